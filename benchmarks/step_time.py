@@ -31,7 +31,6 @@ from jax.sharding import Mesh
 from maxdiloco.command_line import guarded
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.diloco.schedule import INNER, Action
-from maxdiloco.engine.diloco import say_nothing
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
@@ -314,7 +313,7 @@ def without_all_reduce(data_parallel: Case) -> Cost:
     if mesh.shape["diloco"] == 1:
         return cost(data_parallel.compiles[0][1])
     cfg, alone = data_parallel.cfg, Mesh(mesh.devices[:1], mesh.axis_names)
-    parts = assemble.assemble(cfg, alone, total_steps=cfg.steps, on_compile=say_nothing)
+    parts = assemble.assemble(cfg, alone, total_steps=cfg.steps, on_compile=lambda *_: None)
     state = parts.trainer.abstract_state
     return cost(parts.trainer.inner.lower(state.params, state.opt_state, parts.batch).compile())
 

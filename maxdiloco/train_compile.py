@@ -92,7 +92,7 @@ def _compile(cfg: Config, options: SimpleNamespace) -> int:
     if baseline is not None:
         results.append(compiled.report(baseline, mesh, chip, gbps=gbps, say=say_line)[-1])
     texts = [line for each in results for line in report.verdict_lines(each)]
-    for line in ["", *texts, "", *parts.trainer.description().fragments]:
+    for line in ["", *texts, "", *parts.trainer.description.fragments]:
         say_line(line)
     for each in results:
         for line in ["", *report.lines(each)]:

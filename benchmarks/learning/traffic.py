@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from maxdiloco.diloco import quantize
-from maxdiloco.engine.diloco import say_nothing
 from maxdiloco.flags import config
 from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models.transformer import count_parameters
@@ -26,7 +25,7 @@ def traffic(keys: Mapping[str, Any]) -> Traffic:
     """What the run with these keys sends; a mode without replicas sends the baseline."""
     cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
     mesh = mesh_lib.build(hardware_of(cfg))
-    parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=say_nothing)
+    parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=lambda *_: None)
     count = count_parameters(parts.model)
     baseline = DATA_PARALLEL_BYTES * count * cfg.steps
     if not cfg.enable_diloco:

@@ -24,14 +24,19 @@ def main() -> None:
 
     from maxdiloco import train
     from maxdiloco.engine.diloco import DiLoCo
-    from maxdiloco.exchange.host import HostCarrier
+    from maxdiloco.engine.exchanges import ThroughHost
 
     steps = (folder / f"steps.{process}").open("w", buffering=1)
     if process == victim:
         held, go = folder / "held", folder / "go"
         moments.act_at(moment, int(t), lambda: moments.stand(held, go))
     waits = (folder / f"take.{process}").touch
-    moments.before(HostCarrier, "take", lambda _, key: key[-1] == int(t), waits)
+    moments.before(
+        ThroughHost,
+        "_take",
+        lambda carrier, given: given.state.t - carrier._schedule.lag == int(t),
+        waits,
+    )
     moments.before(
         DiLoCo, "step", lambda *_: True, lambda: steps.write(f"{time.monotonic():.6f}\n")
     )

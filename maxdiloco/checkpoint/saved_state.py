@@ -41,7 +41,8 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     if found is None:
         return None
     saved = layout(found.meta)
-    state = trainer.restored(found.items, saved, t=found.step)
+    reading = trainer.reading(saved)
+    state = reading.state_of(found.items, t=found.step)
     before, now = (
         note.get("exchange", {}) | note.get("rule", {})
         for note in (found.meta, trainer.note(state))
@@ -53,7 +54,7 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     ]
     if changed:
         checkpointer.say(f"changed since the checkpoint: {', '.join(changed)}")
-    for line in trainer.restore_lines(saved, state.t):
+    for line in reading.lines(state.t):
         checkpointer.say(line)
     return state
 
@@ -79,23 +80,23 @@ def require_finite(trainer: Trainer, state: Any) -> None:
 
 def _specs(trainer: Trainer) -> int:
     """A checksum of how the parameters are sharded: what is in flight is laid out by it."""
-    leaves = jax.tree.leaves(trainer.abstract_outer_params)
+    leaves = jax.tree.leaves(trainer.exported.like)
     return zlib.crc32(" ".join(str(x.sharding.spec) for x in leaves).encode())
 
 
 def nbytes(trainer: Trainer) -> int:
     """Bytes of the arrays of a checkpoint, uncompressed."""
     here = layout_of(trainer.note(trainer.abstract_state), same_rules=True)
-    items = trainer.abstract_items(here)
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(items))
+    leaves = jax.tree.leaves(trainer.reading(here).items)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
 def abstract_items(trainer: Trainer, saved: SavedLayout) -> dict[str, Any]:
     """{item: tree of ShapeDtypeStruct or Cycled}: replica r takes that of old r mod the old M."""
-    items = trainer.abstract_items(saved)
+    reading = trainer.reading(saved)
     if saved.num_replicas == trainer.num_replicas:
-        return items
-    return items | {
-        name: jax.tree.map(lambda x: Cycled(x, stored=saved.num_replicas), items[name])
-        for name in trainer.replica_items(saved)
+        return reading.items
+    return reading.items | {
+        name: jax.tree.map(lambda x: Cycled(x, stored=saved.num_replicas), reading.items[name])
+        for name in reading.replica_items
     }

@@ -23,7 +23,7 @@ gradient. Line 2 is the caller's loop around `step`.
 
 DiLoCo (arXiv 2311.08105) Algorithm 1 is one fragment and tau = 0. Eager updates (arXiv 2502.12996)
 Algorithm 3 takes lines 7-12 at the send, for each replica with a theta of its own:
-exchange.collective.receive_with_own is its mean, in which diloco.outer.own_fresh puts the
+exchange.collective.receive, given `own`, is its mean, in which diloco.outer.own_fresh puts the
 replica's fresh g among the others' of the round before; engine.programs.outer_step_and_merge is
 lines 11-12 of one replica there, and of all of them elsewhere.
 

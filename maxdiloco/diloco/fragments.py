@@ -5,13 +5,14 @@ default, contiguous on request. What belongs to no layer (embeddings, head, last
 fragments of its own, so layer fragments hold layers only.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco.diloco.slices import LeafSlice, along, whole
+from maxdiloco.diloco.slices import LeafSlice, along
 
 
 class Stacked(NamedTuple):
@@ -59,21 +60,21 @@ def partition(
     stacked = [kind for kind in kinds if isinstance(kind, Stacked)]
     num_layers = max((max(kind.layers) + 1 for kind in stacked), default=0)
     if num_fragments == 1:
-        contents = [([whole(i) for i in range(len(leaves))], tuple(range(num_layers)))]
+        contents = [([LeafSlice(i, "whole") for i in range(len(leaves))], tuple(range(num_layers)))]
     elif stacked:
         contents = _by_layer(leaves, kinds, num_layers, num_fragments, num_nonlayer, sequential)
     else:
         contents = _by_leaf(leaves, num_fragments, sequential)
-    for p, (leaf_slices, _) in enumerate(contents):
+    found = []
+    for p, (leaf_slices, layers) in enumerate(contents):
         if not leaf_slices:
             raise ValueError(
                 f"num_diloco_fragments={num_fragments} leaves fragment {p} empty: no leaf "
                 f"holds a layer of it. Use fewer fragments."
             )
-    return tuple(
-        Fragment(tuple(leaf_slices), layers, sum(s.size(leaves[s.leaf].shape) for s in leaf_slices))
-        for leaf_slices, layers in contents
-    )
+        size = sum(math.prod(s.shape(leaves[s.leaf].shape)) for s in leaf_slices)
+        found.append(Fragment(tuple(leaf_slices), layers, size))
+    return tuple(found)
 
 
 def kinds_of(params: Any, layer_axis: Any) -> list[Any]:
@@ -140,7 +141,7 @@ def _by_layer(leaves, kinds, L, P, k, sequential):
             for p in range(min(k, rows)):
                 slices[p].append(along(i, kind.axis, range(p, rows, k), leaf.shape))
         else:
-            slices[0].append(whole(i))
+            slices[0].append(LeafSlice(i, "whole"))
     return [(slices[p], tuple(i for i in range(L) if fragment_of[i] == p)) for p in range(P)]
 
 
@@ -151,7 +152,8 @@ def _by_leaf(leaves, P, sequential):
             f"which is stacked by layer. Use {len(leaves)} or fewer, or give layer_axis."
         )
     fragment_of = assign(len(leaves), P, sequential)
-    return [([whole(i) for i, of in enumerate(fragment_of) if of == p], ()) for p in range(P)]
+    alone = [LeafSlice(i, "whole") for i in range(len(leaves))]
+    return [([s for s in alone if fragment_of[s.leaf] == p], ()) for p in range(P)]
 
 
 def assign(n: int, P: int, sequential: bool) -> list[int]:

@@ -14,6 +14,7 @@ any t without a replay.
 
 import dataclasses
 import functools
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable
 from numbers import Integral
@@ -35,13 +36,6 @@ class Event(NamedTuple):
     round: int
     send_step: int
     slot: int
-
-
-class Carried(NamedTuple):
-    """Chunk `chunk` (0..max_chunks-1) of the exchange that `send` began."""
-
-    send: Event
-    chunk: int
 
 
 class Action(NamedTuple):
@@ -183,14 +177,10 @@ class Schedule:
         return tuple(sorted(((o - 1) % self.H + 1, p) for p, o in enumerate(self.offsets)))
 
     @functools.cached_property
-    def _firsts(self) -> tuple[int, ...]:
-        return tuple(first for first, _ in self._order)
-
-    @functools.cached_property
     def gap(self) -> int:
         """The smallest number of inner steps between two sends, across periods too."""
-        following = (*self._firsts[1:], self._firsts[0] + self.H)
-        return min(b - a for a, b in zip(self._firsts, following, strict=True))
+        firsts = [first for first, _ in self._order]
+        return min(b - a for a, b in itertools.pairwise([*firsts, firsts[0] + self.H]))
 
     @property
     def max_chunks(self) -> int:
@@ -201,12 +191,12 @@ class Schedule:
     def slots(self) -> int:
         """Number of receive slots: the most exchanges in flight after a step; 0 for tau = 0."""
         # Most are in flight after a step with a send, and one period has all such steps.
-        return max(self._count(t) - self._count(t - self.lag) for t in self._firsts)
+        return max(self._count(t) - self._count(t - self.lag) for t, _ in self._order)
 
     def _count(self, t: int) -> int:
         """Number k of the first send after step t. Below 0 for t < 0: rounds 0, -1, ..."""
         periods, step = divmod(t, self.H)
-        return periods * self.P + bisect_right(self._firsts, step)
+        return periods * self.P + bisect_right(self._order, (step, self.P))
 
     def _event(self, number: int) -> Event:
         periods, index = divmod(number, self.P)
@@ -257,19 +247,19 @@ class Schedule:
                     out.append(Action(MERGE, apply.fragment, apply.slot))
         return tuple(out)
 
-    def carrying(self, t: int) -> Carried | None:
-        """The chunk that inner step t carries: chunk c of a send with t = send_step + 1 + c."""
+    def carrying(self, t: int) -> tuple[Event, int] | None:
+        """The send, and which of its chunks inner step t = send_step + 1 + chunk carries."""
         number = self._count(t - 1) - 1
         if number < 0:
             return None
         send = self._event(number)
         chunk = t - 1 - send.send_step
-        return Carried(send, chunk) if chunk < self.max_chunks else None
+        return (send, chunk) if chunk < self.max_chunks else None
 
-    def pending(self, t: int) -> tuple[Event, ...]:
-        """Sends up to step t whose apply comes after step t, oldest first."""
-        first = self._count(max(t - self.lag, 0))
-        return tuple(self._event(number) for number in range(first, self._count(t)))
+    def pending(self, t: int, *, dropped_until: int = 0) -> tuple[Event, ...]:
+        """Sends up to step t whose apply comes later, oldest first. dropped_until: of `actions`."""
+        sends = map(self._event, range(self._count(max(t - self.lag, 0)), self._count(t)))
+        return tuple(send for send in sends if send.send_step > dropped_until)
 
     def ages(self, t: int, *, dropped_until: int = 0) -> tuple[int, ...]:
         """Per fragment: inner steps since the step whose values theta last took in.

@@ -4,7 +4,7 @@ Where a slice starts is an argument of a compiled program. Fragments whose slice
 nothing else, such as those of other layers, share the program.
 """
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -43,34 +43,19 @@ class LeafSlice(NamedTuple):
         return self._replace(start_or_indices=None)
 
     @property
-    def first(self) -> int:
-        """The first entry it takes."""
-        start = self.start_or_indices
-        return start[0] if isinstance(start, tuple) else start
-
-    def holds(self, entry: int) -> bool:
-        """Whether it takes an entry of its leaf."""
-        if self.pattern == "whole":
-            return True
-        if self.pattern == "list":
-            return entry in self.start_or_indices
-        steps, rest = divmod(entry - self.first, self.stride)
-        return rest == 0 and 0 <= steps < self.count
+    def entries(self) -> Sequence[int]:
+        """The entries it takes, in order; of a whole leaf any."""
+        start, count = self.start_or_indices, self.count
+        if isinstance(start, tuple):
+            return start
+        count = sys.maxsize if self.pattern == "whole" else count
+        return range(start, start + count * self.stride, self.stride)
 
     def shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
         """Shape of what it takes of a leaf of `leaf_shape`."""
         if self.pattern == "whole":
             return tuple(leaf_shape)
         return (*leaf_shape[: self.axis], self.count, *leaf_shape[self.axis + 1 :])
-
-    def size(self, leaf_shape: Sequence[int]) -> int:
-        """Values that it takes of a leaf of `leaf_shape`."""
-        return math.prod(self.shape(leaf_shape))
-
-
-def whole(leaf: int) -> LeafSlice:
-    """The slice that takes all of a leaf."""
-    return LeafSlice(leaf, "whole")
 
 
 def along(leaf: int, axis: int, entries: Sequence[int], shape: Sequence[int]) -> LeafSlice:

@@ -22,13 +22,17 @@ Chunks = tuple[Any, ...] | None
 
 
 class Given(NamedTuple):
-    """What an action is carried out on: arrays, or ShapeDtypeStructs. batch: of the inner step."""
+    """What an action is carried out on, and what is there after it: arrays, or ShapeDtypeStructs.
+
+    batch: of the inner step; metrics: of it, None before.
+    """
 
     layout: Layout
     action: Action
     state: State
     batch: Any = None
     chunks: Chunks = None
+    metrics: Any = None
 
     @property
     def plan(self) -> FragmentPlan:
@@ -36,60 +40,53 @@ class Given(NamedTuple):
         return self.layout.plans[self.action.fragment]
 
 
-class Changed(NamedTuple):
-    """What is there after it. metrics: of the inner step, None of the others."""
-
-    state: State
-    chunks: Chunks = None
-    metrics: Any = None
-
-
 class Kind(NamedTuple):
     """What carries out an action, or a part of one: a compiled program, or a carrier on the host.
 
-    changed: (Given, results of the program, None without one) -> Changed.
-    executable: (programs, Given) -> the program. arguments: Given -> what it takes. Both or none.
+    changed: (Given, results of the program, None without one) -> Given after it.
+    call: (programs, Given) -> the program and its arguments; None without one.
     abstract: Given -> ShapeDtypeStructs of the chunks that the host hands on.
     bytes_sent: (layout, plan) -> bytes that one replica sends to one other. carries: whether a
     chunk travels in it, and arrives in a receive slot.
     """
 
-    changed: Callable[[Given, Any], Changed]
-    executable: Callable[[Programs, Given], Program] | None = None
-    arguments: Callable[[Given], tuple] | None = None
+    changed: Callable[[Given, Any], Given]
+    call: Callable[[Programs, Given], tuple[Program, tuple]] | None = None
     abstract: Callable[[Given], Chunks] | None = None
     bytes_sent: Callable[[Layout, FragmentPlan], int] | None = None
     carries: bool = False
 
-    def run(self, programs: Programs, given: Given) -> Changed:
+    def run(self, programs: Programs, given: Given) -> Given:
         """Carry it out."""
-        results = None
-        if self.executable is not None:
-            results = self.executable(programs, given)(*self.arguments(given))
-        return self.changed(given, results)
+        if self.call is None:
+            return self.changed(given, None)
+        program, args = self.call(programs, given)
+        return self.changed(given, program(*args))
 
 
 def on_host(do: Callable[[Given], Chunks], **parts: Any) -> Kind:
     """A kind that a carrier does itself, and that changes no state. do: Given -> chunks or None."""
-    return Kind(lambda given, _: Changed(given.state, do(given)), **parts)
+    return Kind(lambda given, _: given._replace(chunks=do(given)), **parts)
 
 
-def _step(given):
-    return given.state.params, given.state.opt_state, given.batch
+def _step(programs, given):
+    return programs.inner, (given.state.params, given.state.opt_state, given.batch)
 
 
 def _stepped(given, results):
     params, opt_state, metrics = results
-    return Changed(replace(given.state, params=params, opt_state=opt_state), metrics=metrics)
+    state = replace(given.state, params=params, opt_state=opt_state)
+    return given._replace(state=state, metrics=metrics)
 
 
-def _step_with_chunk(given):
+def _step_with_chunk(programs, given):
     layout, state = given.layout, given.state
     places = layout.places(given.plan, [given.action.chunk])
     chunk = tuple(offload.moved(state.outgoing[i], None) for i in places)
     slot = state.incoming[given.action.slot]
     replaced = () if layout.chunk_memory else tuple(slot[i] for i in places)
-    return (*_step(given), chunk, replaced)
+    args = (state.params, state.opt_state, given.batch, chunk, replaced)
+    return programs.inner_exchange(given.plan), args
 
 
 def _stepped_with_chunk(given, results):
@@ -102,30 +99,38 @@ def _stepped_with_chunk(given, results):
     return after._replace(state=replace(after.state, incoming=incoming))
 
 
-def _pack(given):
+def _pack(programs, given):
     leaves = arrays_of(given.state, given.plan)._replace(outer_opt=())
     residual = (leaves.residual,) if leaves.residual else ()
-    return (leaves._replace(residual=()), given.plan.starts, *residual)
+    args = (leaves._replace(residual=()), given.plan.starts, *residual)
+    return programs.of("pack", given.plan), args
 
 
 def _packed(given, sent):
     return _after_send(given, given.state, sent.residual, sent)
 
 
-def _synchronise(given):
-    return arrays_of(given.state, given.plan), given.state.bad, given.plan.starts
+def _synchronise(programs, given):
+    args = arrays_of(given.state, given.plan), given.state.bad, given.plan.starts
+    return programs.of("synchronise", given.plan), args
 
 
-def _outer_step(given):
-    if (chunks := given.chunks) is None:
-        slot = given.state.incoming[given.action.slot]
-        chunks = tuple(slot[i] for i in given.layout.places(given.plan))
-    return (*_synchronise(given), chunks)
+def _outer_step(programs, given):
+    args = arrays_of(given.state, given.plan), given.state.bad, given.plan.starts
+    return programs.of("outer_step", given.plan), (*args, _arrived(given))
 
 
-def _merge(given):
-    leaves, *others = _outer_step(given)
-    return (leaves._replace(residual=()), *others)
+def _merge(programs, given):
+    leaves = arrays_of(given.state, given.plan)._replace(residual=())
+    args = leaves, given.state.bad, given.plan.starts, _arrived(given)
+    return programs.of("merge", given.plan), args
+
+
+def _arrived(given):
+    if given.chunks is not None:
+        return given.chunks
+    slot = given.state.incoming[given.action.slot]
+    return tuple(slot[i] for i in given.layout.places(given.plan))
 
 
 def _replaced(given, results):
@@ -153,29 +158,18 @@ def _after_send(given, state, residual, sent):
     if sent.chunks and state.outgoing:
         places = given.layout.places(given.plan)
         state = replace(state, outgoing=with_items(state.outgoing, places, sent.chunks))
-    return Changed(state, sent.chunks)
+    return given._replace(state=state, chunks=sent.chunks)
 
 
 # Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, by its lines; see diloco/schedule.py.
-INNER = Kind(_stepped, lambda programs, given: programs.inner, _step)  # 3-5
+INNER = Kind(_stepped, _step)  # 3-5
 INNER_EXCHANGE = Kind(  # the same beside a chunk: 8 and 10
-    _stepped_with_chunk,
-    lambda programs, given: programs.inner_exchange(given.plan),
-    _step_with_chunk,
-    bytes_sent=Layout.chunk_bytes,
-    carries=True,
+    _stepped_with_chunk, _step_with_chunk, bytes_sent=Layout.chunk_bytes, carries=True
 )
-PACK = Kind(_packed, lambda programs, given: programs.of("pack", given.plan), _pack)  # 7-8
-MERGE = Kind(_replaced, lambda programs, given: programs.of("merge", given.plan), _merge)  # 10-12
-SYNCHRONISE = Kind(  # 7-12, tau = 0
-    _replaced,
-    lambda programs, given: programs.of("synchronise", given.plan),
-    _synchronise,
-    bytes_sent=Layout.chunk_bytes,
-)
-OUTER_STEP = Kind(  # delayed and eager: the same with the mean of the round before
-    _replaced, lambda programs, given: programs.of("outer_step", given.plan), _outer_step
-)
+PACK = Kind(_packed, _pack)  # 7-8
+MERGE = Kind(_replaced, _merge)  # 10-12
+SYNCHRONISE = Kind(_replaced, _synchronise, bytes_sent=Layout.chunk_bytes)  # 7-12, tau = 0
+OUTER_STEP = Kind(_replaced, _outer_step)  # delayed, eager: the same, the mean of the round before
 
 # By the names of the schedule.
 KINDS: Mapping[str, Kind] = MappingProxyType({

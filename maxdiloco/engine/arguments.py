@@ -15,8 +15,6 @@ from maxdiloco.diloco.quantize import WireFormat
 from maxdiloco.engine import exchanges
 from maxdiloco.parallel import offload
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-
 
 def check(
     num_replicas: int,
@@ -106,7 +104,7 @@ def check_trees(params: Any, opt_state: Any) -> None:
     both = {"params": params, "opt_state": opt_state}
     for path, x in jax.tree_util.tree_leaves_with_path(both):
         name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
-        if not isinstance(x, _ARRAYS):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
             raise ValueError(f"{name} is no array but {type(x).__name__}. Give jnp.asarray of it.")
         if path[0].key == "params" and not math.prod(x.shape):
             raise ValueError(f"{name} has no elements, shape {x.shape}. Leave it out.")

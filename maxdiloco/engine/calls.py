@@ -1,13 +1,10 @@
 """Every program that a run calls: its arguments, how often, and the memory that it needs."""
 
 import math
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
 
-from maxdiloco.diloco.schedule import INNER, PROGRAMS, Action, Schedule
 from maxdiloco.parallel.program import Program
 
 # When a program runs: in the steps; beside them, with the run's state on the devices; or at the
@@ -32,29 +29,6 @@ class Call(NamedTuple):
     when: str = STEP
     event: str = ""
     beside: tuple[jax.ShapeDtypeStruct, ...] = ()
-
-
-def abstract_metrics(step: Call, sharding: NamedSharding) -> Any:
-    """ShapeDtypeStructs of the metrics of a plain step."""
-    shapes = step.program.out_shapes(*step.args)[2]
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-
-
-def count_calls(schedule: Schedule, calls_of: Callable[[Action], Iterable[Call]]) -> list[Call]:
-    """Every program that the steps of a run call, once each, `inner` first.
-
-    calls_of: the programs of an action, with ShapeDtypeStructs for their arguments. The period
-    counted is the third: all is under way in it.
-    """
-    H = schedule.H
-    actions = [action for t in range(2 * H + 1, 3 * H + 1) for action in schedule.actions(t)]
-    actions.sort(key=lambda action: (PROGRAMS.index(action.program), action.fragment))
-    by_program: dict[int, Call] = {}
-    for runs, action in [(0, Action(INNER)), *((1, action) for action in actions)]:
-        for call in calls_of(action):
-            call = by_program.setdefault(id(call.program), call)
-            by_program[id(call.program)] = call._replace(runs=call.runs + runs)
-    return list(by_program.values())
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ where it saves enough.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from maxdiloco.diloco.quantize import ceil_div
 from maxdiloco.exchange.payload import pad_to_tile
@@ -14,14 +13,6 @@ from maxdiloco.exchange.payload import pad_to_tile
 # What a second length has to save in a period to be worth a program; our choice.
 LEAST_PART = 0.1  # of all bytes
 LEAST_BYTES = 1 << 16  # that a replica sends to one other
-
-
-class Cut(NamedTuple):
-    """A fragment in `num_chunks` chunks, each of the first `num_pieces` pieces of a chunk."""
-
-    num_chunks: int
-    num_pieces: int
-    size: int
 
 
 def pieces_of_a_chunk(sizes: Sequence[int], *, max_chunks: int, unit: int) -> tuple[int, ...]:
@@ -33,7 +24,7 @@ def pieces_of_a_chunk(sizes: Sequence[int], *, max_chunks: int, unit: int) -> tu
     """
 
     def sent(pieces):
-        return sum(cut(size, pieces, max_chunks).size for size in sizes)
+        return sum(cut(size, pieces, max_chunks)[0] for size in sizes)
 
     longest = pad_to_tile(ceil_div(max(sizes), max_chunks))
     counts = range(1, max_chunks + 1)
@@ -47,12 +38,15 @@ def pieces_of_a_chunk(sizes: Sequence[int], *, max_chunks: int, unit: int) -> tu
     return best if worth else (longest,)
 
 
-def cut(size: int, pieces: Sequence[int], max_chunks: int) -> Cut:
-    """A fragment of `size` wire elements in the chunks that send least; if equal, long ones."""
+def cut(size: int, pieces: Sequence[int], max_chunks: int) -> tuple[int, int, int]:
+    """A fragment of `size` wire elements in the chunks that send least; if equal, long ones.
+
+    (wire elements sent, number of chunks, of the first pieces that make each).
+    """
     cuts = []
     for num_pieces in range(1, len(pieces) + 1):
         length = sum(pieces[:num_pieces])
         num_chunks = ceil_div(size, length)
         if num_chunks <= max_chunks:
-            cuts.append(Cut(num_chunks, num_pieces, num_chunks * length))
-    return min(cuts, key=lambda found: (found.size, found.num_chunks))
+            cuts.append((num_chunks * length, num_chunks, num_pieces))
+    return min(cuts)

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.engine import calls, finite
+from maxdiloco.engine import finite, trainer
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout, Trainer
 from maxdiloco.parallel import chips, offload
@@ -41,6 +41,9 @@ class DataParallel(Trainer):
 
     num_replicas = 1
     period = 1
+    description = Description(
+        "data parallel", ("enable_diloco=false: nothing is exchanged in fragments.",)
+    )
 
     def __init__(
         self,
@@ -65,8 +68,8 @@ class DataParallel(Trainer):
 
         self.mesh = mesh
         self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
-        self.abstract_outer_params = self.abstract_eval_params = self.abstract_state.params
-        self._replicated = NamedSharding(mesh, P())
+        params = self.abstract_state.params
+        self.exported = self.evaluated = trainer.ThetaView(params, lambda state: state.params)
         self._accumulation = accumulation
         self._on_compile = on_compile
         kept = shardings_of(self.abstract_state)
@@ -74,7 +77,7 @@ class DataParallel(Trainer):
             "data parallel",
             offload.with_state_on_device(step, self.abstract_state.opt_state),
             donate=(0, 1),
-            out_shardings=(kept.params, kept.opt_state, self._replicated),
+            out_shardings=(kept.params, kept.opt_state, NamedSharding(mesh, P())),
             compiler_options=chips.step_options(mesh.devices.flat[0].device_kind),
             on_compile=on_compile,
         )
@@ -94,10 +97,6 @@ class DataParallel(Trainer):
         like = self.abstract_state
         return [Call(self.inner, (like.params, like.opt_state, batch), 1)]
 
-    def abstract_metrics(self, batch: Any) -> Any:
-        """Leaves [1]."""
-        return calls.abstract_metrics(self.calls(batch)[0], self._replicated)
-
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One step; state is donated, batch leaves [R, ...], metrics leaves [1]."""
         throttle_cpu(self.mesh, state.params)
@@ -107,10 +106,6 @@ class DataParallel(Trainer):
     def check_finite(self, state: State) -> None:
         """As check_exchanges, which has nothing to add: the loss tells of bad gradients."""
         finite.check_params(state.params, state.t, replicas=False)
-
-    def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
-        """The bytes that a slice sends to the others per step."""
-        return {"dcn/bytes_sent": self.bytes_sent(steps[-1])}
 
     def bytes_sent(self, t: int) -> float:
         """Bytes of the gradients that one of S slices sends to the others in a step, by a ring.
@@ -122,11 +117,6 @@ class DataParallel(Trainer):
         gradients = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
         S = self.mesh.shape["diloco"]
         return self._accumulation * gradients * 2 * (S - 1) / S
-
-    def description(self) -> Description:
-        """One line in place of tables."""
-        line = "enable_diloco=false: nothing is exchanged in fragments."
-        return Description("data parallel", fragments=(line,))
 
     def saved_items(self, state: State) -> dict[str, Any]:
         """Parameters and optimizer state, the same on any mesh."""
@@ -142,6 +132,10 @@ class DataParallel(Trainer):
             "schedule_since": 0,
         }
 
-    def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
-        """The state after step t."""
-        return State(t, items[OUTER_PARAMS], items["opt_state"])
+    def reading(self, saved_layout: SavedLayout) -> trainer.Reading:
+        """Of any other run of data parallelism."""
+
+        def state_of(items, *, t):
+            return State(t, items[OUTER_PARAMS], items["opt_state"])
+
+        return trainer.Reading(self.saved_items(self.abstract_state), state_of)

@@ -3,6 +3,7 @@
     # R replicas
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,21 +24,14 @@ from maxdiloco.processes.output import aligned
 MOST_NAMED = 6  # fragments in a line; our choice
 
 
-def description(
-    layout: Layout, schedule: Schedule, wire_bytes: Sequence[int], carrier: str
-) -> Description:
-    """See Trainer.description. wire_bytes: of each fragment. carrier: of exchanges.CARRIERS."""
+def description(layout: Layout, schedule: Schedule, carrier: exchanges.Carrier) -> Description:
+    """See Trainer.description."""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
-    fragments = fragment_table(layout, wire_bytes)
-    start = [
-        *_replica_table(layout),
-        *fragments,
-        outer_memory_line(layout),
-        *residual_lines(layout),
-        *flight_lines(layout, carrier),
-    ]
+    fragments = fragment_table(layout, [carrier.fragment_bytes(plan) for plan in layout.plans])
+    memory = memory_lines(layout, carrier.steps_on_device)
     title = f"DiLoCo of {schedule.P} fragments, {overlap}, {layout.plans[0].payload.wire}"
-    return Description(title, tuple(fragments), tuple(start), resident(layout))
+    start = (*_replica_table(layout), *fragments, *memory)
+    return Description(title, tuple(fragments), start, resident(layout))
 
 
 def _replica_table(layout: Layout) -> list[str]:
@@ -73,48 +67,39 @@ def fragment_table(layout: Layout, wire: Sequence[int]) -> list[str]:
 
 def _ranges(layers: Sequence[int]) -> str:
     """0,1,2,5 -> '0-2,5'; none -> 'none'."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    shown = []
+    for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
+        first, *others = (layer for _, layer in run)
+        shown.append(f"{first}-{others[-1]}" if others else str(first))
     return ",".join(shown) or "none"
 
 
-def outer_memory_line(layout: Layout) -> str:
-    """Bytes of theta and the outer optimizer state on one device, and whose they are."""
-    outer, opt, copies = layout.state.outer, layout.state.outer_opt, "one copy on every slice"
+def memory_lines(layout: Layout, steps_on_device: int) -> list[str]:
+    """Bytes on one device of theta and the outer optimizer state, and whose they are.
+
+    Of the residuals of error feedback, too, and of what is in flight in host memory, with the part
+    of it that is on the device. steps_on_device: of the carrier.
+    """
+    state, copies = layout.state, "one copy on every slice"
     if layout.per_replica_outer:
         copies = f"one copy for each of {layout.num_replicas} replicas"
-    return (
-        f"outer state: {_mib((outer, opt)):.1f} MiB a device ({_mib(outer):.1f} MiB of it "
-        f"parameters), {copies}, kept in {_memory_of(outer)}"
-    )
-
-
-def residual_lines(layout: Layout) -> list[str]:
-    """Bytes of the residuals of error feedback on one device; none without."""
-    residual = layout.state.residual
-    if not jax.tree.leaves(residual):
-        return []
-    return [
-        f"error feedback: {_mib(residual):.1f} MiB a device, a residual for each replica, kept in "
-        f"{_memory_of(residual)}"
+    lines = [
+        f"outer state: {_mib((state.outer, state.outer_opt)):.1f} MiB a device "
+        f"({_mib(state.outer):.1f} MiB of it parameters), {copies}, kept in "
+        f"{_memory_of(state.outer)}"
     ]
-
-
-def flight_lines(layout: Layout, carrier: str) -> list[str]:
-    """Bytes in flight of one device in host memory, and what of it is on the device; or none."""
-    if layout.chunk_memory is None:
-        return []
-    flight = _mib((layout.state.outgoing, layout.state.incoming))
-    line = f"in flight: {flight:.1f} MiB a device, kept in {layout.chunk_memory}"
-    chunks = exchanges.chunks_on_device(layout, exchanges.CARRIERS[carrier].steps_on_device)
-    if chunks:
-        line += f"; the chunks of two steps, {_mib(chunks):.1f} MiB at most, are on the device"
-    return [line]
+    if jax.tree.leaves(state.residual):
+        lines.append(
+            f"error feedback: {_mib(state.residual):.1f} MiB a device, a residual for each "
+            f"replica, kept in {_memory_of(state.residual)}"
+        )
+    if layout.chunk_memory is not None:
+        flight, beside = _mib((state.outgoing, state.incoming)), ""
+        if chunks := exchanges.chunks_on_device(layout, steps_on_device):
+            size = _mib(chunks)
+            beside = f"; the chunks of two steps, {size:.1f} MiB at most, are on the device"
+        lines.append(f"in flight: {flight:.1f} MiB a device, kept in {layout.chunk_memory}{beside}")
+    return lines
 
 
 def resident(layout: Layout) -> str:
@@ -151,8 +136,8 @@ def restore_lines(reader: Reader, t: int) -> list[str]:
         lines.append("theta and its momentum are the means of those of the replicas.")
     if reader.layout.per_replica_outer and not reader.was_eager:
         lines.append("each replica starts from a copy of theta and its momentum.")
-    sends = reader.dropped(t)
-    if sends:
+    until = t if reader.keeps_flight else reader.saved.dropped_until
+    if sends := reader.before.schedule.pending(t, dropped_until=until):
         lines.append(_dropped(sends, reader.before.outer_overlap, old, all_stay=M >= old))
     if reader.settings.error_feedback and not reader.keeps_residual:
         lines.append("error feedback: the residuals of the replicas begin at zero.")

@@ -6,6 +6,7 @@ updates: arXiv 2502.12996 Algorithm 3. No language model is known here.
     # R replicas  F leaves
 """
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,23 +16,17 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from maxdiloco.diloco import fragments, outer_rate, quantize, schedule
-from maxdiloco.engine import arguments, calls, describe, exchanges, finite, saved
-from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
+from maxdiloco.engine import arguments, describe, exchanges, finite, saved
+from maxdiloco.engine.calls import Call
 from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.programs import Programs, Rule
 from maxdiloco.engine.state import Layout, State, lay_out
-from maxdiloco.engine.trainer import Description, ExchangeSettings, SavedLayout, Trainer
+from maxdiloco.engine.trainer import Description, ExchangeSettings, Reading, SavedLayout, Trainer
 from maxdiloco.exchange.host import Mailbox
 from maxdiloco.parallel.program import Program, throttle_cpu
-from maxdiloco.parallel.sharding import shardings_of
-
-
-def say_nothing(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
-    """The default for `on_compile`."""
 
 
 class DiLoCo(Trainer):
@@ -85,7 +80,7 @@ class DiLoCo(Trainer):
         outer_memory: str = "device",
         exchange_carrier: str = "program",
         mailbox: Mailbox | None = None,
-        on_compile: Callable[[str, float, jax.stages.Compiled], None] = say_nothing,
+        on_compile: Callable[[str, float, jax.stages.Compiled], None] = lambda *_: None,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
         choices = dict(merge=merge, outer_memory=outer_memory, exchange_carrier=exchange_carrier)
@@ -107,13 +102,13 @@ class DiLoCo(Trainer):
             error_feedback=arguments.feedback(error_feedback, wire),
         )
         self.schedule = self.settings.schedule
-        self.mesh, self.num_replicas = mesh, num_replicas
+        self.mesh, self.num_replicas, self.period = mesh, num_replicas, sync_period
         rate = outer_rate.rate(num_replicas, overlap=outer_overlap, merge=merge)
         self.optimizer, numbers = arguments.outer_optimizer(
             outer_optimizer, outer_lr, outer_momentum, rate
         )
         self._noted_rule = numbers | {"alpha": float(alpha), "merge": merge}
-        self._rule, self._merge = Rule(self.optimizer, alpha, outer_overlap), merge
+        self._alpha, self._merge = alpha, merge
         self._inner_step, self._layer_axis = inner_step, layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
         self._carrier_name, self._mailbox, self._on_compile = exchange_carrier, mailbox, on_compile
@@ -127,9 +122,6 @@ class DiLoCo(Trainer):
         leaves that do not fit.
         """
         arguments.check_trees(params, opt_state)
-        if self._merge == "rda":
-            kinds = fragments.kinds_of(params, self._layer_axis)
-            self._rule = replace(self._rule, kinds=kinds)
         self.layout = lay_out(
             params,
             opt_state,
@@ -142,7 +134,12 @@ class DiLoCo(Trainer):
         )
         chunks = tuple(plan.num_chunks for plan in self.layout.plans)
         self.schedule = replace(self.schedule, num_chunks=chunks)
-        self.programs = Programs(self.layout, self._inner_step, self._rule, self._on_compile)
+        kinds = fragments.kinds_of(params, self._layer_axis) if self._merge == "rda" else None
+        rule = Rule(self.optimizer, self._alpha, self.settings.outer_overlap, kinds)
+        self.programs = Programs(self.layout, self._inner_step, rule, self._on_compile)
+        self.abstract_state = self.layout.state
+        # An evaluation never sends theta to another slice.
+        self.exported, self.evaluated = self.programs.exported, self.programs.evaluated
         make = exchanges.CARRIERS[self._carrier_name]
         self._carrier = make(self.programs, self.schedule, self._mailbox)
         self._last_step = None
@@ -160,14 +157,6 @@ class DiLoCo(Trainer):
     def calls(self, batch: Any) -> list[Call]:
         """See Trainer; after `bind`."""
         return self._carrier.calls(batch)
-
-    def eval_calls(self, runs: float) -> list[Call]:
-        """When eager, the mean of the thetas of a slot, unless it has one; nothing otherwise."""
-        theta = self.layout.state.outer
-        if not self.layout.per_replica_outer or self.layout.eval_params is theta:
-            return []
-        mean = self.programs.slot_means if self.evaluates_slots else self.programs.mean_outer
-        return [Call(mean, (theta,), runs, BESIDE, EVALUATION)]
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
         """One inner step of every replica, and the sends and applies of this step.
@@ -201,10 +190,7 @@ class DiLoCo(Trainer):
             finite.check(self.layout, state)
 
     def check_exchanges(self, state: State) -> None:
-        """Raise NumericsError if a replica's outer gradient was not finite at a past send.
-
-        The flags travel with the exchange, so all processes raise alike.
-        """
+        """See Trainer. The flags travel with the exchange, so all processes raise alike."""
         finite.check_flags(self.layout, state.bad, state.t)
 
     def check_finite(self, state: State) -> None:
@@ -218,49 +204,21 @@ class DiLoCo(Trainer):
     def outer_params(self, state: State) -> Any:
         """theta, float32, leaves [...], on the devices; eager: the mean. Raises NumericsError."""
         self.check_finite(state)
-        return self._theta(state)
-
-    def _theta(self, state: State) -> Any:
-        if self.layout.per_replica_outer:
-            return self.programs.mean_outer(state.outer)
-        like = self.layout.outer_params
-        if like is self.layout.state.outer:
-            return state.outer
-        return jax.device_put(state.outer, shardings_of(like))
-
-    def eval_params(self, state: State) -> Any:
-        """See Trainer. Never sends theta to another slice."""
-        if not self.evaluates_slots:
-            return self._theta(state)
-        one_each = self.layout.eval_params is self.layout.state.outer
-        return state.outer if one_each else self.programs.slot_means(state.outer)
-
-    period = property(lambda self: self.schedule.H)
-    evaluates_slots = property(lambda self: self.layout.evaluates_slots)
-    abstract_state = property(lambda self: self.layout.state)
-    abstract_outer_params = property(lambda self: self.layout.outer_params)
-    abstract_eval_params = property(lambda self: self.layout.eval_params)
-
-    def abstract_metrics(self, batch: Any) -> Any:
-        """Leaves [R, ...]."""
-        lead = NamedSharding(self.mesh, P("diloco"))
-        return calls.abstract_metrics(self.calls(batch)[0], lead)
+        return self.exported.of(state)
 
     def bytes_sent(self, t: int) -> int:
         """Bytes that inner step t makes one replica send to other slices."""
         sent = sum(map(self._carrier.action_bytes, self.schedule.actions(t)))
         return sent * (self.mesh.shape["diloco"] - 1)
 
-    def extra_metrics(self, state: State, steps: range) -> dict[str, float]:
-        """Of the last exchange, and the bytes a replica has sent to other slices per step."""
-        row = describe.state_metrics(state)
-        row["dcn/bytes_sent"] = sum(map(self.bytes_sent, steps)) / len(steps)
-        return row | self._carrier.extra_metrics()
+    def extra_metrics(self, state: State) -> dict[str, float]:
+        """Of the last exchange, and of the carrier."""
+        return describe.state_metrics(state) | self._carrier.extra_metrics()
 
+    @property
     def description(self) -> Description:
         """Replicas, fragments and the memory of the outer state."""
-        wire_bytes = [self._carrier.fragment_bytes(plan) for plan in self.layout.plans]
-        return describe.description(self.layout, self.schedule, wire_bytes, self._carrier_name)
+        return describe.description(self.layout, self.schedule, self._carrier)
 
     def closing_line(self, state: State) -> str:
         """The step, and how old theta's values are."""
@@ -275,7 +233,7 @@ class DiLoCo(Trainer):
         return {
             "num_replicas": self.num_replicas,
             "mesh": dict(self.mesh.shape),
-            "exchange": self.settings.to_dict(),
+            "exchange": self.settings._asdict() | {"offsets": list(self.settings.offsets)},
             "rule": self._noted_rule,
             "dropped_until": state.dropped_until,
             "schedule_since": state.schedule_since,
@@ -283,22 +241,9 @@ class DiLoCo(Trainer):
             "theta_item": saved.theta_item(self.layout),
         }
 
-    def replica_items(self, saved_layout: SavedLayout) -> tuple[str, ...]:
-        """Replicas and their optimizer; when eager also theta and the outer optimizer."""
-        return self._reader(saved_layout).replica_items()
-
-    def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
-        """The items of the saved state; without those in flight where they are dropped."""
-        return self._reader(saved_layout).abstract_items()
-
-    def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> State:
-        """The state; with another M, mesh or exchange, nothing in flight."""
-        return self._reader(saved_layout).state_of(items, t=t)
-
-    def restore_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
-        """Lines on replicas and theta, and on exchanges in flight that are dropped."""
-        return describe.restore_lines(self._reader(saved_layout), t)
-
-    def _reader(self, saved_layout: SavedLayout) -> saved.Reader:
-        parts = (self.layout, self.settings, self.optimizer, self._layer_axis)
-        return saved.Reader(*parts, saved_layout)
+    def reading(self, saved_layout: SavedLayout) -> Reading:
+        """See Trainer; with another M, mesh or exchange, nothing in flight."""
+        of_run = (self.layout, self.settings, self.optimizer, self._layer_axis)
+        reader = saved.Reader(*of_run, self.exported.like, saved_layout)
+        lines = functools.partial(describe.restore_lines, reader)
+        return Reading(reader.items(), reader.state_of, reader.replica_items, lines)

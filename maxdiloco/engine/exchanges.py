@@ -10,7 +10,8 @@ import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -19,10 +20,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from maxdiloco.diloco import schedule as names
-from maxdiloco.diloco.schedule import Action, Event, Schedule
+from maxdiloco.diloco.schedule import Action, Schedule
 from maxdiloco.engine import actions
 from maxdiloco.engine.actions import Chunks, Given, Kind, on_host
-from maxdiloco.engine.calls import Call, count_calls
+from maxdiloco.engine.calls import Call
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.state import FragmentPlan, Layout, State, with_items
 from maxdiloco.exchange.collective import incoming_spec
@@ -45,10 +46,12 @@ class Carrier:
 
     table: of every kind in schedule.PROGRAMS. steps_on_device: whose chunks are on the device at
     once, where the state keeps them in host memory; 0 where no step carries a chunk.
+    through_mailbox: whether it sends to other processes by the mailbox.
     """
 
     table: Table
     steps_on_device = 0
+    through_mailbox = False
 
     def __init__(self, programs: Programs, schedule: Schedule, mailbox: Mailbox | None):
         del mailbox  # for a carrier that has any
@@ -56,26 +59,35 @@ class Carrier:
 
     def run(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
         """The state after an action, and the metrics where it is the inner step, else None."""
-        given, metrics = Given(self._layout, action, state, batch), None
+        given = Given(self._layout, action, state, batch)
         for kind in self.table[action.program]:
-            changed = kind.run(self._programs, given)
-            given = given._replace(state=changed.state, chunks=changed.chunks)
-            metrics = metrics if changed.metrics is None else changed.metrics
-        return given.state, metrics
+            given = kind.run(self._programs, given)
+        return given.state, given.metrics
 
     def calls(self, batch: Any) -> list[Call]:
-        """Every program that the steps call. batch: ShapeDtypeStructs, leaves [R, ...]."""
-        return count_calls(self._schedule, lambda action: self._calls_of(action, batch))
+        """Every program that the steps call, once each, `inner` first.
+
+        batch: ShapeDtypeStructs, leaves [R, ...]. The period counted is the third: all is under way
+        in it.
+        """
+        H, schedule = self._schedule.H, self._schedule
+        actions = [action for t in range(2 * H + 1, 3 * H + 1) for action in schedule.actions(t)]
+        actions.sort(key=lambda action: (names.PROGRAMS.index(action.program), action.fragment))
+        by_program: dict[int, Call] = {}
+        for runs, action in [(0, Action(names.INNER)), *((1, action) for action in actions)]:
+            for call in self._calls_of(action, batch):
+                call = by_program.setdefault(id(call.program), call)
+                by_program[id(call.program)] = call._replace(runs=call.runs + runs)
+        return list(by_program.values())
 
     def _calls_of(self, action: Action, batch: Any) -> Iterable[Call]:
         layout, steps = self._layout, self.steps_on_device
         given = Given(layout, action, layout.state, batch)
         for kind in self.table[action.program]:
-            if kind.executable is not None:
+            if kind.call is not None:
                 # What the program itself carries is among its arguments and results.
                 beside = tuple(chunks_on_device(layout, steps - kind.carries if steps else 0))
-                program = kind.executable(self._programs, given)
-                yield Call(program, kind.arguments(given), 0, beside=beside)
+                yield Call(*kind.call(self._programs, given), 0, beside=beside)
             if kind.abstract is not None:
                 given = given._replace(chunks=kind.abstract(given))
 
@@ -149,6 +161,8 @@ class InPrograms(Carrier):
 class ThroughHost(Carrier):
     """The carrier `host`: what is packed leaves at once, and what is merged is waited for."""
 
+    through_mailbox = True
+
     def __init__(self, programs: Programs, schedule: Schedule, mailbox: Mailbox | None):
         super().__init__(programs, schedule, mailbox)
         self._carrier = HostCarrier(
@@ -159,6 +173,8 @@ class ThroughHost(Carrier):
         )
         self._step_ends: deque[float] = deque(maxlen=SAMPLES)
         self._begun = 0  # a part of every key, so that what another state has sent is never taken
+        self._arriving: dict[tuple[int, int], Future] = {}  # by fragment and step of the send
+        self._waited_s = 0.0
         tick = on_host(lambda given: self._step_ends.append(time.monotonic()))
         inner = (tick, actions.INNER)
         start = on_host(
@@ -178,8 +194,9 @@ class ThroughHost(Carrier):
     def begin(self, state: State) -> None:
         """See Carrier."""
         self._begun += 1
-        self._carrier.forget()
-        for send in self._pending(state):
+        self._carrier.patience.begin()
+        self._arriving.clear()
+        for send in self._schedule.pending(state.t, dropped_until=state.dropped_until):
             plan = self._layout.plans[send.fragment]
             if state.t - send.send_step < plan.num_chunks:  # else all of it had arrived
                 chunks = tuple(state.outgoing[i] for i in self._layout.places(plan))
@@ -188,10 +205,9 @@ class ThroughHost(Carrier):
     def settled(self, state: State) -> State:
         """The state with the chunks that programs would have carried."""
         incoming = state.incoming
-        for send in self._pending(state):
-            key = self._key(send.fragment, send.send_step)
-            if self._carrier.under_way(key):
-                plan, arrived = self._layout.plans[send.fragment], self._carrier.peek(key)
+        for send in self._schedule.pending(state.t, dropped_until=state.dropped_until):
+            if arriving := self._arriving.get((send.fragment, send.send_step)):
+                plan, arrived = self._layout.plans[send.fragment], arriving.result()
                 chunks = range(min(plan.num_chunks, state.t - send.send_step))
                 places = self._layout.places(plan, chunks)
                 slot = with_items(incoming[send.slot], places, arrived[: len(places)])
@@ -200,7 +216,7 @@ class ThroughHost(Carrier):
 
     def extra_metrics(self) -> dict[str, float]:
         """What this process has waited for exchanges since the last call [s]."""
-        waited, self._carrier.waited_s = self._carrier.waited_s, 0.0
+        waited, self._waited_s = self._waited_s, 0.0
         return {"dcn/waited_s": waited}
 
     def fragment_bytes(self, plan: FragmentPlan) -> int:
@@ -211,17 +227,11 @@ class ThroughHost(Carrier):
         """End the threads."""
         self._carrier.close()
 
-    def _pending(self, state: State) -> list[Event]:
-        pending = self._schedule.pending(state.t)
-        return [send for send in pending if send.send_step > state.dropped_until]
-
-    def _key(self, fragment: int, send_step: int) -> Hashable:
-        return (self._begun, fragment, send_step)
-
     def _start(self, plan: FragmentPlan, send_step: int, chunks: tuple[jax.Array, ...]) -> None:
         what = f"fragment {plan.index} of step {send_step}"
         options = dict(size=plan.payload.size, within_s=self._within_s(), what=what)
-        self._carrier.start(self._key(plan.index, send_step), chunks, **options)
+        key = self._begun, plan.index, send_step
+        self._arriving[key[1:]] = self._carrier.start(key, chunks, **options)
 
     def _within_s(self) -> float | None:
         """Part of the time until the fragment is taken or the next one sent [s], if known."""
@@ -233,8 +243,11 @@ class ThroughHost(Carrier):
 
     def _take(self, given: Given) -> Chunks:
         """None: the state has it, or the zeros of round 0."""
-        key = self._key(given.plan.index, given.state.t - self._schedule.lag)
-        return self._carrier.take(key) if self._carrier.under_way(key) else None
+        exchange = given.plan.index, given.state.t - self._schedule.lag
+        started, arriving = time.perf_counter(), self._arriving.pop(exchange, None)
+        arrived = arriving and arriving.result()
+        self._waited_s += time.perf_counter() - started
+        return arrived
 
 
 CARRIERS: Mapping[str, type[Carrier]] = MappingProxyType(

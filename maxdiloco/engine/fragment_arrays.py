@@ -3,7 +3,7 @@
     # R replicas
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,8 +52,8 @@ class KeptLeaves:
 
     def take(self, leaves: Sequence[jax.Array], starts: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """The fragment's values, in device memory."""
-        values = []
-        for x, s, start, _, on_device in self._each(leaves, starts):
+        values, parts = [], (leaves, self._plan.slices, starts, self._on_device)
+        for x, s, start, on_device in zip(*parts, strict=bool(leaves)):
             if self._moves_data(x, s):
                 x = self.load(x)
             value = slices.take(x, s, start, lead=self._lead, load=self.load)
@@ -69,8 +69,8 @@ class KeptLeaves:
         values: Sequence[jax.Array],
     ) -> Sequence[jax.Array]:
         """The leaves with the fragment's values replaced, where they were."""
-        out = []
-        for (x, s, start, kept, _), new in zip(self._each(leaves, starts), values, strict=True):
+        out, parts = [], (leaves, self._plan.slices, starts, self._kept, values)
+        for x, s, start, kept, new in zip(*parts, strict=bool(leaves)):
             if self._moves_data(x, s):
                 x = slices.put(self.load(x), s, start, new, lead=self._lead)
             else:
@@ -85,11 +85,6 @@ class KeptLeaves:
     def store(self, x: jax.Array) -> jax.Array:
         """x where the leaves are kept."""
         return jax.device_put(x, jax.memory.Space.Host) if self._on_host else x
-
-    def _each(self, leaves, starts) -> Iterator[tuple]:
-        if leaves:
-            of_plan = self._plan.slices, starts, self._kept, self._on_device
-            yield from zip(leaves, *of_plan, strict=True)
 
     def _moves_data(self, x, leaf_slice) -> bool:
         # A TPU tiles the last two dims. To cut or gather along one of them moves data, which it can

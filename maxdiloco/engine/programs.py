@@ -7,10 +7,9 @@ exchange sits in a conditional. Which layers a fragment holds is an argument.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.diloco import outer, slices
 from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, arrays_of
 from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
+from maxdiloco.engine.trainer import ThetaView
 from maxdiloco.exchange import collective
 from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program
@@ -28,6 +28,8 @@ from maxdiloco.parallel.replicas import broadcast, map_fn, mean_of_all, mean_of_
 from maxdiloco.parallel.sharding import shardings_of, zeros
 
 Definition = dict[str, Any]  # of a program: its function, what it donates, its results' shardings
+NOTHING = collective.Sent(())  # by a program that only receives
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Programs:
     def __init__(self, layout: Layout, inner_step: Callable, rule: Rule, on_compile: Callable):
         self.layout = layout
         self.rule = rule
-        self.on_compile = on_compile
+        self._program = functools.partial(Program, on_compile=on_compile)
         self._by_form: dict[tuple, Program] = {}
         state = layout.state
         step = map_fn(inner_step, mesh=layout.mesh)
@@ -74,31 +76,29 @@ class Programs:
             )
             for num_pieces, label in enumerate(labels, start=1)
         ]
-        self.mean_outer = self._program(
-            "outer parameters",
-            functools.partial(mean_of_all, mesh=layout.mesh),
-            out_shardings=shardings_of(layout.outer_params),
-        )
-        self.slot_means = self._program(
-            "outer parameters of a slice",
-            functools.partial(mean_of_each_slot, mesh=layout.mesh),
-            out_shardings=shardings_of(layout.slot_params) if layout.per_replica_outer else None,
-        )
+        one_theta = [NamedSharding(layout.mesh, spec) for spec in layout.specs]
+        self._one_theta = jax.tree.unflatten(jax.tree.structure(state.params), one_theta)
+        slots, is_eager = layout.mesh.shape["diloco"], layout.per_replica_outer
+        on_device = jax.tree.map(lambda x: offload.moved(x, None), state.outer)
+        as_it_is = ThetaView(on_device, lambda state: state.outer, of_slots=is_eager)
+        self.exported = self._means("outer parameters", mean_of_all) if is_eager else as_it_is
+        self.evaluated = self.exported
+        if is_eager and slots > 1:
+            on_host = offload.on_host(jax.tree.leaves(state.outer)[0])
+            one_each = slots == layout.num_replicas and not on_host
+            means = "outer parameters of a slice", mean_of_each_slot
+            self.evaluated = as_it_is if one_each else self._means(*means, of_slots=True)
 
     def init(self, make: Callable, **options) -> Program:
         """See Trainer.init_program. One program, so no second copy of the state is in memory."""
         layout = self.layout
-        one_replica = jax.tree.unflatten(
-            jax.tree.structure(layout.state.params),
-            [NamedSharding(layout.mesh, spec) for spec in layout.specs],
-        )
 
         def all_replicas(tree):
             return jax.tree.map(lambda x: broadcast(x, layout.num_replicas), tree)
 
         def init(*args):
             params, opt_state = make(*args)
-            params = jax.lax.with_sharding_constraint(params, one_replica)
+            params = jax.lax.with_sharding_constraint(params, self._one_theta)
             theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
             outer_opt = tuple(self.rule.optimizer.init(_values(theta, p)) for p in layout.plans)
             if layout.per_replica_outer:
@@ -115,8 +115,14 @@ class Programs:
 
         return self._program("init", init, out_shardings=shardings_of(layout.state), **options)
 
-    def _program(self, name, fn, **options) -> Program:
-        return Program(name, fn, on_compile=self.on_compile, **options)
+    def _means(self, name: str, means: Callable, *, of_slots: bool = False) -> ThetaView:
+        """The view of means of the replicas' thetas: of all, or of each of several slots."""
+
+        mesh, lead = self.layout.mesh, ("diloco",) if of_slots else ()
+        out = jax.tree.map(lambda s: NamedSharding(mesh, P(*lead, *s.spec)), self._one_theta)
+        mean = self._program(name, functools.partial(means, mesh=mesh), out_shardings=out)
+        like = mean.out_shapes(self.layout.state.outer)
+        return ThetaView(like, lambda state: state.outer, mean, of_slots)
 
     def inner_exchange(self, plan: FragmentPlan) -> Program:
         """The inner step beside a chunk of a fragment, which takes the place of an old one."""
@@ -128,9 +134,105 @@ class Programs:
         if key not in self._by_form:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)
             label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
-            made = DEFINITIONS[kind](FragmentPrograms(self.layout, plan, self.rule))
-            self._by_form[key] = self._program(f"{kind} [{label}]", **made)
+            replacing, step = self._replacing, f"{self.rule.overlap}_step"
+            definitions = {
+                "pack": self._pack,
+                "merge": functools.partial(replacing, "merge", sends=False),
+                "synchronise": functools.partial(replacing, "synchronise", sends=True),
+                "outer_step": functools.partial(replacing, step, sends=True, keeps=True),
+            }
+            self._by_form[key] = self._program(f"{kind} [{label}]", **definitions[kind](plan))
         return self._by_form[key]
+
+    # -- what is compiled for a fragment ---------------------------------------------------------
+
+    def _pack(self, plan) -> Definition:
+        """Form the outer gradients and encode them: lines 7-8, no traffic over `diloco`."""
+        view, state = FragmentView(self.layout, plan), self.layout.state
+
+        def pack(leaves, starts, residual=()):
+            sent = self._send(plan, view.take(leaves._replace(residual=residual), starts))
+            residual = view.residual.put(residual, starts, sent.residual)
+            return sent._replace(chunks=self._moved(sent.chunks, HOST), residual=residual)
+
+        kept = shardings_of((fragment_leaves(state.residual, plan), state.residual_norm_R))
+        sent = collective.Sent(self._outgoing(plan), *kept)
+        return dict(fn=pack, donate=(2,) if kept[0] else (), out_shardings=sent)  # the residual
+
+    def _replacing(self, name, plan, *, sends: bool, keeps: bool = False) -> Definition:
+        """The program that replaces a fragment's values after an exchange, of one of three kinds.
+
+        merge: decode, average, outer step, mix into the replicas: lines 10-12, no traffic over
+          `diloco`.
+        synchronise: tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything.
+        outer_step: send, outer step and merge at send time; the mean is that of the round before.
+          arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts
+          each replica's fresh outer gradient in its own place.
+        sends: whether it encodes outer gradients; keeps: whether their chunks are a result. Chunks
+        that have arrived are its last argument; without them it brings what it sends itself.
+        """
+        layout, state = self.layout, self.layout.state
+        view = FragmentView(layout, plan)
+        update = functools.partial(outer_step_and_merge, self.rule)
+        if layout.per_replica_outer:
+            update = map_fn(update, mesh=layout.mesh)
+
+        def program(leaves, bad_RF, starts, incoming=None):
+            values = view.take(leaves, starts)
+            sent = self._send(plan, values) if sends else NOTHING
+            if incoming is None:
+                # Without the barrier XLA:TPU gathers [1, N] and pads the payload x2, x4 for bytes.
+                chunks = jax.lax.optimization_barrier(sent.chunks)
+                arrived = [collective.all_gather_chunk(chunk, layout.mesh) for chunk in chunks]
+            else:
+                arrived = self._moved(incoming, DEVICE)
+            received, finite = self._receive(plan, arrived, sent.chunks if keeps else ())
+            new, update_ratio = update(finite, values._replace(residual=()), received.mean)
+            new = new._replace(residual=sent.residual)
+            touched = jnp.array([s.leaf for s in plan.slices])
+            bad_RF = bad_RF.at[:, touched].max(received.bad_RF)
+            chunks = self._moved(sent.chunks, HOST) if keeps else ()
+            sent = sent._replace(residual=(), chunks=chunks)
+            return view.put(leaves, starts, new), bad_RF, received.sizes, update_ratio, sent
+
+        program.__name__ = name  # of the compiled module
+        kept = arrays_of(state, plan)
+        kept = kept if sends else kept._replace(residual=())
+        norm = shardings_of(state.residual_norm_R) if sends else ()
+        sent = collective.Sent(self._outgoing(plan) if keeps else (), (), norm)
+        # The leaves alone are donated. Not the flags: the host looks at them later.
+        reported = shardings_of((state.bad, state.sizes, state.update_ratio))
+        return dict(fn=program, donate=(0,), out_shardings=(shardings_of(kept), *reported, sent))
+
+    def _send(self, plan: FragmentPlan, values: FragmentArrays) -> collective.Sent:
+        """Algorithm 2, lines 7-8: the outer gradients, encoded, in chunks."""
+        one_theta = not self.layout.per_replica_outer
+        theta = [o[None] for o in values.theta] if one_theta else values.theta
+        g_R = outer.outer_gradient(theta, values.params)
+        lengths = self.layout.lengths(plan) * plan.num_chunks
+        return collective.send(plan.payload, g_R, lengths, values.residual)
+
+    def _receive(
+        self, plan: FragmentPlan, incoming: Sequence[jax.Array], fresh: Sequence[jax.Array]
+    ) -> tuple[collective.Received, jax.Array]:
+        """Algorithm 2, line 10: the mean, and whether all of it is finite; eager: of each replica.
+
+        fresh: chunks that are sent at the same time.
+        """
+        kinds = self.rule.kinds and [self.rule.kinds[s.leaf] for s in plan.slices]
+        own, M = fresh if self.layout.per_replica_outer else (), self.layout.num_replicas
+        received = collective.receive(plan.payload, incoming, own, num_replicas=M, kinds=kinds)
+        bad = jnp.any(received.bad_RF)
+        return received, ~(bad | jnp.any(received.own_bad_RF, axis=1) if own else bad)
+
+    def _outgoing(self, plan: FragmentPlan) -> tuple[NamedSharding, ...]:
+        mesh, memory = self.layout.mesh, self.layout.chunk_memory
+        sharding = NamedSharding(mesh, collective.outgoing_spec(mesh), memory_kind=memory)
+        return (sharding,) * (plan.num_chunks * plan.num_pieces)
+
+    def _moved(self, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
+        """Chunks from and to the memory in which the state keeps them."""
+        return jax.device_put(chunks, space) if self.layout.chunk_memory else chunks
 
 
 def _values(theta: Any, plan: FragmentPlan) -> list[jax.Array]:
@@ -157,138 +259,3 @@ def outer_step_and_merge(
 
 def _where(condition, new, old):
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
-
-
-NOTHING = collective.Sent(())  # by a program that only receives
-DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
-# What was received, whether all of it is finite, and what was sent in the program.
-Exchanged = tuple[collective.Received, jax.Array, collective.Sent]
-
-
-class FragmentPrograms(NamedTuple):
-    """What is compiled for a fragment."""
-
-    layout: Layout
-    plan: FragmentPlan
-    rule: Rule
-
-    def pack(self) -> Definition:
-        """Form the outer gradients and encode them: lines 7-8, no traffic over `diloco`."""
-        view, state = FragmentView(self.layout, self.plan), self.layout.state
-
-        def pack(leaves, starts, residual=()):
-            sent = self._send(view.take(leaves._replace(residual=residual), starts))
-            residual = view.residual.put(residual, starts, sent.residual)
-            return sent._replace(chunks=self._moved(sent.chunks, HOST), residual=residual)
-
-        kept = shardings_of((fragment_leaves(state.residual, self.plan), state.residual_norm_R))
-        sent = collective.Sent(self._outgoing(), *kept)
-        return dict(fn=pack, donate=(2,) if kept[0] else (), out_shardings=sent)  # the residual
-
-    def merge(self) -> Definition:
-        """Decode, average, outer step, mix into the replicas: lines 10-12, no such traffic."""
-        return self._replacing("merge", lambda values, incoming: self._receive(incoming))
-
-    def synchronise(self) -> Definition:
-        """tau = 0: lines 7-12 in one program; DiLoCo when the fragment is everything."""
-
-        def exchange(values):
-            # Without the barrier XLA:TPU gathers [1, N] and the payload is padded x2, x4 for bytes.
-            sent = self._send(values)
-            chunks = jax.lax.optimization_barrier(sent.chunks)
-            incoming = [collective.all_gather_chunk(chunk, self.layout.mesh) for chunk in chunks]
-            return self._receive(incoming, sent)
-
-        return self._replacing("synchronise", exchange, sends=True)
-
-    def outer_step(self) -> Definition:
-        """Send, outer step and merge at send time; the mean is that of the round before.
-
-        arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts each
-        replica's fresh outer gradient in its own place.
-        """
-
-        def delayed(values, incoming):
-            return self._receive(incoming, sent=self._send(values))
-
-        def eager(values, incoming):
-            sent, M = self._send(values), self.layout.num_replicas
-            received, own_bad_RF = collective.receive_with_own(
-                self.plan.payload, incoming, sent.chunks, num_replicas=M
-            )
-            finite_R = ~(jnp.any(received.bad_RF) | jnp.any(own_bad_RF, axis=1))
-            return received, finite_R, sent
-
-        exchange = {"delayed": delayed, "eager": eager}[self.rule.overlap]
-        return self._replacing(f"{self.rule.overlap}_step", exchange, sends=True, keeps=True)
-
-    def _replacing(
-        self,
-        name: str,
-        exchange: Callable[..., Exchanged],
-        *,
-        sends: bool = False,
-        keeps: bool = False,
-    ) -> Definition:
-        """The program that replaces a fragment's values after exchange(values, *incoming).
-
-        sends: whether it encodes outer gradients; keeps: whether their chunks are a result.
-        """
-        layout, plan, state = self.layout, self.plan, self.layout.state
-        view = FragmentView(layout, plan)
-        update = functools.partial(outer_step_and_merge, self.rule)
-        if layout.per_replica_outer:
-            update = map_fn(update, mesh=layout.mesh)
-
-        def program(leaves, bad_RF, starts, *incoming):
-            values = view.take(leaves, starts)
-            arrived = [self._moved(chunks, DEVICE) for chunks in incoming]
-            received, finite, sent = exchange(values, *arrived)
-            new, update_ratio = update(finite, values._replace(residual=()), received.mean)
-            new = new._replace(residual=sent.residual)
-            touched = jnp.array([s.leaf for s in plan.slices])
-            bad_RF = bad_RF.at[:, touched].max(received.bad_RF)
-            chunks = self._moved(sent.chunks, HOST) if keeps else ()
-            sent = sent._replace(residual=(), chunks=chunks)
-            return view.put(leaves, starts, new), bad_RF, received.sizes, update_ratio, sent
-
-        program.__name__ = name  # of the compiled module
-        kept = arrays_of(state, plan)
-        kept = kept if sends else kept._replace(residual=())
-        norm = shardings_of(state.residual_norm_R) if sends else ()
-        sent = collective.Sent(self._outgoing() if keeps else (), (), norm)
-        # The leaves alone are donated. Not the flags: the host looks at them later.
-        reported = shardings_of((state.bad, state.sizes, state.update_ratio))
-        return dict(fn=program, donate=(0,), out_shardings=(shardings_of(kept), *reported, sent))
-
-    def _send(self, values: FragmentArrays) -> collective.Sent:
-        """Algorithm 2, lines 7-8: the outer gradients, encoded, in chunks."""
-        one_theta = not self.layout.per_replica_outer
-        theta = [o[None] for o in values.theta] if one_theta else values.theta
-        g_R = outer.outer_gradient(theta, values.params)
-        lengths = self.layout.lengths(self.plan) * self.plan.num_chunks
-        return collective.send(self.plan.payload, g_R, lengths, values.residual)
-
-    def _receive(self, incoming: Sequence[jax.Array], sent: collective.Sent = NOTHING) -> Exchanged:
-        """Algorithm 2, line 10: the mean that all replicas share."""
-        kinds = self.rule.kinds and [self.rule.kinds[s.leaf] for s in self.plan.slices]
-        M = self.layout.num_replicas
-        received = collective.receive(self.plan.payload, incoming, num_replicas=M, kinds=kinds)
-        return received, ~jnp.any(received.bad_RF), sent
-
-    def _outgoing(self) -> tuple[NamedSharding, ...]:
-        mesh, memory = self.layout.mesh, self.layout.chunk_memory
-        sharding = NamedSharding(mesh, collective.outgoing_spec(mesh), memory_kind=memory)
-        return (sharding,) * (self.plan.num_chunks * self.plan.num_pieces)
-
-    def _moved(self, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
-        """Chunks from and to the memory in which the state keeps them."""
-        return jax.device_put(chunks, space) if self.layout.chunk_memory else chunks
-
-
-DEFINITIONS: Mapping[str, Callable[[FragmentPrograms], Definition]] = MappingProxyType({
-    "pack": FragmentPrograms.pack,
-    "merge": FragmentPrograms.merge,
-    "synchronise": FragmentPrograms.synchronise,
-    "outer_step": FragmentPrograms.outer_step,
-})  # fmt: skip

@@ -5,7 +5,6 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import slices
-from maxdiloco.diloco.schedule import Event
 from maxdiloco.engine.state import FragmentPlan, Layout, State, fragment_structs, lay_out
 from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS, ExchangeSettings, SavedLayout
 from maxdiloco.parallel import offload
@@ -49,97 +47,73 @@ def theta_item(layout: Layout) -> str:
     return OUTER_OF_EACH if layout.per_replica_outer else OUTER_PARAMS
 
 
-@dataclass(frozen=True)
 class Reader:
-    """A run that reads a checkpoint: its own layout and settings, and those of the saved state."""
+    """A run that reads a checkpoint: its own layout and settings, and those of the saved state.
 
-    layout: Layout
-    settings: ExchangeSettings
-    optimizer: optax.GradientTransformation
-    layer_axis: Any
-    saved: SavedLayout
+    theta: as ShapeDtypeStructs, one copy, on the device. before: the settings of the run that wrote
+    it; was_eager: whether each of its replicas had a theta. same_schedule: whether fragments and
+    schedule are those of this run. keeps_residual, keeps_flight: whether the residuals are of this
+    run's wire, and the chunks in flight laid out and used as in this run. replica_items: those of
+    `items` whose leaves begin with R of this run, but for IN_FLIGHT.
+    """
 
-    @functools.cached_property
-    def before(self) -> ExchangeSettings:
-        """The settings of the run that wrote it."""
-        return ExchangeSettings.from_dict(self.saved.exchange)
-
-    @property
-    def same_schedule(self) -> bool:
-        """Whether fragments and schedule are those of the saved run."""
+    def __init__(
+        self,
+        layout: Layout,
+        settings: ExchangeSettings,
+        optimizer: optax.GradientTransformation,
+        layer_axis: Any,
+        theta: Any,
+        saved: SavedLayout,
+    ):
+        self.layout, self.settings, self.saved = layout, settings, saved
+        self._optimizer, self._layer_axis, self._theta = optimizer, layer_axis, theta
+        self.before = before = ExchangeSettings.from_dict(saved.exchange)
+        self.was_eager = before.outer_overlap == "eager"
+        self._theta_item = OUTER_OF_EACH if self.was_eager else OUTER_PARAMS
         of_wire = dict(exchange_dtype="", error_feedback=False)
-        return self.before._replace(**of_wire) == self.settings._replace(**of_wire)
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether the saved residuals are of this run's wire."""
-        same_wire = self.before.exchange_dtype == self.settings.exchange_dtype
-        return same_wire and self.before.error_feedback and self.settings.error_feedback
-
-    @property
-    def keeps_flight(self) -> bool:
-        """Whether the saved chunks in flight are laid out and used as in this run."""
-        saved, layout = self.saved, self.layout
-        if saved.num_replicas != layout.num_replicas:
-            return False
-        if self.before.error_feedback != self.settings.error_feedback:
-            return False
-        if self.same_schedule and self.settings.schedule.max_chunks == 0:
-            return True  # nothing is in flight
+        self.same_schedule = before._replace(**of_wire) == settings._replace(**of_wire)
+        same_wire = before.exchange_dtype == settings.exchange_dtype
+        self.keeps_residual = same_wire and before.error_feedback and settings.error_feedback
+        of_replicas = (saved.num_replicas, before.error_feedback)
+        same_replicas = of_replicas == (layout.num_replicas, settings.error_feedback)
         same_mesh = saved.mesh == dict(layout.mesh.shape) and saved.same_rules
-        same_pieces = tuple(saved.chunk_pieces) == layout.pieces
-        return same_mesh and same_pieces and self.before == self.settings
-
-    def dropped(self, t: int) -> tuple[Event, ...]:
-        """The exchanges in flight after step t that `state_of` drops, oldest first."""
-        if self.keeps_flight:
-            return ()
-        pending = self.before.schedule.pending(t)
-        return tuple(send for send in pending if send.send_step > self.saved.dropped_until)
-
-    @property
-    def was_eager(self) -> bool:
-        """Whether the saved state has a theta of each replica."""
-        return self.before.outer_overlap == "eager"
-
-    def replica_items(self) -> tuple[str, ...]:
-        """Items of `abstract_items` whose leaves begin with R of this run, but for IN_FLIGHT."""
-        eager = self.was_eager and self.layout.per_replica_outer
+        same_chunks = before == settings and tuple(saved.chunk_pieces) == layout.pieces
+        nothing_in_flight = self.same_schedule and settings.schedule.max_chunks == 0
+        self.keeps_flight = same_replicas and (nothing_in_flight or (same_mesh and same_chunks))
+        same_partition = before.partition == settings.partition
+        self._same_outer = same_partition and self.was_eager == layout.per_replica_outer
         residual = (RESIDUAL,) * self.keeps_residual
-        return ("params", "opt_state", *residual) + (OUTER_OF_EACH, "outer_opt") * eager
+        of_outer = (OUTER_OF_EACH, "outer_opt") * (self.was_eager and layout.per_replica_outer)
+        self.replica_items = ("params", "opt_state", *residual, *of_outer)
+        kept = {RESIDUAL: self.keeps_residual} | dict.fromkeys(IN_FLIGHT, self.keeps_flight)
+        mine = items_of(layout.state, layout)
+        self._unread = {name: mine[name] for name in kept if name in mine and not kept[name]}
 
-    def abstract_items(self) -> dict[str, Any]:
-        """The items to read, as ShapeDtypeStructs; IN_FLIGHT is left out where it is dropped."""
-        layout = self.layout
-        items = items_of(layout.state, layout)
-        if not self.keeps_flight:
-            items = {name: tree for name, tree in items.items() if name not in IN_FLIGHT}
-        if RESIDUAL in items and not self.keeps_residual:
-            del items[RESIDUAL]
-        if self.was_eager and not layout.per_replica_outer:
-            del items[OUTER_PARAMS]
-            items[OUTER_OF_EACH] = self._saved_replicas(self._old.state.outer)
-        if layout.per_replica_outer and not self.was_eager:
-            del items[OUTER_OF_EACH]
-            items[OUTER_PARAMS] = layout.outer_params
+    def items(self) -> dict[str, Any]:
+        """The items to read, as ShapeDtypeStructs, without those that begin at zero."""
+        items, eager = items_of(self.layout.state, self.layout), self.layout.per_replica_outer
+        items = {name: tree for name, tree in items.items() if name not in self._unread}
+        becomes_one = self.was_eager and not eager
+        if self.was_eager != eager:
+            del items[theta_item(self.layout)]
+            whole = self._saved_replicas(self._old.state.outer) if becomes_one else self._theta
+            items[self._theta_item] = whole
         if not self._same_outer:
             states = self._old.state.outer_opt
-            becomes_one = self.was_eager and not layout.per_replica_outer
             items["outer_opt"] = self._saved_replicas(states) if becomes_one else states
         return items
 
     def state_of(self, items: dict[str, Any], *, t: int) -> State:
-        """The state after inner step t from the items of `abstract_items`.
+        """The state after inner step t from those of `items`.
 
         Nothing is applied for what was in flight and is dropped, and in eager and delayed mode the
         history restarts as in round 1. Residuals of another wire begin at zero; else each value
         keeps its own, also where what was sent with it is dropped.
         """
-        dropped_until, since = self.saved.dropped_until, self.saved.schedule_since
-        if not self.keeps_flight:
-            items, dropped_until = items | _empty(self.layout, IN_FLIGHT), t
-        if self.settings.error_feedback and not self.keeps_residual:
-            items |= _empty(self.layout, (RESIDUAL,))
+        # What is not read is as it is before any send.
+        like = shardings_of(self._unread)
+        items = items | jax.jit(lambda: jax.tree.map(zeros, self._unread), out_shardings=like)()
         outer, outer_opt = self._outer(items)
         diagnostics = dict(items["diagnostics"])
         residual_norm_R = diagnostics.pop("residual_norm", ())
@@ -154,29 +128,23 @@ class Reader:
             bad_before=diagnostics["bad"],
             residual=items[RESIDUAL] if self.settings.error_feedback else (),
             residual_norm_R=residual_norm_R,
-            dropped_until=dropped_until,
-            schedule_since=since if self.same_schedule else t,
+            dropped_until=self.saved.dropped_until if self.keeps_flight else t,
+            schedule_since=self.saved.schedule_since if self.same_schedule else t,
         )
 
     @functools.cached_property
     def _old(self) -> Layout:
         """The saved state's layout on the mesh of this run, with the M of this run."""
-        theta = self.layout.outer_params
         return lay_out(
-            theta,
+            self._theta,
             (),
             self.before,
-            layer_axis=self.layer_axis,
+            layer_axis=self._layer_axis,
             num_replicas=self.layout.num_replicas,
             mesh=self.layout.mesh,
-            optimizer=self.optimizer,
+            optimizer=self._optimizer,
             outer_memory=offload.kind_of(jax.tree.leaves(self.layout.state.outer)[0]),
         )
-
-    @property
-    def _same_outer(self) -> bool:
-        same_partition = self.before.partition == self.settings.partition
-        return same_partition and self.was_eager == self.layout.per_replica_outer
 
     def _saved_replicas(self, tree: Any) -> Any:
         """Arrays [R, ...] with the R of the saved run: a mean is over all of them."""
@@ -184,8 +152,8 @@ class Reader:
         front = "diloco" if M % mesh.shape["diloco"] == 0 else None
 
         def struct(x):
-            sharding = NamedSharding(mesh, P(front, *x.sharding.spec[1:]))
-            sharding = sharding.with_memory_kind(x.sharding.memory_kind)
+            spec, kind = P(front, *x.sharding.spec[1:]), x.sharding.memory_kind
+            sharding = NamedSharding(mesh, spec, memory_kind=kind)
             return jax.ShapeDtypeStruct((M, *x.shape[1:]), x.dtype, sharding=sharding)
 
         return jax.tree.map(struct, tree)
@@ -201,10 +169,10 @@ class Reader:
             if self.was_eager and not eager:
                 states = mean_of_replicas(states)
             plans, lead = (self._old.plans, layout.plans), int(self.was_eager and eager)
-            states = resliced(states, *plans, layout.outer_params, self.optimizer, lead=lead)
+            states = resliced(states, *plans, self._theta, self._optimizer, lead=lead)
             return of_each(states) if eager and not self.was_eager else states
 
-        theta = items[OUTER_OF_EACH if self.was_eager else OUTER_PARAMS]
+        theta = items[self._theta_item]
         if self.was_eager != eager:
             change = mean_of_replicas if self.was_eager else of_each
             theta = _program(change, layout.state.outer)(theta)
@@ -220,14 +188,6 @@ def _program(fn, like: Any):
         return fn(jax.device_put(tree, jax.memory.Space.Device))
 
     return jax.jit(on_device, out_shardings=shardings_of(like))
-
-
-def _empty(layout: Layout, names: Sequence[str]) -> dict[str, Any]:
-    """Items as they are before any send."""
-    items = items_of(layout.state, layout)
-    abstract = {name: items[name] for name in names}
-    made = jax.jit(lambda: jax.tree.map(zeros, abstract), out_shardings=shardings_of(abstract))
-    return made()
 
 
 # -- the outer optimizer's state, from the fragments of one run to those of another --------------
@@ -268,7 +228,13 @@ def resliced(
         found = []
         for owner, like in zip(owners, jax.tree.leaves(abstract), strict=True):
             if owner is None:
-                found.append(_of_shape(next(given), like, lead))
+                found.append(x := next(given))
+                if x.shape[lead:] != like.shape:
+                    raise ValueError(
+                        f"the outer optimizer keeps an array of {like.shape} that is not shaped "
+                        "like the parameters, so its fragments cannot change. Keep num_fragments "
+                        "as it was."
+                    )
                 continue
             copy, place = owner
             s = plan.slices[place]
@@ -307,18 +273,9 @@ def _owners(optimizer, plan, leaves) -> tuple[Any, list[tuple[int, int] | None]]
 
 def _home(plan: FragmentPlan, old: Sequence[FragmentPlan]) -> int:
     """The old fragment that held the first value of a new one."""
-    leaf, entry = plan.slices[0].leaf, plan.slices[0].first
+    leaf, entry = plan.slices[0].leaf, plan.slices[0].entries[0]
     return next(
         p
         for p, before in enumerate(old)
-        if any(s.leaf == leaf and s.holds(entry) for s in before.slices)
+        if any(s.leaf == leaf and entry in s.entries for s in before.slices)
     )
-
-
-def _of_shape(x: jax.Array, like: jax.ShapeDtypeStruct, lead: int) -> jax.Array:
-    if x.shape[lead:] != like.shape:
-        raise ValueError(
-            f"the outer optimizer keeps an array of {like.shape} that is not shaped like the "
-            f"parameters, so its fragments cannot change. Keep num_fragments as it was."
-        )
-    return x

@@ -99,7 +99,8 @@ class Layout:
 
     paths, specs: of one replica's parameter leaves, in tree order. pieces: of a chunk, see
     engine.chunks; none when every fragment travels whole. per_replica_outer: whether theta has a
-    leading R (eager). state: of ShapeDtypeStructs with shardings.
+    leading R (eager). chunk_memory: where the chunks in the state are kept: offload.HOST or, None,
+    the device. state: of ShapeDtypeStructs with shardings.
     """
 
     mesh: Mesh
@@ -109,48 +110,8 @@ class Layout:
     plans: tuple[FragmentPlan, ...]
     pieces: tuple[int, ...]
     per_replica_outer: bool
+    chunk_memory: str | None
     state: State
-
-    @property
-    def _theta_is_on_host(self) -> bool:
-        return offload.on_host(jax.tree.leaves(self.state.outer)[0])
-
-    @property
-    def outer_params(self) -> Any:
-        """ShapeDtypeStructs of theta as DiLoCo.outer_params gives it: one copy, on the device."""
-        if not self.per_replica_outer and not self._theta_is_on_host:
-            return self.state.outer
-        return self._theta_on_device(self.specs)
-
-    @property
-    def evaluates_slots(self) -> bool:
-        """Whether each of several slots of the mesh has a theta of its own (eager)."""
-        return self.per_replica_outer and self.mesh.shape["diloco"] > 1
-
-    @property
-    def eval_params(self) -> Any:
-        """ShapeDtypeStructs of DiLoCo.eval_params."""
-        if not self.evaluates_slots:
-            return self.outer_params
-        one_each = self.num_replicas == self.mesh.shape["diloco"] and not self._theta_is_on_host
-        return self.state.outer if one_each else self.slot_params
-
-    @property
-    def slot_params(self) -> Any:
-        """ShapeDtypeStructs of one theta for each slot of `diloco`, [slots, ...], on the device."""
-        specs = [P("diloco", *spec) for spec in self.specs]
-        return self._theta_on_device(specs, self.mesh.shape["diloco"])
-
-    def _theta_on_device(self, specs: Sequence[P], *lead: int) -> Any:
-        leaves, tree = jax.tree.flatten(self.state.outer)
-        own = 1 if self.per_replica_outer else 0  # dims before those of one theta
-        shapes = [(*lead, *x.shape[own:]) for x in leaves]
-        return jax.tree.unflatten(tree, map(functools.partial(_struct, self.mesh), shapes, specs))
-
-    @property
-    def chunk_memory(self) -> str | None:
-        """Where the chunks in the state are kept: offload.HOST or, None, the device."""
-        return offload.kind_of(self.state.outgoing[0]) if self.pieces else None
 
     def lengths(self, plan: FragmentPlan) -> tuple[int, ...]:
         """Wire elements per replica and device of the arrays that make a chunk of this fragment."""
@@ -198,8 +159,8 @@ def plan_fragments(
     pieces = pieces_of_a_chunk(sizes, max_chunks=max_chunks, unit=unit)
     cuts = [cut(size, pieces, max_chunks) for size in sizes]
     return tuple(
-        replace(plan, num_chunks=found.num_chunks, num_pieces=found.num_pieces)
-        for plan, found in zip(plans, cuts, strict=True)
+        replace(plan, num_chunks=num_chunks, num_pieces=num_pieces)
+        for plan, (_, num_chunks, num_pieces) in zip(plans, cuts, strict=True)
     ), pieces
 
 
@@ -259,7 +220,8 @@ def lay_out(
         residual_norm_R=residual_norm_R,
     )
     names = tuple(jax.tree_util.keystr(path) for path in paths)
-    return Layout(mesh, num_replicas, names, specs, plans, pieces, per_replica, state)
+    memory = outer_memory if pieces else None
+    return Layout(mesh, num_replicas, names, specs, plans, pieces, per_replica, memory, state)
 
 
 def _struct(mesh, shape, spec, dtype=jnp.float32, memory=None) -> jax.ShapeDtypeStruct:

@@ -8,12 +8,14 @@ DiLoCo and DataParallel have it; tests/engine/test_trainer.py holds both to it.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax
 from jax.sharding import Mesh
 
 from maxdiloco.diloco.schedule import Schedule
-from maxdiloco.engine.calls import Call
+from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel.program import Program
+from maxdiloco.parallel.sharding import shardings_of
 
 # The checkpoint item with theta; and that of eager updates, one for each replica, [R, ...].
 OUTER_PARAMS, OUTER_OF_EACH = "outer_params", "outer"
@@ -64,19 +66,51 @@ class ExchangeSettings(NamedTuple):
         """The schedule, with as many chunks as a fragment may have."""
         return Schedule(self.sync_period, self.overlap_steps, self.offsets, self.outer_overlap)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as JSON gives them back."""
-        return self._asdict() | {"offsets": list(self.offsets)}
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "ExchangeSettings":
-        """The settings that `to_dict` wrote. Raises CheckpointError for unknown ones."""
+        """The settings of a SavedLayout. Raises CheckpointError for unknown ones."""
         if later := fields.keys() - set(cls._fields):
             raise CheckpointError(
                 f"exchange of the checkpoint has {', '.join(sorted(later))}, which this version of "
                 "maxdiloco does not know. Use the version that wrote it."
             )
         return cls(**fields | {"offsets": tuple(fields["offsets"])})
+
+
+class ThetaView(NamedTuple):
+    """theta as an export or an evaluation takes it, on the device: `like`, ShapeDtypeStructs.
+
+    kept: state -> theta as it lies. mean: of the replicas' thetas, eager; None where theta has one
+    copy, or each slot its own. of_slots: whether each slot of the mesh has one, [slots, ...].
+    """
+
+    like: Any
+    kept: Callable[[Any], Any]
+    mean: Program | None = None
+    of_slots: bool = False
+
+    def of(self, state: Any) -> Any:
+        """Of a state; what the state has where it is such."""
+        theta = self.kept(state)
+        return self.mean(theta) if self.mean else jax.device_put(theta, shardings_of(self.like))
+
+    def calls(self, state: Any, runs: float) -> list[Call]:
+        """The programs that `of` calls. state: abstract; runs: how often in a period."""
+        return [Call(self.mean, (self.kept(state),), runs, BESIDE, EVALUATION)] if self.mean else []
+
+
+class Reading(NamedTuple):
+    """How a trainer reads a checkpoint.
+
+    items: those to read, as ShapeDtypeStructs of this run's state. state_of(items, t=): the state
+    after inner step t from them. replica_items: those whose leaves begin with R of this run.
+    lines(t): what `state_of` changes.
+    """
+
+    items: dict[str, Any]
+    state_of: Callable[..., Any]
+    replica_items: tuple[str, ...] = ()
+    lines: Callable[[int], list[str]] = lambda t: []
 
 
 class Description(NamedTuple):
@@ -95,18 +129,17 @@ class Trainer(Protocol):
     """A trainer that is laid out for the parameters of one run.
 
     num_replicas: R of the metrics, and of the state where its leaves have an R. period: inner
-    steps after which the same programs run again. abstract_*: the state, `outer_params` and
-    `eval_params` as ShapeDtypeStructs with shardings. evaluates_slots: whether each of several
-    slots of the mesh has a theta of its own (eager).
+    steps after which the same programs run again. abstract_state: ShapeDtypeStructs with
+    shardings. exported, evaluated: of its parameters. description: for the user.
     """
 
     mesh: Mesh
     num_replicas: int
     period: int
     abstract_state: Any
-    abstract_outer_params: Any
-    abstract_eval_params: Any
-    evaluates_slots: bool = False
+    exported: ThetaView
+    evaluated: ThetaView
+    description: Description
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
         """The program that makes the state before the first step. options: of Program.
@@ -117,12 +150,10 @@ class Trainer(Protocol):
     def calls(self, batch: Any) -> list[Call]:
         """Every program of the steps, the plain one first. batch: ShapeDtypeStructs, [R, ...]."""
 
-    def eval_calls(self, runs: float) -> list[Call]:
-        """The programs that `eval_params` calls, by default none. runs: how often in a period."""
-        return []
-
     def abstract_metrics(self, batch: Any) -> Any:
         """ShapeDtypeStructs of the metrics of a step, leaves [R]. batch: as for `calls`."""
+        plain = self.calls(batch)[0]
+        return plain.program.out_shapes(*plain.args)[2]
 
     def step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """One inner step: the new state, and metrics with leaves [R]. state is donated."""
@@ -133,22 +164,12 @@ class Trainer(Protocol):
     def check_finite(self, state: Any) -> None:
         """As check_exchanges, and if parameters that this process holds are not finite now."""
 
-    def outer_params(self, state: Any) -> Any:
-        """The parameters to export, leaves [...], in device memory."""
-        return state.params
-
-    def eval_params(self, state: Any) -> Any:
-        """The parameters to evaluate, on the device; with evaluates_slots [slots, ...], means."""
-        return self.outer_params(state)
-
     def bytes_sent(self, t: int) -> float:
         """Bytes that inner step t makes a replica (without DiLoCo a slice) send to others."""
 
-    def extra_metrics(self, state: Any, steps: range) -> dict[str, float]:
-        """Metrics of the trainer itself. steps: the inner steps since the last log point."""
-
-    def description(self) -> Description:
-        """What to tell the user before the first step."""
+    def extra_metrics(self, state: Any) -> dict[str, float]:
+        """Metrics of the trainer itself, by default none."""
+        return {}
 
     def closing_line(self, state: Any) -> str:
         """The line at the end of a run."""
@@ -160,20 +181,8 @@ class Trainer(Protocol):
     def note(self, state: Any) -> dict[str, Any]:
         """What a checkpoint says of the state besides its arrays: JSON, see SavedLayout."""
 
-    def abstract_items(self, saved_layout: SavedLayout) -> dict[str, Any]:
-        """The items to read of a checkpoint, as ShapeDtypeStructs of this run's state."""
-        return self.saved_items(self.abstract_state)
-
-    def replica_items(self, saved_layout: SavedLayout) -> tuple[str, ...]:
-        """Those of `abstract_items` whose leaves begin with R of this run, by default none."""
-        return ()
-
-    def restored(self, items: dict[str, Any], saved_layout: SavedLayout, *, t: int) -> Any:
-        """The state after inner step t from the items of `abstract_items`."""
+    def reading(self, saved_layout: SavedLayout) -> Reading:
+        """How this run reads a state that is laid out so."""
 
     def close(self) -> None:
         """End the threads of the trainer, if it has any."""
-
-    def restore_lines(self, saved_layout: SavedLayout, t: int) -> list[str]:
-        """What `restored` changes in the state of step t, by default nothing."""
-        return []

@@ -118,7 +118,7 @@ class Evaluation:
         return [Call(program or self._program, args, runs * batches, BESIDE, EVALUATION)]
 
     def __call__(self, params: Any, dataset: Any) -> Totals:
-        """The sums over a data set. params: of Trainer.eval_params.
+        """The sums over a data set. params: of Trainer.evaluated.
 
         A batch is summed in float32 on the devices, the batches in float64 on the host. So another
         mesh or B, which adds in another order, changes the loss by some 1e-7 of itself.
@@ -171,7 +171,7 @@ class ReplicaEvaluation:
     ):
         self._evaluation, self._trainer, self._with_mean = evaluation, trainer, with_mean
         everywhere = NamedSharding(trainer.mesh, P())
-        like = jax.tree.map(lambda x: x.sharding, trainer.abstract_eval_params)
+        like = jax.tree.map(lambda x: x.sharding, trainer.evaluated.like)
         self._each = Program(
             "evaluate replicas", self._sums, out_shardings=everywhere, on_compile=on_compile
         )
@@ -198,7 +198,7 @@ class ReplicaEvaluation:
 
     def _mean_of(self, params_R):
         """The mean as the evaluation takes parameters: once, or for each slot of `diloco`."""
-        like = self._trainer.abstract_eval_params
+        like = self._trainer.evaluated.like
         return jax.tree.map(
             lambda x_R, x: jnp.broadcast_to(reduce_mean(x_R), x.shape), params_R, like
         )
@@ -256,7 +256,7 @@ class Sampler:
         return [Call(self._program, (params, None, None), runs, BESIDE, EVALUATION)]
 
     def __call__(self, params: Any) -> str:
-        """The prompt and its continuation. params: of Trainer.eval_params."""
+        """The prompt and its continuation. params: of Trainer.evaluated."""
         tokens = replicas.first_here(self._program(params, None, None))
         return self._prompt + self._tokenizer.continuation(self._tokens, tokens)
 

@@ -10,6 +10,7 @@ array, so no compiler can widen or pad it.
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +28,10 @@ from maxdiloco.exchange.payload import (
     encode,
     flags,
     left_over,
-    num_values,
     spread_norms,
     tensor_norms,
 )
-from maxdiloco.parallel.mesh import in_slice_axes
+from maxdiloco.parallel.mesh import devices_of_slice, in_slice_axes
 
 LARGEST_INDEX = 2**31 - 1  # JAX indexes with 32 bits
 
@@ -48,12 +48,13 @@ class Received(NamedTuple):
     """What a fragment's exchange brought.
 
     mean: leaves [...] for all replicas, or [R, ...] when each has its own (eager). bad_RF: whether
-    a replica's leaf was not finite.
+    a replica's leaf was not finite; own_bad_RF: of the fresh values; () of others.
     """
 
     mean: list[jax.Array]
     bad_RF: jax.Array
     sizes: Sizes
+    own_bad_RF: jax.Array | tuple[()] = ()
 
 
 class Sent(NamedTuple):
@@ -134,6 +135,7 @@ def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
 def receive(
     payload: Payload,
     incoming: Sequence[jax.Array],
+    own: Sequence[jax.Array] = (),
     *,
     num_replicas: int,
     kinds: Sequence[Any] | None = None,
@@ -143,82 +145,56 @@ def receive(
     The mean of line 8 is taken here, on arrival, in float32 and replica order. incoming: the
     fragment's chunks, laid out by `incoming_spec`. kinds: of its leaves (fragments.kinds_of), for
     outer.radial_directional_mean; None: the plain mean, of which the sizes are.
+    own: for eager updates (arXiv 2502.12996, Algorithm 3; see outer.own_fresh) the chunks of this
+    round, laid out by `outgoing_spec`: each replica's mean is of its fresh and the others' previous
+    outer gradients, of `incoming`, which the sizes are of.
     """
+    mesh = payload.mesh
+    num_here = num_replicas // mesh.shape["diloco"]
 
-    def on_device(*chunks):
+    def on_device(chunks, own):
+        fresh = []
+        if own:
+            first = jax.lax.axis_index("diloco") * num_here
+            fresh = [_decoded(payload, own, num_here, s) for s in range(num_here)]
+
         def term(r):
-            return _decoded(payload, _codes(payload, chunks, num_replicas, r))
+            old, note = _decoded(payload, chunks, num_replicas, r)
+            mixed = [outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)]
+            return (old, mixed), note
 
-        plain_N, notes_R = outer.ordered_mean(term, num_replicas)
-        mean_N = plain_N
+        (mean_N, mixed), notes_R = outer.ordered_mean(term, num_replicas)
+        received = _received(payload, notes_R, mean_N)
+        if own:
+            mean = [
+                assemble(shard, jnp.stack(x_S))
+                for shard, *x_S in zip(payload.shards, *mixed, strict=True)
+            ]
+            own_SF = jnp.stack([flags_F for _, (flags_F, *_) in fresh])
+            return received._replace(mean=mean, own_bad_RF=bad_flags(payload, own_SF))
         if kinds is not None:
             mean_N = outer.radial_directional_mean(
-                lambda r: term(r)[0],
-                plain_N,
+                lambda r: term(r)[0][0],
+                mean_N,
                 num_replicas,
                 norm=functools.partial(tensor_norms, payload, kinds),
                 spread=functools.partial(spread_norms, payload, kinds),
             )
-        mean = [
-            assemble(shard, x_N[None])[0] for shard, x_N in zip(payload.shards, mean_N, strict=True)
-        ]
-        return _received(payload, mean, notes_R, plain_N)
+        pairs = zip(payload.shards, mean_N, strict=True)
+        return received._replace(mean=[assemble(shard, x_N[None])[0] for shard, x_N in pairs])
 
-    in_specs = (incoming_spec(payload.mesh),) * len(incoming)
-    out_specs = Received([shard.spec for shard in payload.shards], P(), P())
-    return _on_every_device(on_device, payload.mesh, in_specs, out_specs)(*incoming)
+    in_specs = [incoming_spec(mesh)] * len(incoming), [outgoing_spec(mesh)] * len(own)
+    lead = ("diloco",) if own else ()
+    mean_specs = [P(*lead, *shard.spec) for shard in payload.shards]
+    out_specs = Received(mean_specs, P(), P(), P("diloco") if own else ())
+    return _on_every_device(on_device, mesh, in_specs, out_specs)(list(incoming), list(own))
 
 
-def receive_with_own(
-    payload: Payload,
-    incoming: Sequence[jax.Array],
-    own: Sequence[jax.Array],
-    *,
-    num_replicas: int,
-) -> tuple[Received, jax.Array]:
-    """Eager updates: each replica's mean of its fresh and the others' previous outer gradients.
+def _decoded(payload: Payload, chunks, rows: int, r) -> tuple[list[jax.Array], tuple]:
+    """The values of row r of the chunks [rows * chunk] of one device, and a note about them.
 
-    arXiv 2502.12996, Algorithm 3; see outer.own_fresh. incoming: chunks of the round before; own:
-    of this round, laid out by `outgoing_spec`. Returns Received, with mean leaves [R, ...] and the
-    sizes of the round before, and own_bad_RF of the fresh values.
+    The note: flags, sums of squares and of magnitudes.
     """
-    num_here = num_replicas // payload.mesh.shape["diloco"]
-
-    def on_device(*chunks):
-        stale, own = chunks[: len(incoming)], chunks[len(incoming) :]
-        first = jax.lax.axis_index("diloco") * num_here
-        fresh = [_decoded(payload, _codes(payload, own, num_here, s)) for s in range(num_here)]
-
-        def term(r):
-            old, note = _decoded(payload, _codes(payload, stale, num_replicas, r))
-            mixed = [outer.own_fresh(old, new, r, first + s) for s, (new, _) in enumerate(fresh)]
-            return (old, mixed), note
-
-        (stale_mean, mixed), notes_R = outer.ordered_mean(term, num_replicas)
-        mean = [
-            assemble(shard, jnp.stack(x_S))
-            for shard, *x_S in zip(payload.shards, *mixed, strict=True)
-        ]
-        own_SF = jnp.stack([note.flags for _, note in fresh])
-        return _received(payload, mean, notes_R, stale_mean), bad_flags(payload, own_SF)
-
-    mesh = payload.mesh
-    in_specs = (incoming_spec(mesh),) * len(incoming) + (outgoing_spec(mesh),) * len(own)
-    mean_specs = [P("diloco", *shard.spec) for shard in payload.shards]
-    out_specs = (Received(mean_specs, P(), P()), P("diloco"))
-    return _on_every_device(on_device, mesh, in_specs, out_specs)(*incoming, *own)
-
-
-class _Note(NamedTuple):
-    """Of the values of one replica on one device: flags, sums of squares and of magnitudes."""
-
-    flags: jax.Array
-    squares: jax.Array
-    magnitudes: jax.Array
-
-
-def _codes(payload: Payload, chunks, rows: int, r) -> jax.Array:
-    """Row r of the chunks [rows * chunk] of one device: the codes [C] of one replica."""
     pieces = []
     for chunk in chunks:
         size = chunk.shape[0] // rows
@@ -226,24 +202,20 @@ def _codes(payload: Payload, chunks, rows: int, r) -> jax.Array:
             pieces.append(jax.lax.dynamic_slice_in_dim(chunk, r * size, size))
         else:  # slower, but r fits an index
             pieces.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, size), r, 0, False))
-    return jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, payload.size)
-
-
-def _decoded(payload: Payload, code_C: jax.Array) -> tuple[list[jax.Array], _Note]:
-    """One replica's values on one device, and the note about them."""
+    code_C = jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, payload.size)
     x_N = decode(payload, code_C)
+    squares = sum(jnp.sum(x * x) for x in x_N)
     magnitudes = sum(jnp.sum(jnp.abs(x)) for x in x_N)
-    return x_N, _Note(flags(payload, code_C), _squares(x_N), magnitudes)
+    return x_N, (flags(payload, code_C), squares, magnitudes)
 
 
-def _squares(x_N: list[jax.Array]) -> jax.Array:
-    return sum(jnp.sum(x * x) for x in x_N)
-
-
-def _received(payload: Payload, mean, notes_R: _Note, mean_N: list[jax.Array]) -> Received:
-    """mean: leaves of the fragment; mean_N: this device's values of the mean of one round."""
-    sums = (notes_R.squares, notes_R.magnitudes, _squares(mean_N))
+def _received(payload: Payload, notes_R: tuple, mean_N: list[jax.Array]) -> Received:
+    """Without its mean. mean_N: this device's values of the mean of one round."""
+    flags_RF, *sums_R = notes_R
+    sums = (*sums_R, sum(jnp.sum(x * x) for x in mean_N))
     squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
-    drift_R = total_R / float(num_values(payload))  # may exceed what int32 holds
+    devices, shards = devices_of_slice(payload.mesh), payload.shards
+    values = sum(math.prod(shard.local) * (devices // shard.copies) for shard in shards)
+    drift_R = total_R / float(values)  # may exceed what int32 holds
     sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
-    return Received(mean, bad_flags(payload, notes_R.flags), sizes)
+    return Received([], bad_flags(payload, flags_RF), sizes)

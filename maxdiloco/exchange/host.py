@@ -2,23 +2,22 @@
 
 Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 8 and 10, beside the compiled programs.
 `start` copies the chunks that `collective.send` made to the host and hands them to the processes
-that need them; `take` gives back what `collective.all_gather_chunk` would have made, to the bit.
+that need them; its result is what `collective.all_gather_chunk` would have made, to the bit.
 
-No deadlock: `start` never waits. `take` waits for what peers start in the same exchange or an
+No deadlock: `start` never waits. A result waits for what peers start in the same exchange or an
 earlier one, and every process starts the exchanges in the same order, each before it takes any
 later one. The thread that fetches waits for device programs that wait for no other slice.
 
     # R replicas  S replicas of a mesh slot  C wire elements of a replica on one device
 """
 
-import time
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 
 from maxdiloco.exchange.collective import incoming_spec, outgoing_spec
 from maxdiloco.processes import patience
@@ -43,41 +42,35 @@ class Shard(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Which shards a process has, sends to whom and gets from whom, each in one order."""
+    """Which shards a process sends to whom and gets from whom, each in one order."""
 
-    own: tuple[Shard, ...]
     sends: dict[int, tuple[Shard, ...]]
     gets: dict[int, tuple[Shard, ...]]
 
 
-def shards_of(mesh: Mesh) -> dict[jax.Device, Shard]:
-    """{device: its shard} of arrays laid out by outgoing_spec."""
-    slots = mesh.shape["diloco"]
-    places = mesh.size // slots
-    sharding = NamedSharding(mesh, outgoing_spec(mesh))
-    parts = sharding.devices_indices_map((mesh.size,))
-    return {device: Shard(*divmod(part.start or 0, places)) for device, (part,) in parts.items()}
+def owners_of(mesh: Mesh) -> dict[Shard, int]:
+    """{shard: process that holds it} of arrays laid out by outgoing_spec."""
+    places = mesh.size // mesh.shape["diloco"]
+    parts = NamedSharding(mesh, outgoing_spec(mesh)).devices_indices_map((mesh.size,))
+    return {
+        Shard(*divmod(part.start or 0, places)): device.process_index
+        for device, (part,) in parts.items()
+    }
 
 
 def routes(owners: dict[Shard, int], process: int) -> Routes:
-    """The routes of one process. owners: {shard: process that holds it}, of the whole mesh.
+    """The routes of one process. owners: of owners_of, of the whole mesh.
 
     A process needs, for each place it holds in any slot, the shards of that place in all slots.
     """
-    holders: dict[int, set[int]] = {}
-    for shard, owner in owners.items():
-        holders.setdefault(shard.place, set()).add(owner)
+    held = {(owner, shard.place) for shard, owner in owners.items()}
 
     def moved(source: int, target: int) -> tuple[Shard, ...]:
-        return tuple(
-            shard
-            for shard in sorted(owners)
-            if owners[shard] == source and target in holders[shard.place]
-        )
+        of_source = (shard for shard in sorted(owners) if owners[shard] == source)
+        return tuple(shard for shard in of_source if (target, shard.place) in held)
 
     others = sorted(set(owners.values()) - {process})
     return Routes(
-        own=tuple(shard for shard in sorted(owners) if owners[shard] == process),
         sends={peer: found for peer in others if (found := moved(process, peer))},
         gets={peer: found for peer in others if (found := moved(peer, process))},
     )
@@ -86,8 +79,8 @@ def routes(owners: dict[Shard, int], process: int) -> Routes:
 class HostCarrier:
     """Exchanges of fragments between processes, in the order in which they start.
 
-    mailbox: None in a run of one process. memory: the kind in which `take` leaves the chunks, None
-    for the device's own. waited_s: what `take` has waited for [s].
+    mailbox: None in a run of one process. memory: the kind in which arrived chunks are, None for
+    the device's own. patience: begins anew when no exchange is under way any more.
     """
 
     def __init__(
@@ -95,18 +88,13 @@ class HostCarrier:
     ):
         self._mailbox = mailbox
         self._incoming = NamedSharding(mesh, incoming_spec(mesh), memory_kind=memory)
-        self._shards = shards_of(mesh)
-        self._slots = mesh.shape["diloco"]
+        self._slots, self._replicas = mesh.shape["diloco"], num_replicas
         self._places = mesh.size // self._slots
-        self._replicas = num_replicas
-        owners = {shard: device.process_index for device, shard in self._shards.items()}
-        self._routes = routes(owners, jax.process_index())
+        self._routes = routes(owners_of(mesh), jax.process_index())
         # One thread each: exchanges leave and arrive in the order in which they start.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         self._collector = ThreadPoolExecutor(1, thread_name_prefix="collect")
-        self._arriving: dict[Hashable, Future] = {}
-        self._patience = Patience()  # of the collector, from one exchange to the next
-        self.waited_s = 0.0
+        self.patience = Patience()  # of the collector, from one exchange to the next
 
     def start(
         self,
@@ -116,46 +104,21 @@ class HostCarrier:
         size: int,
         within_s: float | None,
         what: str,
-    ) -> None:
+    ) -> Future:
         """Begin to exchange the chunks of a fragment; returns at once.
 
-        key: names the exchange, the same in every process. chunks: laid out by outgoing_spec; they
-        must not be donated before `take`. size: wire elements of a replica on one device that are
-        not padding, C. within_s: the time to spread the bytes over [s]; None: at once. what: the
-        fragment in words, for messages.
+        The result: the chunks of all replicas, laid out by incoming_spec, or LostPeerError as of
+        Patience. key: names the exchange, the same in every process. chunks: laid out by
+        outgoing_spec; they must not be donated before the result is there. size: wire elements of
+        a replica on one device that are not padding, C. within_s: the time to spread the bytes over
+        [s]; None: at once. what: the fragment in words, for messages.
         """
         if self._mailbox is not None:
             self._pace(chunks, size, within_s)
         for chunk in chunks:
             chunk.copy_to_host_async()
         fetched = self._fetcher.submit(self._fetch, key, tuple(chunks), size)
-        lengths = [chunk.shape[0] // (self._replicas * self._places) for chunk in chunks]
-        self._arriving[key] = self._collector.submit(
-            self._collect, key, fetched, lengths, size, chunks[0].dtype, what
-        )
-
-    def take(self, key: Hashable) -> tuple[jax.Array, ...]:
-        """The chunks of all replicas, laid out by incoming_spec; waits for those still under way.
-
-        Raises LostPeerError as Patience does.
-        """
-        started = time.perf_counter()
-        arrived = self._arriving.pop(key).result()
-        self.waited_s += time.perf_counter() - started
-        return arrived
-
-    def peek(self, key: Hashable) -> tuple[jax.Array, ...]:
-        """As `take`, but the exchange stays under way: what a checkpoint needs to know of it."""
-        return self._arriving[key].result()
-
-    def under_way(self, key: Hashable) -> bool:
-        """Whether the exchange has started and was not taken."""
-        return key in self._arriving
-
-    def forget(self) -> None:
-        """No exchange is under way any more; what still arrives of them is not taken."""
-        self._arriving.clear()
-        self._patience.begin()
+        return self._collector.submit(self._collect, key, fetched, size, what)
 
     def close(self) -> None:
         """End the threads; one that waits for a peer ends when the mailbox is closed."""
@@ -171,53 +134,49 @@ class HostCarrier:
 
     def _fetch(self, key, chunks, size) -> dict[Shard, list[np.ndarray]]:
         """This process's shards on the host, [S, length] for each chunk, on their way to others."""
-        own: dict[Shard, list[np.ndarray]] = {shard: [] for shard in self._routes.own}
+        own: dict[Shard, list[np.ndarray]] = {}
         for chunk in chunks:
             for part in chunk.addressable_shards:
                 codes = np.asarray(part.data).reshape(self._replicas // self._slots, -1)
-                own[self._shards[part.device]].append(codes)
+                number = (part.index[0].start or 0) // codes.size
+                own.setdefault(Shard(*divmod(number, self._places)), []).append(codes)
         for peer, shards in self._routes.sends.items():
             rows = [row for shard in shards for row in _live(own[shard], size)]
             flat = [np.ascontiguousarray(row).reshape(-1).view(np.uint8) for row in rows]
             self._mailbox.put(peer, key, [memoryview(codes) for codes in flat])
         return own
 
-    def _collect(self, key, fetched, lengths, size, dtype, what) -> tuple[jax.Array, ...]:
-        """The chunks as `take` gives them, on the devices."""
-        here, M = {shard.place for shard in self._routes.own}, self._replicas
-        codes = [{p: np.zeros((M, length), dtype) for p in here} for length in lengths]
+    def _collect(self, key, fetched, size, what) -> tuple[jax.Array, ...]:
+        """The chunks of all replicas, on the devices."""
         own = fetched.result()
-        self._patience.worked()
+        self.patience.worked()
+        M, S = self._replicas, self._replicas // self._slots
+        places, like = {shard.place for shard in own}, next(iter(own.values()))
+        codes = [{p: np.zeros((M, x.shape[1]), x.dtype) for p in places} for x in like]
+
+        def blocks_of(shard):
+            rows = slice(shard.slot * S, (shard.slot + 1) * S)
+            return [chunk[shard.place][rows] for chunk in codes]
+
         for shard, chunks in own.items():
-            for chunk, block in zip(codes, chunks, strict=True):
-                chunk[shard.place][self._rows(shard)] = block
+            for block, chunk in zip(blocks_of(shard), chunks, strict=True):
+                block[:] = chunk
         for peer, shards in self._routes.gets.items():
-            received = self._patience.receive(self._mailbox, peer, key, what)
-            data = np.frombuffer(received, np.uint8).view(dtype)
-            for shard in shards:
-                blocks = [chunk[shard.place][self._rows(shard)] for chunk in codes]
-                for block in _live(blocks, size):
-                    block[:] = data[: block.size].reshape(block.shape)
-                    data = data[block.size :]
-        pairs = zip(codes, lengths, strict=True)
-        return tuple(self._on_devices(chunk, length) for chunk, length in pairs)
+            received = self.patience.receive(self._mailbox, peer, key, what)
+            data = np.frombuffer(received, np.uint8).view(like[0].dtype)
+            for block in (block for shard in shards for block in _live(blocks_of(shard), size)):
+                block[:] = data[: block.size].reshape(block.shape)
+                data = data[block.size :]
+        return tuple(map(self._on_devices, codes))
 
-    def _rows(self, shard: Shard) -> slice:
-        """The replicas of a shard's slot."""
-        S = self._replicas // self._slots
-        return slice(shard.slot * S, (shard.slot + 1) * S)
-
-    def _on_devices(self, codes: dict[int, np.ndarray], length: int) -> jax.Array:
-        total = self._replicas * self._places * length
-        arrays = [
-            jax.device_put(
-                codes[shard.place].reshape(-1),
-                SingleDeviceSharding(device, memory_kind=self._incoming.memory_kind),
-            )
-            for device, shard in self._shards.items()
-            if device.process_index == jax.process_index()
-        ]
-        return jax.make_array_from_single_device_arrays((total,), self._incoming, arrays)
+    def _on_devices(self, codes: dict[int, np.ndarray]) -> jax.Array:
+        """codes: {place: [R, length]} of the places of this process."""
+        length = next(iter(codes.values())).size
+        return jax.make_array_from_callback(
+            (self._places * length,),
+            self._incoming,
+            lambda index: codes[(index[0].start or 0) // length].reshape(-1),
+        )
 
 
 def _live(chunks: Sequence[np.ndarray], size: int) -> list[np.ndarray]:

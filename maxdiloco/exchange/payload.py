@@ -209,9 +209,3 @@ def spread_norms(
 def payload_bytes(payload: Payload) -> int:
     """Bytes of one replica's codes, scales and flags on all devices of a slice, no padding."""
     return payload.size * devices_of_slice(payload.mesh) * payload.dtype.itemsize
-
-
-def num_values(payload: Payload) -> int:
-    """Values of one replica's fragment."""
-    devices = devices_of_slice(payload.mesh)
-    return sum(math.prod(shard.local) * (devices // shard.copies) for shard in payload.shards)

@@ -120,7 +120,7 @@ def report(
     cfg, parts, found = programs(cfg, mesh, chip, gbps=gbps, say=say)
     dcn = mesh_lib.sizes_over_slices(hardware_of(cfg), list(mesh.devices.flat))
     slices = mesh_lib.count_slices(hardware_of(cfg), list(mesh.devices.flat))
-    description, name = parts.trainer.description(), cfg.compile_topology
+    description, name = parts.trainer.description, cfg.compile_topology
     exchanges = bool(description.resident)  # "" of data parallelism
     named = topology.find(name) if name else None
     made = Report(

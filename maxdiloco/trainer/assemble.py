@@ -18,6 +18,7 @@ from maxdiloco.diloco import outer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
+from maxdiloco.engine.exchanges import CARRIERS
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
@@ -52,7 +53,7 @@ class Parts(NamedTuple):
 
     learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L] and
     "learning_rate" [R, 1].
-    params: one replica's. init: seed -> state. init_with: params, donated -> state.
+    params: one replica's. init: seed -> state; with load_parameters_path: params, donated -> state.
     of_replicas: None without eval_replicas. sampler: None without sample_prompt.
     """
 
@@ -65,7 +66,6 @@ class Parts(NamedTuple):
     batch: dict[str, jax.ShapeDtypeStruct]
     params: Any
     init: Program
-    init_with: Program
     monitor: Monitor
     evaluation: Evaluation
     of_replicas: ReplicaEvaluation | None
@@ -102,7 +102,6 @@ def assemble(
             step, params, opt_state, mesh=mesh, accumulation=accumulation, on_compile=on_compile
         )
     batch = _abstract_batch(shape, mesh, model.spec.rules)
-    evaluation, of_replicas, sampler = _evaluations(cfg, trainer, model, shape, on_compile)
     return Parts(
         mesh=mesh,
         model=model,
@@ -112,22 +111,17 @@ def assemble(
         shape=shape,
         batch=batch,
         params=params,
-        init=_init_program(trainer, model, inner_optimizer),
-        init_with=trainer.init_program(
-            lambda params: (params, inner_optimizer.init(params)), donate=(0,)
-        ),
+        init=_init_program(cfg, trainer, model, inner_optimizer),
         monitor=Monitor(
             trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
-        evaluation=evaluation,
-        of_replicas=of_replicas,
-        sampler=sampler,
+        **_evaluations(cfg, trainer, model, shape, on_compile),
     )
 
 
 def _evaluations(cfg, trainer, model, shape, on_compile):
     """What looks at theta, at each replica and at a text by theta; the latter where asked for."""
-    mesh, options = trainer.mesh, dict(of_slots=trainer.evaluates_slots, on_compile=on_compile)
+    mesh, options = trainer.mesh, dict(of_slots=trainer.evaluated.of_slots, on_compile=on_compile)
     rows = shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
     evaluation = Evaluation(
         model,
@@ -147,7 +141,7 @@ def _evaluations(cfg, trainer, model, shape, on_compile):
         decoder = on_mesh.for_decoding(cfg, mesh, model)
         tokenizer = build(vars(cfg), cfg.vocab_size)
         sampler = Sampler(decoder, mesh, tokenizer, cfg.sample_prompt, **options)
-    return evaluation, of_replicas, sampler
+    return dict(evaluation=evaluation, of_replicas=of_replicas, sampler=sampler)
 
 
 def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
@@ -195,8 +189,9 @@ def _carrier(cfg: Config, mesh: Mesh) -> tuple[str, bool]:
 
 
 def needs_bulk(cfg: Config, mesh: Mesh) -> bool:
-    """Whether outer gradients travel through host memory, in a mailbox with bulk."""
-    return cfg.enable_diloco and _carrier(cfg, mesh) == ("host", True)
+    """Whether outer gradients travel between processes in a mailbox with bulk."""
+    name, joins_processes = _carrier(cfg, mesh)
+    return cfg.enable_diloco and joins_processes and CARRIERS[name].through_mailbox
 
 
 def most_bytes(parts: Parts) -> int:
@@ -232,7 +227,9 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo
     )
 
 
-def _init_program(trainer, model, inner_optimizer) -> Program:
+def _init_program(cfg, trainer, model, inner_optimizer) -> Program:
+    if cfg.load_parameters_path:
+        return trainer.init_program(lambda p: (p, inner_optimizer.init(p)), donate=(0,))
     fast = None
     if trainer.mesh.devices.flat[0].platform == "cpu":
         # Runs once. A small model takes LLVM 10 CPU seconds to compile, so 2.7, and 1.4 to run. On
@@ -255,15 +252,14 @@ def calls(cfg: Config, parts: Parts) -> list[Call]:
     out = trainer.calls(parts.batch) + parts.monitor.calls()
     if cfg.eval_interval != -1:
         evaluations = trainer.period / cfg.eval_interval
-        theta = trainer.abstract_eval_params
-        out += trainer.eval_calls(evaluations)
+        theta = trainer.evaluated.like
+        out += trainer.evaluated.calls(trainer.abstract_state, evaluations)
         out += parts.evaluation.calls(theta, evaluations)
         out += parts.of_replicas.calls(evaluations) if parts.of_replicas else []
         out += parts.sampler.calls(theta, evaluations) if parts.sampler else []
-    first = parts.init, (np.uint32(cfg.init_weights_seed),)
-    if cfg.load_parameters_path:  # its argument has to be read first
-        first = parts.init_with, (parts.params,)
-    return [*out, Call(*first, 0, START)]
+    # Parameters have to be read first.
+    of = parts.params if cfg.load_parameters_path else np.uint32(cfg.init_weights_seed)
+    return [*out, Call(parts.init, (of,), 0, START)]
 
 
 def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, Any]:

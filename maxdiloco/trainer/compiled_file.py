@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 from etils import epath
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from maxdiloco import json_text
@@ -44,37 +43,20 @@ def compiled_here() -> Iterator[None]:
 
     On CPU an executable that was loaded from the cache, and saved again, lacks part of its code.
     """
-    with _jax_setting("jax_enable_compilation_cache", False), without_folders():
-        compilation_cache.reset_cache()  # JAX asks only once whether there is a cache
+    with job.jax_setting("jax_enable_compilation_cache", False), without_folders():
         jax.clear_caches()  # it keeps what it loaded for a function that is jitted again
-        try:
-            yield
-        finally:
-            compilation_cache.reset_cache()
+        yield
 
 
-@contextlib.contextmanager
-def without_folders() -> Iterator[None]:
+def without_folders() -> contextlib.AbstractContextManager[None]:
     """Programs lowered inside name source files, also in a Pallas kernel, without their folders."""
-    with _jax_setting("jax_hlo_source_file_canonicalization_regex", ".*/"):
-        yield
-
-
-@contextlib.contextmanager
-def _jax_setting(name: str, value: Any) -> Iterator[None]:
-    before = jax.config.values[name]
-    jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+    return job.jax_setting("jax_hlo_source_file_canonicalization_regex", ".*/")
 
 
 def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     """Write the programs of `calls`, compiled in compiled_here(); returns the bytes written."""
-    programs = [[call.program.name, fingerprint] for call, fingerprint in _fingerprints(calls)]
-    manifest = _made_for(mesh) | {"format": FORMAT, "keys": cfg.as_dict(), "programs": programs}
-    manifest["flags"] = chips.compiler_flags()
+    manifest = _made_for(mesh) | {"format": FORMAT, "keys": cfg.as_dict()}
+    manifest |= {"programs": _identities(calls), "flags": chips.compiler_flags()}
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("manifest.json", json.dumps(manifest, indent=1))
@@ -166,13 +148,10 @@ def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     """
     with _opened(path) as (stored, archive):
         blobs = {
-            (name, fingerprint): archive.read(f"program_{n}")
-            for n, (name, fingerprint) in enumerate(stored["programs"])
+            tuple(identity): archive.read(f"program_{n}")
+            for n, identity in enumerate(stored["programs"])
         }
-    mine = [
-        (call, blobs.get((call.program.name, fingerprint)))
-        for call, fingerprint in _fingerprints(calls)
-    ]
+    mine = list(zip(calls, map(blobs.get, _identities(calls)), strict=True))
     absent = [call.program.name for call, blob in mine if blob is None and call.when == STEP]
     if absent:
         raise ConfigError(
@@ -186,9 +165,10 @@ def load(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
     return len(loaded)
 
 
-def _fingerprints(calls: list[Call]) -> list[tuple[Call, str]]:
+def _identities(calls: list[Call]) -> list[tuple[str, str]]:
+    """Name and fingerprint of each program."""
     with without_folders():
-        return [(call, call.program.fingerprint(*call.args)) for call in calls]
+        return [(call.program.name, call.program.fingerprint(*call.args)) for call in calls]
 
 
 def _differences(stored: dict[str, Any], cfg: Config) -> str:

@@ -46,7 +46,7 @@ def make(
         if accumulation == 1:
             (_, aux), grads = gradient(params, batch)
         else:
-            aux, grads = _accumulate(gradient, params, _micro_batches(batch, accumulation, model))
+            aux, grads = _accumulate(gradient, params, batch, accumulation, model.spec.rules)
         scale = 1 / jnp.maximum(aux["tokens"], 1)
         grads = jax.tree.map(lambda g: g.astype(f32) * scale, grads)
         metrics = {
@@ -72,23 +72,19 @@ def make(
     return inner_step
 
 
-def _micro_batches(batch, accumulation, model):
-    """[B, ...] -> [A, B/A, ...], the rows of each micro-batch spread over the devices again."""
+def _accumulate(gradient, params, batch, accumulation, rules):
+    """Sums of aux and, in float32, of the gradients over the micro-batches."""
 
     def split(x_BL):
         x_ABL = x_BL.reshape(accumulation, -1, *x_BL.shape[1:])
-        return constrain(x_ABL, (None, "batch", "length"), model.spec.rules)
-
-    return jax.tree.map(split, batch)
-
-
-def _accumulate(gradient, params, batch_ABL):
-    """Sums of aux and, in float32, of the gradients over the micro-batches."""
+        # The rows of each micro-batch, spread over the devices again.
+        return constrain(x_ABL, (None, "batch", "length"), rules)
 
     def add(sums, micro_batch):
         (_, aux), grads = gradient(params, micro_batch)
         return jax.tree.map(lambda s, x: s + x.astype(f32), sums, (aux, grads)), None
 
+    batch_ABL = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x_ABL: x_ABL[0], batch_ABL)
     (_, aux), grads = jax.eval_shape(gradient, params, first)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, f32), (aux, grads))

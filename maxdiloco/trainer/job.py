@@ -58,22 +58,18 @@ def joined(cfg: Config) -> Iterator[Room | None]:
         secret_file=cfg.exchange_secret_file,
     ) as room:
         if room is not None:
+            installed = {"maxdiloco": __version__, "jax": jax.__version__}
+            installed["jaxlib"] = importlib.metadata.version("jaxlib")
+            versions = {f"version of {name}": version for name, version in installed.items()}
             coordination.require_equal(
                 room.job,
-                resume.shared(cfg.as_dict(), keys=base_yml.declared()) | versions(),
+                resume.shared(cfg.as_dict(), keys=base_yml.declared()) | versions,
                 difference=resume.difference,
                 timeout_s=cfg.peer_timeout_seconds,
             )
         mesh_lib.emulate_devices(asked, num_processes=room.job.num_processes if room else 1)
         mesh_lib.visible_devices(asked)  # those that are not there are refused before JAX is used
         yield room
-
-
-def versions() -> dict[str, str]:
-    """What has to be installed alike for all processes."""
-    compilers = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    installed = {"maxdiloco": __version__} | compilers
-    return {f"version of {name}": version for name, version in installed.items()}
 
 
 def keep_their_order(cfg: Config, mesh: Mesh) -> bool:
@@ -93,8 +89,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
 
     Its folder is jax_cache_dir, or else that of JAX's own setting. Gives lines for the user.
     """
-    before = jax.config.values["jax_compilation_cache_dir"]
-    folder = cfg.jax_cache_dir or before
+    folder = cfg.jax_cache_dir or jax.config.values["jax_compilation_cache_dir"]
     source = "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
     mesh = mesh_lib.build(hardware_of(cfg))
     on_gpus = mesh_lib.on_gpus(mesh)
@@ -107,14 +102,22 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
         obstacle = "" if shared_folder.is_shared(path) else NOT_SHARED
     else:
         obstacle = "" if keep_their_order(cfg, mesh) else LOSES_ORDER
-    jax.config.update("jax_compilation_cache_dir", None if obstacle else folder)
-    compilation_cache.reset_cache()  # JAX asks only once whether there is a folder
+    used = None if obstacle else folder
+    with jax_setting("jax_compilation_cache_dir", used), _damaged_entries_removed(folder):
+        note = f"note: {source}={folder or ''} is not used: {obstacle}."
+        yield [note] if obstacle else []
+
+
+@contextmanager
+def jax_setting(name: str, value: Any) -> Iterator[None]:
+    """A setting of JAX for a `with`; JAX asks only once for those of its compile cache."""
+    before = jax.config.values[name]
     try:
-        with _damaged_entries_removed(folder):
-            note = f"note: {source}={folder or ''} is not used: {obstacle}."
-            yield [note] if obstacle else []
+        jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
     finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update(name, before)
         compilation_cache.reset_cache()
 
 
@@ -127,7 +130,12 @@ def _damaged_entries_removed(folder: str) -> Iterator[None]:
         if not (found := re.match(words, str(message))):
             show_other(message, *where, **options)
             return
-        _remove_entry(folder, sys.exception())  # before JAX writes the new one
+        # Before JAX writes the new one; only the frames of its error know which it is.
+        for frame, _ in traceback.walk_tb(sys.exception().__traceback__):
+            if key := frame.f_locals.get("cache_key"):
+                with contextlib.suppress(OSError):
+                    (epath.Path(folder) / f"{key}-cache").unlink(missing_ok=True)
+                break
         what = {
             "reading": "has an entry that cannot be read: its program is compiled and kept anew",
             "writing": "cannot keep a program, which every start will compile",
@@ -141,12 +149,3 @@ def _damaged_entries_removed(folder: str) -> Iterator[None]:
         warnings.filterwarnings("always", message=words)  # each entry, not each text
         warnings.showwarning = show
         yield
-
-
-def _remove_entry(folder: str, error: BaseException) -> None:
-    """Remove the file that JAX was reading or writing; only the frames of its error know which."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if key := frame.f_locals.get("cache_key"):
-            with contextlib.suppress(OSError):
-                (epath.Path(folder) / f"{key}-cache").unlink(missing_ok=True)
-            return

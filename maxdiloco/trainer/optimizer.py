@@ -75,7 +75,12 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
     clipping = ()
     if cfg.gradient_clipping_threshold:
         clipping = (optax.clip_by_global_norm(cfg.gradient_clipping_threshold),)
-    rule = optax.chain(*clipping, *rules[cfg.opt_type](), _scale_by_given_rate())
+
+    def scale(updates, state, params=None, *, learning_rate, **_):
+        return jax.tree.map(lambda x: -learning_rate * x, updates), state
+
+    by_rate = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale)
+    rule = optax.chain(*clipping, *rules[cfg.opt_type](), by_rate)
 
     def init(params):
         return rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
@@ -128,29 +133,16 @@ def _muon(adam, model):
     matrices = jax.tree.map(lambda d: d or optax.MaskedNode(), dims, is_leaf=is_dims)
     muon = optax.chain(
         optax.contrib.scale_by_muon(weight_dimension_numbers=matrices),
-        optax.stateless(lambda updates, _: _with_adams_rms(updates, matrices)),
+        optax.stateless(lambda updates, _: jax.tree.map(_with_adams_rms, updates, matrices)),
     )
     return optax.partition({"muon": muon, "adam": adam}, labels)
 
 
-def _scale_by_given_rate():
-    def update(updates, state, params=None, *, learning_rate, **_):
-        return jax.tree.map(lambda x: -learning_rate * x, updates), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-
-
-def _with_adams_rms(updates, dims):
-    """Orthogonal updates times MUON_RMS * sqrt(larger side of the matrix)."""
-
-    def scale(update, dim):
-        sides = (
-            math.prod(update.shape[axis] for axis in axes)
-            for axes in (dim.reduction_axis, dim.output_axis)
-        )
-        return update * (MUON_RMS * math.sqrt(max(sides)))
-
-    return jax.tree.map(scale, updates, dims)
+def _with_adams_rms(update, dims):
+    """An orthogonal update times MUON_RMS * sqrt(larger side of the matrix)."""
+    both = dims.reduction_axis, dims.output_axis
+    sides = (math.prod(update.shape[axis] for axis in axes) for axes in both)
+    return update * (MUON_RMS * math.sqrt(max(sides)))
 
 
 def _by_names(fn, model):

@@ -66,7 +66,9 @@ class Recorder:
         parts, mesh = self._parts, self._parts.mesh
         steps, self._logged = range(self._logged + 1, t + 1), t
         self._metrics["loss"] = parts.monitor.take_mean_loss(len(steps))
-        self._values |= parts.trainer.extra_metrics(state, steps) | self._data_metrics(t)
+        sent = sum(map(parts.trainer.bytes_sent, steps)) / len(steps)
+        self._values |= parts.trainer.extra_metrics(state) | {"dcn/bytes_sent": sent}
+        self._values |= self._data_metrics(t)
         self._values |= performance(
             step_time=self._clock.lap(t),
             tokens_per_step=parts.shape.tokens,
@@ -82,7 +84,7 @@ class Recorder:
         self._check(state, together=True)
         with self._clock.excluded():
             parts = self._parts
-            theta = parts.trainer.eval_params(state)
+            theta = parts.trainer.evaluated.of(state)
             totals = {name: parts.evaluation(theta, text) for name, text in held_out.items()}
             first = next(iter(totals))
             for name in totals:

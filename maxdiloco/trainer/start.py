@@ -3,7 +3,6 @@
     # R replicas
 """
 
-import textwrap
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +23,7 @@ from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.flags import base_yml, checks, config, eval_paths, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting
+from maxdiloco.metrics.console import WIDTH, fit
 from maxdiloco.metrics.line_files import MOST_STEPS, History
 from maxdiloco.processes import coordination, output
 from maxdiloco.processes.agree import from_first_process
@@ -35,7 +35,6 @@ from maxdiloco.trainer.remat_choice import make_room
 # Until all have compiled: large programs take many minutes, cached ones seconds. Our choice.
 PATIENCE_S = 2 * 3600.0
 _SAY_AFTER_S = 10.0  # of waiting; our choice
-_WIDTH = 100  # columns of a line; our choice
 _OF_TOKENIZER = ("tokenizer_type", "add_bos", "add_eos")  # compared with the other keys
 
 
@@ -164,8 +163,8 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
         room = make_room(cfg, outer_state=checks.has_replicas(cfg))
-        with fitting(parts.init_with.name, room):
-            return jax.block_until_ready(parts.init_with(params))
+        with fitting(parts.init.name, room):
+            return jax.block_until_ready(parts.init(params))
     layout = _layout(cfg, start.saved)
 
     def abstract_of(meta):
@@ -176,7 +175,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     else:
         # By its path: the other run may have saved a newer checkpoint meanwhile.
         restored = read.restore_from(start.saved.path, abstract_of, key="load_full_state_path")
-    return trainer.restored(restored.items, layout, t=restored.step)
+    return trainer.reading(layout).state_of(restored.items, t=restored.step)
 
 
 def meet(state: Any, say: Callable[[str], None]) -> int:
@@ -208,15 +207,11 @@ def changes(
         old = config.from_dict(stored)
         lines += [
             *resume.change_lines(stored, cfg.as_dict(), keys=base_yml.declared()),
-            *parts.trainer.restore_lines(_layout(cfg, saved), saved.step),
+            *parts.trainer.reading(_layout(cfg, saved)).lines(saved.step),
             *rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps),
         ]
-    options = dict(subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return [
-        part.replace(resume.KEEP, " ")
-        for line in lines
-        for part in textwrap.wrap(line, _WIDTH, **options)
-    ]
+    parts = (part for line in lines for part in fit(line, WIDTH).split("\n"))
+    return [part.replace(resume.KEEP, " ") for part in parts]
 
 
 def rate_lines(

@@ -65,7 +65,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         say(line)
     if cfg.show_fragments:
         parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
-        for line in parts.trainer.description().fragments:
+        for line in parts.trainer.description.fragments:
             say(line)
         return 0
 
@@ -113,7 +113,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         stack.callback(trainer.close)
         if room is not None and assemble.needs_bulk(chosen, mesh):
             room.open_bulk(assemble.most_bytes(parts))
-        for line in [*_sizes(cfg, parts), *trainer.description().start]:
+        for line in [*_sizes(cfg, parts), *trainer.description.start]:
             say(line)
         say(f"{begin.origin}; {total} steps in all")
         for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
@@ -272,7 +272,7 @@ def _compile(
     else:
         say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
     room = remat_choice.make_room(cfg, outer_state=checks.has_replicas(cfg))
-    return compiles.all_of(calls, room=room, resident=parts.trainer.description().resident)
+    return compiles.all_of(calls, room=room, resident=parts.trainer.description.resident)
 
 
 def _on_error(again: str, say: Say, kind, error, trace) -> None:

@@ -52,7 +52,7 @@ def save(folder, trainer, state):
 def read(folder, trainer, layout):
     with Checkpointer(folder, max_to_keep=1) as checkpointer:
         restored = checkpointer.restore(lambda meta: saved_state.abstract_items(trainer, layout))
-    return trainer.restored(restored.items, layout, t=restored.step)
+    return trainer.reading(layout).state_of(restored.items, t=restored.step)
 
 
 def test_eager_history_restarts_with_another_M(tmp_path):
@@ -192,15 +192,15 @@ def test_a_line_tells_what_was_dropped(mesh_of):
         "dropped: fragments in flight, 0 (sent after step 6), 1 (sent after step 8). theta and the "
         "replicas keep their values, so the next outer gradients carry the same progress."
     )
-    assert target.restore_lines(layout, 8) == [more, line]
-    assert source.restore_lines(layout, 8) == []
-    assert source.restore_lines(layout._replace(same_rules=False), 8) == [line]
-    _, line = target.restore_lines(layout._replace(dropped_until=6), 8)
+    assert target.reading(layout).lines(8) == [more, line]
+    assert source.reading(layout).lines(8) == []
+    assert source.reading(layout._replace(same_rules=False)).lines(8) == [line]
+    _, line = target.reading(layout._replace(dropped_until=6)).lines(8)
     assert "in flight, 1 (sent after step 8). theta" in line
-    assert target.restore_lines(layout._replace(dropped_until=8), 8) == [more]
+    assert target.reading(layout._replace(dropped_until=8)).lines(8) == [more]
     fewer, _ = streaming(1, mesh_of(1, 1, 2))
     gone = "the state of their optimizers is gone."
-    first, line = fewer.restore_lines(layout, 8)
+    first, line = fewer.reading(layout).lines(8)
     assert first == (  # fragment 0 was first sent after step 6
         "replicas 2 -> 1: replica r goes on from what was replica r mod 2. theta keeps the work of "
         f"replica 1 up to 8 steps ago; the rest is lost, and {gone}"
@@ -209,13 +209,13 @@ def test_a_line_tells_what_was_dropped(mesh_of):
                          "carry their progress.")  # fmt: skip
     plain, state = trained(4, 0)
     one, _ = trained(1, 0)
-    (line,) = one.restore_lines(layout_of(plain, state), 3)  # H=3
+    (line,) = one.reading(layout_of(plain, state)).lines(3)  # H=3
     assert line.endswith(f" theta has all the work of replicas 1 to 3; {gone}")
-    (line,) = one.restore_lines(layout_of(plain, state), 4)
+    (line,) = one.reading(layout_of(plain, state)).lines(4)
     assert "work of replicas 1 to 3 up to 1 step ago" in line
     eager, state = trained(2, 0, outer_overlap="eager")
     larger, _ = trained(4, 0, outer_overlap="eager")
-    _, line, last = larger.restore_lines(layout_of(eager, state), 4)
+    _, line, last = larger.reading(layout_of(eager, state)).lines(4)
     assert "a replica's own part, 1/2 of it, is in theta" in line and "the rest is lost" in line
     assert last == "eager: the first exchanges are as in round 1."
 
@@ -240,7 +240,7 @@ def test_a_run_with_eager_updates_is_read_as_its_mean_and_goes_on_from_it_withou
         tmp_path, lambda meta: saved_state.abstract_items(target, layout(meta)), key="RUN"
     )
     assert "outer_params" not in restored.items
-    back = target.restored(restored.items, layout(restored.meta), t=5)
+    back = target.reading(layout(restored.meta)).state_of(restored.items, t=5)
     np.testing.assert_array_equal(back.outer["w"], mean)
 
 

@@ -162,7 +162,7 @@ def test_take_and_put_are_numpy_indexing(pattern, size, entries, lead, axis):
 
 
 def test_a_whole_leaf_is_itself():
-    leaf_slice = slices.whole(0)
+    leaf_slice = slices.LeafSlice(0, "whole")
     x = np.arange(8.0).reshape(4, 2)
     assert slices.take(x, leaf_slice, np.int32(0)) is x
     assert slices.put(x, leaf_slice, np.int32(0), x + 1)[0, 0] == 1

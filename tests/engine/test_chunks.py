@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import saved_state
 from maxdiloco.engine import chunks
-from maxdiloco.engine.chunks import Cut
 from maxdiloco.engine.state import Layout
 from maxdiloco.engine.trainer import SavedLayout
 
@@ -58,11 +57,11 @@ def test_a_fragment_has_the_chunks_that_send_least():
     """In 4 steps: 40 tiles in 4 long chunks of 10; 10 tiles in 1 long one, 12 in 4 short ones of 3,
     where long ones would take 20 tiles."""
     lengths = (3 * K, 7 * K)
-    assert chunks.cut(40 * K, lengths, 4) == Cut(4, 2, 40 * K)
-    assert chunks.cut(10 * K, lengths, 4) == Cut(1, 2, 10 * K)
-    assert chunks.cut(12 * K, lengths, 4) == Cut(4, 1, 12 * K)
-    assert chunks.cut(13 * K, lengths, 4) == Cut(2, 2, 20 * K), "5 short ones do not fit 4 steps"
-    assert chunks.cut(10 * K, (5 * K, 5 * K), 4) == Cut(1, 2, 10 * K), "equal: fewer, long ones"
+    assert chunks.cut(40 * K, lengths, 4) == (40 * K, 4, 2)
+    assert chunks.cut(10 * K, lengths, 4) == (10 * K, 1, 2)
+    assert chunks.cut(12 * K, lengths, 4) == (12 * K, 4, 1)
+    assert chunks.cut(13 * K, lengths, 4) == (20 * K, 2, 2), "5 short ones do not fit 4 steps"
+    assert chunks.cut(10 * K, (5 * K, 5 * K), 4) == (10 * K, 1, 2), "equal: fewer, long ones"
 
 
 @pytest.mark.parametrize("max_chunks", [1, 2, 5, 33])
@@ -72,7 +71,7 @@ def test_no_length_sends_more_than_one_for_all(max_chunks):
     assert not any(length % K for length in found)
     cuts = [chunks.cut(size, found, max_chunks) for size in sizes]
     longest = sum(found)
-    assert sum(cut.size for cut in cuts) <= sum(-(-size // longest) * longest for size in sizes)
+    assert sum(sent for sent, _, _ in cuts) <= sum(-(-size // longest) * longest for size in sizes)
     for size, cut in zip(sizes, cuts, strict=True):
         assert size <= cut.size and cut.num_chunks <= max_chunks
 
@@ -185,7 +184,7 @@ def test_a_run_resumes_with_the_same_bits_between_send_and_apply(length, mode):
         saved[each.t] = jax.tree.map(lambda x: jnp.array(np.array(x)), items), note
     for t in (7, 8):  # one chunk has arrived of the exchange sent after step 6; all and a new one
         items, note = saved[t]
-        state = algorithm.restored(items, SavedLayout(**note, same_rules=True), t=t)
+        state = algorithm.reading(SavedLayout(**note, same_rules=True)).state_of(items, t=t)
         assert [bits(each) for each in steps(algorithm, state)] == whole[t:]
 
 
@@ -195,16 +194,16 @@ def test_what_was_in_flight_in_chunks_of_another_length_is_dropped_with_a_line(l
     before, state = trainer("tau 3")
     *_, state = steps(before, state, until=8)
     layout = SavedLayout(**before.note(state), same_rules=True)
-    assert before.restore_lines(layout, 8) == []
+    assert before.reading(layout).lines(8) == []
     assert "flight" in saved_state.abstract_items(before, layout)
     length(2)
     now, _ = trainer("tau 3")
-    (line,) = now.restore_lines(layout, 8)
+    (line,) = now.reading(layout).lines(8)
     sends = "0 (sent after step 6), 1 (sent after step 8)"
     assert line.startswith(f"dropped: fragments in flight, {sends}.")
     wanted = saved_state.abstract_items(now, layout)
     assert "flight" not in wanted
     items = before.saved_items(state)
-    state = now.restored({name: items[name] for name in wanted}, layout, t=8)
+    state = now.reading(layout).state_of({name: items[name] for name in wanted}, t=8)
     assert state.dropped_until == 8
     assert [x.shape for x in state.outgoing] == [x.shape for x in now.layout.state.outgoing]

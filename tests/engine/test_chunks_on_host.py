@@ -66,7 +66,7 @@ def test_a_step_takes_the_chunk_that_it_sends_in_device_memory(memory):
     assert action.program == INNER_EXCHANGE
     for given in (state, algorithm.layout.state):
         on = actions.Given(algorithm.layout, action, given, np.zeros(2))
-        args = actions.INNER_EXCHANGE.arguments(on)
+        _, args = actions.INNER_EXCHANGE.call(algorithm.programs, on)
         assert {x.sharding.memory_kind or "device" for x in args[3]} == {"device"}
         assert given.outgoing[0].sharding.memory_kind in (memory, None)
 

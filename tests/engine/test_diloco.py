@@ -166,7 +166,7 @@ def test_sizes_of_outer_gradients_and_of_the_outer_update(overlap):
     before = theta(state)
     state = run(algorithm, state, 4)
     wanted = np.linalg.norm(theta(state) - before) / np.linalg.norm(before)
-    told = algorithm.extra_metrics(state, range(5, 9))["diloco/outer_update_ratio"]
+    told = algorithm.extra_metrics(state)["diloco/outer_update_ratio"]
     assert told == pytest.approx(wanted, rel=1e-5)
 
 

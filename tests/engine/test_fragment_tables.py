@@ -16,6 +16,7 @@ import maxdiloco
 from maxdiloco import train
 from maxdiloco.diloco import fragments
 from maxdiloco.engine import describe
+from maxdiloco.engine.exchanges import CARRIERS
 from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.flags import config
 from maxdiloco.flags.hardware import hardware_of
@@ -190,7 +191,7 @@ def test_the_outer_state_is_told_with_its_memory_and_whose_it_is(overlap, told):
     """tiny: theta and momentum of 1,033,600 values of 4 bytes, a quarter on each device of a slice,
     and its norms, 1,408 values, on every one; eager has one of each for the 4 of a slice."""
     layout = layout_of("tiny", 1, M=8, outer_overlap=overlap)
-    assert describe.outer_memory_line(layout) == f"outer state: {told}, kept in device"
+    assert describe.memory_lines(layout, 0)[0] == f"outer state: {told}, kept in device"
 
 
 @pytest.mark.parametrize(
@@ -211,13 +212,13 @@ def test_what_is_in_flight_on_the_host_is_told_with_what_is_on_the_device():
     is sent a step, and arrives of both replicas; the device has the chunks of two steps. Control:
     a line only where it is on the host, and nothing is copied where no step carries a chunk."""
     layout = layout_of("1b", 1, outer_overlap="eager", outer_memory="pinned_host")
-    (line,) = describe.flight_lines(layout, "program")
+    line = describe.memory_lines(layout, CARRIERS["program"].steps_on_device)[-1]
     whole, copied = (float(x) for x in re.findall(r"([\d.]+) MiB", line))
     values = sum(plan.fragment.size for plan in layout.plans) / 4
     sent = (0.5 + 1 / 256) * values / 100 / 2**20
     assert copied == pytest.approx(2 * 3 * sent, abs=0.06)
     assert whole == pytest.approx(300 * sent, rel=0.01)
     assert line.endswith(" MiB at most, are on the device")
-    (line,) = describe.flight_lines(layout, "host")
+    line = describe.memory_lines(layout, CARRIERS["host"].steps_on_device)[-1]
     assert line == f"in flight: {whole} MiB a device, kept in pinned_host"
-    assert describe.flight_lines(layout_of("1b", 1, outer_overlap="eager"), "program") == []
+    assert len(describe.memory_lines(layout_of("1b", 1, outer_overlap="eager"), 2)) == 1

@@ -83,7 +83,7 @@ def test_every_kind_has_all_its_parts_and_every_carrier_every_kind():
     """A part that lacks is found here, not in a run."""
     assert set(KINDS) == set(schedule.PROGRAMS)
     for kind in KINDS.values():
-        assert all(map(callable, (kind.executable, kind.arguments, kind.changed)))
+        assert all(map(callable, (kind.call, kind.changed)))
 
 
 def test_the_engine_compares_no_kind_of_an_action():

@@ -14,7 +14,7 @@ from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.trainer import OUTER_PARAMS, SavedLayout, Trainer
 from maxdiloco.parallel import chips
 
-LIBRARY = {"bind", "init", "replica_params"}  # methods of the library class alone
+LIBRARY = {"bind", "init", "outer_params", "replica_params"}  # methods of the library class alone
 PARAMS = {"w": np.ones(3, np.float32)}
 
 
@@ -81,7 +81,7 @@ def test_a_trainer_goes_through_a_run_by_the_interface_alone(cls):
     assert jax.tree.structure(like) == jax.tree.structure(trainer.abstract_state)
     calls = trainer.calls(jax.ShapeDtypeStruct(batch.shape, batch.dtype))
     assert calls[0].runs <= trainer.period
-    assert trainer.eval_calls(1) == []
+    assert trainer.evaluated.calls(trainer.abstract_state, 1) == []
     assert trainer.abstract_metrics(batch)["loss"].shape == (R,)
 
     for _ in range(3):
@@ -89,19 +89,20 @@ def test_a_trainer_goes_through_a_run_by_the_interface_alone(cls):
     trainer.check_finite(state)
     assert metrics["loss"].shape == (R,)
     # Data parallel: 1 - 3. DiLoCo: theta moves once, in step 2.
-    theta = np.asarray(trainer.outer_params(state)["w"])
-    assert theta.shape == trainer.abstract_outer_params["w"].shape
+    theta = np.asarray(trainer.evaluated.of(state)["w"])
+    assert theta.shape == trainer.exported.like["w"].shape
     assert (theta == -2).all() if cls is DataParallel else (theta < 1).all()
-    assert all(isinstance(x, float) for x in trainer.extra_metrics(state, range(1, 4)).values())
-    described = trainer.description()
+    assert all(isinstance(x, float) for x in trainer.extra_metrics(state).values())
+    described = trainer.description
     assert described.title and described.fragments
     assert trainer.closing_line(state).startswith("done: step 3")
 
     items = trainer.saved_items(state)
     assert saved_state.nbytes(trainer) == sum(x.nbytes for x in jax.tree.leaves(items))
     saved = SavedLayout(**trainer.note(state), same_rules=True)
-    assert OUTER_PARAMS in items and set(trainer.replica_items(saved)) <= set(items)
-    assert trainer.restore_lines(saved, 3) == []
-    assert items.keys() >= trainer.abstract_items(saved).keys()
-    back = trainer.restored(items, saved, t=3)
+    reading = trainer.reading(saved)
+    assert OUTER_PARAMS in items and set(reading.replica_items) <= set(items)
+    assert reading.lines(3) == []
+    assert items.keys() >= reading.items.keys()
+    back = reading.state_of(items, t=3)
     jax.tree.map(np.testing.assert_array_equal, back, state)

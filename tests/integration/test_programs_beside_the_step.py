@@ -141,7 +141,7 @@ def test_an_evaluation_and_a_save_of_eager_thetas_send_nothing_to_another_slice(
     calls = [c for c in assemble.calls(cfg, parts) if c.when == "beside"]
     assert [c.program.name for c in calls] == ["watch", *programs, "evaluate"]
     like = trainer.abstract_state
-    control = Call(trainer.programs.mean_outer, (like.outer,), 1, "beside")
+    control = Call(trainer.exported.mean, (like.outer,), 1, "beside")
     *nothing, crossing = bytes_across(parts, [*calls, control])
     assert set(nothing) == {0} and crossing > 1000
     in_state = {id(x) for x in jax.tree.leaves(like)}
@@ -185,7 +185,8 @@ def test_the_outer_state_compiles_for_tpu_in_either_memory(memory, mode, pattern
     )
     algorithm.bind(params, params)
     assert {s.pattern for s in algorithm.layout.plans[-1].slices} == {pattern} or layers == 5
-    for call in [*algorithm.calls(struct((2, 8), "diloco", "fsdp")), *algorithm.eval_calls(1)]:
+    evaluation = algorithm.evaluated.calls(algorithm.abstract_state, 1)
+    for call in [*algorithm.calls(struct((2, 8), "diloco", "fsdp")), *evaluation]:
         if not call.program.name.startswith("inner"):
             call.program.compile(*call.args)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(algorithm.layout.state.outer)}

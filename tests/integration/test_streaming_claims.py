@@ -82,7 +82,7 @@ def test_both_carriers_have_the_same_bits_in_every_copy_and_resume_what_either_h
     layout = SavedLayout(**algorithm.note(state), same_rules=True)
     for saver, resumer, t in itertools.product(states, states, (8, 9)):
         algorithm, _ = trainer(mode, wire, resumer)
-        again = algorithm.restored(copied(saved[saver, t]), layout, t=t)
+        again = algorithm.reading(layout).state_of(copied(saved[saver, t]), t=t)
         found = list(map(digests, steps(algorithm, again)))
         assert found == states["program"][t:], f"{saver} -> {resumer} at {t}"
 

@@ -81,8 +81,8 @@ class Trainer:
         action = Action(INNER_EXCHANGE, index, chunk=0, slot=0)
         state = self.algorithm.layout.state
         given = actions.Given(self.algorithm.layout, action, state, self.batch)
-        program = actions.INNER_EXCHANGE.executable(self.algorithm.programs, given)
-        return program.compile(*actions.INNER_EXCHANGE.arguments(given))
+        program, args = actions.INNER_EXCHANGE.call(self.algorithm.programs, given)
+        return program.compile(*args)
 
     def of(self, kind: str, index: int):
         """pack, merge, outer_step or synchronise of one fragment."""

@@ -3,7 +3,7 @@
 import re
 from concurrent.futures import Future
 
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxdiloco.errors import LostPeerError
@@ -86,7 +86,7 @@ def test_a_slow_peer_is_not_lost(peer, worked_s):
 
 
 def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkeypatch, devices):
-    """As `take` of the engine sees it: the error of the thread that collects."""
+    """As the engine sees it: the error of the thread that collects."""
     peer, make = Peer(), Patience.__init__
     monkeypatch.setattr(
         Patience, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
@@ -95,9 +95,9 @@ def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkey
     carrier = HostCarrier(mesh, num_replicas=2, mailbox=peer)
     carrier._routes = routes({Shard(0, 0): 0, Shard(1, 0): 1}, 0)
     fetched = Future()
-    fetched.set_result({})
+    fetched.set_result({Shard(0, 0): [np.zeros((1, 8), np.int8)]})
     with pytest.raises(LostPeerError, match="process 1 is alive, but fragment 0 of step 8 has not"):
-        carrier._collect("key", fetched, [8], 8, jnp.int8.dtype, "fragment 0 of step 8")
+        carrier._collect("key", fetched, 8, "fragment 0 of step 8")
     carrier.close()
     rows = Rows(0, {0: [0], 1: [1]}, mailbox=peer, write=lambda *row: None)
     rows.add(8, {}, {})

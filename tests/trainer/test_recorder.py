@@ -29,7 +29,8 @@ class Run:
         parts.monitor.replicas = {0: [0]}
         parts.monitor.check = self._takes("check", {"loss": np.float32([1.5])})
         parts.monitor.take_mean_loss.return_value = np.float32([1.5])
-        parts.trainer.extra_metrics = self._takes("extra", {"dcn/bytes_sent": 0.0})
+        parts.trainer.extra_metrics = self._takes("extra", {})
+        parts.trainer.bytes_sent = lambda t: 0.0
         parts.trainer.saved_items = self._takes("save", {})
         parts.trainer.note.return_value = {}
         parts.evaluation = self._takes("evaluate", mock.Mock(metrics=lambda *_: {"eval/loss": 2}))

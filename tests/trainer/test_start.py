@@ -122,7 +122,7 @@ def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypa
     fingerprint = run_tokenizer.open_tokenizer(BEFORE).fingerprint
     found = np.float32(1), types.SimpleNamespace(meta={"tokenizer": fingerprint})
     monkeypatch.setattr(read, "restore_parameters", lambda *_, **__: found)
-    parts = types.SimpleNamespace(trainer=None, params=None, init_with=state)
+    parts = types.SimpleNamespace(trainer=None, params=None, init=state)
     begin = start.Start(0, None, "", None)
     words = "init does not fit the device: Out of memory .* Use more devices in a slice"
     with pytest.raises(ConfigError, match=words):
