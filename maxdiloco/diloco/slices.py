@@ -4,7 +4,6 @@ Where a slice starts is an argument of a compiled program. Fragments whose slice
 nothing else, such as those of other layers, share the program.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 
 # Up to this many entries are taken one by one; beyond it a gather compiles smaller (our choice).
 MOST_SINGLE_SLICES = 64
+_ANY = 1 << 62  # entries of a whole leaf, whose length is not known here
 
 Move = Callable[[jax.Array], jax.Array]
 
@@ -48,7 +48,7 @@ class LeafSlice(NamedTuple):
         start, count = self.start_or_indices, self.count
         if isinstance(start, tuple):
             return start
-        count = sys.maxsize if self.pattern == "whole" else count
+        count = _ANY if self.pattern == "whole" else count
         return range(start, start + count * self.stride, self.stride)
 
     def shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
