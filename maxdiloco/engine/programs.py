@@ -117,7 +117,6 @@ class Programs:
 
     def _means(self, name: str, means: Callable, *, of_slots: bool = False) -> ThetaView:
         """The view of means of the replicas' thetas: of all, or of each of several slots."""
-
         mesh, lead = self.layout.mesh, ("diloco",) if of_slots else ()
         out = jax.tree.map(lambda s: NamedSharding(mesh, P(*lead, *s.spec)), self._one_theta)
         mean = self._program(name, functools.partial(means, mesh=mesh), out_shardings=out)

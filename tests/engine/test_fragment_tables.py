@@ -16,7 +16,6 @@ import maxdiloco
 from maxdiloco import train
 from maxdiloco.diloco import fragments
 from maxdiloco.engine import describe
-from maxdiloco.engine.exchanges import CARRIERS
 from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.flags import config
 from maxdiloco.flags.hardware import hardware_of
@@ -212,13 +211,13 @@ def test_what_is_in_flight_on_the_host_is_told_with_what_is_on_the_device():
     is sent a step, and arrives of both replicas; the device has the chunks of two steps. Control:
     a line only where it is on the host, and nothing is copied where no step carries a chunk."""
     layout = layout_of("1b", 1, outer_overlap="eager", outer_memory="pinned_host")
-    line = describe.memory_lines(layout, CARRIERS["program"].steps_on_device)[-1]
+    line = describe.memory_lines(layout, steps_on_device=2)[-1]
     whole, copied = (float(x) for x in re.findall(r"([\d.]+) MiB", line))
     values = sum(plan.fragment.size for plan in layout.plans) / 4
     sent = (0.5 + 1 / 256) * values / 100 / 2**20
     assert copied == pytest.approx(2 * 3 * sent, abs=0.06)
     assert whole == pytest.approx(300 * sent, rel=0.01)
     assert line.endswith(" MiB at most, are on the device")
-    line = describe.memory_lines(layout, CARRIERS["host"].steps_on_device)[-1]
-    assert line == f"in flight: {whole} MiB a device, kept in pinned_host"
+    told = describe.memory_lines(layout, steps_on_device=0)
+    assert told[-1] == f"in flight: {whole} MiB a device, kept in pinned_host"
     assert len(describe.memory_lines(layout_of("1b", 1, outer_overlap="eager"), 2)) == 1

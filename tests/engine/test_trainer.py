@@ -93,14 +93,12 @@ def test_a_trainer_goes_through_a_run_by_the_interface_alone(cls):
     assert theta.shape == trainer.exported.like["w"].shape
     assert (theta == -2).all() if cls is DataParallel else (theta < 1).all()
     assert all(isinstance(x, float) for x in trainer.extra_metrics(state).values())
-    described = trainer.description
-    assert described.title and described.fragments
+    assert trainer.description.title and trainer.description.fragments
     assert trainer.closing_line(state).startswith("done: step 3")
 
     items = trainer.saved_items(state)
     assert saved_state.nbytes(trainer) == sum(x.nbytes for x in jax.tree.leaves(items))
-    saved = SavedLayout(**trainer.note(state), same_rules=True)
-    reading = trainer.reading(saved)
+    reading = trainer.reading(SavedLayout(**trainer.note(state), same_rules=True))
     assert OUTER_PARAMS in items and set(reading.replica_items) <= set(items)
     assert reading.lines(3) == []
     assert items.keys() >= reading.items.keys()

@@ -71,9 +71,8 @@ def switched_library(before, after, at, steps):
             algorithm.bind(params, jax.tree.map(np.zeros_like, params))
             layout = SavedLayout(**note, same_rules=True)
             wanted = saved_state.abstract_items(algorithm, layout)
-            state = algorithm.reading(layout).state_of(
-                {name: items[name] for name in wanted}, t=t
-            )
+            read = {name: items[name] for name in wanted}
+            state = algorithm.reading(layout).state_of(read, t=t)
 
 
 def switched_oracle(before, after, at, steps):
