@@ -38,14 +38,14 @@ def main(argv: Sequence[str]) -> int:
             say(f"  {line}")
         return 0
     run, (options, keys) = argv[0], read_options(argv[1:], OPTIONS, "evaluate", keys=True)
-    from maxdiloco.checkpoint import find
+    from maxdiloco.checkpoint import read
     from maxdiloco.flags import checks, config
 
     checks.refuse_store("RUN", run)
     place = [key for key in keys if key.startswith("base_output_directory=")]
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
-    folder = find.locate(run, base_output_directory=base, step=options.step, key="RUN")
+    folder = read.locate(run, base_output_directory=base, step=options.step, key="RUN")
     _run(folder, options, keys)
     return 0
 
@@ -53,12 +53,12 @@ def main(argv: Sequence[str]) -> int:
 def _run(folder, options, keys: list[str]) -> None:
     import jax
 
-    from maxdiloco.checkpoint import find
+    from maxdiloco.checkpoint import read
     from maxdiloco.evaluation import stored
     from maxdiloco.trainer import compiled_file, job
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
-    cfg = stored.configure(find.newest_meta(folder, key="RUN"), keys, os.environ)
+    cfg = stored.configure(read.newest_meta(folder, key="RUN"), keys, os.environ)
     with job.joined(cfg), job.compile_cache(cfg) as notes:
         primary = jax.process_index() == 0
 

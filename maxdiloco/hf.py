@@ -78,14 +78,14 @@ def main(argv: Sequence[str]) -> int:
         folder = pathlib.Path(rest[0]).expanduser()
         imported.import_model(folder, target, options.vocab_multiple, keys, say)
         return 0
-    from maxdiloco.checkpoint import find
+    from maxdiloco.checkpoint import read
     from maxdiloco.huggingface import exported, safetensors_files
 
     size = safetensors_files.nbytes_of(options.max_shard_size)
     exported.check_dtype(options.dtype)
     given = {name: vars(options)[name] for name in ("parameters", "dtype", "like")}
     where = {name: vars(options)[name] for name in ("base_output_directory", "step")}
-    run = find.locate(rest[0], **where, key="RUN")
+    run = read.locate(rest[0], **where, key="RUN")
     exported.export_model(run, target, **given, max_shard_bytes=size, say=say)
     return 0
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from etils import epath
 from jax.sharding import Mesh
 
-from maxdiloco.checkpoint import read
+from maxdiloco.checkpoint import theta
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.evaluation.held_out import Totals
 from maxdiloco.flags import base_yml, config
@@ -55,8 +55,8 @@ def load(
 ) -> Stored:
     """Read the newest undamaged checkpoint of a run, or one checkpoint; all processes call it.
 
-    folder: of checkpoint.find. key: what gave it, for messages. configure: meta -> the config to
-    build the model with. parameters: of checkpoint.theta. Raises ConfigError, CheckpointError.
+    folder: of read.locate. key: what gave it, for messages. configure: meta -> the config to
+    build the model with. parameters: of theta.source. Raises ConfigError, CheckpointError.
     """
     built: list[Any] = []
 
@@ -67,7 +67,7 @@ def load(
         built[:] = cfg, mesh, model
         return on_mesh.parameters(model, mesh)
 
-    params, found = read.restore_parameters(folder, abstract_of, key=key, parameters=parameters)
+    params, found = theta.restore_parameters(folder, abstract_of, key=key, parameters=parameters)
     return Stored(found.step, found.path, found.meta, *built, params)
 
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import by_part, read, theta
+from maxdiloco.checkpoint import arrays, read, theta
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import run_tokenizer, stored
@@ -38,7 +38,7 @@ def export_model(
     like: str,
     say: Say,
 ) -> None:
-    """Export a run's newest undamaged checkpoint, or one checkpoint. folder: of find.locate.
+    """Export a run's newest undamaged checkpoint, or one checkpoint. folder: of read.locate.
 
     parameters: outer, mean or replica_0 ...; dtype: one that check_dtype admits. like: folder of a
     Hugging Face model or of an import, or empty. Raises ConfigError, CheckpointError, DataError.
@@ -60,7 +60,7 @@ def export_model(
         say(f"the last {padding} of {cfg.padded_vocab_size} rows for tokens are padding, left out")
     leaves = list(dict.fromkeys(part.leaf.path for part in parts))
     item, replicas = theta.source(found.meta, parameters)
-    readers = [by_part.Reader(found.path, item, leaves, replica) for replica in replicas or [None]]
+    readers = [arrays.Reader(found.path, item, leaves, replica) for replica in replicas or [None]]
     dtypes = {path: _DTYPES.get(dtype, readers[0].dtype(path)) for path in leaves}
     dtypes |= {part.leaf.path: _DTYPES["float32"] for part in parts if part.tensor.float32}
     with folders.appearing(target) as appearing:
@@ -155,7 +155,7 @@ def _write_tensors(
     files: safetensors_files.Files,
     parts: Sequence[Part],
     scales: Mapping[str, float],
-    readers: Sequence[by_part.Reader],
+    readers: Sequence[arrays.Reader],
     say: Say,
 ) -> None:
     """Read each leaf once, box by box; no array of a box is left when the next is read."""

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import by_part, orbax_io, write
-from maxdiloco.checkpoint.by_part import PartedLeaf
+from maxdiloco.checkpoint import orbax_io, write
+from maxdiloco.checkpoint.arrays import PartedLeaf, Writer
 from maxdiloco.data import tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
@@ -231,9 +231,10 @@ def _write_checkpoint(
     target = folder / "checkpoints" / "0"
     target.parent.mkdir()
     unfinished = write.folder_of(target, attempt=0)
-    write.prepare(unfinished, target, (), nbytes=by_part.nbytes(leaves))
-    writer = by_part.Writer(unfinished / OUTER_PARAMS, leaves)
-    done = folders.Progress("imported", by_part.nbytes(leaves), say)
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    write.prepare(unfinished, target, (), nbytes=nbytes)
+    writer = Writer(unfinished / OUTER_PARAMS, leaves)
+    done = folders.Progress("imported", nbytes, say)
     for part in parts:
         done.more(_write_part(writer, part, found[part.name]))
     writer.commit()
@@ -256,7 +257,7 @@ def _write_checkpoint(
     write.commit(save, None)
 
 
-def _write_part(writer: by_part.Writer, part: Part, stored: Stored) -> int:
+def _write_part(writer: Writer, part: Part, stored: Stored) -> int:
     """Returns the bytes written. Rows that the files lack are zeros."""
     values = safetensors_files.read(stored)
     if missing := part.shape[0] - values.shape[0]:

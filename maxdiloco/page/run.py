@@ -11,7 +11,7 @@ import numpy as np
 from etils import epath
 
 from maxdiloco import json_text
-from maxdiloco.checkpoint import find, read, seal
+from maxdiloco.checkpoint import read, seal
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml
 from maxdiloco.metrics import history
@@ -73,7 +73,7 @@ def load(
     """
     folders: list[epath.Path] = []
     for name in given:
-        folder = find.locate(name, base_output_directory=base_output_directory, key="RUN")
+        folder = read.locate(name, base_output_directory=base_output_directory, key="RUN")
         if (folder / seal.FILE).exists() and folder.parent.name == "checkpoints":
             folder = folder.parent.parent
         if folder in folders:

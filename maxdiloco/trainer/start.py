@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco.checkpoint import find, read, saved_state
+from maxdiloco.checkpoint import read, saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data import agreed, mixture
@@ -132,7 +132,7 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
             with read.reading(folder.path, "base_output_directory"):
                 resumes = cfg.enable_checkpointing and read.steps(folder.checkpoints)
             if not resumes:
-                find.newest_meta(absolute(path, key=key), key=key)
+                read.newest_meta(absolute(path, key=key), key=key)
 
 
 def agreed_data(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
@@ -151,7 +151,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     """
     trainer = parts.trainer
     if start.saved is None:
-        params, restored = read.restore_parameters(
+        params, restored = theta.restore_parameters(
             cfg.load_parameters_path,
             lambda meta: parts.params,
             key="load_parameters_path",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_tools import folder_of
 
-from maxdiloco.checkpoint import find, orbax_io, own_folder, seal, write
+from maxdiloco.checkpoint import orbax_io, own_folder, read, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.errors import CheckpointError
@@ -119,13 +119,13 @@ def test_a_checkpoint_of_a_later_format_is_one_line_and_no_damage(tmp_path, two_
         r"to 1\. Use that version or a later one\."
     )
     with Checkpointer(folder, max_to_keep=1) as checkpointer:
-        for read in (
+        for read_it in (
             lambda: restore_from(folder.parent, wanted, key="k"),
-            lambda: find.newest_meta(folder.parent, key="k"),
+            lambda: read.newest_meta(folder.parent, key="k"),
             lambda: checkpointer.restore(wanted),
         ):
             with pytest.raises(CheckpointError, match=message):
-                read()
+                read_it()
     assert sorted(os.listdir(folder)) == ["10", "20"]
 
 
