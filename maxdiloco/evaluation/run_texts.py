@@ -22,7 +22,7 @@ from maxdiloco.data.text import Request
 from maxdiloco.data.tokenizer import Keys
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError
-from maxdiloco.flags import eval_paths
+from maxdiloco.flags import checks
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import line_files
 from maxdiloco.storage.run_folder import RunFolder
@@ -52,13 +52,13 @@ def open_dataset(
         return Dataset(windows, None, "dataset_type=synthetic")
     options = dict(split=split, index=index, prepared=prepared, held_out=Fraction(0))
     if path:
-        request = _request(cfg, tokenizer, _source(cfg, path), eval_paths.KEY, **options)
+        request = _request(cfg, tokenizer, _source(cfg, path), "eval_dataset_path", **options)
         return pipeline.open_dataset(request)
     if split == "eval" and not cfg.eval_fraction:
         raise DataError(
             "eval_fraction=0 holds nothing out. Set eval_fraction or eval_dataset_path."
         )
-    if eval_paths.holds_out(cfg):  # as it is written: 1/20 for 0.05
+    if cfg.holds_out():  # as it is written: 1/20 for 0.05
         options["held_out"] = Fraction(str(cfg.eval_fraction))
     # Sources of one size differ in order: each has a seed of its own.
     requests = {
@@ -83,13 +83,13 @@ def open_evaluated(
 ) -> dict[str, Dataset]:
     """{name: data set} of eval_dataset_path, that of eval/loss first; otherwise as open_dataset."""
     texts, options = {}, dict(split="eval", index=index, prepared=prepared)
-    for name, path in eval_paths.named(cfg).items():
+    for name, path in cfg.eval_paths().items():
         try:
             texts[name] = open_dataset(cfg, tokenizer, path=path, **options)
         except DataError as error:
             if not name:
                 raise
-            raise DataError(f"{eval_paths.key_of(name)}: {error}") from error
+            raise DataError(f"{checks.key_of_eval(name)}: {error}") from error
     return texts
 
 
@@ -155,12 +155,12 @@ def prepare(
     """Tokenise the sources of splits that have no known token counts (at_start.prepare_sources)."""
     keys = {}
     evaluates = "eval" in splits and cfg.eval_interval != -1
-    if "train" in splits or (evaluates and eval_paths.holds_out(cfg)):
+    if "train" in splits or (evaluates and cfg.holds_out()):
         keys = {source: key_of(name) for name, source in trained(cfg).items()}
     if evaluates:
-        for name, path in eval_paths.named(cfg).items():
+        for name, path in cfg.eval_paths().items():
             if path:
-                keys[_source(cfg, path)] = eval_paths.key_of(name)
+                keys[_source(cfg, path)] = checks.key_of_eval(name)
     return at_start.prepare_sources(
         keys,
         tokenizer,
@@ -213,10 +213,10 @@ def lines(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
             f"an evaluation reads {'all' if cfg.eval_steps == -1 else f'{cfg.eval_steps} batches'}"
         )
-    for name, path in eval_paths.named(cfg).items():
+    for name, path in cfg.eval_paths().items():
         if held_out and not path:
             out += _large_shares(cfg, text, held_out[name])
-    if eval_paths.holds_out(cfg) and not held_out and cfg.eval_fraction:
+    if cfg.holds_out() and not held_out and cfg.eval_fraction:
         out.append(
             f"held out: eval_fraction={cfg.eval_fraction}, and never evaluated (eval_interval=-1); "
             "eval_fraction=0 trains on all of the text"

@@ -10,7 +10,7 @@ from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import eval_paths, together
+from maxdiloco.flags import together
 from maxdiloco.flags.base_yml import Key, Table, allows, choices, declared, show
 
 LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
@@ -110,11 +110,6 @@ def refuse_store(key: str, value: str) -> None:
     )
 
 
-def has_replicas(cfg: Any) -> bool:
-    """Whether a run of this config keeps, and saves, parameters of each replica."""
-    return cfg.enable_diloco
-
-
 def check_replicas(num_replicas: int, slots: int, slots_name: str) -> None:
     """Raise ConfigError unless num_diloco_replicas is a multiple of the mesh's slots."""
     with _as_config_errors():
@@ -183,14 +178,14 @@ def _replicas(cfg: Any) -> None:
 def _texts(cfg: Any) -> None:
     """What is text is at paths, and what is evaluated has names."""
     paths = {"dataset_path": cfg.dataset_path}
-    for name, path in eval_paths.named(cfg).items():
+    for name, path in cfg.eval_paths().items():
         if not re.fullmatch(r"[A-Za-z0-9_-]*", name) or not isinstance(path, str):
             raise ConfigError(
-                f"{eval_paths.KEY}={show(cfg.eval_dataset_path)}: {name}: {show(path)} is not "
+                f"eval_dataset_path={show(cfg.eval_dataset_path)}: {name}: {show(path)} is not "
                 f"name: path. Write {{wiki: /data/wiki}}, with letters, digits, '_' and '-' in a "
                 f"name."
             )
-        paths[eval_paths.key_of(name)] = path
+        paths[key_of_eval(name)] = path
     for key, path in paths.items():
         if cfg.dataset_type != "synthetic" and re.match(_ADDRESS, path):
             raise ConfigError(
@@ -198,6 +193,11 @@ def _texts(cfg: Any) -> None:
                 f"them. Mount the bucket and give its folder (on GKE with Cloud Storage FUSE: xpk "
                 f"storage attach --type=gcsfuse), or copy the text to every host."
             )
+
+
+def key_of_eval(name: str) -> str:
+    """The key of an evaluated text for messages, such as eval_dataset_path.wiki."""
+    return f"eval_dataset_path.{name}" if name else "eval_dataset_path"
 
 
 def _mixture(cfg: Any) -> None:

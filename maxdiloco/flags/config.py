@@ -38,6 +38,18 @@ class Config(types.SimpleNamespace):
         """Every key and value, fit for JSON: lists and dicts. `from_dict` takes it back."""
         return {name: base_yml.as_lists(value) for name, value in vars(self).items()}
 
+    def eval_paths(self) -> dict[str, str]:
+        """{name: path} of eval_dataset_path, the text of eval/loss first: that without a name, or
+        else the first one. An empty path is the part of the training text that is held out."""
+        given = self.eval_dataset_path
+        if not isinstance(given, base_yml.Table):
+            return {"": given}
+        return dict(sorted(given, key=lambda entry: entry[0] != "")) or {"": ""}
+
+    def holds_out(self) -> bool:
+        """Whether a part of the training text is held out of it (eval_fraction)."""
+        return "" in self.eval_paths().values()
+
 
 def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print) -> Config:
     """The config of a run.
@@ -304,7 +316,7 @@ def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None
         written = f"{name}={shown(given[name].raw)} ({given[name].where}) is no key"
         near = _nearest_key(name, keys)
         if name in gone:
-            remedy = gone[name].instead.replace("VALUE", shown(given[name].raw))
+            remedy = gone[name][1].replace("VALUE", shown(given[name].raw))
             lines.append(f"{written} any more. {remedy}")
         else:
             lines.append(f"{written}.{f' Did you mean {near}?' if near else ''}")

@@ -3,6 +3,7 @@
     # R replicas
 """
 
+import functools
 import textwrap
 import threading
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
 from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags import base_yml, checks, config, eval_paths, resume
+from maxdiloco.flags import base_yml, config, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting
 from maxdiloco.metrics.history import MOST_STEPS, History
@@ -94,7 +95,6 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
     resume.refuse_changes(
         stored | {rows: saved.meta["position"]["B"]},
         cfg.as_dict() | {rows: B},
-        keys=base_yml.declared(),
         checkpoint=str(saved.path),
     )
     before, now = saved.meta["contents"], data["contents"]
@@ -103,7 +103,7 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
     given = f"dataset_path={cfg.dataset_path or 'empty'}"
     if sources := mixture.changed_sources(before, now):
         given = f"dataset_mixture, sources {', '.join(sources)}"
-    if eval_paths.holds_out(config.from_dict(stored)) != eval_paths.holds_out(cfg):
+    if config.from_dict(stored).holds_out() != cfg.holds_out():
         shown = base_yml.show(cfg.eval_dataset_path) or "empty"
         given = f"eval_dataset_path={shown} decides what is held out"
     raise CheckpointError(
@@ -155,7 +155,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
             cfg.load_parameters_path,
             lambda meta: parts.params,
             key="load_parameters_path",
-            remedy=resume.model_remedy(cfg.as_dict(), keys=base_yml.declared()),
+            remedy=functools.partial(resume.model_remedy, cfg.as_dict()),
         )
         is_another = restored.meta["tokenizer"] != run_tokenizer.open_tokenizer(cfg).fingerprint
         if is_another and jax.process_index() == 0:
@@ -163,7 +163,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
-        room = make_room(cfg, outer_state=checks.has_replicas(cfg))
+        room = make_room(cfg, outer_state=cfg.enable_diloco)
         with fitting(parts.init_with.name, room):
             return jax.block_until_ready(parts.init_with(params))
     layout = _layout(cfg, start.saved)
@@ -207,7 +207,7 @@ def changes(
         stored, before = saved.meta["config"], saved.meta["schedule_steps"]
         old = config.from_dict(stored)
         lines += [
-            *resume.change_lines(stored, cfg.as_dict(), keys=base_yml.declared()),
+            *resume.change_lines(stored, cfg.as_dict()),
             *parts.trainer.restore_lines(_layout(cfg, saved), saved.step),
             *rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps),
         ]
