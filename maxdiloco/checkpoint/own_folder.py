@@ -5,6 +5,8 @@ that only reads changes nothing.
 """
 
 import fcntl
+import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -92,33 +94,34 @@ class OwnFolder:
             mark.unlink()
         self.steps.discard(step)
 
-    def lacks(self, nbytes: int) -> bool:
-        """Whether nbytes do not fit on the disk."""
-        free = free_bytes(self._path)
-        return free is not None and free < nbytes
+    def keep(self, count: int) -> None:
+        """Remove all but the newest `count` checkpoints of the run. Raises OSError."""
+        for step in self._there()[:-count]:
+            self.remove(step)
+
+    def free(self) -> float:
+        """Free bytes of the disk; without a limit on gs://."""
+        nbytes = free_bytes(self._path)
+        return math.inf if nbytes is None else nbytes
 
     def in_the_way(self, nbytes: int, *, kept: int | None) -> list[int]:
         """The run's oldest checkpoints without which one of nbytes fits; none where it never would.
 
         kept: the newest step known to be whole, which stays, as later ones; None: the newest stays.
         """
-        if not self.lacks(nbytes):
-            return []
-        free, removed = free_bytes(self._path), []
-        own = [step for step in read.steps(self._path) if step in self.steps]
+        free, removed = self.free(), []
+        own = self._there() if free < nbytes else []
         for step in own[:-1] if kept is None else [step for step in own if step < kept]:
-            removed.append(step)
-            free += seal.nbytes(self._path / str(step))
-            if free >= nbytes:
-                return removed
-        return []
+            if free < nbytes:
+                removed.append(step)
+                free += seal.nbytes(self._path / str(step))
+        return removed if free >= nbytes else []
 
     def shortage(self, nbytes: int, *, count: int | None) -> list[str]:
         """The line where the disk, without this run's checkpoints, has no room for `count` more."""
-        if count is None or not self.lacks(count * nbytes):
+        if count is None or (free := self.free()) >= count * nbytes:
             return []
-        own = [step for step in read.steps(self._path) if step in self.steps]
-        free = free_bytes(self._path) + sum(seal.nbytes(self._path / str(step)) for step in own)
+        free += sum(seal.nbytes(self._path / str(step)) for step in self._there())
         if free >= count * nbytes:
             return []
         return [
@@ -126,6 +129,10 @@ class OwnFolder:
             f"{megabytes(count * nbytes)}, and {self._path} has {megabytes(free)} for them: older "
             f"ones are removed where a new one does not fit."
         ]
+
+    def _there(self) -> list[int]:
+        """The run's steps that have a complete checkpoint, oldest first."""
+        return [step for step in read.steps(self._path) if step in self.steps]
 
     def _take_lock(self) -> None:
         descriptor = os.open(self._path, os.O_RDONLY)
@@ -170,11 +177,8 @@ class OwnFolder:
 
     def _rename(self, path: epath.Path, suffix: str) -> epath.Path:
         """Give a checkpoint a name that nothing has: with the suffix, or also with a number."""
-        target, count = path.parent / f"{path.name}{suffix}", 1
-        while target.exists():
-            count += 1
-            target = path.parent / f"{path.name}{suffix}-{count}"
-        target = path.rename(target)
+        names = (f"{path.name}{suffix}{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
+        target = path.rename(next(t for name in names if not (t := path.parent / name).exists()))
         if is_local(path):
             durable.sync_folder(path.parent)  # before anything of it is deleted
         return target

@@ -5,12 +5,11 @@ and seal; fsync of each file and folder; the rename that makes it visible; fsync
 in. On gs:// a commit file takes the place of the rename.
 """
 
-import dataclasses
 import errno
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from etils import epath
@@ -29,24 +28,24 @@ UNFINISHED, DELETED = ".maxdiloco-saving", ".maxdiloco-deleted"
 WRITTEN = "written"  # the outcome of a part that is
 
 
-@dataclasses.dataclass(frozen=True)
-class Save:
-    """The content and the folders of one save."""
+class Save(NamedTuple):
+    """The content of one save and where it becomes visible."""
 
-    folder: epath.Path  # where the files are written
-    target: epath.Path  # where they become visible; the same on gs://, which renames no folders
+    target: epath.Path
     items: tuple[str, ...]  # names of those with arrays
     files: Mapping[str, bytes]  # content of others, by <folder>/<name>
     note: Mapping[str, Any]  # the content of META
-    deadline: float  # for the parts of all processes, of time.monotonic()
+    attempt: int = 0  # failed tries before this one, in whose own folders a thread may still write
     key: str = ""  # by which the first process learns of the outcome of each other's part
+    deadline: float = 0.0  # for the parts of all processes, of time.monotonic()
 
-
-def folder_of(target: epath.Path, *, attempt: int) -> epath.Path:
-    """The folder of a try after `attempt` failed ones, in whose own a thread may still write."""
-    if not is_local(target):
-        return target
-    return target.parent / f"{target.name}{UNFINISHED}{f'-{attempt}' if attempt else ''}"
+    @property
+    def folder(self) -> epath.Path:
+        """Where the files are written; on gs://, which renames no folders, the target itself."""
+        if not is_local(self.target):
+            return self.target
+        number = f"-{self.attempt}" if self.attempt else ""
+        return self.target.parent / f"{self.target.name}{UNFINISHED}{number}"
 
 
 def mark_of(target: epath.Path) -> epath.Path:
@@ -54,19 +53,13 @@ def mark_of(target: epath.Path) -> epath.Path:
     return target.parent / f"{target.name}{UNFINISHED}"
 
 
-def prepare(
-    folder: epath.Path,
-    target: epath.Path,
-    items: Sequence[str],
-    *,
-    nbytes: int,
-    is_alone: bool = False,
-) -> bool:
+def prepare(save: Save, *, nbytes: int, is_alone: bool = False) -> bool:
     """Make the folders of a save; False when the checkpoint exists. For the first process.
 
     nbytes: of the arrays, uncompressed. is_alone: whether an unfinished save in the folder is that
     of no living process, and makes room. Raises OSError, also for what others have there.
     """
+    folder, target = save.folder, save.target
     if orbax_io.is_complete(target):
         if is_local(target):
             durable.sync_folder(target.parent)  # in which the save that made it may have failed
@@ -82,7 +75,7 @@ def prepare(
         why = f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
         raise OSError(errno.ENOSPC, why)
     if is_local(folder):
-        for name in (*items, META):
+        for name in (*save.items, META):
             (folder / name).mkdir(parents=True)
     else:
         mark_of(target).write_text("")
@@ -110,22 +103,22 @@ def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
 
 def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
     """First process: make a checkpoint durable, then visible. Raises OSError, ValueError."""
-    local = is_local(save.folder)
+    folder, local = save.folder, is_local(save.target)
     for name in save.items:
-        writer.finalize(save.folder / name)  # merges the parts of the processes
+        writer.finalize(folder / name)  # merges the parts of the processes
         if not local:  # Orbax's readers ask for it there
-            (save.folder / name / COMMIT).write_text("complete\n")
-    (save.folder / META / META_FILE).write_text(json.dumps(save.note))
+            (folder / name / COMMIT).write_text("complete\n")
+    (folder / META / META_FILE).write_text(json.dumps(save.note))
     for name, content in save.files.items():
         if local:
-            (save.folder / name).parent.mkdir(exist_ok=True)
-        (save.folder / name).write_bytes(content)
-    seal.write(save.folder)
+            (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    seal.write(folder)
     # On a mounted file system for a copy on gs://, where a folder without it is no checkpoint.
-    (save.folder / COMMIT).write_text("complete\n")
+    (folder / COMMIT).write_text("complete\n")
     if local:
-        durable.sync_tree(save.folder)
-        save.folder.rename(save.target)
+        durable.sync_tree(folder)
+        folder.rename(save.target)
         durable.sync_folder(save.target.parent)
     else:
         mark_of(save.target).unlink(missing_ok=True)

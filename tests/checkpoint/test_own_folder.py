@@ -210,11 +210,12 @@ def test_objects_of_others_under_the_name_of_a_step_stay(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "is_local", lambda path: False)
     target = epath.Path(tmp_path / "7")
     put(target, "folder")
+    unfinished = write.Save(target, (), {}, {})
     for is_alone in (True, False):
         with pytest.raises(OSError, match="7 is there and is no checkpoint"):
-            write.prepare(target, target, (), nbytes=0, is_alone=is_alone)
+            write.prepare(unfinished, nbytes=0, is_alone=is_alone)
     write.mark_of(target).write_text("")
-    assert write.prepare(target, target, (), nbytes=0, is_alone=True)
+    assert write.prepare(unfinished, nbytes=0, is_alone=True)
     assert not target.exists() and write.mark_of(target).exists()
 
 
