@@ -12,7 +12,6 @@ from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.evaluation.held_out import Totals
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
@@ -103,11 +102,11 @@ def evaluate(
         folder,
         key="RUN",
         configure=lambda meta: configure(meta, argv, environ),
-        mesh_of=lambda cfg: mesh_lib.build(hardware_of(cfg)),
+        mesh_of=mesh_lib.build,
         parameters=parameters,
     )
     say(f"step {found.step} of {found.path.parent.parent}, parameters: {parameters}")
-    say(mesh_lib.describe(found.mesh, hardware_of(found.cfg)))
+    say(mesh_lib.describe(found.mesh, found.cfg))
     position, of_run = found.meta["position"], found.meta["config"]
     rows_of_run = position["M"] * position["B"] // of_run["gradient_accumulation_steps"]
     # As many replicas share a device here as in the run.

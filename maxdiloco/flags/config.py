@@ -38,6 +38,10 @@ class Config(types.SimpleNamespace):
         """Every key and value, fit for JSON: lists and dicts. `from_dict` takes it back."""
         return {name: base_yml.as_lists(value) for name, value in vars(self).items()}
 
+    def sizes(self, tier: str) -> dict[str, int]:
+        """Sizes of the mesh's axes over slices, tier=dcn, or inside one, ici; one may be -1."""
+        return {axis: vars(self)[f"{tier}_{axis}_parallelism"] for axis in checks.AXES}
+
     def eval_paths(self) -> dict[str, str]:
         """{name: path} of eval_dataset_path, the text of eval/loss first: that without a name, or
         else the first one. An empty path is the part of the training text that is held out."""

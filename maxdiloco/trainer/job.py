@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 
 from maxdiloco.flags import resume
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import agree, coordination, distributed, output
 from maxdiloco.processes.peers import Room
@@ -46,9 +45,8 @@ def joined(cfg: Config) -> Iterator[Room | None]:
     Raises ConfigError for keys or versions that differ between the processes and for devices that
     are not there, LostPeerError.
     """
-    asked = hardware_of(cfg)
-    mesh_lib.choose_platform(asked)
-    mesh_lib.set_up_cpu(asked)
+    mesh_lib.choose_platform(cfg)
+    mesh_lib.set_up_cpu(cfg)
     with distributed.processes(
         os.environ,
         timeout_s=cfg.jax_distributed_initialization_timeout,
@@ -64,8 +62,8 @@ def joined(cfg: Config) -> Iterator[Room | None]:
                 difference=resume.difference,
                 timeout_s=cfg.peer_timeout_seconds,
             )
-        mesh_lib.emulate_devices(asked, num_processes=room.job.num_processes if room else 1)
-        mesh_lib.visible_devices(asked)  # those that are not there are refused before JAX is used
+        mesh_lib.emulate_devices(cfg, num_processes=room.job.num_processes if room else 1)
+        mesh_lib.visible_devices(cfg)  # those that are not there are refused before JAX is used
         yield room
 
 
@@ -96,7 +94,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     before = jax.config.values["jax_compilation_cache_dir"]
     folder = cfg.jax_cache_dir or before
     source = "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh = mesh_lib.build(cfg)
     on_gpus = mesh_lib.on_gpus(mesh)
     # The variable of the environment may be one host's alone.
     if not (agree.in_any_process(bool(folder)) if on_gpus else folder):

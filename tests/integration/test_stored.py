@@ -14,7 +14,6 @@ from maxdiloco.checkpoint import arrays as checkpoint_arrays
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import stored
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.console import sample_lines
 from maxdiloco.models.spec import from_config
 from maxdiloco.parallel import mesh as mesh_lib
@@ -105,7 +104,7 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
 
     monkeypatch.setattr(checkpoint_arrays, "read_item", recorded)
     how = dict(configure=stored.config_of, parameters=parameters)
-    how["mesh_of"] = lambda cfg: mesh_lib.build(hardware_of(cfg))
+    how["mesh_of"] = mesh_lib.build
     found = stored.load(finished, key="RUN", **how)
     assert names == ["outer_params" if parameters == "outer" else "params"]
     saved = tools.arrays(finished, 62)
