@@ -1,7 +1,7 @@
-"""Saved arrays: read leaf by leaf, each straight to its devices, and part by part on the host.
+"""Saved arrays: read leaf by leaf, each straight to its devices; written and read part by part.
 
-Orbax wrote them, or a Writer the same files; TensorStore reads. A run restores leaf by leaf; an
-import writes and an export reads part by part, so that memory holds one part.
+Orbax writes those of a run. An import writes and an export reads part by part, in the same files,
+so that memory holds one part.
 """
 
 import functools
@@ -77,8 +77,7 @@ def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
     (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
     Raises CheckpointError when a leaf cannot be read.
     """
-    names, leaves, treedef = named_leaves(abstract)
-    wanted = {".".join(path): leaf for path, leaf in zip(names, leaves, strict=True)}
+    wanted = {".".join(path): leaf for path, leaf in named_leaves(abstract)}
     opening = opened(
         step_folder / name,
         dict.fromkeys(path for path, leaf in wanted.items() if math.prod(leaf.shape)),
@@ -91,7 +90,7 @@ def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
             found.append(started.popleft()[1]())
     while started:  # not a loop over them: what is done leaves the host
         found.append(started.popleft()[1]())
-    return treedef.unflatten(found)
+    return jax.tree.structure(abstract).unflatten(found)
 
 
 def opened(

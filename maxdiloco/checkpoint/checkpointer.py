@@ -23,7 +23,6 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, read, write
-from maxdiloco.checkpoint.own_folder import OwnFolder
 from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
@@ -86,7 +85,7 @@ class Checkpointer:
         self._damaged: list[epath.Path] = []  # found by restore; the next save sets them aside
         self._failed_folders: set[epath.Path] = set()  # in which there may still be files
         run = secrets.token_hex(8)
-        self._own = OwnFolder(self._folder, run=run, locked=locked, say=self.say)
+        self._own = write.OwnFolder(self._folder, run=run, locked=locked, say=self.say)
         if self._primary and is_local(self._folder):
             try:
                 if jax.process_count() > 1:  # they look whether all see what one writes there

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_tools import folder_of
 
-from maxdiloco.checkpoint import orbax_io, own_folder, read, seal, write
+from maxdiloco.checkpoint import orbax_io, read, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.errors import CheckpointError
@@ -165,13 +165,13 @@ def test_where_folders_cannot_be_renamed_the_commit_file_goes_first(
 ):
     """gs://: a folder has its final name from the start, a mark beside it says that it goes."""
     folder = damaged_run(tmp_path, two_saved)
-    monkeypatch.setattr(own_folder, "is_local", lambda path: False)
+    monkeypatch.setattr(write, "is_local", lambda path: False)
     gone = []
     rmtree = type(folder).rmtree
     monkeypatch.setattr(
         type(folder), "rmtree", lambda path: gone.append(sorted(os.listdir(path))) or rmtree(path)
     )
-    own = own_folder.OwnFolder(folder, run="", locked=True, say=print)
+    own = write.OwnFolder(folder, run="", locked=True, say=print)
     own.adopt(folder / "20", older=True)
     own.remove(10)
     (names,) = gone

@@ -16,7 +16,7 @@ from etils import epath
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from maxdiloco.checkpoint import orbax_io, own_folder, seal, write
+from maxdiloco.checkpoint import orbax_io, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.write import DELETED, UNFINISHED
 from maxdiloco.errors import CheckpointError
@@ -175,7 +175,7 @@ def test_without_locks_what_is_unfinished_stays_and_is_said(tmp_path, monkeypatc
     def no_locks(descriptor, how):
         raise OSError(9, "Bad file descriptor")
 
-    monkeypatch.setattr(own_folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(write.fcntl, "flock", no_locks)
     put(tmp_path / f"5{UNFINISHED}", "folder")
     said = []
     with Checkpointer(tmp_path, max_to_keep=1, say=said.append) as checkpointer:
@@ -300,7 +300,7 @@ def test_a_line_tells_at_the_start_when_the_disk_is_too_small_for_all_that_are_k
     assert checkpointer.shortage(NBYTES) == []
     disk(2 * NBYTES)
     folder = checkpointer._folder / "not" / "made"
-    other = own_folder.OwnFolder(folder, run="", locked=True, say=print)
+    other = write.OwnFolder(folder, run="", locked=True, say=print)
     assert other.shortage(NBYTES, count=1) == []
     (line,) = checkpointer.shortage(NBYTES)
     assert "max_num_checkpoints_to_keep=3 checkpoints take up to 0.2 MB" in line

@@ -105,9 +105,14 @@ class Watched:
     def __init__(self, monkeypatch):
         self.before = jax.live_arrays()  # kept, or new arrays would take over their ids
         self.most = Counter()
-        for name in ("result", "_finished"):
-            inner = getattr(arrays_lib, name)
-            monkeypatch.setattr(arrays_lib, name, lambda *a, inner=inner: self.look(inner(*a)))
+        result, start = arrays_lib.result, arrays_lib._started
+        monkeypatch.setattr(arrays_lib, "result", lambda *a: self.look(result(*a)))
+
+        def started(*args):
+            nbytes, finish = start(*args)
+            return nbytes, lambda: self.look(finish())
+
+        monkeypatch.setattr(arrays_lib, "_started", started)
 
     def look(self, found=None):
         before = set(map(id, self.before))
