@@ -53,11 +53,6 @@ class Key:
         """The entries of a table, with the defaults of those that it leaves out."""
         return {name: entry.default for name, entry in self.entries.items()} | dict(table)
 
-    @property
-    def may_change(self) -> bool:
-        """Whether a resumed run may have another value. Not so unless base.yml says why."""
-        return self.resume.startswith(MAY_CHANGE)
-
 
 PACKAGE = pathlib.Path(__file__).parents[1]
 

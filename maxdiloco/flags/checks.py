@@ -226,18 +226,15 @@ def _weight(entry: Any) -> Fraction:
     if not isinstance(entry, Table) or not all(isinstance(text, str) for _, text in entry):
         raise ConfigError(f"dataset_mixture: {show(entry)} is not a source. {_FORM}")
     shown, entry = show(entry), dict(entry)
-    unknown = sorted(entry.keys() - {"path", "weight", "name", "dataset_type", "text_column"})
+    unknown = sorted(entry.keys() - {*_OF_SOURCE, "dataset_type", "text_column"})
     missing = [key for key in ("path", "name") if not entry.get(key)]
     if unknown or missing:
         why = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which is no key of it"
         raise ConfigError(f"dataset_mixture: source {shown} {why}. {_FORM}")
     kinds = [kind for kind in choices(declared()["dataset_type"].allowed) if kind != "synthetic"]
-    if (kind := entry.get("dataset_type", kinds[0])) not in kinds:
-        raise ConfigError(
-            f"dataset_mixture: dataset_type {kind} of source {entry['name']} is none of "
-            f"{', '.join(kinds)}. Use one of them, or leave it out for the run's dataset_type."
-        )
-    for key, (pattern, problem) in _OF_SOURCE.items():
+    other = f"is none of {', '.join(kinds)}. Use one of them, or leave it out for the run's"
+    limits = {"dataset_type": ("|".join(kinds), f"{other} dataset_type"), **_OF_SOURCE}
+    for key, (pattern, problem) in limits.items():
         if key in entry and not re.fullmatch(f"(?s:{pattern})", entry[key]):
             whose = "" if key == "name" else f" of source {entry['name']}"
             raise ConfigError(f"dataset_mixture: {key} {entry[key]}{whose} {problem}.")

@@ -77,9 +77,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     given |= renamed(_from_environment(environ, keys, known), known)
     given |= renamed(_from_command_line(argv, warn), known)
     given = maxtext.taken(given, keys, known, warn)
-    _refuse_unknown(given, keys)
-    values = {name: key.default for name, key in keys.items()}
-    values |= {name: convert(keys[name], text) for name, text in given.items()}
+    values = _values(given, keys, convert)
     values |= _from_model(values, given, keys, known, warn)
     weights = values["load_parameters_path"] or values["load_full_state_path"]
     if "vocab_size" not in given and values["tokenizer_type"] != "byte" and not weights:
@@ -96,12 +94,8 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
 
     Raises ConfigError for a key that base.yml does not have and for a value of another type.
     """
-    keys = base_yml.declared()
-    values = {name: key.default for name, key in keys.items()}
     given = {name: Given(value, "stored config") for name, value in current(stored).items()}
-    _refuse_unknown(given, keys)
-    values |= {name: same_type(keys[name], value) for name, value in given.items()}
-    return Config(**values)
+    return Config(**_values(given, base_yml.declared(), same_type))
 
 
 def with_vocab_size(cfg: Config, vocab_size: int, padded_vocab_size: int) -> Config:
@@ -310,6 +304,15 @@ def _nearest_key(name: str, keys: Iterable[str]) -> str:
     holders = [key for key in keys if "_" in name and f"_{name}_" in f"_{key}_"]
     alike = difflib.get_close_matches(name, list(keys), n=1, cutoff=_ALIKE)
     return min(holders, key=len) if holders else next(iter(alike), "")
+
+
+def _values(
+    given: Mapping[str, Given], keys: Mapping[str, Key], read: Callable[[Key, Given], Value]
+) -> dict[str, Value]:
+    """What is given, and the defaults of the other keys. Raises ConfigError."""
+    _refuse_unknown(given, keys)
+    defaults = {name: key.default for name, key in keys.items()}
+    return defaults | {name: read(keys[name], text) for name, text in given.items()}
 
 
 def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None:

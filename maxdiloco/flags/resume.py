@@ -96,10 +96,7 @@ def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoi
 
 
 def model_remedy(new: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
-    """For restore_from: names the keys that shape the parameters and differ in a checkpoint's meta.
-
-    new: the config of this run.
-    """
+    """Names the keys that shape the parameters and differ in a checkpoint's meta from this run."""
     changes = differences(meta["config"], new)
     shapes = [key for key, change in changes.items() if change.resume == base_yml.SHAPES]
     if not shapes:
@@ -108,10 +105,7 @@ def model_remedy(new: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
 
 
 def shared(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to be equal in all processes: the values without those of a host, and its paths.
-
-    values: of Config.as_dict.
-    """
+    """What has to be equal in all processes: the values without those of a host, and its paths."""
     all_of, keys = {}, base_yml.declared()
     for name, value in values.items():
         hosts = keys[name].hosts
