@@ -1,12 +1,12 @@
 """Names, keys and values that base.yml does not have: MaxText's (maxtext.yml) and former ones."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
-from maxdiloco.flags.base_yml import show
+from maxdiloco.flags.base_yml import Key, show
 from maxdiloco.flags.values import Given
 
 BASE = "base.yml"  # its file of defaults, which its command lines name first; ours too
@@ -36,8 +36,12 @@ class Foreign(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """maxtext.yml. values: {key: {value: [our value, what differs], or what to do instead}}."""
+    """The keys of base.yml, and maxtext.yml.
 
+    values: {key: {value: [our value, what differs], or what to do instead}}.
+    """
+
+    ours: dict[str, Key]
     other_names: dict[str, str]
     values: dict[str, dict[str, list[str] | str]]
     keys: list[Foreign]
@@ -45,14 +49,16 @@ class Tables(NamedTuple):
 
     def foreign(self, name: str) -> Foreign | None:
         """The entry of a key of MaxText that base.yml does not have, None where there is none."""
-        return next((entry for entry in self.keys if _matches(name, entry.names)), None)
+        entries = () if name in self.ours else self.keys
+        return next((entry for entry in entries if _matches(name, entry.names)), None)
 
 
 def tables() -> Tables:
-    """What maxtext.yml says."""
+    """What base.yml and maxtext.yml say."""
     read = base_yml.read_table("maxtext.yml")
     keys = [Foreign(**entry) for entry in read["keys"]]
-    return Tables(RENAMED | read["other_names"], read["values"], keys, removed())
+    other_names = RENAMED | read["other_names"]
+    return Tables(base_yml.declared(), other_names, read["values"], keys, removed())
 
 
 def removed() -> dict[str, tuple[Any, str]]:
@@ -108,21 +114,17 @@ def _column(given: Given) -> Given:
 
 
 def taken(
-    given: Mapping[str, Given],
-    keys: Collection[str],
-    known: Tables,
-    warn: Callable[[str], None],
+    given: Mapping[str, Given], known: Tables, warn: Callable[[str], None]
 ) -> dict[str, Given]:
     """What was given without MaxText's keys, and with its values as this package names them.
 
-    given: names as `renamed` leaves them. keys: of base.yml; one of them is never taken for
-    MaxText's. warn: called with a line on what was dropped, and on each value that was replaced.
-    Raises ConfigError, one line for all that cannot be dropped.
+    given: names as `renamed` leaves them. warn: called with a line on what was dropped, and on each
+    value that was replaced. Raises ConfigError, one line for all that cannot be dropped.
     """
     kept, dropped, refused = {}, {}, []
     for name, value in given.items():
         text = value.raw if isinstance(value.raw, str) else show(value.raw)
-        entry = None if name in keys else known.foreign(name)
+        entry = known.foreign(name)
         nearest = known.values.get(name, {}).get(_plain(text))
         if entry is not None and (text == "" or _matches(_plain(text), entry.harmless)):
             dropped.setdefault(entry.why or "off here too", []).append(name)

@@ -18,7 +18,6 @@ _NUMBER = r"[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?"
 _NULL = "null"
 # Defaults that mean "none" or "choose": null is another word for them.
 _UNSET = ("", (), Table(), -1)
-_NULL_IS_DEFAULT = ("num_diloco_fragments",)  # null is MaxText's default there
 _TEXT_OR_TABLE = ("eval_dataset_path",)  # their default is text
 _TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list", Table: "table"}
 
@@ -36,7 +35,7 @@ def convert(key: Key, given: Given) -> Value:
     Raises ConfigError for a value of another type.
     """
     raw = given.raw
-    if raw == _NULL and (key.default in _UNSET or key.name in _NULL_IS_DEFAULT):
+    if raw == _NULL and key.default in _UNSET:
         return key.default
     or_text = key.name in _TEXT_OR_TABLE
     if isinstance(key.default, tuple) or or_text:

@@ -130,7 +130,7 @@ def test_what_is_replaced_or_refused_is_none_of_ours_and_what_replaces_it_is():
         allowed = KEYS[key].allowed
         assert not allowed.startswith("one of ") or own in checks.choices(allowed)
     value = config.Given("x", "here")
-    assert maxtext.taken(dict.fromkeys(KEYS, value), KEYS, TABLES, print).keys() == set(KEYS)
+    assert maxtext.taken(dict.fromkeys(KEYS, value), TABLES, print).keys() == set(KEYS)
     others = TABLES.other_names
     assert set(others.values()) <= set(KEYS) and not set(others) & set(KEYS)
 
@@ -256,7 +256,7 @@ def test_what_the_page_calls_not_needed_is_dropped_whatever_its_value_and_not_he
                         for title in ("Not needed", "Not here"))  # fmt: skip
     notes = []
     given = {name: config.Given("strange", "here") for name in dropped}
-    assert maxtext.taken(given, KEYS, TABLES, notes.append) == {} and len(notes) == 1
+    assert maxtext.taken(given, TABLES, notes.append) == {} and len(notes) == 1
     for name in refused:
         assert not re.fullmatch("|".join(TABLES.foreign(name).harmless), "strange"), name
     for entry in TABLES.keys:
