@@ -200,7 +200,7 @@ def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
 
     keys = {"z_loss_multiplier": 0.0, "dtype": "float32", "remat_policy": "none"}
     return stored.load(
-        read.locate(str(folder / "ours"), base_output_directory="", key="DST"),
+        read.locate(str(folder / "ours"), base_output_directory=""),
         key="DST",
         configure=lambda meta: config.from_dict(meta["config"] | keys),
         mesh_of=lambda cfg: Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES),

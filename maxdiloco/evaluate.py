@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     place = [key for key in keys if key.startswith("base_output_directory=")]
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
-    folder = read.locate(run, base_output_directory=base, step=options.step, key="RUN")
+    folder = read.locate(run, base_output_directory=base, step=options.step)
     _run(folder, options, keys)
     return 0
 

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     exported.check_dtype(options.dtype)
     given = {name: vars(options)[name] for name in ("parameters", "dtype", "like")}
     where = {name: vars(options)[name] for name in ("base_output_directory", "step")}
-    run = read.locate(rest[0], **where, key="RUN")
+    run = read.locate(rest[0], **where)
     exported.export_model(run, target, **given, max_shard_bytes=size, say=say)
     return 0
 

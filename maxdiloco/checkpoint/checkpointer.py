@@ -247,18 +247,15 @@ class Checkpointer:
 
     def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
         # Runs in the thread.
-        whole = False
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._thread.submit, write.discard, save.folder)  # the disk may be full
+            if is_local(save.folder):  # elsewhere the next try writes to the same one
+                failed.callback(self._failed_folders.add, save.folder)
             write.wait_for_arrays(save, writes)
             write.wait_for_others(save)
             write.commit(save, self._writer)
             self._own.steps.add(int(save.target.name))
-            whole = True
-        finally:
-            if not whole:  # at once: the disk may be full
-                self._thread.submit(write.discard, save.folder)
-                if is_local(save.folder):  # elsewhere the next try writes to the same one
-                    self._failed_folders.add(save.folder)
+            failed.pop_all()
         while self._failed_folders:  # and again: what was written late
             self._thread.submit(write.discard, self._failed_folders.pop())
         if self._max_to_keep is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -37,37 +38,37 @@ class Restored(NamedTuple):
     path: epath.Path
 
 
-def locate(run: str, *, base_output_directory: str, step: int = NEWEST, key: str) -> epath.Path:
-    """The folder that restore_from takes.
+def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath.Path:
+    """The folder of a program's argument RUN, for restore_from.
 
     run: name of a run in base_output_directory, its folder, or the folder of one checkpoint; on a
-    mounted file system or on gs://. step: of the run, or NEWEST. key: what gave run, for messages.
-    Reads names only and needs no devices. Raises CheckpointError when there is no such checkpoint.
+    mounted file system or on gs://. step: of the run, or NEWEST. Reads names only.
+    Raises CheckpointError when there is no such checkpoint.
     """
     named = absolute(base_output_directory) / run
     is_name = "/" not in run and run not in ("", ".", "..")
-    folder = absolute(run, key=key)
-    with reading(folder, key):
+    folder = absolute(run, key="RUN")
+    with reading(folder, "RUN"):
         if is_name and _exists(named):
             folder = named
         elif not _exists(folder):
             names = f" and {named}" if is_name else ""
             raise CheckpointError(
-                f"{key}={run}: there is no {folder}{names}. Give the name of a run in "
+                f"RUN={run}: there is no {folder}{names}. Give the name of a run in "
                 f"base_output_directory={base_output_directory}, or the path of its folder."
             )
         if step == NEWEST:
             return folder
         if (folder / seal.FILE).exists():
             raise CheckpointError(
-                f"step={step}, but {key}={run} is one checkpoint already. Leave step out, or give "
+                f"step={step}, but RUN={run} is one checkpoint already. Leave step out, or give "
                 "the folder of the run."
             )
         saved = steps(folder / "checkpoints")
     if step not in saved:
         listed = f"checkpoints of the steps {', '.join(map(str, saved))}"
         raise CheckpointError(
-            f"step={step}: {key}={run} has {listed if saved else 'no checkpoint'}. Give one of "
+            f"step={step}: RUN={run} has {listed if saved else 'no checkpoint'}. Give one of "
             "these, or leave step out."
         )
     return folder / "checkpoints" / str(step)
@@ -217,18 +218,18 @@ def _damage(path: epath.Path) -> str | None:
     another folder. Raises CheckpointError when that lasts.
     """
     nothing = seal.SEAL - 1
-    mine = seal.damage(path, first=jax.process_index(), stride=jax.process_count())
+    mine = seal.damage(path, range(jax.process_index(), sys.maxsize, jax.process_count()))
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(shared_folder.WAIT_S / _ATTEMPTS)
-            mine = mine and seal.damage(path, indices=[mine.index])
+            mine = mine and seal.damage(path, [mine.index])
         indices = agree.from_all(nothing if mine is None else mine.index)
         bad = [process for process, index in enumerate(indices) if index != nothing]
         if not bad:
             return None
         confirmed = None
         if jax.process_index() == 0:
-            confirmed = seal.damage(path, indices=indices)
+            confirmed = seal.damage(path, indices)
         if agree.from_first_process(confirmed is not None):
             return confirmed.what if confirmed else "see the output of process 0"
     here = f" Process {jax.process_index()} on {socket.gethostname()}: {mine.what}." if mine else ""

@@ -73,7 +73,7 @@ def load(
     """
     folders: list[epath.Path] = []
     for name in given:
-        folder = read.locate(name, base_output_directory=base_output_directory, key="RUN")
+        folder = read.locate(name, base_output_directory=base_output_directory)
         if (folder / seal.FILE).exists() and folder.parent.name == "checkpoints":
             folder = folder.parent.parent
         if folder in folders:

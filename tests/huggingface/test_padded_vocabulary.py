@@ -32,7 +32,7 @@ def sizes(folder):
 def loss_of(folder):
     """The loss of a text of all 31 tokens with the parameters of an import."""
     found = stored.load(
-        read.locate(str(folder), base_output_directory="", key="RUN"),
+        read.locate(str(folder), base_output_directory=""),
         key="RUN",
         configure=stored.config_of,
         mesh_of=lambda cfg: mesh_of(jax.devices()),
