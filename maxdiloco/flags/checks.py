@@ -17,6 +17,12 @@ LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in ba
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 FEEDBACK = {"auto": None, "always": True, "never": False}  # None: as the wire needs it
+_SCHEDULE = schedule.Names(
+    H="diloco_sync_period",
+    P="num_diloco_fragments",
+    tau="num_communication_overlapping_steps",
+    overlap="diloco_outer_overlap",
+)
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*://"
 _FORM = "Write dataset_mixture=[{path: ..., weight: ..., name: ...}, ...]."
 # {entry of a source: (regular expression of its values, what is said of others)}.
@@ -161,18 +167,8 @@ def _replicas(cfg: Any) -> None:
     if dcn * ici > 0 and cfg.num_diloco_replicas != -1:
         check_replicas(cfg.num_diloco_replicas, dcn * ici, f"dcn diloco {dcn} * ici diloco {ici} =")
     with _as_config_errors():
-        schedule.check_counts(
-            H=cfg.diloco_sync_period,
-            P=cfg.num_diloco_fragments,
-            tau=cfg.num_communication_overlapping_steps,
-            overlap=cfg.diloco_outer_overlap,
-            names=schedule.Names(
-                H="diloco_sync_period",
-                P="num_diloco_fragments",
-                tau="num_communication_overlapping_steps",
-                overlap="diloco_outer_overlap",
-            ),
-        )
+        counts = {name: vars(cfg)[key] for name, key in _SCHEDULE._asdict().items()}
+        schedule.check_counts(**counts, names=_SCHEDULE)
 
 
 def _texts(cfg: Any) -> None:
