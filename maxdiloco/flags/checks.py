@@ -133,16 +133,15 @@ def _as_config_errors() -> Iterator[None]:
 
 
 def _mesh(cfg: Any) -> None:
-    values = vars(cfg)
     for tier, where in (("dcn", "slices"), ("ici", "devices of a slice")):
-        names = [f"{tier}_{axis}_parallelism" for axis in AXES]
-        still_open = [name for name in names if values[name] == -1]
+        axes = [axis for axis, size in cfg.sizes(tier).items() if size == -1]
+        still_open = [f"{tier}_{axis}_parallelism" for axis in axes]
         if len(still_open) > 1:
             raise ConfigError(
                 f"{'=-1 and '.join(still_open)}=-1: the number of {where} can fill only one. Set "
                 f"{still_open[0]} to a number."
             )
-    sizes = {axis: values[f"dcn_{axis}_parallelism"] for axis in AXES}
+    sizes = cfg.sizes("dcn")
     known = math.prod(size for size in sizes.values() if size != -1)
     fits = cfg.num_slices == known if -1 not in sizes.values() else cfg.num_slices % known == 0
     if cfg.num_slices != -1 and not fits:
