@@ -116,6 +116,11 @@ def refuse_store(key: str, value: str) -> None:
     )
 
 
+def has_replicas(cfg: Any) -> bool:
+    """Whether a run of this config keeps, and saves, parameters of each replica."""
+    return cfg.enable_diloco
+
+
 def check_replicas(num_replicas: int, slots: int, slots_name: str) -> None:
     """Raise ConfigError unless num_diloco_replicas is a multiple of the mesh's slots."""
     with _as_config_errors():

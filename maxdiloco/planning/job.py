@@ -182,7 +182,7 @@ def of(cfg: Config) -> Job:
 
 
 def _check(cfg: Config, slices: int) -> None:
-    if not cfg.enable_diloco:
+    if not checks.has_replicas(cfg):
         raise ConfigError(
             "enable_diloco=false leaves nothing to plan: data parallelism crosses the link in "
             "every step. Use enable_diloco=true; the plan has a row for data parallelism."

@@ -140,7 +140,7 @@ def _evaluations(cfg, trainer, model, shape, on_compile):
         **options,
     )
     of_replicas = sampler = None
-    if cfg.eval_replicas != "none" and cfg.enable_diloco:
+    if cfg.eval_replicas != "none" and checks.has_replicas(cfg):
         of_replicas = ReplicaEvaluation(
             evaluation, trainer, with_mean=cfg.eval_replicas == "mean", on_compile=on_compile
         )

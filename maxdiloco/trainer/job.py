@@ -16,7 +16,7 @@ from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from maxdiloco.flags import resume
+from maxdiloco.flags import checks, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import agree, coordination, distributed, output
@@ -81,7 +81,7 @@ def keep_their_order(cfg: Config, mesh: Mesh) -> bool:
     of each loop gets a resource of its own (jaxlib 0.10.2), and collectives in and out of a loop
     start in any order. Sound are programs without one in a loop: of replicas with a device each.
     """
-    sharing = mesh.size // (mesh.shape["diloco"] if cfg.enable_diloco else 1)
+    sharing = mesh.size // (mesh.shape["diloco"] if checks.has_replicas(cfg) else 1)
     return mesh.devices.flat[0].platform != "cpu" or sharing == 1
 
 

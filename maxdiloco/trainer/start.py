@@ -22,7 +22,7 @@ from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
 from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags import base_yml, config, resume
+from maxdiloco.flags import base_yml, checks, config, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting
 from maxdiloco.metrics.history import MOST_STEPS, History
@@ -163,7 +163,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
-        room = make_room(cfg, outer_state=cfg.enable_diloco)
+        room = make_room(cfg, outer_state=checks.has_replicas(cfg))
         with fitting(parts.init_with.name, room):
             return jax.block_until_ready(parts.init_with(params))
     layout = _layout(cfg, start.saved)

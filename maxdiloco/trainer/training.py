@@ -21,7 +21,7 @@ from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.evaluation import on_mesh, run_texts, run_tokenizer
-from maxdiloco.flags import config, together
+from maxdiloco.flags import checks, config, together
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import trackers
 from maxdiloco.metrics.compiles import CompileLog
@@ -271,7 +271,7 @@ def _compile(
         say(f"{count} compiled programs loaded from {path}")
     else:
         say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
-    room = remat_choice.make_room(cfg, outer_state=cfg.enable_diloco)
+    room = remat_choice.make_room(cfg, outer_state=checks.has_replicas(cfg))
     return compiles.all_of(calls, room=room, resident=parts.trainer.description().resident)
 
 
