@@ -27,7 +27,6 @@ from maxdiloco.command_line import guarded
 from maxdiloco.diloco import outer, slices
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
@@ -72,8 +71,8 @@ def asked(
     flags += [f"{key}={value}" for key, value in defaults.items() if key not in given]
     cfg = config.load(flags, os.environ)
     jax.config.update("jax_platforms", "cpu")
-    mesh_lib.tell_libtpu(hardware_of(cfg))
-    mesh = mesh_lib.build(hardware_of(cfg), topology.devices(options["slices"], 2))
+    mesh_lib.tell_libtpu(cfg)
+    mesh = mesh_lib.build(cfg, topology.devices(options["slices"], 2))
     return options, cfg, mesh
 
 

@@ -20,7 +20,6 @@ from maxdiloco.data.mixture import TrainingData
 from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models.router import COUNTS
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
@@ -65,9 +64,9 @@ def main(argv: Sequence[str]) -> int:
 
 def rounds(cfg: Config) -> Iterator[tuple[int, float, np.ndarray, np.ndarray]]:
     """(step, loss, counts [R, l, E] a step before its exchange, and after it) of every round."""
-    mesh_lib.choose_platform(hardware_of(cfg))
-    mesh_lib.emulate_devices(hardware_of(cfg), num_processes=1)
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh_lib.choose_platform(cfg)
+    mesh_lib.emulate_devices(cfg, num_processes=1)
+    mesh = mesh_lib.build(cfg)
     shape = assemble.batch_shape(cfg, mesh)
     with tempfile.TemporaryDirectory() as folder:
         tokens, place = run_tokenizer.open_tokenizer(cfg), locate(folder, "balance")

@@ -187,7 +187,7 @@ def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
     import jax
     from jax.sharding import Mesh
 
-    from maxdiloco.checkpoint import find
+    from maxdiloco.checkpoint import read
     from maxdiloco.evaluation import stored
     from maxdiloco.flags import config
     from maxdiloco.flags.checks import AXES
@@ -201,7 +201,7 @@ def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
     keys = {"z_loss_multiplier": 0.0, "dtype": "float32", "remat_policy": "none"}
     one_device = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES)
     return stored.load(
-        find.locate(str(folder / "ours"), base_output_directory="", key="DST"),
+        read.locate(str(folder / "ours"), base_output_directory=""),
         lambda meta: (config.from_dict(meta["config"] | keys), one_device),
     )
 

@@ -31,7 +31,6 @@ from benchmarks.link.torchft_rows import environment
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.speed import flops_per_token, performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
@@ -192,9 +191,9 @@ def our_start(keys: Sequence[str], out: pathlib.Path) -> float:
 
 def our_case(cfg: Config) -> step_time.Case:
     """DiLoCo's plain step on one device, warmed up."""
-    mesh_lib.choose_platform(hardware_of(cfg))
-    mesh_lib.set_up_cpu(hardware_of(cfg))
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh_lib.choose_platform(cfg)
+    mesh_lib.set_up_cpu(cfg)
+    mesh = mesh_lib.build(cfg)
     if mesh.size != 1:
         raise ConfigError(
             f"{mesh.size} devices are visible, but torch's loop has one. Set CUDA_VISIBLE_DEVICES, "

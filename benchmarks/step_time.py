@@ -34,7 +34,6 @@ from maxdiloco.diloco.schedule import INNER, Action
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.speed import flops_per_token, performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding
@@ -100,14 +99,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
     variants = configs(argv)
     cfg = variants[0][1]
-    mesh_lib.choose_platform(hardware_of(cfg))
-    mesh_lib.set_up_cpu(hardware_of(cfg))
-    mesh_lib.emulate_devices(hardware_of(cfg), num_processes=1)
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh_lib.choose_platform(cfg)
+    mesh_lib.set_up_cpu(cfg)
+    mesh_lib.emulate_devices(cfg, num_processes=1)
+    mesh = mesh_lib.build(cfg)
     pairs = [make_pair(label, variant, mesh) for label, variant in variants]
     cases = [case for pair in pairs for case in pair]
     parts = cases[0].parts
-    print(f"jax {jax.__version__}; {mesh_lib.describe(mesh, hardware_of(cfg))}")
+    print(f"jax {jax.__version__}; {mesh_lib.describe(mesh, cfg)}")
     print(f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters")
     print(
         f"batch: {parts.shape.num_replicas} replicas * {parts.shape.sequences} sequences * "

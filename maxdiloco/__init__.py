@@ -45,7 +45,6 @@ def _check_python():
 
     A library gets an ImportError from a Python that is too old.
     """
-    line = ""
     if sys.version_info < (3, 11):  # noqa: UP036
         line = "is Python {}.{}, and maxdiloco needs 3.11 or newer".format(*sys.version_info[:2])
     else:

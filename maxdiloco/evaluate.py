@@ -39,14 +39,14 @@ def main(argv: Sequence[str]) -> int:
             say(f"  {line}")
         return 0
     run, (options, keys) = argv[0], read_options(argv[1:], OPTIONS, "evaluate", keys=True)
-    from maxdiloco.checkpoint import find
+    from maxdiloco.checkpoint import read
     from maxdiloco.flags import checks, config
 
     checks.refuse_store("RUN", run)
     place = [key for key in keys if key.startswith("base_output_directory=")]
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
-    folder = find.locate(run, base_output_directory=base, step=options.step, key="RUN")
+    folder = read.locate(run, base_output_directory=base, step=options.step)
     import jax
 
     from maxdiloco.evaluation import stored
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
     configure = functools.partial(stored.configure, argv=keys, environ=os.environ)
-    cfg = configure(find.newest_meta(folder, key="RUN"))
+    cfg = configure(read.newest_meta(folder, key="RUN"))
     with job.joined(cfg), job.compile_cache(cfg) as notes:
         primary = jax.process_index() == 0
 

@@ -78,15 +78,14 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     import numpy as np
     from jax.sharding import Mesh
 
-    from maxdiloco.checkpoint import find
+    from maxdiloco.checkpoint import read
     from maxdiloco.evaluation import run_tokenizer, stored
     from maxdiloco.flags import config
     from maxdiloco.flags.checks import AXES
     from maxdiloco.models import sampling
 
-    folder = find.locate(
-        run, base_output_directory=options.base_output_directory, step=options.step, key="RUN"
-    )
+    base = options.base_output_directory
+    folder = read.locate(run, base_output_directory=base, step=options.step)
     one_device = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES)
 
     def configure(meta):

@@ -69,7 +69,6 @@ def help_text(program: str, words: Sequence[str], options: Mapping[str, Option])
 
 def _compile(cfg: Config, options: SimpleNamespace) -> int:
     from maxdiloco.aot import figures, report
-    from maxdiloco.flags.hardware import hardware_of
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.planning import compiled
     from maxdiloco.trainer import assemble, compiled_file
@@ -84,7 +83,7 @@ def _compile(cfg: Config, options: SimpleNamespace) -> int:
         say_line(line)
     if file:
         compiled_file.check_order(file, cfg, mesh)
-    say_line(mesh_lib.describe(mesh, hardware_of(cfg)))
+    say_line(mesh_lib.describe(mesh, cfg))
     with compiled_file.compiled_here() if file else nullcontext():
         chosen, parts, result = compiled.report(cfg, mesh, chip, gbps=gbps, say=say_line)
     results = [result]

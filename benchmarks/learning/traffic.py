@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from maxdiloco.diloco import quantize
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
@@ -24,7 +23,7 @@ class Traffic(NamedTuple):
 def traffic(keys: Mapping[str, Any]) -> Traffic:
     """What the run with these keys sends; a mode without replicas sends the baseline."""
     cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh = mesh_lib.build(cfg)
     parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=lambda *_: None)
     count = count_parameters(parts.model)
     baseline = DATA_PARALLEL_BYTES * count * cfg.steps

@@ -1,9 +1,14 @@
-"""Reads saved arrays leaf by leaf, each straight to its devices: Orbax wrote, TensorStore reads."""
+"""Saved arrays: read leaf by leaf, each straight to its devices; written and read part by part.
+
+Orbax writes those of a run. An import writes and an export reads part by part, in the same files,
+so that memory holds one part.
+"""
 
 import functools
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,16 +29,19 @@ if TYPE_CHECKING:
 
 # Bytes that a process reads ahead of the leaf that goes to its devices; one leaf may be larger.
 READ_AHEAD_BYTES = 1 << 30  # our choice
+# Bytes that are committed together: a commit writes the list of all parts anew. Our choice.
+_COMMIT_BYTES = 1 << 25
 ACROSS_SLICES = "diloco"  # the mesh axis that joins the slices
 
 Bounds = tuple[tuple[int, int], ...]  # of each dim: first index, index after the last
+Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Cycled:
     """An array to make from a saved one with another number of entries in its first dim, `stored`.
 
-    Entry i of the target is entry (first + i) mod `stored`. shape, size: of the saved array.
+    Entry i of the target is entry (first + i) mod `stored`. shape: of the saved array.
     """
 
     target: jax.ShapeDtypeStruct
@@ -50,26 +58,13 @@ class Cycled:
         """That of the target."""
         return self.target.dtype
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
+class PartedLeaf(NamedTuple):
+    """A leaf to write. num_indexed: leading dims whose entries are written apart."""
 
-class _Reading(NamedTuple):
-    """A leaf being read: the parts that the devices of this process hold, each read once."""
-
-    leaf: jax.ShapeDtypeStruct  # the array to make
-    shape: tuple[int, ...]  # of the array that the parts make up, before a gather
-    sharding: jax.sharding.Sharding  # of the same
-    parts: dict[Bounds, "ts.Future[np.ndarray]"]
-    name: str  # for messages
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parts on the host."""
-        elements = sum(math.prod(end - start for start, end in part) for part in self.parts)
-        return elements * np.dtype(self.leaf.dtype).itemsize
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    num_indexed: int
 
 
 def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
@@ -82,88 +77,94 @@ def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
     (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
     Raises CheckpointError when a leaf cannot be read.
     """
-    names, leaves, treedef = named_leaves(abstract)
-    wanted = {".".join(path): leaf for path, leaf in zip(names, leaves, strict=True)}
-    opening = opened(step_folder / name, [path for path, leaf in wanted.items() if leaf.size])
-    where = f"of {name} in checkpoint {step_folder}"
-    readings = (
-        _started(opening.get(path), leaf, f"{path} {where}") for path, leaf in wanted.items()
+    wanted = {".".join(path): leaf for path, leaf in named_leaves(abstract)}
+    opening = opened(
+        step_folder / name,
+        dict.fromkeys(path for path, leaf in wanted.items() if math.prod(leaf.shape)),
     )
-    return treedef.unflatten([_finished(reading) for reading in _ahead(readings)])
+    where = f"of {name} in checkpoint {step_folder}"
+    found, started = [], deque()
+    for path, leaf in wanted.items():
+        started.append(_started(opening.get(path), leaf, f"{path} {where}"))
+        while sum(nbytes for nbytes, _ in started) > READ_AHEAD_BYTES:
+            found.append(started.popleft()[1]())
+    while started:  # not a loop over them: what is done leaves the host
+        found.append(started.popleft()[1]())
+    return jax.tree.structure(abstract).unflatten(found)
 
 
-def _ahead(readings: Iterable[_Reading]) -> Iterator[_Reading]:
-    """The readings in their order, each started READ_AHEAD_BYTES before it is used."""
-    started: deque[_Reading] = deque()
-    for reading in readings:
-        started.append(reading)
-        while sum(reading.nbytes for reading in started) > READ_AHEAD_BYTES:
-            yield started.popleft()
-    while started:
-        yield started.popleft()
-
-
-def opened(folder: epath.Path, names: Sequence[str]) -> dict[str, "ts.Future[ts.TensorStore]"]:
-    """Begin to open the arrays of an item, by name. folder: of the item."""
+def opened(
+    folder: epath.Path, leaves: Mapping[str, PartedLeaf | None]
+) -> dict[str, "ts.Future[ts.TensorStore]"]:
+    """Begin to open the arrays of an item, by name. folder: of the item. Those with a PartedLeaf
+    are made."""
     import orbax.checkpoint as ocp
     import tensorstore as ts
 
-    context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
+    handlers = ocp.type_handlers
+    context = handlers.get_ts_context(use_ocdbt=True)
 
-    def open_array(name):
-        info = ocp.type_handlers.ParamInfo(
-            name=name, parent_dir=folder, use_zarr3=False, ts_context=context
-        )
-        spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)
-        return ts.open(spec, open=True, context=context)
+    def open_array(name, leaf):
+        info = handlers.ParamInfo(name=name, parent_dir=folder, use_zarr3=False, ts_context=context)
+        if leaf is None:
+            spec = handlers.get_json_tspec_read(info, use_ocdbt=True)
+        else:
+            spec = handlers.get_json_tspec_write(
+                info,
+                use_ocdbt=True,
+                global_shape=leaf.shape,
+                local_shape=(*[1] * leaf.num_indexed, *leaf.shape[leaf.num_indexed :]),
+                dtype=leaf.dtype,
+            )
+        return ts.open(spec, create=leaf is not None, open=True, context=context)
 
-    return {name: open_array(name) for name in names}
+    return {name: open_array(name, leaf) for name, leaf in leaves.items()}
 
 
-def _started(opening: "ts.Future[ts.TensorStore] | None", leaf: Any, name: str) -> _Reading:
-    """Begin to read what this process needs of a leaf. opening: None for an empty leaf."""
+def _started(
+    opening: "ts.Future[ts.TensorStore] | None", leaf: Any, name: str
+) -> tuple[int, Callable[[], jax.Array]]:
+    """Begin to read what the devices of this process hold of a leaf, each part once.
+
+    opening: None for an empty leaf. name: for messages. Returns the bytes of the parts on the host,
+    and what puts the leaf on its devices.
+    """
     import tensorstore as ts
 
     wanted = leaf.target if isinstance(leaf, Cycled) else leaf
-    sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shape = wanted.shape
+    target = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shape, sharding = wanted.shape, target
     if opening is None:
-        return _Reading(wanted, shape, sharding, {}, name)
+        return 0, lambda: jax.device_put(np.zeros(shape, wanted.dtype), target)
     array = result(opening, name)
     if isinstance(leaf, Cycled):
         array = array[(leaf.first + np.arange(shape[0])) % leaf.stored]
     if array.dtype.numpy_dtype != wanted.dtype:
         array = ts.cast(array, ts.dtype(wanted.dtype))
     if jax.process_count() > 1 and _is_gathered(wanted):
-        shape, spec = split_over_slices(shape, sharding)
-        sharding = NamedSharding(sharding.mesh, spec)
+        shape, sharding = split_over_slices(shape, sharding)
     indices = sharding.addressable_devices_indices_map(shape).values()
     parts = {bounds: read_part(array, bounds) for bounds in {_bounds(i, shape) for i in indices}}
-    return _Reading(wanted, shape, sharding, parts, name)
+    elements = sum(math.prod(end - start for start, end in part) for part in parts)
+
+    def part(index):
+        bounds = _bounds(index, shape)
+        values = result(parts[bounds], name)
+        missing = [(0, b - a - n) for (a, b), n in zip(bounds, values.shape, strict=True)]
+        return np.pad(values, missing) if any(map(any, missing)) else values
+
+    def finish():
+        made = jax.make_array_from_callback(shape, sharding, part, dtype=wanted.dtype)
+        jax.block_until_ready(made)  # or the host would hold parts of many leaves
+        return made if sharding == target else _gathered(made, wanted)
+
+    return elements * wanted.dtype.itemsize, finish
 
 
 def read_part(array: "ts.TensorStore", bounds: Bounds) -> "ts.Future[np.ndarray]":
     """Begin to read a part of an array; indices beyond its end are left out."""
     pairs = zip(bounds, array.shape, strict=True)
     return array[tuple(slice(min(a, n), min(b, n)) for (a, b), n in pairs)].read()
-
-
-def _finished(reading: _Reading) -> jax.Array:
-    """The leaf on its devices."""
-    leaf, shape = reading.leaf, reading.shape
-    if not leaf.size:
-        return jax.device_put(np.zeros(shape, leaf.dtype), reading.sharding)
-
-    def part(index):
-        bounds = _bounds(index, shape)
-        values = result(reading.parts[bounds], reading.name)
-        missing = [(0, b - a - n) for (a, b), n in zip(bounds, values.shape, strict=True)]
-        return np.pad(values, missing) if any(map(any, missing)) else values
-
-    array = jax.make_array_from_callback(shape, reading.sharding, part, dtype=leaf.dtype)
-    jax.block_until_ready(array)  # or the host would hold parts of many leaves
-    is_whole = leaf.sharding is None or reading.sharding == leaf.sharding
-    return array if is_whole else _gathered(array, leaf)
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
@@ -188,13 +189,12 @@ def calls(abstract: Any, *, on_compile: Callable) -> list[Call]:
     if len({device.process_index for device in devices}) < 2:
         return []
     leaf = max(leaves, key=lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)))
-    shape, spec = split_over_slices(leaf.shape, leaf.sharding)
-    mesh = leaf.sharding.mesh
-    parts = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    shape, sharding = split_over_slices(leaf.shape, leaf.sharding)
+    parts = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
     program = Program(
         "restore",
         functools.partial(_without_padding, shape=leaf.shape),
-        out_shardings=NamedSharding(mesh, leaf.sharding.spec),
+        out_shardings=NamedSharding(sharding.mesh, leaf.sharding.spec),
         on_compile=on_compile,
     )
     return [Call(program, (parts,), 0, BESIDE)]
@@ -210,8 +210,8 @@ def _is_gathered(leaf: jax.ShapeDtypeStruct) -> bool:
 
 def split_over_slices(
     shape: tuple[int, ...], sharding: NamedSharding
-) -> tuple[tuple[int, ...], PartitionSpec]:
-    """Shape, padded where nothing divides, and spec with one more dim split over the slices.
+) -> tuple[tuple[int, ...], NamedSharding]:
+    """Shape, padded where nothing divides, and sharding with one more dim split over the slices.
 
     It is the first dim whose shards divide, else the longest. Orbax chooses the same one when it
     writes replicated arrays, so a part is a whole stored chunk.
@@ -224,7 +224,8 @@ def split_over_slices(
     entries[dim] = (*axes_of(entries[dim]), ACROSS_SLICES)
     parts = shape[dim] // local[dim] * size
     padded = -(-shape[dim] // parts) * parts
-    return (*shape[:dim], padded, *shape[dim + 1 :]), PartitionSpec(*entries)
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+    return (*shape[:dim], padded, *shape[dim + 1 :]), sharding
 
 
 def _gathered(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -237,3 +238,63 @@ def _gathered(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _without_padding(padded: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.slice(padded, [0] * padded.ndim, shape)
+
+
+class Writer:
+    """Writes one item of a checkpoint. folder: of the item, absolute and on this machine."""
+
+    def __init__(self, folder: epath.Path, leaves: Mapping[str, PartedLeaf]):
+        import tensorstore as ts
+
+        folder.mkdir(parents=True)
+        self._stores = {name: store.result() for name, store in opened(folder, leaves).items()}
+        self._pending, self._pending_bytes = ts.Transaction(), 0
+
+    def write(self, name: str, index: Sequence[int], values: np.ndarray) -> None:
+        """Write the part of a leaf at an index of its leading dims. Raises OSError, ValueError."""
+        store = self._stores[name].with_transaction(self._pending)
+        store[tuple(index)].write(values).result()
+        self._pending_bytes += values.nbytes
+        if self._pending_bytes >= _COMMIT_BYTES:
+            self.commit()
+
+    def commit(self) -> None:
+        """Put what was written since the last commit on the disk."""
+        import tensorstore as ts
+
+        pending, self._pending, self._pending_bytes = self._pending, ts.Transaction(), 0
+        pending.commit_async().result()
+
+
+class Reader:
+    """Reads leaves of one item of a checkpoint, or of one entry of their first dim, box by box."""
+
+    def __init__(
+        self, step_folder: epath.Path, item: str, names: Sequence[str], entry: int | None = None
+    ):
+        self._where = f"of {item} in checkpoint {step_folder}"
+        self._stores = {}
+        for name, opening in opened(step_folder / item, dict.fromkeys(names)).items():
+            store = result(opening, f"{name} {self._where}")
+            self._stores[name] = store if entry is None else store[entry]
+
+    def dtype(self, name: str) -> np.dtype:
+        """Dtype of a leaf."""
+        return self._stores[name].dtype.numpy_dtype
+
+    def boxes(self, name: str, num_indexed: int) -> Iterator[Box]:
+        """Boxes that make up a leaf: a stored chunk each, or several up to one indexed entry."""
+        store = self._stores[name]
+        shape, chunk = store.shape, store.chunk_layout.read_chunk.shape or store.shape
+        size = [min(n, c) for n, c in zip(shape, chunk, strict=True)]
+        most = math.prod(shape[num_indexed:])
+        for dim in range(num_indexed, len(shape)):
+            size[dim] = min(shape[dim], size[dim] * max(1, most // math.prod(size)))
+        for start in itertools.product(*map(range, [0] * len(shape), shape, size)):
+            yield tuple(
+                slice(i, min(i + step, n)) for i, step, n in zip(start, size, shape, strict=True)
+            )
+
+    def read(self, name: str, box: Box = ()) -> np.ndarray:
+        """A box of a leaf, () for all of it. Raises CheckpointError."""
+        return result(self._stores[name][box].read(), f"{name} {self._where}")

@@ -23,7 +23,6 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, read, write
-from maxdiloco.checkpoint.own_folder import OwnFolder
 from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
@@ -86,7 +85,7 @@ class Checkpointer:
         self._damaged: list[epath.Path] = []  # found by restore; the next save sets them aside
         self._failed_folders: set[epath.Path] = set()  # in which there may still be files
         run = secrets.token_hex(8)
-        self._own = OwnFolder(self._folder, run=run, locked=locked, say=self.say)
+        self._own = write.OwnFolder(self._folder, run=run, locked=locked, say=self.say)
         if self._primary and is_local(self._folder):
             try:
                 if jax.process_count() > 1:  # they look whether all see what one writes there
@@ -108,13 +107,12 @@ class Checkpointer:
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="old-checkpoints")
 
     def __enter__(self) -> "Checkpointer":
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(orbax_io.quiet())
-            for close in (self._own.close, self._writer.close):
-                stack.callback(close)
-            for pool in (self._remover, self._thread):
-                stack.callback(pool.shutdown)
-            self._closing = stack.pop_all()
+        self._closing = contextlib.ExitStack()
+        self._closing.enter_context(orbax_io.quiet())
+        self._closing.callback(self._own.close)
+        self._closing.callback(self._writer.close)
+        self._closing.enter_context(self._remover)
+        self._closing.enter_context(self._thread)
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
@@ -193,14 +191,14 @@ class Checkpointer:
 
     def _start(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> int:
         """Start a save, in all processes or in none: _RUNS, _EXISTS or _FAILED."""
-        target = self._folder / str(step)
-        folder = write.folder_of(target, attempt=self._failures)
         trees = {name: nested for name, tree in items.items() if (nested := orbax_io.nested(tree))}
-        prepared = self._thread.submit(lambda: True)
-        if self._primary:
-            nbytes = sum(array.nbytes for array in jax.tree.leaves(dict(items)))
-            nbytes += sum(map(len, self._files.values()))
-            prepared = self._thread.submit(self._prepare, folder, target, tuple(trees), nbytes)
+        note = orbax_io.note_of(step, items, meta, run=self._own.run)
+        target = self._folder / str(step)
+        key = next(self._save_keys)
+        save = write.Save(target, tuple(trees), self._files, note, self._failures, key)
+        nbytes = sum(array.nbytes for array in jax.tree.leaves(dict(items)))
+        nbytes += sum(map(len, self._files.values()))
+        prepared = self._thread.submit(self._prepare, save, nbytes)
         error = prepared.exception()
         started = _REFUSED if isinstance(error, CheckpointError) else _FAILED
         if error is None:
@@ -211,24 +209,22 @@ class Checkpointer:
         if started != _FAILED:
             self._damaged.clear()
         if started == _RUNS:
-            note = orbax_io.note_of(step, items, meta, run=self._own.run)
-            deadline = time.monotonic() + self._timeout_s
-            key = next(self._save_keys)
-            save = write.Save(folder, target, tuple(trees), self._files, note, deadline, key)
-            writes = orbax_io.start_writing(self._writer, folder, trees)
-            self._saving = step, self._thread.submit(self._complete, save, writes)
+            save = save._replace(deadline=time.monotonic() + self._timeout_s)
+            writes = orbax_io.start_writing(self._writer, save.folder, trees)
+            finish = self._complete if self._primary else write.write_part
+            self._saving = step, self._thread.submit(finish, save, writes)
         elif started == _FAILED:
             self._saving = step, prepared
             others = isinstance(error, FileExistsError)  # what is in the way is not of this save
-            if error is not None and is_local(folder) and not others:
-                self._failed_folders.add(folder)
+            if error is not None and is_local(self._folder) and not others:
+                self._failed_folders.add(save.folder)
         return started
 
-    def _prepare(
-        self, folder: epath.Path, target: epath.Path, items: tuple[str, ...], nbytes: int
-    ) -> bool:
+    def _prepare(self, save: write.Save, nbytes: int) -> bool:
         # Runs in the thread.
-        own, step = self._own, int(target.name)
+        if not self._primary:
+            return True
+        own, target, step = self._own, save.target, int(save.target.name)
         own.begin(step, self._damaged)
         is_there = orbax_io.is_complete(target)
         if is_there and own.includes(step):
@@ -239,7 +235,7 @@ class Checkpointer:
                 "Use a folder for each run."
             )
         elif self._max_to_keep is not None:
-            if self._removal is not None and own.lacks(nbytes):
+            if self._removal is not None and own.free() < nbytes:
                 self._removal.exception()  # what it removes makes room too
             for old in own.in_the_way(nbytes, kept=self._newest):
                 own.remove(old)
@@ -247,29 +243,23 @@ class Checkpointer:
                     f"the disk of {self._folder} is nearly full: checkpoint {old} was removed to "
                     f"make room for {step}"
                 )
-        return write.prepare(folder, target, items, nbytes=nbytes, is_alone=own.is_alone)
+        return write.prepare(save, nbytes=nbytes, is_alone=own.is_alone)
 
     def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
         # Runs in the thread.
-        if not self._primary:
-            write.write_part(save, writes)
-            return
-        whole = False
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(self._thread.submit, write.discard, save.folder)  # the disk may be full
+            if is_local(save.folder):  # elsewhere the next try writes to the same one
+                failed.callback(self._failed_folders.add, save.folder)
             write.wait_for_arrays(save, writes)
             write.wait_for_others(save)
             write.commit(save, self._writer)
             self._own.steps.add(int(save.target.name))
-            whole = True
-        finally:
-            if not whole:  # at once: the disk may be full
-                self._thread.submit(write.discard, save.folder)
-                if is_local(save.folder):  # elsewhere the next try writes to the same one
-                    self._failed_folders.add(save.folder)
+            failed.pop_all()
         while self._failed_folders:  # and again: what was written late
             self._thread.submit(write.discard, self._failed_folders.pop())
         if self._max_to_keep is not None:
-            self._removal = self._remover.submit(self._remove_old)
+            self._removal = self._remover.submit(self._own.keep, self._max_to_keep)
 
     def _end_of_save(self, *, limit: int | None = 2) -> bool:
         """Whether the save that runs succeeds. Raises SaveError at `limit` failures in a row."""
@@ -309,8 +299,3 @@ class Checkpointer:
                 f"warning: an old checkpoint in {self._folder} could not be removed: "
                 f"{reason(error)}. The next save tries again; remove it if the disk fills up."
             )
-
-    def _remove_old(self) -> None:
-        own = [step for step in self.steps() if step in self._own.steps]
-        for old in own[: -self._max_to_keep]:
-            self._own.remove(old)

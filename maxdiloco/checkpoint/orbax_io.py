@@ -182,10 +182,9 @@ def is_complete(step_folder: epath.Path) -> bool:
 
 def shapes(tree: Any) -> dict[str, list[Any]]:
     """{leaf name: [shape, dtype name]} of a tree of arrays or ShapeDtypeStructs."""
-    names, leaves, _ = named_leaves(tree)
     return {
         ".".join(path): [list(leaf.shape), np.dtype(leaf.dtype).name]
-        for path, leaf in zip(names, leaves, strict=True)
+        for path, leaf in named_leaves(tree)
     }
 
 
@@ -194,9 +193,8 @@ def nested(tree: Any) -> dict[str, Any]:
 
     Arrays without elements are left out: Orbax refuses them.
     """
-    names, leaves, _ = named_leaves(tree)
     root: dict[str, Any] = {}
-    for path, leaf in zip(names, leaves, strict=True):
+    for path, leaf in named_leaves(tree):
         if leaf.size:
             node = root
             for key in path[:-1]:
@@ -205,12 +203,9 @@ def nested(tree: Any) -> dict[str, Any]:
     return root
 
 
-def named_leaves(tree: Any) -> tuple[list[tuple[str, ...]], list[Any], Any]:
-    """(names, leaves, treedef) of a tree; a name is the path to its leaf."""
-    paths_and_leaves, treedef = jax.tree.flatten_with_path(tree)
-    names = [
-        # An item that is a single array has an empty path.
-        tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("array",)
-        for path, _ in paths_and_leaves
+def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """(path, leaf) of each leaf of a tree. An item that is a single array has an empty path."""
+    return [
+        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("array",), leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
     ]
-    return names, [leaf for _, leaf in paths_and_leaves], treedef

@@ -1,8 +1,9 @@
-"""Finds and reads the newest undamaged checkpoint, of this run or of another."""
+"""Finds what a user names, and reads the newest undamaged checkpoint, of this run or another."""
 
 import contextlib
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -10,13 +11,14 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import arrays, orbax_io, seal, theta
+from maxdiloco.checkpoint import arrays, orbax_io, seal
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import object_store, shared_folder
-from maxdiloco.storage.run_folder import absolute, reason
+from maxdiloco.storage.run_folder import absolute, is_local, reason
 
 _STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
+NEWEST = -1  # as a step: the newest undamaged checkpoint
 _ATTEMPTS = 12  # to read a file that only some hosts find damaged
 
 # The meta of a checkpoint -> {item: tree of jax.ShapeDtypeStruct with shardings, or of
@@ -34,6 +36,67 @@ class Restored(NamedTuple):
     items: dict[str, Any]
     meta: dict[str, Any]
     path: epath.Path
+
+
+def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath.Path:
+    """The folder of a program's argument RUN, for restore_from.
+
+    run: name of a run in base_output_directory, its folder, or the folder of one checkpoint; on a
+    mounted file system or on gs://. step: of the run, or NEWEST. Reads names only.
+    Raises CheckpointError when there is no such checkpoint.
+    """
+    named = absolute(base_output_directory) / run
+    is_name = "/" not in run and run not in ("", ".", "..")
+    folder = absolute(run, key="RUN")
+    with reading(folder, "RUN"):
+        if is_name and _exists(named):
+            folder = named
+        elif not _exists(folder):
+            names = f" and {named}" if is_name else ""
+            raise CheckpointError(
+                f"RUN={run}: there is no {folder}{names}. Give the name of a run in "
+                f"base_output_directory={base_output_directory}, or the path of its folder."
+            )
+        if step == NEWEST:
+            return folder
+        if (folder / seal.FILE).exists():
+            raise CheckpointError(
+                f"step={step}, but RUN={run} is one checkpoint already. Leave step out, or give "
+                "the folder of the run."
+            )
+        saved = steps(folder / "checkpoints")
+    if step not in saved:
+        listed = f"checkpoints of the steps {', '.join(map(str, saved))}"
+        raise CheckpointError(
+            f"step={step}: RUN={run} has {listed if saved else 'no checkpoint'}. Give one of "
+            "these, or leave step out."
+        )
+    return folder / "checkpoints" / str(step)
+
+
+def _exists(folder: epath.Path) -> bool:
+    if is_local(folder):
+        return folder.is_dir()
+    return (folder / seal.FILE).exists() or bool(steps(folder / "checkpoints"))
+
+
+def newest_meta(folder: epath.Path, *, key: str) -> dict[str, Any]:
+    """The meta of the newest checkpoint that has a readable one, undamaged or not.
+
+    For what has to be known before JAX's backends start. folder: of `locate`.
+    Raises CheckpointError when there is none.
+    """
+    with reading(folder, key):
+        paths = [folder]
+        if not (folder / seal.FILE).exists():
+            saved = folder / "checkpoints"
+            paths = [saved / str(step) for step in reversed(steps(saved))]
+        for path in paths:
+            try:
+                return orbax_io.read_note(path).meta
+            except (FileNotFoundError, orbax_io.DamagedError):  # damaged: the one before it
+                continue
+    raise _no_checkpoint(folder, key)
 
 
 def restore_from(
@@ -64,29 +127,8 @@ def restore_from(
             cast=cast,
         )
     if restored is None:
-        raise no_checkpoint(path, key)
+        raise _no_checkpoint(path, key)
     return restored
-
-
-def restore_parameters(
-    path: epath.PathLike,
-    abstract_of: Callable[[dict[str, Any]], Any],
-    *,
-    parameters: str = "outer",
-    **options: Any,
-) -> tuple[Any, Restored]:
-    """One set of parameters alone, cast to the dtypes of abstract_of(meta), and the checkpoint.
-
-    parameters: of theta.source. path, options, errors: of restore_from.
-    """
-    wanted: list[theta.Wanted] = []
-
-    def items_of(meta):
-        wanted[:] = [theta.wanted(abstract_of(meta), meta, parameters)]
-        return {wanted[0].item: wanted[0].abstract}
-
-    restored = restore_from(path, items_of, cast=True, **options)
-    return wanted[0].pick(restored.items[wanted[0].item]), restored
 
 
 def primary_only(say: Say) -> Say:
@@ -94,7 +136,7 @@ def primary_only(say: Say) -> Say:
     return say if jax.process_index() == 0 else lambda line: None
 
 
-def no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
+def _no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
     """The error for a folder without a checkpoint. key: what gave it."""
     return CheckpointError(
         f"{key}={path} holds no checkpoint: give the folder of a run that has saved one, or "
@@ -176,18 +218,18 @@ def _damage(path: epath.Path) -> str | None:
     another folder. Raises CheckpointError when that lasts.
     """
     nothing = seal.SEAL - 1
-    mine = seal.damage(path, first=jax.process_index(), stride=jax.process_count())
+    mine = seal.damage(path, range(jax.process_index(), sys.maxsize, jax.process_count()))
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(shared_folder.WAIT_S / _ATTEMPTS)
-            mine = mine and seal.damage(path, indices=[mine.index])
+            mine = mine and seal.damage(path, [mine.index])
         indices = agree.from_all(nothing if mine is None else mine.index)
         bad = [process for process, index in enumerate(indices) if index != nothing]
         if not bad:
             return None
         confirmed = None
         if jax.process_index() == 0:
-            confirmed = seal.damage(path, indices=indices)
+            confirmed = seal.damage(path, indices)
         if agree.from_first_process(confirmed is not None):
             return confirmed.what if confirmed else "see the output of process 0"
     here = f" Process {jax.process_index()} on {socket.gethostname()}: {mine.what}." if mine else ""

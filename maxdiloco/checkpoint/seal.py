@@ -5,8 +5,9 @@ damaged bytes as numbers.
 """
 
 import json
+import sys
 import zlib
-from collections.abc import Collection
+from collections.abc import Container
 from typing import NamedTuple
 
 from etils import epath
@@ -40,13 +41,11 @@ def write(folder: epath.Path) -> None:
     (folder / FILE).write_text(json.dumps({"files": entries}, indent=0))
 
 
-def damage(
-    folder: epath.Path, *, first: int = 0, stride: int = 1, indices: Collection[int] | None = None
-) -> Damage | None:
+def damage(folder: epath.Path, indices: Container[int] = range(sys.maxsize)) -> Damage | None:
     """The first damage of the sealed files of a checkpoint, or None.
 
-    first, stride: look at these files of the list, so that several processes share the reading.
-    indices: look at these instead. Raises OSError, as for a folder that may not be read.
+    indices: look at these files of the list, so that several processes share the reading. Raises
+    OSError, as for a folder that may not be read.
     """
     try:
         listed = json_text.parse((folder / FILE).read_bytes())["files"]
@@ -56,9 +55,8 @@ def damage(
     except (ValueError, KeyError, TypeError, AttributeError):
         return Damage(SEAL, f"{FILE} is damaged")
     sizes = None if is_local(folder) else object_store.sizes(folder)
-    chosen = range(first, len(entries), stride) if indices is None else indices
     for index, (name, size, crc32) in enumerate(entries):
-        if index not in chosen:
+        if index not in indices:
             continue
         path = folder / name
         if sizes is not None:

@@ -5,27 +5,21 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.checkpoint.arrays import Cycled
+from maxdiloco.checkpoint.read import Restored, restore_from
 from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.replicas import reduce_mean
 
 REPLICAS = "params"  # the item with the replicas' own parameters, [R, ...]
-
-
-class Wanted(NamedTuple):
-    """An item to read, as ShapeDtypeStructs, and what makes one set of parameters of it."""
-
-    item: str
-    abstract: Any
-    pick: Callable[[Any], Any]
 
 
 def source(meta: dict[str, Any], parameters: str) -> tuple[str, range | None]:
@@ -53,11 +47,39 @@ def source(meta: dict[str, Any], parameters: str) -> tuple[str, range | None]:
     return REPLICAS, range(first, first + count)
 
 
-def wanted(abstract: Any, meta: dict[str, Any], parameters: str = "outer") -> Wanted:
-    """What to read for one set of parameters, laid out like `abstract`. parameters: of `source`."""
+def restore_parameters(
+    path: epath.PathLike,
+    abstract_of: Callable[[dict[str, Any]], Any],
+    *,
+    parameters: str = "outer",
+    **options: Any,
+) -> tuple[Any, Restored]:
+    """One set of parameters alone, cast to the dtypes of abstract_of(meta), and the checkpoint.
+
+    parameters: of `source`. path, options, errors: of read.restore_from.
+    """
+    pick: Callable[[Any], Any]
+
+    def items_of(meta):
+        nonlocal pick
+        item, abstract, pick = wanted(abstract_of(meta), meta, parameters)
+        return {item: abstract}
+
+    restored = restore_from(path, items_of, cast=True, **options)
+    (found,) = restored.items.values()
+    return pick(found), restored
+
+
+def wanted(
+    abstract: Any, meta: dict[str, Any], parameters: str = "outer"
+) -> tuple[str, Any, Callable[[Any], Any]]:
+    """What to read for one set of parameters, laid out like `abstract`. parameters: of `source`.
+
+    Returns the item, its ShapeDtypeStructs, and what makes one set of parameters of it.
+    """
     item, entries = source(meta, parameters)
     if entries is None:
-        return Wanted(item, abstract, lambda params: params)
+        return item, abstract, lambda params: params
     R, is_mean = meta["num_replicas"], len(entries) > 1
 
     def of_leaf(x):
@@ -75,4 +97,4 @@ def wanted(abstract: Any, meta: dict[str, Any], parameters: str = "outer") -> Wa
         return jax.tree.map(lambda x, like: reduce_mean(x).astype(like.dtype), params_R, abstract)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return Wanted(item, jax.tree.map(of_leaf, abstract), jax.jit(mean, out_shardings=shardings))
+    return item, jax.tree.map(of_leaf, abstract), jax.jit(mean, out_shardings=shardings)

@@ -18,7 +18,7 @@ from maxdiloco.data.prepared.prepare import Work, plan_of, prepare, size_of
 from maxdiloco.data.tokenizer import KEYS
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import ConfigError, DataError
-from maxdiloco.flags import base_yml, eval_paths
+from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.config import Config
 from maxdiloco.processes import coordination
 from maxdiloco.storage import object_store
@@ -70,11 +70,11 @@ def tokenise(
     """
     keys, folders = {}, {}
     evaluates = "eval" in splits and cfg.eval_interval != -1
-    if "train" in splits or (evaluates and eval_paths.holds_out(cfg)):
+    if "train" in splits or (evaluates and cfg.holds_out()):
         keys = {source: key_of(name) for name, source in trained(cfg).items()}
     if evaluates:
-        paths = eval_paths.named(cfg).items()
-        keys |= {of_path(cfg, path): eval_paths.key_of(name) for name, path in paths if path}
+        paths = cfg.eval_paths().items()
+        keys |= {of_path(cfg, path): checks.key_of_eval(name) for name, path in paths if path}
     if jax.process_index() != 0:
         return _of_first_process(list(keys))
     for source, key in keys.items():

@@ -22,7 +22,7 @@ from maxdiloco.data.text import Request
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import DataError
 from maxdiloco.evaluation import run_sources
-from maxdiloco.flags import eval_paths
+from maxdiloco.flags import checks
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import line_files
 from maxdiloco.processes.agree import from_first_process, in_any_process
@@ -57,13 +57,13 @@ def open_dataset(
             "eval_fraction=0 holds nothing out. Set eval_fraction or eval_dataset_path."
         )
     held_out = Fraction(0)
-    if eval_paths.holds_out(cfg) and not path:
+    if cfg.holds_out() and not path:
         held_out = Fraction(str(cfg.eval_fraction))  # as it is written: 1/20 for 0.05
     sources = {"": run_sources.of_path(cfg, path)} if path else run_sources.trained(cfg)
     requests = {
         name: Request(
             source._replace(path=prepared.get(source, source.path)),
-            eval_paths.KEY if path else "dataset_path",
+            "eval_dataset_path" if path else "dataset_path",
             tokenizer,
             length=cfg.max_target_length,
             packing=cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART,
@@ -90,13 +90,13 @@ def open_dataset(
 def open_evaluated(cfg: Config, tokenizer: Tokenizer, **options: Any) -> dict[str, Dataset]:
     """{name: data set} of eval_dataset_path, that of eval/loss first; otherwise as open_dataset."""
     texts = {}
-    for name, path in eval_paths.named(cfg).items():
+    for name, path in cfg.eval_paths().items():
         try:
             texts[name] = open_dataset(cfg, tokenizer, split="eval", path=path, **options)
         except DataError as error:
             if not name:
                 raise
-            raise DataError(f"{eval_paths.key_of(name)}: {error}") from error
+            raise DataError(f"{checks.key_of_eval(name)}: {error}") from error
     return texts
 
 
@@ -155,10 +155,10 @@ def lines(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
             f"an evaluation reads {'all' if cfg.eval_steps == -1 else f'{cfg.eval_steps} batches'}"
         )
-    for name, path in eval_paths.named(cfg).items():
+    for name, path in cfg.eval_paths().items():
         if held_out and not path:
             out += _large_shares(cfg, text, held_out[name])
-    if eval_paths.holds_out(cfg) and not held_out and cfg.eval_fraction:
+    if cfg.holds_out() and not held_out and cfg.eval_fraction:
         out.append(
             f"held out: eval_fraction={cfg.eval_fraction}, and never evaluated (eval_interval=-1); "
             "eval_fraction=0 trains on all of the text"

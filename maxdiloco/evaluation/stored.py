@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 from etils import epath
 from jax.sharding import Mesh
 
-from maxdiloco.checkpoint import read
+from maxdiloco.checkpoint import theta
 from maxdiloco.data.tokenizer_base import ByteTokenizer
 from maxdiloco.evaluation import held_out, on_mesh, run_sources, run_texts, run_tokenizer
 from maxdiloco.evaluation.held_out import Totals
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
@@ -53,8 +52,8 @@ def load(
 ) -> Stored:
     """Read the newest undamaged checkpoint of a run, or one checkpoint; all processes call it.
 
-    folder: of checkpoint.find. configure: meta -> the config and the devices to build the model
-    with. parameters: of checkpoint.theta. Raises ConfigError, CheckpointError.
+    folder: of read.locate. configure: meta -> the config and the devices to build the model
+    with. parameters: of theta.source. Raises ConfigError, CheckpointError.
     """
     built: list[Any] = []
 
@@ -64,7 +63,7 @@ def load(
         built[:] = cfg, mesh, model
         return on_mesh.parameters(model, mesh)
 
-    params, found = read.restore_parameters(folder, abstract_of, key="RUN", parameters=parameters)
+    params, found = theta.restore_parameters(folder, abstract_of, key="RUN", parameters=parameters)
     return Stored(found.step, found.path, found.meta, *built, params)
 
 
@@ -97,11 +96,11 @@ def evaluate(
 
     def on_devices(meta):
         cfg = configure(meta)
-        return cfg, mesh_lib.build(hardware_of(cfg))
+        return cfg, mesh_lib.build(cfg)
 
     found = load(folder, on_devices, parameters)
     say(f"step {found.step} of {found.path.parent.parent}, parameters: {parameters}")
-    say(mesh_lib.describe(found.mesh, hardware_of(found.cfg)))
+    say(mesh_lib.describe(found.mesh, found.cfg))
     position, of_run = found.meta["position"], found.meta["config"]
     rows_of_run = position["M"] * position["B"] // of_run["gradient_accumulation_steps"]
     # As many replicas share a device here as in the run.

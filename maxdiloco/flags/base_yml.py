@@ -32,7 +32,7 @@ class Key:
     resume: MAY_CHANGE and the reason, or SHAPES, or empty. hosts: MAY_DIFFER or PATHS_MAY_DIFFER
     and the reason, or empty: the same in all processes of a run.
     entries: those of a table, by their name in it; empty: any, or no table. An entry is a Key named
-    `table.entry`. required: it has no default, and `default` is an example. read_with: the entry
+    `table.entry`. required: it has no default, and `default` is an example. condition: the entry
     that has to have one of some values for this one to be read, and the values; or nothing.
     """
 
@@ -45,18 +45,19 @@ class Key:
     source: str
     resume: str
     hosts: str
+    condition: str
     entries: Mapping[str, "Key"] = dataclasses.field(default_factory=dict)
     required: bool = False
-    read_with: tuple[str, tuple[str, ...]] = ("", ())
+
+    @property
+    def read_with(self) -> tuple[str, list[str]]:
+        """The condition as the name of the entry, empty for none, and its values."""
+        other, _, values = self.condition.partition(" ")
+        return other, values.split(" or ")
 
     def whole(self, table: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         """The entries of a table, with the defaults of those that it leaves out."""
         return {name: entry.default for name, entry in self.entries.items()} | dict(table)
-
-    @property
-    def may_change(self) -> bool:
-        """Whether a resumed run may have another value. Not so unless base.yml says why."""
-        return self.resume.startswith(MAY_CHANGE)
 
 
 PACKAGE = pathlib.Path(__file__).parents[1]
@@ -235,34 +236,26 @@ def declared(path: pathlib.Path | None = None) -> dict[str, Key]:
             group,
             infer(text),
             **_facts(about),
-            entries={
-                entry: _entry(f"{name}.{entry}", group, *given)
-                for entry, *given in zip(*[iter(entries)] * 4, strict=True)
+            entries={  # written `name=default: ...` or `name, such as value: ...`
+                entry: Key(
+                    f"{name}.{entry}", group, infer(value), **_facts(text), required=sign != "="
+                )
+                for entry, sign, value, text in zip(*[iter(entries)] * 4, strict=True)
             },
         )
     return keys
 
 
-def _entry(name: str, group: str, sign: str, value: str, comment: str) -> Key:
-    """An entry of a table, written `name=default: ...` or `name, such as value: ...`."""
-    about, _, limits = comment.partition(" With: ")
-    condition, _, limits = limits.partition(". ") if limits else ("", "", "")
-    other, _, values = condition.removesuffix(".").partition(" ")
-    facts = _facts(f"{about} {limits}")
-    read_with = (other, tuple(values.split(" or ")))
-    return Key(name, group, infer(value), **facts, required=sign != "=", read_with=read_with)
-
-
 def _facts(comment: str) -> dict[str, str]:
-    """`What it is. Allowed: x. Unit: y. Default: z. Resume: w. Hosts: v.` by field of Key.
+    """`What it is. Allowed: x. Unit: y. Default: z. Resume: w. Hosts: v. With: u.` by field of Key.
 
-    Allowed and unit come without their full stops.
+    Allowed, unit and condition come without their full stops.
     """
-    fields = dict.fromkeys(("allowed", "unit", "source", "resume", "hosts"), "")
-    meaning, *parts = re.split(r"(Allowed|Unit|Default|Resume|Hosts): ", comment)
+    fields = dict.fromkeys(("allowed", "unit", "source", "resume", "hosts", "condition"), "")
+    meaning, *parts = re.split(r"(Allowed|Unit|Default|Resume|Hosts|With): ", comment)
     for name, text in zip(parts[::2], parts[1::2], strict=True):
-        field = {"Default": "source"}.get(name, name.lower())
-        stop = "." if name in ("Allowed", "Unit") else ""
+        field = {"Default": "source", "With": "condition"}.get(name, name.lower())
+        stop = "." if name in ("Allowed", "Unit", "With") else ""
         fields[field] = text.strip().removesuffix(stop)
     return fields | {"meaning": meaning.strip()}
 

@@ -10,13 +10,19 @@ from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import eval_paths, together
+from maxdiloco.flags import together
 from maxdiloco.flags.base_yml import Key, Table, allows, choices, declared, show
 
 LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 FEEDBACK = {"auto": None, "always": True, "never": False}  # None: as the wire needs it
+_SCHEDULE = schedule.Names(
+    H="diloco_sync_period",
+    P="num_diloco_fragments",
+    tau="num_communication_overlapping_steps",
+    overlap="diloco_outer_overlap",
+)
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*://"
 _FORM = "Write dataset_mixture=[{path: ..., weight: ..., name: ...}, ...]."
 # {entry of a source: (regular expression of its values, what is said of others)}.
@@ -132,16 +138,15 @@ def _as_config_errors() -> Iterator[None]:
 
 
 def _mesh(cfg: Any) -> None:
-    values = vars(cfg)
     for tier, where in (("dcn", "slices"), ("ici", "devices of a slice")):
-        names = [f"{tier}_{axis}_parallelism" for axis in AXES]
-        still_open = [name for name in names if values[name] == -1]
+        axes = [axis for axis, size in cfg.sizes(tier).items() if size == -1]
+        still_open = [f"{tier}_{axis}_parallelism" for axis in axes]
         if len(still_open) > 1:
             raise ConfigError(
                 f"{'=-1 and '.join(still_open)}=-1: the number of {where} can fill only one. Set "
                 f"{still_open[0]} to a number."
             )
-    sizes = {axis: values[f"dcn_{axis}_parallelism"] for axis in AXES}
+    sizes = cfg.sizes("dcn")
     known = math.prod(size for size in sizes.values() if size != -1)
     fits = cfg.num_slices == known if -1 not in sizes.values() else cfg.num_slices % known == 0
     if cfg.num_slices != -1 and not fits:
@@ -166,31 +171,21 @@ def _replicas(cfg: Any) -> None:
     if dcn * ici > 0 and cfg.num_diloco_replicas != -1:
         check_replicas(cfg.num_diloco_replicas, dcn * ici, f"dcn diloco {dcn} * ici diloco {ici} =")
     with _as_config_errors():
-        schedule.check_counts(
-            H=cfg.diloco_sync_period,
-            P=cfg.num_diloco_fragments,
-            tau=cfg.num_communication_overlapping_steps,
-            overlap=cfg.diloco_outer_overlap,
-            names=schedule.Names(
-                H="diloco_sync_period",
-                P="num_diloco_fragments",
-                tau="num_communication_overlapping_steps",
-                overlap="diloco_outer_overlap",
-            ),
-        )
+        counts = {name: vars(cfg)[key] for name, key in _SCHEDULE._asdict().items()}
+        schedule.check_counts(**counts, names=_SCHEDULE)
 
 
 def _texts(cfg: Any) -> None:
     """What is text is at paths, and what is evaluated has names."""
     paths = {"dataset_path": cfg.dataset_path}
-    for name, path in eval_paths.named(cfg).items():
+    for name, path in cfg.eval_paths().items():
         if not re.fullmatch(r"[A-Za-z0-9_-]*", name) or not isinstance(path, str):
             raise ConfigError(
-                f"{eval_paths.KEY}={show(cfg.eval_dataset_path)}: {name}: {show(path)} is not "
+                f"eval_dataset_path={show(cfg.eval_dataset_path)}: {name}: {show(path)} is not "
                 f"name: path. Write {{wiki: /data/wiki}}, with letters, digits, '_' and '-' in a "
                 f"name."
             )
-        paths[eval_paths.key_of(name)] = path
+        paths[key_of_eval(name)] = path
     for key, path in paths.items():
         if cfg.dataset_type != "synthetic" and re.match(_ADDRESS, path):
             raise ConfigError(
@@ -198,6 +193,11 @@ def _texts(cfg: Any) -> None:
                 f"them. Mount the bucket and give its folder (on GKE with Cloud Storage FUSE: xpk "
                 f"storage attach --type=gcsfuse), or copy the text to every host."
             )
+
+
+def key_of_eval(name: str) -> str:
+    """The key of an evaluated text for messages, such as eval_dataset_path.wiki."""
+    return f"eval_dataset_path.{name}" if name else "eval_dataset_path"
 
 
 def _mixture(cfg: Any) -> None:
@@ -226,18 +226,15 @@ def _weight(entry: Any) -> Fraction:
     if not isinstance(entry, Table) or not all(isinstance(text, str) for _, text in entry):
         raise ConfigError(f"dataset_mixture: {show(entry)} is not a source. {_FORM}")
     shown, entry = show(entry), dict(entry)
-    unknown = sorted(entry.keys() - {"path", "weight", "name", "dataset_type", "text_column"})
+    unknown = sorted(entry.keys() - {*_OF_SOURCE, "dataset_type", "text_column"})
     missing = [key for key in ("path", "name") if not entry.get(key)]
     if unknown or missing:
         why = f"has no {missing[0]}" if missing else f"has {unknown[0]}, which is no key of it"
         raise ConfigError(f"dataset_mixture: source {shown} {why}. {_FORM}")
     kinds = [kind for kind in choices(declared()["dataset_type"].allowed) if kind != "synthetic"]
-    if (kind := entry.get("dataset_type", kinds[0])) not in kinds:
-        raise ConfigError(
-            f"dataset_mixture: dataset_type {kind} of source {entry['name']} is none of "
-            f"{', '.join(kinds)}. Use one of them, or leave it out for the run's dataset_type."
-        )
-    for key, (pattern, problem) in _OF_SOURCE.items():
+    other = f"is none of {', '.join(kinds)}. Use one of them, or leave it out for the run's"
+    limits = {"dataset_type": ("|".join(kinds), f"{other} dataset_type"), **_OF_SOURCE}
+    for key, (pattern, problem) in limits.items():
         if key in entry and not re.fullmatch(f"(?s:{pattern})", entry[key]):
             whose = "" if key == "name" else f" of source {entry['name']}"
             raise ConfigError(f"dataset_mixture: {key} {entry[key]}{whose} {problem}.")

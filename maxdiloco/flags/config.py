@@ -38,6 +38,22 @@ class Config(types.SimpleNamespace):
         """Every key and value, fit for JSON: lists and dicts. `from_dict` takes it back."""
         return {name: base_yml.as_lists(value) for name, value in vars(self).items()}
 
+    def sizes(self, tier: str) -> dict[str, int]:
+        """Sizes of the mesh's axes over slices, tier=dcn, or inside one, ici; one may be -1."""
+        return {axis: vars(self)[f"{tier}_{axis}_parallelism"] for axis in checks.AXES}
+
+    def eval_paths(self) -> dict[str, str]:
+        """{name: path} of eval_dataset_path, the text of eval/loss first: that without a name, or
+        else the first one. An empty path is the part of the training text that is held out."""
+        given = self.eval_dataset_path
+        if not isinstance(given, base_yml.Table):
+            return {"": given}
+        return dict(sorted(given, key=lambda entry: entry[0] != "")) or {"": ""}
+
+    def holds_out(self) -> bool:
+        """Whether a part of the training text is held out of it (eval_fraction)."""
+        return "" in self.eval_paths().values()
+
 
 def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print) -> Config:
     """The config of a run.
@@ -52,23 +68,21 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     none of the last three gives is -1 with a tokenizer file, unless weights are loaded.
     Raises ConfigError, one line with key, value, why and remedy; of unknown keys it names all.
     """
-    keys, known, argv = base_yml.declared(), maxtext.tables(), list(argv)
+    known, argv = maxtext.tables(), list(argv)
     given: dict[str, Given] = {}
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
         path = found(pathlib.Path(argv.pop(0)))
         is_base = path.name == maxtext.BASE
-        given |= _edited(path, keys, known) if is_base else renamed(_from_file(path), known)
-    given |= renamed(_from_environment(environ, keys, known), known)
+        given |= _edited(path, known) if is_base else renamed(_from_file(path), known)
+    given |= renamed(_from_environment(environ, known), known)
     given |= renamed(_from_command_line(argv, warn), known)
-    given = maxtext.taken(given, keys, known, warn)
-    _refuse_unknown(given, keys)
-    values = {name: key.default for name, key in keys.items()}
-    values |= {name: convert(keys[name], text) for name, text in given.items()}
-    values |= _from_model(values, given, keys, known, warn)
+    given = maxtext.taken(given, known, warn)
+    values = _values(given, known.ours, convert)
+    values |= _from_model(values, given, known, warn)
     weights = values["load_parameters_path"] or values["load_full_state_path"]
     if "vocab_size" not in given and values["tokenizer_type"] != "byte" and not weights:
         values["vocab_size"] = -1
-    checks.check(Config(**values), keys)
+    checks.check(Config(**values), known.ours)
     if values["diloco_outer_momentum"] == _AUTO and values["enable_diloco"]:
         is_adam = values["diloco_outer_optimizer"] == "adam"
         values["diloco_outer_momentum"] = _ADAM_B1 if is_adam else outer_rate.MOMENTUM
@@ -80,12 +94,8 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
 
     Raises ConfigError for a key that base.yml does not have and for a value of another type.
     """
-    keys = base_yml.declared()
-    values = {name: key.default for name, key in keys.items()}
     given = {name: Given(value, "stored config") for name, value in current(stored).items()}
-    _refuse_unknown(given, keys)
-    values |= {name: same_type(keys[name], value) for name, value in given.items()}
-    return Config(**values)
+    return Config(**_values(given, base_yml.declared(), same_type))
 
 
 def with_vocab_size(cfg: Config, vocab_size: int, padded_vocab_size: int) -> Config:
@@ -126,8 +136,8 @@ def changed(
     stored: of `as_dict`. argv: key=value alone. environ: as for `load`; only those of may_change
     count, since the others are meant for training. warn: as for `load`. Raises ConfigError.
     """
-    keys = base_yml.declared()
-    given = _from_environment(environ, keys, maxtext.tables())
+    known = maxtext.tables()
+    keys, given = known.ours, _from_environment(environ, known)
     given = {name: text for name, text in given.items() if name in may_change}
     written = _from_command_line(argv, warn)
     _refuse_unknown(written, keys)
@@ -166,7 +176,7 @@ def _from_file(path: pathlib.Path) -> dict[str, Given]:
     return {name: Given(raw, str(path)) for name, raw, _ in base_yml.read_yml(path)}
 
 
-def _edited(path: pathlib.Path, keys: Mapping[str, Key], known: Tables) -> dict[str, Given]:
+def _edited(path: pathlib.Path, known: Tables) -> dict[str, Given]:
     """What a copy of base.yml has otherwise: its other values are defaults, which a model may set.
 
     A file of that name with fewer than half of the keys is one as any other.
@@ -175,9 +185,8 @@ def _edited(path: pathlib.Path, keys: Mapping[str, Key], known: Tables) -> dict[
         raise ConfigError(
             f"{path} is no file here; MaxText's commands name one. {maxtext.IN_ITS_PLACE}"
         )
-    given = _from_file(path)
-    foreign = [name for name in given if name not in keys and known.foreign(name)]
-    if len(foreign) > maxtext.MOST_FOREIGN:
+    given, keys = _from_file(path), known.ours
+    if sum(known.foreign(name) is not None for name in given) > maxtext.MOST_FOREIGN:
         raise ConfigError(
             f"{path} is MaxText's, whose defaults are not read. {maxtext.IN_ITS_PLACE}"
         )
@@ -191,18 +200,15 @@ def _edited(path: pathlib.Path, keys: Mapping[str, Key], known: Tables) -> dict[
     }
 
 
-def _from_environment(
-    environ: Mapping[str, str], keys: Mapping[str, Key], known: Tables
-) -> dict[str, Given]:
+def _from_environment(environ: Mapping[str, str], known: Tables) -> dict[str, Given]:
     given, unknown = {}, []
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        of_maxtext = name in known.other_names or known.foreign(name)
-        is_key = name in keys or name in known.removed or of_maxtext
-        if not is_key or variable != ENVIRONMENT_PREFIX + name.upper():
-            near = _nearest_key(name, keys)
+        is_key = any(name in names for names in (known.ours, known.removed, known.other_names))
+        if not (is_key or known.foreign(name)) or variable != ENVIRONMENT_PREFIX + name.upper():
+            near = _nearest_key(name, known.ours)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
             unknown.append(f"{variable}={environ[variable]} is no key. {remedy}")
         given[name] = Given(environ[variable], f"environment {variable}")
@@ -236,19 +242,14 @@ def _from_command_line(argv: Iterable[str], warn: Warn) -> dict[str, Given]:
 
 
 def _from_model(
-    values: dict[str, Value],
-    given: dict[str, Given],
-    keys: dict[str, Key],
-    known: Tables,
-    warn: Warn,
+    values: dict[str, Value], given: dict[str, Given], known: Tables, warn: Warn
 ) -> dict[str, Value]:
     """The values of the model file that no later layer sets."""
-    model = str(values["model_name"])
+    model, keys, out = str(values["model_name"]), known.ours, {}
     if model == "default":
         return {}
     of_file = renamed(_from_file(_model_file(model)), known)
-    given_by_model = maxtext.taken(of_file, keys, known, warn)
-    out = {}
+    given_by_model = maxtext.taken(of_file, known, warn)
     _refuse_unknown(given_by_model, keys)
     for name, text in given_by_model.items():
         if keys[name].group != keys["model_name"].group:
@@ -296,6 +297,15 @@ def _nearest_key(name: str, keys: Iterable[str]) -> str:
     return min(holders, key=len) if holders else next(iter(alike), "")
 
 
+def _values(
+    given: Mapping[str, Given], keys: Mapping[str, Key], read: Callable[[Key, Given], Value]
+) -> dict[str, Value]:
+    """What is given, and the defaults of the other keys. Raises ConfigError."""
+    _refuse_unknown(given, keys)
+    defaults = {name: key.default for name, key in keys.items()}
+    return defaults | {name: read(keys[name], text) for name, text in given.items()}
+
+
 def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None:
     """Raise ConfigError that names every key that base.yml does not have."""
     lines, unknown = [], [name for name in given if name not in keys]
@@ -304,7 +314,7 @@ def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None
         written = f"{name}={shown(given[name].raw)} ({given[name].where}) is no key"
         near = _nearest_key(name, keys)
         if name in gone:
-            remedy = gone[name].instead.replace("VALUE", shown(given[name].raw))
+            remedy = gone[name][1].replace("VALUE", shown(given[name].raw))
             lines.append(f"{written} any more. {remedy}")
         else:
             lines.append(f"{written}.{f' Did you mean {near}?' if near else ''}")

@@ -50,7 +50,7 @@ def _table(keys: Iterable[Key]) -> list[str]:
         if key.group != group:
             group = key.group
             lines += ["", group]
-        resume = "may change on resume" if key.may_change else ""
+        resume = "may change on resume" if key.resume.startswith(base_yml.MAY_CHANGE) else ""
         hosts = "may differ between hosts" if key.hosts else ""
         lines += _lines(key, f"{key.name}={show(key.default)}", "  ", resume, hosts)
         for name, entry in key.entries.items():

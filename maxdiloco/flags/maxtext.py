@@ -1,12 +1,12 @@
 """Names, keys and values that base.yml does not have: MaxText's (maxtext.yml) and former ones."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
-from maxdiloco.flags.base_yml import show
+from maxdiloco.flags.base_yml import Key, show
 from maxdiloco.flags.values import Given
 
 BASE = "base.yml"  # its file of defaults, which its command lines name first; ours too
@@ -15,10 +15,6 @@ FRACTION = (
     "batch, and those that share sequences by context parallelism add them together. Use 1 with "
     "fewer devices in a slice, or with ici_context_parallelism."
 )
-_HARMLESS = {
-    "any": r"(?s:.*)",
-    "off": r"false|0|0\.0*|-1|-1\.0*|none|null|\[\]|\{\}|0\.|disabled",
-}
 MOST_FOREIGN = 20  # keys of MaxText alone in a copy of our base.yml: our choice; its own has 700
 IN_ITS_PLACE = (
     "Put configs/base.yml in its place: the defaults here are this package's, and docs/maxtext.md "
@@ -30,53 +26,44 @@ IN_ITS_PLACE = (
 RENAMED = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}
 
 
-class Removed(NamedTuple):
-    """A key that is gone: its default then, and the remedy, with VALUE for what was given."""
-
-    default: Any
-    instead: str
-
-
 class Foreign(NamedTuple):
-    """Keys that base.yml does not have. names, harmless: regular expressions, see maxtext.yml."""
+    """Keys that base.yml does not have: an entry of maxtext.yml, which says what the fields are."""
 
-    names: str
-    harmless: str
-    why: str
-    instead: str
+    names: Sequence[str]
+    harmless: Sequence[str]
+    why: str = ""
+    instead: str = ""
 
 
 class Tables(NamedTuple):
-    """maxtext.yml. values: {(key, value): [our value, what differs], or what to do instead}."""
+    """The keys of base.yml, and maxtext.yml.
 
+    values: {key: {value: [our value, what differs], or what to do instead}}.
+    """
+
+    ours: dict[str, Key]
     other_names: dict[str, str]
-    values: dict[tuple[str, str], list[str] | str]
+    values: dict[str, dict[str, list[str] | str]]
     keys: list[Foreign]
-    removed: dict[str, Removed]
+    removed: dict[str, tuple[Any, str]]
 
     def foreign(self, name: str) -> Foreign | None:
         """The entry of a key of MaxText that base.yml does not have, None where there is none."""
-        return next((entry for entry in self.keys if re.fullmatch(entry.names, name)), None)
+        entries = () if name in self.ours else self.keys
+        return next((entry for entry in entries if _matches(name, entry.names)), None)
 
 
 def tables() -> Tables:
-    """What maxtext.yml says."""
+    """What base.yml and maxtext.yml say."""
     read = base_yml.read_table("maxtext.yml")
-    values = {
-        (key, text): entry for key, of in read["values"].items() for text, entry in of.items()
-    }
-    keys = []
-    for entry in read["keys"]:
-        harmless = entry["harmless"]
-        pattern = _HARMLESS[harmless] if isinstance(harmless, str) else "|".join(harmless)
-        why, instead = entry.get("why", ""), entry.get("instead", "")
-        keys.append(Foreign("|".join(entry["names"]), pattern, why, instead))
-    return Tables(RENAMED | read["other_names"], values, keys, removed())
+    keys = [Foreign(**entry) for entry in read["keys"]]
+    other_names = RENAMED | read["other_names"]
+    return Tables(base_yml.declared(), other_names, read["values"], keys, removed())
 
 
-def removed() -> dict[str, Removed]:
-    """{key: Removed} of removed.yml."""
-    return {name: Removed(*row) for name, row in base_yml.read_table("removed.yml").items()}
+def removed() -> dict[str, tuple[Any, str]]:
+    """{key that is gone: its default then, and the remedy, with VALUE for what was given}."""
+    return base_yml.read_table("removed.yml")
 
 
 def current(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +72,7 @@ def current(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {
         RENAMED.get(name, name): value
         for name, value in stored.items()
-        if name not in gone or value != gone[name].default
+        if name not in gone or value != gone[name][0]
     }
 
 
@@ -127,25 +114,21 @@ def _column(given: Given) -> Given:
 
 
 def taken(
-    given: Mapping[str, Given],
-    keys: Collection[str],
-    known: Tables,
-    warn: Callable[[str], None],
+    given: Mapping[str, Given], known: Tables, warn: Callable[[str], None]
 ) -> dict[str, Given]:
     """What was given without MaxText's keys, and with its values as this package names them.
 
-    given: names as `renamed` leaves them. keys: of base.yml; one of them is never taken for
-    MaxText's. warn: called with a line on what was dropped, and on each value that was replaced.
-    Raises ConfigError, one line for all that cannot be dropped.
+    given: names as `renamed` leaves them. warn: called with a line on what was dropped, and on each
+    value that was replaced. Raises ConfigError, one line for all that cannot be dropped.
     """
     kept, dropped, refused = {}, {}, []
     for name, value in given.items():
         text = value.raw if isinstance(value.raw, str) else show(value.raw)
-        entry = None if name in keys else known.foreign(name)
-        nearest = known.values.get((name, _plain(text)))
-        if entry is not None and (text == "" or re.fullmatch(entry.harmless, _plain(text))):
+        entry = known.foreign(name)
+        nearest = known.values.get(name, {}).get(_plain(text))
+        if entry is not None and (text == "" or _matches(_plain(text), entry.harmless)):
             dropped.setdefault(entry.why or "off here too", []).append(name)
-        elif name in known.removed and _plain(text) == _plain(show(known.removed[name].default)):
+        elif name in known.removed and _plain(text) == _plain(show(known.removed[name][0])):
             dropped.setdefault("that is so without it", []).append(name)
         elif entry is not None:
             refused.append(f"{name}={text} is MaxText's and not here. {entry.instead}.")
@@ -171,6 +154,10 @@ def taken(
         reasons = "; ".join(f"{', '.join(names)}: {why}" for why, names in dropped.items())
         warn(f"note: keys of MaxText that do nothing here and may be left out: {reasons}.")
     return kept
+
+
+def _matches(text: str, patterns: Sequence[str]) -> bool:
+    return re.fullmatch("|".join(patterns), text) is not None
 
 
 def _plain(text: str) -> str:

@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import base_yml
-from maxdiloco.flags.base_yml import Key, as_lists
+from maxdiloco.flags.base_yml import as_lists
 from maxdiloco.flags.maxtext import current
 
 KEEP = "\N{NO-BREAK SPACE}"
@@ -30,47 +30,38 @@ _DERIVED = {
 }
 
 
-def changed_keys(
-    saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key]
-) -> dict[str, tuple[Any, Any]]:
-    """Those of `differences` that must not be."""
-    return {
-        name: change
-        for name, change in differences(saved, new, keys=keys).items()
-        if name not in keys or not keys[name].may_change
-    }
+class Change(NamedTuple):
+    """A key that differs, with the saved and the new value. resume: what base.yml says of it."""
+
+    before: Any
+    after: Any
+    resume: str
 
 
-def differences(
-    saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key]
-) -> dict[str, tuple[Any, Any]]:
-    """{key: (saved value, new value)} of the keys that differ, in order of name.
+def differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Change]:
+    """The keys that differ, in order of name.
 
     saved: the config in a checkpoint. A key that it lacks is younger and had its default; one that
-    it alone has counts as changed to None. keys: base.yml's.
+    it alone has counts as changed to None.
     """
-    saved = current(saved)
-    changes = {}
+    saved, keys, changes = current(saved), base_yml.declared(), {}
     for name in sorted({*saved, *new}):
-        default = keys[name].default if name in keys else None
-        before, after = saved.get(name, default), new.get(name)
+        key = keys.get(name)
+        before, after = saved.get(name, key and key.default), new.get(name)
         if as_lists(before) != as_lists(after):
-            changes[name] = (before, after)
+            changes[name] = Change(before, after, key.resume if key else "")
     return changes
 
 
-def change_lines(
-    saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key]
-) -> list[str]:
+def change_lines(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Lines on all keys that differ, with both values: first those that may alter the result.
 
     KEEP joins words that belong in one line. Arguments: differences.
     """
     training, beside = [], []
-    for name, (before, after) in differences(saved, new, keys=keys).items():
+    for name, (before, after, resume) in differences(saved, new).items():
         line = f"{name} {_shown(before)} -> {_shown(after)}".replace(" ", KEEP)
-        aside = name in keys and keys[name].resume in _BESIDE
-        (beside if aside else training).append(line)
+        (beside if resume in _BESIDE else training).append(line)
     groups = (("changed since the checkpoint", training), ("changed beside the training", beside))
     return [f"{title}: {', '.join(lines)}" for title, lines in groups if lines]
 
@@ -81,20 +72,20 @@ def _shown(value: Any) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-def refuse_changes(
-    saved: Mapping[str, Any], new: Mapping[str, Any], *, keys: Mapping[str, Key], checkpoint: str
-) -> None:
+def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: str) -> None:
     """Raise CheckpointError for keys that alter the result, all named.
 
     checkpoint: its folder. The other arguments: differences.
     """
-    changes = changed_keys(saved, new, keys=keys)
+    found = differences(saved, new)
+    changes = {key: x for key, x in found.items() if not x.resume.startswith(base_yml.MAY_CHANGE)}
     if not changes:
         return
     named = ", ".join(
-        f"{key}={after} (the checkpoint has {before})" for key, (before, after) in changes.items()
+        f"{key}={change.after} (the checkpoint has {change.before})"
+        for key, change in changes.items()
     )
-    shaped = any(name in keys and keys[name].resume == base_yml.SHAPES for name in changes)
+    shaped = any(change.resume == base_yml.SHAPES for change in changes.values())
     weights = "" if shaped else f", with load_parameters_path={checkpoint} from its weights"
     meaning = "".join(f" {key} is {_DERIVED[key]}." for key in changes if key in _DERIVED)
     raise CheckpointError(
@@ -104,31 +95,18 @@ def refuse_changes(
     )
 
 
-def model_remedy(
-    new: Mapping[str, Any], *, keys: Mapping[str, Key]
-) -> Callable[[Mapping[str, Any]], str]:
-    """For restore_from: names the keys that shape the parameters and differ in a checkpoint's meta.
-
-    new: the config of this run. keys: base.yml's.
-    """
-    shapes = [name for name, key in keys.items() if key.resume == base_yml.SHAPES]
-
-    def remedy(meta: Mapping[str, Any]) -> str:
-        saved = {name: meta["config"][name] for name in shapes if name in meta["config"]}
-        changes = changed_keys(saved, {name: new[name] for name in shapes}, keys=keys)
-        if not changes:
-            return "The model keys agree: the checkpoint is of another program."
-        return f"Set {', '.join(f'{key}={before}' for key, (before, _) in changes.items())}."
-
-    return remedy
+def model_remedy(new: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
+    """Names the keys that shape the parameters and differ in a checkpoint's meta from this run."""
+    changes = differences(meta["config"], new)
+    shapes = [key for key, change in changes.items() if change.resume == base_yml.SHAPES]
+    if not shapes:
+        return "The model keys agree: the checkpoint is of another program."
+    return f"Set {', '.join(f'{key}={changes[key].before}' for key in shapes)}."
 
 
-def shared(values: Mapping[str, Any], *, keys: Mapping[str, Key]) -> dict[str, Any]:
-    """What has to be equal in all processes: the values without those of a host, and its paths.
-
-    values: of Config.as_dict. keys: base.yml's.
-    """
-    all_of = {}
+def shared(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be equal in all processes: the values without those of a host, and its paths."""
+    all_of, keys = {}, base_yml.declared()
     for name, value in values.items():
         hosts = keys[name].hosts
         if not hosts.startswith(base_yml.MAY_DIFFER):

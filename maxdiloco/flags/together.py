@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, eval_paths
+from maxdiloco.flags import base_yml
 from maxdiloco.flags.base_yml import Key, show
 
 
@@ -56,7 +56,7 @@ def named_values(cfg: Any, keys: Mapping[str, Key]) -> dict[str, Any]:
         "counted": f"{rounds} round{'s' * (rounds != 1)}",
         "most_fragments": cfg.base_num_decoder_layers + cfg.num_nonlayer_fragments,
         "least_fragments": cfg.num_nonlayer_fragments + 1,
-        "holds_out": eval_paths.holds_out(cfg),
+        "holds_out": cfg.holds_out(),
         "schedule_fraction": cfg.warmup_steps_fraction + cfg.wsd_decay_steps_fraction,
         "common_heads": math.gcd(cfg.base_num_query_heads, cfg.base_num_kv_heads),
         "larger_head_dim": cfg.head_dim + 1,

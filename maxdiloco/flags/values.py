@@ -18,7 +18,6 @@ _NUMBER = r"[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?"
 _NULL = "null"
 # Defaults that mean "none" or "choose": null is another word for them.
 _UNSET = ("", (), Table(), -1)
-_NULL_IS_DEFAULT = ("num_diloco_fragments",)  # null is MaxText's default there
 _TEXT_OR_TABLE = ("eval_dataset_path",)  # their default is text
 _TYPES = {bool: "bool", int: "int", float: "float", str: "text", tuple: "list", Table: "table"}
 
@@ -36,7 +35,7 @@ def convert(key: Key, given: Given) -> Value:
     Raises ConfigError for a value of another type.
     """
     raw = given.raw
-    if raw == _NULL and (key.default in _UNSET or key.name in _NULL_IS_DEFAULT):
+    if raw == _NULL and key.default in _UNSET:
         return key.default
     or_text = key.name in _TEXT_OR_TABLE
     if isinstance(key.default, tuple) or or_text:
@@ -55,28 +54,21 @@ def convert(key: Key, given: Given) -> Value:
         if raw.lower() not in _TRUE + _FALSE:
             raise _wrong(key, given, "is neither true nor false")
         return raw.lower() in _TRUE
-    if isinstance(key.default, int):
-        return _whole(key, given)
-    if isinstance(key.default, float):
-        if not re.fullmatch(_NUMBER, raw):
-            raise _wrong(key, given, "is not a number")
-        value = float(raw.replace("_", ""))
-        if not math.isfinite(value):
-            raise _wrong(key, given, "is too large")
-        return value
-    return raw
+    return _number(key, given) if isinstance(key.default, int | float) else raw
 
 
-def _whole(key: Key, given: Given) -> int:
-    """A whole number, also as 1e3 or 12.0."""
+def _number(key: Key, given: Given) -> int | float:
+    """A number; a whole one may be written as 1e3 or 12.0 too."""
+    is_whole = isinstance(key.default, int)
+    problem = "is not a whole number" if is_whole else "is not a number"
     if not re.fullmatch(_NUMBER, given.raw):
-        raise _wrong(key, given, "is not a whole number")
+        raise _wrong(key, given, problem)
     number = decimal.Decimal(given.raw.replace("_", ""))
-    if number and number.adjusted() >= MOST_DIGITS:
+    if (number and number.adjusted() >= MOST_DIGITS) if is_whole else math.isinf(float(number)):
         raise _wrong(key, given, "is too large")
-    if number and (number.adjusted() < 0 or number != number.to_integral_value()):
-        raise _wrong(key, given, "is not a whole number")
-    return int(number)
+    if is_whole and number and (number.adjusted() < 0 or number != number.to_integral_value()):
+        raise _wrong(key, given, problem)
+    return int(number) if is_whole else float(number)
 
 
 def same_type(key: Key, given: Given) -> Value:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import by_part, find, read, theta
+from maxdiloco.checkpoint import arrays, read, theta
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import run_tokenizer, stored
@@ -45,7 +45,7 @@ def export_model(
     if dtype not in ("stored", *_DTYPES):
         raise ConfigError(f"dtype={dtype} is none of stored, {', '.join(_DTYPES)}. Use one.")
     where = dict(base_output_directory=base_output_directory, step=step)
-    folder = find.locate(run, **where, key="RUN")
+    folder = read.locate(run, **where)
     folders.refuse_existing(target)
     safetensors_files.package()
     found = read.restore_from(folder, lambda meta: {}, key="RUN")
@@ -63,7 +63,7 @@ def export_model(
         say(f"the last {padding} of {cfg.padded_vocab_size} rows for tokens are padding, left out")
     leaves = list(dict.fromkeys(part.leaf.path for part in parts))
     item, replicas = theta.source(found.meta, parameters)
-    readers = [by_part.Reader(found.path, item, leaves, replica) for replica in replicas or [None]]
+    readers = [arrays.Reader(found.path, item, leaves, replica) for replica in replicas or [None]]
     dtypes = {path: _DTYPES.get(dtype, readers[0].dtype(path)) for path in leaves}
     dtypes |= {part.leaf.path: _DTYPES["float32"] for part in parts if part.tensor.float32}
     with folders.appearing(target) as appearing:
@@ -152,7 +152,7 @@ def _write_tensors(
     files: safetensors_files.Files,
     parts: Sequence[Part],
     scales: Mapping[str, float],
-    readers: Sequence[by_part.Reader],
+    readers: Sequence[arrays.Reader],
     say: Say,
 ) -> None:
     """Read each leaf once, box by box; no array of a box is left when the next is read."""

@@ -9,7 +9,6 @@ DST/huggingface/     config.json, the tokenizer's files and the like, for an exp
 import json
 import math
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ import jax
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import by_part, orbax_io, write
-from maxdiloco.checkpoint.by_part import PartedLeaf
+from maxdiloco.checkpoint import orbax_io, write
+from maxdiloco.checkpoint.arrays import PartedLeaf, Writer
 from maxdiloco.data import tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
@@ -217,35 +216,30 @@ def _write_checkpoint(
         part.leaf.path: PartedLeaf(part.leaf.shape, dtypes[part.leaf.path], len(part.index))
         for part in parts
     }
-    target = folder / "checkpoints" / "0"
-    target.parent.mkdir()
-    unfinished = write.folder_of(target, attempt=0)
-    write.prepare(unfinished, target, (), nbytes=by_part.nbytes(leaves))
-    writer = by_part.Writer(unfinished / OUTER_PARAMS, leaves)
-    done = folders.Progress("imported", by_part.nbytes(leaves), say)
-    for part in parts:
-        done.more(_write_part(writer, part, found[part.name]))
-    writer.commit()
-    done.last("the checkpoint is sealed")
-    tree = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
     files, fingerprint = {}, tokenizer.ByteTokenizer().fingerprint
     if cfg.tokenizer_type != "byte":
         there = cfg.as_dict() | {"tokenizer_path": str(folder / CARRIED)}
         found_tokenizer = tokenizer.build(there, cfg.vocab_size)
         files = run_tokenizer.travelling_files(found_tokenizer)
         fingerprint = found_tokenizer.fingerprint
-    save = write.Save(
-        folder=unfinished,
-        target=target,
-        items=(),  # Orbax merges the parts of several processes; here is one
-        files=files,
-        note=orbax_io.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, fingerprint)),
-        deadline=time.monotonic(),
-    )
+    tree = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+    note = orbax_io.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, fingerprint))
+    target = folder / "checkpoints" / "0"
+    target.parent.mkdir()
+    # No items: Orbax merges the parts of several processes; here is one.
+    save = write.Save(target, (), files, note)
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
+    write.prepare(save, nbytes=nbytes)
+    writer = Writer(save.folder / OUTER_PARAMS, leaves)
+    done = folders.Progress("imported", nbytes, say)
+    for part in parts:
+        done.more(_write_part(writer, part, found[part.name]))
+    writer.commit()
+    done.last("the checkpoint is sealed")
     write.commit(save, None)
 
 
-def _write_part(writer: by_part.Writer, part: Part, stored: Stored) -> int:
+def _write_part(writer: Writer, part: Part, stored: Stored) -> int:
     """Returns the bytes written. Rows that the files lack are zeros."""
     values = safetensors_files.read(stored)
     if missing := part.shape[0] - values.shape[0]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import find, read, seal
+from maxdiloco.checkpoint import read, seal
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml
 from maxdiloco.metrics.line_files import parsed, read_history
@@ -66,7 +66,7 @@ def load(
     """
     folders: list[epath.Path] = []
     for name in given:
-        folder = find.locate(name, base_output_directory=base_output_directory, key="RUN")
+        folder = read.locate(name, base_output_directory=base_output_directory)
         if (folder / seal.FILE).exists() and folder.parent.name == "checkpoints":
             folder = folder.parent.parent
         if folder in folders:

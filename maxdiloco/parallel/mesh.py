@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.checks import AXES
-from maxdiloco.flags.hardware import Hardware
+from maxdiloco.flags.config import Config
 from maxdiloco.parallel import chips, processor
 from maxdiloco.processes import distributed
 
@@ -51,32 +51,32 @@ def product(sizes: Mapping[str, int]) -> str:
 # -- before JAX's backends start -------------------------------------------------------------------
 
 
-def choose_platform(asked: Hardware) -> None:
+def choose_platform(cfg: Config) -> None:
     """Set JAX's platform; hardware=auto leaves the choice to JAX."""
-    if asked.platform == "tpu" or (asked.platform == "auto" and not on_cpu_alone(asked)):
-        tell_libtpu(asked)
-    if asked.platform in _PLATFORMS:
-        jax.config.update("jax_platforms", _PLATFORMS[asked.platform])
+    if cfg.hardware == "tpu" or (cfg.hardware == "auto" and not on_cpu_alone(cfg)):
+        tell_libtpu(cfg)
+    if cfg.hardware in _PLATFORMS:
+        jax.config.update("jax_platforms", _PLATFORMS[cfg.hardware])
 
 
-def tell_libtpu(asked: Hardware) -> None:
+def tell_libtpu(cfg: Config) -> None:
     """Set libtpu's flags for the programs of a run."""
-    if not asked.offloads:  # whose copies would seem slow too, and begin early
+    if not cfg.optimizer_memory_host_offload:  # whose copies would seem slow too, and begin early
         chips.hide_transfers()
 
 
-def on_cpu_alone(asked: Hardware) -> bool:
+def on_cpu_alone(cfg: Config) -> bool:
     """Whether JAX may use nothing but the CPU."""
-    on_cpu = asked.platform == "auto" and jax.config.jax_platforms == "cpu"
-    return asked.platform == "cpu" or on_cpu
+    on_cpu = cfg.hardware == "auto" and jax.config.jax_platforms == "cpu"
+    return cfg.hardware == "cpu" or on_cpu
 
 
-def set_up_cpu(asked: Hardware) -> None:
+def set_up_cpu(cfg: Config) -> None:
     """Memory and threads of XLA:CPU where JAX may use nothing else."""
-    if not on_cpu_alone(asked):
+    if not on_cpu_alone(cfg):
         return
     count = jax.config.jax_num_cpu_devices
-    count = emulated_devices(asked, num_processes=1) if count == -1 else count
+    count = emulated_devices(cfg, num_processes=1) if count == -1 else count
     in_caller = count == 1 and not distributed.launcher(os.environ, on_tpu=False)
     if in_caller:
         run_in_caller()
@@ -88,17 +88,17 @@ def run_in_caller() -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def emulated_devices(asked: Hardware, num_processes: int) -> int:
+def emulated_devices(cfg: Config, num_processes: int) -> int:
     """CPU devices that the mesh needs, the same number in each process.
 
     Open sizes: of the dcn tier a slice for each process, of the ici tier a device for each.
     Raises ConfigError when all sizes are given and the devices cannot be shared evenly.
     """
-    slices = known = math.prod(size for size in asked.dcn.values() if size != -1)
-    if -1 in asked.dcn.values():
-        slices = asked.num_slices if asked.num_slices != -1 else math.lcm(known, num_processes)
-    needed = slices * math.prod(size for size in asked.ici.values() if size != -1)
-    if -1 in asked.ici.values():
+    slices = known = math.prod(size for size in cfg.sizes("dcn").values() if size != -1)
+    if -1 in cfg.sizes("dcn").values():
+        slices = cfg.num_slices if cfg.num_slices != -1 else math.lcm(known, num_processes)
+    needed = slices * math.prod(size for size in cfg.sizes("ici").values() if size != -1)
+    if -1 in cfg.sizes("ici").values():
         return math.lcm(needed, num_processes)
     if needed % num_processes:
         raise ConfigError(
@@ -108,30 +108,30 @@ def emulated_devices(asked: Hardware, num_processes: int) -> int:
     return needed
 
 
-def emulate_devices(asked: Hardware, *, num_processes: int) -> None:
+def emulate_devices(cfg: Config, *, num_processes: int) -> None:
     """Make as many CPU devices as the mesh needs, where JAX may use nothing else.
 
     MOST_EMULATED at most; `build` refuses a mesh that needs more. An explicit jax_num_cpu_devices
     is respected. Raises ConfigError like emulated_devices.
     """
-    if on_cpu_alone(asked) and jax.config.jax_num_cpu_devices == -1:
-        needed = emulated_devices(asked, num_processes)
+    if on_cpu_alone(cfg) and jax.config.jax_num_cpu_devices == -1:
+        needed = emulated_devices(cfg, num_processes)
         jax.config.update("jax_num_cpu_devices", min(needed // num_processes, MOST_EMULATED))
 
 
 # -- the devices, and the mesh ---------------------------------------------------------------------
 
 
-def visible_devices(asked: Hardware) -> list[jax.Device]:
+def visible_devices(cfg: Config) -> list[jax.Device]:
     """All devices of the run; starts JAX's backends.
 
     Raises ConfigError when they are not what `hardware` asks for, and when they belong to several
     processes without jax.distributed: nobody would notice a lost one.
     """
-    needs_extra = asked.platform in _EXTRAS
+    needs_extra = cfg.hardware in _EXTRAS
     remedy = (
         "See that this machine has one and JAX can use it (in a checkout of maxdiloco: pip install "
-        f"-e '.[{_EXTRAS.get(asked.platform)}]'), or set hardware=cpu."
+        f"-e '.[{_EXTRAS.get(cfg.hardware)}]'), or set hardware=cpu."
     )
     try:
         devices = jax.devices()
@@ -141,15 +141,15 @@ def visible_devices(asked: Hardware) -> list[jax.Device]:
             raise
         reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
         raise ConfigError(
-            f"hardware={asked.platform} does not work here: {reason}. {remedy}"
+            f"hardware={cfg.hardware} does not work here: {reason}. {remedy}"
         ) from error
-    if needs_extra and devices[0].platform != asked.platform:
+    if needs_extra and devices[0].platform != cfg.hardware:
         raise ConfigError(
-            f"hardware={asked.platform} but JAX finds only {devices[0].platform} devices. {remedy}"
+            f"hardware={cfg.hardware} but JAX finds only {devices[0].platform} devices. {remedy}"
         )
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise ConfigError(
-            f"hardware={asked.platform}: the devices belong to {jax.process_count()} processes, "
+            f"hardware={cfg.hardware}: the devices belong to {jax.process_count()} processes, "
             f"but this one has joined no other. On a TPU pod set hardware=tpu; elsewhere set "
             f"JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
         )
@@ -168,13 +168,13 @@ def slice_of(device: jax.Device) -> int:
         return 0
 
 
-def count_slices(asked: Hardware, devices: Sequence[jax.Device]) -> int:
+def count_slices(cfg: Config, devices: Sequence[jax.Device]) -> int:
     """Real slices on TPU; elsewhere by the dcn tier, num_slices, or GPU hosts and processes."""
     numbered, platform = len({slice_of(device) for device in devices}), devices[0].platform
-    if platform != "tpu" and -1 not in asked.dcn.values():
-        return math.prod(asked.dcn.values())
-    if platform != "tpu" and asked.num_slices != -1:
-        return asked.num_slices
+    if platform != "tpu" and -1 not in cfg.sizes("dcn").values():
+        return math.prod(cfg.sizes("dcn").values())
+    if platform != "tpu" and cfg.num_slices != -1:
+        return cfg.num_slices
     if platform in ("tpu", "gpu"):
         return numbered
     return len({device.process_index for device in devices})
@@ -185,7 +185,7 @@ def on_gpus(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
 
 
-def build(asked: Hardware, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh over AXES, DCN parts outermost within each axis.
 
     devices: those to use, all visible ones when None; on CPU the mesh takes the first ones it
@@ -193,18 +193,18 @@ def build(asked: Hardware, devices: Sequence[jax.Device] | None = None) -> Mesh:
     some whole hosts or a part of one, on CPU any contiguous block.
     Raises ConfigError when the sizes do not fit the devices.
     """
-    devices = visible_devices(asked) if devices is None else list(devices)
-    platform, ici = devices[0].platform, asked.ici
+    devices = visible_devices(cfg) if devices is None else list(devices)
+    platform, ici = devices[0].platform, cfg.sizes("ici")
     if platform == "gpu":  # a launcher may assign processes to hosts in turn
         devices.sort(key=lambda device: (slice_of(device), device.process_index, device.id))
-    slices, dcn = count_slices(asked, devices), sizes_over_slices(asked, devices)
+    slices, dcn = count_slices(cfg, devices), sizes_over_slices(cfg, devices)
     is_open = -1 in ici.values()
     if platform == "cpu" and not is_open:
         devices = devices[: slices * math.prod(ici.values())]
     known = {axis: dcn[axis] * size for axis, size in ici.items()}
     needed = abs(math.prod(known.values()))
     if len(devices) % needed or (not is_open and len(devices) != needed):
-        emulate = platform == "cpu" and asked.platform != "cpu"
+        emulate = platform == "cpu" and cfg.hardware != "cpu"
         raise ConfigError(
             f"the mesh {product(known)} devices, but {len(devices)} are visible. Change a "
             f"dcn_*_parallelism or ici_*_parallelism key, or set one of the ici tier to -1"
@@ -230,9 +230,9 @@ def _check_hosts(devices: list[jax.Device], slices: int) -> None:
             )
 
 
-def sizes_over_slices(asked: Hardware, devices: Sequence[jax.Device]) -> dict[str, int]:
+def sizes_over_slices(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, int]:
     """Size of each axis over slices, in mesh order, none left open."""
-    return fill(asked.dcn, count_slices(asked, devices), "dcn")
+    return fill(cfg.sizes("dcn"), count_slices(cfg, devices), "dcn")
 
 
 def _arrange(
@@ -264,10 +264,10 @@ def devices_of_slice(mesh: Mesh) -> int:
     return mesh.size // mesh.shape["diloco"]
 
 
-def describe(mesh: Mesh, asked: Hardware) -> str:
+def describe(mesh: Mesh, cfg: Config) -> str:
     """One line for the start of a run."""
     devices = list(mesh.devices.flat)
-    dcn = sizes_over_slices(asked, devices)
+    dcn = sizes_over_slices(cfg, devices)
     ici = tuple(mesh.shape[axis] // size for axis, size in dcn.items())
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     shared = _arrange(devices, tuple(dcn.values()), ici)[1]

@@ -14,7 +14,6 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.base_yml import show
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.parallel import chips
@@ -45,7 +44,7 @@ def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
         jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
     if name := cfg.compile_topology:
         if not topology.find(name).is_gpu:
-            mesh_lib.tell_libtpu(hardware_of(cfg))
+            mesh_lib.tell_libtpu(cfg)
         elif cfg.compiled_trainstep_file:
             raise ConfigError(
                 f"compiled_trainstep_file={cfg.compiled_trainstep_file} cannot be made for "
@@ -53,9 +52,9 @@ def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
                 f"fast. Make it on the GPUs, with compile_topology empty."
             )
         return _absent(cfg)
-    mesh_lib.choose_platform(hardware_of(cfg))
-    mesh_lib.emulate_devices(hardware_of(cfg), num_processes=1)
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh_lib.choose_platform(cfg)
+    mesh_lib.emulate_devices(cfg, num_processes=1)
+    mesh = mesh_lib.build(cfg)
     if mesh.devices.flat[0].platform == "tpu":
         raise ConfigError(
             "compile_topology is empty, but the devices of this machine are TPUs. Name them, as "
@@ -78,9 +77,9 @@ def _absent(cfg: Config) -> tuple[Config, Mesh, Chip]:
                     f"{key}={show(on_device)}, which counts all on the device, or leave "
                     f"compile_topology empty on the GPUs."
                 )
-        mesh_lib.fill(hardware_of(cfg).dcn, num_slices, "dcn")
+        mesh_lib.fill(cfg.sizes("dcn"), num_slices, "dcn")
         cfg = config.from_dict(cfg.as_dict() | {"num_slices": num_slices})
-    mesh = mesh_lib.build(hardware_of(cfg), topology.devices(name, num_slices))
+    mesh = mesh_lib.build(cfg, topology.devices(name, num_slices))
     return cfg, mesh, found.chip
 
 
@@ -108,7 +107,7 @@ def programs(
         calls = parts.trainer.calls(parts.batch)[:1]
     else:
         calls = [*assemble.calls(cfg, parts), *arrays.calls(state, on_compile=on_compile)]
-    dcn = mesh_lib.sizes_over_slices(hardware_of(cfg), list(mesh.devices.flat))
+    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     found = measure.measure(calls, state, mesh=mesh, dcn=dcn, chip=chip, gbps=gbps, say=say)
     return cfg, parts, found
 
@@ -118,8 +117,8 @@ def report(
 ) -> tuple[Config, assemble.Parts, Report]:
     """The config with remat_policy chosen, the parts of a run on the mesh, and the report."""
     cfg, parts, found = programs(cfg, mesh, chip, gbps=gbps, say=say)
-    dcn = mesh_lib.sizes_over_slices(hardware_of(cfg), list(mesh.devices.flat))
-    slices = mesh_lib.count_slices(hardware_of(cfg), list(mesh.devices.flat))
+    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
+    slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
     description, name = parts.trainer.description, cfg.compile_topology
     exchanges = bool(description.resident)  # "" of data parallelism
     named = topology.find(name) if name else None

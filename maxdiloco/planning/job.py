@@ -13,7 +13,6 @@ from maxdiloco.evaluation import on_mesh
 from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models import devices, transformer
 from maxdiloco.models.spec import from_config
 from maxdiloco.models.transformer import Model
@@ -132,12 +131,12 @@ def of(cfg: Config) -> Job:
         per_host = min(found.on_host, per_slice)
         platform = "gpu" if found.is_gpu else "tpu"
     else:
-        tiers = (hardware_of(cfg).dcn, hardware_of(cfg).ici)  # an open size counts as one
+        tiers = (cfg.sizes("dcn"), cfg.sizes("ici"))  # an open size counts as one
         slices, per_slice = (math.prod(n for n in tier.values() if n != -1) for tier in tiers)
         slices, per_host = slices if cfg.num_slices == -1 else cfg.num_slices, per_slice
     _check(cfg, slices)
-    dcn = mesh_lib.fill(hardware_of(cfg).dcn, slices, "dcn")
-    ici = mesh_lib.fill(hardware_of(cfg).ici, per_slice, "ici")
+    dcn = mesh_lib.fill(cfg.sizes("dcn"), slices, "dcn")
+    ici = mesh_lib.fill(cfg.sizes("ici"), per_slice, "ici")
     mesh = AbstractMesh(tuple(dcn[axis] * ici[axis] for axis in AXES), AXES)
     backend = platform if platform in ("tpu", "gpu") else "cpu"
     devices.check(cfg.max_target_length, mesh.shape["context"])

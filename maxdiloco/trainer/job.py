@@ -16,9 +16,8 @@ from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from maxdiloco.flags import base_yml, checks, resume
+from maxdiloco.flags import checks, resume
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import agree, coordination, distributed, output
 from maxdiloco.processes.peers import Room
@@ -46,9 +45,8 @@ def joined(cfg: Config) -> Iterator[Room | None]:
     Raises ConfigError for keys or versions that differ between the processes and for devices that
     are not there, LostPeerError.
     """
-    asked = hardware_of(cfg)
-    mesh_lib.choose_platform(asked)
-    mesh_lib.set_up_cpu(asked)
+    mesh_lib.choose_platform(cfg)
+    mesh_lib.set_up_cpu(cfg)
     with distributed.processes(
         os.environ,
         timeout_s=cfg.jax_distributed_initialization_timeout,
@@ -63,12 +61,12 @@ def joined(cfg: Config) -> Iterator[Room | None]:
             versions = {f"version of {name}": version for name, version in installed.items()}
             coordination.require_equal(
                 room.job,
-                resume.shared(cfg.as_dict(), keys=base_yml.declared()) | versions,
+                resume.shared(cfg.as_dict()) | versions,
                 difference=resume.difference,
                 timeout_s=cfg.peer_timeout_seconds,
             )
-        mesh_lib.emulate_devices(asked, num_processes=room.job.num_processes if room else 1)
-        mesh_lib.visible_devices(asked)  # those that are not there are refused before JAX is used
+        mesh_lib.emulate_devices(cfg, num_processes=room.job.num_processes if room else 1)
+        mesh_lib.visible_devices(cfg)  # those that are not there are refused before JAX is used
         yield room
 
 
@@ -91,7 +89,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     """
     folder = cfg.jax_cache_dir or jax.config.values["jax_compilation_cache_dir"]
     source = "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh = mesh_lib.build(cfg)
     on_gpus = mesh_lib.on_gpus(mesh)
     # The variable of the environment may be one host's alone.
     if not (agree.in_any_process(bool(folder)) if on_gpus else folder):

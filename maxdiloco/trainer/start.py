@@ -3,6 +3,7 @@
     # R replicas
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco.checkpoint import find, read, saved_state
+from maxdiloco.checkpoint import read, saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import Restored
 from maxdiloco.data import mixture
@@ -20,7 +21,7 @@ from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
 from maxdiloco.evaluation import run_texts, run_tokenizer
-from maxdiloco.flags import base_yml, checks, config, eval_paths, resume
+from maxdiloco.flags import base_yml, checks, config, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import fitting
 from maxdiloco.metrics.console import WIDTH, fit
@@ -93,7 +94,6 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
     resume.refuse_changes(
         stored | {rows: saved.meta["position"]["B"]},
         cfg.as_dict() | {rows: B},
-        keys=base_yml.declared(),
         checkpoint=str(saved.path),
     )
     before, now = saved.meta["contents"], data["contents"]
@@ -102,7 +102,7 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
     given = f"dataset_path={cfg.dataset_path or 'empty'}"
     if sources := mixture.changed_sources(before, now):
         given = f"dataset_mixture, sources {', '.join(sources)}"
-    if eval_paths.holds_out(config.from_dict(stored)) != eval_paths.holds_out(cfg):
+    if config.from_dict(stored).holds_out() != cfg.holds_out():
         shown = base_yml.show(cfg.eval_dataset_path) or "empty"
         given = f"eval_dataset_path={shown} decides what is held out"
     raise CheckpointError(
@@ -131,7 +131,7 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
             with read.reading(folder.path, "base_output_directory"):
                 resumes = cfg.enable_checkpointing and read.steps(folder.checkpoints)
             if not resumes:
-                find.newest_meta(absolute(path, key=key), key=key)
+                read.newest_meta(absolute(path, key=key), key=key)
 
 
 def agreed_data(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
@@ -150,11 +150,11 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     """
     trainer = parts.trainer
     if start.saved is None:
-        params, restored = read.restore_parameters(
+        params, restored = theta.restore_parameters(
             cfg.load_parameters_path,
             lambda meta: parts.params,
             key="load_parameters_path",
-            remedy=resume.model_remedy(cfg.as_dict(), keys=base_yml.declared()),
+            remedy=functools.partial(resume.model_remedy, cfg.as_dict()),
         )
         is_another = restored.meta["tokenizer"] != run_tokenizer.open_tokenizer(cfg).fingerprint
         if is_another and jax.process_index() == 0:
@@ -206,7 +206,7 @@ def changes(
         stored, before = saved.meta["config"], saved.meta["schedule_steps"]
         old = config.from_dict(stored)
         lines += [
-            *resume.change_lines(stored, cfg.as_dict(), keys=base_yml.declared()),
+            *resume.change_lines(stored, cfg.as_dict()),
             *parts.trainer.reading(_layout(cfg, saved)).lines(saved.step),
             *rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps),
         ]

@@ -23,7 +23,6 @@ from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.evaluation import on_mesh, run_texts, run_tokenizer
 from maxdiloco.flags import checks, config, together
 from maxdiloco.flags.config import Config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.speed import active_parameters
@@ -58,7 +57,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
     primary = jax.process_index() == 0
     console = Console(shown=primary)
     say = console.say
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh = mesh_lib.build(cfg)
     shape = assemble.batch_shape(cfg, mesh)
     cfg = config.with_replicas(cfg, shape.num_replicas)
     for line in [*notes, *_settings(cfg, mesh)]:
@@ -183,7 +182,7 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
         *(compiled_file.check(path, cfg, mesh) if path else ()),
         *config.describe_differences(cfg),
         *together.lines(cfg),
-        mesh_lib.describe(mesh, hardware_of(cfg)),
+        mesh_lib.describe(mesh, cfg),
     ]
 
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.read import restore_parameters
+from maxdiloco.checkpoint.theta import restore_parameters
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.run_folder import locate
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.checkpoint import arrays as arrays_lib
-from maxdiloco.checkpoint import by_part, orbax_io
+from maxdiloco.checkpoint import orbax_io
 from maxdiloco.checkpoint.arrays import Cycled, read_item, split_over_slices
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.errors import CheckpointError
@@ -61,20 +61,21 @@ def test_gathered_leaves_are_read_one_at_a_time(mesh_of, step_folder, monkeypatc
 def test_a_host_reads_a_bounded_number_of_bytes_ahead(step_folder, monkeypatch, room, leaves):
     """Two leaves of 128 bytes fit into 256; a third is begun before the first one is placed."""
     started, most = [], []
-    start, finish = arrays_lib._started, arrays_lib._finished
+    start = arrays_lib._started
 
-    def counted_start(*args):
-        started.append(start(*args))
-        return started[-1]
+    def counted(*args):
+        nbytes, finish = start(*args)
+        started.append(finish)
 
-    def counted_finish(reading):
-        most.append(len(started))
-        started.remove(reading)
-        return finish(reading)
+        def counted_finish():
+            most.append(len(started))
+            started.remove(finish)
+            return finish()
+
+        return nbytes, counted_finish
 
     monkeypatch.setattr(arrays_lib, "READ_AHEAD_BYTES", room)
-    monkeypatch.setattr(arrays_lib, "_started", counted_start)
-    monkeypatch.setattr(arrays_lib, "_finished", counted_finish)
+    monkeypatch.setattr(arrays_lib, "_started", counted)
     found = read_item(step_folder, "params", wanted())
     jax.tree.map(np.testing.assert_array_equal, found, VALUES)
     assert max(most) == leaves
@@ -122,7 +123,11 @@ def test_an_array_that_cannot_be_read_is_one_line(step_folder, lost):
 )
 def test_the_dimension_that_is_read_in_parts(mesh_of, shape, spec, padded, expected):
     """The first whose shards divide; else the longest, padded."""
-    assert split_over_slices(shape, NamedSharding(mesh_of(2, 2), spec)) == (padded, expected)
+    mesh = mesh_of(2, 2)
+    assert split_over_slices(shape, NamedSharding(mesh, spec)) == (
+        padded,
+        NamedSharding(mesh, expected),
+    )
 
 
 MB = 1 << 20
@@ -161,13 +166,13 @@ def test_a_chunk_of_a_sharded_leaf_is_one_layer_of_a_devices_part(mesh_of, tmp_p
     sharding = NamedSharding(mesh, P("diloco", None, "fsdp"))
     with Checkpointer(tmp_path, max_to_keep=1, use_async=False) as checkpointer:
         checkpointer.save(7, {"params": jax.device_put(values, sharding)}, {})
-    reader = by_part.Reader(tmp_path / "7", "params", tuple(values), entry=1)
+    reader = arrays_lib.Reader(tmp_path / "7", "params", tuple(values), entry=1)
     sizes = {
         name: [tuple(s.stop - s.start for s in box) for box in reader.boxes(name, 1)]
         for name in values
     }
     assert sizes == {"large": [(1, 8, 4)] * 3, "small": [(2, 4, 4)] * 2}
-    of_one = by_part.Reader(tmp_path / "7", "params", tuple(values), entry=0)
+    of_one = arrays_lib.Reader(tmp_path / "7", "params", tuple(values), entry=0)
     for layer in range(3):
         box = (slice(layer, layer + 1), slice(0, 8), slice(0, 4))
         np.testing.assert_array_equal(of_one.read("large", box)[0], values["large"][0, layer])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_tools import folder_of
 
-from maxdiloco.checkpoint import find, orbax_io, own_folder, seal, write
+from maxdiloco.checkpoint import orbax_io, read, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.errors import CheckpointError
@@ -119,13 +119,13 @@ def test_a_checkpoint_of_a_later_format_is_one_line_and_no_damage(tmp_path, two_
         r"to 1\. Use that version or a later one\."
     )
     with Checkpointer(folder, max_to_keep=1) as checkpointer:
-        for read in (
+        for read_it in (
             lambda: restore_from(folder.parent, wanted, key="k"),
-            lambda: find.newest_meta(folder.parent, key="k"),
+            lambda: read.newest_meta(folder.parent, key="k"),
             lambda: checkpointer.restore(wanted),
         ):
             with pytest.raises(CheckpointError, match=message):
-                read()
+                read_it()
     assert sorted(os.listdir(folder)) == ["10", "20"]
 
 
@@ -146,7 +146,7 @@ def test_processes_share_the_examination_and_above_a_limit_only_sizes_count(
     meta = newest / "meta" / "metadata"
     content = meta.read_bytes()
     meta.unlink()
-    found = [seal.damage(newest, first=process, stride=3) for process in range(3)]
+    found = [seal.damage(newest, range(process, 100, 3)) for process in range(3)]
     assert [one.what for one in found if one] == ["meta/metadata is missing"]
     index = next(one.index for one in found if one)
     assert seal.damage(newest, indices=[index]) in found
@@ -165,13 +165,13 @@ def test_where_folders_cannot_be_renamed_the_commit_file_goes_first(
 ):
     """gs://: a folder has its final name from the start, a mark beside it says that it goes."""
     folder = damaged_run(tmp_path, two_saved)
-    monkeypatch.setattr(own_folder, "is_local", lambda path: False)
+    monkeypatch.setattr(write, "is_local", lambda path: False)
     gone = []
     rmtree = type(folder).rmtree
     monkeypatch.setattr(
         type(folder), "rmtree", lambda path: gone.append(sorted(os.listdir(path))) or rmtree(path)
     )
-    own = own_folder.OwnFolder(folder, run="", locked=True, say=print)
+    own = write.OwnFolder(folder, run="", locked=True, say=print)
     own.adopt(folder / "20", older=True)
     own.remove(10)
     (names,) = gone

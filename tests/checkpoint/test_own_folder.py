@@ -16,7 +16,7 @@ from etils import epath
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from maxdiloco.checkpoint import orbax_io, own_folder, seal, write
+from maxdiloco.checkpoint import orbax_io, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.write import DELETED, UNFINISHED
 from maxdiloco.errors import CheckpointError
@@ -175,7 +175,7 @@ def test_without_locks_what_is_unfinished_stays_and_is_said(tmp_path, monkeypatc
     def no_locks(descriptor, how):
         raise OSError(9, "Bad file descriptor")
 
-    monkeypatch.setattr(own_folder.fcntl, "flock", no_locks)
+    monkeypatch.setattr(write.fcntl, "flock", no_locks)
     put(tmp_path / f"5{UNFINISHED}", "folder")
     said = []
     with Checkpointer(tmp_path, max_to_keep=1, say=said.append) as checkpointer:
@@ -210,11 +210,12 @@ def test_objects_of_others_under_the_name_of_a_step_stay(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "is_local", lambda path: False)
     target = epath.Path(tmp_path / "7")
     put(target, "folder")
+    unfinished = write.Save(target, (), {}, {})
     for is_alone in (True, False):
         with pytest.raises(OSError, match="7 is there and is no checkpoint"):
-            write.prepare(target, target, (), nbytes=0, is_alone=is_alone)
+            write.prepare(unfinished, nbytes=0, is_alone=is_alone)
     write.mark_of(target).write_text("")
-    assert write.prepare(target, target, (), nbytes=0, is_alone=True)
+    assert write.prepare(unfinished, nbytes=0, is_alone=True)
     assert not target.exists() and write.mark_of(target).exists()
 
 
@@ -299,7 +300,7 @@ def test_a_line_tells_at_the_start_when_the_disk_is_too_small_for_all_that_are_k
     assert checkpointer.shortage(NBYTES) == []
     disk(2 * NBYTES)
     folder = checkpointer._folder / "not" / "made"
-    other = own_folder.OwnFolder(folder, run="", locked=True, say=print)
+    other = write.OwnFolder(folder, run="", locked=True, say=print)
     assert other.shortage(NBYTES, count=1) == []
     (line,) = checkpointer.shortage(NBYTES)
     assert "max_num_checkpoints_to_keep=3 checkpoints take up to 0.2 MB" in line

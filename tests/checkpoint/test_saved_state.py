@@ -16,7 +16,7 @@ from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import arrays as arrays_lib
 from maxdiloco.checkpoint import saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.read import restore_from, restore_parameters
+from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.engine.trainer import OUTER_OF_EACH, SavedLayout
 
 PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
@@ -105,9 +105,14 @@ class Watched:
     def __init__(self, monkeypatch):
         self.before = jax.live_arrays()  # kept, or new arrays would take over their ids
         self.most = Counter()
-        for name in ("result", "_finished"):
-            inner = getattr(arrays_lib, name)
-            monkeypatch.setattr(arrays_lib, name, lambda *a, inner=inner: self.look(inner(*a)))
+        result, start = arrays_lib.result, arrays_lib._started
+        monkeypatch.setattr(arrays_lib, "result", lambda *a: self.look(result(*a)))
+
+        def started(*args):
+            nbytes, finish = start(*args)
+            return nbytes, lambda: self.look(finish())
+
+        monkeypatch.setattr(arrays_lib, "_started", started)
 
     def look(self, found=None):
         before = set(map(id, self.before))
@@ -231,7 +236,7 @@ def test_a_run_with_eager_updates_is_read_as_its_mean_and_goes_on_from_it_withou
     here = SingleDeviceSharding(jax.devices()[0])
     for dtype in (jnp.float32, jnp.bfloat16):
         like = {"w": jax.ShapeDtypeStruct((3, 2), dtype, sharding=here)}
-        found, restored = restore_parameters(tmp_path, lambda meta, like=like: like, key="RUN")
+        found, restored = theta.restore_parameters(tmp_path, lambda _, like=like: like, key="RUN")
         assert restored.items.keys() == {"outer"}
         np.testing.assert_array_equal(found["w"], mean.astype(dtype))
     target, _ = trained(2, 0, sync_period=2)
@@ -248,11 +253,10 @@ def test_a_run_with_eager_updates_is_read_as_its_mean_and_goes_on_from_it_withou
 def test_the_thetas_of_replicas_are_divided_among_the_slices_where_they_divide(mesh_of, R, first):
     """Read in float32, whatever the mean is wanted in."""
     like = jax.ShapeDtypeStruct((6,), jnp.bfloat16, sharding=NamedSharding(mesh_of(2), P()))
-    wanted = theta.wanted({"w": like}, {"theta_item": OUTER_OF_EACH, "num_replicas": R})
-    found = wanted.abstract["w"]
-    assert (wanted.item, found.shape, found.dtype) == (OUTER_OF_EACH, (R, 6), jnp.float32)
+    item, wanted, _ = theta.wanted({"w": like}, {"theta_item": OUTER_OF_EACH, "num_replicas": R})
+    found = wanted["w"]
+    assert (item, found.shape, found.dtype) == (OUTER_OF_EACH, (R, 6), jnp.float32)
     assert found.sharding.spec == P(first)
     like = {"w": like}
     for meta in ({}, {"theta_item": "outer_params"}):  # of any other run
-        wanted = theta.wanted(like, meta)
-        assert (wanted.item, wanted.abstract) == ("outer_params", like)
+        assert theta.wanted(like, meta)[:2] == ("outer_params", like)

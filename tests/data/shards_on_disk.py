@@ -6,7 +6,6 @@ from maxdiloco.data import kinds, tokenizer
 from maxdiloco.data.prepared import prepare
 from maxdiloco.data.prepared.prepare import Work
 from maxdiloco.evaluation import run_texts, run_tokenizer
-from maxdiloco.flags import eval_paths
 
 TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
 
@@ -29,7 +28,7 @@ def make(path, out, *, tokens=None, part_bytes=1 << 10, **changed):
 def open_dataset(cfg, split="train", **options):
     """The data of a split, with the tokenizer of the config."""
     if split == "eval":
-        options["path"] = next(iter(eval_paths.named(cfg).values()))
+        options["path"] = next(iter(cfg.eval_paths().values()))
     return run_texts.open_dataset(cfg, run_tokenizer.open_tokenizer(cfg), split=split, **options)
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from maxdiloco.aot.hlo import reader, traffic
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 
@@ -76,7 +75,7 @@ def test_data_parallelism_sends_the_gradients_of_each_micro_batch_by_a_ring(slic
     keys |= dict(base_num_decoder_layers=1, base_mlp_dim=32, base_num_query_heads=2, head_dim=8)
     keys |= dict(base_num_kv_heads=2, max_target_length=16, per_device_batch_size=2)
     cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh = mesh_lib.build(cfg)
     parts = assemble.assemble(cfg, mesh, total_steps=9, on_compile=lambda *_: None)
     ((program, args, *_),) = parts.trainer.calls(parts.batch)
     module = reader.read(program.compile(*args).as_text())

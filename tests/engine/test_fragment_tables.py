@@ -18,7 +18,6 @@ from maxdiloco.diloco import fragments
 from maxdiloco.engine import describe
 from maxdiloco.exchange.payload import payload_bytes
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 
@@ -35,7 +34,7 @@ every_model_file = pytest.mark.parametrize("path", MODEL_FILES, ids=lambda path:
 def parts_of(name):
     """The parts of a run with a model file; built once, since that takes the time."""
     cfg = config.load([f"model_name={name}", *FLAGS], {})
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh = mesh_lib.build(cfg)
     return assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
 
 

@@ -195,4 +195,4 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     by_name.update(tokenizer.KEYS)
     unread = [name for name in KEYS if name not in attributes | by_name]
     assert [n for n in unread if not any(re.fullmatch(one, n) for one in subscripts)] == []
-    assert attributes - set(KEYS) - {"as_dict"} == set()
+    assert attributes - set(KEYS) == {"as_dict", "eval_paths", "holds_out", "sizes"}

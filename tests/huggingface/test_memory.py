@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 import small_models as small
 
-from maxdiloco.checkpoint import by_part
+from maxdiloco.checkpoint import arrays
 from maxdiloco.huggingface import safetensors_files
 
 ROW = 8 * 4  # bytes of a row of the embedding
@@ -64,7 +64,7 @@ def test_an_import_reads_one_tensor_at_a_time_and_an_export_one_chunk_or_tensor(
     watch = Watch(monkeypatch, safetensors_files, "read")
     small.done("import", source, tmp_path / "ours", f"vocab_multiple={multiple}")
     assert len(watch.sizes) == len(small.shapes()) and max(watch.sizes) == LARGEST
-    watch = Watch(monkeypatch, by_part.Reader, "read")
+    watch = Watch(monkeypatch, arrays.Reader, "read")
     name = np.dtype(dtype).name
     small.done("export", tmp_path / "ours", tmp_path / "theirs", f"dtype={name}")
     assert max(watch.sizes) <= most and (not reads or len(watch.sizes) == reads)

@@ -11,7 +11,7 @@ from models.tiny_model import mesh_of
 from safetensors.numpy import load_file
 
 from maxdiloco import train
-from maxdiloco.checkpoint import find
+from maxdiloco.checkpoint import read
 from maxdiloco.evaluation import stored
 
 # A training that reads each of 31 tokens; what it is given shapes no number of the model's.
@@ -25,14 +25,14 @@ TRAIN = {
 
 
 def sizes(folder):
-    keys = find.newest_meta(folder, key="RUN")["config"]
+    keys = read.newest_meta(folder, key="RUN")["config"]
     return keys["vocab_size"], keys["padded_vocab_size"]
 
 
 def loss_of(folder):
     """The loss of a text of all 31 tokens with the parameters of an import."""
     found = stored.load(
-        find.locate(str(folder), base_output_directory="", key="RUN"),
+        read.locate(str(folder), base_output_directory=""),
         lambda meta: (stored.config_of(meta), mesh_of(jax.devices())),
     )
     tokens = np.arange(31, dtype=np.int32)[None]

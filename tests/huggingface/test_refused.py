@@ -10,7 +10,7 @@ from data.tokenizers_on_disk import byte_level_bpe
 from etils import epath
 
 from maxdiloco import hf
-from maxdiloco.checkpoint import by_part
+from maxdiloco.checkpoint import arrays
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.huggingface import config_json, folders
@@ -193,9 +193,9 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, refusal, monkeypatch):
     def full(self):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(by_part.Writer, "commit", full)
+    monkeypatch.setattr(arrays.Writer, "commit", full)
     assert "cannot be written: No space left on device" in refusal(source)
-    monkeypatch.setattr(by_part.Writer, "commit", lambda self: 1 / 0)
+    monkeypatch.setattr(arrays.Writer, "commit", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hf.main(["import", str(source), str(tmp_path / "ours")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]

@@ -11,7 +11,7 @@ from etils import epath
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from maxdiloco.checkpoint import by_part, find
+from maxdiloco.checkpoint import arrays, read
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import config_json, folders, safetensors_files, tensors
@@ -56,7 +56,7 @@ def test_the_model_file_gives_the_very_keys_of_the_checkpoint(imported):
     path = imported / "model.yml"
     assert {name for name, _, _ in base_yml.read_yml(path)} == keys - set(config_json.OF_TRAINING)
     cfg = config.load([f"model_name={path}", "dataset_type=synthetic"], {})
-    saved = find.newest_meta(imported, key="RUN")["config"]
+    saved = read.newest_meta(imported, key="RUN")["config"]
     assert {name: cfg.as_dict()[name] for name in keys} == {name: saved[name] for name in keys}
     assert cfg.use_qk_norm == "false" and cfg.rope_max_timescale == 500000.0
 
@@ -81,10 +81,10 @@ def test_a_larger_vocabulary_gets_rows_of_zeros_that_an_export_leaves_out(tmp_pa
     """31 rows to a multiple of 16: 32."""
     source = small.save(tmp_path / "source", small.weights())
     small.there_and_back(source, tmp_path, "vocab_multiple=16")
-    keys = find.newest_meta(tmp_path / "ours", key="RUN")["config"]
+    keys = read.newest_meta(tmp_path / "ours", key="RUN")["config"]
     assert (keys["vocab_size"], keys["padded_vocab_size"]) == (31, 32)
     checkpoint = epath.Path(tmp_path / "ours/checkpoints/0")
-    reader = by_part.Reader(checkpoint, OUTER_PARAMS, ["embedding", "head"])
+    reader = arrays.Reader(checkpoint, OUTER_PARAMS, ["embedding", "head"])
     for rows in (reader.read("embedding"), reader.read("head").T):
         assert rows.shape == (32, 8) and rows[:31].any(1).all() and not rows[31].any()
     assert "the last 1 of 32 rows for tokens are padding, left out" in capfd.readouterr().out

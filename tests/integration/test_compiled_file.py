@@ -9,7 +9,6 @@ import run_tools
 
 from maxdiloco import train, train_compile
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import compiled_file
 
@@ -107,7 +106,7 @@ def test_other_flags_of_the_compiler_are_told(file, monkeypatch):
     """The control is above: with the same flags no note is printed."""
     cfg = config.load(arguments(file.parent), {})
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_a=1")
-    assert compiled_file.check(str(file), cfg, mesh_lib.build(hardware_of(cfg))) == [
+    assert compiled_file.check(str(file), cfg, mesh_lib.build(cfg)) == [
         f'note: {file} was compiled under LIBTPU_INIT_ARGS="", here --xla_a=1: its programs keep '
         f"theirs."
     ]

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from maxdiloco import evaluate, generate, hf, train
 from maxdiloco import tokenizer as tokenizer_program
-from maxdiloco.checkpoint import find
+from maxdiloco.checkpoint import read
 from maxdiloco.data import pipeline
 from maxdiloco.evaluation import run_sources, run_texts, run_tokenizer, stored
 
@@ -98,7 +98,7 @@ def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(trained,
     assert evaluate.main([str(trained), f"report={report}"]) == 0
     ours = json.loads(report.read_text())["texts"][0]
     model, total, tokens = theirs(exported), 0.0, 0
-    cfg = stored.configure(find.newest_meta(trained, key="RUN"), [], {})
+    cfg = stored.configure(read.newest_meta(trained, key="RUN"), [], {})
     options = dict(batch_size=8, num_sequences=32, rows=np.arange(8))
     of_run = run_tokenizer.open_tokenizer(cfg)
     tokenised = run_sources.tokenise(cfg, of_run, lambda line: None, splits=("eval",))

@@ -10,7 +10,6 @@ from tiers import corner
 
 from maxdiloco.engine.calls import is_on_device
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 
@@ -94,7 +93,7 @@ def test_the_state_lies_on_the_host_before_and_after_a_step_and_counts_there(dil
     for offload in ("true", "false"):
         keys = dict(enable_diloco=diloco, optimizer_memory_host_offload=offload)
         cfg = config.load(tools.arguments("unused", "unused", **keys), {})
-        mesh = mesh_lib.build(hardware_of(cfg))
+        mesh = mesh_lib.build(cfg)
         parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
         call = parts.trainer.calls(parts.batch)[0]
         state = parts.init(np.uint32(0))

@@ -25,7 +25,6 @@ from maxdiloco.aot import measure, topology
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.engine.calls import Call
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics import compiles
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
@@ -37,7 +36,7 @@ MODELS = ("tiny", "peer25m", "1b", "10b", "gemma3-1b", "llama3-70b", "deepseek-v
 def parts_of(*, devices=None, **keys):
     keys = dict(dataset_type="synthetic", eval_interval=10) | keys
     cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
-    mesh = mesh_lib.build(hardware_of(cfg), devices)
+    mesh = mesh_lib.build(cfg, devices)
     return cfg, assemble.assemble(cfg, mesh, total_steps=10, on_compile=lambda *_: None)
 
 

@@ -14,7 +14,6 @@ from maxdiloco.checkpoint import arrays as checkpoint_arrays
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import stored
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.metrics.console import sample_lines
 from maxdiloco.models.spec import from_config
 from maxdiloco.parallel import mesh as mesh_lib
@@ -104,7 +103,7 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
         return read_item(path, name, tree)
 
     monkeypatch.setattr(checkpoint_arrays, "read_item", recorded)
-    mesh = mesh_lib.build(hardware_of(cfg := stored.config_of(tools.meta(finished, 62))))
+    mesh = mesh_lib.build(cfg := stored.config_of(tools.meta(finished, 62)))
     found = stored.load(finished, lambda meta: (cfg, mesh), parameters)
     assert names == ["outer_params" if parameters == "outer" else "params"]
     saved = tools.arrays(finished, 62)

@@ -12,7 +12,7 @@ import run_tools as tools
 
 from maxdiloco import generate
 from maxdiloco import tokenizer as program
-from maxdiloco.checkpoint import find
+from maxdiloco.checkpoint import read
 from maxdiloco.data import tokenizer
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -137,7 +137,7 @@ def test_the_run_folder_and_a_checkpoint_copied_elsewhere_have_the_tokenizer(
     shutil.copytree(run / "checkpoints" / "2", copy)
     saved, copied = (tokenizer.load(folder / "tokenizer") for folder in (run, copy))
     assert saved == copied and (saved.vocab_size, saved.eos) == (264, 1)
-    keys = find.newest_meta(run, key="RUN")["config"]
+    keys = read.newest_meta(run, key="RUN")["config"]
     assert (keys["vocab_size"], keys["padded_vocab_size"]) == (264, 384)
     prompt = saved.prompt("the")
     assert prompt == [saved.bos, *saved.encode("the")]

@@ -11,7 +11,6 @@ from tiers import corner
 
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models import layers
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.models.rope import RopeConfig, rotate, rotation
@@ -268,7 +267,7 @@ def test_a_run_begins_with_the_same_bits_on_any_mesh():
     """Two slices of two devices, each with half of a matrix; beside one device."""
     keys = ["model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2"]
     cfg = config.load(keys, {})
-    mesh = mesh_lib.build(hardware_of(cfg), jax.devices()[:4])
+    mesh = mesh_lib.build(cfg, jax.devices()[:4])
     parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
     state = parts.init(np.uint32(5))
     init = jax.jit(lambda seed: parts.model.init(jax.random.key(seed)))

@@ -11,13 +11,12 @@ import pytest
 from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 
 
 def load(*argv):
-    return hardware_of(config.load(argv, {}))
+    return config.load(argv, {})
 
 
 def test_one_open_size_takes_what_the_others_leave():

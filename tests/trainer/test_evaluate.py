@@ -15,7 +15,6 @@ from maxdiloco import train
 from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models.spec import from_config
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
@@ -128,7 +127,7 @@ def test_replicas_are_theta_at_a_synchronisation_and_differ_a_step_later(tmp_pat
 def test_the_loss_of_a_replica_is_that_of_its_parameters_alone():
     """Each replica's parameters in the evaluation of theta give the same loss."""
     cfg = config.load([*SIZES, *REPLICAS, "num_diloco_replicas=2"], {})
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh = mesh_lib.build(cfg)
     parts = assemble.assemble(cfg, mesh, total_steps=4, on_compile=lambda *_: None)
     params = [parts.model.init(jax.random.key(seed)) for seed in (1, 2)]
     state = parts.init(np.uint32(0))

@@ -11,7 +11,6 @@ import pytest
 
 from maxdiloco.engine.calls import Call, memory_of
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble, remat_choice
@@ -31,7 +30,7 @@ def choose(devices):
     def choose(*argv, memory, stored="", mesh=None):
         cfg = config.load([*FLAGS, *argv], {})
         compiled, lines = [], []
-        mesh = mesh or mesh_lib.build(hardware_of(cfg))
+        mesh = mesh or mesh_lib.build(cfg)
         chosen, parts = remat_choice.build(
             cfg, functools.partial(parts_of, compiled=compiled), mesh,
             memory=memory, say=lines.append, stored=stored,
@@ -43,7 +42,7 @@ def choose(devices):
 
 
 def parts_of(cfg, compiled):
-    mesh = mesh_lib.build(hardware_of(cfg))
+    mesh = mesh_lib.build(cfg)
     on_compile = lambda *_: compiled.append(cfg.remat_policy)  # noqa: E731
     return assemble.assemble(cfg, mesh, total_steps=1, on_compile=on_compile)
 

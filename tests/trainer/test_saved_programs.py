@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
-from maxdiloco.flags.hardware import hardware_of
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.program import Program
 from maxdiloco.storage import durable
@@ -49,7 +48,7 @@ def load(*argv):
 def test_a_cpu_runs_saved_programs_where_no_device_shares_a_replica(devices, argv, sound):
     """Of data parallelism, all devices are one replica. A compiled file is refused."""
     cfg = load(*argv)
-    mesh = mesh_lib.build(hardware_of(cfg), devices)
+    mesh = mesh_lib.build(cfg, devices)
     assert job.keep_their_order(cfg, mesh) == sound
     if sound:
         compiled_file.check_order("programs.zip", cfg, mesh)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from maxdiloco.checkpoint import read
+from maxdiloco.checkpoint import theta
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml, config
@@ -121,7 +121,7 @@ def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypa
     state = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
     fingerprint = run_tokenizer.open_tokenizer(BEFORE).fingerprint
     found = np.float32(1), types.SimpleNamespace(meta={"tokenizer": fingerprint})
-    monkeypatch.setattr(read, "restore_parameters", lambda *_, **__: found)
+    monkeypatch.setattr(theta, "restore_parameters", lambda *_, **__: found)
     parts = types.SimpleNamespace(trainer=None, params=None, init=state)
     begin = start.Start(0, None, "", None)
     words = "init does not fit the device: Out of memory .* Use more devices in a slice"
