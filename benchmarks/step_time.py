@@ -314,7 +314,7 @@ def without_all_reduce(data_parallel: Case) -> Cost:
     cfg, alone = data_parallel.cfg, Mesh(mesh.devices[:1], mesh.axis_names)
     parts = assemble.assemble(cfg, alone, total_steps=cfg.steps, on_compile=lambda *_: None)
     state = parts.trainer.abstract_state
-    return cost(parts.trainer.inner.lower(state.params, state.opt_state, parts.batch).compile())
+    return cost(parts.trainer.inner.compile(state.params, state.opt_state, parts.batch))
 
 
 if __name__ == "__main__":

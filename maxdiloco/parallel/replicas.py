@@ -5,6 +5,7 @@ replicas has R, of size M, as its first dim, sharded over the mesh axis `diloco`
 axis holds M / (its size) replicas, side by side.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,11 +70,8 @@ def reduce_mean(x_R: jax.Array) -> jax.Array:
 
 def mean_of_all(theta_R: Any, mesh: Mesh) -> Any:
     """The mean over the replicas, leaves [...], on all slots."""
-
-    def mean(x_S):
-        return reduce_mean(jax.lax.all_gather(x_S, "diloco", tiled=True))
-
-    return _over_slots(mean, P(), theta_R, mesh)
+    of_all = functools.partial(jax.lax.all_gather, axis_name="diloco", tiled=True)
+    return _over_slots(lambda x_S: reduce_mean(of_all(x_S)), P(), theta_R, mesh)
 
 
 def mean_of_each_slot(theta_R: Any, mesh: Mesh) -> Any:

@@ -134,8 +134,8 @@ def test_the_program_of_an_exchange_names_the_memory_that_it_shares(devices):
     step = (state.params, state.opt_state, jnp.ones(2))
     slot, programs = state.incoming[0], algorithm.programs
     chunk, old = (state.outgoing[0],), (slot[0],)
-    plain = programs.inner.lower(*step).compile()
-    beside = programs.inner_exchange(algorithm.layout.plans[0]).lower(*step, chunk, old).compile()
+    plain = programs.inner.compile(*step)
+    beside = programs.inner_exchange(algorithm.layout.plans[0]).compile(*step, chunk, old)
     header = [program.as_text().splitlines()[0] for program in (plain, beside)]
     before, after = (len(re.findall(r"(?:may|must)-alias", line)) for line in header)
     assert before == 1 and after == 2, header

@@ -81,7 +81,7 @@ def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
     out, seen = [], set()
     for run in executed(module):
         item, where = run.instruction, run.computation
-        if (kind := kind_of(item)) is None:
+        if (kind := item.opcode.removesuffix("-start")) not in KINDS:
             continue
         fused = run.place != where.name
         channel = item.attribute("channel_id") if fused else None
@@ -95,18 +95,12 @@ def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
     return [collective for collective in out if collective.axes]
 
 
-def kind_of(instruction: Instruction) -> str | None:
-    """The kind of a collective or of its start: all-gather, all-reduce ..; None for the rest."""
-    kind = instruction.opcode.removesuffix("-start")
-    return kind if kind in KINDS else None
-
-
 def bytes_of(computation: Computation, item: Instruction) -> int:
     """Bytes that leave one device each time a collective runs."""
     size = max(map(len, notation.groups_of(item.attributes)))
     operands = (notation.shape(computation[name].shape) for name in item.operands)
     payload = sum(shape.bytes_laid_out() for shape in operands)
-    return _ring_bytes(kind_of(item), payload, size, name=f"%{item.name}")
+    return _ring_bytes(item.opcode.removesuffix("-start"), payload, size, name=f"%{item.name}")
 
 
 def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
