@@ -4,7 +4,6 @@ Where a slice starts is an argument of a compiled program. Fragments whose slice
 nothing else, such as those of other layers, share the program.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,7 +47,7 @@ class LeafSlice(NamedTuple):
         start, count = self.start_or_indices, self.count
         if isinstance(start, tuple):
             return start
-        count = sys.maxsize if self.pattern == "whole" else count
+        count = 1 << 62 if self.pattern == "whole" else count  # more than a dim has
         return range(start, start + count * self.stride, self.stride)
 
     def shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
