@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 # Up to this many entries are taken one by one; beyond it a gather compiles smaller (our choice).
 MOST_SINGLE_SLICES = 64
-_ANY = 1 << 62  # entries of a whole leaf, whose length is not known here
 
 Move = Callable[[jax.Array], jax.Array]
 
@@ -48,7 +47,7 @@ class LeafSlice(NamedTuple):
         start, count = self.start_or_indices, self.count
         if isinstance(start, tuple):
             return start
-        count = _ANY if self.pattern == "whole" else count
+        count = 1 << 62 if self.pattern == "whole" else count  # more than a dim has
         return range(start, start + count * self.stride, self.stride)
 
     def shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
