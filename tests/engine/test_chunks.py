@@ -72,8 +72,8 @@ def test_no_length_sends_more_than_one_for_all(max_chunks):
     cuts = [chunks.cut(size, found, max_chunks) for size in sizes]
     longest = sum(found)
     assert sum(sent for sent, _, _ in cuts) <= sum(-(-size // longest) * longest for size in sizes)
-    for size, cut in zip(sizes, cuts, strict=True):
-        assert size <= cut.size and cut.num_chunks <= max_chunks
+    for size, (sent, num_chunks, _) in zip(sizes, cuts, strict=True):
+        assert size <= sent and num_chunks <= max_chunks
 
 
 # --- runs whose chunks have two lengths -------------------------------------------------------
