@@ -209,7 +209,7 @@ def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
         ("gpu", dict(dtype=jnp.float32), "dtype=float32 is not bfloat16 or float16"),
         ("gpu", dict(head_dim=12), "head_dim=12 is not a multiple of 8 up to 128"),
         ("gpu", dict(head_dim=256), "head_dim=256 is not a multiple of 8 up to 128"),
-        ("gpu", dict(latent_attention=dict(v_head_dim=32)), "v_head_dim=32 is not the 64 of queries"),
+        ("gpu", dict(latent_attention=dict(v_head_dim=32)), "v_head_dim=32 is not the 64"),
         ("gpu", CAPPED, "attn_logits_soft_cap=50.0 is not 0"),
         ("gpu", dict(attention_sink=True), "attention_sink=true has no place in its softmax"),
         ("gpu", dict(max_target_length=1001), "max_target_length=1001 is odd"),
