@@ -178,11 +178,7 @@ def test_a_kept_context_spares_cudnn_a_forward_pass(policy, forward, without_cud
     assert [one.primitive.name for one in found].count("dot_general") == 2 * forward + 4
 
 
-def values(dim):
-    return dict(latent_attention=dict(v_head_dim=dim))
-
-
-CAPPED, UNCAPPED = dict(attn_logits_soft_cap=50.0), dict(attn_logits_soft_cap=0.0)
+CAPPED = dict(attn_logits_soft_cap=50.0)
 CHOSEN = [
     ("flash", "gpu", {}, "cudnn"),
     ("flash", "tpu", {}, "splash"),
@@ -191,7 +187,8 @@ CHOSEN = [
     ("autoselected", "gpu", dict(head_dim=128, latent_attention={}), "cudnn"),
     ("autoselected", "gpu", dict(compute_capability="12.0"), "cudnn"),
 ]
-FITS = dict(head_dim=64, max_target_length=1024, attention_sink=False, **values(64), **UNCAPPED)
+FITS = dict(head_dim=64, max_target_length=1024, attention_sink=False, attn_logits_soft_cap=0.0,
+            latent_attention=dict(v_head_dim=64))  # fmt: skip
 
 
 def chosen(wanted, backend, *, dtype=jnp.bfloat16, shards=1, compute_capability="8.0", **keys):
@@ -212,7 +209,7 @@ def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
         ("gpu", dict(dtype=jnp.float32), "dtype=float32 is not bfloat16 or float16"),
         ("gpu", dict(head_dim=12), "head_dim=12 is not a multiple of 8 up to 128"),
         ("gpu", dict(head_dim=256), "head_dim=256 is not a multiple of 8 up to 128"),
-        ("gpu", values(32), "v_head_dim=32 is not the 64 of queries and keys"),
+        ("gpu", dict(latent_attention=dict(v_head_dim=32)), "v_head_dim=32 is not the 64"),
         ("gpu", CAPPED, "attn_logits_soft_cap=50.0 is not 0"),
         ("gpu", dict(attention_sink=True), "attention_sink=true has no place in its softmax"),
         ("gpu", dict(max_target_length=1001), "max_target_length=1001 is odd"),

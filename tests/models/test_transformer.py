@@ -260,9 +260,6 @@ def test_the_product_rotates_where_it_is_exact_and_fuses(backend, dtype):
     assert swaps == (2 if (backend, dtype) == ("tpu", "bfloat16") else 0)
 
 
-# -- the bits of initial weights ----------------------------------------------------------------
-
-
 def test_a_run_begins_with_the_same_bits_on_any_mesh():
     """Two slices of two devices, each with half of a matrix; beside one device."""
     keys = ["model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2"]
