@@ -124,10 +124,8 @@ def test_an_array_that_cannot_be_read_is_one_line(step_folder, lost):
 def test_the_dimension_that_is_read_in_parts(mesh_of, shape, spec, padded, expected):
     """The first whose shards divide; else the longest, padded."""
     mesh = mesh_of(2, 2)
-    assert split_over_slices(shape, NamedSharding(mesh, spec)) == (
-        padded,
-        NamedSharding(mesh, expected),
-    )
+    found = split_over_slices(shape, NamedSharding(mesh, spec))
+    assert found == (padded, NamedSharding(mesh, expected))
 
 
 MB = 1 << 20
