@@ -1,5 +1,6 @@
 """Reads saved arrays leaf by leaf, each straight to its devices: Orbax wrote, TensorStore reads."""
 
+import contextlib
 import functools
 import math
 from collections import deque
@@ -12,6 +13,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxdiloco.checkpoint import staging
 from maxdiloco.checkpoint.orbax_io import named_leaves
 from maxdiloco.engine.calls import BESIDE, Call
 from maxdiloco.errors import CheckpointError
@@ -84,12 +86,13 @@ def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
     """
     names, leaves, treedef = named_leaves(abstract)
     wanted = {".".join(path): leaf for path, leaf in zip(names, leaves, strict=True)}
-    opening = opened(step_folder / name, [path for path, leaf in wanted.items() if leaf.size])
     where = f"of {name} in checkpoint {step_folder}"
-    readings = (
-        _started(opening.get(path), leaf, f"{path} {where}") for path, leaf in wanted.items()
-    )
-    return treedef.unflatten([_finished(reading) for reading in _ahead(readings)])
+    stored = [path for path, leaf in wanted.items() if leaf.size]
+    with opened(step_folder / name, stored) as opening:
+        readings = (
+            _started(opening.get(path), leaf, f"{path} {where}") for path, leaf in wanted.items()
+        )
+        return treedef.unflatten([_finished(reading) for reading in _ahead(readings)])
 
 
 def _ahead(readings: Iterable[_Reading]) -> Iterator[_Reading]:
@@ -103,21 +106,29 @@ def _ahead(readings: Iterable[_Reading]) -> Iterator[_Reading]:
         yield started.popleft()
 
 
-def opened(folder: epath.Path, names: Sequence[str]) -> dict[str, "ts.Future[ts.TensorStore]"]:
-    """Begin to open the arrays of an item, by name. folder: of the item."""
+@contextlib.contextmanager
+def opened(
+    folder: epath.Path, names: Sequence[str]
+) -> Iterator[dict[str, "ts.Future[ts.TensorStore]"]]:
+    """The arrays of an item that begin to open, by name, for a `with`. folder: of the item.
+
+    Raises OSError where a copy of the item is needed and fails.
+    """
     import orbax.checkpoint as ocp
     import tensorstore as ts
 
     context = ocp.type_handlers.get_ts_context(use_ocdbt=True)
 
-    def open_array(name):
+    def open_array(name, readable, base):
         info = ocp.type_handlers.ParamInfo(
-            name=name, parent_dir=folder, use_zarr3=False, ts_context=context
+            name=name, parent_dir=readable, use_zarr3=False, ts_context=context
         )
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=True)
+        spec["kvstore"]["base"] |= base
         return ts.open(spec, open=True, context=context)
 
-    return {name: open_array(name) for name in names}
+    with staging.readable(folder) as place:
+        yield {name: open_array(name, *place) for name in names}
 
 
 def _started(opening: "ts.Future[ts.TensorStore] | None", leaf: Any, name: str) -> _Reading:

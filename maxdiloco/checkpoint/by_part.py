@@ -3,6 +3,7 @@
 An import writes a checkpoint so, and an export reads one. The files are those of Orbax.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +81,9 @@ class Reader:
     ):
         self._where = f"of {item} in checkpoint {step_folder}"
         self._stores = {}
-        for name, opening in arrays.opened(step_folder / item, names).items():
+        self._copy = contextlib.ExitStack()  # of the item, where it takes one; goes with the reader
+        opened = self._copy.enter_context(arrays.opened(step_folder / item, names))
+        for name, opening in opened.items():
             store = arrays.result(opening, f"{name} {self._where}")
             self._stores[name] = store if entry is None else store[entry]
 

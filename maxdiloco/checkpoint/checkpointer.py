@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, read, write
+from maxdiloco.checkpoint import orbax_io, read, staging, write
 from maxdiloco.checkpoint.own_folder import OwnFolder
 from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
@@ -214,8 +214,9 @@ class Checkpointer:
             note = orbax_io.note_of(step, items, meta, run=self._own.run)
             deadline = time.monotonic() + self._timeout_s
             key = next(self._save_keys)
-            save = write.Save(folder, target, tuple(trees), self._files, note, deadline, key)
-            writes = orbax_io.start_writing(self._writer, folder, trees)
+            place = staging.begin(folder)
+            save = write.Save(folder, target, tuple(trees), self._files, note, deadline, place, key)
+            writes = orbax_io.start_writing(self._writer, place, trees)
             self._saving = step, self._thread.submit(self._complete, save, writes)
         elif started == _FAILED:
             self._saving = step, prepared
@@ -262,6 +263,7 @@ class Checkpointer:
             self._own.steps.add(int(save.target.name))
             whole = True
         finally:
+            staging.end(save.arrays, save.folder)
             if not whole:  # at once: the disk may be full
                 self._thread.submit(write.discard, save.folder)
                 if is_local(save.folder):  # elsewhere the next try writes to the same one

@@ -14,8 +14,8 @@ NEWEST = -1  # as a step: the newest undamaged checkpoint
 def locate(run: str, *, base_output_directory: str, step: int = NEWEST, key: str) -> epath.Path:
     """The folder that read.restore_from takes.
 
-    run: name of a run in base_output_directory, its folder, or the folder of one checkpoint; on a
-    mounted file system or on gs://. step: of the run, or NEWEST. key: what gave run, for messages.
+    run: name of a run in base_output_directory, its folder, or the folder of one checkpoint, also
+    in a bucket. step: of the run, or NEWEST. key: what gave run, for messages.
     Reads names only and needs no devices. Raises CheckpointError when there is no such checkpoint.
     """
     named = absolute(base_output_directory) / run

@@ -14,7 +14,7 @@ from etils import epath
 from maxdiloco.checkpoint import orbax_io, read, seal
 from maxdiloco.checkpoint.write import DELETED, UNFINISHED
 from maxdiloco.errors import CheckpointError
-from maxdiloco.storage import durable, object_store
+from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import free_bytes, is_local, megabytes, reason
 
 _LEFT = re.compile(rf"([0-9]+)(?:\{UNFINISHED}(?:-[0-9]+)?|\{DELETED})")  # both begin with a dot
@@ -83,12 +83,12 @@ class OwnFolder:
         """Remove a checkpoint, so that no half of it ever looks like one. Raises OSError."""
         path = self._path / str(step)
         if is_local(path):
-            object_store.remove(self._rename(path, DELETED))
+            self._rename(path, DELETED).rmtree()
         else:
             mark = self._path / f"{path.name}{DELETED}"
             mark.write_text("")
             (path / orbax_io.COMMIT).unlink(missing_ok=True)
-            object_store.remove(path)
+            path.rmtree(missing_ok=True)
             mark.unlink()
         self.steps.discard(step)
 
@@ -151,7 +151,7 @@ class OwnFolder:
         """What earlier saves and removals have left, each with its step."""
         try:
             found = [(path, _LEFT.fullmatch(path.name)) for path in self._path.iterdir()]
-        except FileNotFoundError:  # on gs://, where there is no folder without an object
+        except FileNotFoundError:  # in a bucket, where there is no folder without an object
             return []
         return [(path, int(match[1])) for path, match in found if match]
 
@@ -160,10 +160,10 @@ class OwnFolder:
             if not is_local(path):  # a mark beside the objects of a step
                 folder = self._path / str(step)
                 if folder.exists() and not orbax_io.is_complete(folder):
-                    object_store.remove(folder)
+                    folder.rmtree()
                 path.unlink()
             elif path.is_dir():
-                object_store.remove(path)
+                path.rmtree()
             else:
                 continue
             self._say(f"removed what an earlier save left in {self._path}: {path.name}")

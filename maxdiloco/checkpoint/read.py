@@ -13,7 +13,7 @@ from etils import epath
 from maxdiloco.checkpoint import arrays, orbax_io, seal, theta
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import agree, output
-from maxdiloco.storage import object_store, shared_folder
+from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import absolute, reason
 
 _STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
@@ -107,7 +107,7 @@ def reading(folder: epath.Path, key: str) -> Iterator[None]:
     """Raise CheckpointError where access to a folder fails. key: what gave the folder."""
     try:
         yield
-    except (OSError, *object_store.errors(folder)) as error:
+    except OSError as error:
         raise CheckpointError(
             f"{key}: {folder} cannot be read: {reason(error)}. See that it can be, and start again."
         ) from error
@@ -193,8 +193,8 @@ def _damage(path: epath.Path) -> str | None:
     here = f" Process {jax.process_index()} on {socket.gethostname()}: {mine.what}." if mine else ""
     raise CheckpointError(
         f"checkpoint {path} is whole as process 0 sees it, but not as process "
-        f"{', '.join(map(str, bad))} does.{here} Use a folder that all machines share, or gs://, "
-        "and start again."
+        f"{', '.join(map(str, bad))} does.{here} Use a folder that all machines share, or a "
+        "bucket, and start again."
     )
 
 

@@ -2,7 +2,7 @@
 
 Every process writes its part of the arrays. Then the first process finishes the checkpoint: meta
 and seal; fsync of each file and folder; the rename that makes it visible; fsync of the folder it is
-in. On gs:// a commit file takes the place of the rename.
+in. In a bucket a commit file takes the place of the rename.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, seal
+from maxdiloco.checkpoint import orbax_io, seal, staging
 from maxdiloco.checkpoint.orbax_io import COMMIT, META, META_FILE
 from maxdiloco.processes import coordination
-from maxdiloco.storage import durable, object_store
+from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import free_bytes, is_local, megabytes, reason
 
 if TYPE_CHECKING:
@@ -34,11 +34,12 @@ class Save:
     """The content and the folders of one save."""
 
     folder: epath.Path  # where the files are written
-    target: epath.Path  # where they become visible; the same on gs://, which renames no folders
+    target: epath.Path  # where they become visible; the same in a bucket, which has none to rename
     items: tuple[str, ...]  # names of those with arrays
     files: Mapping[str, bytes]  # content of others, by <folder>/<name>
     note: Mapping[str, Any]  # the content of META
     deadline: float  # for the parts of all processes, of time.monotonic()
+    arrays: epath.Path  # where this process writes the arrays; of staging.begin
     key: str = ""  # by which the first process learns of the outcome of each other's part
 
 
@@ -50,7 +51,7 @@ def folder_of(target: epath.Path, *, attempt: int) -> epath.Path:
 
 
 def mark_of(target: epath.Path) -> epath.Path:
-    """On gs://: the object that says of a step's objects that they are an unfinished save."""
+    """In a bucket: the object that says of a step's objects that they are an unfinished save."""
     return target.parent / f"{target.name}{UNFINISHED}"
 
 
@@ -76,7 +77,7 @@ def prepare(
     if folder.exists():
         if not is_alone or not (is_local(folder) or mark_of(target).exists()):
             raise _in_the_way(folder)
-        object_store.remove(folder)
+        folder.rmtree()
     free = free_bytes(target.parent)  # with compression the files are usually smaller
     if free is not None and free < nbytes:
         why = f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
@@ -111,8 +112,12 @@ def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
 def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
     """First process: make a checkpoint durable, then visible. Raises OSError, ValueError."""
     local = is_local(save.folder)
+    if save.arrays != save.folder:
+        staging.download(save.folder, save.arrays)  # the parts of the others
     for name in save.items:
-        writer.finalize(save.folder / name)  # merges the parts of the processes
+        writer.finalize(save.arrays / name)  # merges the parts of the processes
+    staging.upload(save.arrays, save.folder)
+    for name in save.items:
         if not local:  # Orbax's readers ask for it there
             (save.folder / name / COMMIT).write_text("complete\n")
     (save.folder / META / META_FILE).write_text(json.dumps(save.note))
@@ -121,7 +126,7 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
             (save.folder / name).parent.mkdir(exist_ok=True)
         (save.folder / name).write_bytes(content)
     seal.write(save.folder)
-    # On a mounted file system for a copy on gs://, where a folder without it is no checkpoint.
+    # On a mounted file system for a copy in a bucket, where a folder without it is no checkpoint.
     (save.folder / COMMIT).write_text("complete\n")
     if local:
         durable.sync_tree(save.folder)
@@ -134,7 +139,7 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
 def discard(folder: epath.Path) -> None:
     """Remove the files of a failed save. Raises OSError; the next start tries again."""
     if folder.exists():
-        object_store.remove(folder)
+        folder.rmtree()
 
 
 def wait_for_others(save: Save) -> None:
@@ -154,9 +159,11 @@ def write_part(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
     outcome = "ended"
     try:
         wait_for_arrays(save, writes)
+        staging.upload(save.arrays, save.folder)
         outcome = WRITTEN
     except (OSError, ValueError, RuntimeError) as error:
         outcome = reason(error)
         raise
     finally:
+        staging.end(save.arrays, save.folder)
         coordination.put(f"{save.key}/{jax.process_index()}", outcome)

@@ -21,6 +21,7 @@ from maxdiloco.huggingface.family import Family
 from maxdiloco.huggingface.imported import CARRIED
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Part
 from maxdiloco.models.spec import from_config
+from maxdiloco.storage.object_store import BucketPath
 
 Say = Callable[[str], None]
 
@@ -30,7 +31,7 @@ _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloa
 
 def export_model(
     folder: epath.Path,
-    target: pathlib.Path,
+    target: pathlib.Path | BucketPath,
     *,
     parameters: str,
     dtype: str,
@@ -74,7 +75,7 @@ def export_model(
         hf["dtype"] = dtypes[EMBEDDING].name
         hf.pop("torch_dtype", None)
         (place / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+        size = sum(path.stat().st_size for path in place.glob("*.safetensors"))
     say(
         f"{target}: {family.model_type}, {parameters} parameters of step {found.step} of "
         f"{found.path.parent.parent}, {len(written)} tensors, {size / 1e6:,.1f} MB"

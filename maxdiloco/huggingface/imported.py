@@ -252,6 +252,7 @@ def _write_checkpoint(
         files=files,
         note=orbax_io.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, fingerprint)),
         deadline=time.monotonic(),
+        arrays=unfinished,
     )
     write.commit(save, None)
 

@@ -13,7 +13,7 @@ from typing import Any
 from etils import epath
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.storage import object_store
+from maxdiloco.storage import store
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason
 
 PROJECT = "maxdiloco"  # of Weights & Biases
@@ -98,8 +98,9 @@ class EventFile:
 
         # The client that all other files use. tensorboardX's own uploads again when it is garbage
         # collected, after an error too.
-        of_gs = types.SimpleNamespace(open=_RemoteFile, directory_check=lambda path: None)
-        record_writer.register_writer_factory("gs", of_gs)
+        of_bucket = types.SimpleNamespace(open=_RemoteFile, directory_check=lambda path: None)
+        for scheme in store.SCHEMES:
+            record_writer.register_writer_factory(scheme, of_bucket)
         event_file_writer.directory_check(str(self._folder))
         # tensorboardX names the file by the second; the suffix distinguishes two lives of a run.
         prefix = str(self._folder / "events")
@@ -180,10 +181,9 @@ class WandbRun:
         self._error: type[Exception] = wandb.errors.Error
         self._say = say
         path = folder.path / "wandb_id"  # a folder that is made anew is another run
-        with object_store.as_os_errors(path):
-            if not path.exists():
-                path.write_text(uuid.uuid4().hex)
-            name = path.read_text()
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex)
+        name = path.read_text()
         try:
             self._run = wandb.init(
                 project=PROJECT,

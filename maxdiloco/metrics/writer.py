@@ -12,7 +12,7 @@ from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics.line_files import open_lines, parsed, text_of
 from maxdiloco.metrics.trackers import EventFile, WandbRun
 from maxdiloco.processes import output
-from maxdiloco.storage import durable, object_store
+from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import RunFolder, reason
 
 
@@ -142,7 +142,7 @@ def _repaired(
             last = found
     clean = "".join(kept)
     if clean != text:
-        with object_store.as_os_errors(path), durable.replacing(path) as new:
+        with durable.replacing(path) as new:
             new.write_bytes(clean.encode())  # whatever the locale
     if later or broken:
         say(
