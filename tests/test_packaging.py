@@ -230,7 +230,7 @@ def test_the_image_holds_a_working_maxdiloco(tmp_path):
         f'exec {sys.executable} -m pip "$@" --quiet --no-index --no-deps --upgrade --target {site}'
     )
     pip.chmod(0o755)
-    environ = {**os.environ, "PATH": f"{pip.parent}:{os.environ['PATH']}", "EXTRAS": "tpu,gcs"}
+    environ = {**os.environ, "PATH": f"{pip.parent}:{os.environ['PATH']}", "EXTRAS": "tpu,buckets"}
     text = re.sub(r"(?m)^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for line in re.sub(r"\\\n", " ", text).splitlines():
