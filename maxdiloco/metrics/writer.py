@@ -1,5 +1,7 @@
-"""Where the rows of a run go: metrics.jsonl, TensorBoard and Weights & Biases. The failures of the
-latter two end no run. Names: docs/metrics.md."""
+"""Where the rows of a run go: metrics.jsonl, TensorBoard and Weights & Biases.
+
+The failures of the latter two end no run. Names: docs/metrics.md.
+"""
 
 import importlib
 import json
