@@ -123,7 +123,7 @@ def test_every_requirement_has_an_exact_pin_inside_its_range(requirements):
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert pins["jax"] == "0.10.2"
     assert [v for v in pins.values() if not re.fullmatch(r"[0-9][0-9a-z.]*", v)] == []
-    assert {name for r in requirements for name in r.extras} == {"epath", "tpu", "cuda12"}
+    assert {name for r in requirements for name in r.extras} == {"epath", "tpu", "cuda12", "s3"}
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     (libtpu,) = [r for r in map(Requirement, requires("jax")) if r.name == "libtpu"]
     for requirement in [*requirements, libtpu]:
