@@ -32,7 +32,7 @@ from maxdiloco import train
 from maxdiloco.storage import object_lock
 
 object_lock.STALE_S = 3.0
-train.cli()
+train.main()
 """
 TINY = dict(flag.split("=") for flag in FLAGS.split())
 
