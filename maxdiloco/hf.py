@@ -16,7 +16,8 @@ USAGE = """usage: python -m maxdiloco.hf import SRC DST [key=value ...]
        python -m maxdiloco.hf export RUN DST [key=value ...]
 
 SRC: folder of a Hugging Face model with config.json and .safetensors; DST: a folder to make
-RUN: name of a run, its folder, or the folder of one of its checkpoints or of an import
+RUN: name of a run, its folder, or the folder of one of its checkpoints or of an import. RUN and DST
+of an export may be in a bucket: gs://, s3://, az://
 
 import:"""
 
@@ -59,10 +60,10 @@ def main(argv: Sequence[str]) -> int:
         names = "SRC DST" if is_import else "RUN DST"
         raise ConfigError(f"{command} needs two places. Write {command} {names} [key=value ...].")
     options, _ = read_options(rest[2:], IMPORT if is_import else EXPORT, command)
-    if not is_import:
-        checks.refuse_store("RUN", rest[0])
-    for name, path in (("DST", rest[1]), ("SRC", rest[0] if is_import else "")):
-        if "://" in path:
+    for name, path in zip(("SRC", "DST") if is_import else ("RUN", "DST"), rest, strict=False):
+        if not is_import:
+            checks.refuse_store(name, path)
+        elif "://" in path:
             raise ConfigError(
                 f"{name}={path} is no folder of this machine. Give one that is mounted."
             )
@@ -79,7 +80,9 @@ def main(argv: Sequence[str]) -> int:
         imported.import_model(folder, target, options.vocab_multiple, keys, say)
         return 0
     from maxdiloco.huggingface import exported
+    from maxdiloco.storage.run_folder import absolute
 
+    target = absolute(rest[1], key="DST") if "://" in rest[1] else target
     exported.export_model(rest[0], target, **vars(options), say=say)
     return 0
 

@@ -10,7 +10,7 @@ from maxdiloco.processes.output import say
 
 USAGE = """usage: python -m maxdiloco.report RUN [RUN ...] [key=value ...]
 
-RUN: name of a run, its folder, or the folder of one of its checkpoints; also on gs://
+RUN: name of a run, its folder, or the folder of one of its checkpoints; also in a bucket
 
 The page says whether a run is healthy, whether its link is the bottleneck, and how it stands beside
 others. It shows losses of the replicas and of theta, learning rates, norms, cosine, drift, speed,
@@ -18,7 +18,7 @@ one or two periods of the schedule, keys that differ, starts and checkpoints. It
 needs no network."""
 OPTIONS = MappingProxyType({
     "out": Option(
-        "", "file to write; empty: report.html in the first run's folder, for gs:// in this folder"
+        "", "file to write; empty: report.html in the first run's folder, of a bucket in this one"
     ),
     "watch": Option(
         0,

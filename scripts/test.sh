@@ -17,8 +17,8 @@ workers=${MAXDILOCO_TEST_WORKERS:-$((cores < 8 ? cores : 8))}
 tier=default
 case ${1:-} in quick|full) tier=$1; shift ;; esac
 
-# libtpu compiles for TPU slices without a TPU; gcs reads and writes a fake bucket of the tests.
-bash scripts/make_venv.sh "$MAXDILOCO_VENV" data,dev,gcs,hf,text,tpu
+# libtpu compiles for TPU slices without a TPU; buckets reads and writes those of the tests.
+bash scripts/make_venv.sh "$MAXDILOCO_VENV" buckets,data,dev,hf,text,tpu
 bash scripts/check.sh
 
 pytest=("$python" -m pytest -q)

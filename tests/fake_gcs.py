@@ -1,21 +1,16 @@
-"""A Google Cloud Storage of our own, for tests: the part of its JSON API that a run uses.
+"""A Google Cloud Storage of our own, for tests: the parts of its two APIs that a run uses.
 
-Serves list (prefix, delimiter, offsets, pages), get, ranges, media, multipart and resumable
-uploads, delete, rewrite and move, with the generations and preconditions of the real one, to
-gcsfs, TensorStore and google-cloud-storage. Objects live in memory. Requests can be counted, held
-back, slowed down and refused.
+The JSON API for TensorStore: list (prefix, offsets, pages), get, ranges, uploads of media, delete.
+The XML API for obstore: list (prefix, delimiter, pages), get, ranges, head, put, uploads in parts,
+copy, delete. Both with the generations and preconditions of the real ones. Objects live in memory.
+Requests can be counted, held back, slowed down and refused.
 
 In a test: `with FakeGcs() as store:`, with store.environ() in the program's environment. By hand:
     python tests/fake_gcs.py --port 9000 --latency 0.05 --unavailable 0.02
 """
 
 import argparse
-import base64
-import datetime
-import email.parser
-import hashlib
 import itertools
-import json
 import random
 import re
 import sys
@@ -24,30 +19,21 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
 
-import google_crc32c
+from fake_gcs_answers import (
+    BUCKET,
+    Request,
+    Stored,
+    described,
+    error,
+    headers_of,
+    json_of,
+    listed,
+    md5,
+    xml_of,
+)
 
-BUCKET = "fake-bucket"
 LOST = -1  # a fault: the request is carried out, and its answer never arrives
-
-
-class Request(NamedTuple):
-    """What a client has asked. kind: list, read, stat, write, delete, move or bucket."""
-
-    method: str
-    kind: str
-    bucket: str
-    name: str  # of the object; of a list, the prefix
-    query: dict[str, str]
-
-
-class Stored(NamedTuple):
-    """One generation of an object. updated: seconds since 1970."""
-
-    data: bytes
-    generation: int
-    updated: float
 
 
 # Called before a request is carried out. It may sleep or wait; an HTTP status refuses the request.
@@ -63,7 +49,7 @@ class FakeGcs:
         self.fault: Fault | None = None
         self.requests: list[tuple[Request, int]] = []  # with the status of the answer
         self.lock = threading.RLock()
-        self.uploads: dict[str, tuple[Request, bytearray]] = {}
+        self.uploads: dict[str, dict[int, bytes]] = {}  # their parts
         self._generations = itertools.count(1_700_000_000_000_001)
         self._http = _Server(("127.0.0.1", port), _Handler)
         self._http.store = self
@@ -81,9 +67,9 @@ class FakeGcs:
     def environ(self) -> dict[str, str]:
         """The variables that lead the clients here."""
         return {
-            "STORAGE_EMULATOR_HOST": self.url,  # gcsfs, google-cloud-storage
+            "GOOGLE_BASE_URL": self.url,  # obstore
+            "GOOGLE_BEARER_TOKEN": "any",
             "TENSORSTORE_GCS_HTTP_URL": self.url,
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # else it asks for the layout by gRPC
         }
 
     def names(self, prefix: str = "") -> list[str]:
@@ -97,12 +83,6 @@ class FakeGcs:
             stored = Stored(data, next(self._generations), time.time())
             self.objects[BUCKET][name] = stored
             return stored
-
-    def age(self, name: str, seconds: float) -> None:
-        """Let an object look as if it had been written earlier."""
-        with self.lock:
-            stored = self.objects[BUCKET][name]
-            self.objects[BUCKET][name] = stored._replace(updated=stored.updated - seconds)
 
 
 class _Refused(Exception):
@@ -131,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
         if len(body) < length:  # the client has died
             self.close_connection = True
             return
-        request = _parsed(self.command, self.path)
+        request = _parsed(self.command, self.path, self.headers)
         fault = store.fault(request) if store.fault else None
         headers, content = {}, b""
         try:
@@ -142,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, headers, content = getattr(self, f"_{request.kind}")(store, request, body)
         except _Refused as refused:
             status = refused.status
-            content = json.dumps({"error": {"code": status, "message": refused.words}}).encode()
+            content = error(request, status, refused.words)
         store.requests.append((request, status))
         if fault == LOST:
             self.close_connection = True
@@ -152,19 +132,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        self.wfile.write(b"" if self.command == "HEAD" else content)
 
-    do_GET = do_POST = do_PUT = do_DELETE = _handle
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = _handle
 
     def log_message(self, *args) -> None:
         """Print nothing: store.requests has all."""
 
-    def _bucket(self, store, request, body):
-        return _json({"kind": "storage#bucket", "name": request.bucket})
-
     def _list(self, store, request, body):
         query, objects = request.query, store.objects[BUCKET]
-        first = max(query.get("startOffset", ""), query.get("pageToken", ""))
+        tokens = ("startOffset", "pageToken", "continuation-token")
+        first = max(query.get(name, "") for name in tokens)
         limit = min(int(query.get("maxResults", store.page)), store.page)
         items, prefixes, rest = [], [], None
         with store.lock:
@@ -181,17 +159,22 @@ class _Handler(BaseHTTPRequestHandler):
                     rest = name
                     break
                 (prefixes if found else items).append(
-                    folder if found else _described(name, objects[name])
+                    folder if found else described(name, objects[name])
                 )
+        if request.is_xml:
+            return listed(items, prefixes, rest)
         page = {"kind": "storage#objects", "items": items, "prefixes": prefixes}
-        return _json(page | ({"nextPageToken": rest} if rest else {}))
+        return json_of(page | ({"nextPageToken": rest} if rest else {}))
 
     def _stat(self, store, request, body):
-        return _json(_described(request.name, _found(store, request)))
+        stored = _found(store, request)
+        if request.is_xml:
+            return 200, headers_of(stored), stored.data
+        return json_of(described(request.name, stored))
 
     def _read(self, store, request, body):
         stored = _found(store, request)
-        headers = {"x-goog-generation": str(stored.generation)}
+        headers = headers_of(stored)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not wanted:
             return 200, headers, stored.data
@@ -202,28 +185,25 @@ class _Handler(BaseHTTPRequestHandler):
         return 206, headers, stored.data[start : end + 1]
 
     def _write(self, store, request, body):
-        way = request.query.get("uploadType", "media")
-        if way == "resumable":
-            return self._resumable(store, request, body)
-        if way == "multipart":
-            name, body = _parts(self.headers["Content-Type"], body)
-            request = request._replace(name=name)
-        return _json(_stored(store, request, body))
+        stored = _stored(store, request, body)
+        return (200, headers_of(stored), b"") if request.is_xml else json_of(
+            described(request.name, stored)
+        )
 
-    def _resumable(self, store, request, body):
-        key = request.query.get("upload_id")
-        if key is None:
-            key = f"upload-{next(store._generations)}"
-            name = request.name or json.loads(body)["name"]
-            store.uploads[key] = request._replace(name=name), bytearray()
-            place = f"{store.url}/upload/storage/v1/b/{request.bucket}/o"
-            return 200, {"Location": f"{place}?uploadType=resumable&upload_id={key}"}, b""
-        begun, content = store.uploads[key]
-        total = self.headers["Content-Range"].rpartition("/")[2]
-        content += body
-        if total != "*" and len(content) == int(total):
-            return _json(_stored(store, begun, bytes(store.uploads.pop(key)[1])))
-        return 308, {"Range": f"bytes=0-{len(content) - 1}"} if content else {}, b""
+    def _part(self, store, request, body):
+        """Begin an upload in parts, add a part, or put them together."""
+        with store.lock:
+            if "uploads" in request.query:
+                key = f"upload-{next(store._generations)}"
+                store.uploads[key] = {}
+                return 200, {}, xml_of("InitiateMultipartUploadResult", UploadId=key)
+            parts = store.uploads[request.query["uploadId"]]
+            if "partNumber" in request.query:
+                parts[int(request.query["partNumber"])] = body
+                return 200, {"ETag": f'"{md5(body)}"'}, b""
+            stored = _stored(store, request, b"".join(parts[n] for n in sorted(parts)))
+        tag = f'"{md5(stored.data)}"'
+        return 200, headers_of(stored), xml_of("CompleteMultipartUploadResult", ETag=tag)
 
     def _delete(self, store, request, body):
         with store.lock:
@@ -231,36 +211,49 @@ class _Handler(BaseHTTPRequestHandler):
             del store.objects[BUCKET][request.name]
         return 204, {}, b""
 
-    def _move(self, store, request, body):
-        target = urllib.parse.unquote(re.search(r"/moveTo/o/([^/?]+)", self.path)[1])
+    def _copy(self, store, request, body):
+        source = urllib.parse.unquote(self.headers["x-goog-copy-source"]).partition("/")[2]
         with store.lock:
-            moved = store.put(target, _found(store, request).data)
-            del store.objects[BUCKET][request.name]
-        return _json(_described(target, moved))
+            found = _found(store, request._replace(name=source))
+            return 200, headers_of(_stored(store, request, found.data)), xml_of("CopyObjectResult")
 
 
-def _parsed(method: str, path: str) -> Request:
+def _parsed(method: str, path: str, headers) -> Request:
     url = urllib.parse.urlsplit(path)
-    query = dict(urllib.parse.parse_qsl(url.query))
-    service = r"(/upload|/download)?/storage/v1/b/([^/]+)"
-    found = re.fullmatch(service + r"(/o(?:/([^/]+)(/.+)?)?)?", url.path)
-    if not found:
-        raise ValueError(f"{method} {path} is no request that the fake store knows")
-    service, bucket, objects, name, rest = found.groups()
+    query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+    if not re.match(r"(/upload|/download)?/storage/v1/b/", url.path):
+        return _parsed_xml(method, url.path, query, headers)
+    service = r"(/upload|/download)?/storage/v1/b/([^/]+)/o(?:/([^/]+))?"
+    found = re.fullmatch(service, url.path)
+    assert found, f"{method} {path} is no request that the fake store knows"
+    service, bucket, name = found.groups()
     name = urllib.parse.unquote(name or "")
     if method == "DELETE":
         kind = "delete"
     elif service == "/upload":
         kind, name = "write", query.get("name", "")
-    elif rest:
-        kind = "move"
-    elif not objects:
-        kind = "bucket"
     elif not name:
         kind, name = "list", query.get("prefix", "")
     else:
         kind = "read" if service or query.get("alt") == "media" else "stat"
     return Request(method, kind, urllib.parse.unquote(bucket), name, query)
+
+
+def _parsed_xml(method: str, path: str, query: dict[str, str], headers) -> Request:
+    bucket, _, name = path[1:].partition("/")
+    name = urllib.parse.unquote(name)
+    kinds = {"GET": "read", "HEAD": "stat", "PUT": "write", "DELETE": "delete"}
+    if {"uploads", "uploadId"} & query.keys():
+        kind = "part"
+    elif "x-goog-copy-source" in headers:
+        kind = "copy"
+    else:
+        kind = kinds[method]
+    if not name:
+        kind, name = "list", query.get("prefix", "")
+    if (expected := headers["x-goog-if-generation-match"]) is not None:
+        query["ifGenerationMatch"] = expected
+    return Request(method, kind, urllib.parse.unquote(bucket), name, query, is_xml=True)
 
 
 def _check(request: Request, stored: Stored | None) -> None:
@@ -280,39 +273,10 @@ def _found(store: FakeGcs, request: Request) -> Stored:
     return stored
 
 
-def _stored(store: FakeGcs, request: Request, data: bytes) -> dict:
+def _stored(store: FakeGcs, request: Request, data: bytes) -> Stored:
     with store.lock:
         _check(request, store.objects[BUCKET].get(request.name))
-        return _described(request.name, store.put(request.name, data))
-
-
-def _parts(content_type: str, body: bytes) -> tuple[str, bytes]:
-    """Name and content of a multipart upload: JSON, then the bytes."""
-    message = email.parser.HeaderParser().parsestr(f"Content-Type: {content_type}\n\n")
-    boundary = b"--" + message.get_boundary().encode()
-    _, first, second, _ = body.split(boundary, 3)
-    end = b"\r\n" if b"\r\n" in first else b"\n"
-    description = json.loads(first.partition(end + end)[2])
-    return description["name"], second.partition(end + end)[2].removesuffix(end)
-
-
-def _described(name: str, stored: Stored) -> dict:
-    when = datetime.datetime.fromtimestamp(stored.updated, datetime.UTC)
-    stamp = when.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    return {
-        "bucket": BUCKET,
-        "name": name,
-        "generation": str(stored.generation),
-        "metageneration": "1",
-        "size": str(len(stored.data)),
-        "md5Hash": base64.b64encode(hashlib.md5(stored.data).digest()).decode(),
-        "crc32c": base64.b64encode(google_crc32c.value(stored.data).to_bytes(4, "big")).decode(),
-        "updated": stamp,
-    }
-
-
-def _json(value: dict) -> tuple[int, dict[str, str], bytes]:
-    return 200, {"Content-Type": "application/json; charset=UTF-8"}, json.dumps(value).encode()
+        return store.put(request.name, data)
 
 
 def main() -> None:

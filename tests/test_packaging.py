@@ -123,7 +123,7 @@ def test_every_requirement_has_an_exact_pin_inside_its_range(requirements):
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert pins["jax"] == "0.10.2"
     assert [v for v in pins.values() if not re.fullmatch(r"[0-9][0-9a-z.]*", v)] == []
-    assert {name for r in requirements for name in r.extras} == {"epath", "tpu", "cuda12"}
+    assert {name for r in requirements for name in r.extras} == {"epath", "tpu", "cuda12", "s3"}
     pinned = {canonicalize_name(name): version for name, version in pins.items()}
     (libtpu,) = [r for r in map(Requirement, requires("jax")) if r.name == "libtpu"]
     for requirement in [*requirements, libtpu]:
@@ -230,7 +230,7 @@ def test_the_image_holds_a_working_maxdiloco(tmp_path):
         f'exec {sys.executable} -m pip "$@" --quiet --no-index --no-deps --upgrade --target {site}'
     )
     pip.chmod(0o755)
-    environ = {**os.environ, "PATH": f"{pip.parent}:{os.environ['PATH']}", "EXTRAS": "tpu,gcs"}
+    environ = {**os.environ, "PATH": f"{pip.parent}:{os.environ['PATH']}", "EXTRAS": "tpu,buckets"}
     text = re.sub(r"(?m)^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for line in re.sub(r"\\\n", " ", text).splitlines():

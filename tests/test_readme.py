@@ -49,9 +49,9 @@ def test_commands_install_what_an_index_has_and_extras_into_the_editable_install
     would replace the install of scripts/quickstart.sh by a copy, is found, quoted or not: zsh takes
     bare brackets for a glob."""
     copy = r"pip install '?\.\[\w+"
-    assert named_packages("`pip install 'maxdiloco[tpu]'` or `pip install .[gcs]`") == {"maxdiloco"}
+    assert named_packages("`pip install 'maxdiloco[tpu]'` or `pip install .[hf]`") == {"maxdiloco"}
     assert named_packages("pip install --quiet maxdiloco") == {"maxdiloco"}
-    assert all(re.search(copy, f"pip install {what}") for what in ("'.[gcs]'", ".[gcs]"))
+    assert all(re.search(copy, f"pip install {what}") for what in ("'.[buckets]'", ".[buckets]"))
     texts = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").glob("*.sh")]
     texts += [*PACKAGE.rglob("*.py"), ROOT / "configs/base.yml", ROOT / "Dockerfile"]
     joined = {path: re.sub(r'"\s*f?"', "", path.read_text(encoding="utf-8")) for path in texts}

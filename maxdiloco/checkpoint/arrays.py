@@ -4,6 +4,7 @@ Orbax writes those of a run. An import writes and an export reads part by part, 
 so that memory holds one part.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -17,6 +18,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxdiloco.checkpoint import staging
 from maxdiloco.checkpoint.orbax_io import named_leaves
 from maxdiloco.engine.calls import BESIDE, Call
 from maxdiloco.errors import CheckpointError
@@ -78,34 +80,35 @@ def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
     Raises CheckpointError when a leaf cannot be read.
     """
     wanted = {".".join(path): leaf for path, leaf in named_leaves(abstract)}
-    opening = opened(
-        step_folder / name,
-        dict.fromkeys(path for path, leaf in wanted.items() if math.prod(leaf.shape)),
-    )
+    stored = dict.fromkeys(path for path, leaf in wanted.items() if math.prod(leaf.shape))
     where = f"of {name} in checkpoint {step_folder}"
     found, started = [], deque()
-    for path, leaf in wanted.items():
-        started.append(_started(opening.get(path), leaf, f"{path} {where}"))
-        while sum(nbytes for nbytes, _ in started) > READ_AHEAD_BYTES:
+    with opened(step_folder / name, stored) as opening:
+        for path, leaf in wanted.items():
+            started.append(_started(opening.get(path), leaf, f"{path} {where}"))
+            while sum(nbytes for nbytes, _ in started) > READ_AHEAD_BYTES:
+                found.append(started.popleft()[1]())
+        while started:  # not a loop over them: what is done leaves the host
             found.append(started.popleft()[1]())
-    while started:  # not a loop over them: what is done leaves the host
-        found.append(started.popleft()[1]())
     return jax.tree.structure(abstract).unflatten(found)
 
 
+@contextlib.contextmanager
 def opened(
     folder: epath.Path, leaves: Mapping[str, PartedLeaf | None]
-) -> dict[str, "ts.Future[ts.TensorStore]"]:
-    """Begin to open the arrays of an item, by name. folder: of the item. Those with a PartedLeaf
-    are made."""
+) -> Iterator[dict[str, "ts.Future[ts.TensorStore]"]]:
+    """The arrays of an item that begin to open, by name, for a `with`. folder: of the item. Those
+    with a PartedLeaf are made. Raises OSError where a copy of the item is needed and fails."""
     import orbax.checkpoint as ocp
     import tensorstore as ts
 
     handlers = ocp.type_handlers
     context = handlers.get_ts_context(use_ocdbt=True)
 
-    def open_array(name, leaf):
-        info = handlers.ParamInfo(name=name, parent_dir=folder, use_zarr3=False, ts_context=context)
+    def open_array(name, leaf, readable, base):
+        info = handlers.ParamInfo(
+            name=name, parent_dir=readable, use_zarr3=False, ts_context=context
+        )
         if leaf is None:
             spec = handlers.get_json_tspec_read(info, use_ocdbt=True)
         else:
@@ -116,9 +119,11 @@ def opened(
                 local_shape=(*[1] * leaf.num_indexed, *leaf.shape[leaf.num_indexed :]),
                 dtype=leaf.dtype,
             )
+        spec["kvstore"]["base"] |= base
         return ts.open(spec, create=leaf is not None, open=True, context=context)
 
-    return {name: open_array(name, leaf) for name, leaf in leaves.items()}
+    with staging.readable(folder) as place:
+        yield {name: open_array(name, leaf, *place) for name, leaf in leaves.items()}
 
 
 def _started(
@@ -247,7 +252,8 @@ class Writer:
         import tensorstore as ts
 
         folder.mkdir(parents=True)
-        self._stores = {name: store.result() for name, store in opened(folder, leaves).items()}
+        with opened(folder, leaves) as opening:
+            self._stores = {name: store.result() for name, store in opening.items()}
         self._pending, self._pending_bytes = ts.Transaction(), 0
 
     def write(self, name: str, index: Sequence[int], values: np.ndarray) -> None:
@@ -274,8 +280,10 @@ class Reader:
     ):
         self._where = f"of {item} in checkpoint {step_folder}"
         self._stores = {}
-        for name, opening in opened(step_folder / item, dict.fromkeys(names)).items():
-            store = result(opening, f"{name} {self._where}")
+        self._copy = contextlib.ExitStack()  # of the item, where it takes one; goes with the reader
+        opening = self._copy.enter_context(opened(step_folder / item, dict.fromkeys(names)))
+        for name, future in opening.items():
+            store = result(future, f"{name} {self._where}")
             self._stores[name] = store if entry is None else store[entry]
 
     def dtype(self, name: str) -> np.dtype:

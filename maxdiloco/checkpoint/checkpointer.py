@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, read, write
+from maxdiloco.checkpoint import orbax_io, read, staging, write
 from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
@@ -209,8 +209,9 @@ class Checkpointer:
         if started != _FAILED:
             self._damaged.clear()
         if started == _RUNS:
-            save = save._replace(deadline=time.monotonic() + self._timeout_s)
-            writes = orbax_io.start_writing(self._writer, save.folder, trees)
+            place = staging.begin(save.folder)
+            save = save._replace(arrays=place, deadline=time.monotonic() + self._timeout_s)
+            writes = orbax_io.start_writing(self._writer, place or save.folder, trees)
             finish = self._complete if self._primary else write.write_part
             self._saving = step, self._thread.submit(finish, save, writes)
         elif started == _FAILED:
@@ -247,7 +248,8 @@ class Checkpointer:
 
     def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
         # Runs in the thread.
-        with contextlib.ExitStack() as failed:
+        with contextlib.ExitStack() as always, contextlib.ExitStack() as failed:
+            always.callback(staging.end, save.arrays)
             failed.callback(self._thread.submit, write.discard, save.folder)  # the disk may be full
             if is_local(save.folder):  # elsewhere the next try writes to the same one
                 failed.callback(self._failed_folders.add, save.folder)

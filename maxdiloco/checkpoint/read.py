@@ -14,7 +14,7 @@ from etils import epath
 from maxdiloco.checkpoint import arrays, orbax_io, seal
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import agree, output
-from maxdiloco.storage import object_store, shared_folder
+from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import absolute, is_local, reason
 
 _STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
@@ -41,8 +41,8 @@ class Restored(NamedTuple):
 def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath.Path:
     """The folder of a program's argument RUN, for restore_from.
 
-    run: name of a run in base_output_directory, its folder, or the folder of one checkpoint; on a
-    mounted file system or on gs://. step: of the run, or NEWEST. Reads names only.
+    run: name of a run in base_output_directory, its folder, or the folder of one checkpoint, also
+    in a bucket. step: of the run, or NEWEST. Reads names only.
     Raises CheckpointError when there is no such checkpoint.
     """
     named = absolute(base_output_directory) / run
@@ -149,7 +149,7 @@ def reading(folder: epath.Path, key: str) -> Iterator[None]:
     """Raise CheckpointError where access to a folder fails. key: what gave the folder."""
     try:
         yield
-    except (OSError, *object_store.errors(folder)) as error:
+    except OSError as error:
         raise CheckpointError(
             f"{key}: {folder} cannot be read: {reason(error)}. See that it can be, and start again."
         ) from error
@@ -235,8 +235,8 @@ def _damage(path: epath.Path) -> str | None:
     here = f" Process {jax.process_index()} on {socket.gethostname()}: {mine.what}." if mine else ""
     raise CheckpointError(
         f"checkpoint {path} is whole as process 0 sees it, but not as process "
-        f"{', '.join(map(str, bad))} does.{here} Use a folder that all machines share, or gs://, "
-        "and start again."
+        f"{', '.join(map(str, bad))} does.{here} Use a folder that all machines share, or a "
+        "bucket, and start again."
     )
 
 

@@ -2,7 +2,7 @@
 
 Every process writes its part of the arrays. Then the first process finishes the checkpoint: meta
 and seal; fsync of each file and folder; the rename that makes it visible; fsync of the folder it is
-in. On gs:// a commit file takes the place of the rename.
+in. In a bucket a commit file takes the place of the rename.
 
 Others may have files in the folder of checkpoints too: people, other runs, a process that saves
 right now. A Checkpointer changes what its run made, under a lock, when it saves.
@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, read, seal
+from maxdiloco.checkpoint import orbax_io, read, seal, staging
 from maxdiloco.checkpoint.orbax_io import COMMIT, META, META_FILE
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import coordination
-from maxdiloco.storage import durable, object_store
+from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import free_bytes, is_local, megabytes, reason
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ class Save(NamedTuple):
     attempt: int = 0  # failed tries before this one, in whose own folders a thread may still write
     key: str = ""  # by which the first process learns of the outcome of each other's part
     deadline: float = 0.0  # for the parts of all processes, of time.monotonic()
+    arrays: epath.Path | None = None  # where this process writes them, if not there: of staging
 
     @property
     def folder(self) -> epath.Path:
-        """Where the files are written; on gs://, which renames no folders, the target itself."""
+        """Where the files are written; in a bucket, which has none to rename, the target."""
         if not is_local(self.target):
             return self.target
         number = f"-{self.attempt}" if self.attempt else ""
@@ -59,7 +60,7 @@ class Save(NamedTuple):
 
 
 def mark_of(target: epath.Path) -> epath.Path:
-    """On gs://: the object that says of a step's objects that they are an unfinished save."""
+    """In a bucket: the object that says of a step's objects that they are an unfinished save."""
     return target.parent / f"{target.name}{UNFINISHED}"
 
 
@@ -79,7 +80,7 @@ def prepare(save: Save, *, nbytes: int, is_alone: bool = False) -> bool:
     if folder.exists():
         if not is_alone or not (is_local(folder) or mark_of(target).exists()):
             raise _in_the_way(folder)
-        object_store.remove(folder)
+        folder.rmtree()
     free = free_bytes(target.parent)  # with compression the files are usually smaller
     if free is not None and free < nbytes:
         why = f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
@@ -114,8 +115,12 @@ def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
 def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
     """First process: make a checkpoint durable, then visible. Raises OSError, ValueError."""
     folder, local = save.folder, is_local(save.target)
+    if save.arrays is not None:
+        staging.download(folder, save.arrays)  # the parts of the others
     for name in save.items:
-        writer.finalize(folder / name)  # merges the parts of the processes
+        writer.finalize((save.arrays or folder) / name)  # merges the parts of the processes
+    staging.upload(save.arrays, folder)
+    for name in save.items:
         if not local:  # Orbax's readers ask for it there
             (folder / name / COMMIT).write_text("complete\n")
     (folder / META / META_FILE).write_text(json.dumps(save.note))
@@ -124,7 +129,7 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
             (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     seal.write(folder)
-    # On a mounted file system for a copy on gs://, where a folder without it is no checkpoint.
+    # On a mounted file system for a copy in a bucket, where a folder without it is no checkpoint.
     (folder / COMMIT).write_text("complete\n")
     if local:
         durable.sync_tree(folder)
@@ -137,7 +142,7 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
 def discard(folder: epath.Path) -> None:
     """Remove the files of a failed save. Raises OSError; the next start tries again."""
     if folder.exists():
-        object_store.remove(folder)
+        folder.rmtree()
 
 
 def wait_for_others(save: Save) -> None:
@@ -157,11 +162,13 @@ def write_part(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
     outcome = "ended"
     try:
         wait_for_arrays(save, writes)
+        staging.upload(save.arrays, save.folder)
         outcome = WRITTEN
     except (OSError, ValueError, RuntimeError) as error:
         outcome = reason(error)
         raise
     finally:
+        staging.end(save.arrays)
         coordination.put(f"{save.key}/{jax.process_index()}", outcome)
 
 
@@ -228,12 +235,12 @@ class OwnFolder:
         """Remove a checkpoint, so that no half of it ever looks like one. Raises OSError."""
         path = self._path / str(step)
         if is_local(path):
-            object_store.remove(self._rename(path, DELETED))
+            self._rename(path, DELETED).rmtree()
         else:
             mark = self._path / f"{path.name}{DELETED}"
             mark.write_text("")
             (path / orbax_io.COMMIT).unlink(missing_ok=True)
-            object_store.remove(path)
+            path.rmtree(missing_ok=True)
             mark.unlink()
         self.steps.discard(step)
 
@@ -243,7 +250,7 @@ class OwnFolder:
             self.remove(step)
 
     def free(self) -> float:
-        """Free bytes of the disk; without a limit on gs://."""
+        """Free bytes of the disk; without a limit in a bucket."""
         nbytes = free_bytes(self._path)
         return math.inf if nbytes is None else nbytes
 
@@ -301,7 +308,7 @@ class OwnFolder:
         """What earlier saves and removals have left, each with its step."""
         try:
             found = [(path, _LEFT.fullmatch(path.name)) for path in self._path.iterdir()]
-        except FileNotFoundError:  # on gs://, where there is no folder without an object
+        except FileNotFoundError:  # in a bucket, where there is no folder without an object
             return []
         return [(path, int(match[1])) for path, match in found if match]
 
@@ -310,10 +317,10 @@ class OwnFolder:
             if not is_local(path):  # a mark beside the objects of a step
                 folder = self._path / str(step)
                 if folder.exists() and not orbax_io.is_complete(folder):
-                    object_store.remove(folder)
+                    folder.rmtree()
                 path.unlink()
             elif path.is_dir():
-                object_store.remove(path)
+                path.rmtree()
             else:
                 continue
             self._say(f"removed what an earlier save left in {self._path}: {path.name}")

@@ -172,9 +172,8 @@ class LineIndex:
         about = json.dumps({"column": self.column, "files": files}).encode() + b"\n"
         documents_D3 = np.concatenate([table for *_, table in used]).astype("<i8")
         checksum = zlib.crc32(documents_D3, zlib.crc32(about))
-        with durable.replacing(path) as part, part.open("wb") as file:
-            file.write(_HEAD % checksum + about)
-            file.write(documents_D3)
+        with durable.replacing(path) as part:
+            part.write_bytes(b"".join([_HEAD % checksum, about, documents_D3]))
         self._changed = False
 
 

@@ -10,7 +10,6 @@ from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import reason
 
 # Rows of the embedding are divided among devices: our choice, the lanes of a TPU.
@@ -60,8 +59,7 @@ def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
     if cfg.tokenizer_type == "byte":
         return tokenizers.build(vars(cfg), cfg.vocab_size)
     try:
-        with object_store.as_os_errors(checkpoint):
-            return tokenizers.load(checkpoint / FOLDER)
+        return tokenizers.load(checkpoint / FOLDER)
     except OSError as error:
         raise CheckpointError(
             f"the tokenizer in {checkpoint} cannot be read: {reason(error)}. See that it can be, "

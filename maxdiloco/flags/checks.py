@@ -13,6 +13,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import together
 from maxdiloco.flags.base_yml import Key, Table, allows, choices, declared, show
 
+BUCKETS = ("gs", "s3", "az")  # as storage.store has them
 LARGEST = 2**31 - 1  # of int32: the limit of a whole number that has none in base.yml
 # Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
@@ -100,19 +101,19 @@ def _check_entries(key: Key, table: Mapping[str, Any]) -> None:
 
 
 def refuse_store(key: str, value: str) -> None:
-    """Raise ConfigError when a path is on an object store other than gs://.
+    """Raise ConfigError when a path is on an object store that is not one of BUCKETS.
 
-    Orbax completes a checkpoint on gs:// with one last object, but elsewhere by renaming a folder,
-    which such stores do object by object. The lock of a run needs the preconditions of gs://.
+    The lock of a run needs their conditional writes, and a run reads at once what it has written.
     """
     scheme, separator, rest = value.partition("://")
-    if not separator or (scheme == "gs" and re.match(r"[a-z0-9]", rest)):
+    if not separator or (scheme in BUCKETS and re.match(r"[A-Za-z0-9]", rest)):
         return
-    if scheme == "gs":
-        raise ConfigError(f"{key}={value} names no bucket. Use gs://bucket/folder.")
+    if scheme in BUCKETS:
+        raise ConfigError(f"{key}={value} names no bucket. Use {scheme}://bucket/folder.")
     raise ConfigError(
         f"{key}={value} is on {scheme}://, where a checkpoint cannot become visible at once and a "
-        f"run cannot be locked. Use gs://bucket/folder, or a folder on a mounted file system."
+        f"run cannot be locked. Use {'://, '.join(BUCKETS)}://, or a folder on a mounted file "
+        f"system."
     )
 
 

@@ -20,6 +20,7 @@ from maxdiloco.huggingface import beside_weights, config_json, folders, safetens
 from maxdiloco.huggingface.imported import CARRIED, Say
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
 from maxdiloco.models.spec import from_config
+from maxdiloco.storage.object_store import BucketPath
 
 # Beside "stored", the one that the checkpoint has.
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -27,7 +28,7 @@ _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloa
 
 def export_model(
     run: str,
-    target: pathlib.Path,
+    target: pathlib.Path | BucketPath,
     *,
     parameters: str,
     dtype: str,
@@ -77,7 +78,7 @@ def export_model(
         hf["dtype"] = dtypes[EMBEDDING].name
         hf.pop("torch_dtype", None)
         (place / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+        size = sum(path.stat().st_size for path in place.glob("*.safetensors"))
     say(
         f"{target}: {family.model_type}, {parameters} parameters of step {found.step} of "
         f"{found.path.parent.parent}, {len(written)} tensors, {size / 1e6:,.1f} MB"

@@ -4,13 +4,16 @@ import contextlib
 import fcntl
 import pathlib
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 
 from etils import epath
 
+from maxdiloco.checkpoint import staging
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.storage import durable
+from maxdiloco.storage.object_store import BucketPath, is_local
 from maxdiloco.storage.run_folder import reason
 
 UNFINISHED = ".unfinished"
@@ -18,40 +21,51 @@ _PERIOD_S = 10.0  # between two lines on how far it is: our choice; a small mode
 MARK = "maxdiloco-writes-here"  # a file in such a folder, locked by the program that fills it
 
 
-def refuse_existing(target: pathlib.Path) -> None:
+def refuse_existing(target: pathlib.Path | BucketPath) -> None:
     """Raise ConfigError when there is something at the target."""
-    if target.exists() or target.is_symlink():
+    if target.exists() or (is_local(target) and target.is_symlink()):
         raise ConfigError(f"DST={target} exists already. Give another folder, or remove it.")
 
 
 @contextlib.contextmanager
-def appearing(target: pathlib.Path) -> Iterator[epath.Path]:
+def appearing(target: pathlib.Path | BucketPath) -> Iterator[epath.Path]:
     """A folder to fill in a `with`, which gets the target's name when that ends without an error.
 
-    A folder that a killed program left is removed first; one without its MARK stays. Raises
-    ConfigError for that, and where another program fills it; CheckpointError where the disk
-    refuses, then too without a trace.
+    A folder that a killed program left is removed first; one without its MARK stays. What is for a
+    bucket is filled on this machine and uploaded, config.json last. Raises ConfigError for that,
+    and where another program fills it; CheckpointError where the disk refuses, then too without a
+    trace.
     """
+    if not is_local(target):
+        with _refusals_told(target), tempfile.TemporaryDirectory(prefix="maxdiloco-hf-") as made:
+            yield epath.Path(made)
+            staging.upload(epath.Path(made), target, last="config.json")
+        return
     folder = epath.Path(target.parent / (target.name + UNFINISHED))
-    with contextlib.ExitStack() as stack:
-        try:
-            if folder.exists():
-                _remove_left(folder, target)
-            durable.make_folder(folder.parent)
-            folder.mkdir()
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            _lock(stack, folder, "x")
-            yield folder
-            durable.sync_tree(folder)
-            (folder / MARK).unlink()
-            durable.sync_folder(folder)
-            folder.rename(target)
-            durable.sync_folder(target.parent)
-        except OSError as error:
-            raise CheckpointError(
-                f"DST={target} cannot be written: {reason(error)}. Free some space or give another "
-                "folder."
-            ) from error
+    with contextlib.ExitStack() as stack, _refusals_told(target):
+        if folder.exists():
+            _remove_left(folder, target)
+        durable.make_folder(folder.parent)
+        folder.mkdir()
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        _lock(stack, folder, "x")
+        yield folder
+        durable.sync_tree(folder)
+        (folder / MARK).unlink()
+        durable.sync_folder(folder)
+        folder.rename(target)
+        durable.sync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def _refusals_told(target: pathlib.Path | BucketPath) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"DST={target} cannot be written: {reason(error)}. Free some space or give another "
+            "folder."
+        ) from error
 
 
 def _remove_left(folder: epath.Path, target: pathlib.Path) -> None:

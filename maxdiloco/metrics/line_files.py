@@ -13,7 +13,6 @@ from etils import epath
 from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import output
-from maxdiloco.storage import object_store
 from maxdiloco.storage.durable import sync_folder
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason
 
@@ -82,8 +81,7 @@ class RemoteLines:
         """Write the file to the object store."""
         self._require_lock()
         self._written = time.monotonic()
-        with object_store.as_os_errors(self._path):
-            self._path.write_bytes(bytes(self._content))
+        self._path.write_bytes(bytes(self._content))
         self._whole = True
 
     def close(self) -> None:
@@ -101,8 +99,10 @@ def open_lines(path: epath.Path, require_lock: Callable[[], None]) -> LocalLines
 
 def text_of(path: epath.Path) -> str:
     """The text of a file; "" where there is none. Raises OSError."""
-    with object_store.as_os_errors(path):
-        return path.read_bytes().decode(errors="replace") if path.exists() else ""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def parsed(line: str | bytes) -> dict[str, Any]:
@@ -120,8 +120,7 @@ def noted(
 ) -> Iterator[None]:
     """Access to a path whose failure is a line for the user: what cannot be `done`, and so what."""
     try:
-        with object_store.as_os_errors(path):
-            yield
+        yield
     except OSError as error:
         say(f"note: {path} cannot be {done} ({reason(error)}){so}.")
 

@@ -1,5 +1,7 @@
-"""Where the rows of a run go: metrics.jsonl, TensorBoard and Weights & Biases. The failures of the
-latter two end no run. Names: docs/metrics.md."""
+"""Where the rows of a run go: metrics.jsonl, TensorBoard and Weights & Biases.
+
+The failures of the latter two end no run. Names: docs/metrics.md.
+"""
 
 import importlib
 import json
@@ -18,7 +20,7 @@ from etils import epath
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.metrics.line_files import LocalLines, RemoteLines, open_lines, parsed, text_of
 from maxdiloco.processes import output
-from maxdiloco.storage import durable, object_store
+from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason
 
 PROJECT = "maxdiloco"  # of Weights & Biases
@@ -148,7 +150,7 @@ def _repaired(
             last = found
     clean = "".join(kept)
     if clean != text:
-        with object_store.as_os_errors(path), durable.replacing(path) as new:
+        with durable.replacing(path) as new:
             new.write_bytes(clean.encode())  # whatever the locale
     if later or broken:
         say(
@@ -252,10 +254,9 @@ class WandbRun:
         self._error: type[Exception] = wandb.errors.Error
         self._say = say
         path = folder.path / "wandb_id"  # a folder that is made anew is another run
-        with object_store.as_os_errors(path):
-            if not path.exists():
-                path.write_text(uuid.uuid4().hex)
-            name = path.read_text()
+        if not path.exists():
+            path.write_text(uuid.uuid4().hex)
+        name = path.read_text()
         try:
             self._run = wandb.init(
                 project=PROJECT,

@@ -65,15 +65,17 @@ def beside(path: epath.PathLike) -> epath.Path:
 def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
     """A name to write a file under, which takes the place of `path` when the `with` ends well. The
     file is on the disk before it has its name, and its name before the `with` is over. An error
-    leaves nothing beside `path`; a killed process may leave the name of `beside`."""
+    leaves nothing beside `path`; a killed process may leave the name of `beside`. In a bucket an
+    object is written whole, and the name is its own."""
+    if not object_store.is_local(path):
+        yield epath.Path(path)
+        return
     part = beside(path)
     try:
         yield part
-        if object_store.is_local(part):
-            sync_file(part)
+        sync_file(part)
         part.replace(epath.Path(path))
-        if object_store.is_local(part):
-            sync_folder(part.parent)
+        sync_folder(part.parent)
     finally:
-        with contextlib.suppress(OSError, *object_store.errors(part)):
+        with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)  # gone already where all went well

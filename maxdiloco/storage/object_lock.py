@@ -1,10 +1,12 @@
-"""The lock of a run on gs://: an object that its holder renews.
+"""The lock of a run in a bucket: an object that its holder renews.
 
-A killed holder leaves the object behind. After STALE_S without a renewal, by the store's clock, the
-next run takes it over. A request names the generation that it replaces: of two processes one fails.
+A killed holder leaves the object behind. Who waits sees, by its own clock, that its content stays
+the same for STALE_S, and takes it over. A write names the version that it replaces: of two
+processes one fails.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -12,18 +14,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-from etils import epath
+from typing import NamedTuple
 
 from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError
-from maxdiloco.storage import object_store
+from maxdiloco.storage.object_store import BucketPath
+from maxdiloco.storage.store import Version
 
 # In seconds, our choice. Some renewals may fail before the lock is stale; a restart after a kill
-# waits at most STALE_S, and a second run with the name is refused after at most RENEW_S.
+# waits for STALE_S, and a second run with the name is refused after at most RENEW_S.
 RENEW_S = 20.0
-STALE_S = 120.0
+STALE_S = 120.0  # more than a request may take, with its repetitions
 
 
 class _Lock(NamedTuple):
@@ -31,35 +32,23 @@ class _Lock(NamedTuple):
 
     holder: str
     nonce: str  # "" where no run wrote it
-    generation: int
-    age: float  # [seconds] since it was renewed
-
-
-def _patience() -> dict[str, Any]:
-    """Arguments of a request that is repeated for less than STALE_S."""
-    from google.cloud.storage.retry import DEFAULT_RETRY
-
-    return {"timeout": STALE_S / 4, "retry": DEFAULT_RETRY.with_timeout(STALE_S / 4)}
+    version: Version
 
 
 class ObjectLock:
     """The lock of one run. A context manager: entering waits or refuses, leaving deletes it.
 
     say: called from another thread too. Entering raises CheckpointError when another process renews
-    the lock or the object is no lock, and what object_store.errors names.
+    the lock or the object is no lock, and OSError.
     """
 
-    def __init__(self, path: epath.Path, *, run_name: str, say: Callable[[str], None]):
-        from google.cloud import storage
-
+    def __init__(self, path: BucketPath, *, run_name: str, say: Callable[[str], None]):
         self._path, self._run_name, self._say = path, run_name, say
-        bucket, _, self._name = os.fspath(path).removeprefix("gs://").partition("/")
-        # Requests with preconditions, which gcsfs does not have. Objects need no project.
-        self._bucket = storage.Client(project=None).bucket(bucket)
         self._nonce = secrets.token_hex(8)
         since = time.strftime("%F %T %z")
         self._holder = f"process {os.getpid()} on {socket.gethostname()} (started {since})"
-        self._generation = 0
+        self._beats = itertools.count()  # or the version would stay the same: s3:// hashes contents
+        self._version: Version | None = None
         self._lost: str | None = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="maxdiloco-lock", daemon=True)
@@ -72,10 +61,10 @@ class ObjectLock:
     def __exit__(self, kind, exception, traceback) -> None:
         self._leaving.set()
         self._thread.join()
-        # A lock that cannot be deleted goes stale; one that was lost has another generation.
-        with contextlib.suppress(OSError, *object_store.errors(self._path)):
-            blob = self._bucket.blob(self._name)
-            blob.delete(if_generation_match=self._generation, **_patience())
+        # A lock that cannot be deleted goes stale. Renewed just now, it is not yet another's.
+        with contextlib.suppress(OSError):
+            if self._lost is None and self._write(self._version):
+                self._path.unlink(missing_ok=True)
 
     def require(self) -> None:
         """Raise CheckpointError when another process has taken the lock over."""
@@ -83,95 +72,72 @@ class ObjectLock:
             raise CheckpointError(self._lost)
 
     def _acquire(self) -> None:
-        before: int | None = None  # the generation that was seen first
-        while not self._write(expected=0):
+        first: _Lock | None = None  # as it was seen first
+        limit = 0.0
+        while not self._write(None):
             lock = self._look()
             if lock is None:  # deleted meanwhile
                 continue
-            if lock.nonce == self._nonce:  # the answer to an upload of ours was lost
-                self._generation = lock.generation
-                return
-            words = f"{self._path} of {lock.holder} was renewed {lock.age:.0f} s ago"
+            words = f"{self._path} of {lock.holder}"
             if not lock.nonce:
                 raise CheckpointError(
                     f"run_name={self._run_name}: {self._path} is no lock of a run, and nothing of "
                     "others is replaced. Move it, or set another run_name."
                 )
-            if lock.age >= STALE_S:
-                if self._write(expected=lock.generation):
-                    self._say(f"{words}: taken over.")
-                    return
-                continue
-            if before is None:
+            if first is None:
+                first, limit = lock, time.monotonic() + STALE_S
                 self._say(
-                    f"{words}: waiting up to {STALE_S - lock.age:.0f} s to see whether that run "
+                    f"{words} is there: waiting up to {STALE_S:.0f} s to see whether that run "
                     "still lives."
                 )
-                before = lock.generation
-            if lock.generation != before:
+            if lock.version != first.version:
                 raise CheckpointError(
-                    f"run_name={self._run_name} is in use: {words}. Wait for it, stop it, or set "
-                    "another run_name."
+                    f"run_name={self._run_name} is in use: {words} was renewed just now. Wait for "
+                    "it, stop it, or set another run_name."
                 )
-            time.sleep(min(RENEW_S / 4, STALE_S - lock.age))
+            if time.monotonic() >= limit:
+                if self._write(lock.version):
+                    self._say(f"{words} was not renewed for {STALE_S:.0f} s: taken over.")
+                    return
+                continue
+            time.sleep(min(RENEW_S / 4, max(0.0, limit - time.monotonic())))
 
-    def _write(self, *, expected: int) -> bool:
-        """Write the object if its generation is the expected one; whether it was."""
-        from google.api_core.exceptions import PreconditionFailed
-
-        blob = self._bucket.blob(self._name)
-        try:
-            blob.upload_from_string(
-                json.dumps({"holder": self._holder, "nonce": self._nonce}),
-                if_generation_match=expected,
-                **_patience(),
-            )
-        except PreconditionFailed:
-            return False
-        self._generation = blob.generation
-        return True
+    def _write(self, expected: Version | None) -> bool:
+        """Write the object if its version is the expected one; whether this process has it."""
+        content = {"holder": self._holder, "nonce": self._nonce, "beat": next(self._beats)}
+        bucket, data = self._path.bucket(), json.dumps(content).encode()
+        version = bucket.put_if(self._path.key, data, expected)
+        if version is None:  # perhaps only the answer to a write of ours was lost
+            lock = self._look()
+            version = lock.version if lock is not None and lock.nonce == self._nonce else None
+        self._version = version or self._version
+        return version is not None
 
     def _look(self) -> _Lock | None:
-        from google.api_core.exceptions import NotFound, PreconditionFailed
-
-        blob = self._bucket.get_blob(self._name)
-        if blob is None:
-            return None
         try:
-            text = blob.download_as_bytes(if_generation_match=blob.generation)
-        except (NotFound, PreconditionFailed):  # written or deleted in between
+            text, version = self._path.bucket().get_version(self._path.key)
+        except FileNotFoundError:
             return None
         try:
             content = json_text.parse(text)
-            holder, nonce = str(content["holder"]), str(content["nonce"])
-        except (ValueError, KeyError, TypeError):
-            holder, nonce = "an unknown process", ""  # no run wrote it
-        # The time by the clock of the store; the clocks of hosts may differ.
-        probe = self._bucket.blob(f"{self._name}.asked-{self._nonce}")
-        probe.upload_from_string(b"")
-        probe.delete()
-        age = (probe.updated - blob.updated).total_seconds()
-        return _Lock(holder, nonce, blob.generation, age)
+            return _Lock(str(content["holder"]), str(content["nonce"]), version)
+        except (ValueError, KeyError, TypeError):  # no run wrote it
+            return _Lock("an unknown process", "", version)
 
     def _renew(self) -> None:
         failed = False
         while self._lost is None and not self._leaving.wait(RENEW_S):
             try:
-                if not self._write(expected=self._generation):
-                    self._regain()
+                if not self._write(self._version):
+                    self._lose(self._look())
                 failed = False
-            except (OSError, *object_store.errors(self._path)) as error:
+            except OSError as error:
                 if not failed:
-                    why = object_store.reason(error) or error
+                    why = error.strerror or error
                     self._say(f"warning: {self._path} cannot be renewed: {why}. Trying again.")
                 failed = True
 
-    def _regain(self) -> None:
-        """Keep the lock where only the answer to a renewal was lost; else note that it is gone."""
-        lock = self._look()
-        if lock is not None and lock.nonce == self._nonce:
-            self._generation = lock.generation
-            return
+    def _lose(self, lock: _Lock | None) -> None:
         self._lost = (
             f"run_name={self._run_name}: {self._path} was not renewed in time and is now that of "
             f"{lock.holder if lock else 'nobody'}. Two processes must not write to one run, so "

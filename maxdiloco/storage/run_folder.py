@@ -33,17 +33,17 @@ class RunFolder:
 
     def __init__(self, path: epath.Path, require_lock: Callable[[], None] = lambda: None):
         self.path = path
-        # On gs://: raises CheckpointError when another process has taken the lock over.
+        # In a bucket: raises CheckpointError when another process has taken the lock over.
         self.require_lock = require_lock
         self.checkpoints = path / "checkpoints"  # one folder per saved step
         self.metrics = path / "metrics.jsonl"  # one JSON object per logged step
         self.history = path / "history.jsonl"  # one JSON object per start and end of the run
-        self.line_index = path / "line_index"  # of data.line_index, for the next start
+        self.line_index = path / "line_index"  # of data.documents, for the next start
         self.tensorboard = path / "tensorboard"  # event files
 
 
 def absolute(path: epath.PathLike, *, key: str = "base_output_directory") -> epath.Path:
-    """The absolute path. key: what gave it. Raises CheckpointError for gs:// without packages."""
+    """The absolute path. key: what gave it. Raises CheckpointError for a bucket without obstore."""
     if not is_local(path):
         object_store.prepare(path, key)
         return epath.Path(path)
@@ -87,7 +87,7 @@ def open_run_folder(
     primary: whether this process is the first of the run; the others make and lock nothing.
     warn: called with one line when the file system has no locks, or during a wait for the lock.
     The lock is an flock of the file `lock`, whose line names the holder unless the file is another
-    program's; kill -9 releases it. On gs:// it is an object that its holder renews (object_lock).
+    program's; kill -9 releases it. In a bucket it is an object that is renewed (object_lock).
     Raises CheckpointError when the folder cannot be made or written, or another run holds it.
     """
     folder = locate(base_output_directory, run_name)
@@ -107,7 +107,7 @@ def open_run_folder(
                 lock = ObjectLock(folder.path / "lock", run_name=run_name, say=warn)
                 stack.enter_context(lock)
                 folder = RunFolder(folder.path, lock.require)
-        except (OSError, *object_store.errors(folder.path)) as error:
+        except OSError as error:
             raise _cannot_hold(base_output_directory, run_name, error) from error
         yield folder
 
@@ -121,7 +121,7 @@ def _cannot_hold(base_output_directory, run_name, error):
 
 
 def free_bytes(folder: epath.PathLike) -> int | None:
-    """Free space of the disk that a folder is on, or will be; None on gs://, without a limit."""
+    """Free space of the disk that a folder is on, or will be; None in a bucket, without a limit."""
     if not is_local(folder):
         return None
     folder = epath.Path(folder)
@@ -137,8 +137,6 @@ def reason(error: BaseException) -> str:
     """The last, most specific part of an error's text, in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.rstrip(".")
-    if answer := object_store.reason(error):
-        return answer
     # The file layer writes "while doing a: while doing b: why [code]", then lines of details.
     first_line = str(error).partition("\n")[0].partition(" [")[0]
     parts = [part for part in first_line.split(": ") if part]

@@ -9,7 +9,6 @@ from etils import epath
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import agree, coordination
-from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import reason
 
 # All our choice.
@@ -33,7 +32,7 @@ def require(folder: epath.Path) -> None:
         raise CheckpointError(
             f"base_output_directory: not every process of the run sees {folder} as process 0 does: "
             f"not {', '.join(map(str, blind))}.{here if problem else ''} Use a folder that all "
-            "machines share, or gs://."
+            "machines share, or a bucket."
         )
 
 
@@ -57,7 +56,7 @@ def _look(folder: epath.Path | None, name: str, wait_s: float) -> tuple[str | No
         try:
             folder.mkdir(parents=True, exist_ok=True)
             marker.write_text(str(number))
-        except (OSError, *object_store.errors(marker)) as error:
+        except OSError as error:
             problem = reason(error)
     meet()
     if agree.from_first_process(problem is not None):  # nothing to wait for
@@ -78,7 +77,7 @@ def _wait_for(marker, number, wait_s):
             if marker.read_text() == str(number):
                 return None
             problem = "it is another folder of the same name"
-        except (OSError, *object_store.errors(marker)) as error:
+        except OSError as error:
             problem = reason(error)
         if time.monotonic() >= limit:
             return problem

@@ -29,7 +29,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import chips
 from maxdiloco.storage import durable
-from maxdiloco.storage.run_folder import is_local, reason
+from maxdiloco.storage.run_folder import absolute, is_local, reason
 from maxdiloco.trainer import job
 
 FORMAT = 3
@@ -73,23 +73,27 @@ def check_place(key: str, path: str) -> None:
             f"{key}={path} is no file, and writing would replace it. Give the path of a file."
         )
     with _no_os_error(key, path):
-        epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        probe = durable.beside(path)
+        place = _place(key, path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        probe = durable.beside(place)
         probe.write_bytes(b"")
         probe.unlink()
 
 
 def write_whole(key: str, path: str, content: bytes) -> None:
     """Write a file that appears whole or not at all. Raises ConfigError when it cannot be."""
-    with _no_os_error(key, path), durable.replacing(path) as part:
+    with _no_os_error(key, path), durable.replacing(_place(key, path)) as part:
         part.write_bytes(content)
         if is_local(part):  # a run refuses programs that others may write
             os.chmod(part, os.stat(part).st_mode & ~_OTHERS_WRITE)
 
 
+def _place(key: str, path: str) -> epath.Path:
+    return epath.Path(path) if is_local(path) else absolute(path, key=key)
+
+
 def _is_no_file(path: str) -> bool:
     """Whether the path is a folder, pipe or device. Reading a device may never end."""
-    path = epath.Path(path)
     return is_local(path) and os.path.exists(path) and not os.path.isfile(path)
 
 
@@ -214,11 +218,11 @@ def _opened(path: str) -> Iterator[tuple[dict[str, Any], zipfile.ZipFile]]:
 def _read_trusted(path: str) -> bytes:
     """The bytes of a file that nobody but this user and root can have written: JAX unpickles them.
 
-    On gs:// the rights are the bucket's. Raises ConfigError where others own or may write it.
+    In a bucket the rights are the bucket's. Raises ConfigError where others own or may write it.
     """
     if not is_local(path):
-        return epath.Path(path).read_bytes()
-    with open(epath.Path(path), "rb") as file:
+        return _place("compiled_trainstep_file", path).read_bytes()
+    with open(path, "rb") as file:
         content, status = file.read(), os.fstat(file.fileno())
     if status.st_uid not in (os.geteuid(), 0):
         why, remedy = f"belongs to user {status.st_uid}", "Make it again as the user of the run"

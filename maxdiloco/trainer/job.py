@@ -34,7 +34,7 @@ LOSES_ORDER = (
 # xla/pull/14968), up to a day.
 NOT_SHARED = (
     "not every process sees what the first one writes there, and a GPU that compiles would wait "
-    "for one that loads; use a folder that all machines share, or gs://"
+    "for one that loads; use a folder that all machines share, or a bucket"
 )
 
 
@@ -95,8 +95,8 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     if not (agree.in_any_process(bool(folder)) if on_gpus else folder):
         yield []
         return
+    path = absolute(folder, key=source) if folder else None
     if on_gpus:
-        path = absolute(folder, key=source) if folder else None
         obstacle = "" if shared_folder.is_shared(path) else NOT_SHARED
     else:
         obstacle = "" if keep_their_order(cfg, mesh) else LOSES_ORDER

@@ -168,9 +168,12 @@ def test_where_folders_cannot_be_renamed_the_commit_file_goes_first(
     monkeypatch.setattr(write, "is_local", lambda path: False)
     gone = []
     rmtree = type(folder).rmtree
-    monkeypatch.setattr(
-        type(folder), "rmtree", lambda path: gone.append(sorted(os.listdir(path))) or rmtree(path)
-    )
+
+    def noted(path, **options):
+        gone.append(sorted(os.listdir(path)))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(type(folder), "rmtree", noted)
     own = write.OwnFolder(folder, run="", locked=True, say=print)
     own.adopt(folder / "20", older=True)
     own.remove(10)

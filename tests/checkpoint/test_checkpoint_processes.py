@@ -18,7 +18,7 @@ from maxdiloco.checkpoint.theta import restore_parameters
 from maxdiloco.storage.run_folder import locate
 
 ROOT = pathlib.Path(__file__).parents[2]
-SHARED = " Use a folder that all machines share, or gs://"
+SHARED = " Use a folder that all machines share, or a bucket"
 
 SCRIPT = """
 import json, sys, time

@@ -41,9 +41,10 @@ model_name=35n | Did you mean 35m? | Use default, 10b,
 model_name=bert | has no file in configs/models. Use default, 10b,
 run_name=a/b | cannot name a folder | Use letters, digits
 run_name=.. | cannot name a folder
-base_output_directory=s3://b/runs | is on s3:// | Use gs://bucket/folder, or a folder on
+base_output_directory=hdfs://b/runs | is on hdfs:// | Use gs://, s3://, az://, or a folder on
 base_output_directory=gs:// | names no bucket | Use gs://bucket/folder
-load_parameters_path=az://b/runs | is on az:// | cannot become visible at once
+base_output_directory=s3:// | names no bucket | Use s3://bucket/folder
+load_parameters_path=memory://b/runs | is on memory:// | cannot become visible at once
 # pairs with a default
 base_num_kv_heads=3 | base_num_query_heads=4 is not a multiple | base_num_kv_heads=1
 head_dim=33 | is odd | head_dim=34

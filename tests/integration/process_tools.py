@@ -26,6 +26,14 @@ FLAGS = (
     "max_target_length=16 per_device_batch_size=1 hardware=cpu dcn_diloco_parallelism=2 "
     "ici_fsdp_parallelism=2 diloco_sync_period=2 log_period=1 enable_tensorboard=false"
 )
+# The trainer, to which a lock is stale after three seconds.
+IMPATIENT = """
+from maxdiloco import train
+from maxdiloco.storage import object_lock
+
+object_lock.STALE_S = 3.0
+train.main()
+"""
 TINY = dict(flag.split("=") for flag in FLAGS.split())
 
 

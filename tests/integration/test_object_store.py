@@ -8,19 +8,17 @@ import time
 import process_tools
 import pytest
 import run_tools as tools
-from etils import epath
 from fake_gcs import BUCKET, FakeGcs
 
 from maxdiloco import evaluate, generate, train
 from maxdiloco import tokenizer as program
 from maxdiloco.data import tokenizer
-from maxdiloco.storage import object_lock
+from maxdiloco.storage import object_lock, object_store
 
 pytestmark = pytest.mark.usefixtures("programs")
 
 BASE = f"gs://{BUCKET}/runs"
-RUN = epath.Path(BASE) / "a"
-STALE_S = object_lock.STALE_S + 1
+RUN = object_store.BucketPath(BASE) / "a"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +27,7 @@ def server():
     with FakeGcs(page=20) as found, pytest.MonkeyPatch.context() as patch:
         for key, value in found.environ().items():
             patch.setenv(key, value)
+        patch.setattr(object_store.BucketPath, "_buckets", {})
         yield found
 
 
@@ -66,7 +65,7 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, s
 
 
 @pytest.mark.full
-def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, capfd):
+def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, capfd, monkeypatch):
     """The objects of the unfinished save count for nothing and are removed. The store is slow and
     at times unavailable while the run resumes and saves."""
     reached, opened = threading.Event(), threading.Event()
@@ -88,7 +87,7 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, ca
     assert "runs/a/lock" in store.names()
     assert store.names("runs/a/checkpoints/20/")
     assert "runs/a/checkpoints/20/commit_success.txt" not in store.names()
-    store.age("runs/a/lock", STALE_S)
+    monkeypatch.setattr(object_lock, "STALE_S", 2.0)
 
     left = {"/checkpoints/10/": 2, "/checkpoints/62/": 2}  # read, and written
 
@@ -182,7 +181,7 @@ def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path, 
     [
         ({"load_parameters_path": "gs://absent/runs/a"}, None, "holds no checkpoint"),
         ({"load_full_state_path": f"{BASE}/absent"}, None, "holds no checkpoint"),
-        ({"load_full_state_path": f"{BASE}/a"}, 403, "cannot be read: Forbidden (403): fake 403."),
+        ({"load_full_state_path": f"{BASE}/a"}, 403, "cannot be read: Forbidden (403)."),
     ],
 )
 def test_a_place_that_cannot_be_used_is_one_line(store, tmp_path, capfd, keys, status, words):
@@ -203,11 +202,9 @@ def test_two_processes_wait_for_a_lock_to_go_stale_and_resume(store, tmp_path):
 
     store.put("runs/a/lock", b'{"holder": "process 7 on x", "nonce": "7"}')
     changes |= {"steps": "6", "checkpoint_period": "2"}
-    both = process_tools.trainers(2, changes, tmp_path)
+    both = process_tools.trainers(2, changes, tmp_path, program=process_tools.IMPATIENT)
     try:
         both[0].wait_for("waiting up to")
-        time.sleep(2)
-        store.age("runs/a/lock", STALE_S)
         assert [process.end() for process in both] == [0, 0], both[0].text() + both[1].text()
     finally:
         for process in both:

@@ -1,4 +1,4 @@
-"""The lock of a run on gs://: who has it, when it goes stale, how it is lost."""
+"""The lock of a run in a bucket: who has it, when it goes stale, how it is lost."""
 
 import concurrent.futures
 import os
@@ -7,42 +7,37 @@ import threading
 import time
 
 import pytest
-from fake_gcs import BUCKET, LOST, FakeGcs
+from fake_gcs import BUCKET, LOST
 
 from maxdiloco.errors import CheckpointError
-from maxdiloco.storage import object_lock
+from maxdiloco.storage import object_lock, store
 from maxdiloco.storage.object_lock import ObjectLock
 from maxdiloco.storage.run_folder import absolute, open_run_folder
 
 NAME = "runs/a/lock"
+# As they are since the first version, which had no beat.
 OF_7, OF_8 = (b'{"holder": "process %d on x", "nonce": "%d"}' % (n, n) for n in (7, 8))
 ME = f"process {os.getpid()} on {socket.gethostname()} (started "
 
 
-@pytest.fixture
-def store(monkeypatch):
+@pytest.fixture(autouse=True)
+def times(monkeypatch):
     monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
     monkeypatch.setattr(object_lock, "STALE_S", 60.0)
-    with FakeGcs() as found:
-        for key, value in found.environ().items():
-            monkeypatch.setenv(key, value)
-        yield found
 
 
 @pytest.fixture
-def stale(store):
-    """The store, with a lock that nobody has renewed for 61 s."""
-    store.put(NAME, OF_7)
-    store.age(NAME, 61.0)
-    return store
+def soon(monkeypatch):
+    """A lock is stale after half a second."""
+    monkeypatch.setattr(object_lock, "STALE_S", 0.5)
 
 
-def lock(say=lambda line: None):
-    return ObjectLock(absolute(f"gs://{BUCKET}/{NAME}"), run_name="a", say=say)
+def lock(say=lambda line: None, scheme="gs"):
+    return ObjectLock(absolute(f"{scheme}://{BUCKET}/{NAME}"), run_name="a", say=say)
 
 
-def writes(store):
-    return [status for request, status in store.requests if request.kind == "write"]
+def writes(gcs):
+    return [status for request, status in gcs.requests if request.kind == "write"]
 
 
 def wait_for(holds):
@@ -52,76 +47,75 @@ def wait_for(holds):
         time.sleep(0.01)
 
 
-def test_the_lock_is_renewed_while_it_is_held_and_refuses_a_second_run(store):
+def test_the_lock_is_renewed_while_it_is_held_and_refuses_a_second_run(cloud):
     """The first renewal that the second one sees tells that the holder lives. Nothing is left."""
-    said = []
-    with lock() as held:
-        first = store.objects[BUCKET][NAME].generation
-        wait_for(lambda: store.objects[BUCKET][NAME].generation > first)
+    said, bucket = [], store.connect(cloud, BUCKET)
+    with lock(scheme=cloud) as held:
+        first = bucket.get_version(NAME)
+        wait_for(lambda: bucket.get_version(NAME)[1] != first[1])
         with pytest.raises(CheckpointError) as error:
-            lock(said.append).__enter__()
+            lock(said.append, cloud).__enter__()
         held.require()
-    assert str(error.value).startswith(f"run_name=a is in use: gs://{BUCKET}/{NAME} of {ME}")
+    assert str(error.value).startswith(f"run_name=a is in use: {cloud}://{BUCKET}/{NAME} of {ME}")
     assert str(error.value).endswith(
-        "was renewed 0 s ago. Wait for it, stop it, or set another run_name."
+        "was renewed just now. Wait for it, stop it, or set another run_name."
     )
     assert len(said) == 1 and "waiting up to 60 s to see whether that run still lives" in said[0]
-    assert store.names() == []
-    count = len(store.requests)
     time.sleep(0.2)
-    assert len(store.requests) == count
+    assert list(bucket.list_all("")) == []
 
 
-def test_a_lock_that_nobody_renews_is_waited_for_and_taken_over(store, monkeypatch):
-    """By the clock of the store: the object has aged there, and the host's says nothing of it."""
-    monkeypatch.setattr(object_lock, "STALE_S", 4.0)
-    said = []
-    store.put(NAME, OF_7)
-    store.age(NAME, 3.0)
-    with lock(said.append) as held:
+def test_a_lock_that_nobody_renews_is_waited_for_and_taken_over(cloud, soon):
+    """By the clock of the one that waits. The store's and the other host's say nothing of it."""
+    said, bucket = [], store.connect(cloud, BUCKET)
+    bucket.put(NAME, OF_7)
+    began = time.monotonic()
+    with lock(said.append, cloud) as held:
+        assert time.monotonic() - began >= object_lock.STALE_S
         held.require()
-        assert ME.encode() in store.objects[BUCKET][NAME].data
-    assert len(said) == 2 and "of process 7 on x was renewed 3 s ago: waiting up to 1 s" in said[0]
-    assert "of process 7 on x was renewed 4 s ago: taken over." in said[1]
+        assert ME.encode() in bucket.get(NAME)
+    assert len(said) == 2 and "of process 7 on x is there: waiting up to " in said[0]
+    assert "of process 7 on x was not renewed for 0 s: taken over." in said[1]
+
+
+def test_a_lock_that_is_given_back_meanwhile_is_taken_at_once(gcs):
+    gcs.put(NAME, OF_7)
+    with lock(lambda line: gcs.objects[BUCKET].clear()):
+        assert ME.encode() in gcs.objects[BUCKET][NAME].data
 
 
 @pytest.mark.parametrize("content", [b"[]", b"?", b"\xff", b'{"holder": 1}'])
-def test_an_object_of_others_with_the_name_of_the_lock_stays(store, content):
+def test_an_object_of_others_with_the_name_of_the_lock_stays(gcs, content):
     """An upload is whole or absent, so no run can have left it."""
-    store.put(NAME, content)
-    store.age(NAME, 61.0)
+    gcs.put(NAME, content)
     with pytest.raises(CheckpointError, match=r"lock is no lock of a run, .*Move it, or set"):
         lock().__enter__()
-    assert store.names() == [NAME] and store.objects[BUCKET][NAME].data == content
+    assert gcs.names() == [NAME] and gcs.objects[BUCKET][NAME].data == content
 
 
-def test_a_stale_lock_that_another_takes_over_just_before_stays_that_ones(stale):
-    """Between the look at the stale object, which ends with a probe's removal, and the write."""
-    seen = []
+def test_a_stale_lock_that_another_takes_over_just_before_stays_that_ones(gcs, soon):
+    """Between the last look at the stale object and the write."""
+    gcs.put(NAME, OF_7)
 
     def fault(request):
-        seen.append(request.kind)
-        if "delete" in seen and request.kind in ("write", "stat"):  # taken over, then renewed
-            stale.put(NAME, OF_8)
-        return None
+        if request.query.get("ifGenerationMatch", "0") != "0":
+            gcs.put(NAME, OF_8)
 
-    stale.fault = fault
+    gcs.fault = fault
     with pytest.raises(CheckpointError, match="run_name=a is in use: .* of process 8 on x"):
         lock().__enter__()
-    assert stale.objects[BUCKET][NAME].data == OF_8
+    assert gcs.objects[BUCKET][NAME].data == OF_8
 
 
-def test_of_two_that_take_over_a_stale_lock_one_gets_it(stale):
+def test_of_two_that_take_over_a_stale_lock_one_gets_it(gcs, soon):
+    gcs.put(NAME, OF_7)
     both = threading.Barrier(2)
-    looked = set()
+    left = [0, 1]
 
     def fault(request):  # both have looked at the stale object before one writes
-        who = threading.get_ident()
-        if request.query.get("ifGenerationMatch", "0") != "0" and request.kind == "write":
-            if who not in looked and len(looked) < 2:
-                looked.add(who)
-                both.wait(60)
-        return None
+        if request.query.get("ifGenerationMatch", "0") != "0" and left:
+            left.pop()
+            both.wait(60)
 
     refused = threading.Event()
 
@@ -133,25 +127,25 @@ def test_of_two_that_take_over_a_stale_lock_one_gets_it(stale):
             refused.set()
             return "refused"
 
-    stale.fault = fault
+    gcs.fault = fault
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         assert sorted(threads.map(run, range(2))) == ["held", "refused"]
 
 
-def test_a_lock_that_is_lost_is_an_error_and_is_left_to_its_new_holder(store):
+def test_a_lock_that_is_lost_is_an_error_and_is_left_to_its_new_holder(gcs):
     with lock() as held:
-        other = store.put(NAME, OF_8)
-        wait_for(lambda: 412 in writes(store))
+        other = gcs.put(NAME, OF_8)
+        wait_for(lambda: 412 in writes(gcs))
         wait_for(lambda: held._lost is not None)
         with pytest.raises(CheckpointError) as error:
             held.require()
     assert "run_name=a: gs://" in str(error.value)
     assert "was not renewed in time and is now that of process 8 on x" in str(error.value)
-    assert store.objects[BUCKET][NAME] == other
+    assert gcs.objects[BUCKET][NAME] == other
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["created", "renewed"])
-def test_an_answer_that_never_arrives_does_not_lose_the_lock(store, first):
+def test_an_answer_that_never_arrives_does_not_lose_the_lock(gcs, first):
     """The client repeats the upload, and the store refuses: the generation is no longer the old."""
     lost = []
 
@@ -162,26 +156,26 @@ def test_an_answer_that_never_arrives_does_not_lose_the_lock(store, first):
         return None
 
     said = []
-    store.fault = fault if first else None
+    gcs.fault = fault if first else None
     with lock(said.append) as held:
-        store.fault = fault
-        wait_for(lambda: 412 in writes(store))
-        count = len(writes(store))
-        wait_for(lambda: len(writes(store)) > count + 1)
+        gcs.fault = fault
+        wait_for(lambda: 412 in writes(gcs))
+        count = len(writes(gcs))
+        wait_for(lambda: len(writes(gcs)) > count + 1)
         held.require()
-    assert store.names() == []
+    assert gcs.names() == []
     assert (lost[0].query["ifGenerationMatch"] == "0") == first and said == []
 
 
-def test_a_store_that_is_unavailable_is_a_warning_and_the_lock_is_renewed_later(store, monkeypatch):
-    monkeypatch.setattr(object_lock, "STALE_S", 4.0)
+def test_a_store_that_is_unavailable_is_a_warning_and_the_lock_is_renewed_later(gcs, monkeypatch):
+    monkeypatch.setattr(store, "PATIENCE_S", 0.2)
     said = []
     with lock(said.append) as held:
-        store.fault = lambda request: 503
+        gcs.fault = lambda request: 503
         wait_for(lambda: said)
-        store.fault = None
-        generation = store.objects[BUCKET][NAME].generation
-        wait_for(lambda: store.objects[BUCKET][NAME].generation > generation)
+        gcs.fault = None
+        generation = gcs.objects[BUCKET][NAME].generation
+        wait_for(lambda: gcs.objects[BUCKET][NAME].generation > generation)
         held.require()
     assert said[0].startswith(f"warning: gs://{BUCKET}/{NAME} cannot be renewed: Service Unavail")
 
@@ -193,8 +187,8 @@ def test_a_store_that_is_unavailable_is_a_warning_and_the_lock_is_renewed_later(
         (f"gs://{BUCKET}/b", 403, "Forbidden (403): fake 403"),
     ],
 )
-def test_a_bucket_that_cannot_be_written_is_one_line(store, base, status, words):
-    store.fault = lambda request: status
+def test_a_bucket_that_cannot_be_written_is_one_line(gcs, base, status, words):
+    gcs.fault = lambda request: status
     with pytest.raises(CheckpointError) as error:
         open_run_folder(base, "a").__enter__()
     assert str(error.value) == (

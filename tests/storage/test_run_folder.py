@@ -207,12 +207,14 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     assert "without locks (No locks available)" in line and "run_name=run" in line
 
 
-def test_an_object_store_without_its_library_is_one_line(monkeypatch):
-    monkeypatch.setattr(object_store, "EXTRA", ("gcsfs", "google.cloud.absent"))
-    assert refused("gs://bucket") == (
-        "base_output_directory=gs://bucket needs the packages gcsfs and google-cloud-storage, "
-        "which are not installed: pip install -e '.[gcs]' in a checkout of maxdiloco, or use a "
-        "folder on a mounted file system."
+@pytest.mark.parametrize("url", ["gs://bucket", "s3://bucket/a", "az://bucket"])
+def test_a_bucket_without_the_library_is_one_line(monkeypatch, url):
+    monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    assert refused(url) == (
+        f"base_output_directory={url} needs the package obstore, which is not installed: pip "
+        "install -e '.[buckets]' in a checkout of maxdiloco, or use a folder on a mounted file "
+        "system."
     )
 
 

@@ -1,0 +1,101 @@
+"""Arrays of checkpoints on s3:// and az://, which Orbax writes to a folder of this machine first.
+
+Orbax 0.12 writes to mounted file systems and gs:// alone. TensorStore reads s3:// as it is; what is
+on az:// is copied to a folder before it is read. The folders are below $TMPDIR.
+"""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from etils import epath
+
+from maxdiloco.storage.object_store import BucketPath, is_local
+from maxdiloco.storage.store import BLOCK_BYTES
+
+_READERS = 8  # blocks of an object that are read at once; our choice
+
+
+def begin(folder: epath.Path) -> epath.Path | None:
+    """A new folder here for the arrays of a save to `folder`; None where Orbax writes there."""
+    direct = is_local(folder) or folder.parts[1] == "gs"
+    return None if direct else epath.Path(tempfile.mkdtemp(prefix="maxdiloco-save-"))
+
+
+def upload(staged: epath.Path | None, folder: epath.Path, *, last: str = "") -> None:
+    """Put the files of `staged` into the bucket's folder, but for those there. Raises OSError.
+
+    last: the name of a file that is put after the others.
+    """
+    if staged is None:
+        return
+    there = {path for path, _ in folder.entries()}
+    for path in sorted(_files(staged), key=lambda path: path.name == last):
+        target = folder / path.relative_to(staged)
+        if target not in there:
+            target.bucket().put(target.key, path)
+
+
+def download(folder: BucketPath, staged: epath.Path) -> None:
+    """Copy what is below a bucket's folder, and not here yet, to `staged`. Raises OSError."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        for path, entry in folder.entries():
+            target = staged / path.relative_to(folder)
+            if target.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                for first in range(0, entry.size, _READERS * BLOCK_BYTES):
+                    last = min(first + _READERS * BLOCK_BYTES, entry.size)
+                    starts = range(first, last, BLOCK_BYTES)
+                    ends = (min(start + BLOCK_BYTES, last) for start in starts)
+                    blocks = pool.map(path.bucket().get_range, [path.key] * _READERS, starts, ends)
+                    file.writelines(blocks)
+
+
+def end(staged: epath.Path | None) -> None:
+    """Remove a folder of `begin`, at the end of the save."""
+    if staged is not None:
+        staged.rmtree(missing_ok=True)
+
+
+@contextlib.contextmanager
+def readable(folder: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
+    """A folder that Orbax knows for the item at `folder`, and what to change in TensorStore's base.
+
+    Raises OSError.
+    """
+    scheme = "" if is_local(folder) else folder.parts[1]
+    if scheme == "s3":
+        like = BucketPath(f"gs://{folder.parts[2]}/{folder.key}")
+        yield like, _s3(folder)
+    elif scheme == "az":
+        with tempfile.TemporaryDirectory(prefix="maxdiloco-load-") as copy:
+            download(folder, epath.Path(copy))
+            yield epath.Path(copy), {}
+    else:
+        yield folder, {}
+
+
+def _s3(folder: BucketPath) -> dict[str, Any]:
+    """TensorStore's driver for a folder on s3://, with the variables that obstore reads too."""
+    base = {"driver": "s3", "path": f"{folder.key}/"}
+    environ = os.environ
+    settings = {
+        "endpoint": environ.get("AWS_ENDPOINT_URL") or environ.get("AWS_ENDPOINT"),
+        "aws_region": environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION"),
+        # With all other places it prints a line for each file that is not there.
+        "aws_credentials": "AWS_ACCESS_KEY_ID" in environ and {"type": "environment"},
+    }
+    return base | {name: value for name, value in settings.items() if value}
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path

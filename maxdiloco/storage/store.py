@@ -1,0 +1,209 @@
+"""Buckets of objects on gs://, s3:// and az://: the one place that knows obstore.
+
+An object appears whole or not at all. A read that follows a write sees it, in all three clouds. A
+version is what the store calls one content of an object; a conditional put names the one that it
+replaces, so of two writers one fails. Every failure is an OSError whose strerror is one line.
+"""
+
+import configparser
+import contextlib
+import datetime
+import errno
+import http
+import os
+import pathlib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+SCHEMES = ("gs", "s3", "az")
+# All our choice. A request is repeated after 429, 5xx and a lost connection, with growing pauses.
+PATIENCE_S = 30.0  # until it is given up
+TIMEOUT_S = 60.0  # of one request with its body
+BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
+
+Version = Mapping[str, str]  # as obstore writes it: e_tag, and on gs:// the generation
+
+
+class Entry(NamedTuple):
+    """An object as a listing or head shows it."""
+
+    name: str
+    size: int
+    version: Version
+
+
+class Bucket:
+    """The objects of one bucket. Names have no slash at either end; a prefix is that of a folder.
+
+    client: a store of obstore. api: obstore, or what has its functions.
+    """
+
+    def __init__(self, client: Any, api: Any):
+        self._client, self._api = client, api
+
+    def get(self, name: str) -> bytes:
+        """The content of an object. Raises FileNotFoundError."""
+        return self.get_version(name)[0]
+
+    def get_version(self, name: str) -> tuple[bytes, Version]:
+        """The content of an object and its version. Raises FileNotFoundError."""
+        with _as_os_errors():
+            found = self._api.get(self._client, name)
+            size, version = found.meta["size"], _version(found.meta)
+            data = bytes(found.bytes()) if size <= BLOCK_BYTES else b""
+        if size <= BLOCK_BYTES:
+            return _whole(data, name, 0, size), version
+        starts = range(0, size, BLOCK_BYTES)
+        parts = [self.get_range(name, n, min(n + BLOCK_BYTES, size)) for n in starts]
+        return b"".join(parts), version
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        """The bytes of an object from `start` to before `end`. Raises OSError if it is shorter."""
+        with _as_os_errors():
+            data = bytes(self._api.get_range(self._client, name, start=start, end=end))
+        return _whole(data, name, start, end)
+
+    def put(self, name: str, data: bytes | os.PathLike) -> None:
+        """Write an object of these bytes, or of a file, in place of any other of that name."""
+        with _as_os_errors():
+            self._api.put(self._client, name, data, chunk_size=BLOCK_BYTES)
+
+    def put_if(self, name: str, data: bytes, version: Version | None) -> Version | None:
+        """Write an object if its version is this one (None: if there is none); its new version.
+
+        None: another version is there. After a lost answer, that may be the one just written.
+        """
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        mode = "create" if version is None else dict(version)
+        try:
+            with _as_os_errors():
+                return _version(self._api.put(self._client, name, data, mode=mode))
+        except (AlreadyExistsError, PreconditionError):
+            return None
+
+    def head(self, name: str) -> Entry | None:
+        """The object of this name, or None."""
+        try:
+            return self._head(name)
+        except FileNotFoundError:
+            return None
+
+    def list_all(self, prefix: str) -> Iterator[Entry]:
+        """The objects below a folder, at any depth, in pages of up to 1000 a request."""
+        with _as_os_errors():
+            for page in self._api.list(self._client, prefix or None):
+                yield from map(_entry, page)
+
+    def list_folder(self, prefix: str) -> tuple[list[Entry], list[str]]:
+        """The objects and the folders in a folder, by one request for each 1000."""
+        with _as_os_errors():
+            found = self._api.list_with_delimiter(self._client, prefix or None)
+        return [_entry(meta) for meta in found["objects"]], list(found["common_prefixes"])
+
+    def copy(self, name: str, target: str) -> None:
+        """Copy an object inside the bucket, in place of any other. Raises FileNotFoundError."""
+        with _as_os_errors():
+            self._api.copy(self._client, name, target)
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete objects; those that are gone already count as deleted."""
+        with contextlib.suppress(FileNotFoundError), _as_os_errors():
+            self._api.delete(self._client, list(names))
+            return
+        for name in names:  # one was gone, and the others of its request may still be there
+            with contextlib.suppress(FileNotFoundError), _as_os_errors():
+                self._api.delete(self._client, name)
+
+    def _head(self, name: str) -> Entry:
+        with _as_os_errors():
+            return _entry(self._api.head(self._client, name))
+
+
+def connect(scheme: str, bucket: str) -> Bucket:
+    """A bucket, with the credentials that the cloud's usual places hold.
+
+    Raises ModuleNotFoundError without obstore, OSError for settings that cannot be used.
+    """
+    import obstore
+    from obstore import store
+
+    keys = aws_profile(os.environ) if scheme == "s3" else {}
+    make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}[scheme]
+    seconds = datetime.timedelta(seconds=1)
+    with _as_os_errors():
+        client = make(
+            bucket,
+            config=keys,
+            # An endpoint comes from the environment alone, also that of a server without TLS.
+            client_options={"allow_http": True, "timeout": TIMEOUT_S * seconds},
+            retry_config={"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
+        )
+    return Bucket(client, obstore)
+
+
+def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:
+    """The region and keys that `aws configure` has stored, as far as no variable names them."""
+    folder = pathlib.Path.home() / ".aws"
+    profile = environ.get("AWS_PROFILE", "default")
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read([
+        environ.get("AWS_CONFIG_FILE", folder / "config"),
+        environ.get("AWS_SHARED_CREDENTIALS_FILE", folder / "credentials"),
+    ])
+    found: dict[str, str] = {}
+    for section in (f"profile {profile}", profile):
+        found |= dict(parser[section]) if parser.has_section(section) else {}
+    wanted = ["region"] if {"AWS_REGION", "AWS_DEFAULT_REGION"}.isdisjoint(environ) else []
+    others = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if all(name not in environ for name in others) and "aws_access_key_id" in found:
+        wanted += ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"]
+    return {name: found[name] for name in wanted if name in found}
+
+
+def _whole(data: bytes, name: str, start: int, end: int) -> bytes:
+    if len(data) != end - start:
+        why = f"{name} has {len(data)} bytes from {start} to {end}: it is cut, or was replaced"
+        raise OSError(errno.EIO, why)
+    return data
+
+
+def _entry(meta: Mapping[str, Any]) -> Entry:
+    return Entry(meta["path"], meta["size"], _version(meta))
+
+
+def _version(meta: Mapping[str, Any]) -> Version:
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raise OSError, of what is not there FileNotFoundError, where obstore has errors of its own.
+    A condition that does not hold stays one of obstore's."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+        raise
+    except (FileNotFoundError, exceptions.BaseError) as error:
+        why, status = reason(str(error))
+        absent = isinstance(error, FileNotFoundError) or status == http.HTTPStatus.NOT_FOUND
+        number = errno.ENOENT if absent else errno.EIO
+        raise OSError(number, why) from error  # ENOENT makes it a FileNotFoundError
+
+
+def reason(text: str) -> tuple[str, int | None]:
+    """An error of obstore in one line, and the status of the store's answer, if there was one."""
+    text = text.partition("\n\nDebug source")[0]
+    if answer := re.search(r"status code: (\d{3})[^:]*:?\s*(.*)", text, re.DOTALL):
+        code = http.HTTPStatus(int(answer[1]))
+        words = re.search(r"<Message>(.*?)</Message>", answer[2], re.DOTALL) or re.search(
+            r'"message": *"([^"]*)"', answer[2]
+        )
+        said = f": {words[1].strip()}" if words else ""
+        token = "no credentials: " if "token request" in text else ""
+        return f"{token}{code.phrase} ({code}){said}".rstrip("."), int(code)
+    left_out = r"^Generic \w+ error: |, after \d+ retries.*?(?= - )| in [\d.]+(ns|µs|ms|s)\b"
+    return re.sub(left_out, "", text.partition("\n")[0]).rstrip("."), None

@@ -1,0 +1,164 @@
+"""Buckets: the same of all three clouds, and what is said where one stays away."""
+
+import os
+import time
+
+import pytest
+from fake_gcs import BUCKET, FakeGcs
+
+from maxdiloco.errors import CheckpointError
+from maxdiloco.flags import checks
+from maxdiloco.storage import object_store, store
+from maxdiloco.storage.run_folder import absolute, open_run_folder
+
+ODD = "a#1~ é%20+b"  # a name that URLs and globs would read otherwise
+
+
+@pytest.fixture
+def bucket(cloud):
+    return store.connect(cloud, BUCKET)
+
+
+@pytest.fixture
+def root(cloud):
+    return absolute(f"{cloud}://{BUCKET}/runs")
+
+
+def test_an_object_is_written_read_listed_and_deleted(bucket, monkeypatch):
+    monkeypatch.setattr(store, "BLOCK_BYTES", 5 << 20)  # the least of s3://
+    large = os.urandom((5 << 20) + 1)  # several requests, in and out
+    for name, content in {f"a/{ODD}/1": b"one", "a/b": b"", "a/large": large, "ab": b"x"}.items():
+        bucket.put(name, content)
+        assert bucket.get(name) == content
+        assert bucket.head(name).size == len(content)
+    assert bucket.get_range("a/large", 7, 1000) == large[7:1000]
+    listed = {entry.name: entry.size for entry in bucket.list_all("a")}
+    assert listed == {f"a/{ODD}/1": 3, "a/b": 0, "a/large": len(large)}
+    objects, folders = bucket.list_folder("a")
+    assert ([entry.name for entry in objects], folders) == (["a/b", "a/large"], [f"a/{ODD}"])
+    bucket.copy("ab", "c")
+    bucket.delete(["a/b", "ab", "absent", "c", f"a/{ODD}/1"])
+    assert [entry.name for entry in bucket.list_all("")] == ["a/large"]
+    assert bucket.head("ab") is None
+    with pytest.raises(FileNotFoundError):
+        bucket.get("ab")
+
+
+def test_a_file_is_put_as_it_is(bucket, tmp_path):
+    (tmp_path / "file").write_bytes(os.urandom(6 << 20))
+    bucket.put("file", tmp_path / "file")
+    assert bucket.get("file") == (tmp_path / "file").read_bytes()
+
+
+def test_a_conditional_put_replaces_the_version_that_it_names_and_no_other(bucket):
+    first = bucket.put_if("lock", b"1", None)
+    assert first is not None and bucket.put_if("lock", b"2", None) is None
+    assert bucket.get_version("lock") == (b"1", first)
+    second = bucket.put_if("lock", b"2", first)
+    assert second not in (None, first) and bucket.put_if("lock", b"3", first) is None
+    assert bucket.get_version("lock") == (b"2", second)
+
+
+def test_a_page_of_a_listing_is_not_the_whole_of_it(gcs):
+    """Of three entries, as the server has it; the real ones have 1000."""
+    bucket = store.connect("gs", BUCKET)
+    for number in range(10):
+        gcs.put(f"a/{number}/x", b"")
+        gcs.put(f"a/{number}", b"")
+    assert len(list(bucket.list_all("a"))) == 20
+    objects, folders = bucket.list_folder("a")
+    assert len(objects) == len(folders) == 10
+
+
+def test_a_path_in_a_bucket_is_a_path(root):
+    (root / ODD / "text").write_text("é\n")
+    (root / "bytes").write_bytes(b"\0")
+    assert (root / ODD / "text").read_text() == "é\n" and (root / "bytes").read_bytes() == b"\0"
+    assert sorted(path.name for path in root.iterdir()) == sorted([ODD, "bytes"])
+    assert [path.name for path in root.glob("b*s")] == ["bytes"]
+    assert (root / ODD).is_dir() and not (root / ODD).is_file() and (root / "bytes").is_file()
+    assert (root / "bytes").stat().length == 1 and (root / ODD).stat().is_directory
+    assert object_store.sizes(root) == {root / ODD / "text": 3, root / "bytes": 1}
+    (root / ODD).rename(root / "moved")
+    assert not (root / ODD).exists() and (root / "moved" / "text").exists()
+    with (root / "moved" / "text").open() as file:
+        assert file.read(5) == "é\n"
+    root.rmtree()
+    root.rmtree(missing_ok=True)
+    (root / "bytes").unlink(missing_ok=True)
+    assert not root.exists()
+    for absent in (lambda: list(root.iterdir()), root.rmtree, root.stat, root.read_bytes):
+        with pytest.raises(FileNotFoundError):
+            absent()
+    with pytest.raises(FileNotFoundError):
+        (root / "bytes").unlink()
+
+
+@pytest.mark.parametrize("mode", ["w", "wb", "a"])
+def test_an_object_is_written_whole(faulty, mode):
+    with pytest.raises(OSError, match=f"mode {mode} of az://.*: an object is written whole"):
+        absolute(f"az://{BUCKET}/a").open(mode)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_refusal_that_passes_is_not_seen(gcs, status):
+    """obstore asks again."""
+    left = [3]
+
+    def fault(request):
+        left[0] -= 1
+        return status if left[0] >= 0 else None
+
+    gcs.fault = fault
+    bucket = store.connect("gs", BUCKET)
+    assert bucket.put_if("a", b"1", None) is not None
+    assert [status for _, status in gcs.requests] == [status] * 3 + [200]
+
+
+def test_a_store_that_stays_away_is_one_line_after_a_while(monkeypatch, no_clients):
+    monkeypatch.setattr(store, "PATIENCE_S", 0.5)
+    with FakeGcs() as gcs:
+        for key, value in gcs.environ().items():
+            monkeypatch.setenv(key, value)
+        gcs.fault = lambda request: 503
+        with pytest.raises(CheckpointError) as error:
+            open_run_folder(f"gs://{BUCKET}/b", "a").__enter__()
+        assert str(error.value) == (
+            f"base_output_directory=gs://{BUCKET}/b cannot hold run_name=a: Service Unavailable "
+            "(503): fake 503. Choose a folder that can be written."
+        )
+    object_store.BucketPath._buckets.clear()
+    monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:9")  # where nothing listens
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="cannot hold run_name=a: .*error sending request"):
+        open_run_folder(f"gs://{BUCKET}/b", "a").__enter__()
+    assert time.monotonic() - began < 10
+
+
+def test_a_setting_that_cannot_be_used_is_one_line(monkeypatch, no_clients):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(CheckpointError) as error:
+        absolute("az://bucket/runs")
+    assert "base_output_directory=az://bucket/runs cannot be opened: " in str(error.value)
+    assert "account" in str(error.value).lower() and "\n" not in str(error.value)
+
+
+def test_the_keys_of_aws_configure_are_used_where_no_variable_has_others(tmp_path):
+    (tmp_path / "config").write_text("[profile b]\nregion = there\n[default]\nregion = here\n")
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = 1\naws_secret_access_key = 2\n"
+    )
+    files = {
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+    }
+    keys = {"aws_access_key_id": "1", "aws_secret_access_key": "2"}
+    assert store.aws_profile(files) == {"region": "here"} | keys
+    assert store.aws_profile(files | {"AWS_PROFILE": "b"}) == {"region": "there"}
+    assert store.aws_profile(files | {"AWS_ACCESS_KEY_ID": "3"}) == {"region": "here"}
+    assert store.aws_profile(files | {"AWS_REGION": "x"}) == keys
+    assert store.aws_profile(dict.fromkeys(files, "/absent")) == {}
+
+
+def test_the_flags_admit_the_clouds_that_there_are():
+    assert checks.BUCKETS == store.SCHEMES
