@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import Tokenizer
-from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.models import devices, kernels, spec
@@ -69,5 +69,5 @@ def token_bytes(cfg: Config, tokenizer: Tokenizer | None = None) -> np.ndarray:
     tokenizer: None: the one that cfg names."""
     if cfg.dataset_type == "synthetic":
         return np.zeros(cfg.vocab_size, np.int32)
-    tokenizer = tokenizer or run_tokenizer.open_tokenizer(cfg)
+    tokenizer = tokenizer or tokenizers.build(vars(cfg), cfg.vocab_size)
     return np.pad(tokenizer.token_bytes(), (0, cfg.vocab_size - tokenizer.vocab_size))

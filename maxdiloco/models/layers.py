@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from maxdiloco.models.devices import on_each_device, split_axes
+from maxdiloco.models.devices import by_parts, split_axes
 from maxdiloco.models.product import product
 from maxdiloco.models.remat import ATTENTION_OUT, MLP_IN, NORM_FACTOR, QKV, keep
 from maxdiloco.models.rope import Rotation, rotate
@@ -268,6 +269,8 @@ def _rows(spec, table_VD, tokens_BL):
         known_BL = (tokens_BL >= 0) & (tokens_BL < vocab_size)
         return jnp.where(known_BL[..., None], x_BLD, jnp.nan)
 
-    tokens = ("batch", "length")
-    mapped = on_each_device(local, in_names=[EMBEDDING, tokens], out_names=tokens, rules=spec.rules)
-    return mapped(table_VD, tokens_BL)
+    batch, length = split_axes(("batch", "length"), spec.rules)
+    of_tokens = P(batch or None, length or None)
+    in_specs = P(over_rows or None, over_columns or None), of_tokens
+    axes = {*over_rows, *over_columns, *batch, *length}
+    return by_parts(local, in_specs, of_tokens, axes)(table_VD, tokens_BL)
