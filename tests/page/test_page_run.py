@@ -113,7 +113,7 @@ def test_the_program_refuses_in_one_line(tmp_path, monkeypatch, capsys):
         "out=x.html": "RUN is missing: give the name",
         "a width=3": "width=3 is not an option of report. Use key=value with one of out",
         "a out=x out=y": "out=y: out is given twice. Give it once.",
-        "s3://bucket/a": "is on s3://",
+        "hdfs://bucket/a": "is on hdfs://",
         "a out=.": "out=. is no file",
     }.items():
         assert report.main(argv.split()) == 2
