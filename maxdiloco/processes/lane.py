@@ -78,7 +78,7 @@ class Lane:
         """Queue a message. Nothing goes to a peer that has left, or after the goodbye."""
         if not self._ends and not self.left:
             self._outgoing.append(new)
-            self._news.set()
+            self.wake()
 
     def say_goodbye(self) -> None:
         """The end, after all messages."""
@@ -176,7 +176,7 @@ class Lane:
         if end < len(self._buffer):
             return
         self._came, self._filled, self.owes = self._came + 1, 0, True
-        self._news.set()
+        self.wake()
         buffer, self._buffer = self._buffer, bytearray()
         if self._key is None:
             self.leave()

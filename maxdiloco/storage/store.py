@@ -85,10 +85,9 @@ class Bucket:
 
     def head(self, name: str) -> Entry | None:
         """The object of this name, or None."""
-        try:
-            return self._head(name)
-        except FileNotFoundError:
-            return None
+        with contextlib.suppress(FileNotFoundError), _as_os_errors():
+            return _entry(self._api.head(self._client, name))
+        return None
 
     def list_all(self, prefix: str) -> Iterator[Entry]:
         """The objects below a folder, at any depth, in pages of up to 1000 a request."""
@@ -115,10 +114,6 @@ class Bucket:
         for name in names:  # one was gone, and the others of its request may still be there
             with contextlib.suppress(FileNotFoundError), _as_os_errors():
                 self._api.delete(self._client, name)
-
-    def _head(self, name: str) -> Entry:
-        with _as_os_errors():
-            return _entry(self._api.head(self._client, name))
 
 
 def connect(scheme: str, bucket: str) -> Bucket:
