@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -14,16 +14,14 @@ from maxdiloco.parallel import processor
 from maxdiloco.parallel.sharding import Rules, rules_with
 
 
-@dataclass(frozen=True)
-class LayerKind:
+class LayerKind(NamedTuple):
     """What differs between layers of equal shapes. window: keys a query sees; 0: all before it."""
 
     window: int
     rope: RopeConfig
 
 
-@dataclass(frozen=True)
-class Latent:
+class Latent(NamedTuple):
     """The entries of latent_attention, see models/layers.py. q_lora_rank: 0 is full rank."""
 
     kv_lora_rank: int
@@ -33,8 +31,7 @@ class Latent:
     q_lora_rank: int = 0
 
 
-@dataclass(frozen=True)
-class Router:
+class Router(NamedTuple):
     """The entries of the key router, see models/router.py."""
 
     score_function: str = "softmax"
@@ -46,7 +43,7 @@ class Router:
     logit_bias: bool = False
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """A decoder's sizes and choices. A soft-cap, a limit or a window of 0 is off.
 
