@@ -10,7 +10,7 @@ from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.models import devices, kernels, spec
+from maxdiloco.models import devices, spec
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.sharding import parameter_shardings, rules_with
@@ -38,7 +38,7 @@ def build(cfg: Config, mesh: Mesh) -> Model:
         compute_capability=device.compute_capability if on_gpus else "",
     )
     if of_devices.attention == "cudnn":
-        kernels.check_cudnn(cfg.attention)
+        spec.check_cudnn(cfg.attention)
     return Model(of_devices)
 
 
