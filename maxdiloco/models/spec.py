@@ -65,7 +65,7 @@ class ModelSpec:
     attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
     rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
     see models/product.py; the first, which is bfloat16 on a CPU, also layers.activated.
-    ragged_kernel: see models/ragged.py.
+    ragged_kernel: see models/moe.py.
     """
 
     emb_dim: int
