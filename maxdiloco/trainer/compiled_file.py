@@ -12,7 +12,6 @@ import importlib.metadata
 import io
 import json
 import os
-import pathlib
 import stat
 import zipfile
 import zlib
@@ -27,7 +26,7 @@ from maxdiloco import json_text
 from maxdiloco.engine.calls import STEP, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
-from maxdiloco.parallel import chips
+from maxdiloco.parallel import chips, processor
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import absolute, is_local, reason
 from maxdiloco.trainer import job
@@ -250,8 +249,7 @@ def _made_for(mesh: Mesh) -> dict[str, Any]:
         "mesh": dict(mesh.shape),
     }
     if platform == "cpu":  # XLA's code depends on its features
-        path = pathlib.Path("/proc/cpuinfo")
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = processor.host_cpuinfo().splitlines()
         features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
         machine["processor"] = hashlib.sha256(features.encode()).hexdigest()[:16]
     versions = {name: importlib.metadata.version(name) for name in names}
