@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.checkpoint import theta
 from maxdiloco.data.tokenizer_base import ByteTokenizer
-from maxdiloco.evaluation import held_out, on_mesh, run_sources, run_texts, run_tokenizer
+from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.evaluation.held_out import Totals
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.config import Config
@@ -110,7 +110,7 @@ def evaluate(
     cfg, tokenizer = found.cfg, ByteTokenizer()
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
-    prepared = run_sources.tokenise(cfg, tokenizer, say, splits=("eval",))
+    prepared = run_texts.tokenise(cfg, tokenizer, say, splits=("eval",))
     texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
     run_texts.agree(texts)
     evaluation = held_out.Evaluation(
