@@ -141,11 +141,13 @@ def table(texts: Mapping[str, Totals]) -> list[str]:
     """The lines of a table, one for each text."""
     rows = [("text", "tokens", "bytes", "loss", "perplexity", "bits/byte")]
     for name, totals in texts.items():
-        num_bytes, of_byte = f"{totals.num_bytes:,}", f"{totals.bits_per_byte:.6f}"
+        rates, num_bytes = totals.rates(), f"{totals.num_bytes:,}"
+        loss, perplexity = f"{rates['loss']:.6f}", f"{rates['perplexity']:.4f}"
+        of_byte = f"{rates['bits_per_byte']:.6f}"
         if not totals.num_bytes:
             num_bytes = of_byte = "-"
-        numbers = f"{totals.tokens:,}", num_bytes, f"{totals.loss:.6f}", f"{totals.perplexity:.4f}"
-        rows.append((name or "(held out)", *numbers, of_byte))
+        tokens = f"{totals.tokens:,}"
+        rows.append((name or "(held out)", tokens, num_bytes, loss, perplexity, of_byte))
     return output.aligned(rows)
 
 
