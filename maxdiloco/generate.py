@@ -44,8 +44,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = _prompts(options)
     from maxdiloco.trainer import compiled_file
 
-    if options.output:
-        compiled_file.check_place("output", options.output)
+    compiled_file.check_place("output", options.output)
     texts = _continued(run, options, prompts)
     if options.output:
         rows = zip(prompts, texts, strict=True)

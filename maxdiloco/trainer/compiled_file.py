@@ -66,7 +66,9 @@ def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
 
 
 def check_place(key: str, path: str) -> None:
-    """Make the folder of a file that will be written. Raises ConfigError where it cannot be."""
+    """Make the folder of a file that will be written, "" for none. Raises ConfigError."""
+    if not path:
+        return
     if _is_no_file(path):
         raise ConfigError(
             f"{key}={path} is no file, and writing would replace it. Give the path of a file."
@@ -85,6 +87,12 @@ def write_whole(key: str, path: str, content: bytes) -> None:
         part.write_bytes(content)
         if is_local(part):  # a run refuses programs that others may write
             os.chmod(part, os.stat(part).st_mode & ~_OTHERS_WRITE)
+
+
+def write_json(key: str, path: str, content: Any) -> None:
+    """Write a file of JSON; "" for none. Raises as write_whole."""
+    if path:
+        write_whole(key, path, f"{json.dumps(content, indent=1)}\n".encode())
 
 
 def _place(key: str, path: str) -> epath.Path:
