@@ -17,9 +17,8 @@ RUN: name of a run, its folder, or the folder of one of its checkpoints; also in
   eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}"""
 OPTIONS = MappingProxyType({
     "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
-    "parameters": Option(
-        "outer", "outer: theta; replica_0 ...: those of one replica; mean: of all replicas"
-    ),
+    "parameters": Option("outer", "outer: theta; replica_0 ...: those of one replica; mean: of all "
+                         "replicas"),
     "report": Option("", "file to write the result to, as JSON"),
 })  # fmt: skip
 

@@ -17,25 +17,15 @@ from maxdiloco.flags import base_yml, config, help
 from maxdiloco.processes.output import say
 
 OPTIONS = MappingProxyType({
-    "step_time": Option(
-        None,
-        "seconds of an inner step without an exchange, measured; then nothing is compiled",
-        float,
-        0,
-    ),
+    "step_time": Option(None, "seconds of an inner step without an exchange, measured; then "
+                        "nothing is compiled", float, 0),
     "dcn_bandwidth_gbps": Option(None, "Gbit/s of one device's share of the link", float, 0),
-    "host_bandwidth_gbps": Option(
-        None, "Gbit/s of a host's link, in place of dcn_bandwidth_gbps", float, 0
-    ),
-    "slice_bandwidth_gbps": Option(
-        None, "Gbit/s of a slice's link, in place of dcn_bandwidth_gbps", float, 0
-    ),
-    "latency_ms": Option(
-        None,
-        "milliseconds from one slice to another, half a round trip; by default none",
-        float,
-        0,
-    ),
+    "host_bandwidth_gbps": Option(None, "Gbit/s of a host's link, in place of dcn_bandwidth_gbps",
+                                  float, 0),
+    "slice_bandwidth_gbps": Option(None, "Gbit/s of a slice's link, in place of dcn_bandwidth_gbps",
+                                   float, 0),
+    "latency_ms": Option(None, "milliseconds from one slice to another, half a round trip; by "
+                         "default none", float, 0),
     "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
 # Each names one link between slices: of a device, a host, a slice.

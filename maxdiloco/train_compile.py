@@ -17,24 +17,13 @@ from maxdiloco.processes.output import one_line, say, say_error
 
 REFUSED = 1
 OPTIONS = MappingProxyType({
-    "dcn_bandwidth_gbps": Option(
-        25.0,
-        "Gbit/s of one device's share of the link between slices; a 100 Gbit/s host has four chips",
-        float,
-        0,
-    ),
-    "max_exposed_fraction": Option(
-        1.0,
-        "largest part of an exchange's time on the link that may be exposed, 0 to 1; above it the "
-        "exit code is 1, and tau=0 exposes all of it",
-        float,
-    ),
-    "compile_data_parallel": Option(
-        False,
-        "compile data parallelism on the same mesh too and report it beside the run; it doubles "
-        "the compile time",
-        bool,
-    ),
+    "dcn_bandwidth_gbps": Option(25.0, "Gbit/s of one device's share of the link between slices; a "
+                                 "100 Gbit/s host has four chips", float, 0),
+    "max_exposed_fraction": Option(1.0, "largest part of an exchange's time on the link that may "
+                                   "be exposed, 0 to 1; above it the exit code is 1, and tau=0 "
+                                   "exposes all of it", float),
+    "compile_data_parallel": Option(False, "compile data parallelism on the same mesh too and "
+                                    "report it beside the run; it doubles the compile time", bool),
     "report": Option("", "file to write the report to, as JSON; empty: it is only printed"),
 })  # fmt: skip
 
