@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -60,7 +59,6 @@ class Parts(NamedTuple):
     mesh: Mesh
     model: Model
     learning_rate: Callable
-    optimizer: optax.GradientTransformation
     trainer: Trainer
     shape: BatchShape
     batch: dict[str, jax.ShapeDtypeStruct]
@@ -106,7 +104,6 @@ def assemble(
         mesh=mesh,
         model=model,
         learning_rate=optimizer.learning_rate_schedule(cfg, total_steps),
-        optimizer=inner_optimizer,
         trainer=trainer,
         shape=shape,
         batch=batch,
