@@ -10,9 +10,7 @@ from jax.sharding import Mesh
 from maxdiloco.checkpoint import theta
 from maxdiloco.data.tokenizer_base import ByteTokenizer
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
-from maxdiloco.evaluation.held_out import Totals
 from maxdiloco.flags import base_yml, config
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
@@ -34,20 +32,20 @@ class Stored(NamedTuple):
     step: int
     path: epath.Path
     meta: dict[str, Any]
-    cfg: Config
+    cfg: config.Config
     mesh: Mesh
     model: Model
     params: Any
 
 
-def config_of(meta: dict[str, Any]) -> Config:
+def config_of(meta: dict[str, Any]) -> config.Config:
     """The config of the run that wrote a checkpoint."""
     return config.from_dict(meta["config"])
 
 
 def load(
     folder: epath.Path,
-    configure: Callable[[dict[str, Any]], tuple[Config, Mesh]],
+    configure: Callable[[dict[str, Any]], tuple[config.Config, Mesh]],
     parameters: str = "outer",
 ) -> Stored:
     """Read the newest undamaged checkpoint of a run, or one checkpoint; all processes call it.
@@ -73,7 +71,7 @@ def may_change() -> tuple[str, ...]:
     return (*_MAY_CHANGE, *mesh)
 
 
-def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> Config:
+def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> config.Config:
     """The config of a run with the keys of a command line. Raises ConfigError of config.changed."""
     # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
     neutral = {"num_diloco_replicas": -1, "eval_interval": 1}
@@ -82,10 +80,10 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
 
 def evaluate(
     folder: epath.Path,
-    configure: Callable[[dict[str, Any]], Config],
+    configure: Callable[[dict[str, Any]], config.Config],
     parameters: str,
     say: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, Totals]]:
+) -> tuple[dict[str, Any], dict[str, held_out.Totals]]:
     """Evaluate the newest undamaged checkpoint of a run, or one checkpoint, on each of its texts.
 
     Reads the same sequences as the run, on whatever mesh: eval_steps counts batches of the run's
@@ -137,7 +135,7 @@ def _batch_devices(mesh: Mapping[str, int]) -> int:
     return math.prod(size for axis, size in mesh.items() if axis != "context")
 
 
-def table(texts: Mapping[str, Totals]) -> list[str]:
+def table(texts: Mapping[str, held_out.Totals]) -> list[str]:
     """The lines of a table, one for each text."""
     rows = [("text", "tokens", "bytes", "loss", "perplexity", "bits/byte")]
     for name, totals in texts.items():
@@ -151,7 +149,7 @@ def table(texts: Mapping[str, Totals]) -> list[str]:
     return output.aligned(rows)
 
 
-def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, Totals]) -> dict[str, Any]:
+def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, held_out.Totals]) -> dict[str, Any]:
     """What `evaluate` returns, for a file; null where a number is not finite."""
     rows = []
     for name, totals in texts.items():
