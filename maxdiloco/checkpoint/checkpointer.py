@@ -14,10 +14,10 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from etils import epath
@@ -28,9 +28,6 @@ from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import durable, shared_folder
 from maxdiloco.storage.run_folder import absolute, is_local, reason
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 _REMEDY = "Set the keys of the model and the optimizer back, or set another run_name."
 
@@ -246,7 +243,7 @@ class Checkpointer:
                 )
         return write.prepare(save, nbytes=nbytes, is_alone=own.is_alone)
 
-    def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
+    def _complete(self, save: write.Save, writes: orbax_io.Writes) -> None:
         # Runs in the thread.
         with contextlib.ExitStack() as always, contextlib.ExitStack() as failed:
             always.callback(staging.end, save.arrays)
