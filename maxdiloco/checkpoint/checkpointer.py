@@ -23,7 +23,6 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, read, staging, write
-from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import durable, shared_folder
@@ -64,7 +63,7 @@ class Checkpointer:
         use_async: bool = True,
         timeout_s: float = 3600,
         files: Mapping[str, bytes] = MappingProxyType({}),
-        say: Say = output.say,
+        say: read.Say = output.say,
         locked: bool = False,
     ):
         self._folder = absolute(folder)
@@ -161,7 +160,7 @@ class Checkpointer:
         self._end_of_removal()
         self._thread.submit(bool).result()  # by now the files of a failed save are removed
 
-    def restore(self, abstract_of: AbstractOf) -> Restored | None:
+    def restore(self, abstract_of: read.AbstractOf) -> read.Restored | None:
         """Read the newest undamaged checkpoint; None when there is no checkpoint at all.
 
         A damaged one is not used, with a warning, and the one before it is read; the next save sets
