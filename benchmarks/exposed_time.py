@@ -191,10 +191,11 @@ def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any
 
 def inner_step(cfg: config.Config, parts: assemble.Parts) -> Callable:
     from maxdiloco.trainer import inner_step as ours
+    from maxdiloco.trainer import optimizer
 
     return ours.make(
         parts.model,
-        parts.optimizer,
+        optimizer.build(cfg, model=parts.model),
         accumulation=cfg.gradient_accumulation_steps,
         nan_policy=cfg.nan_policy,
     )

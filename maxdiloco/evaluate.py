@@ -4,7 +4,6 @@ Only the parameters are read. The flags are checked before JAX starts (evaluatio
 """
 
 import functools
-import json
 import os
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -18,9 +17,8 @@ RUN: name of a run, its folder, or the folder of one of its checkpoints; also in
   eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}"""
 OPTIONS = MappingProxyType({
     "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
-    "parameters": Option(
-        "outer", "outer: theta; replica_0 ...: those of one replica; mean: of all replicas"
-    ),
+    "parameters": Option("outer", "outer: theta; replica_0 ...: those of one replica; mean: of all "
+                         "replicas"),
     "report": Option("", "file to write the result to, as JSON"),
 })  # fmt: skip
 
@@ -56,22 +54,15 @@ def main(argv: Sequence[str]) -> int:
     configure = functools.partial(stored.configure, argv=keys, environ=os.environ)
     cfg = configure(read.newest_meta(folder, key="RUN"))
     with job.joined(cfg), job.compile_cache(cfg) as notes:
-        primary = jax.process_index() == 0
-
-        def say_once(line: str) -> None:
-            if primary:
-                say(one_line(line))
-
+        say_once = read.primary_only(lambda line: say(one_line(line)))
         for line in notes:
             say_once(line)
-        if primary and options.report:
-            compiled_file.check_place("report", options.report)
+        report = options.report if jax.process_index() == 0 else ""
+        compiled_file.check_place("report", report)
         evaluated, texts = stored.evaluate(folder, configure, options.parameters, say_once)
         for line in stored.table(texts):
             say_once(line)
-        if primary and options.report:
-            text = json.dumps(stored.as_json(evaluated, texts), indent=1) + "\n"
-            compiled_file.write_whole("report", options.report, text.encode())
+        compiled_file.write_json("report", report, stored.as_json(evaluated, texts))
     return 0
 
 

@@ -18,9 +18,8 @@ OPTIONS = MappingProxyType({
     "prompt": Option("\n", "text to continue"),
     "prompts_file": Option("", "file with one prompt a line, in place of prompt"),
     "output": Option("", "file for a JSON object with prompt and text a line; empty: print"),
-    "max_new_tokens": Option(
-        200, "most tokens of a continuation, which ends with its document", int
-    ),
+    "max_new_tokens": Option(200, "most tokens of a continuation, which ends with its document",
+                             int),
     "temperature": Option(0.8, "0 takes the likeliest token, 1 samples as the model says", float),
     "top_k": Option(40, "sample from the k likeliest tokens; 0: from all", int),
     "seed": Option(0, "of the sampling", int, 0),
@@ -44,8 +43,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = _prompts(options)
     from maxdiloco.trainer import compiled_file
 
-    if options.output:
-        compiled_file.check_place("output", options.output)
+    compiled_file.check_place("output", options.output)
     texts = _continued(run, options, prompts)
     if options.output:
         rows = zip(prompts, texts, strict=True)

@@ -5,7 +5,6 @@ compiled for compile_topology, or its time is given as step_time and nothing is 
 GPUs is guessed from their peak. Exit code 1 when no choice fills the link.
 """
 
-import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -15,29 +14,18 @@ from maxdiloco import train_compile
 from maxdiloco.command_line import Option, guarded, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config, help
-from maxdiloco.flags.config import ENVIRONMENT_PREFIX, Config
 from maxdiloco.processes.output import say
 
 OPTIONS = MappingProxyType({
-    "step_time": Option(
-        None,
-        "seconds of an inner step without an exchange, measured; then nothing is compiled",
-        float,
-        0,
-    ),
+    "step_time": Option(None, "seconds of an inner step without an exchange, measured; then "
+                        "nothing is compiled", float, 0),
     "dcn_bandwidth_gbps": Option(None, "Gbit/s of one device's share of the link", float, 0),
-    "host_bandwidth_gbps": Option(
-        None, "Gbit/s of a host's link, in place of dcn_bandwidth_gbps", float, 0
-    ),
-    "slice_bandwidth_gbps": Option(
-        None, "Gbit/s of a slice's link, in place of dcn_bandwidth_gbps", float, 0
-    ),
-    "latency_ms": Option(
-        None,
-        "milliseconds from one slice to another, half a round trip; by default none",
-        float,
-        0,
-    ),
+    "host_bandwidth_gbps": Option(None, "Gbit/s of a host's link, in place of dcn_bandwidth_gbps",
+                                  float, 0),
+    "slice_bandwidth_gbps": Option(None, "Gbit/s of a slice's link, in place of dcn_bandwidth_gbps",
+                                   float, 0),
+    "latency_ms": Option(None, "milliseconds from one slice to another, half a round trip; by "
+                         "default none", float, 0),
     "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
 # Each names one link between slices: of a device, a host, a slice.
@@ -75,9 +63,9 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
     """Names of the keys that the user has set, whatever their values."""
     names = {key.partition("=")[0].lstrip("-") for key in keys}
     names |= {
-        name.removeprefix(ENVIRONMENT_PREFIX).lower()
+        name.removeprefix(config.ENVIRONMENT_PREFIX).lower()
         for name in environ
-        if name.startswith(ENVIRONMENT_PREFIX)
+        if name.startswith(config.ENVIRONMENT_PREFIX)
     }
     if keys and keys[0].endswith((".yml", ".yaml")):
         path = config.found(pathlib.Path(keys[0]))
@@ -86,13 +74,12 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
     return names
 
 
-def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
+def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
     from maxdiloco.planning import compiled, job, rating, table
     from maxdiloco.trainer import compiled_file
     from maxdiloco.trainer.remat_choice import make_room
 
-    if options.report:
-        compiled_file.check_place("report", options.report)
+    compiled_file.check_place("report", options.report)
     planned = job.of(cfg)
     sharing = ((1, "device"), (planned.per_host, "host"), (planned.per_slice, "slice"))
     share = sharing[LINKS.index(link)]
@@ -126,9 +113,7 @@ def _plan(cfg: Config, options: SimpleNamespace, keys: Sequence[str], link: str)
     plan = table.Plan(planned, step, gbps, share, ranked(step), keys, table.measured(), latency_s)
     for line in table.lines(plan):
         train_compile.say_line(line)
-    if options.report:
-        text = json.dumps(table.as_json(plan), indent=1)
-        compiled_file.write_whole("report", options.report, f"{text}\n".encode())
+    compiled_file.write_json("report", options.report, table.as_json(plan))
     return train_compile.refuse(table.refusals(plan))
 
 

@@ -17,16 +17,10 @@ others. It shows losses of the replicas and of theta, learning rates, norms, cos
 one or two periods of the schedule, keys that differ, starts and checkpoints. It is one file and
 needs no network."""
 OPTIONS = MappingProxyType({
-    "out": Option(
-        "", "file to write; empty: report.html in the first run's folder, of a bucket in this one"
-    ),
-    "watch": Option(
-        0,
-        "seconds after which the page is written again, and a browser that shows it reads it "
-        "again, until every run has ended; 0: write it once",
-        int,
-        0,
-    ),
+    "out": Option("", "file to write; empty: report.html in the first run's folder, of a bucket in "
+                  "this one"),
+    "watch": Option(0, "seconds after which the page is written again, and a browser that shows it "
+                    "reads it again, until every run has ended; 0: write it once", int, 0),
     "base_output_directory": Option("runs", "where the runs are, when RUN is a name"),
 })  # fmt: skip
 

@@ -5,7 +5,6 @@ only libtpu or JAX's plugin for CUDA.
 Exit code 1 when the programs should not be run as they are, so that it can stand before a job.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -14,29 +13,17 @@ from types import MappingProxyType, SimpleNamespace
 from maxdiloco.command_line import Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config, help
-from maxdiloco.flags.config import Config
 from maxdiloco.processes.output import one_line, say, say_error
 
 REFUSED = 1
 OPTIONS = MappingProxyType({
-    "dcn_bandwidth_gbps": Option(
-        25.0,
-        "Gbit/s of one device's share of the link between slices; a 100 Gbit/s host has four chips",
-        float,
-        0,
-    ),
-    "max_exposed_fraction": Option(
-        1.0,
-        "largest part of an exchange's time on the link that may be exposed, 0 to 1; above it the "
-        "exit code is 1, and tau=0 exposes all of it",
-        float,
-    ),
-    "compile_data_parallel": Option(
-        False,
-        "compile data parallelism on the same mesh too and report it beside the run; it doubles "
-        "the compile time",
-        bool,
-    ),
+    "dcn_bandwidth_gbps": Option(25.0, "Gbit/s of one device's share of the link between slices; a "
+                                 "100 Gbit/s host has four chips", float, 0),
+    "max_exposed_fraction": Option(1.0, "largest part of an exchange's time on the link that may "
+                                   "be exposed, 0 to 1; above it the exit code is 1, and tau=0 "
+                                   "exposes all of it", float),
+    "compile_data_parallel": Option(False, "compile data parallelism on the same mesh too and "
+                                    "report it beside the run; it doubles the compile time", bool),
     "report": Option("", "file to write the report to, as JSON; empty: it is only printed"),
 })  # fmt: skip
 
@@ -67,16 +54,15 @@ def help_text(program: str, words: Sequence[str], options: Mapping[str, Option])
     return "\n".join([*lines, f"of {program} alone", *option_lines(own)] if own else lines[:1])
 
 
-def _compile(cfg: Config, options: SimpleNamespace) -> int:
+def _compile(cfg: config.Config, options: SimpleNamespace) -> int:
     from maxdiloco.aot import figures, report
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.planning import compiled
     from maxdiloco.trainer import assemble, compiled_file
 
     file, gbps = cfg.compiled_trainstep_file, options.dcn_bandwidth_gbps
-    for key, path in {"compiled_trainstep_file": file, "report": options.report}.items():
-        if path:
-            compiled_file.check_place(key, path)
+    compiled_file.check_place("compiled_trainstep_file", file)
+    compiled_file.check_place("report", options.report)
     cfg, mesh, chip = compiled.devices(cfg)
     cfg = config.with_replicas(cfg, assemble.batch_shape(cfg, mesh).num_replicas)
     for line in config.describe_differences(cfg):
@@ -96,9 +82,8 @@ def _compile(cfg: Config, options: SimpleNamespace) -> int:
     for each in results:
         for line in ["", *report.lines(each)]:
             say_line(line)
-    if options.report:
-        text = json.dumps({"reports": [figures.as_json(each) for each in results]}, indent=1)
-        compiled_file.write_whole("report", options.report, f"{text}\n".encode())
+    reports = [figures.as_json(each) for each in results] if options.report else []
+    compiled_file.write_json("report", options.report, {"reports": reports})
     code = refuse(report.refusals(result, max_exposed_fraction=options.max_exposed_fraction))
     if file and not any(program.too_big for program in result.programs):
         calls = assemble.calls(cfg, parts)

@@ -8,8 +8,6 @@ import jax
 from jax.sharding import Mesh
 
 from maxdiloco.aot.hlo import products, reader, replay, traffic
-from maxdiloco.aot.hlo.reader import Module
-from maxdiloco.aot.hlo.traffic import Collective
 from maxdiloco.engine.calls import Call, Memory, bytes_on_device, elsewhere, is_on_device, memory_of
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import temporaries, too_big
@@ -36,8 +34,8 @@ class Measured(NamedTuple):
     flops: float = 0.0
     seconds: float | None = None
     kernels: int = 0
-    crossings: tuple[Collective, ...] = ()
-    inside: tuple[Collective, ...] = ()
+    crossings: tuple[traffic.Collective, ...] = ()
+    inside: tuple[traffic.Collective, ...] = ()
 
     @property
     def busy(self) -> float:
@@ -101,7 +99,7 @@ def measure(
 
 
 def _on_tpu(
-    module: Module, mesh: Mesh, dcn: Mapping[str, int], chip: Chip, gbps: float
+    module: reader.Module, mesh: Mesh, dcn: Mapping[str, int], chip: Chip, gbps: float
 ) -> dict[str, Any]:
     """Fields of Measured. A program numbers the devices of one slice."""
     played = replay.replay(module, chip, gbps)
@@ -126,7 +124,7 @@ def _on_tpu(
     }
 
 
-def _off_tpu(module: Module, mesh: Mesh, dcn: Mapping[str, int]) -> dict[str, Any]:
+def _off_tpu(module: reader.Module, mesh: Mesh, dcn: Mapping[str, int]) -> dict[str, Any]:
     """CPU and GPU number all devices in one program; slices are its major blocks of them."""
     over_slices = {axis for axis, size in dcn.items() if size > 1}
     found = traffic.collectives(module, dict(mesh.shape))

@@ -14,23 +14,19 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, read, staging, write
-from maxdiloco.checkpoint.read import AbstractOf, Restored, Say
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import durable, shared_folder
 from maxdiloco.storage.run_folder import absolute, is_local, reason
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 _REMEDY = "Set the keys of the model and the optimizer back, or set another run_name."
 
@@ -67,7 +63,7 @@ class Checkpointer:
         use_async: bool = True,
         timeout_s: float = 3600,
         files: Mapping[str, bytes] = MappingProxyType({}),
-        say: Say = output.say,
+        say: read.Say = output.say,
         locked: bool = False,
     ):
         self._folder = absolute(folder)
@@ -164,7 +160,7 @@ class Checkpointer:
         self._end_of_removal()
         self._thread.submit(bool).result()  # by now the files of a failed save are removed
 
-    def restore(self, abstract_of: AbstractOf) -> Restored | None:
+    def restore(self, abstract_of: read.AbstractOf) -> read.Restored | None:
         """Read the newest undamaged checkpoint; None when there is no checkpoint at all.
 
         A damaged one is not used, with a warning, and the one before it is read; the next save sets
@@ -246,7 +242,7 @@ class Checkpointer:
                 )
         return write.prepare(save, nbytes=nbytes, is_alone=own.is_alone)
 
-    def _complete(self, save: write.Save, writes: Sequence["ocp.future.Future"]) -> None:
+    def _complete(self, save: write.Save, writes: orbax_io.Writes) -> None:
         # Runs in the thread.
         with contextlib.ExitStack() as always, contextlib.ExitStack() as failed:
             always.callback(staging.end, save.arrays)

@@ -22,6 +22,7 @@ from maxdiloco.version import __version__
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
+Writes = Sequence["ocp.future.Future"]  # of start_writing
 META = "meta"  # the item that is JSON; the others are trees of arrays
 META_FILE = "metadata"  # Orbax's name of its file
 COMMIT = "commit_success.txt"  # Orbax writes it last

@@ -6,6 +6,7 @@ on az:// is copied to a folder before it is read. The folders are below $TMPDIR.
 
 import contextlib
 import os
+import pathlib
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,8 @@ def upload(staged: epath.Path | None, folder: epath.Path, *, last: str = "") -> 
     if staged is None:
         return
     there = {path for path, _ in folder.entries()}
-    for path in sorted(_files(staged), key=lambda path: path.name == last):
+    files = (path for path in pathlib.Path(staged).rglob("*") if path.is_file())
+    for path in sorted(files, key=lambda path: path.name == last):
         target = folder / path.relative_to(staged)
         if target not in there:
             target.bucket().put(target.key, path)
@@ -91,11 +93,3 @@ def _s3(folder: BucketPath) -> dict[str, Any]:
         "aws_credentials": "AWS_ACCESS_KEY_ID" in environ and {"type": "environment"},
     }
     return base | {name: value for name, value in settings.items() if value}
-
-
-def _files(folder: epath.Path) -> Iterator[epath.Path]:
-    for path in folder.iterdir():
-        if path.is_dir():
-            yield from _files(path)
-        else:
-            yield path

@@ -16,21 +16,17 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 
 from maxdiloco.checkpoint import orbax_io, read, seal, staging
-from maxdiloco.checkpoint.orbax_io import COMMIT, META, META_FILE
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import coordination
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import free_bytes, is_local, megabytes, reason
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 # Suffixes of what no reader may take for a checkpoint, and of nothing that others make.
 UNFINISHED, DELETED = ".maxdiloco-saving", ".maxdiloco-deleted"
@@ -86,7 +82,7 @@ def prepare(save: Save, *, nbytes: int, is_alone: bool = False) -> bool:
         why = f"{megabytes(free)} are free but it takes {megabytes(nbytes)}"
         raise OSError(errno.ENOSPC, why)
     if is_local(folder):
-        for name in (*save.items, META):
+        for name in (*save.items, orbax_io.META):
             (folder / name).mkdir(parents=True)
     else:
         mark_of(target).write_text("")
@@ -98,7 +94,7 @@ def _in_the_way(path: epath.Path) -> OSError:
     return OSError(errno.EEXIST, why)
 
 
-def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
+def wait_for_arrays(save: Save, writes: orbax_io.Writes) -> None:
     """Wait for every thread. Raises TimeoutError, OSError, ValueError, RuntimeError."""
     errors: list[Exception] = []
     for write in writes:
@@ -112,8 +108,11 @@ def wait_for_arrays(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
         raise errors[0]
 
 
-def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
-    """First process: make a checkpoint durable, then visible. Raises OSError, ValueError."""
+def commit(save: Save, writer: Any) -> None:
+    """First process: make a checkpoint durable, then visible. Raises OSError, ValueError.
+
+    writer: of orbax_io.open_writer.
+    """
     folder, local = save.folder, is_local(save.target)
     if save.arrays is not None:
         staging.download(folder, save.arrays)  # the parts of the others
@@ -122,15 +121,15 @@ def commit(save: Save, writer: "ocp.PyTreeCheckpointHandler") -> None:
     staging.upload(save.arrays, folder)
     for name in save.items:
         if not local:  # Orbax's readers ask for it there
-            (folder / name / COMMIT).write_text("complete\n")
-    (folder / META / META_FILE).write_text(json.dumps(save.note))
+            (folder / name / orbax_io.COMMIT).write_text("complete\n")
+    (folder / orbax_io.META / orbax_io.META_FILE).write_text(json.dumps(save.note))
     for name, content in save.files.items():
         if local:
             (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     seal.write(folder)
     # On a mounted file system for a copy in a bucket, where a folder without it is no checkpoint.
-    (folder / COMMIT).write_text("complete\n")
+    (folder / orbax_io.COMMIT).write_text("complete\n")
     if local:
         durable.sync_tree(folder)
         folder.rename(save.target)
@@ -157,7 +156,7 @@ def wait_for_others(save: Save) -> None:
             raise OSError(errno.EIO, f"process {process}: {outcome}")
 
 
-def write_part(save: Save, writes: Sequence["ocp.future.Future"]) -> None:
+def write_part(save: Save, writes: orbax_io.Writes) -> None:
     """Wait for this process's arrays and publish the outcome. For all but the first process."""
     outcome = "ended"
     try:

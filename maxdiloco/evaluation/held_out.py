@@ -45,26 +45,20 @@ class Totals(NamedTuple):
         """Cross entropy per token [nats]; NaN when no token counts."""
         return self.cross_entropy / self.tokens if self.tokens else math.nan
 
-    @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite where it is beyond float64."""
-        with np.errstate(over="ignore"):
-            return float(np.exp(np.float64(self.loss)))
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Cross entropy per byte of text [bits]; NaN when the tokens stand for no text."""
-        return self.cross_entropy / math.log(2) / self.num_bytes if self.num_bytes else math.nan
-
     def metrics(self, name: str = "") -> dict[str, float]:
         """eval/loss, eval/perplexity, eval/bits_per_byte of text; of a named text eval/NAME/..."""
         prefix, rates = f"eval/{name}/" if name else "eval/", self.rates().items()
         return {prefix + of: rate for of, rate in rates if self.num_bytes or of != "bits_per_byte"}
 
     def rates(self) -> dict[str, float]:
-        """The properties by name."""
-        names = ("loss", "perplexity", "bits_per_byte")
-        return dict(zip(names, (self.loss, self.perplexity, self.bits_per_byte), strict=True))
+        """The loss, its exponential, and cross entropy per byte of text [bits]; see `loss`.
+
+        perplexity is infinite where it is beyond float64, bits_per_byte NaN without text.
+        """
+        with np.errstate(over="ignore"):
+            perplexity = float(np.exp(np.float64(self.loss)))
+        of_byte = self.cross_entropy / math.log(2) / self.num_bytes if self.num_bytes else math.nan
+        return {"loss": self.loss, "perplexity": perplexity, "bits_per_byte": of_byte}
 
 
 class Evaluation:

@@ -9,19 +9,18 @@ from jax.sharding import Mesh
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.flags import config
-from maxdiloco.flags.config import Config
-from maxdiloco.models import devices, kernels, spec
+from maxdiloco.models import devices, spec
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.sharding import parameter_shardings, rules_with
 
 
-def length_shards(cfg: Config, mesh: Mesh) -> int:
+def length_shards(cfg: config.Config, mesh: Mesh) -> int:
     """Number of devices that share a sequence."""
     return devices.shards_on(mesh, rules_with(cfg.logical_axis_rules))
 
 
-def build(cfg: Config, mesh: Mesh) -> Model:
+def build(cfg: config.Config, mesh: Mesh) -> Model:
     """The model for the devices of a mesh.
 
     Raises ConfigError for a kernel that they or this machine lack, and for sequences that they
@@ -38,11 +37,11 @@ def build(cfg: Config, mesh: Mesh) -> Model:
         compute_capability=device.compute_capability if on_gpus else "",
     )
     if of_devices.attention == "cudnn":
-        kernels.check_cudnn(cfg.attention)
+        spec.check_cudnn(cfg.attention)
     return Model(of_devices)
 
 
-def for_decoding(cfg: Config, mesh: Mesh, model: Model) -> Model:
+def for_decoding(cfg: config.Config, mesh: Mesh, model: Model) -> Model:
     """`model`, built from cfg, for prompts of any length and one token after the other.
 
     These cannot be shared: devices that share sequences take prompts of their own.
@@ -64,7 +63,7 @@ def parameters(model: Model, mesh: Mesh) -> Any:
     )
 
 
-def token_bytes(cfg: Config, tokenizer: Tokenizer | None = None) -> np.ndarray:
+def token_bytes(cfg: config.Config, tokenizer: Tokenizer | None = None) -> np.ndarray:
     """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text.
     tokenizer: None: the one that cfg names."""
     if cfg.dataset_type == "synthetic":

@@ -9,7 +9,6 @@ from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import config
-from maxdiloco.flags.config import Config
 from maxdiloco.storage.run_folder import reason
 
 # Rows of the embedding are divided among devices: our choice, the lanes of a TPU.
@@ -20,7 +19,7 @@ _OWN = 0.95
 FOLDER = "tokenizer"  # in a run's folder and in a checkpoint
 
 
-def resolved(cfg: Config) -> Config:
+def resolved(cfg: config.Config) -> config.Config:
     """The config with numbers in place of vocab_size=-1 and of rows that are not given.
 
     The tokenizer's, with its rows rounded up; or the model file's, where the tokenizer fills nearly
@@ -37,7 +36,7 @@ def resolved(cfg: Config) -> Config:
     return config.with_vocab_size(cfg, size, rows)
 
 
-def open_tokenizer(cfg: Config) -> Tokenizer:
+def open_tokenizer(cfg: config.Config) -> Tokenizer:
     """The tokenizer of a run. Raises DataError, ConfigError: see data.tokenizer.build."""
     if cfg.tokenizer_type == "byte" and cfg.dataset_type == "synthetic":
         return ByteTokenizer()  # these data may have fewer tokens than there are bytes
@@ -51,7 +50,7 @@ def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     return {f"{FOLDER}/{name}": content for name, content in tokenizer.files().items()}
 
 
-def of_checkpoint(cfg: Config, checkpoint: epath.Path) -> Tokenizer:
+def of_checkpoint(cfg: config.Config, checkpoint: epath.Path) -> Tokenizer:
     """The tokenizer of the run with this config that wrote a checkpoint.
 
     Raises CheckpointError where it cannot be read, DataError where there is none.

@@ -9,10 +9,8 @@ from jax.sharding import Mesh
 
 from maxdiloco.checkpoint import theta
 from maxdiloco.data.tokenizer_base import ByteTokenizer
-from maxdiloco.evaluation import held_out, on_mesh, run_sources, run_texts, run_tokenizer
-from maxdiloco.evaluation.held_out import Totals
+from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.flags import base_yml, config
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
@@ -34,20 +32,20 @@ class Stored(NamedTuple):
     step: int
     path: epath.Path
     meta: dict[str, Any]
-    cfg: Config
+    cfg: config.Config
     mesh: Mesh
     model: Model
     params: Any
 
 
-def config_of(meta: dict[str, Any]) -> Config:
+def config_of(meta: dict[str, Any]) -> config.Config:
     """The config of the run that wrote a checkpoint."""
     return config.from_dict(meta["config"])
 
 
 def load(
     folder: epath.Path,
-    configure: Callable[[dict[str, Any]], tuple[Config, Mesh]],
+    configure: Callable[[dict[str, Any]], tuple[config.Config, Mesh]],
     parameters: str = "outer",
 ) -> Stored:
     """Read the newest undamaged checkpoint of a run, or one checkpoint; all processes call it.
@@ -73,7 +71,7 @@ def may_change() -> tuple[str, ...]:
     return (*_MAY_CHANGE, *mesh)
 
 
-def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> Config:
+def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> config.Config:
     """The config of a run with the keys of a command line. Raises ConfigError of config.changed."""
     # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
     neutral = {"num_diloco_replicas": -1, "eval_interval": 1}
@@ -82,10 +80,10 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
 
 def evaluate(
     folder: epath.Path,
-    configure: Callable[[dict[str, Any]], Config],
+    configure: Callable[[dict[str, Any]], config.Config],
     parameters: str,
     say: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, Totals]]:
+) -> tuple[dict[str, Any], dict[str, held_out.Totals]]:
     """Evaluate the newest undamaged checkpoint of a run, or one checkpoint, on each of its texts.
 
     Reads the same sequences as the run, on whatever mesh: eval_steps counts batches of the run's
@@ -110,7 +108,7 @@ def evaluate(
     cfg, tokenizer = found.cfg, ByteTokenizer()
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
-    prepared = run_sources.tokenise(cfg, tokenizer, say, splits=("eval",))
+    prepared = run_texts.tokenise(cfg, tokenizer, say, splits=("eval",))
     texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
     run_texts.agree(texts)
     evaluation = held_out.Evaluation(
@@ -137,19 +135,21 @@ def _batch_devices(mesh: Mapping[str, int]) -> int:
     return math.prod(size for axis, size in mesh.items() if axis != "context")
 
 
-def table(texts: Mapping[str, Totals]) -> list[str]:
+def table(texts: Mapping[str, held_out.Totals]) -> list[str]:
     """The lines of a table, one for each text."""
     rows = [("text", "tokens", "bytes", "loss", "perplexity", "bits/byte")]
     for name, totals in texts.items():
-        num_bytes, of_byte = f"{totals.num_bytes:,}", f"{totals.bits_per_byte:.6f}"
+        rates, num_bytes = totals.rates(), f"{totals.num_bytes:,}"
+        loss, perplexity = f"{rates['loss']:.6f}", f"{rates['perplexity']:.4f}"
+        of_byte = f"{rates['bits_per_byte']:.6f}"
         if not totals.num_bytes:
             num_bytes = of_byte = "-"
-        numbers = f"{totals.tokens:,}", num_bytes, f"{totals.loss:.6f}", f"{totals.perplexity:.4f}"
-        rows.append((name or "(held out)", *numbers, of_byte))
+        tokens = f"{totals.tokens:,}"
+        rows.append((name or "(held out)", tokens, num_bytes, loss, perplexity, of_byte))
     return output.aligned(rows)
 
 
-def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, Totals]) -> dict[str, Any]:
+def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, held_out.Totals]) -> dict[str, Any]:
     """What `evaluate` returns, for a file; null where a number is not finite."""
     rows = []
     for name, totals in texts.items():

@@ -10,7 +10,6 @@ from maxdiloco.diloco import outer_rate
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, maxtext
 from maxdiloco.flags.base_yml import Key, Value, show
-from maxdiloco.flags.maxtext import Tables, current, removed, renamed
 from maxdiloco.flags.values import Given, convert, same_type, shown
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
@@ -73,9 +72,9 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
         path = found(pathlib.Path(argv.pop(0)))
         is_base = path.name == maxtext.BASE
-        given |= _edited(path, known) if is_base else renamed(_from_file(path), known)
-    given |= renamed(_from_environment(environ, known), known)
-    given |= renamed(_from_command_line(argv, warn), known)
+        given |= _edited(path, known) if is_base else maxtext.renamed(_from_file(path), known)
+    given |= maxtext.renamed(_from_environment(environ, known), known)
+    given |= maxtext.renamed(_from_command_line(argv, warn), known)
     given = maxtext.taken(given, known, warn)
     values = _values(given, known.ours, convert)
     values |= _from_model(values, given, known, warn)
@@ -94,7 +93,7 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
 
     Raises ConfigError for a key that base.yml does not have and for a value of another type.
     """
-    given = {name: Given(value, "stored config") for name, value in current(stored).items()}
+    given = {name: Given(value, "stored config") for name, value in maxtext.current(stored).items()}
     return Config(**_values(given, base_yml.declared(), same_type))
 
 
@@ -176,7 +175,7 @@ def _from_file(path: pathlib.Path) -> dict[str, Given]:
     return {name: Given(raw, str(path)) for name, raw, _ in base_yml.read_yml(path)}
 
 
-def _edited(path: pathlib.Path, known: Tables) -> dict[str, Given]:
+def _edited(path: pathlib.Path, known: maxtext.Tables) -> dict[str, Given]:
     """What a copy of base.yml has otherwise: its other values are defaults, which a model may set.
 
     A file of that name with fewer than half of the keys is one as any other.
@@ -190,7 +189,7 @@ def _edited(path: pathlib.Path, known: Tables) -> dict[str, Given]:
         raise ConfigError(
             f"{path} is MaxText's, whose defaults are not read. {maxtext.IN_ITS_PLACE}"
         )
-    given = renamed(given, known)
+    given = maxtext.renamed(given, known)
     if len(given) < len(keys) / 2:
         return given
     return {
@@ -200,7 +199,7 @@ def _edited(path: pathlib.Path, known: Tables) -> dict[str, Given]:
     }
 
 
-def _from_environment(environ: Mapping[str, str], known: Tables) -> dict[str, Given]:
+def _from_environment(environ: Mapping[str, str], known: maxtext.Tables) -> dict[str, Given]:
     given, unknown = {}, []
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX):
@@ -242,13 +241,13 @@ def _from_command_line(argv: Iterable[str], warn: Warn) -> dict[str, Given]:
 
 
 def _from_model(
-    values: dict[str, Value], given: dict[str, Given], known: Tables, warn: Warn
+    values: dict[str, Value], given: dict[str, Given], known: maxtext.Tables, warn: Warn
 ) -> dict[str, Value]:
     """The values of the model file that no later layer sets."""
     model, keys, out = str(values["model_name"]), known.ours, {}
     if model == "default":
         return {}
-    of_file = renamed(_from_file(_model_file(model)), known)
+    of_file = maxtext.renamed(_from_file(_model_file(model)), known)
     given_by_model = maxtext.taken(of_file, known, warn)
     _refuse_unknown(given_by_model, keys)
     for name, text in given_by_model.items():
@@ -309,7 +308,7 @@ def _values(
 def _refuse_unknown(given: Mapping[str, Given], keys: Mapping[str, Key]) -> None:
     """Raise ConfigError that names every key that base.yml does not have."""
     lines, unknown = [], [name for name in given if name not in keys]
-    gone = removed() if unknown else {}
+    gone = maxtext.removed() if unknown else {}
     for name in unknown:
         written = f"{name}={shown(given[name].raw)} ({given[name].where}) is no key"
         near = _nearest_key(name, keys)

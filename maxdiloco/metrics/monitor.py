@@ -28,8 +28,8 @@ NEVER = np.iinfo(np.int32).max
 _MOST_LOSSES = 256  # our choice
 
 
-def _first_bad(first_R, metrics, t):
-    finite_R = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+def _first_bad(first_R, loss_R, grad_norm_R, t):
+    finite_R = jnp.isfinite(loss_R) & jnp.isfinite(grad_norm_R)
     return jnp.where(finite_R, first_R, jnp.minimum(first_R, t))
 
 
@@ -90,7 +90,7 @@ class Monitor:
             return []
         loss = self._metrics["loss"]
         first_R = jax.ShapeDtypeStruct(loss.shape, jnp.int32, sharding=loss.sharding)
-        watched = (first_R, _watched(self._metrics), np.int32(0))
+        watched = (first_R, loss, self._metrics["grad_norm"], np.int32(0))
         return [Call(self._watch, watched, self._trainer.period, BESIDE)]
 
     def add(self, t: int, metrics: Any) -> None:
@@ -106,7 +106,8 @@ class Monitor:
                 like.shape, like.sharding, lambda index: never_R[index]
             )
         if self._stop_on_nan:
-            self._first_bad_R = self._watch(self._first_bad_R, _watched(metrics), np.int32(t))
+            watched = metrics["loss"], metrics["grad_norm"], np.int32(t)
+            self._first_bad_R = self._watch(self._first_bad_R, *watched)
 
     def check(
         self, state: Any, saved_steps: Callable[[], list[int]], *, together: bool = False
@@ -179,10 +180,6 @@ def learning_metrics(metrics: dict[str, np.ndarray], learning_rate: float) -> di
     for name in sorted(set(metrics) - {"loss", "tokens"}):
         row[name if "/" in name else f"learning/{name}"] = float(metrics[name].mean())
     return row
-
-
-def _watched(metrics: Any) -> Any:
-    return {name: metrics[name] for name in ("loss", "grad_norm")}
 
 
 class Rows:

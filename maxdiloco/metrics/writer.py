@@ -3,6 +3,7 @@
 The failures of the latter two end no run. Names: docs/metrics.md.
 """
 
+import contextlib
 import importlib
 import json
 import math
@@ -18,7 +19,7 @@ from typing import Any
 from etils import epath
 
 from maxdiloco.errors import CheckpointError, ConfigError
-from maxdiloco.metrics.line_files import LocalLines, RemoteLines, open_lines, parsed, text_of
+from maxdiloco.metrics.line_files import open_lines, parsed, text_of
 from maxdiloco.processes import output
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason
@@ -26,7 +27,7 @@ from maxdiloco.storage.run_folder import RunFolder, is_local, reason
 PROJECT = "maxdiloco"  # of Weights & Biases
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.AbstractContextManager):
     """Appends rows to metrics.jsonl, and to TensorBoard and Weights & Biases; in process 0.
 
     resume_step: the step after which this life of the run starts, or None for a new run. Later rows
@@ -51,7 +52,7 @@ class MetricsWriter:
         try:
             last = _repaired(self._path, resume_step, say)
             self._sink = open_lines(self._path, folder.require_lock)
-            wandb = [WandbRun(folder, wandb_config, say=say)] if wandb_config is not None else []
+            wandb = [WandbRun(folder, wandb_config)] if wandb_config is not None else []
         except OSError as error:
             raise CheckpointError(
                 f"{self._cannot_write(error)} Free some space or set another folder."
@@ -59,15 +60,13 @@ class MetricsWriter:
         self._last_step = last.get("step")
         self.wall_time_s = last.get("perf/wall_time_s") or 0.0  # of the last row that is kept
         purge = 0 if resume_step is None else resume_step + 1
-        self._events = EventFile(folder, purge_step=purge, say=say) if tensorboard else None
-        self._others = [*filter(None, [self._events]), *wandb]
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
+        self._events = EventFile(folder, purge_step=purge)
+        self._others: list[EventFile | WandbRun] = [self._events, *wandb] if tensorboard else wandb
+        self._or_give_up(self._events, lambda events: events.begin())
 
     def __exit__(self, kind, exception, traceback) -> None:
-        for other in self._others:
-            other.close()
+        for other in [*self._others]:
+            self._or_give_up(other, lambda other: other.close())
         try:
             self._sink.close()
         except OSError as error:
@@ -96,19 +95,27 @@ class MetricsWriter:
         }
         line = f"{row(step, numbers_by_name)}\n".encode()
         self._try(lambda: self._sink.write(line))
-        for other in self._others:
-            other.write(step, numbers_by_name)
+        for other in [*self._others]:
+            self._or_give_up(other, lambda other: other.write(step, numbers_by_name))
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Add a text to TensorBoard, if that is written; metrics.jsonl holds numbers alone."""
-        if self._events is not None:
-            self._events.write(step, {name: text})
+        self._or_give_up(self._events, lambda events: events.write(step, {name: text}))
 
     def sync(self) -> None:
         """Force the rows written so far to the disk, or to the object store, in all files."""
         self._try(self._sink.sync)
-        if self._events is not None:
-            self._events.sync()
+        self._or_give_up(self._events, lambda events: events.sync())
+
+    def _or_give_up(self, other: "EventFile | WandbRun", act: Callable[[Any], None]) -> None:
+        """Do something with what rows go to; after a failure, which is one line, nothing more."""
+        try:
+            if other in self._others:
+                act(other)
+        except other.failure as error:
+            self._others.remove(other)
+            why = reason(error) if isinstance(error, OSError) else error
+            self._say(f"warning: {other.name}: {why}. metrics.jsonl goes on.")
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
@@ -163,26 +170,28 @@ def _repaired(
 class EventFile:
     """Rows of metrics as scalars in an event file, which TensorBoard reads.
 
-    purge_step: TensorBoard drops what an earlier life of the run wrote from there on. say: prints a
-    line when the file cannot be written; nothing more is written then. None of the methods raises
-    OSError. Records are written here: tensorboardX's own SummaryWriter waits for ever once an error
-    has ended its thread.
+    purge_step: TensorBoard drops what an earlier life of the run wrote from there on. The methods
+    raise OSError. Records are written here: tensorboardX's own SummaryWriter waits for ever once an
+    error has ended its thread.
     """
 
-    def __init__(self, folder: RunFolder, *, purge_step: int, say: Callable[[str], None]):
-        self._folder, self._say = folder.tensorboard, say
-        self._file: LocalLines | RemoteLines | None = None
-        # As tensorboardX names files, by the second; the step distinguishes two lives of a run.
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{purge_step}"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = open_lines(self._folder / name, folder.require_lock)
-        except OSError as error:
-            self._give_up(error)
+    failure = OSError
+
+    def __init__(self, folder: RunFolder, *, purge_step: int):
+        self._folder, self._purge_step = folder, purge_step
+        self.name = f"TensorBoard is given up for this run: {folder.tensorboard}"
+
+    def begin(self) -> None:
+        """Make the file."""
         from tensorboardX.proto.event_pb2 import SessionLog
 
+        folder, step = self._folder.tensorboard, self._purge_step
+        folder.mkdir(parents=True, exist_ok=True)
+        # As tensorboardX names files, by the second; the step distinguishes two lives of a run.
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{step}"
+        self._file = open_lines(folder / name, self._folder.require_lock)
         self._add(0, file_version="brain.Event:2")
-        self._add(purge_step, session_log=SessionLog(status=SessionLog.START))
+        self._add(step, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         """Add the values of a step, numbers as scalars, texts as texts."""
@@ -200,11 +209,11 @@ class EventFile:
 
     def sync(self) -> None:
         """Force the rows written so far to the disk, or to the object store."""
-        self._try(lambda file: file.sync())
+        self._file.sync()
 
     def close(self) -> None:
         """Write what is left."""
-        self._try(lambda file: file.close())
+        self._file.close()
 
     def _add(self, step: int, **what: Any) -> None:
         """Add an event as a TFRecord: length, checksum, event, checksum."""
@@ -214,21 +223,7 @@ class EventFile:
         data = Event(step=step, wall_time=time.time(), **what).SerializeToString()
         length = struct.pack("<Q", len(data))
         first, second = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
-        self._try(lambda file: file.write(length + first + data + second))
-
-    def _try(self, act: Callable[[LocalLines | RemoteLines], None]) -> None:
-        try:
-            if self._file is not None:
-                act(self._file)
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        self._file = None
-        self._say(
-            f"warning: TensorBoard is given up for this run: {self._folder}: {reason(error)}. "
-            "metrics.jsonl goes on."
-        )
+        self._file.write(length + first + data + second)
 
 
 def require_wandb() -> types.ModuleType:
@@ -245,14 +240,15 @@ def require_wandb() -> types.ModuleType:
 class WandbRun:
     """Scalars of a run, in process 0. A restart goes on with the same run of Weights & Biases.
 
-    config: keys and values. say: prints one line when a row cannot be logged; nothing more is
-    logged then. Raises ConfigError without the package, and where it refuses to begin.
+    config: keys and values. write raises `failure`. Raises ConfigError without the package, and
+    where it refuses to begin.
     """
 
-    def __init__(self, folder: RunFolder, config: Mapping[str, Any], *, say: Callable[[str], None]):
+    name = "wandb is given up"
+
+    def __init__(self, folder: RunFolder, config: Mapping[str, Any]):
         wandb = require_wandb()
-        self._error: type[Exception] = wandb.errors.Error
-        self._say = say
+        self.failure: type[Exception] = wandb.errors.Error
         path = folder.path / "wandb_id"  # a folder that is made anew is another run
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
@@ -266,7 +262,7 @@ class WandbRun:
                 config=dict(config),
                 dir=str(folder.path) if is_local(folder.path) else None,
             )
-        except self._error as error:
+        except self.failure as error:
             raise ConfigError(
                 f"enable_wandb=true: wandb cannot begin a run ({error}). Run `wandb login`, set "
                 "WANDB_MODE=offline, or set enable_wandb=false."
@@ -274,15 +270,8 @@ class WandbRun:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the row of a step; wandb sends it from a process of its own."""
-        if self._run is None:
-            return
-        try:
-            self._run.log(dict(values), step=step)
-        except self._error as error:
-            self._say(f"warning: wandb is given up: {error}. metrics.jsonl goes on.")
-            self._run = None
+        self._run.log(dict(values), step=step)
 
     def close(self) -> None:
         """Send what is left."""
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()

@@ -2,7 +2,6 @@
 # B sequences, or 1 where all share the positions  L tokens  N heads  H head dim  I = H / 2 pairs
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -12,8 +11,7 @@ import numpy as np
 f32 = jnp.float32
 
 
-@dataclass(frozen=True)
-class RopeConfig:
+class RopeConfig(NamedTuple):
     """Frequencies of a rotation: the key rope_max_timescale and the entries of rope_scaling.
 
     rope_type: empty without the table. attention_factor: 0 is yarn's own.

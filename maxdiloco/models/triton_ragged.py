@@ -1,4 +1,4 @@
-"""Products of rows that are sorted by expert, as Triton kernels for GPUs; see ragged.py.
+"""Products of rows that are sorted by expert, as Triton kernels for GPUs; see moe.py.
 
 XLA:GPU of jax 0.10 multiplies every row by every expert's matrix. Here a tile of rows is of one
 expert, as in MegaBlocks (arXiv 2211.15841); where the groups begin is known when the kernel runs.

@@ -20,7 +20,6 @@ import numpy as np
 import yaml
 
 from maxdiloco.page import facts, timeline
-from maxdiloco.page.facts import Rows
 from maxdiloco.page.run import NOT_FINITE, Run
 
 MOST_ROWS = 200  # of a table; our choice
@@ -84,7 +83,7 @@ def _swatch(number: int | None) -> str:
     return "" if number is None else f'<i class="swatch" data-run="{number}"></i>'
 
 
-def _table(table: Rows, kind: str, *, empty: str = "") -> str:
+def _table(table: facts.Rows, kind: str, *, empty: str = "") -> str:
     """kind: cards, where each row becomes a card on a narrow screen."""
     if not table.rows:
         return f"<p>{escape(empty)}</p>"

@@ -56,15 +56,8 @@ CHIPS = {
     "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74, 1.75e9, 4800),
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1.75e9, 3584),
     "tpu7x": Chip(("TPU7x",), 2307e12 / 2, 94.75, 2.2e9, 4800),
-    "a100": Chip(
-        (
-            "NVIDIA A100-SXM4-40GB",
-            "NVIDIA A100-SXM4-80GB",
-            "NVIDIA A100-PCIE-40GB",
-            "NVIDIA A100 80GB PCIe",
-        ),
-        312e12,
-    ),
+    "a100": Chip(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB",
+                  "NVIDIA A100 80GB PCIe"), 312e12),
     "h100": Chip(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
     "h100-pcie": Chip(("NVIDIA H100 PCIe",), 756e12),
     "b200": Chip(("NVIDIA B200",), 2250e12),
@@ -75,7 +68,7 @@ CHIPS = {
     "rtx3090": Chip(("NVIDIA GeForce RTX 3090",), 71e12),
     "rtx4090": Chip(("NVIDIA GeForce RTX 4090",), 165.2e12),
     "rtx5090": Chip(("NVIDIA GeForce RTX 5090",), 209.5e12),
-}
+}  # fmt: skip
 
 
 def of_kind(device_kind: str) -> Chip | None:

@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -32,26 +32,21 @@ def rows_of(shards: Iterable[tuple[slice, ...]], shape: tuple[int, ...]) -> Rows
     return np.nonzero(in_a_shard)
 
 
-def take_shard(local_NL: np.ndarray, positions: np.ndarray, shard: tuple[slice, ...]) -> np.ndarray:
-    """One shard of the whole array from the local rows; positions: of positions_of."""
-    return local_NL[positions[shard[:-1]], shard[-1]]
-
-
-def positions_of(rows: Rows, shape: tuple[int, ...]) -> np.ndarray:
-    """Index in the local rows of every row of the whole array, int64; N for other processes'."""
-    positions = np.full(shape[:-1], len(rows[0]))
+def shard_taker(rows: Rows, shape: tuple[int, ...]) -> Callable[..., np.ndarray]:
+    """(local rows [N, L], shard) -> that shard of the whole array; IndexError for other rows."""
+    positions = np.full(shape[:-1], len(rows[0]))  # in the local rows; N for other processes'
     positions[rows] = np.arange(len(rows[0]))
-    return positions
+    return lambda local_NL, shard: local_NL[positions[shard[:-1]], shard[-1]]
 
 
 def feed(
     batches: Iterable[Any], rows: Rows, sharding: NamedSharding, shape: tuple[int, ...]
 ) -> Iterator[Any]:
     """Batches with leaves [N, L], as arrays of the whole shape; nothing moves between processes."""
-    positions = positions_of(rows, shape)
+    take_shard = shard_taker(rows, shape)
 
     def whole(local_NL):
-        part = functools.partial(take_shard, local_NL, positions)
+        part = functools.partial(take_shard, local_NL)
         return jax.make_array_from_callback(shape, sharding, part)
 
     for batch in batches:

@@ -23,9 +23,7 @@ def kind_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> str | None:
 
 def to_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The same array kept in host memory; a scalar stays on the device."""
-    if not x.shape:
-        return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))
+    return moved(x, HOST) if x.shape else x
 
 
 def moved(

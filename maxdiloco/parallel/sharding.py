@@ -187,23 +187,21 @@ def optimizer_shardings(
     A leaf shaped like a parameter is sharded like it; the rest (step counts) is on every device.
     """
     replicated = NamedSharding(mesh, P())
-    pairs = jax.tree.map(
-        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), params, shardings
-    )
 
-    def sharding_of(leaf, parameter):
-        return parameter.sharding if leaf.shape == parameter.shape else replicated
+    def sharding_of(leaf, parameter, sharding):
+        return sharding if leaf.shape == parameter.shape else replicated
 
     state = jax.eval_shape(optimizer.init, params)
-    return of_parameters(optimizer, sharding_of, state, pairs, other=replicated)
+    return of_parameters(optimizer, sharding_of, state, params, shardings, other=replicated)
 
 
 def of_parameters(
-    optimizer: optax.GradientTransformation, fn: Callable, state: Any, params: Any, *, other: Any
+    optimizer: optax.GradientTransformation, fn: Callable, state: Any, *trees: Any, other: Any
 ) -> Any:
-    """fn(leaf, parameter) in place of each leaf of an optimizer's state that is a parameter's.
+    """fn(leaf, *entries) in place of each leaf of an optimizer's state that is a parameter's.
 
-    other: in place of the rest. Where the optimizer keeps nothing, optax's MaskedNode stays.
+    trees: like the parameters, with an entry for each. other: in place of the rest. Where the
+    optimizer keeps nothing, optax's MaskedNode stays.
     """
 
     def is_masked(leaf):
@@ -211,9 +209,9 @@ def of_parameters(
 
     return optax.tree.map_params(
         optimizer,
-        lambda leaf, parameter: leaf if is_masked(leaf) else fn(leaf, parameter),
+        lambda leaf, *entries: leaf if is_masked(leaf) else fn(leaf, *entries),
         state,
-        params,
+        *trees,
         transform_non_params=lambda _: other,
         is_leaf=is_masked,
     )

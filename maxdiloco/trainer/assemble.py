@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,7 +24,6 @@ from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation, Sampler
 from maxdiloco.exchange.host import Mailbox
 from maxdiloco.flags import checks, config
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.transformer import Model, count_parameters
 from maxdiloco.parallel.program import Program
@@ -60,7 +58,6 @@ class Parts(NamedTuple):
     mesh: Mesh
     model: Model
     learning_rate: Callable
-    optimizer: optax.GradientTransformation
     trainer: Trainer
     shape: BatchShape
     batch: dict[str, jax.ShapeDtypeStruct]
@@ -73,7 +70,7 @@ class Parts(NamedTuple):
 
 
 def assemble(
-    cfg: Config,
+    cfg: config.Config,
     mesh: Mesh,
     *,
     total_steps: int,
@@ -106,7 +103,6 @@ def assemble(
         mesh=mesh,
         model=model,
         learning_rate=optimizer.learning_rate_schedule(cfg, total_steps),
-        optimizer=inner_optimizer,
         trainer=trainer,
         shape=shape,
         batch=batch,
@@ -144,7 +140,7 @@ def _evaluations(cfg, trainer, model, shape, on_compile):
     return dict(evaluation=evaluation, of_replicas=of_replicas, sampler=sampler)
 
 
-def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
+def batch_shape(cfg: config.Config, mesh: Mesh) -> BatchShape:
     """Replicas of the mesh, and sequences of each; devices that share sequences count as one.
 
     Raises ConfigError for replicas or a dtype that these devices cannot take.
@@ -166,7 +162,7 @@ def batch_shape(cfg: Config, mesh: Mesh) -> BatchShape:
     return BatchShape(num_replicas, sequences, cfg.max_target_length)
 
 
-def baseline(cfg: Config) -> Config | None:
+def baseline(cfg: config.Config) -> config.Config | None:
     """Data parallelism to compile beside a DiLoCo run; None where the run is that."""
     if not cfg.enable_diloco:
         return None
@@ -180,7 +176,7 @@ def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
     return "host" if platform != "tpu" and joins_processes else "program"
 
 
-def _carrier(cfg: Config, mesh: Mesh) -> tuple[str, bool]:
+def _carrier(cfg: config.Config, mesh: Mesh) -> tuple[str, bool]:
     """The carrier, and whether slots of the mesh axis diloco are in different processes."""
     slots = mesh.devices.reshape(mesh.shape["diloco"], -1)
     joins = len({frozenset(device.process_index for device in slot) for slot in slots}) > 1
@@ -188,7 +184,7 @@ def _carrier(cfg: Config, mesh: Mesh) -> tuple[str, bool]:
     return carrier(cfg.exchange_carrier, platform, joins_processes=joins), joins
 
 
-def needs_bulk(cfg: Config, mesh: Mesh) -> bool:
+def needs_bulk(cfg: config.Config, mesh: Mesh) -> bool:
     """Whether outer gradients travel between processes in a mailbox with bulk."""
     name, joins_processes = _carrier(cfg, mesh)
     return cfg.enable_diloco and joins_processes and CARRIERS[name].through_mailbox
@@ -243,7 +239,7 @@ def _init_program(cfg, trainer, model, inner_optimizer) -> Program:
     return trainer.init_program(make, compiler_options=fast)
 
 
-def calls(cfg: Config, parts: Parts) -> list[Call]:
+def calls(cfg: config.Config, parts: Parts) -> list[Call]:
     """Every program of a run: of the steps, those beside, that of a first state.
 
     A save and a log step run none of their own; that of a restore is in checkpoint.arrays.calls.

@@ -12,7 +12,6 @@ import importlib.metadata
 import io
 import json
 import os
-import pathlib
 import stat
 import zipfile
 import zlib
@@ -27,7 +26,7 @@ from maxdiloco import json_text
 from maxdiloco.engine.calls import STEP, Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
-from maxdiloco.parallel import chips
+from maxdiloco.parallel import chips, processor
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import absolute, is_local, reason
 from maxdiloco.trainer import job
@@ -67,7 +66,9 @@ def save(path: str, cfg: Config, mesh: Mesh, calls: list[Call]) -> int:
 
 
 def check_place(key: str, path: str) -> None:
-    """Make the folder of a file that will be written. Raises ConfigError where it cannot be."""
+    """Make the folder of a file that will be written, "" for none. Raises ConfigError."""
+    if not path:
+        return
     if _is_no_file(path):
         raise ConfigError(
             f"{key}={path} is no file, and writing would replace it. Give the path of a file."
@@ -86,6 +87,12 @@ def write_whole(key: str, path: str, content: bytes) -> None:
         part.write_bytes(content)
         if is_local(part):  # a run refuses programs that others may write
             os.chmod(part, os.stat(part).st_mode & ~_OTHERS_WRITE)
+
+
+def write_json(key: str, path: str, content: Any) -> None:
+    """Write a file of JSON; "" for none. Raises as write_whole."""
+    if path:
+        write_whole(key, path, f"{json.dumps(content, indent=1)}\n".encode())
 
 
 def _place(key: str, path: str) -> epath.Path:
@@ -250,8 +257,7 @@ def _made_for(mesh: Mesh) -> dict[str, Any]:
         "mesh": dict(mesh.shape),
     }
     if platform == "cpu":  # XLA's code depends on its features
-        path = pathlib.Path("/proc/cpuinfo")
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = processor.host_cpuinfo().splitlines()
         features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
         machine["processor"] = hashlib.sha256(features.encode()).hexdigest()[:16]
     versions = {name: importlib.metadata.version(name) for name in names}

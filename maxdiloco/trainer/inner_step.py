@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxdiloco.models import router
-from maxdiloco.models.transformer import Model
-from maxdiloco.parallel.replicas import without_singleton_vmap
-from maxdiloco.parallel.sharding import constrain
+from maxdiloco.models import router, transformer
+from maxdiloco.parallel import replicas, sharding
 
 f32 = jnp.float32
 
 
 def make(
-    model: Model,
+    model: transformer.Model,
     optimizer: optax.GradientTransformation,
     *,
     accumulation: int,
@@ -37,7 +35,7 @@ def make(
     times it, and moe/*. A batch in which no target counts has loss and gradient 0.
     With routed_bias a step ends with model.rebalanced.
     """
-    gradient = without_singleton_vmap(jax.value_and_grad(model.loss, has_aux=True))
+    gradient = replicas.without_singleton_vmap(jax.value_and_grad(model.loss, has_aux=True))
     update = optax.with_extra_args_support(optimizer).update
 
     def inner_step(params, opt_state, batch):
@@ -78,7 +76,7 @@ def _accumulate(gradient, params, batch, accumulation, rules):
     def split(x_BL):
         x_ABL = x_BL.reshape(accumulation, -1, *x_BL.shape[1:])
         # The rows of each micro-batch, spread over the devices again.
-        return constrain(x_ABL, (None, "batch", "length"), rules)
+        return sharding.constrain(x_ABL, (None, "batch", "length"), rules)
 
     def add(sums, micro_batch):
         (_, aux), grads = gradient(params, micro_batch)

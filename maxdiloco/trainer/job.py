@@ -19,10 +19,8 @@ from jax.sharding import Mesh
 from maxdiloco.flags import checks, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import agree, coordination, distributed, output
-from maxdiloco.processes.peers import Room
-from maxdiloco.storage import shared_folder
-from maxdiloco.storage.run_folder import absolute
+from maxdiloco.processes import agree, coordination, distributed, output, peers
+from maxdiloco.storage import run_folder, shared_folder
 from maxdiloco.version import __version__
 
 LOSES_ORDER = (
@@ -39,7 +37,7 @@ NOT_SHARED = (
 
 
 @contextmanager
-def joined(cfg: Config) -> Iterator[Room | None]:
+def joined(cfg: Config) -> Iterator[peers.Room | None]:
     """This process with its devices, beside the others of the job, for a `with`.
 
     Raises ConfigError for keys or versions that differ between the processes and for devices that
@@ -95,7 +93,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     if not (agree.in_any_process(bool(folder)) if on_gpus else folder):
         yield []
         return
-    path = absolute(folder, key=source) if folder else None
+    path = run_folder.absolute(folder, key=source) if folder else None
     if on_gpus:
         obstacle = "" if shared_folder.is_shared(path) else NOT_SHARED
     else:

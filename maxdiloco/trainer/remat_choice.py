@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from maxdiloco.engine.calls import memory_of
 from maxdiloco.flags import config
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import side_by_side, too_big
 from maxdiloco.models.remat import AUTO, POLICIES
 from maxdiloco.parallel import chips
@@ -40,14 +39,14 @@ def device_memory(mesh: Mesh) -> int | None:
 
 
 def build(
-    cfg: Config,
-    make: Callable[[Config], Parts],
+    cfg: config.Config,
+    make: Callable[[config.Config], Parts],
     mesh: Mesh,
     *,
     memory: int | None,
     say: Callable[[str], None],
     stored: str = "",
-) -> tuple[Config, Parts]:
+) -> tuple[config.Config, Parts]:
     """The config with a policy in place of auto, and its parts; all processes call it.
 
     make: config -> parts. memory: of device_memory. stored: the policy of the run's file of
@@ -56,7 +55,7 @@ def build(
     if cfg.remat_policy != AUTO:
         return cfg, make(cfg)
 
-    def made(policy: str) -> tuple[Config, Parts]:
+    def made(policy: str) -> tuple[config.Config, Parts]:
         chosen = config.from_dict(cfg.as_dict() | {"remat_policy": policy})
         return chosen, make(chosen)
 
@@ -85,7 +84,7 @@ def build(
     return made(LAST)
 
 
-def _needed(cfg: Config, parts: Parts, memory: int) -> float:
+def _needed(cfg: config.Config, parts: Parts, memory: int) -> float:
     """Bytes on a device with the largest inner step; inf where it is known not to fit."""
     if kept_bytes(parts, cfg.gradient_accumulation_steps) > memory:
         return math.inf  # without a compile, which takes longest where the most does not fit
@@ -120,7 +119,7 @@ def kept_bytes(parts: Parts, accumulation: int) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept) // devices
 
 
-def make_room(cfg: Config, *, outer_state: bool, there: bool = True) -> str:
+def make_room(cfg: config.Config, *, outer_state: bool, there: bool = True) -> str:
     """The remedy when a program of this config does not fit: what is not yet on.
 
     outer_state: whether there is one. there: False for absent GPUs, whose host memory cannot be

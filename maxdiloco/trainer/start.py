@@ -13,21 +13,14 @@ import jax
 
 from maxdiloco.checkpoint import read, saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.read import Restored
-from maxdiloco.data import mixture
-from maxdiloco.data.mixture import TrainingData
-from maxdiloco.data.order import Position
-from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.data import mixture, order, tokenizer_base
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
 from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.flags import base_yml, checks, config, resume
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.compiles import fitting
-from maxdiloco.metrics.console import WIDTH, fit
-from maxdiloco.metrics.line_files import MOST_STEPS, History
-from maxdiloco.processes import coordination, output
-from maxdiloco.processes.agree import from_first_process
+from maxdiloco.metrics import compiles, console, line_files
+from maxdiloco.processes import agree, coordination, output
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
 from maxdiloco.trainer import optimizer
 from maxdiloco.trainer.assemble import BatchShape, Parts
@@ -43,9 +36,9 @@ class Start(NamedTuple):
     """Where a run begins. step: inner steps already done; origin: one line for the user."""
 
     step: int
-    position: Position
+    position: order.Position
     origin: str
-    saved: Restored | None
+    saved: read.Restored | None
 
     def since_row(self, t: int) -> dict[str, Any] | None:
         """What the checkpoint of step t notes of the time since the last row (Recorder.save).
@@ -60,7 +53,7 @@ def look(
     checkpointer: Checkpointer | None,
     shape: BatchShape,
     *,
-    text: TrainingData,
+    text: mixture.TrainingData,
     data: dict[str, str],
 ) -> Start:
     """Find where the run begins, before anything is built. Raises as refuse_changes."""
@@ -76,12 +69,12 @@ def look(
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
         return Start(0, text.first_position(M, B), origin, None)
     refuse_changes(cfg, saved, B=B, data=data)
-    position = Position(**saved.meta["position"])
+    position = order.Position(**saved.meta["position"])
     position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
 
-def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]) -> None:
+def refuse_changes(cfg: Config, saved: read.Restored, *, B: int, data: dict[str, str]) -> None:
     """Raise CheckpointError when config, B or agreed_data differ from the saved run's."""
     rows, stored = "sequences_per_replica", saved.meta["config"]
     same_keys = all(stored[key] == vars(cfg)[key] for key in _OF_TOKENIZER)
@@ -112,7 +105,7 @@ def refuse_changes(cfg: Config, saved: Restored, *, B: int, data: dict[str, str]
     )
 
 
-def _layout(cfg: Config, saved: Restored) -> SavedLayout:
+def _layout(cfg: Config, saved: read.Restored) -> SavedLayout:
     """How the state in a checkpoint of the trainer is laid out."""
     rules = saved.meta["config"]["logical_axis_rules"]
     same_rules = rules == cfg.as_dict()["logical_axis_rules"]
@@ -134,7 +127,7 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
                 read.newest_meta(absolute(path, key=key), key=key)
 
 
-def agreed_data(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
+def agreed_data(text: mixture.TrainingData, tokenizer: tokenizer_base.Tokenizer) -> dict[str, str]:
     """What a checkpoint says of the training data. Raises DataError as run_texts.agreed."""
     return {
         "contents": run_texts.agreed(text.contents, "dataset_path"),
@@ -163,14 +156,14 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
                 f"another tokenizer: a row of its embedding may stand for another text than here."
             )
         room = make_room(cfg, outer_state=checks.has_replicas(cfg))
-        with fitting(parts.init.name, room):
+        with compiles.fitting(parts.init.name, room):
             return jax.block_until_ready(parts.init(params))
     layout = _layout(cfg, start.saved)
 
     def abstract_of(meta):
         return saved_state.abstract_items(trainer, layout)
 
-    if checkpointer is not None and from_first_process(start.step in checkpointer.steps()):
+    if checkpointer is not None and agree.from_first_process(start.step in checkpointer.steps()):
         restored = checkpointer.restore(abstract_of)
     else:
         # By its path: the other run may have saved a newer checkpoint meanwhile.
@@ -210,7 +203,7 @@ def changes(
             *parts.trainer.reading(_layout(cfg, saved)).lines(saved.step),
             *rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps),
         ]
-    parts = (part for line in lines for part in fit(line, WIDTH).split("\n"))
+    parts = (part for line in lines for part in console.fit(line, console.WIDTH).split("\n"))
     return [part.replace(resume.KEEP, " ") for part in parts]
 
 
@@ -234,13 +227,13 @@ def rate_lines(
 
 def history_of(
     folder: RunFolder, parts: Parts, *, done: int, total: int
-) -> AbstractContextManager[History | None]:
+) -> AbstractContextManager[line_files.History | None]:
     """Adds a line for this start to history.jsonl, and one when the context is left."""
     if jax.process_index() != 0:
         return nullcontext()
     trainer, H = parts.trainer, parts.trainer.period
     # A steady state: an exchange of the period before the first H steps is under way.
-    period = range(2 * H + 1, 2 * H + 1 + min(H, MOST_STEPS))
+    period = range(2 * H + 1, 2 * H + 1 + min(H, line_files.MOST_STEPS))
     facts = {
         "step": done,
         "until": total,
@@ -249,11 +242,11 @@ def history_of(
         "replicas": trainer.num_replicas,
         "bytes_sent": [trainer.bytes_sent(t) for t in period],
     }
-    return History(folder, facts)
+    return line_files.History(folder, facts)
 
 
 def note(
-    cfg: Config, position: Position, data: dict[str, str], *, total_steps: int
+    cfg: Config, position: order.Position, data: dict[str, str], *, total_steps: int
 ) -> dict[str, Any]:
     """What a checkpoint says of the run beside the trainer's note. data: of agreed_data."""
     return {

@@ -14,10 +14,7 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.data import pipeline
-from maxdiloco.data.mixture import TrainingData
-from maxdiloco.data.order import Position
-from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.data import mixture, order, pipeline, tokenizer_base
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.evaluation import on_mesh, run_texts, run_tokenizer
@@ -187,7 +184,7 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
 
 
 def _open_checkpointer(
-    cfg: Config, folder: RunFolder, tokenizer: Tokenizer, say: Say
+    cfg: Config, folder: RunFolder, tokenizer: tokenizer_base.Tokenizer, say: Say
 ) -> AbstractContextManager[Checkpointer | None]:
     if not cfg.enable_checkpointing:
         return nullcontext()
@@ -217,7 +214,7 @@ def _open_writer(
 
 @contextmanager
 def _open_batches(
-    cfg: Config, parts: Parts, text: TrainingData, position: Position, steps: range
+    cfg: Config, parts: Parts, text: mixture.TrainingData, position: order.Position, steps: range
 ) -> Iterator[Iterator[Any]]:
     """The global batches of some steps; leaving the context ends the reader."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding

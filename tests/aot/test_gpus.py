@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxdiloco.aot import gpus, topology
+from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.chips import CHIPS
 
@@ -97,10 +97,10 @@ DEVICES = {
 
 
 def test_kinds_are_chips_and_have_a_capability():
-    assert set(DEVICES) == set(gpus.GPUS)
+    assert set(DEVICES) == set(topology.GPUS)
     for kind, (capability, device_kind) in DEVICES.items():
         assert topology.find(f"{kind}-1").capability == capability
-        assert device_kind in CHIPS[gpus.GPUS[kind].chip].kinds
+        assert device_kind in CHIPS[topology.GPUS[kind].chip].kinds
 
 
 @pytest.mark.gpu_aot
@@ -128,7 +128,7 @@ def test_a_jax_that_compiles_for_its_own_gpu_alone_is_refused(monkeypatch):
 def test_the_threads_of_a_multiprocessor_are_its_generation_s():
     """NVIDIA's CUDA C++ Programming Guide, technical specifications per compute capability."""
     expected = {"7": 1024, "8.0": 2048, "8.6": 1536, "8.9": 1536, "9": 2048, "10": 2048, "12": 1536}
-    for gpu in gpus.GPUS.values():
+    for gpu in topology.GPUS.values():
         key = gpu.capability if gpu.capability in expected else gpu.capability.partition(".")[0]
         assert gpu.room[0] == expected[key]
-        assert f"threads_per_core_limit: {expected[key]}\n" in gpus.target_config(gpu)
+        assert f"threads_per_core_limit: {expected[key]}\n" in topology.target_config(gpu)

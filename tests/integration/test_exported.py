@@ -12,7 +12,7 @@ from maxdiloco import evaluate, generate, hf, train
 from maxdiloco import tokenizer as tokenizer_program
 from maxdiloco.checkpoint import read
 from maxdiloco.data import pipeline
-from maxdiloco.evaluation import run_sources, run_texts, run_tokenizer, stored
+from maxdiloco.evaluation import run_texts, run_tokenizer, stored
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -101,7 +101,7 @@ def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(trained,
     cfg = stored.configure(read.newest_meta(trained, key="RUN"), [], {})
     options = dict(batch_size=8, num_sequences=32, rows=np.arange(8))
     of_run = run_tokenizer.open_tokenizer(cfg)
-    tokenised = run_sources.tokenise(cfg, of_run, lambda line: None, splits=("eval",))
+    tokenised = run_texts.tokenise(cfg, of_run, lambda line: None, splits=("eval",))
     text = run_texts.open_evaluated(cfg, of_run, prepared=tokenised)[""]
     with pipeline.eval_batches(text, **options) as batches:
         rows = [pair for b in batches for pair in zip(b["tokens"], b["segment_ids"], strict=True)]

@@ -20,14 +20,14 @@ from maxdiloco.data.prepared import prepare as preparing
 from maxdiloco.data.sources.files import Files
 from maxdiloco.data.tokenizer import ByteTokenizer
 from maxdiloco.errors import ConfigError, DataError, LostPeerError
-from maxdiloco.evaluation import run_sources, run_tokenizer
+from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.flags import config
 
 WAIT_S = 300  # far above what a command takes
 
 
 def prepared(cfg, say=print):
-    return run_sources.tokenise(cfg, run_tokenizer.open_tokenizer(cfg), say)
+    return run_texts.tokenise(cfg, run_tokenizer.open_tokenizer(cfg), say)
 
 
 def command(*arguments):

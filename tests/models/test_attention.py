@@ -12,8 +12,9 @@ import pytest
 import tiny_model
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models import attention, kernels, remat
+from maxdiloco.models import attention, remat
 from maxdiloco.models import devices as devices_lib
+from maxdiloco.models import spec as spec_lib
 from maxdiloco.parallel.replicas import map_fn
 
 # B sequences  L queries  S keys  N query heads  K key/value heads  H head dim
@@ -193,7 +194,7 @@ FITS = dict(head_dim=64, max_target_length=1024, attention_sink=False, attn_logi
 
 def chosen(wanted, backend, *, dtype=jnp.bfloat16, shards=1, compute_capability="8.0", **keys):
     cfg = SimpleNamespace(attention=wanted, **FITS | keys)
-    return kernels.choose_kernel(cfg, backend, dtype, shards=shards,
+    return spec_lib.choose_kernel(cfg, backend, dtype, shards=shards,
                                  compute_capability=compute_capability)  # fmt: skip
 
 
@@ -229,7 +230,7 @@ def test_a_machine_without_cudnn_is_one_line():
     """As this one, whose JAX has no plugin for CUDA, or one without NVIDIA's library."""
     found = r"attention=flash .*cuDNN (is )?not .*cuda12.*=dot_product"
     with pytest.raises(ConfigError, match=found):
-        kernels.check_cudnn("flash")
+        spec_lib.check_cudnn("flash")
 
 
 # -- sequences whose tokens are spread over devices ------------------------------------------------

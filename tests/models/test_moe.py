@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import tiny_model
 
-from maxdiloco.models import ragged, router, sampling, triton_ragged
+from maxdiloco.models import moe as moe_lib
+from maxdiloco.models import router, sampling, triton_ragged
 from maxdiloco.models.moe import capacity, in_slots, moe, moe_table
 
 BALANCE = dict(load_balance_loss_weight=0.1, router_z_loss_weight=0.02)
@@ -139,7 +140,7 @@ def test_both_gradients_from_the_kernels_are_those_of_the_product():
     w_EDF = rng.standard_normal((4, 24, 16)).astype(np.float32)
     sizes_E = np.array([1, 3, 0, 2], np.int32)
     factors = x_AD, w_EDF, sizes_E, d_AF
-    of_x, of_w = ragged.gradients_by_kernel("highest", *factors, interpret=True)
+    of_x, of_w = moe_lib.gradients_by_kernel("highest", *factors, interpret=True)
     expected_w, expected_x = np.zeros_like(w_EDF), np.zeros_like(x_AD)
     for row, expert in enumerate((0, 1, 1, 1, 3, 3)):
         expected_w[expert] += np.outer(x_AD[row], d_AF[row])
@@ -199,7 +200,7 @@ PRODUCTS = {"rows_by_matrices", "matrices_gradient"}
 def test_replicas_of_a_slot_take_the_kernels_one_by_one(kernel, width, dtype, calls, monkeypatch):
     """As on a TPU and a GPU, interpreted: gradients of both factors are those without kernels.
     calls: kernels in the loop over replicas."""
-    for module, names in ((ragged, GRADIENTS), (triton_ragged, PRODUCTS)):
+    for module, names in ((moe_lib, GRADIENTS), (triton_ragged, PRODUCTS)):
         for name in names:
             interpreted = functools.partial(getattr(module, name), interpret=True)
             monkeypatch.setattr(module, name, interpreted)
@@ -211,7 +212,7 @@ def test_replicas_of_a_slot_take_the_kernels_one_by_one(kernel, width, dtype, ca
 
     def gradients(spec):
         def total(x, w, sizes):
-            return jnp.sum(jnp.square(ragged.ragged(spec, x, w, sizes).astype(jnp.float32)))
+            return jnp.sum(jnp.square(moe_lib.ragged(spec, x, w, sizes).astype(jnp.float32)))
 
         run = jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1))))
         args = x_RAD, w_REDF, sizes_RE

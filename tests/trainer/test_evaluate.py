@@ -36,7 +36,7 @@ def test_bits_per_byte_divides_by_the_bytes_of_the_targets():
     assert list(totals.metrics("wiki")) == [f"eval/wiki/{name}" for name in names]
     assert "eval/bits_per_byte" not in Totals(6.0, 4, 0).metrics()
     assert math.isnan(Totals(0.0, 0, 0).loss)
-    assert Totals(1e6, 1, 0).perplexity == math.inf
+    assert Totals(1e6, 1, 0).rates()["perplexity"] == math.inf
     found = on_mesh.token_bytes(config.load(["vocab_size=300"], {}))
     assert found.dtype == np.int32 and found.sum() == 256 and found[256:].sum() == 0
 

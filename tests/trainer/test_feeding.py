@@ -34,9 +34,9 @@ def test_hosts_of_a_torus_read_their_rows_and_feed_their_devices():
         assert np.prod([np.ptp(coordinates) + 1 for coordinates in rows]) == 18
         count += len(rows[0])
         local = data.read(position, 1, replicas=rows[0], rows=rows[1])["tokens"]
-        positions = feeding.positions_of(rows, whole.shape)
+        take_shard = feeding.shard_taker(rows, whole.shape)
         for shard in shards:
-            assert np.array_equal(feeding.take_shard(local, positions, shard), whole[shard])
+            assert np.array_equal(take_shard(local, shard), whole[shard])
     assert count == M * B
 
 
@@ -46,12 +46,12 @@ def test_a_row_of_another_process_is_no_row_of_this_one():
     shards = [(slice(2, 4), slice(None)), (slice(2, 4), slice(None)), (slice(0, 1), slice(None))]
     (rows,) = feeding.rows_of(shards, (6, 8))
     assert rows.tolist() == [0, 2, 3]
-    positions = feeding.positions_of((rows,), (6, 8))
+    take_shard = feeding.shard_taker((rows,), (6, 8))
     local = np.arange(24).reshape(3, 8)
-    shard = feeding.take_shard(local, positions, (slice(3, 4), slice(0, 4)))
+    shard = take_shard(local, (slice(3, 4), slice(0, 4)))
     assert np.array_equal(shard, local[2:, :4])
     with pytest.raises(IndexError):
-        feeding.take_shard(local, positions, (slice(3, 5), slice(None)))
+        take_shard(local, (slice(3, 5), slice(None)))
 
 
 @pytest.mark.parametrize(

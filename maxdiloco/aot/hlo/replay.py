@@ -14,7 +14,6 @@ import dataclasses
 
 from maxdiloco.aot.hlo import products, traffic
 from maxdiloco.aot.hlo.reader import CALLS, Computation, Instruction, Module, trip_count
-from maxdiloco.aot.hlo.traffic import Timing
 from maxdiloco.aot.wait import Clock
 from maxdiloco.parallel.chips import Chip
 
@@ -56,7 +55,7 @@ class Replay:
     gbps: float
     send_done_waits: bool
     clock: Clock = dataclasses.field(default_factory=Clock)
-    transfers: dict[str, Timing] = dataclasses.field(default_factory=dict)
+    transfers: dict[str, traffic.Timing] = dataclasses.field(default_factory=dict)
 
     @property
     def waited(self) -> float:
@@ -122,7 +121,7 @@ class Replay:
     def _start(self, item: Instruction) -> None:
         """A send puts the payload on the link; a recv only makes room for what arrives."""
         name, now = traffic.rendezvous_of(item), self.clock.now
-        timing = self.transfers.setdefault(name, Timing(now, now))
+        timing = self.transfers.setdefault(name, traffic.Timing(now, now))
         if item.opcode == "send":
             seconds = traffic.bytes_of_send(item) * 8 / (self.gbps * 1e9)
             self.clock.send(name, seconds)
