@@ -62,9 +62,6 @@ def main(argv: Sequence[str]) -> int:
     if not options.out:
         raise ConfigError("out= is missing: the folder to make. Add out=FOLDER.")
     checks.refuse_store("out", options.out)
-    out = options.out
-    if is_local(out):
-        out = os.path.abspath(os.path.expanduser(out))
     yml_first = sorted(keys, key=lambda argument: "=" in argument)
     cfg = config.load([*yml_first, f"dataset_path={source}"], os.environ)
     work = Work(
@@ -75,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         processes=options.processes,
         part_bytes=options.part_mb << 20,
     )
-    prepare(work, out, say)
+    prepare(work, options.out, say)
     say(f"train with dataset_path={options.out} and the same tokenizer")
     return 0
 

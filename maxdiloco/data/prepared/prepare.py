@@ -79,27 +79,27 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> None:
     """
     plan, folder = plan_of(work), absolute(out, key="out")
     try:
-        with _locked(folder, out, say) as target:
-            if not _is_begun(plan, folder, out):
-                _make(work, plan["part_bytes"], target, out, say)
-            else:
+        with _locked(folder, say) as target:
+            if _is_complete(plan, folder):
                 _remove(folder, _FACTS, _LEFT)
-                say(f"{out} is prepared: nothing to do")
+                say(f"{folder} is prepared: nothing to do")
+            else:
+                _make(work, plan["part_bytes"], target, say)
             if is_local(folder):
-                shards.open_shards(out, "out")
+                shards.open_shards(os.fspath(folder), "out")
     except OSError as error:
         mend = "Put the disk in order" if is_local(folder) else "See that it can be"
         raise DataError(
-            f"out={out} cannot be written ({reason(error)}). {mend}, or choose another folder; the "
-            "same command goes on where it was."
+            f"out={folder} cannot be written ({reason(error)}). {mend}, or choose another folder; "
+            "the same command goes on where it was."
         ) from error
 
 
 @contextlib.contextmanager
-def _locked(folder: epath.Path, out: str, say: Callable[[str], None]) -> Iterator[_Target]:
+def _locked(folder: epath.Path, say: Callable[[str], None]) -> Iterator[_Target]:
     """Lock the folder for the time of a `with`. Raises ConfigError where another process has it."""
     if not is_local(folder):
-        words = {"key": f"out={out}", "otherwise": "choose another folder"}
+        words = {"key": f"out={folder}", "otherwise": "choose another folder"}
         try:
             with ObjectLock(folder / _LOCK, **words, say=say) as lock:
                 yield _Target(folder, lock.require)
@@ -112,13 +112,13 @@ def _locked(folder: epath.Path, out: str, say: Callable[[str], None]) -> Iterato
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"out={out} is being written by another process. Wait for it, or choose another "
-                "folder."
+                f"out={folder} is being written by another process. Wait for it, or choose "
+                "another folder."
             ) from None
         yield _Target(folder, lambda: None)
 
 
-def _make(work, part_bytes, target, out, say):
+def _make(work, part_bytes, target, say):
     begun, folder = time.perf_counter(), target.path
     _remove(folder, _LEFT)
     parts = list(part.runs(work.source.spans(part_bytes), lambda span: span.size, part_bytes))
@@ -136,7 +136,7 @@ def _make(work, part_bytes, target, out, say):
     processes = min(work.processes or len(os.sched_getaffinity(0)), len(parts))
     say(
         f"tokenising {work.name}: {len(work.source.names)} files, {sum(sizes) / 1e6:,.1f} MB in "
-        f"{len(parts)} parts, {processes} processes, to {out}"
+        f"{len(parts)} parts, {processes} processes, to {folder}"
         + (f"; {len(facts)} parts were done before" if facts else "")
     )
     todo = [(number, spans) for number, spans in enumerate(parts) if number not in facts]
@@ -164,8 +164,8 @@ def _make(work, part_bytes, target, out, say):
     seconds = time.perf_counter() - begun
     tokens = sum(count for count, *_ in manifest.parts)
     say(
-        f"prepared {out}: {manifest.lengths[0]:,} documents, {tokens:,} tokens in {seconds:.1f} s"
-        f" ({(sum(sizes) - done) / 1e6 / seconds:.1f} MB/s)"
+        f"prepared {folder}: {manifest.lengths[0]:,} documents, {tokens:,} tokens in "
+        f"{seconds:.1f} s ({(sum(sizes) - done) / 1e6 / seconds:.1f} MB/s)"
     )
     if manifest.damaged:
         say(f"{len(manifest.damaged)} damaged records were skipped (max_corrupted_records):")
@@ -173,7 +173,7 @@ def _make(work, part_bytes, target, out, say):
         say(f"  {where}: {why.removeprefix(f'{where} ')}")
 
 
-def _is_begun(plan, folder, out):
+def _is_complete(plan, folder):
     """Whether the folder is complete; a new one gets its plan. Raises ConfigError for another's."""
     plan, there = {"format": shards.FORMAT, **plan}, _sizes(folder)
     if _PLAN not in there:
@@ -182,8 +182,8 @@ def _is_begun(plan, folder, out):
             is_lock = name == _LOCK and not (size and is_local(folder))
             if not is_lock and not re.fullmatch(_LEFT, name):
                 raise ConfigError(
-                    f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
-                    "folder."
+                    f"out={folder} is not empty, and was not made by maxdiloco.prepare. Choose a "
+                    "new folder."
                 )
         with durable.replacing(folder / _PLAN) as new:
             new.write_text(json.dumps(plan))
@@ -191,8 +191,8 @@ def _is_begun(plan, folder, out):
     before = part.fields_of(folder / _PLAN) or {}
     if different := [key for key in plan if before.get(key) != plan[key]]:
         raise ConfigError(
-            f"out={out} was begun with another {' and '.join(different)}. Choose another folder, "
-            "or remove this one."
+            f"out={folder} was begun with another {' and '.join(different)}. Choose another "
+            "folder, or remove this one."
         )
     return {shards.MANIFEST, shards.LENGTHS} <= there.keys()
 
