@@ -11,13 +11,15 @@ from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_opt
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
 from maxdiloco.processes.output import say
+from maxdiloco.storage.object_store import is_local
+from maxdiloco.storage.run_folder import absolute
 
 USAGE = """usage: python -m maxdiloco.hf import SRC DST [key=value ...]
        python -m maxdiloco.hf export RUN DST [key=value ...]
 
 SRC: folder of a Hugging Face model with config.json and .safetensors; DST: a folder to make
-RUN: name of a run, its folder, or the folder of one of its checkpoints or of an import. RUN and DST
-of an export may be in a bucket: gs://, s3://, az://
+RUN: name of a run, its folder, or the folder of one of its checkpoints or of an import. SRC, RUN,
+like= and the DST of an export may be in a bucket: gs://, s3://, az://
 
 import:"""
 
@@ -60,30 +62,31 @@ def main(argv: Sequence[str]) -> int:
         names = "SRC DST" if is_import else "RUN DST"
         raise ConfigError(f"{command} needs two places. Write {command} {names} [key=value ...].")
     options, _ = read_options(rest[2:], IMPORT if is_import else EXPORT, command)
-    for name, path in zip(("SRC", "DST") if is_import else ("RUN", "DST"), rest, strict=False):
-        if not is_import:
-            checks.refuse_store(name, path)
-        elif "://" in path:
-            raise ConfigError(
-                f"{name}={path} is no folder of this machine. Give one that is mounted."
-            )
+    checks.refuse_store("SRC" if is_import else "RUN", rest[0])
+    if not is_import:
+        checks.refuse_store("DST", rest[1])
+    elif not is_local(rest[1]):
+        raise ConfigError(f"DST={rest[1]} is no folder of this machine. Give one that is mounted.")
     target = pathlib.Path(rest[1]).expanduser().absolute()
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # takes no accelerator: nothing is computed
+    from maxdiloco.huggingface import folders
+
     if is_import:
         from maxdiloco.huggingface import imported
 
         values = {name: vars(options)[name] for name in imported.MAY_SET}
         keys = [f"{name}={value}" for name, value in values.items() if value]
-        folder = pathlib.Path(rest[0]).expanduser()
-        imported.import_model(folder, target, options.vocab_multiple, keys, say)
+        with folders.reading(rest[0]):
+            folder = folders.place(rest[0], "SRC")
+            imported.import_model(folder, target, options.vocab_multiple, keys, say)
         return 0
     from maxdiloco.huggingface import exported
-    from maxdiloco.storage.run_folder import absolute
 
     target = absolute(rest[1], key="DST") if "://" in rest[1] else target
-    exported.export_model(rest[0], target, **vars(options), say=say)
+    with folders.reading(rest[0]):
+        exported.export_model(rest[0], target, **vars(options), say=say)
     return 0
 
 

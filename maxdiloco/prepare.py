@@ -10,6 +10,7 @@ from types import MappingProxyType
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.processes.output import say
+from maxdiloco.storage.object_store import is_local
 
 USAGE = """usage: python -m maxdiloco.prepare SOURCE out=FOLDER [file.yml] [key=value ...]
 
@@ -22,7 +23,7 @@ text_column, max_corrupted_records. A killed command goes on when it is started 
 
 # Beside the keys of base.yml.
 OPTIONS = MappingProxyType({
-    "out": Option("", "folder to make"),
+    "out": Option("", "folder to make, also in a bucket: gs://, s3://, az://"),
     "processes": Option(0, "processes that tokenise; 0: one for each core", int, 0),
     "part_mb": Option(
         0,
@@ -47,10 +48,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from maxdiloco.data import kinds, shards, tokenizer
     from maxdiloco.data.prepared.prepare import Work, prepare
-    from maxdiloco.flags import config
+    from maxdiloco.flags import checks, config
 
     source, *rest = argv
-    if "=" in source and not os.path.exists(source):
+    if "=" in source and is_local(source) and not os.path.exists(source):
         raise ConfigError(f"{source} is no SOURCE. Give it first, then out=FOLDER and keys.")
     options, keys = read_options(rest, OPTIONS, "prepare", keys=True)
     if options.check:
@@ -60,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if not options.out:
         raise ConfigError("out= is missing: the folder to make. Add out=FOLDER.")
+    checks.refuse_store("out", options.out)
     yml_first = sorted(keys, key=lambda argument: "=" in argument)
     cfg = config.load([*yml_first, f"dataset_path={source}"], os.environ)
     work = Work(
@@ -70,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         processes=options.processes,
         part_bytes=options.part_mb << 20,
     )
-    prepare(work, os.path.abspath(os.path.expanduser(options.out)), say)
+    prepare(work, options.out, say)
     say(f"train with dataset_path={options.out} and the same tokenizer")
     return 0
 

@@ -9,12 +9,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
+from etils import epath
+
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.data import corpus, kinds
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.flags import checks
 from maxdiloco.processes.output import say, shows_bars
+from maxdiloco.storage.object_store import is_local
 
 USAGE = """usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]
 
@@ -29,7 +33,11 @@ _SPAN = 64 << 20  # bytes that are read as one; of a hub's data the rows of that
 
 
 OPTIONS = MappingProxyType({
-    "out": Option("", "file to write, in the format of Hugging Face's tokenizer.json"),
+    "out": Option(
+        "",
+        "file to write, in the format of Hugging Face's tokenizer.json, also in a bucket: gs://, "
+        "s3://, az://",
+    ),
     "vocab_size": Option(
         32000,
         "number of tokens: 256 bytes, a start and an end of a document, and what is learnt; "
@@ -55,13 +63,7 @@ def main(argv: Sequence[str]) -> int:
     options, _ = read_options(argv[1:], OPTIONS, "tokenizer")
     if not options.out:
         raise ConfigError("out is empty: it says which file to write. Set out=tok.json.")
-    if os.path.exists(options.out):
-        raise ConfigError(
-            f"out={options.out} exists already, and runs may use it. Give another name, or remove "
-            "it."
-        )
-    if not os.path.isdir(os.path.dirname(options.out) or os.curdir):
-        raise ConfigError(f"out={options.out}: its folder does not exist. Make it first.")
+    _check_place(options.out)
     source = kinds.open_for_user(kinds.Source(options.dataset_type, path, options.text_column))
     count: Counter[str] = Counter()
     pieces = texts(source, count, allowed=options.max_corrupted_records)
@@ -78,6 +80,21 @@ def main(argv: Sequence[str]) -> int:
         f"tokenizer_path={options.out}"
     )
     return 0
+
+
+def _check_place(out: str) -> None:
+    """Raise ConfigError where a new file cannot be, before the text is read."""
+    from maxdiloco.trainer import compiled_file
+
+    checks.refuse_store("out", out)
+    if is_local(out) and not os.path.isdir(os.path.dirname(out) or os.curdir):
+        raise ConfigError(f"out={out}: its folder does not exist. Make it first.")
+    if not is_local(out):
+        compiled_file.check_place("out", out)
+    if epath.Path(out).exists():
+        raise ConfigError(
+            f"out={out} exists already, and runs may use it. Give another name, or remove it."
+        )
 
 
 def train(pieces: Iterable[str], vocab_size: int):

@@ -8,7 +8,8 @@
 #   first; all faults are told, and the exit code is 2.
 #
 #   needed: NUM_SLICES, GPUS_PER_NODE (0: train on CPUs), OUTPUT (BASE_OUTPUT_DIRECTORY): a folder
-#     that all nodes see, or gs://. This checkout and its environment are at the same path on all.
+#     that all nodes see, or gs://, s3:// or az://bucket/folder, with the credentials in the
+#     environment. This checkout and its environment are at the same path on all.
 #   optional: RUN_NAME (RUNNAME), WORKLOAD_NAME: the job's name
 #     PARTITIONS: one partition, or several with a blank between, which share the slices equally
 #     NODES_PER_SLICE (1), ACCOUNT, TIME: of a life, as sbatch takes it; then the run is requeued

@@ -43,19 +43,22 @@ def upload(staged: epath.Path | None, folder: epath.Path, *, last: str = "") -> 
 
 def download(folder: BucketPath, staged: epath.Path) -> None:
     """Copy what is below a bucket's folder, and not here yet, to `staged`. Raises OSError."""
+    for path, entry in folder.entries():
+        target = staged / path.relative_to(folder)
+        if target.exists():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file:
+            file.writelines(blocks(path, 0, entry.size))
+
+
+def blocks(path: BucketPath, start: int, end: int) -> Iterator[bytes]:
+    """The bytes of an object from `start` to before `end`, some blocks at once. Raises OSError."""
     with ThreadPoolExecutor(_READERS) as pool:
-        for path, entry in folder.entries():
-            target = staged / path.relative_to(folder)
-            if target.exists():
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as file:
-                for first in range(0, entry.size, _READERS * BLOCK_BYTES):
-                    last = min(first + _READERS * BLOCK_BYTES, entry.size)
-                    starts = range(first, last, BLOCK_BYTES)
-                    ends = (min(start + BLOCK_BYTES, last) for start in starts)
-                    blocks = pool.map(path.bucket().get_range, [path.key] * _READERS, starts, ends)
-                    file.writelines(blocks)
+        for first in range(start, end, _READERS * BLOCK_BYTES):
+            starts = range(first, min(first + _READERS * BLOCK_BYTES, end), BLOCK_BYTES)
+            ends = (min(begin + BLOCK_BYTES, end) for begin in starts)
+            yield from pool.map(path.bucket().get_range, [path.key] * _READERS, starts, ends)
 
 
 def end(staged: epath.Path | None) -> None:

@@ -6,11 +6,13 @@ packages tokenizers and sentencepiece, the extra [text], are imported where they
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
 import re
 import types
+import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,8 @@ from maxdiloco import json_text
 from maxdiloco.data import packages
 from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer, to_bytes
 from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.storage import store
+from maxdiloco.storage.object_store import is_local
 
 # The keys of a run that name its tokenizer.
 KEYS = ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
@@ -32,6 +36,7 @@ CONFIG = "tokenizer_config.json"
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+_MOST_BYTES = 1 << 28  # of a file, read whole; our choice: that of Gemma 3 has 33 MB
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
 
 
@@ -186,16 +191,19 @@ def load(folder: pathlib.Path) -> Tokenizer:
 def read(kind: str, path: str) -> SubwordTokenizer:
     """The tokenizer of a file, with those tokens around a document that its files name.
 
-    kind: tokenizer_type. path: tokenizer_path: a file, a folder with the file that FILES names, or
-    for huggingface a name on the hub, which is downloaded unless Hugging Face's cache has it.
+    kind: tokenizer_type. path: tokenizer_path: a file, a folder with the file that FILES names,
+    either also in a bucket, the https:// address of a file, or for huggingface a name on the hub,
+    which is downloaded unless Hugging Face's cache has it.
     Raises DataError when there is none, ConfigError without a package.
     """
     where = f"tokenizer_path={path}"
-    given = os.path.expanduser(path)
-    if not os.path.exists(given) and kind == "huggingface" and _HUB_NAME.fullmatch(path):
+    file = os.path.expanduser(path)
+    is_name = kind == "huggingface" and _HUB_NAME.fullmatch(path)
+    if is_name and not os.path.exists(file):
         file = _downloaded(path, where)
     else:
-        file = os.path.join(given, FILES[kind]) if os.path.isdir(given) else given
+        with _reading(file, where, kind):
+            file = os.path.join(file, FILES[kind]) if _is_folder(file) else file
     found = of_content(kind, _content(file, where, kind), where)
     config, saved = (_beside(file, name, kind) for name in (CONFIG, SETTINGS))
     bos, eos = found.special_tokens(config or {})
@@ -222,9 +230,36 @@ def _downloaded(name, where):
     return file
 
 
-def _content(file, where, kind):
+def _is_folder(path):
+    if is_local(path):
+        return os.path.isdir(path)
+    scheme, bucket, name = _in_store(path)
+    return scheme != "https" and any(True for _ in bucket.list_all(name))
+
+
+def _whole(path):
+    """The content of a file. Raises OSError, also for one that is too large to be a tokenizer's."""
+    if not is_local(path):
+        _, bucket, name = _in_store(path)
+        return bucket.get(name, most=_MOST_BYTES)
+    if (size := os.path.getsize(path)) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {_MOST_BYTES:,}")
+    return pathlib.Path(path).read_bytes()
+
+
+def _in_store(path):
+    """The scheme of an address, the bucket or host, and the name there."""
+    packages.require("obstore", path, extra="buckets")
+    scheme, _, rest = path.partition("://")
+    place, _, name = rest.partition("/")
+    name = urllib.parse.unquote(name) if scheme == "https" else name
+    return scheme, store.connect(scheme, place), name.strip("/")
+
+
+@contextlib.contextmanager
+def _reading(file, where, kind):
     try:
-        return pathlib.Path(file).read_bytes()
+        yield
     except OSError as error:
         hub = ", or a name of the hub as in openai-community/gpt2" if kind == "huggingface" else ""
         raise DataError(
@@ -233,15 +268,25 @@ def _content(file, where, kind):
         ) from error
 
 
+def _content(file, where, kind):
+    with _reading(file, where, kind):
+        return _whole(file)
+
+
 def _beside(tokenizer_file, name, kind):
     """Fields of a JSON file beside the tokenizer's; None where it has another name than usual, or
     no such file beside it."""
     folder, own = os.path.split(tokenizer_file)
     file = os.path.join(folder, name)
-    if own != FILES[kind] or not os.path.isfile(file):
+    if own != FILES[kind]:
         return None
+    with _reading(file, file, kind):
+        try:
+            content = _whole(file)
+        except FileNotFoundError:
+            return None
     try:
-        fields = json_text.parse(_content(file, file, kind))
+        fields = json_text.parse(content)
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}. Mend it or remove it.") from error
     return fields if isinstance(fields, dict) else {}

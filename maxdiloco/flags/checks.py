@@ -110,6 +110,11 @@ def refuse_store(key: str, value: str) -> None:
         return
     if scheme in BUCKETS:
         raise ConfigError(f"{key}={value} names no bucket. Use {scheme}://bucket/folder.")
+    if scheme in ("http", "https"):
+        raise ConfigError(
+            f"{key}={value} cannot be on {scheme}://, which gives single files to read and takes "
+            f"none. Use {'://, '.join(BUCKETS)}://, or a folder on a mounted file system."
+        )
     raise ConfigError(
         f"{key}={value} is on {scheme}://, where a checkpoint cannot become visible at once and a "
         f"run cannot be locked. Use {'://, '.join(BUCKETS)}://, or a folder on a mounted file "

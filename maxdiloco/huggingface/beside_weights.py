@@ -7,7 +7,10 @@ from typing import Any
 
 from maxdiloco.data.tokenizer import FILES, ByteTokenizer, SentencePieceTokenizer, package
 from maxdiloco.data.tokenizer_base import Tokenizer, meaning
+from maxdiloco.huggingface import folders
+from maxdiloco.storage.object_store import BucketPath
 
+Folder = pathlib.Path | BucketPath
 _JSON = FILES["huggingface"]
 _FILES = {
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -19,28 +22,32 @@ _FILES = {
 _LICENCES = ("license", "licence", "notice", "copying", "use_policy")
 
 
-def copy(source: pathlib.Path, target: pathlib.Path, *, licence_alone: bool = False) -> None:
+def copy(source: Folder, target: pathlib.Path, *, licence_alone: bool = False) -> None:
     """Copy what a folder has of them, but config.json. target: a folder, made if there is none.
 
-    licence_alone: without what belongs to the tokenizer. Raises OSError.
+    licence_alone: without what belongs to the tokenizer. Raises CheckpointError where one cannot be
+    read, OSError where it cannot be written.
     """
     target.mkdir(exist_ok=True)
     names = set() if licence_alone else _FILES
-    paths = [
-        path
-        for path in sorted(source.iterdir())
-        if path.is_file() and (path.name in names or path.name.lower().startswith(_LICENCES))
-    ]
-    if not licence_alone:
-        paths += sorted(source.glob("additional_chat_templates/*.jinja"))
+    with folders.reading(source):
+        paths = [
+            path
+            for path in sorted(source.iterdir())
+            if (path.name in names or path.name.lower().startswith(_LICENCES)) and path.is_file()
+        ]
+        if not licence_alone:
+            paths += sorted((source / "additional_chat_templates").glob("*.jinja"))
     for path in paths:
+        with folders.reading(path):
+            content = path.read_bytes()
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
-        place.write_bytes(path.read_bytes())
+        place.write_bytes(content)
 
 
 def write(
-    folder: pathlib.Path, tokenizer: Tokenizer | None, max_length: int, like: pathlib.Path | None
+    folder: pathlib.Path, tokenizer: Tokenizer | None, max_length: int, like: Folder | None
 ) -> None:
     """Write generation_config.json and the tokenizer. like: folder with files to copy, or None.
 
@@ -82,7 +89,7 @@ def write(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def has_tokenizer(like: pathlib.Path, tokenizer: Tokenizer | None) -> bool:
+def has_tokenizer(like: Folder, tokenizer: Tokenizer | None) -> bool:
     """Whether a folder has this tokenizer; tokens that are no text have any. Raises OSError."""
     if tokenizer is None:
         return True

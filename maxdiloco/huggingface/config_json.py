@@ -14,6 +14,7 @@ from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.families import families
 from maxdiloco.huggingface.tensors import Family
+from maxdiloco.storage.object_store import BucketPath
 
 # Keys of the group model that say how to train, not what is computed.
 OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
@@ -48,7 +49,7 @@ class Read(NamedTuple):
     unknown: tuple[str, ...]
 
 
-def read(folder: pathlib.Path) -> Read:
+def read(folder: pathlib.Path | BucketPath) -> Read:
     """The model of a folder. Raises ConfigError for one that maxdiloco cannot compute."""
     path = folder / "config.json"
     try:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,13 +23,14 @@ from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family
 from maxdiloco.models.spec import from_config
 from maxdiloco.storage.object_store import BucketPath
 
+Folder = pathlib.Path | BucketPath
 # Beside "stored", the one that the checkpoint has.
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def export_model(
     run: str,
-    target: pathlib.Path | BucketPath,
+    target: Folder,
     *,
     parameters: str,
     dtype: str,
@@ -85,21 +87,21 @@ def export_model(
     )
 
 
-def _carried(import_path: str, checkpoint: epath.Path, like: str) -> pathlib.Path | None:
+def _carried(import_path: str, checkpoint: epath.Path, like: str) -> Folder | None:
     """The folder with a config.json that the export is to be like.
 
     That of `like`, else of the import that the checkpoint is of or that its run began with.
     """
     if like:
-        folder = pathlib.Path(like).expanduser()
+        folder = folders.place(like, "like")
         return folder / CARRIED if (folder / CARRIED).is_dir() else folder
-    begins = [checkpoint.parent.parent, *([import_path] if import_path else [])]
-    paths = [pathlib.Path(begin) / CARRIED for begin in begins]
+    begins = [os.fspath(checkpoint.parent.parent), *([import_path] if import_path else [])]
+    paths = [folders.place(begin, "load_parameters_path") / CARRIED for begin in begins]
     return next((path for path in paths if (path / "config.json").is_file()), None)
 
 
 def _like(
-    carried: pathlib.Path, cfg: Config, tokenizer: Tokenizer | None, say: Say
+    carried: Folder, cfg: Config, tokenizer: Tokenizer | None, say: Say
 ) -> tuple[Family, dict[str, Any]]:
     """The family and the config.json of a folder, with the rows and the ends of the run."""
     model = config_json.read(carried)

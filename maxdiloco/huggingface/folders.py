@@ -14,11 +14,28 @@ from maxdiloco.checkpoint import staging
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_store import BucketPath, is_local
-from maxdiloco.storage.run_folder import reason
+from maxdiloco.storage.run_folder import absolute, reason
 
 UNFINISHED = ".unfinished"
 _PERIOD_S = 10.0  # between two lines on how far it is: our choice; a small model has none
 MARK = "maxdiloco-writes-here"  # a file in such a folder, locked by the program that fills it
+
+
+def place(path: str, key: str) -> pathlib.Path | BucketPath:
+    """A folder that a user names. key: what gave it. Raises CheckpointError for a bucket without
+    obstore."""
+    return pathlib.Path(path).expanduser() if is_local(path) else absolute(path, key=key)
+
+
+@contextlib.contextmanager
+def reading(path: epath.PathLike) -> Iterator[None]:
+    """Raise CheckpointError where a file or folder cannot be read inside the `with`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {reason(error)}. See that it can be, and start again."
+        ) from error
 
 
 def refuse_existing(target: pathlib.Path | BucketPath) -> None:

@@ -30,6 +30,7 @@ from maxdiloco.huggingface.config_json import Read
 from maxdiloco.huggingface.safetensors_files import Stored
 from maxdiloco.huggingface.tensors import Part
 from maxdiloco.models.spec import from_config
+from maxdiloco.storage.object_store import BucketPath
 
 CARRIED = "huggingface"  # folder in DST with the files that are carried along
 # Keys of base.yml that an import may be given.
@@ -38,10 +39,11 @@ _ABOUT_START = "Go on training from the imported model; key=value after it count
 _MOST_NAMES = 8  # of tensors in a message
 
 Say = Callable[[str], None]
+Source = pathlib.Path | BucketPath
 
 
 def import_model(
-    source: pathlib.Path, target: pathlib.Path, vocab_multiple: int, keys: Sequence[str], say: Say
+    source: Source, target: pathlib.Path, vocab_multiple: int, keys: Sequence[str], say: Say
 ) -> None:
     """Import the model in a folder. Raises ConfigError, CheckpointError, DataError.
 
@@ -93,7 +95,7 @@ def import_model(
 
 
 def _config(
-    stored: dict[str, Any], source: pathlib.Path, vocab_multiple: int, keys: Sequence[str]
+    stored: dict[str, Any], source: Source, vocab_multiple: int, keys: Sequence[str]
 ) -> Config:
     """The config of a run that starts from the import, with every check but those of devices.
 
@@ -119,7 +121,7 @@ def _config(
     return config.from_dict(cfg.as_dict() | sizes)
 
 
-def _tokenizer_keys(source: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
+def _tokenizer_keys(source: Source, target: pathlib.Path) -> dict[str, Any]:
     kinds = [kind for kind, name in tokenizer.FILES.items() if (source / name).is_file()]
     if not kinds:
         return {"dataset_type": "synthetic"}  # tokens that are numbers alone

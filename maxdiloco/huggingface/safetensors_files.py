@@ -13,6 +13,7 @@ import pathlib
 import re
 import types
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ import numpy as np
 from maxdiloco import json_text
 from maxdiloco.data import packages
 from maxdiloco.errors import CheckpointError, ConfigError
+from maxdiloco.huggingface import bucket_tensors
+from maxdiloco.storage.object_store import BucketPath, is_local
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -35,12 +38,13 @@ _ALIGNMENT = 8  # of the first tensor's bytes, as the package has it
 
 
 class Stored(NamedTuple):
-    """A tensor of a file. dtype: the format's name, such as BF16."""
+    """A tensor of a file. dtype: the format's name, such as BF16. begin: in an object."""
 
     name: str
-    file: pathlib.Path
+    file: pathlib.Path | BucketPath
     shape: tuple[int, ...]
     dtype: str
+    begin: int = 0
 
 
 Written = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a tensor to write
@@ -52,21 +56,24 @@ def package() -> types.ModuleType:
     return packages.require("safetensors", "A model of Hugging Face", extra="hf")
 
 
-def tensors_of(folder: pathlib.Path) -> dict[str, Stored]:
+def tensors_of(folder: pathlib.Path | BucketPath) -> dict[str, Stored]:
     """{name: tensor} of all files of a model; reads the headers alone.
 
     Raises CheckpointError for a missing, truncated or otherwise damaged file.
     """
     found = {}
     for file in _files(folder):
-        with _opened(file) as opened:
+        header = nullcontext(file) if is_local(file) else bucket_tensors.header_here(file)
+        with header as path, _opened(file, path) as opened:
+            begins = {} if is_local(file) else bucket_tensors.places(path)
             for name in opened.keys():
                 part = opened.get_slice(name)
-                found[name] = Stored(name, file, tuple(part.get_shape()), part.get_dtype())
+                shape, dtype = tuple(part.get_shape()), part.get_dtype()
+                found[name] = Stored(name, file, shape, dtype, begins.get(name, 0))
     return found
 
 
-def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+def _files(folder: pathlib.Path | BucketPath) -> list[pathlib.Path | BucketPath]:
     index = folder / INDEX
     if not index.exists():
         if (folder / SINGLE).exists():
@@ -106,7 +113,10 @@ def read(tensor: Stored, rows: slice = slice(None)) -> np.ndarray:
 
     The file is opened for each tensor: its pages in memory are given back.
     """
-    with _opened(tensor.file) as opened:
+    if not is_local(tensor.file):
+        of = (tensor.shape, numpy_dtype(tensor))
+        return bucket_tensors.read(tensor.file, tensor.begin, *of, rows)
+    with _opened(tensor.file, tensor.file) as opened:
         return opened.get_slice(tensor.name)[rows]
 
 
@@ -120,10 +130,11 @@ def equal(one: Stored, other: Stored) -> bool:
     return all(np.array_equal(read(one, part), read(other, part)) for part in parts)
 
 
-def _opened(file: pathlib.Path) -> Any:
+def _opened(file: pathlib.Path | BucketPath, path: os.PathLike) -> Any:
+    """What the package makes of `path`, which is that file or its header."""
     module = package()
     try:
-        return module.safe_open(file, framework="numpy")
+        return module.safe_open(path, framework="numpy")
     except (module.SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is no whole file of safetensors: {error}. Download it again."

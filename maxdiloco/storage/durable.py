@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 
 from etils import epath
@@ -79,3 +80,18 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)  # gone already where all went well
+
+
+@contextlib.contextmanager
+def made_here(path: epath.Path) -> Iterator[epath.Path]:
+    """`replacing` for what is written by the name of a file on this machine. What is for a bucket
+    is put when the `with` ends well, and has no name before that: a killed process leaves nothing.
+    """
+    if object_store.is_local(path):
+        with replacing(path) as part:
+            yield part
+        return
+    with tempfile.TemporaryFile() as file:
+        part = epath.Path(f"/proc/self/fd/{file.fileno()}")
+        yield part
+        path.bucket().put(path.key, part)

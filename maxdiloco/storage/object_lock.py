@@ -1,4 +1,4 @@
-"""The lock of a run in a bucket: an object that its holder renews.
+"""The lock of a run, or of a folder that is made, in a bucket: an object that its holder renews.
 
 A killed holder leaves the object behind. Who waits sees, by its own clock, that its content stays
 the same for STALE_S, and takes it over. A write names the version that it replaces: of two
@@ -38,12 +38,13 @@ class _Lock(NamedTuple):
 class ObjectLock:
     """The lock of one run. A context manager: entering waits or refuses, leaving deletes it.
 
+    key: what names that run and its value, for messages. otherwise: the remedy beside waiting.
     say: called from another thread too. Entering raises CheckpointError when another process renews
     the lock or the object is no lock, and OSError.
     """
 
-    def __init__(self, path: BucketPath, *, run_name: str, say: Callable[[str], None]):
-        self._path, self._run_name, self._say = path, run_name, say
+    def __init__(self, path: BucketPath, *, key: str, otherwise: str, say: Callable[[str], None]):
+        self._path, self._key, self._otherwise, self._say = path, key, otherwise, say
         self._nonce = secrets.token_hex(8)
         since = time.strftime("%F %T %z")
         self._holder = f"process {os.getpid()} on {socket.gethostname()} (started {since})"
@@ -81,8 +82,8 @@ class ObjectLock:
             words = f"{self._path} of {lock.holder}"
             if not lock.nonce:
                 raise CheckpointError(
-                    f"run_name={self._run_name}: {self._path} is no lock of a run, and nothing of "
-                    "others is replaced. Move it, or set another run_name."
+                    f"{self._key}: {self._path} is no lock of a run, and nothing of others is "
+                    f"replaced. Move it, or {self._otherwise}."
                 )
             if first is None:
                 first, limit = lock, time.monotonic() + STALE_S
@@ -92,8 +93,8 @@ class ObjectLock:
                 )
             if lock.version != first.version:
                 raise CheckpointError(
-                    f"run_name={self._run_name} is in use: {words} was renewed just now. Wait for "
-                    "it, stop it, or set another run_name."
+                    f"{self._key} is in use: {words} was renewed just now. Wait for it, stop it, "
+                    f"or {self._otherwise}."
                 )
             if time.monotonic() >= limit:
                 if self._write(lock.version):
@@ -139,7 +140,7 @@ class ObjectLock:
 
     def _lose(self, lock: _Lock | None) -> None:
         self._lost = (
-            f"run_name={self._run_name}: {self._path} was not renewed in time and is now that of "
+            f"{self._key}: {self._path} was not renewed in time and is now that of "
             f"{lock.holder if lock else 'nobody'}. Two processes must not write to one run, so "
             "this one ends; to start it again, first see that the other has ended."
         )

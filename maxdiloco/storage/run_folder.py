@@ -104,7 +104,8 @@ def open_run_folder(
                     probe.flush()
                     os.fsync(probe.fileno())  # some file systems report a full disk only here
             else:  # there are no folders to make, and writing the lock is the probe
-                lock = ObjectLock(folder.path / "lock", run_name=run_name, say=warn)
+                key, otherwise = f"run_name={run_name}", "set another run_name"
+                lock = ObjectLock(folder.path / "lock", key=key, otherwise=otherwise, say=warn)
                 stack.enter_context(lock)
                 folder = RunFolder(folder.path, lock.require)
         except OSError as error:

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import errno
 import http
+import math
 import os
 import pathlib
 import re
@@ -42,15 +43,17 @@ class Bucket:
     def __init__(self, client: Any, api: Any):
         self._client, self._api = client, api
 
-    def get(self, name: str) -> bytes:
-        """The content of an object. Raises FileNotFoundError."""
-        return self.get_version(name)[0]
+    def get(self, name: str, most: float = math.inf) -> bytes:
+        """The content of an object. Raises FileNotFoundError, OSError for more than `most` bytes"""
+        return self.get_version(name, most)[0]
 
-    def get_version(self, name: str) -> tuple[bytes, Version]:
-        """The content of an object and its version. Raises FileNotFoundError."""
+    def get_version(self, name: str, most: float = math.inf) -> tuple[bytes, Version]:
+        """The content of an object and its version. Raises as `get`."""
         with _as_os_errors():
             found = self._api.get(self._client, name)
             size, version = found.meta["size"], _version(found.meta)
+            if size > most:
+                raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most:,}")
             data = bytes(found.bytes()) if size <= BLOCK_BYTES else b""
         if size <= BLOCK_BYTES:
             return _whole(data, name, 0, size), version
@@ -117,7 +120,8 @@ class Bucket:
 
 
 def connect(scheme: str, bucket: str) -> Bucket:
-    """A bucket, with the credentials that the cloud's usual places hold.
+    """A bucket, with the credentials that the cloud's usual places hold; a host of https://, whose
+    files can be read.
 
     Raises ModuleNotFoundError without obstore, OSError for settings that cannot be used.
     """
@@ -125,17 +129,17 @@ def connect(scheme: str, bucket: str) -> Bucket:
     from obstore import store
 
     keys = aws_profile(os.environ) if scheme == "s3" else {}
-    make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}[scheme]
+    make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}
     seconds = datetime.timedelta(seconds=1)
+    options = {
+        # An endpoint comes from the environment alone, also that of a server without TLS.
+        "client_options": {"allow_http": True, "timeout": TIMEOUT_S * seconds},
+        "retry_config": {"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
+    }
     with _as_os_errors():
-        client = make(
-            bucket,
-            config=keys,
-            # An endpoint comes from the environment alone, also that of a server without TLS.
-            client_options={"allow_http": True, "timeout": TIMEOUT_S * seconds},
-            retry_config={"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
-        )
-    return Bucket(client, obstore)
+        if scheme == "https":
+            return Bucket(store.HTTPStore.from_url(f"https://{bucket}", **options), obstore)
+        return Bucket(make[scheme](bucket, config=keys, **options), obstore)
 
 
 def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:

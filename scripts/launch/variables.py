@@ -71,7 +71,7 @@ class Variable(NamedTuple):
 NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
 NAME_WORDS = "lower case letters, digits and -, at most 40, a letter first"
 COUNT = r"[1-9][0-9]{0,5}"
-BUCKET = r"gs://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[^\s]*)?"
+IN_BUCKET = r"://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[^\s]*)?"
 
 NUM_SLICES = Variable("NUM_SLICES", COUNT, "the number of slices, a whole number from 1", "2")
 IMAGE = Variable(
@@ -79,7 +79,8 @@ IMAGE = Variable(
     "us-docker.pkg.dev/my-project/images/maxdiloco:1", also=("DOCKER_IMAGE", "MY_IMAGE"),
 )  # fmt: skip
 OUTPUT = Variable(
-    "OUTPUT", BUCKET, "a folder on gs://, as a pod's disk goes with the pod",
+    # gs:// alone: a pod of GKE has no credentials of other clouds.
+    "OUTPUT", rf"gs{IN_BUCKET}", "a folder on gs://, as a pod's disk goes with the pod",
     "gs://my-bucket/runs", also=("BASE_OUTPUT_DIRECTORY",),
 )  # fmt: skip
 RESERVATION = Variable(

@@ -15,8 +15,9 @@ TABLE = (
     variables.NUM_SLICES,
     Variable("GPUS_PER_NODE", r"[0-9]{1,3}", "the GPUs of a node; 0: train on CPUs", "8"),
     variables.OUTPUT._replace(
-        pattern=rf"/[^\s]*|{variables.BUCKET}",
-        what="a folder that all nodes see, its whole path, or gs://bucket/folder",
+        # The nodes have the credentials of the environment: sbatch and srun hand it on.
+        pattern=rf"/[^\s]*|(gs|s3|az){variables.IN_BUCKET}",
+        what="a folder that all nodes see, its whole path, or gs://, s3:// or az://bucket/folder",
         example="/shared/runs",
     ),
     Variable(

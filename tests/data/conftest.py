@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cloud_fixtures import cloud, faulty, gcs, no_clients, s3, s3_server  # noqa: F401  fixtures
 from data.shards_on_disk import TEXTS, prepare_in_this_process
 
 from maxdiloco.flags import config

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxdiloco.data import kinds, tokenizer
+from maxdiloco.data import kinds, shards, tokenizer
 from maxdiloco.data.prepared import prepare
 from maxdiloco.data.prepared.prepare import Work
 from maxdiloco.evaluation import run_texts, run_tokenizer
@@ -22,7 +22,8 @@ def make(path, out, *, tokens=None, part_bytes=1 << 10, **changed):
     source = kinds.open_source(kinds.Source("text", str(path), "text"), "dataset_path")
     work = Work(source, tokens or tokenizer.ByteTokenizer(), "source", part_bytes=part_bytes)
     work = dataclasses.replace(work, **changed)
-    return prepare.prepare(work, str(out), lambda line: None)
+    prepare.prepare(work, str(out), lambda line: None)
+    return shards.open_shards(str(out), "out")
 
 
 def open_dataset(cfg, split="train", **options):

@@ -44,6 +44,7 @@ run_name=.. | cannot name a folder
 base_output_directory=hdfs://b/runs | is on hdfs:// | Use gs://, s3://, az://, or a folder on
 base_output_directory=gs:// | names no bucket | Use gs://bucket/folder
 base_output_directory=s3:// | names no bucket | Use s3://bucket/folder
+load_parameters_path=https://h/runs/a | cannot be on https://, which gives single files | Use gs://
 load_parameters_path=memory://b/runs | is on memory:// | cannot become visible at once
 # pairs with a default
 base_num_kv_heads=3 | base_num_query_heads=4 is not a multiple | base_num_kv_heads=1
@@ -53,6 +54,9 @@ mlp_activations=[silu, gelu, linear] | has 3 entries | Use [gelu] or [silu, line
 vocab_size=256 | tokenizer_type=byte needs 257 | Use vocab_size=257 or more
 tokenizer_type=huggingface | tokenizer_path is empty | or use tokenizer_type=byte
 tokenizer_path=a.model | does nothing with | Set tokenizer_type=sentencepiece
+tokenizer_path=hdfs://b/tok tokenizer_type=huggingface | no address that is read | Use gs://, s3://
+tokenizer_path=gs:// tokenizer_type=huggingface | no address that is read | az://bucket/folder
+tokenizer_path=https://h/a?b=c tokenizer_type=huggingface | without a question mark
 add_bos=false | does nothing with tokenizer_type=byte | Leave add_bos out
 dataset_path=gs://b/text | is an address, but text is read from files | Mount the bucket
 eval_dataset_path=s3://b/*.txt | is an address | or copy the text to every host

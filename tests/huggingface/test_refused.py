@@ -175,7 +175,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(tmp_path, refusal)
         (["export", "a", "b", "max_shard_size=5"], "max_shard_size=5 is no size of a file"),
         (["export", "absent", "b"], "RUN=absent: there is no"),
         (["import", "a", "gs://b/c"], "DST=gs://b/c is no folder of this machine"),
-        (["import", "gs://b/c", "a"], "SRC=gs://b/c is no folder of this machine"),
+        (["import", "hdfs://b/c", "a"], "SRC=hdfs://b/c is on hdfs://"),
     ],
 )
 def test_a_command_line_that_cannot_work(tmp_path, monkeypatch, capfd, arguments, words):

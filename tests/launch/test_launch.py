@@ -91,6 +91,7 @@ def test_every_fault_is_told_in_one_line_each_and_nothing_is_created(tmp_path):
         ("jobset_run", ["a"], {"TPU_TYPE": "v5p-9"}, r"v5p-9 has no topology here\. .* 8, 16, 32"),
         ("slurm_run", ["a"], {"PARTITIONS": "x y z"}, r"3 partitions, which 2 slices cannot share"),
         ("slurm_run", ["a"], {"OUTPUT": "runs"}, r"OUTPUT=runs is not a folder that all nodes see"),
+        ("slurm_run", ["a"], {"OUTPUT": "hdfs://b/a"}, r"or gs://, s3:// or az://bucket/fold"),
         ("slurm_run", ["a"], {"TIME": "soon"}, r"TIME=soon is not a time limit as sbatch takes it"),
     ],
 )  # fmt: skip
@@ -154,6 +155,12 @@ def test_xpk_gets_the_training_command_whole(tmp_path):
         + ["base_output_directory=gs://bucket/runs", "run_name=first", ""]
     )
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("output", ["gs://bucket/runs", "s3://bucket/runs", "az://container/runs"])
+def test_slurm_takes_a_folder_in_a_bucket(tmp_path, output):
+    command, _ = tools.launch("slurm_run", ["a"], tmp_path, **tools.SLURM | {"OUTPUT": output})
+    assert f"base_output_directory={output}" in command
 
 
 def test_slurm_gets_a_component_for_each_partition(tmp_path):

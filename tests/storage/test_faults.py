@@ -69,11 +69,13 @@ def test_the_lock(faulty, kind):
     """Never held by two, never left behind for good, and not lost to the run that has it."""
     path = absolute(f"{BASE}/a/lock")
 
+    def lock():
+        return ObjectLock(path, key="run_name=a", otherwise="wait", say=lambda line: None)
+
     def hold():
-        with ObjectLock(path, run_name="a", say=lambda line: None) as held:
+        with lock() as held:
             held.require()
-            other = ObjectLock(path, run_name="a", say=lambda line: None)
-            assert not other._write(None)
+            assert not lock()._write(None)
 
     for went_well in with_faults(faulty, kind, hold):
         assert went_well or kind not in ("delay", "late", "412")

@@ -33,7 +33,8 @@ def soon(monkeypatch):
 
 
 def lock(say=lambda line: None, scheme="gs"):
-    return ObjectLock(absolute(f"{scheme}://{BUCKET}/{NAME}"), run_name="a", say=say)
+    words = {"key": "run_name=a", "otherwise": "set another run_name"}
+    return ObjectLock(absolute(f"{scheme}://{BUCKET}/{NAME}"), **words, say=say)
 
 
 def writes(gcs):

@@ -8,15 +8,18 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.data import corpus, shards
 from maxdiloco.data.corpus import PIECE, Span, Text
 from maxdiloco.data.kinds import Reader
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.storage import durable
+from maxdiloco.storage.run_folder import absolute
 
 # Documents that are given to the tokenizer at once, besides their PIECE characters. Our choice.
 _MOST_DOCUMENTS = 1024
@@ -36,15 +39,16 @@ class Work:
     part_bytes: int = 0  # of the source in a part; 0: prepare.part_bytes_of it
 
 
-def facts_path(folder: str, number: int) -> str:
-    """The facts of a part, which are written last: without them the part has to be made."""
-    return os.path.join(folder, f"part-{number:05d}.json")
+def facts_name(number: int) -> str:
+    """Name of the facts of a part, which are written last: without them it has to be made."""
+    return f"part-{number:05d}.json"
 
 
 def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int) -> dict:
     """Tokenise a part and write its files; returns its facts without the lengths.
 
-    todo: numbers and spans of the parts that are made; index: of this one there.
+    out: the folder, also in a bucket. todo: numbers and spans of the parts that are made; index: of
+    this one there.
     Facts: lengths of the documents [tokens], tokens, documents, bytes and sha256 of the file,
     damaged [(place, why)], files [(number, documents that begin)]; continues: the first document
     began in an earlier part.
@@ -65,11 +69,12 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
                 pieces.append((len(found), begins, span.file))
                 yield found
 
-    whole = os.path.join(out, shards.part_name(number))
-    with durable.replacing(whole) as path:
+    folder = absolute(out, key="out")
+    with durable.made_here(folder / shards.part_name(number)) as path:
         with contextlib.closing(ArrayRecordWriter(os.fspath(path), _OPTIONS)) as file:
             for record in _records(tokens(), dtype_of(work.tokenizer)):
                 file.write(record.tobytes())
+        nbytes, digest = os.path.getsize(path), shards.file_hash(os.fspath(path))
     tokens_P, begins_P, file_P = np.array(pieces, np.int64).reshape(-1, 3).T
     firsts = np.flatnonzero(begins_P | (np.arange(len(pieces)) == 0))
     facts = {
@@ -78,11 +83,11 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
         "files": list(Counter(file_P[begins_P > 0].tolist()).items()),
         "tokens": int(tokens_P.sum()),
         "documents": len(firsts),
-        "bytes": os.path.getsize(whole),
-        "sha256": shards.file_hash(whole),
+        "bytes": nbytes,
+        "sha256": digest,
     }
     lengths = np.add.reduceat(tokens_P, firsts).tolist()
-    with durable.replacing(facts_path(out, number)) as path:
+    with durable.replacing(folder / facts_name(number)) as path:
         path.write_text(json.dumps(facts | {"lengths": lengths}))
     return facts
 
@@ -117,6 +122,15 @@ def _tokens(texts: Iterable[Text], tokenizer: Tokenizer) -> Iterator[tuple[np.nd
             tokens = np.concatenate([first, tokens, last]).astype(np.int32)
             if len(tokens) or not (text.begins and text.ends):
                 yield tokens, text.begins
+
+
+def fields_of(path: epath.Path) -> dict[str, Any] | None:
+    """The fields of a file; None where it is absent or no such JSON. Raises OSError."""
+    try:
+        found = json_text.parse(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def runs(

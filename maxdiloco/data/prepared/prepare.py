@@ -8,8 +8,8 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -20,9 +20,12 @@ from maxdiloco.data.kinds import Reader
 from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.part import Work
 from maxdiloco.data.read_ahead import read_ahead
-from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.processes import output
 from maxdiloco.storage import durable
+from maxdiloco.storage.object_lock import ObjectLock
+from maxdiloco.storage.object_store import is_local
+from maxdiloco.storage.run_folder import absolute, reason
 
 # Source bytes of a part, which is a file of the result and what a kill costs a process; a small
 # source has _PARTS parts of 1 MB or more, some for every core. Our choice; it depends on the source
@@ -59,45 +62,73 @@ def plan_of(work: Work) -> dict[str, Any]:
     }
 
 
-def prepare(work: Work, out: str, say: Callable[[str], None]) -> shards.Shards:
+class _Target(NamedTuple):
+    """The folder that is made, as the process that has its lock sees it."""
+
+    path: epath.Path
+    require: Callable[[], None]  # raises ConfigError when another process has taken the lock over
+
+
+def prepare(work: Work, out: str, say: Callable[[str], None]) -> None:
     """Make a folder of shards, or the rest of one that was begun, or find it made.
 
-    The folder is the same to the byte, whatever the number of processes and of kills before.
-    Raises DataError for text that is missing, unreadable or damaged, ConfigError when the folder
-    is in use or holds something else, LostPeerError when a process is gone.
+    out: the folder, also in a bucket. It is the same to the byte, whatever the number of processes
+    and of kills before. Raises DataError for text that is missing, unreadable or damaged,
+    ConfigError when the folder is in use or holds something else, LostPeerError when a process is
+    gone, CheckpointError for a bucket without obstore.
     """
-    plan = plan_of(work)
+    plan, folder = plan_of(work), absolute(out, key="out")
     try:
-        durable.make_folder(out)
-        with open(os.path.join(out, _LOCK), "a") as file:
-            try:  # until the file is closed: the kernel does that for a process that dies
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"out={out} is being written by another process. Wait for it, or choose "
-                    "another folder."
-                ) from None
-            if not _is_begun(plan, out):
-                return _make(work, plan["part_bytes"], out, say)
-            _remove(out, _FACTS, _LEFT)
-            say(f"{out} is prepared: nothing to do")
-            return shards.open_shards(out, "out")
+        with _locked(folder, say) as target:
+            if _is_complete(plan, folder):
+                _remove(folder, _FACTS, _LEFT)
+                say(f"{folder} is prepared: nothing to do")
+            else:
+                _make(work, plan["part_bytes"], target, say)
+            if is_local(folder):
+                shards.open_shards(os.fspath(folder), "out")
     except OSError as error:
+        mend = "Put the disk in order" if is_local(folder) else "See that it can be"
         raise DataError(
-            f"out={out} cannot be written ({error.strerror or error}). Put the disk in order, or "
-            "choose another folder; the same command goes on where it was."
+            f"out={folder} cannot be written ({reason(error)}). {mend}, or choose another folder; "
+            "the same command goes on where it was."
         ) from error
 
 
-def _make(work, part_bytes, out, say):
-    begun = time.perf_counter()
-    _remove(out, _LEFT)
+@contextlib.contextmanager
+def _locked(folder: epath.Path, say: Callable[[str], None]) -> Iterator[_Target]:
+    """Lock the folder for the time of a `with`. Raises ConfigError where another process has it."""
+    if not is_local(folder):
+        words = {"key": f"out={folder}", "otherwise": "choose another folder"}
+        try:
+            with ObjectLock(folder / _LOCK, **words, say=say) as lock:
+                yield _Target(folder, lock.require)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        return
+    durable.make_folder(folder)
+    with (folder / _LOCK).open("a") as file:
+        try:  # until the file is closed: the kernel does that for a process that dies
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"out={folder} is being written by another process. Wait for it, or choose "
+                "another folder."
+            ) from None
+        yield _Target(folder, lambda: None)
+
+
+def _make(work, part_bytes, target, say):
+    begun, folder = time.perf_counter(), target.path
+    _remove(folder, _LEFT)
     parts = list(part.runs(work.source.spans(part_bytes), lambda span: span.size, part_bytes))
     if not parts:
         raise DataError(f"{work.name} holds no text: its files are empty. Give text to read.")
-    facts = {}
+    facts, there = {}, _sizes(folder)
     for number in range(len(parts)):
-        if known := shards.read_fields(part.facts_path(out, number)):
+        name = part.facts_name(number)
+        known = part.fields_of(folder / name) if name in there else None
+        if known and there.get(shards.part_name(number)) == known["bytes"]:
             del known["lengths"]  # read again when the parts are joined: all may not fit in memory
             facts[number] = known
     sizes = [sum(span.size for span in spans) for spans in parts]
@@ -105,17 +136,18 @@ def _make(work, part_bytes, out, say):
     processes = min(work.processes or len(os.sched_getaffinity(0)), len(parts))
     say(
         f"tokenising {work.name}: {len(work.source.names)} files, {sum(sizes) / 1e6:,.1f} MB in "
-        f"{len(parts)} parts, {processes} processes, to {out}"
+        f"{len(parts)} parts, {processes} processes, to {folder}"
         + (f"; {len(facts)} parts were done before" if facts else "")
     )
     todo = [(number, spans) for number, spans in enumerate(parts) if number not in facts]
 
     def check():
+        target.require()
         damaged = [record for number in sorted(facts) for record in facts[number]["damaged"]]
         check_damage(damaged, work.allowed)
 
     check()
-    make = functools.partial(part.make_part, work, out, todo)
+    make = functools.partial(part.make_part, work, os.fspath(folder), todo)
     lost = (
         "a process that tokenises text is gone: killed, or out of memory. The same command goes on "
         "where it was; processes=1 needs less memory."
@@ -128,60 +160,60 @@ def _make(work, part_bytes, out, say):
                 facts[number] = found
                 check()
                 advance(sizes[number])
-    manifest = _finish(work, out, [facts[number] for number in range(len(parts))])
+    manifest = _finish(work, target, [facts[number] for number in range(len(parts))])
     seconds = time.perf_counter() - begun
     tokens = sum(count for count, *_ in manifest.parts)
     say(
-        f"prepared {out}: {manifest.lengths[0]:,} documents, {tokens:,} tokens in {seconds:.1f} s"
-        f" ({(sum(sizes) - done) / 1e6 / seconds:.1f} MB/s)"
+        f"prepared {folder}: {manifest.lengths[0]:,} documents, {tokens:,} tokens in "
+        f"{seconds:.1f} s ({(sum(sizes) - done) / 1e6 / seconds:.1f} MB/s)"
     )
     if manifest.damaged:
         say(f"{len(manifest.damaged)} damaged records were skipped (max_corrupted_records):")
     for where, why in manifest.damaged[:_MOST_NAMED]:
         say(f"  {where}: {why.removeprefix(f'{where} ')}")
-    return shards.open_shards(out, "out")
 
 
-def _is_begun(plan, out):
+def _is_complete(plan, folder):
     """Whether the folder is complete; a new one gets its plan. Raises ConfigError for another's."""
-    plan = {"format": shards.FORMAT, **plan}
-    path = os.path.join(out, _PLAN)
-    if not os.path.exists(path):
+    plan, there = {"format": shards.FORMAT, **plan}, _sizes(folder)
+    if _PLAN not in there:
         # A kill before there was a plan leaves the lock, and what durable.replacing wrote.
-        for entry in os.scandir(out):
-            is_lock = entry.name == _LOCK and not entry.stat().st_size
-            if not is_lock and not re.fullmatch(_LEFT, entry.name):
+        for name, size in there.items():
+            is_lock = name == _LOCK and not (size and is_local(folder))
+            if not is_lock and not re.fullmatch(_LEFT, name):
                 raise ConfigError(
-                    f"out={out} is not empty, and was not made by maxdiloco.prepare. Choose a new "
-                    "folder."
+                    f"out={folder} is not empty, and was not made by maxdiloco.prepare. Choose a "
+                    "new folder."
                 )
-        with durable.replacing(path) as new:
+        with durable.replacing(folder / _PLAN) as new:
             new.write_text(json.dumps(plan))
         return False
-    before = shards.read_fields(path) or {}
+    before = part.fields_of(folder / _PLAN) or {}
     if different := [key for key in plan if before.get(key) != plan[key]]:
         raise ConfigError(
-            f"out={out} was begun with another {' and '.join(different)}. Choose another folder, "
-            "or remove this one."
+            f"out={folder} was begun with another {' and '.join(different)}. Choose another "
+            "folder, or remove this one."
         )
-    return shards.is_folder(out)
+    return {shards.MANIFEST, shards.LENGTHS} <= there.keys()
 
 
-def _finish(work, out, facts):
+def _finish(work, target, facts):
     """The table of documents, the tokenizer's files and, last, the manifest."""
-    paths = [part.facts_path(out, number) for number in range(len(facts))]
-    lengths = [np.array(shards.read_fields(path)["lengths"], "<i8") for path in paths]
+    folder = target.path
+    paths = [folder / part.facts_name(number) for number in range(len(facts))]
+    lengths = [np.array(part.fields_of(path)["lengths"], "<i8") for path in paths]
     # A document that goes on in the next part is one.
     begins = [np.arange(found["documents"]) >= found["continues"] for found in facts]
     firsts = np.flatnonzero(np.concatenate(begins))
     if not len(firsts):
         raise DataError(f"{work.name} holds no text: all documents are empty. Give text to read.")
-    table = os.path.join(out, shards.LENGTHS)
-    with durable.replacing(table) as path, path.open("wb") as file:
-        np.save(file, np.add.reduceat(np.concatenate(lengths), firsts))
-    folder = epath.Path(out) / shards.TOKENIZER
-    work.tokenizer.save(folder)
-    durable.sync_tree(folder)
+    with durable.made_here(folder / shards.LENGTHS) as path:
+        with path.open("wb") as file:
+            np.save(file, np.add.reduceat(np.concatenate(lengths), firsts))
+        digest = shards.file_hash(os.fspath(path))
+    work.tokenizer.save(folder / shards.TOKENIZER)
+    if is_local(folder):
+        durable.sync_tree(folder / shards.TOKENIZER)
     documents = Counter()  # that begin in each file of the source
     for found in facts:
         documents.update(dict(found["files"]))
@@ -191,20 +223,36 @@ def _finish(work, out, facts):
         dtype=part.dtype_of(work.tokenizer),
         record=shards.RECORD,
         parts=[[found["tokens"], found["bytes"], found["sha256"]] for found in facts],
-        lengths=[len(firsts), shards.file_hash(table)],
+        lengths=[len(firsts), digest],
         files=[[os.path.basename(f), documents[i]] for i, f in enumerate(work.source.names)],
         damaged=[record for found in facts for record in found["damaged"]],
     )
-    with durable.replacing(os.path.join(out, shards.MANIFEST)) as path:
+    target.require()
+    with durable.replacing(folder / shards.MANIFEST) as path:
         path.write_bytes(manifest.to_bytes())
-    _remove(out, _FACTS, _LEFT)
+    _remove(folder, _FACTS, _LEFT)
     return manifest
 
 
-def _remove(out, *patterns):
-    for name in os.listdir(out):
-        if any(re.fullmatch(pattern, name) for pattern in patterns):
-            os.remove(os.path.join(out, name))
+def _sizes(folder):
+    """{name: bytes} of what is in a folder, in a bucket of all below."""
+    if is_local(folder):
+        entries = os.scandir(folder)
+        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+    there = {os.fspath(path.relative_to(folder)): entry.size for path, entry in folder.entries()}
+    there.pop(".", None)  # the empty object that a console makes for a folder
+    return there
+
+
+def _remove(folder, *patterns):
+    names = [n for n in _sizes(folder) if any(re.fullmatch(p, n) for p in patterns)]
+    if is_local(folder):
+        for name in names:
+            os.remove(folder / name)
+    elif names:
+        folder.bucket().delete([(folder / name).key for name in names])
+
+
 
 
 @contextlib.contextmanager

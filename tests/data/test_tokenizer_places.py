@@ -1,0 +1,131 @@
+"""Tokenizers in buckets and on https://: those of a disk, and one line where there is none."""
+
+import json
+
+import faulty_store
+import pytest
+from data import tokenizers_on_disk as on_disk
+from fake_gcs import BUCKET
+from web_server import WebServer
+
+from maxdiloco import tokenizer as program
+from maxdiloco.data import tokenizer
+from maxdiloco.errors import DataError
+from maxdiloco.storage import store
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer.json with a file beside it that names its tokens, and a tokenizer.model."""
+    found = tmp_path_factory.mktemp("tokenizers")
+    on_disk.byte_level_bpe(found)
+    on_disk.sentencepiece_model(found)
+    names = {"bos_token": "!", "eos_token": {"content": '"'}}
+    (found / "tokenizer_config.json").write_text(json.dumps(names))
+    return found
+
+
+def fill(bucket, folder, name="a b/tok"):
+    for path in folder.iterdir():
+        bucket.put(f"{name}/{path.name}", path)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+def test_a_tokenizer_in_a_bucket_is_that_of_a_disk(cloud, folder, kind):
+    """By its folder and by its file."""
+    fill(store.connect(cloud, BUCKET), folder)
+    here, there = tokenizer.read(kind, str(folder)), f"{cloud}://{BUCKET}/a b/tok"
+    assert tokenizer.read(kind, there) == here
+    assert tokenizer.read(kind, f"{there}/{tokenizer.FILES[kind]}") == here
+    assert here.bos == (2 if kind == "huggingface" else here.engine.bos_id())
+
+
+@pytest.fixture
+def web(folder, tmp_path, monkeypatch):
+    """The folder on https://."""
+    with WebServer(folder, tmp_path) as found:
+        for key, value in found.environ.items():
+            monkeypatch.setenv(key, value)
+        yield found
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+def test_a_tokenizer_on_https_is_that_of_a_disk(web, folder, kind):
+    """With its tokens around a document, which the file beside it names."""
+    found = tokenizer.read(kind, f"{web.url}/{tokenizer.FILES[kind]}")
+    assert found == tokenizer.read(kind, str(folder))
+
+
+def test_what_https_lacks_is_one_line(web, monkeypatch):
+    """A file beside the tokenizer may be absent, but not out of reach: its tokens count."""
+    url = f"{web.url}/tokenizer.json"
+    with pytest.raises(DataError) as error:
+        tokenizer.read("huggingface", f"{web.url}/absent.json")
+    assert str(error.value).startswith(
+        f"tokenizer_path={web.url}/absent.json: {web.url}/absent.json cannot be read (Not Found "
+        "(404)"
+    )
+    web.status = 403
+    with pytest.raises(DataError, match=r"tokenizer.json cannot be read \(Forbidden \(403\)"):
+        tokenizer.read("huggingface", url)
+    monkeypatch.setattr(tokenizer, "_MOST_BYTES", 1000)
+    web.status = None
+    with pytest.raises(DataError, match=r"cannot be read \(it has [\d,]+ bytes, more than 1,000\)"):
+        tokenizer.read("huggingface", url)
+
+
+@pytest.mark.parametrize("kind", faulty_store.KINDS)
+def test_a_fault_of_a_bucket_is_one_line_or_nothing(faulty, folder, kind):
+    """Never another tokenizer: the file that names its tokens is not left out."""
+    bucket, path = faulty.connect("az", BUCKET), f"az://{BUCKET}/tok"
+    fill(bucket, folder, "tok")
+    wanted = tokenizer.read("huggingface", str(folder))
+    faulty.calls.clear()
+    assert tokenizer.read("huggingface", path) == wanted
+    for number in range(len(faulty.calls)):
+        faulty.calls.clear()
+        faulty.fault = faulty_store.at(number, kind)
+        said = ""
+        try:
+            found = tokenizer.read("huggingface", path)
+        except DataError as error:
+            found, said = wanted, str(error)
+        assert found == wanted, (kind, number)
+        assert not said or (" cannot be read (" in said and "\n" not in said)
+        assert not said or kind in ("429", "503", "lost", "cut")
+
+
+def test_a_file_of_a_disk_that_is_too_large_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_MOST_BYTES", 1000)
+    with pytest.raises(DataError, match=r"cannot be read \(it has [\d,]+ bytes, more than 1,000\)"):
+        tokenizer.read("huggingface", str(folder))
+
+
+def test_the_program_writes_into_a_bucket(cloud, tmp_path, capsys):
+    """The bytes of the file on a disk; one that is there stays."""
+    (tmp_path / "a.txt").write_text("the cat and the hat; the end é\n" * 200)
+    argv, out = [str(tmp_path / "a.txt"), "vocab_size=280"], f"{cloud}://{BUCKET}/toks/tok.json"
+    assert program.main([*argv, f"out={tmp_path / 'tok.json'}"]) == 0
+    assert program.main([*argv, f"out={out}"]) == 0
+    assert f"Train with tokenizer_type=huggingface tokenizer_path={out}" in capsys.readouterr().out
+    bucket = store.connect(cloud, BUCKET)
+    assert [entry.name for entry in bucket.list_all("")] == ["toks/tok.json"]
+    assert bucket.get("toks/tok.json") == (tmp_path / "tok.json").read_bytes()
+    bucket.put("toks/tok.json", b"of others")
+    assert program.main([*argv, f"out={out}"]) == 2
+    assert f"out={out} exists already, and runs may use it" in capsys.readouterr().err
+    assert bucket.get("toks/tok.json") == b"of others"
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("https://h/tok.json", "out=https://h/tok.json cannot be on https://, which gives single"),
+        ("gs://absent/tok.json", "out=gs://absent/tok.json cannot be written: Not Found (404)"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_one_line(gcs, tmp_path, capsys, out, words):
+    """Before the text is read."""
+    assert program.main([str(tmp_path / "absent"), f"out={out}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line

@@ -1,0 +1,103 @@
+"""Models of Hugging Face in buckets: read by ranges, the same as from a disk."""
+
+import json
+
+import faulty_store
+import ml_dtypes
+import pytest
+import small_models as small
+from data.tokenizers_on_disk import byte_level_bpe
+from etils import epath
+from fake_gcs import BUCKET
+from tiers import full
+
+from maxdiloco import hf
+from maxdiloco.checkpoint import staging
+from maxdiloco.huggingface import folders, safetensors_files
+
+
+def contents(folder):
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_a_model_in_a_bucket_is_imported_as_from_a_disk(cloud, tmp_path, monkeypatch):
+    """Tensor by tensor, in blocks, and some rows at a time, by which a tied embedding is compared.
+    The tokenizer and the files beside the weights come along; it has more tokens than the model."""
+    monkeypatch.setattr(safetensors_files, "_ROWS", 10)
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 100)
+    values = small.weights(ml_dtypes.bfloat16)
+    values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
+    values["lm_head.weight"][-1, -1] += 1
+    source = small.save(tmp_path / "source", values, shards=3, tie_word_embeddings=True)
+    byte_level_bpe(source, vocab_size=260)
+    (source / "LICENSE").write_text("mine")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/a.jinja").write_text("x")
+    small.there_and_back(source, tmp_path, "vocab_multiple=16")
+    there = folders.place(f"{cloud}://{BUCKET}/models/a b", "SRC")
+    staging.upload(epath.Path(source), there)
+    (tmp_path / "of bucket").mkdir()
+    small.there_and_back(there, tmp_path / "of bucket", "vocab_multiple=16")
+    for folder in ("ours/huggingface", "theirs"):
+        found = contents(tmp_path / "of bucket" / folder)
+        assert found == contents(tmp_path / folder) and len(found) > 4
+    assert "additional_chat_templates/a.jinja" in found
+
+
+def test_an_export_of_an_import_in_a_bucket_takes_along_what_lies_beside_it(faulty, tmp_path):
+    """As one of a disk: by RUN, and by like=."""
+    source = small.save(tmp_path / "source", small.weights(), torch_dtype="float16")
+    small.there_and_back(source, tmp_path)
+    there = folders.place(f"az://{BUCKET}/ours", "RUN")
+    staging.upload(epath.Path(tmp_path / "ours"), there)
+    small.done("export", there, tmp_path / "by run")
+    small.done("export", tmp_path / "ours", tmp_path / "by like", f"like={there}")
+    wanted = contents(tmp_path / "theirs")
+    assert json.loads(wanted["generation_config.json"]) == {"eos_token_id": 2}
+    assert contents(tmp_path / "by run") == wanted == contents(tmp_path / "by like")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\7", "is no whole file of safetensors"),
+        (b"\xff" * 99, "is no whole file of safetensors"),
+        (b"\2\0\0\0\0\0\0\0{}", "30 tensors of model_type=llama are missing"),
+        (None, "holds neither model.safetensors.index.json nor model.safetensors"),
+    ],
+)
+def test_a_damaged_file_in_a_bucket_is_one_line(faulty, tmp_path, capfd, content, words):
+    """The package says what is damaged, of the header alone."""
+    source = small.save(tmp_path / "source", small.weights())
+    there = folders.place(f"az://{BUCKET}/a", "SRC")
+    staging.upload(epath.Path(source), there)
+    (there / "model.safetensors").unlink()
+    if content is not None:
+        (there / "model.safetensors").write_bytes(content)
+    assert hf.main(["import", str(there), str(tmp_path / "ours")]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert words in line and (f"az://{BUCKET}/a" in line or "missing" in line)
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("kind", ["503", "cut", full("429"), full("lost")])
+def test_a_fault_while_a_model_in_a_bucket_is_read_leaves_nothing(faulty, tmp_path, capfd, kind):
+    """At every request but for most of the tensors'."""
+    source = small.save(tmp_path / "source", small.weights())
+    there, target = folders.place(f"az://{BUCKET}/a", "SRC"), tmp_path / "ours"
+    staging.upload(epath.Path(source), there)
+    faulty.calls.clear()
+    small.done("import", there, tmp_path / "whole")
+    numbers = [n for n, call in enumerate(faulty.calls) if call != "get_range" or n % 9 == 0]
+    for number in numbers:
+        faulty.calls.clear()
+        faulty.fault = faulty_store.at(number, kind)
+        capfd.readouterr()
+        if hf.main(["import", str(there), str(target)]) == 0:
+            assert kind == "cut" and len(list((target / "huggingface").iterdir())) == 2
+            target.rename(tmp_path / f"of a body that was none {number}")
+            continue
+        (line,) = capfd.readouterr().err.splitlines()
+        assert f"az://{BUCKET}/a" in line and " cannot be read" in line
+        assert not target.exists()
