@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 SCHEMES = ("gs", "s3", "az")
@@ -21,6 +22,11 @@ SCHEMES = ("gs", "s3", "az")
 PATIENCE_S = 30.0  # until it is given up
 TIMEOUT_S = 60.0  # of one request with its body
 BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
+
+# Answers with an errno of their own: no such object, no rights, and shorter than it was.
+_NUMBERS = MappingProxyType(
+    {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESTALE}
+)
 
 Version = Mapping[str, str]  # as obstore writes it: e_tag, and on gs:// the generation
 
@@ -63,6 +69,13 @@ class Bucket:
         with _as_os_errors():
             data = bytes(self._api.get_range(self._client, name, start=start, end=end))
         return _whole(data, name, start, end)
+
+    def get_part(self, name: str, start: int, end: int) -> tuple[bytes, Entry]:
+        """get_range, and the object that the bytes are of, by one request."""
+        with _as_os_errors():
+            found = self._api.get(self._client, name, options={"range": (start, end)})
+            entry, data = _entry(found.meta), bytes(found.bytes())
+        return _whole(data, name, start, end), entry
 
     def put(self, name: str, data: bytes | os.PathLike) -> None:
         """Write an object of these bytes, or of a file, in place of any other of that name."""
@@ -184,8 +197,8 @@ def _as_os_errors() -> Iterator[None]:
         raise
     except (FileNotFoundError, exceptions.BaseError) as error:
         why, status = reason(str(error))
-        absent = isinstance(error, FileNotFoundError) or status == http.HTTPStatus.NOT_FOUND
-        number = errno.ENOENT if absent else errno.EIO
+        absent = isinstance(error, FileNotFoundError)
+        number = errno.ENOENT if absent else _NUMBERS.get(status, errno.EIO)
         raise OSError(number, why) from error  # ENOENT makes it a FileNotFoundError
 
 
