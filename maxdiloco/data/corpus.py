@@ -27,6 +27,7 @@ PIECE = 1 << 20
 _OF_OBJECTS = MappingProxyType({
     errno.EACCES: "Give these credentials the right to read it.",
     errno.ENOENT: "Correct the name, or put it back.",
+    errno.ENOTSUP: "Use a server that sends ranges of a file, or copy the file to a disk.",
     errno.ESTALE: "It has changed since the run began: leave data alone while it is read, and "
     "start again.",
 })  # fmt: skip
@@ -81,9 +82,9 @@ def find(
     """Files of a data set, sorted by path, and the stamps of objects.
 
     path: a folder (searched with its subfolders for suffixes, hidden ones left out), a file or a
-    glob, mounted or in a bucket; empty: the source of the running Python's standard library. Links
-    to folders inside a folder, and below the ** of a glob, are not followed. Raises DataError when
-    there is none or a folder cannot be read.
+    glob, mounted or in a bucket, or one file behind https; empty: the source of the running
+    Python's standard library. Links to folders inside a folder, and below the ** of a glob, are not
+    followed. Raises DataError when there is none or a folder cannot be read.
     """
     given = f"{key}={path}"
     if not path:
@@ -100,6 +101,8 @@ def find(
             "folder": f"{given} has no files that end in {' '.join(suffixes)}. "
             f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}.",
             "glob": f"{given} matches no file. Correct the pattern.",
+            "name": f"{given} names no file that ends in {' '.join(suffixes)}, and https lists no "
+            "folder. Name one such file, or a folder of maxdiloco.prepare.",
             "none": f"{given} does not exist or is out of reach. Give a folder, a file or a glob; "
             "empty takes the source of Python's standard library.",
         }[kind]
@@ -121,7 +124,12 @@ def _mounted(path, given, suffixes):
 
 
 def _in_bucket(path, given, suffixes):
+    if places.lists_nothing(path) and not path.endswith(suffixes):
+        return {}, "name"
     with reading(given):
+        if places.lists_nothing(path):
+            stamp = places.find(path)
+            return {path: stamp} if stamp else {}, "none"
         if below := places.objects(path):
             return _chosen(below, path, suffixes), "folder"
         if stamp := places.find(path):

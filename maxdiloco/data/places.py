@@ -1,6 +1,6 @@
-"""Where data are read: files that are mounted, and objects of a bucket, which are read by ranges.
+"""Where data are read: mounted files, and objects in a bucket or behind https, by ranges.
 
-Both open in the same way. An object is one version of it: an answer of another is an OSError with
+All open in the same way. An object is one version of it: an answer of another is an OSError with
 ESTALE. Every failure is an OSError, and ConfigError without the package.
 """
 
@@ -8,11 +8,13 @@ import errno
 import fnmatch
 import io
 import os
+import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, NamedTuple
 
 from maxdiloco.data.packages import require
+from maxdiloco.data.read_ahead import REQUESTS, in_threads
 from maxdiloco.storage import object_store, store
 
 # Of one request [bytes], where no more is known of what will be read: the least, and the most of
@@ -21,6 +23,11 @@ _LEAST = 1 << 16
 _MOST = 1 << 22
 
 is_local = object_store.is_local
+
+
+def lists_nothing(path: str) -> bool:
+    """Whether a path is behind https, where a file is found by its name alone."""
+    return path.startswith("https://")
 
 
 class Stamp(NamedTuple):
@@ -64,16 +71,24 @@ def objects(path: str) -> dict[str, Stamp]:
 def find(path: str) -> Stamp | None:
     """The object at a path, if there is one."""
     bucket, name = _bucket(path)
-    entry = bucket.head(name) if name else None
+    entry = None
+    try:
+        entry = bucket.head(name) if name else None
+    except PermissionError:  # as S3 says behind https of what is not there
+        if not lists_nothing(path):
+            raise
     return None if entry is None else Stamp.of_entry(entry)
 
 
 def stamps(folder: str, names: Sequence[str]) -> list[Stamp]:
-    """Those of objects in a folder, by one listing. Raises FileNotFoundError."""
-    there = objects(folder)
+    """Those of objects in a folder, by one listing where there is one. Raises FileNotFoundError."""
     paths = [f"{folder.rstrip('/')}/{name}" for name in names]
+    if lists_nothing(folder):
+        there = dict(zip(paths, in_threads(find, paths, REQUESTS), strict=True))
+    else:
+        there = objects(folder)
     for path in paths:
-        if path not in there:
+        if not there.get(path):
             raise FileNotFoundError(errno.ENOENT, f"there is no {path}")
     return [there[path] for path in paths]
 
@@ -100,6 +115,8 @@ def _bucket(path: str) -> tuple[store.Bucket, str]:
     require("obstore", path, extra="buckets")
     scheme, _, rest = path.partition("://")
     bucket, _, name = rest.partition("/")
+    if lists_nothing(path):
+        name = urllib.parse.unquote(name)
     return object_store.BucketPath.client(scheme, bucket), name.strip("/")
 
 

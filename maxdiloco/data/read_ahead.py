@@ -1,5 +1,4 @@
-"""Batches read ahead: by Grain in a thread of this process or in processes of their own, and in
-threads for data in a bucket.
+"""Batches read ahead: by Grain in a thread or in processes, and in many threads from a bucket.
 
 An error is raised where its batch would have come, and close() waits for the threads. The order of
 sequences and resuming are those of order.py, which know replicas whose number may change.

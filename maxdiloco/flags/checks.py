@@ -26,10 +26,10 @@ _SCHEDULE = schedule.Names(
 )
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*://"
 # A path of text, and what is said of others.
-_PATH = rf"(?!{_ADDRESS}).*|(gs|s3|az)://[A-Za-z0-9].*"
+_PATH = rf"(?!{_ADDRESS}).*|(gs|s3|az|https)://[A-Za-z0-9].*"
 _NOT_READ = (
     "is an address that is not read. Use gs://, s3:// or az:// with a bucket and a folder, "
-    "file or glob in it, or mount the text on every host"
+    "file or glob in it, https:// with one file, or mount the text on every host"
 )
 _FORM = "Write dataset_mixture=[{path: ..., weight: ..., name: ...}, ...]."
 # {entry of a source: (regular expression of its values, what is said of others)}.

@@ -1,4 +1,4 @@
-"""Buckets of objects on gs://, s3:// and az://: the one place that knows obstore.
+"""Buckets of objects on gs://, s3:// and az://, and files on https://: the one user of obstore.
 
 An object appears whole or not at all. A read that follows a write sees it, in all three clouds. A
 version is what the store calls one content of an object; a conditional put names the one that it
@@ -23,6 +23,7 @@ PATIENCE_S = 30.0  # until it is given up
 TIMEOUT_S = 60.0  # of one request with its body
 BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
 
+_HTTPS_BASE_URL = "HTTPS_BASE_URL"  # of a server that is asked in place of every other
 # Answers with an errno of their own: no such object, no rights, and shorter than it was.
 _NUMBERS = MappingProxyType(
     {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESTALE}
@@ -130,25 +131,27 @@ class Bucket:
 
 
 def connect(scheme: str, bucket: str) -> Bucket:
-    """A bucket, with the credentials that the cloud's usual places hold.
+    """A bucket, with the credentials that the cloud's usual places hold; a server of https without.
 
     Raises ModuleNotFoundError without obstore, OSError for settings that cannot be used.
     """
     import obstore
     from obstore import store
 
-    keys = aws_profile(os.environ) if scheme == "s3" else {}
-    make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}[scheme]
     seconds = datetime.timedelta(seconds=1)
+    # An endpoint comes from the environment alone, also that of a server without TLS.
+    is_given = scheme != "https" or _HTTPS_BASE_URL in os.environ
+    options = {
+        "client_options": {"allow_http": is_given, "timeout": TIMEOUT_S * seconds},
+        "retry_config": {"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
+    }
     with _as_os_errors():
-        client = make(
-            bucket,
-            config=keys,
-            # An endpoint comes from the environment alone, also that of a server without TLS.
-            client_options={"allow_http": True, "timeout": TIMEOUT_S * seconds},
-            retry_config={"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
-        )
-    return Bucket(client, obstore)
+        if scheme == "https":
+            url = os.environ.get(_HTTPS_BASE_URL, f"https://{bucket}")
+            return Bucket(store.HTTPStore.from_url(url, **options), obstore)
+        make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}[scheme]
+        keys = aws_profile(os.environ) if scheme == "s3" else {}
+        return Bucket(make(bucket, config=keys, **options), obstore)
 
 
 def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:
@@ -197,8 +200,11 @@ def _as_os_errors() -> Iterator[None]:
         raise
     except (FileNotFoundError, exceptions.BaseError) as error:
         why, status = reason(str(error))
-        absent = isinstance(error, FileNotFoundError)
-        number = errno.ENOENT if absent else _NUMBERS.get(status, errno.EIO)
+        number = _NUMBERS.get(status, errno.EIO)
+        if isinstance(error, FileNotFoundError):
+            number = errno.ENOENT
+        elif isinstance(error, exceptions.NotSupportedError):
+            number = errno.ENOTSUP
         raise OSError(number, why) from error  # ENOENT makes it a FileNotFoundError
 
 
