@@ -70,9 +70,9 @@ class FaultyStore:
             self._unlisted[arguments[1]] = 1
         return done, kind == "cut"
 
-    def get(self, client, name):
-        """A body, which may be cut."""
-        found, is_cut = self._call("get", client, name)
+    def get(self, client, name, **options):
+        """A body, or a part of one, which may be cut."""
+        found, is_cut = self._call("get", client, name, **options)
         data = bytes(found.bytes())
         return SimpleNamespace(meta=found.meta, bytes=lambda: data[:-1] if is_cut else data)
 

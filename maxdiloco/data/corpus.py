@@ -7,8 +7,11 @@ import os
 import stat as modes
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
+from maxdiloco.data import places
+from maxdiloco.data.places import Stamp, is_local
 from maxdiloco.errors import DataError
 
 # Suffixes that a folder is searched for; a file or a glob may have any.
@@ -20,19 +23,14 @@ _NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests",
 # The longest piece of a text file that is tokenised at once [bytes]; our choice: a tokenizer needs
 # some 30 times that while it works, and a cut every million bytes changes next to no token.
 PIECE = 1 << 20
-
-
-class Stamp(NamedTuple):
-    """Identifies a version of a file. size [bytes]; mtime: time of its last change [ns]."""
-
-    size: int
-    mtime: int
-
-    @classmethod
-    def of(cls, file: IO) -> "Stamp":
-        """That of an open file."""
-        status = os.fstat(file.fileno())
-        return cls(status.st_size, status.st_mtime_ns)
+# What is to be done for an object that is not read.
+_OF_OBJECTS = MappingProxyType({
+    errno.EACCES: "Give these credentials the right to read it.",
+    errno.ENOENT: "Correct the name, or put it back.",
+    errno.ENOTSUP: "Use a server that sends ranges of a file, or copy the file to a disk.",
+    errno.ESTALE: "It has changed since the run began: leave data alone while it is read, and "
+    "start again.",
+})  # fmt: skip
 
 
 class Span(NamedTuple):
@@ -74,14 +72,21 @@ def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
 
 
 def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """Files of a data set, sorted by path.
+    """The names of `find`."""
+    return list(find(path, key, suffixes))
+
+
+def find(
+    path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES
+) -> dict[str, Stamp | None]:
+    """Files of a data set, sorted by path, and the stamps of objects.
 
     path: a folder (searched with its subfolders for suffixes, hidden ones left out), a file or a
-    glob; empty: the source of the running Python's standard library. Links to folders inside a
-    folder, and below the ** of a glob, are not followed. Raises DataError when there is none or a
-    folder cannot be read.
+    glob, mounted or in a bucket, or one file behind https; empty: the source of the running
+    Python's standard library. Links to folders inside a folder, and below the ** of a glob, are not
+    followed. Raises DataError when there is none or a folder cannot be read.
     """
-    expanded, given = os.path.expanduser(path), f"{key}={path}"
+    given = f"{key}={path}"
     if not path:
         root = sysconfig.get_paths()["stdlib"]
         files = in_folder(root, (".py",), _NOT_STDLIB, f"{key} is empty")
@@ -89,27 +94,60 @@ def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> lis
             f"{key} is empty, and the standard library in {root} has no .py files. "
             f"Set {key} to text of your own."
         )
-    elif os.path.isdir(expanded):
-        files = in_folder(expanded, suffixes, (), given)
-        why = (
-            f"{given} has no files that end in {' '.join(suffixes)}. "
-            f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}."
-        )
-    elif os.path.isfile(expanded):
-        files, why = [expanded], ""
-    elif glob.has_magic(expanded) and "\0" not in expanded:
-        # A dangling link stays: opening it raises an error that names it.
-        files = sorted(name for name in _matches(expanded, given) if not os.path.isdir(name))
-        why = f"{given} matches no file. Correct the pattern."
     else:
-        files = []
-        why = (
-            f"{given} does not exist or is out of reach. Give a folder, a file or a glob; empty "
-            "takes the source of Python's standard library."
-        )
+        search = _mounted if is_local(path) else _in_bucket
+        files, kind = search(path, given, suffixes)
+        why = {
+            "folder": f"{given} has no files that end in {' '.join(suffixes)}. "
+            f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}.",
+            "glob": f"{given} matches no file. Correct the pattern.",
+            "name": f"{given} names no file that ends in {' '.join(suffixes)}, and https lists no "
+            "folder. Name one such file, or a folder of maxdiloco.prepare.",
+            "none": f"{given} does not exist or is out of reach. Give a folder, a file or a glob; "
+            "empty takes the source of Python's standard library.",
+        }[kind]
     if not files:
         raise DataError(why)
-    return files
+    return files if isinstance(files, dict) else dict.fromkeys(files)
+
+
+def _mounted(path, given, suffixes):
+    expanded = os.path.expanduser(path)
+    if os.path.isdir(expanded):
+        return in_folder(expanded, suffixes, (), given), "folder"
+    if os.path.isfile(expanded):
+        return [expanded], "none"
+    if glob.has_magic(expanded) and "\0" not in expanded:
+        # A dangling link stays: opening it raises an error that names it.
+        return sorted(n for n in _matches(expanded, given) if not os.path.isdir(n)), "glob"
+    return [], "none"
+
+
+def _in_bucket(path, given, suffixes):
+    if places.lists_nothing(path) and not path.endswith(suffixes):
+        return {}, "name"
+    with reading(given):
+        if places.lists_nothing(path):
+            stamp = places.find(path)
+            return {path: stamp} if stamp else {}, "none"
+        if below := places.objects(path):
+            return _chosen(below, path, suffixes), "folder"
+        if stamp := places.find(path):
+            return {path: stamp}, "none"
+        if not glob.has_magic(path):
+            return {}, "none"
+        parts = path.split("/")
+        first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+        below = places.objects("/".join(parts[:first]))
+    return {name: below[name] for name in sorted(below) if places.fits(name, path)}, "glob"
+
+
+def _chosen(objects, folder, suffixes):
+    """The objects below a folder that in_folder takes of files."""
+    start = len(folder.rstrip("/"))
+    hidden = {name for name in objects if "/." in name[start:]}
+    names = [name for name in sorted(objects.keys() - hidden) if name.endswith(suffixes)]
+    return {name: objects[name] for name in names}
 
 
 def in_folder(
@@ -117,6 +155,9 @@ def in_folder(
 ) -> list[str]:
     """Files below a folder with these suffixes, hidden ones aside. skipped: names of subfolders.
     source: for messages. Raises DataError for a folder that cannot be read."""
+    if not is_local(root):
+        with reading(source):
+            return list(_chosen(places.objects(root), root, suffixes))
     return sorted(
         os.path.join(folder, name)
         for folder, names in _folders(root, skipped, source)
@@ -179,6 +220,8 @@ def reading(path: str, remedy: str = "") -> Iterator[None]:
         if error.errno not in (errno.EACCES, errno.EPERM):
             mend = "Put the file or its disk in order"
         remedy = remedy or f"{mend}, or leave it out of dataset_path."
+        if not is_local(path):
+            remedy = _OF_OBJECTS.get(error.errno, "Once the store answers, start again.")
         raise DataError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
 
 

@@ -7,9 +7,7 @@ A file is one document; each line of a .jsonl file is one. Only their table is i
 
 import dataclasses
 import hashlib
-import itertools
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 
@@ -17,9 +15,10 @@ import numpy as np
 from etils import epath
 
 from maxdiloco import json_text
-from maxdiloco.data import corpus
-from maxdiloco.data.corpus import Stamp
+from maxdiloco.data import corpus, places
 from maxdiloco.data.packing import Piece
+from maxdiloco.data.places import Stamp
+from maxdiloco.data.read_ahead import in_threads
 from maxdiloco.data.sources.files import Files, line_text, lines
 from maxdiloco.data.tokenizer_base import BYTES, to_bytes
 from maxdiloco.errors import DataError
@@ -29,6 +28,12 @@ from maxdiloco.storage import durable
 # that a start reads 2 MiB of it at most. Our choice.
 SAMPLES = 256
 SAMPLE_BYTES = 4096
+# Pieces are read as one up to this distance from each other, and this many bytes of a file [bytes].
+# Our choice: less than what a store sends in the time of a request.
+_GAP = 1 << 16
+_LONGEST = 1 << 20
+# Files in a bucket that are read through at once; each has up to 8 MiB in memory. Our choice.
+_FILES_AT_ONCE = 8
 # Of the index, with a checksum of the rest. Count its number up when the tokenizer changes
 # documents' sizes.
 _HEAD = b"maxdiloco line index 1 %08x\n"
@@ -49,39 +54,69 @@ class ByteDocuments:
         """Tokens of each document, int64 [documents]: its start, then its bytes."""
         return self.size + 1
 
+    @property
+    def requests(self) -> int:
+        """How many requests for objects may be under way at once; 0: the files are mounted."""
+        return self.source.requests
+
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
         """Tokens of pieces, uint16, one array for each, in the order of the pieces. Neighbouring
-        pieces of one file cost one open. Raises DataError for a file that is gone or has changed
-        since the table was made."""
-        for number, run in itertools.groupby(pieces, key=lambda piece: self.file[piece[0]]):
-            path = self.source.names[number]
-            with corpus.reading(path), open(path, "rb") as file:
-                for document, begin, end in run:
-                    start = np.array([BYTES] if begin == 0 else [], np.uint16)
-                    data = self._bytes(file, document, max(begin - 1, 0), end - 1)
-                    now, before = Stamp.of(file), self.source.stamps[number]
-                    if now.size == before.size and now != before:  # a .jsonl file may grow
-                        raise corpus.changed(path, int(self.size[document]), "was written over")
-                    yield np.concatenate([start, np.frombuffer(data, np.uint8)])
+        pieces of one file cost one open, or one request. Raises DataError for a file that is gone
+        or has changed since the table was made."""
+        for arrays in in_threads(self._read_run, self._runs(pieces), self.requests):
+            yield from arrays
 
-    def _bytes(self, file, document, begin, end):
+    def _runs(self, pieces):
+        """Neighbouring pieces: the file, its bytes from the first to the last, and the pieces."""
+        number, start, stop, run = -1, 0, 0, []
+        for document, begin, end in pieces:
+            file, first, last = int(self.file[document]), max(begin - 1, 0), end - 1
+            if self.source.names[file].endswith(".jsonl"):
+                first = int(self.offset[document])
+                last = first + int(self.stored[document])
+            near = start <= first <= stop + _GAP and last - start <= _LONGEST
+            if run and (file != number or not near):
+                yield number, start, stop, run
+                run = []
+            if not run:
+                number, start, stop = file, first, last
+            run.append((document, begin, end))
+            stop = max(stop, last)
+        if run:
+            yield number, start, stop, run
+
+    def _read_run(self, found):
+        number, start, stop, run = found
+        path, before = self.source.names[number], self.source.stamps[number]
+        arrays = []
+        with corpus.reading(path), places.opened(path, before, (start, stop)) as file:
+            for document, begin, end in run:
+                first = np.array([BYTES] if begin == 0 else [], np.uint16)
+                data = self._bytes(file, path, document, max(begin - 1, 0), end - 1)
+                arrays.append(np.concatenate([first, np.frombuffer(data, np.uint8)]))
+            now = Stamp.of(file)
+        if now.size == before.size and now != before:  # a .jsonl file may grow
+            raise corpus.changed(path, int(self.size[run[0][0]]), "was written over")
+        return arrays
+
+    def _bytes(self, file, path, document, begin, end):
         size = int(self.size[document])
-        if file.name.endswith(".jsonl"):
+        if path.endswith(".jsonl"):
             offset, stored = int(self.offset[document]), int(self.stored[document])
             file.seek(offset)
-            where = f"{file.name} byte {offset}"
+            where = f"{path} byte {offset}"
             try:
                 text = to_bytes(line_text(file.read(stored), self.source.column, where))
             except DataError as error:  # it was a document when the run began
                 now = f"at byte {offset} is no longer there"
-                raise corpus.changed(file.name, size, now) from error
+                raise corpus.changed(path, size, now) from error
             size_now, data = len(text), text[begin:end]
         else:
             file.seek(begin)
             data = file.read(end - begin)
-            size_now = os.fstat(file.fileno()).st_size
+            size_now = Stamp.of(file).size
         if size_now != size:
-            raise corpus.changed(file.name, size, f"has {size_now} now")
+            raise corpus.changed(path, size, f"has {size_now} now")
         return data
 
     def summary(self) -> str:
@@ -198,8 +233,14 @@ def read_table(source: Files, *, index: LineIndex | None = None, allowed: int = 
     if unread:
         size = sum(stamps[number].size for number in unread)
         index.report(f"reading {len(unread)} .jsonl files through: {size / 1e6:,.1f} MB")
-    for number in unread:
-        tables[number], left_out = _read_through(paths[number], stamps[number], column, allowed)
+
+    def through(number):
+        return _read_through(paths[number], stamps[number], column, allowed)
+
+    found = in_threads(through, unread, min(source.requests, _FILES_AT_ONCE))
+    for number, (tables[number], left_out) in zip(unread, found, strict=True):
+        if len(left_out) > allowed:
+            raise left_out[allowed]
         allowed -= len(left_out)
         for error in left_out:
             index.report(f"left out: {error}")
@@ -216,6 +257,7 @@ def _rows(*rows):
 
 
 def _read_through(path, stamp, column, allowed):
+    """Documents of a file, and the errors of lines without text: up to one more than allowed."""
     left_out = []
 
     def rows(file):
@@ -223,14 +265,14 @@ def _read_through(path, stamp, column, allowed):
             try:
                 text = line_text(line, column, f"{path} line {number}")
             except DataError as error:
-                if len(left_out) >= allowed:
-                    raise
                 left_out.append(error)
+                if len(left_out) > allowed:
+                    return
                 continue
             if text:
                 yield offset, len(line), len(to_bytes(text))
 
-    with corpus.reading(path), open(path, "rb") as file:
+    with corpus.reading(path), places.opened(path, stamp) as file:
         table = np.fromiter(rows(file), np.dtype((np.int64, 3)))
         if Stamp.of(file) != stamp:
             raise DataError(

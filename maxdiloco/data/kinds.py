@@ -7,7 +7,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from maxdiloco.data import corpus, shards
+from maxdiloco.data import corpus, places, shards
 from maxdiloco.data.sources import files, tables
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.processes import output
@@ -84,7 +84,10 @@ def left_out_lines(source: Source, key: str) -> Iterator[str]:
     """A warning that counts the files of a folder that its source does not read, if there are."""
     kind, path, _ = source
     read, folder = KINDS[kind].suffixes, os.path.expanduser(path)
-    if not path or not read or not os.path.isdir(folder) or shards.is_folder(path):
+    no_folder = places.lists_nothing(path)
+    if places.is_local(path):
+        no_folder = not os.path.isdir(folder)
+    if not path or not read or no_folder or shards.is_folder(path):
         return
     names = corpus.in_folder(folder, ("",), (), path)
     others = Counter(os.path.splitext(n)[1] for n in names if not n.endswith((*read, ".")))

@@ -44,6 +44,11 @@ class Mixture:
         pairs = zip(self.names, self.sources, strict=True)
         return _PREFIX + " ".join(sorted(f"{name}={data.contents}" for name, data in pairs))
 
+    @property
+    def requests(self) -> int:
+        """How many requests for objects may be under way at once (Dataset)."""
+        return max(source.requests for source in self.sources)
+
     def first_position(self, M: int, B: int) -> Position:
         """No source is read yet."""
         read = SourcesRead(begun=0, read=dict.fromkeys(self.names, 0), shares=self.shares)
@@ -204,6 +209,11 @@ class JoinedWindows:
             own_N = windows_N[mine] - self._starts[k]
             tokens_NL[mine], segments_NL[mine] = self.sources[k].read(own_N)
         return tokens_NL, segments_NL
+
+    @property
+    def requests(self) -> int:
+        """How many requests for objects may be under way at once (TextWindows)."""
+        return max(source.requests for source in self.sources)
 
     def contents(self) -> str:
         """Those of the sources."""

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from maxdiloco.data import order
 from maxdiloco.data.order import Position
-from maxdiloco.data.read_ahead import read_ahead
+from maxdiloco.data.read_ahead import batches_at_once, read_ahead
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.data.text import Request, TextWindows, open_text
 from maxdiloco.errors import DataError
@@ -40,6 +40,11 @@ class Dataset:
     def contents(self) -> str:
         """Equal in two processes or two runs when they have the same data (text.contents)."""
         return self.windows.contents()
+
+    @property
+    def requests(self) -> int:
+        """How many requests for objects may be under way at once; 0: the files are mounted."""
+        return self.windows.requests
 
     first_position = staticmethod(order.first_position)
     next_position = staticmethod(order.next_position)
@@ -144,6 +149,7 @@ def batches(
         dataset,
         lambda number: dataset.read(position, steps[number], replicas, rows),
         len(steps),
+        np.broadcast(replicas, rows).size,
         worker_count,
     )
 
@@ -176,10 +182,10 @@ def eval_batches(
                 batch[name][within] = leaf
         return batch
 
-    return _open(dataset, read_number, -(-end // batch_size))
+    return _open(dataset, read_number, -(-end // batch_size), len(rows_B))
 
 
-def _open(dataset, read_number, count, worker_count=0):
+def _open(dataset, read_number, count, sequences, worker_count=0):
     if dataset.computed:
         return closing(read_number(number) for number in range(count))
     lost = (
@@ -187,4 +193,5 @@ def _open(dataset, read_number, count, worker_count=0):
         "memory or of space in /dev/shm. Give the machine more, or lower grain_worker_count; the "
         "same command resumes the run."
     )
-    return closing(read_ahead(read_number, count, worker_count, lost=lost))
+    at_once = batches_at_once(sequences) if dataset.requests else 0
+    return closing(read_ahead(read_number, count, worker_count, at_once=at_once, lost=lost))

@@ -11,17 +11,22 @@ FOLDER/part-00000.arrayrecord   tokens of the documents end to end: records of R
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from maxdiloco import json_text
+from maxdiloco.data import places
 from maxdiloco.data.corpus import reading
 from maxdiloco.data.packing import Piece, starts_of
+from maxdiloco.data.places import Stamp, is_local
+from maxdiloco.data.read_ahead import REQUESTS, in_threads
+from maxdiloco.data.remote_part import AT_RANDOM, Decoder, RemotePart
 from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, meaning
 from maxdiloco.errors import DataError
 
@@ -66,14 +71,17 @@ def part_name(number: int) -> str:
 def is_folder(path: str) -> bool:
     """Whether a path is a complete folder of shards, which no other kind of source looks like."""
     paths = [os.path.join(os.path.expanduser(path), name) for name in (MANIFEST, LENGTHS)]
-    return bool(path) and all(map(os.path.isfile, paths))
+    if is_local(path):
+        return bool(path) and all(map(os.path.isfile, paths))
+    with reading(path):
+        return all(map(places.find, paths))
 
 
 def read_manifest(folder: str, where: str) -> Manifest:
     """The manifest of a folder. where: its flag and value. Raises DataError when there is none, or
     it is damaged or of another version of this program."""
     try:
-        with open(os.path.join(folder, MANIFEST), "rb") as file:
+        with places.opened(os.path.join(folder, MANIFEST)) as file:
             checksum, _, body = file.read().partition(b"\n")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
@@ -81,7 +89,10 @@ def read_manifest(folder: str, where: str) -> Manifest:
             "finished. Run that command again, with the same flags, or give its out folder."
         ) from error
     except OSError as error:
-        why = f"{where}: {MANIFEST} cannot be read ({error.strerror}). Put the disk in order."
+        remedy = "Put the disk in order."
+        if not is_local(folder):
+            remedy = "Once the store answers, start again."
+        why = f"{where}: {MANIFEST} cannot be read ({error.strerror}). {remedy}"
         raise DataError(why) from error
     if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
         raise DataError(f"{where}: {MANIFEST} is damaged. {_REMEDY}")
@@ -93,41 +104,64 @@ def read_manifest(folder: str, where: str) -> Manifest:
 
 class Shards:
     """Documents of a folder of shards, as documents.ByteDocuments are of text. of_all: tokens of
-    each. chosen: numbers of those that are read; None: all. A copy in another process opens readers
-    of its own."""
+    each. chosen: numbers of those that are read; None: all. stamps: of the parts in a bucket; none:
+    they are mounted. A copy in another process opens readers of its own."""
 
     def __init__(
-        self, folder: str, manifest: Manifest, of_all: np.ndarray, chosen: np.ndarray | None = None
+        self,
+        folder: str,
+        manifest: Manifest,
+        of_all: np.ndarray,
+        chosen: np.ndarray | None = None,
+        stamps: Sequence[Stamp] = (),
     ):
-        self.folder, self.manifest = folder, manifest
+        self.folder, self.manifest, self._stamps = folder, manifest, stamps
         self.lengths = of_all if chosen is None else of_all[chosen]
         self._of_all, self._chosen = of_all, chosen
         self._starts = starts_of(of_all)
         self._part_starts = starts_of(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
         self._readers: dict[int, Any] = {}  # dropping one closes its file
         self._lock = threading.Lock()
+        decoder = Decoder(f"the folder of shards in a bucket, {folder},") if stamps else None
+        paths = [os.path.join(folder, part_name(number)) for number in range(len(stamps))]
+        self._remote = [RemotePart(*pair, decoder) for pair in zip(paths, stamps, strict=True)]
+        # How many requests for objects may be under way at once; 0: the files are mounted.
+        self.requests = REQUESTS if stamps else 0
 
     def __reduce__(self):
-        return type(self), (self.folder, self.manifest, self._of_all, self._chosen)
+        of_all, chosen = self._of_all, self._chosen
+        return type(self), (self.folder, self.manifest, of_all, chosen, self._stamps)
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
         """Tokens of pieces (ByteDocuments)."""
-        size = self.manifest.record
-        last: tuple[Any, Any] = (None, None)  # neighbouring pieces are often of one record
-        for document, begin, end in pieces:
-            number = document if self._chosen is None else self._chosen[document]
-            start = int(self._starts[number])
-            place, stop = start + begin, start + end
-            found = [np.zeros(0, self.manifest.dtype)]
-            while place < stop:
-                part = int(np.searchsorted(self._part_starts, place, side="right")) - 1
-                record, offset = divmod(place - int(self._part_starts[part]), size)
-                if last[0] != (part, record):
-                    last = (part, record), self._record(part, record)
-                data = last[1][offset : offset + stop - place]
-                found.append(data)
-                place += len(data)
+        cuts_of = [list(self._cuts(*piece)) for piece in pieces]
+        # Neighbouring pieces are often of one record.
+        wanted = (cut[0] for cut in itertools.chain.from_iterable(cuts_of))
+        keys = (key for key, _ in itertools.groupby(wanted))
+        records = in_threads(lambda key: self._record(*key), keys, self.requests)
+        last, data = None, np.zeros(0, self.manifest.dtype)
+        for cuts in cuts_of:
+            found = [data[:0]]
+            for key, begin, end in cuts:
+                if key != last:
+                    last, data = key, next(records)
+                found.append(data[begin:end])
             yield found[1] if len(found) == 2 else np.concatenate(found)
+
+    def _cuts(self, document, begin, end):
+        """The records that hold a piece, each by its part and number, and the tokens there."""
+        size, number = self.manifest.record, document
+        if self._chosen is not None:
+            number = self._chosen[document]
+        start = int(self._starts[number])
+        place, stop = start + begin, start + end
+        while place < stop:
+            part = int(np.searchsorted(self._part_starts, place, side="right")) - 1
+            record, offset = divmod(place - int(self._part_starts[part]), size)
+            length = min(size, self.manifest.parts[part][0] - record * size)
+            cut = min(offset + stop - place, length)
+            yield (part, record), offset, cut
+            place += cut - offset
 
     def summary(self) -> str:
         """Files of the source, unless some are left out, documents and tokens, for the user."""
@@ -150,7 +184,8 @@ class Shards:
     def chosen(self, files: np.ndarray) -> "Shards":
         """The documents of some files of the source. files: bool [F]."""
         documents = np.repeat(files, [documents for _, documents in self.manifest.files])
-        return Shards(self.folder, self.manifest, self._of_all, np.flatnonzero(documents))
+        chosen = np.flatnonzero(documents)
+        return Shards(self.folder, self.manifest, self._of_all, chosen, self._stamps)
 
     def try_part(self, part: int) -> None:
         """Read the first and the last record of a part. Raises DataError."""
@@ -163,11 +198,16 @@ class Shards:
         path = os.path.join(self.folder, part_name(part))
         size = self.manifest.record
         expected = min(size, self.manifest.parts[part][0] - record * size)
-        try:
-            with self._lock:
-                (data,) = self._reader(part, path).read([record])
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise DataError(f"{path} record {record} cannot be read: {error}. {_REMEDY}") from error
+        with reading(path):
+            try:
+                if self._remote:
+                    data = self._remote[part].read(record)
+                else:
+                    with self._lock:
+                        (data,) = self._reader(part, path).read([record])
+            except (RuntimeError, ValueError, IndexError) as error:
+                why = f"{path} record {record} cannot be read: {error}"
+                raise DataError(f"{why}. {_REMEDY}") from error
         found = np.frombuffer(data, self.manifest.dtype)
         if len(found) != expected:
             raise DataError(
@@ -182,9 +222,7 @@ class Shards:
         if part not in self._readers:
             if len(self._readers) >= _MOST_OPEN:
                 del self._readers[next(iter(self._readers))]
-            # Reads are at random: nothing is read ahead.
-            options = "readahead_buffer_size:0,max_parallelism:0"
-            self._readers[part] = ArrayRecordReader(path, options=options)
+            self._readers[part] = ArrayRecordReader(path, options=AT_RANDOM)
         return self._readers[part]
 
 
@@ -198,19 +236,25 @@ def open_shards(path: str, key: str) -> Shards:
     where = f"{key}={path}"
     folder = os.path.expanduser(path)
     manifest = read_manifest(folder, where)
-    for number, (_, size, _) in enumerate(manifest.parts):
-        name = part_name(number)
+    names = [part_name(number) for number in range(len(manifest.parts))]
+    stamps = []
+    if not is_local(folder):
+        with reading(where):
+            stamps = places.stamps(folder, names)
+    for number, (name, (_, size, _)) in enumerate(zip(names, manifest.parts, strict=True)):
         part = os.path.join(folder, name)
         with reading(part, _REMEDY):
-            size_now = os.path.getsize(part)
+            size_now = stamps[number].size if stamps else os.path.getsize(part)
         if size_now != size:
             raise DataError(f"{where}: {name} has {size_now} bytes, not {size}. {_REMEDY}")
     table = os.path.join(folder, LENGTHS)
     if file_hash(table) != manifest.lengths[1]:
         raise DataError(f"{where}: {LENGTHS} is damaged. {_REMEDY}")
-    shards = Shards(folder, manifest, np.load(table, allow_pickle=False))
-    for number in range(0, len(manifest.parts), -(-len(manifest.parts) // _PARTS_TRIED) or 1):
-        shards.try_part(number)
+    with reading(table, _REMEDY), places.opened(table) as file:
+        lengths = np.load(file, allow_pickle=False)
+    shards = Shards(folder, manifest, lengths, stamps=stamps)
+    tried = range(0, len(names), -(-len(names) // _PARTS_TRIED) or 1)
+    list(in_threads(shards.try_part, tried, shards.requests))
     return shards
 
 
@@ -225,7 +269,7 @@ def check_contents(shards: Shards) -> None:
 
 def file_hash(path: str) -> str:
     """SHA-256 of a file, hexadecimal. Raises DataError."""
-    with reading(path, _REMEDY), open(path, "rb") as file:
+    with reading(path, _REMEDY), places.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -248,7 +292,7 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
     else:
         for name in files.keys() - {SETTINGS}:
             path = os.path.join(own, name)
-            with reading(path, _REMEDY), open(path, "rb") as file:
+            with reading(path, _REMEDY), places.opened(path) as file:
                 if meaning(file.read()) != meaning(files[name]):
                     wrong.append(f"another {name}")
     for key, token, mine in (("add_bos", "bos", tokenizer.bos), ("add_eos", "eos", tokenizer.eos)):
@@ -272,7 +316,7 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
 def read_fields(path: str) -> dict[str, Any] | None:
     """The fields of a file; None where it is absent or no such JSON. Raises OSError."""
     try:
-        with open(path, "rb") as file:
+        with places.opened(path) as file:
             found = json_text.parse(file.read())
     except (FileNotFoundError, ValueError):
         return None

@@ -5,6 +5,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -51,15 +52,22 @@ class TextWindows:
         """Whether windows may hold padding."""
         return self.packing != packing.CONCATENATED
 
+    @property
+    def requests(self) -> int:
+        """How many requests for objects may be under way at once; 0: the files are mounted."""
+        return self.documents.requests
+
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and segment ids, int32 [N, L], of windows counted from `first`. Segments number
         the documents of a window from 1; 0 is padding, which has token 0. Raises DataError when a
         file has changed since it was opened."""
         tokens_NL = np.zeros((len(windows_N), self.length), np.int32)
         segments_NL = np.zeros_like(tokens_NL)
-        for row, window in enumerate(windows_N):
-            pieces, place = self.layout.pieces(int(window) + self.first), 0
-            for segment, data in enumerate(self.documents.read(pieces), start=1):
+        pieces_N = [self.layout.pieces(int(window) + self.first) for window in windows_N]
+        read = self.documents.read(itertools.chain.from_iterable(pieces_N))
+        for row, pieces in enumerate(pieces_N):
+            place = 0
+            for segment, data in enumerate(itertools.islice(read, len(pieces)), start=1):
                 segments_NL[row, place : place + len(data)] = segment
                 tokens_NL[row, place : place + len(data)] = data
                 place += len(data)
@@ -121,7 +129,7 @@ def open_text(request: Request) -> tuple[TextWindows, str]:
 def _in_place(found: files.Files, request: Request, name: str) -> ByteDocuments:
     """Documents of files whose bytes are the tokens."""
     if request.source.path:  # what Python's own source is written in is its own affair
-        files.refuse_other(found.names, request.key)
+        files.refuse_other(found, request.key)
     table = read_table(found, index=request.index, allowed=request.allowed)
     if not len(table.size):
         raise DataError(

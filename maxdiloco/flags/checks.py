@@ -25,6 +25,12 @@ _SCHEDULE = schedule.Names(
     overlap="diloco_outer_overlap",
 )
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*://"
+# A path of text, and what is said of others.
+_PATH = rf"(?!{_ADDRESS}).*|(gs|s3|az|https)://[A-Za-z0-9].*"
+_NOT_READ = (
+    "is an address that is not read. Use gs://, s3:// or az:// with a bucket and a folder, "
+    "file or glob in it, https:// with one file, or mount the text on every host"
+)
 _FORM = "Write dataset_mixture=[{path: ..., weight: ..., name: ...}, ...]."
 # {entry of a source: (regular expression of its values, what is said of others)}.
 _OF_SOURCE = {
@@ -32,10 +38,7 @@ _OF_SOURCE = {
         r"[A-Za-z0-9_][A-Za-z0-9._-]*",
         "cannot be part of a metric's name. Use letters, digits, '.', '_' and '-'",
     ),
-    "path": (
-        rf"(?!{_ADDRESS}).*",
-        "is an address, but text is read from files. Mount the bucket and give its folder",
-    ),
+    "path": (_PATH, _NOT_READ),
     "weight": (
         r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?",
         "is not a number of at least 0. Give its share, such as 0.7 or 7",
@@ -193,12 +196,8 @@ def _texts(cfg: Any) -> None:
             )
         paths[key_of_eval(name)] = path
     for key, path in paths.items():
-        if cfg.dataset_type != "synthetic" and re.match(_ADDRESS, path):
-            raise ConfigError(
-                f"{key}={path} is an address, but text is read from files, at places all over "
-                f"them. Mount the bucket and give its folder (on GKE with Cloud Storage FUSE: xpk "
-                f"storage attach --type=gcsfuse), or copy the text to every host."
-            )
+        if cfg.dataset_type != "synthetic" and not re.fullmatch(f"(?s:{_PATH})", path):
+            raise ConfigError(f"{key}={path} {_NOT_READ}.")
 
 
 def key_of_eval(name: str) -> str:

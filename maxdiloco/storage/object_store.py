@@ -52,10 +52,15 @@ class BucketPath(PosixGPath):
 
     def bucket(self) -> store.Bucket:
         """The bucket that the path is in."""
-        place = self.parts[1], self.parts[2]
-        if place not in self._buckets:
-            self._buckets[place] = store.connect(*place)
-        return self._buckets[place]
+        return self.client(self.parts[1], self.parts[2])
+
+    @classmethod
+    def client(cls, scheme: str, bucket: str) -> store.Bucket:
+        """A bucket by its name. Raises what store.connect does."""
+        place = scheme, bucket
+        if place not in cls._buckets:
+            cls._buckets[place] = store.connect(*place)
+        return cls._buckets[place]
 
     @property
     def key(self) -> str:

@@ -1,4 +1,4 @@
-"""Buckets of objects on gs://, s3:// and az://: the one place that knows obstore.
+"""Buckets of objects on gs://, s3:// and az://, and files on https://: the one user of obstore.
 
 An object appears whole or not at all. A read that follows a write sees it, in all three clouds. A
 version is what the store calls one content of an object; a conditional put names the one that it
@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 SCHEMES = ("gs", "s3", "az")
@@ -22,6 +23,12 @@ SCHEMES = ("gs", "s3", "az")
 PATIENCE_S = 30.0  # until it is given up
 TIMEOUT_S = 60.0  # of one request with its body
 BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
+
+_HTTPS_BASE_URL = "HTTPS_BASE_URL"  # of a server that is asked in place of every other
+# Answers with an errno of their own: no such object, no rights, and shorter than it was.
+_NUMBERS = MappingProxyType(
+    {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESTALE}
+)
 
 Version = Mapping[str, str]  # as obstore writes it: e_tag, and on gs:// the generation
 
@@ -66,6 +73,13 @@ class Bucket:
         with _as_os_errors():
             data = bytes(self._api.get_range(self._client, name, start=start, end=end))
         return _whole(data, name, start, end)
+
+    def get_part(self, name: str, start: int, end: int) -> tuple[bytes, Entry]:
+        """get_range, and the object that the bytes are of, by one request."""
+        with _as_os_errors():
+            found = self._api.get(self._client, name, options={"range": (start, end)})
+            entry, data = _entry(found.meta), bytes(found.bytes())
+        return _whole(data, name, start, end), entry
 
     def put(self, name: str, data: bytes | os.PathLike) -> None:
         """Write an object of these bytes, or of a file, in place of any other of that name."""
@@ -128,18 +142,20 @@ def connect(scheme: str, bucket: str) -> Bucket:
     import obstore
     from obstore import store
 
-    keys = aws_profile(os.environ) if scheme == "s3" else {}
-    make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}
     seconds = datetime.timedelta(seconds=1)
+    # An endpoint comes from the environment alone, also that of a server without TLS.
+    is_given = scheme != "https" or _HTTPS_BASE_URL in os.environ
     options = {
-        # An endpoint comes from the environment alone, also that of a server without TLS.
-        "client_options": {"allow_http": True, "timeout": TIMEOUT_S * seconds},
+        "client_options": {"allow_http": is_given, "timeout": TIMEOUT_S * seconds},
         "retry_config": {"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
     }
     with _as_os_errors():
         if scheme == "https":
-            return Bucket(store.HTTPStore.from_url(f"https://{bucket}", **options), obstore)
-        return Bucket(make[scheme](bucket, config=keys, **options), obstore)
+            url = os.environ.get(_HTTPS_BASE_URL, f"https://{bucket}")
+            return Bucket(store.HTTPStore.from_url(url, **options), obstore)
+        make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}[scheme]
+        keys = aws_profile(os.environ) if scheme == "s3" else {}
+        return Bucket(make(bucket, config=keys, **options), obstore)
 
 
 def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:
@@ -188,8 +204,11 @@ def _as_os_errors() -> Iterator[None]:
         raise
     except (FileNotFoundError, exceptions.BaseError) as error:
         why, status = reason(str(error))
-        absent = isinstance(error, FileNotFoundError) or status == http.HTTPStatus.NOT_FOUND
-        number = errno.ENOENT if absent else errno.EIO
+        number = _NUMBERS.get(status, errno.EIO)
+        if isinstance(error, FileNotFoundError):
+            number = errno.ENOENT
+        elif isinstance(error, exceptions.NotSupportedError):
+            number = errno.ENOTSUP
         raise OSError(number, why) from error  # ENOENT makes it a FileNotFoundError
 
 

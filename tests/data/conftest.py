@@ -1,12 +1,16 @@
 """Settings and small texts for the tests of the data."""
 
 import json
+import pathlib
 
+import obstore
 import pytest
 from cloud_fixtures import cloud, faulty, gcs, no_clients, s3, s3_server  # noqa: F401  fixtures
 from data.shards_on_disk import TEXTS, prepare_in_this_process
+from faulty_store import FaultyStore
 
 from maxdiloco.flags import config
+from maxdiloco.storage import object_store, store
 
 
 @pytest.fixture
@@ -50,3 +54,22 @@ def source(tmp_path):
         (folder / f"{number}.txt").write_text(content, encoding="utf-8")
     (folder / "9.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
     return folder
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A bucket in memory, whose requests a test may let go wrong, with a copy of a folder in it."""
+    found = FaultyStore()
+    monkeypatch.setattr(store, "connect", found.connect)
+    monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
+
+    def copy(root, name):
+        """The address of the copy."""
+        for path in pathlib.Path(root).rglob("*"):
+            if path.is_file():
+                key = f"{name}/{path.relative_to(root)}"
+                obstore.put(found.client, key, path.read_bytes())
+        return f"s3://bucket/{name}"
+
+    found.upload = copy
+    return found

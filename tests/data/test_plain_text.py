@@ -5,7 +5,7 @@ import gzip
 import pytest
 from data.shards_on_disk import open_dataset
 
-from maxdiloco.data import kinds
+from maxdiloco.data import corpus, kinds
 from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
 from maxdiloco.evaluation import run_texts
@@ -13,6 +13,10 @@ from maxdiloco.flags import config
 from maxdiloco.trainer.assemble import BatchShape
 
 AE = "\u00e4".encode()  # two bytes
+
+
+def opened(*paths):
+    return files.Files(tuple(map(str, paths)), tuple(map(corpus.stamp, paths)), "text")
 
 
 @pytest.mark.parametrize(
@@ -32,7 +36,7 @@ def test_bytes_that_are_no_utf_8_are_refused_with_file_place_and_remedy(tmp_path
     (tmp_path / "b.txt").write_bytes(content)
     paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
     with pytest.raises(DataError) as caught:
-        files.refuse_other(paths, "dataset_path")
+        files.refuse_other(opened(*paths), "dataset_path")
     line = str(caught.value)
     assert line.startswith(f"{tmp_path}/b.txt is no UTF-8 text: byte ") and words in line
     assert line.endswith("Convert it (as iconv -f LATIN1 -t UTF-8 does), or leave it out of "
@@ -45,7 +49,7 @@ def test_text_is_text_wherever_a_block_ends(tmp_path):
     for size in (0, 5, 8192, 16384, 400_000):
         for shift in range(3):
             path.write_bytes(b"x" * shift + (AE + "\U0001f600".encode()) * (size // 6))
-            assert files.refuse_other([str(path)], "dataset_path") is None
+            assert files.refuse_other(opened(path), "dataset_path") is None
 
 
 def test_a_file_that_is_given_by_name_and_is_no_text_is_refused(settings, tmp_path):

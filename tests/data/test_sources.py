@@ -179,7 +179,7 @@ def test_a_file_that_has_changed_since_it_was_listed_is_refused(tmp_path):
     source = open_source(Source("text", str(tmp_path), "text"), "dataset_path")
     for data in (b"abcd", b"xyz"):
         (tmp_path / "a.txt").write_bytes(data)
-        os.utime(tmp_path / "a.txt", ns=(0, source.stamps[0].mtime + 1))
+        os.utime(tmp_path / "a.txt", ns=(0, source.stamps[0].version + 1))
         with pytest.raises(DataError, match="a.txt has changed since the run began"):
             list(source.read(next(source.spans(10)), None))
 

@@ -58,8 +58,9 @@ tokenizer_path=hdfs://b/tok tokenizer_type=huggingface | no address that is read
 tokenizer_path=gs:// tokenizer_type=huggingface | no address that is read | az://bucket/folder
 tokenizer_path=https://h/a?b=c tokenizer_type=huggingface | without a question mark
 add_bos=false | does nothing with tokenizer_type=byte | Leave add_bos out
-dataset_path=gs://b/text | is an address, but text is read from files | Mount the bucket
-eval_dataset_path=s3://b/*.txt | is an address | or copy the text to every host
+dataset_path=hdfs://b/text | is an address that is not read | Use gs://, s3:// or az:// with a
+dataset_path=gs:// | dataset_path=gs:// is an address that is not read | with a bucket and a folder
+eval_dataset_path=ftp://b/*.txt | is an address | or mount the text on every host
 dcn_fsdp_parallelism=-1 | dcn_diloco_parallelism=-1 and | Set dcn_diloco_parallelism
 ici_data_parallelism=-1 | ici_fsdp_parallelism=-1 | Set ici_data_parallelism to a number
 logical_axis_rules=[embed] | embed is not [logical axis | Mesh axes: diloco, data, fsdp
@@ -83,7 +84,7 @@ num_diloco_replicas=3 SLOTS | dcn diloco 2 * ici diloco 1 = 2 | Use a multiple o
 # evaluation
 sample_prompt=a eval_interval=-1 | is continued at each evaluation | Set eval_interval
 sample_prompt=a eval_interval=5 SYNTHETIC | is text | Leave sample_prompt out
-eval_dataset_path={a: gs://b/c} | eval_dataset_path.a=gs://b/c is an address | Mount the bucket
+eval_dataset_path={a: hf://b/c} | eval_dataset_path.a=hf://b/c is an address | mount the text
 eval_dataset_path={"a":"b"} SYNTHETIC | {a: b} is text | reads none | Leave eval_d
 eval_steps=-1 SYNTHETIC eval_interval=10 | has no end | Set eval_steps
 eval_fraction=0 eval_interval=9 | eval_fraction=0 holds nothing out, but eval_interval=9
@@ -144,7 +145,7 @@ dataset_mixture=[{name: a, path: }] | has no path
 dataset_mixture=[{name: a, path: /a, wait: 1}] | has wait, which is no key of it
 dataset_mixture=[{name: a, path: /a, dataset_type: csv}] | csv of source a is none
 dataset_mixture=[{name: a/b, path: /a}] | name a/b cannot be part of a metric's name
-dataset_mixture=[{name: a, path: gs://b/c}] | Mount the bucket
+dataset_mixture=[{name: a, path: hf://b/c}] | mount the text
 dataset_mixture=[{name: a, path: /a, weight: -1}] | weight -1 of source a is not a
 dataset_mixture=[{name: a, path: /a, weight: nan}] | Give its share, such as 0.7
 dataset_mixture=[{name: a, path: /a, weight: 0}] | no weight above 0. Give a source

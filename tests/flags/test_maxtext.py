@@ -74,15 +74,15 @@ def test_a_copy_of_base_yml_is_its_edits_and_leaves_the_model_its_sizes(refusal,
 
 
 def test_the_script_for_streaming_diloco_is_told_once_what_it_has_to_change(refusal):
-    """The data set of TFDS, in one line; then the mounted text: two reports of what cannot carry
-    over, and all other flags do."""
+    """The data set of TFDS, in one line; then the text, in its bucket or mounted: all other flags
+    carry over."""
     line = refusal(*SCRIPT)
     assert line.count(" is MaxText's and not here") == 2
     assert (
         "dataset_name=c4/en:3.0.1 is MaxText's" in line and "Name the text in dataset_path" in line
     )
     without = replaced(SCRIPT, dataset_name=None, eval_dataset_name=None)
-    assert "dataset_path=gs://maxtext-dataset is an address" in refusal(*without)
+    assert load(*without)[0].dataset_path == "gs://maxtext-dataset"
     cfg, notes = load(*replaced(without, dataset_path="/data/text"))
     assert (cfg.num_diloco_fragments, cfg.diloco_outer_lr, cfg.profiler) == (37, 0.1, "xplane")
     (note,) = notes

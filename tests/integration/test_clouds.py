@@ -141,3 +141,19 @@ def test_two_processes_on_s3_save_together_and_resume(s3, tmp_path):
     assert "resumed after step 6;" in both[0].text()
     rows = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_run_reads_its_text_from_a_bucket(s3, text_run, workers, tmp_path, capfd):
+    """The rows of a run on a file of the disk, evaluations too; in two starts. A bucket that there
+    is not is a line and exit code 3."""
+    run, keys = text_run
+    store.connect("s3", BUCKET).put("text/text.txt", run.parent / "text.txt")
+    keys = keys | dict(dataset_path=f"s3://{BUCKET}/text", grain_worker_count=workers)
+    for steps in (2, 4):
+        assert tools.run(tmp_path, "bucket", **keys | {"steps": steps}) == 0
+    rows = tools.rows(tmp_path / "bucket")
+    assert rows == tools.rows(run) and len(rows) == 4 and "eval/loss" in rows[3]
+    arguments = tools.arguments(tmp_path, "none", **keys | {"dataset_path": "s3://none/text"})
+    code, line = tools.refused(capfd, train.main, arguments)
+    assert code == 3 and "dataset_path=s3://none/text cannot be read (Not Found (404): " in line

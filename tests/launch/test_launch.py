@@ -80,7 +80,7 @@ def test_every_fault_is_told_in_one_line_each_and_nothing_is_created(tmp_path):
         ("xpk_run", ["a"], {"CLUSTER": ""}, r"CLUSTER or CLUSTER_NAME is not set: it is"),
         ("xpk_run", ["a"], {"PROJECT_ID": "other-one"}, r"PROJECT=my-project and PROJECT_ID=other"),
         ("xpk_run", ["a", "run_name=b"], {}, r"run_name is set by this script, to a\. Leave"),
-        ("xpk_run", ["a", "dataset_path=gs://b/t"], {}, r"dataset_path=gs://b/t is an address"),
+        ("xpk_run", ["a", "dataset_path=hf://b/t"], {}, r"dataset_path=hf://b/t is an address"),
         ("xpk_run", ["a", "stepz=3"], {}, r"stepz"),
         ("xpk_run", ["a", "dataset_path=/b\nc"], {}, r"dataset_path has a line break, which a com"),
         ("xpk_run", ["a", "dcn_diloco_parallelism=4"], {}, r"num_slices=2 does not fit .* 4 = 4"),

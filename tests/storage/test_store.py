@@ -32,6 +32,7 @@ def test_an_object_is_written_read_listed_and_deleted(bucket, monkeypatch):
         assert bucket.get(name) == content
         assert bucket.head(name).size == len(content)
     assert bucket.get_range("a/large", 7, 1000) == large[7:1000]
+    assert bucket.get_part("a/large", 7, 1000) == (large[7:1000], bucket.head("a/large"))
     listed = {entry.name: entry.size for entry in bucket.list_all("a")}
     assert listed == {f"a/{ODD}/1": 3, "a/b": 0, "a/large": len(large)}
     objects, folders = bucket.list_folder("a")

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from maxdiloco import json_text
-from maxdiloco.data import corpus
-from maxdiloco.data.corpus import PIECE, Skip, Span, Stamp, Text
+from maxdiloco.data import corpus, places
+from maxdiloco.data.corpus import PIECE, Skip, Span, Text
 from maxdiloco.data.packages import require
+from maxdiloco.data.places import Stamp, is_local
+from maxdiloco.data.read_ahead import REQUESTS, in_threads
 from maxdiloco.data.sources import tables
 from maxdiloco.errors import DataError
 
@@ -35,46 +37,47 @@ _BLOCKS = 16
 _BLOCK = 1 << 13
 
 
-def read_text(path: str, begin: int, end: int, _column: str, skip: Skip) -> Iterator[Text]:
-    """Pieces of a text file that begin in [begin, end)."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        begin, end = (_line_start(file, place, size) for place in (begin, end))
-        while begin < end:
-            data = _piece(file, begin, end)
-            stop = begin + len(data)
-            first, last = begin == 0, stop == size
-            try:
-                text = data.decode()
-            except UnicodeDecodeError as error:
-                skip(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason})")
-                text = ""
-            if text or not (first and last):
-                yield Text(text, first, last)
-            begin = stop
+def read_text(file: BinaryIO, path: str, span: Span, _column: str, skip: Skip) -> Iterator[Text]:
+    """Pieces of a text file that begin in a span."""
+    size = Stamp.of(file).size
+    begin, end = (_line_start(file, place, size) for place in (span.begin, span.end))
+    while begin < end:
+        data = _piece(file, begin, end)
+        stop = begin + len(data)
+        first, last = begin == 0, stop == size
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            skip(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason})")
+            text = ""
+        if text or not (first and last):
+            yield Text(text, first, last)
+        begin = stop
 
 
-def read_lines(path: str, begin: int, end: int, column: str, skip: Skip) -> Iterator[Text]:
-    """Documents of the lines of a .jsonl file that begin in [begin, end)."""
-    with open(path, "rb") as file:
-        if begin:
-            file.seek(begin - 1)
-            while (line := file.readline(PIECE)) and not line.endswith(b"\n"):
-                continue
-        for offset, line in lines(file, path, file.tell()):
-            if offset >= end:
-                return
-            yield from _document(line, f"{path} byte {offset}", column, skip)
+def read_lines(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iterator[Text]:
+    """Documents of the lines of a .jsonl file that begin in a span."""
+    if span.begin:
+        file.seek(span.begin - 1)
+        while (line := file.readline(PIECE)) and not line.endswith(b"\n"):
+            continue
+    for offset, line in lines(file, path, file.tell()):
+        if offset >= span.end:
+            return
+        yield from _document(line, f"{path} byte {offset}", column, skip)
 
 
-def read_compressed(path: str, _begin: int, _end: int, column: str, skip: Skip) -> Iterator[Text]:
+def read_compressed(
+    file: BinaryIO, path: str, _span: Span, column: str, skip: Skip
+) -> Iterator[Text]:
     """Documents of a file of JSON lines, compressed with gzip or zstd, which is one span."""
     # pyarrow's stream, not the package zstandard's: that one ends quietly where a file was cut.
     pyarrow = require("pyarrow", path, extra="data")
     codec = "zstd" if path.endswith(".zst") else "gzip"
     read = 0
     try:
-        with pyarrow.input_stream(path, compression=codec) as stream:
+        source = path if is_local(path) else file  # its own way to a file is faster
+        with pyarrow.input_stream(source, compression=codec) as stream:
             for offset, line in lines(io.BufferedReader(stream, _BUFFER), path, 0):
                 read = offset
                 yield from _document(line, f"{path} byte {offset}", column, skip)
@@ -161,7 +164,7 @@ def line_text(line: bytes, column: str, where: str) -> str:
     return fields[column]
 
 
-# Suffixes and (path, begin, end, column, skip) -> texts; the first that fits.
+# Suffixes and (file, path, span, column, skip) -> texts; the first that fits.
 _READERS = (
     (PARQUET, tables.read),
     (COMPRESSED, read_compressed),
@@ -177,6 +180,11 @@ class Files:
     names: tuple[str, ...]
     stamps: tuple[Stamp, ...]  # of each when it was opened
     column: str  # field or column that holds the text
+
+    @property
+    def requests(self) -> int:
+        """How many requests for objects may be under way at once; 0: the files are mounted."""
+        return 0 if all(map(is_local, self.names[:1])) else REQUESTS
 
     def sizes(self) -> list[int]:
         """Bytes of each file, which stand for tokens where they are tokens."""
@@ -199,15 +207,15 @@ class Files:
         """Documents of a span, but empty ones. Raises DataError for a missing file or column, and
         what skip does."""
         path, before = self.names[span.file], self.stamps[span.file]
-        if corpus.stamp(path) != before:
-            raise corpus.changed(path, before.size, "of text is no longer there")
-        with corpus.reading(path):
+        with corpus.reading(path), places.opened(path, before) as file:
+            if Stamp.of(file) != before:
+                raise corpus.changed(path, before.size, "of text is no longer there")
             read = next(read for suffixes, read in _READERS if path.endswith(suffixes))
-            yield from read(path, span.begin, span.end, self.column, skip)
+            yield from read(file, path, span, self.column, skip)
 
     def version(self) -> list[list]:
-        """What tells two versions of the source apart, as JSON: of each file name, size, time."""
-        paths = map(os.path.abspath, self.names)
+        """What tells two versions of the source apart, as JSON: of each file name and stamp."""
+        paths = (os.path.abspath(name) if is_local(name) else name for name in self.names)
         return [[path, *stamp] for path, stamp in zip(paths, self.stamps, strict=True)]
 
 
@@ -221,10 +229,11 @@ def open_files(
     """Files sorted by path; each is opened, none is read. path, key, suffixes: of find_files.
     check: raises DataError for the name of a file of another kind. Raises DataError when there is
     none, and for a file that cannot be read."""
-    names = corpus.find_files(path, key, suffixes)
-    for name in names:
+    found = corpus.find(path, key, suffixes)
+    for name in found:
         check(name)
-    return Files(tuple(names), tuple(map(corpus.stamp, names)), column)
+    stamps = (stamp or corpus.stamp(name) for name, stamp in found.items())
+    return Files(tuple(found), tuple(stamps), column)
 
 
 def check_text(name: str) -> None:
@@ -245,32 +254,41 @@ def check_parquet(name: str) -> None:
         )
 
 
-def refuse_other(paths: Iterable[str], key: str) -> None:
+def refuse_other(source: Files, key: str) -> None:
     """Raise DataError for the first file with a block that is no UTF-8 or has a NUL byte. .jsonl
     files are left out: they are read through as JSON. key: the flag of the path."""
-    for path in paths:
-        if path.endswith(".jsonl"):
-            continue
-        with corpus.reading(path), open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            starts = range(0, size, _BLOCK)
-            if len(starts) > _BLOCKS:
-                starts = [(size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
-            for start in starts:
-                file.seek(start)
-                data = file.read(_BLOCK)
-                wrong, why = data.find(b"\0"), "is NUL"
-                # A block may begin within a character, and one that is not the last may end so.
-                begin = _inside_character(data) if start else 0
-                decoder = codecs.getincrementaldecoder("utf-8")()
-                try:
-                    decoder.decode(data[begin:], start + len(data) >= size)
-                except UnicodeDecodeError as error:
-                    if wrong < 0:
-                        wrong = begin + error.start
-                        why = f"is 0x{data[wrong]:02x} ({error.reason})"
-                if wrong >= 0:
-                    raise DataError(
-                        f"{path} is no UTF-8 text: byte {start + wrong} {why}. Convert it (as "
-                        f"iconv -f LATIN1 -t UTF-8 does), or leave it out of {key}."
-                    )
+    pairs = zip(source.names, source.stamps, strict=True)
+    texts = [(path, stamp) for path, stamp in pairs if not path.endswith(".jsonl")]
+    found = in_threads(_not_text, texts, source.requests)
+    for (path, _), wrong in zip(texts, found, strict=True):
+        if wrong:
+            raise DataError(
+                f"{path} is no UTF-8 text: {wrong}. Convert it (as iconv -f LATIN1 -t UTF-8 "
+                f"does), or leave it out of {key}."
+            )
+
+
+def _not_text(path_and_stamp):
+    """What is wrong with a file, and where; None: nothing was found."""
+    path, stamp = path_and_stamp
+    with corpus.reading(path), places.opened(path, stamp) as file:
+        size = Stamp.of(file).size
+        starts = range(0, size, _BLOCK)
+        if len(starts) > _BLOCKS:
+            starts = [(size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
+        for start in starts:
+            file.seek(start)
+            data = file.read(_BLOCK)
+            wrong, why = data.find(b"\0"), "is NUL"
+            # A block may begin within a character, and one that is not the last may end so.
+            begin = _inside_character(data) if start else 0
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            try:
+                decoder.decode(data[begin:], start + len(data) >= size)
+            except UnicodeDecodeError as error:
+                if wrong < 0:
+                    wrong = begin + error.start
+                    why = f"is 0x{data[wrong]:02x} ({error.reason})"
+            if wrong >= 0:
+                return f"byte {start + wrong} {why}"
+    return None

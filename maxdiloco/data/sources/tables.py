@@ -3,10 +3,11 @@
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from maxdiloco.data.corpus import Skip, Span, Text
 from maxdiloco.data.packages import require
+from maxdiloco.data.places import is_local
 from maxdiloco.errors import DataError
 
 # Rows that are decoded at once: our choice; a page of text is some hundreds.
@@ -15,34 +16,34 @@ _ROWS = 256
 _TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
 
 
-def read(path: str, begin: int, end: int, column: str, skip: Skip) -> Iterator[Text]:
-    """Documents of the row groups that begin in the bytes [begin, end) of a parquet file. No footer
-    is read to plan the spans. Raises DataError for a column that is missing or not text, OSError
+def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iterator[Text]:
+    """Documents of the row groups that begin in a span of a parquet file. No footer is read to plan
+    the spans. Raises DataError for a column that is missing or not text, OSError
     for an unreadable file."""
     pyarrow = require("pyarrow", path, extra="data")
     tables = require("pyarrow.parquet", path, extra="data")
     try:
-        file = tables.ParquetFile(path)
+        table = tables.ParquetFile(path if is_local(path) else file)
     except pyarrow.ArrowInvalid as error:
-        if begin == 0:  # once, whatever the number of spans
+        if span.begin == 0:  # once, whatever the number of spans
             skip(path, f"no parquet file, or one that was cut off ({error})")
         return
-    with file:
-        _check_column(file.schema_arrow, column, path)
-        for group in range(file.num_row_groups):
-            first = file.metadata.row_group(group).column(0)
+    with table:
+        _check_column(table.schema_arrow, column, path)
+        for group in range(table.num_row_groups):
+            first = table.metadata.row_group(group).column(0)
             place = first.data_page_offset
             if first.has_dictionary_page:
                 place = min(place, first.dictionary_page_offset)
-            if begin <= place < end:
-                yield from _rows(pyarrow, file, group, column, path, skip)
+            if span.begin <= place < span.end:
+                yield from _rows(pyarrow, table, group, column, path, skip)
 
 
-def _rows(pyarrow, file, group, column, path, skip):
+def _rows(pyarrow, table, group, column, path, skip):
     where = f"{path} row group {group}"
     done = 0
     try:
-        for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[column]):
+        for batch in table.iter_batches(_ROWS, row_groups=[group], columns=[column]):
             for row, value in enumerate(batch.column(0), start=done):
                 try:
                     text = value.as_py()
@@ -106,6 +107,11 @@ def open_hub(path: str, key: str, column: str) -> Hub:
         raise DataError(
             f"{key} is empty, but dataset_type=hf needs the name of a data set. Set {key} to one "
             "of the hub, such as allenai/c4:en, or to a folder."
+        )
+    if not is_local(path):
+        raise DataError(
+            f"{key}={path} is an address, but dataset_type=hf reads the hub or a mounted folder. "
+            "Use dataset_type=parquet or text for files in a bucket."
         )
     user = f"dataset_type=hf of {key}={path}"
     datasets = require("datasets", user, extra="data")

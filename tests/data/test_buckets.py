@@ -1,0 +1,320 @@
+"""Text and shards in a bucket are read as files are: the same names, sequences and bits."""
+
+import errno
+import gzip
+import json
+import os
+import pickle
+import sys
+import threading
+import time
+
+import numpy as np
+import obstore
+import pytest
+from data.same_sequences import KEYS, ROWS, assert_equal, evaluated, sequences
+from data.shards_on_disk import make, open_dataset
+from etils import epath
+from faulty_store import from_on
+from obstore.exceptions import GenericError
+
+from maxdiloco.data import (
+    corpus,
+    kinds,
+    order,
+    pipeline,
+    places,
+    read_ahead,
+    remote_part,
+    shards,
+)
+from maxdiloco.data.documents import LineIndex, read_table
+from maxdiloco.data.sources import files
+from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.storage import store
+
+pytestmark = pytest.mark.usefixtures("parts_here")
+
+@pytest.fixture
+def places_of(bucket, source, tmp_path):
+    """The folder of a kind on the disk, and its address in a bucket."""
+
+    def make_both(kind):
+        letters = np.random.default_rng(0).integers(97, 123, 300_000, np.uint8)
+        (source / "c.txt").write_bytes(letters.tobytes())
+        folder = source
+        if kind == "shards":
+            folder = tmp_path / "shards"
+            make(source, folder, part_bytes=200_000)
+        return str(folder), bucket.upload(folder, f"a/{kind}")
+
+    return make_both
+
+
+@pytest.mark.parametrize("kind", ["text", "shards"])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_the_sequences_of_a_bucket_are_those_of_the_files(places_of, settings, kind, shuffled):
+    """Text files and JSON lines, read where they are, or their shards. In training order, resumed
+    in the middle, and in evaluation order; with the same contents, so that a run goes on with
+    either."""
+    local, remote = (
+        settings(dataset_path=path, enable_data_shuffling=shuffled, **KEYS)
+        for path in places_of(kind)
+    )
+    assert_equal(sequences(remote), sequences(local))
+    assert_equal(sequences(remote, steps=range(7, 13)), sequences(local, steps=range(7, 13)))
+    assert_equal(evaluated(remote), evaluated(local))
+
+
+@pytest.mark.parametrize("end", [1 << 16, 3 << 16])
+def test_any_window_of_shards_is_read_from_a_bucket(places_of, settings, monkeypatch, end):
+    """Records lie across the blocks of their file, and the index before what is read of its end."""
+    monkeypatch.setattr(remote_part, "_END", end)
+    local, remote = (
+        open_dataset(settings(dataset_path=path, eval_dataset_path="x", **KEYS)).windows
+        for path in places_of("shards")
+    )
+    copy = pickle.loads(pickle.dumps(remote))
+    assert local.num_windows > 18_000
+    some = np.random.default_rng(0).permutation(local.num_windows)[:2000]
+    expected = local.read(some)
+    for found in (remote.read(some), copy.read(some)):
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    shards.check_contents(remote.documents)
+
+
+def test_a_damaged_folder_of_shards_in_a_bucket_is_a_line(places_of, settings, bucket, monkeypatch):
+    """At the start, or where its record is read; and where the package for its index is missing."""
+    folder, address = places_of("shards")
+    cfg = settings(dataset_path=address, eval_dataset_path="x", **KEYS)
+    name = "a/shards/part-00001.arrayrecord"
+    whole = bytes(obstore.get(bucket.client, name).bytes())
+    last = len(whole) - (1 << 16)
+    damaged = {
+        "record 0 cannot be read: .*hash mismatch": whole[:3000] + b"0123" + whole[3004:],
+        "record 0 cannot be read: ": whole[:last] + bytes(1 << 16),
+        "00001.arrayrecord has .* bytes, not": whole[1:],
+        None: whole,
+    }
+    for why, data in damaged.items():
+        obstore.put(bucket.client, name, data)
+        if why:
+            with pytest.raises(DataError, match=f"{why}.*Copy the folder again"):
+                open_dataset(cfg)
+    data = open_dataset(cfg)
+    obstore.put(bucket.client, name, whole)
+    with pytest.raises(DataError, match="another object is in its place.* has changed since the r"):
+        data.windows.read(np.arange(data.num_windows))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        with pytest.raises(ConfigError, match=r"shards in a bucket, .*pyarrow.*\.\[data\]'"):
+            open_dataset(cfg)
+    obstore.delete(bucket.client, name)
+    with pytest.raises(DataError, match="cannot be read .there is no .*00001.*Correct the name"):
+        open_dataset(cfg)
+    obstore.delete(bucket.client, "a/shards/manifest.json")
+    with pytest.raises(DataError, match="has no files that end in .txt"):
+        open_dataset(cfg)
+
+
+def test_each_kind_of_source_gives_the_texts_of_the_files(bucket, source, tmp_path):
+    """Also compressed and parquet, wherever they are cut; and the folder of shards is the same to
+    the byte but for its plan, which names what it was made from."""
+    pyarrow = pytest.importorskip("pyarrow")
+    tables = pytest.importorskip("pyarrow.parquet")
+    lines = b"".join(json.dumps({"text": f"packed {i} " * 99}).encode() + b"\n" for i in range(300))
+    (source / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (source / "b.jsonl.zst").write_bytes(bytes(pyarrow.compress(lines, "zstd")))
+    (source / "c.txt").write_text("a line of text\n" * 30_000)  # several requests
+    table = pyarrow.table({"text": [f"row {i} " * 50 for i in range(900)]})
+    tables.write_table(table, source / "d.parquet", row_group_size=300)
+    address = bucket.upload(source, "a")
+    for kind in ("text", "parquet"):
+        for limit in (1000, 70_000, 1 << 30):
+            found = []
+            for path in (str(source), address):
+                text = kinds.open_source(kinds.Source(kind, path, "text"), "dataset_path")
+                found.append([t for span in text.spans(limit) for t in text.read(span, None)])
+            assert found[0] == found[1] and len(found[0]) > 3
+    for name, path in (("one", source), ("two", address)):
+        make(path, tmp_path / name, part_bytes=100_000)
+    names = {path.name for path in (tmp_path / "one").iterdir()}
+    assert names == {path.name for path in (tmp_path / "two").iterdir()}
+    assert names > {"part-00004.arrayrecord"}
+    for name in names - {"source.json", "tokenizer"}:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "/", "/sub", "/0.txt", "/*.txt", "/**", "/**/*.txt", "/s*/**/*.txt", "/sub/**/d/*",
+     "/**/.hid*/*", "/.hidden/*.txt", "/*/*", "/[01].txt", "/**/d/**/*.md", "/sub/d/e.md"],
+)  # fmt: skip
+def test_a_folder_a_file_and_a_glob_name_the_files_that_they_name_on_a_disk(bucket, tmp_path, path):
+    """In the same order. Hidden files and folders stay out, unless a pattern names them."""
+    for name in ("0.txt", "1.txt", "10.txt", "a.rst", ".hidden/a.txt", ".b.txt", "sub/a.txt",
+                 "sub/.c.txt", "sub/d/e.md", "sub/d/f/g.txt", "sub/.h/i.txt", "s-a/x"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    address = bucket.upload(tmp_path, "a")
+    expected = corpus.find_files(f"{tmp_path}{path}", "dataset_path")
+    found = corpus.find(f"{address}{path}", "dataset_path")
+    assert list(found) == [
+        name.replace(f"{tmp_path}/", f"{address}/").replace("//0", "/0") for name in expected
+    ]
+    assert [stamp.size for stamp in found.values()] == [os.path.getsize(n) for n in expected]
+
+
+def test_what_is_not_there_is_a_line_with_its_key(bucket, tmp_path, monkeypatch):
+    (tmp_path / "a.rst").write_text("x")
+    bucket.upload(tmp_path, "a")
+    for path, why in (
+        ("s3://bucket/none", "does not exist or is out of reach. Give a folder, a file"),
+        ("s3://bucket/a", r"has no files that end in .txt .* as in s3://bucket/a/\*\*/\*.rst"),
+        ("s3://bucket/a/*.txt", "matches no file. Correct the pattern"),
+    ):
+        with pytest.raises(DataError, match=f"^eval_dataset_path={path.replace('*', '.')} {why}"):
+            corpus.find(path, "eval_dataset_path")
+    with pytest.raises(DataError, match="is an address, but dataset_type=hf reads the hub or a"):
+        kinds.open_source(kinds.Source("hf", "s3://bucket/a", "text"), "dataset_path")
+    bucket.fault = from_on(0, "503")
+    with pytest.raises(DataError, match=r"dataset_path=s3://bucket/a cannot be read \(Service Una"):
+        corpus.find("s3://bucket/a", "dataset_path")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"s3://bucket/a needs the package obstore.*\[buckets\]"):
+        corpus.find("s3://bucket/a", "dataset_path")
+
+
+def test_an_object_that_is_gone_replaced_or_cut_in_mid_run_is_a_line(bucket, settings, source):
+    """Each after the run was opened. An object that comes back is another version of it."""
+    cfg = settings(dataset_path=bucket.upload(source, "a"), eval_dataset_path="unused", **KEYS)
+    data = open_dataset(cfg)
+    everything = np.arange(data.num_windows)
+
+    def refused():
+        with pytest.raises(DataError) as error:
+            data.windows.read(everything)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    obstore.put(bucket.client, "a/3.txt", (source / "3.txt").read_bytes())
+    assert refused() == (
+        "s3://bucket/a/3.txt cannot be read (another object is in its place). It has changed since "
+        "the run began: leave data alone while it is read, and start again."
+    )
+    obstore.delete(bucket.client, "a/3.txt")
+    line = refused()
+    assert line.startswith("s3://bucket/a/3.txt cannot be read (Object at location a/3.txt not fo")
+    assert line.endswith("Correct the name, or put it back.")
+    bucket.upload(source, "a")
+    data = open_dataset(cfg)
+    bucket.fault = from_on(len(bucket.calls) + 5, "cut")
+    assert "it is cut, or was replaced). Once the store answers, start again." in refused()
+    bucket.fault = from_on(0, "503")
+    assert "cannot be read (Service Unavailable (503): slow down). Once the store" in refused()
+
+
+def test_rights_that_are_missing_are_named():
+    """The status of the store's answer decides what is to be done."""
+    for status, number in ((401, errno.EACCES), (403, errno.EACCES), (404, errno.ENOENT)):
+        words = f"Server returned non-2xx status code: {status} x: <a/>"
+        with pytest.raises(OSError, match=f".Errno {number}.") as error, store._as_os_errors():
+            raise GenericError(words)
+        with pytest.raises(DataError, match="Give these|Correct the"), corpus.reading("s3://b"):
+            raise error.value
+
+
+def test_the_index_of_lines_knows_an_object_by_its_version(bucket, tmp_path):
+    """A second start reads none through; an object that was replaced is read."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "abc"}\n{"text": "de"}\n')
+    path = bucket.upload(tmp_path, "a")
+    told, kept = [], epath.Path(tmp_path / "index")
+
+    def table():
+        index = LineIndex("text", told.append)
+        index.load(kept)
+        source = files.open_files((".jsonl",), files.check_text, path, "dataset_path", "text")
+        found = read_table(source, index=index)
+        index.save(kept)
+        return found.size.tolist()
+
+    assert table() == table() == [3, 2] and len(told) == 1
+    bucket.upload(tmp_path, "a")
+    assert table() == [3, 2] and len(told) == 2
+
+
+def test_a_reader_that_goes_on_has_the_next_bytes_fetched_for_it(bucket, tmp_path):
+    """Twice as many with each request, so that a file of 3 MB costs seven; who reads a span costs
+    one, and a place alone _LEAST."""
+    data = os.urandom(3_000_000)
+    (tmp_path / "a").write_bytes(data)
+    path = f"{bucket.upload(tmp_path, 'x')}/a"
+    with places.opened(path) as file:
+        assert file.read() == data
+    assert bucket.calls == ["head"] + ["get"] * 7
+    bucket.calls.clear()
+    stamp = places.find(path)
+    with places.opened(path, stamp, (1000, 300_000)) as file:
+        file.seek(1000)
+        assert file.read(299_000) == data[1000:300_000]
+    with places.opened(path, stamp) as file:
+        for place in (5, 64_000, 2_999_990, 5):
+            file.seek(place)
+            assert file.read(10) == data[place : place + 10]
+        assert places.Stamp.of(file) == stamp
+    assert bucket.calls == ["head"] + ["get"] * 4
+
+
+def test_requests_of_one_batch_and_of_the_next_are_under_way_together(bucket, settings, tmp_path):
+    """30 steps of 6 sequences in 6 files each, 20 ms a request: one after the other they are 3.6 s.
+    Neighbours in a file are one request."""
+    for number in range(180):
+        (tmp_path / f"{number:03}.txt").write_bytes(bytes([65 + number % 26]) * 15)
+    cfg = settings(dataset_path=bucket.upload(tmp_path, "a"), eval_dataset_path="x", **KEYS)
+    data = open_dataset(cfg)
+    assert data.num_windows == 180
+    most, now, lock = [0], [0], threading.Lock()
+    get = bucket.get
+
+    def slow(*arguments, **options):
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.02)
+        with lock:
+            now[0] -= 1
+        return get(*arguments, **options)
+
+    bucket.get = slow
+    bucket.calls.clear()
+    began = time.monotonic()
+    with pipeline.batches(data, order.first_position(2, 3), steps=range(1, 31), **ROWS) as batches:
+        assert len(list(batches)) == 30
+    assert time.monotonic() - began < 1.5
+    assert 12 < most[0] <= 11 * 6 and bucket.calls == ["get"] * 180
+    bucket.calls.clear()
+    data.windows.read(np.arange(180)[:1].repeat(4))
+    assert bucket.calls == ["get"]
+
+
+def test_threads_keep_the_order_raise_in_place_and_end():
+    """As many items are asked for as there are threads, and one more for each result taken."""
+    begun = []
+
+    def read(number):
+        begun.append(number)
+        if number == 5:
+            raise DataError("five")
+        return number
+
+    found = read_ahead.in_threads(read, range(100), 4)
+    assert [next(found) for _ in range(5)] == list(range(5))
+    with pytest.raises(DataError, match="five"):
+        next(found)
+    assert {*range(6)} <= {*begun} <= {*range(9)}
+    assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPool")]
+    lazy = read_ahead.in_threads(begun.append, range(3), 0)
+    begun.clear()
+    next(lazy)
+    assert begun == [0]

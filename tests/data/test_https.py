@@ -1,0 +1,79 @@
+"""Files behind https are read by their names, as on a disk."""
+
+import gzip
+import re
+
+import numpy as np
+import pytest
+from data.same_sequences import KEYS, assert_equal, sequences
+from data.shards_on_disk import make
+from https_server import HttpsServer
+
+from maxdiloco.data import corpus, kinds
+from maxdiloco.data.sources import files
+from maxdiloco.errors import DataError
+from maxdiloco.storage import object_store, store
+
+pytestmark = pytest.mark.usefixtures("parts_here")
+
+
+@pytest.fixture
+def https(monkeypatch):
+    monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
+    monkeypatch.setattr(store, "PATIENCE_S", 0.5)
+    with HttpsServer({}) as server:
+        for key, value in server.environ().items():
+            monkeypatch.setenv(key, value)
+        yield server
+
+
+def test_a_file_and_a_folder_of_shards_behind_https_are_read_as_on_a_disk(
+    https, settings, source, tmp_path
+):
+    """By their names, with a blank among them. Each kind of file that is one; nothing is listed."""
+    pytest.importorskip("pyarrow")
+    letters = np.random.default_rng(0).integers(97, 123, 200_000, np.uint8)
+    (source / "a b.txt").write_bytes(letters.tobytes())
+    (source / "b.jsonl.gz").write_bytes(gzip.compress((source / "9.jsonl").read_bytes()))
+    make(source, tmp_path / "shards", part_bytes=50_000)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            https.files[str(path.relative_to(tmp_path))] = path.read_bytes()
+    for name in ("source/a%20b.txt", "source/9.jsonl", "shards"):
+        path = tmp_path / name.replace("%20", " ")
+        local, remote = (
+            settings(dataset_path=where, eval_dataset_path=where, **KEYS)
+            for where in (str(path), f"https://host/{name}")
+        )
+        assert_equal(sequences(remote), sequences(local))
+    texts = [
+        [t for span in text.spans(1000) for t in text.read(span, None)]
+        for text in (
+            kinds.open_source(kinds.Source("text", where, "text"), "dataset_path")
+            for where in (f"{source}/b.jsonl.gz", "https://host/source/b.jsonl.gz")
+        )
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) > 3
+    assert {command for command, _ in https.requests} == {"HEAD", "GET"}
+
+
+def test_what_https_has_not_is_a_line(https, monkeypatch):
+    https.files |= {"a.txt": b"text", "b.txt": b"text"}
+    https.status |= {"closed.txt": 403, "away.txt": 503}
+    for path, why in (
+        ("dir", r"names no file that ends in .txt .*, and https lists no folder. Name one such"),
+        ("*.md?", "names no file that ends in"),
+        ("c.txt", "does not exist or is out of reach"),
+        ("closed.txt", "does not exist or is out of reach"),
+        ("away.txt", r"cannot be read .Service Unavailable .503..*Once the store answers"),
+    ):
+        with pytest.raises(DataError, match=f"^dataset_path=https://host/{re.escape(path)} {why}"):
+            corpus.find(f"https://host/{path}", "dataset_path")
+    source = files.open_files((".txt",), files.check_text, "https://host/a.txt", "key", "text")
+    https.ranges = False
+    with pytest.raises(DataError, match="a.txt cannot be read .*Range.*Use a server that sends r"):
+        files.refuse_other(source, "key")
+    monkeypatch.delenv("HTTPS_BASE_URL")
+    object_store.BucketPath._buckets.clear()
+    with pytest.raises(DataError, match="cannot be read .*error"):  # a server without TLS
+        corpus.find(f"{https.environ()['HTTPS_BASE_URL'].replace('http', 'https')}/a.txt", "key")
