@@ -106,12 +106,11 @@ class DiLoCo(Trainer):
             error_feedback=arguments.feedback(error_feedback, wire),
             exchange=exchange,
         )
-        self.schedule = self.settings.schedule
-        self.mesh, self.num_replicas, self.period = mesh, num_replicas, sync_period
+        self.schedule, self.period = self.settings.schedule, sync_period
+        self.mesh, self.num_replicas = mesh, num_replicas
         rate = outer_rate.rate(num_replicas, overlap=outer_overlap, merge=merge)
-        self.optimizer, numbers = arguments.outer_optimizer(
-            outer_optimizer, outer_lr, outer_momentum, rate
-        )
+        given = outer_optimizer, outer_lr, outer_momentum
+        self.optimizer, numbers = arguments.outer_optimizer(*given, rate)
         self._noted_rule = numbers | {"alpha": float(alpha), "merge": merge}
         self._alpha, self._merge = alpha, merge
         self._inner_step, self._layer_axis = inner_step, layer_axis

@@ -102,7 +102,7 @@ class Carrier:
         """Bytes of one exchange of a fragment from one replica to one other, padding included."""
         return self._layout.exchange_bytes(plan)
 
-    def _abstract_arrived(self, given: Given, *, to_owners: bool = False) -> Chunks:
+    def _abstract_incoming(self, given: Given, *, to_owners: bool = False) -> Chunks:
         """What a fragment's exchange brings, for `calls`; of the kind that takes it."""
         mesh, plan, memory = self._layout.mesh, given.plan, self._layout.chunk_memory
         rows, spec = self._layout.num_replicas, incoming_spec(mesh)
@@ -214,7 +214,7 @@ class ThroughHost(Carrier):
 
     def _taking(self, to_owners: bool) -> Kind:
         lag = self._layout.scatter_steps if to_owners else self._schedule.lag
-        abstract = functools.partial(self._abstract_arrived, to_owners=to_owners)
+        abstract = functools.partial(self._abstract_incoming, to_owners=to_owners)
         return on_host(lambda given: self._take(given, lag, to_owners), abstract=abstract)
 
     def begin(self, state: State) -> None:

@@ -4,8 +4,8 @@ Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 8 and 10, in three parts 
 different programs: `send` encodes, `all_gather_chunk` moves wire codes between slices and nothing
 else, `receive` decodes and averages. Where slots own parts of a payload (owners.py) there is a part
 more: `all_to_all_chunk` moves codes to their owners, `reduce` averages there, and what
-`all_gather_chunk` moves are means. Whatever crosses is already in wire format, as a rank-1 array,
-so no compiler can widen or pad it.
+`all_gather_chunk` moves are means. Whatever crosses is already in wire format, as a rank-1 array or
+in whole tiles, so no compiler can widen or pad it.
 
     # R replicas  S replicas of this mesh slot  C wire elements of a replica on one device
 """
@@ -38,6 +38,7 @@ from maxdiloco.exchange.payload import (
 from maxdiloco.parallel.mesh import devices_of_slice, in_slice_axes
 
 LARGEST_INDEX = 2**31 - 1  # JAX indexes with 32 bits
+LANES = 128  # of a TPU's tile; a chunk is whole tiles of eight such rows
 
 
 class Sizes(NamedTuple):
@@ -147,7 +148,9 @@ def all_to_all_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
     """Bring one chunk's part for each slot there, of all replicas: Algorithm 2, line 8."""
 
     def on_device(codes):
-        return jax.lax.all_to_all(codes, "diloco", 0, 0, tiled=True)
+        # XLA:TPU pads a rank-1 payload of bytes x2 to x4, and rows of whole tiles not at all.
+        parts = codes.reshape(mesh.shape["diloco"], -1, LANES)
+        return jax.lax.all_to_all(parts, "diloco", 0, 0, tiled=True).reshape(-1)
 
     return _on_every_device(on_device, mesh, outgoing_spec(mesh), outgoing_spec(mesh))(chunk)
 

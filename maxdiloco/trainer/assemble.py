@@ -174,9 +174,9 @@ def baseline(cfg: Config) -> Config | None:
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
-def exchange(cfg: Config) -> str:
+def exchange(chosen: str) -> str:
     """gather or owners: what diloco_exchange chooses; auto is gather, see base.yml."""
-    return GATHER if cfg.diloco_exchange == "auto" else cfg.diloco_exchange
+    return GATHER if chosen == "auto" else chosen
 
 
 def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
@@ -222,7 +222,7 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo
         exchange_dtype=cfg.diloco_exchange_dtype,
         error_feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
         merge=cfg.diloco_merge,
-        exchange=exchange(cfg),
+        exchange=exchange(cfg.diloco_exchange),
         sequential_layers=cfg.use_sequential_layers,
         num_nonlayer_fragments=cfg.num_nonlayer_fragments,
         layer_axis=model.layer_axis,

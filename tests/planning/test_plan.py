@@ -195,7 +195,7 @@ def test_the_command_takes_the_keys_of_the_best_choice_and_the_config_accepts_it
     cfg = config.load(argv, {})
     best = found["choices"][0]
     kept = {key: value for key, value in best.items() if key in vars(cfg)}
-    assert len(kept) == 8 and vars(cfg).items() >= kept.items() and cfg.steps == 700
+    assert len(kept) == 9 and vars(cfg).items() >= kept.items() and cfg.steps == 700
     assert not any(line.startswith("warning: ") for line in together.lines(cfg))
     (line,) = [line for line in said.out.splitlines() if "-m maxdiloco.train " in line]
     assert line.split() == found["train_command"]
@@ -331,41 +331,6 @@ def test_what_a_period_waits_for_through_host_memory(seconds, keys, waited):
     beside = dict(H=20, lag=4, step_s=0.2)
     assert wait.exposed_s([1.2], [0.3] * 4, **beside) == pytest.approx(0.4)
     assert wait.exposed_s([0.4], [0.1] * 4, **beside) == 0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shared", "keys", "waited"),
-    [
-        # 0.4 s of parts have 2 steps of 0.2 s, then 0.8 s of means have the other 4.
-        ([1.2], [0.8], dict(H=20, lag=6, scatter_steps=2), 0.0),
-        ([1.2], [0.8], dict(H=20, lag=5, scatter_steps=2), 0.2),
-        ([1.2], [0.8], dict(H=20, lag=5, scatter_steps=1), 0.2 + 0.0),
-        ([1.2], [0.8], dict(H=20, lag=6, scatter_steps=2, latency_s=0.05), 0.05 + 0.05),
-        ([1.2], [0.8], dict(H=20, lag=0, latency_s=0.05), 1.2 + 2 * 0.05),
-    ],
-)
-def test_owners_wait_for_parts_and_then_for_means(seconds, shared, keys, waited):
-    found = wait.exposed_s(seconds, (), shared, step_s=0.2, **keys)
-    assert found == pytest.approx(waited)
-    # Beside a step of a program the parts alone, where no step is left for the means.
-    found = wait.exposed_s([0.5], [0.1], [0.4], [0.4], H=20, lag=1, scatter_steps=1, step_s=0.2)
-    assert found == pytest.approx(0.4)
-
-
-def test_a_plan_of_owners_keeps_them_and_never_proposes_eager(planned):
-    """On eight slices, at a link that gathering in 4 bits with 5 steps does not fill."""
-    keys = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=8")
-    keys += ("step_time=0.8", "dcn_bandwidth_gbps=0.08")
-    waits = {}
-    for exchange in ("gather", "owners"):
-        _, found, said = planned(*keys, f"diloco_exchange={exchange}")
-        rows = [row for row in found["choices"] if row["mode"] == "overlapped"]
-        assert {row["diloco_exchange"] for row in rows} == {exchange}
-        waits[exchange] = min(row["exposed_seconds_per_period"] for row in rows)
-        modes = {row["mode"] for row in found["choices"]}
-        assert ("eager" in modes) == (exchange == "gather")
-        assert f"diloco_exchange={exchange}" in said.out
-    assert waits["owners"] < 0.5 * waits["gather"]
 
 
 @pytest.mark.parametrize(
