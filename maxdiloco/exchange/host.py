@@ -178,7 +178,8 @@ class HostCarrier:
         codes = [{at: np.zeros((rows, x.shape[1]), x.dtype) for at in devices} for x in like]
 
         def rows_of(shard):
-            some = slice(shard.slot * passage.rows, (shard.slot + 1) * passage.rows)
+            start = shard.slot * passage.rows
+            some = slice(start, start + passage.rows)
             return [chunk[shard.to, shard.place][some] for chunk in codes]
 
         for shard, chunks in own.items():

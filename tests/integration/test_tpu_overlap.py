@@ -213,7 +213,7 @@ def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
 OWNERS = dict(exchange_dtype="float4_e3m0", exchange="owners")
 
 
-@pytest.mark.parametrize("num_slices", [2, 4])
+@pytest.mark.parametrize("num_slices", corner([2, 4], [2]))
 def test_owners_send_parts_and_means_each_beside_a_step_that_hides_them(trainer, num_slices):
     """u8 both ways, nothing of it padding, all of it hidden; a plain step, pack, reduce and merge
     send nothing. Bytes of two layers: half a byte of a parameter to owners and one of means, with
@@ -248,7 +248,7 @@ def test_owners_that_no_step_is_left_for_send_the_same_in_one_program(trainer, w
     for program in (at_once.of("synchronise", 0), one.of("reduce and share", 1)):
         found = sent_by(program)
         assert {(x.dtype, x.padding) for x in found} == {(unsigned, 0)}
-        kinds.append([x.kind for x in found])
+        kinds.append(list(dict.fromkeys(x.kind for x in found)))
     assert kinds == [["all-to-all", "all-gather"], ["all-gather"]]
 
 
