@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import streaming
-from streaming import digests, placed, steps
+from streaming import digests, placed, poisoned, steps
 from test_against_oracle import simulate
 from test_wires_against_oracle import (
     DELTA,
@@ -31,6 +31,7 @@ from wire_codecs import CODECS
 
 from maxdiloco import DiLoCo
 from maxdiloco.engine.trainer import SavedLayout
+from maxdiloco.errors import NumericsError
 
 pytestmark = pytest.mark.usefixtures("few_compiler_passes")
 
@@ -167,6 +168,16 @@ def test_error_feedback_of_the_senders_is_that_of_gathering():
 def test_what_owners_cannot_do_is_refused_by_name(options, said):
     with pytest.raises(ValueError, match=said):
         DiLoCo(jax_inner_step, num_replicas=2, sync_period=4, **dict(exchange="owners") | options)
+
+
+def test_a_value_that_is_not_finite_stops_the_run_and_names_its_replica():
+    """Its part has one owner, who passes the flag on to all; theta stays finite."""
+    algorithm, start = trainer("two steps", "float4_e3m0", 4)
+    seen, said = [], "the outer gradient of replica 2 has a NaN or infinity in params.'kernel'."
+    with pytest.raises(NumericsError, match=said):
+        for state in poisoned(algorithm, start(), np.nan):
+            seen.append(np.isfinite(state.outer["kernel"]).all())
+    assert len(seen) > 12 and all(seen)
 
 
 def test_another_exchange_drops_what_is_in_flight_and_says_so():
