@@ -12,6 +12,9 @@ from maxdiloco.diloco.schedule import (
     MERGE,
     OUTER_STEP,
     PACK,
+    REDUCE,
+    SCATTER,
+    SHARE,
     SYNCHRONISE,
     Schedule,
     offsets,
@@ -21,13 +24,18 @@ H = 12
 FIRST, LAST = H + 1, 2 * H  # the second period, in which all exchanges are under way
 CELL, ROW, LEFT, TOP = 46, 22, 270, 34
 COLOURS = ("#3b6ea5", "#c2703d", "#5a8f53")
-MARKS = {PACK: "S", MERGE: "A", SYNCHRONISE: "SA", OUTER_STEP: "SA"}  # send, apply
+# send, reduce, apply
+MARKS = {PACK: "S", REDUCE: "R", MERGE: "A", SYNCHRONISE: "SA", OUTER_STEP: "SA"}
+CARRY = {INNER_EXCHANGE: "f", SCATTER: "o", SHARE: "m"}
+OWNERS = "streaming, P=3, tau=3, owners"
 MODES = (
     ("DiLoCo", 1, 0, "none", "training waits for the exchange of everything"),
     ("streaming, P=3", 3, 0, "none", "three shorter waits"),
     ("streaming, P=3, tau=3", 3, 3, "none", "a chunk rides beside each of three steps"),
     ("eager or delayed, P=3", 3, 0, "eager", "an exchange has the whole time to the next one"),
+    (OWNERS, 3, 3, "none", "parts go to owners (o), then their means to all (m)"),
 )
+SCATTER_STEPS = {OWNERS: 1}
 
 
 def draw() -> str:
@@ -38,11 +46,14 @@ def draw() -> str:
         parts.append(_text(x, TOP - 12, f"t={FIRST + k}", anchor="middle", size=11))
     y = TOP
     for name, P, tau, overlap, note in MODES:
-        schedule = Schedule(H=H, tau=tau, offsets=offsets(P, H), overlap=overlap)
+        schedule = Schedule(
+            H, tau, offsets(P, H), overlap, scatter_steps=SCATTER_STEPS.get(name, 0)
+        )
         parts += [_text(8, y + 16, name, weight="bold"), _text(8, y + 36, note, size=9)]
         parts += _mode(schedule, y)
         y += 4 * ROW
-    legend = "step: inner step;  link: fragment on the wire;  S send, A apply;  red: training waits"
+    legend = "step: inner step;  link: fragment on the wire;  S send, R reduce, A apply;  "
+    legend += "red: training waits"
     parts.append(_text(8, y + 4, legend, size=11))
     width, height = LEFT + H * CELL + 12, y + 16
     return (
@@ -59,9 +70,9 @@ def _mode(schedule: Schedule, y: float) -> list[str]:
         parts.append(_box(x, y, CELL - 8, "#e4e4e4"))
         marks = []
         for action in schedule.actions(t):
-            if action.program == INNER_EXCHANGE:
+            if action.program in CARRY:
                 parts.append(_box(x, y + ROW, CELL - 8, COLOURS[action.fragment]))
-                label = f"f{action.fragment}.{action.chunk}"
+                label = f"{CARRY[action.program]}{action.fragment}.{action.chunk}"
                 parts.append(_text(x + 5, y + ROW + 14, label, "white", size=10))
             if action.program == SYNCHRONISE:
                 parts.append(_box(x + CELL - 8, y, 8, "#cc2222"))

@@ -160,7 +160,8 @@ class Oracle:
 
     inner_step(leaves, opt_state, batch) -> (leaves, opt_state, metrics): one replica's view.
     codec: what a receiver holds after a sender encoded values [n] of one leaf of one fragment of
-    one replica's outer gradient; the identity unless given.
+    one replica's outer gradient; the identity unless given. reduced: the same of the mean of one
+    leaf of one fragment, where it is taken by owners, who send it to all; None: by everyone.
     """
 
     def __init__(
@@ -170,8 +171,9 @@ class Oracle:
         params: Leaves,
         opt_state: Any,
         codec: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+        reduced: Callable[[np.ndarray], np.ndarray] | None = None,
     ):
-        self.s, self.inner_step, self.codec = s, inner_step, codec
+        self.s, self.inner_step, self.codec, self.reduced = s, inner_step, codec, reduced
         start = [np.array(leaf, np.float64) for leaf in params]
         self.masks = masks([leaf.shape for leaf in start], s)
         self.t = 0
@@ -256,6 +258,8 @@ class Oracle:
         A tensor is a leaf, or one layer of a stacked one; a vocabulary leaf has the mean.
         """
         mean = self._mean(gradients)
+        if self.reduced:
+            return [self.reduced(leaf) if leaf.size else leaf for leaf in mean]
         if self.s.merge == "mean":
             return mean
         kinds = self.s.kinds if self.s.kinds is not None else (None,) * len(mean)

@@ -91,6 +91,16 @@ def _few_bits() -> list[Mode]:
     return rows  # fmt: skip
 
 
+def _owners() -> list[Mode]:
+    """4 bits to everyone, or to owners who send the mean back in 8: at the rate of 32 bits."""
+    return [
+        _diloco(f"DiLoCo, M={M}, 4 bits{said}", outer_lr=0.98, extra=True, num_diloco_replicas=M,
+                diloco_exchange=exchange, **FOUR_BITS)
+        for M in (4, 8)
+        for exchange, said in (("gather", ""), ("owners", ", owners"))
+    ]  # fmt: skip
+
+
 # The outer momentum is 0.6, the better one of two for DiLoCo (and MuLoCo's, arXiv 2505.23725).
 MODES = (
     Mode(DATA_PARALLEL, {"enable_diloco": False}, outer_lr=""),
@@ -131,6 +141,7 @@ MODES = (
     _streaming("streaming, tau=1, P=5", tau=1, num_diloco_fragments=5, outer_lr=AS_STREAMING,
                every_seed=False),
     *_few_bits(),
+    *_owners(),
     # It keeps the norm that the mean loses, so that its steps are longer.
     _diloco("DiLoCo, rda", extra=True, diloco_merge="rda"),
     _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, extra=True, diloco_merge="rda"),

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from maxdiloco.diloco import quantize
+from jax.sharding import Mesh
+
+from maxdiloco.exchange.payload import Payload
 from maxdiloco.flags import config
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
@@ -30,11 +32,17 @@ def traffic(keys: Mapping[str, Any]) -> Traffic:
     if not cfg.enable_diloco:
         return Traffic(baseline, baseline, count)
     trainer = parts.trainer
-    in_slice = mesh.size // mesh.shape["diloco"]
-    each = [
-        in_slice * plan.payload.size * quantize.wire_format(plan.payload.wire).dtype.itemsize
-        for plan in trainer.layout.plans
-    ]
+    replicas = parts.shape.num_replicas
+    each = [_of_exchange(plan.payload, mesh, replicas) for plan in trainer.layout.plans]
     sends = (send for t in range(1, cfg.steps + 1) for send in trainer.schedule.sends(t))
     sent = sum(each[send.fragment] for send in sends)
-    return Traffic(sent if parts.shape.num_replicas > 1 else 0, baseline, count)
+    return Traffic(sent if replicas > 1 else 0, baseline, count)
+
+
+def _of_exchange(sent: Payload, mesh: Mesh, replicas: int) -> int:
+    """Bytes of one replica to one other, each on a slice of its own."""
+    in_slice = mesh.size // mesh.shape["diloco"]
+    if not sent.owned:
+        return in_slice * sent.size * sent.dtype.itemsize
+    both = sent.first_size * sent.first_dtype.itemsize + sent.size * sent.dtype.itemsize
+    return in_slice * both * mesh.shape["diloco"] // replicas

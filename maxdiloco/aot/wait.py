@@ -39,9 +39,12 @@ class Clock:
 def exposed_s(
     fragments: Sequence[float],
     chunks: Sequence[float] = (),
+    shared: Sequence[float] = (),
+    alone: Sequence[float] = (),
     *,
     H: int,
     lag: int,
+    scatter_steps: int = 0,
     step_s: float,
     latency_s: float = 0.0,
 ) -> float:
@@ -50,21 +53,29 @@ def exposed_s(
     fragments: of each the seconds on the link. Fragment p is sent after the steps t with
     t = floor(p H / P) (mod H) and used `lag` steps later. chunks: the seconds of each chunk that
     compiled programs exchange, one beside a step, which ends when the chunk has arrived. Without
-    chunks an exchange goes through host memory, behind those on the link.
+    chunks an exchange goes through host memory, behind those on the link. shared: of the seconds of
+    each fragment those of its means, which owners send when its parts have arrived, `scatter_steps`
+    steps after the send; () without owners. alone: what no step of compiled programs hides.
     """
     if not lag:
-        return sum(seconds + latency_s for seconds in fragments)
+        return sum(seconds + latency_s for seconds in fragments) + latency_s * len(shared)
     if chunks:
-        return sum(max(0.0, seconds + latency_s - step_s) for seconds in chunks)
+        beside = sum(max(0.0, seconds + latency_s - step_s) for seconds in chunks)
+        return beside + sum(seconds + latency_s for seconds in alone)
     clock, waited = Clock(), 0.0
     before, last = (PERIODS - 1) * H, PERIODS * H
     firsts = [offset or H for offset in offsets(len(fragments), H)]
     sends = {t: p for p, first in enumerate(firsts) for t in range(first, last + 1, H)}
-    at = 0
-    for t in sorted({*sends, *(t + lag for t in sends if t + lag <= last)}):
+    at, ends = 0, (0, scatter_steps, lag)
+    for t in sorted({t + end for t in sends for end in ends if t + end <= last}):
         clock.now, at = clock.now + (t - at) * step_s, t
-        if t in sends:
-            clock.send(t, fragments[sends[t]], latency_s=latency_s)
+        if (sent := t - scatter_steps) in sends:
+            seconds = clock.wait((sent, "parts")) if shared else 0.0
+            waited += seconds if t > before else 0.0
+            clock.send(sent, (shared or fragments)[sends[sent]], latency_s=latency_s)
+        if shared and t in sends:
+            parts = fragments[sends[t]] - shared[sends[t]]
+            clock.send((t, "parts"), parts, latency_s=latency_s)
         if t - lag in sends:
             seconds = clock.wait(t - lag)
             waited += seconds if t > before else 0.0

@@ -140,11 +140,19 @@ def decode_e3m0(code_K: jax.Array, n: int) -> jax.Array:
     return e3m0_values(code_BQ, code_K[(n + 1) // 2 :]).reshape(-1)[:n]
 
 
-def encode_int2(x_N: jax.Array) -> jax.Array:
-    """[encoded_size] uint8: four codes in a byte, then both bytes of the blocks' steps."""
+def encode_int2(x_N: jax.Array, count_B: jax.Array | None = None) -> jax.Array:
+    """[encoded_size] uint8: four codes in a byte, then both bytes of the blocks' steps.
+
+    count_B: values of each block, of one that zeros fill up.
+    """
     n = x_N.shape[0]
     bits_BQ = blocks(normal_bits(x_N))
-    step_B = _steps(bits_BQ & MAGNITUDE, n)
+    factors = np.float32(_STEP / np.maximum(np.arange(BLOCK + 1), 1))
+    if count_B is None:
+        factor_B = factors[np.minimum(n - np.arange(bits_BQ.shape[0]) * BLOCK, BLOCK)]
+    else:
+        factor_B = jnp.asarray(factors)[count_B]
+    step_B = _steps(bits_BQ & MAGNITUDE, factor_B)
     upper_BQ = (bits_BQ & MAGNITUDE) >= (step_B << 16)[:, None]
     code_BQ = ((bits_BQ >> 30) & 2) | upper_BQ.astype(jnp.int32)
     code_N = jnp.where(step_B[:, None] > 0, code_BQ, 0).reshape(-1)[:n]
@@ -153,8 +161,10 @@ def encode_int2(x_N: jax.Array) -> jax.Array:
     return jnp.concatenate([packed, step_B & 255, step_B >> 8]).astype(jnp.uint8)
 
 
-def _steps(magnitude_BQ: jax.Array, n: int) -> jax.Array:
+def _steps(magnitude_BQ: jax.Array, factor_B: jax.Array | np.ndarray) -> jax.Array:
     """5/4 of the mean magnitude of each block, as bits of bfloat16; 0 for a block of zeros.
+
+    factor_B: 5/4 over the number of values.
 
     The magnitudes are added as integers, so that their order means nothing.
     """
@@ -164,8 +174,6 @@ def _steps(magnitude_BQ: jax.Array, n: int) -> jax.Array:
     # In units of 2^(top - 148): below 2^22 each, so below 2^30 together.
     shift_BQ = jnp.minimum(top_B[:, None] - exponent_BQ + 2, 31)
     total_B = jnp.sum(significand_BQ >> shift_BQ, axis=1)
-    first_B = np.arange(magnitude_BQ.shape[0]) * BLOCK
-    factor_B = np.float32(_STEP / np.minimum(n - first_B, BLOCK))
     # 24 bits are exact in float32; the least of them is 2^-15 of the sum or less.
     step_B = bfloat16_bits(bits_of((total_B >> 6).astype(jnp.float32) * factor_B))
     step_B = jnp.minimum(step_B + ((top_B - 142) << 7), 254 << 7)  # 3/2 of 2^127 is finite

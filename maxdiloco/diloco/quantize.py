@@ -77,18 +77,20 @@ class WireFormat(NamedTuple):
     block: values that share a scale; 1 where there is none. values: values in one wire element; 0
     where only those of `scale` carry any. scale: wire elements of one block besides. error: norm
     of the error of standard normal values relative to theirs; 0 is exact. feedback: whether it is
-    meant for error feedback.
+    meant for error feedback. counts: whether `encode` has to know how many values a block has that
+    zeros fill up.
     """
 
     name: str
     dtype: np.dtype
-    encode: Callable[[jax.Array], jax.Array]
+    encode: Callable[..., jax.Array]
     decode: Callable[[jax.Array, int], jax.Array]
     block: int
     values: int
     scale: int
     error: float
     feedback: bool = False
+    counts: bool = False
 
 
 def _as_it_is(x_N: jax.Array, n: int = 0) -> jax.Array:
@@ -98,13 +100,13 @@ def _as_it_is(x_N: jax.Array, n: int = 0) -> jax.Array:
 _F32, _BF16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
 _I8, _U8 = np.dtype(jnp.int8), np.dtype(jnp.uint8)
 _TOPK = SENT * 3 // 2 + 1  # bytes of a block: places, codes in pairs, a scale
-# name, dtype, encode, decode, block, values, scale, error, feedback; the most exact first.
+# name, dtype, encode, decode, block, values, scale, error, feedback, counts; the most exact first.
 FORMATS = (
     WireFormat("float32", _F32, _as_it_is, _as_it_is, 1, 1, 0, 0.0),
     WireFormat("bfloat16", _BF16, codecs.encode_bfloat16, codecs.decode_bfloat16, 1, 1, 0, 0.0017),
     WireFormat("int8", _I8, codecs.encode_int8, codecs.decode_int8, BLOCK, 1, 4, 0.007),
     WireFormat("float4_e3m0", _U8, codecs.encode_e3m0, codecs.decode_e3m0, BLOCK, 2, 1, 0.194),
-    WireFormat("int2", _U8, codecs.encode_int2, codecs.decode_int2, BLOCK, 4, 2, 0.344, True),
+    WireFormat("int2", _U8, codecs.encode_int2, codecs.decode_int2, BLOCK, 4, 2, 0.344, True, True),
     WireFormat("topk", _U8, codecs.encode_topk, codecs.decode_topk, BLOCK, 0, _TOPK, 0.9, True),
 )
 NAMES = tuple(known.name for known in FORMATS)
@@ -133,18 +135,30 @@ def encoded_size(name: str, n: int) -> int:
     return codes + ceil_div(n, wire.block) * wire.scale
 
 
-def encode(name: str, x_N: jax.Array) -> jax.Array:
+def finer(name: str, other: str) -> str:
+    """The more exact one of two formats."""
+    return min(name, other, key=NAMES.index)
+
+
+def words(name: str) -> np.dtype:
+    """The unsigned integers of the size of a format's elements."""
+    return np.dtype(f"uint{8 * wire_format(name).dtype.itemsize}")
+
+
+def encode(name: str, x_N: jax.Array, count_B: jax.Array | None = None) -> jax.Array:
     """Values as they cross the link: [encoded_size] of the format's dtype.
 
     x_N: float32, rank 1 (one leaf, or a shard of it: blocks start at its first value); use vmap
-    for more dims. Raises ValueError for another rank or dtype and for an unknown name.
+    for more dims. count_B: values of each block, where zeros fill some up. Raises ValueError for
+    another rank or dtype and for an unknown name.
     """
     if x_N.ndim != 1 or x_N.dtype != jnp.float32:
         raise ValueError(
             f"x={x_N.dtype}{list(x_N.shape)} cannot be encoded: blocks run along one dim of "
             "float32 values. Use x.astype(float32).reshape(-1), and vmap over replicas."
         )
-    return wire_format(name).encode(x_N)
+    wire = wire_format(name)
+    return wire.encode(x_N, count_B) if wire.counts else wire.encode(x_N)
 
 
 def decode(name: str, code_K: jax.Array, n: int) -> jax.Array:

@@ -21,6 +21,8 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 OVERLAPS = ("none", "delayed", "eager")
+# Every slot takes all that the replicas send, or a part of it, whose mean it sends to all.
+GATHER, OWNERS = "gather", "owners"
 
 
 class Event(NamedTuple):
@@ -41,8 +43,8 @@ class Event(NamedTuple):
 class Action(NamedTuple):
     """One program that the host runs, of PROGRAMS.
 
-    fragment: None for the inner step alone. slot: the receive slot that INNER_EXCHANGE fills, and
-    that MERGE and OUTER_STEP read. chunk: the one that INNER_EXCHANGE carries.
+    fragment: None for the inner step alone. slot: the receive slot that INNER_EXCHANGE or SHARE
+    fills, and that MERGE and OUTER_STEP read. chunk: the one that a step carries.
     """
 
     program: str
@@ -53,11 +55,16 @@ class Action(NamedTuple):
 
 INNER = "inner"  # lines 3-5
 INNER_EXCHANGE = "inner + exchange"  # the same, with a chunk beside it: lines 8 and 10
+SCATTER = "inner + scatter"  # owners: the same, each part of the chunk to the slot that owns it
+SHARE = "inner + share"  # owners: the same, a chunk of what the owners have reduced
 PACK = "pack"  # lines 7-8
+REDUCE = "reduce"  # owners: the sum of line 8, where its parts have met
 MERGE = "merge"  # lines 10-12
 SYNCHRONISE = "synchronise"  # lines 7-12 at once, for tau = 0
 OUTER_STEP = "outer_step"  # the same with the mean of the round before, for delayed and eager
-PROGRAMS = (INNER, INNER_EXCHANGE, PACK, MERGE, SYNCHRONISE, OUTER_STEP)
+PROGRAMS = (
+    INNER, INNER_EXCHANGE, SCATTER, SHARE, PACK, REDUCE, MERGE, SYNCHRONISE, OUTER_STEP,
+)  # fmt: skip
 
 
 def offsets(P: int, H: int) -> tuple[int, ...]:
@@ -149,7 +156,9 @@ class Schedule:
     tau: inner steps from a send to its apply. offsets: one integer per fragment, taken mod H.
     overlap: 'none' applies a send after tau steps; 'delayed' and 'eager' (arXiv 2502.12996) use it
     at the next send of the fragment, H steps later. num_chunks: of each fragment; None:
-    `max_chunks` of each. Raises ValueError as `check` does.
+    `max_chunks` of each. scatter_steps: of the `max_chunks` steps in which a fragment travels those
+    that bring its parts to their owners; the means follow in the others. 0: every slot gathers all.
+    num_scattered: chunks of each fragment in them; None: as many. Raises ValueError as `check`.
     """
 
     H: int
@@ -157,6 +166,8 @@ class Schedule:
     offsets: tuple[int, ...]
     overlap: str = "none"
     num_chunks: tuple[int, ...] | None = None
+    scatter_steps: int = 0
+    num_scattered: tuple[int, ...] | None = None
 
     def __post_init__(self):
         check(H=self.H, P=self.P, tau=self.tau, offsets=self.offsets, overlap=self.overlap)
@@ -186,6 +197,11 @@ class Schedule:
     def max_chunks(self) -> int:
         """The most chunks of a fragment, one an inner step; one fragment is on the link."""
         return min(self.lag, self.gap)
+
+    @property
+    def share_steps(self) -> int:
+        """Steps that bring to all what a merge takes; 0: none are left for what owners share."""
+        return self.max_chunks - self.scatter_steps
 
     @functools.cached_property
     def slots(self) -> int:
@@ -233,9 +249,16 @@ class Schedule:
         """
         out, carried = [Action(INNER)], self.carrying(t)
         if carried is not None:
-            send, chunk = carried
-            if self.num_chunks is None or chunk < self.num_chunks[send.fragment]:
-                out = [Action(INNER_EXCHANGE, send.fragment, send.slot, chunk)]
+            send, step = carried
+            program, chunk, counts = INNER_EXCHANGE, step, self.num_chunks
+            if step < self.scatter_steps:
+                program, counts = SCATTER, self.num_scattered
+            elif self.scatter_steps:
+                program, chunk = SHARE, step - self.scatter_steps
+            if counts is None or chunk < counts[send.fragment]:
+                out = [Action(program, send.fragment, send.slot, chunk)]
+            if step == self.scatter_steps - 1 and send.send_step > dropped_until:
+                out.append(Action(REDUCE, send.fragment, send.slot))
         for send in self.sends(t):
             if self.overlap != "none":
                 out.append(Action(OUTER_STEP, send.fragment, send.slot))
@@ -248,7 +271,7 @@ class Schedule:
         return tuple(out)
 
     def carrying(self, t: int) -> tuple[Event, int] | None:
-        """The send, and which of its chunks inner step t = send_step + 1 + chunk carries."""
+        """The send, and which of its steps inner step t = send_step + 1 + chunk is."""
         number = self._count(t - 1) - 1
         if number < 0:
             return None

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from maxdiloco.diloco import schedule
 from maxdiloco.diloco.schedule import Action
 from maxdiloco.engine.fragment_arrays import arrays_of
+from maxdiloco.engine.plans import FragmentPlan
 from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.state import FragmentPlan, Layout, State, with_fragment, with_items
+from maxdiloco.engine.state import Layout, State, with_fragment, with_items
 from maxdiloco.parallel import offload
 from maxdiloco.parallel.program import Program
 
@@ -82,11 +83,16 @@ def _stepped(given, results):
 def _step_with_chunk(programs, given):
     layout, state = given.layout, given.state
     places = layout.places(given.plan, [given.action.chunk])
-    chunk = tuple(offload.moved(state.outgoing[i], None) for i in places)
     slot = state.incoming[given.action.slot]
-    replaced = () if layout.chunk_memory else tuple(slot[i] for i in places)
-    args = (state.params, state.opt_state, given.batch, chunk, replaced)
-    return programs.inner_exchange(given.plan), args
+    return programs.inner_exchange(given.plan), _beside(given, places, state.outgoing, slot)
+
+
+def _beside(given, places, outgoing, arrived):
+    """Arguments of an inner step beside a chunk, and what that replaces."""
+    layout, state = given.layout, given.state
+    chunk = tuple(offload.moved(outgoing[i], None) for i in places)
+    replaced = () if layout.chunk_memory else tuple(arrived[i] for i in places)
+    return state.params, state.opt_state, given.batch, chunk, replaced
 
 
 def _stepped_with_chunk(given, results):
@@ -97,6 +103,50 @@ def _stepped_with_chunk(given, results):
     slot = with_items(incoming[action.slot], places, chunk)
     incoming = with_items(incoming, [action.slot], [slot])
     return after._replace(state=replace(after.state, incoming=incoming))
+
+
+def _step_with_part(programs, given):
+    state, places = given.state, given.layout.part_places(given.plan, [given.action.chunk])
+    return programs.inner_scatter(given.plan), _beside(given, places, state.parts, state.arrived)
+
+
+def _stepped_with_part(given, results):
+    after, layout = _stepped(given, results[:3]), given.layout
+    places = layout.part_places(given.plan, [given.action.chunk])
+    chunk = [offload.moved(x, layout.chunk_memory) for x in results[3:]]
+    arrived = with_items(after.state.arrived, places, chunk)
+    return after._replace(state=replace(after.state, arrived=arrived))
+
+
+def _reduce(programs, given):
+    return programs.of("reduce", given.plan), (_parts(given),)
+
+
+def _reduce_and_share(programs, given):
+    return programs.of("reduce and share", given.plan), (_parts(given),)
+
+
+def _parts(given):
+    if given.chunks is not None:
+        return given.chunks
+    return tuple(given.state.arrived[i] for i in given.layout.part_places(given.plan))
+
+
+def _reduced(given, chunks):
+    """What this slot shares is on its way; without overlap the state keeps no chunks."""
+    state = given.state
+    if state.outgoing:
+        places = given.layout.places(given.plan)
+        state = replace(state, outgoing=with_items(state.outgoing, places, chunks))
+    return given._replace(state=state, chunks=chunks)
+
+
+def _reduced_and_shared(given, chunks):
+    incoming, slot = given.state.incoming, given.action.slot
+    whole = with_items(incoming[slot], given.layout.places(given.plan), chunks)
+    return given._replace(
+        state=replace(given.state, incoming=with_items(incoming, [slot], [whole]))
+    )
 
 
 def _pack(programs, given):
@@ -155,9 +205,13 @@ def _after_send(given, state, residual, sent):
     if residual:
         whole = with_fragment(given.state.residual, given.plan, residual)
         state = replace(state, residual=whole, residual_norm_R=sent.norm_R)
-    if sent.chunks and state.outgoing:
-        places = given.layout.places(given.plan)
-        state = replace(state, outgoing=with_items(state.outgoing, places, sent.chunks))
+    layout, plan = given.layout, given.plan
+    if sent.chunks and state.parts:
+        parts = with_items(state.parts, layout.part_places(plan), sent.chunks)
+        state = replace(state, parts=parts)
+    elif sent.chunks and state.outgoing:
+        outgoing = with_items(state.outgoing, layout.places(plan), sent.chunks)
+        state = replace(state, outgoing=outgoing)
     return given._replace(state=state, chunks=sent.chunks)
 
 
@@ -166,16 +220,27 @@ INNER = Kind(_stepped, _step)  # 3-5
 INNER_EXCHANGE = Kind(  # the same beside a chunk: 8 and 10
     _stepped_with_chunk, _step_with_chunk, bytes_sent=Layout.chunk_bytes, carries=True
 )
+SCATTER = Kind(  # the same, each part to its owner
+    _stepped_with_part, _step_with_part, bytes_sent=Layout.part_bytes, carries=True
+)
+REDUCE = Kind(_reduced, _reduce)
+# Where no step is left for what it makes.
+REDUCE_AND_SHARE = Kind(
+    _reduced_and_shared, _reduce_and_share, bytes_sent=Layout.chunk_bytes
+)
 PACK = Kind(_packed, _pack)  # 7-8
 MERGE = Kind(_replaced, _merge)  # 10-12
-SYNCHRONISE = Kind(_replaced, _synchronise, bytes_sent=Layout.chunk_bytes)  # 7-12, tau = 0
+SYNCHRONISE = Kind(_replaced, _synchronise, bytes_sent=Layout.exchange_bytes)  # 7-12, tau = 0
 OUTER_STEP = Kind(_replaced, _outer_step)  # delayed, eager: the same, the mean of the round before
 
 # By the names of the schedule.
 KINDS: Mapping[str, Kind] = MappingProxyType({
     schedule.INNER: INNER,
     schedule.INNER_EXCHANGE: INNER_EXCHANGE,
+    schedule.SCATTER: SCATTER,
+    schedule.SHARE: INNER_EXCHANGE,
     schedule.PACK: PACK,
+    schedule.REDUCE: REDUCE,
     schedule.MERGE: MERGE,
     schedule.SYNCHRONISE: SYNCHRONISE,
     schedule.OUTER_STEP: OUTER_STEP,

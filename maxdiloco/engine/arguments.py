@@ -2,6 +2,7 @@
 
 import math
 from numbers import Real
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,15 +25,20 @@ def check(
     outer_overlap: str,
     choices: dict[str, str],
 ) -> None:
-    """Refuse values outside the contract. choices: merge, outer_memory, exchange_carrier."""
+    """Refuse values outside the contract. choices: values by name."""
     known = {
         "merge": outer.MERGES,
         "outer_memory": ("device", offload.HOST),
         "exchange_carrier": exchanges.CARRIERS,
+        "exchange": (schedule.GATHER, schedule.OWNERS),
     }
-    for name, value in choices.items():
-        if value not in known[name]:
-            raise ValueError(f"{name}={value!r} is unknown. Use one of {', '.join(known[name])}.")
+    for name, values in known.items():
+        if choices[name] not in values:
+            raise ValueError(
+                f"{name}={choices[name]!r} is unknown. Use one of {', '.join(values)}."
+            )
+    if choices["exchange"] == schedule.OWNERS:
+        _check_owners(dict(outer_overlap=outer_overlap) | choices)
     if choices["merge"] == "rda" and outer_overlap == "eager":
         raise ValueError(
             "merge=rda does not go with outer_overlap=eager: a replica's own terms of two rounds "
@@ -55,6 +61,23 @@ def check(
         )
     slots, name = mesh.shape["diloco"], "the mesh's diloco size"
     schedule.check_replicas(num_replicas, slots, name="num_replicas", slots_name=name)
+
+
+# What slots that own parts of a fragment cannot do, and why.
+NOT_OF_OWNERS = MappingProxyType({
+    ("outer_overlap", "eager"): "a replica needs the others' terms apart from its own",
+    ("merge", "rda"): "an owner has parts of tensors, not their norms",
+    ("exchange_dtype", "topk"): "a mean of sparse values is not sparse",
+})  # fmt: skip
+
+
+def _check_owners(choices: dict[str, str]) -> None:
+    for (name, value), reason in NOT_OF_OWNERS.items():
+        if choices[name] == value:
+            raise ValueError(
+                f"exchange=owners does not go with {name}={value}: {reason}. Use exchange=gather "
+                f"or another {name}."
+            )
 
 
 def feedback(error_feedback: bool | None, wire: WireFormat) -> bool:

@@ -38,6 +38,16 @@ def pieces_of_a_chunk(sizes: Sequence[int], *, max_chunks: int, unit: int) -> tu
     return best if worth else (longest,)
 
 
+def steps_to_owners(steps: int, *, to_owners: int, shared: int) -> int:
+    """Of the steps in which a fragment travels those that bring its parts to their owners.
+
+    Both ways load the link alike, and have a step at least if there are two. to_owners, shared:
+    bytes of a device.
+    """
+    even = round(steps * to_owners / (to_owners + shared))
+    return max(1, min(even, steps - 1))
+
+
 def cut(size: int, pieces: Sequence[int], max_chunks: int) -> tuple[int, int, int]:
     """A fragment of `size` wire elements in the chunks that send least; if equal, long ones.
 

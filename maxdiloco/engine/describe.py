@@ -29,7 +29,10 @@ def description(layout: Layout, schedule: Schedule, carrier: exchanges.Carrier) 
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
     fragments = fragment_table(layout, [carrier.fragment_bytes(plan) for plan in layout.plans])
     memory = memory_lines(layout, carrier.steps_on_device)
-    title = f"DiLoCo of {schedule.P} fragments, {overlap}, {layout.plans[0].payload.wire}"
+    sent = layout.plans[0].payload
+    title = f"DiLoCo of {schedule.P} fragments, {overlap}, {sent.wire}"
+    if sent.owned:
+        title += f", owners who share {sent.owned.reduced}"
     start = (*_replica_table(layout), *fragments, *memory)
     return Description(title, tuple(fragments), start, resident(layout))
 
@@ -94,7 +97,7 @@ def memory_lines(layout: Layout, steps_on_device: int) -> list[str]:
             f"replica, kept in {_memory_of(state.residual)}"
         )
     if layout.chunk_memory is not None:
-        flight, beside = _mib((state.outgoing, state.incoming)), ""
+        flight, beside = _mib(in_flight(state)), ""
         if chunks := exchanges.chunks_on_device(layout, steps_on_device):
             size = _mib(chunks)
             beside = f"; the chunks of two steps, {size:.1f} MiB at most, are on the device"
@@ -107,12 +110,17 @@ def resident(layout: Layout) -> str:
     state = layout.state
     parts = {
         "outer state": (state.outer, state.outer_opt),
-        "in flight": (state.outgoing, state.incoming),
+        "in flight": in_flight(state),
         "residuals": state.residual,
     }
     place = "" if _memory_of(state.outer) == "device" else f" (in {_memory_of(state.outer)})"
     shown = [f"{name}{place} {_mib(tree):.1f}" for name, tree in parts.items()]
     return ", ".join(shown if jax.tree.leaves(state.residual) else shown[:-1])
+
+
+def in_flight(state: State) -> tuple:
+    """The chunks in a state."""
+    return state.outgoing, state.incoming, state.parts, state.arrived
 
 
 def _memory_of(tree: Any) -> str:

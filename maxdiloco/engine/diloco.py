@@ -40,6 +40,8 @@ class DiLoCo(Trainer):
     outer_overlap: none | delayed | eager. exchange_dtype: of quantize.NAMES. error_feedback: send
       what earlier sends have left over, too; None: with int2 and topk.
     merge: mean | rda, how the outer gradients become one: see outer.radial_directional_mean.
+    exchange: gather | owners: each slot of the mesh takes all that is sent, or a part whose mean it
+      sends to all, in 8 bits at least: see exchange.owners. owners has no eager, rda or topk.
     offsets: inner step (mod H) at which each fragment is sent; default floor(p*H/P).
     layer_axis: which leaves stack layers: None, or a pytree like params of None, int,
       `fragments.Stacked` or `fragments.Vocabulary`.
@@ -72,6 +74,7 @@ class DiLoCo(Trainer):
         exchange_dtype: str = "float32",
         error_feedback: bool | None = None,
         merge: str = "mean",
+        exchange: str = schedule.GATHER,
         sequential_layers: bool = False,
         num_nonlayer_fragments: int = 1,
         offsets: Sequence[int] | None = None,
@@ -83,7 +86,8 @@ class DiLoCo(Trainer):
         on_compile: Callable[[str, float, jax.stages.Compiled], None] = lambda *_: None,
     ):
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
-        choices = dict(merge=merge, outer_memory=outer_memory, exchange_carrier=exchange_carrier)
+        choices = dict(merge=merge, exchange=exchange, exchange_dtype=exchange_dtype)
+        choices |= dict(outer_memory=outer_memory, exchange_carrier=exchange_carrier)
         arguments.check(num_replicas, mesh, alpha, num_nonlayer_fragments, outer_overlap, choices)
         counts = dict(H=sync_period, P=num_fragments, tau=overlap_steps, overlap=outer_overlap)
         schedule.check_counts(**counts)
@@ -100,13 +104,13 @@ class DiLoCo(Trainer):
             num_nonlayer_fragments=num_nonlayer_fragments,
             sequential_layers=sequential_layers,
             error_feedback=arguments.feedback(error_feedback, wire),
+            exchange=exchange,
         )
-        self.schedule = self.settings.schedule
-        self.mesh, self.num_replicas, self.period = mesh, num_replicas, sync_period
+        self.schedule, self.period = self.settings.schedule, sync_period
+        self.mesh, self.num_replicas = mesh, num_replicas
         rate = outer_rate.rate(num_replicas, overlap=outer_overlap, merge=merge)
-        self.optimizer, numbers = arguments.outer_optimizer(
-            outer_optimizer, outer_lr, outer_momentum, rate
-        )
+        given = outer_optimizer, outer_lr, outer_momentum
+        self.optimizer, numbers = arguments.outer_optimizer(*given, rate)
         self._noted_rule = numbers | {"alpha": float(alpha), "merge": merge}
         self._alpha, self._merge = alpha, merge
         self._inner_step, self._layer_axis = inner_step, layer_axis
@@ -132,8 +136,12 @@ class DiLoCo(Trainer):
             optimizer=self.optimizer,
             outer_memory=self._outer_memory,
         )
-        chunks = tuple(plan.num_chunks for plan in self.layout.plans)
-        self.schedule = replace(self.schedule, num_chunks=chunks)
+        self.schedule = replace(
+            self.schedule,
+            num_chunks=tuple(plan.num_chunks for plan in self.layout.plans),
+            scatter_steps=self.layout.scatter_steps,
+            num_scattered=tuple(plan.scattered[0] for plan in self.layout.plans),
+        )
         kinds = fragments.kinds_of(params, self._layer_axis) if self._merge == "rda" else None
         rule = Rule(self.optimizer, self._alpha, self.settings.outer_overlap, kinds)
         self.programs = Programs(self.layout, self._inner_step, rule, self._on_compile)
@@ -237,7 +245,7 @@ class DiLoCo(Trainer):
             "rule": self._noted_rule,
             "dropped_until": state.dropped_until,
             "schedule_since": state.schedule_since,
-            "chunk_pieces": list(self.layout.pieces),
+            "chunk_pieces": list(self.layout.all_pieces),
             "theta_item": saved.theta_item(self.layout),
         }
 

@@ -6,6 +6,7 @@ fragment travels through host memory, all of it from its send on, and is there w
 takes it. XLA overlaps a collective with computation on TPU only.
 """
 
+import functools
 import itertools
 import statistics
 import time
@@ -23,12 +24,13 @@ from maxdiloco.diloco import schedule as names
 from maxdiloco.diloco.schedule import Action, Schedule
 from maxdiloco.engine import actions
 from maxdiloco.engine.actions import Chunks, Given, Kind, on_host
-from maxdiloco.engine.calls import Call
+from maxdiloco.engine.calls import Call, bytes_on_device
+from maxdiloco.engine.plans import FragmentPlan
 from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.state import FragmentPlan, Layout, State, with_items
-from maxdiloco.exchange.collective import incoming_spec
-from maxdiloco.exchange.host import HostCarrier, Mailbox
-from maxdiloco.exchange.payload import payload_bytes
+from maxdiloco.engine.state import Layout, State, with_items
+from maxdiloco.exchange.collective import incoming_spec, outgoing_spec
+from maxdiloco.exchange.host import HostCarrier, Mailbox, Passage
+from maxdiloco.exchange.payload import payload_bytes, sent_bytes
 from maxdiloco.parallel.mesh import devices_of_slice
 
 SAMPLES = 9  # steps whose times give the pace of the next exchange; our choice
@@ -98,16 +100,22 @@ class Carrier:
 
     def fragment_bytes(self, plan: FragmentPlan) -> int:
         """Bytes of one exchange of a fragment from one replica to one other, padding included."""
-        return plan.num_chunks * self._layout.chunk_bytes(plan)
+        return self._layout.exchange_bytes(plan)
 
-    def _abstract_incoming(self, given: Given) -> Chunks:
+    def _abstract_incoming(self, given: Given, *, to_owners: bool = False) -> Chunks:
         """What a fragment's exchange brings, for `calls`; of the kind that takes it."""
         mesh, plan, memory = self._layout.mesh, given.plan, self._layout.chunk_memory
-        devices = self._layout.num_replicas * devices_of_slice(mesh)
-        sharding = NamedSharding(mesh, incoming_spec(mesh), memory_kind=memory)
+        rows, spec = self._layout.num_replicas, incoming_spec(mesh)
+        lengths, dtype = self._layout.lengths(plan) * plan.num_chunks, plan.payload.dtype
+        if to_owners:
+            rows, spec = rows * mesh.shape["diloco"], outgoing_spec(mesh)
+            lengths, dtype = self._layout.first_lengths(plan), plan.payload.first_dtype
+        elif plan.payload.owned:
+            rows = mesh.shape["diloco"]
+        sharding = NamedSharding(mesh, spec, memory_kind=memory)
+        devices = rows * devices_of_slice(mesh)
         return tuple(
-            jax.ShapeDtypeStruct((devices * length,), plan.payload.dtype, sharding=sharding)
-            for length in self._layout.lengths(plan) * plan.num_chunks
+            jax.ShapeDtypeStruct((devices * n,), dtype, sharding=sharding) for n in lengths
         )
 
     def begin(self, state: State) -> None:
@@ -129,9 +137,12 @@ def chunks_on_device(layout: Layout, steps: int) -> list[jax.ShapeDtypeStruct]:
     """The chunks of some steps, sent and arrived, that are on the device beside the host's."""
     if not steps or not layout.chunk_memory:
         return []
-    chunk = slice(len(layout.pieces))
-    of_step = [*layout.state.outgoing[chunk], *layout.state.incoming[0][chunk]]
-    return steps * of_step
+    chunk, state = slice(len(layout.pieces)), layout.state
+    of_step = [*state.outgoing[chunk], *state.incoming[0][chunk]]
+    parts = slice(len(layout.part_pieces))
+    to_owners = [*state.parts[parts], *state.arrived[parts]]
+    larger = max(of_step, to_owners, key=lambda arrays: sum(map(bytes_on_device, arrays)))
+    return steps * larger
 
 
 class InPrograms(Carrier):
@@ -142,10 +153,14 @@ class InPrograms(Carrier):
     def __init__(self, programs: Programs, schedule: Schedule, mailbox: Mailbox | None):
         super().__init__(programs, schedule, mailbox)
         self._arrived: deque[Chunks] = deque(maxlen=STEPS_ON_DEVICE)
-        table = {name: (kind,) for name, kind in actions.KINDS.items()}
+        kinds = dict(actions.KINDS)
+        if self._layout.scatter_steps == schedule.max_chunks:
+            kinds[names.REDUCE] = actions.REDUCE_AND_SHARE
+        table = {name: (kind,) for name, kind in kinds.items()}
         if self._layout.chunk_memory:
-            in_turn = (on_host(self._wait), actions.INNER_EXCHANGE, on_host(self._note))
-            table[names.INNER_EXCHANGE] = in_turn
+            wait, note, of_part = map(on_host, (self._wait, self._note, self._note_part))
+            table[names.INNER_EXCHANGE] = table[names.SHARE] = wait, actions.INNER_EXCHANGE, note
+            table[names.SCATTER] = wait, actions.SCATTER, of_part
         self.table: Table = MappingProxyType(table)
 
     def _wait(self, given: Given) -> None:
@@ -157,6 +172,10 @@ class InPrograms(Carrier):
         places = self._layout.places(given.plan, [given.action.chunk])
         self._arrived.append(tuple(given.state.incoming[given.action.slot][i] for i in places))
 
+    def _note_part(self, given: Given) -> None:
+        places = self._layout.part_places(given.plan, [given.action.chunk])
+        self._arrived.append(tuple(given.state.arrived[i] for i in places))
+
 
 class ThroughHost(Carrier):
     """The carrier `host`: what is packed leaves at once, and what is merged is waited for."""
@@ -165,31 +184,38 @@ class ThroughHost(Carrier):
 
     def __init__(self, programs: Programs, schedule: Schedule, mailbox: Mailbox | None):
         super().__init__(programs, schedule, mailbox)
-        self._carrier = HostCarrier(
-            self._layout.mesh,
-            num_replicas=self._layout.num_replicas,
-            mailbox=mailbox,
-            memory=self._layout.chunk_memory,
-        )
+        kept = self._layout.chunk_memory
+        self._carrier = HostCarrier(self._layout.mesh, mailbox=mailbox, memory=kept)
         self._step_ends: deque[float] = deque(maxlen=SAMPLES)
         self._begun = 0  # a part of every key, so that what another state has sent is never taken
-        self._arriving: dict[tuple[int, int], Future] = {}  # by fragment and step of the send
+        # By fragment, step of the send, and whether it brings parts to their owners.
+        self._arriving: dict[tuple[int, int, bool], Future] = {}
         self._waited_s = 0.0
         tick = on_host(lambda given: self._step_ends.append(time.monotonic()))
         inner = (tick, actions.INNER)
-        start = on_host(
-            lambda given: self._start(given.plan, given.state.t, given.chunks),
-            bytes_sent=lambda _, plan: self.fragment_bytes(plan),
-        )
-        take = on_host(self._take, abstract=self._abstract_incoming)
+        to_owners = bool(self._layout.plans[0].payload.owned)
+        start, take = self._starting(to_owners), self._taking(False)
+        reduce = (self._taking(True), actions.REDUCE, self._starting(False)) if to_owners else ()
         self.table: Table = MappingProxyType({
-            names.INNER: inner,
-            names.INNER_EXCHANGE: inner,
+            **dict.fromkeys((names.INNER, names.INNER_EXCHANGE, names.SCATTER, names.SHARE), inner),
             names.PACK: (actions.PACK, start),
+            names.REDUCE: reduce,
             names.MERGE: (take, actions.MERGE),
-            names.SYNCHRONISE: (actions.PACK, start, take, actions.MERGE),
+            names.SYNCHRONISE: (actions.PACK, start, *reduce, take, actions.MERGE),
             names.OUTER_STEP: (take, actions.OUTER_STEP, start),
         })  # fmt: skip
+
+    def _starting(self, to_owners: bool) -> Kind:
+        def start(given):
+            after_s = 0 if to_owners else self._layout.scatter_steps
+            self._start(given.plan, given.state.t - after_s, given.chunks, to_owners=to_owners)
+
+        return on_host(start, bytes_sent=lambda _, plan: sent_bytes(plan.payload, to_owners))
+
+    def _taking(self, to_owners: bool) -> Kind:
+        lag = self._layout.scatter_steps if to_owners else self._schedule.lag
+        abstract = functools.partial(self._abstract_incoming, to_owners=to_owners)
+        return on_host(lambda given: self._take(given, lag, to_owners), abstract=abstract)
 
     def begin(self, state: State) -> None:
         """See Carrier."""
@@ -197,22 +223,39 @@ class ThroughHost(Carrier):
         self._carrier.patience.begin()
         self._arriving.clear()
         for send in self._schedule.pending(state.t, dropped_until=state.dropped_until):
-            plan = self._layout.plans[send.fragment]
-            if state.t - send.send_step < plan.num_chunks:  # else all of it had arrived
-                chunks = tuple(state.outgoing[i] for i in self._layout.places(plan))
+            plan, layout = self._layout.plans[send.fragment], self._layout
+            steps = state.t - send.send_step
+            parts, shared = self._arrived_by(plan, steps)
+            if parts < plan.scattered[0]:  # else all of it had arrived
+                chunks = tuple(state.parts[i] for i in layout.part_places(plan))
+                self._start(plan, send.send_step, chunks, to_owners=True)
+            elif steps >= layout.scatter_steps and shared < plan.num_chunks:
+                chunks = tuple(state.outgoing[i] for i in layout.places(plan))
                 self._start(plan, send.send_step, chunks)
 
     def settled(self, state: State) -> State:
         """The state with the chunks that programs would have carried."""
-        incoming = state.incoming
         for send in self._schedule.pending(state.t, dropped_until=state.dropped_until):
-            if arriving := self._arriving.get((send.fragment, send.send_step)):
-                plan, arrived = self._layout.plans[send.fragment], arriving.result()
-                chunks = range(min(plan.num_chunks, state.t - send.send_step))
-                places = self._layout.places(plan, chunks)
-                slot = with_items(incoming[send.slot], places, arrived[: len(places)])
-                incoming = with_items(incoming, [send.slot], [slot])
-        return replace(state, incoming=incoming)
+            plan, layout = self._layout.plans[send.fragment], self._layout
+            parts, shared = map(range, self._arrived_by(plan, state.t - send.send_step))
+            if arriving := self._arriving.get((send.fragment, send.send_step, True)):
+                places = layout.part_places(plan, parts)
+                chunks = arriving.result()[: len(places)]
+                state = replace(state, arrived=with_items(state.arrived, places, chunks))
+            if arriving := self._arriving.get((send.fragment, send.send_step, False)):
+                places = layout.places(plan, shared)
+                slot = state.incoming[send.slot]
+                slot = with_items(slot, places, arriving.result()[: len(places)])
+                incoming = with_items(state.incoming, [send.slot], [slot])
+                state = replace(state, incoming=incoming)
+        return state
+
+    def _arrived_by(self, plan: FragmentPlan, steps: int) -> tuple[int, int]:
+        """Chunks to owners and to all that programs have carried so many steps after a send."""
+        to_owners = self._layout.scatter_steps
+        after = steps - to_owners if self._schedule.share_steps else plan.num_chunks
+        parts = min(plan.scattered[0], steps) if to_owners else plan.scattered[0]
+        return parts, min(plan.num_chunks, after) if steps >= to_owners else 0
 
     def extra_metrics(self) -> dict[str, float]:
         """What this process has waited for exchanges since the last call [s]."""
@@ -227,23 +270,38 @@ class ThroughHost(Carrier):
         """End the threads."""
         self._carrier.close()
 
-    def _start(self, plan: FragmentPlan, send_step: int, chunks: tuple[jax.Array, ...]) -> None:
-        what = f"fragment {plan.index} of step {send_step}"
-        options = dict(size=plan.payload.size, within_s=self._within_s(), what=what)
-        key = self._begun, plan.index, send_step
-        self._arriving[key[1:]] = self._carrier.start(key, chunks, **options)
+    def _start(
+        self,
+        plan: FragmentPlan,
+        send_step: int,
+        chunks: tuple[jax.Array, ...],
+        *,
+        to_owners: bool = False,
+    ) -> None:
+        sent, name = plan.payload, f"fragment {plan.index} of step {send_step}"
+        owned = sent.owned and not to_owners
+        passage = Passage(
+            (self._begun, plan.index, send_step, to_owners),
+            size=sent.first_size if to_owners else sent.size,
+            rows=1 if owned else self._layout.num_replicas // self._layout.mesh.shape["diloco"],
+            to_owners=to_owners,
+            within_s=self._within_s(to_owners),
+            what=f"parts of {name}" if to_owners else name,
+        )
+        self._arriving[passage.key[1:]] = self._carrier.start(passage, chunks)
 
-    def _within_s(self) -> float | None:
-        """Part of the time until the fragment is taken or the next one sent [s], if known."""
-        ends = list(self._step_ends)
-        if len(ends) < SAMPLES or not self._schedule.max_chunks:
+    def _within_s(self, to_owners: bool) -> float | None:
+        """Part of the time until what is sent is taken or the next is sent [s], if known."""
+        ends, schedule = list(self._step_ends), self._schedule
+        steps = schedule.scatter_steps if to_owners else schedule.share_steps
+        if len(ends) < SAMPLES or not steps:
             return None
         step_s = statistics.median(b - a for a, b in itertools.pairwise(ends))
-        return PACED_PART * self._schedule.max_chunks * step_s
+        return PACED_PART * steps * step_s
 
-    def _take(self, given: Given) -> Chunks:
+    def _take(self, given: Given, lag: int, to_owners: bool) -> Chunks:
         """None: the state has it, or the zeros of round 0."""
-        exchange = given.plan.index, given.state.t - self._schedule.lag
+        exchange = given.plan.index, given.state.t - lag, to_owners
         started, arriving = time.perf_counter(), self._arriving.pop(exchange, None)
         arrived = arriving and arriving.result()
         self._waited_s += time.perf_counter() - started

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import slices
-from maxdiloco.engine.state import FragmentPlan, Layout, State, fragment_leaves
+from maxdiloco.engine.plans import FragmentPlan
+from maxdiloco.engine.state import Layout, State, fragment_leaves
 from maxdiloco.parallel import offload
 
 

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import outer, slices
 from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, arrays_of
-from maxdiloco.engine.state import FragmentPlan, Layout, fragment_leaves
+from maxdiloco.engine.plans import FragmentPlan
+from maxdiloco.engine.state import Layout, fragment_leaves
 from maxdiloco.engine.trainer import ThetaView
 from maxdiloco.exchange import collective
 from maxdiloco.parallel import chips, offload
@@ -58,24 +59,32 @@ class Programs:
         step = offload.with_state_on_device(step, state.opt_state)
         lead = NamedSharding(layout.mesh, P("diloco"))
         kept = (shardings_of(state.params), shardings_of(state.opt_state), lead)
-        arrived = NamedSharding(layout.mesh, collective.incoming_spec(layout.mesh))
         options = {"compiler_options": chips.step_options(layout.mesh.devices.flat[0].device_kind)}
         self.inner = self._program("inner", step, donate=(0, 1), out_shardings=kept, **options)
-        labels = [""] if len(layout.pieces) < 2 else [" [short chunk]", " [long chunk]"]
-        self._inner_exchanges = [
-            self._program(
-                f"inner + exchange{label}",
-                lambda params, opt, batch, chunk, _: (
-                    *step(params, opt, batch),
-                    *(collective.all_gather_chunk(piece, layout.mesh) for piece in chunk),
-                ),
-                donate=(0, 1, 4),  # what arrives takes the memory of what it replaces
-                keep_unused=True,
-                out_shardings=(*kept, *(arrived,) * num_pieces),
-                **options,
-            )
-            for num_pieces, label in enumerate(labels, start=1)
-        ]
+
+        def beside_chunks(name, pieces, move, spec):
+            arrived = NamedSharding(layout.mesh, spec)
+            labels = [""] if len(pieces) < 2 else [" [short chunk]", " [long chunk]"]
+            return [
+                self._program(
+                    f"inner + {name}{label}",
+                    lambda params, opt, batch, chunk, _: (
+                        *step(params, opt, batch),
+                        *(move(piece, layout.mesh) for piece in chunk),
+                    ),
+                    donate=(0, 1, 4),  # what arrives takes the memory of what it replaces
+                    keep_unused=True,
+                    out_shardings=(*kept, *(arrived,) * num_pieces),
+                    **options,
+                )
+                for num_pieces, label in enumerate(labels, start=1)
+            ]
+
+        to_all = collective.all_gather_chunk, collective.incoming_spec(layout.mesh)
+        to_owners = collective.all_to_all_chunk, collective.outgoing_spec(layout.mesh)
+        name = "share" if layout.part_pieces else "exchange"
+        self._inner_exchanges = beside_chunks(name, layout.pieces, *to_all)
+        self._inner_scatters = beside_chunks("scatter", layout.part_pieces, *to_owners)
         one_theta = [NamedSharding(layout.mesh, spec) for spec in layout.specs]
         self._one_theta = jax.tree.unflatten(jax.tree.structure(state.params), one_theta)
         slots, is_eager = layout.mesh.shape["diloco"], layout.per_replica_outer
@@ -127,8 +136,14 @@ class Programs:
         """The inner step beside a chunk of a fragment, which takes the place of an old one."""
         return self._inner_exchanges[plan.num_pieces - 1]
 
+    def inner_scatter(self, plan: FragmentPlan) -> Program:
+        """The inner step beside a chunk whose parts go to their owners."""
+        return self._inner_scatters[plan.scattered[1] - 1]
+
     def of(self, kind: str, plan: FragmentPlan) -> Program:
-        """The program `pack`, `merge`, `synchronise` or `outer_step` for a fragment."""
+        """A program for a fragment: `pack`, `reduce`, `reduce and share`, `merge`, `synchronise` or
+        `outer_step`.
+        """
         key = (kind, plan.form)
         if key not in self._by_form:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)
@@ -136,6 +151,8 @@ class Programs:
             replacing, step = self._replacing, f"{self.rule.overlap}_step"
             definitions = {
                 "pack": self._pack,
+                "reduce": functools.partial(self._reduce, shares=False),
+                "reduce and share": functools.partial(self._reduce, shares=True),
                 "merge": functools.partial(replacing, "merge", sends=False),
                 "synchronise": functools.partial(replacing, "synchronise", sends=True),
                 "outer_step": functools.partial(replacing, step, sends=True, keeps=True),
@@ -155,8 +172,30 @@ class Programs:
             return sent._replace(chunks=self._moved(sent.chunks, HOST), residual=residual)
 
         kept = shardings_of((fragment_leaves(state.residual, plan), state.residual_norm_R))
-        sent = collective.Sent(self._outgoing(plan), *kept)
+        sent = collective.Sent(self._kept(len(self.layout.first_lengths(plan))), *kept)
         return dict(fn=pack, donate=(2,) if kept[0] else (), out_shardings=sent)  # the residual
+
+    def _reduce(self, plan, *, shares: bool) -> Definition:
+        """The mean of the parts that this slot owns, encoded; shares: and sent to all at once."""
+        layout, lengths = self.layout, self.layout.lengths(plan) * plan.num_chunks
+
+        def reduce(parts):
+            chunks = self._reduced(plan, self._moved(parts, DEVICE))
+            if shares:
+                chunks = self._gathered(chunks)
+            return self._moved(chunks, HOST)
+
+        spec = (collective.incoming_spec if shares else collective.outgoing_spec)(layout.mesh)
+        return dict(fn=reduce, out_shardings=self._kept(len(lengths), spec))
+
+    def _reduced(self, plan, parts):
+        lengths, M = self.layout.lengths(plan) * plan.num_chunks, self.layout.num_replicas
+        return collective.reduce(plan.payload, parts, lengths, num_replicas=M)
+
+    def _gathered(self, chunks):
+        # Without the barrier XLA:TPU gathers [1, N] and pads the payload x2, x4 for bytes.
+        chunks = jax.lax.optimization_barrier(chunks)
+        return tuple(collective.all_gather_chunk(chunk, self.layout.mesh) for chunk in chunks)
 
     def _replacing(self, name, plan, *, sends: bool, keeps: bool = False) -> Definition:
         """The program that replaces a fragment's values after an exchange, of one of three kinds.
@@ -180,9 +219,12 @@ class Programs:
             values = view.take(leaves, starts)
             sent = self._send(plan, values) if sends else NOTHING
             if incoming is None:
-                # Without the barrier XLA:TPU gathers [1, N] and pads the payload x2, x4 for bytes.
-                chunks = jax.lax.optimization_barrier(sent.chunks)
-                arrived = [collective.all_gather_chunk(chunk, layout.mesh) for chunk in chunks]
+                chunks = sent.chunks
+                if plan.payload.owned:
+                    parts = jax.lax.optimization_barrier(chunks)
+                    parts = [collective.all_to_all_chunk(part, layout.mesh) for part in parts]
+                    chunks = self._reduced(plan, parts)
+                arrived = self._gathered(chunks)
             else:
                 arrived = self._moved(incoming, DEVICE)
             received, finite = self._receive(plan, arrived, sent.chunks if keeps else ())
@@ -198,7 +240,8 @@ class Programs:
         kept = arrays_of(state, plan)
         kept = kept if sends else kept._replace(residual=())
         norm = shardings_of(state.residual_norm_R) if sends else ()
-        sent = collective.Sent(self._outgoing(plan) if keeps else (), (), norm)
+        chunks = self._kept(len(layout.first_lengths(plan))) if keeps else ()
+        sent = collective.Sent(chunks, (), norm)
         # The leaves alone are donated. Not the flags: the host looks at them later.
         reported = shardings_of((state.bad, state.sizes, state.update_ratio))
         return dict(fn=program, donate=(0,), out_shardings=(shardings_of(kept), *reported, sent))
@@ -208,8 +251,7 @@ class Programs:
         one_theta = not self.layout.per_replica_outer
         theta = [o[None] for o in values.theta] if one_theta else values.theta
         g_R = outer.outer_gradient(theta, values.params)
-        lengths = self.layout.lengths(plan) * plan.num_chunks
-        return collective.send(plan.payload, g_R, lengths, values.residual)
+        return collective.send(plan.payload, g_R, self.layout.first_lengths(plan), values.residual)
 
     def _receive(
         self, plan: FragmentPlan, incoming: Sequence[jax.Array], fresh: Sequence[jax.Array]
@@ -224,10 +266,11 @@ class Programs:
         bad = jnp.any(received.bad_RF)
         return received, ~(bad | jnp.any(received.own_bad_RF, axis=1) if own else bad)
 
-    def _outgoing(self, plan: FragmentPlan) -> tuple[NamedSharding, ...]:
+    def _kept(self, count: int, spec: P | None = None) -> tuple[NamedSharding, ...]:
+        """Of chunks in the memory in which the state keeps them; None: of those to send."""
         mesh, memory = self.layout.mesh, self.layout.chunk_memory
-        sharding = NamedSharding(mesh, collective.outgoing_spec(mesh), memory_kind=memory)
-        return (sharding,) * (plan.num_chunks * plan.num_pieces)
+        spec = collective.outgoing_spec(mesh) if spec is None else spec
+        return (NamedSharding(mesh, spec, memory_kind=memory),) * count
 
     def _moved(self, chunks: Sequence[jax.Array], space: jax.memory.Space) -> Any:
         """Chunks from and to the memory in which the state keeps them."""

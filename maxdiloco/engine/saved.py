@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import slices
-from maxdiloco.engine.state import FragmentPlan, Layout, State, fragment_structs, lay_out
+from maxdiloco.engine.plans import FragmentPlan
+from maxdiloco.engine.state import Layout, State, fragment_structs, lay_out
 from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS, ExchangeSettings, SavedLayout
 from maxdiloco.parallel import offload
 from maxdiloco.parallel.replicas import broadcast, reduce_mean
@@ -32,11 +33,14 @@ def items_of(state: State, layout: Layout) -> dict[str, Any]:
     if jax.tree.leaves(state.residual):
         residual = {RESIDUAL: state.residual}
         diagnostics["residual_norm"] = state.residual_norm_R
+    flight = {"outgoing": state.outgoing, "incoming": state.incoming}
+    if state.parts:
+        flight |= {"parts": state.parts, "arrived": state.arrived}
     return residual | {
         "params": state.params,
         "opt_state": state.opt_state,
         "outer_opt": state.outer_opt,
-        "flight": {"outgoing": state.outgoing, "incoming": state.incoming},
+        "flight": flight,
         "diagnostics": diagnostics,
         theta_item(layout): state.outer,
     }
@@ -71,14 +75,14 @@ class Reader:
         self.before = before = ExchangeSettings.from_dict(saved.exchange)
         self.was_eager = before.outer_overlap == "eager"
         self._theta_item = OUTER_OF_EACH if self.was_eager else OUTER_PARAMS
-        of_wire = dict(exchange_dtype="", error_feedback=False)
+        of_wire = dict(exchange_dtype="", error_feedback=False, exchange="")
         self.same_schedule = before._replace(**of_wire) == settings._replace(**of_wire)
         same_wire = before.exchange_dtype == settings.exchange_dtype
         self.keeps_residual = same_wire and before.error_feedback and settings.error_feedback
         of_replicas = (saved.num_replicas, before.error_feedback)
         same_replicas = of_replicas == (layout.num_replicas, settings.error_feedback)
         same_mesh = saved.mesh == dict(layout.mesh.shape) and saved.same_rules
-        same_chunks = before == settings and tuple(saved.chunk_pieces) == layout.pieces
+        same_chunks = before == settings and tuple(saved.chunk_pieces) == layout.all_pieces
         nothing_in_flight = self.same_schedule and settings.schedule.max_chunks == 0
         self.keeps_flight = same_replicas and (nothing_in_flight or (same_mesh and same_chunks))
         same_partition = before.partition == settings.partition

@@ -1,38 +1,36 @@
 """Where every array of a DiLoCo run lies, and which fragment holds what: all that is static.
 
-    leaf        one array of a replica's parameters
-     | diloco/slices.py: the entries of it that a fragment takes
-    LeafSlice   --.
-     |             `--  Fragment: one slice of each leaf it touches (diloco/fragments.py)
-     | exchange/payload.py: the part of the slice that one device sends
-    WireShard   --.
-                   `--  Payload: one shard of each slice of a fragment, and flags
-    FragmentPlan        a Fragment, its Payload, and the chunks in which that travels
-    Layout              all FragmentPlans, and the State as shapes with shardings
+leaf        one array of a replica's parameters
+ | diloco/slices.py: the entries of it that a fragment takes
+LeafSlice   --.
+ |             `--  Fragment: one slice of each leaf it touches (diloco/fragments.py)
+ | exchange/payload.py: the part of the slice that one device sends
+WireShard   --.
+               `--  Payload: one shard of each slice of a fragment, and flags
+FragmentPlan        a Fragment, its Payload, and the chunks in which that travels (engine/plans.py)
+Layout              all FragmentPlans, and the State as shapes with shardings
 
     # R replicas  F leaves
 """
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import fragments
-from maxdiloco.diloco.slices import LeafSlice
-from maxdiloco.engine.chunks import cut, pieces_of_a_chunk
+from maxdiloco.diloco.schedule import Schedule
+from maxdiloco.engine.plans import FragmentPlan, Plans, plan_fragments
 from maxdiloco.engine.trainer import ExchangeSettings
-from maxdiloco.exchange import collective, payload
+from maxdiloco.exchange import collective
 from maxdiloco.parallel import offload
 from maxdiloco.parallel.mesh import devices_of_slice
-from maxdiloco.parallel.sharding import axes_of, optimizer_shardings, spec_on
+from maxdiloco.parallel.sharding import optimizer_shardings, spec_on
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +40,8 @@ class State:
 
     params, opt_state: [R, ...] of the replicas. outer: theta, float32, [...] ([R, ...] when eager).
     outer_opt: state of the outer optimizer, one entry per fragment. outgoing: pieces of the chunks
-    of the fragment on the wire; incoming: of those that have arrived, per receive slot.
+    of the fragment on the wire; incoming: of those that have arrived, per receive slot. parts: of
+    those on their way to owners, and arrived: of those that are there; () without owners.
     bad: [R, F] whether a replica's leaf had a NaN or infinity at a send; bad_before: the same
     before the last synchronisation. sizes, update_ratio ([R] when eager): of the fragment applied
     last. residual: of error feedback, float32, [R, ...] like params, kept where theta is, and its
@@ -65,103 +64,26 @@ class State:
     residual_norm_R: Any = ()
     dropped_until: int = field(default=0, metadata=dict(static=True))
     schedule_since: int = field(default=0, metadata=dict(static=True))
+    parts: tuple[jax.Array, ...] = ()
+    arrived: tuple[jax.Array, ...] = ()
 
 
-@dataclass(frozen=True)
-class FragmentPlan:
-    """One fragment, ready to be packed and merged; those of equal `form` share their programs."""
-
-    index: int
-    fragment: fragments.Fragment
-    payload: payload.Payload
-    num_chunks: int = 1
-    num_pieces: int = 1  # arrays of each chunk: the first ones of Layout.pieces
-
-    @property
-    def slices(self) -> tuple[LeafSlice, ...]:
-        """Of the leaves it touches, in tree order."""
-        return self.fragment.slices
-
-    @functools.cached_property
-    def form(self) -> tuple[LeafSlice, ...]:
-        """What its programs are compiled for."""
-        return tuple(s.form for s in self.slices)
-
-    @functools.cached_property
-    def starts(self) -> tuple[np.ndarray, ...]:
-        """What its programs are given: where each slice starts, or its indices."""
-        return tuple(np.array(s.start_or_indices, np.int32) for s in self.slices)
-
-
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, kw_only=True)
+class Layout(Plans):
     """Shapes and shardings of a run's state, and the plans of its fragments.
 
-    paths, specs: of one replica's parameter leaves, in tree order. pieces: of a chunk, see
-    engine.chunks; none when every fragment travels whole. per_replica_outer: whether theta has a
-    leading R (eager). chunk_memory: where the chunks in the state are kept: offload.HOST or, None,
-    the device. state: of ShapeDtypeStructs with shardings.
+    paths, specs: of one replica's parameter leaves, in tree order. per_replica_outer: whether theta
+    has a leading R (eager). chunk_memory: where the chunks in the state are kept: offload.HOST or,
+    None, the device. state: of ShapeDtypeStructs with shardings.
     """
 
     mesh: Mesh
     num_replicas: int
     paths: tuple[str, ...]
     specs: tuple[P, ...]
-    plans: tuple[FragmentPlan, ...]
-    pieces: tuple[int, ...]
     per_replica_outer: bool
     chunk_memory: str | None
     state: State
-
-    def lengths(self, plan: FragmentPlan) -> tuple[int, ...]:
-        """Wire elements per replica and device of the arrays that make a chunk of this fragment."""
-        whole = (payload.pad_to_tile(plan.payload.size),)
-        return self.pieces[: plan.num_pieces] or whole
-
-    def places(self, plan: FragmentPlan, chunks: Iterable[int] | None = None) -> list[int]:
-        """Where the pieces of a fragment's chunks, by default of all, are in a receive slot."""
-        chunks = range(plan.num_chunks) if chunks is None else chunks
-        return [c * len(self.pieces) + piece for c in chunks for piece in range(plan.num_pieces)]
-
-    def chunk_bytes(self, plan: FragmentPlan) -> int:
-        """Bytes of one replica's chunk of this fragment, scales, flags and padding included."""
-        itemsize = plan.payload.dtype.itemsize
-        return sum(self.lengths(plan)) * devices_of_slice(self.mesh) * itemsize
-
-
-def _slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
-    """In-slice spec of what a slice takes of a leaf: the leaf's, if the entries still divide."""
-    axis = leaf_slice.axis
-    if leaf_slice.pattern == "whole" or axis >= len(spec):
-        return spec
-    devices = np.prod([mesh.shape[name] for name in axes_of(spec[axis])], dtype=int)
-    if leaf_slice.pattern == "stride" and leaf_slice.count % devices == 0:
-        return spec
-    return P(*spec[:axis], None, *spec[axis + 1 :])
-
-
-def plan_fragments(
-    params: Any, settings: ExchangeSettings, layer_axis: Any, specs: Sequence[P], mesh: Mesh
-) -> tuple[tuple[FragmentPlan, ...], tuple[int, ...]]:
-    """Every fragment's payload and chunks, and Layout.pieces. Raises as fragments.partition."""
-    leaves, plans = jax.tree.leaves(params), []
-    partition = fragments.partition(params, layer_axis, **settings.partition)
-    for index, fragment in enumerate(partition):
-        shapes = [s.shape(leaves[s.leaf].shape) for s in fragment.slices]
-        slice_specs = [_slice_spec(s, specs[s.leaf], mesh) for s in fragment.slices]
-        sent = payload.for_leaves(shapes, slice_specs, wire=settings.exchange_dtype, mesh=mesh)
-        plans.append(FragmentPlan(index, fragment, sent))
-    max_chunks = settings.schedule.max_chunks
-    if max_chunks == 0:
-        return tuple(plans), ()
-    sizes = [plan.payload.size for plan in plans]
-    unit = plans[0].payload.dtype.itemsize * devices_of_slice(mesh)
-    pieces = pieces_of_a_chunk(sizes, max_chunks=max_chunks, unit=unit)
-    cuts = [cut(size, pieces, max_chunks) for size in sizes]
-    return tuple(
-        replace(plan, num_chunks=num_chunks, num_pieces=num_pieces)
-        for plan, (_, num_chunks, num_pieces) in zip(plans, cuts, strict=True)
-    ), pieces
 
 
 def lay_out(
@@ -179,7 +101,8 @@ def lay_out(
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
     specs = tuple(spec_on(x, mesh) for x in leaves)
     schedule, per_replica = settings.schedule, settings.outer_overlap == "eager"
-    plans, pieces = plan_fragments(params, settings, layer_axis, specs, mesh)
+    travel = plan_fragments(params, settings, layer_axis, specs, mesh, num_replicas)
+    plans = travel.plans
     struct = functools.partial(_struct, mesh)
 
     def replicas(x, **other):
@@ -190,11 +113,6 @@ def lay_out(
         if per_replica:
             shape, spec = (num_replicas, *shape), P("diloco", *spec)
         return struct(shape, spec, dtype, memory)
-
-    def chunks(spec):
-        length, dtype = num_replicas * devices_of_slice(mesh), plans[0].payload.dtype
-        sizes = pieces * schedule.max_chunks
-        return tuple(struct((length * size,), spec, dtype, outer_memory) for size in sizes)
 
     residual, residual_norm_R = (), ()
     if settings.error_feedback:
@@ -210,18 +128,40 @@ def lay_out(
         opt_state=jax.tree.map(replicas, opt_state),
         outer=jax.tree.unflatten(jax.tree.structure(params), theta),
         outer_opt=tuple(_outer_opt(plan, leaves, optimizer, mesh, outer) for plan in plans),
-        outgoing=chunks(collective.outgoing_spec(mesh)),
-        incoming=(chunks(collective.incoming_spec(mesh)),) * schedule.slots if pieces else (),
         bad=flags,
         bad_before=flags,
         sizes=collective.Sizes(norms_R, norms_R, struct((), P())),
         update_ratio=outer((), P(), memory=None),
         residual=residual,
         residual_norm_R=residual_norm_R,
+        **_in_flight(travel, schedule, mesh, num_replicas, outer_memory),
     )
     names = tuple(jax.tree_util.keystr(path) for path in paths)
-    memory = outer_memory if pieces else None
-    return Layout(mesh, num_replicas, names, specs, plans, pieces, per_replica, memory, state)
+    known = dict(mesh=mesh, num_replicas=num_replicas, paths=names, specs=specs, state=state)
+    memory = outer_memory if travel.pieces else None
+    return Layout(**vars(travel), **known, per_replica_outer=per_replica, chunk_memory=memory)
+
+
+def _in_flight(
+    travel: Plans, schedule: Schedule, mesh: Mesh, num_replicas: int, memory: str | None
+) -> dict[str, Any]:
+    """The chunks of a state, by field."""
+    sent, slots = travel.plans[0].payload, mesh.shape["diloco"]
+    share_steps = max(1, schedule.max_chunks - travel.scatter_steps)
+    outgoing, incoming = collective.outgoing_spec(mesh), collective.incoming_spec(mesh)
+
+    def chunks(spec, rows, lengths, dtype):
+        length = rows * devices_of_slice(mesh)
+        return tuple(_struct(mesh, (length * n,), spec, dtype, memory) for n in lengths)
+
+    shared = slots if sent.owned else num_replicas, travel.pieces * share_steps, sent.dtype
+    parts = num_replicas * slots, travel.part_pieces * travel.scatter_steps, sent.first_dtype
+    return dict(
+        outgoing=chunks(outgoing, *shared),
+        incoming=(chunks(incoming, *shared),) * schedule.slots if travel.pieces else (),
+        parts=chunks(outgoing, *parts),
+        arrived=chunks(outgoing, *parts),
+    )
 
 
 def _struct(mesh, shape, spec, dtype=jnp.float32, memory=None) -> jax.ShapeDtypeStruct:

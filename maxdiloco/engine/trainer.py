@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import Mesh
 
-from maxdiloco.diloco.schedule import Schedule
+from maxdiloco.diloco.schedule import GATHER, Schedule
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel.program import Program
@@ -51,6 +51,7 @@ class ExchangeSettings(NamedTuple):
     num_nonlayer_fragments: int
     sequential_layers: bool
     error_feedback: bool = False
+    exchange: str = GATHER
 
     @property
     def partition(self) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 8 and 10, in three parts that can lie in
 different programs: `send` encodes, `all_gather_chunk` moves wire codes between slices and nothing
-else, `receive` decodes and averages. Whatever crosses is already in wire format, as a rank-1
-array, so no compiler can widen or pad it.
+else, `receive` decodes and averages. Where slots own parts of a payload (owners.py) there is a part
+more: `all_to_all_chunk` moves codes to their owners, `reduce` averages there, and what
+`all_gather_chunk` moves are means. Whatever crosses is already in wire format, as a rank-1 array or
+in whole tiles, so no compiler can widen or pad it.
 
     # R replicas  S replicas of this mesh slot  C wire elements of a replica on one device
 """
@@ -20,7 +22,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import outer
+from maxdiloco.exchange import owners
 from maxdiloco.exchange.payload import (
+    Note,
     Payload,
     assemble,
     bad_flags,
@@ -34,6 +38,7 @@ from maxdiloco.exchange.payload import (
 from maxdiloco.parallel.mesh import devices_of_slice, in_slice_axes
 
 LARGEST_INDEX = 2**31 - 1  # JAX indexes with 32 bits
+LANES = 128  # of a TPU's tile; a chunk is whole tiles of eight such rows
 
 
 class Sizes(NamedTuple):
@@ -93,23 +98,30 @@ def send(
     """Encode a fragment's outer gradients and cut them into chunks: Algorithm 2, line 8.
 
     leaves_R: [R, ...] float32 each. residual_R: likewise, of error feedback; () without. lengths:
-    of the arrays to send [wire elements per replica and device]; what is beyond the payload's size
-    is zeros. No traffic over `diloco`, and none at all without error feedback.
+    of the arrays to send [wire elements per replica and device, and slot that owns a part]; what is
+    beyond the payload's size is zeros. No traffic over `diloco`, and none at all without error
+    feedback.
     """
     mesh, specs = payload.mesh, [P("diloco", *shard.spec) for shard in payload.shards]
     ends = list(itertools.accumulate(lengths))
 
     def on_device(g_S, residual_S):
         wanted_S = outer.fed_back(g_S, residual_S) if residual_S else g_S
-        codes_SC = encode(payload, wanted_S)
-        padded_SC = jnp.pad(codes_SC, ((0, 0), (0, ends[-1] - payload.size)))
+        if payload.owned:
+            codes_SDC, *arrived = owners.encode(payload, wanted_S)
+        else:
+            codes_SDC = encode(payload, wanted_S)[:, None]  # the same for every slot
+            of_codes = jax.vmap(lambda codes: (decode(payload, codes), flags(payload, codes)))
+            arrived = of_codes(codes_SDC[:, 0]) if residual_S else ()
+        beyond = (0, ends[-1] - payload.first_size)
+        padded_DSC = jnp.pad(codes_SDC, ((0, 0), (0, 0), beyond)).swapaxes(0, 1)
         chunks = tuple(
-            padded_SC[:, end - length : end].reshape(-1)
+            padded_DSC[..., end - length : end].reshape(-1)
             for end, length in zip(ends, lengths, strict=True)
         )
         if not residual_S:
             return Sent(chunks)
-        left_S, squares_S = left_over(payload, codes_SC, wanted_S, residual_S)
+        left_S, squares_S = left_over(payload, *arrived, wanted_S, residual_S)
         return Sent(chunks, left_S, jnp.sqrt(jax.lax.psum(squares_S, in_slice_axes(mesh))))
 
     kept = specs if residual_R else []
@@ -132,6 +144,37 @@ def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
     return _on_every_device(on_device, mesh, outgoing_spec(mesh), incoming_spec(mesh))(chunk)
 
 
+def all_to_all_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
+    """Bring one chunk's part for each slot there, of all replicas: Algorithm 2, line 8."""
+
+    def on_device(codes):
+        # XLA:TPU pads a rank-1 payload of bytes x2 to x4, and rows of whole tiles not at all.
+        parts = codes.reshape(mesh.shape["diloco"], -1, LANES)
+        return jax.lax.all_to_all(parts, "diloco", 0, 0, tiled=True).reshape(-1)
+
+    return _on_every_device(on_device, mesh, outgoing_spec(mesh), outgoing_spec(mesh))(chunk)
+
+
+def reduce(
+    payload: Payload, parts: Sequence[jax.Array], lengths: Sequence[int], *, num_replicas: int
+) -> tuple[jax.Array, ...]:
+    """The chunks that owners share of a fragment: the mean of line 8, in float32, encoded again.
+
+    parts: the chunks of `all_to_all_chunk`. lengths: of the chunks [wire elements per device]. No
+    traffic.
+    """
+    spec, ends = outgoing_spec(payload.mesh), list(itertools.accumulate(lengths))
+
+    def on_device(chunks):
+        row = functools.partial(_row, chunks, num_replicas, payload.first_size)
+        shared = jnp.pad(owners.reduce(payload, row, num_replicas), (0, ends[-1] - payload.size))
+        pairs = zip(ends, lengths, strict=True)
+        return tuple(shared[end - length : end] for end, length in pairs)
+
+    in_specs, out_specs = ([spec] * len(parts),), (spec,) * len(lengths)
+    return _on_every_device(on_device, payload.mesh, in_specs, out_specs)(list(parts))
+
+
 def receive(
     payload: Payload,
     incoming: Sequence[jax.Array],
@@ -143,8 +186,9 @@ def receive(
     """The mean of all replicas' outer gradients of a fragment: Algorithm 2, line 10.
 
     The mean of line 8 is taken here, on arrival, in float32 and replica order. incoming: the
-    fragment's chunks, laid out by `incoming_spec`. kinds: of its leaves (fragments.kinds_of), for
-    outer.radial_directional_mean; None: the plain mean, of which the sizes are.
+    fragment's chunks, laid out by `incoming_spec`; from owners they are of the mean. kinds: of its
+    leaves (fragments.kinds_of), for outer.radial_directional_mean; None: the plain mean, of which
+    the sizes are.
     own: for eager updates (arXiv 2502.12996, Algorithm 3; see outer.own_fresh) the chunks of this
     round, laid out by `outgoing_spec`: each replica's mean is of its fresh and the others' previous
     outer gradients, of `incoming`, which the sizes are of.
@@ -170,7 +214,7 @@ def receive(
                 assemble(shard, jnp.stack(x_S))
                 for shard, *x_S in zip(payload.shards, *mixed, strict=True)
             ]
-            own_SF = jnp.stack([flags_F for _, (flags_F, *_) in fresh])
+            own_SF = jnp.stack([note.bad_F for _, note in fresh])
             return received._replace(mean=mean, own_bad_RF=bad_flags(payload, own_SF))
         if kinds is not None:
             mean_N = outer.radial_directional_mean(
@@ -180,42 +224,55 @@ def receive(
                 norm=functools.partial(tensor_norms, payload, kinds),
                 spread=functools.partial(spread_norms, payload, kinds),
             )
-        pairs = zip(payload.shards, mean_N, strict=True)
-        return received._replace(mean=[assemble(shard, x_N[None])[0] for shard, x_N in pairs])
+        return _with_mean(payload, received, mean_N)
 
     in_specs = [incoming_spec(mesh)] * len(incoming), [outgoing_spec(mesh)] * len(own)
     lead = ("diloco",) if own else ()
     mean_specs = [P(*lead, *shard.spec) for shard in payload.shards]
     out_specs = Received(mean_specs, P(), P(), P("diloco") if own else ())
-    return _on_every_device(on_device, mesh, in_specs, out_specs)(list(incoming), list(own))
+    program = functools.partial(_of_owners, payload) if payload.owned else on_device
+    return _on_every_device(program, mesh, in_specs, out_specs)(list(incoming), list(own))
 
 
-def _decoded(payload: Payload, chunks, rows: int, r) -> tuple[list[jax.Array], tuple]:
-    """The values of row r of the chunks [rows * chunk] of one device, and a note about them.
+def _of_owners(payload: Payload, chunks: Sequence[jax.Array], _) -> Received:
+    """On a device: what owners have reduced."""
+    slots = payload.mesh.shape["diloco"]
+    shared = [_row(chunks, slots, payload.size, slot) for slot in range(slots)]
+    mean_N, notes_R = owners.receive(payload, jnp.stack(shared))
+    return _with_mean(payload, _received(payload, notes_R, mean_N), mean_N)
 
-    The note: flags, sums of squares and of magnitudes.
-    """
+
+def _row(chunks: Sequence[jax.Array], rows: int, size: int, r: Any) -> jax.Array:
+    """Row r, `size` wire elements, of the chunks [rows * chunk] of one device."""
     pieces = []
     for chunk in chunks:
-        size = chunk.shape[0] // rows
+        length = chunk.shape[0] // rows
         if chunk.shape[0] <= LARGEST_INDEX:
-            pieces.append(jax.lax.dynamic_slice_in_dim(chunk, r * size, size))
+            pieces.append(jax.lax.dynamic_slice_in_dim(chunk, r * length, length))
         else:  # slower, but r fits an index
-            pieces.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, size), r, 0, False))
-    code_C = jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, payload.size)
+            pieces.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, length), r, 0, False))
+    return jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, size)
+
+
+def _decoded(payload: Payload, chunks, rows: int, r) -> tuple[list[jax.Array], Note]:
+    """The values of row r of the chunks of one device, and a note about them."""
+    code_C = _row(chunks, rows, payload.size, r)
     x_N = decode(payload, code_C)
-    squares = sum(jnp.sum(x * x) for x in x_N)
-    magnitudes = sum(jnp.sum(jnp.abs(x)) for x in x_N)
-    return x_N, (flags(payload, code_C), squares, magnitudes)
+    return x_N, Note.of(x_N, flags(payload, code_C))
 
 
-def _received(payload: Payload, notes_R: tuple, mean_N: list[jax.Array]) -> Received:
+def _received(payload: Payload, notes_R: Note, mean_N: list[jax.Array]) -> Received:
     """Without its mean. mean_N: this device's values of the mean of one round."""
-    flags_RF, *sums_R = notes_R
-    sums = (*sums_R, sum(jnp.sum(x * x) for x in mean_N))
+    sums = (notes_R.squares, notes_R.magnitudes, sum(jnp.sum(x * x) for x in mean_N))
     squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
     devices, shards = devices_of_slice(payload.mesh), payload.shards
     values = sum(math.prod(shard.local) * (devices // shard.copies) for shard in shards)
     drift_R = total_R / float(values)  # may exceed what int32 holds
     sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
-    return Received([], bad_flags(payload, flags_RF), sizes)
+    return Received([], bad_flags(payload, notes_R.bad_F), sizes)
+
+
+def _with_mean(payload: Payload, received: Received, mean_N: list[jax.Array]) -> Received:
+    """With a mean that is the same for all replicas."""
+    pairs = zip(payload.shards, mean_N, strict=True)
+    return received._replace(mean=[assemble(shard, x_N[None])[0] for shard, x_N in pairs])

@@ -45,18 +45,60 @@ class WireShard(NamedTuple):
     length: int
 
 
+class Owned(NamedTuple):
+    """How slots own parts of a payload: see owners.py.
+
+    reduced: wire of the means. replicas: of a slot. values: of a part. size: of what a replica
+    sends of it [wire elements].
+    """
+
+    reduced: str
+    replicas: int
+    values: int
+    size: int
+
+
 class Payload(NamedTuple):
-    """A fragment's payload on one device: a shard of each leaf; `size` [wire elements]."""
+    """A fragment's payload on one device: a shard of each leaf.
+
+    size: of what arrives everywhere of a replica, or of an owner's part where slots own parts [wire
+    elements].
+    """
 
     wire: str
     shards: tuple[WireShard, ...]
     size: int
     mesh: Mesh
+    owned: Owned | None = None
 
     @property
     def dtype(self) -> np.dtype:
-        """Of a wire element."""
-        return quantize.wire_format(self.wire).dtype
+        """Of a wire element of `size`."""
+        return quantize.words(self.owned.reduced) if self.owned else self.first_dtype
+
+    @property
+    def first_dtype(self) -> np.dtype:
+        """Of a wire element that a replica sends."""
+        return quantize.words(self.wire) if self.owned else quantize.wire_format(self.wire).dtype
+
+    @property
+    def first_size(self) -> int:
+        """Wire elements that a replica sends to a slot."""
+        return self.owned.size if self.owned else self.size
+
+
+class Note(NamedTuple):
+    """Of a replica's values on one device, decoded: which leaves were not finite, and two sums."""
+
+    bad_F: jax.Array
+    squares: jax.Array
+    magnitudes: jax.Array
+
+    @classmethod
+    def of(cls, x_N: Sequence[jax.Array], bad_F: jax.Array) -> "Note":
+        """Of each leaf's values [N]."""
+        squares = sum(jnp.sum(x * x) for x in x_N)
+        return cls(bad_F, squares, sum(jnp.sum(jnp.abs(x)) for x in x_N))
 
 
 def for_leaves(
@@ -88,27 +130,39 @@ def pad_to_tile(size: int) -> int:
 
 def encode(payload: Payload, leaves_S: Sequence[jax.Array]) -> jax.Array:
     """A device's shards of the fragment, [S, *local] float32 each, as codes [S, C]."""
-    flags, codes = [], []
+    bad_SF, clean_SN = cleaned(payload, leaves_S)
+    codes = [jax.vmap(lambda x_N: quantize.encode(payload.wire, x_N))(x_SN) for x_SN in clean_SN]
+    return jnp.concatenate([bad_SF.astype(payload.dtype), *codes], axis=1)
+
+
+def cleaned(payload: Payload, leaves_S: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    """What this device carries of each leaf, [S, N]; zeros for what is not finite.
+
+    And [S, F] 1.0 where a leaf has such a value, else 0.0.
+    """
+    bad, clean = [], []
     for shard, leaf_S in zip(payload.shards, leaves_S, strict=True):
-        x_SN = _carried(shard, leaf_S)
+        x_SN = carried(shard, leaf_S)
         finite_SN = jnp.isfinite(x_SN)
         # A maximum of floats is one kernel of XLA:CPU, an `any` a chain of up to four.
-        flags.append(jnp.max(jnp.where(finite_SN, 0.0, 1.0), axis=1).astype(payload.dtype))
-        clean_SN = jnp.where(finite_SN, x_SN, 0.0)
-        codes.append(jax.vmap(lambda x_N: quantize.encode(payload.wire, x_N))(clean_SN))
-    return jnp.concatenate([jnp.stack(flags, axis=1), *codes], axis=1)
+        bad.append(jnp.max(jnp.where(finite_SN, 0.0, 1.0), axis=1))
+        clean.append(jnp.where(finite_SN, x_SN, 0.0))
+    return jnp.stack(bad, axis=1), clean
 
 
-def _carried(shard: WireShard, leaf_S: jax.Array) -> jax.Array:
+def carried(shard: WireShard, leaf_S: jax.Array) -> jax.Array:
     """[S, *local] -> [S, N]: the values of its shard that this device carries."""
     flat = leaf_S.reshape(leaf_S.shape[0], -1)
     if shard.copies == 1:
         return flat
     flat = jnp.pad(flat, ((0, 0), (0, shard.copies * shard.count - flat.shape[1])))
-    return jax.lax.dynamic_slice_in_dim(flat, _first_carried(shard), shard.count, axis=1)
+    return jax.lax.dynamic_slice_in_dim(flat, first_carried(shard), shard.count, axis=1)
 
 
-def _first_carried(shard: WireShard) -> jax.Array:
+def first_carried(shard: WireShard) -> jax.Array | int:
+    """The first of its shard's values that this device carries."""
+    if shard.copies == 1:
+        return 0
     return jax.lax.axis_index(shard.replicated_axes) * shard.count
 
 
@@ -117,34 +171,37 @@ def decode(payload: Payload, code_C: jax.Array) -> list[jax.Array]:
     values = []
     for shard in payload.shards:
         code = jax.lax.slice_in_dim(code_C, shard.start, shard.start + shard.length)
-        x_N = quantize.decode(payload.wire, code, shard.count)
-        if shard.copies * shard.count > math.prod(shard.local):
-            # What fills up the last of equal parts is zero: int2 has no code for it.
-            place_N = _first_carried(shard) + jnp.arange(shard.count)
-            x_N = jnp.where(place_N < math.prod(shard.local), x_N, 0.0)
-        values.append(x_N)
+        values.append(real_values(shard, quantize.decode(payload.wire, code, shard.count)))
     return values
+
+
+def real_values(shard: WireShard, x_N: jax.Array) -> jax.Array:
+    """What fills up the last of equal parts is zero: int2 has no code for it."""
+    if shard.copies * shard.count <= math.prod(shard.local):
+        return x_N
+    place_N = first_carried(shard) + jnp.arange(shard.count)
+    return jnp.where(place_N < math.prod(shard.local), x_N, 0.0)
 
 
 def left_over(
     payload: Payload,
-    code_SC: jax.Array,
+    sent_SN: Sequence[jax.Array],
+    bad_SF: jax.Array,
     wanted_S: Sequence[jax.Array],
     residual_S: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], jax.Array]:
     """The residual after a send, [S, *local] for each leaf, and its squares' sum [S] of a device.
 
-    code_SC: what `encode` made of wanted_S. residual_S: before the send. See outer.left_over;
-    what a device carries of a leaf with a bad value stays. Gathers inside the slice.
+    sent_SN: what receivers decode of wanted_S; bad_SF: its flags. residual_S: before the send. See
+    outer.left_over; what a device carries of a leaf with a bad value stays. Gathers inside the
+    slice.
     """
-    sent_SN = jax.vmap(lambda code_C: decode(payload, code_C))(code_SC)
-    bad_SF = jax.vmap(lambda code_C: flags(payload, code_C))(code_SC)
-    carried = [
-        [_carried(shard, leaf) for shard, leaf in zip(payload.shards, leaves, strict=True)]
+    both = [
+        [carried(shard, leaf) for shard, leaf in zip(payload.shards, leaves, strict=True)]
         for leaves in (wanted_S, residual_S)
     ]
     bad = [bad_SF[:, f, None] for f in range(len(payload.shards))]
-    left_SN = outer.left_over(carried[0], sent_SN, carried[1], bad)
+    left_SN = outer.left_over(both[0], sent_SN, both[1], bad)
     squares_S = sum(jnp.sum(x_SN * x_SN, axis=1) for x_SN in left_SN)
     pairs = zip(payload.shards, left_SN, strict=True)
     return [assemble(shard, x_SN) for shard, x_SN in pairs], squares_S
@@ -182,7 +239,7 @@ def tensor_norms(
             continue
         if shard.copies > 1:
             whole = jnp.zeros(shard.copies * shard.count)
-            x = jax.lax.dynamic_update_slice_in_dim(whole, x, _first_carried(shard), 0)
+            x = jax.lax.dynamic_update_slice_in_dim(whole, x, first_carried(shard), 0)
         values = x[: math.prod(shard.local)].reshape(shard.local)
         layer = kind.axis if isinstance(kind, Stacked) else None
         others = tuple(dim for dim in range(values.ndim) if dim != layer)
@@ -202,10 +259,20 @@ def spread_norms(
         layer = kind.axis if isinstance(kind, Stacked) else None
         shape = [norm.size if dim == layer else 1 for dim in range(len(shard.local))]
         whole = jnp.broadcast_to(norm.reshape(shape), shard.local)
-        spread.append(_carried(shard, whole[None])[0])
+        spread.append(carried(shard, whole[None])[0])
     return spread
 
 
 def payload_bytes(payload: Payload) -> int:
-    """Bytes of one replica's codes, scales and flags on all devices of a slice, no padding."""
-    return payload.size * devices_of_slice(payload.mesh) * payload.dtype.itemsize
+    """Bytes that one replica sends to one other, of all devices of a slice, no padding."""
+    return sum(sent_bytes(payload, to_owners) for to_owners in (False, True))
+
+
+def sent_bytes(payload: Payload, to_owners: bool) -> int:
+    """Of these those to owners, 0 without any, or those to all."""
+    owned, sent = payload.owned, payload.size * payload.dtype.itemsize
+    if to_owners:
+        sent = owned.size * payload.first_dtype.itemsize if owned else 0
+    elif owned:  # an owner shares for all replicas of its slot
+        sent = quantize.ceil_div(sent, owned.replicas)
+    return sent * devices_of_slice(payload.mesh)

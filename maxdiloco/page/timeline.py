@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from maxdiloco.diloco.schedule import Schedule, offsets
+from maxdiloco.diloco.schedule import OWNERS, Schedule, offsets
 from maxdiloco.page.run import Run
 
 BYTES = "dcn/bytes_sent"
+WAITED = "dcn/waited_s"  # of exchanges through host memory alone
 TWO_PERIODS = 60  # longest H of which two periods are drawn [inner steps]; our choice
 FEW_PERIODS = 10  # in which log_period and H should meet, for exact means; our choice
 MOST_STEPS = 5000  # longest period that is drawn [inner steps]; our choice
@@ -40,7 +41,7 @@ def of_run(run: Run) -> dict[str, Any] | str:
         return f"one replica sends nothing; its theta moves every H = {H:,} inner steps"
     if H > MOST_STEPS:
         return f"a period of H = {H:,} steps is longer than the {MOST_STEPS:,} drawn here"
-    return _drawn(schedule, sent)
+    return _drawn(run, schedule, sent)
 
 
 def over_whole_periods(run: Run) -> np.ndarray:
@@ -86,6 +87,7 @@ def describe(run: Run) -> str:
     name = "streaming, " if run.keys["enable_streaming_diloco"] else ""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
     wire = run.keys["diloco_exchange_dtype"]
+    wire += ", owners" if run.keys["diloco_exchange"] == OWNERS else ""
     return f"DiLoCo, {name}H {schedule.H}, P {schedule.P}, {overlap}, {wire}"
 
 
@@ -97,8 +99,11 @@ def amount(number: float) -> str:
     return f"{number / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
 
-def _drawn(schedule: Schedule, sent_H: list[float]) -> dict[str, Any]:
+def _drawn(run: Run, schedule: Schedule, sent_H: list[float]) -> dict[str, Any]:
     H = schedule.H
+    # Owners: a step may be left out between parts and means. In a step of a send through host
+    # memory it is the new fragment that leaves.
+    has_gaps, by_hosts = run.keys["diloco_exchange"] == OWNERS, WAITED in run.columns
     # From the third period on all exchanges are under way, also those of delayed and eager.
     first = 2 * H + 1
     steps = range(first, first + (2 * H if H <= TWO_PERIODS else H))
@@ -108,7 +113,11 @@ def _drawn(schedule: Schedule, sent_H: list[float]) -> dict[str, Any]:
         for send in schedule.sends(t):
             carried = range(t + 1, t + 1 + schedule.max_chunks)
             # None through host memory: there all of a fragment leaves in the step of its send.
-            full = itertools.takewhile(lambda c: sent_H[(c - 1) % H], carried)
+            if has_gaps:
+                full = [c for c in carried if sent_H[(c - 1) % H]]
+                full = [c for c in full if not (by_hosts and schedule.sends(c))]
+            else:
+                full = itertools.takewhile(lambda c: sent_H[(c - 1) % H], carried)
             chunks = [c for c in full if c in steps]
             exchanges.append([send.fragment, t, t + schedule.lag, chunks])
     how = f"an exchange has {schedule.tau} inner steps"

@@ -30,13 +30,14 @@ KEYS = {
     "diloco_outer_overlap": "overlap",
     "diloco_exchange_dtype": "wire",
     "diloco_outer_memory": "memory",
+    "diloco_exchange": "exchange",
 }
 
 
 class Choice(NamedTuple):
     """One way to synchronise. nonlayer: fragments of what belongs to no layer.
 
-    memory: where the outer state is kept.
+    memory: where the outer state is kept. exchange: auto, gather or owners.
     """
 
     H: int
@@ -47,6 +48,7 @@ class Choice(NamedTuple):
     overlap: str
     streaming: bool
     memory: str = "device"
+    exchange: str = "auto"
 
     @property
     def mode(self) -> str:

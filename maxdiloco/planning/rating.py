@@ -12,13 +12,18 @@ from maxdiloco.aot.wait import FULL
 from maxdiloco.diloco import outer
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.quantize import wire_format
+from maxdiloco.diloco.schedule import OWNERS
 from maxdiloco.engine.calls import bytes_on_device, is_on_device
+from maxdiloco.engine.describe import in_flight
 from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
-from maxdiloco.engine.state import lay_out, plan_fragments
+from maxdiloco.engine.plans import plan_fragments
+from maxdiloco.engine.state import lay_out
 from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.exchange import payload
 from maxdiloco.flags import checks, config
+from maxdiloco.parallel.mesh import devices_of_slice
 from maxdiloco.planning.job import Choice, Job
+from maxdiloco.trainer import assemble
 
 # [L] arXiv 2503.09799 and [S] 2501.18512 train with 30, [S] with 100, DiLoCo 2311.08105 with 500.
 PERIODS = (30, 50, 100, 300, 500)
@@ -45,7 +50,15 @@ def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
         P, nonlayer = _fragments(job, given) if streaming else (1, 1)
         out += [
             [
-                Choice(H, P, nonlayer, tau, wire, overlap, streaming, job.asked.memory)
+                job.asked._replace(
+                    H=H,
+                    P=P,
+                    nonlayer=nonlayer,
+                    tau=tau,
+                    wire=wire,
+                    overlap=overlap,
+                    streaming=streaming,
+                )
                 for H in periods
                 for tau in taus
                 if P <= H and tau < H
@@ -63,7 +76,8 @@ def _modes(asked: Choice, given: Collection[str]) -> Iterator[tuple[str, bool, t
     fixed_tau = "num_communication_overlapping_steps" in given
     overlaps = [asked.overlap]
     if "diloco_outer_overlap" not in given:
-        overlaps = ["none"] if fixed_tau and asked.tau else ["none", "eager"]
+        only = fixed_tau and asked.tau or assemble.exchange(asked.exchange) == OWNERS
+        overlaps = ["none"] if only else ["none", "eager"]
     fixed_streaming = "enable_streaming_diloco" in given or "num_diloco_fragments" in given
     for overlap in overlaps:
         for streaming in [asked.streaming] if fixed_streaming else [False, True]:
@@ -99,11 +113,16 @@ class Step(NamedTuple):
 class Traffic(NamedTuple):
     """Bytes that a device sends in a period, for one replica to one other slice.
 
-    Of each fragment, and of each chunk that a period carries (program).
+    Of each fragment, and of each chunk that a period carries (program). shared: of those of each
+    fragment what owners send, `scatter_steps` steps after the rest; () without. alone: of the bytes
+    of a program those that no step hides.
     """
 
     fragments: tuple[int, ...]
     chunks: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+    alone: tuple[int, ...] = ()
+    scatter_steps: int = 0
 
 
 class Rated(NamedTuple):
@@ -133,15 +152,28 @@ def traffic(job: Job, choice: Choice) -> Traffic:
     """The bytes that the trainer puts on the wire, as its table of fragments has them."""
     specs = tuple(x.sharding.spec for x in jax.tree.leaves(job.params))
     settings, layer_axis = _settings(job, choice), job.model.layer_axis
-    plans, pieces = plan_fragments(job.params, settings, layer_axis, specs, job.mesh)
-    itemsize = wire_format(choice.wire).dtype.itemsize
+    travel = plan_fragments(job.params, settings, layer_axis, specs, job.mesh, job.num_replicas)
+    plans, steps, owned = travel.plans, travel.scatter_steps, travel.plans[0].payload.owned
+
+    def of_device(bytes_of_slice):
+        return bytes_of_slice // devices_of_slice(job.mesh)
+
     if job.carrier == "host":
-        return Traffic(tuple(plan.payload.size * itemsize for plan in plans))
-    if not pieces:
-        return Traffic(tuple(payload.pad_to_tile(plan.payload.size) * itemsize for plan in plans))
-    of_chunk = [sum(pieces[: plan.num_pieces]) * itemsize for plan in plans]
-    each = [(size,) * plan.num_chunks for size, plan in zip(of_chunk, plans, strict=True)]
-    return Traffic(tuple(map(sum, each)), tuple(itertools.chain.from_iterable(each)))
+        parts, shared = (
+            [(of_device(payload.sent_bytes(plan.payload, first)),) for plan in plans]
+            for first in (True, False)
+        )
+    else:
+        parts = [(of_device(travel.part_bytes(plan)),) * plan.scattered[0] for plan in plans]
+        shared = [(of_device(travel.chunk_bytes(plan)),) * plan.num_chunks for plan in plans]
+    whole = tuple(sum(a) + sum(b) for a, b in zip(parts, shared, strict=True))
+    of_owners, chunks, alone = tuple(map(sum, shared)) if owned else (), [], ()
+    if job.carrier == "program" and travel.pieces:
+        chunks = [*parts, *shared]
+        if steps == choice.schedule.max_chunks:  # none is left for what owners share
+            chunks, alone = parts, of_owners
+    chunks = tuple(filter(None, itertools.chain(*chunks)))
+    return Traffic(whole, chunks, of_owners, alone, steps)
 
 
 def _settings(job: Job, choice: Choice) -> ExchangeSettings:
@@ -155,6 +187,7 @@ def _settings(job: Job, choice: Choice) -> ExchangeSettings:
         num_nonlayer_fragments=choice.nonlayer,
         sequential_layers=job.cfg.use_sequential_layers,
         error_feedback=wire.feedback if wanted is None else wanted and wire.error > 0,
+        exchange=assemble.exchange(choice.exchange),
     )
 
 
@@ -163,9 +196,14 @@ def exposed_s(
 ) -> float:
     """Seconds that a period waits for the link. gbps: one device's share [Gbit/s]."""
     per_byte = job.copies * 8 / (gbps * 1e9)
-    of_fragments, of_chunks = ([size * per_byte for size in sizes] for sizes in sent)
-    times = dict(step_s=step_s, latency_s=latency_s)
-    return wait.exposed_s(of_fragments, of_chunks, H=choice.H, lag=choice.schedule.lag, **times)
+    return wait.exposed_s(
+        *([size * per_byte for size in sizes] for sizes in sent[:4]),
+        H=choice.H,
+        lag=choice.schedule.lag,
+        scatter_steps=sent.scatter_steps,
+        step_s=step_s,
+        latency_s=latency_s,
+    )
 
 
 def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float = 0.0) -> Rated:
@@ -210,7 +248,7 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
         outer_memory=None if choice.memory == "device" else choice.memory,
     )
     state = layout.state
-    kept = [state.outer, state.outer_opt, state.residual, state.outgoing, state.incoming]
+    kept = [state.outer, state.outer_opt, state.residual, in_flight(state)]
     if not step.peak:
         kept += [state.params, state.opt_state]
     on_device = [x for x in jax.tree.leaves(kept) if is_on_device(x)]

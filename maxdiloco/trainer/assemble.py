@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.data.tokenizer import build
 from maxdiloco.diloco import outer
+from maxdiloco.diloco.schedule import GATHER
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
@@ -169,6 +170,11 @@ def baseline(cfg: config.Config) -> config.Config | None:
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
+def exchange(chosen: str) -> str:
+    """gather or owners: what diloco_exchange chooses; auto is gather, see base.yml."""
+    return GATHER if chosen == "auto" else chosen
+
+
 def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
     """program or host: what exchange_carrier chooses. XLA hides an exchange on TPU alone."""
     if chosen != "auto":
@@ -212,6 +218,7 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo
         exchange_dtype=cfg.diloco_exchange_dtype,
         error_feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
         merge=cfg.diloco_merge,
+        exchange=exchange(cfg.diloco_exchange),
         sequential_layers=cfg.use_sequential_layers,
         num_nonlayer_fragments=cfg.num_nonlayer_fragments,
         layer_axis=model.layer_axis,

@@ -125,6 +125,31 @@ def test_actions_are_the_inner_step_then_sends_then_applies(s, data):
         assert others == wanted
 
 
+def test_parts_go_to_their_owners_before_the_means_come_back():
+    """H=8, P=2, tau=4 by hand: 4 steps, of which 1 brings the parts of the fragment sent at 4 and 2
+    those of the one sent at 8; the last of 2 steps of means is left out. Dropped: nothing to
+    reduce."""
+    s = Schedule(8, 4, offsets(2, 8), num_chunks=(2, 1), scatter_steps=2, num_scattered=(2, 1))
+    assert (s.max_chunks, s.share_steps, s.slots) == (4, 2, 1)
+    inner, A = Action(schedule.INNER), Action
+    assert [s.actions(t) for t in range(4, 13)] == [
+        (inner, A(schedule.PACK, 1)),
+        (A(schedule.SCATTER, 1, chunk=0),),
+        (inner, A(schedule.REDUCE, 1)),
+        (A(schedule.SHARE, 1, chunk=0),),
+        (inner, A(schedule.PACK, 0), A(schedule.MERGE, 1)),
+        (A(schedule.SCATTER, 0, chunk=0),),
+        (A(schedule.SCATTER, 0, chunk=1), A(schedule.REDUCE, 0)),
+        (A(schedule.SHARE, 0, chunk=0),),
+        (A(schedule.SHARE, 0, chunk=1), A(schedule.PACK, 1), A(schedule.MERGE, 0)),
+    ]
+    assert s.actions(6, dropped_until=5) == (inner,)
+    one = dataclasses.replace(s, tau=1, scatter_steps=1, num_chunks=None, num_scattered=None)
+    assert one.share_steps == 0
+    parts = A(schedule.SCATTER, 1, chunk=0)
+    assert one.actions(5) == (parts, A(schedule.REDUCE, 1), A(schedule.MERGE, 1))
+
+
 @settings(max_examples=150)
 @given(schedules())
 def test_slots_are_as_few_as_possible_and_never_shared(s):

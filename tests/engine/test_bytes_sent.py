@@ -10,8 +10,10 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
+from maxdiloco import DiLoCo
 from maxdiloco.aot.hlo import reader, traffic
 from maxdiloco.flags import config
 from maxdiloco.parallel import mesh as mesh_lib
@@ -62,6 +64,35 @@ def test_bytes_sent_is_what_the_compiled_exchange_moves(cases, wire, M, axis):
     payload = LARGEST * BYTES[wire] * (M - 1)
     assert payload <= 2 * sent["long"] <= payload + 2 * tile  # two chunks, both rounded up
     assert payload > tile  # else four times the payload would pass for rounding
+
+
+@pytest.mark.parametrize("carrier", ["program", "host"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("slots", "parameter"), [(2, 0.75), (4, 1.125), (8, 1.3125)])
+def test_owners_send_half_a_byte_there_and_one_back(devices, slots, parameter, replicas, carrier):
+    """(M-1)/M of a parameter, for one replica a slot; two share what their slot sends back. Scales
+    and padding are 2 % of it at most. Control: to gather (M-1)/2, more from four slots on."""
+    mesh = jax.sharding.Mesh(np.array(devices[:slots]), ("diloco",))
+    sent, values = {}, 3 << 20
+    for exchange in ("owners", "gather"):
+        algorithm = DiLoCo(
+            lambda p, o, b: (p, o, {}),
+            num_replicas=replicas * slots,
+            sync_period=10,
+            overlap_steps=5,
+            exchange_dtype="float4_e3m0",
+            exchange=exchange,
+            exchange_carrier=carrier,
+            mesh=mesh,
+        )
+        like = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        params = {"w": jax.ShapeDtypeStruct((3, 1 << 20), np.float32, sharding=like)}
+        algorithm.bind(params, ())
+        sent[exchange] = sum(algorithm.bytes_sent(t) for t in range(21, 31)) / values
+        algorithm.close()
+    wanted = parameter * (0.5 + 1 / replicas) / 1.5
+    assert wanted <= sent["owners"] <= 1.02 * wanted
+    assert (slots - 1) / 2 <= sent["gather"] <= 1.02 * (slots - 1) / 2
 
 
 @pytest.mark.parametrize("slices, micro_batches", [(2, 1), (4, 2)])

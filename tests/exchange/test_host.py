@@ -1,6 +1,7 @@
 """The host carrier brings what `all_gather_chunk` brings, to the bit; who sends what to whom."""
 
 import contextlib
+import itertools
 import queue
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding
 from models.tiny_model import mesh_of
 
 from maxdiloco.exchange import collective
-from maxdiloco.exchange.host import HostCarrier, Shard, owners_of, routes
+from maxdiloco.exchange.host import HostCarrier, Passage, Shard, owners_of, routes
 
 
 def chunks_of(mesh, M, dtype, lengths):
@@ -25,17 +26,28 @@ def chunks_of(mesh, M, dtype, lengths):
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8])
+def passage(size, rows, *, to_owners=False, within_s=None):
+    return Passage("k", size, rows, to_owners, within_s, what="")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to_owners"),
+    [
+        *((dtype, False) for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8)),
+        *((dtype, True) for dtype in (jnp.uint16, jnp.uint8)),
+    ],
+)
 @pytest.mark.parametrize(
     ("sizes", "M"), [({}, 1), (dict(diloco=2, fsdp=2), 2), (dict(diloco=2, data=2, fsdp=2), 4)]
 )
-def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype):
+def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype, to_owners):
     mesh = mesh_of(devices, **sizes)
-    carrier = HostCarrier(mesh, num_replicas=M, mailbox=None)
-    sent = chunks_of(mesh, M, dtype, [1024, 1024])
-    arriving = carrier.start("a", sent, size=2000, within_s=None, what="")
+    carrier, slots = HostCarrier(mesh, mailbox=None), mesh.shape["diloco"]
+    move = collective.all_to_all_chunk if to_owners else collective.all_gather_chunk
+    sent = chunks_of(mesh, M * slots if to_owners else M, dtype, [1024, 1024])
+    arriving = carrier.start(passage(2000, M // slots, to_owners=to_owners), sent)
     for chunk, arrived in zip(sent, arriving.result(), strict=True):
-        expected = collective.all_gather_chunk(chunk, mesh)
+        expected = move(chunk, mesh)
         assert arrived.sharding.is_equivalent_to(expected.sharding, 1)
         assert arrived.dtype == expected.dtype
         for a, b in zip(arrived.addressable_shards, expected.addressable_shards, strict=True):
@@ -53,6 +65,18 @@ def test_what_one_sends_another_gets_in_the_same_order():
                 assert tables[a].sends.get(b) == tables[b].gets.get(a)
     assert tables[2].sends == {1: (Shard(2, 0),)}
     assert tables[2].gets == {1: (Shard(0, 0), Shard(1, 0))}
+    assert tables[2].stays == (Shard(2, 0),)
+
+
+def test_owners_get_their_part_of_every_slot_and_nothing_else():
+    """The same processes: each sends to an owner the part that it owns, of its own place."""
+    owners = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
+    tables = {process: routes(owners, process, to_owners=True) for process in (1, 2, 3)}
+    for a, b in itertools.permutations(tables, 2):
+        assert tables[a].sends.get(b) == tables[b].gets.get(a)
+    assert tables[2].sends == {1: (Shard(2, 0, to=0), Shard(2, 0, to=1))}
+    assert tables[2].gets == {1: (Shard(0, 0, to=2), Shard(1, 0, to=2))}
+    assert tables[2].stays == (Shard(2, 0, to=2),)
 
 
 class Loop:
@@ -83,8 +107,9 @@ class Loop:
 def beside_a_twin(devices, M):
     """(carrier, mailbox, chunks) of the process with the first of two slots, for M replicas."""
     mesh, mailbox = mesh_of(devices, diloco=2), Loop()
-    carrier = HostCarrier(mesh, num_replicas=M, mailbox=mailbox)
-    carrier._routes = routes({shard: shard.slot for shard in owners_of(mesh)}, 0)
+    carrier = HostCarrier(mesh, mailbox=mailbox)
+    owners = {shard: shard.slot for shard in owners_of(mesh)}
+    carrier._routes = [routes(owners, 0, to_owners=to_owners) for to_owners in (False, True)]
     yield carrier, mailbox, chunks_of(mesh, M, jnp.int8, [1024, 1024])
     carrier.close()
 
@@ -92,10 +117,11 @@ def beside_a_twin(devices, M):
 @pytest.mark.parametrize(
     ("M", "within_s", "pace"), [(2, 2.0, 750.0), (4, 2.0, 1500.0), (2, None, None)]
 )
-def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace):
+@pytest.mark.parametrize("to_owners", [False, True])
+def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace, to_owners):
     """1,500 bytes of each replica here, in two seconds."""
-    with beside_a_twin(devices, M) as (carrier, mailbox, sent):
-        carrier._pace(sent, 1500, within_s)
+    with beside_a_twin(devices, M) as (carrier, mailbox, _):
+        carrier._pace(passage(1500, M // 2, to_owners=to_owners, within_s=within_s), 1)
     assert mailbox.paces == [pace]
 
 
@@ -104,10 +130,10 @@ def test_padding_stays_here(devices):
     with beside_a_twin(devices, 2) as (carrier, mailbox, sent):
         own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
         of_slot_0 = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
-        fetched = carrier._fetch("k", of_slot_0, 1500)
+        fetched = carrier._fetch(passage(1500, 1), of_slot_0)
         assert mailbox.messages.queue[0][2] == own[:1500].tobytes()
         done = SimpleNamespace(result=lambda: fetched)
-        arrived = carrier._collect("k", done, 1500, "")
+        arrived = carrier._collect(passage(1500, 1), done)
     twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])
     np.testing.assert_array_equal(twin[:1500], own[:1500])
     assert not twin[1500:].any()

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco import DiLoCo
 
 M, H, STEPS = 4, 6, 20
+MOST = 8  # replicas that there are numbers for
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
 # Three fragments: `embed` sent after steps 6, 12, ..., layers 0 and 2 after 2, 8, ..., layers 1
 # and 3 after 4, 10, ...
@@ -42,22 +43,20 @@ def numbers():
     def draw(size, *lead):
         return {n: np.float32(size * rng.normal(size=(*lead, *s))) for n, s in SHAPES.items()}
 
-    return draw(1.0), [draw(0.1, M) for _ in range(STEPS)]
+    return draw(1.0), [draw(0.1, MOST) for _ in range(STEPS)]
+
+
+def mesh_of(slots, in_slice):
+    devices = np.array(jax.devices()[: in_slice * slots])
+    return Mesh(devices.reshape(slots, in_slice), ("diloco", "fsdp"))
 
 
 def made(mode, wire, slots, **options):
-    """A trainer on `slots` emulated slices of two devices. options: of DiLoCo."""
-    return DiLoCo(
-        inner_step,
-        num_replicas=options.pop("num_replicas", M),
-        sync_period=H,
-        num_fragments=3,
-        exchange_dtype=wire,
-        layer_axis={"embed": None, "kernel": 0},
-        mesh=Mesh(np.array(jax.devices()[: 2 * slots]).reshape(slots, 2), ("diloco", "fsdp")),
-        **MODES[mode],
-        **options,
-    )
+    """A trainer on `slots` emulated slices of `in_slice` devices. options: of DiLoCo, too."""
+    mesh = mesh_of(slots, options.pop("in_slice", 2))
+    sizes = dict(num_replicas=M, sync_period=H, num_fragments=3, exchange_dtype=wire, mesh=mesh)
+    layer_axis = {"embed": None, "kernel": 0}
+    return DiLoCo(inner_step, layer_axis=layer_axis, **sizes | MODES[mode] | options)
 
 
 def placed(mesh):

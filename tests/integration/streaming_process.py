@@ -1,6 +1,6 @@
 """One of several processes that train the trainers of streaming.py.
 
-usage: streaming_process.py SLOTS REPLICAS [MODE:WIRE[:OUTER_MEMORY] ...]
+usage: streaming_process.py SLOTS REPLICAS [MODE:WIRE[:OUTER_MEMORY[:EXCHANGE]] ...]
 
 Each case with both carriers, whose bits are compared after every step. Without one, every mode
 until its NaN stops it: a JSON object for each has the error, and digests of what this process's
@@ -33,18 +33,19 @@ def main(argv):
     return 0
 
 
-def compared(slots, replicas, mailbox, mode, wire, memory="device"):
+def compared(slots, replicas, mailbox, mode, wire, memory="device", exchange="gather"):
     """Print what `take` has brought and whether it is the same, step by step."""
     found = {}
     for carrier in ("program", "host"):
         options = dict(exchange_carrier=carrier, mailbox=mailbox, num_replicas=replicas)
-        algorithm = streaming.made(mode, wire, slots, outer_memory=memory, **options)
+        options |= dict(outer_memory=memory, exchange=exchange)
+        algorithm = streaming.made(mode, wire, slots, **options)
         first = algorithm.init(streaming.placed(algorithm.mesh), ())
         found[carrier] = list(map(streaming.digests, streaming.steps(algorithm, first)))
         algorithm.close()
     assert found["host"] == found["program"], (mode, wire)
     count = sum(mailbox.received_bytes(peer) for peer in range(jax.process_count()))
-    print(f"equal {mode} {wire} {memory}: {count} bytes received", flush=True)
+    print(f"equal {mode} {wire} {memory} {exchange}: {count} bytes received", flush=True)
 
 
 def stopped(mode):

@@ -158,10 +158,10 @@ def library(c: Case, problem: Problem, **more: Any):
     )
 
 
-def simulate(settings, problem, steps, codec=np.asarray, inner_step=numpy_inner_step):
+def simulate(settings, problem, steps, codec=np.asarray, inner_step=numpy_inner_step, reduced=None):
     """As `tiny_problem.train`, of the oracle: float64."""
     zeros = [np.zeros_like(leaf) for leaf in problem.params]
-    oracle = Oracle(settings, inner_step, problem.params, zeros, codec)
+    oracle = Oracle(settings, inner_step, problem.params, zeros, codec, reduced)
     for t in range(1, steps + 1):
         distances = oracle.step(problem.targets[t - 1][: settings.num_replicas])
         stacked = [np.stack(leaf_R) for leaf_R in zip(*oracle.replicas, strict=True)]

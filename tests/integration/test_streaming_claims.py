@@ -180,9 +180,10 @@ def together(tmp_path):
     ("count", "slots", "replicas", "cases"),
     [
         (2, 2, 4, ["at once:float32", "overlapped:float4_e3m0:pinned_host", "delayed:bfloat16",
-                   "eager:int8"]),
-        full(3, 3, 3, ["overlapped:int2", "eager:float4_e3m0:pinned_host"]),
-        full(4, 2, 2, ["at once:int8", "overlapped:float32"]),
+                   "eager:int8", "overlapped:float4_e3m0:pinned_host:owners"]),
+        full(3, 3, 3, ["overlapped:int2", "eager:float4_e3m0:pinned_host",
+                       "at once:int8:device:owners"]),
+        full(4, 2, 2, ["at once:int8", "overlapped:float32", "delayed:int2:device:owners"]),
     ],
 )  # fmt: skip
 def test_several_processes_exchange_the_bits_that_programs_do(

@@ -210,6 +210,48 @@ def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
     assert payload <= 2 * 4 * per_device <= payload + tiles
 
 
+OWNERS = dict(exchange_dtype="float4_e3m0", exchange="owners")
+
+
+@pytest.mark.parametrize("num_slices", corner([2, 4], [2]))
+def test_owners_send_parts_and_means_each_beside_a_step_that_hides_them(trainer, num_slices):
+    """u8 both ways, nothing of it padding, all of it hidden; a plain step, pack, reduce and merge
+    send nothing. Bytes of two layers: half a byte of a parameter to owners and one of means, with
+    scales and tiles."""
+    small = trainer(num_slices, **STREAMING, **OWNERS)
+    plain = small.inner, *(small.of(kind, 1) for kind in ("pack", "reduce", "merge"))
+    assert not any(sent_by(program, num_slices) for program in plain)
+    sent, values = 0, 2 * 2 * 128 * 512
+    for name, kind in (("scatter", "all-to-all"), ("share", "all-gather")):
+        program = small.inner_with(1, f"inner + {name}")
+        found = sent_by(program, num_slices)
+        assert {(x.kind, x.dtype, x.padding) for x in found} == {(kind, "u8", 0)}
+        module = reader.read(program.as_text())
+        assert exposed(module) <= MOST_EXPOSED
+        bytes_sent = 4 * sum(x.bytes_sent for x in found)
+        assert bytes_sent in [small.algorithm.bytes_sent(t) for t in range(9, 17)]
+        sent += bytes_sent
+    others = num_slices - 1
+    wanted = (0.5 + 1 / 256 + 1 + 4 / 256) * values * others / num_slices
+    assert wanted <= sent <= wanted + 2 * 2 * 4 * 1024 * others
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wire", WIRES)
+def test_owners_that_no_step_is_left_for_send_the_same_in_one_program(trainer, wire):
+    """tau=0, and the means of tau=1, which are waited for."""
+    options = OWNERS | dict(exchange_dtype=wire)
+    unsigned = {"float32": "u32", "bfloat16": "u16"}.get(wire, "u8")
+    at_once = trainer(step=tpu_programs.tiny_step, sync_period=8, **options)
+    one = trainer(step=tpu_programs.tiny_step, **STREAMING | dict(overlap_steps=1), **options)
+    kinds = []
+    for program in (at_once.of("synchronise", 0), one.of("reduce and share", 1)):
+        found = sent_by(program)
+        assert {(x.dtype, x.padding) for x in found} == {(unsigned, 0)}
+        kinds.append(list(dict.fromkeys(x.kind for x in found)))
+    assert kinds == [["all-to-all", "all-gather"], ["all-gather"]]
+
+
 def test_a_mean_that_crosses_its_dtype_and_its_padding_are_seen(trainer):
     """Positive controls of those that send nothing, of the dtype and of the padding."""
 

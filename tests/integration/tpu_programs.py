@@ -76,16 +76,16 @@ class Trainer:
         """The inner step beside the first chunk of fragment 1."""
         return self.inner_with(1)
 
-    def inner_with(self, index: int):
+    def inner_with(self, index: int, program: str = INNER_EXCHANGE):
         """The inner step beside the first chunk of a fragment."""
-        action = Action(INNER_EXCHANGE, index, chunk=0, slot=0)
+        action = Action(program, index, chunk=0, slot=0)
         state = self.algorithm.layout.state
         given = actions.Given(self.algorithm.layout, action, state, self.batch)
-        program, args = actions.INNER_EXCHANGE.call(self.algorithm.programs, given)
+        program, args = actions.KINDS[program].call(self.algorithm.programs, given)
         return program.compile(*args)
 
     def of(self, kind: str, index: int):
-        """pack, merge, outer_step or synchronise of one fragment."""
+        """pack, reduce, merge, outer_step or synchronise of one fragment."""
         layout, programs = self.algorithm.layout, self.algorithm.programs
         plan = layout.plans[index]
         leaves = FragmentArrays(
@@ -102,6 +102,8 @@ class Trainer:
             slot = layout.state.incoming[0]
             incoming = tuple(slot[i] for i in layout.places(plan))
             args[kind] = (*args["synchronise"], incoming)
+        if kind.startswith("reduce"):
+            args[kind] = (tuple(layout.state.arrived[i] for i in layout.part_places(plan)),)
         return programs.of(kind, plan).compile(*args[kind])
 
 

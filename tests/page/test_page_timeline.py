@@ -54,6 +54,23 @@ def test_the_steps_that_carry_chunks_are_those_whose_bytes_were_told():
     assert found["bytes"] == [0] * 12 and found["caption"].endswith("; its bytes are not recorded")
 
 
+def test_of_owners_the_parts_and_the_means_are_drawn_and_no_other_fragment():
+    """H=6, P=1, tau=4: a part at t+1, nothing at t+2, means at t+3 and t+4. Through host memory the
+    parts leave with the send, the means a step later; sends at 3 and 6 are of other fragments."""
+    keys = {"diloco_exchange": "owners", "diloco_sync_period": 6}
+    keys |= {"num_communication_overlapping_steps": 4}
+    run = sending(history=[start(0, bytes_sent=[4.0, 0.0, 8.0, 8.0, 0.0, 0.0])], **keys)
+    assert [carried for *_, carried in timeline.of_run(run)["exchanges"]] == [
+        [13, 15, 16], [19, 21, 22], [],
+    ]  # fmt: skip
+    assert timeline.describe(run).endswith(", owners")
+    keys = STREAMING | {"diloco_exchange": "owners", "num_communication_overlapping_steps": 3}
+    run = sending(history=[start(0, bytes_sent=[8.0, 0.0, 4.0, 8.0, 0.0, 4.0])], **keys)
+    run = run._replace(columns=run.columns | {"dcn/waited_s": np.zeros(10)})
+    carried = [carried for *_, carried in timeline.of_run(run)["exchanges"]]
+    assert carried == [[13], [16], [19], [22], []]
+
+
 def test_the_apply_is_where_the_mode_puts_it():
     for overlap, lag, how in (
         ("eager", 6, "a whole period (eager)"),

@@ -42,6 +42,7 @@ def job_of(*argv):
         job.Choice(20, 1, 1, 0, "int8", "none", streaming=False),
         job.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True),
         job.Choice(20, 1, 1, 0, "bfloat16", "eager", streaming=False),
+        job.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True, exchange="owners"),
     ],
 )
 def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier, capsys):
@@ -194,7 +195,7 @@ def test_the_command_takes_the_keys_of_the_best_choice_and_the_config_accepts_it
     cfg = config.load(argv, {})
     best = found["choices"][0]
     kept = {key: value for key, value in best.items() if key in vars(cfg)}
-    assert len(kept) == 8 and vars(cfg).items() >= kept.items() and cfg.steps == 700
+    assert len(kept) == 9 and vars(cfg).items() >= kept.items() and cfg.steps == 700
     assert not any(line.startswith("warning: ") for line in together.lines(cfg))
     (line,) = [line for line in said.out.splitlines() if "-m maxdiloco.train " in line]
     assert line.split() == found["train_command"]

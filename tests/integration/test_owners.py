@@ -1,0 +1,194 @@
+"""Slots that own parts of a fragment: one contract for both carriers, all wires and modes.
+
+Which bits are the same: those of both carriers, whatever the number of slots; those of owners and
+of gathering with float32, whose means lose nothing. Against the oracle that encodes means again.
+
+# R replicas
+"""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import streaming
+from streaming import digests, placed, poisoned, steps
+from test_against_oracle import simulate
+from test_wires_against_oracle import (
+    DELTA,
+    FAR,
+    H,
+    both,
+    clear_of_edges,
+    compare,
+    distances,
+    guarded,
+)
+from tiers import corner
+from tiny_problem import TREES, jax_inner_step, make_problem
+from wire_codecs import CODECS
+
+from maxdiloco import DiLoCo
+from maxdiloco.engine.trainer import SavedLayout
+from maxdiloco.errors import NumericsError
+
+pytestmark = pytest.mark.usefixtures("few_compiler_passes")
+
+WIRES = ("float32", "bfloat16", "int8", "float4_e3m0", "int2")
+MODES = {
+    "at once": dict(alpha=0.0),
+    "one step": dict(alpha=0.25, overlap_steps=1),  # which brings the parts; the means wait
+    "two steps": dict(alpha=0.25, overlap_steps=3),  # one each, and two fragments in flight
+    "five steps": dict(alpha=0.25, overlap_steps=5, num_fragments=1),  # chunks, with float32
+    "delayed": dict(alpha=0.0, outer_overlap="delayed"),
+}
+
+
+@functools.cache
+def trainer(mode, wire, M, carrier="program", slots=None, exchange="owners"):
+    """A trainer and what gives its first state."""
+    options = dict(num_replicas=M, in_slice=2 if M < 8 else 1, exchange_carrier=carrier)
+    options |= MODES[mode] | dict(exchange=exchange)
+    algorithm = streaming.made("at once", wire, slots or M, **options)
+    first = algorithm.init(placed(algorithm.mesh), ())
+    shardings = jax.tree.map(lambda x: x.sharding, first)
+    arrays = jax.tree.map(np.array, first)
+    return algorithm, lambda: jax.device_put(arrays, shardings)
+
+
+def copied(items):
+    """As a checkpoint gives them back: of their own memory."""
+    shardings = jax.tree.map(lambda x: x.sharding, items)
+    return jax.device_put(jax.tree.map(np.array, items), shardings)
+
+
+def values(states):
+    """Bits of the replicas and theta after each step."""
+    return [
+        [np.array(x).tobytes() for x in jax.tree.leaves((s.params, s.outer, s.outer_opt))]
+        for s in states
+    ]
+
+
+CASES = list(itertools.product(MODES, WIRES, (2, 3, 4, 8)))
+CORNER = [
+    ("at once", "int8", 2), ("one step", "float4_e3m0", 4), ("two steps", "int2", 3),
+    ("five steps", "float32", 2), ("delayed", "bfloat16", 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode, wire, M", corner(CASES, CORNER))
+def test_both_carriers_have_the_same_bits_and_resume_what_either_has_saved(mode, wire, M):
+    """`digests` compares the copies on all slots. Saved with parts on their way, with what their
+    owners have made of them on its way, and between."""
+    states, saved, at = {}, {}, (7, 8, 9, 10)
+    for carrier in ("program", "host"):
+        algorithm, start = trainer(mode, wire, M, carrier)
+        states[carrier] = []
+        for state in steps(algorithm, start()):
+            states[carrier].append(digests(state))
+            if state.t in at:
+                saved[carrier, state.t] = copied(algorithm.saved_items(state))
+    assert states["host"] == states["program"]
+    assert len({str(state) for state in states["host"]}) == streaming.STEPS
+    layout = SavedLayout(**algorithm.note(state), same_rules=True)
+    for saver, resumer, t in itertools.product(states, states, at):
+        algorithm, _ = trainer(mode, wire, M, resumer)
+        again = algorithm.reading(layout).state_of(copied(saved[saver, t]), t=t)
+        found = list(map(digests, steps(algorithm, again)))
+        assert found == states["program"][t:], f"{saver} -> {resumer} at {t}"
+
+
+@pytest.mark.parametrize("mode, wire, M", corner(CASES, CORNER))
+def test_one_slot_and_many_have_the_same_bits_and_with_float32_those_of_gathering(mode, wire, M):
+    """With other wires they differ: what comes back was encoded again."""
+    many, one, gathered = (
+        values(steps(algorithm, start()))
+        for algorithm, start in (
+            trainer(mode, wire, M),
+            trainer(mode, wire, M, slots=1),
+            trainer(mode, wire, M, exchange="gather"),
+        )
+    )
+    assert many == one
+    assert (many == gathered) == (wire == "float32")
+
+
+@pytest.mark.parametrize(
+    "mode, wire, M",
+    corner(
+        itertools.product(["at once", "overlapped", "delayed"], CODECS.keys() - {"topk"}, (2, 4)),
+        [("at once", "int2", 2), ("overlapped", "float4_e3m0", 4), ("delayed", "int8", 2)],
+    ),
+)
+def test_rounds_equal_the_oracle_that_encodes_the_means_again(mode, wire, M):
+    """Which is 100 tolerances from one that does not, but for float32."""
+    tree, length = TREES["mixed"], 3 * H + 2
+    settings, arguments = both(tree, wire, mode, P=3, M=M, outer_lr=0.5, outer_momentum=0.6)
+    names = list(CODECS)
+    reduced = CODECS[min(wire, "int8", key=names.index)]
+    problem, expected = clear_of_edges(
+        lambda seed: make_problem(tree, length, seed),
+        settings,
+        length,
+        guarded(CODECS[wire], DELTA),
+        reduced=guarded(reduced, DELTA),
+    )
+    compare(DiLoCo(jax_inner_step, exchange="owners", **arguments), problem, expected)
+    plain = distances(simulate(settings, problem, length, CODECS[wire]), expected)
+    assert wire == "float32" or max(plain) > FAR
+
+
+def test_error_feedback_of_the_senders_is_that_of_gathering():
+    """Residuals of the first send, to the bit; a later one is of other outer gradients."""
+    residuals = []
+    for exchange in ("gather", "owners"):
+        options = dict(num_replicas=2, error_feedback=True, exchange=exchange)
+        algorithm = streaming.made("at once", "float4_e3m0", 2, **options)
+        (*_, state) = steps(algorithm, algorithm.init(placed(algorithm.mesh), ()), until=2)
+        residuals.append([np.array(x) for x in jax.tree.leaves(state.residual)])
+    for x, y in zip(*residuals, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert any(x.any() for x in residuals[0])
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (
+            dict(outer_overlap="eager"),
+            "exchange=owners does not go with outer_overlap=eager: .*gather",
+        ),
+        (dict(merge="rda"), "exchange=owners does not go with merge=rda: .*another merge"),
+        (dict(exchange_dtype="topk"), "exchange=owners does not go with exchange_dtype=topk: "),
+        (dict(exchange="some"), "exchange='some' is unknown. Use one of gather, owners"),
+    ],
+)
+def test_what_owners_cannot_do_is_refused_by_name(options, said):
+    with pytest.raises(ValueError, match=said):
+        DiLoCo(jax_inner_step, num_replicas=2, sync_period=4, **dict(exchange="owners") | options)
+
+
+def test_a_value_that_is_not_finite_stops_the_run_and_names_its_replica():
+    """Its part has one owner, who passes the flag on to all; theta stays finite."""
+    algorithm, start = trainer("two steps", "float4_e3m0", 4)
+    seen, said = [], "the outer gradient of replica 2 has a NaN or infinity in params.'kernel'."
+    with pytest.raises(NumericsError, match=said):
+        for state in poisoned(algorithm, start(), np.nan):
+            seen.append(np.isfinite(state.outer["kernel"]).all())
+    assert len(seen) > 12 and all(seen)
+
+
+def test_another_exchange_drops_what_is_in_flight_and_says_so():
+    """Sent after step 8, and resumed there by a run that gathers; the other way round too."""
+    for before, after in itertools.permutations(("gather", "owners")):
+        algorithm, start = trainer("two steps", "int8", 2, exchange=before)
+        *_, state = steps(algorithm, start(), until=8)
+        layout = SavedLayout(**algorithm.note(state), same_rules=True)
+        reader, _ = trainer("two steps", "int8", 2, exchange=after)
+        reading = reader.reading(layout)
+        assert [line.partition(":")[0] for line in reading.lines(8)] == ["dropped"]
+        items = copied(algorithm.saved_items(state))
+        again = reading.state_of({name: items[name] for name in reading.items}, t=8)
+        assert again.dropped_until == 8 and len(list(steps(reader, again, until=16))) == 8
