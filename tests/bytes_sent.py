@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
+from maxdiloco.aot.hlo import notation
 from maxdiloco.diloco import quantize
 
 IN_SLICE = 4
@@ -56,8 +57,7 @@ def collectives(text):
             if f" {kind}(" in line:
                 dtype, dims = line.split(" = ")[1].split("[", 1)
                 elements = math.prod(int(n) for n in dims.split("]")[0].split(","))
-                groups = line.split("replica_groups=")[1].split(", channel_id")[0]
-                found.append((kind, dtype, elements, groups.split("}},")[0]))
+                found.append((kind, dtype, elements, notation.groups_of(line)))
     return found
 
 

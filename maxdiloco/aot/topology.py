@@ -106,7 +106,8 @@ OTHER_KINDS = {
 }
 ON_HOST = 8  # GPUs of a host, joined by NVLink or PCIe
 SIZES = (1, 2, 4, *(ON_HOST * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128)))
-FROM_MACHINE = (0, 11)  # JAX that takes the GPU of a Triton kernel from the machine
+# Of these jax 0.12 has no name (pallas.triton.GpuVersion), and makes a Triton kernel where one is.
+UNNAMED, UNNAMED_SINCE = ("a6000", "rtx5090"), (0, 11)
 # The part of a GPU's memory that JAX takes when it starts, and where the user says another:
 # docs.jax.dev/en/latest/gpu_memory_allocation.html.
 SHARE, SHARE_KEYS = 0.75, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -248,11 +249,22 @@ device_description_str: "{gpu.name}"
 """
 
 
+def check_experts(name: str, num_experts: int) -> None:
+    """Raise ConfigError for experts on absent GPUs of which JAX has no name."""
+    found = find(name)
+    if found.kind in UNNAMED and num_experts > 1 and jax.__version_info__ >= UNNAMED_SINCE:
+        raise ConfigError(
+            f"num_experts={num_experts} cannot be compiled for compile_topology={name}: jax "
+            f"{jax.__version__} makes the kernels of experts for such a GPU where it is there "
+            f"alone. Use another kind, as l4-{found.devices}, or jax 0.10.2 on Python 3.11."
+        )
+
+
 def devices(name: str, num_slices: int) -> list[jax.Device]:
     """Devices of `num_slices` slices to compile for, slice by slice; nothing can run on them.
 
-    Raises ConfigError for an unknown name, where libtpu, or JAX's plugin for CUDA, is not
-    installed, and for GPUs with a JAX after 0.10.
+    Raises ConfigError for an unknown name, and where libtpu, or JAX's plugin for CUDA, is not
+    installed.
     """
     found, needs, modules, extra = find(name), "libtpu", ["libtpu"], "tpu"
     if found.is_gpu:
@@ -262,12 +274,6 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
         raise ConfigError(
             f"compile_topology={name} needs {needs}, which is not installed. Install the extra: "
             f"pip install -e '.[{extra}]' in a checkout of maxdiloco."
-        )
-    if found.is_gpu and jax.__version_info__ >= FROM_MACHINE:
-        raise ConfigError(
-            f"compile_topology={name} cannot be compiled for by jax {jax.__version__}, which makes "
-            f"Triton kernels for the GPU of this machine alone. Use jax 0.10.2, as the extra has "
-            f"it: pip install -e '.[cudacompile]'."
         )
     from jax.experimental import topologies
 

@@ -17,7 +17,10 @@ def throttle_cpu(mesh: Mesh, arrays: Any) -> None:
 
 
 def _abstract(args: Any) -> tuple:
-    return tuple(jax.typeof(x) for x in jax.tree.leaves(args))
+    """What a program is compiled for, by value: jax 0.12 compares types by identity, and those of
+    what a loaded executable returns have a layout of their own."""
+    types = map(jax.typeof, jax.tree.leaves(args))
+    return tuple((t.shape, t.dtype, t.weak_type, t.sharding, t.memory_space) for t in types)
 
 
 class Program:

@@ -79,6 +79,7 @@ def _absent(cfg: Config) -> tuple[Config, Mesh, Chip]:
                 )
         mesh_lib.fill(cfg.sizes("dcn"), num_slices, "dcn")
         cfg = config.from_dict(cfg.as_dict() | {"num_slices": num_slices})
+    topology.check_experts(name, cfg.num_experts)
     mesh = mesh_lib.build(cfg, topology.devices(name, num_slices))
     return cfg, mesh, found.chip
 

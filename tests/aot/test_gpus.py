@@ -112,17 +112,15 @@ def test_devices_are_what_the_names_mean_slice_by_slice_and_host_by_host():
     assert [d.process_index for d in topology.devices("h100-16", 2)] == [n // 8 for n in range(32)]
 
 
-def test_a_jax_that_compiles_for_its_own_gpu_alone_is_refused(monkeypatch):
-    def reached(gpu):
-        raise LookupError(gpu.name)
-
-    monkeypatch.setattr(topology, "target_config", reached)
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: name)
-    with pytest.raises(LookupError):
-        topology.devices("a100-1", 1)
-    monkeypatch.setattr(topology.jax, "__version_info__", (0, 11, 2))
-    with pytest.raises(ConfigError, match=r"=a100-1 cannot .* jax .*Use jax 0.10.2, as the"):
-        topology.devices("a100-1", 1)
+def test_experts_on_absent_gpus_that_jax_has_no_name_of_are_refused(monkeypatch):
+    """Its table of GPUs is jax 0.12's. Control: other kinds, no experts, the jax before."""
+    monkeypatch.setattr(topology.jax, "__version_info__", (0, 12, 0))
+    for name, experts in (("l4-1", 8), ("a6000-1", 1), ("v5e-4", 8)):
+        topology.check_experts(name, experts)
+    with pytest.raises(ConfigError, match=r"num_experts=8 .*=a6000-4: jax .*Use .* l4-4,"):
+        topology.check_experts("a6000-4", 8)
+    monkeypatch.setattr(topology.jax, "__version_info__", (0, 10, 2))
+    topology.check_experts("a6000-4", 8)
 
 
 def test_the_threads_of_a_multiprocessor_are_its_generation_s():

@@ -129,7 +129,7 @@ def test_peaks_agree_with_those_that_pallas_knows():
         if version is None or kind == "TPU v3":
             continue
         cores = 2 if version.supports_megacore else 1  # TensorCores that make up one device
-        known = tpu_info._get_tpu_info_impl(version, cores).bf16_ops_per_second * cores
+        known = tpu_info.get_tpu_info_for_chip(version, cores).bf16_ops_per_second * cores
         assert peak == pytest.approx(known, rel=0.025), kind
         seen += 1
     assert seen >= 8

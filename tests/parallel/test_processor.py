@@ -89,7 +89,7 @@ processor.keep_freed_memory(in_caller=True)
 turned = lambda i, y: y[::-1] * 2
 step = jax.jit(lambda x: jax.lax.fori_loop(0, 3, turned, jnp.broadcast_to(x, (1024, 8192)))[0])
 x, faults = jnp.ones(8192), []
-for _ in range(6):
+for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x).block_until_ready()
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

@@ -224,8 +224,21 @@ def test_what_an_executable_depends_on_changes_the_fingerprint(devices):
     assert len({one, *others}) == 1 + len(others)
 
 
+def test_a_loaded_program_does_not_compile_for_what_it_returned_itself(devices):
+    """Nor at its first call. Control: for another shape it does."""
+    compiled = []
+    note = lambda *_: compiled.append(1)  # noqa: E731
+    saved, loaded = (Program("step", jnp.sin, on_compile=note) for _ in range(2))
+    mesh = Mesh(np.array(devices[:2]), ("diloco",))
+    x = jax.device_put(np.zeros((2, 3), np.float32), NamedSharding(mesh, P("diloco")))
+    data = saved.serialized(x)
+    loaded.load(data, devices[:2], jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
+    assert loaded(loaded(x)).shape == x.shape and compiled == [1]
+    assert loaded(x[:, :2]).shape == (2, 2) and compiled == [1, 1]
+
+
 def test_the_text_of_a_kernel_has_no_folder_of_this_machine():
-    """A Pallas kernel's bytecode is part of the text, and holds the paths of its source."""
+    """A Pallas kernel's bytecode is part of the text. jax 0.10's holds the paths of its source."""
     mask = splash.MultiHeadMask([splash.CausalMask((128, 128))])
     kernel = splash.make_splash_mha_single_device(mask)
     q = jax.ShapeDtypeStruct((1, 128, 128), jnp.float32)
@@ -236,9 +249,10 @@ def test_the_text_of_a_kernel_has_no_folder_of_this_machine():
         return base64.b64decode(body)
 
     folder = os.path.dirname(jax.__file__).encode()
-    assert folder in bytecode()
+    with_paths = jax.__version_info__ < (0, 11)
+    assert (folder in bytecode()) == with_paths
     with compiled_file.without_folders():
-        assert b"splash_attention_kernel.py" in bytecode()
+        assert (b"splash_attention_kernel.py" in bytecode()) == with_paths
         assert folder not in bytecode()
 
 
