@@ -116,8 +116,8 @@ class Bucket:
                 self._api.delete(self._client, name)
 
 
-def connect(scheme: str, bucket: str) -> Bucket:
-    """A bucket, with the credentials that the cloud's usual places hold.
+def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
+    """A bucket, or a folder of one, with the credentials that the cloud's usual places hold.
 
     Raises ModuleNotFoundError without obstore, OSError for settings that cannot be used.
     """
@@ -130,12 +130,33 @@ def connect(scheme: str, bucket: str) -> Bucket:
     with _as_os_errors():
         client = make(
             bucket,
+            prefix=folder or None,
             config=keys,
             # An endpoint comes from the environment alone, also that of a server without TLS.
             client_options={"allow_http": True, "timeout": TIMEOUT_S * seconds},
             retry_config={"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
         )
     return Bucket(client, obstore)
+
+
+def local_folder(path: os.PathLike) -> Bucket:
+    """A folder of this machine as a bucket, made where there is none.
+
+    Its put_if creates alone: version has to be None. Raises ModuleNotFoundError without obstore.
+    """
+    import obstore
+    from obstore import store
+
+    with _as_os_errors():
+        return Bucket(store.LocalStore(pathlib.Path(path).absolute(), mkdir=True), obstore)
+
+
+def in_memory() -> Bucket:
+    """A bucket of this process alone, gone with it. Raises ModuleNotFoundError without obstore."""
+    import obstore
+    from obstore import store
+
+    return Bucket(store.MemoryStore(), obstore)
 
 
 def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:
