@@ -65,6 +65,7 @@ setup(
             "maxdiloco-evaluate = maxdiloco.evaluate:main",
             "maxdiloco-report = maxdiloco.report:main",
             "maxdiloco-hf = maxdiloco.hf:main",
+            "maxdiloco-islands = maxdiloco.islands.__main__:main",
         ]
     },
 )

@@ -26,14 +26,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def programs_of(package: pathlib.Path) -> dict[str, str]:
-    """{name: what it does} of the modules of a package that are programs: they have a `main`."""
+    """{name: what it does} of the modules of a package that are programs: they have a `main`.
+
+    A folder is one by its `__main__`.
+    """
     found = {}
-    for path in sorted(package.glob("[!_]*.py")):
+    for path in [*package.glob("[!_]*.py"), *package.glob("*/__main__.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         if "main" in functions:
-            found[path.stem] = (ast.get_docstring(tree) or "").partition(": `")[0]
-    return found
+            name = path.parent.name if path.stem == "__main__" else path.stem
+            found[name] = (ast.get_docstring(tree) or "").partition(": `")[0]
+    return dict(sorted(found.items()))
 
 
 if __name__ == "__main__":

@@ -75,11 +75,13 @@ def test_the_wheel_holds_every_module_config_and_console_command(wheel):
         entries = archive.read(name).decode()
     assert base == (configs / "base.yml").read_bytes()
     assert held == expected
-    commands = dict(re.findall(r"^(maxdiloco-[\w-]+) = maxdiloco\.(\w+):main$", entries, re.M))
+    commands = dict(re.findall(r"^(maxdiloco-[\w-]+) = maxdiloco\.([\w.]+):main$", entries, re.M))
     programs = programs_of(package)
-    assert commands == {f"maxdiloco-{name.replace('_', '-')}": name for name in programs}
-    for module in programs:  # which takes no arguments then, and ends the process
-        tree = ast.parse((package / f"{module}.py").read_text(encoding="utf-8"))
+    modules = {n: f"{n}.__main__" if (package / n).is_dir() else n for n in programs}
+    assert commands == {f"maxdiloco-{n.replace('_', '-')}": m for n, m in modules.items()}
+    for module in modules.values():  # which takes no arguments then, and ends the process
+        path = package / f"{module.replace('.', '/')}.py"
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         (main,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
         assert list(map(ast.unparse, main.decorator_list)) == ["guarded"]
 

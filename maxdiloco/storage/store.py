@@ -133,9 +133,9 @@ class Bucket:
                 self._api.delete(self._client, name)
 
 
-def connect(scheme: str, bucket: str) -> Bucket:
-    """A bucket, with the credentials that the cloud's usual places hold; a host of https://, whose
-    files can be read.
+def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
+    """A bucket, or a folder of one, with the credentials that the cloud's usual places hold; of
+    https:// a host, whose files can be read.
 
     Raises ModuleNotFoundError without obstore, OSError for settings that cannot be used.
     """
@@ -155,7 +155,27 @@ def connect(scheme: str, bucket: str) -> Bucket:
             return Bucket(store.HTTPStore.from_url(url, **options), obstore)
         make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}[scheme]
         keys = aws_profile(os.environ) if scheme == "s3" else {}
-        return Bucket(make(bucket, config=keys, **options), obstore)
+        return Bucket(make(bucket, prefix=folder or None, config=keys, **options), obstore)
+
+
+def local_folder(path: os.PathLike) -> Bucket:
+    """A folder of this machine as a bucket, made where there is none.
+
+    Its put_if creates alone: version has to be None. Raises ModuleNotFoundError without obstore.
+    """
+    import obstore
+    from obstore import store
+
+    with _as_os_errors():
+        return Bucket(store.LocalStore(pathlib.Path(path).absolute(), mkdir=True), obstore)
+
+
+def in_memory() -> Bucket:
+    """A bucket of this process alone, gone with it. Raises ModuleNotFoundError without obstore."""
+    import obstore
+    from obstore import store
+
+    return Bucket(store.MemoryStore(), obstore)
 
 
 def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:

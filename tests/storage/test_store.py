@@ -45,6 +45,34 @@ def test_an_object_is_written_read_listed_and_deleted(bucket, monkeypatch):
         bucket.get("ab")
 
 
+@pytest.mark.parametrize("fixture", ["gcs", "s3"])
+def test_a_folder_of_a_bucket_is_one_of_its_own(fixture, request):
+    request.getfixturevalue(fixture)
+    scheme = {"gcs": "gs"}.get(fixture, fixture)
+    folder, whole = store.connect(scheme, BUCKET, "a/b"), store.connect(scheme, BUCKET)
+    folder.put("c/1", b"one")
+    assert whole.get("a/b/c/1") == b"one"
+    assert [entry.name for entry in folder.list_all("c")] == ["c/1"]
+    assert folder.head("c/1").name == "c/1" and folder.list_folder("")[1] == ["c"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_a_local_bucket_creates_once_replaces_lists_and_deletes(kind, tmp_path):
+    place = tmp_path / "new" / "log"
+    bucket = store.in_memory() if kind == "memory" else store.local_folder(place)
+    assert bucket.head("c/0/1") is None and list(bucket.list_all("c")) == []
+    assert bucket.put_if("c/0/1", b"12345", None) is not None
+    assert bucket.put_if("c/0/1", b"other", None) is None
+    assert bucket.get_range("c/0/1", 1, 3) == b"23"
+    bucket.put("hb/a", b"1")
+    bucket.put("hb/a", b"2")
+    assert {e.name: e.size for e in bucket.list_all("")} == {"c/0/1": 5, "hb/a": 1}
+    assert kind == "memory" or (place / "hb/a").read_bytes() == b"2"
+    bucket.delete(["c/0/1", "absent"])
+    with pytest.raises(FileNotFoundError):
+        bucket.get("c/0/1")
+
+
 def test_a_file_is_put_as_it_is(bucket, tmp_path):
     (tmp_path / "file").write_bytes(os.urandom(6 << 20))
     bucket.put("file", tmp_path / "file")

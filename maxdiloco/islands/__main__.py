@@ -1,0 +1,118 @@
+"""Logs of islands in a store: `python -m maxdiloco.islands audit URL`, `... status`, `... check`.
+
+No training run makes such a log yet; docs/islands.md says what there is.
+"""
+
+import pathlib
+import time
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
+from maxdiloco.errors import ConfigError
+from maxdiloco.islands import audit, fitness, objects, records, rules
+from maxdiloco.islands.audit import Differs
+from maxdiloco.processes.output import aligned, say, say_error
+
+USAGE = """usage: python -m maxdiloco.islands audit URL
+       python -m maxdiloco.islands status URL [wait=5.0]
+       python -m maxdiloco.islands check URL
+
+URL: gs://, s3://, az:// or file:// with a folder, or a path
+audit: replay the log; exit code 1 with the first object that differs
+status: who is there, the records, and how far the islands are behind
+check: is this store fit for islands; exit code 1 with what is not. It writes, and deletes that
+
+status:"""
+STATUS = MappingProxyType({
+    "wait": Option(5.0, "seconds in which an island has to give a sign of life", float, 0),
+})  # fmt: skip
+FAILED = 1
+
+
+@guarded
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns its exit code."""
+    if not argv or argv[0] in HELP:
+        say("\n".join([USAGE, *option_lines(STATUS)]))
+        return 0
+    command, *rest = argv
+    if command not in ("audit", "check", "status"):
+        raise ConfigError(f"{command} is none of audit, check, status. Give one of them first.")
+    if not rest or "=" in rest[0].partition("/")[0]:
+        raise ConfigError(f"{command} needs a place. Write {command} URL.")
+    url = rest[0]
+    options, _ = read_options(rest[1:], STATUS if command == "status" else {}, command)
+    path = url.removeprefix("file://")
+    if "://" not in path and command != "check" and not pathlib.Path(path).is_dir():
+        raise ConfigError(f"URL={url} is no folder. Name the store of a run.")
+    bucket = objects.open_bucket(url)
+    try:
+        if command == "check":
+            return _check(bucket, url)
+        run = audit.read_run(bucket)
+        if run is None:
+            raise ConfigError(f"URL={url} has no {records.RUN}. Name the store of a run.")
+        return _audit(bucket, run) if command == "audit" else _status(bucket, run, options.wait)
+    except Differs as error:
+        say_error(f"differs: {error}")
+        return FAILED
+    except OSError as error:
+        raise ConfigError(
+            f"URL={url} cannot be used: {error.strerror}. Repeat it when the store is back."
+        ) from error
+
+
+def _check(bucket, url) -> int:
+    wrong = fitness.check(bucket, say)
+    for line in wrong:
+        say_error(f"unfit: {line}")
+    say(f"{url} is {'not ' if wrong else ''}fit for islands")
+    return FAILED if wrong else 0
+
+
+def _audit(bucket, run) -> int:
+    logs = [audit.replay(bucket, run, fragment) for fragment in range(len(run.fragments))]
+    for line in aligned([audit.HEADINGS, *audit.lines(run, logs)]):
+        say(line)
+    for fragment, log in enumerate(logs):
+        say(
+            f"fragment {fragment}: {len(log.records)} records, {log.computed} computed again, "
+            f"{log.remade} of them from their members; {log.ledger.tokens:,} tokens; state "
+            f"{log.ledger.digest[:12]}"
+        )
+    say("all digests, weights, rejects and tokens agree")
+    return 0
+
+
+def _status(bucket, run, wait: float) -> int:
+    before = _beats(bucket, run)
+    time.sleep(wait)
+    now = _beats(bucket, run)
+    logs = [audit.follow(bucket, run, fragment) for fragment in range(len(run.fragments))]
+    rows = [["island", "incarnation", "is", "tokens/s", "tokens", "records behind"]]
+    for name, beat in sorted(now.items()):
+        living = before.get(name) != beat
+        what = ("trains" if beat.ready else "joins") if living else "silent"
+        tokens = sum(m.tokens for m in logs[0].ledger.marks if m.island == name)
+        speed = f"{beat.speed if living else 0:,.0f}"
+        behind = " ".join(log.behind(name) for log in logs)
+        rows.append([name, beat.incarnation, what, speed, f"{tokens:,}", behind])
+    for line in aligned(rows):
+        say(line)
+    for log in logs:
+        ledger = log.ledger
+        say(
+            f"fragment {ledger.fragment}: {ledger.number} records, {ledger.tokens:,} tokens, "
+            f"{100 * rules.progress(run, ledger):.1f} % of the run"
+        )
+    return 0
+
+
+def _beats(bucket, run) -> dict[str, records.Beat]:
+    found = (objects.get(bucket, run, name) for name in objects.listed(bucket, "hb"))
+    return {beat.island: beat for beat in found if isinstance(beat, records.Beat)}
+
+
+if __name__ == "__main__":
+    main()

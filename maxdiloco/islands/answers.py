@@ -1,0 +1,331 @@
+"""What an island makes of the answers to its actions; a part of core.py."""
+
+from types import MappingProxyType
+from typing import Any
+
+from maxdiloco.islands import records, rules
+from maxdiloco.islands.island import (
+    CREATED,
+    FAILED,
+    Apply,
+    Create,
+    Damage,
+    Delete,
+    Done,
+    Evaluate,
+    Fetch,
+    Get,
+    Island,
+    Load,
+    Look,
+    Own,
+    Pack,
+    Put,
+    Reduce,
+    Roll,
+    Say,
+    Seen,
+    fragment_of,
+    stopped,
+    want,
+    with_log,
+)  # fmt: skip
+from maxdiloco.islands.records import Claim, Ledger, Message, Range, Record
+
+Transition = tuple[Island, list[Any]]
+
+
+def take(s: Island, event: Done) -> Transition:
+    """The answer to an action."""
+    action, result = event
+    if isinstance(action, Pack):
+        return _packed(s, result)
+    if isinstance(action, Apply):
+        return _applied(s, action, result)
+    ask = s.asks.get(action)
+    if ask is None:
+        return s, []
+    asks = dict(s.asks)
+    del asks[action]
+    s, lines = _away(s._replace(asks=asks), result)
+    if isinstance(result, Damage) and not isinstance(action, Look):
+        return stopped(s, result.reason, again=False)
+    if result == FAILED and not isinstance(action, Create):
+        again = rules.asks_again(action) and _is_of_use(s, action)
+        return (_again(s, action, ask.tries) if again else s), lines
+    s, actions = _HANDLERS[type(action)](s, action, result, ask.tries)
+    return s, lines + actions
+
+
+def joined(first: tuple[Range, ...], then: tuple[Range, ...]) -> tuple[Range, ...]:
+    """Ranges one after the other, as one where they touch."""
+    for part in then:
+        if first and first[-1][:2] == part[:2] and first[-1].stop == part.start:
+            first = (*first[:-1], first[-1]._replace(stop=part.stop))
+        else:
+            first = (*first, part)
+    return first
+
+
+def _is_of_use(s: Island, action: Any) -> bool:
+    """Whether the log has not gone on without this request."""
+    if isinstance(action, Reduce):
+        return s.logs[action.draft.fragment].draft == action.draft
+    if isinstance(action, Fetch):
+        return s.logs[action.record.fragment].record == action.record
+    return True
+
+
+def _again(s: Island, action: Any, tries: int) -> Island:
+    return want(s, action, rules.pause(s.pace, tries, f"{s.name}{s.nonce}{action[0]}"), tries + 1)
+
+
+def _away(s: Island, result: Any) -> tuple[Island, list[Any]]:
+    """Rule 13: say once that the store is away, and that it is back."""
+    if result != FAILED:
+        lines = [Say("the store is back")] if s.said_away else []
+        return s._replace(failing_since=None, said_away=False), lines
+    since = s.now if s.failing_since is None else s.failing_since
+    late = s.now - since >= s.pace.period and not s.said_away
+    s = s._replace(failing_since=since, said_away=s.said_away or late)
+    return s, [Say("the store is away: this island trains on for two periods")] if late else []
+
+
+def _packed(s: Island, message: Message) -> Transition:
+    if not message.finite:
+        line = f"its outer gradient of fragment {message.fragment} is not finite"
+        return stopped(s, line, again=True)
+    log = s.logs[message.fragment]
+    own = (*log.own, Own(message, s.t, False))
+    s = with_log(s, message.fragment, own=own)
+    name = records.message_name(message.fragment, *rules.key_of(message))
+    return want(s, Create(name, message)), []
+
+
+def _applied(s: Island, action: Apply, digest: str) -> Transition:
+    record, log = action.record, s.logs[action.record.fragment]
+    ledger = rules.follow(s.run, log.ledger, record, digest)
+    marks = rules.marks_of(ledger)
+    refused = log.refused if not action.committed else 0
+    steps, tokens, data = log.steps, log.tokens, log.data
+    for own in reversed(log.own):
+        if own.message.seq in action.returned:
+            steps, tokens = steps + own.message.steps, tokens + own.message.tokens
+            data = joined(own.message.data, data)
+    reasons = {rules.key_of(r): r.reason for r in record.rejected}
+    refused += any(reasons.get(rules.key_of(own.message)) == "norm" for own in log.own)
+    decided = {*action.committed, *action.returned}
+    s = with_log(
+        s,
+        record.fragment,
+        ledger=ledger,
+        record=None,
+        fetched=False,
+        draft=None,
+        own=tuple(own for own in log.own if own.message.seq not in decided),
+        steps=steps,
+        tokens=tokens,
+        data=data,
+        inbox={k: m for k, m in log.inbox.items() if not rules.is_decided(marks, k)},
+        damaged={k: m for k, m in log.damaged.items() if not rules.is_decided(marks, k)},
+        first_at=None,
+        ripe_at=None,
+        refused=refused,
+    )
+    s = want(s, Get(records.record_name(record.fragment, record.number + 1)))
+    if action.keep and action.how != "load" and record.author == s.name:
+        s = want(s, Create(records.snapshot_name(record.fragment, record.number), ledger))
+    if refused >= rules.MOST_UNDECIDED:
+        return stopped(s, "it is too far from the others: two norms were rejected", again=True)
+    if (s.name, s.incarnation) in ledger.dead:
+        return stopped(s, "the others took it for dead", again=True)
+    if s.phase == "in" and not record.fragment and rules.progress(s.run, ledger) >= 1:
+        return stopped(s, f"done: {ledger.tokens} tokens are committed", again=False)
+    return s, []
+
+
+def _created(s: Island, action: Create, result: str, tries: int) -> Transition:
+    """Rule 2: where it is not known, what is in the store says whose it is."""
+    if result == CREATED:
+        return _settled(s, action.name, action.body)
+    s = s._replace(pending={**s.pending, action.name: action.body})
+    delay = rules.pause(s.pace, tries, s.nonce) if result == FAILED else 0.0
+    return want(s, Get(action.name), delay), []
+
+
+def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
+    name = action.name
+    own = s.pending.get(name)
+    s = s._replace(pending={n: body for n, body in s.pending.items() if n != name})
+    if found is not None:
+        return _settled(s, name, found)
+    if own is not None:
+        s = want(s, Create(name, own), rules.pause(s.pace, tries, s.nonce), tries + 1)
+    elif name == records.RUN:  # the first island makes the start, and what names it last
+        link = records.digest(s.run)
+        for fragment, digest in enumerate(s.initial):
+            first = Ledger(fragment, 0, link, digest, 0, (), (), (), (), 0)
+            s = want(s, Create(records.snapshot_name(fragment, 0), first))
+    if name[0] == "c":
+        fragment, number = fragment_of(name), records.numbers(name)[1]
+        log = s.logs[fragment]
+        if log.ledger is not None and number == log.ledger.number + 1 and log.record is None:
+            s = _again(with_log(s, fragment, caught_up=True), action, tries)
+    return s, []
+
+
+def _settled(s: Island, name: str, body: Any) -> Transition:
+    """What is in the store under this name for ever."""
+    return _SETTLED[name[0]](s, name, body)
+
+
+def _run_settled(s: Island, name: str, run: Any) -> Transition:
+    for key, own, other in zip(run._fields, s.run, run, strict=True):
+        if own != other:
+            line = f"{key}={own} here, and {other} in the run of this store. Set the same, or"
+            return stopped(s, f"{line} use another islands_store", again=False)
+    return _claim(s._replace(phase="claim"), 1)
+
+
+def _claim(s: Island, incarnation: int) -> Transition:
+    name = f"i/{s.name}.{incarnation}"
+    return want(s, Create(name, Claim(name, s.name, incarnation, s.nonce))), []
+
+
+def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
+    """Rule 2: of programs that share an id each has its own incarnation."""
+    if s.phase != "claim":
+        return s, []
+    if not rules.is_own(claim, s.nonce):
+        return _claim(s, claim.incarnation + 1)
+    s = s._replace(phase="load", incarnation=claim.incarnation, watching_since=s.now)
+    for fragment in range(len(s.logs)):
+        s = want(s, Load(fragment))
+    return want(s, Roll()), []
+
+
+def _snapshot_settled(s: Island, name: str, ledger: Ledger) -> Transition:
+    if s.phase != "found":
+        return want(s, Delete(ledger.fragment)), []
+    s = with_log(s, ledger.fragment, caught_up=True)
+    if all(log.caught_up for log in s.logs):
+        s = s._replace(logs=tuple(log._replace(caught_up=False) for log in s.logs))
+        s = want(s, Create(records.RUN, s.run))
+    return s, []
+
+
+def _message_settled(s: Island, name: str, message: Message) -> Transition:
+    log, key = s.logs[message.fragment], rules.key_of(message)
+    own = [o for o in log.own if rules.key_of(o.message) == key]
+    if not own:
+        return s, []
+    if message != own[0].message:
+        return stopped(s, f"another program writes {name}", again=True)
+    kept = tuple(o._replace(stored=True) if o in own else o for o in log.own)
+    return with_log(s, message.fragment, own=kept, inbox={**log.inbox, key: message}), []
+
+
+def _record_settled(s: Island, name: str, record: Record) -> Transition:
+    """Rule 1."""
+    log = s.logs[fragment_of(name)]
+    number = records.numbers(name)[1]
+    if log.ledger is None or number != log.ledger.number + 1 or log.record is not None:
+        return s, []
+    if reason := rules.breach(log.ledger, record):
+        return stopped(s, f"{name} does not follow: {reason}", again=False)
+    s = with_log(s, fragment_of(name), record=record, fetched=not record.members, draft=None)
+    return (want(s, Fetch(record)) if record.members else s), []
+
+
+def _lease_settled(s: Island, name: str, claim: Claim) -> Transition:
+    found = s.leasing
+    s = s._replace(leasing=None, taken=s.taken | {(found.block, found.lease)})
+    own = rules.is_own(claim, s.nonce)
+    return (s._replace(leases=(*s.leases, found)) if own else s), []
+
+
+def _evaluation_settled(s: Island, name: str, claim: Claim) -> Transition:
+    return s, [Evaluate(records.numbers(name)[1])] if rules.is_own(claim, s.nonce) else []
+
+
+def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
+    """Rule 13: a message that cannot be read is decided too: rejected, by its name."""
+    kind, fragment, last = action.name.split("/")
+    island, incarnation, seq = last.split(".")
+    key, log = (island, int(incarnation), int(seq)), s.logs[int(fragment)]
+    if rules.is_decided(rules.marks_of(log.ledger), key) or key[:2] in log.ledger.dead:
+        return s, []
+    if found is None:
+        current = island in s.seen and s.seen[island].beat.incarnation == key[1]
+        return (_again(s, action, tries) if current else s), []
+    if isinstance(found, Message) and (found.fragment, *rules.key_of(found)) != (
+        log.ledger.fragment,
+        *key,
+    ):
+        found = Damage("name")
+    damaged = log.damaged
+    if isinstance(found, Damage):
+        damaged = {**damaged, key: found.reason}
+        found = Message(log.ledger.fragment, *key, 0, 0, 0, 0, (), 0.0, False, "")
+    return with_log(s, int(fragment), inbox={**log.inbox, key: found}, damaged=damaged), []
+
+
+def _rolled(s: Island, action: Roll, beats: Any, tries: int) -> Transition:
+    """Rule 3: changes are noted by the own clock."""
+    seen = dict(s.seen)
+    for name, beat in beats.items():
+        old = seen.get(name)
+        if old is None or beat[1:3] > old.beat[1:3]:  # a later incarnation, or a later beat
+            seen[name] = Seen(beat, s.now)
+    s = want(s._replace(seen=seen), action, s.pace.roll)
+    mine = seen.get(s.name)
+    if mine is not None and s.phase in ("load", "in") and mine.beat.incarnation > s.incarnation:
+        line = f"another program runs as island={s.name}. Give each its own"
+        return stopped(s, line, again=False)
+    return s, []
+
+
+def _reduced(s: Island, action: Reduce, result: Any, tries: int) -> Transition:
+    draft, log = action.draft, s.logs[action.draft.fragment]
+    if log.draft != draft or log.record is not None:
+        return s, []
+    if result.damaged:
+        damaged = {**log.damaged, **dict(result.damaged)}
+        return with_log(s, draft.fragment, draft=None, damaged=damaged), []
+    record = draft._replace(gradient=result.sha256)
+    return want(s, Create(records.record_name(draft.fragment, draft.number), record)), []
+
+
+def _fetched(s: Island, action: Fetch, result: Any, tries: int) -> Transition:
+    """Rule 14: who is so late that a gradient is gone joins as new."""
+    record, log = action.record, s.logs[action.record.fragment]
+    if log.record != record:
+        return s, []
+    if result is not None:
+        return with_log(s, record.fragment, fetched=True), []
+    if s.phase == "in":
+        return stopped(s, f"{records.gradient_name(record)} is deleted already", again=True)
+    s = with_log(s, record.fragment, ledger=None, record=None, caught_up=False)
+    return _again(s, Load(record.fragment), tries), []
+
+
+def _loaded(s: Island, action: Load, ledger: Any, tries: int) -> Transition:
+    """Rule 9."""
+    if ledger is None:
+        return _again(s, action, tries), []
+    s = with_log(s, action.fragment, ledger=ledger)
+    return want(s, Get(records.record_name(action.fragment, ledger.number + 1))), []
+
+
+def _nothing(s: Island, action: Any, result: Any, tries: int) -> Transition:
+    return s, []
+
+
+_HANDLERS = MappingProxyType({
+    Create: _created, Get: _got, Look: _looked, Roll: _rolled, Reduce: _reduced, Fetch: _fetched,
+    Load: _loaded, Put: _nothing, Delete: _nothing,
+})  # fmt: skip
+_SETTLED = MappingProxyType({
+    "r": _run_settled, "i": _incarnation_settled, "s": _snapshot_settled, "u": _message_settled,
+    "c": _record_settled, "d": _lease_settled, "e": _evaluation_settled,
+})  # fmt: skip

@@ -1,0 +1,292 @@
+"""An island as a machine without hands: (state, event) -> (state, actions), and nothing else.
+
+No clock, thread, socket, file or array: time is an event, an answer of the store is an event, and
+the numbers are with whoever carries out the actions (driver.py; the simulator of the tests). What
+the islands agree on is in rules.py; answers.py takes the store's answers.
+"""
+
+from typing import Any
+
+from maxdiloco.islands import answers, records, rules
+from maxdiloco.islands.island import (
+    Apply,
+    Ask,
+    Begin,
+    Create,
+    Done,
+    Get,
+    Island,
+    Log,
+    Look,
+    Pack,
+    Put,
+    Reduce,
+    Step,
+    stopped,
+    want,
+    with_log,
+)  # fmt: skip
+from maxdiloco.islands.records import Beat, Claim, Member, Message, Range, Record, Run
+
+Transition = tuple[Island, list[Any]]
+
+
+def start(
+    run: Run,
+    pace: rules.Pace,
+    name: str,
+    nonce: str,
+    initial: tuple[str, ...],
+    moments_of: int | None = None,
+) -> Island:
+    """An island that knows nothing yet. Rule 9: a start of everything is the same path."""
+    logs = tuple(Log() for _ in run.fragments)
+    asks = {Get(records.RUN): Ask(0.0, 0, False)}
+    return Island(run, pace, name, nonce, initial, moments_of, logs, asks)
+
+
+def step(s: Island, event: Any) -> Transition:
+    """What an event makes of an island, and what it wants done."""
+    if s.phase == "stopped":
+        return s, []
+    if isinstance(event, Done):
+        return answers.take(s, event)
+    actions: list[Any] = []
+    if isinstance(event, Step):
+        s = _with_step(s, event.tokens)
+        return _at_boundary(s, actions)
+    s = s._replace(now=event.now)
+    if s.phase in ("load", "in"):
+        s, actions = _at_boundary(s, actions)
+    if s.phase == "load" and all(log.caught_up and log.record is None for log in s.logs):
+        s, actions = _begin(s, actions)
+    if s.phase == "in":
+        for fragment in range(len(s.logs)):
+            s, new = _decide(s, fragment)
+            actions += new
+        s = _beat(_lease(_evaluate(_look(s))))
+    return _emit(s, actions)
+
+
+def may_step(s: Island) -> bool:
+    """Rules 6, 8 and 10: whether the next inner step may begin.
+
+    Nobody waits, but an island that is to send a third message, one that has no block of the data,
+    and in fixed mode one whose record is due.
+    """
+    if s.phase != "in" or (s.run.block_tokens and not s.leases):
+        return False
+    if s.run.islands:
+        due = s.t - s.run.overlap_steps
+        return all(own.t > due for log in s.logs for own in log.own)
+    return not any(
+        _is_due(s, fragment) and not rules.may_send(log.own) for fragment, log in enumerate(s.logs)
+    )
+
+
+def _emit(s: Island, actions: list[Any]) -> Transition:
+    """Rule 12: the requests whose time has come."""
+    due = [action for action, ask in s.asks.items() if not ask.flying and ask.due <= s.now]
+    if due:
+        flying = {action: s.asks[action]._replace(flying=True) for action in due}
+        s = s._replace(asks={**s.asks, **flying})
+    return s, actions + due
+
+
+def _begin(s: Island, actions: list[Any]) -> Transition:
+    """Rule 9: caught up with the log."""
+    head, T, P = s.logs[0].ledger.number, s.pace.period, len(s.logs)
+    for fragment in range(P):  # so that messages are spread over a period
+        s = with_log(s, fragment, sent_at=s.now - T * fragment / P)
+    s = s._replace(phase="in", beat_at=s.now)
+    return s, [*actions, Begin(rules.moments(s.moments_of, head))]
+
+
+def _with_step(s: Island, tokens: int) -> Island:
+    """Rule 8: a step's tokens are of the leased blocks, in turn."""
+    data: list[Range] = []
+    leases, left = list(s.leases), tokens
+    while leases and left:
+        block, lease, first, stop = leases[0]
+        taken = min(left, stop - first)
+        data.append(Range(block, lease, first, first + taken))
+        left -= taken
+        leases[:1] = [Range(block, lease, first + taken, stop)] if first + taken < stop else []
+    logs = tuple(
+        log._replace(
+            steps=log.steps + 1,
+            tokens=log.tokens + tokens,
+            data=answers.joined(log.data, tuple(data)),
+        )
+        for log in s.logs
+    )
+    return s._replace(logs=logs, t=s.t + 1, read=s.read + tokens, leases=tuple(leases))
+
+
+def _at_boundary(s: Island, actions: list[Any]) -> Transition:
+    """Between two inner steps: sends, then applies of other fragments."""
+    for fragment, log in enumerate(s.logs):
+        if s.phase == "in" and _is_due(s, fragment) and rules.may_send(log.own):
+            actions.append(Pack(_message(s, fragment)))
+            s = with_log(s, fragment, steps=0, tokens=0, data=(), sent_at=s.now, seq=log.seq + 1)
+        elif log.record is not None and log.fetched:
+            actions += _apply(s, log)
+    return s, actions
+
+
+def _is_due(s: Island, fragment: int) -> bool:
+    log = s.logs[fragment]
+    return rules.is_due(s.run, s.pace, fragment, s.t, log.steps, s.now - log.sent_at)
+
+
+def _message(s: Island, fragment: int) -> Message:
+    log = s.logs[fragment]
+    return Message(
+        fragment, s.name, s.incarnation, log.seq + 1, log.ledger.number, log.steps, log.tokens,
+        s.read, log.data, 0.0, True, "",
+    )  # fmt: skip
+
+
+def _apply(s: Island, log: Log) -> list[Any]:
+    """Rule 6."""
+    record = log.record
+    taken = {rules.key_of(m) for m in record.members}
+    refused = {rules.key_of(r) for r in record.rejected}
+    committed = [own for own in log.own if rules.key_of(own.message) in taken]
+    returned = [own for own in log.own if rules.key_of(own.message) in refused]
+    how = "load"
+    if s.phase == "in":
+        sent_at = max((own.t for own in committed), default=None)
+        others = len(log.own) - len(committed) - len(returned)
+        how = rules.how_to_apply(s.run, s.t, sent_at, others)
+    if how == "wait":
+        return []
+    seqs = (tuple(own.message.seq for own in part) for part in (committed, returned))
+    return [Apply(record, how, *seqs, record.number % s.run.snapshot_every == 0)]
+
+
+def _present(s: Island) -> set[str]:
+    """Islands whose messages a record waits for."""
+    log = s.logs[0]
+    ready = {
+        name
+        for name in rules.alive(s.run, s.seen, s.now, s.pace)
+        if name in s.seen
+        and s.seen[name].beat.ready
+        and (name, s.seen[name].beat.incarnation) not in log.ledger.dead
+    }
+    return ready | ({s.name} if _sent(s) else set())
+
+
+def _sent(s: Island) -> bool:
+    decided = sum(log.seq - len(log.own) for log in s.logs)
+    return rules.is_ready(decided + sum(own.stored for log in s.logs for own in log.own))
+
+
+def _decide(s: Island, fragment: int) -> Transition:
+    """Rule 2: begin to write the next record, if it is this island's turn."""
+    log = s.logs[fragment]
+    if log.record is not None or log.draft is not None or not log.inbox:
+        return s, []
+    if s.run.islands:
+        _, rejected = rules.sort_out(s.run, log.ledger, log.inbox, log.damaged)
+        if rejected:
+            key = f"{rejected[0].island}.{rejected[0].incarnation}.{rejected[0].seq}"
+            line = f"the message {key} of fragment {fragment} is bad: {rejected[0].reason}"
+            return stopped(s, line, again=False)
+    present = _present(s)
+    first_at = s.now if log.first_at is None else log.first_at
+    found = rules.members_in(
+        s.run, log.ledger, log.inbox, log.damaged, present, s.now - first_at, s.pace
+    )
+    ripe_at = None if found is None else s.now if log.ripe_at is None else log.ripe_at
+    s = with_log(s, fragment, first_at=first_at, ripe_at=ripe_at)
+    if found is None:
+        return s, []
+    before = rules.distance(log.ledger.number + 1, s.name, present)
+    if s.now - ripe_at < before * s.pace.aside:
+        return s, []
+    draft = _draft(s, log, present, *found)
+    s = with_log(s, fragment, draft=draft, drafts=log.drafts + 1)
+    create = Create(records.record_name(fragment, draft.number), draft)
+    return want(s, Reduce(draft) if draft.members else create), []
+
+
+def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
+    """Rule 5: weights and scale."""
+    ledger, own = log.ledger, {}
+    for message in members:
+        own.setdefault((message.island, message.incarnation), []).append(message)
+    weights = {key: rules.weight(s.run, ledger.number + 1, found) for key, found in own.items()}
+    tokens: dict[str, float] = {}
+    for message in members:
+        tokens[message.island] = tokens.get(message.island, 0) + message.tokens
+    absent = sum(s.seen[name].beat.speed for name in present - set(tokens) if name in s.seen)
+    expected = sum(tokens.values()) + absent * s.pace.period
+    alive = rules.alive(s.run, s.seen, s.now, s.pace) & set(s.seen)
+    living = {name: s.seen[name].beat.incarnation for name in alive} | {s.name: s.incarnation}
+    watched = s.now - s.watching_since >= s.pace.dead
+    return Record(
+        ledger.fragment,
+        ledger.number + 1,
+        s.name,
+        f"{s.incarnation}.{log.drafts}",
+        tuple(
+            Member(m.island, m.incarnation, m.seq, weights[m.island, m.incarnation], m.tokens,
+                   m.norm, m.data)
+            for m in members
+        ),
+        tuple(rejected),
+        rules.newly_dead(s.run, ledger, living) if watched else (),
+        rules.scale(s.run, sum(tokens.values()), expected),
+        ledger.link,
+        ledger.digest,
+        "",
+    )  # fmt: skip
+
+
+def _look(s: Island) -> Island:
+    """Rule 12: messages of others by their names; the signs of life alone are listed."""
+    for name, (beat, _) in s.seen.items():
+        if name == s.name:
+            continue
+        for fragment, log in enumerate(s.logs):
+            key = name, beat.incarnation
+            mark = rules.marks_of(log.ledger).get(key, 0)
+            known = max((k[2] for k in log.inbox if k[:2] == key), default=mark)
+            if known < mark + rules.MOST_UNDECIDED and key not in log.ledger.dead:
+                s = want(s, Look(records.message_name(fragment, *key, known + 1)))
+    return s
+
+
+def _evaluate(s: Island) -> Island:
+    """Rule 8: an evaluation is one island's."""
+    number = s.logs[0].ledger.tokens // s.run.eval_tokens if s.run.eval_tokens else 0
+    if number <= s.evaluated:
+        return s
+    claim = Claim(f"e/{number}", s.name, s.incarnation, s.nonce)
+    return want(s._replace(evaluated=number), Create(claim.name, claim))
+
+
+def _lease(s: Island) -> Island:
+    """Rule 8: hold the block that is read and the next one."""
+    size, ledger = s.run.block_tokens, s.logs[0].ledger
+    if not size or s.leasing is not None or len(s.leases) > 1:
+        return s
+    free = [r for r in rules.free_blocks(ledger, size) if (r.block, r.lease) not in s.taken]
+    block = max([ledger.top, *(block for block, _ in s.taken)]) + 1
+    found = free[0] if free else Range(block, 1, 0, size)
+    name = f"d/{found.block}.2" if found.lease == 2 else f"d/{found.block}"
+    claim = Create(name, Claim(name, s.name, s.incarnation, s.nonce))
+    return want(s._replace(leasing=found), claim)
+
+
+def _beat(s: Island) -> Island:
+    """Rule 3: a sign of life."""
+    if s.now < s.beat_at or any(isinstance(action, Put) for action in s.asks):
+        return s
+    since = s.now - s.beat_at + s.pace.beat
+    speed = (s.read - s.beat_read) / since
+    beat = Beat(s.name, s.incarnation, s.beat + 1, _sent(s), speed)
+    s = s._replace(beat=s.beat + 1, beat_at=s.now + s.pace.beat, beat_read=s.read)
+    return want(s, Put(f"hb/{s.name}", beat))

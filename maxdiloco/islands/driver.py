@@ -1,0 +1,273 @@
+"""The hands of an island: they carry out what core.py asks for, on a bucket and on arrays.
+
+One request at a time, and in the thread that calls: nothing here waits but the store. What an inner
+step is, and when one is taken, is the caller's; `theta` and `x` are a fragment's leaves, whole,
+flattened and put end to end.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxdiloco.islands import core, keys, objects, outer, records, rules, wires
+from maxdiloco.islands.island import (
+    CREATED,
+    EXISTS,
+    FAILED,
+    Apply,
+    Begin,
+    Create,
+    Damage,
+    Delete,
+    Done,
+    Evaluate,
+    Fetch,
+    Get,
+    Island,
+    Load,
+    Look,
+    Pack,
+    Put,
+    Reduce,
+    Reduced,
+    Roll,
+    Say,
+    Step,
+    Stop,
+    Tick,
+)  # fmt: skip
+from maxdiloco.islands.outer import Outer, Term
+from maxdiloco.islands.records import Damaged, Gradient, Ledger, Message, Record, Run
+from maxdiloco.storage.store import Bucket
+
+
+class Driver:
+    """An island over a bucket.
+
+    theta: of each fragment, where this island makes the start. key: of 32 bytes, to sign with.
+    clock: [s]. outer: the state of each fragment. x: the island's own values, which the caller may
+    replace between two calls. requests: what the store is to be asked. said: lines for the user;
+    evaluations: numbers of those that are this island's; stop: why it is over, if it is.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        pace: rules.Pace,
+        name: str,
+        theta: Sequence[np.ndarray],
+        *,
+        key: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
+        self.outer = [outer.fresh(values) for values in theta]
+        self.x = [state.theta for state in self.outer]
+        self.sent: list[dict[int, np.ndarray]] = [{} for _ in theta]
+        self._payloads = {
+            records.snapshot_name(fragment, 0): state.to_bytes()
+            for fragment, state in enumerate(self.outer)
+        }
+        self._gradients: dict[str, np.ndarray] = {}
+        self.requests: list[Any] = []
+        self.said: list[str] = []
+        self.evaluations: list[int] = []
+        self.stop: Stop | None = None
+        digests = tuple(state.digest() for state in self.outer)
+        self.state: Island = core.start(run, pace, name, secrets.token_hex(8), digests)
+
+    def tick(self) -> None:
+        """Let time pass."""
+        self._deliver(Tick(self._clock()))
+
+    def may_step(self) -> bool:
+        """Whether the next inner step may begin."""
+        return core.may_step(self.state)
+
+    def stepped(self, tokens: int) -> None:
+        """An inner step is done, and its values are in `x`."""
+        self._deliver(Step(tokens))
+
+    def work(self) -> bool:
+        """Carry out the request that was made first; False where there is none."""
+        if not self.requests:
+            return False
+        action = self.requests.pop(0)
+        try:
+            result = self._request(action)
+        except OSError:
+            result = FAILED
+        except Damaged as error:
+            result = Damage(str(error))
+        self._deliver(Done(action, result))
+        return True
+
+    def _deliver(self, event: Any) -> None:
+        self.state, actions = core.step(self.state, event)
+        for action in actions:
+            match action:
+                case Pack(message):
+                    self._deliver(Done(action, self._packed(message)))
+                case Apply():
+                    self._deliver(Done(action, self._applied(action)))
+                case Begin():
+                    self.x = [state.theta for state in self.outer]
+                    self.sent = [{} for _ in self.outer]
+                case Evaluate(number):
+                    self.evaluations.append(number)
+                case Say(line):
+                    self.said.append(line)
+                case Stop():
+                    self.stop = action
+                    self.requests.clear()
+                case _:
+                    self.requests.append(action)
+
+    # -- on arrays --------------------------------------------------------------------------------
+
+    def _packed(self, message: Message) -> Message:
+        fragment, sizes = message.fragment, outer.sizes_of(self._run, message.fragment)
+        theta, sent = self.outer[fragment].theta, self.sent[fragment]
+        wanted = rules.unsent(theta, sent.values(), self.x[fragment])
+        payload = wires.encode(self._run.wire, sizes, wanted)
+        values = wires.decode(self._run.wire, sizes, payload)
+        norm, sent[message.seq] = outer.norm(values), values
+        finite = bool(np.isfinite(wanted).all() and np.isfinite(norm))
+        norm, sha256 = norm if finite else 0.0, records.sha256(payload)
+        message = message._replace(norm=norm, finite=finite, sha256=sha256)
+        self._payloads[records.message_name(fragment, *rules.key_of(message))] = payload
+        return message if self._key is None else keys.signed(message, self._key)
+
+    def _applied(self, action: Apply) -> str:
+        record, fragment, run = action.record, action.record.fragment, self._run
+        before, sent = self.outer[fragment], self.sent[fragment]
+        gradient = self._gradients.pop(records.gradient_name(record), None)
+        after = apply(run, before, record, gradient)
+        committed = [sent.pop(seq) for seq in action.committed]
+        for seq in action.returned:
+            del sent[seq]
+        x = self.x[fragment]
+        if action.how == "shift":
+            x = rules.shifted(x, before.theta, after.theta, committed)
+        elif action.how == "merge":
+            x = merged(x, after.theta, run.alpha)
+        self.x[fragment], self.outer[fragment] = x, after
+        if action.keep:
+            name = records.snapshot_name(fragment, record.number)
+            self._payloads[name] = after.to_bytes()
+        return after.digest()
+
+    # -- on the store -----------------------------------------------------------------------------
+
+    def _request(self, action: Any) -> Any:
+        bucket, run = self._bucket, self._run
+        match action:
+            case Create(name, body):
+                result = objects.create(bucket, name, body, self._payloads.get(name, b""))
+                if result in (CREATED, EXISTS):
+                    self._payloads.pop(name, None)
+                return result
+            case Put(name, body):
+                return bucket.put(name, records.encode(body))
+            case Get(name):
+                return objects.get(bucket, run, name)
+            case Look(name):
+                return objects.look(bucket, run, name)
+            case Roll(folder):
+                beats = [objects.get(bucket, run, n) for n in objects.listed(bucket, folder)]
+                return {b.island: b for b in beats if isinstance(b, records.Beat)}
+            case Reduce(draft):
+                return self._reduced(draft)
+            case Fetch(record):
+                return self._fetched(record)
+            case Load(fragment):
+                return self._loaded(fragment)
+            case Delete(fragment):
+                return self._deleted(fragment)
+        raise ValueError(f"{action} is no request")
+
+    def _reduced(self, draft: Record) -> Reduced:
+        terms, damaged = [], []
+        for member in draft.members:
+            found = term(self._bucket, self._run, draft.fragment, member)
+            (terms if isinstance(found, Term) else damaged).append(found)
+        if damaged:
+            return Reduced("", tuple(damaged))
+        payload = outer.reduced(self._run, draft.fragment, terms)
+        sha256 = records.sha256(payload)
+        value = Gradient(draft.fragment, draft.number, sha256)
+        result = objects.create(self._bucket, records.gradient_name(draft), value, payload)
+        return FAILED if result == FAILED else Reduced(sha256)
+
+    def _fetched(self, record: Record) -> bool | None:
+        try:
+            self._gradients[records.gradient_name(record)] = gradient_of(
+                self._bucket, self._run, record
+            )
+        except FileNotFoundError:
+            return None
+        return True
+
+    def _loaded(self, fragment: int) -> Ledger | None:
+        found = objects.newest_snapshot(self._bucket, self._run, fragment)
+        if found is None:
+            return None
+        ledger, payload = found
+        state = outer.from_bytes(payload)
+        if state.digest() != ledger.digest:
+            name = records.snapshot_name(fragment, ledger.number)
+            raise Damaged(f"{name} is damaged: its payload has another digest")
+        self.outer[fragment] = state
+        return ledger
+
+    def _deleted(self, fragment: int) -> bool:
+        ledgers = [
+            objects.read(self._bucket, self._run, name)[0]
+            for name in objects.snapshots(self._bucket, fragment)[-2:]
+        ]
+        names = [n for kind in "ugs" for n in objects.listed(self._bucket, f"{kind}/{fragment}")]
+        if doomed := rules.deletable(names, ledgers):
+            self._bucket.delete(doomed)
+        return True
+
+
+def apply(run: Run, before: Outer, record: Record, gradient: np.ndarray | None) -> Outer:
+    """The outer state after a record; one without members changes nothing."""
+    return outer.stepped(run, before, gradient, record.scale) if record.members else before
+
+
+def merged(x: np.ndarray, theta: np.ndarray, alpha: float) -> np.ndarray:
+    """diloco.outer.merge."""
+    if alpha in (0, 1):
+        return theta if alpha == 0 else x
+    return x + np.float32(1 - alpha) * (theta - x)
+
+
+def term(bucket: Bucket, run: Run, fragment: int, member: Any) -> Term | tuple[rules.Key, str]:
+    """A member's values, or why they cannot count. Raises OSError."""
+    key = rules.key_of(member)
+    try:
+        message, payload = objects.read(bucket, run, records.message_name(fragment, *key))
+        values = wires.decode(run.wire, outer.sizes_of(run, fragment), payload)
+    except ValueError:  # Damaged, too
+        return key, "sha256"
+    if not keys.is_known(run, message):
+        return key, "guest"
+    if not np.isfinite(values).all():
+        return key, "not finite"
+    if message.norm != outer.norm(values):
+        return key, "another norm"
+    return Term(key[:2], member.weight, values)
+
+
+def gradient_of(bucket: Bucket, run: Run, record: Record) -> np.ndarray:
+    """What everyone applies. Raises OSError, Damaged."""
+    name = records.gradient_name(record)
+    value, payload = objects.read(bucket, run, name)
+    if value != Gradient(record.fragment, record.number, record.gradient):
+        raise Damaged(f"{name} is damaged: it is not what its record names")
+    return wires.decode(run.wire_down, outer.sizes_of(run, record.fragment), payload)

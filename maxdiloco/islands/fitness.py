@@ -1,0 +1,58 @@
+"""Is a store fit for islands: races for a name, reads and listings after writes, latency."""
+
+import functools
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from maxdiloco.storage.store import Bucket
+
+RACES, WRITERS = 40, 8
+
+
+def check(bucket: Bucket, say: Callable[[str], None], clock=time.monotonic) -> list[str]:
+    """What is wrong with a store, a line each. say: gets a line for each finding.
+
+    Writes below check/, and deletes it again. Raises OSError.
+    """
+    folder = f"check/{secrets.token_hex(8)}"
+    wrong, names, times = [], [], []
+    with ThreadPoolExecutor(WRITERS) as pool:
+        for race in range(RACES):
+            name, start = f"{folder}/{race}", threading.Barrier(WRITERS)
+            names.append(name)
+            race_one = functools.partial(_race, bucket, name, start)
+            winners = [w for w, won in enumerate(pool.map(race_one, range(WRITERS))) if won]
+            began = clock()
+            stored = bucket.get(name)
+            times.append(clock() - began)
+            if len(winners) != 1:
+                wrong.append(f"race {race} for one name had {len(winners)} winners, not one")
+            elif stored != bytes([winners[0]]):
+                wrong.append(f"race {race}: what is stored is not its winner's")
+    say(f"{RACES} races of {WRITERS} writers for a name: {RACES - len(wrong)} had one winner")
+    missing = set(names) - {entry.name for entry in bucket.list_all(folder)}
+    say(f"listing after writing: {len(names) - len(missing)} of {len(names)} names are listed")
+    if missing:
+        wrong.append(f"{sorted(missing)[0]} was written and is not listed")
+    name = f"{folder}/beat"
+    stale = 0
+    for beat in range(WRITERS):
+        bucket.put(name, bytes([beat]))
+        stale += bucket.get(name) != bytes([beat])
+    say(f"reading after replacing: {WRITERS - stale} of {WRITERS} reads saw the last write")
+    if stale:
+        wrong.append(f"{name} was replaced, and {stale} reads saw the one before")
+    say(f"a read takes {1e3 * statistics.median(times):.3g} ms, the slowest {1e3 * max(times):.3g}")
+    bucket.delete([*names, name])
+    if bucket.head(name) is not None:
+        wrong.append(f"{name} was deleted and is still there")
+    return wrong
+
+
+def _race(bucket: Bucket, name: str, start: threading.Barrier, writer: int) -> bool:
+    start.wait()
+    return bucket.put_if(name, bytes([writer]), None) is not None

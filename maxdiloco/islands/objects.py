@@ -1,0 +1,115 @@
+"""A log's objects in a bucket: bounded reads, checked bytes, and answers in place of errors."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.islands import keys, outer, records, wires
+from maxdiloco.islands.island import CREATED, EXISTS, FAILED, Damage
+from maxdiloco.islands.records import Damaged, Ledger, Run
+from maxdiloco.storage import store
+from maxdiloco.storage.store import Bucket
+
+_MOST_LOOK = 1 << 16  # bytes of a message's header; our choice
+
+
+def open_bucket(url: str, key: str = "URL") -> Bucket:
+    """The bucket, or the folder of one, that a URL or a path names. Raises ConfigError."""
+    scheme, _, rest = url.rpartition("://")
+    if scheme and scheme not in (*store.SCHEMES, "file"):
+        known = ", ".join(f"{name}://" for name in (*store.SCHEMES, "file"))
+        raise ConfigError(f"{key}={url} is in a store that is not known. Use {known} or a path.")
+    try:
+        if scheme in store.SCHEMES:
+            return store.connect(scheme, *re.split("/+", rest.rstrip("/"), maxsplit=1))
+        return store.local_folder(rest)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{key}={url} needs the package obstore, which is not installed: pip install -e "
+            "'.[buckets]' in a checkout of maxdiloco."
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={url} cannot be opened: {error.strerror}. Name a folder or a bucket that can."
+        ) from error
+
+
+def most_bytes(run: Run | None, name: str) -> int:
+    """Rule 13: the most that an object may have, payload and all. run: None for run.json."""
+    if run is None or name[0] not in "ugs":
+        return records.MOST_HEADER
+    sizes = outer.sizes_of(run, int(name.split("/")[1]))
+    payload = {
+        "u": wires.payload_size(run.wire, sizes),
+        "g": wires.payload_size(run.wire_down, sizes),
+        "s": 8 * sum(sizes),
+    }[name[0]]
+    return records.MOST_HEADER + payload
+
+
+def create(bucket: Bucket, name: str, value: Any, payload: bytes = b"") -> str:
+    """Put an object if there is none: CREATED, EXISTS, or FAILED, which says nothing."""
+    try:
+        version = bucket.put_if(name, records.encode(value, payload), None)
+    except OSError:
+        return FAILED
+    return EXISTS if version is None else CREATED
+
+
+def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
+    """An object and its payload. Raises OSError, FileNotFoundError, Damaged."""
+    entry = bucket.head(name)
+    if entry is None:
+        raise FileNotFoundError(2, "there is none", name)
+    if entry.size > most_bytes(run, name):
+        raise Damaged(f"{name} has {entry.size} bytes, and {most_bytes(run, name)} are the most")
+    return records.decode(name, bucket.get(name))
+
+
+def get(bucket: Bucket, run: Run | None, name: str) -> Any:
+    """The object, None, FAILED or Damage."""
+    try:
+        return read(bucket, run, name)[0]
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return FAILED
+    except Damaged as error:
+        return Damage(str(error))
+
+
+def look(bucket: Bucket, run: Run, name: str) -> Any:
+    """A message without its payload, None, FAILED or Damage; a guest's is Damage."""
+    try:
+        entry = bucket.head(name)
+        if entry is None:
+            return None
+        data = bucket.get_range(name, 0, min(entry.size, _MOST_LOOK))
+        message, _ = records.decode(name, data, whole=False)
+    except OSError:
+        return FAILED
+    except Damaged:
+        return Damage("format")
+    sizes = outer.sizes_of(run, message.fragment)
+    if entry.size != len(records.encode(message)) + wires.payload_size(run.wire, sizes):
+        return Damage("size")
+    return message if keys.is_known(run, message) else Damage("guest")
+
+
+def newest_snapshot(bucket: Bucket, run: Run, fragment: int) -> tuple[Ledger, bytes] | None:
+    """Of those that are listed. Raises OSError, Damaged."""
+    names = snapshots(bucket, fragment)
+    return read(bucket, run, names[-1]) if names else None
+
+
+def snapshots(bucket: Bucket, fragment: int) -> list[str]:
+    """The names of the snapshots that are listed, the oldest first. Raises OSError."""
+    names = (n for n in listed(bucket, f"s/{fragment}") if records.numbers(n)[1] >= 0)
+    return sorted(names, key=records.numbers)
+
+
+def listed(bucket: Bucket, folder: str) -> Iterator[str]:
+    """Names of the objects in a folder that could be of a log. Raises OSError."""
+    pattern = re.compile(r"[ugcs]/\d{1,9}/[A-Za-z0-9_.-]{1,200}|hb/[A-Za-z0-9_-]{1,64}")
+    return (entry.name for entry in bucket.list_all(folder) if pattern.fullmatch(entry.name))

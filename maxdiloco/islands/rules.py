@@ -1,0 +1,334 @@
+"""What the islands agree on, a function a rule; docs/islands.md has the rules in words.
+
+Pure, and of plain values: who may write, what counts, how an island's own progress is kept. The
+numbers are our choice unless a source is named.
+"""
+
+import statistics
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from maxdiloco.islands import records
+from maxdiloco.islands.island import Key, Pace, Seen
+from maxdiloco.islands.records import Ledger, Member, Message, Record, Reject, Run
+
+MOST_UNDECIDED = 2  # messages of an island and fragment
+MOST_STALE = 2  # records
+STALE_WEIGHT = 0.8  # a record
+MOST_NORM, NORMS, LEAST_NORMS = 4.0, 16, 4  # times the median of the last 16, once there are 4
+
+
+def breach(ledger: Ledger, record: Record) -> str:
+    """Rule 1, the log is the only truth: why a record cannot follow, "" if it does."""
+    marks = marks_of(ledger)
+    if (record.fragment, record.number) != (ledger.fragment, ledger.number + 1):
+        return "it has another number"
+    if record.previous != ledger.link:
+        return "it follows another record"
+    if record.state != ledger.digest:
+        return f"it has the state {record.state[:12]}, and here is {ledger.digest[:12]}"
+    decided = sorted((*record.members, *record.rejected), key=key_of)
+    if list(record.members) != sorted(record.members, key=key_of):
+        return "its members are not in order"
+    for one in decided:
+        if not is_next(marks, key_of(one)):
+            return f"{one.island}.{one.incarnation}.{one.seq} is decided already, or out of turn"
+        marks[one.island, one.incarnation] = one.seq
+    if any((m.island, m.incarnation) in ledger.dead for m in record.members):
+        return "it has a dead member"
+    if not 0 < record.scale <= 1 or any(not m.weight > 0 for m in record.members):
+        return "its weights and scale are not positive"
+    return ""
+
+
+def follow(run: Run, ledger: Ledger, record: Record, digest: str) -> Ledger:
+    """Rule 1: the ledger after a record. digest: of the outer state after it."""
+    marks = {(m.island, m.incarnation): m for m in ledger.marks}
+    for one in sorted((*record.members, *record.rejected), key=key_of):
+        old = marks.get(key_of(one)[:2], records.Mark(one.island, one.incarnation, 0, 0))
+        tokens = one.tokens if isinstance(one, Member) else 0
+        marks[key_of(one)[:2]] = old._replace(seq=one.seq, tokens=old.tokens + tokens)
+    blocks, top = blocks_after(run, ledger, record)
+    norms = [m.norm for m in record.members]
+    norms += [r.norm for r in record.rejected if r.reason == "norm"]
+    return Ledger(
+        ledger.fragment,
+        record.number,
+        records.digest(record),
+        digest,
+        ledger.tokens + sum(m.tokens for m in record.members),
+        tuple(marks[key] for key in sorted(marks)),
+        (*ledger.norms, *norms)[-NORMS:],
+        (*ledger.dead, *record.dead),
+        blocks,
+        top,
+    )
+
+
+def marks_of(ledger: Ledger) -> dict[tuple[str, int], int]:
+    """{(island, incarnation): its last message that is decided}."""
+    return {(m.island, m.incarnation): m.seq for m in ledger.marks}
+
+
+def key_of(one: Message | Member | Reject) -> Key:
+    """What names a message in its fragment's log."""
+    return one.island, one.incarnation, one.seq
+
+
+def distance(number: int, name: str, present: Iterable[str]) -> int:
+    """Rule 2: how many islands stand before this one as the author of a record; 0: none."""
+    order = sorted({*present, name})
+    return (order.index(name) - number) % len(order)
+
+
+def is_own(claim: records.Claim, nonce: str) -> bool:
+    """Rule 2: whether what is in the store was written by this program, whatever the answer was."""
+    return claim.nonce == nonce
+
+
+def alive(run: Run, seen: Mapping[str, Seen], now: float, pace: Pace) -> set[str]:
+    """Rule 3: islands whose sign of life has changed lately; in fixed mode all that are named."""
+    if run.islands:
+        return set(run.islands)
+    return {name for name, one in seen.items() if now - one.at < pace.dead}
+
+
+def newly_dead(run: Run, ledger: Ledger, living: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Rules 3 and 8, in the log of fragment 0: incarnations that have members and live no more.
+
+    living: {island: its newest incarnation}.
+    """
+    if run.islands or ledger.fragment:
+        return ()
+    known = ((m.island, m.incarnation) for m in ledger.marks)
+    return tuple(m for m in known if m not in ledger.dead and living.get(m[0], m[1] + 1) > m[1])
+
+
+def is_decided(marks: Mapping[tuple[str, int], int], key: Key) -> bool:
+    """Rule 4, exactly once: whether a record has taken or rejected a message."""
+    return key[2] <= marks.get(key[:2], 0)
+
+
+def is_next(marks: Mapping[tuple[str, int], int], key: Key) -> bool:
+    """Rule 4, in turn: whether a message is the one after those of its incarnation."""
+    return not is_decided(marks, key) and key[2] - 1 <= marks.get(key[:2], 0)
+
+
+def is_stale(ledger: Ledger, message: Message) -> bool:
+    """Rule 4: whether the next record is too late for a message."""
+    return ledger.number - message.base > MOST_STALE
+
+
+def may_send(own: Sequence[Any]) -> bool:
+    """Rule 4: at most two undecided messages of an island and fragment."""
+    return len(own) < MOST_UNDECIDED
+
+
+def weight(run: Run, number: int, messages: Sequence[Message]) -> float:
+    """Rule 5, of one island in a record: tokens^2 / steps; rule 4: less by its staleness."""
+    if run.islands:
+        return 1.0
+    tokens, steps = sum(m.tokens for m in messages), sum(m.steps for m in messages)
+    found = max(tokens, 1) ** 2 / max(steps, 1)
+    for _ in range(number - 1 - messages[0].base):
+        found *= STALE_WEIGHT
+    return found
+
+
+def scale(run: Run, committed: int, expected: float) -> float:
+    """Rule 5: a record of few members moves less."""
+    return 1.0 if run.islands or not committed else min(1.0, committed / expected)
+
+
+def spans(run: Run, members: Sequence[Message], rejected: Sequence[Reject]) -> bool:
+    """Rule 5: whether the median island took H / P steps; or one waits, with two undecided."""
+    steps: dict[str, list[int]] = {}
+    for message in members:
+        steps.setdefault(message.island, []).append(message.steps)
+    full = any(not may_send(messages) for messages in steps.values())
+    least = run.sync_period // len(run.fragments)
+    return full or bool(rejected) or statistics.median(map(sum, steps.values())) >= least
+
+
+def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
+    """Rule 6: "wait", "merge" or "shift" for a record at step t.
+
+    sent_at: the step of the own message in it, or None. others: own messages left undecided.
+    """
+    due = None if sent_at is None else sent_at + run.overlap_steps
+    if due is not None and t < due:
+        return "wait"
+    return "merge" if due is not None and (run.islands or (t == due and not others)) else "shift"
+
+
+def is_due(run: Run, pace: Pace, fragment: int, t: int, steps: int, waited: float) -> bool:
+    """Rule 7: a message every T seconds, whatever the steps; rule 10: at the schedule's step.
+
+    steps, waited: since the message before."""
+    P, H = len(run.fragments), run.sync_period
+    if run.islands:
+        return steps > 0 and (t - fragment * H // P) % H == 0
+    return waited >= pace.period and steps >= pace.least_steps
+
+
+def progress(run: Run, ledger: Ledger) -> float:
+    """Rule 8: the part of the run that is done, by the ledger of fragment 0: learning rate, end."""
+    return ledger.tokens / run.tokens
+
+
+def blocks_after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[records.Block, ...], int]:
+    """Rule 8: the unfinished blocks, and the highest one seen, after a record."""
+    blocks, top = {(b.block, b.lease): b for b in ledger.blocks}, ledger.top
+    for member in record.members:
+        for part in member.data:
+            key, top = (part.block, part.lease), max(top, part.block)
+            blocks[key] = records.Block(*key, member.island, member.incarnation, part.stop)
+            if part.lease == 2:  # it is the rest of a dead island's
+                blocks.pop((part.block, 1), None)
+    kept = (blocks[key] for key in sorted(blocks))
+    return tuple(block for block in kept if block.stop < run.block_tokens), top
+
+
+def free_blocks(ledger: Ledger, size: int) -> list[records.Range]:
+    """Rule 8: the rests of blocks of dead islands, which may be leased once more."""
+    first = (b for b in ledger.blocks if b.lease == 1 and (b.island, b.incarnation) in ledger.dead)
+    return [records.Range(b.block, 2, b.stop, size) for b in first]
+
+
+def moments(own: int | None, head: int) -> str:
+    """Rule 9, a joiner's inner optimizer: "kept" from its checkpoint, or "zero" with a warm-up.
+
+    own: the records that its checkpoint has; None: it has none.
+    """
+    return "kept" if own is not None and 0 <= head - own <= 2 else "zero"
+
+
+def is_ready(sent: int) -> bool:
+    """Rule 9: a joiner is waited for once it has sent a message."""
+    return sent > 0
+
+
+def members_in(
+    run: Run,
+    ledger: Ledger,
+    inbox: Mapping[Key, Message],
+    damaged: Mapping[Key, str],
+    present: set[str],
+    waited: float,
+    pace: Pace,
+) -> tuple[list[Message], list[Reject]] | None:
+    """Rule 2, the decision that may be written now, or None; rule 10: all islands, and no grace.
+
+    present: ready and alive. waited: since the first message was in place [s].
+    """
+    members, rejected = sort_out(run, ledger, inbox, damaged)
+    inside = {m.island for m in members}
+    answered = inside | {r.island for r in rejected}
+    if run.islands:
+        return (members, []) if inside == set(run.islands) and not rejected else None
+    late = waited >= pace.grace
+    if len(inside) < run.islands_min:
+        first = in_turn(members, rejected)
+        return ([], first) if first and late else None
+    if not (late or present <= answered) or not spans(run, members, rejected):
+        return None
+    return members, rejected
+
+
+def in_turn(members: Sequence[Message], rejected: Sequence[Reject]) -> list[Reject]:
+    """Rule 4: the rejects that may be decided without the members."""
+    waiting = {(m.island, m.incarnation): m.seq for m in reversed(members)}
+    return [r for r in rejected if r.seq < waiting.get((r.island, r.incarnation), r.seq + 1)]
+
+
+def sort_out(
+    run: Run, ledger: Ledger, inbox: Mapping[Key, Message], damaged: Mapping[Key, str]
+) -> tuple[list[Message], list[Reject]]:
+    """Rules 4 and 13: the messages that the next record decides, in order."""
+    marks = marks_of(ledger)
+    members, rejected, islands = [], [], set()
+    for key in sorted(inbox):
+        if not is_next(marks, key) or key[:2] in ledger.dead:
+            continue
+        if run.islands and key[0] in islands:  # one of each
+            continue
+        islands.add(key[0])
+        marks[key[:2]] = key[2]
+        message = inbox[key]
+        if reason := reject_reason(run, ledger, message, damaged.get(key, "")):
+            rejected.append(Reject(*key, reason, message.norm))
+        else:
+            members.append(message)
+    return members, rejected
+
+
+def reject_reason(run: Run, ledger: Ledger, message: Message, damage: str) -> str:
+    """Rule 13: why a message cannot count, "" if it can. damage: of its payload."""
+    if damage:
+        return damage
+    if not message.finite:
+        return "not finite"
+    if message.base > ledger.number:
+        return "base"
+    if run.islands:
+        return ""
+    if is_stale(ledger, message):
+        return "stale"
+    known = len(ledger.norms) >= LEAST_NORMS
+    if known and message.norm > MOST_NORM * statistics.median(ledger.norms):
+        return "norm"
+    return ""
+
+
+def unsent(theta: Any, undecided: Iterable[Any], x: Any) -> Any:
+    """Rule 11: what an island has not sent: x = theta - (its undecided messages) - this.
+
+    Numbers or arrays. What a wire rounds off is not sent: the next message has it."""
+    for value in undecided:
+        theta = theta - value
+    return theta - x
+
+
+def shifted(x: Any, before: Any, after: Any, committed: Iterable[Any]) -> Any:
+    """Rules 6 and 11: x after a record. What was committed is in theta now; all else stays.
+
+    before, after: theta. committed: the own messages in it."""
+    x = x + (after - before)
+    for value in committed:
+        x = x + value
+    return x
+
+
+def pause(pace: Pace, tries: int, salt: str) -> float:
+    """Rule 12: how long to wait before a request is made again [s]: doubled, with jitter."""
+    jitter = zlib.crc32(f"{salt} {tries}".encode()) / 2**32
+    return min(pace.poll * 2 ** min(tries, 20), pace.most_poll) * (0.5 + jitter / 2)
+
+
+def asks_again(action: Any) -> bool:
+    """Rule 13: whether a request that failed is made again, for however long the store is away.
+
+    A sign of life is not: the next one says more. Nor a deletion."""
+    return type(action).__name__ not in ("Put", "Delete")
+
+
+def deletable(names: Iterable[str], snapshots: Iterable[Ledger]) -> list[str]:
+    """Rule 14: of names of one fragment those that no joiner needs: below the last two snapshots.
+
+    Records stay: a reader can follow their chain from the start."""
+    kept = sorted(snapshots, key=lambda ledger: ledger.number)[-2:]
+    if len(kept) < 2:
+        return []
+    oldest, found = kept[0], []
+    marks = marks_of(oldest)
+    for name in names:
+        kind, _, last = name.split("/")
+        if kind == "u":
+            island, incarnation, seq = last.split(".")
+            needed = not is_decided(marks, (island, int(incarnation), int(seq)))
+        else:
+            number = records.numbers(name)[1]
+            needed = kind == "c" or number > oldest.number - (kind == "s")
+        found += [] if needed else [name]
+    return found

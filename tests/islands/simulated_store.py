@@ -1,0 +1,150 @@
+"""The store of simulator.py: requests that are late, lost, unanswered, refused or done twice."""
+
+from typing import NamedTuple
+
+from maxdiloco.islands import records, rules
+from maxdiloco.islands.island import (
+    CREATED,
+    EXISTS,
+    FAILED,
+    Create,
+    Delete,
+    Done,
+    Fetch,
+    Get,
+    Load,
+    Look,
+    Put,
+    Reduce,
+    Reduced,
+    Roll,
+)  # fmt: skip
+
+
+class Faults(NamedTuple):
+    """Probabilities of a request, or of an event."""
+
+    lost: float = 0.0  # the request
+    unanswered: float = 0.0
+    twice: float = 0.0
+    refused: float = 0.0  # 429, 503
+    late_listing: float = 0.0
+    slow: float = 0.0
+    die: float = 0.0
+    freeze: float = 0.0
+    away: float = 0.0
+    share: float = 0.0
+    corrupt: float = 0.0
+    diverge: float = 0.0
+
+    @classmethod
+    def drawn(cls, rng):
+        """Most of them in a schedule are none, so that each has schedules of its own."""
+        most = cls(0.1, 0.15, 0.1, 0.1, 0.5, 0.1, 0.004, 0.003, 0.002, 0.001, 0.05, 0.02)
+        return cls(*(value * rng.random() if rng.random() < 0.4 else 0.0 for value in most))
+
+
+class Store:
+    """Objects and payloads; a listing shows an object from `listed_at` on."""
+
+    def __init__(self):
+        self.objects, self.payloads, self.listed_at = {}, {}, {}
+        self.corrupt, self.away_until = set(), 0.0
+
+    def request(self, program, action):
+        """Let a request reach the store later, or not, and the answer come later still."""
+        rng = self.rng
+
+        def latency():
+            return rng.expovariate(20) + (rng.choice((1.0, 5.0)) if self.happens("slow") else 0)
+
+        def reach():
+            lost = self.happens("lost") or self.happens("refused")
+            result = FAILED
+            if self.now >= self.away_until and not lost:
+                result = REQUESTS[type(action)](self, program, action)
+                if self.happens("twice"):
+                    result = REQUESTS[type(action)](self, program, action)
+                if self.happens("unanswered"):
+                    result = FAILED
+            self.later(latency(), program, Done(action, result))
+
+        self.later(latency(), program, reach)
+
+    def create(self, program, action):
+        name, body = action
+        if name in self.objects:
+            return EXISTS
+        if name[0] == "c":
+            self.check_record(body)
+        self.objects[name] = body
+        late = self.rng.choice((1.0, 8.0)) if self.happens("late_listing") else 0.0
+        self.listed_at[name] = self.now + late
+        payload = program.payloads.get(name)
+        if payload is not None:
+            self.payloads[name] = payload
+            if name[0] == "u" and self.happens("corrupt"):
+                self.corrupt.add((body.fragment, *rules.key_of(body)))
+        return CREATED
+
+    def put(self, program, action):
+        self.objects[action.name] = action.body
+        self.listed_at.setdefault(action.name, self.now)
+        return True
+
+    def get(self, program, action):
+        return self.objects.get(action.name)
+
+    def listed(self, folder):
+        return [n for n, at in self.listed_at.items() if n.startswith(folder) and at <= self.now]
+
+    def roll(self, program, action):
+        return {name[3:]: self.objects[name] for name in self.listed("hb/")}
+
+    def reduce(self, program, action):
+        draft = action.draft
+        names = [records.message_name(draft.fragment, *rules.key_of(m)) for m in draft.members]
+        if any(name not in self.payloads for name in names):
+            return FAILED  # deleted: the record is there already
+        bad = [rules.key_of(m) for m in draft.members
+               if (draft.fragment, *rules.key_of(m)) in self.corrupt]  # fmt: skip
+        if bad:
+            return Reduced("", tuple((key, "sha256") for key in bad))
+        total = weights = 0.0
+        for member, name in zip(draft.members, names, strict=True):
+            total += member.weight * self.payloads[name]
+        for weight in {(m.island, m.incarnation): m.weight for m in draft.members}.values():
+            weights += weight
+        name = records.gradient_name(draft)
+        self.payloads[name] = round(64 * total / weights) / 64
+        self.objects[name], self.listed_at[name] = True, self.now
+        return Reduced(name)
+
+    def fetch(self, program, action):
+        found = self.payloads.get(records.gradient_name(action.record))
+        program.gradients[action.record] = found
+        return None if found is None else True
+
+    def load(self, program, action):
+        names = self.listed(f"s/{action.fragment}/")
+        if not names:
+            return None
+        name = max(names, key=records.numbers)
+        value = program.values[action.fragment]
+        value.theta, value.trace = self.payloads[name]
+        return self.objects[name]
+
+    def delete(self, program, action):
+        F = action.fragment
+        names = [n for kind in "ugcs" for n in self.listed(f"{kind}/{F}/")]
+        snapshots = [self.objects[n] for n in names if n[0] == "s"]
+        for name in rules.deletable(names, snapshots):
+            for table in (self.objects, self.payloads, self.listed_at):
+                table.pop(name, None)
+        return True
+
+
+REQUESTS = {
+    Create: Store.create, Put: Store.put, Get: Store.get, Look: Store.get, Roll: Store.roll,
+    Reduce: Store.reduce, Fetch: Store.fetch, Load: Store.load, Delete: Store.delete,
+}  # fmt: skip

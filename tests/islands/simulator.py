@@ -1,0 +1,319 @@
+"""Islands under a seeded scheduler, over a store that goes wrong; what may never happen.
+
+A program is core.py with numbers of one value a fragment; an event is the end of an inner step, a
+tick or an answer. Everything random is of the schedule's seed. `Broken` says what was violated.
+schedules.py runs many.
+"""
+
+import heapq
+import itertools
+import random
+import re
+from collections import Counter
+
+from simulated_store import Faults, Store
+
+from maxdiloco.islands import audit, core, records, rules
+from maxdiloco.islands.island import Apply, Begin, Done, Evaluate, Pace, Pack, Say, Step, Stop, Tick
+from maxdiloco.islands.records import Leaf, Run
+
+PACE = Pace(period=2.0, dead=6.0, grace=1.5, aside=0.8, beat=1.5, roll=2.0, poll=0.3, most_poll=1.5)
+TICK = 0.5
+CALM = 4000  # events in which the log has to grow once the store is back
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def require(true, what):
+    if not true:
+        raise Broken(what)
+
+
+def settings(rng, fixed, names):
+    P = rng.choice((1, 1, 2))
+    H = rng.choice((2, 4, 6))
+    return Run(
+        "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, ((Leaf(1, 1),),) * P,
+        tuple(names) if fixed else (), 1 if len(names) == 1 else rng.choice((1, 1, 2)), H,
+        rng.randrange(H) if fixed else rng.choice((0, 1)), rng.choice((0.0, 0.5)), 10**9,
+        0 if fixed else 30, rng.choice((0, 40)), rng.choice((2, 3)), (),
+    )  # fmt: skip
+
+
+class Values:
+    """A fragment at a program: theta, trace, x, undecided messages, and what it has not sent."""
+
+    def __init__(self):
+        self.theta, self.trace, self.x, self.sent, self.unsent = 0.0, 0.0, 0.0, {}, 0.0
+        self.kept, self.committed = {}, 0
+
+    def digest(self):
+        return f"{self.theta!r} {self.trace!r}"
+
+    def outer_step(self, run, record, gradient):
+        if record.members:
+            g = gradient * record.scale
+            self.trace = run.outer_momentum * self.trace + g
+            self.theta -= run.outer_lr * (g + run.outer_momentum * self.trace)
+
+
+class Program:
+    def __init__(self, world, name, step_time):
+        self.world, self.name, self.step_time = world, name, step_time
+        self.values = [Values() for _ in world.run.fragments]
+        initial = tuple(value.digest() for value in self.values)
+        nonce = str(next(world.count))
+        self.state = core.start(world.run, PACE, name, nonce, initial)
+        self.living, self.joined, self.stepping = True, False, False
+        self.gradients, self.frozen_until = {}, 0.0
+        names = (records.snapshot_name(F, 0) for F in range(len(self.values)))
+        self.payloads = dict.fromkeys(names, (0.0, 0.0))
+
+    def moved(self, fragment):
+        """An inner step, of this fragment's value."""
+        t, place = self.state.t, self.world.names.index(self.name)
+        size = ((t * 7 + place * 3 + fragment) % 5 - 2) / 8 - self.values[fragment].x / 16
+        return size * (1000 if self.world.happens("diverge") else 1)
+
+
+class World(Store):
+    """The programs over their store, and what was seen of them."""
+
+    def __init__(self, seed, fixed=None, timing=0):
+        super().__init__()
+        rng = random.Random(seed)
+        self.names = ["a", "b", "c", "d"][: rng.choice((1, 2, 2, 3, 3, 4))]
+        self.fixed = rng.random() < 0.15 if fixed is None else fixed
+        self.run = settings(rng, self.fixed, self.names)
+        self.rng = random.Random(f"{seed} {timing}")
+        faults = Faults.drawn(self.rng)
+        if self.fixed:
+            faults = faults._replace(die=0, share=0, corrupt=0, diverge=0)
+        self.chances = {name: chance for name, chance in faults._asdict().items() if chance}
+        self.now, self.calm, self.programs = 0.0, False, []
+        self.queue, self.count = [], itertools.count()
+        self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
+        self.tokens = {F: [0] for F, _ in enumerate(self.run.fragments)}
+        for name in self.names:
+            self.spawn(name, self.rng.random())
+
+    def happens(self, fault):
+        chance = self.chances.get(fault)
+        return chance is not None and self.rng.random() < chance
+
+    def spawn(self, name, delay):
+        program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)))
+        self.programs.append(program)
+        self.later(delay, program, None)
+
+    def later(self, delay, program, event):
+        heapq.heappush(self.queue, (self.now + delay, next(self.count), program, event))
+
+    # -- the scheduler -----------------------------------------------------------------------------
+
+    def run_events(self, number):
+        for _ in range(number):
+            self.one_event()
+
+    def one_event(self):
+        self.now, _, program, event = heapq.heappop(self.queue)
+        if callable(event):  # a request reaches the store
+            event()
+            return
+        if not program.living:
+            return
+        if self.now < program.frozen_until and not self.calm:
+            self.later(program.frozen_until - self.now, program, event)
+            return
+        if self.happens("freeze"):
+            program.frozen_until = self.now + self.rng.choice((1.0, 4.0, 20.0))
+        if self.happens("away"):
+            self.away_until = self.now + self.rng.choice((1.0, 5.0, 15.0))
+        if self.happens("share"):
+            self.spawn(program.name, self.rng.random())
+        if event is None:
+            self.later(TICK * (0.5 + self.rng.random()), program, None)
+            event = Tick(self.now)
+        elif isinstance(event, Step):
+            program.stepping = False
+            for fragment, value in enumerate(program.values):
+                size = program.moved(fragment)
+                value.x, value.unsent = value.x + size, value.unsent - size
+        logs = program.state.logs
+        self.deliver(program, event)
+        if program.state.logs is not logs:
+            self.check(program)
+        if program.living and not program.stepping and core.may_step(program.state):
+            program.stepping = True
+            tokens = self.rng.choice((1, 2, 3)) if not self.fixed else 2
+            self.later(program.step_time * (0.8 + 0.4 * self.rng.random()), program, Step(tokens))
+
+    def deliver(self, program, event):
+        program.state, actions = core.step(program.state, event)
+        for action in actions:
+            if self.happens("die"):
+                self.end(program)
+            if not program.living:
+                return
+            own = LOCAL.get(type(action))
+            if own is None:
+                self.request(program, action)
+            elif (answer := own(self, program, action)) is not None:
+                self.deliver(program, Done(action, answer))
+
+    def end(self, program):
+        program.living = False
+        self.spawn(program.name, self.rng.choice((0.5, 3.0, 15.0)))
+
+    # -- the numbers -------------------------------------------------------------------------------
+
+    def pack(self, program, action):
+        message = action.message
+        value = program.values[message.fragment]
+        exact = rules.unsent(value.theta, value.sent.values(), value.x)
+        coded = round(64 * exact) / 64
+        value.sent[message.seq] = coded
+        value.unsent -= coded
+        small = 1 / 128 + 1e-6 * (1 + abs(exact))
+        require(abs(value.unsent) <= small, "a message is not what was not sent")
+        name = records.message_name(message.fragment, *rules.key_of(message))
+        program.payloads[name] = coded
+        return message._replace(norm=abs(coded))
+
+    def apply(self, program, action):
+        record, how, committed, returned, keep = action
+        F, value = record.fragment, program.values[record.fragment]
+        before = value.theta
+        value.outer_step(self.run, record, program.gradients.pop(record, None))
+        key = (program.name, program.state.incarnation)
+        own = {seq: value.sent.pop(seq) for seq in committed}
+        for seq, coded in own.items():
+            name = records.message_name(F, *key, seq)
+            require(self.payloads.get(name, coded) == coded, f"{name} is not its own message")
+        value.committed += sum(m.tokens for m in record.members if (m.island, m.incarnation) == key)
+        for seq in returned:
+            value.unsent += value.sent.pop(seq)
+        if how == "merge":
+            sent_at = max(o.t for o in program.state.logs[F].own if o.message.seq in committed)
+            in_time = program.state.t == sent_at + self.run.overlap_steps and not value.sent
+            require(in_time, "a merge that is late, or drops what is undecided")
+            value.x = self.run.alpha * value.x + (1 - self.run.alpha) * value.theta
+            value.unsent = value.theta - sum(value.sent.values()) - value.x
+        elif how == "shift":
+            value.x = rules.shifted(value.x, before, value.theta, own.values())
+        if keep:
+            name = records.snapshot_name(F, record.number)
+            program.payloads[name] = (value.theta, value.trace)
+        known = self.digests.setdefault((F, record.number), value.digest())
+        require(known == value.digest(), f"digests differ after record {record.number}")
+        return value.digest()
+
+    def begin(self, program, action):
+        program.joined = True
+        for value in program.values:
+            value.x, value.sent, value.unsent, value.committed = value.theta, {}, 0.0, 0
+
+    def stop(self, program, action):
+        program.living = False
+        self.say(program, action)
+        if action.again:
+            self.spawn(program.name, 0.5)
+        else:
+            require("does not follow" not in action.line, action.line)
+            require("is bad" not in action.line, action.line)
+
+    def say(self, program, action):
+        self.seen[re.sub(r"\w+/\S+|island=\w+", "X", action.line)] += 1
+
+    def evaluate(self, program, action):
+        self.seen[action] += 1
+        require(self.seen[action] == 1, "an evaluation is made twice")
+
+    # -- what has to hold --------------------------------------------------------------------------
+
+    def check_record(self, record):
+        F, number = record.fragment, record.number
+        require(number == len(self.tokens[F]), "a record is not the next")
+        if record.members:
+            require(records.gradient_name(record) in self.payloads, "a record points at nothing")
+        for one in (*record.members, *record.rejected):
+            key = (F, *rules.key_of(one))
+            require(key not in self.decided, f"{key} is in two records")
+            self.decided.add(key)
+        self.seen.update(reject.reason for reject in record.rejected)
+        for member in record.members:
+            key = rules.key_of(member)
+            message = self.objects[records.message_name(F, *key)]
+            require(self.fixed or 0 <= number - 1 - message.base <= 2, f"{key} is too stale")
+            require((F, *key) not in self.corrupt, f"{key} is damaged and counted")
+            for part in message.data if F == 0 else ():
+                known = self.ranges.setdefault(part.block, [])
+                self.seen["second lease"] += part.lease == 2
+                apart = all(part.stop <= a or b <= part.start for a, b in known)
+                require(apart, f"tokens of block {part.block} are counted twice")
+                known.append((part.start, part.stop))
+        self.tokens[F].append(self.tokens[F][-1] + sum(m.tokens for m in record.members))
+
+    def check(self, program):
+        s = program.state
+        if s.phase != "in" or not program.living:
+            return
+        for fragment, log in enumerate(s.logs):
+            value, ledger = program.values[fragment], log.ledger
+            require(ledger.tokens == self.tokens[fragment][ledger.number], "tokens are not replay")
+            undecided = sum(own.message.tokens for own in log.own)
+            require(s.read == value.committed + undecided + log.tokens, "tokens read do not add up")
+            require(len(log.own) <= 2, "more than two messages are undecided")
+            left = value.theta - sum(value.sent.values()) - value.unsent
+            require(abs(value.x - left) < 1e-6 * (1 + abs(left)), "x is not theta less its own")
+
+    def heads(self):
+        return [len(tokens) - 1 for tokens in self.tokens.values()]
+
+    def check_growth(self):
+        """No deadlock: with the store back all logs grow, and a newcomer is in."""
+        self.calm, self.chances = True, {}
+        self.away_until = self.now
+        for program in self.programs:
+            program.frozen_until = self.now
+        living = {p.name for p in self.programs if p.living}
+        newcomer = None
+        if not self.fixed:
+            for name in set(self.names) - living:
+                self.spawn(name, 0.1)
+            newcomer = self.programs[-1] if set(self.names) - living else None
+        before = self.heads()
+        for _ in range(CALM // 10):
+            self.run_events(10)
+            grown = all(b < now for b, now in zip(before, self.heads(), strict=True))
+            if grown and (newcomer is None or newcomer.state.phase == "in"):
+                return
+        raise Broken(f"no growth: {before} -> {self.heads()}")
+
+    def check_ledger(self):
+        """Tokens read = committed + pending + rejected + unsent, or lost with a dead island."""
+        for F in self.tokens:
+            log = [self.objects[f"c/{F}/{n}"] for n in range(1, len(self.tokens[F]))]
+            stored = [body for name, body in self.objects.items() if name.startswith(f"u/{F}/")]
+            wrong = audit.account(log, {rules.key_of(m): m for m in stored})
+            require(not wrong, wrong)
+            found = Counter()
+            for record in log:
+                for member in record.members:
+                    found[member.island, member.incarnation] += member.tokens
+            require(sum(found.values()) == self.tokens[F][-1], "the ledger is not the log's")
+            for message in stored:
+                if (F, *rules.key_of(message)) not in self.decided:
+                    found[message.island, message.incarnation] += message.tokens
+            for program in self.programs:
+                counted = found[program.name, program.state.incarnation]
+                lost = program.state.read - counted
+                require(not program.joined or lost >= 0, f"{program.name} has {-lost} too many")
+
+
+LOCAL = {
+    Pack: World.pack, Apply: World.apply, Begin: World.begin, Stop: World.stop,
+    Say: World.say, Evaluate: World.evaluate,
+}  # fmt: skip

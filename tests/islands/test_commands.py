@@ -1,0 +1,212 @@
+"""python -m maxdiloco.islands audit, check and status, on logs that islands wrote."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from together import a_run, run_fixed
+
+from maxdiloco.islands import audit, fitness, objects, records
+from maxdiloco.islands.__main__ import main
+from maxdiloco.storage import store
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A log of fixed mode in a folder: two islands, snapshots after each second record."""
+    folder = tmp_path_factory.mktemp("log")
+    run = a_run(islands=("a", "b"), wire="float4_e3m0", wire_down="int8", snapshot_every=2)
+    islands = run_fixed(store.local_folder(folder), run, 0, 25)
+    return folder, run, [state.digest() for state in islands[0].outer]
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """A copy that may be damaged."""
+    for path in written[0].rglob("*"):
+        if path.is_file():
+            target = tmp_path / path.relative_to(written[0])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def test_audit_replays_a_log_without_jax(written):
+    folder, _, digests = written
+    code = (
+        "import sys; from maxdiloco.islands.__main__ import main; "
+        f"code = main(['audit', {str(folder)!r}]); print(code, 'jax' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=60
+    )
+    *rows, zero, one, agree, last = done.stdout.splitlines()
+    assert last == "0 False" and done.stderr == ""
+    assert agree == "all digests, weights, rejects and tokens agree"
+    assert [row.split()[0] for row in rows] == ["island", "a", "b"]
+    for fragment, line in enumerate((zero, one)):
+        assert line.startswith(f"fragment {fragment}: 6 records, ")
+        tokens = (384, 352)[fragment]
+        assert line.endswith(f"{tokens} tokens; state {digests[fragment][:12]}")
+        # Older messages and gradients are deleted below the last two snapshots.
+        assert "2 computed again, 2 of them from their members" in line
+    assert not list(folder.glob("g/0/1.*")) and list(folder.glob("g/0/6.*"))
+
+
+def edited(path, change):
+    """The object with other JSON, the payload as it was."""
+    first, text, payload = path.read_bytes().split(b"\n", 2)
+    value = change(json.loads(text))
+    text = json.dumps(value, separators=(",", ":")).encode()
+    path.write_bytes(b"\n".join([first, text, payload]))
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def member_weight(record):
+    record["members"][0]["weight"] = 2.0
+    return record
+
+
+def more_tokens(record):
+    record["members"][1]["tokens"] += 1
+    return record
+
+
+def gradient(folder, name):
+    """The file of the one that a record names."""
+    record, _ = records.decode(name, (folder / name).read_bytes())
+    return folder / records.gradient_name(record)
+
+
+DAMAGES = {
+    "a gradient": (lambda f: flipped(gradient(f, "c/1/5")), "c/1/5: g/1/5.* has another sha256"),
+    "a gradient is gone": (lambda f: gradient(f, "c/0/6").unlink(), "c/0/6: g/0/6.* is not there"),
+    "a message": (lambda f: flipped(f / "u/0/b.1.6"), r"c/0/6 takes the .*'b', 1, 6.*sha256"),
+    "a record": (lambda f: (f / "c/0/3").unlink(), "c/0/3: it is not there"),
+    "a weight": (lambda f: edited(f / "c/0/6", member_weight), "c/0/6 weighs a 2, not 1"),
+    "tokens": (lambda f: edited(f / "c/0/6", more_tokens), "s/0/6: its link|u/0/b.1.6 has 32 tok"),
+    "the chain": (lambda f: edited(f / "c/0/2", lambda r: r | {"nonce": "9"}),
+                  "c/0/3 does not follow: it follows another record"),
+    "a snapshot": (lambda f: flipped(f / "s/0/6"), "s/0/6: its state is not that of the records"),
+    "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s | {"tokens": 1}), "s/0/6: its tokens"),
+    "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/: there is no snapshot"),
+    "a newer format": (lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 2 record\n{}\n"),
+                       "c/0/6 has format 2, and this program reads up to 1"),
+    "a large object": (lambda f: (f / "run.json").write_bytes(b"x" * (2 << 20)),
+                       "run.json has 2097152 bytes, and 1048576 are the most"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_audit_names_the_first_object_that_differs(what, folder, capsys):
+    damage, words = DAMAGES[what]
+    damage(folder)
+    assert main(["audit", str(folder)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(words, line), line
+
+
+def test_the_ledger_knows_a_token_that_was_not_read(written):
+    folder, run, _ = written
+    log = audit.replay(store.local_folder(folder), run, 0)
+    assert audit.account(log.records, log.messages) == ""
+    key, message = max(log.messages.items())
+    wrong = {**log.messages, key: message._replace(read=message.read + 1)}
+    assert audit.account(log.records, wrong).startswith("u/0/b.1.6 says ")
+
+
+def test_status_says_who_is_there(folder, capsys):
+    assert main(["status", f"file://{folder}", "wait=0.01"]) == 0
+    head, a, b, zero, one = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["island", "incarnation", "is"]
+    assert a.split() == ["a", "1", "silent", "0", "192", "0", "0"]
+    assert zero.startswith("fragment 0: 6 records, 384 tokens, 0.0 % of the run")
+
+
+def test_status_sees_a_living_island(folder, capsys, monkeypatch):
+    bucket = store.local_folder(folder)
+    beat = records.Beat("a", 1, 10**6, True, 12.0)
+
+    def sleep(seconds):
+        bucket.put("hb/a", records.encode(beat))
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(["status", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2:4] == ["trains", "12"]
+
+
+def test_check_of_a_folder_and_of_one_without_conditions(tmp_path, capsys, monkeypatch):
+    assert main(["check", str(tmp_path / "new")]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "40 races of 8 writers for a name: 40 had one winner"
+    assert out[-1].endswith("new is fit for islands")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+    class Overwrites(store.Bucket):
+        def put_if(self, name, data, version):
+            self.put(name, data)
+            return {}
+
+    good = store.in_memory()
+    bucket = Overwrites(good._client, good._api)
+    monkeypatch.setattr(objects, "open_bucket", lambda url: bucket)
+    assert main(["check", "memory"]) == 1
+    said = capsys.readouterr()
+    assert said.err.splitlines()[0] == "unfit: race 0 for one name had 8 winners, not one"
+    assert said.out.splitlines()[-1] == "memory is not fit for islands"
+
+
+def test_check_finds_late_listings_and_stale_reads():
+    old = {}
+
+    class Late(store.Bucket):
+        def list_all(self, prefix):
+            return iter(list(super().list_all(prefix))[1:])
+
+        def put(self, name, data):
+            old.setdefault(name, data)
+            super().put(name, data)
+
+        def get(self, name):
+            return old.get(name, super().get(name))
+
+    good = store.in_memory()
+    wrong = fitness.check(Late(good._client, good._api), print)
+    assert len(wrong) == 2
+    assert "was written and is not listed" in wrong[0] and "7 reads saw the one before" in wrong[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["replay", "x"], "replay is none of audit, check, status. Give one of them first."),
+        (["audit"], "audit needs a place. Write audit URL."),
+        (["audit", "{none}"], "URL=.*none is no folder. Name the store of a run."),
+        (["status", "{empty}"], "URL=.* has no run.json. Name the store of a run."),
+        (["audit", "hdfs://a/b"], "URL=hdfs://a/b is in a store that is not known. Use gs://, s3"),
+        (["audit", "{empty}", "wait=1"], "wait=1 is not an option of audit"),
+        (["status", "{empty}", "wait=-1"], "wait=-1 is no number above 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    places = {"none": tmp_path / "none", "empty": tmp_path / "empty"}
+    assert main([argument.format(**places) for argument in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(words, line), line
+    assert not (tmp_path / "none").exists()
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m maxdiloco.islands audit URL")

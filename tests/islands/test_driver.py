@@ -1,0 +1,181 @@
+"""The machine with hands, over a bucket: fixed mode to the bit, elastic mode and its ledger."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import together
+from tiers import corner
+from together import Together, a_run, movement, run_fixed, start_values
+
+from maxdiloco import DiLoCo
+from maxdiloco.islands import audit, driver, keys, outer, rules
+from maxdiloco.storage import store
+
+STEPS = 14
+
+
+def by_leaf(run, flat):
+    """{name: leaf} of the fragments' values; leaf i of the library is of fragment i mod P."""
+    names = iter("abcdefgh")
+    leaves = []
+    for values, leaves_of in zip(flat, run.fragments, strict=True):
+        leaves.append(np.split(values, np.cumsum([leaf.size for leaf in leaves_of])[:-1]))
+    order = [leaves[i % len(leaves)][i // len(leaves)] for i in range(sum(map(len, leaves)))]
+    return dict(zip(names, map(jnp.asarray, order), strict=False))
+
+
+def on_devices(run, M, steps):
+    """theta and the replicas of the library class, whose host carrier has the same bits."""
+    algorithm = DiLoCo(
+        lambda params, opt, batch: (jax.tree.map(jnp.add, params, batch), opt, {}),
+        num_replicas=M, sync_period=run.sync_period, num_fragments=len(run.fragments),
+        overlap_steps=run.overlap_steps, alpha=run.alpha, outer_lr=run.outer_lr,
+        outer_momentum=run.outer_momentum, exchange_dtype=run.wire, exchange_carrier="host",
+    )  # fmt: skip
+    state = algorithm.init(by_leaf(run, start_values(run)), {})
+    for t in range(1, steps + 1):
+        moved = [by_leaf(run, movement(m, t, run)) for m in range(M)]
+        batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *moved)
+        state, _ = algorithm.step(state, batch)
+    theta, replicas = algorithm.outer_params(state), algorithm.replica_params(state)
+    algorithm.close()
+    return theta, replicas
+
+
+def bound_of(bucket, run):
+    """What rounding may add up to, of both sides, over the records of a log, by fragment."""
+    bounds = []
+    for fragment, theta in enumerate(start_values(run)):
+        state, total = outer.fresh(theta), 0.0
+        for record in audit.replay(bucket, run, fragment).records:
+            terms = [driver.term(bucket, run, fragment, member) for member in record.members]
+            total = total + 4 * outer.rounding(run, state, terms)
+            state = driver.apply(run, state, record, driver.gradient_of(bucket, run, record))
+        bounds.append(total)
+    return bounds
+
+
+GRID = [(M, wire, tau, P) for M in (1, 2, 3) for wire in ("float32", "int8", "float4_e3m0")
+        for tau in (0, 1, 3) for P in (1, 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("M", "wire", "tau", "P"),
+    corner(GRID, [(2, "float32", 0, 1), (3, "int8", 1, 2), (2, "float4_e3m0", 3, 2)]),
+)
+def test_fixed_mode_has_the_numbers_of_the_host_carrier_at_any_timing(M, wire, tau, P):
+    fragments = a_run().fragments if P == 2 else ((*a_run().fragments[0],),)
+    run = a_run(
+        wire=wire, overlap_steps=tau, fragments=fragments, islands=tuple("abc"[:M]),
+        snapshot_every=64,
+    )  # fmt: skip
+    buckets = [store.in_memory(), store.in_memory()]
+    first, second = (run_fixed(bucket, run, seed, STEPS) for seed, bucket in enumerate(buckets))
+    for a, b in zip(first, second, strict=True):
+        assert [state.digest() for state in a.outer] == [state.digest() for state in b.outer]
+        assert [x.tobytes() for x in a.x] == [x.tobytes() for x in b.x]
+    theta, replicas = on_devices(run, M, STEPS)
+    bounds = by_leaf(run, bound_of(buckets[0], run))
+    found = by_leaf(run, [state.theta for state in first[0].outer])
+    for name, leaf in found.items():
+        assert np.all(np.abs(leaf - theta[name]) <= bounds[name]), name
+        assert np.abs(leaf - by_leaf(run, start_values(run))[name]).max() > 0.1
+        for m, island in enumerate(first):
+            x = by_leaf(run, island.x)[name]
+            assert np.all(np.abs(x - replicas[name][m]) <= bounds[name] + 1e-6), name
+
+
+def test_a_coarser_gradient_on_the_way_down_moves_theta_by_its_rounding_alone():
+    """int8 down: a / 253 of a block's largest, for each record of one fragment of one block."""
+    fine = a_run(islands=("a", "b"), fragments=a_run().fragments[1:], overlap_steps=0, alpha=0.0)
+    thetas = []
+    for run in (fine, fine._replace(wire_down="int8")):
+        island = run_fixed(store.in_memory(), run, 0, 4)[0]
+        thetas.append(island.outer[0].theta)
+    largest = max(abs(sum(movement(m, t, fine)[0] for t in range(1, 5))).max() for m in (0, 1))
+    error = np.abs(thetas[0] - thetas[1])
+    assert 0 < error.max() <= largest / 253 * fine.outer_lr * (1 + fine.outer_momentum)
+
+
+def elastic(bucket, seed, **changes):
+    """Three islands, one of which is killed and starts again; its log has some records."""
+    run = a_run(block_tokens=64, wire="int8", wire_down="int8", merge="rda", **changes)
+    group = Together(bucket, run, ("a", "b", "c"), seed)
+    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 3)
+    group.islands["c"] = group.make("c")
+    first = group.islands["a"]
+    group.until(10**6, lambda _: "c2" in {
+        f"{mark.island}{mark.incarnation}" for mark in first.state.logs[0].ledger.marks})
+    return run, group
+
+
+@pytest.fixture(scope="module")
+def elastic_log():
+    bucket = store.in_memory()
+    return bucket, *elastic(bucket, seed=0)
+
+
+def test_elastic_islands_agree_and_the_ledger_adds_up(elastic_log):
+    bucket, run, group = elastic_log
+    logs = [audit.replay(bucket, run, fragment) for fragment in range(2)]
+    for island in group.islands.values():
+        assert island.stop is None and island.said == []
+    members = [m for record in logs[0].records for m in record.members]
+    assert {m.island for m in members} == {"a", "b", "c"}
+    assert logs[0].ledger.tokens == sum(m.tokens for m in members) > 0
+    assert max(m.incarnation for m in members) == 2  # the one that started again
+
+
+@pytest.mark.full
+def test_elastic_islands_agree_in_many_orders():
+    for seed in range(1, 20):
+        bucket = store.in_memory()
+        run, _ = elastic(bucket, seed)
+        assert [audit.replay(bucket, run, F).remade > 0 for F in range(2)] == [True, True]
+
+
+def test_an_islands_own_progress_is_what_it_has_not_sent(elastic_log):
+    """Rule 11 on arrays: x = theta - undecided - unsent, and unsent is what the next would be."""
+    _, run, group = elastic_log
+    for island in group.islands.values():
+        for F, x in enumerate(island.x):
+            left = rules.unsent(island.outer[F].theta, island.sent[F].values(), x)
+            back = island.outer[F].theta - sum(island.sent[F].values()) - left
+            np.testing.assert_allclose(x, back, atol=1e-5)
+            assert len(island.sent[F]) == len(island.state.logs[F].own)
+
+
+def test_a_guest_is_stored_and_never_counted():
+    """Of two islands the run knows the key of one; the other signs with another."""
+    secret = {name: bytes([place] * 32) for place, name in enumerate(("a", "b"))}
+    run = a_run(keys=(("a", keys.public(secret["a"])), ("b", keys.public(b"\7" * 32))))
+    bucket = store.in_memory()
+    group = Together(bucket, run, ("a", "b"), 0, secret)
+    done = lambda islands: min(together.heads(islands), default=0) >= 3  # noqa: E731
+    group.until(10**6, done)
+    log = audit.replay(bucket, run, 0)
+    assert {m.island for record in log.records for m in record.members} == {"a"}
+    reasons = {(r.island, r.reason) for record in log.records for r in record.rejected}
+    assert reasons == {("b", "guest")}
+
+
+def test_a_run_of_other_keys_is_refused_by_name():
+    bucket = store.in_memory()
+    run_fixed(bucket, a_run(islands=("a",)), 0, 4)
+    other = Together(bucket, a_run(islands=("a",), wire="int8"), ("a",), 0)
+    other.until(9, lambda islands: all(island.stop for island in islands))
+    line = other.islands["a"].stop.line
+    assert line.startswith("wire=int8 here, and float32 in the run of this store. Set the same")
+
+
+def test_values_that_are_not_finite_end_the_island_alone():
+    bucket = store.in_memory()
+    group = Together(bucket, a_run(), ("a", "b"), 0)
+    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 1)
+    group.islands["a"].x[0] = group.islands["a"].x[0] * np.float32("nan")
+    group.until(10**6, lambda islands: group.islands["a"].stop is not None)
+    assert group.islands["a"].stop.line == "its outer gradient of fragment 0 is not finite"
+    before = group.islands["b"].state.logs[0].ledger.number
+    group.until(10**6, lambda _: group.islands["b"].state.logs[0].ledger.number > before + 1)
+    assert np.isfinite(group.islands["b"].outer[0].theta).all()

@@ -1,0 +1,123 @@
+"""The bytes of a log's objects: golden, bounded, versioned, and nothing else is read."""
+
+import json
+
+import pytest
+
+from maxdiloco.islands import records
+from maxdiloco.islands.records import (
+    Beat,
+    Block,
+    Claim,
+    Damaged,
+    Gradient,
+    Leaf,
+    Ledger,
+    Mark,
+    Member,
+    Message,
+    Range,
+    Record,
+    Reject,
+    Run,
+)  # fmt: skip
+
+PART = Range(3, 1, 0, 64)
+RUN = Run(
+    "m", "t", "d", "int8", "float32", "rda", "nesterov", 0.7, 0.6, ((Leaf(4, 2), Leaf(3, 0)),),
+    (), 1, 30, 2, 0.5, 1000, 64, 0, 64, (("a", "ff"),),
+)  # fmt: skip
+EXAMPLES = {
+    "run.json": (RUN, b""),
+    "u/0/a.1.2": (
+        Message(0, "a", 1, 2, 7, 10, 64, 128, (PART,), 0.5, True, records.sha256(b"xy")), b"xy"),
+    "c/0/8": (
+        Record(0, 8, "a", "1.0", (Member("a", 1, 2, 409.6, 64, 0.5, (PART,)),),
+               (Reject("b", 1, 1, "stale", 2.0),), (("c", 2),), 0.75, "p", "s", "g"), b""),
+    "g/0/8.a.1.0": (Gradient(0, 8, records.sha256(b"z")), b"z"),
+    "s/0/8": (
+        Ledger(0, 8, "l", "s", 512, (Mark("a", 1, 2, 512),), (0.5,), (("c", 2),),
+               (Block(3, 1, "a", 1, 64),), 3), b"\0" * 8),
+    "hb/a": (Beat("a", 1, 9, True, 12.5), b""),
+    "i/a.1": (Claim("i/a.1", "a", 1, "n"), b""),
+}  # fmt: skip
+GOLDEN = {
+    "run.json": "4407f204179d9fdd",
+    "u/0/a.1.2": "cf898d6ca6c9a717",
+    "c/0/8": "9799a8b4d478720a",
+    "g/0/8.a.1.0": "ba26785b5e4692da",
+    "s/0/8": "5bc0a86fba1c9f88",
+    "hb/a": "a529e65337f7a4e4",
+    "i/a.1": "cb8523ded6c61b7f",
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_object_comes_back_from_golden_bytes(name):
+    value, payload = EXAMPLES[name]
+    data = records.encode(value, payload)
+    assert records.decode(name, data) == (value, payload)
+    assert records.sha256(data)[:16] == GOLDEN[name]
+
+
+def test_the_bytes_of_a_sign_of_life():
+    """The format in full, where it is short."""
+    line = b'{"island":"a","incarnation":1,"beat":9,"ready":true,"speed":12.5}\n'
+    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 1 beat\n" + line
+
+
+def test_a_header_is_read_from_the_first_bytes():
+    value, _ = EXAMPLES["u/0/a.1.2"]
+    data = records.encode(value, b"xy")
+    assert records.decode("u/0/a.1.2", data[:-1], whole=False) == (value, b"x")
+    with pytest.raises(Damaged, match="u/0/a.1.2 is damaged: its payload has another sha256"):
+        records.decode("u/0/a.1.2", data[:-1])
+
+
+def with_field(field, value):
+    """The bytes of a message with another value of a field."""
+    message, payload = EXAMPLES["u/0/a.1.2"]
+    text = json.dumps({**json.loads(records.encode(message).split(b"\n")[1]), field: value})
+    return b"maxdiloco-islands 1 message\n" + text.replace(" ", "").encode() + b"\n" + payload
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"maxdiloco-islands 2 message\n{}\n", "has format 2, and this program reads up to 1: ins"),
+        (b"\x80\x04cos\nsystem\n", "is no object of an islands log: it begins with"),
+        (b"", "is no object of an islands log"),
+        (records.encode(EXAMPLES["hb/a"][0]), "it is a beat of 91 bytes, no message"),
+        (records.encode(EXAMPLES["u/0/a.1.2"][0])[:-3], "is damaged: it is a message of"),
+        (with_field("seq", -1), "'-1' is out of range"),
+        (with_field("seq", 2**63), "is out of range"),
+        (with_field("seq", True), "'True' is no int"),
+        (with_field("norm", float("nan")), "is not finite"),
+        (with_field("island", "../a"), "'../a' is no name of an island"),
+        (with_field("sha256", "f" * 257), "is out of range"),
+        (with_field("data", [[1, 1, 0, 1]]), "has not the fields block, lease, start, stop"),
+        (with_field("more", 1), "has not the fields fragment, island"),
+        (with_field("data", 3), "'3' is no list"),
+        (with_field("seq", 2).replace(b'"seq":2', b'"seq":2.0'), "'2.0' is no int"),
+        (with_field("seq", 2).replace(b'"seq":2', b'"seq": 2'), "not written as this program"),
+        (b"maxdiloco-islands 1 message\n" + b"[" * 10**6 + b"\n", "its values are nested too"),
+    ],
+)
+def test_what_is_no_message_is_refused_in_one_line(data, words):
+    with pytest.raises(Damaged, match=words) as error:
+        records.decode("u/0/a.1.2", data)
+    assert "u/0/a.1.2" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_only_what_has_a_payload_may_have_more_bytes():
+    with pytest.raises(Damaged, match="hb/a is damaged: 1 bytes follow its end"):
+        records.decode("hb/a", records.encode(EXAMPLES["hb/a"][0], b"x"))
+
+
+def test_names():
+    record, _ = EXAMPLES["c/0/8"]
+    assert records.message_name(0, "a", 1, 2) == "u/0/a.1.2"
+    assert records.record_name(0, 8) == "c/0/8" and records.snapshot_name(2, 64) == "s/2/64"
+    assert records.gradient_name(record) == "g/0/8.a.1.0"
+    assert records.numbers("g/0/8.a.1.0") == ("g/0/", 8)
+    assert records.numbers("s/0/junk") == ("s/0/", -1)

@@ -1,0 +1,148 @@
+"""Schedules of islands over a store that goes wrong, and rules taken away to see that it shows."""
+
+from collections import Counter
+
+import pytest
+import schedules
+from schedules import run_schedule
+from simulator import Broken
+
+from maxdiloco.islands import records, rules
+from maxdiloco.islands.island import Evaluate
+
+
+def assert_unbroken(seeds):
+    assert [found for found in map(schedules.verdict, seeds) if found[1]] == []
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_schedule_breaks_an_invariant(part):
+    assert_unbroken(range(200 * part, 200 * (part + 1)))
+
+
+REACHED = (
+    "the others took it for dead", "another program runs as X. Give each its own", "stale", "norm",
+    "it is too far from the others: two norms were rejected", "X is deleted already", "sha256",
+    "the store is away: this island trains on for two periods", "the store is back", "second lease",
+    Evaluate(1),
+)  # fmt: skip
+
+
+def test_the_schedules_reach_what_they_are_to_try():
+    seen = Counter()
+    for seed in range(60):
+        seen += run_schedule(seed, length=1500).seen
+    assert [what for what in REACHED if not seen[what]] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(20))
+def test_no_schedule_of_ten_thousand_breaks_an_invariant(part):
+    assert_unbroken(range(500 * part, 500 * (part + 1)))
+
+
+def without_deletion_limit(names, snapshots):
+    """Rule 14 removed: below the newest state, whoever still needs it."""
+    names = list(names)
+    numbers = [records.numbers(n)[1] for n in names if n[0] == "s"]
+    return [n for n in names if n[0] in "ugs" and len(numbers) > 1]
+
+
+def rest_from_the_start(ledger, size):
+    """Rule 8 removed: a dead island's block is read again as a whole."""
+    return [part._replace(start=0) for part in FREE_BLOCKS(ledger, size)]
+
+
+FOLLOW, FREE_BLOCKS = rules.follow, rules.free_blocks
+# {rule: (function, what stands in its place)}
+REMOVED = {
+    "1 the state of a record": ("follow", lambda run, ledger, record, digest: FOLLOW(
+        run, ledger, record, digest)._replace(tokens=ledger.tokens)),
+    "2 whose an object is": ("is_own", lambda claim, nonce: True),
+    "4 exactly once": ("is_decided", lambda marks, key: False),
+    "4 two records stale": ("is_stale", lambda ledger, message: False),
+    "4 two undecided": ("may_send", lambda own: True),
+    "6 who is no member follows": ("shifted", lambda x, before, after, committed: x),
+    "6 in time": ("how_to_apply", lambda run, t, sent_at, others: "merge" if sent_at else "shift"),
+    "8 each token once": ("free_blocks", rest_from_the_start),
+    "11 what is not sent": ("unsent", lambda theta, undecided, x: theta - x),
+    "13 ask again": ("asks_again", lambda action: False),
+    "13 guards": ("reject_reason", lambda run, ledger, message, damage: ""),
+    "14 deletion": ("deletable", without_deletion_limit),
+}  # fmt: skip
+
+
+def first_violation(seeds, **options):
+    """What breaks in the first of the schedules that does."""
+    for seed in seeds:
+        try:
+            run_schedule(seed, **options)
+        except Broken as error:
+            return f"{seed}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("rule", REMOVED)
+def test_without_a_rule_the_simulator_finds_a_violation(rule, monkeypatch):
+    """Positive controls."""
+    name, instead = REMOVED[rule]
+    monkeypatch.setattr(rules, name, instead)
+    assert first_violation(range(300)) or first_violation(range(60), length=1500)
+
+
+def digests_of(timing, seeds):
+    """{seed: digests of the records} of fixed mode, None where something broke."""
+    found = {}
+    for seed in seeds:
+        try:
+            found[seed] = run_schedule(seed, length=150, fixed=True, timing=timing).digests
+        except Broken:
+            found[seed] = None
+    return found
+
+
+def differing(seeds):
+    """Seeds of which two timings differ in what both have."""
+    first, second = digests_of(1, seeds), digests_of(2, seeds)
+    return [
+        seed for seed in seeds
+        if None in (first[seed], second[seed])
+        or any(first[seed][k] != second[seed][k] for k in first[seed].keys() & second[seed].keys())
+    ]  # fmt: skip
+
+
+def test_fixed_mode_has_one_result_whatever_the_timing():
+    assert differing(range(30)) == []
+
+
+def test_fixed_mode_with_grace_depends_on_the_timing(monkeypatch):
+    """Control: rule 10 removed."""
+
+    def elastic(run, ledger, inbox, damaged, present, waited, pace):
+        members, rejected = rules.sort_out(run, ledger, inbox, damaged)
+        return (members, rejected) if members and waited >= 1.0 else None
+
+    monkeypatch.setattr(rules, "members_in", elastic)
+    assert differing(range(30))
+
+
+# -- what could go wrong, found by the simulator: the code before, and a schedule that shows it ---
+
+IN_TURN, SPANS = rules.in_turn, rules.spans
+FOUND = {
+    "a rejected message is waited for, and its island waits": (
+        "spans", lambda run, members, rejected: SPANS(run, members, ()), 49),
+    "a record of rejects alone has a scale above 1": (
+        "scale", lambda run, tokens, expected: max(tokens, 1) / max(tokens, expected), 1100),
+    "a record of rejects alone passes over a good message before one": (
+        "in_turn", lambda members, rejected: rejected, 1534),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_found(what, monkeypatch):
+    name, before, seed = FOUND[what]
+    run_schedule(seed)
+    monkeypatch.setattr(rules, name, before)
+    with pytest.raises(Broken):
+        run_schedule(seed)

@@ -1,0 +1,91 @@
+"""Islands of one process over one bucket, in an order that a seed chooses."""
+
+import random
+
+import numpy as np
+
+from maxdiloco.islands import rules
+from maxdiloco.islands.driver import Driver
+from maxdiloco.islands.records import Leaf, Run
+
+PACE = rules.Pace(
+    period=1.0, dead=4.0, grace=0.5, aside=0.2, beat=0.3, roll=0.3, poll=0.02, most_poll=0.2
+)
+
+
+def a_run(**changes):
+    """Two fragments; leaves of one block and a bit, of two tensors, and of a vocabulary."""
+    fragments = ((Leaf(300, 1), Leaf(4, 2)), (Leaf(6, 0),))
+    run = Run(
+        "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, fragments, (), 1, 4, 1,
+        0.5, 10**9, 0, 0, 4, (),
+    )  # fmt: skip
+    return run._replace(**changes)
+
+
+def start_values(run):
+    rng = np.random.default_rng(7)
+    return [np.float32(rng.normal(size=sum(leaf.size for leaf in F))) for F in run.fragments]
+
+
+def movement(place, t, run):
+    """What the inner step t of an island adds to its values, by fragment."""
+    rng = np.random.default_rng((place, t))
+    return [np.float32(rng.normal(size=sum(leaf.size for leaf in F)) / 8) for F in run.fragments]
+
+
+class Together:
+    """Islands by name, a clock of their own, and the loop that a program would have."""
+
+    def __init__(self, bucket, run, names, seed, keys=None):
+        self.rng, self.now, self.bucket, self.run = random.Random(seed), 0.0, bucket, run
+        self.keys = keys or {}
+        self.names = list(names)
+        self.islands = {name: self.make(name) for name in names}
+
+    def make(self, name):
+        theta = start_values(self.run)
+        key = self.keys.get(name)
+        return Driver(self.bucket, self.run, PACE, name, theta, key=key, clock=lambda: self.now)
+
+    def event(self, steps):
+        """One step, request or tick of one island."""
+        self.now += self.rng.random() * 0.01
+        name, island = self.rng.choice(list(self.islands.items()))
+        if island.stop is not None:
+            return
+        if island.state.t < steps and island.may_step() and self.rng.random() < 0.3:
+            moved = movement(self.names.index(name), island.state.t + 1, self.run)
+            island.x = [x + change for x, change in zip(island.x, moved, strict=True)]
+            island.stepped(tokens=8)
+        elif island.requests and self.rng.random() < 0.7:
+            self.rng.shuffle(island.requests)
+            island.work()
+        else:
+            island.tick()
+
+    def until(self, steps, done):
+        for _ in range(200_000):
+            if done(self.islands.values()):
+                return
+            self.event(steps)
+        raise AssertionError([island.state for island in self.islands.values()])
+
+
+def heads(islands):
+    return [log.ledger.number for island in islands for log in island.state.logs if log.ledger]
+
+
+def run_fixed(bucket, run, seed, steps):
+    """Fixed mode for so many steps. Returns the islands, in the order of their names."""
+    together = Together(bucket, run, run.islands, seed)
+    H, P = run.sync_period, len(run.fragments)
+    # Sends at t = floor(p H / P) (mod H) from step 1 on; applied after t + tau.
+    rounds = [
+        sum((t - F * H // P) % H == 0 for t in range(1, steps - run.overlap_steps + 1))
+        for F in range(P)
+    ]
+    together.until(steps, lambda islands: heads(islands) == rounds * len(run.islands))
+    for _ in range(500):  # snapshots and deletions
+        together.event(steps)
+    return list(together.islands.values())
