@@ -181,7 +181,8 @@ def test_a_preparation_that_loses_its_lock_makes_no_more_parts(faulty, source, m
     with pytest.raises(ConfigError, match=f"^out={OUT}: {OUT}/lock was not renewed in time and is"):
         run(source)
     names = content(bucket).keys()
-    assert {"part-00000.json"} == set(filter(FACTS.fullmatch, names)) and "manifest.json" not in names
+    assert set(filter(FACTS.fullmatch, names)) == {"part-00000.json"}
+    assert shards.MANIFEST not in names
     assert b'"nonce": "7"' in bucket.get(f"{FOLDER}/lock")
 
 
