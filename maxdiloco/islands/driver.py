@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from maxdiloco.errors import ConfigError
 from maxdiloco.islands import core, keys, objects, outer, records, rules, wires
 from maxdiloco.islands.island import (
     CREATED,
@@ -51,6 +52,7 @@ class Driver:
     clock: [s]. outer: the state of each fragment. x: the island's own values, which the caller may
     replace between two calls. requests: what the store is to be asked. said: lines for the user;
     evaluations: numbers of those that are this island's; stop: why it is over, if it is.
+    Raises ConfigError for a run that cannot be computed with.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Driver:
         key: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        if wrong := outer.problem(run):
+            raise ConfigError(f"{wrong}: islands cannot run with it. Set another value.")
         self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
         self.outer = [outer.fresh(values) for values in theta]
         self.x = [state.theta for state in self.outer]
