@@ -258,11 +258,6 @@ def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
     if found is None:
         current = island in s.seen and s.seen[island].beat.incarnation == key[1]
         return (_again(s, action, tries) if current else s), []
-    if isinstance(found, Message) and (found.fragment, *rules.key_of(found)) != (
-        log.ledger.fragment,
-        *key,
-    ):
-        found = Damage("name")
     damaged = log.damaged
     if isinstance(found, Damage):
         damaged = {**damaged, key: found.reason}

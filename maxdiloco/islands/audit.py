@@ -161,7 +161,10 @@ def read_run(bucket: Bucket) -> Run | None:
     """run.json, None where there is none. Raises Differs, OSError."""
     if bucket.head(records.RUN) is None:
         return None
-    return _read(bucket, None, records.RUN)[0]
+    run = _read(bucket, None, records.RUN)[0]
+    if wrong := outer.problem(run):
+        raise Differs(f"{records.RUN}: {wrong}")
+    return run
 
 
 def _records(bucket: Bucket, run: Run, fragment: int) -> list[Record]:

@@ -221,7 +221,8 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
     tokens: dict[str, float] = {}
     for message in members:
         tokens[message.island] = tokens.get(message.island, 0) + message.tokens
-    absent = sum(s.seen[name].beat.speed for name in present - set(tokens) if name in s.seen)
+    others = sorted((present - set(tokens)) & set(s.seen))
+    absent = sum(s.seen[name].beat.speed for name in others)
     expected = sum(tokens.values()) + absent * s.pace.period
     alive = rules.alive(s.run, s.seen, s.now, s.pace) & set(s.seen)
     living = {name: s.seen[name].beat.incarnation for name in alive} | {s.name: s.incarnation}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from maxdiloco.errors import ConfigError
 from maxdiloco.islands import core, keys, objects, outer, records, rules, wires
 from maxdiloco.islands.island import (
     CREATED,
@@ -48,9 +49,11 @@ class Driver:
     """An island over a bucket.
 
     theta: of each fragment, where this island makes the start. key: of 32 bytes, to sign with.
-    clock: [s]. outer: the state of each fragment. x: the island's own values, which the caller may
-    replace between two calls. requests: what the store is to be asked. said: lines for the user;
+    nonce: of this start alone, None: a random one. clock: [s].
+    outer: the state of each fragment. x: the island's own values, which the caller may replace
+    between two calls. requests: what the store is to be asked. said: lines for the user;
     evaluations: numbers of those that are this island's; stop: why it is over, if it is.
+    Raises ConfigError for a run that cannot be computed with.
     """
 
     def __init__(
@@ -62,8 +65,11 @@ class Driver:
         theta: Sequence[np.ndarray],
         *,
         key: bytes | None = None,
+        nonce: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
+        if wrong := outer.problem(run):
+            raise ConfigError(f"{wrong}: islands cannot run with it. Set another value.")
         self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
         self.outer = [outer.fresh(values) for values in theta]
         self.x = [state.theta for state in self.outer]
@@ -78,7 +84,8 @@ class Driver:
         self.evaluations: list[int] = []
         self.stop: Stop | None = None
         digests = tuple(state.digest() for state in self.outer)
-        self.state: Island = core.start(run, pace, name, secrets.token_hex(8), digests)
+        nonce = secrets.token_hex(8) if nonce is None else nonce
+        self.state: Island = core.start(run, pace, name, nonce, digests)
 
     def tick(self) -> None:
         """Let time pass."""

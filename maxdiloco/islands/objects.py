@@ -91,6 +91,8 @@ def look(bucket: Bucket, run: Run, name: str) -> Any:
         return FAILED
     except Damaged:
         return Damage("format")
+    if records.message_name(message.fragment, *message[1:4]) != name:
+        return Damage("name")
     sizes = outer.sizes_of(run, message.fragment)
     if entry.size != len(records.encode(message)) + wires.payload_size(run.wire, sizes):
         return Damage("size")

@@ -24,6 +24,26 @@ OPTIMIZERS = ("nesterov", "sgd")  # diloco/outer.py has their formulas
 MERGES = ("mean", "rda")
 
 
+def problem(run: Run) -> str:
+    """What is wrong with a run.json, "" if it can be computed with."""
+    values = run._asdict()
+    for key, known in (
+        ("wire", wires.WIRES), ("wire_down", wires.WIRES), ("merge", MERGES),
+        ("outer_optimizer", OPTIMIZERS),
+    ):  # fmt: skip
+        if values[key] not in known:
+            return f"{key}={values[key]} is none of {', '.join(known)}"
+    for key in ("sync_period", "snapshot_every", "tokens", "islands_min"):
+        if values[key] < 1:
+            return f"{key}={values[key]} is below 1"
+    if run.overlap_steps >= run.sync_period:
+        return f"overlap_steps={run.overlap_steps} is not below sync_period={run.sync_period}"
+    leaves = [leaf for fragment in run.fragments for leaf in fragment]
+    if not all(run.fragments) or any(n < 1 or n % max(tensors, 1) for n, tensors in leaves):
+        return "fragments has one without values, or tensors of unequal sizes"
+    return "" if leaves else "fragments has none"
+
+
 class Outer(NamedTuple):
     """theta and the optimizer's trace of a fragment, [N] float32 each; never written to."""
 

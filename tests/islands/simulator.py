@@ -273,17 +273,19 @@ class World(Store):
         return [len(tokens) - 1 for tokens in self.tokens.values()]
 
     def check_growth(self):
-        """No deadlock: with the store back all logs grow, and a newcomer is in."""
-        self.calm, self.chances = True, {}
-        self.away_until = self.now
-        for program in self.programs:
+        """No deadlock: with the store back all logs grow, by one survivor or with a newcomer."""
+        self.calm, self.chances, self.away_until = True, {}, self.now
+        living, newcomer = [p for p in self.programs if p.living], None
+        for program in living:
             program.frozen_until = self.now
-        living = {p.name for p in self.programs if p.living}
-        newcomer = None
-        if not self.fixed:
-            for name in set(self.names) - living:
+        absent = set(self.names) - {p.name for p in living}
+        if self.run.islands_min == 1 and living and not self.fixed and self.rng.random() < 0.5:
+            for program in living[1:]:
+                program.living = False
+        elif absent and not self.fixed:
+            for name in sorted(absent):
                 self.spawn(name, 0.1)
-            newcomer = self.programs[-1] if set(self.names) - living else None
+            newcomer = self.programs[-1]
         before = self.heads()
         for _ in range(CALM // 10):
             self.run_events(10)

@@ -6,10 +6,11 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from together import a_run, run_fixed
 
-from maxdiloco.islands import audit, fitness, objects, records
+from maxdiloco.islands import audit, fitness, objects, outer, records, wires
 from maxdiloco.islands.__main__ import main
 from maxdiloco.storage import store
 
@@ -88,7 +89,20 @@ def gradient(folder, name):
     return folder / records.gradient_name(record)
 
 
+def forged(folder, name):
+    """A record whose gradient is zero, with all its sha256."""
+    record, _ = records.decode(name, (folder / name).read_bytes())
+    sizes = outer.sizes_of(a_run(), record.fragment)
+    payload = wires.encode("int8", sizes, np.zeros(sum(sizes), np.float32))
+    value = records.Gradient(record.fragment, record.number, records.sha256(payload))
+    gradient(folder, name).write_bytes(records.encode(value, payload))
+    edited(folder / name, lambda record: record | {"gradient": value.sha256})
+
+
 DAMAGES = {
+    "another mean": (lambda f: forged(f, "c/0/6"), "c/0/6: its gradient is not the mean of its me"),
+    "a bad member": (lambda f: edited(f / "u/0/b.1.6", lambda m: m | {"finite": False}),
+                     "c/0/6 takes u/0/b.1.6, which is bad: not finite"),
     "a gradient": (lambda f: flipped(gradient(f, "c/1/5")), "c/1/5: g/1/5.* has another sha256"),
     "a gradient is gone": (lambda f: gradient(f, "c/0/6").unlink(), "c/0/6: g/0/6.* is not there"),
     "a message": (lambda f: flipped(f / "u/0/b.1.6"), r"c/0/6 takes the .*'b', 1, 6.*sha256"),
@@ -102,6 +116,8 @@ DAMAGES = {
     "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/: there is no snapshot"),
     "a newer format": (lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 2 record\n{}\n"),
                        "c/0/6 has format 2, and this program reads up to 1"),
+    "a run": (lambda f: edited(f / "run.json", lambda run: run | {"wire": "int9"}),
+              "run.json: wire=int9 is none of float32, bfloat16, int8, float4_e3m0"),
     "a large object": (lambda f: (f / "run.json").write_bytes(b"x" * (2 << 20)),
                        "run.json has 2097152 bytes, and 1048576 are the most"),
 }  # fmt: skip

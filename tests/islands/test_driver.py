@@ -9,7 +9,9 @@ from tiers import corner
 from together import Together, a_run, movement, run_fixed, start_values
 
 from maxdiloco import DiLoCo
-from maxdiloco.islands import audit, driver, keys, outer, rules
+from maxdiloco.errors import ConfigError
+from maxdiloco.islands import audit, driver, keys, objects, outer, records, rules
+from maxdiloco.islands.records import Leaf
 from maxdiloco.storage import store
 
 STEPS = 14
@@ -127,6 +129,19 @@ def test_elastic_islands_agree_and_the_ledger_adds_up(elastic_log):
     assert max(m.incarnation for m in members) == 2  # the one that started again
 
 
+def test_the_audit_finds_a_reject_without_a_reason(elastic_log):
+    bucket, run, _ = elastic_log
+    last = audit.replay(bucket, run, 1).records[-1]
+    member, name = last.members[-1], records.record_name(1, last.number)
+    assert [m.island for m in last.members].count(member.island) == 1  # else weights differ first
+    reject = records.Reject(*rules.key_of(member), "stale", member.norm)
+    before = bucket.get(name)
+    bucket.put(name, records.encode(last._replace(members=last.members[:-1], rejected=(reject,))))
+    with pytest.raises(audit.Differs, match=f"{name} rejects u/1/.* as stale, and it is good"):
+        audit.replay(bucket, run, 1)
+    bucket.put(name, before)
+
+
 @pytest.mark.full
 def test_elastic_islands_agree_in_many_orders():
     for seed in range(1, 20):
@@ -160,6 +175,40 @@ def test_a_guest_is_stored_and_never_counted():
     assert reasons == {("b", "guest")}
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"wire_down": "topk"}, "wire_down=topk is none of float32, bfloat16, int8, float4_e3m0: "),
+        ({"merge": "median"}, "merge=median is none of mean, rda"),
+        ({"outer_optimizer": "adam"}, "outer_optimizer=adam is none of nesterov, sgd"),
+        ({"snapshot_every": 0}, "snapshot_every=0 is below 1"),
+        ({"overlap_steps": 4}, "overlap_steps=4 is not below sync_period=4"),
+        ({"fragments": ((Leaf(6, 4),),)}, "fragments has one without values, or tensors of uneq"),
+        ({"fragments": ()}, "fragments has none: islands cannot run with it. Set another value."),
+    ],
+)
+def test_a_run_that_cannot_be_computed_with_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        Together(store.in_memory(), a_run(**changes), ("a",), 0)
+
+
+def test_a_message_of_another_name_is_rejected():
+    bucket = store.in_memory()
+    group = Together(bucket, a_run(), ("a", "b"), 0)
+    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 1)
+    name = next(objects.listed(bucket, "u/0"))
+    bucket.put("u/0/c.1.1", bucket.get(name))
+    bucket.put("hb/c", records.encode(records.Beat("c", 1, 1, True, 1.0)))
+
+    def decided(islands):
+        marks = [island.state.logs[0].ledger.marks for island in islands]
+        return all("c" in {mark.island for mark in own} for own in marks)
+
+    group.until(10**6, decided)
+    rejected = [r for one in audit.replay(bucket, group.run, 0).records for r in one.rejected]
+    assert [(r.island, r.reason) for r in rejected] == [("c", "name")]
+
+
 def test_a_run_of_other_keys_is_refused_by_name():
     bucket = store.in_memory()
     run_fixed(bucket, a_run(islands=("a",)), 0, 4)
@@ -167,6 +216,29 @@ def test_a_run_of_other_keys_is_refused_by_name():
     other.until(9, lambda islands: all(island.stop for island in islands))
     line = other.islands["a"].stop.line
     assert line.startswith("wire=int8 here, and float32 in the run of this store. Set the same")
+
+
+def test_a_run_ends_at_its_tokens_and_is_evaluated_once_at_each_mark():
+    bucket = store.in_memory()
+    group = Together(bucket, a_run(tokens=4000, eval_tokens=500), ("a", "b"), 0)
+    group.until(10**6, lambda islands: all(island.stop for island in islands))
+    for island in group.islands.values():
+        assert island.stop.line.startswith("done: ") and not island.stop.again
+    numbers = sorted(n for island in group.islands.values() for n in island.evaluations)
+    assert len(numbers) == len(set(numbers)) and set(numbers) <= set(range(9)) and numbers
+    assert audit.replay(bucket, a_run(tokens=4000, eval_tokens=500), 0).ledger.tokens >= 4000
+
+
+def test_a_restart_of_everything_goes_on_with_the_log():
+    """Rule 9: no living peer. The second programs are new incarnations and begin at theta."""
+    bucket, run = store.in_memory(), a_run()
+    first = Together(bucket, run, ("a", "b"), 0)
+    first.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 5)
+    second = Together(bucket, run, ("a", "b"), 1)
+    second.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 8)
+    log = audit.replay(bucket, run, 0)
+    assert {m.incarnation for m in log.records[-1].members} == {2}
+    assert log.ledger.number >= 8
 
 
 def test_values_that_are_not_finite_end_the_island_alone():

@@ -45,8 +45,10 @@ class Together:
 
     def make(self, name):
         theta = start_values(self.run)
-        key = self.keys.get(name)
-        return Driver(self.bucket, self.run, PACE, name, theta, key=key, clock=lambda: self.now)
+        key, nonce = self.keys.get(name), str(self.rng.random())
+        return Driver(
+            self.bucket, self.run, PACE, name, theta, key=key, nonce=nonce, clock=lambda: self.now
+        )  # fmt: skip
 
     def event(self, steps):
         """One step, request or tick of one island."""

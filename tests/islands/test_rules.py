@@ -1,0 +1,138 @@
+"""The rules' numbers, by hand."""
+
+import pytest
+from together import a_run
+
+from maxdiloco.islands import rules
+from maxdiloco.islands.island import Pace
+from maxdiloco.islands.records import Block, Ledger, Mark, Message, Range, Reject
+
+RUN = a_run()  # H = 4, P = 2, tau = 1
+FIXED = a_run(islands=("a", "b"))
+EMPTY = Ledger(0, 9, "", "", 0, (), (), (), (), 0)
+
+
+def message(island="a", seq=1, base=9, steps=2, tokens=8, **changes):
+    found = Message(0, island, 1, seq, base, steps, tokens, tokens, (), 1.0, True, "")
+    return found._replace(**changes)
+
+
+def test_a_weight_is_tokens_squared_over_steps_and_fades():
+    """8^2 / 2 = 32; two messages are one, (8 + 8)^2 / (2 + 6) = 32; two records late: 0.64."""
+    assert rules.weight(RUN, 10, [message()]) == 32
+    assert rules.weight(RUN, 10, [message(), message(seq=2, steps=6)]) == 32
+    assert rules.weight(RUN, 10, [message(base=7)]) == pytest.approx(32 * 0.64)
+    assert rules.weight(FIXED, 10, [message(base=7)]) == 1
+
+
+def test_a_record_of_few_moves_less():
+    assert rules.scale(RUN, 30, 40.0) == 0.75
+    whole = [(RUN, 50, 40.0), (RUN, 0, 40.0), (FIXED, 1, 9.0)]
+    assert [rules.scale(*given) for given in whole] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""), ({"base": 10}, "base"), ({"base": 7}, ""), ({"base": 6}, "stale"),
+        ({"finite": False}, "not finite"), ({"norm": 4.0}, ""), ({"norm": 4.1}, "norm"),
+    ],
+)  # fmt: skip
+def test_why_a_message_cannot_count(changes, reason):
+    """The median of 0.5, 1, 1, 9 is 1. Fixed mode has no guard that depends on others."""
+    ledger = EMPTY._replace(norms=(0.5, 1.0, 1.0, 9.0))
+    assert rules.reject_reason(RUN, ledger, message(**changes), "") == reason
+    assert rules.reject_reason(RUN, ledger, message(**changes), "sha256") == "sha256"
+    alone = "" if reason in ("stale", "norm") else reason
+    assert rules.reject_reason(FIXED, ledger, message(**changes), "") == alone
+    few = ledger._replace(norms=(1.0, 1.0, 1.0))
+    assert rules.reject_reason(RUN, few, message(norm=9.0), "") == ""
+
+
+@pytest.mark.parametrize(
+    ("messages", "present", "waited", "number"),
+    [
+        ([message()], {"a"}, 0.0, 1),  # all that are ready, H / P = 2 steps
+        ([message()], {"a", "b"}, 0.0, None),
+        ([message()], {"a", "b"}, 20.0, 1),  # grace is over
+        ([message(steps=1)], {"a"}, 99.0, None),
+        ([message(steps=1), message(seq=2, steps=1)], {"a"}, 0.0, 2),  # it would have to wait
+        ([message(seq=2)], {"a"}, 99.0, None),  # out of turn
+        ([message(), message("b", steps=1), message("c", steps=9)], set("abc"), 0.0, 3),
+    ],
+)
+def test_when_a_record_is_written(messages, present, waited, number):
+    inbox = {rules.key_of(m): m for m in messages}
+    found = rules.members_in(RUN, EMPTY, inbox, {}, present, waited, Pace())
+    assert (found and len(found[0])) == number
+
+
+def test_too_few_decide_what_is_bad_alone_and_in_turn():
+    run = a_run(islands_min=2)
+    inbox = {rules.key_of(m): m for m in (message(base=5), message(seq=2), message(seq=3, base=5))}
+    assert rules.members_in(run, EMPTY, inbox, {}, {"a"}, 0.0, Pace()) is None
+    late = rules.members_in(run, EMPTY, inbox, {}, {"a"}, 20.0, Pace())
+    assert late == ([], [Reject("a", 1, 1, "stale", 1.0)])
+
+
+def test_fixed_mode_takes_the_first_of_each_whatever_the_time():
+    inbox = {rules.key_of(m): m for m in (message(), message(seq=2), message("b"))}
+    members, _ = rules.members_in(FIXED, EMPTY, inbox, {}, set(), 0.0, Pace())
+    assert [rules.key_of(m) for m in members] == [("a", 1, 1), ("b", 1, 1)]
+    del inbox["b", 1, 1]
+    assert rules.members_in(FIXED, EMPTY, inbox, {}, set(), 1e9, Pace()) is None
+
+
+def test_how_a_record_is_applied():
+    """Sent at 5, tau = 1: not before 6, merged at 6, later shifted; fixed mode waits and merges."""
+    hows = [rules.how_to_apply(RUN, t, 5, 0) for t in (5, 6, 7)]
+    assert hows == ["wait", "merge", "shift"]
+    assert rules.how_to_apply(RUN, 6, 5, 1) == rules.how_to_apply(RUN, 6, None, 0) == "shift"
+    assert rules.how_to_apply(FIXED, 7, 5, 0) == "merge"
+
+
+def test_own_progress_stays():
+    """theta 8 -> 6; x = 8 - 3 (sent) - 1 = 4. Committed, x = 6 - 1; else x = 6 - 3 - 1."""
+    assert rules.unsent(8, [3], 4) == 1
+    assert rules.shifted(4, 8, 6, [3]) == 5 and rules.unsent(6, [], 5) == 1
+    assert rules.shifted(4, 8, 6, []) == 2 and rules.unsent(6, [3], 2) == 1
+
+
+def test_authors_take_turns():
+    assert [rules.distance(R, "b", {"a", "c"}) for R in (3, 4, 5)] == [1, 0, 2]
+
+
+def test_pauses_double_up_to_the_longest_with_jitter():
+    pauses = [rules.pause(Pace(), tries, "a") for tries in range(60)]
+    for tries, pause in enumerate(pauses):
+        longest = min(0.2 * 2**tries, 5.0)
+        assert longest / 2 <= pause <= longest
+    assert len(set(pauses)) == 60 and pauses[9] != rules.pause(Pace(), 9, "b")
+
+
+def test_inner_moments_of_a_joiner():
+    ages = [rules.moments(own, 10) for own in (None, 7, 8, 10, 11)]
+    assert ages == ["zero", "zero", "kept", "kept", "zero"]
+
+
+def test_the_rest_of_a_dead_islands_block_is_free_once():
+    blocks = (Block(1, 1, "a", 1, 30), Block(2, 1, "b", 1, 8), Block(3, 2, "a", 1, 9))
+    ledger = EMPTY._replace(blocks=blocks, dead=(("a", 1),))
+    assert rules.free_blocks(ledger, 64) == [Range(1, 2, 30, 64)]
+
+
+def test_who_is_dead_by_the_ledger():
+    ledger = EMPTY._replace(marks=tuple(Mark(name, 1, 1, 8) for name in "abc"), dead=(("c", 1),))
+    assert rules.newly_dead(RUN, ledger, {"a": 1}) == (("b", 1),)
+    assert rules.newly_dead(RUN, ledger, {"a": 2, "b": 1}) == (("a", 1),)
+    assert rules.newly_dead(FIXED, ledger, {}) == ()
+
+
+def test_what_may_be_deleted():
+    """Below the second newest snapshot of three: its own gradient, what its ledger has decided."""
+    names = "g/0/3.a.1 g/0/4.a.1 g/0/5.a.1 c/0/1 s/0/2 s/0/4 s/0/6 u/0/a.1.7 u/0/a.1.8".split()
+    marks = {n: (Mark("a", 1, n + 3, 0),) for n in (2, 4, 6)}
+    old, newer, newest = (EMPTY._replace(number=n, marks=m) for n, m in marks.items())
+    found = rules.deletable(names, [newest, old, newer])
+    assert found == ["g/0/3.a.1", "g/0/4.a.1", "s/0/2", "u/0/a.1.7"]
+    assert rules.deletable(names, [newest]) == []
