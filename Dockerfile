@@ -1,8 +1,8 @@
 # One image for every host of a run.
 #   docker build --build-arg EXTRAS=tpu,buckets -t maxdiloco .        TPU slices, runs in buckets
-#   docker build --build-arg EXTRAS=cuda12 -t maxdiloco .         NVIDIA GPUs
+#   docker build --build-arg EXTRAS=cuda13 -t maxdiloco .         NVIDIA GPUs; cuda12 before 580
 #   docker run maxdiloco key=value ...                            = python -m maxdiloco.train
-FROM python:3.11-slim
+FROM python:3.12-slim
 ARG EXTRAS=tpu,buckets
 WORKDIR /opt/maxdiloco
 

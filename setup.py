@@ -20,7 +20,7 @@ setup(
         "maxdiloco.planning": ["*.yml"],
     },
     install_requires=[
-        "jax>=0.10.2,<0.12",
+        "jax>=0.10.2,!=0.11.*,<0.13",
         "optax>=0.2.8,<0.4",
         "orbax-checkpoint>=0.12.8,<0.14",
         "tensorstore>=0.1.84",
@@ -36,12 +36,13 @@ setup(
         "tqdm>=4.66",
     ],
     extras_require={
-        "tpu": ["jax[tpu]>=0.10.2,<0.12"],
-        "cuda12": ["jax[cuda12]>=0.10.2,<0.12"],
+        "tpu": ["jax[tpu]>=0.10.2,!=0.11.*,<0.13"],
+        "cuda12": ["jax[cuda12]>=0.10.2,!=0.11.*,<0.13"],
+        "cuda13": ["jax[cuda13]>=0.10.2,!=0.11.*,<0.13"],
         # What compiles for GPUs without one: JAX's plugin, ptxas and cuDNN, not NVIDIA's other
-        # libraries. From 0.11 on JAX makes Triton kernels for the GPU of the machine alone.
+        # libraries.
         "cudacompile": [
-            "jax<0.11", "jax-cuda12-plugin>=0.10.2,<0.11", "nvidia-cuda-nvcc-cu12",
+            "jax-cuda12-plugin>=0.10.2,!=0.11.*,<0.13", "nvidia-cuda-nvcc-cu12",
             "nvidia-cudnn-cu12",
         ],  # fmt: skip
         "buckets": ["obstore>=0.12"],

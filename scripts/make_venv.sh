@@ -2,7 +2,8 @@
 # Makes or refreshes a virtual environment: the pinned dependencies of constraints.txt and this
 # checkout, editable. Does nothing when the folder already holds them.
 #   usage: bash scripts/make_venv.sh FOLDER [EXTRA,EXTRA...]      extras: see setup.py
-#   MAXDILOCO_PYTHON: the Python to use; by default the first one found that is 3.11 or newer.
+#   MAXDILOCO_PYTHON: the Python to use; by default what `python3` is, where that is 3.11 or newer,
+#   else the first one found that is.
 set -euo pipefail
 folder=${1:?usage: bash scripts/make_venv.sh FOLDER [EXTRA,EXTRA...]}
 extras=${2:-}
@@ -22,12 +23,12 @@ find_python() {
     echo "$MAXDILOCO_PYTHON"
     return
   fi
-  local name names="python3.11 python3.12 python3.13 python3 python"
+  local name names="python3 python python3.12 python3.11 python3.13"
   for name in $names; do
     if new_enough "$name"; then echo "$name"; return; fi
   done
   fail "no Python 3.11 or newer on PATH (tried $names)." \
-    "Install one, or set MAXDILOCO_PYTHON=/path/to/python3.11."
+    "Install one, or set MAXDILOCO_PYTHON=/path/to/python3.12."
 }
 
 venv_works() {
@@ -40,7 +41,7 @@ fi
 if ! venv_works; then
   python=$(find_python)
   "$python" -m venv --clear "$folder" || fail "'$python -m venv $folder' failed." \
-    "On Debian and Ubuntu install the package python3-venv (or python3.11-venv)."
+    "On Debian and Ubuntu install the package python3-venv (or python3.12-venv)."
 fi
 
 # One stamp for each set of extras: installing one set removes nothing of another.

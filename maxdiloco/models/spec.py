@@ -247,6 +247,6 @@ def check_cudnn(attention: str) -> None:
     except RuntimeError as error:
         raise ConfigError(
             f"attention={attention} takes cuDNN's kernel on GPUs, but JAX says: {error} Install "
-            f"the extra cuda12, or cudacompile on a machine without a GPU: pip install -e "
-            f"'.[cuda12]'. Or use attention=dot_product."
+            f"the extra cuda13 (cuda12 for a driver before 580), or cudacompile on a machine "
+            f"without a GPU: pip install -e '.[cuda13]'. Or use attention=dot_product."
         ) from error

@@ -20,7 +20,7 @@ from maxdiloco.processes import distributed
 # XLA's 40 s, those of 512 did not.
 MOST_EMULATED = 256
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-_EXTRAS = {"gpu": "cuda12", "tpu": "tpu"}  # of setup.py
+_EXTRAS = {"gpu": "cuda13", "tpu": "tpu"}  # of setup.py
 # Codes in the error of a backend that waits for other processes while it starts.
 _OF_A_PEER = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "ABORTED")
 

@@ -28,6 +28,7 @@ from maxdiloco.version import __version__
 # What may change the numbers or the speed of a run, where it is installed.
 _PACKAGES = (
     "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12",
+    "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13",
     "optax", "orbax-checkpoint", "tensorstore", "grain", "numpy", "ml_dtypes", "tokenizers",
     "sentencepiece", "datasets", "pyarrow", "tensorboardX", "wandb",
 )  # fmt: skip

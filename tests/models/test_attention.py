@@ -228,7 +228,7 @@ def test_flash_that_cannot_be_had_is_refused_and_not_selected(backend, changes, 
 
 def test_a_machine_without_cudnn_is_one_line():
     """As this one, whose JAX has no plugin for CUDA, or one without NVIDIA's library."""
-    found = r"attention=flash .*cuDNN (is )?not .*cuda12.*=dot_product"
+    found = r"attention=flash .*cuDNN (is )?not .*cuda13.*=dot_product"
     with pytest.raises(ConfigError, match=found):
         spec_lib.check_cudnn("flash")
 
