@@ -24,7 +24,6 @@ PATIENCE_S = 30.0  # until it is given up
 TIMEOUT_S = 60.0  # of one request with its body
 BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
 
-_HTTPS_BASE_URL = "HTTPS_BASE_URL"  # of a server that is asked in place of every other
 # Answers with an errno of their own: no such object, no rights, and shorter than it was.
 _NUMBERS = MappingProxyType(
     {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESTALE}
@@ -143,16 +142,14 @@ def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
     from obstore import store
 
     seconds = datetime.timedelta(seconds=1)
-    # An endpoint comes from the environment alone, also that of a server without TLS.
-    is_given = scheme != "https" or _HTTPS_BASE_URL in os.environ
     options = {
-        "client_options": {"allow_http": is_given, "timeout": TIMEOUT_S * seconds},
+        # An endpoint comes from the environment alone, also that of a server without TLS.
+        "client_options": {"allow_http": scheme != "https", "timeout": TIMEOUT_S * seconds},
         "retry_config": {"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
     }
     with _as_os_errors():
         if scheme == "https":
-            url = os.environ.get(_HTTPS_BASE_URL, f"https://{bucket}")
-            return Bucket(store.HTTPStore.from_url(url, **options), obstore)
+            return Bucket(store.HTTPStore.from_url(f"https://{bucket}", **options), obstore)
         make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}[scheme]
         keys = aws_profile(os.environ) if scheme == "s3" else {}
         return Bucket(make(bucket, prefix=folder or None, config=keys, **options), obstore)

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("parts_here")
 
 
 @pytest.fixture
-def https(monkeypatch):
+def https(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
     monkeypatch.setattr(store, "PATIENCE_S", 0.5)
-    with HttpsServer({}) as server:
-        for key, value in server.environ().items():
+    with HttpsServer({}, tmp_path_factory.mktemp("certificate")) as server:
+        for key, value in server.environ.items():
             monkeypatch.setenv(key, value)
         yield server
 
@@ -43,14 +43,14 @@ def test_a_file_and_a_folder_of_shards_behind_https_are_read_as_on_a_disk(
         path = tmp_path / name.replace("%20", " ")
         local, remote = (
             settings(dataset_path=where, eval_dataset_path=where, **KEYS)
-            for where in (str(path), f"https://host/{name}")
+            for where in (str(path), f"{https.url}/{name}")
         )
         assert_equal(sequences(remote), sequences(local))
     texts = [
         [t for span in text.spans(1000) for t in text.read(span, None)]
         for text in (
             kinds.open_source(kinds.Source("text", where, "text"), "dataset_path")
-            for where in (f"{source}/b.jsonl.gz", "https://host/source/b.jsonl.gz")
+            for where in (f"{source}/b.jsonl.gz", f"{https.url}/source/b.jsonl.gz")
         )
     ]
     assert texts[0] == texts[1] and len(texts[0]) > 3
@@ -67,13 +67,13 @@ def test_what_https_has_not_is_a_line(https, monkeypatch):
         ("closed.txt", "does not exist or is out of reach"),
         ("away.txt", r"cannot be read .Service Unavailable .503..*Once the store answers"),
     ):
-        with pytest.raises(DataError, match=f"^dataset_path=https://host/{re.escape(path)} {why}"):
-            corpus.find(f"https://host/{path}", "dataset_path")
-    source = files.open_files((".txt",), files.check_text, "https://host/a.txt", "key", "text")
+        with pytest.raises(DataError, match=f"^dataset_path={https.url}/{re.escape(path)} {why}"):
+            corpus.find(f"{https.url}/{path}", "dataset_path")
+    source = files.open_files((".txt",), files.check_text, f"{https.url}/a.txt", "key", "text")
     https.ranges = False
     with pytest.raises(DataError, match="a.txt cannot be read .*Range.*Use a server that sends r"):
         files.refuse_other(source, "key")
-    monkeypatch.delenv("HTTPS_BASE_URL")
+    monkeypatch.delenv("SSL_CERT_FILE")
     object_store.BucketPath._buckets.clear()
-    with pytest.raises(DataError, match="cannot be read .*error"):  # a server without TLS
-        corpus.find(f"{https.environ()['HTTPS_BASE_URL'].replace('http', 'https')}/a.txt", "key")
+    with pytest.raises(DataError, match="cannot be read .*error"):  # whom nobody trusts
+        corpus.find(f"{https.url}/a.txt", "key")

@@ -6,7 +6,7 @@ import faulty_store
 import pytest
 from data import tokenizers_on_disk as on_disk
 from fake_gcs import BUCKET
-from web_server import WebServer
+from https_server import HttpsServer
 
 from maxdiloco import tokenizer as program
 from maxdiloco.data import tokenizer
@@ -43,7 +43,8 @@ def test_a_tokenizer_in_a_bucket_is_that_of_a_disk(cloud, folder, kind):
 @pytest.fixture
 def web(folder, tmp_path, monkeypatch):
     """The folder on https://."""
-    with WebServer(folder, tmp_path) as found:
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with HttpsServer(files, tmp_path) as found:
         for key, value in found.environ.items():
             monkeypatch.setenv(key, value)
         yield found
@@ -65,11 +66,11 @@ def test_what_https_lacks_is_one_line(web, monkeypatch):
         f"tokenizer_path={web.url}/absent.json: {web.url}/absent.json cannot be read (Not Found "
         "(404)"
     )
-    web.status = 403
+    web.status["tokenizer.json"] = 403
     with pytest.raises(DataError, match=r"tokenizer.json cannot be read \(Forbidden \(403\)"):
         tokenizer.read("huggingface", url)
     monkeypatch.setattr(tokenizer, "_MOST_BYTES", 1000)
-    web.status = None
+    web.status.clear()
     with pytest.raises(DataError, match=r"cannot be read \(it has [\d,]+ bytes, more than 1,000\)"):
         tokenizer.read("huggingface", url)
 
