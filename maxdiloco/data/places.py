@@ -132,7 +132,7 @@ class ObjectFile(io.RawIOBase):
         span: tuple[int, int] | None = None,
     ):
         self._bucket, self._name, self._span = bucket, name, span or (0, 0)
-        self._pool = ThreadPoolExecutor(1)  # a thread where something is fetched ahead
+        self._pool: ThreadPoolExecutor | None = None  # the thread that fetches ahead
         if stamp is None:
             if (entry := bucket.head(name)) is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no such object")
@@ -184,6 +184,7 @@ class ObjectFile(io.RawIOBase):
         self._begin, self._data, self._ahead = begin - len(kept), kept + data, None
         if goes_on and self._end < self.stamp.size:
             self._size = min(2 * self._size, _MOST)
+            self._pool = self._pool or ThreadPoolExecutor(1)
             self._ahead = self._pool.submit(self._get, self._end, self._end + self._size)
 
     def _get(self, begin: int, end: int) -> bytes:
@@ -195,5 +196,6 @@ class ObjectFile(io.RawIOBase):
 
     def close(self) -> None:
         """Wait for the thread."""
-        self._pool.shutdown(cancel_futures=True)
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
         super().close()

@@ -22,7 +22,7 @@ from maxdiloco.errors import LostPeerError
 T = TypeVar("T")
 
 # Requests under way at once for one batch, and for the batches after it. Our choice: at 20 ms a
-# request they bring 3,000 sequences a second.
+# request they bring up to 3,200 sequences a second.
 REQUESTS = 64
 _MOST_BATCHES = 16
 
