@@ -27,8 +27,8 @@ from maxdiloco.diloco import outer, quantize
 from maxdiloco.diloco.codecs import BLOCK
 from maxdiloco.exchange.payload import Note, Owned, Payload, cleaned, first_carried, real_values
 
-# Wire of the means, unless the replicas' is finer: with 4 bits a mean of 8 replicas costs loss in
-# some runs, with 8 bits in none that was tried. Our choice.
+# Wire of the means, unless the replicas' is finer. To encode again adds an error of 0.7 % of their
+# norm; 4 bits would add 19 % (quantize.FORMATS). Our choice.
 REDUCED = "int8"
 
 
