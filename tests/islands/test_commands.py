@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from s3_server import BUCKET, S3Server
 from together import a_run, run_fixed
 
 from maxdiloco.islands import audit, fitness, objects, outer, records, wires
@@ -57,6 +58,20 @@ def test_audit_replays_a_log_without_jax(written):
         # Older messages and gradients are deleted below the last two snapshots.
         assert "2 computed again, 2 of them from their members" in line
     assert not list(folder.glob("g/0/1.*")) and list(folder.glob("g/0/6.*"))
+
+
+@pytest.mark.full
+def test_a_folder_of_a_bucket_is_fit_written_and_audited(monkeypatch, capsys):
+    url = f"s3://{BUCKET}/runs/a"
+    run = a_run(islands=("a", "b"), fragments=a_run().fragments[1:])
+    with S3Server() as server:
+        for key, value in server.environ().items():
+            monkeypatch.setenv(key, value)
+        assert main(["check", url]) == 0
+        run_fixed(objects.open_bucket(url), run, 0, 9)
+        assert main(["audit", url]) == 0 and main(["status", url, "wait=0.01"]) == 0
+        assert {e.name.split("/")[0] for e in store.connect("s3", BUCKET).list_all("")} == {"runs"}
+    assert "fragment 0: 2 records, 2 computed again" in capsys.readouterr().out
 
 
 def edited(path, change):

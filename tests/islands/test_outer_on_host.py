@@ -13,11 +13,11 @@ from maxdiloco.islands import outer, wires
 from maxdiloco.islands.outer import Term
 from maxdiloco.islands.records import Leaf
 
-SIZES = (513, 256, 1)
+SIZES = (513, 1)
 NAMES = tuple(wires.WIRES)
 
 
-def values(seed, n=770, spread=1.0):
+def values(seed, n=514, spread=1.0):
     """Values of many magnitudes, and those that no format has."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=n) * 10.0 ** rng.uniform(-4, 2, size=n) * spread
