@@ -80,6 +80,12 @@ def find(path: str) -> Stamp | None:
     return None if entry is None else Stamp.of_entry(entry)
 
 
+def is_folder(path: str) -> bool:
+    """Whether there is an object below a path."""
+    bucket, name = _bucket(path)
+    return not lists_nothing(path) and any(True for _ in bucket.list_all(name))
+
+
 def stamps(folder: str, names: Sequence[str]) -> list[Stamp]:
     """Those of objects in a folder, by one listing where there is one. Raises FileNotFoundError."""
     paths = [f"{folder.rstrip('/')}/{name}" for name in names]

@@ -313,10 +313,10 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
     )
 
 
-def read_fields(path: str) -> dict[str, Any] | None:
+def read_fields(path: os.PathLike | str) -> dict[str, Any] | None:
     """The fields of a file; None where it is absent or no such JSON. Raises OSError."""
     try:
-        with places.opened(path) as file:
+        with places.opened(os.fspath(path)) as file:
             found = json_text.parse(file.read())
     except (FileNotFoundError, ValueError):
         return None

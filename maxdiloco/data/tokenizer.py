@@ -12,17 +12,16 @@ import os
 import pathlib
 import re
 import types
-import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from maxdiloco import json_text
-from maxdiloco.data import packages
+from maxdiloco.data import packages, places
+from maxdiloco.data.places import Stamp
 from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer, to_bytes
 from maxdiloco.errors import ConfigError, DataError
-from maxdiloco.storage import store
 from maxdiloco.storage.object_store import is_local
 
 # The keys of a run that name its tokenizer.
@@ -231,29 +230,15 @@ def _downloaded(name, where):
 
 
 def _is_folder(path):
-    if is_local(path):
-        return os.path.isdir(path)
-    scheme, bucket, name = _in_store(path)
-    return scheme != "https" and any(True for _ in bucket.list_all(name))
+    return os.path.isdir(path) if is_local(path) else places.is_folder(path)
 
 
 def _whole(path):
     """The content of a file. Raises OSError, also for one that is too large to be a tokenizer's."""
-    if not is_local(path):
-        _, bucket, name = _in_store(path)
-        return bucket.get(name, most=_MOST_BYTES)
-    if (size := os.path.getsize(path)) > _MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {_MOST_BYTES:,}")
-    return pathlib.Path(path).read_bytes()
-
-
-def _in_store(path):
-    """The scheme of an address, the bucket or host, and the name there."""
-    packages.require("obstore", path, extra="buckets")
-    scheme, _, rest = path.partition("://")
-    place, _, name = rest.partition("/")
-    name = urllib.parse.unquote(name) if scheme == "https" else name
-    return scheme, store.connect(scheme, place), name.strip("/")
+    with places.opened(path) as file:
+        if (size := Stamp.of(file).size) > _MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {_MOST_BYTES:,}")
+        return file.read()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import errno
 import http
-import math
 import os
 import pathlib
 import re
@@ -49,17 +48,15 @@ class Bucket:
     def __init__(self, client: Any, api: Any):
         self._client, self._api = client, api
 
-    def get(self, name: str, most: float = math.inf) -> bytes:
-        """The content of an object. Raises FileNotFoundError, OSError for more than `most` bytes"""
-        return self.get_version(name, most)[0]
+    def get(self, name: str) -> bytes:
+        """The content of an object. Raises FileNotFoundError."""
+        return self.get_version(name)[0]
 
-    def get_version(self, name: str, most: float = math.inf) -> tuple[bytes, Version]:
-        """The content of an object and its version. Raises as `get`."""
+    def get_version(self, name: str) -> tuple[bytes, Version]:
+        """The content of an object and its version. Raises FileNotFoundError."""
         with _as_os_errors():
             found = self._api.get(self._client, name)
             size, version = found.meta["size"], _version(found.meta)
-            if size > most:
-                raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most:,}")
             data = bytes(found.bytes()) if size <= BLOCK_BYTES else b""
         if size <= BLOCK_BYTES:
             return _whole(data, name, 0, size), version

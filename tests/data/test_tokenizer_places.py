@@ -63,8 +63,8 @@ def test_what_https_lacks_is_one_line(web, monkeypatch):
     with pytest.raises(DataError) as error:
         tokenizer.read("huggingface", f"{web.url}/absent.json")
     assert str(error.value).startswith(
-        f"tokenizer_path={web.url}/absent.json: {web.url}/absent.json cannot be read (Not Found "
-        "(404)"
+        f"tokenizer_path={web.url}/absent.json: {web.url}/absent.json cannot be read (there is no "
+        "such object)"
     )
     web.status["tokenizer.json"] = 403
     with pytest.raises(DataError, match=r"tokenizer.json cannot be read \(Forbidden \(403\)"):

@@ -8,12 +8,10 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from etils import epath
 
-from maxdiloco import json_text
 from maxdiloco.data import corpus, shards
 from maxdiloco.data.corpus import PIECE, Span, Text
 from maxdiloco.data.kinds import Reader
@@ -122,15 +120,6 @@ def _tokens(texts: Iterable[Text], tokenizer: Tokenizer) -> Iterator[tuple[np.nd
             tokens = np.concatenate([first, tokens, last]).astype(np.int32)
             if len(tokens) or not (text.begins and text.ends):
                 yield tokens, text.begins
-
-
-def fields_of(path: epath.Path) -> dict[str, Any] | None:
-    """The fields of a file; None where it is absent or no such JSON. Raises OSError."""
-    try:
-        found = json_text.parse(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def runs(

@@ -127,7 +127,7 @@ def _make(work, part_bytes, target, say):
     facts, there = {}, _sizes(folder)
     for number in range(len(parts)):
         name = part.facts_name(number)
-        known = part.fields_of(folder / name) if name in there else None
+        known = shards.read_fields(folder / name) if name in there else None
         if known and there.get(shards.part_name(number)) == known["bytes"]:
             del known["lengths"]  # read again when the parts are joined: all may not fit in memory
             facts[number] = known
@@ -188,7 +188,7 @@ def _is_complete(plan, folder):
         with durable.replacing(folder / _PLAN) as new:
             new.write_text(json.dumps(plan))
         return False
-    before = part.fields_of(folder / _PLAN) or {}
+    before = shards.read_fields(folder / _PLAN) or {}
     if different := [key for key in plan if before.get(key) != plan[key]]:
         raise ConfigError(
             f"out={folder} was begun with another {' and '.join(different)}. Choose another "
@@ -201,7 +201,7 @@ def _finish(work, target, facts):
     """The table of documents, the tokenizer's files and, last, the manifest."""
     folder = target.path
     paths = [folder / part.facts_name(number) for number in range(len(facts))]
-    lengths = [np.array(part.fields_of(path)["lengths"], "<i8") for path in paths]
+    lengths = [np.array(shards.read_fields(path)["lengths"], "<i8") for path in paths]
     # A document that goes on in the next part is one.
     begins = [np.arange(found["documents"]) >= found["continues"] for found in facts]
     firsts = np.flatnonzero(np.concatenate(begins))
