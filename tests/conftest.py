@@ -19,8 +19,8 @@ pytest_plugins = ["pytester"]
 # devices and read keys from M_*, so nothing of that kind reaches them from the caller's shell.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_NUM_CPU_DEVICES", None)
-# XLA:CPU's older code generation compiles in about half the time. A process with AS_USERS of
-# process_tools has the newer one, as users have it.
+# XLA:CPU's older code generation, which later versions lack, compiles in about half the time. A
+# process with AS_USERS of process_tools has the newer one, as users have it.
 if jaxlib.__version__.startswith("0.10."):
     os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 for _name in [name for name in os.environ if name.startswith("M_")]:

@@ -221,6 +221,20 @@ def test_a_script_that_cannot_work_says_what_to_do(tmp_path, script, venv, envir
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_an_environment_is_made_with_what_python3_is(tmp_path):
+    """Where that is new enough, as these are, which make none; the next one without it."""
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    for name in ("python3", "python3.11", "python3.12"):
+        (tmp_path / name).write_text('#!/bin/bash\n[ "$1" = -c ]\n')
+        (tmp_path / name).chmod(0o755)
+    command = ["bash", ROOT / "scripts/make_venv.sh", tmp_path / "new"]
+    for name in ("python3", "python3.12"):
+        done = run(command, env={"PATH": str(tmp_path)})
+        assert done.returncode == 2 and f"'{name} -m venv {tmp_path}/new' failed" in done.stderr
+        (tmp_path / name).unlink()
+
+
 # -- the image of the Dockerfile, and what the documents tell to install ------------------------
 
 

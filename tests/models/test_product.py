@@ -72,10 +72,10 @@ def dots_of_float32(wide, **choices):
 
 
 def test_no_factor_becomes_float32_or_every_one_where_that_is_faster(devices):
-    """Positive control: einsum alone has three such products on a CPU."""
+    """Positive control: einsum alone has such products on a CPU, to jax 0.10."""
     assert dots_of_float32(wide=True) == (0, 3)
     assert dots_of_float32(wide=True, float32_factors=True) == (3, 3)
-    assert dots_of_float32(wide=False)[0] > 0
+    assert (dots_of_float32(wide=False)[0] > 0) == (jax.__version_info__ < (0, 11))
 
 
 def test_the_smaller_factor_of_a_weight_s_gradient_is_the_left_one():
