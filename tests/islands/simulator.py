@@ -38,7 +38,8 @@ def settings(rng, fixed, names):
         "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, ((Leaf(1, 1),),) * P,
         tuple(names) if fixed else (), 1 if len(names) == 1 else rng.choice((1, 1, 2)), H,
         rng.randrange(H) if fixed else rng.choice((0, 1)) * (3 if H == 6 else 1),
-        rng.choice((0.0, 0.5)), 10**9, 0 if fixed else 30, rng.choice((0, 40)), rng.choice((2, 3)), (),
+        rng.choice((0.0, 0.5)), 10**9, 0 if fixed else 30, rng.choice((0, 40)),
+        rng.choice((2, 3)), (),
     )  # fmt: skip
 
 
