@@ -80,8 +80,9 @@ def may_step(s: Island) -> bool:
         due = s.t - s.run.overlap_steps
         return all(own.t > due for log in s.logs for own in log.own)
     return not any(
-        _is_due(s, fragment) and not rules.may_send(log.own) for fragment, log in enumerate(s.logs)
-    )
+        log.record is None and _is_due(s, fragment) and not rules.may_send(log.own)
+        for fragment, log in enumerate(s.logs)
+    )  # a record that is known decides one, perhaps at a later step
 
 
 def _emit(s: Island, actions: list[Any]) -> Transition:

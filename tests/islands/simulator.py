@@ -37,8 +37,9 @@ def settings(rng, fixed, names):
     return Run(
         "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, ((Leaf(1, 1),),) * P,
         tuple(names) if fixed else (), 1 if len(names) == 1 else rng.choice((1, 1, 2)), H,
-        rng.randrange(H) if fixed else rng.choice((0, 1)), rng.choice((0.0, 0.5)), 10**9,
-        0 if fixed else 30, rng.choice((0, 40)), rng.choice((2, 3)), (),
+        rng.randrange(H) if fixed else rng.choice((0, 1)) * (3 if H == 6 else 1),
+        rng.choice((0.0, 0.5)), 10**9, 0 if fixed else 30, rng.choice((0, 40)),
+        rng.choice((2, 3)), (),
     )  # fmt: skip
 
 
@@ -218,11 +219,10 @@ class World(Store):
     def stop(self, program, action):
         program.living = False
         self.say(program, action)
-        if action.again:
+        wrong = "does not follow" in action.line or "is bad" in action.line
+        require(not wrong, action.line)
+        if action.again or not any(other.living for other in self.programs):
             self.spawn(program.name, 0.5)
-        else:
-            require("does not follow" not in action.line, action.line)
-            require("is bad" not in action.line, action.line)
 
     def say(self, program, action):
         self.seen[re.sub(r"\w+/\S+|island=\w+", "X", action.line)] += 1
