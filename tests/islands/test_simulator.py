@@ -147,6 +147,10 @@ MAY_STEP = core.may_step
 FOUND = {
     "a rejected message is waited for, and its island waits": (
         rules, "spans", lambda run, members, rejected: SPANS(run, members, ()), 49),
+    "a record of rejects alone has a scale above 1": (
+        rules, "scale", lambda run, n, most: max(n, 1) / most if n < most else 1.0, 6860),
+    "a record of rejects alone passes over a good message before one": (
+        rules, "in_turn", lambda members, rejected: rejected, 8715),
     "a record waits for a step of an island that waits for the record": (
         core, "may_step", may_step_whatever_is_known, 119),
 }  # fmt: skip
