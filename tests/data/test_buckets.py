@@ -76,6 +76,7 @@ def test_any_window_of_shards_is_read_from_a_bucket(places_of, settings, monkeyp
     )
     copy = pickle.loads(pickle.dumps(remote))
     assert local.num_windows > 18_000
+    assert (remote.requests, local.requests) == (read_ahead.REQUESTS, 0)
     some = np.random.default_rng(0).permutation(local.num_windows)[:2000]
     expected = local.read(some)
     for found in (remote.read(some), copy.read(some)):
@@ -264,6 +265,13 @@ def test_a_reader_that_goes_on_has_the_next_bytes_fetched_for_it(bucket, tmp_pat
             assert file.read(10) == data[place : place + 10]
         assert places.Stamp.of(file) == stamp
     assert bucket.calls == ["head"] + ["get"] * 4
+    with places.opened(path, stamp) as whole:  # back to the end of a line, over a border
+        file = whole.raw
+        assert file.read(1 << 16) + file.read(9) == data[: (1 << 16) + 9]
+        bucket.calls.clear()
+        file.seek((1 << 16) - 7)
+        assert file.read(7) + file.read(9) == data[(1 << 16) - 7 : (1 << 16) + 9]
+    assert bucket.calls in ([], ["get"])  # what comes next, by the thread
 
 
 def test_requests_of_one_batch_and_of_the_next_are_under_way_together(bucket, settings, tmp_path):
