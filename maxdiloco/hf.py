@@ -11,8 +11,8 @@ from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_opt
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
 from maxdiloco.processes.output import say
-from maxdiloco.storage.object_store import is_local
 from maxdiloco.storage.run_folder import absolute
+from maxdiloco.storage.store import is_local
 
 USAGE = """usage: python -m maxdiloco.hf import SRC DST [key=value ...]
        python -m maxdiloco.hf export RUN DST [key=value ...]

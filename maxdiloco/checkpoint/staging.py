@@ -14,8 +14,8 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco.storage.object_store import BucketPath, is_local
-from maxdiloco.storage.store import BLOCK_BYTES
+from maxdiloco.storage.object_store import BucketPath
+from maxdiloco.storage.store import BLOCK_BYTES, is_local
 
 _READERS = 8  # blocks of an object that are read at once; our choice
 

@@ -15,14 +15,13 @@ from typing import BinaryIO, NamedTuple
 
 from maxdiloco.data.packages import require
 from maxdiloco.data.read_ahead import REQUESTS, in_threads
-from maxdiloco.storage import object_store, store
+from maxdiloco.storage import store
+from maxdiloco.storage.store import is_local
 
 # Of one request [bytes], where no more is known of what will be read: the least, and the most of
 # a file that is read on and on, which has two in memory. Our choice: 4 MiB in 20 ms are 200 MB/s.
 _LEAST = 1 << 16
 _MOST = 1 << 22
-
-is_local = object_store.is_local
 
 
 def lists_nothing(path: str) -> bool:
@@ -118,6 +117,9 @@ def _fit(parts: list[str], pattern: list[str]) -> bool:
 
 def _bucket(path: str) -> tuple[store.Bucket, str]:
     """The bucket of a path, and the name there."""
+    # Here, not above: training on tokens made up has to work where etils is not installed.
+    from maxdiloco.storage import object_store
+
     require("obstore", path, extra="buckets")
     scheme, _, rest = path.partition("://")
     bucket, _, name = rest.partition("/")

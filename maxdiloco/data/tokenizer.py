@@ -22,7 +22,7 @@ from maxdiloco.data import packages, places
 from maxdiloco.data.places import Stamp
 from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer, to_bytes
 from maxdiloco.errors import ConfigError, DataError
-from maxdiloco.storage.object_store import is_local
+from maxdiloco.storage.store import is_local
 
 # The keys of a run that name its tokenizer.
 KEYS = ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos")

@@ -32,7 +32,7 @@ from maxdiloco.flags.config import Config
 from maxdiloco.metrics import line_files
 from maxdiloco.processes import coordination
 from maxdiloco.processes.agree import from_first_process, in_any_process
-from maxdiloco.storage import object_store, shared_folder
+from maxdiloco.storage import shared_folder, store
 from maxdiloco.storage.run_folder import RunFolder, absolute
 
 # Times eval_fraction: our choice; a source without enough sequences for its share has more.
@@ -105,7 +105,7 @@ def _tokenised(cfg, source, key, tokenizer, say):
     words = [f"{name}={shlex.quote(base_yml.show(value))}" for name, value in values.items()]
     place = f"python -m maxdiloco.prepare {shlex.quote(source.path)} out=FOLDER"
     command, folder = " ".join([place, *words]), cfg.base_output_directory
-    if not object_store.is_local(folder):
+    if not store.is_local(folder):
         raise ConfigError(
             f"{key}={source.path} has to be tokenised first, and base_output_directory={folder} is "
             f"no folder for it. Run `{command}`, then give FOLDER in place of the path."

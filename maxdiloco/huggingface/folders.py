@@ -13,8 +13,9 @@ from etils import epath
 from maxdiloco.checkpoint import staging
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.storage import durable
-from maxdiloco.storage.object_store import BucketPath, is_local
+from maxdiloco.storage.object_store import BucketPath
 from maxdiloco.storage.run_folder import absolute, reason
+from maxdiloco.storage.store import is_local
 
 UNFINISHED = ".unfinished"
 _PERIOD_S = 10.0  # between two lines on how far it is: our choice; a small model has none

@@ -24,7 +24,8 @@ from maxdiloco import json_text
 from maxdiloco.data import packages
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.huggingface import bucket_tensors
-from maxdiloco.storage.object_store import BucketPath, is_local
+from maxdiloco.storage.object_store import BucketPath
+from maxdiloco.storage.store import is_local
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

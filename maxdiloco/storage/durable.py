@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from maxdiloco.storage import object_store
+from maxdiloco.storage import store
 
 # Errors of fsync of a folder where only files can be synced (FUSE, some network mounts), and of
 # open for a folder that may be entered but not read.
@@ -68,7 +68,7 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
     file is on the disk before it has its name, and its name before the `with` is over. An error
     leaves nothing beside `path`; a killed process may leave the name of `beside`. In a bucket an
     object is written whole, and the name is its own."""
-    if not object_store.is_local(path):
+    if not store.is_local(path):
         yield epath.Path(path)
         return
     part = beside(path)
@@ -87,7 +87,7 @@ def made_here(path: epath.Path) -> Iterator[epath.Path]:
     """`replacing` for what is written by the name of a file on this machine. What is for a bucket
     is put when the `with` ends well, and has no name before that: a killed process leaves nothing.
     """
-    if object_store.is_local(path):
+    if store.is_local(path):
         with replacing(path) as part:
             yield part
         return

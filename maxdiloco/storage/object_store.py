@@ -19,11 +19,6 @@ from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import store
 
 
-def is_local(path: epath.PathLike) -> bool:
-    """Whether path is on a mounted file system; a bucket is not."""
-    return "://" not in os.fspath(path)
-
-
 def prepare(path: epath.PathLike, key: str) -> None:
     """Make epath use BucketPath for a path in a bucket, the value of a key.
 

@@ -17,7 +17,7 @@ from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import object_store
 from maxdiloco.storage.durable import make_folder
 from maxdiloco.storage.object_lock import ObjectLock
-from maxdiloco.storage.object_store import is_local
+from maxdiloco.storage.store import is_local
 
 # Less free space than for some log lines and a small checkpoint ends any run at once. Our choice.
 _PROBE_BYTES = 1 << 20

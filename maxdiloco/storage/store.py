@@ -31,6 +31,11 @@ _NUMBERS = MappingProxyType(
 Version = Mapping[str, str]  # as obstore writes it: e_tag, and on gs:// the generation
 
 
+def is_local(path: os.PathLike | str) -> bool:
+    """Whether path is on a mounted file system; a bucket is not."""
+    return "://" not in os.fspath(path)
+
+
 class Entry(NamedTuple):
     """An object as a listing or head shows it."""
 

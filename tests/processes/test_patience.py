@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxdiloco.errors import LostPeerError
-from maxdiloco.exchange.host import HostCarrier, Shard, routes
+from maxdiloco.exchange.host import HostCarrier, Passage, Shard, routes
 from maxdiloco.metrics.monitor import Rows
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.patience import SLOWER, Patience
@@ -92,12 +92,12 @@ def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkey
         Patience, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
     )
     mesh = mesh_lib.Mesh([[devices[0]], [devices[1]]], ("diloco", "fsdp"))
-    carrier = HostCarrier(mesh, num_replicas=2, mailbox=peer)
-    carrier._routes = routes({Shard(0, 0): 0, Shard(1, 0): 1}, 0)
+    carrier = HostCarrier(mesh, mailbox=peer)
+    carrier._routes = [routes({Shard(0, 0): 0, Shard(1, 0): 1}, 0)]
     fetched = Future()
     fetched.set_result({Shard(0, 0): [np.zeros((1, 8), np.int8)]})
     with pytest.raises(LostPeerError, match="process 1 is alive, but fragment 0 of step 8 has not"):
-        carrier._collect("key", fetched, 8, "fragment 0 of step 8")
+        carrier._collect(Passage("key", 8, 1, False, None, "fragment 0 of step 8"), fetched)
     carrier.close()
     rows = Rows(0, {0: [0], 1: [1]}, mailbox=peer, write=lambda *row: None)
     rows.add(8, {}, {})

@@ -24,8 +24,8 @@ from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.processes import output
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_lock import ObjectLock
-from maxdiloco.storage.object_store import is_local
 from maxdiloco.storage.run_folder import absolute, reason
+from maxdiloco.storage.store import is_local
 
 # Source bytes of a part, which is a file of the result and what a kill costs a process; a small
 # source has _PARTS parts of 1 MB or more, some for every core. Our choice; it depends on the source
