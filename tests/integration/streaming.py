@@ -108,3 +108,17 @@ def digests(state):
             bits = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
             assert found.setdefault(name, bits) == bits, f"{name} differs between devices"
     return found
+
+
+def with_start(algorithm):
+    """A trainer, and what gives its first state, any number of times: a step donates it."""
+    first = algorithm.init(placed(algorithm.mesh), ())
+    shardings = jax.tree.map(lambda x: x.sharding, first)
+    arrays = jax.tree.map(np.array, first)
+    return algorithm, lambda: jax.device_put(arrays, shardings)
+
+
+def copied(items):
+    """As a checkpoint gives them back: of their own memory."""
+    shardings = jax.tree.map(lambda x: x.sharding, items)
+    return jax.device_put(jax.tree.map(np.array, items), shardings)

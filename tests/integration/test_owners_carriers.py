@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import streaming
-from streaming import digests, placed, poisoned, steps
+from streaming import copied, digests, placed, poisoned, steps, with_start
 from test_against_oracle import simulate
 from test_wires_against_oracle import (
     DELTA,
@@ -50,17 +50,7 @@ def trainer(mode, wire, M, carrier="program", slots=None, exchange="owners"):
     """A trainer and what gives its first state."""
     options = dict(num_replicas=M, in_slice=2 if M < 8 else 1, exchange_carrier=carrier)
     options |= MODES[mode] | dict(exchange=exchange)
-    algorithm = streaming.made("at once", wire, slots or M, **options)
-    first = algorithm.init(placed(algorithm.mesh), ())
-    shardings = jax.tree.map(lambda x: x.sharding, first)
-    arrays = jax.tree.map(np.array, first)
-    return algorithm, lambda: jax.device_put(arrays, shardings)
-
-
-def copied(items):
-    """As a checkpoint gives them back: of their own memory."""
-    shardings = jax.tree.map(lambda x: x.sharding, items)
-    return jax.device_put(jax.tree.map(np.array, items), shardings)
+    return with_start(streaming.made("at once", wire, slots or M, **options))
 
 
 def values(states):

@@ -17,7 +17,19 @@ import jax
 import numpy as np
 import process_tools
 import pytest
-from streaming import MODES, SHAPES, STOPS, WIRES, digests, made, numbers, placed, poisoned, steps
+from streaming import (
+    MODES,
+    SHAPES,
+    STOPS,
+    WIRES,
+    copied,
+    digests,
+    made,
+    numbers,
+    poisoned,
+    steps,
+    with_start,
+)  # fmt: skip
 from tiers import corner, full
 
 from maxdiloco.engine.trainer import SavedLayout
@@ -37,17 +49,7 @@ CORNER = [*zip(MODES, WIRES, strict=True), ("delayed", "int2"), ("eager", "topk"
 def trainer(mode, wire, carrier="program", slots=2):
     """A trainer and what gives its first state."""
     merge = "rda" if (mode, wire) in FEEDBACK and mode != "eager" else "mean"
-    algorithm = made(mode, wire, slots, exchange_carrier=carrier, merge=merge)
-    first = algorithm.init(placed(algorithm.mesh), ())
-    shardings = jax.tree.map(lambda x: x.sharding, first)
-    arrays = jax.tree.map(np.array, first)
-    return algorithm, lambda: jax.device_put(arrays, shardings)
-
-
-def copied(items):
-    """As a checkpoint gives them back: of their own memory."""
-    shardings = jax.tree.map(lambda x: x.sharding, items)
-    return jax.device_put(jax.tree.map(np.array, items), shardings)
+    return with_start(made(mode, wire, slots, exchange_carrier=carrier, merge=merge))
 
 
 def assert_replicas_hold_what_was_applied(algorithm, state):
