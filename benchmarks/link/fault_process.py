@@ -24,19 +24,12 @@ def main() -> None:
 
     from maxdiloco import train
     from maxdiloco.engine.diloco import DiLoCo
-    from maxdiloco.engine.exchanges import ThroughHost
 
     steps = (folder / f"steps.{process}").open("w", buffering=1)
     if process == victim:
         held, go = folder / "held", folder / "go"
         moments.act_at(moment, int(t), lambda: moments.stand(held, go))
-    waits = (folder / f"take.{process}").touch
-    moments.before(
-        ThroughHost,
-        "_take",
-        lambda carrier, given: given.state.t - carrier._schedule.lag == int(t),
-        waits,
-    )
+    moments.act_at_take(int(t), (folder / f"take.{process}").touch)
     moments.before(
         DiLoCo, "step", lambda *_: True, lambda: steps.write(f"{time.monotonic():.6f}\n")
     )

@@ -28,12 +28,19 @@ def act_at(moment: str, t: int, act: Callable[[], None]) -> None:
         for trainer in (DiLoCo, DataParallel):
             before(trainer, "step", lambda _, state, batch: state.t + 1 == t, act)
     elif moment == "at apply":
-        before(HostCarrier, "start", lambda _, key, *rest, **size: key[-1] == t, act)
+        before(HostCarrier, "start", lambda _, passage, *rest: passage.key[2] == t, act)
     elif moment == "checkpoint":
         for part in ("commit", "write_part"):  # of process 0, and of the others
             before(write, part, lambda save, *rest: save.target.name == str(t), act)
     else:
         raise ValueError(f"moment {moment!r}: use one of {', '.join(MOMENTS)}")
+
+
+def act_at_take(t: int, act: Callable[[], None]) -> None:
+    """Call `act` each time that the process comes to wait for what was sent after step t."""
+    from maxdiloco.engine.exchanges import ThroughHost
+
+    before(ThroughHost, "_take", lambda _, given, lag, *rest: given.state.t - lag == t, act)
 
 
 def before(owner: Any, name: str, holds: Callable[..., bool], act: Callable[[], None]) -> None:

@@ -10,11 +10,13 @@ import pytest
 import tiny_problem
 from jax.sharding import Mesh, NamedSharding
 
+from benchmarks.link import moments
 from maxdiloco import DiLoCo
 from maxdiloco.diloco import schedule
 from maxdiloco.engine import exchanges
 from maxdiloco.engine.actions import INNER, KINDS, MERGE, OUTER_STEP, PACK, on_host
 from maxdiloco.exchange.collective import incoming_spec
+from maxdiloco.exchange.host import HostCarrier
 from maxdiloco.exchange.payload import payload_bytes
 
 
@@ -77,6 +79,19 @@ def test_a_carrier_is_added_by_a_table_alone(mode, monkeypatch):
     assert told == of_host and any(told[0])
     for one, other in zip(values, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "owners"])
+def test_faults_are_met_where_a_step_sends_and_where_it_is_waited_for(exchange, monkeypatch):
+    """What step 6 sends is taken at step 8. A step that sends nothing has no such moment."""
+    seen = []
+    for owner, name in ((HostCarrier, "start"), (exchanges.ThroughHost, "_take")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back after the test
+    for t in (6, 7):
+        moments.act_at("at apply", t, lambda t=t: seen.append(("sends", t)))
+        moments.act_at_take(t, moments.once(lambda t=t: seen.append(("waits", t))))
+    trained("host", **MODES["tau 2"], exchange=exchange)
+    assert seen == [("sends", 6), ("waits", 6)]
 
 
 def test_every_kind_has_all_its_parts_and_every_carrier_every_kind():
