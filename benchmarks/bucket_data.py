@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/bucket_data.py [latency_ms=20] [turns=2] [mb=64] [key=value ...]
 
 One bucket is tests/fake_gcs.py, a server in a process of its own on this machine, which waits so
-long before each answer and takes its share of the cores; another is obstore's memory, where the
-caller waits. Text drawn at random is read as bytes from where it is, and out of the shards that
+long before each answer; of two or more cores it has one for itself in every row, as a store has.
+Another is obstore's memory, where the caller waits. Text drawn at random is read as bytes from where it is, and out of the shards that
 maxdiloco.prepare makes of it. First the pipeline alone: tokens a second, and how long a step that
 takes a batch every so often waits for it. Then runs of maxdiloco.train on the disk and on the
 server: tokens a second after the first logged step. Other keys are the trainer's.
@@ -29,7 +29,14 @@ from benchmarks.replica_cost import measure
 from maxdiloco.errors import ConfigError
 from maxdiloco.processes.output import aligned
 
-OWN = {"latency_ms": "20", "turns": "2", "mb": "64", "out": "runs/bucket_data"}
+OWN = {
+    "latency_ms": "20",
+    "turns": "2",
+    "mb": "64",
+    "runs": "bytes of text;shards",  # of KINDS, with semicolons between
+    "out": "runs/bucket_data",
+}
+KINDS = ("bytes of text", "shards")
 DEFAULTS = {
     "hardware": "cpu",
     "model_name": "peer25m",
@@ -56,6 +63,9 @@ def _main(argv: Sequence[str]) -> int:
     for name in ("latency_ms", "turns", "mb"):
         if not own[name].isdecimal() or int(own[name]) < 1:
             raise ConfigError(f"{name}={own[name]} is no whole number of 1 or more. Use {name}=2.")
+    kinds = own["runs"].split(";")
+    if not set(kinds) <= set(KINDS):
+        raise ConfigError(f"runs={own['runs']} is unknown. Use {';'.join(KINDS)}, or one of them.")
     keys = DEFAULTS | {name: value for name, value in given.items() if name not in OWN} | FIXED
     out = pathlib.Path(own["out"]).resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -65,11 +75,11 @@ def _main(argv: Sequence[str]) -> int:
         for (kind, place), path in places.items():
             rows.append((kind, place, *_pipeline(path)))
         print("\n".join(aligned(rows)), flush=True)
-        return _runs(places, keys, out, int(own["turns"]))
+        return _runs(kinds, places, keys, out, int(own["turns"]))
 
 
-def _runs(places, keys: Mapping[str, str], out: pathlib.Path, turns: int) -> int:
-    for kind in ("bytes of text", "shards"):
+def _runs(kinds, places, keys: Mapping[str, str], out: pathlib.Path, turns: int) -> int:
+    for kind in kinds:
         speeds: dict[str, list[float]] = {"disk": [], "bucket": []}
         for turn in range(turns):
             for place in list(speeds)[:: 1 if turn % 2 else -1]:
@@ -90,12 +100,17 @@ def _server(latency_ms: int) -> Iterator[None]:
     server = subprocess.Popen(
         [sys.executable, *program], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
     )
+    *others, last = sorted(os.sched_getaffinity(0))
+    if others:
+        os.sched_setaffinity(server.pid, {last})
+        os.sched_setaffinity(0, others)  # and of the processes that this one starts
     try:
         for _ in range(3):
             key, _, value = server.stdout.readline().removeprefix("export ").strip().partition("=")
             os.environ[key] = value
         yield
     finally:
+        os.sched_setaffinity(0, [*others, last])
         server.kill()
         server.wait()
 
@@ -138,7 +153,7 @@ def _places(folder: pathlib.Path, mb: int, latency_s: float) -> dict[tuple[str, 
         for bucket in buckets:
             bucket.put(str(path.relative_to(folder)), path.read_bytes())
     found = {}
-    for kind, path in (("bytes of text", text), ("shards", shards)):
+    for kind, path in zip(KINDS, (text, shards), strict=True):
         found[kind, "disk"] = str(path)
         found[kind, "bucket"] = f"gs://fake-bucket/{path.name}"
         found[kind, "memory"] = f"s3://memory/{path.name}"

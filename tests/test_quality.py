@@ -61,6 +61,15 @@ def test_rates_are_tuned_one_after_the_other_and_the_best_runs_with_the_other_se
     assert left([quarter], done) == [Row(quarter.name, 2.0, 0.1, 0)]
 
 
+def test_a_mode_with_both_rates_given_waits_for_no_other():
+    """It has its own first seed, then the others."""
+    owners = BY_NAME["DiLoCo, M=8, 4 bits, owners"]
+    scale = SCALE._replace(all_alike=True)
+    (first,) = plan.decided([owners], scale, {})
+    assert first == Row(owners.name, 0.008, 0.98, 0)
+    assert plan.decided([owners], scale, {first: figures(2.0)}) == [first, first._replace(seed=1)]
+
+
 def test_a_grid_whose_best_is_at_its_end_grows_there():
     done = finished(DATA_PARALLEL, {1.0: 3.0, 2.0: 2.5, 4.0: 2.0})
     assert Row(DATA_PARALLEL, 8.0, 0.0, 0) in left(BOTH[:1], done)

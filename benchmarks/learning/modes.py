@@ -20,6 +20,7 @@ MOMENTUM = "diloco_outer_momentum"
 class Mode(NamedTuple):
     """A mode. keys: of the trainer, above the scale's; inner: opt_type.
 
+    inner_lr: 0: the best of data parallelism, which is tuned first; else this one.
     outer_lr: "sweep": the best of a grid; a number: that one; (mode, factor): that mode's best
     times the factor. "" for data parallelism, which has none. rates: the grid in place of the
     scale's. every_seed: False for one seed alone, so that all rows take less than three hours.
@@ -33,13 +34,21 @@ class Mode(NamedTuple):
     rates: tuple[float, ...] = ()
     every_seed: bool = True
     extra: bool = False
+    inner_lr: float = 0.0
 
 
 def _diloco(
-    name: str, inner="adamw", outer_lr="sweep", rates=(), every_seed=True, extra=False, **keys: Any
+    name: str,
+    inner="adamw",
+    outer_lr="sweep",
+    rates=(),
+    every_seed=True,
+    extra=False,
+    inner_lr=0.0,
+    **keys: Any,
 ) -> Mode:
     keys = {"enable_diloco": True, "diloco_sync_period": 30, MOMENTUM: 0.6} | keys
-    return Mode(name, keys, inner, outer_lr, rates, every_seed and not extra, extra)
+    return Mode(name, keys, inner, outer_lr, rates, every_seed and not extra, extra, inner_lr)
 
 
 def _streaming(name: str, *, tau: int, alpha: float = 0.0, **keys: Any) -> Mode:
@@ -92,10 +101,10 @@ def _few_bits() -> list[Mode]:
 
 
 def _owners() -> list[Mode]:
-    """4 bits to everyone, or to owners who send the mean back in 8: at the rate of 32 bits."""
+    """4 bits to everyone, or to owners who send the mean back in 8: at the rates of 32 bits."""
     return [
-        _diloco(f"DiLoCo, M={M}, 4 bits{said}", outer_lr=0.98, extra=True, num_diloco_replicas=M,
-                diloco_exchange=exchange, **FOUR_BITS)
+        _diloco(f"DiLoCo, M={M}, 4 bits{said}", outer_lr=0.98, inner_lr=0.008, extra=True,
+                num_diloco_replicas=M, diloco_exchange=exchange, **FOUR_BITS)
         for M in (4, 8)
         for exchange, said in (("gather", ""), ("owners", ", owners"))
     ]  # fmt: skip

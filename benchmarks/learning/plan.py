@@ -34,7 +34,7 @@ Done = Mapping[Row, Mapping[str, Any]]  # the figures of rows; "loss" is None wh
 def decided(modes: Sequence[Mode], scale: Scale, done: Done) -> list[Row]:
     """The rows that are known by now, in their order; those that are done are among them."""
     rows: dict[Row, None] = {}
-    inner_of = {mode.inner for mode in modes}
+    inner_of = {mode.inner for mode in modes if not mode.inner_lr}
     for name in (name for inner, name in INNER_OF.items() if inner in inner_of):
         rows |= dict.fromkeys(_inner_rows(BY_NAME[name], scale, done))
     for mode in modes:
@@ -76,10 +76,12 @@ def _inner_rows(mode: Mode, scale: Scale, done: Done) -> Iterator[Row]:
 
 def _outer_rows(mode: Mode, scale: Scale, done: Done) -> Iterator[Row]:
     """The rows among which the best is the mode's; none before the inner rate is known."""
-    tuned = list(_inner_rows(BY_NAME[INNER_OF[mode.inner]], scale, done))
-    if any(row not in done for row in tuned):
-        return
-    inner = min(tuned, key=lambda row: loss_of(done[row])).inner_lr
+    inner = mode.inner_lr
+    if not inner:
+        tuned = list(_inner_rows(BY_NAME[INNER_OF[mode.inner]], scale, done))
+        if any(row not in done for row in tuned):
+            return
+        inner = min(tuned, key=lambda row: loss_of(done[row])).inner_lr
     if mode.outer_lr == "":
         yield Row(mode.name, inner, 0.0, FIRST_SEED)
     elif mode.outer_lr == "sweep":
