@@ -110,6 +110,16 @@ def _owners() -> list[Mode]:
     ]  # fmt: skip
 
 
+def _half_a_moment() -> list[Mode]:
+    """The mean of gradients in bfloat16, in data parallelism and in DiLoCo at the rates of both."""
+    half = {"mu_dtype": "bfloat16"}
+    plain = {"enable_diloco": False} | half
+    return [
+        Mode("data parallel, mu bfloat16", plain, outer_lr="", extra=True, inner_lr=0.008),
+        _diloco("DiLoCo, H=30, mu bfloat16", outer_lr=0.98, inner_lr=0.008, extra=True, **half),
+    ]
+
+
 # The outer momentum is 0.6, the better one of two for DiLoCo (and MuLoCo's, arXiv 2505.23725).
 MODES = (
     Mode(DATA_PARALLEL, {"enable_diloco": False}, outer_lr=""),
@@ -151,6 +161,7 @@ MODES = (
                every_seed=False),
     *_few_bits(),
     *_owners(),
+    *_half_a_moment(),
     # It keeps the norm that the mean loses, so that its steps are longer.
     _diloco("DiLoCo, rda", extra=True, diloco_merge="rda"),
     _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, extra=True, diloco_merge="rda"),

@@ -62,14 +62,16 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
     adamw: Adam with decoupled weight decay, times the learning rate, on matrices and embeddings;
     norm scales do not decay. muon: orthogonalised Nesterov momentum for the layers' matrices,
     Adam for the rest, the same decay (arXiv 2502.16982). sgd: plain, no momentum and no decay.
-    State is float32 as for float32 parameters: bfloat16 moments would not move.
+    State is float32 as for float32 parameters, since a bfloat16 mean of squares would not move; the
+    mean of gradients is kept in mu_dtype.
     Its update takes the step's learning_rate.
     """
-    adam = optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps)
+    mu = cfg.mu_dtype
+    adam = optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps, mu_dtype=mu)
     decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask=decays(model))
     rules = {
         "adamw": lambda: (adam, decay),
-        "muon": lambda: (_muon(adam, model), decay),
+        "muon": lambda: (_muon(adam, mu, model), decay),
         "sgd": lambda: (),
     }
     clipping = ()
@@ -126,13 +128,13 @@ def muon_dims(model: Model) -> Any:
     return _by_names(dims, model)
 
 
-def _muon(adam, model):
+def _muon(adam, mu_dtype, model):
     dims = muon_dims(model)
     is_dims = lambda x: x is None or isinstance(x, MuonDimensionNumbers)  # noqa: E731
     labels = jax.tree.map(lambda d: "muon" if d else "adam", dims, is_leaf=is_dims)
     matrices = jax.tree.map(lambda d: d or optax.MaskedNode(), dims, is_leaf=is_dims)
     muon = optax.chain(
-        optax.contrib.scale_by_muon(weight_dimension_numbers=matrices),
+        optax.contrib.scale_by_muon(mu_dtype=mu_dtype, weight_dimension_numbers=matrices),
         optax.stateless(lambda updates, _: jax.tree.map(_with_adams_rms, updates, matrices)),
     )
     return optax.partition({"muon": muon, "adam": adam}, labels)

@@ -10,7 +10,7 @@ from maxdiloco.flags import config
 # Names in capitals stand for keys and values of SHORT.
 REFUSED = """
 # unknown keys: only a slip or words of a key are taken for that key
-my_dtype=1 | my_dtype=1 (command line) is no key. --help lists every key.
+some_dtype=1 | some_dtype=1 (command line) is no key. --help lists every key.
 enable_tensorbord=1 | (command line) is no key. Did you mean enable_tensorboard? --help lists
 stepz=1 | is no key. Did you mean steps? --help lists every key.
 outer_lr=1 | is no key. Did you mean diloco_outer_lr? --help lists every key.
@@ -157,7 +157,7 @@ SOURCE SYNTHETIC | Leave one of them out
 dataset_per_replica=true | does nothing without dataset_mixture
 WEIGHED dataset_per_replica=true | do nothing with dataset_per_replica=true
 # keys and values of MaxText, and names that it shares with ours
-mu_dtype=bfloat16 | moments stay float32
+grad_dtype=bfloat16 | Gradients stay float32
 quantization=int8 | dtype=bfloat16
 decoder_block=gemma2 | Give model_name a file
 attention_type=local_sliding | is no key any more | sliding_window_size=N for a window

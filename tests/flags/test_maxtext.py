@@ -96,7 +96,7 @@ def test_the_script_for_streaming_diloco_is_told_once_what_it_has_to_change(refu
     [
         "use_vertex_tensorboard=false", "enable_goodput_recording=false", "scan_layers=true",
         "enable_single_controller=false", "log_config=false", "dump_hlo=false", "quantization=",
-        "reuse_example_batch=0", "mu_dtype=float32", "decoder_block=llama2", "dropout_rate=0.0",
+        "reuse_example_batch=0", "grad_dtype=float32", "decoder_block=llama2", "dropout_rate=0.0",
         "sharding_tolerance=0.02", "num_epoch=1", "sa_block_q=1024", "ici_pipeline_parallelism=1",
         "weight_sparsity_n=null", "muon_beta=0.950", "trainable_parameters_mask=[]",
     ],

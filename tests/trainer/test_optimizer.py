@@ -168,6 +168,24 @@ def test_clipping_scales_the_whole_gradient_to_the_threshold():
     assert float(optax.tree.norm(unclipped)) == pytest.approx(0.1 * norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("opt_type", ["adamw", "muon"])
+def test_the_mean_of_gradients_alone_is_kept_in_mu_dtype(opt_type):
+    """In bfloat16 a half of its bytes, and the first update is the same."""
+    rules = [
+        optimizer.build(config(opt_type=opt_type, mu_dtype=mu_dtype), model=MODEL)
+        for mu_dtype in ("float32", "bfloat16")
+    ]
+    whole, half = (rule.init(random(0)) for rule in rules)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(state)) for state in (whole, half)]
+    means = [mean for _, mean in optax.tree.get_all_with_path(whole, "mu")]
+    of_mu = sum(leaf.nbytes for leaf in jax.tree.leaves(means))
+    assert of_mu > 0.4 * sizes[0] and sizes[1] == sizes[0] - of_mu // 2
+    once = [rule.update(random(1), rule.init(random(0)), random(0), learning_rate=0.1)
+            for rule in rules]  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, *(updates for updates, _ in once))
+    assert jax.tree.map(lambda x: x.dtype, once[1][1]) == jax.tree.map(lambda x: x.dtype, half)
+
+
 @pytest.mark.parametrize("opt_type", ["adamw", "muon", "sgd"])
 def test_state_is_float32_and_keeps_its_types_under_bfloat16_weights(opt_type):
     rule = optimizer.build(config(opt_type=opt_type), model=MODEL)
