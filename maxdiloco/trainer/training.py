@@ -104,7 +104,8 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
 
         mailbox = None if room is None else room.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        chosen, parts = _build(cfg, mesh, total, compiles, mailbox, say)
+        beside = dict(on_compile=compiles, mailbox=mailbox, tokenizer=tokenizer)
+        chosen, parts = _build(cfg, mesh, say, total_steps=total, **beside)
         trainer = parts.trainer
         stack.callback(trainer.close)
         if room is not None and assemble.needs_bulk(chosen, mesh):
@@ -242,11 +243,9 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _build(cfg, mesh, total, compiles, mailbox, say) -> tuple[Config, Parts]:
-    """The config with remat_policy chosen, and the parts of a run of `total` steps."""
-    make = functools.partial(
-        assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, mailbox=mailbox
-    )
+def _build(cfg, mesh, say, **options) -> tuple[Config, Parts]:
+    """The config with remat_policy chosen, and the parts of a run. options: of assemble."""
+    make = functools.partial(assemble.assemble, mesh=mesh, **options)
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
     stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""
