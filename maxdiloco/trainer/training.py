@@ -104,8 +104,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
 
         mailbox = None if room is None else room.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        beside = dict(on_compile=compiles, mailbox=mailbox, tokenizer=tokenizer)
-        chosen, parts = _build(cfg, mesh, say, total_steps=total, **beside)
+        chosen, parts = _build(cfg, mesh, total, compiles, mailbox, tokenizer, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
         if room is not None and assemble.needs_bulk(chosen, mesh):
@@ -243,8 +242,9 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _build(cfg, mesh, say, **options) -> tuple[Config, Parts]:
-    """The config with remat_policy chosen, and the parts of a run. options: of assemble."""
+def _build(cfg, mesh, total, compiles, mailbox, tokenizer, say) -> tuple[Config, Parts]:
+    """The config with remat_policy chosen, and the parts of a run of `total` steps."""
+    options = dict(total_steps=total, on_compile=compiles, mailbox=mailbox, tokenizer=tokenizer)
     make = functools.partial(assemble.assemble, mesh=mesh, **options)
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
