@@ -234,7 +234,12 @@ def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(
     cfg = config.from_dict(tools.meta(run, 4)["config"] | {"attention": "flash"})
     with pytest.raises(ConfigError, match="attention=flash"):
         from_config(cfg, backend="cpu")
-    monkeypatch.setattr(stored, "config_of", lambda meta: cfg)
+    load = stored.load
+
+    def of_flash(folder, configure):
+        return load(folder, lambda meta: configure(meta | {"config": cfg.as_dict()}))
+
+    monkeypatch.setattr(stored, "load", of_flash)
     assert generated(capfd, run, *options) == first
 
 
