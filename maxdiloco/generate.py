@@ -88,8 +88,7 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
 
     def configure(meta):
         # Decoding uses no attention kernel, and that of the run may not exist here.
-        keys = stored.config_of(meta).as_dict() | {"attention": "dot_product"}
-        return config.from_dict(keys), one_device
+        return config.from_dict(meta["config"] | {"attention": "dot_product"}), one_device
 
     found = stored.load(folder, configure)
     tokenizer = run_tokenizer.of_checkpoint(found.cfg, found.path)

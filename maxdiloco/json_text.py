@@ -10,3 +10,12 @@ def parse(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("its values are nested too deeply") from error
+
+
+def fields(text: str | bytes) -> dict[str, Any]:
+    """The object of a JSON text; {} where it is none, such as half a line of a killed process."""
+    try:
+        found = parse(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -76,11 +76,6 @@ class FaultyStore:
         data = bytes(found.bytes())
         return SimpleNamespace(meta=found.meta, bytes=lambda: data[:-1] if is_cut else data)
 
-    def get_range(self, client, name, **options):
-        """A part of a body, which may be cut."""
-        data, is_cut = self._call("get_range", client, name, **options)
-        return bytes(data)[:-1] if is_cut else bytes(data)
-
     def put(self, client, name, data, **options):
         """Also with a mode."""
         return self._call("put", client, name, data, **options)[0]

@@ -122,6 +122,7 @@ def test_data_parallelism_of_a_plan_is_the_simulator_s(gbps):
     assert data_parallel(*size[1:], **link) == pytest.approx(found)
 
 
+@pytest.mark.full
 def test_most_published_bandwidths_come_out():
     """Of Table 4 of 2501.18512, whose constant is fitted; the others are within one grid point."""
     rows = [row for row in bandwidth_model.rows_of_fragments() if row[0] in tables.STREAMING]

@@ -13,6 +13,7 @@ import sys
 import time
 
 import pytest
+from tiers import full
 
 from benchmarks.link import counters, faults, hosts
 from benchmarks.link.faults import Fault
@@ -199,7 +200,7 @@ def bench(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("number", "code"), [full(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
 def test_nothing_is_left_of_a_benchmark_that_is_ended_in_mid_run(bench, tmp_path, number, code):
     """Both processes of the first row's trainer run on their hosts. A killed one cannot clean up:

@@ -26,7 +26,7 @@ from maxdiloco.checkpoint import orbax_io, read, staging, write
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import durable, shared_folder
-from maxdiloco.storage.run_folder import absolute, is_local, reason
+from maxdiloco.storage.run_folder import absolute, is_local, reason, refusing
 
 _REMEDY = "Set the keys of the model and the optimizer back, or set another run_name."
 
@@ -83,16 +83,12 @@ class Checkpointer:
         run = secrets.token_hex(8)
         self._own = write.OwnFolder(self._folder, run=run, locked=locked, say=self.say)
         if self._primary and is_local(self._folder):
-            try:
+            what = f"base_output_directory: cannot be used in {self._folder}"
+            with refusing(CheckpointError, what, "Free some space or set another folder."):
                 if jax.process_count() > 1:  # they look whether all see what one writes there
                     durable.make_folder(self._folder)
                 with contextlib.suppress(FileNotFoundError):
                     os.listdir(self._folder)
-            except OSError as error:
-                raise CheckpointError(
-                    f"base_output_directory: cannot be used in {self._folder}: {reason(error)}. "
-                    "Free some space or set another folder."
-                ) from error
         shared_folder.require(self._folder)
         saves = agree.from_first_process(secrets.randbelow(1 << 31))
         self._save_keys = (f"maxdiloco/saves/{saves}/{count}" for count in itertools.count(1))

@@ -15,7 +15,7 @@ from maxdiloco.checkpoint import arrays, orbax_io, seal
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import shared_folder
-from maxdiloco.storage.run_folder import absolute, is_local, reason
+from maxdiloco.storage.run_folder import AGAIN, absolute, is_local, refusing
 
 _STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
 NEWEST = -1  # as a step: the newest undamaged checkpoint
@@ -144,15 +144,9 @@ def _no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
     )
 
 
-@contextlib.contextmanager
-def reading(folder: epath.Path, key: str) -> Iterator[None]:
+def reading(folder: epath.Path, key: str) -> contextlib.AbstractContextManager[None]:
     """Raise CheckpointError where access to a folder fails. key: what gave the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{key}: {folder} cannot be read: {reason(error)}. See that it can be, and start again."
-        ) from error
+    return refusing(CheckpointError, f"{key}: {folder} cannot be read", AGAIN)
 
 
 def steps(folder: epath.PathLike) -> list[int]:

@@ -71,11 +71,6 @@ def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
         )
 
 
-def find_files(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """The names of `find`."""
-    return list(find(path, key, suffixes))
-
-
 def find(
     path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES
 ) -> dict[str, Stamp | None]:

@@ -76,7 +76,7 @@ def needs_tokenising(source: Source, key: str, *, of_bytes: bool) -> bool:
         return False
     if not (of_bytes and kind.in_place):
         return True
-    names = corpus.find_files(source.path, key, kind.suffixes)
+    names = corpus.find(source.path, key, kind.suffixes)
     return any(name.endswith(files.COMPRESSED) for name in names)
 
 

@@ -34,20 +34,16 @@ class Mixture:
         self, names: Sequence[str], sources: Sequence[Dataset], shares: dict[str, int], seed: int
     ):
         self.names, self.sources, self.shares, self.seed = names, sources, shares, seed
+        self._named = list(zip(names, sources, strict=True))
         self.by_share = Interleave([shares[name] for name in names]) if shares else None
         self.name = f"dataset_mixture of {', '.join(names)}"
         self.computed = False
+        self.requests = max(source.requests for source in sources)
 
     @property
     def contents(self) -> str:
         """Those of the sources with their names, not their weights; see changed_sources."""
-        pairs = zip(self.names, self.sources, strict=True)
-        return _PREFIX + " ".join(sorted(f"{name}={data.contents}" for name, data in pairs))
-
-    @property
-    def requests(self) -> int:
-        """How many requests for objects may be under way at once (Dataset)."""
-        return max(source.requests for source in self.sources)
+        return _PREFIX + " ".join(sorted(f"{name}={data.contents}" for name, data in self._named))
 
     def first_position(self, M: int, B: int) -> Position:
         """No source is read yet."""
@@ -78,7 +74,7 @@ class Mixture:
                 f"of {K}. Use enable_diloco=true with num_diloco_replicas={K} or more, or fewer "
                 f"sources."
             )
-        for k, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
+        for k, (name, source) in enumerate(self._named):
             of_step = self._replicas_of(k, M) * B
             if self.shares:
                 of_step = -(-M * B * self.shares[name] // sum(self.shares.values()))
@@ -94,8 +90,7 @@ class Mixture:
         """Before a sequence of any source is read a second time; the others may be in mid-epoch."""
         self.check_size(position)
         M, B, state = position.M, position.B, position.sources
-        pairs = zip(self.names, self.sources, strict=True)
-        left_K = [source.num_windows - state["read"][name] for name, source in pairs]
+        left_K = [source.num_windows - state["read"][name] for name, source in self._named]
         if not self.shares:
             steps = (left // (self._replicas_of(k, M) * B) for k, left in enumerate(left_K))
             return position.s0 - 1 + min(steps)
@@ -140,7 +135,7 @@ class Mixture:
         read = self._sequences_read(position, step + 1)
         found = {f"data/tokens_{name}": float(read[name] * length) for name in self.names}
         found["learning/tokens"] = (position.base + position.sequences_before(step + 1)) * length
-        for name, source in zip(self.names, self.sources, strict=True):
+        for name, source in self._named:
             found[f"data/epoch_{name}"] = read[name] / source.num_windows
         if any(source.windows.padded for source in self.sources):
             rows = np.ix_(range(position.M), range(position.B))
@@ -154,7 +149,7 @@ class Mixture:
         total = sum(self.shares.values())
         lines = [f"data: {s.name}: {s.windows.documents.summary()}" for s in self.sources]
         lines += [line for source in self.sources for line in source.padding()]
-        for k, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
+        for k, (name, source) in enumerate(self._named):
             part = f"replicas {k}, {k + len(self.sources)}, ..."
             if self.shares:
                 part = f"{self.shares[name] / total:.4%} of what is read"
@@ -200,6 +195,7 @@ class JoinedWindows:
         self.sources, self.length = sources, sources[0].length
         self._starts = packing.starts_of([source.num_windows for source in sources])
         self.num_windows = int(self._starts[-1])
+        self.requests = max(source.requests for source in sources)
 
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and segment ids, int32 [N, L] (TextWindows)."""
@@ -209,11 +205,6 @@ class JoinedWindows:
             own_N = windows_N[mine] - self._starts[k]
             tokens_NL[mine], segments_NL[mine] = self.sources[k].read(own_N)
         return tokens_NL, segments_NL
-
-    @property
-    def requests(self) -> int:
-        """How many requests for objects may be under way at once (TextWindows)."""
-        return max(source.requests for source in self.sources)
 
     def contents(self) -> str:
         """Those of the sources."""

@@ -35,16 +35,13 @@ class Dataset:
         self.name = name  # its flag and value, for messages
         self.num_windows = windows.num_windows  # sequences in an epoch; None: endless
         self.computed = isinstance(windows, SyntheticWindows)  # there is no file to wait for
+        # How many requests for objects may be under way at once; 0: the files are mounted.
+        self.requests = windows.requests
 
     @property
     def contents(self) -> str:
         """Equal in two processes or two runs when they have the same data (text.contents)."""
         return self.windows.contents()
-
-    @property
-    def requests(self) -> int:
-        """How many requests for objects may be under way at once; 0: the files are mounted."""
-        return self.windows.requests
 
     first_position = staticmethod(order.first_position)
     next_position = staticmethod(order.next_position)

@@ -99,7 +99,7 @@ def stamps(folder: str, names: Sequence[str]) -> list[Stamp]:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a glob matches the path of an object, as corpus.find_files matches files."""
+    """Whether a glob matches the path of an object, as corpus.find matches files."""
     return _fit(name.split("/"), pattern.split("/"))
 
 

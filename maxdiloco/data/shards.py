@@ -9,6 +9,7 @@ FOLDER/part-00000.arrayrecord   tokens of the documents end to end: records of R
                             last one of a file shorter, little-endian uint16 or uint32
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -280,7 +281,7 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
     own, files = os.path.join(documents.folder, TOKENIZER), tokenizer.files()
     settings = os.path.join(own, SETTINGS)
     with reading(settings, _REMEDY):
-        there = read_fields(settings) or {}
+        there = read_fields(settings)
     kind = there.get("tokenizer_type")
     keys = {}  # of the folder's tokenizer, where they are others
     wrong = []
@@ -313,11 +314,8 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
     )
 
 
-def read_fields(path: os.PathLike | str) -> dict[str, Any] | None:
-    """The fields of a file; None where it is absent or no such JSON. Raises OSError."""
-    try:
-        with places.opened(os.fspath(path)) as file:
-            found = json_text.parse(file.read())
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+def read_fields(path: os.PathLike | str) -> dict[str, Any]:
+    """The fields of a file; {} where it is absent or no such JSON. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), places.opened(os.fspath(path)) as file:
+        return json_text.fields(file.read())
+    return {}

@@ -28,6 +28,7 @@ class SyntheticWindows:
     length: int
     num_windows: None = None
     padded: bool = False
+    requests: int = 0
 
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and segment ids, int32 [N, L]; each window is one document, all segments 1."""

@@ -79,11 +79,11 @@ class HuggingFaceTokenizer(SubwordTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without threads (Tokenizer)."""
-        return self.engine.encode(_utf8(text), add_special_tokens=False).ids
+        return self.engine.encode(to_bytes(text).decode(), add_special_tokens=False).ids
 
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
         """Tokens of texts (Tokenizer), 1.8 MB a second on a core: source, a BPE of 32,000 tokens"""
-        texts = [_utf8(text) for text in texts]
+        texts = [to_bytes(text).decode() for text in texts]
         found = self.engine.encode_batch_fast(texts, add_special_tokens=False)
         return (each.ids for each in found)
 
@@ -119,7 +119,7 @@ class SentencePieceTokenizer(SubwordTokenizer):
 
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
         """Tokens of texts (Tokenizer)."""
-        return self.engine.encode([_utf8(text) for text in texts])
+        return self.engine.encode([to_bytes(text).decode() for text in texts])
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of tokens (Tokenizer)."""
@@ -137,11 +137,6 @@ class SentencePieceTokenizer(SubwordTokenizer):
 def _piece_bytes(piece):
     """Bytes of a piece in which U+2581 is a space and <0xE2> a byte."""
     return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("\u2581", " ").encode())
-
-
-def _utf8(text):
-    """A text with a question mark for each half of a surrogate pair."""
-    return to_bytes(text).decode()
 
 
 def build(values: Mapping[str, Any], rows: int | None = None) -> Tokenizer:
@@ -202,8 +197,11 @@ def read(kind: str, path: str) -> SubwordTokenizer:
         file = _downloaded(path, where)
     else:
         with _reading(file, where, kind):
-            file = os.path.join(file, FILES[kind]) if _is_folder(file) else file
-    found = of_content(kind, _content(file, where, kind), where)
+            is_folder = (os.path.isdir if is_local(file) else places.is_folder)(file)
+        file = os.path.join(file, FILES[kind]) if is_folder else file
+    with _reading(file, where, kind):
+        content = _whole(file)
+    found = of_content(kind, content, where)
     config, saved = (_beside(file, name, kind) for name in (CONFIG, SETTINGS))
     bos, eos = found.special_tokens(config or {})
     if saved is not None:
@@ -229,10 +227,6 @@ def _downloaded(name, where):
     return file
 
 
-def _is_folder(path):
-    return os.path.isdir(path) if is_local(path) else places.is_folder(path)
-
-
 def _whole(path):
     """The content of a file. Raises OSError, also for one that is too large to be a tokenizer's."""
     with places.opened(path) as file:
@@ -251,11 +245,6 @@ def _reading(file, where, kind):
             f"{where}: {file} cannot be read ({error.strerror}). Give a {FILES[kind]}, a folder "
             f"that holds one{hub}."
         ) from error
-
-
-def _content(file, where, kind):
-    with _reading(file, where, kind):
-        return _whole(file)
 
 
 def _beside(tokenizer_file, name, kind):

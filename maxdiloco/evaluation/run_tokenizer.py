@@ -9,7 +9,7 @@ from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import config
-from maxdiloco.storage.run_folder import reason
+from maxdiloco.storage.run_folder import AGAIN, refusing
 
 # Rows of the embedding are divided among devices: our choice, the lanes of a TPU.
 _MULTIPLE = 128
@@ -57,10 +57,5 @@ def of_checkpoint(cfg: config.Config, checkpoint: epath.Path) -> Tokenizer:
     """
     if cfg.tokenizer_type == "byte":
         return tokenizers.build(vars(cfg), cfg.vocab_size)
-    try:
+    with refusing(CheckpointError, f"the tokenizer in {checkpoint} cannot be read", AGAIN):
         return tokenizers.load(checkpoint / FOLDER)
-    except OSError as error:
-        raise CheckpointError(
-            f"the tokenizer in {checkpoint} cannot be read: {reason(error)}. See that it can be, "
-            "and start again."
-        ) from error

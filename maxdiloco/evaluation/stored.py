@@ -38,11 +38,6 @@ class Stored(NamedTuple):
     params: Any
 
 
-def config_of(meta: dict[str, Any]) -> config.Config:
-    """The config of the run that wrote a checkpoint."""
-    return config.from_dict(meta["config"])
-
-
 def load(
     folder: epath.Path,
     configure: Callable[[dict[str, Any]], tuple[config.Config, Mesh]],

@@ -84,15 +84,16 @@ def read_table(name: str) -> Any:
     return yaml.load(text, Loader=loader)
 
 
-def read_yml(path: pathlib.Path) -> list[tuple[str, Any, int]]:
+def read_yml(path: pathlib.Path, loader: Any = None) -> list[tuple[str, Any, int]]:
     """The keys of a yml file in its order, as (key, text or nested lists of text, line from 0).
 
-    Scalars stay text, so that `1e-4` and `yes` mean what they mean on the command line.
+    Scalars stay text, so that `1e-4` and `yes` mean what they mean on the command line. loader: of
+    a file that nobody has to mend.
     Raises ConfigError for a file that cannot be read, does not parse, is no table of keys, or
     holds a key twice.
     """
     try:
-        node = yaml.compose(path.read_bytes(), Loader=_Loader)
+        node = yaml.compose(path.read_bytes(), Loader=loader or _Loader)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror}. Give the path of a yml file, or none."
@@ -220,10 +221,11 @@ def infer(text: str | tuple[Any, ...]) -> Value:
 
 def declared(path: pathlib.Path | None = None) -> dict[str, Key]:
     """Every key of base.yml, in its order. path: another base.yml than the package's."""
+    loader = yaml.CBaseLoader if path is None and yaml.__with_libyaml__ else None
     path = path or config_folder() / "base.yml"
     lines = path.read_text(encoding="utf-8").splitlines()
     keys, group, read_to = {}, "", 0
-    for name, text, line in read_yml(path):
+    for name, text, line in read_yml(path, loader):
         comment: list[str] = []
         for above in lines[read_to:line]:
             if above.startswith("# == "):

@@ -8,9 +8,8 @@ from typing import Any
 from maxdiloco.data.tokenizer import FILES, ByteTokenizer, SentencePieceTokenizer, package
 from maxdiloco.data.tokenizer_base import Tokenizer, meaning
 from maxdiloco.huggingface import folders
-from maxdiloco.storage.object_store import BucketPath
+from maxdiloco.huggingface.folders import Folder
 
-Folder = pathlib.Path | BucketPath
 _JSON = FILES["huggingface"]
 _FILES = {
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",

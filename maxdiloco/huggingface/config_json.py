@@ -2,7 +2,6 @@
 
 import difflib
 import math
-import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,8 +12,9 @@ from maxdiloco.flags.base_yml import Key, Table
 from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.families import families
+from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.tensors import Family
-from maxdiloco.storage.object_store import BucketPath
+from maxdiloco.storage.run_folder import refusing
 
 # Keys of the group model that say how to train, not what is computed.
 OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
@@ -49,15 +49,13 @@ class Read(NamedTuple):
     unknown: tuple[str, ...]
 
 
-def read(folder: pathlib.Path | BucketPath) -> Read:
+def read(folder: Folder) -> Read:
     """The model of a folder. Raises ConfigError for one that maxdiloco cannot compute."""
     path = folder / "config.json"
+    with refusing(ConfigError, f"{path} cannot be read", "Give the folder of a downloaded model."):
+        content = path.read_bytes()
     try:
-        whole = json_text.parse(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. Give the folder of a downloaded model."
-        ) from error
+        whole = json_text.parse(content)
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}. Download it again.") from error
     if not isinstance(whole, dict) or not isinstance(whole.get("model_type"), str):

@@ -15,15 +15,14 @@ from etils import epath
 from maxdiloco.checkpoint import arrays, read, theta
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import run_tokenizer, stored
-from maxdiloco.flags.config import Config
+from maxdiloco.evaluation import run_tokenizer
+from maxdiloco.flags import config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
+from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.imported import CARRIED, Say
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
 from maxdiloco.models.spec import from_config
-from maxdiloco.storage.object_store import BucketPath
 
-Folder = pathlib.Path | BucketPath
 # Beside "stored", the one that the checkpoint has.
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -52,7 +51,7 @@ def export_model(
     folders.refuse_existing(target)
     safetensors_files.package()
     found = read.restore_from(folder, lambda meta: {}, key="RUN")
-    cfg, tokenizer = stored.config_of(found.meta), None
+    cfg, tokenizer = config.from_dict(found.meta["config"]), None
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
     carried = _carried(cfg.load_parameters_path, found.path, like)
@@ -101,7 +100,7 @@ def _carried(import_path: str, checkpoint: epath.Path, like: str) -> Folder | No
 
 
 def _like(
-    carried: Folder, cfg: Config, tokenizer: Tokenizer | None, say: Say
+    carried: Folder, cfg: config.Config, tokenizer: Tokenizer | None, say: Say
 ) -> tuple[Family, dict[str, Any]]:
     """The family and the config.json of a folder, with the rows and the ends of the run."""
     model = config_json.read(carried)
@@ -123,7 +122,7 @@ def _like(
 
 
 def _parts(
-    cfg: Config, family: Family, hf: Mapping[str, Any], say: Say
+    cfg: config.Config, family: Family, hf: Mapping[str, Any], say: Say
 ) -> tuple[list[Part], dict[str, float]]:
     """The parts layer by layer, what is outside the layers around them; {tensor: factor}.
 

@@ -14,39 +14,34 @@ from maxdiloco.checkpoint import staging
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_store import BucketPath
-from maxdiloco.storage.run_folder import absolute, reason
+from maxdiloco.storage.run_folder import AGAIN, absolute, refusing
 from maxdiloco.storage.store import is_local
 
+Folder = pathlib.Path | BucketPath  # that a user names
 UNFINISHED = ".unfinished"
 _PERIOD_S = 10.0  # between two lines on how far it is: our choice; a small model has none
 MARK = "maxdiloco-writes-here"  # a file in such a folder, locked by the program that fills it
 
 
-def place(path: str, key: str) -> pathlib.Path | BucketPath:
-    """A folder that a user names. key: what gave it. Raises CheckpointError for a bucket without
+def place(path: str, key: str) -> Folder:
+    """The folder. key: what gave it. Raises CheckpointError for a bucket without
     obstore."""
     return pathlib.Path(path).expanduser() if is_local(path) else absolute(path, key=key)
 
 
-@contextlib.contextmanager
-def reading(path: epath.PathLike) -> Iterator[None]:
+def reading(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
     """Raise CheckpointError where a file or folder cannot be read inside the `with`."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {reason(error)}. See that it can be, and start again."
-        ) from error
+    return refusing(CheckpointError, f"{path} cannot be read", AGAIN)
 
 
-def refuse_existing(target: pathlib.Path | BucketPath) -> None:
+def refuse_existing(target: Folder) -> None:
     """Raise ConfigError when there is something at the target."""
     if target.exists() or (is_local(target) and target.is_symlink()):
         raise ConfigError(f"DST={target} exists already. Give another folder, or remove it.")
 
 
 @contextlib.contextmanager
-def appearing(target: pathlib.Path | BucketPath) -> Iterator[epath.Path]:
+def appearing(target: Folder) -> Iterator[epath.Path]:
     """A folder to fill in a `with`, which gets the target's name when that ends without an error.
 
     A folder that a killed program left is removed first; one without its MARK stays. What is for a
@@ -54,13 +49,15 @@ def appearing(target: pathlib.Path | BucketPath) -> Iterator[epath.Path]:
     and where another program fills it; CheckpointError where the disk refuses, then too without a
     trace.
     """
+    remedy = "Free some space or give another folder."
+    told = refusing(CheckpointError, f"DST={target} cannot be written", remedy)
     if not is_local(target):
-        with _refusals_told(target), tempfile.TemporaryDirectory(prefix="maxdiloco-hf-") as made:
+        with told, tempfile.TemporaryDirectory(prefix="maxdiloco-hf-") as made:
             yield epath.Path(made)
             staging.upload(epath.Path(made), target, last="config.json")
         return
     folder = epath.Path(target.parent / (target.name + UNFINISHED))
-    with contextlib.ExitStack() as stack, _refusals_told(target):
+    with contextlib.ExitStack() as stack, told:
         if folder.exists():
             _remove_left(folder, target)
         durable.make_folder(folder.parent)
@@ -73,17 +70,6 @@ def appearing(target: pathlib.Path | BucketPath) -> Iterator[epath.Path]:
         durable.sync_folder(folder)
         folder.rename(target)
         durable.sync_folder(target.parent)
-
-
-@contextlib.contextmanager
-def _refusals_told(target: pathlib.Path | BucketPath) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"DST={target} cannot be written: {reason(error)}. Free some space or give another "
-            "folder."
-        ) from error
 
 
 def _remove_left(folder: epath.Path, target: pathlib.Path) -> None:

@@ -19,6 +19,7 @@ from etils import epath
 from maxdiloco.checkpoint import orbax_io, write
 from maxdiloco.checkpoint.arrays import PartedLeaf, Writer
 from maxdiloco.data import tokenizer
+from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.evaluation import run_tokenizer
@@ -27,10 +28,10 @@ from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.config_json import Read
+from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.safetensors_files import Stored
 from maxdiloco.huggingface.tensors import Part
 from maxdiloco.models.spec import from_config
-from maxdiloco.storage.object_store import BucketPath
 
 CARRIED = "huggingface"  # folder in DST with the files that are carried along
 # Keys of base.yml that an import may be given.
@@ -39,11 +40,10 @@ _ABOUT_START = "Go on training from the imported model; key=value after it count
 _MOST_NAMES = 8  # of tensors in a message
 
 Say = Callable[[str], None]
-Source = pathlib.Path | BucketPath
 
 
 def import_model(
-    source: Source, target: pathlib.Path, vocab_multiple: int, keys: Sequence[str], say: Say
+    source: Folder, target: pathlib.Path, vocab_multiple: int, keys: Sequence[str], say: Say
 ) -> None:
     """Import the model in a folder. Raises ConfigError, CheckpointError, DataError.
 
@@ -59,7 +59,7 @@ def import_model(
     model = _with_own_head(model, found, say)
     of_text = _tokenizer_keys(source, target)
     given = model.keys | of_text | {"model_name": str(target / "model.yml")}
-    cfg = _config(given, source, vocab_multiple, keys)
+    cfg, found_tokenizer = _config(given, source, vocab_multiple, keys)
     parts = tensors.of_model(from_config(cfg, backend="cpu"), model.family)
     dtypes = _checked(parts, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
@@ -78,7 +78,7 @@ def import_model(
         start = {"model_name": cfg.model_name, "load_parameters_path": str(target)}
         start |= {key: vars(cfg)[key] for key in of_text}
         _write_yml(folder / "start.yml", _ABOUT_START, start)
-        _write_checkpoint(folder, parts, found, dtypes, cfg, say)
+        _write_checkpoint(folder, parts, found, dtypes, cfg, found_tokenizer, say)
     if cfg.tokenizer_type == "byte":
         say(f"note: {source} holds no tokenizer. Set tokenizer_type and tokenizer_path to train.")
     elif not cfg.add_eos:
@@ -95,9 +95,9 @@ def import_model(
 
 
 def _config(
-    stored: dict[str, Any], source: Source, vocab_multiple: int, keys: Sequence[str]
-) -> Config:
-    """The config of a run that starts from the import, with every check but those of devices.
+    stored: dict[str, Any], source: Folder, vocab_multiple: int, keys: Sequence[str]
+) -> tuple[Config, Tokenizer]:
+    """The config of a run that starts from the import, and its tokenizer.
 
     Raises DataError for a tokenizer with more tokens than the model has where no row may be added.
     """
@@ -105,10 +105,8 @@ def _config(
     if not isinstance(rows, int):
         raise ConfigError(f"vocab_size={rows} of config.json is no number. Download it again.")
     cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
-    tokens = rows
-    if cfg.tokenizer_type != "byte":
-        there = cfg.as_dict() | {"tokenizer_path": str(source)}
-        tokens = tokenizer.build(there).vocab_size
+    found = tokenizer.build(cfg.as_dict() | {"tokenizer_path": str(source)})
+    tokens = rows if cfg.tokenizer_type == "byte" else found.vocab_size
     if tokens > rows and vocab_multiple == 1:
         raise DataError(
             f"vocab_size={rows} is too small for tokenizer_type={cfg.tokenizer_type} "
@@ -118,10 +116,10 @@ def _config(
     tokens = max(tokens, rows)
     padded = -(-tokens // vocab_multiple) * vocab_multiple
     sizes = {"vocab_size": tokens, "padded_vocab_size": -1 if padded == tokens else padded}
-    return config.from_dict(cfg.as_dict() | sizes)
+    return config.from_dict(cfg.as_dict() | sizes), found
 
 
-def _tokenizer_keys(source: Source, target: pathlib.Path) -> dict[str, Any]:
+def _tokenizer_keys(source: Folder, target: pathlib.Path) -> dict[str, Any]:
     kinds = [kind for kind, name in tokenizer.FILES.items() if (source / name).is_file()]
     if not kinds:
         return {"dataset_type": "synthetic"}  # tokens that are numbers alone
@@ -212,24 +210,19 @@ def _write_checkpoint(
     found: dict[str, Stored],
     dtypes: dict[str, np.dtype],
     cfg: Config,
+    found_tokenizer: Tokenizer,
     say: Say,
 ) -> None:
     leaves = {
         part.leaf.path: PartedLeaf(part.leaf.shape, dtypes[part.leaf.path], len(part.index))
         for part in parts
     }
-    files, fingerprint = {}, tokenizer.ByteTokenizer().fingerprint
-    if cfg.tokenizer_type != "byte":
-        there = cfg.as_dict() | {"tokenizer_path": str(folder / CARRIED)}
-        found_tokenizer = tokenizer.build(there, cfg.vocab_size)
-        files = run_tokenizer.travelling_files(found_tokenizer)
-        fingerprint = found_tokenizer.fingerprint
     tree = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-    note = orbax_io.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, fingerprint))
+    note = orbax_io.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, found_tokenizer.fingerprint))
     target = folder / "checkpoints" / "0"
     target.parent.mkdir()
     # No items: Orbax merges the parts of several processes; here is one.
-    save = write.Save(target, (), files, note)
+    save = write.Save(target, (), run_tokenizer.travelling_files(found_tokenizer), note)
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     write.prepare(save, nbytes=nbytes)
     writer = Writer(save.folder / OUTER_PARAMS, leaves)

@@ -45,16 +45,12 @@ _ROPE_ENTRIES = {  # of each rope_type, beside it
 }
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def field(
     theirs: str,
     ours: str,
     default: Any = None,
-    read: Callable[[Any], Any] = _same,
-    write: Callable[[Any], Any] = _same,
+    read: Callable[[Any], Any] = lambda value: value,
+    write: Callable[[Any], Any] = lambda value: value,
     *,
     null: Any = None,
 ) -> Rule:

@@ -24,7 +24,7 @@ from maxdiloco import json_text
 from maxdiloco.data import packages
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.huggingface import bucket_tensors
-from maxdiloco.storage.object_store import BucketPath
+from maxdiloco.huggingface.folders import Folder
 from maxdiloco.storage.store import is_local
 
 INDEX = "model.safetensors.index.json"
@@ -42,7 +42,7 @@ class Stored(NamedTuple):
     """A tensor of a file. dtype: the format's name, such as BF16. begin: in an object."""
 
     name: str
-    file: pathlib.Path | BucketPath
+    file: Folder
     shape: tuple[int, ...]
     dtype: str
     begin: int = 0
@@ -57,7 +57,7 @@ def package() -> types.ModuleType:
     return packages.require("safetensors", "A model of Hugging Face", extra="hf")
 
 
-def tensors_of(folder: pathlib.Path | BucketPath) -> dict[str, Stored]:
+def tensors_of(folder: Folder) -> dict[str, Stored]:
     """{name: tensor} of all files of a model; reads the headers alone.
 
     Raises CheckpointError for a missing, truncated or otherwise damaged file.
@@ -74,7 +74,7 @@ def tensors_of(folder: pathlib.Path | BucketPath) -> dict[str, Stored]:
     return found
 
 
-def _files(folder: pathlib.Path | BucketPath) -> list[pathlib.Path | BucketPath]:
+def _files(folder: Folder) -> list[Folder]:
     index = folder / INDEX
     if not index.exists():
         if (folder / SINGLE).exists():
@@ -131,7 +131,7 @@ def equal(one: Stored, other: Stored) -> bool:
     return all(np.array_equal(read(one, part), read(other, part)) for part in parts)
 
 
-def _opened(file: pathlib.Path | BucketPath, path: os.PathLike) -> Any:
+def _opened(file: Folder, path: os.PathLike) -> Any:
     """What the package makes of `path`, which is that file or its header."""
     module = package()
     try:

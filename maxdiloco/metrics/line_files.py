@@ -105,15 +105,6 @@ def text_of(path: epath.Path) -> str:
         return ""
 
 
-def parsed(line: str | bytes) -> dict[str, Any]:
-    """The JSON object in a line; {} where it is none, such as half a line of a killed process."""
-    try:
-        content = json_text.parse(line)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 @contextlib.contextmanager
 def noted(
     path: epath.Path, say: Callable[[str], None], done: str = "written", so: str = ""
@@ -157,5 +148,5 @@ class History(contextlib.AbstractContextManager):
 
 def read_history(folder: RunFolder) -> list[dict[str, Any]]:
     """The lines of history.jsonl, oldest first; none where there is no file. Raises OSError."""
-    events = map(parsed, text_of(folder.history).splitlines())
+    events = map(json_text.fields, text_of(folder.history).splitlines())
     return [event for event in events if event.get("event") in ("start", "end")]

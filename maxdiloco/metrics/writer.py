@@ -18,11 +18,12 @@ from typing import Any
 
 from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError, ConfigError
-from maxdiloco.metrics.line_files import open_lines, parsed, text_of
+from maxdiloco.metrics.line_files import open_lines, text_of
 from maxdiloco.processes import output
 from maxdiloco.storage import durable
-from maxdiloco.storage.run_folder import RunFolder, is_local, reason
+from maxdiloco.storage.run_folder import RunFolder, is_local, reason, refusing
 
 PROJECT = "maxdiloco"  # of Weights & Biases
 
@@ -49,14 +50,11 @@ class MetricsWriter(contextlib.AbstractContextManager):
     ):
         self._path = folder.metrics
         self._say, self._failing = say, False
-        try:
+        what = f"base_output_directory: cannot write {self._path}"
+        with refusing(CheckpointError, what, "Free some space or set another folder."):
             last = _repaired(self._path, resume_step, say)
             self._sink = open_lines(self._path, folder.require_lock)
             wandb = [WandbRun(folder, wandb_config)] if wandb_config is not None else []
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._cannot_write(error)} Free some space or set another folder."
-            ) from error
         self._last_step = last.get("step")
         self.wall_time_s = last.get("perf/wall_time_s") or 0.0  # of the last row that is kept
         purge = 0 if resume_step is None else resume_step + 1
@@ -147,7 +145,7 @@ def _repaired(
     last: dict[str, Any] = {}
     later = broken = 0
     for line in filter(None, text.split("\n")):
-        found = parsed(line)
+        found = json_text.fields(line)
         if not isinstance(found.get("step"), int):
             broken += 1
         elif resume_step is None or not last.get("step", -1) < found["step"] <= resume_step:

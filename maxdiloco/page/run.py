@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
+from maxdiloco import json_text
 from maxdiloco.checkpoint import read, seal
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml
-from maxdiloco.metrics.line_files import parsed, read_history
+from maxdiloco.metrics.line_files import read_history
 from maxdiloco.storage.run_folder import RunFolder
 
 NAN = math.nan
@@ -118,7 +119,7 @@ def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
     broken = repeated = 0
     lines = text.split(b"\n")
     for number, line in enumerate(lines, 1):
-        row = parsed(line)
+        row = json_text.fields(line)
         if type(row.get("step")) is not int:
             # A process that is killed, or one that is writing now, leaves half a line.
             broken += bool(line.strip()) and number < len(lines)

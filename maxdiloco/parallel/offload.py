@@ -21,11 +21,6 @@ def kind_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> str | None:
     return HOST if has_place and x.sharding.memory_kind == HOST else None
 
 
-def to_host(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The same array kept in host memory; a scalar stays on the device."""
-    return moved(x, HOST) if x.shape else x
-
-
 def moved(
     x: jax.Array | jax.ShapeDtypeStruct, memory: str | None
 ) -> jax.Array | jax.ShapeDtypeStruct:

@@ -26,6 +26,7 @@ LOCK_WAIT_S = 120.0
 _LOCK_POLL_S = 1.0  # our choice
 _HOLDER = re.compile(r"process (\d{1,9}) on (.{0,255})\n?")  # all of a lock file that a run wrote
 _MOST_HOLDER = 300  # characters that are looked at
+AGAIN = "See that it can be, and start again."  # the remedy for what cannot be read
 
 
 class RunFolder:
@@ -67,11 +68,8 @@ def require_place(base_output_directory: str, run_name: str) -> None:
         return
     while not path.exists():
         path = path.parent
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            return
-    except OSError as error:
-        raise _cannot_hold(base_output_directory, run_name, error) from error
+    with _holding(base_output_directory, run_name):
+        tempfile.TemporaryFile(dir=path).close()
 
 
 @contextlib.contextmanager
@@ -95,7 +93,7 @@ def open_run_folder(
         yield folder
         return
     with contextlib.ExitStack() as stack:
-        try:
+        with _holding(base_output_directory, run_name):
             if is_local(folder.path):
                 make_folder(folder.path)
                 stack.enter_context(_locked(folder.path, run_name, warn))
@@ -108,16 +106,15 @@ def open_run_folder(
                 lock = ObjectLock(folder.path / "lock", key=key, otherwise=otherwise, say=warn)
                 stack.enter_context(lock)
                 folder = RunFolder(folder.path, lock.require)
-        except OSError as error:
-            raise _cannot_hold(base_output_directory, run_name, error) from error
         yield folder
 
 
-def _cannot_hold(base_output_directory, run_name, error):
+def _holding(base_output_directory, run_name):
     free = " and has free space" if is_local(base_output_directory) else ""
-    return CheckpointError(
-        f"base_output_directory={base_output_directory} cannot hold run_name={run_name}: "
-        f"{reason(error)}. Choose a folder that can be written{free}."
+    return refusing(
+        CheckpointError,
+        f"base_output_directory={base_output_directory} cannot hold run_name={run_name}",
+        f"Choose a folder that can be written{free}.",
     )
 
 
@@ -142,6 +139,18 @@ def reason(error: BaseException) -> str:
     first_line = str(error).partition("\n")[0].partition(" [")[0]
     parts = [part for part in first_line.split(": ") if part]
     return ": ".join(parts[-2:]).rstrip(".") if parts else type(error).__name__
+
+
+@contextlib.contextmanager
+def refusing(kind: type[Exception], what: str, remedy: str) -> Iterator[None]:
+    """Raise an error of this kind where the system refuses something inside the `with`.
+
+    what: the thing, and what cannot be done with it. remedy: sentences.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {reason(error)}. {remedy}") from error
 
 
 @contextlib.contextmanager

@@ -71,9 +71,7 @@ class Bucket:
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
         """The bytes of an object from `start` to before `end`. Raises OSError if it is shorter."""
-        with _as_os_errors():
-            data = bytes(self._api.get_range(self._client, name, start=start, end=end))
-        return _whole(data, name, start, end)
+        return self.get_part(name, start, end)[0]
 
     def get_part(self, name: str, start: int, end: int) -> tuple[bytes, Entry]:
         """get_range, and the object that the bytes are of, by one request."""

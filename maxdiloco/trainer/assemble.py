@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.data.tokenizer import build
+from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.diloco import outer
 from maxdiloco.diloco.schedule import GATHER
 from maxdiloco.engine.calls import START, Call
@@ -77,11 +78,12 @@ def assemble(
     total_steps: int,
     on_compile: OnCompile,
     mailbox: Mailbox | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
-    mailbox: see needs_bulk. total_steps: of optimizer.learning_rate_schedule. Raises ConfigError
-    for a model that the devices cannot run, and as batch_shape does.
+    mailbox: see needs_bulk. tokenizer: None: read here. total_steps: of learning_rate_schedule.
+    Raises ConfigError for a model that the devices cannot run, and as batch_shape does.
     """
     shape = batch_shape(cfg, mesh)
     model = on_mesh.build(cfg, mesh)
@@ -112,11 +114,11 @@ def assemble(
         monitor=Monitor(
             trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
         ),
-        **_evaluations(cfg, trainer, model, shape, on_compile),
+        **_evaluations(cfg, trainer, model, shape, on_compile, tokenizer),
     )
 
 
-def _evaluations(cfg, trainer, model, shape, on_compile):
+def _evaluations(cfg, trainer, model, shape, on_compile, tokenizer):
     """What looks at theta, at each replica and at a text by theta; the latter where asked for."""
     mesh, options = trainer.mesh, dict(of_slots=trainer.evaluated.of_slots, on_compile=on_compile)
     rows = shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
@@ -126,7 +128,7 @@ def _evaluations(cfg, trainer, model, shape, on_compile):
         rows=rows,
         length=shape.length,
         num_sequences=max(-1, cfg.eval_steps * rows),
-        token_bytes=on_mesh.token_bytes(cfg),
+        token_bytes=on_mesh.token_bytes(cfg, tokenizer),
         **options,
     )
     of_replicas = sampler = None
@@ -136,7 +138,8 @@ def _evaluations(cfg, trainer, model, shape, on_compile):
         )
     if cfg.sample_prompt:
         decoder = on_mesh.for_decoding(cfg, mesh, model)
-        tokenizer = build(vars(cfg), cfg.vocab_size)
+        if tokenizer is None or cfg.dataset_type == "synthetic":  # the rows may be too few
+            tokenizer = build(vars(cfg), cfg.vocab_size)
         sampler = Sampler(decoder, mesh, tokenizer, cfg.sample_prompt, **options)
     return dict(evaluation=evaluation, of_replicas=of_replicas, sampler=sampler)
 

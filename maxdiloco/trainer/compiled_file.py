@@ -28,7 +28,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import chips, processor
 from maxdiloco.storage import durable
-from maxdiloco.storage.run_folder import absolute, is_local, reason
+from maxdiloco.storage.run_folder import absolute, is_local, refusing
 from maxdiloco.trainer import job
 
 FORMAT = 3
@@ -104,15 +104,9 @@ def _is_no_file(path: str) -> bool:
     return is_local(path) and os.path.exists(path) and not os.path.isfile(path)
 
 
-@contextlib.contextmanager
-def _no_os_error(key: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{key}={path} cannot be written: {reason(error)}. Give the path of a file in a "
-            f"folder that can be written and has free space."
-        ) from None
+def _no_os_error(key: str, path: str) -> contextlib.AbstractContextManager[None]:
+    remedy = "Give the path of a file in a folder that can be written and has free space."
+    return refusing(ConfigError, f"{key}={path} cannot be written", remedy)
 
 
 def check_order(path: str, cfg: Config, mesh: Mesh) -> None:

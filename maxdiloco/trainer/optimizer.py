@@ -98,7 +98,10 @@ def abstract_state(cfg: Config, rule: optax.GradientTransformation, params: Any,
         jax.eval_shape(rule.init, params),
         optimizer_shardings(rule, params, shardings, mesh),
     )
-    return jax.tree.map(offload.to_host, state) if cfg.optimizer_memory_host_offload else state
+    if not cfg.optimizer_memory_host_offload:
+        return state
+    # A scalar stays on the device.
+    return jax.tree.map(lambda x: offload.moved(x, offload.HOST) if x.shape else x, state)
 
 
 def decays(model: Model) -> Any:

@@ -104,7 +104,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
 
         mailbox = None if room is None else room.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        chosen, parts = _build(cfg, mesh, total, compiles, mailbox, say)
+        chosen, parts = _build(cfg, mesh, total, compiles, mailbox, tokenizer, say)
         trainer = parts.trainer
         stack.callback(trainer.close)
         if room is not None and assemble.needs_bulk(chosen, mesh):
@@ -242,11 +242,10 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _build(cfg, mesh, total, compiles, mailbox, say) -> tuple[Config, Parts]:
+def _build(cfg, mesh, total, compiles, mailbox, tokenizer, say) -> tuple[Config, Parts]:
     """The config with remat_policy chosen, and the parts of a run of `total` steps."""
-    make = functools.partial(
-        assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, mailbox=mailbox
-    )
+    options = dict(total_steps=total, on_compile=compiles, mailbox=mailbox, tokenizer=tokenizer)
+    make = functools.partial(assemble.assemble, mesh=mesh, **options)
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
     stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""

@@ -11,6 +11,7 @@ import pytest
 from checkpoint_tools import bytes_on_devices
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import arrays as arrays_lib
@@ -122,7 +123,7 @@ class Watched:
 
 @pytest.mark.parametrize(
     ("old", "new", "memory"),
-    [(4, 3, "device"), (4, 2, "pinned_host"), (2, 4, "device"), (3, 2, "device")],
+    [(4, 3, "device"), (4, 2, "pinned_host"), (2, 4, "device"), full(3, 2, "device")],
 )
 def test_a_slice_more_or_less_takes_no_room_beyond_the_new_state(
     mesh_of, tmp_path, monkeypatch, old, new, memory
@@ -156,7 +157,7 @@ def test_a_slice_more_or_less_takes_no_room_beyond_the_new_state(
     assert any(nbytes > room[device] for device, nbytes in watched.most.items())
 
 
-@pytest.mark.parametrize("grid", [(4, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize("grid", [(4, 1, 2), full((2, 2, 2))])
 def test_what_was_in_flight_is_dropped_with_another_M_or_mesh(mesh_of, tmp_path, grid):
     """After step 8 those of 6 and 8 are in flight; their applies at 9 and 11 do nothing.
 

@@ -159,7 +159,7 @@ def test_a_folder_a_file_and_a_glob_name_the_files_that_they_name_on_a_disk(buck
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     address = bucket.upload(tmp_path, "a")
-    expected = corpus.find_files(f"{tmp_path}{path}", "dataset_path")
+    expected = list(corpus.find(f"{tmp_path}{path}", "dataset_path"))
     found = corpus.find(f"{address}{path}", "dataset_path")
     assert list(found) == [
         name.replace(f"{tmp_path}/", f"{address}/").replace("//0", "/0") for name in expected

@@ -34,18 +34,18 @@ def test_a_folder_is_its_text_files_sorted_by_path(folder):
     end no search and repeat no text."""
     made = "b.txt a/z.py a/a.jsonl c[1].md c1.md image.png .git/x.txt .hidden.txt".split()
     root = folder(dict.fromkeys(made, b"1"))
-    assert names(root, corpus.find_files(root, "dataset_path")) == [
+    assert names(root, list(corpus.find(root, "dataset_path"))) == [
         "a/a.jsonl", "a/z.py", "b.txt", "c1.md", "c[1].md",
     ]  # fmt: skip
     exists = f"{root}/c[1].md"  # what looks like a glob
-    assert corpus.find_files(exists, "dataset_path") == [exists]
+    assert list(corpus.find(exists, "dataset_path")) == [exists]
     # Two links to the folder itself: 2 ** 40 ways to the file. A link by name is used.
     root = f"{folder({'linked/a/text.txt': b'1'})}/linked"
     for name in ("one", "two"):
         os.symlink(".", f"{root}/a/{name}")
     for path in (root, f"{root}/**/*.txt", f"{root}/**"):
-        assert names(root, corpus.find_files(path, "dataset_path")) == ["a/text.txt"]
-    assert names(root, corpus.find_files(f"{root}/a/one/*.txt", "k")) == ["a/one/text.txt"]
+        assert names(root, list(corpus.find(path, "dataset_path"))) == ["a/text.txt"]
+    assert names(root, list(corpus.find(f"{root}/a/one/*.txt", "k"))) == ["a/one/text.txt"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_glob_matches_what_python_s_glob_does(folder, monkeypatch, pattern):
     for path in (pattern, f"{root}/{pattern}"):
         expected = sorted(filter(os.path.isfile, set(glob.glob(path, recursive=True))))
         try:
-            assert corpus.find_files(path, "dataset_path") == expected
+            assert list(corpus.find(path, "dataset_path")) == expected
         except DataError:
             assert not expected
 
@@ -86,7 +86,7 @@ def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder, monkeypatch):
 
 
 def test_the_default_is_the_source_of_the_standard_library():
-    paths = corpus.find_files("", "dataset_path")
+    paths = list(corpus.find("", "dataset_path"))
     root = os.path.dirname(json.__path__[0])
     assert paths == sorted(paths)
     assert json.__file__ in paths and os.path.join(root, "ast.py") in paths
@@ -106,12 +106,12 @@ def test_a_path_without_text_or_with_a_closed_folder_is_told_with_its_key(folder
         ("", r"dataset_path=\S* has no files that end in \.txt.*glob"),
     ):
         with pytest.raises(DataError, match="^eval_" + words):
-            corpus.find_files(f"{root}/{path}".rstrip("/"), "eval_dataset_path")
+            list(corpus.find(f"{root}/{path}".rstrip("/"), "eval_dataset_path"))
     with monkeypatch.context() as patch:
         patch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": root})
         words = rf"^dataset_path is empty.*{root} has no \.py.*Set dataset_path"
         with pytest.raises(DataError, match=words):
-            corpus.find_files("", "dataset_path")
+            list(corpus.find("", "dataset_path"))
     folder({"a.txt": b"1", "closed/b.txt": b"2"})
     scandir = os.scandir
 
@@ -124,7 +124,7 @@ def test_a_path_without_text_or_with_a_closed_folder_is_told_with_its_key(folder
     with pytest.raises(
         DataError, match=rf"^dataset_path={root}: folder {root}/closed cannot be read \(Perm.*right"
     ):
-        corpus.find_files(root, "dataset_path")
+        list(corpus.find(root, "dataset_path"))
 
 
 def test_a_file_that_cannot_be_read_is_told_before_any_is_read_through(tmp_path):

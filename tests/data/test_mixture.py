@@ -28,6 +28,7 @@ class NumberedWindows:
     num_windows: int
     length: int = 3
     padded: bool = True
+    requests: int = 0
     documents, summary = property(lambda self: self), str  # "" for the line on the text
 
     def read(self, windows_N):

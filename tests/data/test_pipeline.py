@@ -92,7 +92,7 @@ def test_scattered_rows_are_read_and_no_other(text, monkeypatch):
 @given(M=st.integers(1, 4), B=st.integers(1, 4), taken=st.integers(0, 5))
 def test_an_epoch_ends_before_a_window_would_be_read_again(M, B, taken):
     """last_step_of_epoch, also after a resume with another M, in a set of 64 windows."""
-    data = pipeline.Dataset(SimpleNamespace(num_windows=64), None, "dataset_path=fake")
+    data = pipeline.Dataset(SimpleNamespace(num_windows=64, requests=0), None, "dataset_path=fake")
     position = order.next_position(order.first_position(2, 2), 1 + taken, M, B)
     last = data.last_step_of_epoch(position)
     assert order.indices(position, last + 1, [M - 1], [B - 1]) >= 64

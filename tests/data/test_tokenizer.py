@@ -45,7 +45,7 @@ def each(request, folder):
 
 def stdlib(step):
     """Text of every step-th file of the standard library."""
-    paths = corpus.find_files("", "dataset_path")[::step]
+    paths = list(corpus.find("", "dataset_path"))[::step]
     return [open(path, "rb").read().decode("utf-8", errors="replace") for path in paths]
 
 

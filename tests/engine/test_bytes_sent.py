@@ -12,6 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from tiers import full
 
 from maxdiloco import DiLoCo
 from maxdiloco.aot.hlo import reader, traffic
@@ -95,7 +96,7 @@ def test_owners_send_half_a_byte_there_and_one_back(devices, slots, parameter, r
     assert (slots - 1) / 2 <= sent["gather"] <= 1.02 * (slots - 1) / 2
 
 
-@pytest.mark.parametrize("slices, micro_batches", [(2, 1), (4, 2)])
+@pytest.mark.parametrize("slices, micro_batches", [full(2, 1), (4, 2)])
 @pytest.mark.usefixtures("few_compiler_passes")
 def test_data_parallelism_sends_the_gradients_of_each_micro_batch_by_a_ring(slices, micro_batches):
     """One device a slice. Besides the gradients, sums of a few numbers cross. The embedding is not

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import corner, full
 
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import saved_state
@@ -134,7 +135,7 @@ def length(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", corner(MODES, ["tau 3", "eager"]))
 def test_two_lengths_give_the_bits_of_one_with_fewer_bytes_and_one_program_more(length, mode):
     found, sent, names = {}, {}, {}
     runs = [(1, "program"), (2, "program")] + [(2, "host")] * (mode == "tau 3")
@@ -173,7 +174,7 @@ def test_a_second_length_counts_the_bytes_of_all_devices_of_a_slice(devices, fsd
     assert len(algorithm.layout.pieces) == number
 
 
-@pytest.mark.parametrize("mode", ["tau 3", "eager"])
+@pytest.mark.parametrize("mode", ["tau 3", full("eager")])
 def test_a_run_resumes_with_the_same_bits_between_send_and_apply(length, mode):
     length(2)
     algorithm, state = trainer(mode)

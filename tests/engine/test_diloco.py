@@ -14,7 +14,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiers import corner
+from tiers import corner, full
 
 from maxdiloco import DiLoCo
 from maxdiloco.engine import saved
@@ -55,7 +55,7 @@ def run(algorithm, state, steps):
 
 
 @pytest.mark.parametrize(
-    ("P_", "H", "forms"), [(3, 8, 2), (5, 8, 2), (9, 9, 2), (4, 8, 3)], ids=str
+    ("P_", "H", "forms"), [(3, 8, 2), full(5, 8, 2), full(9, 9, 2), (4, 8, 3)], ids=str
 )
 def test_compiles_grow_with_the_forms_of_fragments_and_not_with_their_number(P_, H, forms):
     """8 layers in 2, 4 or 8 equal fragments, or in three of 3, 3 and 2; and the embedding: the
@@ -75,7 +75,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", corner(MODES, ["streaming", "eager"]))
 def test_a_bad_replica_changes_no_other_and_stops_the_run(mode):
     """A NaN in replica 1 at send time: replica 0 goes on as if alone; then exit 4 names leaf."""
     algorithm = make(**MODES[mode])
@@ -119,7 +119,7 @@ def test_step_needs_nothing_from_the_other_replicas(devices):
 
 
 @pytest.mark.parametrize("carrier", corner(["program", "host"], ["program"]))
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", corner(MODES, ["streaming", "eager"]))
 def test_pinned_host_memory_changes_no_bit(mode, carrier):
     """outer_memory=pinned_host: theta, its optimizer state, residuals and what is in flight are
     kept there. After step 11: streaming has sent a fragment after step 10, which has arrived and is

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from tiers import full
 
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import saved_state
@@ -113,7 +114,7 @@ def test_a_bad_value_leaves_the_residual_of_its_leaf_as_it_was():
 OVERLAPPED = dict(num_fragments=2, sync_period=2, overlap_steps=1)
 
 
-@pytest.mark.parametrize("carrier", ["program", "host"])
+@pytest.mark.parametrize("carrier", [full("program"), "host"])
 def test_a_run_resumed_between_send_and_apply_goes_on_to_the_bit(carrier):
     """After step 4 fragment 0 was sent and not applied. Its residual has taken the place of the one
     before, so that there is no second copy of it."""
@@ -133,9 +134,9 @@ def test_a_run_resumed_between_send_and_apply_goes_on_to_the_bit(carrier):
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        ({}, dict(exchange_dtype="topk"), "begin at zero"),
+        full({}, dict(exchange_dtype="topk"), "begin at zero"),
         ({}, dict(exchange_dtype="int8"), "are dropped"),
-        ({}, dict(error_feedback=False), "are dropped"),
+        full({}, dict(error_feedback=False), "are dropped"),
         (dict(error_feedback=False), {}, "begin at zero"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny_problem
 from jax.sharding import Mesh, NamedSharding
+from tiers import corner
 
 from benchmarks.link import moments
 from maxdiloco import DiLoCo
@@ -70,7 +71,7 @@ def trained(carrier, **options):
     return jax.tree.leaves(steps), (sent, [call.program.name for call in calls])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", corner(MODES, ["tau 2", "eager"]))
 def test_a_carrier_is_added_by_a_table_alone(mode, monkeypatch):
     """On three slices; a run also asks which programs it calls."""
     monkeypatch.setattr(exchanges, "CARRIERS", exchanges.CARRIERS | {"queue": ThroughQueue})

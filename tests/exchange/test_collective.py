@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
-from tiers import full
+from tiers import corner, full
 
 from maxdiloco.diloco import quantize
 from maxdiloco.diloco.fragments import Stacked, Vocabulary
@@ -82,7 +82,7 @@ def test_float32_mean_is_the_ordered_mean(devices, sizes):
     np.testing.assert_allclose(found.sizes.mean_norm, np.linalg.norm(flat.mean(0)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("wire", quantize.NAMES)
+@pytest.mark.parametrize("wire", corner(quantize.NAMES, ["float4_e3m0", "topk"]))
 def test_bits_do_not_depend_on_slots_or_chunks(devices, wire):
     """The same in-slice sharding: 1, 2 and 4 slots, whole or in 3 chunks, give the same bits."""
     whole, *others = (
@@ -94,7 +94,7 @@ def test_bits_do_not_depend_on_slots_or_chunks(devices, wire):
             np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, full(np.inf), full(-np.inf)])
 @pytest.mark.parametrize("sizes", [full({}), dict(diloco=2, data=2, fsdp=2)])
 def test_a_bad_value_is_flagged_by_replica_and_leaf(devices, sizes, bad):
     """Positive control: without it no flag is up."""
@@ -140,7 +140,7 @@ def rda_of(x_R, kind):
 
 
 of_divided_leaves = pytest.mark.parametrize(
-    "sizes", [dict(diloco=2, data=2, fsdp=2), dict(data=2, fsdp=4)]
+    "sizes", [dict(diloco=2, data=2, fsdp=2), full(dict(data=2, fsdp=4))]
 )
 
 

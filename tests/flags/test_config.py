@@ -78,7 +78,7 @@ VALUES = {
 }
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_a_stored_config_comes_back_as_it_was(data):
     """as_dict is what a checkpoint stores; from_dict neither checks nor changes any value, but for

@@ -63,6 +63,7 @@ def text_run(tmp_path_factory):
         steps=4,
         eval_interval=2,
         eval_steps=2,
+        opt_type="sgd",
     )
     with shared_programs(tmp_path_factory):
         assert run_tools.run(folder, "text", **keys) == 0

@@ -19,12 +19,13 @@ AS_USERS = {"XLA_FLAGS": ""}
 # time so, and 15 with the compiler as it comes.
 FEW_PASSES = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
-# Two slices of two devices; one layer; small enough to compile in seconds.
+# Two slices of two devices; one layer and plain SGD, to compile in seconds.
 FLAGS = (
     "model_name=tiny override_model_config=true base_emb_dim=16 base_num_decoder_layers=1 "
     "base_mlp_dim=32 base_num_query_heads=2 base_num_kv_heads=1 head_dim=8 dataset_type=synthetic "
     "max_target_length=16 per_device_batch_size=1 hardware=cpu dcn_diloco_parallelism=2 "
-    "ici_fsdp_parallelism=2 diloco_sync_period=2 log_period=1 enable_tensorboard=false"
+    "ici_fsdp_parallelism=2 diloco_sync_period=2 log_period=1 enable_tensorboard=false "
+    "opt_type=sgd"
 )
 # The trainer, to which a lock is stale after three seconds.
 IMPATIENT = """

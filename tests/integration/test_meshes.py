@@ -53,7 +53,7 @@ OTHER_WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", corner(OTHER_WAYS, ["tensor", "one vmap", "micro-batches"]))
+@pytest.mark.parametrize("way", corner(OTHER_WAYS, ["tensor", "micro-batches"]))
 def test_another_way_computes_what_one_device_for_each_replica_does(base, tmp_path, way):
     keys = KEYS | dict(per_device_batch_size=2) | OTHER_WAYS[way]
     assert tools.run(tmp_path, "way", **keys) == 0

@@ -148,6 +148,7 @@ def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeyp
     assert "runs/a/log.txt" not in store.objects[BUCKET]
 
 
+@pytest.mark.full  # test_clouds.py reads text from another store
 def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path, capfd):
     """The same as from a disk; nothing there is changed. The tokenizer, of 264 tokens, is in the
     run's folder and in a checkpoint: the file that the run was given is gone."""

@@ -65,7 +65,7 @@ def test_the_commands_of_your_own_text_run(tmp_path, monkeypatch, capsys):
     parquet.write_table(table, data / "parquet" / "0.parquet")
     monkeypatch.chdir(tmp_path)
     keys = TINY | dict(hardware="cpu", steps=2, log_period=1, base_num_decoder_layers=1)
-    keys |= dict(diloco_sync_period=2, ici_fsdp_parallelism=1, jax_cache_dir="")
+    keys |= dict(diloco_sync_period=2, ici_fsdp_parallelism=1, jax_cache_dir="", opt_type="sgd")
     for name, value in as_variables(keys).items():
         monkeypatch.setenv(name, value)
     more = {"generate": "max_new_tokens=3", "eval_interval": "steps=100"}
@@ -101,6 +101,7 @@ def test_help_lists_the_options(capsys, main, usage, words):
         assert all(word in text for word in words)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("programs")
 def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch, capsys):
     """The test's model has 31 rows."""
@@ -113,7 +114,7 @@ def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch, capsys)
     assert names == ["hf", "train", "prepare", "train", "hf"]
     smaller = (
         "hardware=cpu dcn_diloco_parallelism=2 ici_fsdp_parallelism=1 max_target_length=16 steps=1 "
-        "per_device_batch_size=1 remat_policy=none enable_tensorboard=false"
+        "per_device_batch_size=1 remat_policy=none enable_tensorboard=false opt_type=sgd"
     ).split()
     for name, line in zip(names, lines, strict=True):
         line = line.replace("/data/text", f"{tmp_path}/text.txt").replace("/data/", f"{tmp_path}/")

@@ -151,7 +151,8 @@ def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
     assert found[-1].keys() >= {"learning/loss_replica_2", "diloco/drift", "learning/z_loss"}
 
 
-@pytest.mark.parametrize("blind", [full(0), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("blind", [0, 1])
 def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(
     started, tmp_path, blind
 ):

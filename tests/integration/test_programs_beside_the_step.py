@@ -60,7 +60,7 @@ def bytes_across(parts, calls):
     return [sum(c.bytes_sent for c in one.crossings) for one in found]
 
 
-@pytest.mark.parametrize("model", corner(MODELS, ["1b", "deepseek-v3"]))
+@pytest.mark.parametrize("model", corner(MODELS, ["1b"]))
 def test_every_program_of_a_model_traces(devices, model):
     """Sizes above 2^31 elements among them. Control: the trees have as many values as the name
     says, give or take a half."""
@@ -157,10 +157,9 @@ CUTS = {"stride": (4, 4), "list": (5, 4), "run": (4, 6)}  # layers, fragments
 GRID = itertools.product(["device", "pinned_host"], OUTER_MODES, CUTS)
 
 
+@pytest.mark.full  # test_tpu_overlap.py has one in the default tier
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize(
-    ("memory", "mode", "pattern"), corner(GRID, [("pinned_host", "overlapped", "list")])
-)
+@pytest.mark.parametrize(("memory", "mode", "pattern"), [*GRID])
 def test_the_outer_state_compiles_for_tpu_in_either_memory(memory, mode, pattern):
     """Leaves of every kind: rows of the vocabulary, and matrices and vectors of layers that lie in
     strides, alone or anyhow."""

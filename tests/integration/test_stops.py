@@ -206,7 +206,7 @@ def failing(monkeypatch):
     return lambda *steps: left.extend(steps)
 
 
-@pytest.mark.parametrize("steps, at", [((4, 8), 8), ((12, 12), 12)])
+@pytest.mark.parametrize("steps, at", [((4, 8), 8), full((12, 12), 12)])
 def test_two_failed_saves_in_a_row_end_the_run_with_75_and_one_line(
     tmp_path, capfd, failing, steps, at
 ):

@@ -103,7 +103,7 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
         return read_item(path, name, tree)
 
     monkeypatch.setattr(checkpoint_arrays, "read_item", recorded)
-    mesh = mesh_lib.build(cfg := stored.config_of(tools.meta(finished, 62)))
+    mesh = mesh_lib.build(cfg := config.from_dict(tools.meta(finished, 62)["config"]))
     found = stored.load(finished, lambda meta: (cfg, mesh), parameters)
     assert names == ["outer_params" if parameters == "outer" else "params"]
     saved = tools.arrays(finished, 62)
@@ -234,7 +234,12 @@ def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(
     cfg = config.from_dict(tools.meta(run, 4)["config"] | {"attention": "flash"})
     with pytest.raises(ConfigError, match="attention=flash"):
         from_config(cfg, backend="cpu")
-    monkeypatch.setattr(stored, "config_of", lambda meta: cfg)
+    load = stored.load
+
+    def of_flash(folder, configure):
+        return load(folder, lambda meta: configure(meta | {"config": cfg.as_dict()}))
+
+    monkeypatch.setattr(stored, "load", of_flash)
     assert generated(capfd, run, *options) == first
 
 
@@ -256,6 +261,7 @@ def test_a_run_writes_samples_at_its_evaluations_and_keeps_its_bits(capfd, text_
     assert b"".join(f"    {line}\n".encode() for line in wanted.splitlines()) in content
 
 
+@pytest.mark.full
 def test_a_run_spread_over_lengths_evaluates_and_samples(capfd, text_run, tmp_path):
     """The evaluations of the run on one device a replica, and the text that generate draws; the
     prompt of 7 tokens and the one token of a step could not be shared by two devices."""

@@ -30,7 +30,7 @@ def test_a_restart_reads_no_jsonl_file_through_and_trusts_no_changed_line(capfd,
     text = tmp_path / "text.jsonl"
     text.write_text(line * 60)
     keys = dict(dataset_type="text", dataset_path=text, vocab_size=257)
-    keys |= dict(eval_interval=2, eval_steps=2)
+    keys |= dict(eval_interval=2, eval_steps=2, opt_type="sgd")
 
     assert tools.run(tmp_path, "run", steps=1, **keys) == 0
     assert capfd.readouterr().out.count("reading 1 .jsonl files through") == 1
@@ -82,6 +82,7 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path):
             {"path": str(tmp_path / "code"), "weight": "1", "name": "code"},
         ]
         keys = dict(dataset_type="text", vocab_size=257, grain_packing_type="best_fit")
+        keys |= dict(opt_type="sgd")
         return tools.run(tmp_path, name, dataset_mixture=json.dumps(entries), steps=steps, **keys)
 
     def tokens_read():

@@ -76,10 +76,10 @@ BY_DATA = STREAMING | dict(axis="data")
         ("inner", FOUR_BITS),
         ("pack", FOUR_BITS),
         ("merge", FOUR_BITS),
-        ("outer_step", LATE | dict(outer_overlap="eager")),
+        full("outer_step", LATE | dict(outer_overlap="eager")),
         full("outer_step", LATE | dict(outer_overlap="delayed")),
         # With collectives inside a slice: by `data` the parts of a residual are gathered.
-        ("pack", BY_DATA | dict(exchange_dtype="int2")),
+        full("pack", BY_DATA | dict(exchange_dtype="int2")),
         full("pack", BY_DATA | dict(exchange_dtype="topk")),
         full("merge", BY_DATA | dict(exchange_dtype="topk")),
     ],
@@ -164,6 +164,7 @@ def test_a_send_ends_behind_loops_that_wait_for_a_large_gather(flags, expected):
     assert done.stdout.split() == expected, done.stderr
 
 
+@pytest.mark.full
 def test_an_exchange_in_a_conditional_is_exposed(trainer):
     """Positive control: the same step, carrying its chunk only if a flag is set."""
     small = trainer(exchange_dtype="float32", **STREAMING)
@@ -215,12 +216,12 @@ OWNERS = dict(exchange_dtype="float4_e3m0", exchange="owners")
 
 @pytest.mark.parametrize("num_slices", corner([2, 4], [2]))
 def test_owners_send_parts_and_means_each_beside_a_step_that_hides_them(trainer, num_slices):
-    """u8 both ways, nothing of it padding, all of it hidden; a plain step, pack, reduce and merge
-    send nothing. Bytes of two layers: half a byte of a parameter to owners and one of means, with
-    scales and tiles."""
+    """u8 both ways, nothing of it padding, all of it hidden; pack, reduce and merge send nothing.
+    Bytes of two layers: half a byte of a parameter to owners and one of means, with scales and
+    tiles."""
     small = trainer(num_slices, **STREAMING, **OWNERS)
-    plain = small.inner, *(small.of(kind, 1) for kind in ("pack", "reduce", "merge"))
-    assert not any(sent_by(program, num_slices) for program in plain)
+    for kind in ("pack", "reduce", "merge"):
+        assert not sent_by(small.of(kind, 1), num_slices)
     sent, values = 0, 2 * 2 * 128 * 512
     for name, kind in (("scatter", "all-to-all"), ("share", "all-gather")):
         program = small.inner_with(1, f"inner + {name}")

@@ -9,6 +9,7 @@ import pytest
 import tiny_model
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 from maxdiloco.models.layers import look_up
 
@@ -42,7 +43,7 @@ def program(mesh, dtype, scale=1.0):
     return jax.jit(run)
 
 
-@pytest.mark.parametrize(("tensor", "scale"), [(1, 1.0), (1, 22.6), (2, 22.6)])
+@pytest.mark.parametrize(("tensor", "scale"), [full(1, 1.0), full(1, 22.6), (2, 22.6)])
 def test_a_table_is_gathered_in_the_activations_dtype_to_the_same_bits(devices, tensor, scale):
     """As bytes on the link; the control is the table gathered in float32 and rounded after."""
     mesh = tiny_model.mesh_of(devices, fsdp=4 // tensor, tensor=tensor)

@@ -13,6 +13,7 @@ import moe_oracle
 import numpy as np
 import pytest
 import tiny_model
+from tiers import full
 
 from maxdiloco.models import moe as moe_lib
 from maxdiloco.models import router, sampling, triton_ragged
@@ -155,7 +156,7 @@ def test_both_gradients_from_the_kernels_are_those_of_the_product():
     ("A", "widths", "sizes"),
     [
         (700, (32, 48), [100, 0, 300, 200]),  # tiles of 64; the last hundred rows are nobody's
-        (2048, (32, 160), [1000, 1048]),  # tiles of 128 rows and of 32 columns
+        full(2048, (32, 160), [1000, 1048]),  # tiles of 128 rows and of 32 columns
         (64, (16, 16), [0, 0, 0]),
     ],
 )
@@ -194,7 +195,7 @@ PRODUCTS = {"rows_by_matrices", "matrices_gradient"}
         ("megablox", 8, jnp.float32, 2),  # both gradients
         ("triton", 32, jnp.bfloat16, 3),  # the product too
         ("triton", 32, jnp.float32, 0),  # neither fits: XLA's products take their place
-        ("triton", 24, jnp.bfloat16, 0),
+        full("triton", 24, jnp.bfloat16, 0),
     ],
 )
 def test_replicas_of_a_slot_take_the_kernels_one_by_one(kernel, width, dtype, calls, monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 import tiny_model
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import full
 
 from maxdiloco.models import spec as spec_lib
 from maxdiloco.models.layers import activated
@@ -47,7 +48,7 @@ def value_and_gradients(equation, wide, x, w, **choices):
     return out, *back(whole.reshape(out.shape))
 
 
-@pytest.mark.parametrize("float32_factors", [False, True])
+@pytest.mark.parametrize("float32_factors", [False, full(True)])
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_value_and_gradients_are_float32_sums_rounded_once(equation, float32_factors):
     """Against einsum of the factors in float32; half a unit in the last of 8 bits."""

@@ -149,7 +149,7 @@ def test_no_thread_and_no_descriptor_is_left():
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     threads, descriptors = count()
-    for _ in range(3):
+    for _ in range(2):
         with mailbox_tools.Network() as network:
             zero, one, proxy = network.pair(timeout_s=20)
             stranger = socket.create_connection(proxy.target)

@@ -57,7 +57,7 @@ def test_messages_of_any_size_arrive_once_however_connections_break(
     assert not (zero._messages or one._messages)
 
 
-@pytest.mark.parametrize("directions", [{"to", "from"}, {"to"}, {"from"}])
+@pytest.mark.parametrize("directions", [full({"to", "from"}), full({"to"}), {"from"}])
 def test_a_link_that_stops_for_less_than_the_timeout_goes_on(network, directions):
     """Long enough for connections to be given up, and made anew. Process 1, which hears nothing,
     closes them, and process 0 hears that: it is no end of process 1."""
@@ -75,7 +75,7 @@ def test_a_link_that_stops_for_less_than_the_timeout_goes_on(network, directions
     assert len(proxy.pairs) > before
 
 
-@pytest.mark.parametrize("directions", [{"to", "from"}, {"to"}, {"from"}, "killed"])
+@pytest.mark.parametrize("directions", [{"to", "from"}, full({"to"}), full({"from"}), "killed"])
 def test_a_link_that_stops_for_longer_loses_the_peer_on_both_sides(network, directions):
     """Or for good, as when the peer is killed: its connections close and its port refuses."""
     zero, one, proxy = network.pair(timeout_s=1.5)

@@ -56,6 +56,7 @@ def evaluate(tmp_path):
     return model, totals
 
 
+@pytest.mark.usefixtures("few_compiler_passes")
 @pytest.mark.parametrize("num_bytes", [0, 5])
 def test_an_untrained_model_pays_the_logarithm_of_its_vocabulary(evaluate, devices, num_bytes):
     """Zero weights: ln V nats a target. 20 letters and the start of their document are two windows
@@ -69,6 +70,7 @@ def test_an_untrained_model_pays_the_logarithm_of_its_vocabulary(evaluate, devic
     assert found.loss == pytest.approx(math.log(257), rel=1e-6)
 
 
+@pytest.mark.usefixtures("few_compiler_passes")
 def test_each_slot_evaluates_its_own_parameters_on_its_own_sequences(evaluate, devices):
     """Two slots of one device, two windows: slot m adds up the loss of model m on window m. With
     one model in both slots it is the evaluation of that model. Control: of the other model it is
@@ -100,7 +102,7 @@ def test_each_slot_evaluates_its_own_parameters_on_its_own_sequences(evaluate, d
 REPLICAS = (
     "hardware=cpu vocab_size=32 dataset_type=synthetic learning_rate=0.05 enable_tensorboard=false "
     "enable_checkpointing=false diloco_sync_period=3 steps=4 log_period=4 eval_interval=3 "
-    "eval_steps=2 per_device_batch_size=2 eval_replicas=mean"
+    "eval_steps=2 per_device_batch_size=2 eval_replicas=mean opt_type=sgd"
 ).split()
 
 

@@ -57,7 +57,9 @@ def needed(policy):
 
 
 def test_policies_stand_from_least_computed_to_least_memory():
-    kept = [needed(policy)[1] for policy in ("none", "minimal", "full")]
+    policies = ("none", "minimal", "full")
+    of_all = (parts_of(config.load([*FLAGS, f"remat_policy={each}"], {}), []) for each in policies)
+    kept = [remat_choice.kept_bytes(parts, 1) for parts in of_all]
     assert sorted(kept, reverse=True) == kept and len(set(kept)) == 3
     assert list(POLICIES)[0] == "none"
     assert remat_choice.TRIED == tuple(POLICIES)[1:]

@@ -188,7 +188,7 @@ def _is_complete(plan, folder):
         with durable.replacing(folder / _PLAN) as new:
             new.write_text(json.dumps(plan))
         return False
-    before = shards.read_fields(folder / _PLAN) or {}
+    before = shards.read_fields(folder / _PLAN)
     if different := [key for key in plan if before.get(key) != plan[key]]:
         raise ConfigError(
             f"out={folder} was begun with another {' and '.join(different)}. Choose another "
@@ -251,8 +251,6 @@ def _remove(folder, *patterns):
             os.remove(folder / name)
     elif names:
         folder.bucket().delete([(folder / name).key for name in names])
-
-
 
 
 @contextlib.contextmanager

@@ -226,7 +226,7 @@ def open_files(
     key: str,
     column: str,
 ) -> Files:
-    """Files sorted by path; each is opened, none is read. path, key, suffixes: of find_files.
+    """Files sorted by path; each is opened, none is read. path, key, suffixes: of corpus.find.
     check: raises DataError for the name of a file of another kind. Raises DataError when there is
     none, and for a file that cannot be read."""
     found = corpus.find(path, key, suffixes)
