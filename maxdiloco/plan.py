@@ -14,7 +14,7 @@ from types import MappingProxyType, SimpleNamespace
 from maxdiloco import train_compile
 from maxdiloco.command_line import Option, guarded, read_options
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, config, help
+from maxdiloco.flags import config, help, maxtext
 from maxdiloco.processes.output import say
 
 OPTIONS = MappingProxyType({
@@ -76,16 +76,14 @@ def _given(options: SimpleNamespace, names: Sequence[str]) -> list[str]:
 
 def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
     """Names of the keys that the user has set, whatever their values."""
-    names = {key.partition("=")[0].lstrip("-") for key in keys}
+    names = {key.partition("=")[0].lstrip("-") for key in keys if "=" in key}
     names |= {
         name.removeprefix(config.ENVIRONMENT_PREFIX).lower()
         for name in environ
         if name.startswith(config.ENVIRONMENT_PREFIX)
     }
     if keys and keys[0].endswith((".yml", ".yaml")):
-        path = config.found(pathlib.Path(keys[0]))
-        if path.resolve() != (base_yml.config_folder() / "base.yml").resolve():
-            names |= {name for name, _, _ in base_yml.read_yml(path)}
+        names |= set(config.of_file(config.found(pathlib.Path(keys[0])), maxtext.tables()))
     return names
 
 

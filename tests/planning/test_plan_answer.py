@@ -6,7 +6,7 @@ import math
 import pytest
 
 from maxdiloco import plan
-from maxdiloco.flags import config
+from maxdiloco.flags import base_yml, config
 from maxdiloco.planning import answer, compiled, job, losses, rating, table
 
 # Two sites of eight H100, 100 Mbit/s and 200 ms between them, 1.3B parameters.
@@ -127,6 +127,14 @@ def test_what_fills_is_first_and_eager_follows_what_is_as_soon_at_the_same_loss(
     assert [fills for mode, fills in rows if mode == "eager"][0] and ("DiLoCo", True) not in rows
     assert "diloco_outer_overlap" not in said
     assert "\nmeasured of the first row's mode: +" in said
+
+
+def test_of_a_copy_of_base_yml_the_edits_are_given_as_a_run_takes_them(tmp_path, monkeypatch):
+    base = (base_yml.config_folder() / "base.yml").read_text(encoding="utf-8")
+    (tmp_path / "base.yml").write_text(base.replace("\nsteps: 1000", "\nsteps: 7"))
+    monkeypatch.chdir(tmp_path)
+    assert plan.given_keys(["base.yml"], {}) == {"steps"}
+    assert plan.given_keys(["configs/base.yml"], {}) == set()
 
 
 @pytest.mark.parametrize(
