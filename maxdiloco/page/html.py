@@ -1,7 +1,7 @@
 """The page: tables as HTML, points as numbers in it, and uPlot, which draws them, in one file.
 
 uPlot (MIT licence, in uplot/) is part of the package: 52 KB, against 1 MB of bokeh's script and 4.5
-MB of plotly's, which would leave nothing of a page of 5 MB. It draws 100,000 points in a moment.
+MB of plotly's, for a page of 1 MB. It draws 100,000 points in a moment.
 
 # N rows  B buckets  K rows in a bucket
 """
@@ -14,12 +14,13 @@ import string
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from maxdiloco.page import facts, timeline
+from maxdiloco.page import facts, timeline, verdict
 from maxdiloco.page.run import NOT_FINITE, Run
 
 MOST_ROWS = 200  # of a table; our choice
@@ -31,8 +32,17 @@ MOST, LEAST = 20_000, 400
 THETA = "Loss of theta"  # in the panel before it where there is one run
 
 
-def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0) -> str:
-    """The page; after reload_s seconds, if any, a browser reads it again. defaults: of base.yml."""
+def page(
+    runs: Sequence[Run],
+    defaults: Mapping[str, Any],
+    *,
+    reload_s: int = 0,
+    expected: Mapping[int, verdict.Expected] = MappingProxyType({}),
+) -> str:
+    """The page; after reload_s seconds, if any, a browser reads it again. defaults: of base.yml.
+
+    expected: see verdict.sentences.
+    """
     names = ", ".join(run.name for run in runs)
     drawn = [timeline.of_run(run) for run in runs]
     subtitle = f"made {facts.date(time.time(), seconds=True)}"
@@ -46,6 +56,7 @@ def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0)
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
         notes += [before + line for line in [*run.notes, *not_finite(run)]]
+    data = _data(runs, drawn)
     marks = ["Dashed: a restart."] * any(len(facts.lives(run)) > 1 for run in runs)
     marks += ["▲: a checkpoint that is kept."] * any(run.checkpoints for run in runs)
     # A value is never searched for names of others.
@@ -54,7 +65,7 @@ def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0)
         heading=escape(names if len(runs) == 1 else f"{len(runs)} runs"),
         subtitle=escape(subtitle),
         reload=f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else "",
-        verdict=_list(facts.verdict(runs), "verdict"),
+        verdict=_verdict(verdict.sentences(runs, expected), data["panels"]),
         summary=_table(facts.summary(runs), "cards"),
         notes=_list(notes, "notes"),
         marks=" ".join(marks),
@@ -66,7 +77,7 @@ def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0)
         css=_read("page.css"),
         uplot_js=_read("uplot/uPlot.iife.min.js"),
         js=_read("timeline.js") + _read("page.js"),
-        data=json.dumps(_data(runs, drawn), allow_nan=False).replace("<", "\\u003c"),
+        data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     )
 
 
@@ -77,6 +88,24 @@ def _read(name: str) -> str:
 def _list(lines: Sequence[str], kind: str) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines[:MOST_ROWS])
     return f'<ul class="{kind}">{items}</ul>' if items else ""
+
+
+def _verdict(said: list[list[tuple[str, str]]], panels: Sequence[Mapping[str, Any]]) -> str:
+    """The sentences, each a link to the panel that shows what it says, where the page has it."""
+    titles = {panel["title"] for panel in panels}
+
+    def linked(text: str, title: str) -> str:
+        if title not in titles:
+            return escape(text)
+        return f'<a href="#{anchor(title)}">{escape(text)}</a>'
+
+    lines = [" ".join(linked(*each) for each in line) for line in said]
+    return f'<ul class="verdict">{"".join(f"<li>{line}</li>" for line in lines[:MOST_ROWS])}</ul>'
+
+
+def anchor(title: str) -> str:
+    """The id of a panel, as page.js gives it."""
+    return re.sub("[^a-z]+", "-", title.lower())
 
 
 def _swatch(number: int | None) -> str:

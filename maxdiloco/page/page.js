@@ -131,6 +131,7 @@ class Chart {
     this.box.className = "panel" + (["Loss", "Loss of theta"].includes(panel.title) ? " first" : "");
     this.box.innerHTML = `<div class="title"><h3></h3><button type="button" aria-pressed="false">log
       </button></div><p class="note"></p><div class="plot"></div><div class="readout"></div>`;
+    this.box.id = panel.title.toLowerCase().replace(/[^a-z]+/g, "-");
     const head = this.box.querySelector("h3");
     head.textContent = panel.title + " ";
     if (panel.unit) head.append(Object.assign(document.createElement("small"),
@@ -144,6 +145,10 @@ class Chart {
       button.setAttribute("aria-pressed", this.log);
       this.draw();
     };
+    button.setAttribute("aria-label", `logarithmic scale of ${panel.title}`);
+    const plot = this.box.querySelector(".plot");
+    plot.setAttribute("role", "img");
+    plot.setAttribute("aria-label", `chart of ${panel.title}; its last values are below it`);
     parent.append(this.box);
     this.button = button;
   }

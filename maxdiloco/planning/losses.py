@@ -2,11 +2,15 @@
 
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import yaml
 
-from maxdiloco.planning.job import Choice
+from maxdiloco.flags import config
+from maxdiloco.models import transformer
+from maxdiloco.models.spec import from_config
+from maxdiloco.planning.job import KEYS, Choice
 
 LOSSES = pathlib.Path(__file__).parent / "losses.yml"
 # Loss of data parallelism with as many tokens as pay: A N^-EXPONENT (2503.09799 Tab. 7), where
@@ -41,6 +45,14 @@ def tables(path: pathlib.Path = LOSSES) -> list[dict[str, Any]]:
 def parameters(size: str) -> float:
     """'1.3B' -> 1.3e9."""
     return float(size[:-1]) * UNITS[size[-1]]
+
+
+def of_run(keys: Mapping[str, Any], replicas: int) -> Gap | None:
+    """The gap of a stored run, by all of its keys."""
+    spec = from_config(config.from_dict(keys), backend="cpu")
+    size = transformer.count_parameters(transformer.Model(spec))
+    choice = Choice(**{field: keys[key] for key, field in KEYS.items()})
+    return nearest(tables(), choice, size=size, replicas=replicas)
 
 
 def nearest(
