@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from maxdiloco.page import facts, timeline, verdict
+from maxdiloco.page import compare, facts, timeline, verdict
 from maxdiloco.page.run import NOT_FINITE, Run
 
 MOST_ROWS = 200  # of a table; our choice
@@ -70,7 +70,8 @@ def page(
         notes=_list(notes, "notes"),
         marks=" ".join(marks),
         timelines=_timelines(runs, drawn),
-        config=config,
+        config="" if len(runs) > 1 else f"<section><h2>Configuration</h2>{config}</section>",
+        compared=_compared(runs, config) if len(runs) > 1 else "",
         starts=_table(facts.starts(runs), "cards", empty="No start is recorded."),
         checkpoints=_table(facts.checkpoints(runs), "", empty="No checkpoint is kept."),
         uplot_css=_read("uplot/uPlot.min.css"),
@@ -88,6 +89,21 @@ def _read(name: str) -> str:
 def _list(lines: Sequence[str], kind: str) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines[:MOST_ROWS])
     return f'<ul class="{kind}">{items}</ul>' if items else ""
+
+
+def _compared(runs: Sequence[Run], config: str) -> str:
+    """Several runs: keys that differ, and theta's loss where they have come equally far."""
+    found = compare.table(runs)
+    why = (
+        "noise: deviation of the difference of two evaluations, by how the last ones scatter; no "
+        "difference: within two of them. Between seeds runs differ by more."
+    )
+    nothing = "No run has a loss of theta at an equal point beside the first one."
+    note = f'<p class="note">{why}</p>' if found.rows else ""
+    return (
+        f'<section aria-label="comparison"><h2>Keys that differ</h2>{config}'
+        f'<h2>Differences of theta</h2>{_table(found, "cards", empty=nothing)}{note}</section>'
+    )
 
 
 def _verdict(said: list[list[tuple[str, str]]], panels: Sequence[Mapping[str, Any]]) -> str:
@@ -255,6 +271,7 @@ def tables_of(runs: Sequence[Run]) -> list[tuple[int, Table]]:
     for number, run in enumerate(runs):
         columns = run.columns
         if timeline.BYTES in columns:
+            columns = compare.with_total(run).columns
             columns = columns | {timeline.BYTES: timeline.over_whole_periods(run)}
         out += [(number, table) for table in by_rows(run.steps_N, columns, limit=limit)]
     return out

@@ -38,7 +38,8 @@ const whole = (n) => Math.round(n).toLocaleString("en-US");
 
 // --- the x axis: inner steps, or what a run has counted up to a step
 
-const X_AXES = { "learning/tokens": "tokens", "perf/wall_time_s": "seconds of wall time" };
+const X_AXES = { "learning/tokens": "tokens", "dcn/bytes_sent_in_all": "bytes sent by a replica",
+  "perf/wall_time_s": "seconds of wall time" };
 const counters = {}; // metric -> for each run [steps, values] or undefined
 for (const panel of DATA.panels) {
   if (!(panel.title in X_AXES)) continue;
