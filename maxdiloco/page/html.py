@@ -24,11 +24,18 @@ from maxdiloco.page import compare, facts, timeline, verdict
 from maxdiloco.page.run import NOT_FINITE, Run
 
 MOST_ROWS = 200  # of a table; our choice
-# Points of all series together: 2.1 MB of a page. Our choice, for pages below 5 MB.
-POINTS = 400_000
+# Points of all series together: 0.8 MB of a page. Our choice, for pages below 1 MB.
+POINTS = 110_000
 # Of one series: about two for each pixel of a wide screen in a view of a tenth of the run; and
 # what a narrow panel still shows. Our choice.
 MOST, LEAST = 20_000, 400
+# Units of metrics that panels.yml does not name: by the end of the name, the first that fits.
+UNITS = {
+    r"loss": "nats a token", r"perplexity": "tokens", r"bits_per_byte": "bits", r"bytes\w*": "B",
+    r"tokens_per_second": "tokens/s", r"tflops_per_device": "TFLOP/s", r"tokens": "tokens",
+    r"_(s|seconds)|\(s\)|_time": "s", r"epochs?(_\w+)?": "epochs", r"mfu|share": "of 1",
+    r"entropy": "nats", r"norm": "norm", r"GiB\)": "GiB", r"%\)": "%",
+}  # fmt: skip
 THETA = "Loss of theta"  # in the panel before it where there is one run
 
 
@@ -233,7 +240,8 @@ def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[dic
             out.append(shown | {"main": True, "series": series})
     for name in sorted({name for _, name in left}):
         series = taken(f"({re.escape(name)})", "line", "{}")
-        out.append({"title": name, "unit": "", "note": "", "main": False, "series": series})
+        unit = next((unit for end, unit in UNITS.items() if re.search(f"({end})$", name)), "value")
+        out.append({"title": name, "unit": unit, "note": "", "main": False, "series": series})
     return out
 
 
