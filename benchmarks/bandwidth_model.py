@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from benchmarks import svg
 from benchmarks.bandwidth import own, simulator
 from benchmarks.bandwidth import tables as published
 from benchmarks.bandwidth.simulator import GRID, H
 from benchmarks.bandwidth.tables import Size
 from maxdiloco.aot.wait import data_parallel
 from maxdiloco.errors import ConfigError
+from maxdiloco.planning import svg
 
 SHARE = {"streaming": 0.85, "scaling": 0.7}  # of the parameters that travel; fitted, one a paper
 STEPS = 15  # of data parallelism; fitted: the last reduction is not waited for

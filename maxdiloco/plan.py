@@ -1,8 +1,9 @@
-"""Which way to synchronise fits a link: `python -m maxdiloco.plan`.
+"""Whether and how to train over a link: `python -m maxdiloco.plan`.
 
 Takes the flags of maxdiloco.train and the bandwidth of the link between slices. The plain step is
 compiled for compile_topology, or its time is given as step_time and nothing is compiled; that of
-GPUs is guessed from their peak. Exit code 1 when no choice fills the link.
+GPUs, and of TPUs without libtpu, is guessed from the chip. Exit code 1 when no choice fills the
+link.
 """
 
 import os
@@ -13,7 +14,7 @@ from types import MappingProxyType, SimpleNamespace
 from maxdiloco import train_compile
 from maxdiloco.command_line import Option, guarded, read_options
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, config, help
+from maxdiloco.flags import config, help, maxtext
 from maxdiloco.processes.output import say
 
 OPTIONS = MappingProxyType({
@@ -26,10 +27,22 @@ OPTIONS = MappingProxyType({
                                    float, 0),
     "latency_ms": Option(None, "milliseconds from one slice to another, half a round trip; by "
                          "default none", float, 0),
+    "link_latency_ms": Option(None, "the same as latency_ms", float, 0),
+    "tokens": Option(None, "tokens to train on, in place of steps; without both 20 for each "
+                     "parameter", float, 0),
+    "price_per_device_hour": Option(None, "of one device, in any currency", float, 0),
+    "price_per_gb": Option(None, "of 1e9 bytes from one slice to another", float, 0),
+    "sweep": Option("", "bandwidth, latency or sites: the time to the same loss against it, in "
+                    "place of the answers"),
+    "figure": Option("", "file for the sweep as SVG; empty: none"),
+    "details": Option(False, "all rows of the table, and what its columns mean", bool),
     "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
 # Each names one link between slices: of a device, a host, a slice.
 LINKS = ("dcn_bandwidth_gbps", "host_bandwidth_gbps", "slice_bandwidth_gbps")
+LATENCIES = ("latency_ms", "link_latency_ms")
+SWEEPS = ("bandwidth", "latency", "sites")
+TOKENS = 20  # for each parameter, as the papers' tables of losses train (2503.09799 Tab. 3)
 
 
 @guarded
@@ -40,81 +53,108 @@ def main(argv: Sequence[str]) -> int:
         return 0
     options, keys = read_options(argv, OPTIONS, "plan", keys=True)
     cfg = config.load(keys, os.environ)
-    names = [name for name in LINKS if vars(options)[name] is not None]
+    names, _ = (_given(options, names) for names in (LINKS, LATENCIES))
     if not names:
         raise ConfigError(
             "dcn_bandwidth_gbps is not given, and the plan is for a link. Give one device's share "
             "in Gbit/s, or host_bandwidth_gbps or slice_bandwidth_gbps."
         )
-    if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} name the same link. Give one of them.")
     if not cfg.compile_topology and options.step_time is None:
         raise ConfigError(
             "step_time is not given and compile_topology is empty, so the time of a step is "
             "unknown. Give step_time=0.8 (seconds), or compile_topology=v5e-16 or h100-8 with "
             "compile_topology_num_slices=2."
         )
+    if options.sweep and options.sweep not in SWEEPS:
+        raise ConfigError(f"sweep={options.sweep} is not known. Use one of {', '.join(SWEEPS)}.")
+    if options.figure and not options.sweep:
+        raise ConfigError(
+            f"figure={options.figure} is of a sweep. Add sweep={SWEEPS[0]}, or leave figure out."
+        )
     from maxdiloco.evaluation import run_tokenizer
 
     return _plan(run_tokenizer.resolved(cfg), options, keys, names[0])
 
 
+def _given(options: SimpleNamespace, names: Sequence[str]) -> list[str]:
+    """Of options that name the same link that which is given."""
+    given = [name for name in names if vars(options)[name] is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} name the same link. Give one of them.")
+    return given
+
+
 def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
     """Names of the keys that the user has set, whatever their values."""
-    names = {key.partition("=")[0].lstrip("-") for key in keys}
+    names = {key.partition("=")[0].lstrip("-") for key in keys if "=" in key}
     names |= {
         name.removeprefix(config.ENVIRONMENT_PREFIX).lower()
         for name in environ
         if name.startswith(config.ENVIRONMENT_PREFIX)
     }
     if keys and keys[0].endswith((".yml", ".yaml")):
-        path = config.found(pathlib.Path(keys[0]))
-        if path.resolve() != (base_yml.config_folder() / "base.yml").resolve():
-            names |= {name for name, _, _ in base_yml.read_yml(path)}
+        names |= set(config.of_file(config.found(pathlib.Path(keys[0])), maxtext.tables()))
     return names
 
 
 def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
-    from maxdiloco.planning import compiled, job, rating, table
+    from maxdiloco.planning import answer, compiled, job, losses, rating, sweep, table
     from maxdiloco.trainer import compiled_file
-    from maxdiloco.trainer.remat_choice import make_room
 
     compiled_file.check_place("report", options.report)
+    compiled_file.check_place("figure", options.figure)
     planned = job.of(cfg)
     sharing = ((1, "device"), (planned.per_host, "host"), (planned.per_slice, "slice"))
     share = sharing[LINKS.index(link)]
-    gbps, latency_s = vars(options)[link] / share[0], (options.latency_ms or 0.0) / 1e3
-    families = rating.families(planned, given_keys(keys, os.environ))
+    latency_s = (options.latency_ms or options.link_latency_ms or 0.0) / 1e3
+    given = given_keys(keys, os.environ)
+    tokens, origin = _tokens(
+        cfg, options.tokens, has_steps="steps" in given, a_step=planned.tokens,
+        parameters=planned.num_parameters,
+    )  # fmt: skip
+    families = rating.families(planned, given)
     if not families:
         raise ConfigError(
             "no way to synchronise has the values that are given for H, P and tau. Leave one out."
         )
-
-    def ranked(step: rating.Step) -> list[rating.Rated]:
-        rows = rating.ranked(planned, families, step=step, gbps=gbps, latency_s=latency_s)
-        if not any(row.fits for row in rows):
-            least, hbm = (
-                n / table.MIB for n in (min(r.memory_bytes for r in rows), planned.chip.hbm)
-            )
-            raise ConfigError(
-                f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: every choice "
-                f"needs at least {least:,.0f} MiB a device, which has {hbm:,.0f}. "
-                f"{make_room(cfg, outer_state=False)}"  # the plan has tried pinned_host
-            )
-        return rows
-
-    if options.step_time is not None:
-        step = rating.Step(options.step_time)
-    elif not planned.chip.timed:
-        step = compiled.estimated_step(cfg, planned)
+    unrated = table.Plan(
+        planned, rating.Step(options.step_time or 1.0), vars(options)[link] / share[0], share, (),
+        keys, table.measured(), latency_s, tokens, origin,
+        (options.price_per_device_hour, options.price_per_gb), losses.tables(),
+    )  # fmt: skip
+    has_time, say_line = options.step_time is not None, train_compile.say_line
+    plan = compiled.proposed(unrated, families, has_time=has_time, say=say_line)
+    figures, views = table.as_json(plan) | {"answer": answer.as_json(plan)}, table.setting(plan)
+    if options.sweep:
+        found = sweep.points(plan, options.sweep, lambda job: rating.families(job, given))
+        figures["sweep"] = [point._asdict() for point in found]
+        views += ["", *sweep.lines(found)]
+        title = f"Time to the same loss: {cfg.model_name}, {tokens:.3g} tokens"
+        if options.figure:
+            drawing = sweep.figure(title, found).encode()
+            compiled_file.write_whole("figure", options.figure, drawing)
     else:
-        ranked(rating.Step(1.0))  # refuse a model whose state alone is too big before compiling
-        step = compiled.plain_step(cfg, gbps=gbps, say=train_compile.say_line)
-    plan = table.Plan(planned, step, gbps, share, ranked(step), keys, table.measured(), latency_s)
-    for line in table.lines(plan):
-        train_compile.say_line(line)
-    compiled_file.write_json("report", options.report, table.as_json(plan))
-    return train_compile.refuse(table.refusals(plan))
+        views += ["", *answer.lines(plan), "", *table.lines(plan, details=options.details)]
+    for line in views:
+        say_line(line)
+    compiled_file.write_json("report", options.report, figures)
+    return 0 if options.sweep else train_compile.refuse(table.refusals(plan))
+
+
+def _tokens(
+    cfg: config.Config, tokens: float | None, *, has_steps: bool, a_step: int, parameters: int
+) -> tuple[float, str]:
+    """Tokens to train on, and where their number is from. tokens: as given. a_step: of a step."""
+    has_steps = has_steps and cfg.steps != -1
+    if has_steps and tokens is not None:
+        raise ConfigError(
+            f"steps={cfg.steps} and tokens={tokens:g} both say how long to train. Give one of them."
+        )
+    if has_steps:
+        return cfg.steps * a_step, f"steps={cfg.steps}"
+    if tokens is not None:
+        return tokens, "as given"
+    return TOKENS * parameters, f"{TOKENS} a parameter, without tokens= or steps="
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
 """Draw runs as one HTML page: `python -m maxdiloco.report RUN [RUN ...] [out=FILE]`."""
 
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.processes.output import say
+
+if TYPE_CHECKING:
+    from maxdiloco.page.run import Run
+    from maxdiloco.page.verdict import Expected
 
 USAGE = """usage: python -m maxdiloco.report RUN [RUN ...] [key=value ...]
 
@@ -15,14 +21,23 @@ RUN: name of a run, its folder, or the folder of one of its checkpoints; also in
 The page says whether a run is healthy, whether its link is the bottleneck, and how it stands beside
 others. It shows losses of the replicas and of theta, learning rates, norms, cosine, drift, speed,
 one or two periods of the schedule, keys that differ, starts and checkpoints. It is one file and
-needs no network."""
+needs no network. --live serves it to a browser of this machine while the runs write; --text prints
+what it says at its top, and writes no file."""
 OPTIONS = MappingProxyType({
     "out": Option("", "file to write; empty: report.html in the first run's folder, of a bucket in "
                   "this one"),
     "watch": Option(0, "seconds after which the page is written again, and a browser that shows it "
                     "reads it again, until every run has ended; 0: write it once", int, 0),
+    "live": Option(False, "serve the page on 127.0.0.1 in place of a file, made anew for each "
+                   "look, every 5 s until every run has ended (watch=SECONDS); Ctrl-C ends it",
+                   bool),
+    "port": Option(0, "of live; 0: any that is free", int, 0),
+    "text": Option(False, "print the sentences at the top of the page, and nothing else", bool),
     "base_output_directory": Option("runs", "where the runs are, when RUN is a name"),
 })  # fmt: skip
+SWITCHES = ("--live", "--text")  # may stand without a value
+LIVE_S = 5  # between two looks of a browser; our choice
+WIDTH = 100  # of a line of text; our choice
 
 
 @guarded
@@ -31,9 +46,19 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
+    argv = [f"{argument}=true" if argument in SWITCHES else argument for argument in argv]
     options, named = read_options(argv, OPTIONS, "report", names=True)
     if not named:
         raise ConfigError("RUN is missing: give the name or the folder of one run or more.")
+    if options.text:
+        from maxdiloco.page import verdict
+
+        runs, *_ = _load(named, options)
+        for line in verdict.lines(runs, _expected(runs)):
+            say(textwrap.fill(line, WIDTH, subsequent_indent="  "))
+        return 0
+    if options.live:
+        return _serve(named, options)
     running, said = options.watch > 0, False
     while running:
         running, line = _write(named, options, reload_s=options.watch)
@@ -46,27 +71,80 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> tuple[bool, str]:
-    """Write the page. Returns whether a run has not ended, and a line on the file."""
+def _serve(names: Sequence[str], options: SimpleNamespace) -> int:
+    """Serve the page until Ctrl-C."""
+    from maxdiloco.page import live
+
+    make = page_of(names, options)
+    make()  # what cannot be read is refused before anything listens
+    with live.server(make, port=options.port) as server:
+        say(f"http://{live.HOST}:{server.server_port}/ shows {', '.join(names)}; Ctrl-C ends it")
+        server.serve_forever()
+    return 0
+
+
+def page_of(names: Sequence[str], options: SimpleNamespace) -> Callable[[], str]:
+    """A function that reads the runs and makes their page, which reads itself again while one goes
+    on."""
+    from maxdiloco.page import html
+
+    def make() -> str:
+        runs, defaults, running = _load(names, options)
+        reload_s = (options.watch or LIVE_S) if running else 0
+        return html.page(runs, defaults, reload_s=reload_s, expected=_expected(runs))
+
+    return make
+
+
+def _load(
+    names: Sequence[str], options: SimpleNamespace
+) -> tuple[list["Run"], dict[str, Any], bool]:
+    """The runs, the defaults of every key, and whether a run has not ended."""
     from maxdiloco.flags import base_yml, checks
-    from maxdiloco.page import facts, html
+    from maxdiloco.page import facts
     from maxdiloco.page import run as run_lib
-    from maxdiloco.storage.run_folder import is_local
-    from maxdiloco.trainer import compiled_file
 
     for name in names:
         checks.refuse_store("RUN", name)
     defaults = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
     base = options.base_output_directory
     runs = run_lib.load(names, base_output_directory=base, defaults=defaults)
+    newest = [life for run in runs for life in facts.lives(run)[-1:]]
+    return runs, defaults, any(life.end is None for life in newest)  # it goes on, or was killed
+
+
+def _expected(runs: Sequence["Run"]) -> dict[int, "Expected"]:
+    """What losses.yml has of runs beside the first one, where one of two is data parallelism."""
+    from maxdiloco.page import timeline
+    from maxdiloco.page.verdict import Expected
+
+    out = {}
+    for number, other in enumerate(runs[1:], 1):
+        pair = [run for run in (runs[0], other) if run.keys is not None]
+        ours = [run for run in pair if timeline.schedule_of(run) and run.num_replicas > 1]
+        if len(pair) == 2 and len(ours) == 1:
+            from maxdiloco.planning import losses  # which needs JAX
+
+            if gap := losses.of_run(ours[0].keys, ours[0].num_replicas):
+                least, most = gap.least / gap.parallel, gap.most / gap.parallel
+                out[number] = Expected(least, most, gap.row)
+    return out
+
+
+def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> tuple[bool, str]:
+    """Write the page. Returns whether a run has not ended, and a line on the file."""
+    from maxdiloco.page import html
+    from maxdiloco.storage.run_folder import is_local
+    from maxdiloco.trainer import compiled_file
+
+    runs, defaults, running = _load(names, options)
     folder = runs[0].folder
     out = options.out or (str(folder / "report.html") if is_local(folder) else "report.html")
     compiled_file.check_place("out", out)
-    content = html.page(runs, defaults, reload_s=reload_s).encode()
+    content = html.page(runs, defaults, reload_s=reload_s, expected=_expected(runs)).encode()
     compiled_file.write_whole("out", out, content)
     size = f"{out}: {len(content) / 1e6:.2f} MB, {sum(len(run.steps_N) for run in runs):,} rows"
-    newest = [life for run in runs for life in facts.lives(run)[-1:]]
-    return any(life.end is None for life in newest), size  # it goes on, or was killed
+    return running, size
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from benchmarks import svg
 from benchmarks.learning.table import Result
+from maxdiloco.planning import svg
 
 LEFT, TOP, WIDTH, HEIGHT, LEGEND = 60, 50, 560, 360, 300
 TICKS = 5

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks import svg
 from benchmarks.learning.cases import Case
+from maxdiloco.planning import svg
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 330, 220, 52, 44, 76
 TICKS = 4

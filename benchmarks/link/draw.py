@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import svg
 from benchmarks.link.counters import WINDOW_S
 from benchmarks.link.figures import (
     DATA_PARALLEL,
@@ -16,6 +15,7 @@ from benchmarks.link.figures import (
     mbit,
     result,
 )
+from maxdiloco.planning import svg
 
 COLOURS = {
     DATA_PARALLEL: "#c4262e",

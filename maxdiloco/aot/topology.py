@@ -213,7 +213,9 @@ def _gpus(kind: str, size: int) -> Slice:
             value = os.environ[key]
             raise ConfigError(f"{key}={value} must be above 0 and at most 1. Use 0.9, say.")
     hbm_gib = gpu.memory * share / 2**30
-    chip = CHIPS[gpu.chip]._replace(hbm_gib=hbm_gib, ici_gbps=gpu.link_gbps)
+    chip = CHIPS[gpu.chip]._replace(
+        hbm_gib=hbm_gib, ici_gbps=gpu.link_gbps, bandwidth=gpu.bandwidth
+    )
     return Slice(kind, (size,), size, min(size, ON_HOST), chip, gpu.capability)
 
 

@@ -70,9 +70,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     known, argv = maxtext.tables(), list(argv)
     given: dict[str, Given] = {}
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
-        path = found(pathlib.Path(argv.pop(0)))
-        is_base = path.name == maxtext.BASE
-        given |= _edited(path, known) if is_base else maxtext.renamed(_from_file(path), known)
+        given |= of_file(found(pathlib.Path(argv.pop(0))), known)
     given |= maxtext.renamed(_from_environment(environ, known), known)
     given |= maxtext.renamed(_from_command_line(argv, warn), known)
     given = maxtext.taken(given, known, warn)
@@ -169,6 +167,12 @@ def found(path: pathlib.Path) -> pathlib.Path:
     shipped = base_yml.config_folder().parent / path
     known = path.parts[:1] == ("configs",) and shipped.is_file()
     return shipped if known and not path.is_file() else path
+
+
+def of_file(path: pathlib.Path, known: maxtext.Tables) -> dict[str, Given]:
+    """What a yml file before the keys sets; of base.yml and its copies, what differs from it."""
+    is_base = path.name == maxtext.BASE
+    return _edited(path, known) if is_base else maxtext.renamed(_from_file(path), known)
 
 
 def _from_file(path: pathlib.Path) -> dict[str, Given]:

@@ -1,7 +1,7 @@
 """The page: tables as HTML, points as numbers in it, and uPlot, which draws them, in one file.
 
 uPlot (MIT licence, in uplot/) is part of the package: 52 KB, against 1 MB of bokeh's script and 4.5
-MB of plotly's, which would leave nothing of a page of 5 MB. It draws 100,000 points in a moment.
+MB of plotly's, for a page of 1 MB. It draws 100,000 points in a moment.
 
 # N rows  B buckets  K rows in a bucket
 """
@@ -14,25 +14,42 @@ import string
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
-from maxdiloco.page import facts, timeline
+from maxdiloco.page import compare, facts, timeline, verdict
 from maxdiloco.page.run import NOT_FINITE, Run
 
 MOST_ROWS = 200  # of a table; our choice
-# Points of all series together: 2.1 MB of a page. Our choice, for pages below 5 MB.
-POINTS = 400_000
+# Points of all series together: 0.8 MB of a page. Our choice, for pages below 1 MB.
+POINTS = 110_000
 # Of one series: about two for each pixel of a wide screen in a view of a tenth of the run; and
 # what a narrow panel still shows. Our choice.
 MOST, LEAST = 20_000, 400
+# Units of metrics that panels.yml does not name: by the end of the name, the first that fits.
+UNITS = {
+    r"loss": "nats a token", r"perplexity": "tokens", r"bits_per_byte": "bits", r"bytes\w*": "B",
+    r"tokens_per_second": "tokens/s", r"tflops_per_device": "TFLOP/s", r"tokens": "tokens",
+    r"_(s|seconds)|\(s\)|_time": "s", r"epochs?(_\w+)?": "epochs", r"mfu|share": "of 1",
+    r"entropy": "nats", r"norm": "norm", r"GiB\)": "GiB", r"%\)": "%",
+}  # fmt: skip
 THETA = "Loss of theta"  # in the panel before it where there is one run
 
 
-def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0) -> str:
-    """The page; after reload_s seconds, if any, a browser reads it again. defaults: of base.yml."""
+def page(
+    runs: Sequence[Run],
+    defaults: Mapping[str, Any],
+    *,
+    reload_s: int = 0,
+    expected: Mapping[int, verdict.Expected] = MappingProxyType({}),
+) -> str:
+    """The page; after reload_s seconds, if any, a browser reads it again. defaults: of base.yml.
+
+    expected: see verdict.sentences.
+    """
     names = ", ".join(run.name for run in runs)
     drawn = [timeline.of_run(run) for run in runs]
     subtitle = f"made {facts.date(time.time(), seconds=True)}"
@@ -46,6 +63,7 @@ def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0)
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
         notes += [before + line for line in [*run.notes, *not_finite(run)]]
+    data = _data(runs, drawn)
     marks = ["Dashed: a restart."] * any(len(facts.lives(run)) > 1 for run in runs)
     marks += ["▲: a checkpoint that is kept."] * any(run.checkpoints for run in runs)
     # A value is never searched for names of others.
@@ -54,19 +72,20 @@ def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0)
         heading=escape(names if len(runs) == 1 else f"{len(runs)} runs"),
         subtitle=escape(subtitle),
         reload=f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else "",
-        verdict=_list(facts.verdict(runs), "verdict"),
+        verdict=_verdict(verdict.sentences(runs, expected), data["panels"]),
         summary=_table(facts.summary(runs), "cards"),
         notes=_list(notes, "notes"),
         marks=" ".join(marks),
         timelines=_timelines(runs, drawn),
-        config=config,
+        config="" if len(runs) > 1 else f"<section><h2>Configuration</h2>{config}</section>",
+        compared=_compared(runs, config) if len(runs) > 1 else "",
         starts=_table(facts.starts(runs), "cards", empty="No start is recorded."),
         checkpoints=_table(facts.checkpoints(runs), "", empty="No checkpoint is kept."),
         uplot_css=_read("uplot/uPlot.min.css"),
         css=_read("page.css"),
         uplot_js=_read("uplot/uPlot.iife.min.js"),
         js=_read("timeline.js") + _read("page.js"),
-        data=json.dumps(_data(runs, drawn), allow_nan=False).replace("<", "\\u003c"),
+        data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     )
 
 
@@ -77,6 +96,39 @@ def _read(name: str) -> str:
 def _list(lines: Sequence[str], kind: str) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines[:MOST_ROWS])
     return f'<ul class="{kind}">{items}</ul>' if items else ""
+
+
+def _compared(runs: Sequence[Run], config: str) -> str:
+    """Several runs: keys that differ, and theta's loss where they have come equally far."""
+    found = compare.table(runs)
+    why = (
+        "noise: deviation of the difference of two evaluations, by how the last ones scatter; no "
+        "difference: within two of them. Between seeds runs differ by more."
+    )
+    nothing = "No run has a loss of theta at an equal point beside the first one."
+    note = f'<p class="note">{why}</p>' if found.rows else ""
+    return (
+        f'<section aria-label="comparison"><h2>Keys that differ</h2>{config}'
+        f'<h2>Differences of theta</h2>{_table(found, "cards", empty=nothing)}{note}</section>'
+    )
+
+
+def _verdict(said: list[list[tuple[str, str]]], panels: Sequence[Mapping[str, Any]]) -> str:
+    """The sentences, each a link to the panel that shows what it says, where the page has it."""
+    titles = {panel["title"] for panel in panels}
+
+    def linked(text: str, title: str) -> str:
+        if title not in titles:
+            return escape(text)
+        return f'<a href="#{anchor(title)}">{escape(text)}</a>'
+
+    lines = [" ".join(linked(*each) for each in line) for line in said]
+    return f'<ul class="verdict">{"".join(f"<li>{line}</li>" for line in lines[:MOST_ROWS])}</ul>'
+
+
+def anchor(title: str) -> str:
+    """The id of a panel, as page.js gives it."""
+    return re.sub("[^a-z]+", "-", title.lower())
 
 
 def _swatch(number: int | None) -> str:
@@ -188,7 +240,8 @@ def panels(runs: Sequence[Run], tables: Sequence[tuple[int, Table]]) -> list[dic
             out.append(shown | {"main": True, "series": series})
     for name in sorted({name for _, name in left}):
         series = taken(f"({re.escape(name)})", "line", "{}")
-        out.append({"title": name, "unit": "", "note": "", "main": False, "series": series})
+        unit = next((unit for end, unit in UNITS.items() if re.search(f"({end})$", name)), "value")
+        out.append({"title": name, "unit": unit, "note": "", "main": False, "series": series})
     return out
 
 
@@ -226,6 +279,7 @@ def tables_of(runs: Sequence[Run]) -> list[tuple[int, Table]]:
     for number, run in enumerate(runs):
         columns = run.columns
         if timeline.BYTES in columns:
+            columns = compare.with_total(run).columns
             columns = columns | {timeline.BYTES: timeline.over_whole_periods(run)}
         out += [(number, table) for table in by_rows(run.steps_N, columns, limit=limit)]
     return out

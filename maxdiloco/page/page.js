@@ -38,7 +38,8 @@ const whole = (n) => Math.round(n).toLocaleString("en-US");
 
 // --- the x axis: inner steps, or what a run has counted up to a step
 
-const X_AXES = { "learning/tokens": "tokens", "perf/wall_time_s": "seconds of wall time" };
+const X_AXES = { "learning/tokens": "tokens", "dcn/bytes_sent_in_all": "bytes sent by a replica",
+  "perf/wall_time_s": "seconds of wall time" };
 const counters = {}; // metric -> for each run [steps, values] or undefined
 for (const panel of DATA.panels) {
   if (!(panel.title in X_AXES)) continue;
@@ -131,6 +132,7 @@ class Chart {
     this.box.className = "panel" + (["Loss", "Loss of theta"].includes(panel.title) ? " first" : "");
     this.box.innerHTML = `<div class="title"><h3></h3><button type="button" aria-pressed="false">log
       </button></div><p class="note"></p><div class="plot"></div><div class="readout"></div>`;
+    this.box.id = panel.title.toLowerCase().replace(/[^a-z]+/g, "-");
     const head = this.box.querySelector("h3");
     head.textContent = panel.title + " ";
     if (panel.unit) head.append(Object.assign(document.createElement("small"),
@@ -144,6 +146,10 @@ class Chart {
       button.setAttribute("aria-pressed", this.log);
       this.draw();
     };
+    button.setAttribute("aria-label", `logarithmic scale of ${panel.title}`);
+    const plot = this.box.querySelector(".plot");
+    plot.setAttribute("role", "img");
+    plot.setAttribute("aria-label", `chart of ${panel.title}; its last values are below it`);
     parent.append(this.box);
     this.button = button;
   }

@@ -15,6 +15,7 @@ from maxdiloco.checkpoint import read, seal
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml
 from maxdiloco.metrics.line_files import read_history
+from maxdiloco.page import events
 from maxdiloco.storage.run_folder import RunFolder
 
 NAN = math.nan
@@ -85,16 +86,20 @@ def load(
 def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) -> Run:
     folder = RunFolder(path)
     with read.reading(path, given):
-        if not folder.metrics.exists():
+        others = []
+        if folder.metrics.exists():
+            steps, columns, notes = parse(folder.metrics.read_bytes())
+        elif others := events.files(path):
+            steps, columns, notes = _columns(events.rows(others))
+        else:
             raise DataError(
                 f"{given}: {path} holds no {folder.metrics.name}. Give the folder of a run that "
                 f"has logged a step."
             )
-        steps, columns, notes = parse(folder.metrics.read_bytes())
         if not len(steps):
             raise DataError(
-                f"{given}: {folder.metrics} holds no row yet. Wait until the run has logged a step "
-                f"(log_period), and start again."
+                f"{given}: {others[0] if others else folder.metrics} holds no row yet. Wait until "
+                f"the run has logged a step (log_period), and start again."
             )
         keys, written = None, path / "config.yml"
         if written.exists():
@@ -127,12 +132,20 @@ def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
             repeated += 1
         else:
             rows.append({n: x for n, x in row.items() if x is None or isinstance(x, int | float)})
+    steps, columns, notes = _columns(rows)
+    notes += [f"{broken} broken lines of metrics.jsonl are left out."] * (broken > 0)
+    notes += [f"{repeated} rows of metrics.jsonl repeat a step and are left out."] * (repeated > 0)
+    return steps, columns, notes
+
+
+def _columns(
+    rows: list[dict[str, Any]],
+) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
+    """Rows with increasing steps as `parse` returns them, without notes."""
     steps = np.array([row.pop("step") for row in rows], np.int64)
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {n: np.array([_number(x[n]) if n in x else NAN for x in rows]) for n in names}
-    notes = [f"{broken} broken lines of metrics.jsonl are left out."] * (broken > 0)
-    notes += [f"{repeated} rows of metrics.jsonl repeat a step and are left out."] * (repeated > 0)
-    return steps, columns, notes
+    return steps, columns, []
 
 
 def _number(value: float | None) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 
 from maxdiloco.diloco.schedule import OWNERS, Schedule, offsets
 from maxdiloco.page.run import Run
+from maxdiloco.processes.output import amount
 
 BYTES = "dcn/bytes_sent"
 WAITED = "dcn/waited_s"  # of exchanges through host memory alone
@@ -89,14 +90,6 @@ def describe(run: Run) -> str:
     wire = run.keys["diloco_exchange_dtype"]
     wire += ", owners" if run.keys["diloco_exchange"] == OWNERS else ""
     return f"DiLoCo, {name}H {schedule.H}, P {schedule.P}, {overlap}, {wire}"
-
-
-def amount(number: float) -> str:
-    """1234567.0 -> '1.23 MB'."""
-    if not number:
-        return "0 B"
-    power = min(max(int(math.log10(abs(number)) // 3), 0), 5)
-    return f"{number / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
 
 def _drawn(run: Run, schedule: Schedule, sent_H: list[float]) -> dict[str, Any]:

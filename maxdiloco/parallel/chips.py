@@ -10,7 +10,7 @@ class Chip(NamedTuple):
     kinds: of jax.Device.device_kind. peak_flops: dense bfloat16 FLOP/s. hbm_gib: what a program may
     use. clock_hz: of the compiler's estimated cycles. ici_gbps: all ICI links of the device
     together, one way [Gbit/s]. options: of the compiler for the programs of a step, (name, value)
-    each.
+    each. bandwidth: of its memory [bytes/s].
     """
 
     kinds: tuple[str, ...]
@@ -19,6 +19,7 @@ class Chip(NamedTuple):
     clock_hz: float | None = None
     ici_gbps: float | None = None
     options: tuple[tuple[str, str], ...] = ()
+    bandwidth: float | None = None
 
     @property
     def timed(self) -> bool:
@@ -31,12 +32,12 @@ class Chip(NamedTuple):
         return int(self.hbm_gib * 2**30)
 
 
-# TPU: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "peak compute per chip (bf16)" and ICI. A
-# device is a chip, except on v2, v3 and TPU7x, where it is one of a chip's two TensorCores. HBM as
-# libtpu says when a program is too big; the clock is the peak over the FLOPs of a cycle. v5e's
-# compiler leaves 16 of 128 MiB to an operation; with twice as much, products are not cut into small
-# pieces. It makes one operation of the two products of an MLP, which takes longer than both apart
-# (benchmarks/log).
+# TPU: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "peak compute per chip (bf16)", "HBM
+# bandwidth" and ICI. A device is a chip, except on v2, v3 and TPU7x, where it is one of a chip's
+# two TensorCores. HBM as libtpu says when a program is too big; the clock is the peak over the
+# FLOPs of a cycle. v5e's compiler leaves 16 of 128 MiB to an operation; with twice as much,
+# products are not cut into small pieces. It makes one operation of the two products of an MLP,
+# which takes longer than both apart (benchmarks/log).
 # GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity, sums in float32; a T4's are of
 # float16, since it has no bfloat16.
 _V5E_OPTIONS = (
@@ -51,11 +52,11 @@ _SLOW_LINK = ("xla_tpu_pcie_bandwidth_multiplier", "0.00001")
 CHIPS = {
     "v2": Chip(("TPU v2",), 46e12 / 2),
     "v3": Chip(("TPU v3",), 123e12 / 2),
-    "v4": Chip(("TPU v4",), 275e12, 30.75, 1.05e9, 2400),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75, 1.5e9, 1600, _V5E_OPTIONS),
-    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74, 1.75e9, 4800),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1.75e9, 3584),
-    "tpu7x": Chip(("TPU7x",), 2307e12 / 2, 94.75, 2.2e9, 4800),
+    "v4": Chip(("TPU v4",), 275e12, 30.75, 1.05e9, 2400, bandwidth=1200e9),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75, 1.5e9, 1600, _V5E_OPTIONS, 800e9),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74, 1.75e9, 4800, bandwidth=2765e9),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1.75e9, 3584, bandwidth=1600e9),
+    "tpu7x": Chip(("TPU7x",), 2307e12 / 2, 94.75, 2.2e9, 4800, bandwidth=7380e9 / 2),
     "a100": Chip(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB",
                   "NVIDIA A100 80GB PCIe"), 312e12),
     "h100": Chip(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),

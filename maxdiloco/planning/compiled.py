@@ -1,6 +1,7 @@
 """The programs of a run, compiled for slices that need not be there, or a step that is guessed."""
 
 import functools
+import importlib.util
 from collections.abc import Callable
 
 import jax
@@ -10,6 +11,7 @@ from maxdiloco.aot import measure, topology
 from maxdiloco.aot.figures import Report
 from maxdiloco.aot.measure import Measured
 from maxdiloco.checkpoint import arrays
+from maxdiloco.engine.calls import bytes_on_device
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.base_yml import show
@@ -19,7 +21,8 @@ from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
-from maxdiloco.planning.job import EXACT, Job
+from maxdiloco.planning import table
+from maxdiloco.planning.job import EXACT, Choice, Job
 from maxdiloco.planning.rating import Step
 from maxdiloco.trainer import assemble, remat_choice
 from maxdiloco.trainer.remat_choice import make_room
@@ -175,13 +178,65 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
     return Step(found.seconds, found.memory.peak, "compiled, never run")
 
 
+def proposed(
+    unrated: table.Plan,
+    families: list[list[Choice]],
+    *,
+    has_time: bool,
+    say: Callable[[str], None],
+) -> table.Plan:
+    """The plan with the choices of its link, and with the time of a step unless it has one.
+
+    Raises ConfigError for a model that no choice fits on the chip.
+    """
+    planned, cfg = unrated.job, unrated.job.cfg
+
+    def rated(plan: table.Plan) -> table.Plan:
+        plan = table.proposed(plan, families)
+        if not any(row.fits for row in plan.rows):
+            least, hbm = (
+                n / table.MIB for n in (min(r.memory_bytes for r in plan.rows), planned.chip.hbm)
+            )
+            raise ConfigError(
+                f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: every choice "
+                f"needs at least {least:,.0f} MiB a device, which has {hbm:,.0f}. "
+                f"{make_room(cfg, outer_state=False)}"  # the plan has tried pinned_host
+            )
+        return plan
+
+    if has_time:
+        step = unrated.step
+    elif not can_compile(cfg.compile_topology):
+        step = estimated_step(cfg, planned)
+    else:
+        rated(unrated)  # refuse a model whose state alone is too big before compiling
+        step = plain_step(cfg, gbps=unrated.gbps, say=say)
+    return rated(unrated._replace(step=step))
+
+
+def can_compile(name: str) -> bool:
+    """Whether a compiler that estimates times for a compile_topology is here."""
+    return topology.find(name).chip.timed and importlib.util.find_spec("libtpu") is not None
+
+
 def estimated_step(cfg: Config, job: Job) -> Step:
-    """A guess from the peak of the job's chip, at MFU of it; nothing is compiled."""
-    chip = job.chip
-    flops = job.tokens * flops_per_token(job.model.spec, job.params, cfg.max_target_length)
-    seconds = flops / (MFU * chip.peak_flops * job.slices * job.per_slice)
-    origin = (
-        f"a guess: {MFU:.0%} of the peak of {chip.peak_flops / 1e12:g} TFLOP/s a device; a small "
-        f"model or batch is slower. Measure it, and give step_time=SECONDS"
+    """A guess: products at MFU of the chip's peak, then the weights and the state through memory.
+
+    Nothing is compiled. Each micro-batch reads the gathered weights twice, in the type of the
+    products; the update reads and writes weights and optimizer state; gradients pass once each way.
+    """
+    chip, mesh, spec = job.chip, job.mesh.shape, job.model.spec
+    flops = job.tokens * flops_per_token(spec, job.params, cfg.max_target_length)
+    products_s = flops / (MFU * chip.peak_flops * job.slices * job.per_slice)
+    weights, state = (
+        sum(map(bytes_on_device, jax.tree.leaves(x))) for x in (job.params, job.opt_state)
     )
-    return Step(seconds, 0, origin)
+    gathered = job.num_parameters / (mesh["tensor"] * mesh["expert"]) * spec.dtype.itemsize
+    of_replica = 4 * weights + 2 * state + 2 * gathered * cfg.gradient_accumulation_steps
+    moved = of_replica * job.num_replicas / job.slices
+    origin = (
+        f"a guess: {MFU:.0%} of the peak of {chip.peak_flops / 1e12:g} TFLOP/s a device, and "
+        f"{moved / 1e9:.3g} GB of its memory at {chip.bandwidth / 1e9:,.0f} GB/s; a small model or "
+        f"batch is slower. Measure it, and give step_time=SECONDS"
+    )
+    return Step(products_s + moved / chip.bandwidth, 0, origin)

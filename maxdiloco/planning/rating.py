@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import jax
@@ -30,9 +30,6 @@ PERIODS = (30, 50, 100, 300, 500)
 TAUS = (1, 2, 3, 4, 5)  # [S] section 3.3.2 advises 5 at most
 LAYERS = 3  # of a fragment, [S] section 3.2
 GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the papers count
-# Computation that leaves a choice before eager, whose loss is the largest that was measured; our
-# choice, for want of a way to weigh time against loss.
-PATIENT = 0.9
 
 
 def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
@@ -257,14 +254,21 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
 
 
 def ranked(
-    job: Job, families: list[list[Choice]], *, step: Step, gbps: float, latency_s: float = 0.0
+    job: Job,
+    families: list[list[Choice]],
+    *,
+    step: Step,
+    gbps: float,
+    latency_s: float = 0.0,
+    times_tokens: Callable[[Choice], float],
 ) -> list[Rated]:
     """One choice of each family, best first, without those that gain nothing over another.
 
     Of a family the first that fills the link, otherwise the one that waits least. What the chip
     does not hold comes last. Of choices that fill the link the one that changes training least is
-    first: by period, overlap and wire, the widest first. Eager follows what trains for PATIENT of
-    the time or more. The rest by speed, the fastest first.
+    first: by period, overlap and wire, the widest first. Eager, whose loss is the largest, follows
+    what reaches the loss of data parallelism as soon. The rest by speed, the fastest first.
+    times_tokens: tokens that reach this loss, as a factor.
     """
     link = dict(gbps=gbps, latency_s=latency_s)
 
@@ -282,17 +286,26 @@ def ranked(
             row = max(row, rated(job, moved, step=step, **link), key=lambda x: x.fits)
         rows.append(row)
     rows = [row for row in rows if not any(_beats(other, row) for other in rows)]
-    return sorted(rows, key=_order)
+    same_loss = [row.step_seconds * times_tokens(row.choice) for row in rows]
+    late = (same_loss[i] for i, row in enumerate(rows) if row.fits and _is_late(row))
+    soonest = min(late, default=0.0)
+    order = sorted(range(len(rows)), key=lambda i: _order(rows[i], same_loss[i] <= soonest))
+    return [rows[i] for i in order]
+
+
+def _is_late(row: Rated) -> bool:
+    """Whether its outer steps take the exchange of the round before."""
+    return row.choice.overlap != "none"
 
 
 def _change(row: Rated) -> tuple[int, int, int, float]:
     choice, wire = row.choice, wire_format(row.choice.wire)
-    return choice.overlap != "none", choice.H, choice.tau, wire.error
+    return _is_late(row), choice.H, choice.tau, wire.error
 
 
-def _order(row: Rated) -> tuple:
-    eager = row.choice.overlap != "none"
-    groups = (row.fills and not eager, row.utilisation >= PATIENT and not eager, row.fills, True)
+def _order(row: Rated, as_soon: bool) -> tuple:
+    plain = not _is_late(row)
+    groups = (row.fills and plain, as_soon and plain, row.fills, True)
     speed = 0 if row.fills else -row.utilisation
     return not row.fits, groups.index(True), speed, _change(row)
 

@@ -11,16 +11,17 @@ import yaml
 
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
-from maxdiloco.planning import rating
-from maxdiloco.planning.job import Job
+from maxdiloco.planning import losses, rating
+from maxdiloco.planning.job import Choice, Job
+from maxdiloco.planning.losses import LOSSES, Gap
 from maxdiloco.planning.rating import Rated, Step
 from maxdiloco.processes.output import aligned, span
 
 MIB, GIB = 2**20, 2**30
-LOSSES = pathlib.Path(__file__).parent / "losses.yml"
 WIDTH = 100  # of a line but for the commands, in characters; our choice
+FEW = 6  # rows of choices in the short view: our choice
 COLUMNS = (
-    "mode", "H", "P", "tau", "wire", "waits", "step", "busy", "memory", "less sent", "Gbit/s",
+    "mode", "H", "P", "tau", "wire", "waits", "step", "busy", "GiB", "less sent", "Gbit/s",
     "loss",
 )  # fmt: skip
 
@@ -35,6 +36,8 @@ class Plan(NamedTuple):
 
     gbps: one device's share of the link; share: devices of the link that the user named, and what
     it is of. keys: of the command line of the plan, without its options. known: measured losses.
+    tokens: to train on, and where that number is from. prices: of an hour of a device and of a
+    gigabyte between sites. by_size: tables of losses for the gap.
     """
 
     job: Job
@@ -45,6 +48,15 @@ class Plan(NamedTuple):
     keys: Sequence[str]
     known: list[dict[str, Any]]
     latency_s: float = 0.0
+    tokens: float = 0.0
+    tokens_origin: str = ""
+    prices: tuple[float | None, float | None] = (None, None)
+    by_size: Sequence[dict[str, Any]] = ()
+
+    def gap(self, choice: Choice) -> Gap | None:
+        """The loss that a choice costs, by the table that is nearest."""
+        size = self.job.num_parameters
+        return losses.nearest(self.by_size, choice, size=size, replicas=self.job.num_replicas)
 
     @property
     def data_parallel(self) -> float:
@@ -67,16 +79,33 @@ class Plan(NamedTuple):
         return row.choice.memory != self.job.asked.memory
 
 
-def lines(plan: Plan) -> list[str]:
-    """What is planned for, the choices, what the columns mean, and the commands."""
-    setting, legend = (
-        [line for text in texts for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
-        for texts in (_setting(plan), _legend(plan))
-    )
-    return [*setting, "", *_table(plan), "", *legend, "", *_commands(plan)]
+def proposed(plan: Plan, families: list[list[Choice]]) -> Plan:
+    """The plan with the choices of its link, rated."""
+
+    def times_tokens(choice: Choice) -> float:
+        gap = plan.gap(choice)
+        return gap.times_tokens if gap else 1.0
+
+    link = dict(step=plan.step, gbps=plan.gbps, latency_s=plan.latency_s)
+    return plan._replace(rows=rating.ranked(plan.job, families, times_tokens=times_tokens, **link))
 
 
-def _setting(plan: Plan) -> list[str]:
+def lines(plan: Plan, *, details: bool) -> list[str]:
+    """The choices, what the columns mean, and the commands. details: all of it, or a screen."""
+    legend, shown = _legend(plan), plan.rows
+    if not details:
+        shown, more = shown[:FEW], len(shown[FEW:])
+        rest = f"{more} more rows and " if more else ""
+        legend = [f"details=true has {rest}what the columns mean; so has docs/two_slices.md"]
+    return [*_table(plan._replace(rows=shown)), "", *_wrapped(legend), "", *_commands(plan)]
+
+
+def _wrapped(texts: Sequence[str]) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
+
+
+def setting(plan: Plan) -> list[str]:
+    """What is planned for."""
     job, (share, of) = plan.job, plan.share
     one = f"{job.per_slice} device{'s' if job.per_slice > 1 else ''}"
     where = job.cfg.compile_topology or one
@@ -85,13 +114,13 @@ def _setting(plan: Plan) -> list[str]:
         link += f", {plan.gbps * share:g} a host"
     if plan.latency_s:
         link += f", {span(plan.latency_s)} one way"
-    return [
+    return _wrapped([
         f"model: {job.cfg.model_name}, {job.num_parameters:,} parameters; {job.num_replicas} "
         f"replicas on {job.slices} slices of {where}",
         f"step: {span(plan.step.seconds)} without an exchange ({plan.step.origin}), {job.tokens:,} "
         f"tokens, {job.tokens / plan.step.seconds:,.0f} tokens/s",
         f"link: {link}; exchange by {job.carrier}",
-    ]
+    ])  # fmt: skip
 
 
 def _table(plan: Plan) -> list[str]:
@@ -117,7 +146,7 @@ def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
         span(row.exposed_seconds_per_period),
         span(row.step_seconds),
         f"{row.utilisation:.1%}",
-        f"{row.memory_bytes / GIB:.3g} GiB{mark}",
+        f"{row.memory_bytes / GIB:.3g}{mark}",
         f"{row.times_less_traffic:,.0f}x"
         if row.times_less_traffic >= 10
         else f"{row.times_less_traffic:.2g}x",
@@ -132,7 +161,7 @@ def _legend(plan: Plan) -> list[str]:
     )  # fmt: skip
     out = [
         f"waits: time that a period of H steps waits for the link; busy: part of the time that "
-        f"computes; memory: of a device, {memory}; less sent: than bfloat16 gradients in every "
+        f"computes; GiB: memory of a device, {memory}; less sent: than bfloat16 gradients in every "
         f"step; Gbit/s: the least of a {plan.share[1]}'s link for {FULL:.0%} busy; loss: nats a "
         f"token above data parallelism as maxdiloco/planning/losses.yml has it, ?: not measured"
     ]
@@ -143,9 +172,9 @@ def _legend(plan: Plan) -> list[str]:
         out.append(f"measured of the first row's mode: {measured} {model.format(**of_mode[0])}")
     out.append(
         f"best first: what is {FULL:.0%} busy and changes training least: the shorter period, the "
-        f"shorter overlap, the wider wire. Eager costs most loss, so it follows what is "
-        f"{rating.PATIENT:.0%} busy. Each row is the shortest such period and overlap of its mode "
-        f"and wire. Times are arithmetic on bytes"
+        f"shorter overlap, the wider wire. Eager costs most loss, so it follows what is as soon at "
+        f"the loss of data parallelism. Each row is the shortest such period and overlap of its "
+        f"mode and wire. Times are arithmetic on bytes"
         + (" and latency" if plan.latency_s else ": no latency (latency_ms)")
         + ", no pack and merge."
     )
@@ -174,8 +203,9 @@ def train_command(plan: Plan) -> list[str]:
     hardware = []
     if plan.job.chip and "hardware" not in map(_name, plan.keys):
         hardware = ["hardware=tpu" if plan.job.chip.timed else "hardware=gpu"]
-    not_training = ("compile_topology", "compile_topology_num_slices")
-    return _command(plan, "train", hardware, without=not_training)
+    not_training = ("compile_topology", "compile_topology_num_slices", "steps")
+    steps = f"steps={math.ceil(plan.tokens / plan.job.tokens)}"
+    return _command(plan, "train", [*hardware, steps], without=not_training)
 
 
 def _command(

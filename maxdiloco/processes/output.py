@@ -1,6 +1,7 @@
 """Prints every line for the user. A stream that is full or closed ends no program."""
 
 import errno
+import math
 import os
 import re
 import sys
@@ -64,11 +65,20 @@ def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
 
 def span(seconds: float) -> str:
     """A length of time in the unit that a reader would take: '744 ms', '5.9 s', '6.8 min'."""
-    units = ((2 * 86400, 86400, "days"), (6000, 3600, "h"), (100, 60, "min"), (1, 1, "s"))
+    units = ((730 * 86400, 365.25 * 86400, "years"), (2 * 86400, 86400, "days"),
+             (6000, 3600, "h"), (100, 60, "min"), (1, 1, "s"))  # fmt: skip
     for least, size, unit in units:
         if seconds >= least:
             return f"{seconds / size:.3g} {unit}"
     return f"{1e3 * seconds:.3g} ms" if seconds else "0 s"
+
+
+def amount(number: float) -> str:
+    """1234567.0 -> '1.23 MB'."""
+    if not number:
+        return "0 B"
+    power = min(max(int(math.log10(abs(number)) // 3), 0), 5)
+    return f"{number / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
 
 
 def finish() -> None:

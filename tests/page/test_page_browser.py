@@ -54,6 +54,26 @@ function seen(frame) {
     for (let i = 3; i < data.length; i += 4) count += data[i] > 0;
     return count;
   });
+  // What is written next to each other may not lie on each other.
+  const written = ".title > *, .readout > *, .controls > *, td, .verdict li";
+  const boxes = [...page.querySelectorAll(written)]
+    .map((e) => [e, e.getBoundingClientRect()]).filter(([, b]) => b.width && b.height);
+  const overlaps = [];
+  boxes.forEach(([a, p], i) => boxes.slice(i + 1, i + 40).forEach(([b, q]) => {
+    const wide = Math.min(p.right, q.right) - Math.max(p.left, q.left);
+    const high = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+    const lies = !a.contains(b) && !b.contains(a) && wide > 1 && high > 1;
+    if (lies) overlaps.push(a.innerText + " on " + b.innerText);
+  }));
+  // What a screen reader says of each control and chart, and what the Tab key reaches.
+  const named = (e) => e.getAttribute("aria-label") || e.labels?.[0]?.innerText || e.innerText;
+  const controls = [...page.querySelectorAll("button, select, input, summary, [role=img]")];
+  const nameless = controls.filter((e) => !(named(e) || "").trim()).map((e) => e.outerHTML);
+  const unreached = controls.filter((e) => !e.matches("[role=img]") && e.tabIndex < 0).length;
+  const unitless = [...page.querySelectorAll(".panel h3")]
+    .filter((e) => !e.querySelector("small")).map((e) => e.innerText);
+  const broken_links = [...page.querySelectorAll(".verdict a")]
+    .filter((e) => !page.getElementById(e.getAttribute("href").slice(1))).length;
   const readout = page.querySelector(".readout").innerText;
   const table = page.querySelector("table").innerText;
   const texts = "h1, h2, h3, p, td, th, span, label, button, summary, small, li";
@@ -65,7 +85,8 @@ function seen(frame) {
     faintest: Math.min(...colours.map((c) => contrast(c, back))),
     dark: luminance(back) < 0.5, least_painted: Math.min(...painted),
     columns: styles("#panels")[0].gridTemplateColumns.split(" ").length,
-    readout, table,
+    readout, table, overlaps, nameless, unreached, unitless, broken_links,
+    links: page.querySelectorAll(".verdict a").length,
   };
   // Every control is used once: none may fail.
   for (const select of page.querySelectorAll("select")) {
@@ -155,14 +176,17 @@ def test_every_page_is_drawn_and_readable_at_both_sizes(chromium, pages, tmp_pat
         assert found["smallest"] >= 12, where
         assert found["dark"] == dark, where
         assert found["weakest"] >= 4.5 and found["faintest"] >= 3, where
+        assert found["overlaps"] == [] == found["nameless"] == found["unitless"], where
+        assert found["unreached"] == 0 == found["broken_links"], where
+        assert found["links"] or name == "plain", where
         assert found["columns"] == (2 if size == LAPTOP else 1), where
         assert re.match(r"step [\d,]+\s", found["readout"]) or name == "plain", where
     assert "64 replicas" in seen["long_64", LAPTOP]["readout"]
     assert re.search(r"replica 0 .*replica 1 ", seen["long_2", PHONE]["readout"], re.S)
     # Two charts of the timeline beside those of the metrics.
     assert seen["two", LAPTOP]["charts"] == seen["two", PHONE]["charts"] == 10 + 2
-    assert seen["two", PHONE]["with_others"] == seen["two", PHONE]["charts"] + 3
-    assert seen["two", PHONE]["axes"] == 2  # learning/tokens
+    assert seen["two", PHONE]["with_others"] == seen["two", PHONE]["charts"] + 4
+    assert seen["two", PHONE]["axes"] == 3  # learning/tokens and the bytes that were sent
     assert "a-run-with-a-rather-long-name-8" in seen["many", PHONE]["table"]
 
 
@@ -173,3 +197,18 @@ def test_a_script_that_fails_is_found(chromium, pages, tmp_path):
     broken.write_text(text.replace("\nbegin();", "\nbegin(); f();"), encoding="utf-8")
     _, console = look(chromium, {"plain": broken}, tmp_path, dark=False)
     assert [line for line in console if "f is not defined" in line]
+
+
+def test_what_overlaps_or_has_no_name_or_unit_is_found(chromium, pages, tmp_path):
+    """Positive control: a button without a name that lies on another one, out of reach of the Tab
+    key; a chart without a unit; a sentence that leads nowhere."""
+    broken = tmp_path / "broken.html"
+    text = pages["two"].read_text(encoding="utf-8")
+    button = '<button type="button" tabindex="-1" style="margin-left:-40px;width:30px"></button>'
+    text = text.replace("whole run</button>", f"whole run</button>{button}")
+    text = text.replace('"unit": "tokens/s"', '"unit": ""').replace('href="#loss"', 'href="#gain"')
+    broken.write_text(text, encoding="utf-8")
+    seen, _ = look(chromium, {"broken": broken}, tmp_path, dark=False)
+    found = seen["broken", LAPTOP]
+    assert found["overlaps"] and found["nameless"] == [button] and found["unreached"] == 1
+    assert found["unitless"] == ["Tokens a second"] and found["broken_links"] == 1

@@ -4,7 +4,7 @@ the bytes that it has written down. Expected numbers by hand."""
 import numpy as np
 from synthetic_runs import DEFAULTS, ROWS, end, run_of, start
 
-from maxdiloco.page import facts, html, timeline
+from maxdiloco.page import html, timeline, verdict
 from maxdiloco.page.run import NOT_FINITE
 
 
@@ -126,22 +126,22 @@ def with_columns(**columns):
 
 def test_a_loss_that_falls_is_healthy_and_one_that_rises_or_is_not_finite_is_not():
     """Means of rows 81 to 90 and 91 to 100 of 4 to 2 in 99 equal steps."""
-    said = facts.health(with_columns())
+    said = verdict.health(with_columns())
     assert said == "Healthy: the loss falls, 2.2929 to 2.0909 (means of 10 rows)."
-    said = facts.health(with_columns(learning_loss=FALLING[[0, -1]]))
+    said = verdict.health(with_columns(learning_loss=FALLING[[0, -1]]))
     assert said.endswith("4.0000 to 2.0000 (the last two rows).")
     noisy = np.append(FALLING[:90:10], 3.0)  # above the row before, as one of ten may be
-    assert facts.health(with_columns(learning_loss=noisy)).startswith("Healthy: the loss falls")
-    said = facts.health(with_columns(learning_loss=FALLING[::-1]))
+    assert verdict.health(with_columns(learning_loss=noisy)).startswith("Healthy: the loss falls")
+    said = verdict.health(with_columns(learning_loss=FALLING[::-1]))
     assert said.startswith("Not healthy: the loss rises, 3.7071 to 3.9091")
-    assert facts.health(with_columns(learning_loss=np.ones(ROWS))).startswith(
+    assert verdict.health(with_columns(learning_loss=np.ones(ROWS))).startswith(
         "Healthy: the loss is flat"
     )
     broken = np.append(FALLING[1:], NOT_FINITE)
-    said = facts.health(with_columns(learning_loss=broken))
+    said = verdict.health(with_columns(learning_loss=broken))
     assert said == "Not healthy: the loss is not finite."
     theta = np.where(np.arange(ROWS) < 50, 2.5, 2.75)
-    said = facts.health(with_columns(eval_loss=theta))
+    said = verdict.health(with_columns(eval_loss=theta))
     assert said.endswith("; but theta's is 0.2500 above its best.")
 
 
@@ -154,19 +154,19 @@ def test_the_link_is_judged_by_what_the_last_half_of_the_run_waited_where_a_metr
     ):
         waits = np.where(np.arange(ROWS) < ROWS // 2, 0.9, waited)
         run = with_columns(dcn_waited_s=waits, perf_step_time=np.ones(ROWS))
-        assert facts.link(run).startswith(words)
-    assert "not measured: exchanges are inside" in facts.link(with_columns())
-    assert "not measured: gradients cross it" in facts.link(run_of(enable_diloco=False))
-    assert facts.link(run_of()) == "One replica has no link."
+        assert verdict.link(run).startswith(words)
+    assert "not measured: exchanges are inside" in verdict.link(with_columns())
+    assert "not measured: gradients cross it" in verdict.link(run_of(enable_diloco=False))
+    assert verdict.link(run_of()) == "One replica has no link."
 
 
 def test_the_rest_of_a_run_takes_its_step_time():
     """100 of 400 steps are done, 300 of 2 s are left; without an end the run goes on."""
     columns = {"learning/loss": FALLING, "perf/step_time": np.full(ROWS, 2.0)}
     run = run_of(columns=columns, history=[start(0, until=400)])
-    assert facts.progress(run) == "Step 100 of 400, running, or killed; 10 min left."
+    assert verdict.progress(run) == "Step 100 of 400, running, or killed; 10 min left."
     ended = run._replace(history=[*run.history, end()])
-    assert facts.progress(ended) == "Step 100 of 400, Ctrl-C."
+    assert verdict.progress(ended) == "Step 100 of 400, Ctrl-C."
 
 
 def evaluated(name, theta, *, tokens=10.0, **keys):
@@ -182,9 +182,9 @@ def test_a_run_is_behind_another_at_as_many_tokens():
     a = evaluated("a", falling)
     b = evaluated("b", falling, tokens=20.0)
     words = "b is behind a: theta's loss is 2.5100 beside 2.0100 (+24.9%) after 1,000 tokens."
-    assert facts.beside(a, b) == words
-    assert facts.beside(b, a).startswith("a is ahead of b: theta's loss is 2.0100 beside 2.5100")
-    assert facts.beside(a, a._replace(name="c")).startswith("c is level with a: ")
+    assert verdict.beside(a, b) == words
+    assert verdict.beside(b, a).startswith("a is ahead of b: theta's loss is 2.0100 beside 2.5100")
+    assert verdict.beside(a, a._replace(name="c")).startswith("c is level with a: ")
 
 
 def test_runs_with_other_held_out_texts_and_one_alone_are_not_compared_and_it_is_said():
@@ -192,16 +192,16 @@ def test_runs_with_other_held_out_texts_and_one_alone_are_not_compared_and_it_is
     theta = np.full(ROWS, 2.0)
     a = evaluated("a", theta, dataset_path="/data/x")
     b = evaluated("b", theta, dataset_path="/data/y", eval_steps=3)
-    said = facts.beside(a, b)
+    said = verdict.beside(a, b)
     assert said == (
         "b and a are not compared, since their losses may be of different held-out texts: they "
         "differ in dataset_path, eval_steps."
     )
-    assert said in facts.verdict([a, b]) and "not compared" in html.page([a, b], DEFAULTS)
+    assert said in verdict.lines([a, b]) and "not compared" in html.page([a, b], DEFAULTS)
     same = dict(eval_dataset_path="/data/held_out")
     a, b = a._replace(keys=a.keys | same), b._replace(keys=b.keys | same | {"eval_steps": 10})
-    assert facts.beside(a, b).startswith("b is level with a")
-    own, how = facts.verdict([with_columns()])
+    assert verdict.beside(a, b).startswith("b is level with a")
+    own, how = verdict.lines([with_columns()])
     assert own.startswith("Healthy: ") and "with enable_diloco=false" in how
     plain = with_columns()._replace(keys=a.keys | {"enable_diloco": False})
-    assert len(facts.verdict([plain])) == 1
+    assert len(verdict.lines([plain])) == 1

@@ -1,0 +1,129 @@
+"""Runs side by side: theta at equal steps, tokens, bytes and seconds; runs of other trainers."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import synthetic_runs
+from etils import epath
+from synthetic_runs import DEFAULTS, ROWS, run_of
+from tensorboardX import SummaryWriter
+
+from maxdiloco import report
+from maxdiloco.page import compare, events, html, verdict
+from maxdiloco.page import run as run_lib
+
+
+def evaluated(name, theta, *, tokens=10.0, sent=1e6, step_s=2.0, **keys):
+    steps = np.arange(1, ROWS + 1)
+    columns = {"learning/loss": 10.0 / steps, "eval/loss": np.array(theta)}
+    columns |= {"learning/tokens": tokens * steps, "dcn/bytes_sent": np.full(ROWS, sent)}
+    return run_of(name=name, columns=columns | {"perf/wall_time_s": step_s * steps}, **keys)
+
+
+def test_theta_is_compared_at_equal_steps_tokens_bytes_and_seconds():
+    """a falls from 3 by 0.01 a step and b by 0.02. b reads half the tokens of a step, sends a tenth
+    of the bytes and takes half the seconds: at a's step 50, b's step 100; at a's 10, b's 100."""
+    fall = 0.01 * np.arange(1, ROWS + 1)
+    a = evaluated("a", 3 - fall)
+    b = evaluated("b", 3 - 2 * fall, tokens=5.0, sent=1e5, step_s=1.0)
+    found = compare.table([a, b])
+    assert [row[1:6] for row in found.rows] == [
+        ["steps", "100", "2.0000", "1.0000", "-1.0000"],
+        ["tokens", "500", "2.5000", "1.0000", "-1.5000"],
+        ["bytes", "10 MB", "2.9000", "1.0000", "-1.9000"],
+        ["seconds", "1.67 min", "2.5000", "1.0000", "-1.5000"],
+    ]
+    assert {row[-1] for row in found.rows} == {"better"} and found.runs == [1] * 4
+    assert compare.table([b, a]).rows[0][-1] == "worse"
+    assert compare.table([a, evaluated("b", 3 - fall, eval_steps=3)]).rows == []
+
+
+def test_a_difference_within_the_noise_of_evaluations_is_none():
+    """Evaluations that go up and down by 0.01 lie 0.01 off the middle of their neighbours, so their
+    deviation is 0.01 / sqrt(1.5), that of a difference sqrt(2) times as much: 0.0115."""
+    waves = 2 + 0.01 * (np.arange(ROWS) % 2)
+    assert compare.noise_of(waves) == pytest.approx(0.01 / math.sqrt(1.5))
+    assert compare.noise_of(np.linspace(3, 2, 9)) == pytest.approx(0, abs=1e-12)
+    assert math.isnan(compare.noise_of(waves[:3]))
+    for shift, words in ((0.02, "no difference"), (0.03, "worse"), (-0.03, "better")):
+        found = compare.table([evaluated("a", waves), evaluated("b", waves + shift)])
+        assert {(row[6], row[7]) for row in found.rows} == {("0.0115", words)}
+
+
+def test_of_several_runs_keys_that_differ_and_differences_are_above_the_charts():
+    runs = [
+        evaluated(name, np.full(ROWS, 2.0), learning_rate=k) for k, name in enumerate("ab")
+    ]
+    page = html.page(runs, DEFAULTS)
+    at = [page.index(words) for words in ("Keys that differ", ">learning_rate<",
+                                          "Differences of theta", 'id="panels"')]  # fmt: skip
+    assert at == sorted(at) and page.count("Keys that differ") == 1
+    assert '"dcn/bytes_sent_in_all"' in page  # for the x axis
+    alone = html.page(runs[:1], DEFAULTS)
+    assert "Differences of theta" not in alone and "<h2>Configuration</h2>" in alone
+
+
+def test_a_run_beside_data_parallelism_is_held_against_what_a_table_expects(tmp_path, capsys):
+    """A decoder of 1,033,600 parameters is nearest to 279,296: +1.9 % of 1.2629, give or take 0.007
+    nats. Either may be first."""
+    synthetic_runs.write(tmp_path / "a", config={"diloco_sync_period": 30})
+    synthetic_runs.write(tmp_path / "base", config={"enable_diloco": "false"})
+    base = f"base_output_directory={tmp_path}"
+    for names in (("a", "base"), ("base", "a")):
+        assert report.main([*names, base, "--text"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert "DiLoCo is behind by +0.0%, less than expected: +1.3% to +2.4% after 20" in said
+        assert "(280k, M=2, DiLoCo, H=30, float32: benchmarks/README.md" in said
+    assert report.main(["a", base, "--text"]) == 0
+    assert "expected" not in capsys.readouterr().out
+    a = evaluated("a", np.full(ROWS, 2.1))
+    b = evaluated("b", np.full(ROWS, 2.0), enable_diloco=False)
+    for least, most, words in ((0.01, 0.06, "as expected"), (0.01, 0.02, "more than expected")):
+        said = verdict.beside(a, b, verdict.Expected(least, most, "a row"))
+        assert f"DiLoCo is behind by +5.0%, {words}: +1.0% to " in said
+
+
+def written(folder, tags, *, steps=5):
+    """TensorBoard's file of another trainer: {tag: value}, the step added to the first one."""
+    with SummaryWriter(logdir=str(folder)) as writer:
+        for step in range(steps):
+            for k, (tag, value) in enumerate(tags.items()):
+                writer.add_scalar(tag, value + (0 if k else step), step, walltime=1.7e9 + 2 * step)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tags", "columns"),
+    [
+        ({"learning/loss": 2.0, "perf/step_time_seconds": 0.5, "learning/total_weights": 64.0,
+          "learning/current_learning_rate": 0.25},
+         {"perf/step_time": [0.5] * 5, "learning/tokens": [64, 128, 192, 256, 320],
+          "learning/lr": [0.25] * 5}),
+        ({"loss_metrics/global_avg_loss": 2.0, "grad_norm": 1.5, "validation_metrics/loss": 4.0},
+         {"learning/grad_norm": [1.5] * 5, "eval/loss": [4.0] * 5}),
+    ],
+)  # fmt: skip
+def test_a_run_of_maxtext_or_torchtitan_is_read_from_tensorboard_s_files(tmp_path, tags, columns):
+    folder = written(tmp_path / "other" / "tb", tags)
+    (found,) = run_lib.load([str(tmp_path / "other")], base_output_directory="", defaults=DEFAULTS)
+    assert list(found.steps_N) == [0, 1, 2, 3, 4] and found.keys is None
+    columns = columns | {"learning/loss": [2, 3, 4, 5, 6], "perf/wall_time_s": [0, 2, 4, 6, 8]}
+    for name, values in columns.items():
+        assert list(found.column(name)) == values, name
+    (path,) = events.files(epath.Path(folder))
+    path.write_bytes(path.read_bytes()[:-5])  # the writer goes on
+    assert len(events.rows([path])) == 5
+
+
+def test_a_run_of_another_trainer_stands_beside_one_of_ours(tmp_path, capsys):
+    ours = synthetic_runs.write(tmp_path / "ours")
+    other = written(tmp_path / "maxtext", {"learning/loss": 2.0, "eval/avg_loss": 3.0}, steps=30)
+    out = tmp_path / "page.html"
+    assert report.main([str(ours), str(other), f"out={out}"]) == 0
+    page = out.read_text()
+    assert "maxtext" in page and ">29<" in page
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    (loss,) = [panel for panel in data["panels"] if panel["title"] == "Loss"]
+    assert {series[2] for series in loss["series"] if series[1] == "mean"} == {0, 1}

@@ -1,0 +1,208 @@
+"""What a plan answers: figures by hand at known arithmetic, the nearest row of loss, sentences."""
+
+import json
+import math
+
+import pytest
+
+from maxdiloco import plan
+from maxdiloco.flags import base_yml, config
+from maxdiloco.planning import answer, compiled, job, losses, rating, table
+
+# Two sites of eight H100, 100 Mbit/s and 200 ms between them, 1.3B parameters.
+SITES = ("model_name=1b", "compile_topology=h100-8", "compile_topology_num_slices=2")
+LINK = ("slice_bandwidth_gbps=0.1", "latency_ms=200")
+QUESTIONS = ("should I", "how ", "how long", "what price", "how good", "how sure")
+STREAMED = dict(nonlayer=1, wire="float4_e3m0", overlap="none", streaming=True)
+EAGER = dict(P=1, nonlayer=1, tau=0, wire="float4_e3m0", overlap="eager", streaming=False)
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """Exit code, the plan as JSON and what was printed."""
+
+    def planned(*argv):
+        path = tmp_path / "plan.json"
+        code = plan.main([*argv, f"report={path}"])
+        return code, json.loads(path.read_text()), capsys.readouterr().out
+
+    return planned
+
+
+def test_one_screen_answers_all_questions_of_two_sites_without_a_gpu(planned):
+    """100 columns, 45 rows; nothing but the words of the question is given."""
+    _, found, said = planned(*SITES, *LINK)
+    lines = said.splitlines()
+    shown = [line for line in lines if "-m maxdiloco." not in line]
+    assert len(lines) <= 45 and max(map(len, shown)) <= table.WIDTH
+    for question in QUESTIONS:
+        (line,) = [line for line in lines if line.startswith(question)]
+        assert line[answer.LABEL :].strip()
+    names = [way["name"] for way in found["answer"]["ways"]]
+    assert names[1:] == ["data parallel", "one site alone", "both sites as one"]
+    assert found["answer"]["tokens"] == 20 * found["num_parameters"]
+    steps = -(-found["answer"]["tokens"] // (2 * 8 * 4 * 1024))
+    assert f"steps={steps}" in found["train_command"]
+
+
+def test_hours_bytes_and_money_are_those_of_arithmetic_by_hand(planned):
+    """180m, two sites of 8, a step of 0.9 s, 10,000 steps of 65,536 tokens: 9,000 s as one site,
+    twice that with one. At 4 Gbit/s a site float32 (184,576,512 * 32 bits) takes 1.4766 s, once in
+    30 steps: 9,492.2 s. 2 sites * 333 1/3 periods * 738.3 MB = 492.2 GB."""
+    keys = ("model_name=180m", "hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=8",
+            "step_time=0.9", "slice_bandwidth_gbps=4", "steps=10000", "diloco_sync_period=30",
+            "diloco_exchange_dtype=float32", "enable_streaming_diloco=false",
+            "diloco_outer_overlap=none")  # fmt: skip
+    _, found, said = planned(*keys, "price_per_device_hour=3", "price_per_gb=0.5")
+    ways = {way["name"]: way for way in found["answer"]["ways"]}
+    best = ways["DiLoCo, H=30"]
+    assert best["seconds"] == pytest.approx(9492.2, rel=1e-4)
+    assert ways["both sites as one"]["seconds"] == pytest.approx(9000)
+    assert ways["one site alone"]["seconds"] == pytest.approx(18000)
+    assert best["device_hours"] == pytest.approx(16 * 9492.2 / 3600, rel=1e-4)
+    assert ways["one site alone"]["device_hours"] == pytest.approx(8 * 5)
+    assert best["bytes_between_sites"] == pytest.approx(492.2e9, rel=1e-3)
+    assert best["money"] == pytest.approx(3 * 42.19 + 0.5 * 492.2, rel=1e-3)
+    # A bfloat16 gradient of each site a step.
+    gradients = 2 * 2 * found["num_parameters"] * 10000
+    assert ways["data parallel"]["bytes_between_sites"] == pytest.approx(gradients)
+    assert "373: 127 for 42 device-hours and 246 for 492 GB over the link" in said
+    assert "\nhow long    2.64 h for 6.55e+08 tokens (steps=10000) in 10,000 steps" in said
+
+
+def test_what_is_recommended_is_what_is_first_at_the_loss_of_data_parallelism(planned):
+    """A link as good as none: data parallelism, which costs no loss. A thin one: DiLoCo. One that
+    carries nothing: one site."""
+    keys = ("model_name=1b", "hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=8",
+            "step_time=1", "diloco_exchange_dtype=float4_e3m0")  # fmt: skip
+    for gbps, words in ((1e5, "no: enable_diloco=false"), (1, "yes: "), (1e-4, "no: train on one")):
+        _, found, _ = planned(*keys, f"slice_bandwidth_gbps={gbps}")
+        assert found["answer"]["should"].startswith(words)
+        soonest = min(found["answer"]["ways"][:3], key=lambda way: way["seconds_to_same_loss"])
+        first = {"no: e": "data parallel", "no: t": "one site alone"}.get(words[:5])
+        assert soonest["name"] == first or first is None and "H=" in soonest["name"]
+
+
+def test_a_mode_with_half_the_gap_of_eager_is_before_it_at_equal_time():
+    """Rows by hand: eager as fast, and faster by less than its loss costs; then by more."""
+    cfg = config.load(["model_name=1b", "hardware=cpu", "dcn_diloco_parallelism=2"], {})
+    planned = job.of(cfg)
+    plain = planned.asked._replace(H=100, wire="int8")
+    eager = plain._replace(overlap="eager")
+    step = rating.Step(1.0)
+    first = {}
+    for gap in (1.1, 1000.0):
+        rows = rating.ranked(
+            planned, [[plain], [eager]], step=step, gbps=0.5,
+            times_tokens=lambda choice, gap=gap: gap if choice == eager else 1.0,
+        )  # fmt: skip
+        assert rows[0].utilisation != rows[1].utilisation
+        first[gap] = rows[0].choice.mode
+    faster = max(rows, key=lambda row: row.utilisation)
+    assert faster.choice == eager and faster.utilisation / min(r.utilisation for r in rows) > 1.1
+    assert first == {1.1: "eager", 1000.0: "DiLoCo"}
+
+
+def test_what_fills_is_first_and_eager_follows_what_is_as_soon_at_the_same_loss(planned):
+    """Eager has the largest loss of those measured. Of 180m at 20 Mbit/s it alone fills the link,
+    beside choices that wait less than a tenth of the time, and is not what to run."""
+    tiny = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
+    _, found, _ = planned(*tiny, "step_time=0.2", "slice_bandwidth_gbps=0.005",
+                          "diloco_sync_period=20")  # fmt: skip
+    rows = found["choices"]
+    modes = [row["mode"] for row in rows]
+    fills = [row["utilisation"] >= 0.99 for row in rows]
+    eager = modes.index("eager")
+    assert modes[0] == "overlapped" and fills[0] and fills[eager] and False in fills[:eager]
+    # 280,000 parameters: eager needs 2.96 times the tokens for the same loss, DiLoCo 1.48.
+    waits = [row["utilisation"] for row in rows[:eager] if row["utilisation"] < 0.99]
+    assert waits == sorted(waits, reverse=True) and waits[-1] > 1.3 / 2.96
+    rest = [row["utilisation"] for row in rows[eager:] if row["utilisation"] < 0.99]
+    assert rest == sorted(rest, reverse=True)
+    code, found, said = planned("model_name=180m", *tiny[2:], "ici_fsdp_parallelism=8",
+                                "step_time=0.8", "slice_bandwidth_gbps=0.02",
+                                "details=true")  # fmt: skip
+    rows = [(row["mode"], row["utilisation"] >= 0.99) for row in found["choices"]]
+    assert code == 0 and rows[:2] == [("overlapped", False), ("DiLoCo", False)]
+    assert [fills for mode, fills in rows if mode == "eager"][0] and ("DiLoCo", True) not in rows
+    assert "diloco_outer_overlap" not in said
+    assert "\nmeasured of the first row's mode: +" in said
+
+
+def test_of_a_copy_of_base_yml_the_edits_are_given_as_a_run_takes_them(tmp_path, monkeypatch):
+    base = (base_yml.config_folder() / "base.yml").read_text(encoding="utf-8")
+    (tmp_path / "base.yml").write_text(base.replace("\nsteps: 1000", "\nsteps: 7"))
+    monkeypatch.chdir(tmp_path)
+    assert plan.given_keys(["base.yml"], {}) == {"steps"}
+    assert plan.given_keys(["configs/base.yml"], {}) == set()
+
+
+@pytest.mark.parametrize(
+    ("choice", "size", "replicas", "nats", "least", "most", "row"),
+    [
+        # Exactly a row; its neighbours have +0.02 and +0.01, two digits of two figures.
+        (job.Choice(H=100, P=9, tau=1, **STREAMED), 1e9, 2, 0.01, 0.0, 0.03, "1B, M=2, overlapped"),
+        (job.Choice(H=500, **EAGER), 1.3e9, 2, 0.03, 0.02, 0.05, "1B, M=2, eager, H=100"),
+        (job.Choice(30, 1, 1, 0, "float32", "none", streaming=False), 1.275e9, 2, 0.004, -0.004,
+         0.005, "1.3B, M=2, DiLoCo, H=30, float32: 2503.09799"),
+        (job.Choice(30, 1, 1, 0, "float32", "none", streaming=False), 1.3e9, 8, 0.033, 0.024, 0.046,
+         "1.3B, M=8, DiLoCo"),
+        (job.Choice(30, 1, 1, 0, "float32", "none", streaming=False), 1e6, 2, 0.0235, 0.0165,
+         0.0305, "280k, M=2, DiLoCo"),
+    ],
+)  # fmt: skip
+def test_the_gap_is_that_of_the_nearest_row_and_its_interval_that_of_the_sizes_beside_it(
+    choice, size, replicas, nats, least, most, row
+):
+    gap = losses.nearest(losses.tables(), choice, size=size, replicas=replicas)
+    assert (gap.nats, gap.least, gap.most) == pytest.approx((nats, least, most), abs=1e-9)
+    assert gap.row.startswith(row)
+    # 2503.09799 Tab. 7: compute lowers the loss by 0.0953 / 2 of it for each factor e.
+    assert gap.times_tokens == pytest.approx(math.exp(nats / (0.0953 / 2 * gap.parallel)))
+    late = choice._replace(overlap="delayed")
+    assert losses.nearest(losses.tables(), late, size=size, replicas=replicas) is None
+
+
+def test_a_latency_is_hidden_by_tau_or_added_and_the_plan_says_which(planned):
+    """200 ms: five steps of 0.8 s hide it, DiLoCo waits for it once a period."""
+    keys = ("model_name=1b", "hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=8",
+            "step_time=0.8", "slice_bandwidth_gbps=5", "diloco_exchange_dtype=int8")  # fmt: skip
+    for more, words in (
+        (("num_communication_overlapping_steps=5", "enable_streaming_diloco=true"),
+         "The latency of 200 ms is hidden with it."),
+        (("enable_streaming_diloco=false", "diloco_outer_overlap=none"),
+         "The latency of 200 ms adds 200 ms to each of these periods."),
+    ):  # fmt: skip
+        _, _, said = planned(*keys, *more, "link_latency_ms=200")
+        assert words in " ".join(said.split())
+
+
+def test_without_a_compiler_the_step_of_tpus_is_a_guess_from_peak_and_memory(monkeypatch):
+    """v5e: 197 TFLOP/s and 800 GB/s. 1b, float32: weights, two moments and gradients pass once each
+    way, 32 bytes a parameter over 16 chips; bfloat16 weights, gathered, twice."""
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
+    assert not compiled.can_compile("v5e-16") and not compiled.can_compile("h100-8")
+    keys = ["model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=2"]
+    cfg = config.load(keys, {})
+    planned = job.of(cfg)
+    step = compiled.estimated_step(cfg, planned)
+    n, tokens = planned.num_parameters, planned.tokens
+    flops = (6 * n + 12 * 24 * 2048 * 1024) * tokens
+    memory_s = (32 * n / 16 + 2 * 2 * n) / 800e9
+    assert step.seconds == pytest.approx(flops / (0.4 * 197e12 * 32) + memory_s, rel=1e-3)
+    assert step.origin.startswith("a guess: 40% of the peak of 197 TFLOP/s a device, and ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("steps=5", "tokens=1e9"), "steps=5 and tokens=1e+09 both say how long to train."),
+        (("latency_ms=5", "link_latency_ms=5"), "latency_ms and link_latency_ms name the same"),
+        (("price_per_gb=-1",), "price_per_gb=-1 is no number above 0"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_one_line(argv, words, capsys):
+    keys = [*SITES, "slice_bandwidth_gbps=0.1", *argv]
+    assert plan.main(keys) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
