@@ -26,9 +26,9 @@ class Broken(AssertionError):
     """An invariant does not hold."""
 
 
-def require(true, what):
+def require(true, *what):
     if not true:
-        raise Broken(what)
+        raise Broken(" ".join(map(str, what)))
 
 
 def settings(rng, fixed, names):
@@ -67,7 +67,7 @@ class Program:
         initial = tuple(value.digest() for value in self.values)
         nonce = str(next(world.count))
         self.state = core.start(world.run, PACE, name, nonce, initial)
-        self.living, self.joined, self.stepping = True, False, False
+        self.living, self.joined, self.stepping, self.checked = True, False, False, ()
         self.gradients, self.frozen_until = {}, 0.0
         names = (records.snapshot_name(F, 0) for F in range(len(self.values)))
         self.payloads = dict.fromkeys(names, (0.0, 0.0))
@@ -93,6 +93,7 @@ class World(Store):
         if self.fixed:
             faults = faults._replace(die=0, share=0, corrupt=0, diverge=0)
         self.chances = {name: chance for name, chance in faults._asdict().items() if chance}
+        self.disturbing = not self.chances.keys().isdisjoint(("freeze", "away", "share"))
         self.now, self.calm, self.programs = 0.0, False, []
         self.queue, self.count = [], itertools.count()
         self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
@@ -128,12 +129,8 @@ class World(Store):
         if self.now < program.frozen_until and not self.calm:
             self.later(program.frozen_until - self.now, program, event)
             return
-        if self.happens("freeze"):
-            program.frozen_until = self.now + self.rng.choice((1.0, 4.0, 20.0))
-        if self.happens("away"):
-            self.away_until = self.now + self.rng.choice((1.0, 5.0, 15.0))
-        if self.happens("share"):
-            self.spawn(program.name, self.rng.random())
+        if self.disturbing:
+            self.disturb(program)
         if event is None:
             self.later(TICK * (0.5 + self.rng.random()), program, None)
             event = Tick(self.now)
@@ -150,6 +147,14 @@ class World(Store):
             program.stepping = True
             tokens = self.rng.choice((1, 2, 3)) if not self.fixed else 2
             self.later(program.step_time * (0.8 + 0.4 * self.rng.random()), program, Step(tokens))
+
+    def disturb(self, program):
+        if self.happens("freeze"):
+            program.frozen_until = self.now + self.rng.choice((1.0, 4.0, 20.0))
+        if self.happens("away"):
+            self.away_until = self.now + self.rng.choice((1.0, 5.0, 15.0))
+        if self.happens("share"):
+            self.spawn(program.name, self.rng.random())
 
     def deliver(self, program, event):
         program.state, actions = core.step(program.state, event)
@@ -192,7 +197,7 @@ class World(Store):
         own = {seq: value.sent.pop(seq) for seq in committed}
         for seq, coded in own.items():
             name = records.message_name(F, *key, seq)
-            require(self.payloads.get(name, coded) == coded, f"{name} is not its own message")
+            require(self.payloads.get(name, coded) == coded, name, "is not its own message")
         value.committed += sum(m.tokens for m in record.members if (m.island, m.incarnation) == key)
         for seq in returned:
             value.unsent += value.sent.pop(seq)
@@ -207,9 +212,10 @@ class World(Store):
         if keep:
             name = records.snapshot_name(F, record.number)
             program.payloads[name] = (value.theta, value.trace)
-        known = self.digests.setdefault((F, record.number), value.digest())
-        require(known == value.digest(), f"digests differ after record {record.number}")
-        return value.digest()
+        digest = value.digest()
+        known = self.digests.setdefault((F, record.number), digest)
+        require(known == digest, "digests differ after record", record.number)
+        return digest
 
     def begin(self, program, action):
         program.joined = True
@@ -240,19 +246,19 @@ class World(Store):
             require(records.gradient_name(record) in self.payloads, "a record points at nothing")
         for one in (*record.members, *record.rejected):
             key = (F, *rules.key_of(one))
-            require(key not in self.decided, f"{key} is in two records")
+            require(key not in self.decided, key, "is in two records")
             self.decided.add(key)
         self.seen.update(reject.reason for reject in record.rejected)
         for member in record.members:
             key = rules.key_of(member)
             message = self.objects[records.message_name(F, *key)]
-            require(self.fixed or 0 <= number - 1 - message.base <= 2, f"{key} is too stale")
-            require((F, *key) not in self.corrupt, f"{key} is damaged and counted")
+            require(self.fixed or 0 <= number - 1 - message.base <= 2, key, "is too stale")
+            require((F, *key) not in self.corrupt, key, "is damaged and counted")
             for part in message.data if F == 0 else ():
                 known = self.ranges.setdefault(part.block, [])
                 self.seen["second lease"] += part.lease == 2
                 apart = all(part.stop <= a or b <= part.start for a, b in known)
-                require(apart, f"tokens of block {part.block} are counted twice")
+                require(apart, "tokens are counted twice of block", part.block)
                 known.append((part.start, part.stop))
         self.tokens[F].append(self.tokens[F][-1] + sum(m.tokens for m in record.members))
 
@@ -260,13 +266,19 @@ class World(Store):
         s = program.state
         if s.phase != "in" or not program.living:
             return
+        before, program.checked = program.checked, s.logs
         for fragment, log in enumerate(s.logs):
+            if before and log is before[fragment]:
+                continue
             value, ledger = program.values[fragment], log.ledger
             require(ledger.tokens == self.tokens[fragment][ledger.number], "tokens are not replay")
-            undecided = sum(own.message.tokens for own in log.own)
-            require(s.read == value.committed + undecided + log.tokens, "tokens read do not add up")
-            require(len(log.own) <= 2, "more than two messages are undecided")
-            left = value.theta - sum(value.sent.values()) - value.unsent
+            known = value.committed + log.tokens
+            left = value.theta - value.unsent
+            if log.own:
+                known += sum([own.message.tokens for own in log.own])
+                left -= sum(value.sent.values())
+                require(len(log.own) <= 2, "more than two messages are undecided")
+            require(s.read == known, "tokens read do not add up")
             require(abs(value.x - left) < 1e-6 * (1 + abs(left)), "x is not theta less its own")
 
     def heads(self):
@@ -274,7 +286,7 @@ class World(Store):
 
     def check_growth(self):
         """No deadlock: with the store back all logs grow, by one survivor or with a newcomer."""
-        self.calm, self.chances, self.away_until = True, {}, self.now
+        self.calm, self.chances, self.disturbing, self.away_until = True, {}, False, self.now
         living, newcomer = [p for p in self.programs if p.living], None
         for program in living:
             program.frozen_until = self.now
@@ -312,7 +324,7 @@ class World(Store):
             for program in self.programs:
                 counted = found[program.name, program.state.incarnation]
                 lost = program.state.read - counted
-                require(not program.joined or lost >= 0, f"{program.name} has {-lost} too many")
+                require(not program.joined or lost >= 0, program.name, "has", -lost, "too many")
 
 
 LOCAL = {
