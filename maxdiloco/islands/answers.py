@@ -47,7 +47,7 @@ def take(s: Island, event: Done) -> Transition:
     ask = s.asks.pop(action, None)
     if ask is None:
         return s, []
-    s, lines = _away(s, result)
+    s, lines = _away(s, result) if result == FAILED or s.failing_since is not None else (s, [])
     if isinstance(result, Damage) and not isinstance(action, Look):
         return stopped(s, result.reason, again=False)
     if result == FAILED and not isinstance(action, Create):
@@ -83,8 +83,6 @@ def _again(s: Island, action: Any, tries: int) -> Island:
 def _away(s: Island, result: Any) -> tuple[Island, list[Any]]:
     """Rule 13: say once that the store is away, and that it is back."""
     if result != FAILED:
-        if s.failing_since is None:
-            return s, []
         lines = [Say("the store is back")] if s.said_away else []
         s.failing_since, s.said_away = None, False
         return s, lines

@@ -5,6 +5,7 @@ the numbers are with whoever carries out the actions (driver.py; the simulator o
 the islands agree on is in rules.py; answers.py takes the store's answers.
 """
 
+import operator
 from typing import Any
 
 from maxdiloco.islands import answers, records, rules
@@ -91,9 +92,10 @@ def may_step(s: Island) -> bool:
 
 def _emit(s: Island, actions: list[Any]) -> Transition:
     """Rule 12: the requests whose time has come."""
-    for action, ask in s.asks.items():
-        if not ask.flying and ask.due <= s.now:
-            s.asks[action] = Ask(ask.due, ask.tries, True)
+    now = s.now
+    for action, (due, tries, flying) in s.asks.items():
+        if not flying and due <= now:
+            s.asks[action] = Ask(due, tries, True)
             actions.append(action)
     return s, actions
 
@@ -254,6 +256,10 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
 
 def _look(s: Island) -> Island:
     """Rule 12: messages of others by their names; the signs of life alone are listed."""
+    known_from = (s.seen, *(part for log in s.logs for part in (log.ledger, log.inbox)))
+    if all(map(operator.is_, known_from, s.looked)):
+        return s  # it has asked for all of them, with pauses that grow
+    s.looked = known_from
     marks = [rules.marks_of(log.ledger) for log in s.logs]
     for name, (beat, _) in s.seen.items():
         if name == s.name:

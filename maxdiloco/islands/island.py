@@ -234,6 +234,7 @@ class Island:
     initial: digests of the fragments' states before the first record. moments_of: records that the
     own checkpoint has, or None. asks: requests; pending: objects being created, by name. leases:
     what is left of the blocks of the data; leasing: the one being claimed; taken: those of others.
+    looked: what the messages that it asks for follow from.
     """
 
     run: Run
@@ -251,6 +252,7 @@ class Island:
     t: int = 0
     read: int = 0
     seen: Mapping[str, Seen] = dataclasses.field(default_factory=dict)
+    looked: tuple[Any, ...] = (None,)
     watching_since: float = 0.0
     beat: int = 0
     beat_at: float = 0.0

@@ -1,6 +1,7 @@
 """The store of simulator.py: requests that are late, lost, unanswered, refused or done twice."""
 
 from collections import defaultdict
+from math import log
 from typing import NamedTuple
 
 from maxdiloco.islands import records, rules
@@ -56,21 +57,22 @@ class Store:
         """Let a request reach the store later, or not, and the answer come later still."""
 
         def reach():
-            lost = self.happens("lost") or self.happens("refused")
-            result = FAILED
+            faults, random, result = self.faults, self.random, FAILED
+            lost = faults.lost and random() < faults.lost
+            lost = lost or (faults.refused and random() < faults.refused)
             if self.now >= self.away_until and not lost:
                 result = REQUESTS[type(action)](self, program, action)
-                if self.happens("twice"):
+                if faults.twice and random() < faults.twice:
                     result = REQUESTS[type(action)](self, program, action)
-                if self.happens("unanswered"):
+                if faults.unanswered and random() < faults.unanswered:
                     result = FAILED
             self.later(self.latency(), program, Done(action, result))
 
         self.later(self.latency(), program, reach)
 
     def latency(self):
-        late = self.rng.expovariate(20)
-        return late + self.rng.choice((1.0, 5.0)) if self.happens("slow") else late
+        slow, late = self.faults.slow, -log(1.0 - self.random()) / 20
+        return late + self.rng.choice((1.0, 5.0)) if slow and self.random() < slow else late
 
     def create(self, program, action):
         name, body = action
@@ -79,12 +81,14 @@ class Store:
         if name[0] == "c":
             self.check_record(body)
         self.objects[name] = body
-        late = self.rng.choice((1.0, 8.0)) if self.happens("late_listing") else 0.0
+        chance = self.faults.late_listing
+        late = self.rng.choice((1.0, 8.0)) if chance and self.random() < chance else 0.0
         self.folder(name)[name] = self.now + late
         payload = program.payloads.get(name)
         if payload is not None:
             self.payloads[name] = payload
-            if name[0] == "u" and self.happens("corrupt"):
+            chance = self.faults.corrupt
+            if name[0] == "u" and chance and self.random() < chance:
                 self.corrupt.add((body.fragment, *rules.key_of(body)))
         return CREATED
 

@@ -5,11 +5,11 @@ tick or an answer. Everything random is of the schedule's seed. `Broken` says wh
 schedules.py runs many.
 """
 
-import heapq
 import itertools
 import random
 import re
 from collections import Counter
+from heapq import heappop, heappush
 
 from simulated_store import Faults, Store
 
@@ -76,7 +76,8 @@ class Program:
         """An inner step, of this fragment's value."""
         t, place = self.state.t, self.world.names.index(self.name)
         size = ((t * 7 + place * 3 + fragment) % 5 - 2) / 8 - self.values[fragment].x / 16
-        return size * (1000 if self.world.happens("diverge") else 1)
+        diverge = self.world.faults.diverge
+        return size * (1000 if diverge and self.world.random() < diverge else 1)
 
 
 class World(Store):
@@ -92,8 +93,7 @@ class World(Store):
         faults = Faults.drawn(self.rng)
         if self.fixed:
             faults = faults._replace(die=0, share=0, corrupt=0, diverge=0)
-        self.chances = {name: chance for name, chance in faults._asdict().items() if chance}
-        self.disturbing = not self.chances.keys().isdisjoint(("freeze", "away", "share"))
+        self.faults, self.random = faults, self.rng.random
         self.now, self.calm, self.programs = 0.0, False, []
         self.queue, self.count = [], itertools.count()
         self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
@@ -101,17 +101,13 @@ class World(Store):
         for name in self.names:
             self.spawn(name, self.rng.random())
 
-    def happens(self, fault):
-        chance = self.chances.get(fault)
-        return chance is not None and self.rng.random() < chance
-
     def spawn(self, name, delay):
         program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)))
         self.programs.append(program)
         self.later(delay, program, None)
 
     def later(self, delay, program, event):
-        heapq.heappush(self.queue, (self.now + delay, next(self.count), program, event))
+        heappush(self.queue, (self.now + delay, next(self.count), program, event))
 
     # -- the scheduler -----------------------------------------------------------------------------
 
@@ -120,7 +116,7 @@ class World(Store):
             self.one_event()
 
     def one_event(self):
-        self.now, _, program, event = heapq.heappop(self.queue)
+        self.now, _, program, event = heappop(self.queue)
         if callable(event):  # a request reaches the store
             event()
             return
@@ -129,10 +125,15 @@ class World(Store):
         if self.now < program.frozen_until and not self.calm:
             self.later(program.frozen_until - self.now, program, event)
             return
-        if self.disturbing:
-            self.disturb(program)
+        faults = self.faults
+        if faults.freeze and self.random() < faults.freeze:
+            program.frozen_until = self.now + self.rng.choice((1.0, 4.0, 20.0))
+        if faults.away and self.random() < faults.away:
+            self.away_until = self.now + self.rng.choice((1.0, 5.0, 15.0))
+        if faults.share and self.random() < faults.share:
+            self.spawn(program.name, self.random())
         if event is None:
-            self.later(TICK * (0.5 + self.rng.random()), program, None)
+            self.later(TICK * (0.5 + self.random()), program, None)
             event = Tick(self.now)
         elif isinstance(event, Step):
             program.stepping = False
@@ -146,20 +147,13 @@ class World(Store):
         if program.living and not program.stepping and core.may_step(program.state):
             program.stepping = True
             tokens = self.rng.choice((1, 2, 3)) if not self.fixed else 2
-            self.later(program.step_time * (0.8 + 0.4 * self.rng.random()), program, Step(tokens))
-
-    def disturb(self, program):
-        if self.happens("freeze"):
-            program.frozen_until = self.now + self.rng.choice((1.0, 4.0, 20.0))
-        if self.happens("away"):
-            self.away_until = self.now + self.rng.choice((1.0, 5.0, 15.0))
-        if self.happens("share"):
-            self.spawn(program.name, self.rng.random())
+            self.later(program.step_time * (0.8 + 0.4 * self.random()), program, Step(tokens))
 
     def deliver(self, program, event):
         program.state, actions = core.step(program.state, event)
+        die = self.faults.die
         for action in actions:
-            if self.happens("die"):
+            if die and self.random() < die:
                 self.end(program)
             if not program.living:
                 return
@@ -286,7 +280,7 @@ class World(Store):
 
     def check_growth(self):
         """No deadlock: with the store back all logs grow, by one survivor or with a newcomer."""
-        self.calm, self.chances, self.disturbing, self.away_until = True, {}, False, self.now
+        self.calm, self.faults, self.away_until = True, Faults(), self.now
         living, newcomer = [p for p in self.programs if p.living], None
         for program in living:
             program.frozen_until = self.now
