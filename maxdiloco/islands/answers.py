@@ -1,5 +1,6 @@
 """What an island makes of the answers to its actions; a part of core.py."""
 
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +26,7 @@ from maxdiloco.islands.island import (
     Roll,
     Say,
     Seen,
+    changed,
     fragment_of,
     stopped,
     want,
@@ -42,12 +44,10 @@ def take(s: Island, event: Done) -> Transition:
         return _packed(s, result)
     if isinstance(action, Apply):
         return _applied(s, action, result)
-    ask = s.asks.get(action)
+    ask = s.asks.pop(action, None)
     if ask is None:
         return s, []
-    asks = dict(s.asks)
-    del asks[action]
-    s, lines = _away(s._replace(asks=asks), result)
+    s, lines = _away(s, result) if result == FAILED or s.failing_since is not None else (s, [])
     if isinstance(result, Damage) and not isinstance(action, Look):
         return stopped(s, result.reason, again=False)
     if result == FAILED and not isinstance(action, Create):
@@ -57,11 +57,11 @@ def take(s: Island, event: Done) -> Transition:
     return s, lines + actions
 
 
-def joined(first: tuple[Range, ...], then: tuple[Range, ...]) -> tuple[Range, ...]:
+def joined(first: tuple[Range, ...], then: Iterable[Range]) -> tuple[Range, ...]:
     """Ranges one after the other, as one where they touch."""
     for part in then:
         if first and first[-1][:2] == part[:2] and first[-1].stop == part.start:
-            first = (*first[:-1], first[-1]._replace(stop=part.stop))
+            first = (*first[:-1], Range(*first[-1][:3], part.stop))
         else:
             first = (*first, part)
     return first
@@ -84,10 +84,11 @@ def _away(s: Island, result: Any) -> tuple[Island, list[Any]]:
     """Rule 13: say once that the store is away, and that it is back."""
     if result != FAILED:
         lines = [Say("the store is back")] if s.said_away else []
-        return s._replace(failing_since=None, said_away=False), lines
+        s.failing_since, s.said_away = None, False
+        return s, lines
     since = s.now if s.failing_since is None else s.failing_since
     late = s.now - since >= s.pace.period and not s.said_away
-    s = s._replace(failing_since=since, said_away=s.said_away or late)
+    s.failing_since, s.said_away = since, s.said_away or late
     return s, [Say("the store is away: this island trains on for two periods")] if late else []
 
 
@@ -148,7 +149,7 @@ def _created(s: Island, action: Create, result: str, tries: int) -> Transition:
     """Rule 2: where it is not known, what is in the store says whose it is."""
     if result == CREATED:
         return _settled(s, action.name, action.body)
-    s = s._replace(pending={**s.pending, action.name: action.body})
+    s.pending = {**s.pending, action.name: action.body}
     delay = rules.pause(s.pace, tries, s.nonce) if result == FAILED else 0.0
     return want(s, Get(action.name), delay), []
 
@@ -156,7 +157,8 @@ def _created(s: Island, action: Create, result: str, tries: int) -> Transition:
 def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
     name = action.name
     own = s.pending.get(name)
-    s = s._replace(pending={n: body for n, body in s.pending.items() if n != name})
+    if own is not None:
+        s.pending = {n: body for n, body in s.pending.items() if n != name}
     if found is not None:
         return _settled(s, name, found)
     if own is not None:
@@ -170,7 +172,8 @@ def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
         fragment, number = fragment_of(name), records.numbers(name)[1]
         log = s.logs[fragment]
         if log.ledger is not None and number == log.ledger.number + 1 and log.record is None:
-            s = _again(with_log(s, fragment, caught_up=True), action, tries)
+            s = s if log.caught_up else with_log(s, fragment, caught_up=True)
+            s = _again(s, action, tries)
     return s, []
 
 
@@ -184,7 +187,8 @@ def _run_settled(s: Island, name: str, run: Any) -> Transition:
         if own != other:
             line = f"{key}={own} here, and {other} in the run of this store. Set the same, or"
             return stopped(s, f"{line} use another islands_store", again=False)
-    return _claim(s._replace(phase="claim"), 1)
+    s.phase = "claim"
+    return _claim(s, 1)
 
 
 def _claim(s: Island, incarnation: int) -> Transition:
@@ -198,7 +202,7 @@ def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
         return s, []
     if not rules.is_own(claim, s.nonce):
         return _claim(s, claim.incarnation + 1)
-    s = s._replace(phase="load", incarnation=claim.incarnation, watching_since=s.now)
+    s.phase, s.incarnation, s.watching_since = "load", claim.incarnation, s.now
     for fragment in range(len(s.logs)):
         s = want(s, Load(fragment))
     return want(s, Roll()), []
@@ -209,7 +213,7 @@ def _snapshot_settled(s: Island, name: str, ledger: Ledger) -> Transition:
         return want(s, Delete(ledger.fragment)), []
     s = with_log(s, ledger.fragment, caught_up=True)
     if all(log.caught_up for log in s.logs):
-        s = s._replace(logs=tuple(log._replace(caught_up=False) for log in s.logs))
+        s.logs = tuple(changed(log, caught_up=False) for log in s.logs)
         s = want(s, Create(records.RUN, s.run))
     return s, []
 
@@ -239,9 +243,10 @@ def _record_settled(s: Island, name: str, record: Record) -> Transition:
 
 def _lease_settled(s: Island, name: str, claim: Claim) -> Transition:
     found = s.leasing
-    s = s._replace(leasing=None, taken=s.taken | {(found.block, found.lease)})
-    own = rules.is_own(claim, s.nonce)
-    return (s._replace(leases=(*s.leases, found)) if own else s), []
+    s.leasing, s.taken = None, s.taken | {(found.block, found.lease)}
+    if rules.is_own(claim, s.nonce):
+        s.leases = (*s.leases, found)
+    return s, []
 
 
 def _evaluation_settled(s: Island, name: str, claim: Claim) -> Transition:
@@ -272,7 +277,8 @@ def _rolled(s: Island, action: Roll, beats: Any, tries: int) -> Transition:
         old = seen.get(name)
         if old is None or beat[1:3] > old.beat[1:3]:  # a later incarnation, or a later beat
             seen[name] = Seen(beat, s.now)
-    s = want(s._replace(seen=seen), action, s.pace.roll)
+    s.seen = seen
+    s = want(s, action, s.pace.roll)
     mine = seen.get(s.name)
     if mine is not None and s.phase in ("load", "in") and mine.beat.incarnation > s.incarnation:
         line = f"another program runs as island={s.name}. Give each its own"

@@ -5,6 +5,7 @@ the numbers are with whoever carries out the actions (driver.py; the simulator o
 the islands agree on is in rules.py; answers.py takes the store's answers.
 """
 
+import operator
 from typing import Any
 
 from maxdiloco.islands import answers, records, rules
@@ -22,6 +23,7 @@ from maxdiloco.islands.island import (
     Put,
     Reduce,
     Step,
+    changed,
     stopped,
     want,
     with_log,
@@ -49,21 +51,23 @@ def step(s: Island, event: Any) -> Transition:
     """What an event makes of an island, and what it wants done."""
     if s.phase == "stopped":
         return s, []
+    s = s.copy()
     if isinstance(event, Done):
         return answers.take(s, event)
     actions: list[Any] = []
     if isinstance(event, Step):
         s = _with_step(s, event.tokens)
         return _at_boundary(s, actions)
-    s = s._replace(now=event.now)
+    s.now = event.now
     if s.phase in ("load", "in"):
         s, actions = _at_boundary(s, actions)
     if s.phase == "load" and all(log.caught_up and log.record is None for log in s.logs):
         s, actions = _begin(s, actions)
     if s.phase == "in":
-        for fragment in range(len(s.logs)):
-            s, new = _decide(s, fragment)
-            actions += new
+        for fragment, log in enumerate(s.logs):
+            if log.inbox and log.record is None and log.draft is None:
+                s, new = _decide(s, fragment)
+                actions += new
         s = _beat(_lease(_evaluate(_look(s))))
     return _emit(s, actions)
 
@@ -79,19 +83,21 @@ def may_step(s: Island) -> bool:
     if s.run.islands:
         due = s.t - s.run.overlap_steps
         return all(own.t > due for log in s.logs for own in log.own)
-    return not any(
-        log.record is None and _is_due(s, fragment) and not rules.may_send(log.own)
-        for fragment, log in enumerate(s.logs)
-    )  # a record that is known decides one, perhaps at a later step
+    for fragment, log in enumerate(s.logs):
+        full = log.own and not rules.may_send(log.own)
+        if full and log.record is None and _is_due(s, fragment):
+            return False  # a record that is known decides one, perhaps at a later step
+    return True
 
 
 def _emit(s: Island, actions: list[Any]) -> Transition:
     """Rule 12: the requests whose time has come."""
-    due = [action for action, ask in s.asks.items() if not ask.flying and ask.due <= s.now]
-    if due:
-        flying = {action: s.asks[action]._replace(flying=True) for action in due}
-        s = s._replace(asks={**s.asks, **flying})
-    return s, actions + due
+    now = s.now
+    for action, (due, tries, flying) in s.asks.items():
+        if not flying and due <= now:
+            s.asks[action] = Ask(due, tries, True)
+            actions.append(action)
+    return s, actions
 
 
 def _begin(s: Island, actions: list[Any]) -> Transition:
@@ -99,7 +105,7 @@ def _begin(s: Island, actions: list[Any]) -> Transition:
     head, T, P = s.logs[0].ledger.number, s.pace.period, len(s.logs)
     for fragment in range(P):  # so that messages are spread over a period
         s = with_log(s, fragment, sent_at=s.now - T * fragment / P)
-    s = s._replace(phase="in", beat_at=s.now)
+    s.phase, s.beat_at = "in", s.now
     return s, [*actions, Begin(rules.moments(s.moments_of, head))]
 
 
@@ -113,15 +119,17 @@ def _with_step(s: Island, tokens: int) -> Island:
         data.append(Range(block, lease, first, first + taken))
         left -= taken
         leases[:1] = [Range(block, lease, first + taken, stop)] if first + taken < stop else []
-    logs = tuple(
-        log._replace(
+    s.logs = tuple(
+        changed(
+            log,
             steps=log.steps + 1,
             tokens=log.tokens + tokens,
-            data=answers.joined(log.data, tuple(data)),
+            data=answers.joined(log.data, data),
         )
         for log in s.logs
     )
-    return s._replace(logs=logs, t=s.t + 1, read=s.read + tokens, leases=tuple(leases))
+    s.t, s.read, s.leases = s.t + 1, s.read + tokens, tuple(leases)
+    return s
 
 
 def _at_boundary(s: Island, actions: list[Any]) -> Transition:
@@ -187,8 +195,6 @@ def _sent(s: Island) -> bool:
 def _decide(s: Island, fragment: int) -> Transition:
     """Rule 2: begin to write the next record, if it is this island's turn."""
     log = s.logs[fragment]
-    if log.record is not None or log.draft is not None or not log.inbox:
-        return s, []
     if s.run.islands:
         _, rejected = rules.sort_out(s.run, log.ledger, log.inbox, log.damaged)
         if rejected:
@@ -201,7 +207,8 @@ def _decide(s: Island, fragment: int) -> Transition:
         s.run, log.ledger, log.inbox, log.damaged, present, s.now - first_at, s.pace
     )
     ripe_at = None if found is None else s.now if log.ripe_at is None else log.ripe_at
-    s = with_log(s, fragment, first_at=first_at, ripe_at=ripe_at)
+    if (first_at, ripe_at) != (log.first_at, log.ripe_at):
+        s = with_log(s, fragment, first_at=first_at, ripe_at=ripe_at)
     if found is None:
         return s, []
     before = rules.distance(log.ledger.number + 1, s.name, present)
@@ -249,13 +256,18 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
 
 def _look(s: Island) -> Island:
     """Rule 12: messages of others by their names; the signs of life alone are listed."""
+    known_from = (s.seen, *(part for log in s.logs for part in (log.ledger, log.inbox)))
+    if all(map(operator.is_, known_from, s.looked)):
+        return s  # it has asked for all of them, with pauses that grow
+    s.looked = known_from
+    marks = [rules.marks_of(log.ledger) for log in s.logs]
     for name, (beat, _) in s.seen.items():
         if name == s.name:
             continue
+        key = name, beat.incarnation
         for fragment, log in enumerate(s.logs):
-            key = name, beat.incarnation
-            mark = rules.marks_of(log.ledger).get(key, 0)
-            known = max((k[2] for k in log.inbox if k[:2] == key), default=mark)
+            mark = marks[fragment].get(key, 0)
+            known = max([k[2] for k in log.inbox if k[:2] == key], default=mark)
             if known < mark + rules.MOST_UNDECIDED and key not in log.ledger.dead:
                 s = want(s, Look(records.message_name(fragment, *key, known + 1)))
     return s
@@ -267,7 +279,8 @@ def _evaluate(s: Island) -> Island:
     if number <= s.evaluated:
         return s
     claim = Claim(f"e/{number}", s.name, s.incarnation, s.nonce)
-    return want(s._replace(evaluated=number), Create(claim.name, claim))
+    s.evaluated = number
+    return want(s, Create(claim.name, claim))
 
 
 def _lease(s: Island) -> Island:
@@ -280,7 +293,8 @@ def _lease(s: Island) -> Island:
     found = free[0] if free else Range(block, 1, 0, size)
     name = f"d/{found.block}.2" if found.lease == 2 else f"d/{found.block}"
     claim = Create(name, Claim(name, s.name, s.incarnation, s.nonce))
-    return want(s._replace(leasing=found), claim)
+    s.leasing = found
+    return want(s, claim)
 
 
 def _beat(s: Island) -> Island:
@@ -290,5 +304,5 @@ def _beat(s: Island) -> Island:
     since = s.now - s.beat_at + s.pace.beat
     speed = (s.read - s.beat_read) / since
     beat = Beat(s.name, s.incarnation, s.beat + 1, _sent(s), speed)
-    s = s._replace(beat=s.beat + 1, beat_at=s.now + s.pace.beat, beat_read=s.read)
+    s.beat, s.beat_at, s.beat_read = s.beat + 1, s.now + s.pace.beat, s.read
     return want(s, Put(f"hb/{s.name}", beat))

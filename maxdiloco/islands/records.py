@@ -17,6 +17,7 @@ VERSION = 1
 MAGIC = "maxdiloco-islands"
 MOST_HEADER = 1 << 20  # bytes of both lines; our choice: a record of some thousand members
 _MOST_INT, _MOST_TEXT = 2**63, 256
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -235,7 +236,7 @@ def numbers(name: str) -> tuple[str, int]:
 
 def encode(value: Any, payload: bytes = b"") -> bytes:
     """The bytes of an object. Raises ValueError for a number that JSON does not have."""
-    text = json.dumps(_plain(value), allow_nan=False, separators=(",", ":"))
+    text = _JSON.encode(_plain(value))
     return f"{MAGIC} {VERSION} {type(value).__name__.lower()}\n{text}\n".encode() + payload
 
 
@@ -284,9 +285,11 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
 
 def _plain(value: Any) -> Any:
     """A value as JSON: a NamedTuple is an object, other tuples are lists."""
-    if isinstance(value, tuple) and type(value) is not tuple:
-        return {name: _plain(v) for name, v in value._asdict().items()}
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+    if not isinstance(value, tuple):
+        return value
+    if type(value) is tuple:
+        return list(map(_plain, value))
+    return dict(zip(value._fields, map(_plain, value), strict=True))
 
 
 def _typed(kind: Any, value: Any) -> Any:

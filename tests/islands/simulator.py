@@ -5,11 +5,11 @@ tick or an answer. Everything random is of the schedule's seed. `Broken` says wh
 schedules.py runs many.
 """
 
-import heapq
 import itertools
 import random
 import re
 from collections import Counter
+from heapq import heappop, heappush
 
 from simulated_store import Faults, Store
 
@@ -26,9 +26,9 @@ class Broken(AssertionError):
     """An invariant does not hold."""
 
 
-def require(true, what):
+def require(true, *what):
     if not true:
-        raise Broken(what)
+        raise Broken(" ".join(map(str, what)))
 
 
 def settings(rng, fixed, names):
@@ -67,7 +67,7 @@ class Program:
         initial = tuple(value.digest() for value in self.values)
         nonce = str(next(world.count))
         self.state = core.start(world.run, PACE, name, nonce, initial)
-        self.living, self.joined, self.stepping = True, False, False
+        self.living, self.joined, self.stepping, self.checked = True, False, False, ()
         self.gradients, self.frozen_until = {}, 0.0
         names = (records.snapshot_name(F, 0) for F in range(len(self.values)))
         self.payloads = dict.fromkeys(names, (0.0, 0.0))
@@ -76,7 +76,8 @@ class Program:
         """An inner step, of this fragment's value."""
         t, place = self.state.t, self.world.names.index(self.name)
         size = ((t * 7 + place * 3 + fragment) % 5 - 2) / 8 - self.values[fragment].x / 16
-        return size * (1000 if self.world.happens("diverge") else 1)
+        diverge = self.world.faults.diverge
+        return size * (1000 if diverge and self.world.random() < diverge else 1)
 
 
 class World(Store):
@@ -92,7 +93,7 @@ class World(Store):
         faults = Faults.drawn(self.rng)
         if self.fixed:
             faults = faults._replace(die=0, share=0, corrupt=0, diverge=0)
-        self.chances = {name: chance for name, chance in faults._asdict().items() if chance}
+        self.faults, self.random = faults, self.rng.random
         self.now, self.calm, self.programs = 0.0, False, []
         self.queue, self.count = [], itertools.count()
         self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
@@ -100,17 +101,13 @@ class World(Store):
         for name in self.names:
             self.spawn(name, self.rng.random())
 
-    def happens(self, fault):
-        chance = self.chances.get(fault)
-        return chance is not None and self.rng.random() < chance
-
     def spawn(self, name, delay):
         program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)))
         self.programs.append(program)
         self.later(delay, program, None)
 
     def later(self, delay, program, event):
-        heapq.heappush(self.queue, (self.now + delay, next(self.count), program, event))
+        heappush(self.queue, (self.now + delay, next(self.count), program, event))
 
     # -- the scheduler -----------------------------------------------------------------------------
 
@@ -119,7 +116,7 @@ class World(Store):
             self.one_event()
 
     def one_event(self):
-        self.now, _, program, event = heapq.heappop(self.queue)
+        self.now, _, program, event = heappop(self.queue)
         if callable(event):  # a request reaches the store
             event()
             return
@@ -128,14 +125,15 @@ class World(Store):
         if self.now < program.frozen_until and not self.calm:
             self.later(program.frozen_until - self.now, program, event)
             return
-        if self.happens("freeze"):
+        faults = self.faults
+        if faults.freeze and self.random() < faults.freeze:
             program.frozen_until = self.now + self.rng.choice((1.0, 4.0, 20.0))
-        if self.happens("away"):
+        if faults.away and self.random() < faults.away:
             self.away_until = self.now + self.rng.choice((1.0, 5.0, 15.0))
-        if self.happens("share"):
-            self.spawn(program.name, self.rng.random())
+        if faults.share and self.random() < faults.share:
+            self.spawn(program.name, self.random())
         if event is None:
-            self.later(TICK * (0.5 + self.rng.random()), program, None)
+            self.later(TICK * (0.5 + self.random()), program, None)
             event = Tick(self.now)
         elif isinstance(event, Step):
             program.stepping = False
@@ -149,12 +147,13 @@ class World(Store):
         if program.living and not program.stepping and core.may_step(program.state):
             program.stepping = True
             tokens = self.rng.choice((1, 2, 3)) if not self.fixed else 2
-            self.later(program.step_time * (0.8 + 0.4 * self.rng.random()), program, Step(tokens))
+            self.later(program.step_time * (0.8 + 0.4 * self.random()), program, Step(tokens))
 
     def deliver(self, program, event):
         program.state, actions = core.step(program.state, event)
+        die = self.faults.die
         for action in actions:
-            if self.happens("die"):
+            if die and self.random() < die:
                 self.end(program)
             if not program.living:
                 return
@@ -192,7 +191,7 @@ class World(Store):
         own = {seq: value.sent.pop(seq) for seq in committed}
         for seq, coded in own.items():
             name = records.message_name(F, *key, seq)
-            require(self.payloads.get(name, coded) == coded, f"{name} is not its own message")
+            require(self.payloads.get(name, coded) == coded, name, "is not its own message")
         value.committed += sum(m.tokens for m in record.members if (m.island, m.incarnation) == key)
         for seq in returned:
             value.unsent += value.sent.pop(seq)
@@ -207,9 +206,10 @@ class World(Store):
         if keep:
             name = records.snapshot_name(F, record.number)
             program.payloads[name] = (value.theta, value.trace)
-        known = self.digests.setdefault((F, record.number), value.digest())
-        require(known == value.digest(), f"digests differ after record {record.number}")
-        return value.digest()
+        digest = value.digest()
+        known = self.digests.setdefault((F, record.number), digest)
+        require(known == digest, "digests differ after record", record.number)
+        return digest
 
     def begin(self, program, action):
         program.joined = True
@@ -240,19 +240,19 @@ class World(Store):
             require(records.gradient_name(record) in self.payloads, "a record points at nothing")
         for one in (*record.members, *record.rejected):
             key = (F, *rules.key_of(one))
-            require(key not in self.decided, f"{key} is in two records")
+            require(key not in self.decided, key, "is in two records")
             self.decided.add(key)
         self.seen.update(reject.reason for reject in record.rejected)
         for member in record.members:
             key = rules.key_of(member)
             message = self.objects[records.message_name(F, *key)]
-            require(self.fixed or 0 <= number - 1 - message.base <= 2, f"{key} is too stale")
-            require((F, *key) not in self.corrupt, f"{key} is damaged and counted")
+            require(self.fixed or 0 <= number - 1 - message.base <= 2, key, "is too stale")
+            require((F, *key) not in self.corrupt, key, "is damaged and counted")
             for part in message.data if F == 0 else ():
                 known = self.ranges.setdefault(part.block, [])
                 self.seen["second lease"] += part.lease == 2
                 apart = all(part.stop <= a or b <= part.start for a, b in known)
-                require(apart, f"tokens of block {part.block} are counted twice")
+                require(apart, "tokens are counted twice of block", part.block)
                 known.append((part.start, part.stop))
         self.tokens[F].append(self.tokens[F][-1] + sum(m.tokens for m in record.members))
 
@@ -260,13 +260,19 @@ class World(Store):
         s = program.state
         if s.phase != "in" or not program.living:
             return
+        before, program.checked = program.checked, s.logs
         for fragment, log in enumerate(s.logs):
+            if before and log is before[fragment]:
+                continue
             value, ledger = program.values[fragment], log.ledger
             require(ledger.tokens == self.tokens[fragment][ledger.number], "tokens are not replay")
-            undecided = sum(own.message.tokens for own in log.own)
-            require(s.read == value.committed + undecided + log.tokens, "tokens read do not add up")
-            require(len(log.own) <= 2, "more than two messages are undecided")
-            left = value.theta - sum(value.sent.values()) - value.unsent
+            known = value.committed + log.tokens
+            left = value.theta - value.unsent
+            if log.own:
+                known += sum([own.message.tokens for own in log.own])
+                left -= sum(value.sent.values())
+                require(len(log.own) <= 2, "more than two messages are undecided")
+            require(s.read == known, "tokens read do not add up")
             require(abs(value.x - left) < 1e-6 * (1 + abs(left)), "x is not theta less its own")
 
     def heads(self):
@@ -274,7 +280,7 @@ class World(Store):
 
     def check_growth(self):
         """No deadlock: with the store back all logs grow, by one survivor or with a newcomer."""
-        self.calm, self.chances, self.away_until = True, {}, self.now
+        self.calm, self.faults, self.away_until = True, Faults(), self.now
         living, newcomer = [p for p in self.programs if p.living], None
         for program in living:
             program.frozen_until = self.now
@@ -312,7 +318,7 @@ class World(Store):
             for program in self.programs:
                 counted = found[program.name, program.state.incarnation]
                 lost = program.state.read - counted
-                require(not program.joined or lost >= 0, f"{program.name} has {-lost} too many")
+                require(not program.joined or lost >= 0, program.name, "has", -lost, "too many")
 
 
 LOCAL = {
