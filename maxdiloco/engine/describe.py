@@ -54,7 +54,7 @@ def fragment_table(layout: Layout, wire: Sequence[int]) -> list[str]:
     rows = [("fragment", "layers", "parameters", "padding", "bytes on the wire", "share")]
     for p, plan in enumerate(layout.plans):
         layers = _ranges(plan.fragment.layers) if len(layout.plans) > 1 else "all"
-        padding, size = wire[p] - payload_bytes(plan.payload), plan.fragment.size
+        padding, size = max(wire[p] - payload_bytes(plan.payload), 0), plan.fragment.size
         rows.append((p, layers, f"{size:,}", f"{padding:,}", f"{wire[p]:,}", f"{size / total:.1%}"))
     lines = aligned(rows)
     for p in oversized(wire):

@@ -148,10 +148,14 @@ class DiLoCo(Trainer):
         self.abstract_state = self.layout.state
         # An evaluation never sends theta to another slice.
         self.exported, self.evaluated = self.programs.exported, self.programs.evaluated
-        make = exchanges.CARRIERS[self._carrier_name]
-        self._carrier = make(self.programs, self.schedule, self._mailbox)
+        self._carrier = self._make_carrier()
         self._last_step = None
         return self.layout
+
+    def _make_carrier(self) -> Carrier:
+        """What carries out the actions; layout and programs are there."""
+        make = exchanges.CARRIERS[self._carrier_name]
+        return make(self.programs, self.schedule, self._mailbox)
 
     def init(self, params: Any, opt_state: Any) -> State:
         """One replica's pytrees, copied to all; shardings are kept, with `diloco` prepended."""

@@ -144,20 +144,26 @@ class Programs:
         """A program for a fragment: `pack`, `reduce`, `reduce and share`, `merge`, `synchronise` or
         `outer_step`.
         """
+        replacing, step = self._replacing, f"{self.rule.overlap}_step"
+        definitions = {
+            "pack": self._pack,
+            "reduce": functools.partial(self._reduce, shares=False),
+            "reduce and share": functools.partial(self._reduce, shares=True),
+            "merge": functools.partial(replacing, "merge", sends=False),
+            "synchronise": functools.partial(replacing, "synchronise", sends=True),
+            "outer_step": functools.partial(replacing, step, sends=True, keeps=True),
+        }
+        return self.defined(kind, plan, definitions[kind])
+
+    def defined(
+        self, kind: str, plan: FragmentPlan, define: Callable[[FragmentPlan], Definition]
+    ) -> Program:
+        """A program for a fragment, of this kind and definition."""
         key = (kind, plan.form)
         if key not in self._by_form:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)
             label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
-            replacing, step = self._replacing, f"{self.rule.overlap}_step"
-            definitions = {
-                "pack": self._pack,
-                "reduce": functools.partial(self._reduce, shares=False),
-                "reduce and share": functools.partial(self._reduce, shares=True),
-                "merge": functools.partial(replacing, "merge", sends=False),
-                "synchronise": functools.partial(replacing, "synchronise", sends=True),
-                "outer_step": functools.partial(replacing, step, sends=True, keeps=True),
-            }
-            self._by_form[key] = self._program(f"{kind} [{label}]", **definitions[kind](plan))
+            self._by_form[key] = self._program(f"{kind} [{label}]", **define(plan))
         return self._by_form[key]
 
     # -- what is compiled for a fragment ---------------------------------------------------------

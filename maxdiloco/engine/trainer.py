@@ -26,7 +26,8 @@ class SavedLayout(NamedTuple):
 
     mesh: sizes of the axes. same_rules: whether the run that saved it had the logical axis rules of
     this run. exchange: ExchangeSettings as a dict. chunk_pieces: Layout.pieces. theta_item: of
-    saved.items_of. rule: alpha, merge, rate and momentum, to tell what has changed.
+    saved.items_of. rule: alpha, merge, rate and momentum, to tell what has changed. records: of the
+    log of fragment 0 that an island knew.
     """
 
     num_replicas: int
@@ -38,6 +39,7 @@ class SavedLayout(NamedTuple):
     chunk_pieces: Sequence[int] | None = None
     theta_item: str = OUTER_PARAMS
     rule: dict[str, Any] | None = None
+    records: int | None = None
 
 
 class ExchangeSettings(NamedTuple):
@@ -150,6 +152,29 @@ class Trainer(Protocol):
 
     def calls(self, batch: Any) -> list[Call]:
         """Every program of the steps, the plain one first. batch: ShapeDtypeStructs, [R, ...]."""
+
+    def join(self, state: Any) -> Any:
+        """The state to take the first step from, once that step may be taken. state: donated."""
+        return state
+
+    def reads(self, text: Any) -> Any:
+        """What the steps read in place of a text; after `join`."""
+        return text
+
+    def learning_rate(self, rate: Callable[[float], float], t: int) -> float:
+        """Of inner step t. rate: of the schedule, by the inner steps done."""
+        return rate(t - 1)
+
+    def evaluates(self, t: int, interval: int) -> bool:
+        """Whether theta is evaluated here after inner step t. interval: of the run [steps]."""
+        return t % interval == 0
+
+    def ended(self) -> bool:
+        """Whether the run is over before its last step."""
+        return False
+
+    def leave(self) -> None:
+        """No step follows: whatever waits for more goes on."""
 
     def abstract_metrics(self, batch: Any) -> Any:
         """ShapeDtypeStructs of the metrics of a step, leaves [R]. batch: as for `calls`."""

@@ -130,6 +130,16 @@ def has_replicas(cfg: Any) -> bool:
     return cfg.enable_diloco
 
 
+def is_island(cfg: Any) -> bool:
+    """Whether a run of this config is an island among others."""
+    return cfg.islands != "none"
+
+
+def ends_with_log(cfg: Any) -> bool:
+    """Whether a run goes on until the log of its islands has all tokens, in any number of steps."""
+    return cfg.islands == "elastic"
+
+
 def check_replicas(num_replicas: int, slots: int, slots_name: str) -> None:
     """Raise ConfigError unless num_diloco_replicas is a multiple of the mesh's slots."""
     with _as_config_errors():

@@ -1,7 +1,4 @@
-"""Logs of islands in a store: `python -m maxdiloco.islands audit URL`, `... status`, `... check`.
-
-No training run makes such a log yet; docs/islands.md says what there is.
-"""
+"""Logs of islands in a store: `python -m maxdiloco.islands audit URL`, `status` and `check`."""
 
 import pathlib
 import time

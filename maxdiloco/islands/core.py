@@ -59,7 +59,7 @@ def step(s: Island, event: Any) -> Transition:
         s = _with_step(s, event.tokens)
         return _at_boundary(s, actions)
     s.now = event.now
-    if s.phase in ("load", "in"):
+    if s.phase in ("load", "in") and not event.within:
         s, actions = _at_boundary(s, actions)
     if s.phase == "load" and all(log.caught_up and log.record is None for log in s.logs):
         s, actions = _begin(s, actions)

@@ -1,13 +1,13 @@
 """The hands of an island: they carry out what core.py asks for, on a bucket and on arrays.
 
-One request at a time, and in the thread that calls: nothing here waits but the store. What an inner
+Nothing here has a thread, and nothing waits but the store (beside.py has threads). What an inner
 step is, and when one is taken, is the caller's; `theta` and `x` are a fragment's leaves, whole,
 flattened and put end to end.
 """
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,19 +41,22 @@ from maxdiloco.islands.island import (
     Tick,
 )  # fmt: skip
 from maxdiloco.islands.outer import Outer, Term
-from maxdiloco.islands.records import Damaged, Gradient, Ledger, Message, Record, Run
+from maxdiloco.islands.records import Damaged, Gradient, Ledger, Message, Record, Reject, Run
 from maxdiloco.storage.store import Bucket
 
 
 class Driver:
     """An island over a bucket.
 
-    theta: of each fragment, where this island makes the start. key: of 32 bytes, to sign with.
-    nonce: of this start alone, None: a random one. clock: [s].
-    outer: the state of each fragment. x: the island's own values, which the caller may replace
-    between two calls. requests: what the store is to be asked. said: lines for the user;
-    evaluations: numbers of those that are this island's; stop: why it is over, if it is.
-    Raises ConfigError for a run that cannot be computed with.
+    theta: of each fragment, where this island makes the start. x: the island's own values, by
+    fragment; None: kept here, and the caller may replace them between two calls. feedback: whether
+    what a wire rounds off stays for the next message also where a merge replaces x (error
+    feedback). moments_of: records that a checkpoint of the inner optimizer has. key: of 32 bytes,
+    to sign with. nonce: of this start alone, None: a random one. clock: [s].
+    outer: the state of each fragment. requests: what the store is to be asked. said: lines for the
+    user; evaluations: numbers of those that are this island's; moments: what becomes of those of
+    the inner optimizer, "" until it has begun; norm: of the last message; finite: whether all were;
+    stop: why it is over, if it is. Raises ConfigError for a run that cannot be computed with.
     """
 
     def __init__(
@@ -64,6 +67,9 @@ class Driver:
         name: str,
         theta: Sequence[np.ndarray],
         *,
+        x: MutableSequence[np.ndarray] | None = None,
+        feedback: bool = False,
+        moments_of: int | None = None,
         key: bytes | None = None,
         nonce: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -72,24 +78,29 @@ class Driver:
             raise ConfigError(f"{wrong}: islands cannot run with it. Set another value.")
         self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
         self.outer = [outer.fresh(values) for values in theta]
-        self.x = [state.theta for state in self.outer]
+        self.x = [state.theta for state in self.outer] if x is None else x
         self.sent: list[dict[int, np.ndarray]] = [{} for _ in theta]
+        # With feedback: what the last message has left over, and what the next one has to add.
+        self._feedback = feedback
+        self._left: list[Any] = [np.float32(0)] * len(theta)
+        self._residual: list[Any] = [np.float32(0)] * len(theta)
         self._payloads = {
             records.snapshot_name(fragment, 0): state.to_bytes()
             for fragment, state in enumerate(self.outer)
         }
-        self._gradients: dict[str, np.ndarray] = {}
+        self._after: dict[str, tuple[Outer, str]] = {}  # by the name of a record's gradient
         self.requests: list[Any] = []
         self.said: list[str] = []
         self.evaluations: list[int] = []
+        self.moments, self.norm, self.finite = "", 0.0, True
         self.stop: Stop | None = None
         digests = tuple(state.digest() for state in self.outer)
         nonce = secrets.token_hex(8) if nonce is None else nonce
-        self.state: Island = core.start(run, pace, name, nonce, digests)
+        self.state: Island = core.start(run, pace, name, nonce, digests, moments_of)
 
-    def tick(self) -> None:
-        """Let time pass."""
-        self._deliver(Tick(self._clock()))
+    def tick(self, *, within: bool = False) -> None:
+        """Let time pass. within: an inner step is under way, so x stays as it is."""
+        self.deliver(Tick(self._clock(), within))
 
     def may_step(self) -> bool:
         """Whether the next inner step may begin."""
@@ -97,33 +108,37 @@ class Driver:
 
     def stepped(self, tokens: int) -> None:
         """An inner step is done, and its values are in `x`."""
-        self._deliver(Step(tokens))
+        self.deliver(Step(tokens))
 
     def work(self) -> bool:
         """Carry out the request that was made first; False where there is none."""
         if not self.requests:
             return False
-        action = self.requests.pop(0)
-        try:
-            result = self._request(action)
-        except OSError:
-            result = FAILED
-        except Damaged as error:
-            result = Damage(str(error))
-        self._deliver(Done(action, result))
+        self.deliver(self.carried_out(self.requests.pop(0)))
         return True
 
-    def _deliver(self, event: Any) -> None:
+    def carried_out(self, request: Any) -> Done:
+        """Carry out a request; the event to deliver. Requests may be under way in many threads."""
+        try:
+            return Done(request, self._request(request))
+        except OSError:
+            return Done(request, FAILED)
+        except Damaged as error:
+            return Done(request, Damage(str(error)))
+
+    def deliver(self, event: Any) -> None:
+        """What an event changes; one at a time."""
         self.state, actions = core.step(self.state, event)
         for action in actions:
             match action:
                 case Pack(message):
-                    self._deliver(Done(action, self._packed(message)))
+                    self.deliver(Done(action, self._packed(message)))
                 case Apply():
-                    self._deliver(Done(action, self._applied(action)))
-                case Begin():
-                    self.x = [state.theta for state in self.outer]
-                    self.sent = [{} for _ in self.outer]
+                    self.deliver(Done(action, self._applied(action)))
+                case Begin(moments):
+                    self.moments = moments
+                    for fragment, state in enumerate(self.outer):
+                        self.x[fragment] = state.theta
                 case Evaluate(number):
                     self.evaluations.append(number)
                 case Say(line):
@@ -139,12 +154,13 @@ class Driver:
     def _packed(self, message: Message) -> Message:
         fragment, sizes = message.fragment, outer.sizes_of(self._run, message.fragment)
         theta, sent = self.outer[fragment].theta, self.sent[fragment]
-        wanted = rules.unsent(theta, sent.values(), self.x[fragment])
+        wanted = rules.unsent(theta, sent.values(), self.x[fragment]) + self._residual[fragment]
         payload = wires.encode(self._run.wire, sizes, wanted)
         values = wires.decode(self._run.wire, sizes, payload)
         norm, sent[message.seq] = outer.norm(values), values
         finite = bool(np.isfinite(wanted).all() and np.isfinite(norm))
         norm, sha256 = norm if finite else 0.0, records.sha256(payload)
+        self.norm, self.finite, self._left[fragment] = norm, finite, wanted - values
         message = message._replace(norm=norm, finite=finite, sha256=sha256)
         self._payloads[records.message_name(fragment, *rules.key_of(message))] = payload
         return message if self._key is None else keys.signed(message, self._key)
@@ -152,21 +168,26 @@ class Driver:
     def _applied(self, action: Apply) -> str:
         record, fragment, run = action.record, action.record.fragment, self._run
         before, sent = self.outer[fragment], self.sent[fragment]
-        gradient = self._gradients.pop(records.gradient_name(record), None)
-        after = apply(run, before, record, gradient)
+        name = records.gradient_name(record)
+        after, digest = self._after.pop(name) if record.members else (before, before.digest())
         committed = [sent.pop(seq) for seq in action.committed]
         for seq in action.returned:
             del sent[seq]
-        x = self.x[fragment]
         if action.how == "shift":
-            x = rules.shifted(x, before.theta, after.theta, committed)
+            x = self.x[fragment]
+            self.x[fragment] = rules.shifted(x, before.theta, after.theta, committed)
         elif action.how == "merge":
-            x = merged(x, after.theta, run.alpha)
-        self.x[fragment], self.outer[fragment] = x, after
+            x = self.x[fragment] if run.alpha else after.theta  # where it is not asked for
+            self.x[fragment] = merged(x, after.theta, run.alpha)
+            if self._feedback:
+                self._residual[fragment] = self._left[fragment]
+        self.outer[fragment] = after
+        if action.how != "load":
+            self.said += [rejected(record, reject) for reject in record.rejected]
         if action.keep:
             name = records.snapshot_name(fragment, record.number)
             self._payloads[name] = after.to_bytes()
-        return after.digest()
+        return digest
 
     # -- on the store -----------------------------------------------------------------------------
 
@@ -211,12 +232,13 @@ class Driver:
         return FAILED if result == FAILED else Reduced(sha256)
 
     def _fetched(self, record: Record) -> bool | None:
+        """The outer step is taken here too, beside the inner ones: Apply has it then."""
         try:
-            self._gradients[records.gradient_name(record)] = gradient_of(
-                self._bucket, self._run, record
-            )
+            gradient = gradient_of(self._bucket, self._run, record)
         except FileNotFoundError:
             return None
+        after = apply(self._run, self.outer[record.fragment], record, gradient)
+        self._after[records.gradient_name(record)] = after, after.digest()
         return True
 
     def _loaded(self, fragment: int) -> Ledger | None:
@@ -245,6 +267,13 @@ class Driver:
 def apply(run: Run, before: Outer, record: Record, gradient: np.ndarray | None) -> Outer:
     """The outer state after a record; one without members changes nothing."""
     return outer.stepped(run, before, gradient, record.scale) if record.members else before
+
+
+def rejected(record: Record, reject: Reject) -> str:
+    """The line on a message that a record rejects."""
+    message = f"message {reject.incarnation}.{reject.seq} of island {reject.island}"
+    where = f"record {record.number} of fragment {record.fragment}"
+    return f"{where} rejects {message}: {reject.reason}"
 
 
 def merged(x: np.ndarray, theta: np.ndarray, alpha: float) -> np.ndarray:

@@ -159,9 +159,10 @@ class Stop(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time has passed, by the island's own clock [s]."""
+    """Time has passed, by the island's own clock [s]. within: an inner step is under way."""
 
     now: float
+    within: bool = False
 
 
 class Step(NamedTuple):

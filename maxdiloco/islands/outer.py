@@ -28,7 +28,7 @@ def problem(run: Run) -> str:
     """What is wrong with a run.json, "" if it can be computed with."""
     values = run._asdict()
     for key, known in (
-        ("wire", wires.WIRES), ("wire_down", wires.WIRES), ("merge", MERGES),
+        ("wire", wires.WIRES), ("wire_down", wires.DOWN), ("merge", MERGES),
         ("outer_optimizer", OPTIMIZERS),
     ):  # fmt: skip
         if values[key] not in known:

@@ -30,6 +30,7 @@ _COLUMNS = (
     ("perf/step_time", "{:.3f} s"),
     ("perf/tokens_per_second", "{} tok/s"),
     ("perf/mfu", "mfu {:.0%}"),
+    ("islands/progress", "{:.1%} of the run"),
 )
 # Of a fixed length: what a terminal echoes at Ctrl-C has room behind it.
 _BAR = "{percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
@@ -37,17 +38,20 @@ _CLEAR_LINE = "\r\x1b[K"  # of every terminal since the VT100
 
 
 def console_line(
-    step: int, total_steps: int, values: Mapping[str, float], *, left: bool = False
+    step: int, total_steps: int | None, values: Mapping[str, float], *, left: bool = False
 ) -> str:
     """step 120/2000  loss 2.3456  lr 3.0e-04  0.812 s: the metrics of _COLUMNS, s a step.
 
-    left: add the time of the steps that are left, `25.4 min left`, without evaluations and saves.
+    total_steps: None: it is not known. left: add the time of the steps that are left, `25.4 min
+    left`, without evaluations and saves.
     """
     columns = [
         form.format(_short(values[name]) if form.startswith("{}") else values[name])
         for name, form in _COLUMNS
         if name in values
     ]
+    if total_steps is None:
+        return _GAP.join([f"step {step}", *columns])
     if left and step < total_steps and "perf/step_time" in values:
         columns.append(f"{span((total_steps - step) * values['perf/step_time'])} left")
     return _GAP.join([f"step {step}/{total_steps}", *columns])
@@ -165,7 +169,7 @@ class Console:
             self._failing = True
 
     @contextlib.contextmanager
-    def progress(self, *, first_step: int, total_steps: int) -> Iterator[None]:
+    def progress(self, *, first_step: int, total_steps: int | None) -> Iterator[None]:
         """A progress bar, of which first_step steps are done, if standard error is a terminal."""
         if not self._shown or not shows_bars():
             yield

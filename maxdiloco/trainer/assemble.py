@@ -3,6 +3,7 @@
     # R replicas  B sequences per replica  L tokens
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.transformer import Model, count_parameters
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
-from maxdiloco.trainer import inner_step, optimizer
+from maxdiloco.trainer import inner_step, island_settings, optimizer
+from maxdiloco.trainer.island_settings import Facts
 
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
@@ -79,11 +81,13 @@ def assemble(
     on_compile: OnCompile,
     mailbox: Mailbox | None = None,
     tokenizer: Tokenizer | None = None,
+    facts: Facts | None = None,
 ) -> Parts:
     """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
 
-    mailbox: see needs_bulk. tokenizer: None: read here. total_steps: of learning_rate_schedule.
-    Raises ConfigError for a model that the devices cannot run, and as batch_shape does.
+    mailbox: see needs_bulk. tokenizer: None: read here. facts: of an island that is to train.
+    total_steps: of learning_rate_schedule. Raises ConfigError for a model that the devices cannot
+    run, and as batch_shape does.
     """
     shape = batch_shape(cfg, mesh)
     model = on_mesh.build(cfg, mesh)
@@ -95,7 +99,8 @@ def assemble(
         model, inner_optimizer, accumulation=accumulation, nan_policy=cfg.nan_policy
     )
     if cfg.enable_diloco:
-        trainer = _diloco(cfg, mesh, model, step, shape.num_replicas, on_compile, mailbox)
+        options = dict(num_replicas=shape.num_replicas, on_compile=on_compile, mailbox=mailbox)
+        trainer = _diloco(cfg, mesh, model, step, facts, options)
         trainer.bind(params, opt_state)
     else:
         trainer = DataParallel(
@@ -158,12 +163,22 @@ def batch_shape(cfg: config.Config, mesh: Mesh) -> BatchShape:
             f"aborts while it compiles their sums of gradients. Use weight_dtype=float32, or one "
             f"device a replica."
         )
+    if checks.is_island(cfg) and slots > 1:
+        raise ConfigError(
+            f"islands={cfg.islands} has diloco {slots} in its mesh: an island is one replica. Set "
+            "dcn_diloco_parallelism=1 and dcn_fsdp_parallelism=-1, or start more islands."
+        )
     if cfg.enable_diloco and cfg.num_diloco_replicas != -1:
         num_replicas = cfg.num_diloco_replicas
         checks.check_replicas(num_replicas, slots, "the mesh's diloco size")
     devices = mesh.size // slots // on_mesh.length_shards(cfg, mesh)
     sequences = cfg.per_device_batch_size * devices * cfg.gradient_accumulation_steps
     return BatchShape(num_replicas, sequences, cfg.max_target_length)
+
+
+def readers(cfg: config.Config, num_replicas: int) -> tuple[int, int]:
+    """Replicas that share the order of the data, and which of them is the first one here."""
+    return (cfg.islands_min, int(cfg.island)) if cfg.islands == "fixed" else (num_replicas, 0)
 
 
 def baseline(cfg: config.Config) -> config.Config | None:
@@ -204,22 +219,31 @@ def most_bytes(parts: Parts) -> int:
     return 8 * count_parameters(parts.model) * parts.shape.num_replicas + 2**20
 
 
-def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo:
-    return DiLoCo(
+def _diloco(cfg, mesh, model, step, facts, options) -> DiLoCo:
+    overlap, feedback = cfg.num_communication_overlapping_steps, cfg.diloco_error_feedback
+    make, M = DiLoCo, options["num_replicas"]
+    if checks.is_island(cfg):
+        # Here: other runs start without it.
+        from maxdiloco.trainer import on_islands
+
+        M, _ = readers(cfg, M)
+        settings = island_settings.of(config.with_replicas(cfg, M), facts)
+        make = functools.partial(on_islands.OnIslands, settings=settings)
+        overlap, feedback = 0, "never"  # its log has both
+    return make(
         step,
-        num_replicas=num_replicas,
         sync_period=cfg.diloco_sync_period,
         num_fragments=cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1,
-        overlap_steps=cfg.num_communication_overlapping_steps,
+        overlap_steps=overlap,
         alpha=cfg.communication_overlapping_alpha,
         outer_optimizer=outer.outer_optimizer(
             cfg.diloco_outer_optimizer,
-            lr=config.with_replicas(cfg, num_replicas).diloco_outer_lr,
+            lr=config.with_replicas(cfg, M).diloco_outer_lr,
             momentum=cfg.diloco_outer_momentum,
         ),
         outer_overlap=cfg.diloco_outer_overlap,
         exchange_dtype=cfg.diloco_exchange_dtype,
-        error_feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
+        error_feedback=checks.FEEDBACK[feedback],
         merge=cfg.diloco_merge,
         exchange=exchange(cfg.diloco_exchange),
         sequential_layers=cfg.use_sequential_layers,
@@ -228,8 +252,7 @@ def _diloco(cfg, mesh, model, step, num_replicas, on_compile, mailbox) -> DiLoCo
         mesh=mesh,
         outer_memory=cfg.diloco_outer_memory,
         exchange_carrier=_carrier(cfg, mesh)[0],
-        mailbox=mailbox,
-        on_compile=on_compile,
+        **options,
     )
 
 
@@ -282,7 +305,7 @@ def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, An
 def with_learning_rate(parts: Parts, batch: dict[str, jax.Array], t: int) -> dict[str, jax.Array]:
     """The batch of step t with the learning rate of that step."""
     like = parts.batch["learning_rate"]
-    rate = parts.learning_rate(t - 1)
+    rate = parts.trainer.learning_rate(parts.learning_rate, t)
     rate_R1 = np.full(like.shape, rate)
     array = jax.make_array_from_callback(like.shape, like.sharding, lambda part: rate_R1[part])
     return batch | {"learning_rate": array}

@@ -22,10 +22,10 @@ from maxdiloco.trainer.assemble import Parts
 class Recorder:
     """Metrics, evaluations and checkpoints of a run.
 
-    done: inner steps before this start; total: of the whole run. writer: of the first process.
-    mailbox: of several. checkpointer: None where nothing is saved. note: what a checkpoint says of
-    the run. data_metrics: of a step, Dataset.metrics. since_row: of the checkpoint that the run
-    goes on from, see `save`. begun: time.perf_counter() at the very start.
+    done: inner steps before this start; total: of the whole run, if known. writer: of the first
+    process. mailbox: of several. checkpointer: None where nothing is saved. note: what a checkpoint
+    says of the run. data_metrics: of a step, Dataset.metrics. since_row: of the checkpoint that the
+    run goes on from, see `save`. begun: time.perf_counter() at the very start.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Recorder:
         parts: Parts,
         *,
         done: int,
-        total: int,
+        total: int | None,
         console: Console,
         writer: MetricsWriter | None,
         mailbox: Mailbox | None,
@@ -67,7 +67,8 @@ class Recorder:
         steps, self._logged = range(self._logged + 1, t + 1), t
         self._metrics["loss"] = parts.monitor.take_mean_loss(len(steps))
         sent = sum(map(parts.trainer.bytes_sent, steps)) / len(steps)
-        self._values |= parts.trainer.extra_metrics(state) | {"dcn/bytes_sent": sent}
+        self._values |= {"dcn/bytes_sent": sent} | parts.trainer.extra_metrics(state)
+        self._values["learning/lr"] = parts.trainer.learning_rate(parts.learning_rate, t)
         self._values |= self._data_metrics(t)
         self._values |= performance(
             step_time=self._clock.lap(t),
@@ -130,7 +131,7 @@ class Recorder:
     def _write(self, t: int, metrics: Metrics | None, values: Values) -> None:
         row = dict(values)
         if metrics is not None:
-            row = learning_metrics(metrics, self._parts.learning_rate(t - 1)) | row
+            row = learning_metrics(metrics, row.pop("learning/lr")) | row
         self._writer.write(t, row)
         left = not self._console.has_bar
         self._console.line(console_line(t, self._total, row, left=left))

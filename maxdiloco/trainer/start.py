@@ -22,7 +22,7 @@ from maxdiloco.flags.config import Config
 from maxdiloco.metrics import compiles, console, line_files
 from maxdiloco.processes import agree, coordination, output
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
-from maxdiloco.trainer import optimizer
+from maxdiloco.trainer import assemble, optimizer
 from maxdiloco.trainer.assemble import BatchShape, Parts
 from maxdiloco.trainer.remat_choice import make_room
 
@@ -57,7 +57,7 @@ def look(
     data: dict[str, str],
 ) -> Start:
     """Find where the run begins, before anything is built. Raises as refuse_changes."""
-    M, B, _ = shape
+    M, B = assemble.readers(cfg, shape.num_replicas)[0], shape.sequences
     saved = checkpointer and checkpointer.restore(lambda meta: {})
     if not saved and cfg.load_full_state_path:
         saved = read.restore_from(

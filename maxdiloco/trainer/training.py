@@ -33,6 +33,7 @@ from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import assemble, compiled_file, job, remat_choice, run_files, start
 from maxdiloco.trainer.assemble import Parts
+from maxdiloco.trainer.island_settings import Facts
 from maxdiloco.trainer.recorder import Recorder, profile
 
 Say = Callable[[str], None]
@@ -56,7 +57,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
     say = console.say
     mesh = mesh_lib.build(cfg)
     shape = assemble.batch_shape(cfg, mesh)
-    cfg = config.with_replicas(cfg, shape.num_replicas)
+    cfg = config.with_replicas(cfg, assemble.readers(cfg, shape.num_replicas)[0])
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
     if cfg.show_fragments:
@@ -96,43 +97,42 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         if primary:
             run_files.save_tokenizer(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
-        if total == -1:
-            total = text.last_step_of_epoch(begin.position)
-        if done >= total:
+        total = text.last_step_of_epoch(begin.position) if total == -1 else total
+        length = None if checks.ends_with_log(cfg) else total
+        if length is not None and done >= length:
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
             return 0
-
         mailbox = None if room is None else room.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
-        chosen, parts = _build(cfg, mesh, total, compiles, mailbox, tokenizer, say)
+        facts = Facts(**data, steps=total, step_tokens=shape.tokens, length=shape.length, say=say)
+        given = dict(mailbox=mailbox, tokenizer=tokenizer, facts=facts)
+        chosen, parts = _build(cfg, mesh, total, compiles, say, **given)
         trainer = parts.trainer
         stack.callback(trainer.close)
         if room is not None and assemble.needs_bulk(chosen, mesh):
             room.open_bulk(assemble.most_bytes(parts))
-        for line in [*_sizes(cfg, parts), *trainer.description.start]:
+        for line in _introduction(cfg, parts, begin, checkpointer, total=total, begun=begun):
             say(line)
-        say(f"{begin.origin}; {total} steps in all")
-        for line in start.changes(cfg, parts, begin, checkpointer, total_steps=total):
-            say(line)
-        say(f"ready to compile after {time.perf_counter() - begun:.1f} s")
         fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
         gc.enable()  # train.main disables it for the start
         state = fresh[0] if fresh else start.load(chosen, parts, begin, checkpointer)
-        done = start.meet(state, say)
+        done, state = start.meet(state, say), trainer.join(state)
+        if trainer.ended():
+            say(f"nothing to do: {trainer.closing_line(state).removeprefix('done: ')}")
+            return 0
         stack.enter_context(start.history_of(folder, parts, done=done, total=total))
 
         preemption = stack.enter_context(Preemption(say))
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
-        stack.enter_context(console.progress(first_step=done, total_steps=total))
-        steps = range(done + 1, total + 1)
+        stack.enter_context(console.progress(first_step=done, total_steps=length))
+        steps, text = range(done + 1, (length or checks.LARGEST) + 1), trainer.reads(text)
         batches = stack.enter_context(_open_batches(cfg, parts, text, begin.position, steps))
-        first = done + cfg.skip_first_n_steps_for_profiler
-        profiled_steps = range(first, first + cfg.profiler_steps if cfg.profiler else first)
-        profiled = stack.enter_context(profile(folder, profiled_steps))
+        stack.callback(trainer.leave)
+        profiled = stack.enter_context(profile(folder, _profiled_steps(cfg, done)))
         recorder = Recorder(
             parts,
             done=done,
-            total=total,
+            total=length,
             console=console,
             writer=writer,
             mailbox=mailbox,
@@ -146,10 +146,10 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
             batch = assemble.with_learning_rate(parts, next(batches), t)
             state, metrics = trainer.step(state, batch)
             parts.monitor.add(t, metrics)
-            last = t == total
+            last = t == length or trainer.ended()
             if last or t % cfg.log_period == 0:
                 recorder.log(t, state)
-            if held_out and (last or t % cfg.eval_interval == 0):
+            if held_out and (last or trainer.evaluates(t, cfg.eval_interval)):
                 recorder.evaluate(t, state, held_out)
             console.advance()
             recorder.write(t)
@@ -160,10 +160,12 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
                 recorder.save(t, state, last=True)
                 recorder.rows.write_all()
                 return _stopped(cfg, t, in_any_process(preemption.by_ctrl_c), say, again=again)
+            if last:
+                break
 
         recorder.rows.write_all()
         if cfg.save_checkpoint_on_completion:
-            recorder.save(total, state, last=True)
+            recorder.save(state.t, state, last=True)
         elif checkpointer is not None:
             checkpointer.wait(last=True)
         say(trainer.closing_line(state))
@@ -219,7 +221,8 @@ def _open_batches(
     """The global batches of some steps; leaving the context ends the reader."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding
     rows = feeding.local_rows(sharding, shape)
-    here = dict(replicas=rows[0], rows=rows[1], worker_count=cfg.grain_worker_count)
+    _, first = assemble.readers(cfg, parts.shape.num_replicas)
+    here = dict(replicas=first + rows[0], rows=rows[1], worker_count=cfg.grain_worker_count)
     with pipeline.batches(text, position, steps=steps, **here) as local:
         yield feeding.feed(local, rows, sharding, shape)
 
@@ -242,10 +245,31 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     ]
 
 
-def _build(cfg, mesh, total, compiles, mailbox, tokenizer, say) -> tuple[Config, Parts]:
+def _introduction(
+    cfg: Config,
+    parts: Parts,
+    begin: start.Start,
+    checkpointer: Checkpointer | None,
+    *,
+    total: int,
+    begun: float,
+) -> list[str]:
+    """Lines on what begins here."""
+    how_long = "the log says how many" if checks.ends_with_log(cfg) else total
+    return [
+        *_sizes(cfg, parts),
+        *parts.trainer.description.start,
+        f"{begin.origin}; {how_long} steps in all",
+        *start.changes(cfg, parts, begin, checkpointer, total_steps=total),
+        f"ready to compile after {time.perf_counter() - begun:.1f} s",
+    ]
+
+
+def _build(cfg, mesh, total, compiles, say, **given) -> tuple[Config, Parts]:
     """The config with remat_policy chosen, and the parts of a run of `total` steps."""
-    options = dict(total_steps=total, on_compile=compiles, mailbox=mailbox, tokenizer=tokenizer)
-    make = functools.partial(assemble.assemble, mesh=mesh, **options)
+    make = functools.partial(
+        assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, **given
+    )
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
     stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""
@@ -268,6 +292,12 @@ def _compile(
         say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
     room = remat_choice.make_room(cfg, outer_state=checks.has_replicas(cfg))
     return compiles.all_of(calls, room=room, resident=parts.trainer.description.resident)
+
+
+def _profiled_steps(cfg: Config, done: int) -> range:
+    """See recorder.profile."""
+    first = done + cfg.skip_first_n_steps_for_profiler
+    return range(first, first + cfg.profiler_steps if cfg.profiler else first)
 
 
 def _on_error(again: str, say: Say, kind, error, trace) -> None:

@@ -136,6 +136,25 @@ warmup_steps_fraction=0.5 WSD wsd_decay_steps_fraction=0.6 | =0.5 and wsd_decay 
 diloco_error_feedback=always | diloco_exchange_dtype=float32 | Use | =auto or
 diloco_merge=rda EAGER | does not go with | Use diloco_m
 diloco_merge=rda enable_diloco=false | =false. Use diloco_merge=mean or enable_diloco=true.
+# islands
+island=a | does nothing with islands=none. Use island= or islands=elastic
+islands=elastic island=a | lacks islands_store | Set it to s3://bucket/folder
+islands=elastic islands_store=a | island= cannot name | Give each its own name of letters
+islands=elastic islands_store=a island=a/b | island=a/b cannot name an island
+islands=fixed islands_store=a island=2 islands_min=2 | is none of the islands_min=2 | to below 2
+islands=fixed islands_store=a island=x | island=x is none of | Number them from 0
+ISLAND enable_diloco=false | does not go with enable_diloco=false | Use enable_diloco=true
+ISLAND num_diloco_replicas=2 | an island is one replica | Leave it out, and start more islands
+ISLAND dcn_diloco_parallelism=2 | dcn_diloco_parallelism=2 does not go with | start more islands
+ISLAND ici_diloco_parallelism=2 | ici_diloco_parallelism=2 does not go with | start more islands
+ISLAND diloco_outer_overlap=delayed | diloco_outer_overlap=delayed does not | Use diloco_outer
+ISLAND diloco_exchange=owners | does nothing with islands=elastic | or islands=none
+ISLAND exchange_carrier=host | does nothing with islands=elastic | Use exchange_carrier=auto
+ISLAND EAGER | a record of the log is applied once | Use diloco_outer_overlap=none
+ISLAND diloco_outer_optimizer=adam | hosts take the outer step | Use nesterov or sgd
+ISLAND load_full_state_path=a | the log has the state | Use load_parameters_path
+ISLAND grain_worker_count=1 | is leased in this process | Use grain_worker_count=0
+ISLAND islands=fixed island=0 islands_dead_seconds=9 | does nothing with islands=fixed | =elastic
 # a mixture of sources
 dataset_mixture=web | is not a list
 dataset_mixture=[web] | web is not a source. Write dataset_mixture=[{path
@@ -186,6 +205,7 @@ SHORT = {
     "SLOTS": "dcn_diloco_parallelism=2 ici_diloco_parallelism=1",
     "SYNTHETIC": "dataset_type=synthetic",
     "EAGER": "diloco_outer_overlap=eager",
+    "ISLAND": "islands=elastic islands_store=a island=a",
     "WINDOW": "sliding_window_size=8",
     "YARN": "rope_type: yarn, factor: 2, original_max_position_embeddings: 64",
     "LLAMA": "rope_type: llama3, factor: 2, original_max_position_embeddings: 64",

@@ -121,8 +121,9 @@ def elastic_log():
 def test_elastic_islands_agree_and_the_ledger_adds_up(elastic_log):
     bucket, run, group = elastic_log
     logs = [audit.replay(bucket, run, fragment) for fragment in range(2)]
+    rejects = {driver.rejected(r, one) for log in logs for r in log.records for one in r.rejected}
     for island in group.islands.values():
-        assert island.stop is None and island.said == []
+        assert island.stop is None and set(island.said) <= rejects
     members = [m for record in logs[0].records for m in record.members]
     assert {m.island for m in members} == {"a", "b", "c"}
     assert logs[0].ledger.tokens == sum(m.tokens for m in members) > 0

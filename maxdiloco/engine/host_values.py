@@ -1,0 +1,115 @@
+"""A fragment's values to host memory and back, for what is computed there.
+
+On the host a fragment is one float32 array [N]: its leaves in tree order, whole, flattened and put
+end to end, whatever the mesh is. Of one replica, on a mesh that this process holds.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from maxdiloco.engine.calls import Call
+from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, arrays_of
+from maxdiloco.engine.plans import FragmentPlan
+from maxdiloco.engine.programs import Definition, Programs
+from maxdiloco.engine.state import State, fragment_leaves, with_fragment, with_items
+from maxdiloco.parallel.sharding import shardings_of
+
+
+class HostValues:
+    """Takes and puts the values of fragments, by two programs each."""
+
+    def __init__(self, programs: Programs):
+        self._programs, self._layout = programs, programs.layout
+
+    def shapes(self, plan: FragmentPlan) -> list[tuple[int, ...]]:
+        """Of the leaves' parts, without R."""
+        leaves = fragment_leaves(self._layout.state.outer, plan)
+        return [s.shape(x.shape) for s, x in zip(plan.slices, leaves, strict=True)]
+
+    def params(self, state: State, plan: FragmentPlan) -> np.ndarray:
+        """The replica's values [N]. Waits for them."""
+        leaves = arrays_of(state, plan).params
+        program = self._programs.defined("values", plan, self._take)
+        return _joined(program(leaves, plan.starts))
+
+    def theta(self, state: State, plan: FragmentPlan) -> np.ndarray:
+        """Those of theta [N]."""
+        take = jax.jit(FragmentView(self._layout, plan).theta.take)
+        return _joined(take(arrays_of(state, plan).theta, plan.starts))
+
+    def put(
+        self, state: State, plan: FragmentPlan, x: np.ndarray, theta: np.ndarray, trace: np.ndarray
+    ) -> State:
+        """The state with these values [N] of replica, theta and outer optimizer; it is donated."""
+        values = [self._placed(plan, each) for each in (x, theta, trace)]
+        leaves = arrays_of(state, plan)._replace(residual=())
+        program = self._programs.defined("replace", plan, self._put)
+        leaves = program(leaves, plan.starts, *values)
+        return replace(
+            state,
+            params=with_fragment(state.params, plan, leaves.params),
+            outer=with_fragment(state.outer, plan, leaves.theta),
+            outer_opt=with_items(state.outer_opt, [plan.index], [leaves.outer_opt]),
+        )
+
+    def calls(self, runs: float) -> Iterable[Call]:
+        """The programs, with runs of each fragment's in a period; once for each program."""
+        by_program: dict[int, Call] = {}
+        for plan in self._layout.plans:
+            leaves = arrays_of(self._layout.state, plan)._replace(residual=())
+            like = [
+                jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+                for shape, sharding in zip(self.shapes(plan), self._shardings(plan), strict=True)
+            ]
+            take = self._programs.defined("values", plan, self._take)
+            put = self._programs.defined("replace", plan, self._put)
+            for call in (
+                Call(take, (leaves.params, plan.starts), runs),
+                Call(put, (leaves, plan.starts, like, like, like), runs),
+            ):
+                old = by_program.get(id(call.program), call._replace(runs=0))
+                by_program[id(call.program)] = old._replace(runs=old.runs + runs)
+        return by_program.values()
+
+    def _take(self, plan: FragmentPlan) -> Definition:
+        view = FragmentView(self._layout, plan)
+
+        def take(leaves, starts):
+            return [x[0].astype(jnp.float32) for x in view.params.take(leaves, starts)]
+
+        return dict(fn=take, out_shardings=self._shardings(plan))
+
+    def _put(self, plan: FragmentPlan) -> Definition:
+        view = FragmentView(self._layout, plan)
+
+        def put(leaves, starts, x, theta, trace):
+            dtypes = [leaf.dtype for leaf in leaves.params]
+            x = [value[None].astype(dtype) for value, dtype in zip(x, dtypes, strict=True)]
+            kept, structure = jax.tree.flatten(leaves.outer_opt)
+            outer_opt = jax.tree.unflatten(structure, trace if kept else [])
+            return view.put(leaves, starts, FragmentArrays(x, theta, outer_opt))
+
+        kept = arrays_of(self._layout.state, plan)._replace(residual=())
+        return dict(fn=put, donate=(0,), out_shardings=shardings_of(kept))
+
+    def _placed(self, plan: FragmentPlan, values: np.ndarray) -> list[jax.Array]:
+        shapes = self.shapes(plan)
+        ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])[:-1]
+        parts = [
+            part.reshape(shape)
+            for part, shape in zip(np.split(values, ends), shapes, strict=True)
+        ]
+        return jax.device_put(parts, self._shardings(plan))
+
+    def _shardings(self, plan: FragmentPlan) -> list[NamedSharding]:
+        return [NamedSharding(self._layout.mesh, shard.spec) for shard in plan.payload.shards]
+
+
+def _joined(parts: Sequence[Any]) -> np.ndarray:
+    return np.concatenate([np.asarray(part).reshape(-1) for part in jax.device_get(parts)])

@@ -1,0 +1,189 @@
+"""An island beside the training steps: requests on threads, time, and lines on who comes and goes.
+
+The thread that trains calls `ready` before an inner step and `stepped` after it: there alone the
+driver takes and replaces values. All else happens while steps are under way.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxdiloco.islands import rules
+from maxdiloco.islands.driver import Driver
+from maxdiloco.islands.island import Create, Island, Reduce, Step, Stop
+from maxdiloco.islands.records import Range
+
+# Our choice. A request may be a fragment that is minutes on its way; signs of life go on beside it.
+THREADS = 8
+PAUSE_S = 0.02  # between two looks at the clock
+DRAIN_S = 10.0  # for what is being stored at the end
+
+
+class Beside:
+    """A driver with threads. say: for lines; any thread calls it.
+
+    granted: the ranges of the data that it has leased so far, whole, in the order of reading.
+    """
+
+    def __init__(self, driver: Driver, pace: rules.Pace, say: Callable[[str], None]):
+        self.driver, self.granted = driver, list[Range]()
+        self._pace, self._say = pace, say
+        self._company, self._known = Company(driver.state.name), set[tuple[int, int]]()
+        lock = threading.Lock()  # around every event
+        self._changed, self._wanted = threading.Condition(lock), threading.Condition(lock)
+        self._flying, self._closing = list[Any](), False
+        self._error: BaseException | None = None
+        targets = [self._tick, *[self._work] * THREADS]
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(target,), daemon=True)
+            for target in targets
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def stop(self) -> Stop | None:
+        """Why the island is over, if it is."""
+        return self.driver.stop
+
+    def joined(self) -> None:
+        """Wait until the island has caught up with the log, or is over."""
+        self._until(lambda: self.driver.state.phase == "in")
+
+    def ready(self) -> None:
+        """Wait until the next inner step may begin, or the island is over."""
+        self._until(self.driver.may_step)
+
+    def stepped(self, tokens: int) -> None:
+        """An inner step is done."""
+        with self._changed:
+            self.driver.deliver(Step(tokens))
+            self._look_around()
+
+    def leased(self, tokens: int) -> list[Range]:
+        """The ranges granted so far, once they have so many tokens or the island is over."""
+        with self._changed:
+            while True:
+                found = list(self.granted)
+                if self._over() or sum(r.stop - r.start for r in found) >= tokens:
+                    return found
+                self._changed.wait(PAUSE_S)
+
+    def close(self, *, drain: bool) -> None:
+        """End the threads. drain: wait a while for what is being stored."""
+        with self._changed:
+            if drain and self._error is None:
+                self._changed.wait_for(self._has_stored, DRAIN_S)
+            self._closing = True
+            self._changed.notify_all()
+            self._wanted.notify_all()
+        self._threads[0].join()
+
+    def _has_stored(self) -> bool:
+        under_way = [*self._flying, *self.driver.requests]
+        return not any(isinstance(request, Create | Reduce) for request in under_way)
+
+    def _over(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        return self._closing or self.stop is not None
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        with self._changed:
+            while True:
+                self.driver.tick()
+                self._look_around()
+                if self._over() or done():
+                    return
+                self._changed.wait(PAUSE_S)
+
+    def _guarded(self, target: Callable[[], None]) -> None:
+        try:
+            target()
+        finally:
+            self._error = self._error or sys.exception()
+
+    def _tick(self) -> None:
+        with self._changed:
+            while not self._closing:
+                self.driver.tick(within=True)
+                self._look_around()
+                self._changed.wait(PAUSE_S)
+
+    def _work(self) -> None:
+        with self._wanted:
+            while not self._closing:
+                if not self.driver.requests:
+                    self._wanted.wait()
+                    continue
+                request = self.driver.requests.pop(0)
+                self._flying.append(request)
+                self._wanted.release()
+                try:
+                    answer = self.driver.carried_out(request)
+                finally:
+                    self._wanted.acquire()
+                    self._flying.remove(request)
+                self.driver.deliver(answer)
+                self._look_around()
+
+    def _look_around(self) -> None:
+        """After an event, with the lock."""
+        state = self.driver.state
+        self.granted += [lease for lease in state.leases if lease[:2] not in self._known]
+        self._known |= {lease[:2] for lease in state.leases}
+        self.driver.said += self._company.lines(state, self._pace)
+        said, self.driver.said = self.driver.said, []
+        for line in said:
+            self._say(line)
+        self._changed.notify_all()
+        self._wanted.notify(len(self.driver.requests))
+
+
+class Company:
+    """Who else is there, for lines when that changes. name: this island's."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._there: Mapping[str, int] = {}  # incarnations
+        self._gone: set[str] = set()
+
+    def lines(self, state: Island, pace: rules.Pace) -> list[str]:
+        """What has changed since the last call."""
+        if state.run.islands or state.phase != "in":
+            return []
+        living = rules.alive(state.run, state.seen, state.now, pace) - {self._name}
+        there = {name: state.seen[name].beat.incarnation for name in living}
+        if there == self._there:
+            return []
+        before, self._there, found = self._there, there, []
+        for name in sorted(before.keys() - there.keys()):
+            self._gone.add(name)
+            found.append(f"island {name} is thought dead: no sign of life for {pace.dead:g} s")
+        for name in sorted(there.keys() - before.keys()):
+            word = "is back" if name in self._gone else "is there"
+            found.append(f"island {name} {word}{_start(there[name])}")
+        for name in sorted(there.keys() & before.keys()):
+            if there[name] != before[name]:
+                found.append(f"island {name} has started again{_start(there[name])}")
+        return found
+
+
+def _start(incarnation: int) -> str:
+    return f", its start number {incarnation}" if incarnation > 1 else ""
+
+
+def metrics(driver: Driver, pace: rules.Pace) -> dict[str, float]:
+    """islands/* of a row: of the log of fragment 0, and of this island in it."""
+    state: Island = driver.state
+    ledger = state.logs[0].ledger
+    found: dict[str, Any] = {
+        "islands/alive": len(rules.alive(state.run, state.seen, state.now, pace) | {state.name}),
+        "islands/progress": rules.progress(state.run, ledger),
+        "islands/records": ledger.number,
+        "islands/committed_tokens": ledger.tokens,
+        "islands/own_tokens": sum(m.tokens for m in ledger.marks if m.island == state.name),
+        "islands/undecided": sum(len(log.own) for log in state.logs),
+    }
+    return {name: float(value) for name, value in found.items()}

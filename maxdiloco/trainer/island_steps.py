@@ -1,0 +1,85 @@
+"""The steps of an island: a table of actions as those of engine/exchanges.py, and its values.
+
+A step is the inner step alone; what an island sends and applies between two of them is decided by
+islands/core.py, in fixed mode at the steps of the schedule.
+"""
+
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxdiloco.diloco import schedule as names
+from maxdiloco.diloco.schedule import Schedule
+from maxdiloco.engine import actions
+from maxdiloco.engine.actions import Given, Kind
+from maxdiloco.engine.calls import Call
+from maxdiloco.engine.exchanges import Carrier
+from maxdiloco.engine.host_values import HostValues
+from maxdiloco.engine.plans import FragmentPlan
+from maxdiloco.engine.programs import Programs
+from maxdiloco.engine.state import State
+from maxdiloco.islands.driver import Driver
+
+
+class Steps(Carrier):
+    """The table: the inner step, `ready` before it and `stepped` after it.
+
+    sizes: bytes of a message of each fragment.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        schedule: Schedule,
+        sizes: Sequence[int],
+        ready: Callable[[Given, Any], Given],
+        stepped: Callable[[Given, Any], Given],
+    ):
+        super().__init__(programs, schedule, None)
+        self._host, self._sizes = HostValues(programs), sizes
+        self._running: Any = ()
+
+        def paced(given, _):
+            """A host that ran ahead would send at steps that are far from done."""
+            jax.block_until_ready(self._running)
+            self._running = given.metrics
+            return given
+
+        inner = (Kind(ready), actions.INNER, Kind(paced), Kind(stepped))
+        self.table = MappingProxyType({names.INNER: inner, names.SYNCHRONISE: ()})
+
+    def calls(self, batch: Any) -> list[Call]:
+        """See Carrier; each fragment is taken and replaced once in a period."""
+        return [*super().calls(batch), *self._host.calls(1)]
+
+    def fragment_bytes(self, plan: FragmentPlan) -> int:
+        """Of a message."""
+        return self._sizes[plan.index]
+
+
+class Values:
+    """The island's own values for its driver, by fragment: those of `state`, or newer ones."""
+
+    def __init__(self, host: HostValues, plans: tuple[FragmentPlan, ...]):
+        self.host, self._plans = host, plans
+        self.state: State | None = None
+        self.new: dict[int, np.ndarray] = {}
+
+    def __getitem__(self, fragment: int) -> np.ndarray:
+        if fragment in self.new:
+            return self.new[fragment]
+        return self.host.params(self.state, self._plans[fragment])
+
+    def __setitem__(self, fragment: int, values: np.ndarray) -> None:
+        self.new[fragment] = values
+
+    def flushed(self, state: State, driver: Driver) -> State:
+        """The state with what is new, and the outer state beside it; it is donated."""
+        for fragment in sorted(self.new):
+            x, (theta, trace) = self.new.pop(fragment), driver.outer[fragment]
+            state = self.host.put(state, self._plans[fragment], x, theta, trace)
+        self.state = state
+        return state

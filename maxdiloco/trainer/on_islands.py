@@ -1,0 +1,338 @@
+"""DiLoCo whose exchange is a log in an object store: one replica, an island among others.
+
+theta and the outer optimizer are with the island's driver, in host memory; the state has a copy of
+them, for evaluations, checkpoints and exports.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxdiloco.diloco import fragments
+from maxdiloco.engine.actions import Given
+from maxdiloco.engine.diloco import DiLoCo
+from maxdiloco.engine.exchanges import Carrier
+from maxdiloco.engine.host_values import HostValues
+from maxdiloco.engine.state import State
+from maxdiloco.engine.trainer import Description, Reading, SavedLayout
+from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
+from maxdiloco.islands import beside, objects, records, rules, wires
+from maxdiloco.islands.beside import Beside
+from maxdiloco.islands.counted import Counted, Counts
+from maxdiloco.islands.driver import Driver
+from maxdiloco.islands.island import Damage, Stop
+from maxdiloco.islands.records import Leaf, Run
+from maxdiloco.trainer import island_settings
+from maxdiloco.trainer.island_settings import Settings
+from maxdiloco.trainer.island_steps import Steps, Values
+from maxdiloco.trainer.leased_text import LeasedText
+
+_LOOK_S = 0.05  # of a reader for the island that takes the place of one; our choice
+
+
+class OnIslands(DiLoCo):
+    """See DiLoCo; of one replica, in one process. settings: of the island."""
+
+    def __init__(self, inner_step: Callable, *, settings: Settings, **options: Any):
+        super().__init__(inner_step, **options)
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"island={settings.name} has {jax.process_count()} processes: an island is one "
+                "process. Start each process as an island of its own, or one process with all "
+                "devices of the machine."
+            )
+        self._settings, self._run = settings, settings.run
+        self._beside: Beside | None = None
+        self._begun = 0  # inner steps before this start of the island
+        self._warm_from: int | None = None  # where inner moments began at zero in a run under way
+        self._moments_of: int | None = None
+        self._left, self._waited_s = False, 0.0
+        self._told = Counts(), 0
+
+    def _make_carrier(self) -> Carrier:
+        sizes = [wires.payload_size(self._run.wire, sizes) for sizes in map(_sizes, self._leaves())]
+        return Steps(self.programs, self.schedule, sizes, self._ready, self._stepped)
+
+    def _leaves(self) -> tuple[tuple[Leaf, ...], ...]:
+        """Of run.json: the leaves of each fragment."""
+        like = self.layout.state.outer
+        kinds, leaves = fragments.kinds_of(like, self._layer_axis), jax.tree.leaves(like)
+        found = []
+        for plan in self.layout.plans:
+            shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
+            of_plan = zip(plan.slices, shapes, strict=True)
+            found.append(tuple(_leaf(kinds[s.leaf], shape) for s, shape in of_plan))
+        return tuple(found)
+
+    # -- the start ------------------------------------------------------------------------------
+
+    def join(self, state: State) -> State:
+        """Catch up with the log of the store, or begin one with this state's theta.
+
+        Raises ConfigError for a store that cannot be used, and a run in it that is another.
+        """
+        settings, name = self._settings, self._settings.name
+        if settings.run.islands and state.t:
+            raise ConfigError(
+                f"islands=fixed cannot go on from step {state.t} of a checkpoint: the others wait "
+                "for messages of earlier steps. Use islands=elastic, or another run_name and "
+                "islands_store."
+            )
+        self._bucket = Counted(objects.open_bucket(settings.url, "islands_store"))
+        _require_rights(self._bucket, settings.url, name)
+        self._values = Values(HostValues(self.programs), self.layout.plans)
+        theta = [self._values.host.theta(state, plan) for plan in self.layout.plans]
+        self._run = settings.run._replace(fragments=self._leaves())
+        self._say(f"island {name} meets the others at {settings.url}")
+        state = self._joined(state, theta)
+        self._told = self._bucket.counts, state.t
+        return state
+
+    def _joined(self, state: State, theta: list[np.ndarray]) -> State:
+        """The state once the island is in the log, as its next incarnation."""
+        settings, say = self._settings, self._say
+        self._values.state, self._begun = state, state.t
+        while True:
+            stored = objects.get(self._bucket, None, records.RUN)
+            if isinstance(stored, Damage):
+                raise ConfigError(f"islands_store={settings.url}: {stored.reason}. Use another.")
+            run = self._run
+            if isinstance(stored, Run):
+                run = island_settings.adopted(run, stored, settings.url)
+            if not run.islands:
+                island_settings.require_block(run, settings.facts)
+            driver = Driver(
+                self._bucket, run, settings.pace, settings.name, theta, x=self._values,
+                feedback=settings.feedback, moments_of=self._moments_of,
+            )  # fmt: skip
+            self._beside = Beside(driver, settings.pace, say)
+            self._beside.joined()
+            if driver.stop is None:
+                break
+            self._beside.close(drain=False)
+            again = objects.get(self._bucket, None, records.RUN)
+            if stored is not None or not isinstance(again, Run):  # no other was first meanwhile
+                raise self._error(driver.stop)
+        self._run = run
+        ledger, start = driver.state.logs[0].ledger, driver.state.incarnation
+        if run.islands and start > 1:
+            self._beside.close(drain=False)
+            raise ConfigError(
+                f"island={settings.name} of islands=fixed has run before in islands_store="
+                f"{settings.url}: it cannot go on there. Use islands=elastic, or another "
+                "islands_store."
+            )
+        say(f"island {settings.name} is in, its start number {start}: {_state_of(run, ledger)}")
+        self._warm_from = None
+        if driver.moments == "zero" and ledger.number:
+            self._warm_from, state = state.t, _without_moments(state)
+            say(f"its inner optimizer begins anew, with a warm-up of {run.sync_period} steps")
+        return self._values.flushed(state, driver)
+
+    def _say(self, line: str) -> None:
+        failure = self._bucket.failure if line.startswith("the store is away") else ""
+        self._settings.facts.say(f"{line}. The last answer: {failure}" if failure else line)
+
+    def reading(self, saved_layout: SavedLayout) -> Reading:
+        """See DiLoCo; a checkpoint's inner moments are of the records that it knows."""
+        if saved_layout.records is not None:
+            self._moments_of = saved_layout.records
+        return super().reading(saved_layout)
+
+    # -- between two inner steps ----------------------------------------------------------------
+
+    def _ready(self, given: Given, _: Any) -> Given:
+        """Wait until the inner step may be taken."""
+        self._values.state = state = given.state
+        started = time.perf_counter()
+        self._beside.ready()
+        self._waited_s += time.perf_counter() - started
+        while not self.ended() and (stop := self._beside.stop):
+            state = self._again(state, stop)
+            self._beside.ready()
+        return given._replace(state=self._values.flushed(state, self._beside.driver))
+
+    def _again(self, state: State, stop: Stop) -> State:
+        """Join once more where that helps. state.t is that of the step to come."""
+        driver = self._beside.driver
+        if not stop.again or not driver.finite or self._run.islands:
+            raise self._error(stop)
+        self._say(f"island {self._settings.name} joins again: {stop.line}")
+        self._beside.close(drain=False)
+        self._moments_of = driver.state.logs[0].ledger.number
+        self._values.new.clear()
+        t, state = state.t, replace(state, t=state.t - 1)
+        state = self._joined(state, [each.theta for each in driver.outer])
+        return replace(state, t=t)
+
+    def _stepped(self, given: Given, _: Any) -> Given:
+        """Send and apply what is due; in fixed mode all of it."""
+        self._values.state = given.state
+        self._beside.stepped(self._settings.facts.step_tokens)
+        if self._run.islands:
+            self._beside.ready()
+        driver = self._beside.driver
+        if not driver.finite:
+            raise self._error(driver.stop, given.state.t)
+        return given._replace(state=self._values.flushed(given.state, driver))
+
+    def _error(self, stop: Stop, t: int = 0) -> Exception:
+        where = f"island {self._settings.name}"
+        if not self._beside.driver.finite:
+            return NumericsError(
+                f"step {t}: {where}: {stop.line}. Resume with a lower learning_rate."
+            )
+        if stop.line.startswith("another program"):
+            return ConfigError(f"island={self._settings.name}: {stop.line}.")
+        return CheckpointError(
+            f"islands_store={self._settings.url}: {stop.line}. `python -m maxdiloco.islands audit "
+            f"{self._settings.url}` says more."
+        )
+
+    # -- what the loop asks ---------------------------------------------------------------------
+
+    def reads(self, text: Any) -> Any:
+        """In elastic mode the blocks that the island leases, else the text itself."""
+        if not self._run.block_tokens:
+            return text
+        return LeasedText(text, self._ranges, lambda: self._ledger().tokens)
+
+    def _ranges(self, step: int) -> list[tuple[int, int]]:
+        """Of LeasedText. What was read ahead when an island joined again counts for its new blocks.
+
+        Waits for leases; once no step follows any range does.
+        """
+        L, tokens = self._settings.facts.length, self._settings.facts.step_tokens
+        while True:
+            start = (step - self._begun - 1) * tokens
+            granted = self._beside.leased(start + tokens)
+            found, passed = [], 0
+            for block, _, first, stop in granted:
+                begin, end = (max(start - passed, 0), min(start + tokens - passed, stop - first))
+                passed += stop - first
+                if begin < end:
+                    sequence = ((block - 1) * self._run.block_tokens + first + begin) // L
+                    found.append((sequence, (end - begin) // L))
+            if sum(count for _, count in found) * L == tokens:
+                return found
+            if self._left or self.ended():
+                return [(0, tokens // L)]
+            time.sleep(_LOOK_S)
+
+    def learning_rate(self, rate: Callable[[float], float], t: int) -> float:
+        """In elastic mode by the tokens that are committed, and this island's on their way."""
+        if self._run.islands:
+            return rate(t - 1)
+        logs = self._beside.driver.state.logs
+        own = logs[0].tokens + sum(each.message.tokens for each in logs[0].own)
+        done = min((self._ledger().tokens + own) / self._run.tokens, 1.0)
+        found = rate(done * (self._settings.facts.steps - 1))
+        if self._warm_from is not None:
+            found *= min(1.0, (t - self._warm_from) / self._run.sync_period)
+        return float(np.float32(found))
+
+    def evaluates(self, t: int, interval: int) -> bool:
+        """In elastic mode one island of all does, each `interval` steps of the first's tokens."""
+        if self._run.islands:
+            return super().evaluates(t, interval)
+        found, self._beside.driver.evaluations = self._beside.driver.evaluations, []
+        return bool(found)
+
+    def ended(self) -> bool:
+        """Whether all tokens of the run are committed."""
+        stop = self._beside.stop
+        if stop is not None and stop.line.startswith("done"):
+            return True
+        return not self._run.islands and rules.progress(self._run, self._ledger()) >= 1
+
+    def leave(self) -> None:
+        """Wait a while for what is being stored, then end the threads."""
+        self._left = True
+        if self._beside is not None:
+            self._beside.close(drain=self._beside.stop is None)
+
+    def close(self) -> None:
+        """See DiLoCo."""
+        self.leave()
+        super().close()
+
+    def _ledger(self) -> records.Ledger:
+        return self._beside.driver.state.logs[0].ledger
+
+    # -- what it tells --------------------------------------------------------------------------
+
+    def note(self, state: State) -> dict[str, Any]:
+        """See DiLoCo; with the records of fragment 0 that the state has."""
+        known = self._ledger().number if self._beside is not None else None
+        return super().note(state) | {"records": known}
+
+    def extra_metrics(self, state: State) -> dict[str, float]:
+        """Of the log, of what this island has sent, and of the last message."""
+        (before, t), self._told = self._told, (self._bucket.counts, state.t)
+        waited, self._waited_s = self._waited_s, 0.0
+        counts, steps = self._bucket.counts, max(state.t - t, 1)
+        driver, pace = self._beside.driver, self._settings.pace
+        found = super().extra_metrics(state) | beside.metrics(driver, pace) | {
+            "dcn/waited_s": waited,
+            "dcn/bytes_sent": (counts.sent - before.sent) / steps,
+            "islands/bytes_received": (counts.received - before.received) / steps,
+            "islands/requests": (counts.requests - before.requests) / steps,
+        }
+        return found | ({"diloco/outer_grad_norm": driver.norm} if driver.norm else {})
+
+    @property
+    def description(self) -> Description:
+        """See DiLoCo, with the island."""
+        run, found = self._run, super().description
+        who = f"{len(run.islands)} fixed islands" if run.islands else "elastic islands"
+        title = f"{len(self.layout.plans)} fragments, tau {run.overlap_steps}, {run.wire}"
+        return found._replace(title=f"DiLoCo of {title}, {who}")
+
+    def closing_line(self, state: State) -> str:
+        """The step, and what the log has."""
+        return f"done: step {state.t}; {_state_of(self._run, self._ledger())}"
+
+
+def _leaf(kind: Any, shape: tuple[int, ...]) -> Leaf:
+    size = int(np.prod(shape))
+    if isinstance(kind, fragments.Vocabulary):
+        return Leaf(size, 0)
+    if isinstance(kind, fragments.Stacked):
+        assert kind.axis == 0  # of the models; a tensor's values follow each other
+        return Leaf(size, shape[0])
+    return Leaf(size, 1)
+
+
+def _sizes(leaves: tuple[Leaf, ...]) -> tuple[int, ...]:
+    return tuple(leaf.size for leaf in leaves)
+
+
+def _state_of(run: Run, ledger: records.Ledger) -> str:
+    done = 100 * rules.progress(run, ledger)
+    return f"{ledger.number} records, {ledger.tokens:,} tokens committed, {done:.1f} % of the run"
+
+
+def _without_moments(state: State) -> State:
+    """The state with an inner optimizer that has seen nothing; it is donated."""
+    like = jax.tree.map(lambda x: x.sharding, state.opt_state)
+    zeros = jax.jit(lambda s: jax.tree.map(jnp.zeros_like, s), donate_argnums=0, out_shardings=like)
+    return replace(state, opt_state=zeros(state.opt_state))
+
+
+def _require_rights(bucket: Counted, url: str, name: str) -> None:
+    """Raise ConfigError for a store that is away, or that this island may not read and write."""
+    probe = f"check/{name}.{time.time_ns()}"
+    try:
+        bucket.put(probe, b"")
+        bucket.head(records.RUN)
+        bucket.delete([probe])
+    except OSError as error:
+        raise ConfigError(
+            f"islands_store={url} cannot be used: {error.strerror}. Make it readable and writable "
+            "for this machine, or name another."
+        ) from error

@@ -1,0 +1,120 @@
+"""maxdiloco.train as islands over a folder: alone, side by side, killed, and later than others."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import process_tools
+import pytest
+import run_tools as tools
+
+from maxdiloco.islands import __main__ as islands
+from maxdiloco.islands import audit, objects
+
+pytestmark = [pytest.mark.usefixtures("programs")]
+ALONE = dict(dcn_diloco_parallelism=1, islands_period_seconds=0.1, islands_dead_seconds=3)
+# One device, one layer, as of process_tools, which has two replicas.
+TINY = dict(dcn_diloco_parallelism=1, ici_fsdp_parallelism=1, diloco_sync_period=4)
+ELASTIC = TINY | dict(islands="elastic", islands_period_seconds=1, islands_dead_seconds=3)
+
+
+def island(folder, name, **changes):
+    """The keys of an island of elastic mode."""
+    return dict(islands="elastic", islands_store=folder / "store", island=name) | ALONE | changes
+
+
+def log_of(folder, fragment=0):
+    bucket = objects.open_bucket(str(folder / "store"))
+    return audit.replay(bucket, audit.read_run(bucket), fragment)
+
+
+def test_an_island_trains_until_its_tokens_are_committed(tmp_path, capsys):
+    """And a second start of it, and one with other keys, have nothing to do there."""
+    keys = island(tmp_path, "a", steps=150, log_period=10, checkpoint_period=50)
+    keys |= dict(eval_interval=40, eval_steps=1)
+    assert tools.run(tmp_path, "a", **keys) == 0
+    text = capsys.readouterr().out
+    assert "island a is in, its start number 1: 0 records, 0 tokens committed, 0.0 %" in text
+    rows, log = tools.rows(tmp_path / "a"), log_of(tmp_path)
+    assert log.ledger.tokens >= 150 * 2 * 16 and [row["step"] for row in rows][:3] == [10, 20, 30]
+    assert rows[-1]["islands/progress"] >= 1 and rows[-1]["islands/records"] == len(log.records)
+    assert rows[-1]["eval/loss"] < rows[0]["learning/loss"]
+    last = tools.saved_steps(tmp_path / "a")[-1]
+    assert last == rows[-1]["step"] and tools.meta(tmp_path / "a", last)["records"] >= 1
+    evaluated = [row for row in rows if "eval/loss" in row]
+    assert 1 < len(evaluated) < len(rows)
+    assert tools.run(tmp_path, "a", **keys) == 0
+    assert "nothing to do: " in capsys.readouterr().out
+    other = keys | dict(diloco_sync_period=5, island="b")
+    code, line = refused(tmp_path, capsys, other)
+    assert code == 2 and "diloco_sync_period=5 here, and 4 in the run of islands_store=" in line
+    assert islands.main(["audit", str(tmp_path / "store")]) == 0
+
+
+def refused(folder, capsys, keys):
+    capsys.readouterr()
+    code = tools.run(folder, "refused", **keys)
+    return code, capsys.readouterr().err.strip()
+
+
+def losses(folder):
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.full
+def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(tmp_path):
+    """The same losses but for the rounding of an outer step: float32, in another order."""
+    changes = TINY | dict(steps=20, base_output_directory=tmp_path)
+    changes |= dict(num_communication_overlapping_steps=1)
+    fixed = changes | dict(islands="fixed", islands_min=2, islands_store=tmp_path / "store")
+    children = [
+        process_tools.trainer(fixed | dict(island=m, run_name=f"island{m}"), tmp_path / f"{m}.log")
+        for m in (0, 1)
+    ]
+    assert [child.end() for child in children] == [0, 0]
+    both = changes | dict(num_diloco_replicas=2, exchange_carrier="host", run_name="host")
+    child = process_tools.trainer(both, tmp_path / "host.log")
+    assert child.end() == 0
+    host = losses(tmp_path / "host")
+    for m in (0, 1):
+        own = losses(tmp_path / f"island{m}")
+        for one, other in zip(own, host, strict=True):
+            np.testing.assert_allclose(
+                one["learning/loss"], other[f"learning/loss_replica_{m}"], rtol=1e-5
+            )
+            assert one["learning/lr"] == other["learning/lr"]
+    assert len(log_of(tmp_path).records) == 5
+
+
+@pytest.mark.full
+def test_an_island_is_killed_and_comes_back_and_another_joins(tmp_path):
+    """The others go on; the log adds up; who comes back is a new incarnation."""
+    changes = ELASTIC | dict(
+        steps=6000, log_period=50, base_output_directory=tmp_path, checkpoint_period=200,
+        islands_store=tmp_path / "store",
+    )  # fmt: skip
+
+    def start(name, log):
+        keys = changes | dict(island=name, run_name=name)
+        return process_tools.trainer(keys, tmp_path / f"{log}.log")
+
+    children = [start("a", "a"), start("b", "b")]
+    try:
+        children[0].wait_for("island b is there")
+        children[1].wait_for("step 400")
+        os.kill(children[1].popen.pid, signal.SIGKILL)
+        children[0].wait_for("island b is thought dead")
+        children += [start("b", "b2"), start("c", "c")]
+        children[0].wait_for("island b is back")
+        children[0].wait_for("island c is there")
+        assert children[2].end() == children[3].end() == children[0].end() == 0
+    finally:
+        for child in children:
+            child.kill()
+    log = log_of(tmp_path)
+    members = {(m.island, m.incarnation) for r in log.records for m in r.members}
+    assert {("a", 1), ("b", 1), ("b", 2), ("c", 1)} <= members
+    assert ("b", 1) in log.ledger.dead
+    assert "island b is in, its start number 2" in children[2].text()

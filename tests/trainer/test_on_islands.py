@@ -1,0 +1,227 @@
+"""Islands of one process, each in a thread, over one folder."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+import tiny_problem
+from jax.sharding import Mesh
+from tiers import corner
+
+from maxdiloco import DiLoCo
+from maxdiloco.errors import ConfigError, NumericsError
+from maxdiloco.islands import audit, objects
+from maxdiloco.islands.records import Run
+from maxdiloco.islands.rules import Pace
+from maxdiloco.trainer import island_settings
+from maxdiloco.trainer.island_settings import Facts, Settings
+from maxdiloco.trainer.on_islands import OnIslands
+
+H, STEPS = 4, 14
+FAST = Pace(
+    period=0.3, dead=5.0, grace=0.2, aside=0.05, beat=0.1, roll=0.1, poll=0.01, most_poll=0.05
+)
+ELASTIC = Run(
+    "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, (), (), 1, H, 0, 0.0,
+    10**6, 64, 0, 64, (),
+)  # fmt: skip
+
+
+def an_island(url, name, run, *, feedback=False, said=None, **options):
+    """A trainer of the tiny problem; a step has 4 tokens, a sequence too."""
+    facts = Facts("d", "t", 100, 4, 4, ([] if said is None else said).append)
+    tree = tiny_problem.TREES["layers"]
+    place = int(name) if name.isdecimal() else 0
+    return OnIslands(
+        tiny_problem.jax_inner_step, settings=Settings(str(url), name, run, FAST, feedback, facts),
+        num_replicas=1, sync_period=H, exchange_dtype=run.wire, error_feedback=False,
+        mesh=Mesh(np.array(jax.devices()[place : place + 1]), ("diloco",)),
+        layer_axis=tiny_problem.layer_axis(tree), outer_lr=0.7, outer_momentum=0.6, **options,
+    )  # fmt: skip
+
+
+def steps_of(trainer, place, steps, problem=None):
+    """Train; theta and the replica [leaf] after the last step, and the state."""
+    problem = problem or tiny_problem.problem("layers")
+    params = problem.named(problem.params)
+    state = trainer.join(trainer.init(params, jax.tree.map(np.zeros_like, params)))
+    for t in range(1, steps + 1):
+        batch = jax.tree.map(lambda x: x[place : place + 1], problem.batch(t, 4))
+        state, _ = trainer.step(state, batch)
+    return state
+
+
+def in_threads(work, count):
+    """work(m) of each, at once; their results."""
+    found = [None] * count
+
+    def one(m):
+        found[m] = work(m)
+
+    threads = [threading.Thread(target=one, args=(m,), daemon=True) for m in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert None not in found
+    return found
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def fixed(tmp_path, M, run, **options):
+    """theta and replicas of a fixed run, by island."""
+    run = run._replace(islands=tuple(map(str, range(M))), islands_min=M, block_tokens=0)
+
+    def work(m):
+        trainer = an_island(tmp_path / "store", str(m), run, **options)
+        state = steps_of(trainer, m, STEPS)
+        found = leaves(state.outer), leaves(state.params)
+        trainer.close()
+        return found
+
+    return in_threads(work, M)
+
+
+def through_host(M, run, *, feedback, **options):
+    tree = tiny_problem.TREES["layers"]
+    algorithm = DiLoCo(
+        tiny_problem.jax_inner_step, num_replicas=M, sync_period=H, exchange_dtype=run.wire,
+        overlap_steps=run.overlap_steps, alpha=run.alpha, outer_lr=0.7, outer_momentum=0.6,
+        merge=run.merge, error_feedback=feedback, exchange_carrier="host",
+        layer_axis=tiny_problem.layer_axis(tree), **options,
+    )  # fmt: skip
+    problem = tiny_problem.problem("layers")
+    params = problem.named(problem.params)
+    state = algorithm.init(params, jax.tree.map(np.zeros_like, params))
+    for t in range(1, STEPS + 1):
+        state, _ = algorithm.step(state, problem.batch(t, M))
+    found = leaves(state.outer), leaves(state.params)
+    algorithm.close()
+    return found
+
+
+GRID = [
+    (M, wire, tau, P, feedback, merge)
+    for M in (1, 2, 3)
+    for wire in ("float32", "bfloat16", "int8", "float4_e3m0")
+    for tau in (0, 2)
+    for P in (1, 2)
+    for feedback in ((False, True) if wire != "float32" else (False,))
+    for merge in ("mean", "rda")
+]
+
+
+@pytest.mark.parametrize(
+    ("M", "wire", "tau", "P", "feedback", "merge"),
+    corner(GRID, [(2, "float32", 0, 1, False, "mean"), (2, "float4_e3m0", 2, 2, True, "rda")]),
+)
+def test_fixed_islands_have_the_numbers_of_the_host_carrier(
+    M, wire, tau, P, feedback, merge, tmp_path, few_compiler_passes
+):
+    """Both round float32 sums, each in its order: some 2^-24 of each value a record."""
+    run = ELASTIC._replace(wire=wire, overlap_steps=tau, alpha=0.25 if tau else 0.0, merge=merge)
+    options = dict(num_fragments=P, feedback=feedback)
+    found = fixed(tmp_path, M, run, **options)
+    theta, replicas = through_host(M, run, **options)
+    start = tiny_problem.problem("layers").params
+    for m, (own_theta, own) in enumerate(found):
+        for a, b, x, xs, first in zip(own_theta, theta, own, replicas, start, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(x[0], xs[m], rtol=1e-5, atol=1e-5)
+            assert np.abs(a - first).max() > 0.1
+        assert all(np.array_equal(a, b) for a, b in zip(own_theta, found[0][0], strict=True))
+    audit.replay(objects.open_bucket(str(tmp_path / "store")), run_of(tmp_path), 0)
+
+
+def run_of(tmp_path):
+    return audit.read_run(objects.open_bucket(str(tmp_path / "store")))
+
+
+def test_elastic_islands_agree_and_the_log_adds_up(tmp_path, few_compiler_passes):
+    """Three islands go on until 400 tokens, 100 steps, are committed."""
+    run, url = ELASTIC._replace(tokens=400, overlap_steps=1, alpha=0.5), tmp_path / "store"
+    said = [[] for _ in range(3)]
+    problem = tiny_problem.problem("layers", steps=2000)
+
+    def work(m):
+        trainer = an_island(url, "abc"[m], run, said=said[m], num_fragments=2)
+        params = problem.named(problem.params)
+        state = trainer.join(trainer.init(params, jax.tree.map(np.zeros_like, params)))
+        while not trainer.ended():
+            batch = jax.tree.map(lambda x: x[m : m + 1], problem.batch(state.t + 1, 4))
+            rate = trainer.learning_rate(lambda count: count, state.t + 1)
+            state, _ = trainer.step(state, batch)
+            pause.wait(0.02)
+        trainer.leave()
+        return state, rate, trainer.extra_metrics(state)
+
+    pause = threading.Event()
+    results = in_threads(work, 3)
+    log = audit.replay(objects.open_bucket(str(url)), run_of(tmp_path), 0)
+    assert log.ledger.tokens >= 400 and len(log.records) > 2
+    assert {m.island for r in log.records for m in r.members} == {"a", "b", "c"}
+    for state, rate, metrics in results:
+        assert state.t >= 20 and 0 < rate <= 99
+        assert metrics["islands/progress"] >= 1 and metrics["islands/requests"] > 0
+    assert any("island b is there" in line for line in said[0] + said[2])
+
+
+def test_blocks_of_the_data_are_read_once(tmp_path, few_compiler_passes):
+    """Of two islands with steps of one sequence: the places that they read are all different."""
+    run, url = ELASTIC._replace(tokens=400), tmp_path / "store"
+
+    def work(m):
+        trainer, read = an_island(url, "ab"[m], run), []
+        params = (problem := tiny_problem.problem("layers", steps=2000)).named(problem.params)
+        state = trainer.join(trainer.init(params, jax.tree.map(np.zeros_like, params)))
+        while not trainer.ended():
+            read += trainer._ranges(state.t + 1)
+            state, _ = trainer.step(state, jax.tree.map(lambda x: x[:1], problem.batch(1, 4)))
+        trainer.leave()
+        return read
+
+    reads = in_threads(work, 2)
+    places = [first + i for read in reads for first, count in read for i in range(count)]
+    assert len(places) >= 100 and len(set(places)) == len(places)
+
+
+def test_values_that_are_not_finite_end_an_island(tmp_path, few_compiler_passes):
+    problem = tiny_problem.problem("layers")
+    nan = np.float32("nan")
+    targets = [[[x * nan for x in leaf] for leaf in step] for step in problem.targets]
+    trainer = an_island(tmp_path / "store", "a", ELASTIC)
+    with pytest.raises(NumericsError, match="a: its outer gradient of fragment 0 is not"):
+        steps_of(trainer, 0, 10**4, problem._replace(targets=targets * 400))
+    trainer.leave()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"wire": "int8"}, "diloco_exchange_dtype=int8 here, and float32 in the run of islands_st"),
+        ({"sync_period": 5}, "diloco_sync_period=5 here, and 4 in the run of"),
+        ({"data": "data_shuffle_seed=1"}, "data_shuffle_seed=1 here, and 0 in the run of"),
+        ({"model": "base_emb_dim=64 head_dim=8"}, "base_emb_dim=64 here, and 128 in the run of"),
+        ({"islands": ("a",)}, "islands=fixed here, and elastic in the run of"),
+    ],
+)
+def test_an_island_with_other_keys_is_refused_by_name(changes, words):
+    """Texts of run.json are key=value words; what is not said is the default of base.yml."""
+    stored = ELASTIC._replace(model="head_dim=8", data="default", tokens=7)
+    own = stored._replace(tokens=9, **changes)
+    with pytest.raises(ConfigError, match=f"^{words}.*Set .*, or use another islands_store"):
+        island_settings.adopted(own, stored, "s3://b/r")
+    assert island_settings.adopted(stored._replace(tokens=9), stored, "u").tokens == 7
+
+
+def test_a_store_that_cannot_be_used_is_refused(tmp_path):
+    (tmp_path / "store").write_text("a file")
+    trainer = an_island(tmp_path / "store", "a", ELASTIC)
+    problem = tiny_problem.problem("layers")
+    state = trainer.init(problem.named(problem.params), problem.named(problem.params))
+    with pytest.raises(ConfigError, match=r"islands_store=.*cannot be .*Name a folder or a bucket"):
+        trainer.join(state)
