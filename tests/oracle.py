@@ -285,6 +285,12 @@ class Oracle:
         if self.s.outer_overlap == "delayed":
             return [self._merged(p, stale)]
         M = self.s.num_replicas
+        if self.reduced:  # in the owners' mean of the round before, m's term is replaced
+            mean = self._merged(p, stale)
+            return [
+                [x + (g - old) / M for x, old, g in zip(mean, stale[m], fresh[m], strict=True)]
+                for m in range(M)
+            ]
         return [self._mean([(fresh if j == m else stale)[j] for j in range(M)]) for m in range(M)]
 
     def _apply(self, p, means):

@@ -124,6 +124,21 @@ def own_fresh(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int) -> A
     return jax.tree.map(lambda old, fresh: jnp.where(m == r, fresh, old), stale, own)
 
 
+def own_renewed(mean: Any, stale: Any, own: Any, num_replicas: int) -> Any:
+    """The mean that replica m uses in eager mode where it has that of all replicas alone.
+
+    As own_fresh, but for rounding: mean: of the round before, the same for all. stale, own: m's
+    terms of that round and of this one, decoded. Over the rounds m's terms cancel but for the last
+    one, so theta of two replicas differ by these alone, whatever rounding is in `mean`.
+    """
+
+    def renewed(x, old, new):
+        # A compiler may contract product and sum, in some programs only.
+        return x + jax.lax.optimization_barrier((new - old) * jnp.float32(1 / num_replicas))
+
+    return jax.tree.map(renewed, mean, stale, own)
+
+
 def outer_update(
     optimizer: optax.GradientTransformation, outer_p: Any, outer_opt: Any, mean_g: Any
 ) -> tuple[Any, Any]:

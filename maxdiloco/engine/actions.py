@@ -84,14 +84,15 @@ def _step_with_chunk(programs, given):
     layout, state = given.layout, given.state
     places = layout.places(given.plan, [given.action.chunk])
     slot = state.incoming[given.action.slot]
-    return programs.inner_exchange(given.plan), _beside(given, places, state.outgoing, slot)
+    outgoing = [state.outgoing[i] for i in places]
+    return programs.inner_exchange(given.plan), _beside(given, outgoing, [slot[i] for i in places])
 
 
-def _beside(given, places, outgoing, arrived):
+def _beside(given, outgoing, arrived):
     """Arguments of an inner step beside a chunk, and what that replaces."""
     layout, state = given.layout, given.state
-    chunk = tuple(offload.moved(outgoing[i], None) for i in places)
-    replaced = () if layout.chunk_memory else tuple(arrived[i] for i in places)
+    chunk = tuple(offload.moved(x, None) for x in outgoing)
+    replaced = () if layout.chunk_memory else tuple(arrived)
     return state.params, state.opt_state, given.batch, chunk, replaced
 
 
@@ -106,8 +107,11 @@ def _stepped_with_chunk(given, results):
 
 
 def _step_with_part(programs, given):
-    state, places = given.state, given.layout.part_places(given.plan, [given.action.chunk])
-    return programs.inner_scatter(given.plan), _beside(given, places, state.parts, state.arrived)
+    layout, state, (_, _, slot, chunk) = given.layout, given.state, given.action
+    places = layout.part_places(given.plan, [chunk])
+    parts = [state.parts[i] for i in layout.sent_places(given.plan, slot, [chunk])]
+    arrived = [state.arrived[i] for i in places]
+    return programs.inner_scatter(given.plan), _beside(given, parts, arrived)
 
 
 def _stepped_with_part(given, results):
@@ -167,7 +171,10 @@ def _synchronise(programs, given):
 
 def _outer_step(programs, given):
     args = arrays_of(given.state, given.plan), given.state.bad, given.plan.starts
-    return programs.of("outer_step", given.plan), (*args, _arrived(given))
+    layout, parts = given.layout, given.state.parts
+    before = layout.sent_places(given.plan, given.action.slot) if layout.per_replica_outer else ()
+    of_owners = (tuple(parts[i] for i in before),) if parts and before else ()
+    return programs.of("outer_step", given.plan), (*args, _arrived(given), *of_owners)
 
 
 def _merge(programs, given):
@@ -207,7 +214,8 @@ def _after_send(given, state, residual, sent):
         state = replace(state, residual=whole, residual_norm_R=sent.norm_R)
     layout, plan = given.layout, given.plan
     if sent.chunks and state.parts:
-        parts = with_items(state.parts, layout.part_places(plan), sent.chunks)
+        places = layout.sent_places(plan, given.action.slot)
+        parts = with_items(state.parts, places, sent.chunks)
         state = replace(state, parts=parts)
     elif sent.chunks and state.outgoing:
         outgoing = with_items(state.outgoing, layout.places(plan), sent.chunks)

@@ -38,7 +38,7 @@ def check(
                 f"{name}={choices[name]!r} is unknown. Use one of {', '.join(values)}."
             )
     if choices["exchange"] == schedule.OWNERS:
-        _check_owners(dict(outer_overlap=outer_overlap) | choices)
+        _check_owners(choices)
     if choices["merge"] == "rda" and outer_overlap == "eager":
         raise ValueError(
             "merge=rda does not go with outer_overlap=eager: a replica's own terms of two rounds "
@@ -65,7 +65,6 @@ def check(
 
 # What slots that own parts of a fragment cannot do, and why.
 NOT_OF_OWNERS = MappingProxyType({
-    ("outer_overlap", "eager"): "a replica needs the others' terms apart from its own",
     ("merge", "rda"): "an owner has parts of tensors, not their norms",
     ("exchange_dtype", "topk"): "a mean of sparse values is not sparse",
 })  # fmt: skip

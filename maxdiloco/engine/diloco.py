@@ -41,7 +41,7 @@ class DiLoCo(Trainer):
       what earlier sends have left over, too; None: with int2 and topk.
     merge: mean | rda, how the outer gradients become one: see outer.radial_directional_mean.
     exchange: gather | owners: each slot of the mesh takes all that is sent, or a part whose mean it
-      sends to all, in 8 bits at least: see exchange.owners. owners has no eager, rda or topk.
+      sends to all, in 8 bits at least: see exchange.owners. owners has no rda or topk.
     offsets: inner step (mod H) at which each fragment is sent; default floor(p*H/P).
     layer_axis: which leaves stack layers: None, or a pytree like params of None, int,
       `fragments.Stacked` or `fragments.Vocabulary`.

@@ -227,7 +227,7 @@ class ThroughHost(Carrier):
             steps = state.t - send.send_step
             parts, shared = self._arrived_by(plan, steps)
             if parts < plan.scattered[0]:  # else all of it had arrived
-                chunks = tuple(state.parts[i] for i in layout.part_places(plan))
+                chunks = tuple(state.parts[i] for i in layout.sent_places(plan, send.slot))
                 self._start(plan, send.send_step, chunks, to_owners=True)
             elif steps >= layout.scatter_steps and shared < plan.num_chunks:
                 chunks = tuple(state.outgoing[i] for i in layout.places(plan))

@@ -97,11 +97,15 @@ class Plans:
         chunks = range(plan.num_chunks) if chunks is None else chunks
         return [c * len(self.pieces) + piece for c in chunks for piece in range(plan.num_pieces)]
 
-    def part_places(self, plan: FragmentPlan, chunks: Iterable[int] | None = None) -> list[int]:
-        """The same of State.parts and arrived."""
+    def part_places(
+        self, plan: FragmentPlan, chunks: Iterable[int] | None = None, slot: int = 0
+    ) -> list[int]:
+        """The same of State.arrived, and of State.parts, which may have several slots of them."""
         num_chunks, num_pieces = plan.scattered
         chunks = range(num_chunks) if chunks is None else chunks
-        return [c * len(self.part_pieces) + piece for c in chunks for piece in range(num_pieces)]
+        first = slot * self.scatter_steps
+        pieces = len(self.part_pieces)
+        return [(first + c) * pieces + piece for c in chunks for piece in range(num_pieces)]
 
     def chunk_bytes(self, plan: FragmentPlan) -> int:
         """Bytes of one replica's chunk of this fragment, scales, flags and padding included.

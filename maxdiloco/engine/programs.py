@@ -213,7 +213,8 @@ class Programs:
           arXiv 2502.12996: `delayed` (Algorithm 2) takes it as it is; `eager` (Algorithm 3) puts
           each replica's fresh outer gradient in its own place.
         sends: whether it encodes outer gradients; keeps: whether their chunks are a result. Chunks
-        that have arrived are its last argument; without them it brings what it sends itself.
+        that have arrived are an argument; without them it brings what it sends itself. The last one
+        is of eager with owners: the chunks of the send before.
         """
         layout, state = self.layout, self.layout.state
         view = FragmentView(layout, plan)
@@ -221,7 +222,7 @@ class Programs:
         if layout.per_replica_outer:
             update = map_fn(update, mesh=layout.mesh)
 
-        def program(leaves, bad_RF, starts, incoming=None):
+        def program(leaves, bad_RF, starts, incoming=None, before=()):
             values = view.take(leaves, starts)
             sent = self._send(plan, values) if sends else NOTHING
             if incoming is None:
@@ -233,7 +234,8 @@ class Programs:
                 arrived = self._gathered(chunks)
             else:
                 arrived = self._moved(incoming, DEVICE)
-            received, finite = self._receive(plan, arrived, sent.chunks if keeps else ())
+            fresh, before = sent.chunks if keeps else (), self._moved(before, DEVICE)
+            received, finite = self._receive(plan, arrived, fresh, before)
             new, update_ratio = update(finite, values._replace(residual=()), received.mean)
             new = new._replace(residual=sent.residual)
             touched = jnp.array([s.leaf for s in plan.slices])
@@ -260,15 +262,20 @@ class Programs:
         return collective.send(plan.payload, g_R, self.layout.first_lengths(plan), values.residual)
 
     def _receive(
-        self, plan: FragmentPlan, incoming: Sequence[jax.Array], fresh: Sequence[jax.Array]
+        self,
+        plan: FragmentPlan,
+        incoming: Sequence[jax.Array],
+        fresh: Sequence[jax.Array],
+        before: Sequence[jax.Array],
     ) -> tuple[collective.Received, jax.Array]:
         """Algorithm 2, line 10: the mean, and whether all of it is finite; eager: of each replica.
 
-        fresh: chunks that are sent at the same time.
+        fresh, before: chunks that are sent at the same time, and those of `incoming`.
         """
         kinds = self.rule.kinds and [self.rule.kinds[s.leaf] for s in plan.slices]
         own, M = fresh if self.layout.per_replica_outer else (), self.layout.num_replicas
-        received = collective.receive(plan.payload, incoming, own, num_replicas=M, kinds=kinds)
+        receive = functools.partial(collective.receive, num_replicas=M, kinds=kinds)
+        received = receive(plan.payload, incoming, own, before)
         bad = jnp.any(received.bad_RF)
         return received, ~(bad | jnp.any(received.own_bad_RF, axis=1) if own else bad)
 

@@ -14,7 +14,7 @@ Layout              all FragmentPlans, and the State as shapes with shardings
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,8 @@ class State:
     params, opt_state: [R, ...] of the replicas. outer: theta, float32, [...] ([R, ...] when eager).
     outer_opt: state of the outer optimizer, one entry per fragment. outgoing: pieces of the chunks
     of the fragment on the wire; incoming: of those that have arrived, per receive slot. parts: of
-    those on their way to owners, and arrived: of those that are there; () without owners.
+    those on their way to owners, when eager those last sent of every receive slot, one slot after
+    the other; arrived: of those that are there; both () without owners.
     bad: [R, F] whether a replica's leaf had a NaN or infinity at a send; bad_before: the same
     before the last synchronisation. sizes, update_ratio ([R] when eager): of the fragment applied
     last. residual: of error feedback, float32, [R, ...] like params, kept where theta is, and its
@@ -84,6 +85,12 @@ class Layout(Plans):
     per_replica_outer: bool
     chunk_memory: str | None
     state: State
+
+    def sent_places(
+        self, plan: FragmentPlan, slot: int, chunks: Iterable[int] | None = None
+    ) -> list[int]:
+        """Where the pieces of a fragment's chunks to owners, by default of all, are in parts."""
+        return self.part_places(plan, chunks, slot if self.per_replica_outer else 0)
 
 
 def lay_out(
@@ -159,7 +166,7 @@ def _in_flight(
     return dict(
         outgoing=chunks(outgoing, *shared),
         incoming=(chunks(incoming, *shared),) * schedule.slots if travel.pieces else (),
-        parts=chunks(outgoing, *parts),
+        parts=chunks(outgoing, *parts) * (schedule.slots if schedule.overlap == "eager" else 1),
         arrived=chunks(outgoing, *parts),
     )
 

@@ -179,6 +179,7 @@ def receive(
     payload: Payload,
     incoming: Sequence[jax.Array],
     own: Sequence[jax.Array] = (),
+    before: Sequence[jax.Array] = (),
     *,
     num_replicas: int,
     kinds: Sequence[Any] | None = None,
@@ -188,15 +189,15 @@ def receive(
     The mean of line 8 is taken here, on arrival, in float32 and replica order. incoming: the
     fragment's chunks, laid out by `incoming_spec`; from owners they are of the mean. kinds: of its
     leaves (fragments.kinds_of), for outer.radial_directional_mean; None: the plain mean, of which
-    the sizes are.
-    own: for eager updates (arXiv 2502.12996, Algorithm 3; see outer.own_fresh) the chunks of this
-    round, laid out by `outgoing_spec`: each replica's mean is of its fresh and the others' previous
-    outer gradients, of `incoming`, which the sizes are of.
+    the sizes are. own: for eager updates (arXiv 2502.12996, Algorithm 3; see outer.own_fresh) the
+    chunks of this round, laid out by `outgoing_spec`: each replica's mean is of its fresh and the
+    others' previous outer gradients, of `incoming`, which the sizes are of. before: with owners,
+    those of the previous round, whose terms are in `incoming`.
     """
     mesh = payload.mesh
     num_here = num_replicas // mesh.shape["diloco"]
 
-    def on_device(chunks, own):
+    def on_device(chunks, own, _):
         fresh = []
         if own:
             first = jax.lax.axis_index("diloco") * num_here
@@ -226,20 +227,33 @@ def receive(
             )
         return _with_mean(payload, received, mean_N)
 
-    in_specs = [incoming_spec(mesh)] * len(incoming), [outgoing_spec(mesh)] * len(own)
+    specs = incoming_spec(mesh), outgoing_spec(mesh), outgoing_spec(mesh)
+    given = list(incoming), list(own), list(before)
+    in_specs = tuple([spec] * len(chunks) for spec, chunks in zip(specs, given, strict=True))
     lead = ("diloco",) if own else ()
     mean_specs = [P(*lead, *shard.spec) for shard in payload.shards]
     out_specs = Received(mean_specs, P(), P(), P("diloco") if own else ())
-    program = functools.partial(_of_owners, payload) if payload.owned else on_device
-    return _on_every_device(program, mesh, in_specs, out_specs)(list(incoming), list(own))
+    program = functools.partial(_of_owners, payload, num_replicas) if payload.owned else on_device
+    return _on_every_device(program, mesh, in_specs, out_specs)(*given)
 
 
-def _of_owners(payload: Payload, chunks: Sequence[jax.Array], _) -> Received:
-    """On a device: what owners have reduced."""
-    slots = payload.mesh.shape["diloco"]
+def _of_owners(payload: Payload, num_replicas: int, chunks, own, before) -> Received:
+    """On a device: what owners have reduced; eager: with each replica's own terms renewed."""
+    slots, here = payload.mesh.shape["diloco"], payload.owned.replicas
     shared = [_row(chunks, slots, payload.size, slot) for slot in range(slots)]
     mean_N, notes_R = owners.receive(payload, jnp.stack(shared))
-    return _with_mean(payload, _received(payload, notes_R, mean_N), mean_N)
+    received = _received(payload, notes_R, mean_N)
+    if not own:
+        return _with_mean(payload, received, mean_N)
+
+    def sent(parts):
+        rows = [_row(parts, slots * here, payload.first_size, r) for r in range(slots * here)]
+        return owners.sent(payload, jnp.stack(rows).reshape(slots, here, -1).swapaxes(0, 1))
+
+    (stale_SN, _), (fresh_SN, bad_SF) = sent(before), sent(own)
+    mean_SN = outer.own_renewed(mean_N, stale_SN, fresh_SN, num_replicas)
+    mean = [assemble(*each) for each in zip(payload.shards, mean_SN, strict=True)]
+    return received._replace(mean=mean, own_bad_RF=bad_flags(payload, bad_SF))
 
 
 def _row(chunks: Sequence[jax.Array], rows: int, size: int, r: Any) -> jax.Array:

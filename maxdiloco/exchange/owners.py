@@ -56,11 +56,17 @@ def encode(
     of_parts = jax.vmap(lambda x_V, count_B: quantize.encode(wire, x_V, count_B))
     count_DB = jnp.asarray(_counts(payload))
     codes_SDK = jax.vmap(of_parts, in_axes=(0, None))(_parts(payload, clean_SN), count_DB)
-    decode = jax.vmap(lambda code: quantize.decode(wire, code, payload.owned.values))
-    sent_SN = _leaves(payload, jax.vmap(decode)(codes_SDK))
+    sent_SN = _decoded(payload, codes_SDK)
     note_SH = jax.vmap(lambda x_N, bad_F: _written(Note.of(x_N, bad_F), dtype))(sent_SN, bad_SF)
     notes_SDH = jnp.broadcast_to(note_SH[:, None], (*codes_SDK.shape[:2], note_SH.shape[1]))
     return jnp.concatenate([notes_SDH, _words(codes_SDK, dtype)], axis=2), sent_SN, bad_SF != 0
+
+
+def sent(payload: Payload, parts_SDK: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """What receivers decode of the parts of `encode`, [S, N] for each leaf; the flags [S, F]."""
+    size, wire = _note_size(payload, payload.first_dtype), quantize.wire_format(payload.wire)
+    codes_SDK = jax.lax.bitcast_convert_type(parts_SDK[..., size:], wire.dtype)
+    return _decoded(payload, codes_SDK), parts_SDK[:, 0, : len(payload.shards)] != 0
 
 
 def reduce(payload: Payload, row: Callable[[Any], jax.Array], num_replicas: int) -> jax.Array:
@@ -119,6 +125,12 @@ def _leaves(payload: Payload, x_SDV: jax.Array) -> list[jax.Array]:
         out.append(jax.vmap(lambda x_N, shard=shard: real_values(shard, x_N))(x_SN))
         start += _padded(shard.count)
     return out
+
+
+def _decoded(payload: Payload, codes_SDK: jax.Array) -> list[jax.Array]:
+    """Codes of parts as [S, N] of each leaf."""
+    decode = jax.vmap(lambda code: quantize.decode(payload.wire, code, payload.owned.values))
+    return _leaves(payload, jax.vmap(decode)(codes_SDK))
 
 
 def _counts(payload: Payload) -> np.ndarray:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import queue
+import tracemalloc
 from types import SimpleNamespace
 
 import jax
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
 
-from maxdiloco.exchange import collective
+from maxdiloco.exchange import collective, owners, payload
 from maxdiloco.exchange.host import HostCarrier, Passage, Shard, owners_of, routes
 
 
@@ -57,8 +59,8 @@ def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype, to_owners
 
 def test_what_one_sends_another_gets_in_the_same_order():
     """Three slices of two places; process 1 holds two slices, the others share the third."""
-    owners = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
-    tables = {process: routes(owners, process) for process in (1, 2, 3)}
+    holders = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
+    tables = {process: routes(holders, process) for process in (1, 2, 3)}
     for a in tables:
         for b in tables:
             if a != b:
@@ -70,8 +72,8 @@ def test_what_one_sends_another_gets_in_the_same_order():
 
 def test_owners_get_their_part_of_every_slot_and_nothing_else():
     """The same processes: each sends to an owner the part that it owns, of its own place."""
-    owners = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
-    tables = {process: routes(owners, process, to_owners=True) for process in (1, 2, 3)}
+    holders = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
+    tables = {process: routes(holders, process, to_owners=True) for process in (1, 2, 3)}
     for a, b in itertools.permutations(tables, 2):
         assert tables[a].sends.get(b) == tables[b].gets.get(a)
     assert tables[2].sends == {1: (Shard(2, 0, to=0), Shard(2, 0, to=1))}
@@ -108,8 +110,8 @@ def beside_a_twin(devices, M):
     """(carrier, mailbox, chunks) of the process with the first of two slots, for M replicas."""
     mesh, mailbox = mesh_of(devices, diloco=2), Loop()
     carrier = HostCarrier(mesh, mailbox=mailbox)
-    owners = {shard: shard.slot for shard in owners_of(mesh)}
-    carrier._routes = [routes(owners, 0, to_owners=to_owners) for to_owners in (False, True)]
+    holders = {shard: shard.slot for shard in owners_of(mesh)}
+    carrier._routes = [routes(holders, 0, to_owners=to_owners) for to_owners in (False, True)]
     yield carrier, mailbox, chunks_of(mesh, M, jnp.int8, [1024, 1024])
     carrier.close()
 
@@ -137,3 +139,50 @@ def test_padding_stays_here(devices):
     twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])
     np.testing.assert_array_equal(twin[:1500], own[:1500])
     assert not twin[1500:].any()
+
+
+class Silent(Loop):
+    """Every message of a peer is zeros, `size` bytes."""
+
+    size = 0
+
+    def get(self, peer, key, deadline):
+        return bytearray(self.size)
+
+
+def bytes_held(devices, M, exchange, monkeypatch):
+    """The most that one of M processes holds at once, of numpy and of messages, while it takes what
+    has come of a fragment of 2^19 values in int8."""
+    mesh, mailbox = mesh_of(devices, diloco=M), Silent()
+    sent = payload.for_leaves([(1 << 19,)], [P()], wire="int8", mesh=mesh)
+    passages = [passage(sent.size, 1)]
+    if exchange == "owners":
+        sent = owners.cut(sent, reduced="int8", replicas=1)
+        passages = [passage(sent.first_size, 1, to_owners=True), passage(sent.size, 1)]
+    carrier = HostCarrier(mesh, mailbox=mailbox)
+    holders = {shard: shard.slot for shard in owners_of(mesh)}
+    carrier._routes = [routes(holders, 0, to_owners=to_owners) for to_owners in (False, True)]
+    monkeypatch.setattr(carrier, "_on_devices", lambda codes, to_owners: None)
+    held = []
+    for each in passages:
+        own = {Shard(0, 0): [np.ones((1, each.size), np.uint8)]}
+        mailbox.size = each.size
+        tracemalloc.start()
+        carrier._collect(each, SimpleNamespace(result=lambda own=own: own))
+        held.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    carrier.close()
+    return sum(held)
+
+
+def test_what_a_process_holds_of_arrivals_grows_with_the_replicas_that_are_gathered_alone(
+    devices, monkeypatch
+):
+    """Owners: a part of each replica, then a part of the mean of each, and beside them two messages
+    of a part. Control: of what is gathered all replicas, and two messages of one."""
+    held = {
+        exchange: [bytes_held(devices, M, exchange, monkeypatch) / 2**19 for M in (2, 4, 8)]
+        for exchange in ("owners", "gather")
+    }
+    np.testing.assert_allclose(held["owners"], [2 + 2 * 1 / 2, 2 + 4 / 4, 2 + 4 / 8], rtol=0.06)
+    np.testing.assert_allclose(held["gather"], [2 + 1, 4 + 2, 8 + 2], rtol=0.06)

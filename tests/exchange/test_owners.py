@@ -3,12 +3,16 @@
 # R replicas
 """
 
+import functools
+import itertools
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
+from tiers import corner, full
 from wire_codecs import CODECS
 
 from maxdiloco.diloco import quantize
@@ -29,9 +33,9 @@ def values(M, seed=0):
     return [numbers.normal(size=(M, *shape)).astype(np.float32) for shape, _ in LEAVES.values()]
 
 
-def exchange(mesh, wire, arrays, *, reduced="int8", num_chunks=1):
-    """What arrives of owners, and what everyone would have gathered."""
-    M = len(arrays[0])
+@functools.cache
+def program(mesh, wire, M, *, reduced, num_chunks, gathers):
+    """Leaves [R, ...] -> what arrives of owners, and what everyone would have gathered."""
     whole = payload.for_leaves(*zip(*LEAVES.values(), strict=True), wire=wire, mesh=mesh)
     fragment = owners.cut(
         whole, reduced=quantize.finer(wire, reduced), replicas=M // mesh.shape["diloco"]
@@ -48,23 +52,34 @@ def exchange(mesh, wire, arrays, *, reduced="int8", num_chunks=1):
         arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in shared]
         gathered = collective.send(whole, leaves_R, lengths(whole.size)).chunks
         gathered = [collective.all_gather_chunk(chunk, mesh) for chunk in gathered]
-        each = ((fragment, arrived), (whole, gathered))
+        each = ((fragment, arrived), (whole, gathered))[: 1 + gathers]
         return [collective.receive(which, chunks, num_replicas=M) for which, chunks in each]
 
-    return run([
+    return run
+
+
+def exchange(mesh, wire, arrays, *, reduced="int8", num_chunks=1, gathers=True):
+    """What arrives of owners and, where it `gathers`, what everyone would have gathered."""
+    options = dict(reduced=reduced, num_chunks=num_chunks, gathers=gathers)
+    return program(mesh, wire, len(arrays[0]), **options)([
         jax.device_put(x, NamedSharding(mesh, P("diloco", *spec)))
         for x, (_, spec) in zip(arrays, LEAVES.values(), strict=True)
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("M", [2, 3, 4, 8])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("wire", "M"),
+    corner(
+        itertools.product(WIRES, [2, 3, 4, 8]),
+        [("bfloat16", 2), ("int2", 3), ("float4_e3m0", 4)],
+    ),
+)
 @pytest.mark.usefixtures("few_compiler_passes")
 def test_the_mean_is_the_ordered_one_encoded_again(devices, wire, M):
     """On M slots of one device, to the bit, by the codecs of the table: what each replica sends,
     its float32 mean in replica order, and that in int8 or the finer wire of the replicas."""
     arrays = values(M)
-    found, _ = exchange(mesh_of(devices, diloco=M), wire, arrays)
+    (found,) = exchange(mesh_of(devices, diloco=M), wire, arrays, gathers=False)
     again = CODECS[quantize.finer(wire, "int8")]
     for x_R, mean in zip(arrays, found.mean, strict=True):
         sent_R = [np.float32(CODECS[wire](x.reshape(-1))) for x in x_R]
@@ -75,23 +90,29 @@ def test_the_mean_is_the_ordered_one_encoded_again(devices, wire, M):
         np.testing.assert_array_equal(np.asarray(mean).reshape(-1), wanted)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("wire", "slots", "chunks"),
+    corner(
+        [(wire, *cut) for wire in WIRES for cut in ((2, 1), (2, 3), (4, 3))],
+        [("float4_e3m0", 2, 3)],
+    ),
+)
 @pytest.mark.usefixtures("few_compiler_passes")
-def test_bits_do_not_depend_on_slots_or_chunks_and_sizes_are_those_of_gathering(devices, wire):
-    """Four replicas on 1, 2 and 4 slots, whole or in 3 chunks. Norms and magnitudes of the replicas
-    are what gathering has, to the bit; the mean's is of what was encoded again."""
-    whole, *others = (
-        exchange(mesh_of(devices, diloco=slots, fsdp=2), wire, values(4), num_chunks=chunks)
-        for slots, chunks in ((1, 1), (2, 1), (4, 3))
-    )
-    for found, gathered in others:
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(whole[0]), strict=True):
-            np.testing.assert_array_equal(x, y)
-        np.testing.assert_array_equal(found.sizes.norm_R, gathered.sizes.norm_R)
-        np.testing.assert_array_equal(found.sizes.drift_R, gathered.sizes.drift_R)
-    squares = sum(np.sum(np.float64(x) ** 2) for x in whole[0].mean)
-    np.testing.assert_allclose(whole[0].sizes.mean_norm, np.sqrt(squares), rtol=1e-5)
-    same = [np.array_equal(x, y) for x, y in zip(whole[0].mean, whole[1].mean, strict=True)]
+def test_bits_do_not_depend_on_slots_or_chunks_and_sizes_are_those_of_gathering(
+    devices, wire, slots, chunks
+):
+    """Four replicas on one slot, and on 2 or 4, whole or in 3 chunks. Norms and magnitudes of the
+    replicas are what gathering has, to the bit; the mean's is of what was encoded again."""
+    (whole,) = exchange(mesh_of(devices, fsdp=2), wire, values(4), gathers=False)
+    mesh = mesh_of(devices, diloco=slots, fsdp=2)
+    found, gathered = exchange(mesh, wire, values(4), num_chunks=chunks)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(found.sizes.norm_R, gathered.sizes.norm_R)
+    np.testing.assert_array_equal(found.sizes.drift_R, gathered.sizes.drift_R)
+    squares = sum(np.sum(np.float64(x) ** 2) for x in whole.mean)
+    np.testing.assert_allclose(whole.sizes.mean_norm, np.sqrt(squares), rtol=1e-5)
+    same = [np.array_equal(x, y) for x, y in zip(found.mean, gathered.mean, strict=True)]
     assert all(same) == (wire == "float32") and (wire == "float32" or not any(same[:3]))
 
 
@@ -104,7 +125,7 @@ def test_a_narrower_wire_for_the_means_is_a_parameter(devices):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, full(-np.inf)])
 @pytest.mark.usefixtures("few_compiler_passes")
 def test_a_bad_value_is_flagged_by_replica_and_leaf(devices, bad):
     """Its part has one owner; the flag is everywhere. Control: without it no flag is up."""
