@@ -4,10 +4,11 @@
 
 One bucket is tests/fake_gcs.py, a server in a process of its own on this machine, which waits so
 long before each answer; of two or more cores it has one for itself in every row, as a store has.
-Another is obstore's memory, where the caller waits. Text drawn at random is read as bytes from where it is, and out of the shards that
-maxdiloco.prepare makes of it. First the pipeline alone: tokens a second, and how long a step that
-takes a batch every so often waits for it. Then runs of maxdiloco.train on the disk and on the
-server: tokens a second after the first logged step. Other keys are the trainer's.
+Another is obstore's memory, where the caller waits. Text drawn at random is read as bytes from
+where it is, and out of the shards that maxdiloco.prepare makes of it. First the pipeline alone:
+tokens a second, and how long a step that takes a batch every so often waits for it. Then runs of
+maxdiloco.train on the disk and on the server: tokens a second after the first logged step. Other
+keys are the trainer's.
 """
 
 import contextlib

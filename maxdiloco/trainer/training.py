@@ -105,8 +105,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         mailbox = None if room is None else room.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
         facts = Facts(**data, steps=total, step_tokens=shape.tokens, length=shape.length, say=say)
-        given = dict(mailbox=mailbox, tokenizer=tokenizer, facts=facts)
-        chosen, parts = _build(cfg, mesh, total, compiles, say, **given)
+        chosen, parts = _build(cfg, mesh, compiles, mailbox, tokenizer, facts)
         trainer = parts.trainer
         stack.callback(trainer.close)
         if room is not None and assemble.needs_bulk(chosen, mesh):
@@ -265,15 +264,14 @@ def _introduction(
     ]
 
 
-def _build(cfg, mesh, total, compiles, say, **given) -> tuple[Config, Parts]:
-    """The config with remat_policy chosen, and the parts of a run of `total` steps."""
-    make = functools.partial(
-        assemble.assemble, mesh=mesh, total_steps=total, on_compile=compiles, **given
-    )
+def _build(cfg, mesh, compiles, mailbox, tokenizer, facts) -> tuple[Config, Parts]:
+    """The config with remat_policy chosen, and the parts of a run."""
+    of_run = dict(total_steps=facts.steps, mailbox=mailbox, tokenizer=tokenizer, facts=facts)
+    make = functools.partial(assemble.assemble, mesh=mesh, on_compile=compiles, **of_run)
     memory = remat_choice.device_memory(mesh)
     path = cfg.compiled_trainstep_file
     stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""
-    return remat_choice.build(cfg, make, mesh, memory=memory, say=say, stored=stored)
+    return remat_choice.build(cfg, make, mesh, memory=memory, say=facts.say, stored=stored)
 
 
 def _compile(
