@@ -26,7 +26,7 @@ STEPS = 15  # of data parallelism; fitted: the last reduction is not waited for
 PERIODS = 5  # of the other schedules but eager's
 EAGER_PERIODS = 2  # fitted: half of its exchanges are then never waited for
 BITS = {"bfloat16": 16.0, "4 bits": 4.0}
-COLOURS = ("#c4262e", "#e0901c", "#8a4fb0", "#2b6cb0", "#2e9155", "#555555")
+COLOURS = ("#c4262e", "#e0901c", "#8a4fb0", "#2b6cb0", "#2e9155", "#555555", "#000000", "#7a5c2e")
 
 Row = tuple[str, str, list[str], list[float]]  # its name, the size, published, computed
 

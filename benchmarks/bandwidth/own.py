@@ -7,15 +7,21 @@ from benchmarks.bandwidth.tables import SIZES, Size
 from maxdiloco.aot.wait import data_parallel, exposed_s, least_gbps, utilisation
 from maxdiloco.diloco import quantize
 from maxdiloco.diloco.schedule import Schedule, offsets
+from maxdiloco.engine.chunks import steps_to_owners
+from maxdiloco.exchange.owners import REDUCED
 
 
 class Mode(NamedTuple):
-    """A mode of this trainer. lag: steps until a fragment is used, as Schedule.lag says."""
+    """A mode of this trainer. lag: steps until a fragment is used, as Schedule.lag says.
+
+    owned: whether slices own parts of a fragment, whose means they send to all.
+    """
 
     name: str
     schedule: Schedule
     wire: str
     carrier: str
+    owned: bool = False
 
 
 def modes(size: Size) -> list[Mode]:
@@ -29,6 +35,8 @@ def modes(size: Size) -> list[Mode]:
             out.append(Mode(f"streaming, tau={tau}", overlapped, wire, "program"))
         eager = Schedule(H, 0, spread, overlap="eager")
         out += [Mode("eager", eager, wire, carrier) for carrier in ("program", "host")]
+        out.append(Mode("streaming, tau=5, owners", overlapped, wire, "program", owned=True))
+        out.append(Mode("eager, owners", eager, wire, "host", owned=True))
     return out
 
 
@@ -40,18 +48,29 @@ def bits_per_parameter(wire: str) -> float:
 
 
 def sustained(size: Size, mode: Mode, *, replicas: int, gbps: float) -> float:
-    """Utilisation of a run without end.
+    """Utilisation of a run without end, a replica a slice.
 
-    A replica's fragment leaves to each of the others. program: in max_chunks chunks, one a step.
+    A replica's fragment leaves to each of the others; with owners a part, and the mean of a part.
+    program: in max_chunks chunks, one a step.
     """
-    schedule = mode.schedule
-    bits = bits_per_parameter(mode.wire) * size.parameters / schedule.P * (replicas - 1)
-    seconds, parts = bits / (gbps * 1e9), schedule.max_chunks * (mode.carrier == "program")
+    schedule, to_owners = mode.schedule, 0
+    a_bit = size.parameters / schedule.P * (replicas - 1) / (gbps * 1e9)  # of every parameter [s]
+    trains = [bits_per_parameter(mode.wire) * a_bit]
+    if mode.owned:
+        reduced = quantize.finer(mode.wire, REDUCED)
+        trains = [bits_per_parameter(wire) * a_bit / replicas for wire in (mode.wire, reduced)]
+        parts, means = trains
+        to_owners = steps_to_owners(schedule.max_chunks, to_owners=parts, shared=means)
+    chunks, steps = [], (to_owners, schedule.max_chunks - to_owners)[-len(trains) :]
+    if mode.carrier == "program" and schedule.max_chunks:
+        chunks = [s / n for s, n in zip(trains, steps, strict=True) for _ in range(n)] * schedule.P
     waited = exposed_s(
-        [seconds] * schedule.P,
-        [seconds / parts] * (schedule.P * parts) if parts else (),
+        [sum(trains)] * schedule.P,
+        chunks,
+        trains[1:] * schedule.P,
         H=schedule.H,
         lag=schedule.lag,
+        scatter_steps=to_owners,
         step_s=size.step_s,
     )
     return utilisation(size.step_s, waited, schedule.H)

@@ -12,7 +12,8 @@ from maxdiloco.aot.wait import FULL
 from maxdiloco.diloco import outer
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.quantize import wire_format
-from maxdiloco.diloco.schedule import OWNERS
+from maxdiloco.diloco.schedule import GATHER, OWNERS
+from maxdiloco.engine.arguments import NOT_OF_OWNERS
 from maxdiloco.engine.calls import bytes_on_device, is_on_device
 from maxdiloco.engine.describe import in_flight
 from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
@@ -33,7 +34,7 @@ GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the 
 
 
 def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
-    """What there is to choose from: lists of choices that differ in H and tau alone.
+    """What there is to choose from: lists of choices that differ in H, tau and who takes the mean.
 
     The least change of training is first. given: keys that the user has set, whose values stay.
     """
@@ -55,14 +56,33 @@ def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
                     wire=wire,
                     overlap=overlap,
                     streaming=streaming,
+                    exchange=chosen,
                 )
                 for H in periods
                 for tau in taus
+                for chosen in _exchanges(job, given, wire)
                 if P <= H and tau < H
             ]
             for wire in wires
         ]
     return [family for family in out if family]
+
+
+def _exchanges(job: Job, given: Collection[str], wire: str) -> list[str]:
+    """What diloco_exchange may be: gather first, since owners round once more. Of two slices those
+    send as much or more, and with some merges and wires they do not go.
+    """
+    refused = NOT_OF_OWNERS.keys() & {("merge", job.cfg.diloco_merge), ("exchange_dtype", wire)}
+    if "diloco_exchange" in given or refused or job.slices < 3:
+        return [job.asked.exchange]
+    auto = exchange(job, "auto", wire)
+    return ["auto" if name == auto else name for name in (GATHER, OWNERS)]
+
+
+def exchange(job: Job, chosen: str, wire: str) -> str:
+    """gather or owners, of a choice."""
+    slots, merge = job.slices, job.cfg.diloco_merge
+    return assemble.exchange(chosen, slots=slots, merge=merge, wire=wire)
 
 
 def _modes(asked: Choice, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
@@ -73,8 +93,7 @@ def _modes(asked: Choice, given: Collection[str]) -> Iterator[tuple[str, bool, t
     fixed_tau = "num_communication_overlapping_steps" in given
     overlaps = [asked.overlap]
     if "diloco_outer_overlap" not in given:
-        only = fixed_tau and asked.tau or assemble.exchange(asked.exchange) == OWNERS
-        overlaps = ["none"] if only else ["none", "eager"]
+        overlaps = ["none"] if fixed_tau and asked.tau else ["none", "eager"]
     fixed_streaming = "enable_streaming_diloco" in given or "num_diloco_fragments" in given
     for overlap in overlaps:
         for streaming in [asked.streaming] if fixed_streaming else [False, True]:
@@ -184,7 +203,7 @@ def _settings(job: Job, choice: Choice) -> ExchangeSettings:
         num_nonlayer_fragments=choice.nonlayer,
         sequential_layers=job.cfg.use_sequential_layers,
         error_feedback=wire.feedback if wanted is None else wanted and wire.error > 0,
-        exchange=assemble.exchange(choice.exchange),
+        exchange=exchange(job, choice.exchange, choice.wire),
     )
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
+from maxdiloco.diloco.schedule import OWNERS
 from maxdiloco.planning import losses, rating
 from maxdiloco.planning.job import Choice, Job
 from maxdiloco.planning.losses import LOSSES, Gap
@@ -68,11 +69,17 @@ class Plan(NamedTuple):
     def loss(self, row: Rated) -> str:
         """The measured difference, with the model it is of, the job's if possible; "" for none."""
         choice, job = row.choice, self.job
+        if self.has_owners(row):  # the losses are of runs that gather
+            return ""
         of_choice = {"mode": choice.mode, "H": choice.H, "tau": choice.tau, "wire": choice.wire}
         same = [each for each in self.known if each.items() >= of_choice.items()]
         wanted = job.cfg.model_name, job.num_replicas
         nearest = sorted(same, key=lambda x: (x["model"] != wanted[0], x["replicas"] != wanted[1]))
         return "{difference:+.3f} ({model}, M={replicas})".format(**nearest[0]) if same else ""
+
+    def has_owners(self, row: Rated) -> bool:
+        """Whether slices own parts of the fragments."""
+        return rating.exchange(self.job, row.choice.exchange, row.choice.wire) == OWNERS
 
     def is_moved(self, row: Rated) -> bool:
         """Whether a choice fits the chip only with its outer state in host memory."""
@@ -142,7 +149,7 @@ def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
         choice.H,
         choice.P,
         choice.tau,
-        choice.wire,
+        choice.wire + " owners" * plan.has_owners(row),
         span(row.exposed_seconds_per_period),
         span(row.step_seconds),
         f"{row.utilisation:.1%}",
@@ -178,6 +185,11 @@ def _legend(plan: Plan) -> list[str]:
         + (" and latency" if plan.latency_s else ": no latency (latency_ms)")
         + ", no pack and merge."
     )
+    if any(map(plan.has_owners, plan.rows)):
+        out.append(
+            "owners: with diloco_exchange=owners a slice takes the mean of its part of a fragment "
+            "for all, see docs/slow_link.md; gathering would need a longer period or overlap"
+        )
     if any(map(plan.is_moved, plan.rows)):
         out.append(
             "host: a row that fits with diloco_outer_memory=pinned_host, and not with the outer "

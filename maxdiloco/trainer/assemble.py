@@ -4,6 +4,7 @@
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.data.tokenizer import build
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.diloco import outer
-from maxdiloco.diloco.schedule import GATHER
+from maxdiloco.diloco.schedule import GATHER, OWNERS
+from maxdiloco.engine.arguments import NOT_OF_OWNERS
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
@@ -34,6 +36,8 @@ from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.trainer import inner_step, island_settings, optimizer
 from maxdiloco.trainer.island_settings import Facts
 
+# Slots from which on diloco_exchange=auto is owners: none, until what that costs in loss is known.
+OWNERS_FROM = math.inf
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
 
@@ -188,9 +192,12 @@ def baseline(cfg: config.Config) -> config.Config | None:
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
-def exchange(chosen: str) -> str:
-    """gather or owners: what diloco_exchange chooses; auto is gather, see base.yml."""
-    return GATHER if chosen == "auto" else chosen
+def exchange(chosen: str, *, slots: int, merge: str, wire: str) -> str:
+    """gather or owners: what diloco_exchange chooses for so many slots; see base.yml."""
+    if chosen != "auto":
+        return chosen
+    refused = NOT_OF_OWNERS.keys() & {("merge", merge), ("exchange_dtype", wire)}
+    return OWNERS if slots >= OWNERS_FROM and not refused else GATHER
 
 
 def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
@@ -245,7 +252,12 @@ def _diloco(cfg, mesh, model, step, facts, options) -> DiLoCo:
         exchange_dtype=cfg.diloco_exchange_dtype,
         error_feedback=checks.FEEDBACK[feedback],
         merge=cfg.diloco_merge,
-        exchange=exchange(cfg.diloco_exchange),
+        exchange=exchange(
+            cfg.diloco_exchange,
+            slots=mesh.shape["diloco"],
+            merge=cfg.diloco_merge,
+            wire=cfg.diloco_exchange_dtype,
+        ),
         sequential_layers=cfg.use_sequential_layers,
         num_nonlayer_fragments=cfg.num_nonlayer_fragments,
         layer_axis=model.layer_axis,

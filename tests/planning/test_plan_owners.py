@@ -3,9 +3,12 @@
 import json
 
 import pytest
+from tiers import full
 
 from maxdiloco import plan
 from maxdiloco.aot import wait
+from maxdiloco.diloco.quantize import NAMES as WIRES
+from maxdiloco.trainer import assemble
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,7 @@ def test_owners_wait_for_parts_and_then_for_means(seconds, shared, keys, waited)
     assert found == pytest.approx(0.4)
 
 
-def test_a_plan_of_owners_keeps_them_and_never_proposes_eager(tmp_path, capsys):
+def test_a_plan_that_is_given_owners_keeps_them_and_one_that_is_given_gather_too(tmp_path, capsys):
     """On eight slices, at a link that is too slow to gather 4 bits beside 30 steps."""
     keys = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=8")
     keys += ("step_time=0.8", "dcn_bandwidth_gbps=0.04", "diloco_sync_period=30")
@@ -39,7 +42,48 @@ def test_a_plan_of_owners_keeps_them_and_never_proposes_eager(tmp_path, capsys):
         rows = [row for row in found["choices"] if row["mode"] == "overlapped"]
         assert {row["diloco_exchange"] for row in rows} == {exchange}
         waits[exchange] = min(row["exposed_seconds_per_period"] for row in rows)
-        modes = {row["mode"] for row in found["choices"]}
-        assert ("eager" in modes) == (exchange == "gather")
+        assert "eager" in {row["mode"] for row in found["choices"]}
         assert f"diloco_exchange={exchange}" in capsys.readouterr().out
     assert waits["owners"] < 0.5 * waits["gather"]
+
+
+@pytest.mark.parametrize("slices", [2, 8, full(16)])
+def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(tmp_path, capsys, slices):
+    """On a link that fills with fewer steps of overlap, or at all, when slices own parts. Control:
+    on a fat one the first row gathers, and of two slices every one does."""
+    keys = ("model_name=1b", "compile_topology=v5e-16", f"compile_topology_num_slices={slices}")
+    keys += ("step_time=0.8", f"report={tmp_path / 'plan.json'}")
+
+    def planned(*more):
+        plan.main([*keys, *more])
+        return json.loads((tmp_path / "plan.json").read_text()), capsys.readouterr().out
+
+    found, said = planned("dcn_bandwidth_gbps=0.05")
+    best, owned = found["choices"][0], slices > 2
+    assert (best["diloco_exchange"] == "owners") == owned
+    assert ("diloco_exchange=owners" in found["train_command"]) == owned
+    assert ("\nowners: with diloco_exchange=owners" in said) == owned and (" owners " in said) == owned
+    gathered, _ = planned("dcn_bandwidth_gbps=0.05", "diloco_exchange=gather")
+    after = rating_of(best), rating_of(gathered["choices"][0])
+    assert after[0] < after[1] if owned else after[0] == after[1]
+    found, _ = planned("dcn_bandwidth_gbps=1000")
+    assert found["choices"][0]["diloco_exchange"] == "auto"
+
+
+def test_auto_is_gather_and_with_a_bound_owners_from_that_many_slots_where_they_go(monkeypatch):
+    """The bound is one constant; what owners refuse stays with gather, and what is named is kept."""
+
+    def chosen(exchange="auto", slots=4, merge="mean", wire="int8"):
+        return assemble.exchange(exchange, slots=slots, merge=merge, wire=wire)
+
+    assert chosen(slots=10**6) == "gather" and chosen("owners", slots=2) == "owners"
+    monkeypatch.setattr(assemble, "OWNERS_FROM", 4)
+    assert (chosen(), chosen(slots=3), chosen("gather")) == ("owners", "gather", "gather")
+    assert chosen(merge="rda") == chosen(wire="topk") == "gather"
+
+
+def rating_of(row):
+    """What a plan puts first: a filled link, then a short period, a short overlap, a wide wire."""
+    wire = WIRES.index(row["diloco_exchange_dtype"])
+    times = row["diloco_sync_period"], row["num_communication_overlapping_steps"]
+    return row["utilisation"] < 0.99, *times, wire
