@@ -145,13 +145,17 @@ class Mark(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of the data that is read under a lease, up to `stop` in the log."""
+    """A block of the data that is read under a lease, up to `stop` in the log, `tokens` of it.
+
+    A rejected message's part of it comes in a later message, perhaps after a later part.
+    """
 
     block: int
     lease: int
     island: str
     incarnation: int
     stop: int
+    tokens: int
 
 
 class Ledger(NamedTuple):

@@ -183,17 +183,20 @@ def blocks_after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[record
     for member in record.members:
         for part in member.data:
             key, top = (part.block, part.lease), max(top, part.block)
-            blocks[key] = records.Block(*key, member.island, member.incarnation, part.stop)
+            *_, stop, tokens = blocks.get(key, (0, 0))
+            stop, tokens = max(stop, part.stop), tokens + part.stop - part.start
+            blocks[key] = records.Block(*key, member.island, member.incarnation, stop, tokens)
             if part.lease == 2:  # it is the rest of a dead island's
                 blocks.pop((part.block, 1), None)
     kept = (blocks[key] for key in sorted(blocks))
-    return tuple(block for block in kept if block.stop < run.block_tokens), top
+    size = run.block_tokens
+    return tuple(b for b in kept if (b.tokens if b.lease == 1 else b.stop) < size), top
 
 
 def free_blocks(ledger: Ledger, size: int) -> list[records.Range]:
     """Rule 8: the rests of blocks of dead islands, which may be leased once more."""
     first = (b for b in ledger.blocks if b.lease == 1 and (b.island, b.incarnation) in ledger.dead)
-    return [records.Range(b.block, 2, b.stop, size) for b in first]
+    return [records.Range(b.block, 2, b.stop, size) for b in first if b.stop < size]
 
 
 def moments(own: int | None, head: int) -> str:

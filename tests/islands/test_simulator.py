@@ -143,6 +143,19 @@ def may_step_whatever_is_known(s):
     return MAY_STEP(s) and not (full and not s.run.islands)
 
 
+def blocks_by_their_last_part(run, ledger, record):
+    """A block is read up to where its last part that came ends."""
+    blocks, top = {(b.block, b.lease): b for b in ledger.blocks}, ledger.top
+    for member in record.members:
+        for part in member.data:
+            key, top = (part.block, part.lease), max(top, part.block)
+            blocks[key] = records.Block(*key, member.island, member.incarnation, part.stop, 0)
+            if part.lease == 2:
+                blocks.pop((part.block, 1), None)
+    kept = (blocks[key] for key in sorted(blocks))
+    return tuple(block for block in kept if block.stop < run.block_tokens), top
+
+
 MAY_STEP = core.may_step
 FOUND = {
     "a rejected message is waited for, and its island waits": (
@@ -153,13 +166,15 @@ FOUND = {
         rules, "in_turn", lambda members, rejected: rejected, 8715),
     "a record waits for a step of an island that waits for the record": (
         core, "may_step", may_step_whatever_is_known, 119),
+    "the rest of a block is read again after a rejected part of it came late": (
+        rules, "blocks_after", blocks_by_their_last_part, 40, 1500),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FOUND)
 def test_found(what, monkeypatch):
-    module, name, before, seed = FOUND[what]
-    run_schedule(seed)
+    module, name, before, *schedule = FOUND[what]  # its seed, and length
+    run_schedule(*schedule)
     monkeypatch.setattr(module, name, before)
     with pytest.raises(Broken):
-        run_schedule(seed)
+        run_schedule(*schedule)
