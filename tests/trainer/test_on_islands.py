@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from tiers import corner
 
 from maxdiloco import DiLoCo
+from maxdiloco.checkpoint.saved_state import layout_of
 from maxdiloco.errors import ConfigError, NumericsError
 from maxdiloco.islands import audit, objects
 from maxdiloco.islands.records import Run
@@ -28,13 +29,13 @@ ELASTIC = Run(
 )  # fmt: skip
 
 
-def an_island(url, name, run, *, feedback=False, said=None, **options):
+def an_island(url, name, run, *, feedback=False, said=None, pace=FAST, **options):
     """A trainer of the tiny problem; a step has 4 tokens, a sequence too."""
     facts = Facts("d", "t", 100, 4, 4, ([] if said is None else said).append)
     tree = tiny_problem.TREES["layers"]
     place = int(name) if name.isdecimal() else 0
     return OnIslands(
-        tiny_problem.jax_inner_step, settings=Settings(str(url), name, run, FAST, feedback, facts),
+        tiny_problem.jax_inner_step, settings=Settings(str(url), name, run, pace, feedback, facts),
         num_replicas=1, sync_period=H, exchange_dtype=run.wire, error_feedback=False,
         mesh=Mesh(np.array(jax.devices()[place : place + 1]), ("diloco",)),
         layer_axis=tiny_problem.layer_axis(tree), outer_lr=0.7, outer_momentum=0.6, **options,
@@ -50,6 +51,29 @@ def steps_of(trainer, place, steps, problem=None):
         batch = jax.tree.map(lambda x: x[place : place + 1], problem.batch(t, 4))
         state, _ = trainer.step(state, batch)
     return state
+
+
+def started(trainer):
+    """The state from which it goes on, and its next batches."""
+    problem = tiny_problem.problem("layers", steps=2000)
+    params = problem.named(problem.params)
+    state = trainer.join(trainer.init(params, jax.tree.map(np.zeros_like, params)))
+    return state, lambda t: jax.tree.map(lambda x: x[:1], problem.batch(t % 2000 + 1, 4))
+
+
+def until(trainer, state, batch, done):
+    """Train until done(), at a hundred steps a second."""
+    pause = threading.Event()
+    for _ in range(2000):
+        if done():
+            return state
+        state, _ = trainer.step(state, batch(state.t))
+        pause.wait(0.01)
+    raise AssertionError("it goes on for ever")
+
+
+def records_of(trainer):
+    return trainer._ledger().number
 
 
 def in_threads(work, count):
@@ -187,6 +211,102 @@ def test_blocks_of_the_data_are_read_once(tmp_path, few_compiler_passes):
     reads = in_threads(work, 2)
     places = [first + i for read in reads for first, count in read for i in range(count)]
     assert len(places) >= 100 and len(set(places)) == len(places)
+
+
+def test_who_comes_back_keeps_its_moments_where_it_is_not_late(tmp_path, few_compiler_passes):
+    """With the newest checkpoint or one of two records ago; else they are zeros and the learning
+    rate rises over H = 4 steps: a quarter, a half. A new run has no such warm-up."""
+    first = an_island(tmp_path / "store", "a", ELASTIC)
+    state, batch = started(first)
+    assert first.learning_rate(lambda _: 1.0, 1) == 1.0
+    state = until(first, state, batch, lambda: records_of(first) >= 4)
+    note = first.note(state)
+    head = note["records"]
+    first.leave()
+    for records, rates in ((head, [1, 1]), (head - 2, [1, 1]), (head - 3, [0.25, 0.5])):
+        again = an_island(tmp_path / "store", "a", ELASTIC)
+        params = tiny_problem.problem("layers").params
+        values = tiny_problem.problem("layers").named(params)
+        state = again.init(values, values)  # moments that are not zero
+        again.reading(layout_of(note | {"records": records}, same_rules=True))
+        state = again.join(state)
+        assert [again.learning_rate(lambda _: 1.0, t) for t in (1, 2)] == rates
+        kept = all(np.any(x) for x in leaves(state.opt_state))
+        assert kept == (rates == [1, 1]) and (kept or not np.any(leaves(state.opt_state)[0]))
+        again.leave()
+
+
+def test_an_island_that_was_frozen_joins_again(tmp_path, few_compiler_passes):
+    """It stands still past its death: the other says so, goes on, and says that it is back."""
+    pace, said = FAST._replace(dead=0.8), [[], []]
+    trainers = [
+        an_island(tmp_path / "store", "ab"[m], ELASTIC, said=said[m], pace=pace) for m in (0, 1)
+    ]
+    froze = threading.Event()
+
+    def work(m):
+        trainer = trainers[m]
+        state, batch = started(trainer)
+        state = until(trainer, state, batch, lambda: records_of(trainer) >= 3)
+        if m == 1:
+            state = until(trainer, state, batch, lambda: sent(trainer))
+            with trainer._beside._changed:  # no thread of it goes on
+                froze.wait(20)
+            state = until(trainer, state, batch, lambda: "joins again" in " ".join(said[1]))
+            head = records_of(trainer)
+            state = until(trainer, state, batch, lambda: records_of(trainer) > head + 1)
+        else:
+            state = until(trainer, state, batch, lambda: dead(trainers[0]))
+            froze.set()
+            state = until(trainer, state, batch, lambda: "again" in " ".join(said[1]))
+            head = records_of(trainer)
+            state = until(trainer, state, batch, lambda: records_of(trainer) > head + 4)
+        trainer.leave()
+        return True
+
+    in_threads(work, 2)
+    assert "island b joins again: the others took it for dead" in said[1]
+    assert any(line.startswith("island b is in, its start number 2") for line in said[1])
+    about_b = [line for line in said[0] if line.startswith("island b")]
+    assert about_b[:2] == [
+        "island b is there", "island b is thought dead: no sign of life for 0.8 s"
+    ] and about_b[2].startswith("island b is back")  # fmt: skip
+
+
+def sent(trainer):
+    return any(mark.island == "b" for mark in trainer._ledger().marks)
+
+
+def dead(trainer):
+    return ("b", 1) in trainer._ledger().dead
+
+
+def test_a_store_that_goes_away_is_told_with_its_answer_and_comes_back(
+    tmp_path, few_compiler_passes
+):
+    said = []
+    trainer = an_island(tmp_path / "store", "a", ELASTIC, said=said)
+    state, batch = started(trainer)
+    state = until(trainer, state, batch, lambda: records_of(trainer) >= 2)
+    bucket = trainer._bucket._bucket
+    trainer._bucket._bucket = Away()
+    state = until(trainer, state, batch, lambda: "the store is away" in " ".join(said))
+    trainer._bucket._bucket = bucket
+    head = records_of(trainer)
+    state = until(trainer, state, batch, lambda: records_of(trainer) > head + 1)
+    trainer.leave()
+    line = "the store is away: this island trains on for two periods. The last answer: No space"
+    assert [one for one in said if one.startswith("the store")] == [line, "the store is back"]
+
+
+class Away:
+    """A bucket whose every request fails."""
+
+    def __getattr__(self, name):
+        def fail(*args):
+            raise OSError(28, "No space")
+
+        return fail
 
 
 def test_values_that_are_not_finite_end_an_island(tmp_path, few_compiler_passes):

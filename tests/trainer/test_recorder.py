@@ -25,7 +25,7 @@ class Run:
         parts.model.spec = mock.Mock(num_query_heads=1, head_dim=1, num_layers=1)
         parts.mesh.devices = np.array([mock.Mock(device_kind="cpu")])
         parts.mesh.local_devices = [mock.Mock(**{"memory_stats.return_value": memory})]
-        parts.learning_rate = lambda t: 0.1
+        parts.trainer.learning_rate = lambda rate, t: 0.1
         parts.monitor.replicas = {0: [0]}
         parts.monitor.check = self._takes("check", {"loss": np.float32([1.5])})
         parts.monitor.take_mean_loss.return_value = np.float32([1.5])
