@@ -171,6 +171,7 @@ def test_a_run_on_bytes_is_exported_with_a_tokenizer_of_bytes(place, capfd):
     assert greedy(out, "the", 8) == ours
 
 
+@pytest.mark.full
 def test_an_eager_run_is_exported_as_the_mean_of_its_replicas_thetas(place):
     """The tied table is written as it is for the head. Seven steps of H=5: the thetas differ."""
     folder = run(place, "eager", diloco_outer_overlap="eager", steps=7)

@@ -53,7 +53,7 @@ OTHER_WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", corner(OTHER_WAYS, ["tensor", "micro-batches"]))
+@pytest.mark.parametrize("way", corner(OTHER_WAYS, ["tensor"]))
 def test_another_way_computes_what_one_device_for_each_replica_does(base, tmp_path, way):
     keys = KEYS | dict(per_device_batch_size=2) | OTHER_WAYS[way]
     assert tools.run(tmp_path, "way", **keys) == 0
@@ -86,7 +86,8 @@ def test_a_run_that_moves_the_state_out_and_back_has_the_bits_of_one_on_the_devi
     tools.assert_equal_runs(tmp_path / "moved", tmp_path / "device", steps=7)
 
 
-@pytest.mark.parametrize("diloco", corner(["true", "false"], ["true"]))
+@pytest.mark.full
+@pytest.mark.parametrize("diloco", ["true", "false"])
 def test_the_state_lies_on_the_host_before_and_after_a_step_and_counts_there(diloco):
     """The numbers of a step, which are scalars of a replica, stay on the device."""
     kinds, arguments = {}, {}

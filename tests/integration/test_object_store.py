@@ -112,6 +112,7 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, ca
     assert {name.split("/")[3] for name in store.names("runs/a/checkpoints/")} == {str(tools.STEPS)}
 
 
+@pytest.mark.full  # test_checkpoint_damage.py has those of a disk
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(finished, store, capfd):
     """An object that is too short. The store has no folder to rename: its objects move."""
     keys = dict(checkpoint_period=60)

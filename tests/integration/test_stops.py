@@ -84,6 +84,7 @@ def test_ctrl_c_any_number_of_times_ends_with_130_and_no_traceback(tmp_path):
     assert child.text.endswith(("\nInterrupted.\n", "saved. The same command goes on.\n"))
 
 
+@pytest.mark.full  # test_signals.py has a program whose output nobody reads
 def test_a_run_whose_output_nobody_reads_goes_on_to_the_same_end(finished, tmp_path):
     """As behind `| head`: the pipe is closed while the programs compile."""
     with tools.Child(tmp_path, "unread") as child:
@@ -244,6 +245,7 @@ def test_a_run_told_to_stop_does_not_say_saved_when_it_is_not(
     assert tools.saved_steps(tmp_path / "run") == [4, 5]
 
 
+@pytest.mark.full  # test_power_cut.py has a checkpoint of a cut disk
 def test_a_finished_run_survives_a_power_cut_with_its_rows(tmp_path, capfd):
     with small_ext4(tmp_path) as disk:
         keys = LAST | dict(async_checkpointing="true", max_num_checkpoints_to_keep=1)
