@@ -204,9 +204,36 @@ class Claim(NamedTuple):
     nonce: str
 
 
+class Part(NamedTuple):
+    """Of a Place, a fragment's: the ledger of what is applied, undecided messages and their steps.
+
+    seq: of the last message; steps, tokens: since then.
+    """
+
+    ledger: Ledger
+    own: tuple[tuple[Message, int], ...]
+    seq: int
+    steps: int
+    tokens: int
+
+
+class Place(NamedTuple):
+    """Where an island of fixed mode is, in its own checkpoint. run: sha256 of run.json.
+
+    t: inner steps; read: tokens. sha256: of the payload, the values of restart.Kept.
+    """
+
+    island: str
+    run: str
+    t: int
+    read: int
+    parts: tuple[Part, ...]
+    sha256: str
+
+
 _OF_NAME = MappingProxyType({
     "r": Run, "u": Message, "c": Record, "s": Ledger, "g": Gradient, "h": Beat,
-    "i": Claim, "d": Claim, "e": Claim,
+    "i": Claim, "d": Claim, "e": Claim, "k": Place,
 })  # fmt: skip
 RUN = "run.json"
 
@@ -280,9 +307,9 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
     except ValueError as error:
         raise Damaged(f"{name} is damaged: {error}") from error
     payload = data[len(header) :]
-    if payload and kind not in ("message", "gradient", "ledger"):
+    if payload and kind not in ("message", "gradient", "ledger", "place"):
         raise Damaged(f"{name} is damaged: {len(payload)} bytes follow its end")
-    if whole and isinstance(value, Message | Gradient) and sha256(payload) != value.sha256:
+    if whole and isinstance(value, Message | Gradient | Place) and sha256(payload) != value.sha256:
         raise Damaged(f"{name} is damaged: its payload has another sha256")
     return value, payload
 
