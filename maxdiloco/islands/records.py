@@ -145,10 +145,7 @@ class Mark(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of the data that is read under a lease, up to `stop` in the log, `tokens` of it.
-
-    A rejected message's part of it comes in a later message, perhaps after a later part.
-    """
+    """A block of the data that is read under a lease; `tokens` of it are in the log, up to `stop`."""
 
     block: int
     lease: int
@@ -205,10 +202,7 @@ class Claim(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Of a Place, a fragment's: the ledger of what is applied, undecided messages and their steps.
-
-    seq: of the last message; steps, tokens: since then.
-    """
+    """A fragment's of a Place. own: undecided messages and their steps. steps, tokens: not sent."""
 
     ledger: Ledger
     own: tuple[tuple[Message, int], ...]

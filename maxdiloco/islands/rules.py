@@ -195,6 +195,7 @@ def blocks_after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[record
         for part in member.data:
             key, top = (part.block, part.lease), max(top, part.block)
             *_, stop, tokens = blocks.get(key, (0, 0))
+            # A rejected message's part may come after a later one.
             stop, tokens = max(stop, part.stop), tokens + part.stop - part.start
             blocks[key] = records.Block(*key, member.island, member.incarnation, stop, tokens)
             if part.lease == 2:  # it is the rest of a dead island's
