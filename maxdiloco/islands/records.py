@@ -145,7 +145,7 @@ class Mark(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of the data that is read under a lease; `tokens` of it are in the log, up to `stop`."""
+    """A block that is read under a lease: `tokens` of it are in the log, none after `stop`."""
 
     block: int
     lease: int
