@@ -1,6 +1,5 @@
 """What an island makes of the answers to its actions; a part of core.py."""
 
-from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
@@ -28,11 +27,12 @@ from maxdiloco.islands.island import (
     Seen,
     changed,
     fragment_of,
+    joined,
     stopped,
     want,
     with_log,
 )  # fmt: skip
-from maxdiloco.islands.records import Claim, Ledger, Message, Range, Record
+from maxdiloco.islands.records import Claim, Ledger, Message, Record
 
 Transition = tuple[Island, list[Any]]
 
@@ -55,16 +55,6 @@ def take(s: Island, event: Done) -> Transition:
         return (_again(s, action, ask.tries) if again else s), lines
     s, actions = _HANDLERS[type(action)](s, action, result, ask.tries)
     return s, lines + actions
-
-
-def joined(first: tuple[Range, ...], then: Iterable[Range]) -> tuple[Range, ...]:
-    """Ranges one after the other, as one where they touch."""
-    for part in then:
-        if first and first[-1][:2] == part[:2] and first[-1].stop == part.start:
-            first = (*first[:-1], Range(*first[-1][:3], part.stop))
-        else:
-            first = (*first, part)
-    return first
 
 
 def _is_of_use(s: Island, action: Any) -> bool:
@@ -163,6 +153,9 @@ def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
         return _settled(s, name, found)
     if own is not None:
         s = want(s, Create(name, own), rules.pause(s.pace, tries, s.nonce), tries + 1)
+    elif name == records.RUN and s.t:
+        line = f"run.json is not there, and the checkpoint of island={s.name} is at step {s.t}. Set"
+        return stopped(s, f"{line} its islands_store, or start without it", again=False)
     elif name == records.RUN:  # the first island makes the start, and what names it last
         link = records.digest(s.run)
         for fragment, digest in enumerate(s.initial):
@@ -203,8 +196,14 @@ def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
     if not rules.is_own(claim, s.nonce):
         return _claim(s, claim.incarnation + 1)
     s.phase, s.incarnation, s.watching_since = "load", claim.incarnation, s.now
-    for fragment in range(len(s.logs)):
-        s = want(s, Load(fragment))
+    for fragment, log in enumerate(s.logs):
+        if log.ledger is None:
+            s = want(s, Load(fragment, 0 if s.run.islands else None))
+        else:
+            s = want(s, Get(records.record_name(fragment, log.ledger.number + 1)))
+        for own in log.own:  # of a checkpoint
+            name = records.message_name(fragment, *rules.key_of(own.message))
+            s = want(s, Create(name, own.message))
     return want(s, Roll()), []
 
 
@@ -223,6 +222,9 @@ def _message_settled(s: Island, name: str, message: Message) -> Transition:
     own = [o for o in log.own if rules.key_of(o.message) == key]
     if not own:
         return s, []
+    if message != own[0].message and s.run.islands:
+        line = f"{name} is not what island={s.name} makes of the same steps: its data, software or"
+        return stopped(s, f"{line} device is another. Restore what it ran with", again=False)
     if message != own[0].message:
         return stopped(s, f"another program writes {name}", again=True)
     kept = tuple(o._replace(stored=True) if o in own else o for o in log.own)
@@ -261,7 +263,8 @@ def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
     if rules.is_decided(rules.marks_of(log.ledger), key) or key[:2] in log.ledger.dead:
         return s, []
     if found is None:
-        current = island in s.seen and s.seen[island].beat.incarnation == key[1]
+        beat = s.seen[island].beat if island in s.seen else None
+        current = beat is not None and rules.sender(s.run, beat.incarnation) == key[1]
         return (_again(s, action, tries) if current else s), []
     damaged = log.damaged
     if isinstance(found, Damage):
@@ -304,14 +307,24 @@ def _fetched(s: Island, action: Fetch, result: Any, tries: int) -> Transition:
         return s, []
     if result is not None:
         return with_log(s, record.fragment, fetched=True), []
+    if s.run.islands:
+        return _too_late(s, records.gradient_name(record))
     if s.phase == "in":
         return stopped(s, f"{records.gradient_name(record)} is deleted already", again=True)
     s = with_log(s, record.fragment, ledger=None, record=None, caught_up=False)
     return _again(s, Load(record.fragment), tries), []
 
 
+def _too_late(s: Island, name: str) -> Transition:
+    """Rules 10 and 14."""
+    line = f"{name} is deleted already, and islands=fixed cannot do without: restore a later"
+    return stopped(s, f"{line} checkpoint of island={s.name}, or begin another run", again=False)
+
+
 def _loaded(s: Island, action: Load, ledger: Any, tries: int) -> Transition:
     """Rule 9."""
+    if ledger is None and s.run.islands:
+        return _too_late(s, records.snapshot_name(*action))
     if ledger is None:
         return _again(s, action, tries), []
     s = with_log(s, action.fragment, ledger=ledger)

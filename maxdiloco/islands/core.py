@@ -24,6 +24,7 @@ from maxdiloco.islands.island import (
     Reduce,
     Step,
     changed,
+    joined,
     stopped,
     want,
     with_log,
@@ -61,7 +62,7 @@ def step(s: Island, event: Any) -> Transition:
     s.now = event.now
     if s.phase in ("load", "in") and not event.within:
         s, actions = _at_boundary(s, actions)
-    if s.phase == "load" and all(log.caught_up and log.record is None for log in s.logs):
+    if s.phase == "load" and _has_caught_up(s):
         s, actions = _begin(s, actions)
     if s.phase == "in":
         for fragment, log in enumerate(s.logs):
@@ -100,13 +101,21 @@ def _emit(s: Island, actions: list[Any]) -> Transition:
     return s, actions
 
 
+def _has_caught_up(s: Island) -> bool:
+    """Rule 9; rule 10: in fixed mode an island takes every step with what it had then."""
+    if s.run.islands:
+        return all(log.ledger is not None for log in s.logs)
+    return all(log.caught_up and log.record is None for log in s.logs)
+
+
 def _begin(s: Island, actions: list[Any]) -> Transition:
     """Rule 9: caught up with the log."""
     head, T, P = s.logs[0].ledger.number, s.pace.period, len(s.logs)
     for fragment in range(P):  # so that messages are spread over a period
         s = with_log(s, fragment, sent_at=s.now - T * fragment / P)
     s.phase, s.beat_at = "in", s.now
-    return s, [*actions, Begin(rules.moments(s.moments_of, head))]
+    goes_on = s.t > 0  # from its checkpoint: x is there
+    return s, actions if goes_on else [*actions, Begin(rules.moments(s.moments_of, head))]
 
 
 def _with_step(s: Island, tokens: int) -> Island:
@@ -124,7 +133,7 @@ def _with_step(s: Island, tokens: int) -> Island:
             log,
             steps=log.steps + 1,
             tokens=log.tokens + tokens,
-            data=answers.joined(log.data, data),
+            data=joined(log.data, data),
         )
         for log in s.logs
     )
@@ -138,7 +147,7 @@ def _at_boundary(s: Island, actions: list[Any]) -> Transition:
         if s.phase == "in" and _is_due(s, fragment) and rules.may_send(log.own):
             actions.append(Pack(_message(s, fragment)))
             s = with_log(s, fragment, steps=0, tokens=0, data=(), sent_at=s.now, seq=log.seq + 1)
-        elif log.record is not None and log.fetched:
+        elif log.record is not None and log.fetched and (s.phase == "in" or not s.run.islands):
             actions += _apply(s, log)
     return s, actions
 
@@ -151,8 +160,8 @@ def _is_due(s: Island, fragment: int) -> bool:
 def _message(s: Island, fragment: int) -> Message:
     log = s.logs[fragment]
     return Message(
-        fragment, s.name, s.incarnation, log.seq + 1, log.ledger.number, log.steps, log.tokens,
-        s.read, log.data, 0.0, True, "",
+        fragment, s.name, rules.sender(s.run, s.incarnation), log.seq + 1, log.ledger.number,
+        log.steps, log.tokens, s.read, log.data, 0.0, True, "",
     )  # fmt: skip
 
 
@@ -168,8 +177,8 @@ def _apply(s: Island, log: Log) -> list[Any]:
         sent_at = max((own.t for own in committed), default=None)
         others = len(log.own) - len(committed) - len(returned)
         how = rules.how_to_apply(s.run, s.t, sent_at, others)
-    if how == "wait":
-        return []
+    if how == "wait" or (s.run.islands and not all(own.stored for own in committed)):
+        return []  # rule 10: what is in the store has to be the own message, to the bit
     seqs = (tuple(own.message.seq for own in part) for part in (committed, returned))
     return [Apply(record, how, *seqs, record.number % s.run.snapshot_every == 0)]
 
@@ -264,7 +273,7 @@ def _look(s: Island) -> Island:
     for name, (beat, _) in s.seen.items():
         if name == s.name:
             continue
-        key = name, beat.incarnation
+        key = name, rules.sender(s.run, beat.incarnation)
         for fragment, log in enumerate(s.logs):
             mark = marks[fragment].get(key, 0)
             known = max([k[2] for k in log.inbox if k[:2] == key], default=mark)

@@ -1,7 +1,7 @@
 """What an island knows, what happens to it, and what it asks for: plain values of core.py."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -95,9 +95,10 @@ class Fetch(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Take over the newest snapshot. Answer: its Ledger."""
+    """Take over a snapshot. Answer: its Ledger. number: None: the newest that is listed."""
 
     fragment: int
+    number: int | None = None
 
 
 class Delete(NamedTuple):
@@ -131,7 +132,10 @@ class Apply(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """x <- theta, and train. moments: of the inner optimizer, "kept" or "zero". No answer."""
+    """x <- theta, and train. moments: of the inner optimizer, "kept" or "zero". No answer.
+
+    Not of an island that goes on from its checkpoint (restart.py).
+    """
 
     moments: str
 
@@ -294,6 +298,16 @@ def want(s: Island, action: Any, delay: float = 0.0, tries: int = 0) -> Island:
     if old is None or not (old.flying or old.due <= due):
         s.asks[action] = Ask(due, tries, False)
     return s
+
+
+def joined(first: tuple[Range, ...], then: Iterable[Range]) -> tuple[Range, ...]:
+    """Ranges one after the other, as one where they touch."""
+    for part in then:
+        if first and first[-1][:2] == part[:2] and first[-1].stop == part.start:
+            first = (*first[:-1], Range(*first[-1][:3], part.stop))
+        else:
+            first = (*first, part)
+    return first
 
 
 def fragment_of(name: str) -> int:

@@ -145,10 +145,7 @@ class Mark(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of the data that is read under a lease, up to `stop` in the log, `tokens` of it.
-
-    A rejected message's part of it comes in a later message, perhaps after a later part.
-    """
+    """A block that is read under a lease: `tokens` of it are in the log, none after `stop`."""
 
     block: int
     lease: int
@@ -204,9 +201,33 @@ class Claim(NamedTuple):
     nonce: str
 
 
+class Part(NamedTuple):
+    """A fragment's of a Place. own: undecided messages and their steps. steps, tokens: not sent."""
+
+    ledger: Ledger
+    own: tuple[tuple[Message, int], ...]
+    seq: int
+    steps: int
+    tokens: int
+
+
+class Place(NamedTuple):
+    """Where an island of fixed mode is, in its own checkpoint. run: sha256 of run.json.
+
+    t: inner steps; read: tokens. sha256: of the payload, the values of restart.Kept.
+    """
+
+    island: str
+    run: str
+    t: int
+    read: int
+    parts: tuple[Part, ...]
+    sha256: str
+
+
 _OF_NAME = MappingProxyType({
     "r": Run, "u": Message, "c": Record, "s": Ledger, "g": Gradient, "h": Beat,
-    "i": Claim, "d": Claim, "e": Claim,
+    "i": Claim, "d": Claim, "e": Claim, "k": Place,
 })  # fmt: skip
 RUN = "run.json"
 
@@ -280,9 +301,9 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
     except ValueError as error:
         raise Damaged(f"{name} is damaged: {error}") from error
     payload = data[len(header) :]
-    if payload and kind not in ("message", "gradient", "ledger"):
+    if payload and kind not in ("message", "gradient", "ledger", "place"):
         raise Damaged(f"{name} is damaged: {len(payload)} bytes follow its end")
-    if whole and isinstance(value, Message | Gradient) and sha256(payload) != value.sha256:
+    if whole and isinstance(value, Message | Gradient | Place) and sha256(payload) != value.sha256:
         raise Damaged(f"{name} is damaged: its payload has another sha256")
     return value, payload
 

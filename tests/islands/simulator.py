@@ -11,13 +11,12 @@ import re
 from collections import Counter
 from heapq import heappop, heappush
 
+from simulated_program import Program, settings
 from simulated_store import Faults, Store
 
-from maxdiloco.islands import audit, core, records, rules
-from maxdiloco.islands.island import Apply, Begin, Done, Evaluate, Pace, Pack, Say, Step, Stop, Tick
-from maxdiloco.islands.records import Leaf, Run
+from maxdiloco.islands import audit, core, records, restart, rules
+from maxdiloco.islands.island import Apply, Begin, Done, Evaluate, Pack, Say, Step, Stop, Tick
 
-PACE = Pace(period=2.0, dead=6.0, grace=1.5, aside=0.8, beat=1.5, roll=2.0, poll=0.3, most_poll=1.5)
 TICK = 0.5
 CALM = 4000  # events in which the log has to grow once the store is back
 
@@ -29,55 +28,6 @@ class Broken(AssertionError):
 def require(true, *what):
     if not true:
         raise Broken(" ".join(map(str, what)))
-
-
-def settings(rng, fixed, names):
-    P = rng.choice((1, 1, 2))
-    H = rng.choice((2, 4, 6))
-    return Run(
-        "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, ((Leaf(1, 1),),) * P,
-        tuple(names) if fixed else (), 1 if len(names) == 1 else rng.choice((1, 1, 2)), H,
-        rng.randrange(H) if fixed else rng.choice((0, 1)) * (3 if H == 6 else 1),
-        rng.choice((0.0, 0.5)), 10**9, 0 if fixed else 30, rng.choice((0, 40)),
-        rng.choice((2, 3)), (),
-    )  # fmt: skip
-
-
-class Values:
-    """A fragment at a program: theta, trace, x, undecided messages, and what it has not sent."""
-
-    def __init__(self):
-        self.theta, self.trace, self.x, self.sent, self.unsent = 0.0, 0.0, 0.0, {}, 0.0
-        self.kept, self.committed = {}, 0
-
-    def digest(self):
-        return f"{self.theta!r} {self.trace!r}"
-
-    def outer_step(self, run, record, gradient):
-        if record.members:
-            g = gradient * record.scale
-            self.trace = run.outer_momentum * self.trace + g
-            self.theta -= run.outer_lr * (g + run.outer_momentum * self.trace)
-
-
-class Program:
-    def __init__(self, world, name, step_time):
-        self.world, self.name, self.step_time = world, name, step_time
-        self.values = [Values() for _ in world.run.fragments]
-        initial = tuple(value.digest() for value in self.values)
-        nonce = str(next(world.count))
-        self.state = core.start(world.run, PACE, name, nonce, initial)
-        self.living, self.joined, self.stepping, self.checked = True, False, False, ()
-        self.gradients, self.frozen_until = {}, 0.0
-        names = (records.snapshot_name(F, 0) for F in range(len(self.values)))
-        self.payloads = dict.fromkeys(names, (0.0, 0.0))
-
-    def moved(self, fragment):
-        """An inner step, of this fragment's value."""
-        t, place = self.state.t, self.world.names.index(self.name)
-        size = ((t * 7 + place * 3 + fragment) % 5 - 2) / 8 - self.values[fragment].x / 16
-        diverge = self.world.faults.diverge
-        return size * (1000 if diverge and self.world.random() < diverge else 1)
 
 
 class World(Store):
@@ -92,17 +42,21 @@ class World(Store):
         self.rng = random.Random(f"{seed} {timing}")
         faults = Faults.drawn(self.rng)
         if self.fixed:
-            faults = faults._replace(die=0, share=0, corrupt=0, diverge=0)
+            faults = faults._replace(corrupt=0, diverge=0, die=5 * faults.die)
+            self.save_every = self.rng.choice((1, (self.run.sync_period + 1) // 2))
         self.faults, self.random = faults, self.rng.random
         self.now, self.calm, self.programs = 0.0, False, []
         self.queue, self.count = [], itertools.count()
         self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
         self.tokens = {F: [0] for F, _ in enumerate(self.run.fragments)}
+        self.kept, self.xs = {}, {}  # of fixed mode: checkpoints; x before each step
         for name in self.names:
             self.spawn(name, self.rng.random())
 
     def spawn(self, name, delay):
         program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)))
+        if name in self.kept:
+            program.restore(*self.kept[name])
         self.programs.append(program)
         self.later(delay, program, None)
 
@@ -138,12 +92,17 @@ class World(Store):
         elif isinstance(event, Step):
             program.stepping = False
             for fragment, value in enumerate(program.values):
+                if self.fixed:
+                    key = program.name, program.state.t, fragment
+                    require(self.xs.setdefault(key, value.x) == value.x, key, "has another x")
                 size = program.moved(fragment)
                 value.x, value.unsent = value.x + size, value.unsent - size
         logs = program.state.logs
         self.deliver(program, event)
         if program.state.logs is not logs:
             self.check(program)
+        if self.fixed and isinstance(event, Step) and program.living:
+            self.keep(program)
         if program.living and not program.stepping and core.may_step(program.state):
             program.stepping = True
             tokens = self.rng.choice((1, 2, 3)) if not self.fixed else 2
@@ -162,6 +121,12 @@ class World(Store):
                 self.request(program, action)
             elif (answer := own(self, program, action)) is not None:
                 self.deliver(program, Done(action, answer))
+
+    def keep(self, program):
+        """A checkpoint; of two programs of one name that of the later step stays."""
+        s, known = program.state, self.kept.get(program.name)
+        if s.phase == "in" and s.t % self.save_every == 0 and (not known or known[0].t <= s.t):
+            self.kept[program.name] = restart.place_of(s), [v.copy() for v in program.values]
 
     def end(self, program):
         program.living = False
@@ -187,7 +152,7 @@ class World(Store):
         F, value = record.fragment, program.values[record.fragment]
         before = value.theta
         value.outer_step(self.run, record, program.gradients.pop(record, None))
-        key = (program.name, program.state.incarnation)
+        key = program.name, rules.sender(self.run, program.state.incarnation)
         own = {seq: value.sent.pop(seq) for seq in committed}
         for seq, coded in own.items():
             name = records.message_name(F, *key, seq)
@@ -219,8 +184,8 @@ class World(Store):
     def stop(self, program, action):
         program.living = False
         self.say(program, action)
-        wrong = "does not follow" in action.line or "is bad" in action.line
-        require(not wrong, action.line)
+        wrong = ["does not follow", "is bad", "is not what", *["is deleted"] * self.fixed]
+        require(not any(words in action.line for words in wrong), action.line)
         if action.again or not any(other.living for other in self.programs):
             self.spawn(program.name, 0.5)
 
@@ -315,10 +280,12 @@ class World(Store):
             for message in stored:
                 if (F, *rules.key_of(message)) not in self.decided:
                     found[message.island, message.incarnation] += message.tokens
+            read = Counter()
             for program in self.programs:
-                counted = found[program.name, program.state.incarnation]
-                lost = program.state.read - counted
-                require(not program.joined or lost >= 0, program.name, "has", -lost, "too many")
+                key = program.name, rules.sender(self.run, program.state.incarnation)
+                read[key] = max(read[key], program.joined * program.state.read)
+            for key, tokens in read.items():
+                require(tokens >= found[key], key, "has", tokens, "of", found[key])
 
 
 LOCAL = {

@@ -84,11 +84,15 @@ def test_fixed_mode_takes_the_first_of_each_whatever_the_time():
 
 
 def test_how_a_record_is_applied():
-    """Sent at 5, tau = 1: not before 6, merged at 6, later shifted; fixed mode waits and merges."""
+    """Sent at 5, tau = 1: not before 6, merged at 6, later shifted; fixed mode waits and merges.
+
+    What is not sent yet, in fixed mode, an island that goes on from a checkpoint will send.
+    """
     hows = [rules.how_to_apply(RUN, t, 5, 0) for t in (5, 6, 7)]
     assert hows == ["wait", "merge", "shift"]
     assert rules.how_to_apply(RUN, 6, 5, 1) == rules.how_to_apply(RUN, 6, None, 0) == "shift"
-    assert rules.how_to_apply(FIXED, 7, 5, 0) == "merge"
+    hows = [rules.how_to_apply(FIXED, 7, sent_at, 0) for sent_at in (5, 7, None)]
+    assert hows == ["merge", "wait", "wait"]
 
 
 def test_own_progress_stays():
