@@ -34,7 +34,7 @@ def main() -> None:
     moments.before(
         ThroughHost,
         "_take",
-        lambda carrier, given: given.state.t - carrier._schedule.lag == int(t),
+        lambda _, given, lag, to_owners: given.state.t - lag == int(t),
         waits,
     )
     moments.before(
