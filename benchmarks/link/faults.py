@@ -22,7 +22,7 @@ from benchmarks.link.rows import PORT, ROOT, RowError, environment
 from maxdiloco.errors import ConfigError
 
 NOBODY = "02:00:00:00:00:99"  # a locally administered address that no host has
-ARRIVED = "flight['incoming']"
+ARRIVED = "flight['incoming']", "flight['arrived']"
 POLL_S = 0.02
 START_S = 300.0  # until the moment, and for a run to end; our choice
 ERROR = re.compile(r"^\w+Error: .*", re.MULTILINE)

@@ -3,7 +3,8 @@
 Moments are exact whatever the machine does beside, since the process itself comes by them:
 inner steps: before inner step t, when nothing was sent. in flight: the same, for a t between a
 send and its apply. at apply: what step t sends has not left yet, so that the others come to wait
-for it. checkpoint: the arrays of step t are about to be complete.
+for it. checkpoint: the arrays of step t are about to be complete. at share: parts of what step t
+sends are at their owners, and the means have not left.
 """
 
 import functools
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MOMENTS = ("inner steps", "in flight", "at apply", "checkpoint")
+MOMENTS = ("inner steps", "in flight", "at apply", "checkpoint", "at share")
 POLL_S = 0.01
 
 
@@ -28,7 +29,13 @@ def act_at(moment: str, t: int, act: Callable[[], None]) -> None:
         for trainer in (DiLoCo, DataParallel):
             before(trainer, "step", lambda _, state, batch: state.t + 1 == t, act)
     elif moment == "at apply":
-        before(HostCarrier, "start", lambda _, passage, *rest: passage.key[2] == t, act)
+        before(HostCarrier, "start", lambda _, passage, chunks: sent_after(passage) == t, act)
+    elif moment == "at share":
+
+        def shares(_, passage, chunks):
+            return sent_after(passage) == t and not passage.to_owners
+
+        before(HostCarrier, "start", shares, act)
     elif moment == "checkpoint":
         for part in ("commit", "write_part"):  # of process 0, and of the others
             before(write, part, lambda save, *rest: save.target.name == str(t), act)
@@ -41,6 +48,12 @@ def act_at_take(t: int, act: Callable[[], None]) -> None:
     from maxdiloco.engine.exchanges import ThroughHost
 
     before(ThroughHost, "_take", lambda _, given, lag, *rest: given.state.t - lag == t, act)
+
+
+def sent_after(passage: Any) -> int:
+    """The step after which a passage of exchange.host was sent."""
+    _, _, t, _ = passage.key
+    return t
 
 
 def before(owner: Any, name: str, holds: Callable[..., bool], act: Callable[[], None]) -> None:

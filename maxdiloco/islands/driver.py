@@ -116,7 +116,8 @@ class Driver:
 
     def saved(self) -> bytes:
         """Of fixed mode, between two inner steps: what the island goes on from after a restart."""
-        over = zip(self._left, self._residual, strict=True) if self._feedback else [()] * len(self.x)
+        of_wire = zip(self._left, self._residual, strict=True)
+        over = of_wire if self._feedback else [()] * len(self.outer)
         values = [
             (*state, *(np.broadcast_to(each, state.theta.shape) for each in (x, *left)))
             for state, x, left in zip(self.outer, self.x, over, strict=True)

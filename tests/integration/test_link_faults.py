@@ -28,6 +28,8 @@ STREAMING = {
     "num_communication_overlapping_steps": 2,
     "diloco_exchange_dtype": "float4_e3m0",
 }
+# Parts leave beside the step after a send, means beside the next two.
+OWNERS = STREAMING | {"diloco_exchange": "owners", "num_communication_overlapping_steps": 3}
 EAGER = {"diloco_outer_overlap": "eager", "diloco_sync_period": 4}
 DATA_PARALLEL = {"enable_diloco": "false"}
 
@@ -87,7 +89,8 @@ def ends(run_folder, steps=STEPS):
     """Parameters, optimizers' states and what was sent and not applied, at a run's end. Without
     what has arrived: places that wait for their next exchange may still hold the last one."""
     arrays = run_tools.arrays(run_folder, steps)
-    return {name: x for name, x in arrays.items() if not name.startswith("flight['incoming']")}
+    arrived = ("flight['incoming']", "flight['arrived']")
+    return {name: x for name, x in arrays.items() if not name.startswith(arrived)}
 
 
 def assert_restarts(text, kills):
@@ -118,9 +121,27 @@ def test_processes_that_are_killed_in_flight_told_to_stop_and_killed_in_a_save_c
     run_tools.assert_equal_bits(ends(folder), undisturbed)
 
 
+@pytest.mark.full
+def test_owners_that_are_killed_before_they_share_what_they_have_reduced_change_no_bit(run):
+    """After the parts of a fragment have met and before its means have left: process 1 with those
+    of step 6, process 0 with those of step 12. Resumed after step 5, where the means of step 3 have
+    arrived, and after 10, where those of step 9 are on their way; the other process ends by itself
+    and names the one that is gone."""
+    at_once = OWNERS | {"async_checkpointing": "false"}
+    folder, text = run(at_once)
+    assert "run_local_slices: " not in text
+    undisturbed = ends(folder)
+    assert any(x.any() for name, x in undisturbed.items() if name.startswith("flight['parts']"))
+    kills = ["1 KILL at share:6", "0 KILL at share:12"]
+    killed, text = run(at_once, kills)
+    assert_restarts(text, kills)
+    assert re.findall(r"^\[0\] resumed after step (\d+)", text, re.M) == ["5", "10"]
+    run_tools.assert_equal_bits(ends(killed), undisturbed)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("changes", [STREAMING, EAGER, DATA_PARALLEL])
+@pytest.mark.parametrize("changes", [STREAMING, OWNERS, EAGER, DATA_PARALLEL])
 def test_twenty_kills_at_random_steps_change_no_bit(run, changes):
     """SIGKILL and SIGTERM, against an undisturbed run of as many processes."""
     changes = changes | {"steps": 120}
