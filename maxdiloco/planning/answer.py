@@ -120,9 +120,10 @@ def how(plan: Plan) -> str:
     choice = best.choice
     sent = rating.GRADIENT * job.num_parameters * choice.H / best.times_less_traffic
     link_s = sent * 8 / (plan.gbps * job.per_slice * 1e9)
+    steps = f"{choice.tau} step{'s' * (choice.tau > 1)}"
     hides = (
         f"behind the {choice.H} steps to the next" if choice.overlap != "none" else
-        f"behind {choice.tau} steps after each of {choice.P} sends" if choice.tau else
+        f"behind {steps} after each of {choice.P} sends" if choice.tau else
         "behind nothing: the step waits"
     )  # fmt: skip
     said = (
@@ -205,9 +206,9 @@ def how_good(plan: Plan) -> str:
     if gap.times_tokens > 1:
         said += f"; {gap.times_tokens - 1:.0%} more tokens make up for it"
     said += f". By {gap.row}"
-    if choice.H > 1.5 * gap.H:
-        said += f"; H={choice.H} has no table and costs more"
-    return said
+    beyond = [f"H={choice.H}"] * (choice.H > 1.5 * gap.H)
+    beyond += [f"M={plan.job.num_replicas}"] * (plan.job.num_replicas > gap.replicas)
+    return said + (f"; no table has {' or '.join(beyond)}: expect more" if beyond else "")
 
 
 def how_sure(plan: Plan) -> str:

@@ -25,7 +25,7 @@ class Gap(NamedTuple):
 
     least, most: over the row and its neighbours in size, each with the error of its table.
     parallel: that loss. times_tokens: the tokens that reach it, as a factor of 1 or more.
-    row: its size and table, in words. H: of the table.
+    row: its size and table, in words. H, replicas: of the table.
     """
 
     nats: float
@@ -35,6 +35,7 @@ class Gap(NamedTuple):
     times_tokens: float
     row: str
     H: int
+    replicas: int
 
 
 def tables(path: pathlib.Path = LOSSES) -> list[dict[str, Any]]:
@@ -89,6 +90,7 @@ def nearest(
         row=f"{row}, M={table['replicas']}, {table['mode']}, H={table['H']}, {table['wire']}: "
         f"{table['source']}",
         H=table["H"],
+        replicas=table["replicas"],
     )
 
 

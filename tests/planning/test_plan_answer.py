@@ -38,6 +38,7 @@ def test_one_screen_answers_all_questions_of_two_sites_without_a_gpu(planned):
     for question in QUESTIONS:
         (line,) = [line for line in lines if line.startswith(question)]
         assert line[answer.LABEL :].strip()
+    assert "2502.12996 Tab. 6; no table has H=500: expect more" in " ".join(said.split())
     names = [way["name"] for way in found["answer"]["ways"]]
     assert names[1:] == ["data parallel", "one site alone", "both sites as one"]
     assert found["answer"]["tokens"] == 20 * found["num_parameters"]
