@@ -54,6 +54,23 @@ def test_the_published_grid_has_what_the_claims_need_and_arguments_go_before_its
     assert 200 / grid.expected_step_ms(row, two, plain) == pytest.approx(0.0281, abs=1e-4)
 
 
+def test_the_grid_of_owners_has_what_they_and_gathering_do_with_and_without_a_limit():
+    """By arithmetic with two cores for eight processes: owners wait for nothing, gathering for more
+    than the steps take. What a limit leaves of a speed is said of both."""
+    [part] = arguments.parts(["grid=owners", "out=x"])
+    ways = [Row(mode, "int8", "host", "20") for mode in ("overlapped", "owners")]
+    twins = [row._replace(rate="unlimited") for row in ways]
+    assert part.rows == [Row("plain"), *ways, *twins, Row("plain", turn=1)]
+    plain = {"mode": "plain", "step_ms": 600.0, "parameters": 3_000_000}
+    gather, owners = (grid.expected_step_ms(row, part.setup, plain) for row in ways)
+    assert gather > 600 / 0.6 and owners < 600 / 0.99
+    step_ms = {"20": 2000.0, "unlimited": 800.0}
+    found = [measured(row.mode, step_ms[row.rate]) | row._asdict() for row in (*ways, *twins)]
+    lines = figures.beside_unlimited(found, tau=2)
+    assert all(line.endswith(" has 40.0% of its speed on an unlimited link.") for line in lines)
+    assert len(lines) == 2 and "owners, int8, host" in lines[1]
+
+
 def test_a_run_goes_on_at_the_row_that_failed_or_was_ended(monkeypatch, tmp_path, capsys):
     """Rows measure nothing here. What was measured with another set-up is not mixed in."""
     seen, stops = [], {}
@@ -219,10 +236,15 @@ THREE = {"hosts": 3, "delay_ms": 25.0}
         ("data_parallel", THREE, 4266.667 + 100.0),
         ("diloco", THREE, 121.25),
         ("overlapped", THREE, 42.5),
+        # Half of it are parts, in the first two of tau's steps: 0.8 and 0.4 s beside 0.4; then as
+        # many means. With the delay each of these four comes 25 ms later.
+        ("owners", {"hosts": 3}, 40.0),
+        ("owners", THREE, 45.0),
     ],
 )
 def test_the_predicted_exposure_of_each_mode(mode, changes, milliseconds):
-    sizes = [1_000_000, 500_000] if mode in ("streaming", "overlapped") else [1_500_000]
+    streams = mode in ("streaming", "overlapped", "owners")
+    sizes = [1_000_000, 500_000] if streams else [1_500_000]
     row = measured(mode, 300.0, fragment_bytes=sizes) | changes
     found = figures.predicted_ms(row, SETUP | changes, 200.0)
     assert found == pytest.approx(milliseconds, abs=1e-3)

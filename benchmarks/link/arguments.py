@@ -16,9 +16,9 @@ WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
 MODES = tuple(mode for mode in figures.MODES if mode != figures.PLAIN)
 CARRIERS = ("program", "host")
 OWN = {
-    "grid": "",  # rows that have a name: published
+    "grid": "",  # rows that have a name: published, owners
     "hosts": "2",
-    "modes": ",".join(MODES),
+    "modes": ",".join(mode for mode in MODES if mode != "owners"),
     "wires": "float32,float4_e3m0",  # of all WIRES
     "carriers": "all",  # of CARRIERS
     "lines": "",  # mode or mode:wire:carrier, in place of modes, wires and carriers

@@ -5,6 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxdiloco.aot import wait
+from maxdiloco.diloco import quantize
+from maxdiloco.diloco.schedule import Schedule, offsets
+from maxdiloco.engine.chunks import steps_to_owners
+from maxdiloco.exchange.owners import REDUCED
 
 UNLIMITED = "unlimited"
 # Bytes on the link above those that the trainer claims, once the chatter is taken off. Headers of
@@ -37,6 +41,7 @@ MODES = {
     "streaming": Mode("streaming, tau=0", STREAMING | {TAU: 0}),
     "overlapped": Mode("streaming, tau={tau}", STREAMING),
     "eager": Mode("eager", {"diloco_outer_overlap": "eager"}),
+    "owners": Mode("streaming, tau={tau}, owners", STREAMING | {"diloco_exchange": "owners"}),
 }
 
 
@@ -64,14 +69,30 @@ def exposed_s(
     mbit: float,
     num_hosts: int = 2,
     latency_s: float = 0.0,
+    shared: float = 0.0,
 ) -> float:
     """Seconds a period of H steps waits for the link, by arithmetic alone.
 
     sizes: bytes of each fragment's payload, which cross the host's link num_hosts - 1 times. Used
-    `lag` steps of step_s after it is sent; see wait.exposed_s. No header, no congestion control.
+    `lag` steps of step_s after it is sent; see wait.exposed_s. shared: the part of them that owners
+    send; 0 without any. No header, no congestion control.
     """
     seconds = [size * (num_hosts - 1) * 8e-6 / mbit for size in sizes]
-    return wait.exposed_s(seconds, H=H, lag=lag, step_s=step_s, latency_s=latency_s)
+    timing, means = dict(H=H, lag=lag, step_s=step_s, latency_s=latency_s), []
+    if shared:
+        steps = Schedule(H, lag, offsets(len(sizes), H)).max_chunks
+        timing["scatter_steps"] = steps_to_owners(steps, to_owners=1 - shared, shared=shared)
+        means = [shared * each for each in seconds]
+    return wait.exposed_s(seconds, (), means, **timing)
+
+
+def shared_part(wire: str) -> float:
+    """Of the bytes that owners make a replica send those of the means."""
+    there, back = (
+        quantize.encoded_size(name, 1 << 20) * quantize.wire_format(name).dtype.itemsize
+        for name in (wire, quantize.finer(wire, REDUCED))
+    )
+    return back / (there + back)
 
 
 def all_reduce_bytes(gradients: int, num_hosts: int) -> float:
@@ -89,7 +110,7 @@ def gradient_bytes(row: Mapping[str, Any], setup: Mapping[str, Any]) -> int:
 
 def lag(mode: str, *, H: int, tau: int) -> int:
     """Inner steps from a send to its use."""
-    return {"diloco": 0, "streaming": 0, "overlapped": tau, "eager": H}[mode]
+    return {"diloco": 0, "streaming": 0, "overlapped": tau, "owners": tau, "eager": H}[mode]
 
 
 def mbit(row: Mapping[str, Any]) -> float:
@@ -110,6 +131,7 @@ def predicted_ms(row: Mapping[str, Any], setup: Mapping[str, Any], plain_ms: flo
         lag=lag(row["mode"], H=H, tau=tau),
         step_s=plain_ms / 1000,
         latency_s=setup["delay_ms"] / 1000,
+        shared=shared_part(row["wire"]) if row["mode"] == "owners" else 0.0,
         **link,
     )
     return 1000 * seconds / H
@@ -157,6 +179,21 @@ def result(
         ratio,
         agree,
     )
+
+
+def beside_unlimited(rows: Sequence[Mapping[str, Any]], tau: int) -> list[str]:
+    """Of each exchange that was measured on an unlimited link too: what a thin one leaves of its
+    speed. The work of the hosts is in both."""
+    names, lines = ("mode", "wire", "carrier"), []
+    for row in rows:
+        same = [one for one in rows if all(one[name] == row[name] for name in names)]
+        free = [one["step_ms"] for one in same if one["rate"] == UNLIMITED]
+        if row["wire"] and free and row["rate"] != UNLIMITED:
+            lines.append(
+                f"At {row['rate']} Mbit/s {label(row, tau)} has {free[0] / row['step_ms']:.1%} of "
+                f"its speed on an unlimited link."
+            )
+    return lines
 
 
 def claims(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> list[str]:
@@ -245,6 +282,7 @@ def table(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
         f"`dcn/bytes_sent`, {1 - BELOW:.2f} to {1 + OVERHEAD:.2f} with the protocol. Peak: over "
         f"100 ms.",
         "",
+        *beside_unlimited(rows, int(setup["keys"][TAU])),
         *claims(rows, setup),
     ]
     return "\n".join(lines) + "\n"

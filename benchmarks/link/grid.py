@@ -36,7 +36,27 @@ GRIDS = {
             "row_seconds=45",
             "congestion=reno",
         ],
-    }
+    },
+    # Gathering sends four times what owners do: more than the link carries in a period.
+    "owners": {
+        "owners": [
+            "hosts=8",
+            "rates=20,unlimited",
+            "lines=overlapped:int8:host,owners:int8:host",
+            "fast_device_ms=400",
+            "override_model_config=true",
+            "base_num_decoder_layers=12",
+            "max_target_length=16",
+            "diloco_sync_period=8",
+            "num_diloco_fragments=4",
+            "num_communication_overlapping_steps=2",
+            "log_period=8",
+            "periods=4",
+            "other_periods=2",
+            "row_seconds=40",
+            "congestion=reno",
+        ],
+    },
 }
 
 
@@ -80,7 +100,10 @@ def expected_step_ms(row: Row, setup: Mapping[str, Any], plain: Mapping[str, Any
     parameters = plain["parameters"] if plain else 0
     streams = "enable_streaming_diloco" in figures.MODES[row.mode].keys
     P = int(keys["num_diloco_fragments"]) if streams else 1
-    size = int(parameters * WIDTH[row.wire] / P)
+    width = WIDTH[row.wire]
+    if row.mode == "owners":  # a part each way
+        width = (width + max(width, WIDTH["int8"])) / setup["hosts"]
+    size = int(parameters * width / P)
     like = row._asdict() | {"parameters": parameters, "fragment_bytes": [size] * P}
     return plain_ms + figures.predicted_ms(like, setup, plain_ms)
 
