@@ -14,7 +14,7 @@ from maxdiloco.processes.output import aligned, span
 FACTORS = (1 / 64, 1 / 16, 1 / 4, 1, 4, 16, 64)
 LATENCIES_MS = (0, 1, 10, 30, 100, 300, 1000)
 SITES = (2, 3, 4, 8, 16)
-NAMES = ("over the link", "data parallel", "one site alone", "all sites as one")
+NAMES = ("over the link", "data parallel", "one site", "all as one")
 LOOKS = (("#0072b2", ""), ("#d55e00", ""), ("#44484f", "6 4"), ("#009e73", "2 3"))
 LEFT, TOP, WIDTH, HEIGHT, LEGEND = 90, 40, 480, 280, 190  # pixels
 # Lines across the figure [s]: from a minute, by factors that read well.

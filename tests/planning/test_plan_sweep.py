@@ -38,7 +38,7 @@ def test_more_bandwidth_shortens_what_crosses_the_link_alone(swept):
     assert [each[middle] for each in times.values()] == pytest.approx(answers)
     for name in sweep.NAMES[:2]:
         assert list(times[name]) == sorted(times[name], reverse=True) and len(set(times[name])) > 3
-    assert set(times["one site alone"]) == {1000.0} and set(times["all sites as one"]) == {500.0}
+    assert set(times["one site"]) == {1000.0} and set(times["all as one"]) == {500.0}
     rows = [line for line in said.splitlines() if "Gbit/s a slice  " in line]
     assert len(rows) == len(sweep.FACTORS) and rows[middle].startswith("1 Gbit/s a slice")
     assert max(map(len, said.splitlines())) <= 100 and "should I" not in said
@@ -69,9 +69,9 @@ def test_a_latency_is_in_each_step_of_data_parallelism_and_once_a_period_without
 def test_more_sites_share_the_tokens(swept):
     """As one, two need half the time of one site, sixteen a sixteenth."""
     _, times, said, _ = swept("sites")
-    alone = times["one site alone"]
+    alone = times["one site"]
     assert set(alone) == {1000.0}
-    for sites, seconds in zip(sweep.SITES, times["all sites as one"], strict=True):
+    for sites, seconds in zip(sweep.SITES, times["all as one"], strict=True):
         assert seconds == pytest.approx(1000.0 / sites)
         assert f"\n{sites} sites " in said
 
