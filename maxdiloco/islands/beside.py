@@ -4,6 +4,7 @@ The thread that trains calls `ready` before an inner step and `stepped` after it
 driver takes and replaces values. All else happens while steps are under way.
 """
 
+import bisect
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -21,13 +22,12 @@ DRAIN_S = 10.0  # for what is being stored at the end
 
 
 class Beside:
-    """A driver with threads. say: for lines; any thread calls it.
-
-    granted: the ranges of the data that it has leased so far, whole, in the order of reading.
-    """
+    """A driver with threads. say: for lines; any thread calls it."""
 
     def __init__(self, driver: Driver, pace: rules.Pace, say: Callable[[str], None]):
-        self.driver, self.granted = driver, list[Range]()
+        self.driver = driver
+        # Of the data that it has leased, whole, in the order of reading; and where each ends.
+        self._granted, self._ends = list[Range](), list[int]()
         self._pace, self._say = pace, say
         self._company, self._known = Company(driver.state.name), set[tuple[int, int]]()
         lock = threading.Lock()  # around every event
@@ -61,19 +61,28 @@ class Beside:
             self.driver.deliver(Step(tokens))
             self._look_around()
 
-    def leased(self, tokens: int) -> list[Range]:
-        """The ranges granted so far, once they have so many tokens or the island is over."""
+    def leased(self, start: int, stop: int) -> list[Range]:
+        """What the tokens from start to before stop of its own are, counted from its beginning.
+
+        Waits until they are leased; nothing once the island is over.
+        """
         with self._changed:
-            while True:
-                found = list(self.granted)
-                if self._over() or sum(r.stop - r.start for r in found) >= tokens:
-                    return found
+            while not self._ends or self._ends[-1] < stop:
+                if self._over():
+                    return []
                 self._changed.wait(PAUSE_S)
+            found, place = [], bisect.bisect_right(self._ends, start)
+            while start < stop:
+                lease, end = self._granted[place], min(stop, self._ends[place])
+                before = self._ends[place] - lease.stop  # from its tokens to those of the block
+                found.append(lease._replace(start=start - before, stop=end - before))
+                start, place = end, place + 1
+            return found
 
     def close(self, *, drain: bool) -> None:
         """End the threads. drain: wait a while for what is being stored."""
         with self._changed:
-            if drain and self._error is None:
+            if drain and not self._closing and self._error is None:
                 self._changed.wait_for(self._has_stored, DRAIN_S)
             self._closing = True
             self._changed.notify_all()
@@ -131,8 +140,11 @@ class Beside:
     def _look_around(self) -> None:
         """After an event, with the lock."""
         state = self.driver.state
-        self.granted += [lease for lease in state.leases if lease[:2] not in self._known]
-        self._known |= {lease[:2] for lease in state.leases}
+        for lease in state.leases:
+            if lease[:2] not in self._known:
+                self._known.add(lease[:2])
+                self._granted.append(lease)
+                self._ends.append(sum(self._ends[-1:]) + lease.stop - lease.start)
         self.driver.said += self._company.lines(state, self._pace)
         said, self.driver.said = self.driver.said, []
         for line in said:

@@ -210,16 +210,10 @@ class OnIslands(DiLoCo):
         L, tokens = self._settings.facts.length, self._settings.facts.step_tokens
         while True:
             start = (step - self._begun - 1) * tokens
-            granted = self._beside.leased(start + tokens)
-            found, passed = [], 0
-            for block, _, first, stop in granted:
-                begin, end = (max(start - passed, 0), min(start + tokens - passed, stop - first))
-                passed += stop - first
-                if begin < end:
-                    sequence = ((block - 1) * self._run.block_tokens + first + begin) // L
-                    found.append((sequence, (end - begin) // L))
-            if sum(count for _, count in found) * L == tokens:
-                return found
+            if found := self._beside.leased(start, start + tokens):
+                size = self._run.block_tokens
+                firsts = [((r.block - 1) * size + r.start) // L for r in found]
+                return [(n, (r.stop - r.start) // L) for n, r in zip(firsts, found, strict=True)]
             if self._left or self.ended():
                 return [(0, tokens // L)]
             time.sleep(_LOOK_S)

@@ -64,14 +64,20 @@ def losses(folder):
 
 
 @pytest.mark.full
-def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(tmp_path):
-    """The same losses but for the rounding of an outer step: float32, in another order."""
-    changes = TINY | dict(steps=20, base_output_directory=tmp_path)
+@pytest.mark.parametrize(
+    ("second", "rtol"), [({}, 1e-5), (dict(ici_fsdp_parallelism=2, per_device_batch_size=1), 1e-4)]
+)
+def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(second, rtol, tmp_path):
+    """The same losses but for the rounding of an outer step: float32, in another order; and of the
+    inner ones where one island has its parameters on two devices."""
+    changes = TINY | dict(steps=20, base_output_directory=tmp_path, per_device_batch_size=2)
     changes |= dict(num_communication_overlapping_steps=1)
     fixed = changes | dict(islands="fixed", islands_min=2, islands_store=tmp_path / "store")
     children = [
-        process_tools.trainer(fixed | dict(island=m, run_name=f"island{m}"), tmp_path / f"{m}.log")
-        for m in (0, 1)
+        process_tools.trainer(
+            fixed | dict(island=m, run_name=f"island{m}") | keys, tmp_path / f"{m}.log"
+        )
+        for m, keys in enumerate(({}, second))
     ]
     assert [child.end() for child in children] == [0, 0]
     both = changes | dict(num_diloco_replicas=2, exchange_carrier="host", run_name="host")
@@ -82,7 +88,7 @@ def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(tmp_path):
         own = losses(tmp_path / f"island{m}")
         for one, other in zip(own, host, strict=True):
             np.testing.assert_allclose(
-                one["learning/loss"], other[f"learning/loss_replica_{m}"], rtol=1e-5
+                one["learning/loss"], other[f"learning/loss_replica_{m}"], rtol=rtol
             )
             assert one["learning/lr"] == other["learning/lr"]
     assert len(log_of(tmp_path).records) == 5
