@@ -166,6 +166,12 @@ class Mailbox:
         """Bytes of messages, parts included, that have come from a peer so far."""
         return sum(lane.received for (other, _), lane in self._lanes.items() if other == peer)
 
+    @property
+    def misses_a_peer(self) -> bool:
+        """Whether a peer that has not left is silent for longer than between two signs of life."""
+        limit_s = 1.5 * self._times.beat_s
+        return any(not lane.left and lane.silence_s > limit_s for lane in self._lanes.values())
+
     def fail(self, error: BaseException) -> None:
         """Let every pending and later call raise this error, or the first one."""
         with self._changed:

@@ -94,10 +94,14 @@ class Watch:
         mailbox.watch(WORD, heard=self._hear, lost=self._lose_peer)
 
     def end_if_lost(self, wait_s: float) -> None:
-        """End the process now if a peer is lost, or is within wait_s [seconds]; else return."""
+        """End the process now if a peer is lost, or is within wait_s [seconds]; else return.
+
+        Waits on while a peer is missed: a process that was stopped for long has to find out.
+        """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._loss is not None, wait_s):
-                return
+            while not self._changed.wait_for(lambda: self._loss is not None, wait_s):
+                if self._mailbox is None or not self._mailbox.misses_a_peer:
+                    return
             self._due = -math.inf
             self._changed.notify_all()
         self._thread.join()

@@ -25,7 +25,7 @@ class Box:
     def __init__(self, *peers):
         self.names = {peer: NAMES[peer] for peer in peers}
         self.said, self.left = queue.Queue(), threading.Event()
-        self.closed, self.failure = False, None
+        self.closed, self.failure, self.misses_a_peer = False, None, False
 
     def watch(self, word, heard, lost):
         self.hear, self.lose = (lambda peer, loss: heard(peer, json.dumps(loss).encode())), lost
@@ -113,9 +113,16 @@ def test_an_error_that_a_loss_may_be_behind_waits_for_it_and_ends_the_process(ro
     box.hear(0, ["process 2 on host-c is gone", 5, 10 * WAIT_S])
     guard.end_if_lost(WAIT_S)
     assert not room.goes_on() and room.end() == (5, "process 2 on host-c is gone")
-    _, guard = room.guard(1, 0)
+    box, guard = room.guard(1, 0)
     guard.end_if_lost(0.1)
     assert room.goes_on(), "the control: nothing is lost"
+    box.misses_a_peer = True
+    lost = threading.Timer(0.5, box.lose, (0, "has been out of reach for 8 s."))
+    lost.start()
+    guard.end_if_lost(0.1)
+    assert not room.goes_on()
+    code, line = room.end()
+    assert code == 5 and line.startswith("process 0 on host-a has been out of reach for 8 s.")
 
 
 def test_the_first_loss_that_process_0_tells_is_the_one_that_is_printed(room):
