@@ -25,12 +25,14 @@ from maxdiloco.islands.island import (
     Roll,
     Say,
     Seen,
+    changed,
     fragment_of,
+    joined,
     stopped,
     want,
     with_log,
 )  # fmt: skip
-from maxdiloco.islands.records import Claim, Ledger, Message, Range, Record
+from maxdiloco.islands.records import Claim, Ledger, Message, Record
 
 Transition = tuple[Island, list[Any]]
 
@@ -42,12 +44,10 @@ def take(s: Island, event: Done) -> Transition:
         return _packed(s, result)
     if isinstance(action, Apply):
         return _applied(s, action, result)
-    ask = s.asks.get(action)
+    ask = s.asks.pop(action, None)
     if ask is None:
         return s, []
-    asks = dict(s.asks)
-    del asks[action]
-    s, lines = _away(s._replace(asks=asks), result)
+    s, lines = _away(s, result) if result == FAILED or s.failing_since is not None else (s, [])
     if isinstance(result, Damage) and not isinstance(action, Look):
         return stopped(s, result.reason, again=False)
     if result == FAILED and not isinstance(action, Create):
@@ -55,16 +55,6 @@ def take(s: Island, event: Done) -> Transition:
         return (_again(s, action, ask.tries) if again else s), lines
     s, actions = _HANDLERS[type(action)](s, action, result, ask.tries)
     return s, lines + actions
-
-
-def joined(first: tuple[Range, ...], then: tuple[Range, ...]) -> tuple[Range, ...]:
-    """Ranges one after the other, as one where they touch."""
-    for part in then:
-        if first and first[-1][:2] == part[:2] and first[-1].stop == part.start:
-            first = (*first[:-1], first[-1]._replace(stop=part.stop))
-        else:
-            first = (*first, part)
-    return first
 
 
 def _is_of_use(s: Island, action: Any) -> bool:
@@ -84,10 +74,11 @@ def _away(s: Island, result: Any) -> tuple[Island, list[Any]]:
     """Rule 13: say once that the store is away, and that it is back."""
     if result != FAILED:
         lines = [Say("the store is back")] if s.said_away else []
-        return s._replace(failing_since=None, said_away=False), lines
+        s.failing_since, s.said_away = None, False
+        return s, lines
     since = s.now if s.failing_since is None else s.failing_since
     late = s.now - since >= s.pace.period and not s.said_away
-    s = s._replace(failing_since=since, said_away=s.said_away or late)
+    s.failing_since, s.said_away = since, s.said_away or late
     return s, [Say("the store is away: this island trains on for two periods")] if late else []
 
 
@@ -148,7 +139,7 @@ def _created(s: Island, action: Create, result: str, tries: int) -> Transition:
     """Rule 2: where it is not known, what is in the store says whose it is."""
     if result == CREATED:
         return _settled(s, action.name, action.body)
-    s = s._replace(pending={**s.pending, action.name: action.body})
+    s.pending = {**s.pending, action.name: action.body}
     delay = rules.pause(s.pace, tries, s.nonce) if result == FAILED else 0.0
     return want(s, Get(action.name), delay), []
 
@@ -156,11 +147,15 @@ def _created(s: Island, action: Create, result: str, tries: int) -> Transition:
 def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
     name = action.name
     own = s.pending.get(name)
-    s = s._replace(pending={n: body for n, body in s.pending.items() if n != name})
+    if own is not None:
+        s.pending = {n: body for n, body in s.pending.items() if n != name}
     if found is not None:
         return _settled(s, name, found)
     if own is not None:
         s = want(s, Create(name, own), rules.pause(s.pace, tries, s.nonce), tries + 1)
+    elif name == records.RUN and s.t:
+        line = f"run.json is not there, and the checkpoint of island={s.name} is at step {s.t}. Set"
+        return stopped(s, f"{line} its islands_store, or start without it", again=False)
     elif name == records.RUN:  # the first island makes the start, and what names it last
         link = records.digest(s.run)
         for fragment, digest in enumerate(s.initial):
@@ -170,7 +165,8 @@ def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
         fragment, number = fragment_of(name), records.numbers(name)[1]
         log = s.logs[fragment]
         if log.ledger is not None and number == log.ledger.number + 1 and log.record is None:
-            s = _again(with_log(s, fragment, caught_up=True), action, tries)
+            s = s if log.caught_up else with_log(s, fragment, caught_up=True)
+            s = _again(s, action, tries)
     return s, []
 
 
@@ -184,7 +180,8 @@ def _run_settled(s: Island, name: str, run: Any) -> Transition:
         if own != other:
             line = f"{key}={own} here, and {other} in the run of this store. Set the same, or"
             return stopped(s, f"{line} use another islands_store", again=False)
-    return _claim(s._replace(phase="claim"), 1)
+    s.phase = "claim"
+    return _claim(s, 1)
 
 
 def _claim(s: Island, incarnation: int) -> Transition:
@@ -198,9 +195,15 @@ def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
         return s, []
     if not rules.is_own(claim, s.nonce):
         return _claim(s, claim.incarnation + 1)
-    s = s._replace(phase="load", incarnation=claim.incarnation, watching_since=s.now)
-    for fragment in range(len(s.logs)):
-        s = want(s, Load(fragment))
+    s.phase, s.incarnation, s.watching_since = "load", claim.incarnation, s.now
+    for fragment, log in enumerate(s.logs):
+        if log.ledger is None:
+            s = want(s, Load(fragment, 0 if s.run.islands else None))
+        else:
+            s = want(s, Get(records.record_name(fragment, log.ledger.number + 1)))
+        for own in log.own:  # of a checkpoint
+            name = records.message_name(fragment, *rules.key_of(own.message))
+            s = want(s, Create(name, own.message))
     return want(s, Roll()), []
 
 
@@ -209,7 +212,7 @@ def _snapshot_settled(s: Island, name: str, ledger: Ledger) -> Transition:
         return want(s, Delete(ledger.fragment)), []
     s = with_log(s, ledger.fragment, caught_up=True)
     if all(log.caught_up for log in s.logs):
-        s = s._replace(logs=tuple(log._replace(caught_up=False) for log in s.logs))
+        s.logs = tuple(changed(log, caught_up=False) for log in s.logs)
         s = want(s, Create(records.RUN, s.run))
     return s, []
 
@@ -219,6 +222,9 @@ def _message_settled(s: Island, name: str, message: Message) -> Transition:
     own = [o for o in log.own if rules.key_of(o.message) == key]
     if not own:
         return s, []
+    if message != own[0].message and s.run.islands:
+        line = f"{name} is not what island={s.name} makes of the same steps: its data, software or"
+        return stopped(s, f"{line} device is another. Restore what it ran with", again=False)
     if message != own[0].message:
         return stopped(s, f"another program writes {name}", again=True)
     kept = tuple(o._replace(stored=True) if o in own else o for o in log.own)
@@ -239,9 +245,10 @@ def _record_settled(s: Island, name: str, record: Record) -> Transition:
 
 def _lease_settled(s: Island, name: str, claim: Claim) -> Transition:
     found = s.leasing
-    s = s._replace(leasing=None, taken=s.taken | {(found.block, found.lease)})
-    own = rules.is_own(claim, s.nonce)
-    return (s._replace(leases=(*s.leases, found)) if own else s), []
+    s.leasing, s.taken = None, s.taken | {(found.block, found.lease)}
+    if rules.is_own(claim, s.nonce):
+        s.leases = (*s.leases, found)
+    return s, []
 
 
 def _evaluation_settled(s: Island, name: str, claim: Claim) -> Transition:
@@ -256,7 +263,8 @@ def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
     if rules.is_decided(rules.marks_of(log.ledger), key) or key[:2] in log.ledger.dead:
         return s, []
     if found is None:
-        current = island in s.seen and s.seen[island].beat.incarnation == key[1]
+        beat = s.seen[island].beat if island in s.seen else None
+        current = beat is not None and rules.sender(s.run, beat.incarnation) == key[1]
         return (_again(s, action, tries) if current else s), []
     damaged = log.damaged
     if isinstance(found, Damage):
@@ -272,7 +280,8 @@ def _rolled(s: Island, action: Roll, beats: Any, tries: int) -> Transition:
         old = seen.get(name)
         if old is None or beat[1:3] > old.beat[1:3]:  # a later incarnation, or a later beat
             seen[name] = Seen(beat, s.now)
-    s = want(s._replace(seen=seen), action, s.pace.roll)
+    s.seen = seen
+    s = want(s, action, s.pace.roll)
     mine = seen.get(s.name)
     if mine is not None and s.phase in ("load", "in") and mine.beat.incarnation > s.incarnation:
         line = f"another program runs as island={s.name}. Give each its own"
@@ -298,14 +307,24 @@ def _fetched(s: Island, action: Fetch, result: Any, tries: int) -> Transition:
         return s, []
     if result is not None:
         return with_log(s, record.fragment, fetched=True), []
+    if s.run.islands:
+        return _too_late(s, records.gradient_name(record))
     if s.phase == "in":
         return stopped(s, f"{records.gradient_name(record)} is deleted already", again=True)
     s = with_log(s, record.fragment, ledger=None, record=None, caught_up=False)
     return _again(s, Load(record.fragment), tries), []
 
 
+def _too_late(s: Island, name: str) -> Transition:
+    """Rules 10 and 14."""
+    line = f"{name} is deleted already, and islands=fixed cannot do without: restore a later"
+    return stopped(s, f"{line} checkpoint of island={s.name}, or begin another run", again=False)
+
+
 def _loaded(s: Island, action: Load, ledger: Any, tries: int) -> Transition:
     """Rule 9."""
+    if ledger is None and s.run.islands:
+        return _too_late(s, records.snapshot_name(*action))
     if ledger is None:
         return _again(s, action, tries), []
     s = with_log(s, action.fragment, ledger=ledger)

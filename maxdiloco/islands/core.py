@@ -5,6 +5,7 @@ the numbers are with whoever carries out the actions (driver.py; the simulator o
 the islands agree on is in rules.py; answers.py takes the store's answers.
 """
 
+import operator
 from typing import Any
 
 from maxdiloco.islands import answers, records, rules
@@ -22,6 +23,8 @@ from maxdiloco.islands.island import (
     Put,
     Reduce,
     Step,
+    changed,
+    joined,
     stopped,
     want,
     with_log,
@@ -49,21 +52,23 @@ def step(s: Island, event: Any) -> Transition:
     """What an event makes of an island, and what it wants done."""
     if s.phase == "stopped":
         return s, []
+    s = s.copy()
     if isinstance(event, Done):
         return answers.take(s, event)
     actions: list[Any] = []
     if isinstance(event, Step):
         s = _with_step(s, event.tokens)
         return _at_boundary(s, actions)
-    s = s._replace(now=event.now)
+    s.now = event.now
     if s.phase in ("load", "in") and not event.within:
         s, actions = _at_boundary(s, actions)
-    if s.phase == "load" and all(log.caught_up and log.record is None for log in s.logs):
+    if s.phase == "load" and _has_caught_up(s):
         s, actions = _begin(s, actions)
     if s.phase == "in":
-        for fragment in range(len(s.logs)):
-            s, new = _decide(s, fragment)
-            actions += new
+        for fragment, log in enumerate(s.logs):
+            if log.inbox and log.record is None and log.draft is None:
+                s, new = _decide(s, fragment)
+                actions += new
         s = _beat(_lease(_evaluate(_look(s))))
     return _emit(s, actions)
 
@@ -79,19 +84,28 @@ def may_step(s: Island) -> bool:
     if s.run.islands:
         due = s.t - s.run.overlap_steps
         return all(own.t > due for log in s.logs for own in log.own)
-    return not any(
-        log.record is None and _is_due(s, fragment) and not rules.may_send(log.own)
-        for fragment, log in enumerate(s.logs)
-    )  # a record that is known decides one, perhaps at a later step
+    for fragment, log in enumerate(s.logs):
+        full = log.own and not rules.may_send(log.own)
+        if full and log.record is None and _is_due(s, fragment):
+            return False  # a record that is known decides one, perhaps at a later step
+    return True
 
 
 def _emit(s: Island, actions: list[Any]) -> Transition:
     """Rule 12: the requests whose time has come."""
-    due = [action for action, ask in s.asks.items() if not ask.flying and ask.due <= s.now]
-    if due:
-        flying = {action: s.asks[action]._replace(flying=True) for action in due}
-        s = s._replace(asks={**s.asks, **flying})
-    return s, actions + due
+    now = s.now
+    for action, (due, tries, flying) in s.asks.items():
+        if not flying and due <= now:
+            s.asks[action] = Ask(due, tries, True)
+            actions.append(action)
+    return s, actions
+
+
+def _has_caught_up(s: Island) -> bool:
+    """Rule 9; rule 10: in fixed mode an island takes every step with what it had then."""
+    if s.run.islands:
+        return all(log.ledger is not None for log in s.logs)
+    return all(log.caught_up and log.record is None for log in s.logs)
 
 
 def _begin(s: Island, actions: list[Any]) -> Transition:
@@ -99,8 +113,9 @@ def _begin(s: Island, actions: list[Any]) -> Transition:
     head, T, P = s.logs[0].ledger.number, s.pace.period, len(s.logs)
     for fragment in range(P):  # so that messages are spread over a period
         s = with_log(s, fragment, sent_at=s.now - T * fragment / P)
-    s = s._replace(phase="in", beat_at=s.now)
-    return s, [*actions, Begin(rules.moments(s.moments_of, head))]
+    s.phase, s.beat_at = "in", s.now
+    goes_on = s.t > 0  # from its checkpoint: x is there
+    return s, actions if goes_on else [*actions, Begin(rules.moments(s.moments_of, head))]
 
 
 def _with_step(s: Island, tokens: int) -> Island:
@@ -113,15 +128,17 @@ def _with_step(s: Island, tokens: int) -> Island:
         data.append(Range(block, lease, first, first + taken))
         left -= taken
         leases[:1] = [Range(block, lease, first + taken, stop)] if first + taken < stop else []
-    logs = tuple(
-        log._replace(
+    s.logs = tuple(
+        changed(
+            log,
             steps=log.steps + 1,
             tokens=log.tokens + tokens,
-            data=answers.joined(log.data, tuple(data)),
+            data=joined(log.data, data),
         )
         for log in s.logs
     )
-    return s._replace(logs=logs, t=s.t + 1, read=s.read + tokens, leases=tuple(leases))
+    s.t, s.read, s.leases = s.t + 1, s.read + tokens, tuple(leases)
+    return s
 
 
 def _at_boundary(s: Island, actions: list[Any]) -> Transition:
@@ -130,7 +147,7 @@ def _at_boundary(s: Island, actions: list[Any]) -> Transition:
         if s.phase == "in" and _is_due(s, fragment) and rules.may_send(log.own):
             actions.append(Pack(_message(s, fragment)))
             s = with_log(s, fragment, steps=0, tokens=0, data=(), sent_at=s.now, seq=log.seq + 1)
-        elif log.record is not None and log.fetched:
+        elif log.record is not None and log.fetched and (s.phase == "in" or not s.run.islands):
             actions += _apply(s, log)
     return s, actions
 
@@ -143,8 +160,8 @@ def _is_due(s: Island, fragment: int) -> bool:
 def _message(s: Island, fragment: int) -> Message:
     log = s.logs[fragment]
     return Message(
-        fragment, s.name, s.incarnation, log.seq + 1, log.ledger.number, log.steps, log.tokens,
-        s.read, log.data, 0.0, True, "",
+        fragment, s.name, rules.sender(s.run, s.incarnation), log.seq + 1, log.ledger.number,
+        log.steps, log.tokens, s.read, log.data, 0.0, True, "",
     )  # fmt: skip
 
 
@@ -160,8 +177,8 @@ def _apply(s: Island, log: Log) -> list[Any]:
         sent_at = max((own.t for own in committed), default=None)
         others = len(log.own) - len(committed) - len(returned)
         how = rules.how_to_apply(s.run, s.t, sent_at, others)
-    if how == "wait":
-        return []
+    if how == "wait" or (s.run.islands and not all(own.stored for own in committed)):
+        return []  # rule 10: what is in the store has to be the own message, to the bit
     seqs = (tuple(own.message.seq for own in part) for part in (committed, returned))
     return [Apply(record, how, *seqs, record.number % s.run.snapshot_every == 0)]
 
@@ -187,8 +204,6 @@ def _sent(s: Island) -> bool:
 def _decide(s: Island, fragment: int) -> Transition:
     """Rule 2: begin to write the next record, if it is this island's turn."""
     log = s.logs[fragment]
-    if log.record is not None or log.draft is not None or not log.inbox:
-        return s, []
     if s.run.islands:
         _, rejected = rules.sort_out(s.run, log.ledger, log.inbox, log.damaged)
         if rejected:
@@ -201,7 +216,8 @@ def _decide(s: Island, fragment: int) -> Transition:
         s.run, log.ledger, log.inbox, log.damaged, present, s.now - first_at, s.pace
     )
     ripe_at = None if found is None else s.now if log.ripe_at is None else log.ripe_at
-    s = with_log(s, fragment, first_at=first_at, ripe_at=ripe_at)
+    if (first_at, ripe_at) != (log.first_at, log.ripe_at):
+        s = with_log(s, fragment, first_at=first_at, ripe_at=ripe_at)
     if found is None:
         return s, []
     before = rules.distance(log.ledger.number + 1, s.name, present)
@@ -249,13 +265,18 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
 
 def _look(s: Island) -> Island:
     """Rule 12: messages of others by their names; the signs of life alone are listed."""
+    known_from = (s.seen, *(part for log in s.logs for part in (log.ledger, log.inbox)))
+    if all(map(operator.is_, known_from, s.looked)):
+        return s  # it has asked for all of them, with pauses that grow
+    s.looked = known_from
+    marks = [rules.marks_of(log.ledger) for log in s.logs]
     for name, (beat, _) in s.seen.items():
         if name == s.name:
             continue
+        key = name, rules.sender(s.run, beat.incarnation)
         for fragment, log in enumerate(s.logs):
-            key = name, beat.incarnation
-            mark = rules.marks_of(log.ledger).get(key, 0)
-            known = max((k[2] for k in log.inbox if k[:2] == key), default=mark)
+            mark = marks[fragment].get(key, 0)
+            known = max([k[2] for k in log.inbox if k[:2] == key], default=mark)
             if known < mark + rules.MOST_UNDECIDED and key not in log.ledger.dead:
                 s = want(s, Look(records.message_name(fragment, *key, known + 1)))
     return s
@@ -267,7 +288,8 @@ def _evaluate(s: Island) -> Island:
     if number <= s.evaluated:
         return s
     claim = Claim(f"e/{number}", s.name, s.incarnation, s.nonce)
-    return want(s._replace(evaluated=number), Create(claim.name, claim))
+    s.evaluated = number
+    return want(s, Create(claim.name, claim))
 
 
 def _lease(s: Island) -> Island:
@@ -280,7 +302,8 @@ def _lease(s: Island) -> Island:
     found = free[0] if free else Range(block, 1, 0, size)
     name = f"d/{found.block}.2" if found.lease == 2 else f"d/{found.block}"
     claim = Create(name, Claim(name, s.name, s.incarnation, s.nonce))
-    return want(s._replace(leasing=found), claim)
+    s.leasing = found
+    return want(s, claim)
 
 
 def _beat(s: Island) -> Island:
@@ -290,5 +313,5 @@ def _beat(s: Island) -> Island:
     since = s.now - s.beat_at + s.pace.beat
     speed = (s.read - s.beat_read) / since
     beat = Beat(s.name, s.incarnation, s.beat + 1, _sent(s), speed)
-    s = s._replace(beat=s.beat + 1, beat_at=s.now + s.pace.beat, beat_read=s.read)
+    s.beat, s.beat_at, s.beat_read = s.beat + 1, s.now + s.pace.beat, s.read
     return want(s, Put(f"hb/{s.name}", beat))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import core, keys, objects, outer, records, rules, wires
+from maxdiloco.islands import core, keys, objects, outer, records, restart, rules, wires
 from maxdiloco.islands.island import (
     CREATED,
     EXISTS,
@@ -52,7 +52,8 @@ class Driver:
     fragment; None: kept here, and the caller may replace them between two calls. feedback: whether
     what a wire rounds off stays for the next message also where a merge replaces x (error
     feedback). moments_of: records that a checkpoint of the inner optimizer has. key: of 32 bytes,
-    to sign with. nonce: of this start alone, None: a random one. clock: [s].
+    to sign with. saved: of fixed mode, what `saved()` gave before a restart; the inner state is the
+    caller's. nonce: of this start alone, None: a random one. clock: [s].
     outer: the state of each fragment. requests: what the store is to be asked. said: lines for the
     user; evaluations: numbers of those that are this island's; moments: what becomes of those of
     the inner optimizer, "" until it has begun; norm: of the last message; finite: whether all were;
@@ -71,6 +72,7 @@ class Driver:
         feedback: bool = False,
         moments_of: int | None = None,
         key: bytes | None = None,
+        saved: bytes | None = None,
         nonce: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -97,6 +99,8 @@ class Driver:
         digests = tuple(state.digest() for state in self.outer)
         nonce = secrets.token_hex(8) if nonce is None else nonce
         self.state: Island = core.start(run, pace, name, nonce, digests, moments_of)
+        if saved is not None:
+            self._restore(restart.decode(run, name, saved))
 
     def tick(self, *, within: bool = False) -> None:
         """Let time pass. within: an inner step is under way, so x stays as it is."""
@@ -109,6 +113,25 @@ class Driver:
     def stepped(self, tokens: int) -> None:
         """An inner step is done, and its values are in `x`."""
         self.deliver(Step(tokens))
+
+    def saved(self) -> bytes:
+        """Of fixed mode, between two inner steps: what the island goes on from after a restart."""
+        values = [(*state, x) for state, x in zip(self.outer, self.x, strict=True)]
+        payloads = [
+            {own.message.seq: self._payloads[name_of(own.message)] for own in log.own}
+            for log in self.state.logs
+        ]
+        return restart.encode(self.state, values, payloads)
+
+    def _restore(self, kept: restart.Kept) -> None:
+        self.state = restart.restored(self.state, kept.place)
+        for fragment, part in enumerate(kept.place.parts):
+            theta, trace, self.x[fragment] = kept.values[fragment]
+            self.outer[fragment] = Outer(theta, trace)
+            sizes = outer.sizes_of(self._run, fragment)
+            for message, _ in part.own:
+                payload = self._payloads[name_of(message)] = kept.payloads[fragment][message.seq]
+                self.sent[fragment][message.seq] = wires.decode(self._run.wire, sizes, payload)
 
     def work(self) -> bool:
         """Carry out the request that was made first; False where there is none."""
@@ -162,7 +185,7 @@ class Driver:
         norm, sha256 = norm if finite else 0.0, records.sha256(payload)
         self.norm, self.finite, self._left[fragment] = norm, finite, wanted - values
         message = message._replace(norm=norm, finite=finite, sha256=sha256)
-        self._payloads[records.message_name(fragment, *rules.key_of(message))] = payload
+        self._payloads[name_of(message)] = payload
         return message if self._key is None else keys.signed(message, self._key)
 
     def _applied(self, action: Apply) -> str:
@@ -170,6 +193,9 @@ class Driver:
         before, sent = self.outer[fragment], self.sent[fragment]
         name = records.gradient_name(record)
         after, digest = self._after.pop(name) if record.members else (before, before.digest())
+        for own in self.state.logs[fragment].own:
+            if own.message.seq in (*action.committed, *action.returned):
+                del self._payloads[name_of(own.message)]
         committed = [sent.pop(seq) for seq in action.committed]
         for seq in action.returned:
             del sent[seq]
@@ -196,7 +222,7 @@ class Driver:
         match action:
             case Create(name, body):
                 result = objects.create(bucket, name, body, self._payloads.get(name, b""))
-                if result in (CREATED, EXISTS):
+                if result in (CREATED, EXISTS) and name[0] != "u":
                     self._payloads.pop(name, None)
                 return result
             case Put(name, body):
@@ -212,8 +238,8 @@ class Driver:
                 return self._reduced(draft)
             case Fetch(record):
                 return self._fetched(record)
-            case Load(fragment):
-                return self._loaded(fragment)
+            case Load(fragment, number):
+                return self._loaded(fragment, number)
             case Delete(fragment):
                 return self._deleted(fragment)
         raise ValueError(f"{action} is no request")
@@ -241,8 +267,8 @@ class Driver:
         self._after[records.gradient_name(record)] = after, after.digest()
         return True
 
-    def _loaded(self, fragment: int) -> Ledger | None:
-        found = objects.newest_snapshot(self._bucket, self._run, fragment)
+    def _loaded(self, fragment: int, number: int | None) -> Ledger | None:
+        found = objects.snapshot(self._bucket, self._run, fragment, number)
         if found is None:
             return None
         ledger, payload = found
@@ -262,6 +288,11 @@ class Driver:
         if doomed := rules.deletable(names, ledgers):
             self._bucket.delete(doomed)
         return True
+
+
+def name_of(message: Message) -> str:
+    """Of a message in the store."""
+    return records.message_name(message.fragment, *rules.key_of(message))
 
 
 def apply(run: Run, before: Outer, record: Record, gradient: np.ndarray | None) -> Outer:

@@ -1,6 +1,7 @@
 """What an island knows, what happens to it, and what it asks for: plain values of core.py."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -94,9 +95,10 @@ class Fetch(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Take over the newest snapshot. Answer: its Ledger."""
+    """Take over a snapshot. Answer: its Ledger. number: None: the newest that is listed."""
 
     fragment: int
+    number: int | None = None
 
 
 class Delete(NamedTuple):
@@ -130,7 +132,10 @@ class Apply(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """x <- theta, and train. moments: of the inner optimizer, "kept" or "zero". No answer."""
+    """x <- theta, and train. moments: of the inner optimizer, "kept" or "zero". No answer.
+
+    Not of an island that goes on from its checkpoint (restart.py).
+    """
 
     moments: str
 
@@ -225,12 +230,16 @@ class Log(NamedTuple):
     refused: int = 0
 
 
-class Island(NamedTuple):
-    """An island. nonce: of this program. phase: found, claim, load, in, stopped.
+@dataclasses.dataclass
+class Island:
+    """An island; core.step changes a copy. nonce: of this program.
+
+    phase: found, claim, load, in, stopped.
 
     initial: digests of the fragments' states before the first record. moments_of: records that the
     own checkpoint has, or None. asks: requests; pending: objects being created, by name. leases:
     what is left of the blocks of the data; leasing: the one being claimed; taken: those of others.
+    looked: what the messages that it asks for follow from.
     """
 
     run: Run
@@ -240,14 +249,15 @@ class Island(NamedTuple):
     initial: tuple[str, ...]
     moments_of: int | None
     logs: tuple[Log, ...]
-    asks: Mapping[Any, Ask]
-    pending: Mapping[str, Any] = MappingProxyType({})
+    asks: dict[Any, Ask]
+    pending: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     incarnation: int = 1
     phase: str = "found"
     now: float = 0.0
     t: int = 0
     read: int = 0
-    seen: Mapping[str, Seen] = MappingProxyType({})
+    seen: Mapping[str, Seen] = dataclasses.field(default_factory=dict)
+    looked: tuple[Any, ...] = (None,)
     watching_since: float = 0.0
     beat: int = 0
     beat_at: float = 0.0
@@ -259,19 +269,45 @@ class Island(NamedTuple):
     failing_since: float | None = None
     said_away: bool = False
 
+    def copy(self) -> "Island":
+        """One whose fields and requests may be changed; all else is replaced as a whole."""
+        new = object.__new__(Island)
+        new.__dict__ = vars(self) | {"asks": dict(self.asks)}
+        return new
+
+
+def changed(log: Log, **changes: Any) -> Log:
+    """log._replace(**changes), in less time."""
+    values, fields = list(log), Log._fields
+    for name, new in changes.items():
+        values[fields.index(name)] = new
+    return Log._make(values)
+
 
 def with_log(s: Island, fragment: int, **changes: Any) -> Island:
     """The island with another log of a fragment."""
-    log = s.logs[fragment]._replace(**changes)
-    return s._replace(logs=(*s.logs[:fragment], log, *s.logs[fragment + 1 :]))
+    logs = list(s.logs)
+    logs[fragment] = changed(logs[fragment], **changes)
+    s.logs = tuple(logs)
+    return s
 
 
 def want(s: Island, action: Any, delay: float = 0.0, tries: int = 0) -> Island:
     """Ask for this once `delay` has passed, or earlier where that was wanted already."""
-    old = s.asks.get(action)
-    if old is not None and (old.flying or old.due <= s.now + delay):
-        return s
-    return s._replace(asks={**s.asks, action: Ask(s.now + delay, tries, False)})
+    old, due = s.asks.get(action), s.now + delay
+    if old is None or not (old.flying or old.due <= due):
+        s.asks[action] = Ask(due, tries, False)
+    return s
+
+
+def joined(first: tuple[Range, ...], then: Iterable[Range]) -> tuple[Range, ...]:
+    """Ranges one after the other, as one where they touch."""
+    for part in then:
+        if first and first[-1][:2] == part[:2] and first[-1].stop == part.start:
+            first = (*first[:-1], Range(*first[-1][:3], part.stop))
+        else:
+            first = (*first, part)
+    return first
 
 
 def fragment_of(name: str) -> int:
@@ -281,4 +317,6 @@ def fragment_of(name: str) -> int:
 
 def stopped(s: Island, line: str, *, again: bool) -> tuple[Island, list[Any]]:
     """It asks for nothing any more."""
-    return s._replace(phase="stopped", asks={}), [Stop(line, again)]
+    s.phase = "stopped"
+    s.asks.clear()
+    return s, [Stop(line, again)]

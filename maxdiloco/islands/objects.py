@@ -99,10 +99,15 @@ def look(bucket: Bucket, run: Run, name: str) -> Any:
     return message if keys.is_known(run, message) else Damage("guest")
 
 
-def newest_snapshot(bucket: Bucket, run: Run, fragment: int) -> tuple[Ledger, bytes] | None:
-    """Of those that are listed. Raises OSError, Damaged."""
-    names = snapshots(bucket, fragment)
-    return read(bucket, run, names[-1]) if names else None
+def snapshot(
+    bucket: Bucket, run: Run, fragment: int, number: int | None = None
+) -> tuple[Ledger, bytes] | None:
+    """The one of this number, or the newest that is listed. Raises OSError, Damaged."""
+    named = [] if number is None else [records.snapshot_name(fragment, number)]
+    names = named or snapshots(bucket, fragment)[-1:]
+    if not names or bucket.head(names[0]) is None:
+        return None
+    return read(bucket, run, names[0])
 
 
 def snapshots(bucket: Bucket, fragment: int) -> list[str]:

@@ -17,6 +17,7 @@ VERSION = 1
 MAGIC = "maxdiloco-islands"
 MOST_HEADER = 1 << 20  # bytes of both lines; our choice: a record of some thousand members
 _MOST_INT, _MOST_TEXT = 2**63, 256
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -144,13 +145,14 @@ class Mark(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of the data that is read under a lease, up to `stop` in the log."""
+    """A block that is read under a lease: `tokens` of it are in the log, none after `stop`."""
 
     block: int
     lease: int
     island: str
     incarnation: int
     stop: int
+    tokens: int
 
 
 class Ledger(NamedTuple):
@@ -199,9 +201,33 @@ class Claim(NamedTuple):
     nonce: str
 
 
+class Part(NamedTuple):
+    """A fragment's of a Place. own: undecided messages and their steps. steps, tokens: not sent."""
+
+    ledger: Ledger
+    own: tuple[tuple[Message, int], ...]
+    seq: int
+    steps: int
+    tokens: int
+
+
+class Place(NamedTuple):
+    """Where an island of fixed mode is, in its own checkpoint. run: sha256 of run.json.
+
+    t: inner steps; read: tokens. sha256: of the payload, the values of restart.Kept.
+    """
+
+    island: str
+    run: str
+    t: int
+    read: int
+    parts: tuple[Part, ...]
+    sha256: str
+
+
 _OF_NAME = MappingProxyType({
     "r": Run, "u": Message, "c": Record, "s": Ledger, "g": Gradient, "h": Beat,
-    "i": Claim, "d": Claim, "e": Claim,
+    "i": Claim, "d": Claim, "e": Claim, "k": Place,
 })  # fmt: skip
 RUN = "run.json"
 
@@ -235,7 +261,7 @@ def numbers(name: str) -> tuple[str, int]:
 
 def encode(value: Any, payload: bytes = b"") -> bytes:
     """The bytes of an object. Raises ValueError for a number that JSON does not have."""
-    text = json.dumps(_plain(value), allow_nan=False, separators=(",", ":"))
+    text = _JSON.encode(_plain(value))
     return f"{MAGIC} {VERSION} {type(value).__name__.lower()}\n{text}\n".encode() + payload
 
 
@@ -275,18 +301,20 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
     except ValueError as error:
         raise Damaged(f"{name} is damaged: {error}") from error
     payload = data[len(header) :]
-    if payload and kind not in ("message", "gradient", "ledger"):
+    if payload and kind not in ("message", "gradient", "ledger", "place"):
         raise Damaged(f"{name} is damaged: {len(payload)} bytes follow its end")
-    if whole and isinstance(value, Message | Gradient) and sha256(payload) != value.sha256:
+    if whole and isinstance(value, Message | Gradient | Place) and sha256(payload) != value.sha256:
         raise Damaged(f"{name} is damaged: its payload has another sha256")
     return value, payload
 
 
 def _plain(value: Any) -> Any:
     """A value as JSON: a NamedTuple is an object, other tuples are lists."""
-    if isinstance(value, tuple) and type(value) is not tuple:
-        return {name: _plain(v) for name, v in value._asdict().items()}
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+    if not isinstance(value, tuple):
+        return value
+    if type(value) is tuple:
+        return list(map(_plain, value))
+    return dict(zip(value._fields, map(_plain, value), strict=True))
 
 
 def _typed(kind: Any, value: Any) -> Any:

@@ -156,10 +156,21 @@ def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
 
     sent_at: the step of the own message in it, or None. others: own messages left undecided.
     """
-    due = None if sent_at is None else sent_at + run.overlap_steps
-    if due is not None and t < due:
+    if sent_at is None:  # in fixed mode an island that takes its steps again has yet to send it
+        return "wait" if run.islands else "shift"
+    due = sent_at + run.overlap_steps
+    if t < due:
         return "wait"
-    return "merge" if due is not None and (run.islands or (t == due and not others)) else "shift"
+    return "merge" if run.islands or (t == due and not others) else "shift"
+
+
+def sender(run: Run, incarnation: int) -> int:
+    """Rule 10: the incarnation in the names of an island's messages.
+
+    In fixed mode a message is named by its place in the schedule: who makes it again, after a
+    restart, makes the same.
+    """
+    return 1 if run.islands else incarnation
 
 
 def is_due(run: Run, pace: Pace, fragment: int, t: int, steps: int, waited: float) -> bool:
@@ -183,17 +194,21 @@ def blocks_after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[record
     for member in record.members:
         for part in member.data:
             key, top = (part.block, part.lease), max(top, part.block)
-            blocks[key] = records.Block(*key, member.island, member.incarnation, part.stop)
+            *_, stop, tokens = blocks.get(key, (0, 0))
+            # A rejected message's part may come after a later one.
+            stop, tokens = max(stop, part.stop), tokens + part.stop - part.start
+            blocks[key] = records.Block(*key, member.island, member.incarnation, stop, tokens)
             if part.lease == 2:  # it is the rest of a dead island's
                 blocks.pop((part.block, 1), None)
     kept = (blocks[key] for key in sorted(blocks))
-    return tuple(block for block in kept if block.stop < run.block_tokens), top
+    size = run.block_tokens
+    return tuple(b for b in kept if (b.tokens if b.lease == 1 else b.stop) < size), top
 
 
 def free_blocks(ledger: Ledger, size: int) -> list[records.Range]:
     """Rule 8: the rests of blocks of dead islands, which may be leased once more."""
     first = (b for b in ledger.blocks if b.lease == 1 and (b.island, b.incarnation) in ledger.dead)
-    return [records.Range(b.block, 2, b.stop, size) for b in first]
+    return [records.Range(b.block, 2, b.stop, size) for b in first if b.stop < size]
 
 
 def moments(own: int | None, head: int) -> str:

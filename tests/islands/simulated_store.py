@@ -1,5 +1,7 @@
 """The store of simulator.py: requests that are late, lost, unanswered, refused or done twice."""
 
+from collections import defaultdict
+from math import log
 from typing import NamedTuple
 
 from maxdiloco.islands import records, rules
@@ -45,31 +47,32 @@ class Faults(NamedTuple):
 
 
 class Store:
-    """Objects and payloads; a listing shows an object from `listed_at` on."""
+    """Objects and payloads. folders: of each, {name: the time from which a listing shows it}."""
 
     def __init__(self):
-        self.objects, self.payloads, self.listed_at = {}, {}, {}
+        self.objects, self.payloads, self.folders = {}, {}, defaultdict(dict)
         self.corrupt, self.away_until = set(), 0.0
 
     def request(self, program, action):
         """Let a request reach the store later, or not, and the answer come later still."""
-        rng = self.rng
-
-        def latency():
-            return rng.expovariate(20) + (rng.choice((1.0, 5.0)) if self.happens("slow") else 0)
 
         def reach():
-            lost = self.happens("lost") or self.happens("refused")
-            result = FAILED
+            faults, random, result = self.faults, self.random, FAILED
+            lost = faults.lost and random() < faults.lost
+            lost = lost or (faults.refused and random() < faults.refused)
             if self.now >= self.away_until and not lost:
                 result = REQUESTS[type(action)](self, program, action)
-                if self.happens("twice"):
+                if faults.twice and random() < faults.twice:
                     result = REQUESTS[type(action)](self, program, action)
-                if self.happens("unanswered"):
+                if faults.unanswered and random() < faults.unanswered:
                     result = FAILED
-            self.later(latency(), program, Done(action, result))
+            self.later(self.latency(), program, Done(action, result))
 
-        self.later(latency(), program, reach)
+        self.later(self.latency(), program, reach)
+
+    def latency(self):
+        slow, late = self.faults.slow, -log(1.0 - self.random()) / 20
+        return late + self.rng.choice((1.0, 5.0)) if slow and self.random() < slow else late
 
     def create(self, program, action):
         name, body = action
@@ -78,25 +81,30 @@ class Store:
         if name[0] == "c":
             self.check_record(body)
         self.objects[name] = body
-        late = self.rng.choice((1.0, 8.0)) if self.happens("late_listing") else 0.0
-        self.listed_at[name] = self.now + late
+        chance = self.faults.late_listing
+        late = self.rng.choice((1.0, 8.0)) if chance and self.random() < chance else 0.0
+        self.folder(name)[name] = self.now + late
         payload = program.payloads.get(name)
         if payload is not None:
             self.payloads[name] = payload
-            if name[0] == "u" and self.happens("corrupt"):
+            chance = self.faults.corrupt
+            if name[0] == "u" and chance and self.random() < chance:
                 self.corrupt.add((body.fragment, *rules.key_of(body)))
         return CREATED
 
     def put(self, program, action):
         self.objects[action.name] = action.body
-        self.listed_at.setdefault(action.name, self.now)
+        self.folder(action.name).setdefault(action.name, self.now)
         return True
 
     def get(self, program, action):
         return self.objects.get(action.name)
 
+    def folder(self, name):
+        return self.folders[name[: name.rfind("/") + 1]]
+
     def listed(self, folder):
-        return [n for n, at in self.listed_at.items() if n.startswith(folder) and at <= self.now]
+        return [name for name, at in self.folders[folder].items() if at <= self.now]
 
     def roll(self, program, action):
         return {name[3:]: self.objects[name] for name in self.listed("hb/")}
@@ -117,7 +125,8 @@ class Store:
             weights += weight
         name = records.gradient_name(draft)
         self.payloads[name] = round(64 * total / weights) / 64
-        self.objects[name], self.listed_at[name] = True, self.now
+        self.objects[name] = True
+        self.folder(name)[name] = self.now
         return Reduced(name)
 
     def fetch(self, program, action):
@@ -127,6 +136,8 @@ class Store:
 
     def load(self, program, action):
         names = self.listed(f"s/{action.fragment}/")
+        if action.number is not None:
+            names = {records.snapshot_name(*action)} & self.objects.keys()
         if not names:
             return None
         name = max(names, key=records.numbers)
@@ -139,7 +150,7 @@ class Store:
         names = [n for kind in "ugcs" for n in self.listed(f"{kind}/{F}/")]
         snapshots = [self.objects[n] for n in names if n[0] == "s"]
         for name in rules.deletable(names, snapshots):
-            for table in (self.objects, self.payloads, self.listed_at):
+            for table in (self.objects, self.payloads, self.folder(name)):
                 table.pop(name, None)
         return True
 

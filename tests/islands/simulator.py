@@ -5,19 +5,18 @@ tick or an answer. Everything random is of the schedule's seed. `Broken` says wh
 schedules.py runs many.
 """
 
-import heapq
 import itertools
 import random
 import re
 from collections import Counter
+from heapq import heappop, heappush
 
+from simulated_program import Program, settings
 from simulated_store import Faults, Store
 
-from maxdiloco.islands import audit, core, records, rules
-from maxdiloco.islands.island import Apply, Begin, Done, Evaluate, Pace, Pack, Say, Step, Stop, Tick
-from maxdiloco.islands.records import Leaf, Run
+from maxdiloco.islands import audit, core, records, restart, rules
+from maxdiloco.islands.island import Apply, Begin, Done, Evaluate, Pack, Say, Step, Stop, Tick
 
-PACE = Pace(period=2.0, dead=6.0, grace=1.5, aside=0.8, beat=1.5, roll=2.0, poll=0.3, most_poll=1.5)
 TICK = 0.5
 CALM = 4000  # events in which the log has to grow once the store is back
 
@@ -26,57 +25,9 @@ class Broken(AssertionError):
     """An invariant does not hold."""
 
 
-def require(true, what):
+def require(true, *what):
     if not true:
-        raise Broken(what)
-
-
-def settings(rng, fixed, names):
-    P = rng.choice((1, 1, 2))
-    H = rng.choice((2, 4, 6))
-    return Run(
-        "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, ((Leaf(1, 1),),) * P,
-        tuple(names) if fixed else (), 1 if len(names) == 1 else rng.choice((1, 1, 2)), H,
-        rng.randrange(H) if fixed else rng.choice((0, 1)) * (3 if H == 6 else 1),
-        rng.choice((0.0, 0.5)), 10**9, 0 if fixed else 30, rng.choice((0, 40)),
-        rng.choice((2, 3)), (),
-    )  # fmt: skip
-
-
-class Values:
-    """A fragment at a program: theta, trace, x, undecided messages, and what it has not sent."""
-
-    def __init__(self):
-        self.theta, self.trace, self.x, self.sent, self.unsent = 0.0, 0.0, 0.0, {}, 0.0
-        self.kept, self.committed = {}, 0
-
-    def digest(self):
-        return f"{self.theta!r} {self.trace!r}"
-
-    def outer_step(self, run, record, gradient):
-        if record.members:
-            g = gradient * record.scale
-            self.trace = run.outer_momentum * self.trace + g
-            self.theta -= run.outer_lr * (g + run.outer_momentum * self.trace)
-
-
-class Program:
-    def __init__(self, world, name, step_time):
-        self.world, self.name, self.step_time = world, name, step_time
-        self.values = [Values() for _ in world.run.fragments]
-        initial = tuple(value.digest() for value in self.values)
-        nonce = str(next(world.count))
-        self.state = core.start(world.run, PACE, name, nonce, initial)
-        self.living, self.joined, self.stepping = True, False, False
-        self.gradients, self.frozen_until = {}, 0.0
-        names = (records.snapshot_name(F, 0) for F in range(len(self.values)))
-        self.payloads = dict.fromkeys(names, (0.0, 0.0))
-
-    def moved(self, fragment):
-        """An inner step, of this fragment's value."""
-        t, place = self.state.t, self.world.names.index(self.name)
-        size = ((t * 7 + place * 3 + fragment) % 5 - 2) / 8 - self.values[fragment].x / 16
-        return size * (1000 if self.world.happens("diverge") else 1)
+        raise Broken(" ".join(map(str, what)))
 
 
 class World(Store):
@@ -91,26 +42,26 @@ class World(Store):
         self.rng = random.Random(f"{seed} {timing}")
         faults = Faults.drawn(self.rng)
         if self.fixed:
-            faults = faults._replace(die=0, share=0, corrupt=0, diverge=0)
-        self.chances = {name: chance for name, chance in faults._asdict().items() if chance}
+            faults = faults._replace(corrupt=0, diverge=0, die=5 * faults.die)
+            self.save_every = self.rng.choice((1, (self.run.sync_period + 1) // 2))
+        self.faults, self.random = faults, self.rng.random
         self.now, self.calm, self.programs = 0.0, False, []
         self.queue, self.count = [], itertools.count()
         self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
         self.tokens = {F: [0] for F, _ in enumerate(self.run.fragments)}
+        self.kept, self.xs = {}, {}  # of fixed mode: checkpoints; x before each step
         for name in self.names:
             self.spawn(name, self.rng.random())
 
-    def happens(self, fault):
-        chance = self.chances.get(fault)
-        return chance is not None and self.rng.random() < chance
-
     def spawn(self, name, delay):
         program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)))
+        if name in self.kept:
+            program.restore(*self.kept[name])
         self.programs.append(program)
         self.later(delay, program, None)
 
     def later(self, delay, program, event):
-        heapq.heappush(self.queue, (self.now + delay, next(self.count), program, event))
+        heappush(self.queue, (self.now + delay, next(self.count), program, event))
 
     # -- the scheduler -----------------------------------------------------------------------------
 
@@ -119,7 +70,7 @@ class World(Store):
             self.one_event()
 
     def one_event(self):
-        self.now, _, program, event = heapq.heappop(self.queue)
+        self.now, _, program, event = heappop(self.queue)
         if callable(event):  # a request reaches the store
             event()
             return
@@ -128,33 +79,40 @@ class World(Store):
         if self.now < program.frozen_until and not self.calm:
             self.later(program.frozen_until - self.now, program, event)
             return
-        if self.happens("freeze"):
+        faults = self.faults
+        if faults.freeze and self.random() < faults.freeze:
             program.frozen_until = self.now + self.rng.choice((1.0, 4.0, 20.0))
-        if self.happens("away"):
+        if faults.away and self.random() < faults.away:
             self.away_until = self.now + self.rng.choice((1.0, 5.0, 15.0))
-        if self.happens("share"):
-            self.spawn(program.name, self.rng.random())
+        if faults.share and self.random() < faults.share:
+            self.spawn(program.name, self.random())
         if event is None:
-            self.later(TICK * (0.5 + self.rng.random()), program, None)
+            self.later(TICK * (0.5 + self.random()), program, None)
             event = Tick(self.now)
         elif isinstance(event, Step):
             program.stepping = False
             for fragment, value in enumerate(program.values):
+                if self.fixed:
+                    key = program.name, program.state.t, fragment
+                    require(self.xs.setdefault(key, value.x) == value.x, key, "has another x")
                 size = program.moved(fragment)
                 value.x, value.unsent = value.x + size, value.unsent - size
         logs = program.state.logs
         self.deliver(program, event)
         if program.state.logs is not logs:
             self.check(program)
+        if self.fixed and isinstance(event, Step) and program.living:
+            self.keep(program)
         if program.living and not program.stepping and core.may_step(program.state):
             program.stepping = True
             tokens = self.rng.choice((1, 2, 3)) if not self.fixed else 2
-            self.later(program.step_time * (0.8 + 0.4 * self.rng.random()), program, Step(tokens))
+            self.later(program.step_time * (0.8 + 0.4 * self.random()), program, Step(tokens))
 
     def deliver(self, program, event):
         program.state, actions = core.step(program.state, event)
+        die = self.faults.die
         for action in actions:
-            if self.happens("die"):
+            if die and self.random() < die:
                 self.end(program)
             if not program.living:
                 return
@@ -163,6 +121,12 @@ class World(Store):
                 self.request(program, action)
             elif (answer := own(self, program, action)) is not None:
                 self.deliver(program, Done(action, answer))
+
+    def keep(self, program):
+        """A checkpoint; of two programs of one name that of the later step stays."""
+        s, known = program.state, self.kept.get(program.name)
+        if s.phase == "in" and s.t % self.save_every == 0 and (not known or known[0].t <= s.t):
+            self.kept[program.name] = restart.place_of(s), [v.copy() for v in program.values]
 
     def end(self, program):
         program.living = False
@@ -188,11 +152,11 @@ class World(Store):
         F, value = record.fragment, program.values[record.fragment]
         before = value.theta
         value.outer_step(self.run, record, program.gradients.pop(record, None))
-        key = (program.name, program.state.incarnation)
+        key = program.name, rules.sender(self.run, program.state.incarnation)
         own = {seq: value.sent.pop(seq) for seq in committed}
         for seq, coded in own.items():
             name = records.message_name(F, *key, seq)
-            require(self.payloads.get(name, coded) == coded, f"{name} is not its own message")
+            require(self.payloads.get(name, coded) == coded, name, "is not its own message")
         value.committed += sum(m.tokens for m in record.members if (m.island, m.incarnation) == key)
         for seq in returned:
             value.unsent += value.sent.pop(seq)
@@ -207,9 +171,10 @@ class World(Store):
         if keep:
             name = records.snapshot_name(F, record.number)
             program.payloads[name] = (value.theta, value.trace)
-        known = self.digests.setdefault((F, record.number), value.digest())
-        require(known == value.digest(), f"digests differ after record {record.number}")
-        return value.digest()
+        digest = value.digest()
+        known = self.digests.setdefault((F, record.number), digest)
+        require(known == digest, "digests differ after record", record.number)
+        return digest
 
     def begin(self, program, action):
         program.joined = True
@@ -219,8 +184,8 @@ class World(Store):
     def stop(self, program, action):
         program.living = False
         self.say(program, action)
-        wrong = "does not follow" in action.line or "is bad" in action.line
-        require(not wrong, action.line)
+        wrong = ["does not follow", "is bad", "is not what", *["is deleted"] * self.fixed]
+        require(not any(words in action.line for words in wrong), action.line)
         if action.again or not any(other.living for other in self.programs):
             self.spawn(program.name, 0.5)
 
@@ -240,19 +205,19 @@ class World(Store):
             require(records.gradient_name(record) in self.payloads, "a record points at nothing")
         for one in (*record.members, *record.rejected):
             key = (F, *rules.key_of(one))
-            require(key not in self.decided, f"{key} is in two records")
+            require(key not in self.decided, key, "is in two records")
             self.decided.add(key)
         self.seen.update(reject.reason for reject in record.rejected)
         for member in record.members:
             key = rules.key_of(member)
             message = self.objects[records.message_name(F, *key)]
-            require(self.fixed or 0 <= number - 1 - message.base <= 2, f"{key} is too stale")
-            require((F, *key) not in self.corrupt, f"{key} is damaged and counted")
+            require(self.fixed or 0 <= number - 1 - message.base <= 2, key, "is too stale")
+            require((F, *key) not in self.corrupt, key, "is damaged and counted")
             for part in message.data if F == 0 else ():
                 known = self.ranges.setdefault(part.block, [])
                 self.seen["second lease"] += part.lease == 2
                 apart = all(part.stop <= a or b <= part.start for a, b in known)
-                require(apart, f"tokens of block {part.block} are counted twice")
+                require(apart, "tokens are counted twice of block", part.block)
                 known.append((part.start, part.stop))
         self.tokens[F].append(self.tokens[F][-1] + sum(m.tokens for m in record.members))
 
@@ -260,13 +225,19 @@ class World(Store):
         s = program.state
         if s.phase != "in" or not program.living:
             return
+        before, program.checked = program.checked, s.logs
         for fragment, log in enumerate(s.logs):
+            if before and log is before[fragment]:
+                continue
             value, ledger = program.values[fragment], log.ledger
             require(ledger.tokens == self.tokens[fragment][ledger.number], "tokens are not replay")
-            undecided = sum(own.message.tokens for own in log.own)
-            require(s.read == value.committed + undecided + log.tokens, "tokens read do not add up")
-            require(len(log.own) <= 2, "more than two messages are undecided")
-            left = value.theta - sum(value.sent.values()) - value.unsent
+            known = value.committed + log.tokens
+            left = value.theta - value.unsent
+            if log.own:
+                known += sum([own.message.tokens for own in log.own])
+                left -= sum(value.sent.values())
+                require(len(log.own) <= 2, "more than two messages are undecided")
+            require(s.read == known, "tokens read do not add up")
             require(abs(value.x - left) < 1e-6 * (1 + abs(left)), "x is not theta less its own")
 
     def heads(self):
@@ -274,7 +245,7 @@ class World(Store):
 
     def check_growth(self):
         """No deadlock: with the store back all logs grow, by one survivor or with a newcomer."""
-        self.calm, self.chances, self.away_until = True, {}, self.now
+        self.calm, self.faults, self.away_until = True, Faults(), self.now
         living, newcomer = [p for p in self.programs if p.living], None
         for program in living:
             program.frozen_until = self.now
@@ -309,10 +280,12 @@ class World(Store):
             for message in stored:
                 if (F, *rules.key_of(message)) not in self.decided:
                     found[message.island, message.incarnation] += message.tokens
+            read = Counter()
             for program in self.programs:
-                counted = found[program.name, program.state.incarnation]
-                lost = program.state.read - counted
-                require(not program.joined or lost >= 0, f"{program.name} has {-lost} too many")
+                key = program.name, rules.sender(self.run, program.state.incarnation)
+                read[key] = max(read[key], program.joined * program.state.read)
+            for key, tokens in read.items():
+                require(tokens >= found[key], key, "has", tokens, "of", found[key])
 
 
 LOCAL = {

@@ -1,5 +1,7 @@
 """The machine with hands, over a bucket: fixed mode to the bit, elastic mode and its ledger."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,78 @@ def test_fixed_mode_has_the_numbers_of_the_host_carrier_at_any_timing(M, wire, t
         for m, island in enumerate(first):
             x = by_leaf(run, island.x)[name]
             assert np.all(np.abs(x - replicas[name][m]) <= bounds[name] + 1e-6), name
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8", "float4_e3m0"])
+def test_an_island_of_fixed_mode_that_is_killed_changes_no_bit(wire):
+    run = a_run(wire=wire, wire_down=wire, islands=("a", "b"))
+    calm, killed = (
+        run_fixed(store.in_memory(), run, 0, 26, kills=kills) for kills in (0.0, 0.01)
+    )
+    assert max(island.state.incarnation for island in killed) > 2
+    for a, b in zip(calm, killed, strict=True):
+        assert [state.digest() for state in a.outer] == [state.digest() for state in b.outer]
+        assert [x.tobytes() for x in a.x] == [x.tobytes() for x in b.x]
+        assert a.state.t == b.state.t == 26 and a.state.read == b.state.read
+
+
+def fixed_until(bucket, steps):
+    """Two islands of fixed mode, of which a has a checkpoint from after its step 3."""
+    group = Together(bucket, a_run(islands=("a", "b"), snapshot_every=2), ("a", "b"), 0)
+    group.until(3, lambda islands: min(island.state.t for island in islands) == 3)
+    group.saved["a"] = group.islands["a"].saved()
+    group.until(steps, lambda islands: min(island.state.t for island in islands) == steps)
+    for _ in range(500):  # snapshots and deletions
+        group.event(steps)
+    return group
+
+
+def line_of_a_restart(group, steps):
+    group.islands["a"] = group.make("a")
+    group.until(steps, lambda _: group.islands["a"].stop is not None)
+    assert not group.islands["a"].stop.again
+    return group.islands["a"].stop.line
+
+
+def test_fixed_mode_refuses_a_checkpoint_that_is_too_old():
+    group = fixed_until(store.in_memory(), 25)
+    words = (
+        "is deleted already, and islands=fixed cannot do without: restore a later checkpoint of "
+        "island=a, or begin another run"
+    )
+    assert re.fullmatch(rf"g/\S+ {words}", line_of_a_restart(group, 25))
+    del group.saved["a"]  # it begins at the start
+    assert re.fullmatch(rf"s/[01]/0 {words}", line_of_a_restart(group, 25))
+
+
+def test_fixed_mode_refuses_an_island_that_does_not_make_its_messages_again(monkeypatch):
+    group = fixed_until(store.in_memory(), 7)
+    monkeypatch.setattr(together, "movement", lambda *given: [2 * x for x in movement(*given)])
+    assert line_of_a_restart(group, 25) == (
+        "u/0/a.1.1 is not what island=a makes of the same steps: its data, software or device is "
+        "another. Restore what it ran with"
+    )
+
+
+def test_a_checkpoint_of_another_run_or_island_is_refused():
+    group = fixed_until(store.in_memory(), 4)
+    saved = group.saved["a"]
+    for words, changes in (
+        ("island=a cannot go on from this checkpoint: it is of island=a of islands=fixed, and "
+         "every key of its run has to be as it was. Restore its own.", {"run": a_run()}),
+        ("k/a is damaged: its payload has another sha256. Restore another checkpoint of island=a.",
+         {"saved": {"a": saved[:-1] + bytes([saved[-1] ^ 1])}}),
+    ):  # fmt: skip
+        other = fixed_until(store.in_memory(), 3)
+        vars(other).update({"saved": {"a": saved}} | changes)
+        with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
+            other.make("a")
+    empty = Together(store.in_memory(), group.run, ("a",), 0)
+    empty.saved = {"a": saved}
+    assert line_of_a_restart(empty, 4) == (
+        "run.json is not there, and the checkpoint of island=a is at step 3. Set its "
+        "islands_store, or start without it"
+    )
 
 
 def test_a_coarser_gradient_on_the_way_down_moves_theta_by_its_rounding_alone():
@@ -184,6 +258,8 @@ def test_a_guest_is_stored_and_never_counted():
         ({"wire_down": "topk"}, "wire_down=topk is none of float32, bfloat16, int8, float4_e3m0: "),
         ({"merge": "median"}, "merge=median is none of mean, rda"),
         ({"outer_optimizer": "adam"}, "outer_optimizer=adam is none of nesterov, sgd"),
+        ({"islands": ("a", "b"), "block_tokens": 64},
+         "block_tokens=64 with islands=a,b is above 0: islands cannot run with it."),
         ({"snapshot_every": 0}, "snapshot_every=0 is below 1"),
         ({"overlap_steps": 4}, "overlap_steps=4 is not below sync_period=4"),
         ({"fragments": ((Leaf(6, 4),),)}, "fragments has one without values, or tensors of uneq"),

@@ -16,6 +16,8 @@ from maxdiloco.islands.records import (
     Mark,
     Member,
     Message,
+    Part,
+    Place,
     Range,
     Record,
     Reject,
@@ -37,18 +39,23 @@ EXAMPLES = {
     "g/0/8.a.1.0": (Gradient(0, 8, records.sha256(b"z")), b"z"),
     "s/0/8": (
         Ledger(0, 8, "l", "s", 512, (Mark("a", 1, 2, 512),), (0.5,), (("c", 2),),
-               (Block(3, 1, "a", 1, 64),), 3), b"\0" * 8),
+               (Block(3, 1, "a", 1, 64, 60),), 3), b"\0" * 8),
     "hb/a": (Beat("a", 1, 9, True, 12.5), b""),
     "i/a.1": (Claim("i/a.1", "a", 1, "n"), b""),
+    "k/a": (Place("a", "r", 9, 18, (Part(
+        Ledger(0, 1, "l", "s", 8, (Mark("a", 1, 1, 8),), (0.5,), (), (), 0),
+        ((Message(0, "a", 1, 2, 1, 4, 8, 16, (), 0.5, True, "h"), 8),), 2, 1, 2),),
+        records.sha256(b"xyz")), b"xyz"),
 }  # fmt: skip
 GOLDEN = {
     "run.json": "4407f204179d9fdd",
     "u/0/a.1.2": "cf898d6ca6c9a717",
     "c/0/8": "9799a8b4d478720a",
     "g/0/8.a.1.0": "ba26785b5e4692da",
-    "s/0/8": "5bc0a86fba1c9f88",
+    "s/0/8": "3b07c1b1a8e81d6c",
     "hb/a": "a529e65337f7a4e4",
     "i/a.1": "cb8523ded6c61b7f",
+    "k/a": "e83d8303bfd54b24",
 }
 
 

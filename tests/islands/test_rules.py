@@ -5,7 +5,7 @@ from together import a_run
 
 from maxdiloco.islands import rules
 from maxdiloco.islands.island import Pace
-from maxdiloco.islands.records import Block, Ledger, Mark, Message, Range, Reject
+from maxdiloco.islands.records import Block, Ledger, Mark, Member, Message, Range, Record, Reject
 
 RUN = a_run()  # H = 4, P = 2, tau = 1
 FIXED = a_run(islands=("a", "b"))
@@ -84,11 +84,15 @@ def test_fixed_mode_takes_the_first_of_each_whatever_the_time():
 
 
 def test_how_a_record_is_applied():
-    """Sent at 5, tau = 1: not before 6, merged at 6, later shifted; fixed mode waits and merges."""
+    """Sent at 5, tau = 1: not before 6, merged at 6, later shifted; fixed mode waits and merges.
+
+    What is not sent yet, in fixed mode, an island that goes on from a checkpoint will send.
+    """
     hows = [rules.how_to_apply(RUN, t, 5, 0) for t in (5, 6, 7)]
     assert hows == ["wait", "merge", "shift"]
     assert rules.how_to_apply(RUN, 6, 5, 1) == rules.how_to_apply(RUN, 6, None, 0) == "shift"
-    assert rules.how_to_apply(FIXED, 7, 5, 0) == "merge"
+    hows = [rules.how_to_apply(FIXED, 7, sent_at, 0) for sent_at in (5, 7, None)]
+    assert hows == ["merge", "wait", "wait"]
 
 
 def test_own_progress_stays():
@@ -116,9 +120,22 @@ def test_inner_moments_of_a_joiner():
 
 
 def test_the_rest_of_a_dead_islands_block_is_free_once():
-    blocks = (Block(1, 1, "a", 1, 30), Block(2, 1, "b", 1, 8), Block(3, 2, "a", 1, 9))
+    blocks = (
+        Block(1, 1, "a", 1, 30, 30), Block(2, 1, "b", 1, 8, 8), Block(3, 2, "a", 1, 9, 9),
+        Block(4, 1, "a", 1, 64, 50),
+    )  # fmt: skip
     ledger = EMPTY._replace(blocks=blocks, dead=(("a", 1),))
     assert rules.free_blocks(ledger, 64) == [Range(1, 2, 30, 64)]
+
+
+def test_a_block_is_finished_when_all_of_it_has_come_in_any_order():
+    """Of a block of 30 tokens 9 to 30 come first, since the message with 0 to 9 was rejected."""
+    run, ledger = a_run(block_tokens=30), EMPTY
+    for start, stop, blocks in ((9, 30, (Block(5, 1, "a", 1, 30, 21),)), (0, 9, ())):
+        member = Member("a", 1, 1, 1.0, 9, 1.0, (Range(5, 1, start, stop),))
+        record = Record(0, 10, "a", "", (member,), (), (), 1.0, "", "", "")
+        ledger = rules.follow(run, ledger, record, "")
+        assert (ledger.blocks, ledger.top) == (blocks, 5)
 
 
 def test_who_is_dead_by_the_ledger():

@@ -37,9 +37,9 @@ def movement(place, t, run):
 class Together:
     """Islands by name, a clock of their own, and the loop that a program would have."""
 
-    def __init__(self, bucket, run, names, seed, keys=None):
+    def __init__(self, bucket, run, names, seed, keys=None, kills=0.0):
         self.rng, self.now, self.bucket, self.run = random.Random(seed), 0.0, bucket, run
-        self.keys = keys or {}
+        self.keys, self.kills, self.saved = keys or {}, kills, {}
         self.names = list(names)
         self.islands = {name: self.make(name) for name in names}
 
@@ -47,19 +47,24 @@ class Together:
         theta = start_values(self.run)
         key, nonce = self.keys.get(name), str(self.rng.random())
         return Driver(
-            self.bucket, self.run, PACE, name, theta, key=key, nonce=nonce, clock=lambda: self.now
+            self.bucket, self.run, PACE, name, theta, key=key, saved=self.saved.get(name),
+            nonce=nonce, clock=lambda: self.now,
         )  # fmt: skip
 
     def event(self, steps):
         """One step, request or tick of one island."""
         self.now += self.rng.random() * 0.01
         name, island = self.rng.choice(list(self.islands.items()))
+        if self.kills and self.rng.random() < self.kills:
+            self.islands[name] = island = self.make(name)
         if island.stop is not None:
             return
         if island.state.t < steps and island.may_step() and self.rng.random() < 0.3:
             moved = movement(self.names.index(name), island.state.t + 1, self.run)
             island.x = [x + change for x, change in zip(island.x, moved, strict=True)]
             island.stepped(tokens=8)
+            if self.kills and island.state.t % 3 == 0:
+                self.saved[name] = island.saved()
         elif island.requests and self.rng.random() < 0.7:
             self.rng.shuffle(island.requests)
             island.work()
@@ -78,9 +83,12 @@ def heads(islands):
     return [log.ledger.number for island in islands for log in island.state.logs if log.ledger]
 
 
-def run_fixed(bucket, run, seed, steps):
-    """Fixed mode for so many steps. Returns the islands, in the order of their names."""
-    together = Together(bucket, run, run.islands, seed)
+def run_fixed(bucket, run, seed, steps, kills=0.0):
+    """Fixed mode for so many steps. Returns the islands, in the order of their names.
+
+    kills: chance of an event; an island then goes on from its checkpoint, of every third step.
+    """
+    together = Together(bucket, run, run.islands, seed, kills=kills)
     H, P = run.sync_period, len(run.fragments)
     # Sends at t = floor(p H / P) (mod H) from step 1 on; applied after t + tau.
     rounds = [
@@ -88,6 +96,7 @@ def run_fixed(bucket, run, seed, steps):
         for F in range(P)
     ]
     together.until(steps, lambda islands: heads(islands) == rounds * len(run.islands))
+    together.kills = 0.0
     for _ in range(500):  # snapshots and deletions
         together.event(steps)
     return list(together.islands.values())
