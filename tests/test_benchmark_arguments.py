@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import (
     bandwidth_model,
+    islands_storm,
     link_faults,
     peer_torch,
     peer_torchft,
@@ -25,6 +26,7 @@ REFUSED = {
         ("replicas=1", "replicas=1 is no whole number of 2"),
         ("size=1b", "size is unknown"),
     ],
+    islands_storm: [("secondz=3", "secondz is no key. Use seconds, faults_per_hour, mbit, boxes")],
     link_faults: [
         ("fault=kill", "fault is no key of the trainer"),
         ("moments=lunch", "use all, or some of: inner steps, in flight"),
@@ -85,7 +87,7 @@ def test_what_a_benchmark_does_not_take_is_one_line_and_exit_code_2(benchmark, c
 
 
 @pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize("benchmark", [link_faults, peer_torchft, thin_link])
+@pytest.mark.parametrize("benchmark", [islands_storm, link_faults, peer_torchft, thin_link])
 def test_a_machine_that_cannot_make_hosts_is_one_line_before_anything_is_made(
     monkeypatch, capsys, tmp_path, benchmark
 ):
@@ -102,7 +104,7 @@ def test_a_machine_that_cannot_make_hosts_is_one_line_before_anything_is_made(
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("benchmark", [arguments, link_faults])
+@pytest.mark.parametrize("benchmark", [arguments, islands_storm, link_faults])
 def test_the_names_of_a_benchmark_are_no_keys_of_the_trainer(benchmark):
     keys = set(base_yml.declared(rows.ROOT / "configs" / "base.yml"))
     assert set(benchmark.KEYS) <= keys and arguments.SET_HERE <= keys

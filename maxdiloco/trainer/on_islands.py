@@ -79,9 +79,9 @@ class OnIslands(DiLoCo):
         settings, name = self._settings, self._settings.name
         if settings.run.islands and state.t:
             raise ConfigError(
-                f"islands=fixed cannot go on from step {state.t} of a checkpoint: the others wait "
-                "for messages of earlier steps. Use islands=elastic, or another run_name and "
-                "islands_store."
+                f"islands=fixed cannot go on from step {state.t} of a checkpoint. Use another "
+                "run_name: the island then takes its steps again, to the bit, with the messages "
+                "that are there."
             )
         self._bucket = Counted(objects.open_bucket(settings.url, "islands_store"))
         _require_rights(self._bucket, settings.url, name)
@@ -120,13 +120,6 @@ class OnIslands(DiLoCo):
                 raise self._error(driver.stop)
         self._run = run
         ledger, start = driver.state.logs[0].ledger, driver.state.incarnation
-        if run.islands and start > 1:
-            self._beside.close(drain=False)
-            raise ConfigError(
-                f"island={settings.name} of islands=fixed has run before in islands_store="
-                f"{settings.url}: it cannot go on there. Use islands=elastic, or another "
-                "islands_store."
-            )
         say(f"island {settings.name} is in, its start number {start}: {_state_of(run, ledger)}")
         self._warm_from = None
         if driver.moments == "zero" and ledger.number:
