@@ -120,6 +120,7 @@ MATRIX = {
     "batch": ({"max_target_length": 512}, None),
     "inner": ({"learning_rate": 1e-3}, None),
     "diloco": ({"diloco_outer_lr": 0.1}, {"exchange_interface": "10.0.0.2"}),
+    "islands": ({"islands_min": 2}, None),
     "data": ({"add_eos": False}, {"grain_worker_count": 4}),
     "tools": ({"peer_timeout_seconds": 5}, {"profiler": "xplane"}),
     "compile": ({"compiled_trainstep_file": "programs.zip"}, {"compile_topology": "v5e-16"}),

@@ -52,7 +52,7 @@ def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(tmp_path, cap
     """On a link that fills with fewer steps of overlap, or at all, when slices own parts. Control:
     on a fat one the first row gathers, and of two slices every one does."""
     keys = ("model_name=1b", "compile_topology=v5e-16", f"compile_topology_num_slices={slices}")
-    keys += ("step_time=0.8", f"report={tmp_path / 'plan.json'}")
+    keys += ("step_time=0.8", "details=true", f"report={tmp_path / 'plan.json'}")
 
     def planned(*more):
         plan.main([*keys, *more])
