@@ -34,7 +34,7 @@ OWN = {
     "latency_ms": "20",
     "turns": "2",
     "mb": "64",
-    "runs": "bytes of text;shards",  # of KINDS, with semicolons between
+    "runs": "bytes of text;shards",  # of KINDS, with semicolons between; empty: the pipeline alone
     "out": "runs/bucket_data",
 }
 KINDS = ("bytes of text", "shards")
@@ -64,7 +64,7 @@ def _main(argv: Sequence[str]) -> int:
     for name in ("latency_ms", "turns", "mb"):
         if not own[name].isdecimal() or int(own[name]) < 1:
             raise ConfigError(f"{name}={own[name]} is no whole number of 1 or more. Use {name}=2.")
-    kinds = own["runs"].split(";")
+    kinds = [kind for kind in own["runs"].split(";") if kind]
     if not set(kinds) <= set(KINDS):
         raise ConfigError(f"runs={own['runs']} is unknown. Use {';'.join(KINDS)}, or one of them.")
     keys = DEFAULTS | {name: value for name, value in given.items() if name not in OWN} | FIXED
@@ -72,7 +72,8 @@ def _main(argv: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as folder, _server(int(own["latency_ms"])):
         places = _places(pathlib.Path(folder), int(own["mb"]), int(own["latency_ms"]) / 1000)
-        rows = [("tokens", "place", "tokens/s", *(f"waits at {rate:,}/s" for rate in RATES))]
+        waits = [name for rate in RATES for name in (f"waits at {rate:,}/s", "CPU a window")]
+        rows = [("tokens", "place", "tokens/s", *waits)]
         for (kind, place), path in places.items():
             rows.append((kind, place, *_pipeline(path)))
         print("\n".join(aligned(rows)), flush=True)
@@ -162,7 +163,9 @@ def _places(folder: pathlib.Path, mb: int, latency_s: float) -> dict[tuple[str, 
 
 
 def _pipeline(path: str) -> Iterator[str]:
-    """Tokens a second of the pipeline alone, and what a step of a rate waits, of its time."""
+    """Tokens a second of the pipeline alone; what a step of a rate waits, of its time, and the CPU
+    time of this process for a window.
+    """
     from maxdiloco.data import order, pipeline
     from maxdiloco.evaluation import run_texts, run_tokenizer
     from maxdiloco.flags import config
@@ -172,7 +175,7 @@ def _pipeline(path: str) -> Iterator[str]:
     position = order.first_position(1, ROWS)
     tokens = ROWS * LENGTH
     for rate in (None, *RATES):
-        waits, begun = [], time.perf_counter()
+        waits, begun, used = [], time.perf_counter(), time.process_time()
         steps = range(1, 1_000_000)
         mine = dict(steps=steps, replicas=[0], rows=range(ROWS))
         with pipeline.batches(data, position, **mine) as batches:
@@ -185,6 +188,7 @@ def _pipeline(path: str) -> Iterator[str]:
             yield f"{len(waits) * tokens / (time.perf_counter() - begun):,.0f}"
         else:
             yield f"{statistics.mean(waits[2:]) * rate / tokens:.1%}"
+            yield f"{(time.process_time() - used) / len(waits) / ROWS * 1e3:.2f} ms"
 
 
 if __name__ == "__main__":
