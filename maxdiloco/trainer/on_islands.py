@@ -18,7 +18,7 @@ from maxdiloco.engine.actions import Given
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.host_values import HostValues
-from maxdiloco.engine.state import State
+from maxdiloco.engine.state import Layout, State
 from maxdiloco.engine.trainer import Description, Reading, SavedLayout
 from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
 from maxdiloco.islands import beside, objects, records, rules, wires
@@ -54,6 +54,31 @@ class OnIslands(DiLoCo):
         self._left, self._waited_s = False, 0.0
         self._told = Counts(), 0
 
+    def bind(self, params: Any, opt_state: Any) -> Layout:
+        """See DiLoCo; before anything is compiled, where the island is to train.
+
+        Raises ConfigError for a store that cannot be used, and a run in it that is another.
+        """
+        layout, settings = super().bind(params, opt_state), self._settings
+        self._run = settings.run._replace(fragments=self._leaves())
+        if settings.facts is not None:
+            self._bucket = Counted(objects.open_bucket(settings.url, "islands_store"))
+            _require_rights(self._bucket, settings.url, settings.name)
+            self._agreed()
+        return layout
+
+    def _agreed(self) -> tuple[Run, Any]:
+        """The run as this island takes part in it, and what the store has of it. As bind."""
+        settings = self._settings
+        stored, run = objects.get(self._bucket, None, records.RUN), self._run
+        if isinstance(stored, Damage):
+            raise ConfigError(f"islands_store={settings.url}: {stored.reason}. Use another.")
+        if isinstance(stored, Run):
+            run = island_settings.adopted(run, stored, settings.url)
+        if not run.islands:
+            island_settings.require_block(run, settings.facts)
+        return run, stored
+
     def _make_carrier(self) -> Carrier:
         sizes = [wires.payload_size(self._run.wire, sizes) for sizes in map(_sizes, self._leaves())]
         return Steps(self.programs, self.schedule, sizes, self._ready, self._stepped)
@@ -74,7 +99,7 @@ class OnIslands(DiLoCo):
     def join(self, state: State) -> State:
         """Catch up with the log of the store, or begin one with this state's theta.
 
-        Raises ConfigError for a store that cannot be used, and a run in it that is another.
+        Raises ConfigError as bind, since the run may have begun meanwhile.
         """
         settings, name = self._settings, self._settings.name
         if settings.run.islands and state.t:
@@ -83,11 +108,8 @@ class OnIslands(DiLoCo):
                 "run_name: the island then takes its steps again, to the bit, with the messages "
                 "that are there."
             )
-        self._bucket = Counted(objects.open_bucket(settings.url, "islands_store"))
-        _require_rights(self._bucket, settings.url, name)
         self._values = Values(HostValues(self.programs), self.layout.plans)
         theta = [self._values.host.theta(state, plan) for plan in self.layout.plans]
-        self._run = settings.run._replace(fragments=self._leaves())
         self._say(f"island {name} meets the others at {settings.url}")
         state = self._joined(state, theta)
         self._told = self._bucket.counts, state.t
@@ -98,14 +120,7 @@ class OnIslands(DiLoCo):
         settings, say = self._settings, self._say
         self._values.state, self._begun = state, state.t
         while True:
-            stored = objects.get(self._bucket, None, records.RUN)
-            if isinstance(stored, Damage):
-                raise ConfigError(f"islands_store={settings.url}: {stored.reason}. Use another.")
-            run = self._run
-            if isinstance(stored, Run):
-                run = island_settings.adopted(run, stored, settings.url)
-            if not run.islands:
-                island_settings.require_block(run, settings.facts)
+            run, stored = self._agreed()
             driver = Driver(
                 self._bucket, run, settings.pace, settings.name, theta, x=self._values,
                 feedback=settings.feedback, moments_of=self._moments_of,

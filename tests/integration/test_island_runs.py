@@ -55,7 +55,9 @@ def test_an_island_trains_until_its_tokens_are_committed(tmp_path, capsys):
 def refused(folder, capsys, keys):
     capsys.readouterr()
     code = tools.run(folder, "refused", **keys)
-    return code, capsys.readouterr().err.strip()
+    said = capsys.readouterr()
+    assert "programs ready" not in said.out, "nothing is compiled for it"
+    return code, said.err.strip()
 
 
 def losses(folder):

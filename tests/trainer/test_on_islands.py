@@ -338,10 +338,10 @@ def test_an_island_with_other_keys_is_refused_by_name(changes, words):
     assert island_settings.adopted(stored._replace(tokens=9), stored, "u").tokens == 7
 
 
-def test_a_store_that_cannot_be_used_is_refused(tmp_path):
+def test_a_store_that_cannot_be_used_is_refused_before_anything_is_compiled(tmp_path):
     (tmp_path / "store").write_text("a file")
     trainer = an_island(tmp_path / "store", "a", ELASTIC)
     problem = tiny_problem.problem("layers")
-    state = trainer.init(problem.named(problem.params), problem.named(problem.params))
+    params = problem.named(problem.params)
     with pytest.raises(ConfigError, match=r"islands_store=.*cannot be .*Name a folder or a bucket"):
-        trainer.join(state)
+        trainer.bind(params, params)
