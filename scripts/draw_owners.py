@@ -5,10 +5,10 @@ Four slices. The bytes below the columns are those of the wire formats, for one 
 
 import pathlib
 import sys
-from html import escape
 
 from maxdiloco.diloco import quantize
 from maxdiloco.exchange.owners import REDUCED
+from maxdiloco.planning import svg
 
 SLICES, WIRE = 4, "float4_e3m0"
 COLOURS = ("#3b6ea5", "#c2703d", "#5a8f53", "#8a4fb0")
@@ -33,61 +33,41 @@ def draw() -> str:
     """The figure as SVG: a row for each slice, a column for what it holds after each action."""
     parts, starts = [], [LEFT + k * (WIDE + GAP) for k in range(len(HEADS))]
     for x, (name, note) in zip(starts, HEADS, strict=True):
-        parts += [_text(x, 20, name, size=13, weight="bold"), _text(x, 38, note, size=11)]
+        parts += [svg.text(x, 20, name, size=13, bold=True), svg.text(x, 38, note, size=11)]
     for j in range(SLICES):
         parts += _slice(j, *starts)
     share, y = (SLICES - 1) / SLICES, TOP + SLICES * ROW + 12
     there, back = bytes_of(WIRE), bytes_of(quantize.finer(WIRE, REDUCED))
     sent = ["", f"{there * share:.3g} in {8 * there:.0f} bits", "none"]
     sent.append(f"{back * share:.3g} in {8 * back:.0f} bits")
-    parts.append(_text(8, y, "bytes a parameter that leave a slice:", size=11))
-    parts += [_text(x, y, words, size=11) for x, words in zip(starts, sent, strict=True)]
+    parts.append(svg.text(8, y, "bytes a parameter that leave a slice:", size=11))
+    parts += [svg.text(x, y, words, size=11) for x, words in zip(starts, sent, strict=True)]
     gathered = f"to gather, each sends all it has to all: {there * (SLICES - 1):.3g}"
-    parts.append(_text(8, y + 18, gathered, size=11))
+    parts.append(svg.text(8, y + 18, gathered, size=11))
     width, height = starts[-1] + WIDE + 60, y + 30
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
-        f"{''.join(parts)}</svg>\n"
-    )
+    return svg.figure(width, height, parts)
 
 
 def _slice(j: int, has: float, scattered: float, reduced: float, shared: float) -> list[str]:
     """The row of slice j, and what it sends. The others: where its columns begin."""
     y = TOP + j * ROW
-    parts = [_text(8, y + 26, f"slice {j}", size=12)]
+    parts = [svg.text(8, y + 26, f"slice {j}", size=12)]
     for k in range(SLICES):
-        parts.append(_box(has + k * CELL, y + 10, CELL, 20, COLOURS[k], 0.55))
-        parts.append(_box(scattered, y + k * 10, CELL, 10, COLOURS[j], 0.55))
-        parts.append(_box(shared + k * CELL, y + 10, CELL, 20, COLOURS[k], 1))
+        parts.append(svg.box(has + k * CELL, y + 10, CELL - 1, 20, COLOURS[k], opacity=0.55))
+        parts.append(svg.box(scattered, y + k * 10, CELL, 9, COLOURS[j], opacity=0.55))
+        parts.append(svg.box(shared + k * CELL, y + 10, CELL - 1, 20, COLOURS[k]))
         if k != j:
             of_k = TOP + k * ROW + 20
             parts.append(_line(has + WIDE + 6, y + 20, scattered - 8, of_k, COLOURS[k]))
             parts.append(_line(reduced + CELL + 6, y + 20, shared - 8, of_k, COLOURS[j]))
-    parts.append(_box(reduced, y + 10, CELL, 20, COLOURS[j], 1))
+    parts.append(svg.box(reduced, y + 10, CELL, 20, COLOURS[j]))
     parts.append(_line(scattered + CELL + 6, y + 20, reduced - 8, y + 20, "#222"))
     return parts
 
 
-def _box(x: float, y: float, width: float, height: float, fill: str, opacity: float) -> str:
-    return (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" '
-        f'fill-opacity="{opacity}" stroke="white"/>'
-    )
-
-
 def _line(x: float, y: float, to_x: float, to_y: float, colour: str) -> str:
-    return (
-        f'<line x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" stroke="{colour}" stroke-width="1.5"/>'
-        f'<circle cx="{to_x}" cy="{to_y}" r="2.5" fill="{colour}"/>'
-    )
-
-
-def _text(x: float, y: float, text: str, *, size: int, weight: str = "normal") -> str:
-    return (
-        f'<text x="{x}" y="{y}" fill="#222" font-size="{size}" font-weight="{weight}">'
-        f"{escape(text)}</text>"
-    )
+    dot = f'<circle cx="{to_x}" cy="{to_y}" r="2.5" fill="{colour}"/>'
+    return svg.line([(x, y), (to_x, to_y)], colour, width=1.5) + dot
 
 
 if __name__ == "__main__":

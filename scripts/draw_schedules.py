@@ -5,7 +5,6 @@ It draws schedule.actions of maxdiloco.diloco, which a run carries out.
 
 import pathlib
 import sys
-from html import escape
 
 from maxdiloco.diloco.schedule import (
     INNER_EXCHANGE,
@@ -19,6 +18,7 @@ from maxdiloco.diloco.schedule import (
     Schedule,
     offsets,
 )
+from maxdiloco.planning import svg
 
 H = 12
 FIRST, LAST = H + 1, 2 * H  # the second period, in which all exchanges are under way
@@ -43,56 +43,41 @@ def draw() -> str:
     parts = []
     for k in range(H):
         x = LEFT + k * CELL + CELL / 2
-        parts.append(_text(x, TOP - 12, f"t={FIRST + k}", anchor="middle", size=11))
+        parts.append(svg.text(x, TOP - 12, f"t={FIRST + k}", anchor="middle", size=11))
     y = TOP
     for name, P, tau, overlap, note in MODES:
         schedule = Schedule(
             H, tau, offsets(P, H), overlap, scatter_steps=SCATTER_STEPS.get(name, 0)
         )
-        parts += [_text(8, y + 16, name, weight="bold"), _text(8, y + 36, note, size=9)]
+        parts += [svg.text(8, y + 16, name, size=12, bold=True), svg.text(8, y + 36, note, size=9)]
         parts += _mode(schedule, y)
         y += 4 * ROW
     legend = "step: inner step;  link: fragment on the wire;  S send, R reduce, A apply;  "
     legend += "red: training waits"
-    parts.append(_text(8, y + 4, legend, size=11))
+    parts.append(svg.text(8, y + 4, legend, size=11))
     width, height = LEFT + H * CELL + 12, y + 16
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
-        f"{''.join(parts)}</svg>\n"
-    )
+    return svg.figure(width, height, parts)
 
 
 def _mode(schedule: Schedule, y: float) -> list[str]:
     parts = []
     for k, t in enumerate(range(FIRST, LAST + 1)):
         x = LEFT + k * CELL
-        parts.append(_box(x, y, CELL - 8, "#e4e4e4"))
+        parts.append(svg.box(x, y, CELL - 8, ROW - 4, "#e4e4e4"))
         marks = []
         for action in schedule.actions(t):
             if action.program in CARRY:
-                parts.append(_box(x, y + ROW, CELL - 8, COLOURS[action.fragment]))
+                parts.append(svg.box(x, y + ROW, CELL - 8, ROW - 4, COLOURS[action.fragment]))
                 label = f"{CARRY[action.program]}{action.fragment}.{action.chunk}"
-                parts.append(_text(x + 5, y + ROW + 14, label, "white", size=10))
+                parts.append(svg.text(x + 5, y + ROW + 14, label, fill="white", size=10))
             if action.program == SYNCHRONISE:
-                parts.append(_box(x + CELL - 8, y, 8, "#cc2222"))
-                parts.append(_box(x + CELL - 8, y + ROW, 8, COLOURS[action.fragment]))
+                parts.append(svg.box(x + CELL - 8, y, 8, ROW - 4, "#cc2222"))
+                parts.append(svg.box(x + CELL - 8, y + ROW, 8, ROW - 4, COLOURS[action.fragment]))
             marks += [f"{letter}{action.fragment}" for letter in MARKS.get(action.program, "")]
         if marks:
             below = y + 2 * ROW + 12
-            parts.append(_text(x + CELL - 4, below, " ".join(marks), anchor="end", size=9))
+            parts.append(svg.text(x + CELL - 4, below, " ".join(marks), anchor="end", size=9))
     return parts
-
-
-def _box(x: float, y: float, width: float, fill: str) -> str:
-    return f'<rect x="{x}" y="{y}" width="{width}" height="{ROW - 4}" fill="{fill}"/>'
-
-
-def _text(x, y, text, fill="#222", *, anchor="start", size=12, weight="normal") -> str:
-    return (
-        f'<text x="{x}" y="{y}" fill="{fill}" text-anchor="{anchor}" font-size="{size}" '
-        f'font-weight="{weight}">{escape(text)}</text>'
-    )
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def period(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
         for k, sent in enumerate(bars):
             tall = STRIP * min(sent / full, 1.1)  # tbf lets a burst above its rate
             x = LEFT + k * width
-            parts.append(_box(x, y + STRIP - tall, width * 0.9, tall, COLOURS[row["mode"]]))
+            parts.append(svg.box(x, y + STRIP - tall, width * 0.9, tall, COLOURS[row["mode"]]))
         y += STRIP
         parts.append(svg.line([(LEFT, y), (right, y)], "#888888"))
     tick = next((tick for tick in TICKS if seconds <= 8 * tick), seconds)
@@ -122,11 +122,5 @@ def _heading(title: str, words: Sequence[str]) -> list[str]:
 def _mark(point: tuple[float, float], colour: str, square: bool, size: float) -> str:
     x, y = point
     if square:
-        return _box(x - size, y - size, 2 * size, 2 * size, colour)
+        return svg.box(x - size, y - size, 2 * size, 2 * size, colour)
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}" fill="{colour}"/>'
-
-
-def _box(x: float, y: float, width: float, height: float, fill: str) -> str:
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"/>'
-    )

@@ -23,10 +23,26 @@ def line(
     return f'<polyline points="{places}" fill="none" {look}/>'
 
 
+def box(
+    x: float, y: float, width: float, height: float, fill: str, *, opacity: float = 1
+) -> str:
+    """A rectangle with its upper left corner at x, y."""
+    see_through = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {place} fill="{fill}"{see_through}/>'
+
+
 def text(
-    x: float, y: float, words: str, *, anchor: str = "start", size: int = 11, bold: bool = False
+    x: float,
+    y: float,
+    words: str,
+    *,
+    anchor: str = "start",
+    size: int = 11,
+    bold: bool = False,
+    fill: str = "#222",
 ) -> str:
     """Words that begin, end or have their middle at x."""
     weight = ' font-weight="bold"' if bold else ""
-    where = f'x="{x:.1f}" y="{y:.1f}" fill="#222" text-anchor="{anchor}" font-size="{size}"'
+    where = f'x="{x:.1f}" y="{y:.1f}" fill="{fill}" text-anchor="{anchor}" font-size="{size}"'
     return f"<text {where}{weight}>{escape(words)}</text>"
