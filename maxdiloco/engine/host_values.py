@@ -40,8 +40,8 @@ class HostValues:
 
     def theta(self, state: State, plan: FragmentPlan) -> np.ndarray:
         """Those of theta [N]."""
-        take = jax.jit(FragmentView(self._layout, plan).theta.take)
-        return _joined(take(arrays_of(state, plan).theta, plan.starts))
+        program = self._programs.defined("theta", plan, self._take_theta)
+        return _joined(program(arrays_of(state, plan).theta, plan.starts))
 
     def put(
         self, state: State, plan: FragmentPlan, x: np.ndarray, theta: np.ndarray, trace: np.ndarray
@@ -84,6 +84,9 @@ class HostValues:
             return [x[0].astype(jnp.float32) for x in view.params.take(leaves, starts)]
 
         return dict(fn=take, out_shardings=self._shardings(plan))
+
+    def _take_theta(self, plan: FragmentPlan) -> Definition:
+        return dict(fn=FragmentView(self._layout, plan).theta.take)
 
     def _put(self, plan: FragmentPlan) -> Definition:
         view = FragmentView(self._layout, plan)
