@@ -213,9 +213,8 @@ def how_good(plan: Plan) -> str:
 
 def how_sure(plan: Plan) -> str:
     """Where the figures come from, and how far off they may be."""
-    is_guess = plan.step.origin.startswith("a guess")
     step = "the step is a guess: at half its efficiency all but the link takes twice as long"
-    if not is_guess:
+    if not plan.step.is_guess:
         step = f"the step's time is {plan.step.origin}"
     gap = plan.gap(plan.rows[0].choice)
     loss = (

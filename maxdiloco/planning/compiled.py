@@ -239,4 +239,4 @@ def estimated_step(cfg: Config, job: Job) -> Step:
         f"{moved / 1e9:.3g} GB of its memory at {chip.bandwidth / 1e9:,.0f} GB/s; a small model or "
         f"batch is slower. Measure it, and give step_time=SECONDS"
     )
-    return Step(products_s + moved / chip.bandwidth, 0, origin)
+    return Step(products_s + moved / chip.bandwidth, 0, origin, is_guess=True)

@@ -119,11 +119,15 @@ def _fragments(job: Job, given: Collection[str]) -> tuple[int, int]:
 
 
 class Step(NamedTuple):
-    """A plain inner step. peak: bytes that it needs, 0: unknown. origin: of its time, in words."""
+    """A plain inner step. peak: bytes that it needs, 0: unknown. origin: of its time, in words.
+
+    is_guess: of a time that nothing was compiled or run for.
+    """
 
     seconds: float
     peak: int = 0
     origin: str = "as given"
+    is_guess: bool = False
 
 
 class Traffic(NamedTuple):
