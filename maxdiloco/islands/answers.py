@@ -6,7 +6,9 @@ from typing import Any
 from maxdiloco.islands import records, rules
 from maxdiloco.islands.island import (
     CREATED,
+    DONE,
     FAILED,
+    REPLACED,
     Apply,
     Create,
     Damage,
@@ -35,6 +37,7 @@ from maxdiloco.islands.island import (
 from maxdiloco.islands.records import Claim, Ledger, Message, Record
 
 Transition = tuple[Island, list[Any]]
+AWAY = "the store is away: this island trains on for two periods"
 
 
 def take(s: Island, event: Done) -> Transition:
@@ -79,7 +82,7 @@ def _away(s: Island, result: Any) -> tuple[Island, list[Any]]:
     since = s.now if s.failing_since is None else s.failing_since
     late = s.now - since >= s.pace.period and not s.said_away
     s.failing_since, s.said_away = since, s.said_away or late
-    return s, [Say("the store is away: this island trains on for two periods")] if late else []
+    return s, [Say(AWAY)] if late else []
 
 
 def _packed(s: Island, message: Message) -> Transition:
@@ -131,7 +134,7 @@ def _applied(s: Island, action: Apply, digest: str) -> Transition:
     if (s.name, s.incarnation) in ledger.dead:
         return stopped(s, "the others took it for dead", again=True)
     if s.phase == "in" and not record.fragment and rules.progress(s.run, ledger) >= 1:
-        return stopped(s, f"done: {ledger.tokens} tokens are committed", again=False)
+        return stopped(s, f"done: {ledger.tokens} tokens are committed", again=False, why=DONE)
     return s, []
 
 
@@ -226,7 +229,7 @@ def _message_settled(s: Island, name: str, message: Message) -> Transition:
         line = f"{name} is not what island={s.name} makes of the same steps: its data, software or"
         return stopped(s, f"{line} device is another. Restore what it ran with", again=False)
     if message != own[0].message:
-        return stopped(s, f"another program writes {name}", again=True)
+        return stopped(s, f"another program writes {name}", again=True, why=REPLACED)
     kept = tuple(o._replace(stored=True) if o in own else o for o in log.own)
     return with_log(s, message.fragment, own=kept, inbox={**log.inbox, key: message}), []
 
@@ -285,7 +288,7 @@ def _rolled(s: Island, action: Roll, beats: Any, tries: int) -> Transition:
     mine = seen.get(s.name)
     if mine is not None and s.phase in ("load", "in") and mine.beat.incarnation > s.incarnation:
         line = f"another program runs as island={s.name}. Give each its own"
-        return stopped(s, line, again=False)
+        return stopped(s, line, again=False, why=REPLACED)
     return s, []
 
 

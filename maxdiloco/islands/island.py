@@ -152,11 +152,18 @@ class Say(NamedTuple):
     line: str
 
 
+DONE, REPLACED = "done", "replaced"
+
+
 class Stop(NamedTuple):
-    """The island is over. again: it may start once more, and joins as new. No answer."""
+    """The island is over. again: it may start once more, and joins as new. No answer.
+
+    why: DONE, REPLACED by another program of its name, or "".
+    """
 
     line: str
     again: bool
+    why: str = ""
 
 
 # -- events ---------------------------------------------------------------------------------------
@@ -315,8 +322,8 @@ def fragment_of(name: str) -> int:
     return int(name.split("/")[1])
 
 
-def stopped(s: Island, line: str, *, again: bool) -> tuple[Island, list[Any]]:
+def stopped(s: Island, line: str, *, again: bool, why: str = "") -> tuple[Island, list[Any]]:
     """It asks for nothing any more."""
     s.phase = "stopped"
     s.asks.clear()
-    return s, [Stop(line, again)]
+    return s, [Stop(line, again, why)]

@@ -21,11 +21,11 @@ from maxdiloco.engine.host_values import HostValues
 from maxdiloco.engine.state import Layout, State
 from maxdiloco.engine.trainer import Description, Reading, SavedLayout
 from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
-from maxdiloco.islands import beside, objects, records, rules, wires
+from maxdiloco.islands import answers, beside, objects, records, rules, wires
 from maxdiloco.islands.beside import Beside
 from maxdiloco.islands.counted import Counted, Counts
 from maxdiloco.islands.driver import Driver
-from maxdiloco.islands.island import Damage, Stop
+from maxdiloco.islands.island import DONE, REPLACED, Damage, Stop
 from maxdiloco.islands.records import Leaf, Run
 from maxdiloco.trainer import island_settings
 from maxdiloco.trainer.island_settings import Settings
@@ -143,7 +143,7 @@ class OnIslands(DiLoCo):
         return self._values.flushed(state, driver)
 
     def _say(self, line: str) -> None:
-        failure = self._bucket.failure if line.startswith("the store is away") else ""
+        failure = self._bucket.failure if line == answers.AWAY else ""
         self._settings.facts.say(f"{line}. The last answer: {failure}" if failure else line)
 
     def reading(self, saved_layout: SavedLayout) -> Reading:
@@ -195,7 +195,7 @@ class OnIslands(DiLoCo):
             return NumericsError(
                 f"step {t}: {where}: {stop.line}. Resume with a lower learning_rate."
             )
-        if stop.line.startswith("another program"):
+        if stop.why == REPLACED:
             return ConfigError(f"island={self._settings.name}: {stop.line}.")
         return CheckpointError(
             f"islands_store={self._settings.url}: {stop.line}. `python -m maxdiloco.islands audit "
@@ -248,7 +248,7 @@ class OnIslands(DiLoCo):
     def ended(self) -> bool:
         """Whether all tokens of the run are committed."""
         stop = self._beside.stop
-        if stop is not None and stop.line.startswith("done"):
+        if stop is not None and stop.why == DONE:
             return True
         return not self._run.islands and rules.progress(self._run, self._ledger()) >= 1
 
