@@ -13,33 +13,7 @@ from typing import Any
 import numpy as np
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import core, keys, objects, outer, records, restart, rules, wires
-from maxdiloco.islands.island import (
-    CREATED,
-    EXISTS,
-    FAILED,
-    Apply,
-    Begin,
-    Create,
-    Damage,
-    Delete,
-    Done,
-    Evaluate,
-    Fetch,
-    Get,
-    Island,
-    Load,
-    Look,
-    Pack,
-    Put,
-    Reduce,
-    Reduced,
-    Roll,
-    Say,
-    Step,
-    Stop,
-    Tick,
-)  # fmt: skip
+from maxdiloco.islands import core, island, keys, objects, outer, records, restart, rules, wires
 from maxdiloco.islands.outer import Outer, Term
 from maxdiloco.islands.records import Damaged, Gradient, Ledger, Message, Record, Reject, Run
 from maxdiloco.storage.store import Bucket
@@ -95,16 +69,16 @@ class Driver:
         self.said: list[str] = []
         self.evaluations: list[int] = []
         self.moments, self.norm, self.finite = "", 0.0, True
-        self.stop: Stop | None = None
+        self.stop: island.Stop | None = None
         digests = tuple(state.digest() for state in self.outer)
         nonce = secrets.token_hex(8) if nonce is None else nonce
-        self.state: Island = core.start(run, pace, name, nonce, digests, moments_of)
+        self.state: island.Island = core.start(run, pace, name, nonce, digests, moments_of)
         if saved is not None:
             self._restore(restart.decode(run, name, saved))
 
     def tick(self, *, within: bool = False) -> None:
         """Let time pass. within: an inner step is under way, so x stays as it is."""
-        self.deliver(Tick(self._clock(), within))
+        self.deliver(island.Tick(self._clock(), within))
 
     def may_step(self) -> bool:
         """Whether the next inner step may begin."""
@@ -112,7 +86,7 @@ class Driver:
 
     def stepped(self, tokens: int) -> None:
         """An inner step is done, and its values are in `x`."""
-        self.deliver(Step(tokens))
+        self.deliver(island.Step(tokens))
 
     def saved(self) -> bytes:
         """Of fixed mode, between two inner steps: what the island goes on from after a restart."""
@@ -147,33 +121,33 @@ class Driver:
         self.deliver(self.carried_out(self.requests.pop(0)))
         return True
 
-    def carried_out(self, request: Any) -> Done:
+    def carried_out(self, request: Any) -> island.Done:
         """Carry out a request; the event to deliver. Requests may be under way in many threads."""
         try:
-            return Done(request, self._request(request))
+            return island.Done(request, self._request(request))
         except OSError:
-            return Done(request, FAILED)
+            return island.Done(request, island.FAILED)
         except Damaged as error:
-            return Done(request, Damage(str(error)))
+            return island.Done(request, island.Damage(str(error)))
 
     def deliver(self, event: Any) -> None:
         """What an event changes; one at a time."""
         self.state, actions = core.step(self.state, event)
         for action in actions:
             match action:
-                case Pack(message):
-                    self.deliver(Done(action, self._packed(message)))
-                case Apply():
-                    self.deliver(Done(action, self._applied(action)))
-                case Begin(moments):
+                case island.Pack(message):
+                    self.deliver(island.Done(action, self._packed(message)))
+                case island.Apply():
+                    self.deliver(island.Done(action, self._applied(action)))
+                case island.Begin(moments):
                     self.moments = moments
                     for fragment, state in enumerate(self.outer):
                         self.x[fragment] = state.theta
-                case Evaluate(number):
+                case island.Evaluate(number):
                     self.evaluations.append(number)
-                case Say(line):
+                case island.Say(line):
                     self.said.append(line)
-                case Stop():
+                case island.Stop():
                     self.stop = action
                     self.requests.clear()
                 case _:
@@ -195,7 +169,7 @@ class Driver:
         self._payloads[name_of(message)] = payload
         return message if self._key is None else keys.signed(message, self._key)
 
-    def _applied(self, action: Apply) -> str:
+    def _applied(self, action: island.Apply) -> str:
         record, fragment, run = action.record, action.record.fragment, self._run
         before, sent = self.outer[fragment], self.sent[fragment]
         name = records.gradient_name(record)
@@ -227,42 +201,42 @@ class Driver:
     def _request(self, action: Any) -> Any:
         bucket, run = self._bucket, self._run
         match action:
-            case Create(name, body):
+            case island.Create(name, body):
                 result = objects.create(bucket, name, body, self._payloads.get(name, b""))
-                if result in (CREATED, EXISTS) and name[0] != "u":
+                if result in (island.CREATED, island.EXISTS) and name[0] != "u":
                     self._payloads.pop(name, None)
                 return result
-            case Put(name, body):
+            case island.Put(name, body):
                 return bucket.put(name, records.encode(body))
-            case Get(name):
+            case island.Get(name):
                 return objects.get(bucket, run, name)
-            case Look(name):
+            case island.Look(name):
                 return objects.look(bucket, run, name)
-            case Roll(folder):
+            case island.Roll(folder):
                 beats = [objects.get(bucket, run, n) for n in objects.listed(bucket, folder)]
                 return {b.island: b for b in beats if isinstance(b, records.Beat)}
-            case Reduce(draft):
+            case island.Reduce(draft):
                 return self._reduced(draft)
-            case Fetch(record):
+            case island.Fetch(record):
                 return self._fetched(record)
-            case Load(fragment, number):
+            case island.Load(fragment, number):
                 return self._loaded(fragment, number)
-            case Delete(fragment):
+            case island.Delete(fragment):
                 return self._deleted(fragment)
         raise ValueError(f"{action} is no request")
 
-    def _reduced(self, draft: Record) -> Reduced:
+    def _reduced(self, draft: Record) -> island.Reduced:
         terms, damaged = [], []
         for member in draft.members:
             found = term(self._bucket, self._run, draft.fragment, member)
             (terms if isinstance(found, Term) else damaged).append(found)
         if damaged:
-            return Reduced("", tuple(damaged))
+            return island.Reduced("", tuple(damaged))
         payload = outer.reduced(self._run, draft.fragment, terms)
         sha256 = records.sha256(payload)
         value = Gradient(draft.fragment, draft.number, sha256)
         result = objects.create(self._bucket, records.gradient_name(draft), value, payload)
-        return FAILED if result == FAILED else Reduced(sha256)
+        return island.FAILED if result == island.FAILED else island.Reduced(sha256)
 
     def _fetched(self, record: Record) -> bool | None:
         """The outer step is taken here too, beside the inner ones: Apply has it then."""
