@@ -43,6 +43,12 @@ class HostValues:
         program = self._programs.defined("theta", plan, self._take_theta)
         return _joined(program(arrays_of(state, plan).theta, plan.starts))
 
+    def trace(self, state: State, plan: FragmentPlan) -> np.ndarray:
+        """That of the outer optimizer [N]; zero without one."""
+        kept = jax.tree.leaves(arrays_of(state, plan).outer_opt)
+        size = sum(np.prod(shape, dtype=int) for shape in self.shapes(plan))
+        return _joined(kept) if kept else np.zeros(size, np.float32)
+
     def put(
         self, state: State, plan: FragmentPlan, x: np.ndarray, theta: np.ndarray, trace: np.ndarray
     ) -> State:

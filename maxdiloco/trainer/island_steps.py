@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxdiloco.diloco import fragments
 from maxdiloco.diloco import schedule as names
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.engine import actions
@@ -20,8 +21,9 @@ from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.host_values import HostValues
 from maxdiloco.engine.plans import FragmentPlan
 from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.state import State
+from maxdiloco.engine.state import Layout, State
 from maxdiloco.islands.driver import Driver
+from maxdiloco.islands.records import Leaf
 
 
 class Steps(Carrier):
@@ -83,3 +85,25 @@ class Values:
             state = self.host.put(state, self._plans[fragment], x, theta, trace)
         self.state = state
         return state
+
+
+def leaves_of(layout: Layout, layer_axis: Any) -> tuple[tuple[Leaf, ...], ...]:
+    """Of run.json: the leaves of each fragment."""
+    like = layout.state.outer
+    kinds, leaves = fragments.kinds_of(like, layer_axis), jax.tree.leaves(like)
+    found = []
+    for plan in layout.plans:
+        shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
+        of_plan = zip(plan.slices, shapes, strict=True)
+        found.append(tuple(_leaf(kinds[s.leaf], shape) for s, shape in of_plan))
+    return tuple(found)
+
+
+def _leaf(kind: Any, shape: tuple[int, ...]) -> Leaf:
+    size = int(np.prod(shape))
+    if isinstance(kind, fragments.Vocabulary):
+        return Leaf(size, 0)
+    if isinstance(kind, fragments.Stacked):
+        assert kind.axis == 0  # of the models; a tensor's values follow each other
+        return Leaf(size, shape[0])
+    return Leaf(size, 1)

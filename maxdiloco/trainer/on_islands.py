@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxdiloco.diloco import fragments
 from maxdiloco.engine.actions import Given
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.exchanges import Carrier
@@ -26,10 +25,10 @@ from maxdiloco.islands.beside import Beside
 from maxdiloco.islands.counted import Counted, Counts
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import DONE, REPLACED, Damage, Stop
-from maxdiloco.islands.records import Leaf, Run
+from maxdiloco.islands.records import Run
 from maxdiloco.trainer import island_settings
 from maxdiloco.trainer.island_settings import Settings
-from maxdiloco.trainer.island_steps import Steps, Values
+from maxdiloco.trainer.island_steps import Steps, Values, leaves_of
 from maxdiloco.trainer.leased_text import LeasedText
 
 _LOOK_S = 0.05  # of a reader for the island that takes the place of one; our choice
@@ -51,6 +50,7 @@ class OnIslands(DiLoCo):
         self._begun = 0  # inner steps before this start of the island
         self._warm_from: int | None = None  # where inner moments began at zero in a run under way
         self._moments_of: int | None = None
+        self._saved: bytes | None = None  # of fixed mode, in the last checkpoint
         self._left, self._waited_s = False, 0.0
         self._told = Counts(), 0
 
@@ -60,7 +60,7 @@ class OnIslands(DiLoCo):
         Raises ConfigError for a store that cannot be used, and a run in it that is another.
         """
         layout, settings = super().bind(params, opt_state), self._settings
-        self._run = settings.run._replace(fragments=self._leaves())
+        self._run = settings.run._replace(fragments=leaves_of(layout, self._layer_axis))
         if settings.facts is not None:
             self._bucket = Counted(objects.open_bucket(settings.url, "islands_store"))
             _require_rights(self._bucket, settings.url, settings.name)
@@ -73,26 +73,20 @@ class OnIslands(DiLoCo):
         stored, run = objects.get(self._bucket, None, records.RUN), self._run
         if isinstance(stored, Damage):
             raise ConfigError(f"islands_store={settings.url}: {stored.reason}. Use another.")
-        if isinstance(stored, Run):
-            run = island_settings.adopted(run, stored, settings.url)
+        found = stored if isinstance(stored, Run) else None
+        if found is not None:
+            run = island_settings.adopted(run, found, settings.url)
         if not run.islands:
             island_settings.require_block(run, settings.facts)
         return run, stored
 
     def _make_carrier(self) -> Carrier:
-        sizes = [wires.payload_size(self._run.wire, sizes) for sizes in map(_sizes, self._leaves())]
+        of_fragments = leaves_of(self.layout, self._layer_axis)
+        sizes = [
+            wires.payload_size(self._run.wire, tuple(leaf.size for leaf in leaves))
+            for leaves in of_fragments
+        ]
         return Steps(self.programs, self.schedule, sizes, self._ready, self._stepped)
-
-    def _leaves(self) -> tuple[tuple[Leaf, ...], ...]:
-        """Of run.json: the leaves of each fragment."""
-        like = self.layout.state.outer
-        kinds, leaves = fragments.kinds_of(like, self._layer_axis), jax.tree.leaves(like)
-        found = []
-        for plan in self.layout.plans:
-            shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
-            of_plan = zip(plan.slices, shapes, strict=True)
-            found.append(tuple(_leaf(kinds[s.leaf], shape) for s, shape in of_plan))
-        return tuple(found)
 
     # -- the start ------------------------------------------------------------------------------
 
@@ -102,11 +96,11 @@ class OnIslands(DiLoCo):
         Raises ConfigError as bind, since the run may have begun meanwhile.
         """
         settings, name = self._settings, self._settings.name
-        if settings.run.islands and state.t:
+        if settings.run.islands and state.t and self._saved is None:
             raise ConfigError(
-                f"islands=fixed cannot go on from step {state.t} of a checkpoint. Use another "
-                "run_name: the island then takes its steps again, to the bit, with the messages "
-                "that are there."
+                f"islands=fixed cannot go on from step {state.t} of a checkpoint of another mode. "
+                "Use another run_name: the island then takes its steps again, to the bit, with the "
+                "messages that are there."
             )
         self._values = Values(HostValues(self.programs), self.layout.plans)
         theta = [self._values.host.theta(state, plan) for plan in self.layout.plans]
@@ -119,11 +113,15 @@ class OnIslands(DiLoCo):
         """The state once the island is in the log, as its next incarnation."""
         settings, say = self._settings, self._say
         self._values.state, self._begun = state, state.t
+        saved = self._saved
+        if saved is not None:
+            trace = [self._values.host.trace(state, plan) for plan in self.layout.plans]
         while True:
             run, stored = self._agreed()
             driver = Driver(
                 self._bucket, run, settings.pace, settings.name, theta, x=self._values,
-                feedback=settings.feedback, moments_of=self._moments_of,
+                trace=None if saved is None else trace, feedback=settings.feedback,
+                moments_of=self._moments_of, saved=saved,
             )  # fmt: skip
             self._beside = Beside(driver, settings.pace, say)
             self._beside.joined()
@@ -147,10 +145,20 @@ class OnIslands(DiLoCo):
         self._settings.facts.say(f"{line}. The last answer: {failure}" if failure else line)
 
     def reading(self, saved_layout: SavedLayout) -> Reading:
-        """See DiLoCo; a checkpoint's inner moments are of the records that it knows."""
+        """See DiLoCo; a checkpoint's inner moments are of the records that it knows. One of fixed
+        mode has the island's own place, too."""
         if saved_layout.records is not None:
             self._moments_of = saved_layout.records
-        return super().reading(saved_layout)
+        found = super().reading(saved_layout)
+        if not (self._run.islands and saved_layout.island_bytes):
+            return found
+        place = {"saved": jax.ShapeDtypeStruct((saved_layout.island_bytes,), jnp.uint8)}
+
+        def state_of(items: dict[str, Any], *, t: int) -> State:
+            self._saved = np.asarray(items.pop("island")["saved"]).tobytes()
+            return found.state_of(items, t=t)
+
+        return found._replace(items=found.items | {"island": place}, state_of=state_of)
 
     # -- between two inner steps ----------------------------------------------------------------
 
@@ -268,10 +276,19 @@ class OnIslands(DiLoCo):
 
     # -- what it tells --------------------------------------------------------------------------
 
+    def saved_items(self, state: State) -> dict[str, Any]:
+        """See DiLoCo; with an island of fixed mode's own place."""
+        found = super().saved_items(state)
+        if not self._run.islands:
+            return found
+        self._saved = self._beside.saved()
+        return found | {"island": {"saved": jnp.asarray(np.frombuffer(self._saved, np.uint8))}}
+
     def note(self, state: State) -> dict[str, Any]:
         """See DiLoCo; with the records of fragment 0 that the state has."""
         known = self._ledger().number if self._beside is not None else None
-        return super().note(state) | {"records": known}
+        size = len(self._saved) if self._saved is not None else 0
+        return super().note(state) | {"records": known, "island_bytes": size}
 
     def extra_metrics(self, state: State) -> dict[str, float]:
         """Of the log, of what this island has sent, and of the last message."""
@@ -298,20 +315,6 @@ class OnIslands(DiLoCo):
     def closing_line(self, state: State) -> str:
         """The step, and what the log has."""
         return f"done: step {state.t}; {_state_of(self._run, self._ledger())}"
-
-
-def _leaf(kind: Any, shape: tuple[int, ...]) -> Leaf:
-    size = int(np.prod(shape))
-    if isinstance(kind, fragments.Vocabulary):
-        return Leaf(size, 0)
-    if isinstance(kind, fragments.Stacked):
-        assert kind.axis == 0  # of the models; a tensor's values follow each other
-        return Leaf(size, shape[0])
-    return Leaf(size, 1)
-
-
-def _sizes(leaves: tuple[Leaf, ...]) -> tuple[int, ...]:
-    return tuple(leaf.size for leaf in leaves)
 
 
 def _state_of(run: Run, ledger: records.Ledger) -> str:
