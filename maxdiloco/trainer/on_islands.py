@@ -20,7 +20,7 @@ from maxdiloco.engine.host_values import HostValues
 from maxdiloco.engine.state import Layout, State
 from maxdiloco.engine.trainer import Description, Reading, SavedLayout
 from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
-from maxdiloco.islands import answers, beside, objects, records, rules, wires
+from maxdiloco.islands import answers, beside, keys, objects, records, rules, wires
 from maxdiloco.islands.beside import Beside
 from maxdiloco.islands.counted import Counted, Counts
 from maxdiloco.islands.driver import Driver
@@ -76,6 +76,8 @@ class OnIslands(DiLoCo):
         found = stored if isinstance(stored, Run) else None
         if found is not None:
             run = island_settings.adopted(run, found, settings.url)
+        known = keys.of_run(settings.keys, found, settings.name, settings.url)
+        run = run._replace(keys=known)
         if not run.islands:
             island_settings.require_block(run, settings.facts)
         return run, stored
@@ -122,6 +124,7 @@ class OnIslands(DiLoCo):
                 self._bucket, run, settings.pace, settings.name, theta, x=self._values,
                 trace=None if saved is None else trace, feedback=settings.feedback,
                 moments_of=self._moments_of, saved=saved,
+                key=None if settings.keys is None else settings.keys.own,
             )  # fmt: skip
             self._beside = Beside(driver, settings.pace, say)
             self._beside.joined()
