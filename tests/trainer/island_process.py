@@ -27,13 +27,13 @@ RUNS = {
     "fixed": OVERLAPPED._replace(islands=("0", "1"), islands_min=2, block_tokens=0),
     "elastic": OVERLAPPED._replace(tokens=400, islands_min=2),  # so none runs ahead
 }
-OPTIONS = dict(num_fragments=2, feedback=True)
+OPTIONS = {"fixed": dict(num_fragments=2, feedback=True), "elastic": dict(feedback=True)}
 
 
 def over_two_devices(folder, mode, **options):
     """Island 0 of a mode."""
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("diloco", "fsdp"))
-    return an_island(folder / mode, "0", RUNS[mode], mesh=mesh, **OPTIONS | options)
+    return an_island(folder / mode, "0", RUNS[mode], mesh=mesh, **OPTIONS[mode] | options)
 
 
 def trained(trainer, mode):
