@@ -8,8 +8,6 @@ from typing import NamedTuple
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.config import Config
-from maxdiloco.islands import keys
-from maxdiloco.islands.keys import Keys
 from maxdiloco.islands.records import Run
 from maxdiloco.islands.rules import Pace
 
@@ -64,7 +62,7 @@ class Facts(NamedTuple):
 
 class Settings(NamedTuple):
     """An island. run: without its fragments. feedback: of errors. facts: None: it cannot join.
-    keys: to sign with.
+    key: the path of that to sign with, or "".
     """
 
     url: str
@@ -73,7 +71,7 @@ class Settings(NamedTuple):
     pace: Pace
     feedback: bool
     facts: Facts | None
-    keys: Keys | None = None
+    key: str = ""
 
 
 def of(cfg: Config, facts: Facts | None) -> Settings:
@@ -104,8 +102,8 @@ def of(cfg: Config, facts: Facts | None) -> Settings:
     )
     feedback = checks.FEEDBACK[cfg.diloco_error_feedback]
     feedback = wire in _CORRECTED if feedback is None else feedback
-    own = keys.read(cfg.islands_key) if facts and cfg.islands_key else None
-    return Settings(cfg.islands_store, cfg.island, run, _pace(cfg), feedback, facts, own)
+    store, key = cfg.islands_store, cfg.islands_key
+    return Settings(store, cfg.island, run, _pace(cfg), feedback, facts, key)
 
 
 def _pace(cfg: Config) -> Pace:
