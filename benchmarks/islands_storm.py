@@ -6,21 +6,25 @@ Islands of maxdiloco.train over a real S3 server, a process of its own (moto). E
 faults_per_hour seconds one fault: kill -9 of an island, which starts again; an island that stands
 still past its death; a link that is cut; a store that does not answer. With mbit=0 all share this
 machine's network, no link is cut, and no root is needed; else every island and the store has a
-network namespace and a link (link/hosts.py: Linux, root, iproute2). OWN has the names and their
-defaults; further keys are the trainer's.
+network namespace and a link (link/hosts.py: Linux, root, iproute2). With step_ms=50,100,200 the
+islands sleep after each step for so long, as on devices of their own; the tokens in the log are
+beside those of the same steps all of the time that an island lived, and of the whole run. OWN has
+the names and their defaults; further keys are the trainer's.
 
 Exit code 1: the audit of the log finds an error, an island ended by itself, or did not come back.
 """
 
+import itertools
 import os
 import pathlib
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import yaml
@@ -35,6 +39,7 @@ OWN = {
     "faults_per_hour": "120",
     "mbit": "20",  # of every link, each direction; 0: no links of their own
     "boxes": "3",  # islands
+    "step_ms": "0",  # of sleep after each step, by island, with commas between
     "seed": "0",
     "out": "runs/islands_storm",
 }
@@ -79,16 +84,15 @@ END_S = 120.0  # for the last records, and for saves; our choice
 
 
 class Start(NamedTuple):
-    """A start of an island: its process, and the file that has its output."""
+    """A start of an island: its process, and the files with its output and its steps."""
 
     process: subprocess.Popen
     log: pathlib.Path
+    trace: pathlib.Path
 
-    def steps(self) -> int:
-        """Inner steps of this start, as far as rows tell."""
-        found = [int(step) for step in re.findall(r"(?m)^step (\d+)", self.log.read_text())]
-        resumed = re.search(r"resumed after step (\d+)", self.log.read_text())
-        return max(found, default=0) - (int(resumed[1]) if resumed and found else 0)
+    def times(self) -> list[float]:
+        """When each inner step of this start began [s]."""
+        return [float(line) for line in self.trace.read_text().split()]
 
 
 class Storm:
@@ -99,6 +103,9 @@ class Storm:
         self.names = [f"box{i}" for i in range(int(own["boxes"]))]
         self.out.mkdir(parents=True, exist_ok=True)
         self.rng, self.starts = random.Random(int(own["seed"])), {name: [] for name in self.names}
+        sleeps = own["step_ms"].split(",")
+        self.sleeps = {name: sleeps[i % len(sleeps)] for i, name in enumerate(self.names)}
+        self.frozen_s = dict.fromkeys(self.names, 0.0)
         address = made.addresses[0] if made else "127.0.0.1"
         self.environ = os.environ | {
             "AWS_ENDPOINT_URL": f"http://{address}:{PORT}",
@@ -127,10 +134,12 @@ class Storm:
             base_output_directory=self.out / "runs", jax_cache_dir=self.out / "jax_cache",
         )  # fmt: skip
         words = [f"{key}={value}" for key, value in keys.items()]
-        number = len(self.starts[name])
-        command = [sys.executable, "-m", "maxdiloco.train", *words]
-        process = self._process(self.names.index(name) + 1, command, f"{name}.{number}")
-        self.starts[name].append(Start(process, self.out / f"{name}.{number}.log"))
+        file = f"{name}.{len(self.starts[name])}"
+        log, trace = (self.out / f"{file}.{kind}" for kind in ("log", "steps"))
+        traced = ["benchmarks.link.process", str(trace), "-1", self.sleeps[name]]
+        command = [sys.executable, "-m", *traced, *words]
+        process = self._process(self.names.index(name) + 1, command, file)
+        self.starts[name].append(Start(process, log, trace))
 
     def fault(self, kind: str, name: str) -> None:
         """One fault, from its beginning to its end."""
@@ -142,6 +151,7 @@ class Storm:
             self.start(name)
         elif kind == "freeze":
             self._pause(process, FROZEN_S)
+            self.frozen_s[name] += FROZEN_S
         elif kind == "store":
             self._pause(self.server, AWAY_S)
         else:
@@ -193,6 +203,8 @@ def _main(argv: Sequence[str]) -> int:
             raise ConfigError(f"{name}={given[name]}: {name} is no key. Use {', '.join(OWN)}.")
     own = OWN | {name: value for name, value in given.items() if name in OWN}
     keys = KEYS | {name: value for name, value in given.items() if name not in OWN}
+    if not re.fullmatch(r"[0-9.]+(,[0-9.]+)*", own["step_ms"]):
+        raise ConfigError(f"step_ms={own['step_ms']} is no list of numbers. Use step_ms=50,100,200")
     if float(own["mbit"]) == 0:
         return run(own, keys, None)
     hosts.check()
@@ -208,7 +220,7 @@ def run(own: dict[str, str], keys: dict[str, Any], made: hosts.Hosts | None) -> 
             storm.start(name)
         is_in = lambda name: f"island {name} is in" in storm.text(name)  # noqa: E731
         _until(lambda: all(map(is_in, storm.names)), 300, "an island is not in")
-        begun, pause = time.monotonic(), 3600 / float(own["faults_per_hour"])
+        begun, pause = time.monotonic(), 3600 / max(float(own["faults_per_hour"]), 1e-9)
         kinds, met = ["kill", "freeze", "store", *["link"] * bool(made)], []
         while time.monotonic() + pause < begun + float(own["seconds"]):
             time.sleep(max(0.0, begun + pause * (len(met) + 1) - time.monotonic()))
@@ -217,7 +229,8 @@ def run(own: dict[str, str], keys: dict[str, Any], made: hosts.Hosts | None) -> 
             print(f"{time.monotonic() - begun:.0f} s: {kind} {name}", flush=True)
             storm.fault(kind, name)
         _until(lambda: all(map(is_in, storm.names)), END_S, "an island is not back")
-        time.sleep(3 * float(keys["islands_period_seconds"]))  # its first messages
+        first_messages = 3 * float(keys["islands_period_seconds"])
+        time.sleep(max(first_messages, begun + float(own["seconds"]) - time.monotonic()))
         elapsed = time.monotonic() - begun
         for name in storm.names:
             _signal(storm.starts[name][-1].process, signal.SIGTERM)
@@ -236,7 +249,7 @@ def verdict(storm: Storm, keys, met: list[str], elapsed: float, codes: dict[str,
     )
     print(done.stdout, done.stderr, sep="")
     tokens = int(keys["per_device_batch_size"]) * int(keys["max_target_length"])
-    trained = tokens * sum(s.steps() for all_ in storm.starts.values() for s in all_)
+    trained, living, all_time = (tokens * n for n in map(sum, zip(*_steps(storm), strict=True)))
     found = re.search(r"fragment 0: (\d+) records.*; ([\d,]+) tokens;", done.stdout)
     committed = int(found[2].replace(",", "")) if found else 0
     starts = sum(map(len, storm.starts.values()))
@@ -245,9 +258,25 @@ def verdict(storm: Storm, keys, met: list[str], elapsed: float, codes: dict[str,
         f"{trained:,} tokens trained {committed:,} are in the log, {committed / trained:.1%}; "
         f"{found[1] if found else 0} records of fragment 0"
     )
+    print(
+        f"{committed / living:.1%} of what each island's median step gives while it lives, "
+        f"{committed / all_time:.1%} of what it gives from its first step to the end"
+    )
     wrong = {name: code for name, code in codes.items() if code != 128 + signal.SIGTERM}
     print(f"islands that ended by themselves: {wrong or 'none'}")
     return int(done.returncode != 0 or bool(wrong))
+
+
+def _steps(storm: Storm) -> Iterator[tuple[float, float, float]]:
+    """Of each island: its steps, and those of its median step while it lives, and from its first
+    one to the end of all."""
+    times = {name: [s.times() for s in all_] for name, all_ in storm.starts.items()}
+    end = max(t for all_ in times.values() for each in all_ for t in each)
+    for name, all_ in times.items():
+        lived = [each for each in all_ if len(each) > 1]
+        step_s = statistics.median(b - a for each in lived for a, b in itertools.pairwise(each))
+        living = sum(each[-1] - each[0] for each in lived) - storm.frozen_s[name]
+        yield sum(map(len, all_)), living / step_s, (end - lived[0][0]) / step_s
 
 
 if __name__ == "__main__":

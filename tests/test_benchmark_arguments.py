@@ -26,7 +26,10 @@ REFUSED = {
         ("replicas=1", "replicas=1 is no whole number of 2"),
         ("size=1b", "size is unknown"),
     ],
-    islands_storm: [("secondz=3", "secondz is no key. Use seconds, faults_per_hour, mbit, boxes")],
+    islands_storm: [
+        ("secondz=3", "secondz is no key. Use seconds, faults_per_hour, mbit, boxes"),
+        ("step_ms=1,,2", "step_ms=1,,2 is no list of numbers. Use step_ms=50,100,200"),
+    ],
     link_faults: [
         ("fault=kill", "fault is no key of the trainer"),
         ("moments=lunch", "use all, or some of: inner steps, in flight"),
