@@ -48,6 +48,7 @@ setup(
         "buckets": ["obstore>=0.12"],
         "data": ["datasets>=4", "pyarrow>=20"],
         "hf": ["huggingface_hub>=0.30", "safetensors>=0.6", "tokenizers>=0.21"],
+        "quantization": ["qwix>=0.1.8,<0.2"],
         "text": ["tokenizers>=0.21", "sentencepiece>=0.2"],
         "dev": [
             "allpairspy>=2.5", "flask", "flask-cors", "hypothesis", "import-linter",

@@ -7,7 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${MAXDILOCO_VENV:-.venv}/bin/python
 if ! "$python" -m ruff --version >/dev/null 2>&1; then
   echo "check: no ruff in ${MAXDILOCO_VENV:-.venv}. Make the environment with" \
-    "'bash scripts/make_venv.sh ${MAXDILOCO_VENV:-.venv} buckets,data,dev,hf,text,tpu'." >&2
+    "'bash scripts/make_venv.sh ${MAXDILOCO_VENV:-.venv}" \
+    "buckets,data,dev,hf,quantization,text,tpu'." >&2
   exit 2
 fi
 "$python" -m ruff check .

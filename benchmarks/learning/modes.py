@@ -120,6 +120,15 @@ def _half_a_moment() -> list[Mode]:
     ]
 
 
+def _eight_bits() -> list[Mode]:
+    """The layers' products in 8 bits, at the rates of DiLoCo, H=30, which runs beside them."""
+    return [
+        _diloco(f"DiLoCo, H=30, {name}", outer_lr=0.7, inner_lr=0.008, extra=True,
+                quantization=name)
+        for name in ("none", "int8", "fp8")
+    ]  # fmt: skip
+
+
 # The outer momentum is 0.6, the better one of two for DiLoCo (and MuLoCo's, arXiv 2505.23725).
 MODES = (
     Mode(DATA_PARALLEL, {"enable_diloco": False}, outer_lr=""),
@@ -162,6 +171,7 @@ MODES = (
     *_few_bits(),
     *_owners(),
     *_half_a_moment(),
+    *_eight_bits(),
     # It keeps the norm that the mean loses, so that its steps are longer.
     _diloco("DiLoCo, rda", extra=True, diloco_merge="rda"),
     _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, extra=True, diloco_merge="rda"),

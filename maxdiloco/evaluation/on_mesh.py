@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.flags import config
-from maxdiloco.models import devices, spec
+from maxdiloco.models import devices, quantized, spec
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.sharding import parameter_shardings, rules_with
@@ -23,8 +23,8 @@ def length_shards(cfg: config.Config, mesh: Mesh) -> int:
 def build(cfg: config.Config, mesh: Mesh) -> Model:
     """The model for the devices of a mesh.
 
-    Raises ConfigError for a kernel that they or this machine lack, and for sequences that they
-    cannot share.
+    Raises ConfigError for a kernel or a package that they or this machine lack, and for sequences
+    that they cannot share.
     """
     device = mesh.devices.flat[0]
     on_gpus = mesh_lib.on_gpus(mesh)
@@ -35,9 +35,11 @@ def build(cfg: config.Config, mesh: Mesh) -> Model:
         backend="gpu" if on_gpus else device.platform,
         length_shards=shards,
         compute_capability=device.compute_capability if on_gpus else "",
+        device_kind=device.device_kind,
     )
     if of_devices.attention == "cudnn":
         spec.check_cudnn(cfg.attention)
+    quantized.check_package(cfg.quantization)
     return Model(of_devices)
 
 

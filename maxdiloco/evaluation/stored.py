@@ -20,7 +20,7 @@ from maxdiloco.processes import output
 _MAY_CHANGE = (
     "hardware", "base_output_directory", "dataset_path", "eval_dataset_path",
     "text_column", "eval_steps", "per_device_batch_size", "dtype", "attention", "remat_policy",
-    "matmul_precision", "logical_axis_rules", "show_memory", "jax_cache_dir",
+    "matmul_precision", "quantization", "logical_axis_rules", "show_memory", "jax_cache_dir",
     "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",
     "exchange_interface", "exchange_secret_file",
 )  # fmt: skip

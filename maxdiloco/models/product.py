@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.models import quantized
 from maxdiloco.models.devices import by_parts, split_axes
 from maxdiloco.models.spec import ModelSpec
 from maxdiloco.models.weights import LETTERS
@@ -27,8 +28,10 @@ def product(equation: str, x: jax.Array, w: jax.Array, spec: ModelSpec) -> jax.A
     instructions for bfloat16 factors only where the result is float32, which
     spec.float32_products asks for; without, it takes two to three times as long.
     spec.float32_factors: of factors made float32 first, for processors that are faster so.
-    spec.scattered_gradients: see _scattered_gradient.
+    spec.scattered_gradients: see _scattered_gradient. spec.quantization: see models/quantized.py.
     """
+    if spec.quantization != quantized.NONE:
+        return _quantized(equation, spec, x, w)
     if spec.float32_products or spec.scattered_gradients:
         return _product(equation, spec, x, w)
     return jnp.einsum(equation, x, w, precision=spec.precision)
@@ -55,8 +58,7 @@ def _product(equation, spec, x, w):
 
 def _backward(equation, spec, factors, d_out):
     x, w = factors
-    letters, out = equation.split("->")
-    x_in, w_in = letters.split(",")
+    x_in, w_in, out = _letters(equation)
     dx = _product(f"{out},{w_in}->{x_in}", spec, d_out, w)
     gradient = _rounded_gradient if spec.float32_products else _scattered_gradient
     return dx, gradient(spec, (x_in, x), (out, d_out), w_in)
@@ -66,6 +68,45 @@ _product.defvjp(
     lambda equation, spec, x, w: (_product(equation, spec, x, w), (x, w)),
     _backward,
 )
+
+
+def _letters(equation):
+    factors, out = equation.split("->")
+    return *factors.split(","), out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _quantized(equation, spec, x, w):
+    return _quantized_forward(equation, spec, x, w)[0]
+
+
+def _quantized_forward(equation, spec, x, w):
+    out, *factors = quantized.product(spec.quantization, equation, x, w)
+    return out.astype(x.dtype), factors
+
+
+def _quantized_backward(equation, spec, factors, d_out):
+    x, w = factors
+    x_in, w_in, out = _letters(equation)
+    of_w, of_x = (
+        quantized.times_scale(d_out, out, factor.scale, letters)
+        for factor, letters in ((w, w_in), (x, x_in))
+    )
+    dx = quantized.gradient(spec.quantization, f"{out},{w_in}->{x_in}", of_w, w.qvalue)
+    gradient = _scattered_gradient if spec.scattered_gradients else _gradient
+    return dx.astype(d_out.dtype), gradient(spec, (x_in, x.qvalue), (out, of_x), w_in)
+
+
+_quantized.defvjp(_quantized_forward, _quantized_backward)
+
+
+def _gradient(spec, x, d_out, w_in):
+    """Of a weight with these letters; x, d_out: letters and values, x in 8 bits where quantized."""
+    (x_in, x), (out, d_out) = x, d_out
+    if spec.quantization != quantized.NONE:
+        dw = quantized.gradient(spec.quantization, f"{out},{x_in}->{w_in}", d_out, x)
+        return dw.astype(spec.dtype)  # before it is summed over devices: half the bytes
+    return jnp.einsum(f"{x_in},{out}->{w_in}", x, d_out, precision=spec.precision)
 
 
 def _rounded_gradient(spec, x, d_out, w_in):
@@ -89,7 +130,7 @@ def _scattered_gradient(spec, x, d_out, w_in):
     axes = {"b": batch, "l": length} | dict(zip(w_in, kept, strict=True))
 
     def local(x, d_out):
-        return jnp.einsum(f"{x_in},{out}->{w_in}", x, d_out, precision=spec.precision)
+        return _gradient(spec, (x_in, x), (out, d_out), w_in)
 
     in_specs = tuple(P(*(axes[letter] or None for letter in letters)) for letters in (x_in, out))
     return _summed(local, kept, scattered, over, in_specs)(x, d_out)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.config import Config
+from maxdiloco.models import quantized
 from maxdiloco.models.rope import RopeConfig
 from maxdiloco.parallel import processor
 from maxdiloco.parallel.sharding import Rules, rules_with
@@ -65,7 +66,7 @@ class ModelSpec:
     attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
     rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
     see models/product.py; the first, which is bfloat16 on a CPU, also layers.activated.
-    ragged_kernel: see models/moe.py.
+    ragged_kernel: see models/moe.py. quantization: see models/quantized.py.
     """
 
     emb_dim: int
@@ -108,6 +109,7 @@ class ModelSpec:
     attention: str
     remat_policy: str
     precision: str
+    quantization: str
     rules: Rules
     float32_products: bool
     float32_factors: bool
@@ -121,15 +123,22 @@ class ModelSpec:
 
 
 def from_config(
-    cfg: Config, *, backend: str, length_shards: int = 1, compute_capability: str = ""
+    cfg: Config,
+    *,
+    backend: str,
+    length_shards: int = 1,
+    compute_capability: str = "",
+    device_kind: str = "",
 ) -> ModelSpec:
     """Read the model's keys from the config.
 
     backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it; few CPUs compute in bfloat16,
     so dtype=auto is float32 there. length_shards: devices that a sequence is spread over.
-    compute_capability: see has_kernels.
-    Raises ConfigError for a kernel that the backend lacks; flags has checked the sizes.
+    compute_capability: see has_kernels. device_kind: of jax.Device; "" is not known and refuses
+    nothing. Raises ConfigError for a kernel that the backend lacks, and for products of 8 bits that
+    the device lacks; flags has checked the sizes.
     """
+    quantized.check_device(cfg.quantization, backend, device_kind, compute_capability)
     auto = "float32" if backend == "cpu" else "bfloat16"
     dtype, keys = jnp.dtype(auto if cfg.dtype == "auto" else cfg.dtype), vars(cfg)
     scaled = {"auto": cfg.logits_via_embedding, "sqrt_emb_dim": True, "one": False}

@@ -1,6 +1,7 @@
 """What one device is, for the chips that a run may meet: the only table of their facts."""
 
 import os
+import re
 from typing import NamedTuple
 
 
@@ -10,7 +11,7 @@ class Chip(NamedTuple):
     kinds: of jax.Device.device_kind. peak_flops: dense bfloat16 FLOP/s. hbm_gib: what a program may
     use. clock_hz: of the compiler's estimated cycles. ici_gbps: all ICI links of the device
     together, one way [Gbit/s]. options: of the compiler for the programs of a step, (name, value)
-    each. bandwidth: of its memory [bytes/s].
+    each. bandwidth: of its memory [bytes/s]. eight_bit: see the function.
     """
 
     kinds: tuple[str, ...]
@@ -20,6 +21,7 @@ class Chip(NamedTuple):
     ici_gbps: float | None = None
     options: tuple[tuple[str, str], ...] = ()
     bandwidth: float | None = None
+    eight_bit: tuple[str, ...] = ()
 
     @property
     def timed(self) -> bool:
@@ -49,14 +51,22 @@ _V5E_OPTIONS = (
 # factor of the second gives every transfer the whole step (benchmarks/log). A process takes
 # it at its first compile, so it is no option of one program.
 _SLOW_LINK = ("xla_tpu_pcie_bandwidth_multiplier", "0.00001")
+# Formats of 8 bits: of TPUs those with twice the operations of bfloat16 in JAX's own table
+# (jax/_src/pallas/mosaic/tpu_info.py), where v4 has neither and v6e counts fp8 as bfloat16; of
+# NVIDIA the compute capability whose Tensor Cores were the first: Turing's, Ada's (data sheets).
+_CUDA_SINCE = {"int8": 7.5, "fp8": 8.9}
 CHIPS = {
     "v2": Chip(("TPU v2",), 46e12 / 2),
     "v3": Chip(("TPU v3",), 123e12 / 2),
     "v4": Chip(("TPU v4",), 275e12, 30.75, 1.05e9, 2400, bandwidth=1200e9),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75, 1.5e9, 1600, _V5E_OPTIONS, 800e9),
-    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74, 1.75e9, 4800, bandwidth=2765e9),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1.75e9, 3584, bandwidth=1600e9),
-    "tpu7x": Chip(("TPU7x",), 2307e12 / 2, 94.75, 2.2e9, 4800, bandwidth=7380e9 / 2),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 15.75, 1.5e9, 1600, _V5E_OPTIONS, 800e9,
+                ("int8",)),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 95.74, 1.75e9, 4800, bandwidth=2765e9,
+                eight_bit=("int8",)),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 918e12, 31.25, 1.75e9, 3584, bandwidth=1600e9,
+                eight_bit=("int8",)),
+    "tpu7x": Chip(("TPU7x",), 2307e12 / 2, 94.75, 2.2e9, 4800, bandwidth=7380e9 / 2,
+                  eight_bit=("fp8",)),
     "a100": Chip(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB",
                   "NVIDIA A100 80GB PCIe"), 312e12),
     "h100": Chip(("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"), 989e12),
@@ -75,6 +85,16 @@ CHIPS = {
 def of_kind(device_kind: str) -> Chip | None:
     """The chip of a jax.Device; None where the table does not have it."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
+
+
+def eight_bit(device_kind: str, capability: str) -> tuple[str, ...]:
+    """Formats of 8 bits whose products take a device less time than bfloat16's, as the key
+    `quantization` names them. capability: of CUDA, as jax.Device has it; "" for TPUs.
+    """
+    if re.fullmatch(r"\d+\.\d+", capability):
+        return tuple(name for name, first in _CUDA_SINCE.items() if float(capability) >= first)
+    chip = of_kind(device_kind)
+    return chip.eight_bit if chip else ()
 
 
 def step_options(device_kind: str) -> dict[str, str] | None:

@@ -147,6 +147,7 @@ def of(cfg: Config) -> Job:
         backend=backend,
         length_shards=mesh.shape["context"],
         compute_capability=capability,
+        device_kind=chip.kinds[0] if chip else "",
     )
     model = Model(spec)
     params = on_mesh.parameters(model, mesh)

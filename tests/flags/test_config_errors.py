@@ -177,7 +177,8 @@ dataset_per_replica=true | does nothing without dataset_mixture
 WEIGHED dataset_per_replica=true | do nothing with dataset_per_replica=true
 # keys and values of MaxText, and names that it shares with ours
 grad_dtype=bfloat16 | Gradients stay float32
-quantization=int8 | dtype=bfloat16
+quantization=intmp | Use quantization=int8
+quantization=int8 num_experts=4 | does not go with num_experts=4: the products of experts
 decoder_block=gemma2 | Give model_name a file
 attention_type=local_sliding | is no key any more | sliding_window_size=N for a window
 rope_factor=8 rope_type=yarn | Use rope_scaling={factor: 8}. | Use rope_scaling={rope_type: yarn};
@@ -194,7 +195,7 @@ tokenizer_type=tiktoken | Use tokenizer_type=huggingface
 dataset_type=tfds | Use dataset_type=hf, or text in files
 per_device_batch_size=0.5 | less than a sequence for each device.
 abort_on_nan_loss=false | Use nan_policy=skip
-quantization=int8 steps=3 num_epoch=2 remat_policy=custom | num_epoch=2 | remat_policy=custom
+grad_dtype=bfloat16 steps=3 num_epoch=2 remat_policy=custom | num_epoch=2 | remat_policy=custom
 hf_path=a dataset_path=b | dataset_path=b and hf_path=a both mean dataset_path
 train_data_columns=[a,b] | [a, b] names 2 columns | Use text_column=NAME
 """

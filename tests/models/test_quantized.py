@@ -1,0 +1,232 @@
+"""Products of the layers in 8 bits: near the float32 ones, in the layers alone, and refused where a
+device has none."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny_model
+from tiers import full
+
+from maxdiloco import plan
+from maxdiloco.errors import ConfigError
+from maxdiloco.evaluation import on_mesh
+from maxdiloco.flags import config
+from maxdiloco.models import quantized
+from maxdiloco.models.product import product
+from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.trainer import inner_step
+
+# Of the root mean square. int8: the largest of 64 normal values is about 2.5, so a step is
+# 2.5 / 127 and its error 0.0057, in both factors 0.008; twice that where rows differ in size.
+# float8_e4m3fn: three bits behind the first, 0.026 in each factor.
+ERRORS = {"int8": (0.004, 0.02), "fp8": (0.02, 0.05)}
+EQUATIONS = {  # shapes of the factors
+    "bld,df->blf": ((2, 32, 64), (64, 96)),
+    "blnh,nhd->bld": ((2, 32, 4, 16), (4, 16, 64)),
+    "bls,snp->blnp": ((2, 32, 64), (64, 4, 24)),
+}
+FORMATS = sorted(quantized.FORMATS)
+
+
+def spec(quantization, *, scattered=False):
+    return dataclasses.replace(
+        tiny_model.build().spec, quantization=quantization, scattered_gradients=scattered
+    )
+
+
+def factors(equation, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=shape).astype(np.float32) for shape in EQUATIONS[equation]]
+
+
+def value_and_gradients(equation, how, x, w):
+    """The product, and its gradients for a cotangent whose rows and columns differ in size."""
+    out, pull = jax.vjp(lambda x, w: product(equation, x, w, how), x, w)
+    rng = np.random.default_rng(1)
+    rows, columns = (np.exp(rng.normal(size=out.shape[i])) for i in (1, -1))
+    d_out = rng.normal(size=out.shape) * columns
+    d_out = np.moveaxis(np.moveaxis(d_out, 1, -1) * rows, -1, 1)
+    return out, *pull(jnp.asarray(d_out, out.dtype))
+
+
+def distance(found, wanted):
+    """Of two arrays, over the size of the second."""
+    return np.linalg.norm(np.float64(found) - wanted) / np.linalg.norm(np.float64(wanted))
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_value_and_gradients_are_near_those_of_float32_and_not_the_same(equation, quantization):
+    """Beside the same with both factors in float32."""
+    x, w = factors(equation)
+    run = functools.partial(tiny_model.compiled, value_and_gradients, static_argnums=(0, 1))
+    exact, found = (run()(equation, spec(name), x, w) for name in ("none", quantization))
+    least, most = ERRORS[quantization]
+    for one, wanted in zip(found, exact, strict=True):
+        assert one.dtype == wanted.dtype and one.shape == wanted.shape
+        assert least < distance(one, wanted) < most
+
+
+@pytest.mark.parametrize("sizes", [dict(diloco=2), dict(diloco=1)])
+def test_every_replica_has_scales_of_its_own(sizes, devices):
+    """Two replicas, on slots of their own and under a vmap, the second 2^20 times as large:
+    with common scales the first would be zeros. Rows of nothing but zeros stay zeros."""
+    equation = "bld,df->blf"
+    x, w = factors(equation)
+    x[:, 3] = 0
+    mesh = tiny_model.mesh_of(devices, **sizes)
+
+    def step(x, w):
+        return value_and_gradients(equation, spec("int8"), x, w)
+
+    alone = tiny_model.compiled(step)(x, w)
+    x_R, w_R = np.stack([x, 2**20 * x]), np.stack([w, w])
+    both = tiny_model.compiled(map_fn(step, mesh=mesh))(x_R, w_R)
+    tiny_model.assert_close([one[0] for one in both], list(alone), rtol=1e-6, atol=1e-6)
+    assert distance(both[0][1], 2**20 * alone[0]) < 1e-6
+    assert not np.any(alone[0][:, 3]) and np.all(np.isfinite(alone[1]))
+
+
+@pytest.mark.parametrize("scattered", [True, full(False)])
+def test_on_a_mesh_gradients_are_as_near(scattered, devices):
+    """Sequences over data and fsdp, the hidden dim over tensor; where gradients are scattered every
+    device rounds what it has."""
+    equation = "bld,df->blf"
+    x, w = factors(equation)
+    mesh = tiny_model.mesh_of(devices, fsdp=2, tensor=2)
+
+    def step(quantization, x, w):
+        how = spec(quantization, scattered=scattered)
+        return value_and_gradients(equation, how, x, w)
+
+    found, exact = (
+        tiny_model.compiled(map_fn(lambda x, w, q=q: step(q, x, w), mesh=mesh))(x[None], w[None])
+        for q in ("int8", "none")
+    )
+    for one, wanted in zip(found, exact, strict=True):
+        assert distance(one, wanted) < ERRORS["int8"][1]
+
+
+def dots(quantization, **changes):
+    """How many products the loss and its gradient have, by the types and shapes of both factors."""
+    model = tiny_model.build(quantization=quantization, **changes)
+    params = tiny_model.params_of(model)
+    found = tiny_model.equations(
+        jax.value_and_grad(model.loss, has_aux=True), params, tiny_model.batch()
+    )
+    return collections.Counter(
+        tuple((v.aval.dtype.name, *v.aval.shape) for v in equation.invars)
+        for equation in found
+        if equation.primitive.name == "dot_general"
+    )
+
+
+def of_type(counted, name):
+    return {pair: n for pair, n in counted.items() if {factor[0] for factor in pair} == {name}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "products"),
+    [
+        ({}, 7),  # queries, keys, values, attention's result; gate, up, out
+        (dict(mlp_activations=("gelu",)), 6),
+        full(dict(remat_policy="full"), None),
+    ],
+)
+def test_the_products_of_the_layers_are_8_bits_and_no_others(changes, products):
+    """Forward and two gradients of each, in the loop over layers. What is left, attention and the
+    head, is what a program without quantization has less those."""
+    plain, found = dots("none", **changes), dots("int8", **changes)
+    eight, rest = of_type(found, "int8"), of_type(found, "float32")
+    assert not of_type(plain, "int8") and len(eight) + len(rest) == len(found)
+    if products:
+        assert sum(eight.values()) == 3 * products
+        assert sum(plain.values()) - sum(rest.values()) == 3 * products
+    assert sum(eight.values()) > sum(rest.values()) > 0
+    assert not any(32 in factor[1:] for pair in eight for factor in pair), "the vocabulary"
+    assert any(32 in factor[1:] for pair in rest for factor in pair)
+    fp8 = of_type(dots("fp8", **changes), "float8_e4m3fn")
+    assert sum(fp8.values()) == sum(eight.values())
+
+
+@pytest.mark.parametrize("quantization", ["int8", full("fp8")])
+def test_a_model_learns_its_packed_documents_and_keeps_float32_parameters(quantization):
+    """20 steps of AdamW in one program, beside the same without quantization."""
+    losses = {}
+    for name in ("none", quantization):
+        model = tiny_model.build(quantization=name, remat_policy="full")
+        rule = optax.adamw(1e-2)
+        step = inner_step.make(model, rule, accumulation=1, nan_policy="stop")
+        batch = tiny_model.batch() | {"learning_rate": np.ones(1)}
+
+        def train(params, step=step, rule=rule, batch=batch):
+            def again(state, _):
+                *state, metrics = step(*state, batch)
+                return tuple(state), metrics["loss"]
+
+            return jax.lax.scan(again, (params, rule.init(params)), length=20)
+
+        params = tiny_model.params_of(model)
+        (params, _), losses[name] = tiny_model.compiled(train)(params)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float32"}
+    found, exact = (np.asarray(losses[name]) for name in (quantization, "none"))
+    assert found[-1] < 0.7 * found[0] and np.any(found != exact)
+    np.testing.assert_allclose(found, exact, rtol={"int8": 0.05, "fp8": 0.3}[quantization])
+
+
+# -- refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "has"),
+    [
+        ("TPU v4", "", []),
+        ("TPU v5 lite", "", ["int8"]),
+        ("TPU v5", "", ["int8"]),
+        ("TPU v6 lite", "", ["int8"]),
+        ("TPU7x", "", ["fp8"]),
+        ("TPU v99", "", []),
+        ("Tesla V100-SXM2-16GB", "7.0", []),
+        ("Tesla T4", "7.5", ["int8"]),
+        ("NVIDIA A100-SXM4-80GB", "8.0", ["int8"]),
+        ("NVIDIA L4", "8.9", ["int8", "fp8"]),
+        ("NVIDIA B200", "10.0", ["int8", "fp8"]),
+        ("AMD Instinct MI300X", "gfx942", []),
+    ],
+)
+def test_a_device_without_such_products_is_refused_with_what_it_has(kind, capability, has):
+    backend = "gpu" if capability else "tpu"
+    for quantization in ("none", "int8", "fp8"):
+        if quantization in ("none", *has):
+            quantized.check_device(quantization, backend, kind, capability)
+            continue
+        remedy = f"Use quantization={' or '.join([*has, 'none'])}."
+        with pytest.raises(ConfigError, match=rf"quantization={quantization}: {kind} .* {remedy}"):
+            quantized.check_device(quantization, backend, kind, capability)
+        quantized.check_device(quantization, "cpu", "cpu", "")
+
+
+def test_a_plan_for_absent_chips_refuses_them_too(capsys):
+    """Before anything is compiled, in one line and with exit code 2."""
+    argv = ["model_name=tiny", "compile_topology=v6e-4", "compile_topology_num_slices=2"]
+    argv += ["quantization=fp8", "step_time=1", "dcn_bandwidth_gbps=1"]
+    assert plan.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "quantization=fp8: TPU v6 lite" in line and "Use quantization=int8 or none." in line
+
+
+def test_a_machine_without_qwix_is_told_which_extra_it_lacks(monkeypatch):
+    """Where a program's model is built, and of the key alone."""
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    cfg = config.load(["quantization=int8", "hardware=cpu", "dcn_diloco_parallelism=1"], {})
+    mesh = mesh_lib.build(cfg)
+    with pytest.raises(ConfigError, match=r"quantization=int8 needs .*qwix.*'\.\[quantization\]'"):
+        on_mesh.build(cfg, mesh)
+    on_mesh.build(config.from_dict(cfg.as_dict() | {"quantization": "none"}), mesh)
