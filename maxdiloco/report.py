@@ -114,7 +114,7 @@ def _load(
 
 
 def _expected(runs: Sequence["Run"]) -> dict[int, "Expected"]:
-    """What losses.yml has of runs beside the first one, where one of two is data parallelism."""
+    """The forecast of runs beside the first one, where one of two is data parallelism."""
     from maxdiloco.page import timeline
     from maxdiloco.page.verdict import Expected
 
@@ -125,9 +125,9 @@ def _expected(runs: Sequence["Run"]) -> dict[int, "Expected"]:
         if len(pair) == 2 and len(ours) == 1:
             from maxdiloco.planning import losses  # which needs JAX
 
-            if gap := losses.of_run(ours[0].keys, ours[0].num_replicas):
-                least, most = gap.least / gap.parallel, gap.most / gap.parallel
-                out[number] = Expected(least, most, gap.row)
+            gap = losses.of_run(ours[0].keys, ours[0].num_replicas)
+            if not gap.outside:
+                out[number] = Expected(gap.least, gap.most, f"nearest: {gap.nearest}")
     return out
 
 

@@ -1,11 +1,12 @@
 """What a user asks before a run: should I, how, how long, at what price, how good, how sure."""
 
 import itertools
+import math
 import textwrap
 from typing import NamedTuple
 
-from maxdiloco.planning import rating
-from maxdiloco.planning.losses import Gap
+from maxdiloco.planning import forecast, rating
+from maxdiloco.planning.forecast import Gap
 from maxdiloco.planning.table import WIDTH, Plan
 from maxdiloco.processes.output import aligned, amount, span
 
@@ -17,7 +18,7 @@ LABEL = 12  # characters
 class Way(NamedTuple):
     """A way to spend the tokens. bytes_per_step: that all sites together send to each other.
 
-    gap: None for data parallelism, and where no table has the mode.
+    gap: None for data parallelism.
     """
 
     name: str
@@ -32,8 +33,13 @@ class Way(NamedTuple):
         return tokens / self.tokens_per_step * self.step_seconds
 
     def to_same_loss(self, tokens: float) -> float:
-        """Seconds until the loss that data parallelism has after so many tokens."""
+        """Seconds until the loss that data parallelism has after so many tokens; see is_known."""
         return self.seconds(tokens) * (self.gap.times_tokens if self.gap else 1.0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its loss is within what was measured."""
+        return self.gap is None or not self.gap.outside
 
     def device_hours(self, tokens: float) -> float:
         """Of all its devices."""
@@ -107,10 +113,29 @@ def should_i(plan: Plan) -> str:
     )
     took = [(way.to_same_loss(plan.tokens), name, remedy) for way, name, remedy in named]
     seconds, name, remedy = min(took, key=lambda each: each[0])
+    if not best.is_known:
+        return _if_it_pays(plan, best, took[:-1])
     others = [f"{span(other_s)} with {other}" for other_s, other, _ in took if other != name]
     return (
         f"{f'no: {remedy}, ' if remedy else 'yes: '}{span(seconds)} with {name}, to a loss that "
         f"takes {' and '.join(others)}"
+    )
+
+
+def _if_it_pays(plan: Plan, best: Way, others: list[tuple[float, str, str]]) -> str:
+    """Whether to train over the link, where the loss is outside of what was measured."""
+    seconds, name, remedy = min(others)
+    took = best.seconds(plan.tokens)
+    if took >= seconds:
+        return (
+            f"no: {remedy}, {span(seconds)} with {name}; {best.name} over the link takes "
+            f"{span(took)} for as many tokens, and its loss is no lower"
+        )
+    pays = math.log(seconds / took) * forecast.EXPONENT / 2
+    return (
+        f"not known: {best.name} over the link takes {span(took)} for the tokens, and {name} "
+        f"{span(seconds)}. The link pays while the loss is less than {pays:.1%} above data "
+        f"parallelism, and that is outside of what was measured"
     )
 
 
@@ -146,10 +171,13 @@ def how(plan: Plan) -> str:
 def _why(plan: Plan) -> str:
     """Why the first row is before the others."""
     best, *others = plan.rows
+    if plan.by_loss:
+        known = "" if plan.gap(best.choice).outside else "of what was measured "
+        return f"{known}it is soonest at the loss of data parallelism"
     if best.choice.overlap == "none":
         faster = [row for row in others if row.step_seconds < best.step_seconds / 1.01 and row.fits]
         if faster and faster[0].choice.overlap != "none":
-            return f"{faster[0].choice.mode} steps faster, but loses more than it gains"
+            return f"{faster[0].choice.mode} steps faster, and by the law loses more than it gains"
         if best.fills:
             return "of what fills the link it changes training least"
         return "no choice fills the link, and this one waits least"
@@ -159,7 +187,7 @@ def _why(plan: Plan) -> str:
     least = max(plain, key=lambda row: row.utilisation)
     return (
         f"{least.choice.mode} costs less loss and computes {least.utilisation:.1%} of the time, "
-        f"which takes longer to the same loss"
+        f"which by the law takes longer to the same loss"
     )
 
 
@@ -195,20 +223,18 @@ def price(plan: Plan) -> str:
 
 def how_good(plan: Plan) -> str:
     """The gap of the loss with its interval and its source."""
-    choice = plan.rows[0].choice
-    gap = plan.gap(choice)
-    if gap is None:
-        return f"not known: no table has a loss of {choice.mode}"
+    gap = plan.gap(plan.rows[0].choice)
+    if gap.outside:
+        more = ", and here it is more" if gap.is_worse else ""
+        known = "" if plan.by_loss else "; sort=time_to_loss plans with what was measured"
+        return f"outside of what was measured: {gap.outside}. Nearest: {gap.nearest}{more}{known}"
     said = (
-        f"{gap.nats:+.3f} nats a token above data parallelism ({gap.least:+.3f} to "
-        f"{gap.most:+.3f}), {gap.nats / gap.parallel:+.1%}, after as many tokens"
+        f"{gap.share:+.1%} of the loss of data parallelism after as many tokens, {gap.least:+.1%} "
+        f"to {gap.most:+.1%}"
     )
     if gap.times_tokens > 1:
         said += f"; {gap.times_tokens - 1:.0%} more tokens make up for it"
-    said += f". By {gap.row}"
-    beyond = [f"H={choice.H}"] * (choice.H > 1.5 * gap.H)
-    beyond += [f"M={plan.job.num_replicas}"] * (plan.job.num_replicas > gap.replicas)
-    return said + (f"; no table has {' or '.join(beyond)}: expect more" if beyond else "")
+    return f"{said}. Nearest that was measured: {gap.nearest}"
 
 
 def how_sure(plan: Plan) -> str:
@@ -216,11 +242,12 @@ def how_sure(plan: Plan) -> str:
     step = "the step is a guess: at half its efficiency all but the link takes twice as long"
     if not plan.step.is_guess:
         step = f"the step's time is {plan.step.origin}"
-    gap = plan.gap(plan.rows[0].choice)
     loss = (
-        "; the loss is the nearest row, its interval that of its neighbours in size" if gap else ""
+        f"; the loss is a law of {len(plan.law.rows)} rows, off by {plan.law.error:.1%} of the loss "
+        f"for a row that it has not seen, its interval right for nine in ten"
     )
-    return f"{step}; the link is arithmetic, {MEASURED}{loss}"
+    outside = plan.gap(plan.rows[0].choice).outside
+    return f"{step}; the link is arithmetic, {MEASURED}{'' if outside else loss}"
 
 
 def _beside(plan: Plan) -> list[str]:
@@ -228,17 +255,17 @@ def _beside(plan: Plan) -> list[str]:
              "loss")]  # fmt: skip
     tokens = plan.tokens
     for way in ways(plan):
-        total, is_best = money(plan, way), not rows[1:]
-        gap = f"{way.gap.nats:+.3f}" if way.gap else "?" if is_best else "0"
+        total = money(plan, way)
+        gap = f"{way.gap.share:+.1%}" if way.gap else "0"
         rows.append((
             way.name,
             f"{way.tokens_per_step / way.step_seconds:,.0f}",
             span(way.seconds(tokens)),
-            span(way.to_same_loss(tokens)),
+            span(way.to_same_loss(tokens)) if way.is_known else "?",
             f"{way.device_hours(tokens):,.0f}",
             amount(way.bytes_sent(tokens)),
             "?" if total is None else f"{total:,.0f}",
-            gap,
+            gap if way.is_known else "?",
         ))  # fmt: skip
     return aligned(rows)
 
@@ -249,12 +276,12 @@ def as_json(plan: Plan) -> dict[str, object]:
     return {
         "tokens": plan.tokens,
         "should": should_i(plan),
-        "gap": gap and gap._asdict(),
+        "gap": gap.as_json(),
         "ways": [
             {
                 "name": way.name,
                 "seconds": way.seconds(plan.tokens),
-                "seconds_to_same_loss": way.to_same_loss(plan.tokens),
+                "seconds_to_same_loss": way.to_same_loss(plan.tokens) if way.is_known else None,
                 "device_hours": way.device_hours(plan.tokens),
                 "bytes_between_sites": way.bytes_sent(plan.tokens),
                 "money": money(plan, way),

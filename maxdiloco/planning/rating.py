@@ -23,6 +23,7 @@ from maxdiloco.engine.trainer import ExchangeSettings
 from maxdiloco.exchange import payload
 from maxdiloco.flags import checks, config
 from maxdiloco.parallel.mesh import devices_of_slice
+from maxdiloco.planning.forecast import Gap
 from maxdiloco.planning.job import Choice, Job
 from maxdiloco.trainer import assemble
 
@@ -283,7 +284,8 @@ def ranked(
     step: Step,
     gbps: float,
     latency_s: float = 0.0,
-    times_tokens: Callable[[Choice], float],
+    gap: Callable[[Choice], Gap],
+    by_loss: bool = False,
 ) -> list[Rated]:
     """One choice of each family, best first, without those that gain nothing over another.
 
@@ -291,7 +293,8 @@ def ranked(
     does not hold comes last. Of choices that fill the link the one that changes training least is
     first: by period, overlap and wire, the widest first. Eager, whose loss is the largest, follows
     what reaches the loss of data parallelism as soon. The rest by speed, the fastest first.
-    times_tokens: tokens that reach this loss, as a factor.
+    gap: of the loss. by_loss: instead all by the time to the loss of data parallelism, what is
+    outside of the forecast last.
     """
     link = dict(gbps=gbps, latency_s=latency_s)
 
@@ -299,21 +302,27 @@ def ranked(
         waited = exposed_s(job, choice, traffic(job, choice), step_s=step.seconds, **link)
         return wait.utilisation(step.seconds, waited, choice.H)
 
+    def late(choice: Choice) -> tuple[bool, float]:
+        found = gap(choice)
+        return bool(found.outside), found.times_tokens / utilisation(choice)
+
     rows = []
     for family in families:
         filling = (choice for choice in family if utilisation(choice) >= FULL)
         choice = next(filling, None) or max(family, key=utilisation)
+        if by_loss:
+            choice = min(family, key=late)
         row = rated(job, choice, step=step, **link)
         if not row.fits and choice.memory == "device":
             moved = choice._replace(memory="pinned_host")
             row = max(row, rated(job, moved, step=step, **link), key=lambda x: x.fits)
         rows.append(row)
+    if by_loss:
+        return sorted(rows, key=lambda row: (not row.fits, *late(row.choice), _change(row)))
     rows = [row for row in rows if not any(_beats(other, row) for other in rows)]
-    same_loss = [row.step_seconds * times_tokens(row.choice) for row in rows]
-    late = (same_loss[i] for i, row in enumerate(rows) if row.fits and _is_late(row))
-    soonest = min(late, default=0.0)
-    order = sorted(range(len(rows)), key=lambda i: _order(rows[i], same_loss[i] <= soonest))
-    return [rows[i] for i in order]
+    took = {row.choice: late(row.choice)[1] for row in rows}
+    soonest = min((took[row.choice] for row in rows if row.fits and _is_late(row)), default=0.0)
+    return sorted(rows, key=lambda row: _order(row, took[row.choice] <= soonest))
 
 
 def _is_late(row: Rated) -> bool:

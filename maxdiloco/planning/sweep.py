@@ -23,11 +23,15 @@ Families = Callable[[Job], list[list[Choice]]]
 
 
 class Point(NamedTuple):
-    """One value. label: in words. best: the mode. seconds: of each of NAMES to the same loss."""
+    """One value. label: in words. best: the mode. seconds: of each of NAMES to the same loss.
+
+    outside: what of best's loss is beyond what was measured; its time is then the law's.
+    """
 
     label: str
     best: str
     seconds: tuple[float, ...]
+    outside: str = ""
 
 
 def points(plan: Plan, kind: str, families: Families) -> list[Point]:
@@ -36,7 +40,7 @@ def points(plan: Plan, kind: str, families: Families) -> list[Point]:
     for label, changed in _KINDS[kind](plan):
         ways = answer.ways(table.proposed(changed, families(changed.job)))
         seconds = tuple(way.to_same_loss(plan.tokens) for way in ways)
-        found.append(Point(label, ways[0].name, seconds))
+        found.append(Point(label, ways[0].name, seconds, ways[0].gap.outside))
     return found
 
 
@@ -70,8 +74,11 @@ _KINDS = {"bandwidth": _bandwidths, "latency": _latencies, "sites": _sites}
 def lines(found: list[Point]) -> list[str]:
     """A row for each value."""
     rows = [("to the same loss in", *NAMES, "by")]
-    rows += [(x.label, *map(span, x.seconds), x.best) for x in found]
-    return aligned(rows)
+    for x in found:
+        best, *others = map(span, x.seconds)
+        rows.append((x.label, f"{best}{'?' * bool(x.outside)}", *others, x.best))
+    note = "?: the loss is outside of what was measured, and taken by the law all the same"
+    return aligned(rows) + [note] * any(x.outside for x in found)
 
 
 def figure(title: str, found: list[Point]) -> str:

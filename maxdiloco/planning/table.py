@@ -1,20 +1,17 @@
 """The plan as lines, as JSON, and as the command that runs it."""
 
 import math
-import pathlib
 import shlex
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import yaml
-
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
 from maxdiloco.diloco.schedule import OWNERS
-from maxdiloco.planning import losses, rating
+from maxdiloco.planning import forecast, losses, rating
+from maxdiloco.planning.forecast import Gap, Law
 from maxdiloco.planning.job import Choice, Job
-from maxdiloco.planning.losses import LOSSES, Gap
 from maxdiloco.planning.rating import Rated, Step
 from maxdiloco.processes.output import aligned, span
 
@@ -27,18 +24,13 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def measured(path: pathlib.Path = LOSSES) -> list[dict[str, Any]]:
-    """The measured differences to data parallelism, each with the fields that the file names."""
-    return yaml.safe_load(path.read_text(encoding="utf-8"))["measured"]
-
-
 class Plan(NamedTuple):
     """Rated choices, best first.
 
     gbps: one device's share of the link; share: devices of the link that the user named, and what
-    it is of. keys: of the command line of the plan, without its options. known: measured losses.
+    it is of. keys: of the command line of the plan, without its options. law: of the losses.
     tokens: to train on, and where that number is from. prices: of an hour of a device and of a
-    gigabyte between sites. by_size: tables of losses for the gap.
+    gigabyte between sites. by_loss: whether the rows are by the time to the same loss.
     """
 
     job: Job
@@ -47,17 +39,20 @@ class Plan(NamedTuple):
     share: tuple[int, str]
     rows: Sequence[Rated]
     keys: Sequence[str]
-    known: list[dict[str, Any]]
+    law: Law
     latency_s: float = 0.0
     tokens: float = 0.0
     tokens_origin: str = ""
     prices: tuple[float | None, float | None] = (None, None)
-    by_size: Sequence[dict[str, Any]] = ()
+    by_loss: bool = False
 
-    def gap(self, choice: Choice) -> Gap | None:
-        """The loss that a choice costs, by the table that is nearest."""
-        size = self.job.num_parameters
-        return losses.nearest(self.by_size, choice, size=size, replicas=self.job.num_replicas)
+    def gap(self, choice: Choice) -> Gap:
+        """The loss that a choice costs, by the law."""
+        job, size = self.job, self.job.num_parameters
+        asked = losses.case(
+            job.cfg, choice, parameters=size, replicas=job.num_replicas, tokens=self.tokens / size
+        )
+        return forecast.gap(self.law, asked)
 
     @property
     def data_parallel(self) -> float:
@@ -65,17 +60,6 @@ class Plan(NamedTuple):
         layers, count = self.job.model.spec.num_layers, self.job.num_parameters
         link = dict(gbps=self.gbps * self.job.per_slice, latency_s=self.latency_s)
         return wait.data_parallel(layers, count, self.step.seconds, **link)
-
-    def loss(self, row: Rated) -> str:
-        """The measured difference, with the model it is of, the job's if possible; "" for none."""
-        choice, job = row.choice, self.job
-        if self.has_owners(row):  # the losses are of runs that gather
-            return ""
-        of_choice = {"mode": choice.mode, "H": choice.H, "tau": choice.tau, "wire": choice.wire}
-        same = [each for each in self.known if each.items() >= of_choice.items()]
-        wanted = job.cfg.model_name, job.num_replicas
-        nearest = sorted(same, key=lambda x: (x["model"] != wanted[0], x["replicas"] != wanted[1]))
-        return "{difference:+.3f} ({model}, M={replicas})".format(**nearest[0]) if same else ""
 
     def has_owners(self, row: Rated) -> bool:
         """Whether slices own parts of the fragments."""
@@ -88,13 +72,9 @@ class Plan(NamedTuple):
 
 def proposed(plan: Plan, families: list[list[Choice]]) -> Plan:
     """The plan with the choices of its link, rated."""
-
-    def times_tokens(choice: Choice) -> float:
-        gap = plan.gap(choice)
-        return gap.times_tokens if gap else 1.0
-
     link = dict(step=plan.step, gbps=plan.gbps, latency_s=plan.latency_s)
-    return plan._replace(rows=rating.ranked(plan.job, families, times_tokens=times_tokens, **link))
+    rows = rating.ranked(plan.job, families, gap=plan.gap, by_loss=plan.by_loss, **link)
+    return plan._replace(rows=rows)
 
 
 def lines(plan: Plan, *, details: bool) -> list[str]:
@@ -143,6 +123,7 @@ def _table(plan: Plan) -> list[str]:
 
 def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
     choice, gbps = row.choice, row.least_dcn_bandwidth_gbps * plan.share[0]
+    gap = plan.gap(choice)
     mark = " host" if plan.is_moved(row) else "" if row.fits else " too big"
     return (
         choice.mode,
@@ -158,7 +139,7 @@ def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
         if row.times_less_traffic >= 10
         else f"{row.times_less_traffic:.2g}x",
         f"{gbps:.3g}" if math.isfinite(gbps) else "none",
-        plan.loss(row).partition(" (")[0] or "?",
+        "?" if gap.outside else f"{gap.share:+.1%}",
     )
 
 
@@ -169,19 +150,22 @@ def _legend(plan: Plan) -> list[str]:
     out = [
         f"waits: time that a period of H steps waits for the link; busy: part of the time that "
         f"computes; GiB: memory of a device, {memory}; less sent: than bfloat16 gradients in every "
-        f"step; Gbit/s: the least of a {plan.share[1]}'s link for {FULL:.0%} busy; loss: nats a "
-        f"token above data parallelism as maxdiloco/planning/losses.yml has it, ?: not measured"
+        f"step; Gbit/s: the least of a {plan.share[1]}'s link for {FULL:.0%} busy; loss: forecast "
+        f"above data parallelism on as many tokens, ?: outside of what was measured"
     ]
-    of_mode = [loss for loss in plan.known if loss["mode"] == plan.rows[0].choice.mode]
-    if of_mode and not plan.loss(plan.rows[0]):
-        figure, model = "{difference:+.3f} at H {H}, tau {tau}, {wire}", "({model}, M={replicas})"
-        measured = ", ".join(figure.format(**loss) for loss in of_mode)
-        out.append(f"measured of the first row's mode: {measured} {model.format(**of_mode[0])}")
+    first = (
+        f"what is {FULL:.0%} busy and changes training least: the shorter period, the shorter "
+        f"overlap, the wider wire. Eager costs most loss, so it follows what is as soon at the "
+        f"loss of data parallelism. Each row is the shortest such period and overlap of its mode "
+        f"and wire"
+    )
+    if plan.by_loss:
+        first = (
+            "what is soonest at the loss of data parallelism, of each mode and wire with its "
+            "period and overlap; then what is outside of what was measured"
+        )
     out.append(
-        f"best first: what is {FULL:.0%} busy and changes training least: the shorter period, the "
-        f"shorter overlap, the wider wire. Eager costs most loss, so it follows what is as soon at "
-        f"the loss of data parallelism. Each row is the shortest such period and overlap of its "
-        f"mode and wire. Times are arithmetic on bytes"
+        f"best first: {first}. Times are arithmetic on bytes"
         + (" and latency" if plan.latency_s else ": no latency (latency_ms)")
         + ", no pack and merge."
     )
@@ -274,5 +258,5 @@ def _row(plan: Plan, row: Rated) -> dict[str, Any]:
     figures = row._asdict()
     choice, least = figures.pop("choice"), row.least_dcn_bandwidth_gbps
     figures["least_dcn_bandwidth_gbps"] = least if math.isfinite(least) else None
-    loss = plan.loss(row) or "not measured"
+    loss = plan.gap(choice).as_json()
     return {"mode": choice.mode, **choice.keys(), **figures, "loss": loss}

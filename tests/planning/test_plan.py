@@ -2,16 +2,16 @@
 The decoder of configs/models/tiny.yml has 1,033,600 parameters in 4 layers."""
 
 import json
+import math
 
 import jax
 import pytest
-import yaml
 
 from maxdiloco import plan, train
 from maxdiloco.aot import measure, topology, wait
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.flags import config, together
-from maxdiloco.planning import compiled, job, rating, table
+from maxdiloco.planning import compiled, forecast, job, rating, table
 from maxdiloco.processes import output
 
 TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
@@ -212,24 +212,41 @@ def test_a_compiled_step_too_big_for_the_chip_is_one_line(monkeypatch, capsys):
     )
 
 
-def test_a_loss_is_printed_only_where_it_was_measured(planned, monkeypatch, tmp_path):
-    """The file of the package has the fields that are read; what it does not have is said."""
-    fields = {"model", "replicas", "mode", "H", "P", "tau", "wire", "difference", "source"}
-    assert all(loss.keys() == fields for loss in table.measured())
-    path = tmp_path / "losses.yml"
-    entry = dict(model="35m", replicas=2, mode="DiLoCo", H=20, P=1, tau=0, wire="float32",
-                 difference=0.0123, source="a table")  # fmt: skip
-    path.write_text(yaml.safe_dump({"measured": [entry]}))
-    of_file = table.measured(path)
-    monkeypatch.setattr(table, "measured", lambda: of_file)
-    _, found, said = planned(*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1",
-                             "diloco_sync_period=20")  # fmt: skip
-    words = {row["mode"]: row["loss"] for row in found["choices"]}
-    assert words == {"DiLoCo": "+0.012 (35m, M=2)", "overlapped": "not measured",
-                     "eager": "not measured"}  # fmt: skip
-    assert "not measured" in said.out
-    marks = {line.split()[0]: line.split()[-1] for line in said.out.splitlines() if line}
-    assert marks["DiLoCo"] == "+0.012" and marks["overlapped"] == marks["eager"] == "?"
+def test_the_loss_of_a_row_is_the_forecast_and_outside_of_it_no_figure(planned):
+    """Rows of losses.yml have H of 10 to 100 with AdamW."""
+    given = (*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1")
+    _, found, said = planned(*given, "diloco_sync_period=20")
+    law, size = forecast.law(), found["num_parameters"]
+    for row in found["choices"]:
+        wire, overlap = row["diloco_exchange_dtype"], row["diloco_outer_overlap"]
+        tau = row["num_communication_overlapping_steps"]
+        expected = forecast.gap(law, forecast.Case(size, 2, 20, tau, wire, overlap))
+        assert row["loss"]["share"] == pytest.approx(expected.share) and not row["loss"]["outside"]
+        printed = [line for line in said.out.splitlines() if line.startswith(f"{row['mode']} ")]
+        assert any(line.endswith(f" {expected.share:+.1%}") for line in printed)
+    _, found, said = planned(*given, "diloco_sync_period=400")
+    assert {row["loss"]["share"] for row in found["choices"]} == {None}
+    assert {row["loss"]["outside"] for row in found["choices"]} == {"H=400 (10 to 100 measured)",
+                                                                   "H=400 (20 to 100 measured)"}
+    marks = [line.split()[-1] for line in said.out.splitlines() if line.startswith("overlapped ")]
+    assert set(marks) == {"?"}
+
+
+def test_sorted_by_the_time_to_a_loss_a_family_has_the_period_that_is_soonest(planned):
+    """At a link that a period of 500 alone fills: it stands behind what there is a forecast for,
+    in the order of the time to the same loss. Control: it is first without sort."""
+    given = ("model_name=330m", "hardware=gpu", "dcn_diloco_parallelism=2", "step_time=0.5",
+             "slice_bandwidth_gbps=0.006")  # fmt: skip
+    _, found, said = planned(*given)
+    assert found["choices"][0]["diloco_sync_period"] == 500 and "best first: what is 99%" in said.out
+    _, found, said = planned(*given, "sort=time_to_loss")
+    rows = found["choices"]
+    outside = [bool(row["loss"]["outside"]) for row in rows]
+    assert outside == sorted(outside) and not outside[0]
+    took = [row["step_seconds"] * math.exp(max(0, row["loss"]["share"]) / (0.0953 / 2))
+            for row in rows if not row["loss"]["outside"]]  # fmt: skip
+    assert len(took) > 1 and took == sorted(took)
+    assert "best first: what is soonest at the loss of data parallelism" in " ".join(said.out.split())
 
 
 LINK = "dcn_bandwidth_gbps=2"

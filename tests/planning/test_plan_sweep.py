@@ -9,7 +9,7 @@ from maxdiloco import plan
 from maxdiloco.planning import sweep
 
 KEYS = ("model_name=180m", "hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=8",
-        "step_time=0.5", "slice_bandwidth_gbps=1", "steps=1000", "diloco_sync_period=100",
+        "step_time=0.5", "slice_bandwidth_gbps=1", "steps=1000", "per_device_batch_size=32", "diloco_sync_period=100",
         "diloco_exchange_dtype=int8", "enable_streaming_diloco=false",
         "diloco_outer_overlap=none")  # fmt: skip
 
@@ -76,11 +76,24 @@ def test_more_sites_share_the_tokens(swept):
         assert f"\n{sites} sites " in said
 
 
+def test_a_time_whose_loss_is_outside_of_what_was_measured_is_marked(tmp_path, capsys):
+    """H=400, which no row has. Control: H=100."""
+    for period, is_marked in (("400", True), ("100", False)):
+        keys = [key.replace("period=100", f"period={period}") for key in KEYS]
+        path = tmp_path / "plan.json"
+        assert plan.main([*keys, "sweep=latency", f"report={path}"]) == 0
+        said, found = capsys.readouterr().out, json.loads(path.read_text())
+        assert [bool(point["outside"]) for point in found["sweep"]] == [is_marked] * 7
+        assert said.count("? ") == 7 * is_marked
+        assert ("\n?: the loss is outside of what was measured" in said) == is_marked
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (("sweep=speed",), "sweep=speed is not known. Use one of bandwidth, latency, sites."),
         (("figure=a.svg",), "figure=a.svg is of a sweep. Add sweep=bandwidth"),
+        (("sort=loss",), "sort=loss is not known. Use time_to_loss, or leave sort out."),
     ],
 )
 def test_a_sweep_that_is_none_is_one_line(argv, words, capsys):

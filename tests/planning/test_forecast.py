@@ -1,0 +1,151 @@
+"""The forecast of the loss: its rows, its law, its error on rows it has not seen, its edges."""
+
+import itertools
+import math
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from maxdiloco.planning import forecast
+from maxdiloco.planning.forecast import Case
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = (ROOT / "docs/two_slices.md").read_text(encoding="utf-8")
+LOG = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks/log").glob("*.md"))
+SIZES, REPLICAS, PERIODS = (3e5, 3e6, 3e7, 3e8, 3e9), (2, 4, 8, 16), (10, 30, 100)
+
+
+@pytest.fixture(scope="module")
+def law():
+    return forecast.law()
+
+
+def source_of(row):
+    return row.words.rpartition(", ")[2] if "ours" in row.words else row.words.split("%, ")[1]
+
+
+def test_every_row_has_a_source_and_ours_are_figures_of_the_log():
+    text = forecast.LOSSES.read_text(encoding="utf-8")
+    tables = text.split("\n- ")[1:]
+    assert len(tables) > 40
+    for table in tables:
+        source = re.match(r"\{source: ([^,]+),", table)[1]
+        assert re.match(r"\d{4}\.\d{5} |ours", source)
+        if source.startswith("ours"):
+            losses = re.search(r"\[([\d.]+), ([\d.]+)\]", table)
+            assert all(loss in LOG for loss in losses.groups()), table
+
+
+def test_the_error_on_rows_that_are_left_out_is_that_of_the_docs(law, capsys):
+    """By row, and by paper: what the law of the others would have said of all of its rows."""
+    by_paper = {}
+    for k, row in enumerate(law.rows):
+        by_paper.setdefault(source_of(row).split()[0], []).append(k)
+    found = {"each row": law.error}
+    for paper, its in by_paper.items():
+        others = forecast.fit([row for k, row in enumerate(law.rows) if k not in its])
+        off = [law.rows[k].gap - forecast.estimate(others, law.rows[k].case)[0] for k in its]
+        found[paper] = math.sqrt(np.square(off).mean())
+    with capsys.disabled():
+        print()
+        for name, error in found.items():
+            print(f"{name} left out: off by {error:.2%} of the loss")
+    a, b, c, d, muon, e, f, eager, head_start = law.coefficients_P
+    words = f"It has a = {a:.2f}, b = {b:.3f}, c = {c:.4f}, d = {d:.3f} ({d + muon:.3f} with muon), "
+    words += f"e = {e:.3f}, f = {f:.3f}, a factor of {math.exp(eager):.2f} and a head start of "
+    assert f"{words}{100 * head_start:.2f} %" in DOCS and f"has {len(law.rows)} losses" in DOCS
+    for name, error in found.items():
+        (said,) = re.findall(rf"\| {re.escape(name)} \|.* ([\d.]+) \|\n", DOCS)
+        assert said == f"{100 * error:.2f}", name
+
+
+def test_nine_in_ten_rows_lie_in_their_interval_when_left_out(law):
+    """By hand for one row, and the interval of the law for it is not wider than that of others."""
+    inside = 0
+    for k, row in enumerate(law.rows):
+        others = forecast.fit([*law.rows[:k], *law.rows[k + 1 :]])
+        gap, deviation = forecast.estimate(others, row.case)
+        inside += abs(row.gap - gap) <= law.half * math.hypot(deviation, row.error)
+    assert 0.88 <= inside / len(law.rows) <= 0.92
+
+
+def test_the_law_of_rows_that_follow_one_is_that_one():
+    """Rows without misfit: the coefficients come back, and the interval is narrower than of ours."""
+    true_P = np.array([-4.4, -0.2, -0.01, 0.7, -0.2, 0.4, -0.3, 1.1, 0.004])
+    made = []
+    for size, M, H, tokens, overlap, wire, inner in itertools.product(
+        SIZES, REPLICAS, PERIODS, (5, 20), ("none", "eager"), ("int8", "int2"), ("adamw", "muon")
+    ):
+        case = Case(size, M, H, 0, wire, overlap, inner, tokens)
+        gap = math.exp(np.dot(forecast.features(case), true_P[:-1])) - true_P[-1]
+        made.append(forecast.Row(case, gap, 1e-4, ""))
+    assert forecast.fit(made).coefficients_P == pytest.approx(true_P, abs=0.02)
+
+
+def test_more_replicas_and_longer_periods_are_no_better_and_larger_models_no_worse(law):
+    for inner, overlap in (("adamw", "none"), ("muon", "none"), ("adamw", "eager")):
+        gap = np.array([
+            [
+                [forecast.estimate(law, Case(*at, inner=inner, overlap=overlap))[0] for at in row]
+                for row in [[(N, M, H) for H in PERIODS] for M in REPLICAS]
+            ]
+            for N in SIZES
+        ])  # fmt: skip
+        assert (np.diff(gap, axis=0) < 0).all()
+        assert (np.diff(gap, axis=1) > 0).all() and (np.diff(gap, axis=2) > 0).all()
+    few, many = (forecast.estimate(law, Case(1e9, 4, 30, tokens=t))[0] for t in (10, 100))
+    assert few > many
+    plain, eager = (forecast.estimate(law, Case(1e9, 2, 30, overlap=o))[0] for o in ("none", "eager"))
+    assert eager > plain + 0.003
+
+
+@pytest.mark.parametrize(
+    ("case", "words", "is_worse"),
+    [
+        (Case(1.3e9, 2, 500), "H=500 (10 to 100 measured)", True),
+        (Case(70e9, 64, 30),
+         "70B parameters (279k to 15B measured), 64 replicas (2 to 16 measured)", False),
+        (Case(1e9, 8, 30, overlap="eager"), "8 replicas (2 measured)", True),
+        (Case(1e9, 2, 30, overlap="delayed"), "delayed (no row)", True),
+        (Case(1e9, 2, 30, wire="topk"), "topk (no row)", True),
+        (Case(1e9, 2, 30, wire="int2", tokens=5), "1B parameters (279k measured)", False),
+        (Case(1e9, 2, 30, inner="sgd"), "sgd (no row)", True),
+        (Case(1e9, 2, 30, layers="mixture of experts"), "mixture of experts (no row)", True),
+        (Case(1e9, 2, 30, tokens=2000), "2e+03 tokens a parameter (0.73 to 250 measured)", False),
+        (Case(1e9, 2, 30, tau=20), "tau=20 (0 to 5 measured)", True),
+    ],
+)  # fmt: skip
+def test_what_lies_outside_of_the_rows_is_named_and_the_nearest_row_too(law, case, words, is_worse):
+    found = forecast.gap(law, case)
+    assert (found.outside, found.is_worse) == (words, is_worse)
+    assert found.nearest in [row.words for row in law.rows]
+    # Control: within.
+    found = forecast.gap(law, Case(1e9, 2, 30))
+    assert (found.outside, found.is_worse) == ("", False) and found.nearest.startswith("1B, M=2, ")
+
+
+def test_the_interval_is_wider_where_no_row_is_near(law):
+    """In deviations of the misfit, which is a part of the gap and the head start."""
+
+    def widened(case):
+        gap, deviation = forecast.estimate(law, case)
+        return deviation / (gap + law.coefficients_P[-1])
+
+    assert widened(Case(1e9, 4, 30)) < widened(Case(3e6, 16, 100)) < widened(Case(3e6, 64, 1000))
+
+
+def test_more_tokens_make_up_for_the_gap_as_compute_does(law):
+    """2503.09799 Tab. 7: compute lowers the loss by 0.0953 / 2 of it for each factor e."""
+    found = forecast.gap(law, Case(3e8, 8, 30))
+    assert found.times_tokens == pytest.approx(math.exp(found.share / (0.0953 / 2)))
+    assert found.least < found.share < found.most
+
+
+def test_the_forecast_needs_no_jax():
+    code = "import sys; from maxdiloco.planning import forecast; assert 'numpy' in sys.modules; "
+    code += "sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
