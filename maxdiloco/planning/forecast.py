@@ -227,7 +227,7 @@ def _beyond(given: Sequence[Row], case: Case) -> tuple[Case, list[tuple[str, boo
     for name, words, more_costs in _RANGES:
         of_classes = [
             [each[name] for each in cases if each[class_] == fields[class_]]
-            for class_, _ in _CLASSES
+            for class_, _ in (_CLASSES[:1] if name == "tau" else _CLASSES)  # it has no term
         ]
         least, most = max(map(min, of_classes)), min(map(max, of_classes))
         nearest = min(max(fields[name], least / SLACK), most * SLACK)

@@ -126,7 +126,8 @@ def test_what_lies_outside_of_the_rows_is_named_and_the_nearest_row_too(law, cas
     found = forecast.gap(law, case)
     assert (found.outside, found.is_worse) == (words, is_worse)
     assert found.nearest in [row.words for row in law.rows]
-    # Control: within.
+    # Control: within; tau too where no row of muon has one, since it has no term.
+    assert not forecast.gap(law, Case(9e9, 16, 30, tau=1, inner="muon")).outside
     found = forecast.gap(law, Case(1e9, 2, 30))
     assert (found.outside, found.is_worse) == ("", False) and found.nearest.startswith("1B, M=2, ")
 
