@@ -243,8 +243,8 @@ def how_sure(plan: Plan) -> str:
     if not plan.step.is_guess:
         step = f"the step's time is {plan.step.origin}"
     loss = (
-        f"; the loss is a law of {len(plan.law.rows)} rows, off by {plan.law.error:.1%} of the loss "
-        f"for a row that it has not seen, its interval right for nine in ten"
+        f"; the loss is a law of {len(plan.law.rows)} rows, off by {plan.law.error:.1%} of it for "
+        f"a row that it has not seen, its interval right for nine in ten"
     )
     outside = plan.gap(plan.rows[0].choice).outside
     return f"{step}; the link is arithmetic, {MEASURED}{'' if outside else loss}"

@@ -123,7 +123,7 @@ def features(case: Case) -> list[float]:
     that changes with their logarithm, and a factor for eager updates; wires and tau have none. The
     head start is what is left with no others: M=1 is ahead of data parallelism (2503.09799 Tab. 4).
     """
-    size, others = math.log(case.parameters / 1e9), math.log(case.replicas - 1)
+    size, others = math.log(case.parameters / 1e9), math.log(max(0.5, case.replicas - 1))
     return [
         1.0,
         size,
@@ -190,7 +190,7 @@ def gap(of: Law, case: Case) -> Gap:
         share,
         share - of.half * deviation,
         share + of.half * deviation,
-        times_tokens=math.exp(max(0.0, share) / (EXPONENT / 2)),
+        times_tokens=math.exp(min(max(0.0, share), 1.0) / (EXPONENT / 2)),  # a number in any case
         nearest=min(of.rows, key=distance).words,
         outside=", ".join(words for words, _ in beyond),
         is_worse=bool(beyond) and all(costs for _, costs in beyond),
@@ -227,7 +227,7 @@ def _beyond(given: Sequence[Row], case: Case) -> tuple[Case, list[tuple[str, boo
     for name, words, more_costs in _RANGES:
         of_classes = [
             [each[name] for each in cases if each[class_] == fields[class_]]
-            for class_, _ in _CLASSES
+            for class_, _ in (_CLASSES[:1] if name == "tau" else _CLASSES)  # it has no term
         ]
         least, most = max(map(min, of_classes)), min(map(max, of_classes))
         nearest = min(max(fields[name], least / SLACK), most * SLACK)

@@ -238,7 +238,8 @@ def test_sorted_by_the_time_to_a_loss_a_family_has_the_period_that_is_soonest(pl
     given = ("model_name=330m", "hardware=gpu", "dcn_diloco_parallelism=2", "step_time=0.5",
              "slice_bandwidth_gbps=0.006")  # fmt: skip
     _, found, said = planned(*given)
-    assert found["choices"][0]["diloco_sync_period"] == 500 and "best first: what is 99%" in said.out
+    assert found["choices"][0]["diloco_sync_period"] == 500
+    assert "best first: what is 99%" in said.out
     _, found, said = planned(*given, "sort=time_to_loss")
     rows = found["choices"]
     outside = [bool(row["loss"]["outside"]) for row in rows]
@@ -246,7 +247,8 @@ def test_sorted_by_the_time_to_a_loss_a_family_has_the_period_that_is_soonest(pl
     took = [row["step_seconds"] * math.exp(max(0, row["loss"]["share"]) / (0.0953 / 2))
             for row in rows if not row["loss"]["outside"]]  # fmt: skip
     assert len(took) > 1 and took == sorted(took)
-    assert "best first: what is soonest at the loss of data parallelism" in " ".join(said.out.split())
+    said = " ".join(said.out.split())
+    assert "best first: what is soonest at the loss of data parallelism" in said
 
 
 LINK = "dcn_bandwidth_gbps=2"

@@ -9,8 +9,8 @@ from maxdiloco import plan
 from maxdiloco.planning import sweep
 
 KEYS = ("model_name=180m", "hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=8",
-        "step_time=0.5", "slice_bandwidth_gbps=1", "steps=1000", "per_device_batch_size=32", "diloco_sync_period=100",
-        "diloco_exchange_dtype=int8", "enable_streaming_diloco=false",
+        "step_time=0.5", "slice_bandwidth_gbps=1", "steps=1000", "per_device_batch_size=32",
+        "diloco_sync_period=100", "diloco_exchange_dtype=int8", "enable_streaming_diloco=false",
         "diloco_outer_overlap=none")  # fmt: skip
 
 
