@@ -301,9 +301,6 @@ class OnIslands(DiLoCo):
         self.leave()
         super().close()
 
-    def _ledger(self) -> records.Ledger:
-        return self._beside.driver.state.logs[0].ledger
-
     # -- what it tells --------------------------------------------------------------------------
 
     def saved_items(self, state: State) -> dict[str, Any]:

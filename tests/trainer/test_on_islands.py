@@ -74,8 +74,12 @@ def until(trainer, state, batch, done):
     raise AssertionError("it goes on for ever")
 
 
+def ledger_of(trainer):
+    return trainer._beside.driver.state.logs[0].ledger
+
+
 def records_of(trainer):
-    return trainer._ledger().number
+    return ledger_of(trainer).number
 
 
 def in_threads(work, count):
@@ -276,11 +280,11 @@ def test_an_island_that_was_frozen_joins_again(tmp_path, few_compiler_passes):
 
 
 def sent(trainer):
-    return any(mark.island == "b" for mark in trainer._ledger().marks)
+    return any(mark.island == "b" for mark in ledger_of(trainer).marks)
 
 
 def dead(trainer):
-    return ("b", 1) in trainer._ledger().dead
+    return ("b", 1) in ledger_of(trainer).dead
 
 
 def test_a_store_that_goes_away_is_told_with_its_answer_and_comes_back(
