@@ -11,7 +11,7 @@ import pytest
 from thin_link_rows import PLAIN, SETUP, measured
 
 from benchmarks import thin_link
-from benchmarks.link import arguments, command, counters, figures, grid, process, rows
+from benchmarks.link import arguments, command, counters, draw, figures, grid, process, rows
 from benchmarks.link.arguments import Part
 from benchmarks.link.counters import Sample
 from benchmarks.link.grid import Row, Window
@@ -270,6 +270,11 @@ def test_a_row_beside_the_plain_step():
         "streaming, tau=0, float32, program", "10", "20", "250.0", "80.0%", "50.0", "60.0", "0.83",
         "1.1", "1.053", "9.5",
     ]  # fmt: skip
+
+
+def test_every_mode_and_wire_that_a_grid_may_have_can_be_drawn():
+    assert figures.MODES.keys() - draw.COLOURS.keys() == {figures.PLAIN}
+    assert draw.DASHES.keys() - {""} == grid.WIDTH.keys() - {""}
 
 
 def test_what_is_claimed_is_said_where_data_parallelism_starves():

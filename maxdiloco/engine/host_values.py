@@ -1,12 +1,12 @@
 """A fragment's values to host memory and back, for what is computed there.
 
 On the host a fragment is one float32 array [N]: its leaves in tree order, whole, flattened and put
-end to end, whatever the mesh is. Of one replica, on a mesh that this process holds.
+end to end, whatever the mesh is. Of one replica. Several processes call the same in the same order,
+and process 0 has the values.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,20 @@ from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, array
 from maxdiloco.engine.plans import FragmentPlan
 from maxdiloco.engine.programs import Definition, Programs
 from maxdiloco.engine.state import State, fragment_leaves, with_fragment, with_items
+from maxdiloco.exchange.host import Mailbox
+from maxdiloco.exchange.whole import Whole
 from maxdiloco.parallel.sharding import shardings_of
 
 
 class HostValues:
-    """Takes and puts the values of fragments, by two programs each."""
+    """Takes and puts the values of fragments, by two programs each.
 
-    def __init__(self, programs: Programs):
+    mailbox: of several processes, with its bulk.
+    """
+
+    def __init__(self, programs: Programs, mailbox: Mailbox | None = None):
         self._programs, self._layout = programs, programs.layout
+        self._whole = Whole(mailbox)
 
     def shapes(self, plan: FragmentPlan) -> list[tuple[int, ...]]:
         """Of the leaves' parts, without R."""
@@ -33,21 +39,28 @@ class HostValues:
         return [s.shape(x.shape) for s, x in zip(plan.slices, leaves, strict=True)]
 
     def params(self, state: State, plan: FragmentPlan) -> np.ndarray:
-        """The replica's values [N]. Waits for them."""
+        """The replica's values [N], in process 0; elsewhere [0]. Waits for them."""
         leaves = arrays_of(state, plan).params
         program = self._programs.defined("values", plan, self._take)
-        return _joined(program(leaves, plan.starts))
+        return self._joined(program(leaves, plan.starts))
 
     def theta(self, state: State, plan: FragmentPlan) -> np.ndarray:
-        """Those of theta [N]."""
+        """Those of theta [N], as `params`."""
         program = self._programs.defined("theta", plan, self._take_theta)
-        return _joined(program(arrays_of(state, plan).theta, plan.starts))
+        return self._joined(program(arrays_of(state, plan).theta, plan.starts))
 
-    def put(
-        self, state: State, plan: FragmentPlan, x: np.ndarray, theta: np.ndarray, trace: np.ndarray
-    ) -> State:
-        """The state with these values [N] of replica, theta and outer optimizer; it is donated."""
-        values = [self._placed(plan, each) for each in (x, theta, trace)]
+    def trace(self, state: State, plan: FragmentPlan) -> np.ndarray:
+        """That of the outer optimizer [N], as `params`; zero without one."""
+        kept = jax.tree.leaves(arrays_of(state, plan).outer_opt)
+        size = sum(np.prod(shape, dtype=int) for shape in self.shapes(plan))
+        return self._joined(kept) if kept else np.zeros(size, np.float32)
+
+    def put(self, state: State, plan: FragmentPlan, values: Sequence[np.ndarray]) -> State:
+        """The state with these values [N] of replica, theta and outer optimizer; it is donated.
+
+        Those of process 0 count: other processes may give none.
+        """
+        values = self._placed(plan, values)
         leaves = arrays_of(state, plan)._replace(residual=())
         program = self._programs.defined("replace", plan, self._put)
         leaves = program(leaves, plan.starts, *values)
@@ -63,10 +76,7 @@ class HostValues:
         by_program: dict[int, Call] = {}
         for plan in self._layout.plans:
             leaves = arrays_of(self._layout.state, plan)._replace(residual=())
-            like = [
-                jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-                for shape, sharding in zip(self.shapes(plan), self._shardings(plan), strict=True)
-            ]
+            like = self._like(plan)
             take = self._programs.defined("values", plan, self._take)
             put = self._programs.defined("replace", plan, self._put)
             for call in (
@@ -101,18 +111,27 @@ class HostValues:
         kept = arrays_of(self._layout.state, plan)._replace(residual=())
         return dict(fn=put, donate=(0,), out_shardings=shardings_of(kept))
 
-    def _placed(self, plan: FragmentPlan, values: np.ndarray) -> list[jax.Array]:
-        shapes = self.shapes(plan)
+    def _placed(self, plan: FragmentPlan, values: Sequence[np.ndarray]) -> list[list[jax.Array]]:
+        """Replica, theta and outer optimizer: the leaves of each."""
+        like, shapes = self._like(plan), self.shapes(plan)
         ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])[:-1]
         parts = [
             part.reshape(shape)
-            for part, shape in zip(np.split(values, ends), shapes, strict=True)
+            for each in values
+            for part, shape in zip(np.split(each, ends), shapes, strict=True)
         ]
-        return jax.device_put(parts, self._shardings(plan))
+        placed, n = self._whole.placed(parts, 3 * like), len(like)
+        return [placed[start : start + n] for start in (0, n, 2 * n)]
+
+    def _like(self, plan: FragmentPlan) -> list[jax.ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+            for shape, sharding in zip(self.shapes(plan), self._shardings(plan), strict=True)
+        ]
 
     def _shardings(self, plan: FragmentPlan) -> list[NamedSharding]:
         return [NamedSharding(self._layout.mesh, shard.spec) for shard in plan.payload.shards]
 
-
-def _joined(parts: Sequence[Any]) -> np.ndarray:
-    return np.concatenate([np.asarray(part).reshape(-1) for part in jax.device_get(parts)])
+    def _joined(self, parts: Sequence[jax.Array]) -> np.ndarray:
+        whole = [part.reshape(-1) for part in self._whole.fetched(parts)]
+        return np.concatenate(whole or [np.zeros(0, np.float32)])

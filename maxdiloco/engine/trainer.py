@@ -40,6 +40,7 @@ class SavedLayout(NamedTuple):
     theta_item: str = OUTER_PARAMS
     rule: dict[str, Any] | None = None
     records: int | None = None
+    island_bytes: int = 0
 
 
 class ExchangeSettings(NamedTuple):

@@ -61,6 +61,11 @@ class Beside:
             self.driver.deliver(Step(tokens))
             self._look_around()
 
+    def saved(self) -> bytes:
+        """See Driver."""
+        with self._changed:
+            return self.driver.saved()
+
     def leased(self, start: int, stop: int) -> list[Range]:
         """What the tokens from start to before stop of its own are, counted from its beginning.
 

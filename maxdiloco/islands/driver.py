@@ -26,8 +26,9 @@ class Driver:
     fragment; None: kept here, and the caller may replace them between two calls. feedback: whether
     what a wire rounds off stays for the next message also where a merge replaces x (error
     feedback). moments_of: records that a checkpoint of the inner optimizer has. key: of 32 bytes,
-    to sign with. saved: of fixed mode, what `saved()` gave before a restart; the inner state is the
-    caller's. nonce: of this start alone, None: a random one. clock: [s].
+    to sign with. saved: of fixed mode, what `saved()` gave before a restart; then theta, x and
+    trace (the outer optimizer's of each fragment, else zero) are those of that time. nonce: of this
+    start alone, None: a random one. clock: [s].
     outer: the state of each fragment. requests: what the store is to be asked. said: lines for the
     user; evaluations: numbers of those that are this island's; moments: what becomes of those of
     the inner optimizer, "" until it has begun; norm: of the last message; finite: whether all were;
@@ -43,6 +44,7 @@ class Driver:
         theta: Sequence[np.ndarray],
         *,
         x: MutableSequence[np.ndarray] | None = None,
+        trace: Sequence[np.ndarray] | None = None,
         feedback: bool = False,
         moments_of: int | None = None,
         key: bytes | None = None,
@@ -53,7 +55,8 @@ class Driver:
         if wrong := outer.problem(run):
             raise ConfigError(f"{wrong}: islands cannot run with it. Set another value.")
         self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
-        self.outer = [outer.fresh(values) for values in theta]
+        fresh = [outer.fresh(values) for values in theta]
+        self.outer = fresh if trace is None else list(map(Outer, theta, trace))
         self.x = [state.theta for state in self.outer] if x is None else x
         self.sent: list[dict[int, np.ndarray]] = [{} for _ in theta]
         # With feedback: what the last message has left over, and what the next one has to add.
@@ -89,26 +92,29 @@ class Driver:
         self.deliver(island.Step(tokens))
 
     def saved(self) -> bytes:
-        """Of fixed mode, between two inner steps: what the island goes on from after a restart."""
+        """Of fixed mode, between two inner steps: what the island goes on from after a restart,
+        beside theta, trace and x."""
         of_wire = zip(self._left, self._residual, strict=True)
-        over = of_wire if self._feedback else [()] * len(self.outer)
-        values = [
-            (*state, *(np.broadcast_to(each, state.theta.shape) for each in (x, *left)))
-            for state, x, left in zip(self.outer, self.x, over, strict=True)
+        left = [
+            [np.broadcast_to(each, state.theta.shape) for each in pair if self._feedback]
+            for state, pair in zip(self.outer, of_wire, strict=True)
         ]
         payloads = [
             {own.message.seq: self._payloads[name_of(own.message)] for own in log.own}
             for log in self.state.logs
         ]
-        return restart.encode(self.state, values, payloads)
+        return restart.encode(self.state, left, payloads)
 
     def _restore(self, kept: restart.Kept) -> None:
         self.state = restart.restored(self.state, kept.place)
         for fragment, part in enumerate(kept.place.parts):
-            theta, trace, self.x[fragment], *left = kept.values[fragment]
-            if left:
-                self._left[fragment], self._residual[fragment] = left
-            self.outer[fragment] = Outer(theta, trace)
+            if self.outer[fragment].digest() != part.ledger.digest:
+                raise ConfigError(
+                    f"theta of fragment {fragment} is not that of record {part.ledger.number}. "
+                    f"Restore another checkpoint of island={kept.place.island}."
+                )
+            if self._feedback and len(kept.left[fragment]):
+                self._left[fragment], self._residual[fragment] = kept.left[fragment]
             sizes = outer.sizes_of(self._run, fragment)
             for message, _ in part.own:
                 payload = self._payloads[name_of(message)] = kept.payloads[fragment][message.seq]

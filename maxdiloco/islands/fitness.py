@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from maxdiloco.errors import ConfigError
+from maxdiloco.islands import records
 from maxdiloco.storage.store import Bucket
 
 RACES, WRITERS = 40, 8
@@ -56,3 +58,17 @@ def check(bucket: Bucket, say: Callable[[str], None], clock=time.monotonic) -> l
 def _race(bucket: Bucket, name: str, start: threading.Barrier, writer: int) -> bool:
     start.wait()
     return bucket.put_if(name, bytes([writer]), None) is not None
+
+
+def require_rights(bucket: Bucket, url: str, name: str) -> None:
+    """Raise ConfigError for a store that is away, or that this island may not read and write."""
+    probe = f"check/{name}.{time.time_ns()}"
+    try:
+        bucket.put(probe, b"")
+        bucket.head(records.RUN)
+        bucket.delete([probe])
+    except OSError as error:
+        raise ConfigError(
+            f"islands_store={url} cannot be used: {error.strerror}. Make it readable and writable "
+            "for this machine, or name another."
+        ) from error

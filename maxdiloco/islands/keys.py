@@ -1,10 +1,83 @@
 """Ed25519 signatures of islands, where run.json names their keys. Rule 13."""
 
-from cryptography.exceptions import InvalidSignature
+import os
+import pathlib
+from typing import NamedTuple
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from maxdiloco.errors import ConfigError
 from maxdiloco.islands import records
 from maxdiloco.islands.records import Message, Run
+
+_REMEDY = "`ssh-keygen -t ed25519 -N '' -f NAME` makes NAME and NAME.pub."
+
+
+Named = tuple[tuple[str, str], ...]  # public keys by island, as run.json has them
+
+
+class Keys(NamedTuple):
+    """What an island has: its private key, 32 bytes, and public ones."""
+
+    own: bytes
+    of_all: Named
+
+
+def read(path: str) -> Keys:
+    """The private key of a file, as OpenSSH writes it, and that of each NAME.pub beside it.
+
+    path: the value of islands_key. Raises ConfigError.
+    """
+    file = pathlib.Path(path).expanduser()
+    try:
+        own = serialization.load_ssh_private_key(file.read_bytes(), None)
+        texts = {each.stem: each.read_bytes() for each in sorted(file.parent.glob("*.pub"))}
+        of_all = {name: serialization.load_ssh_public_key(text) for name, text in texts.items()}
+    except OSError as error:
+        why = os.strerror(error.errno)
+        raise ConfigError(f"islands_key={path} cannot be read: {why}. {_REMEDY}") from error
+    except (TypeError, ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(
+            f"islands_key={path}: it, or a .pub beside it, is no key of OpenSSH without a "
+            f"passphrase ({error}). {_REMEDY}"
+        ) from error
+    public = {n: k for n, k in of_all.items() if isinstance(k, ed25519.Ed25519PublicKey)}
+    if not isinstance(own, ed25519.Ed25519PrivateKey) or public.keys() != of_all.keys():
+        raise ConfigError(f"islands_key={path}: it, or a .pub beside it, is not ed25519. {_REMEDY}")
+    named = tuple((name, key.public_bytes_raw().hex()) for name, key in public.items())
+    return Keys(own.private_bytes_raw(), named)
+
+
+def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> Named:
+    """The keys in run.json, of the store or as its first island `name` begins it.
+
+    Raises ConfigError where they are not those of this island, whose messages would not count.
+    """
+    first = stored is None
+    known = dict((keys.of_all if keys else ()) if first else stored.keys)
+    if keys is None and not known:
+        return ()
+    where = f"island={name}, islands_store={url}: "
+    if keys is None:
+        raise ConfigError(
+            f"{where}signed messages count alone, and islands_key is not set. Set it to the "
+            f"private key of {name}."
+        )
+    other = [each for each, key in keys.of_all if known.get(each) != key]
+    if not known or other:
+        raise ConfigError(
+            f"{where}the run has {'another key of ' + other[0] if known else 'no keys'}. Put the "
+            ".pub files of that run beside islands_key, or use another islands_store."
+        )
+    if known.get(name) != public(keys.own):
+        raise ConfigError(
+            f"{where}its islands_key is not that of {name} in the run's keys "
+            f"({', '.join(known)}). The first island needs each NAME.pub beside its "
+            "islands_key; set it to the private key of this name."
+        )
+    return tuple(sorted(known.items()))
 
 
 def public(key: bytes) -> str:

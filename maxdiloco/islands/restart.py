@@ -17,13 +17,12 @@ from maxdiloco.islands.records import Damaged, Part, Place, Run
 
 
 class Kept(NamedTuple):
-    """A checkpoint. Of each fragment: values, arrays [K, N] of the caller's, and payloads.
-
-    payloads: of the undecided messages, by seq.
+    """A checkpoint, beside theta, trace and x. Of each fragment: left, arrays [K, N] of the
+    caller's, and payloads, of the undecided messages by seq.
     """
 
     place: Place
-    values: list[np.ndarray]
+    left: list[np.ndarray]
     payloads: list[dict[int, bytes]]
 
 
@@ -54,10 +53,10 @@ def restored(s: Island, place: Place) -> Island:
 
 
 def encode(
-    s: Island, values: Sequence[Sequence[np.ndarray]], payloads: Sequence[Mapping[int, bytes]]
+    s: Island, left: Sequence[Sequence[np.ndarray]], payloads: Sequence[Mapping[int, bytes]]
 ) -> bytes:
     """The bytes of a Kept."""
-    arrays = (np.asarray(array, "<f4").tobytes() for arrays in values for array in arrays)
+    arrays = (np.asarray(array, "<f4").tobytes() for arrays in left for array in arrays)
     messages = (found[seq] for found in payloads for seq in sorted(found))
     payload = b"".join([*arrays, *messages])
     return records.encode(place_of(s, records.sha256(payload)), payload)
@@ -80,9 +79,9 @@ def decode(run: Run, name: str, saved: bytes) -> Kept:
     messages = sum(size * len(seqs) for size, seqs in zip(coded, own, strict=True))
     K = (len(payload) - messages) // (4 * sum(map(sum, sizes)))
     stream = io.BytesIO(payload)
-    values = [
-        np.frombuffer(stream.read(4 * K * sum(leaves)), "<f4").astype(np.float32).reshape(K, -1)
-        for leaves in sizes
+    left = [
+        np.frombuffer(stream.read(4 * K * N), "<f4").astype(np.float32).reshape(K, N)
+        for N in map(sum, sizes)
     ]
     payloads = [{seq: stream.read(n) for seq in seqs} for n, seqs in zip(coded, own, strict=True)]
-    return Kept(place, values, payloads)
+    return Kept(place, left, payloads)

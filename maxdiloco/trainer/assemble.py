@@ -222,8 +222,8 @@ def needs_bulk(cfg: config.Config, mesh: Mesh) -> bool:
 
 
 def most_bytes(parts: Parts) -> int:
-    """More than any message of outer gradients has: all replicas in float32, and padding."""
-    return 8 * count_parameters(parts.model) * parts.shape.num_replicas + 2**20
+    """More than any message has: all replicas in float32, or an island's values, and padding."""
+    return 12 * count_parameters(parts.model) * parts.shape.num_replicas + 2**20
 
 
 def _diloco(cfg, mesh, model, step, facts, options) -> DiLoCo:

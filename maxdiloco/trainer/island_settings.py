@@ -61,7 +61,9 @@ class Facts(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """An island. run: without its fragments. feedback: of errors. facts: None: it cannot join."""
+    """An island. run: without its fragments. feedback: of errors. facts: None: it cannot join.
+    key: the path of that to sign with, or "".
+    """
 
     url: str
     name: str
@@ -69,6 +71,7 @@ class Settings(NamedTuple):
     pace: Pace
     feedback: bool
     facts: Facts | None
+    key: str = ""
 
 
 def of(cfg: Config, facts: Facts | None) -> Settings:
@@ -99,7 +102,8 @@ def of(cfg: Config, facts: Facts | None) -> Settings:
     )
     feedback = checks.FEEDBACK[cfg.diloco_error_feedback]
     feedback = wire in _CORRECTED if feedback is None else feedback
-    return Settings(cfg.islands_store, cfg.island, run, _pace(cfg), feedback, facts)
+    store, key = cfg.islands_store, cfg.islands_key
+    return Settings(store, cfg.island, run, _pace(cfg), feedback, facts, key)
 
 
 def _pace(cfg: Config) -> Pace:
@@ -122,12 +126,12 @@ def _pace(cfg: Config) -> Pace:
 
 def _words(cfg: Config) -> dict[str, object]:
     """What shapes the model and its fragments, as far as it is not the default."""
-    keys = base_yml.declared()
-    group = keys["model_name"].group
-    named = [name for name, key in keys.items() if key.group == group]
+    declared = base_yml.declared()
+    group = declared["model_name"].group
+    named = [name for name, key in declared.items() if key.group == group]
     named = [name for name in named if name not in ("model_name", "override_model_config")]
     values = {name: vars(cfg)[name] for name in (*named, *_OF_FRAGMENTS)}
-    return {name: value for name, value in values.items() if value != keys[name].default}
+    return {name: value for name, value in values.items() if value != declared[name].default}
 
 
 def _contents(facts: Facts | None) -> dict[str, str]:
@@ -148,6 +152,7 @@ def _text(values: Mapping[str, object]) -> str:
 
 def adopted(own: Run, stored: Run, url: str) -> Run:
     """The run of a store as this island takes part in it. Raises ConfigError where it cannot."""
+    own = own._replace(keys=stored.keys)  # keys.of_run says whose they are
     if not own.islands:
         both = own.eval_tokens and stored.eval_tokens
         names = (*_OF_THE_FIRST, "eval_tokens") if both else _OF_THE_FIRST
@@ -174,9 +179,9 @@ def _differences(own: Run, stored: Run) -> Iterator[tuple[str, str, str]]:
 
 def _of_words(mine: str, other: str) -> Iterator[tuple[str, str, str]]:
     words = [dict(word.partition("=")[::2] for word in text.split()) for text in (mine, other)]
-    keys = base_yml.declared()
+    declared = base_yml.declared()
     for name in sorted(words[0].keys() | words[1].keys()):
-        usual = base_yml.show(keys[name].default) if name in keys else "default"
+        usual = base_yml.show(declared[name].default) if name in declared else "default"
         values = [found.get(name, usual) for found in words]
         if values[0] != values[1]:
             yield name, *values

@@ -5,12 +5,15 @@ islands/core.py, in fixed mode at the steps of the schedule.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from maxdiloco.diloco import fragments
 from maxdiloco.diloco import schedule as names
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.engine import actions
@@ -20,8 +23,11 @@ from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.host_values import HostValues
 from maxdiloco.engine.plans import FragmentPlan
 from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.state import State
+from maxdiloco.engine.state import Layout, State
 from maxdiloco.islands.driver import Driver
+from maxdiloco.islands.records import Leaf
+from maxdiloco.trainer import island_processes
+from maxdiloco.trainer.island_processes import Processes, Standing
 
 
 class Steps(Carrier):
@@ -61,16 +67,20 @@ class Steps(Carrier):
 
 
 class Values:
-    """The island's own values for its driver, by fragment: those of `state`, or newer ones."""
+    """The island's own values for its driver, by fragment: those of `state`, or newer ones.
 
-    def __init__(self, host: HostValues, plans: tuple[FragmentPlan, ...]):
-        self.host, self._plans = host, plans
+    Several processes take and put them together: what process 0 does, the others follow.
+    """
+
+    def __init__(self, host: HostValues, plans: tuple[FragmentPlan, ...], processes: Processes):
+        self.host, self._plans, self._processes = host, plans, processes
         self.state: State | None = None
         self.new: dict[int, np.ndarray] = {}
 
     def __getitem__(self, fragment: int) -> np.ndarray:
         if fragment in self.new:
             return self.new[fragment]
+        self._processes.tell(island_processes.TAKE, fragment)
         return self.host.params(self.state, self._plans[fragment])
 
     def __setitem__(self, fragment: int, values: np.ndarray) -> None:
@@ -79,7 +89,54 @@ class Values:
     def flushed(self, state: State, driver: Driver) -> State:
         """The state with what is new, and the outer state beside it; it is donated."""
         for fragment in sorted(self.new):
-            x, (theta, trace) = self.new.pop(fragment), driver.outer[fragment]
-            state = self.host.put(state, self._plans[fragment], x, theta, trace)
+            self._processes.tell(island_processes.PUT, fragment)
+            values = self.new.pop(fragment), *driver.outer[fragment]
+            state = self.host.put(state, self._plans[fragment], values)
         self.state = state
         return state
+
+    def without_moments(self, state: State) -> State:
+        """The state with an inner optimizer that has seen nothing; it is donated."""
+        self._processes.tell(island_processes.WITHOUT_MOMENTS)
+        return _without_moments(state)
+
+    def followed(self, state: State) -> tuple[State, Standing]:
+        """In another process than 0: do what that one does, up to where all stand then."""
+        while True:
+            match self._processes.told():
+                case island_processes.TAKE, fragment:
+                    self.host.params(state, self._plans[fragment])
+                case island_processes.PUT, fragment:
+                    state = self.host.put(state, self._plans[fragment], ())
+                case island_processes.WITHOUT_MOMENTS, _:
+                    state = _without_moments(state)
+                case _, standing:
+                    return state, Standing(*standing)
+
+
+def _without_moments(state: State) -> State:
+    like = jax.tree.map(lambda x: x.sharding, state.opt_state)
+    zeros = jax.jit(lambda s: jax.tree.map(jnp.zeros_like, s), donate_argnums=0, out_shardings=like)
+    return replace(state, opt_state=zeros(state.opt_state))
+
+
+def leaves_of(layout: Layout, layer_axis: Any) -> tuple[tuple[Leaf, ...], ...]:
+    """Of run.json: the leaves of each fragment."""
+    like = layout.state.outer
+    kinds, leaves = fragments.kinds_of(like, layer_axis), jax.tree.leaves(like)
+    found = []
+    for plan in layout.plans:
+        shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
+        of_plan = zip(plan.slices, shapes, strict=True)
+        found.append(tuple(_leaf(kinds[s.leaf], shape) for s, shape in of_plan))
+    return tuple(found)
+
+
+def _leaf(kind: Any, shape: tuple[int, ...]) -> Leaf:
+    size = int(np.prod(shape))
+    if isinstance(kind, fragments.Vocabulary):
+        return Leaf(size, 0)
+    if isinstance(kind, fragments.Stacked):
+        assert kind.axis == 0  # of the models; a tensor's values follow each other
+        return Leaf(size, shape[0])
+    return Leaf(size, 1)

@@ -42,13 +42,14 @@ class LeasedText:
     def read(
         self, position: order.Position, step: int, replicas: ArrayLike, rows: ArrayLike
     ) -> Batch:
-        """The rows of one replica, leaves [B, L]."""
-        parts = []
+        """Rows of one replica, ascending, leaves [*their shape, L]; of these alone is read."""
+        parts, start, rows_B = [], 0, np.asarray(rows)
         for first, count in self._ranges(step):
             here = order.Position(first, 1, 1, count, position.sources)
-            parts.append(self._text.read(here, 1, np.zeros(count, int), np.arange(count)))
-        rows_B = np.asarray(rows)
-        return {name: np.concatenate([part[name] for part in parts])[rows_B] for name in parts[0]}
+            own_B = rows_B[(rows_B >= start) & (rows_B < start + count)] - start
+            parts.append(self._text.read(here, 1, np.zeros_like(own_B), own_B))
+            start += count
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def metrics(self, position: order.Position, step: int) -> dict[str, Any]:
         """learning/tokens: of all islands."""

@@ -9,11 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from maxdiloco.diloco import fragments
 from maxdiloco.engine.actions import Given
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.exchanges import Carrier
@@ -21,36 +18,36 @@ from maxdiloco.engine.host_values import HostValues
 from maxdiloco.engine.state import Layout, State
 from maxdiloco.engine.trainer import Description, Reading, SavedLayout
 from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
-from maxdiloco.islands import answers, beside, objects, records, rules, wires
+from maxdiloco.islands import answers, beside, fitness, keys, objects, records, wires
 from maxdiloco.islands.beside import Beside
 from maxdiloco.islands.counted import Counted, Counts
 from maxdiloco.islands.driver import Driver
-from maxdiloco.islands.island import DONE, REPLACED, Damage, Stop
-from maxdiloco.islands.records import Leaf, Run
-from maxdiloco.trainer import island_settings
+from maxdiloco.islands.island import REPLACED, Damage, Stop
+from maxdiloco.islands.keys import Keys
+from maxdiloco.islands.records import Run
+from maxdiloco.trainer import island_processes, island_settings
+from maxdiloco.trainer.island_processes import GO, Processes, Ranges, Standing, bytes_of_all
 from maxdiloco.trainer.island_settings import Settings
-from maxdiloco.trainer.island_steps import Steps, Values
+from maxdiloco.trainer.island_steps import Steps, Values, leaves_of
 from maxdiloco.trainer.leased_text import LeasedText
 
 _LOOK_S = 0.05  # of a reader for the island that takes the place of one; our choice
 
 
 class OnIslands(DiLoCo):
-    """See DiLoCo; of one replica, in one process. settings: of the island."""
+    """See DiLoCo; of one replica. settings: of the island. Of several processes 0 decides."""
 
     def __init__(self, inner_step: Callable, *, settings: Settings, **options: Any):
         super().__init__(inner_step, **options)
-        if jax.process_count() > 1:
-            raise ConfigError(
-                f"island={settings.name} has {jax.process_count()} processes: an island is one "
-                "process. Start each process as an island of its own, or one process with all "
-                "devices of the machine."
-            )
         self._settings, self._run = settings, settings.run
+        self._processes = Processes(self._mailbox)
+        self._standing: Standing | None = None
+        self._keys: Keys | None = None  # of process 0
         self._beside: Beside | None = None
         self._begun = 0  # inner steps before this start of the island
         self._warm_from: int | None = None  # where inner moments began at zero in a run under way
         self._moments_of: int | None = None
+        self._saved: bytes | None = None  # of fixed mode, in the last checkpoint
         self._left, self._waited_s = False, 0.0
         self._told = Counts(), 0
 
@@ -60,12 +57,18 @@ class OnIslands(DiLoCo):
         Raises ConfigError for a store that cannot be used, and a run in it that is another.
         """
         layout, settings = super().bind(params, opt_state), self._settings
-        self._run = settings.run._replace(fragments=self._leaves())
+        self._run = settings.run._replace(fragments=leaves_of(layout, self._layer_axis))
         if settings.facts is not None:
-            self._bucket = Counted(objects.open_bucket(settings.url, "islands_store"))
-            _require_rights(self._bucket, settings.url, settings.name)
-            self._agreed()
+            self._processes.first(self._open)
         return layout
+
+    def _open(self) -> None:
+        """Open the store. As bind."""
+        url, key = self._settings.url, self._settings.key
+        self._keys = keys.read(key) if key else None
+        self._bucket = Counted(objects.open_bucket(url, "islands_store"))
+        fitness.require_rights(self._bucket, url, self._settings.name)
+        self._agreed()
 
     def _agreed(self) -> tuple[Run, Any]:
         """The run as this island takes part in it, and what the store has of it. As bind."""
@@ -73,26 +76,21 @@ class OnIslands(DiLoCo):
         stored, run = objects.get(self._bucket, None, records.RUN), self._run
         if isinstance(stored, Damage):
             raise ConfigError(f"islands_store={settings.url}: {stored.reason}. Use another.")
-        if isinstance(stored, Run):
-            run = island_settings.adopted(run, stored, settings.url)
+        found = stored if isinstance(stored, Run) else None
+        if found is not None:
+            run = island_settings.adopted(run, found, settings.url)
+        known = keys.of_run(self._keys, found, settings.name, settings.url)
+        run = run._replace(keys=known)
         if not run.islands:
             island_settings.require_block(run, settings.facts)
         return run, stored
 
     def _make_carrier(self) -> Carrier:
-        sizes = [wires.payload_size(self._run.wire, sizes) for sizes in map(_sizes, self._leaves())]
+        sizes = [
+            wires.payload_size(self._run.wire, tuple(leaf.size for leaf in leaves))
+            for leaves in leaves_of(self.layout, self._layer_axis)
+        ]
         return Steps(self.programs, self.schedule, sizes, self._ready, self._stepped)
-
-    def _leaves(self) -> tuple[tuple[Leaf, ...], ...]:
-        """Of run.json: the leaves of each fragment."""
-        like = self.layout.state.outer
-        kinds, leaves = fragments.kinds_of(like, self._layer_axis), jax.tree.leaves(like)
-        found = []
-        for plan in self.layout.plans:
-            shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
-            of_plan = zip(plan.slices, shapes, strict=True)
-            found.append(tuple(_leaf(kinds[s.leaf], shape) for s, shape in of_plan))
-        return tuple(found)
 
     # -- the start ------------------------------------------------------------------------------
 
@@ -102,20 +100,35 @@ class OnIslands(DiLoCo):
         Raises ConfigError as bind, since the run may have begun meanwhile.
         """
         settings, name = self._settings, self._settings.name
-        if settings.run.islands and state.t:
+        if settings.run.islands and state.t and self._saved is None:
             raise ConfigError(
-                f"islands=fixed cannot go on from step {state.t} of a checkpoint. Use another "
-                "run_name: the island then takes its steps again, to the bit, with the messages "
-                "that are there."
+                f"islands=fixed cannot go on from step {state.t} of a checkpoint of another mode. "
+                "Use another run_name: the island then takes its steps again, to the bit, with the "
+                "messages that are there."
             )
-        self._values = Values(HostValues(self.programs), self.layout.plans)
-        theta = [self._values.host.theta(state, plan) for plan in self.layout.plans]
-        self._say(f"island {name} meets the others at {settings.url}")
-        state = self._joined(state, theta)
-        self._told = self._bucket.counts, state.t
+        host, plans = HostValues(self.programs, self._mailbox), self.layout.plans
+        self._values = Values(host, plans, self._processes)
+        theta, trace = [host.theta(state, plan) for plan in plans], None
+        if self._saved is not None:
+            trace = [host.trace(state, plan) for plan in plans]
+        settings.facts.say(f"island {name} meets the others at {settings.url}")
+        state = self._decided(lambda state: self._joined(state, theta, trace), state)
+        if self._processes.decides:
+            self._told = self._bucket.counts, state.t
         return state
 
-    def _joined(self, state: State, theta: list[np.ndarray]) -> State:
+    def _decided(self, work: Callable[[State], State], state: State) -> State:
+        """The state after work(state) in process 0, in all of them, and where they stand then."""
+        if not self._processes.decides:
+            state, self._standing = self._values.followed(state)
+            return state
+        state, self._standing = work(state), self._stands()
+        self._processes.tell(GO, self._standing)
+        return state
+
+    def _joined(
+        self, state: State, theta: list[np.ndarray], trace: list[np.ndarray] | None = None
+    ) -> State:
         """The state once the island is in the log, as its next incarnation."""
         settings, say = self._settings, self._say
         self._values.state, self._begun = state, state.t
@@ -123,7 +136,8 @@ class OnIslands(DiLoCo):
             run, stored = self._agreed()
             driver = Driver(
                 self._bucket, run, settings.pace, settings.name, theta, x=self._values,
-                feedback=settings.feedback, moments_of=self._moments_of,
+                trace=trace, feedback=settings.feedback, moments_of=self._moments_of,
+                saved=self._saved, key=None if self._keys is None else self._keys.own,
             )  # fmt: skip
             self._beside = Beside(driver, settings.pace, say)
             self._beside.joined()
@@ -134,11 +148,11 @@ class OnIslands(DiLoCo):
             if stored is not None or not isinstance(again, Run):  # no other was first meanwhile
                 raise self._error(driver.stop)
         self._run = run
-        ledger, start = driver.state.logs[0].ledger, driver.state.incarnation
-        say(f"island {settings.name} is in, its start number {start}: {_state_of(run, ledger)}")
+        stands, start = self._stands(), driver.state.incarnation
+        say(f"island {settings.name} is in, its start number {start}: {stands.line}")
         self._warm_from = None
-        if driver.moments == "zero" and ledger.number:
-            self._warm_from, state = state.t, _without_moments(state)
+        if driver.moments == "zero" and stands.records:
+            self._warm_from, state = state.t, self._values.without_moments(state)
             say(f"its inner optimizer begins anew, with a warm-up of {run.sync_period} steps")
         return self._values.flushed(state, driver)
 
@@ -147,23 +161,38 @@ class OnIslands(DiLoCo):
         self._settings.facts.say(f"{line}. The last answer: {failure}" if failure else line)
 
     def reading(self, saved_layout: SavedLayout) -> Reading:
-        """See DiLoCo; a checkpoint's inner moments are of the records that it knows."""
+        """See DiLoCo; a checkpoint's inner moments are of the records that it knows. One of fixed
+        mode has the island's own place, too."""
         if saved_layout.records is not None:
             self._moments_of = saved_layout.records
-        return super().reading(saved_layout)
+        found = super().reading(saved_layout)
+        if not (self._run.islands and saved_layout.island_bytes):
+            return found
+        place = {"saved": bytes_of_all(self.mesh, saved_layout.island_bytes)}
+
+        def state_of(items: dict[str, Any], *, t: int) -> State:
+            self._saved = np.asarray(items.pop("island")["saved"]).tobytes()
+            return found.state_of(items, t=t)
+
+        return found._replace(items=found.items | {"island": place}, state_of=state_of)
 
     # -- between two inner steps ----------------------------------------------------------------
 
     def _ready(self, given: Given, _: Any) -> Given:
         """Wait until the inner step may be taken."""
-        self._values.state = state = given.state
+        if self._standing.may_step:
+            return given
+        return given._replace(state=self._decided(self._waited, given.state))
+
+    def _waited(self, state: State) -> State:
+        self._values.state = state
         started = time.perf_counter()
         self._beside.ready()
         self._waited_s += time.perf_counter() - started
-        while not self.ended() and (stop := self._beside.stop):
+        while not self._is_over() and (stop := self._beside.stop):
             state = self._again(state, stop)
             self._beside.ready()
-        return given._replace(state=self._values.flushed(state, self._beside.driver))
+        return self._values.flushed(state, self._beside.driver)
 
     def _again(self, state: State, stop: Stop) -> State:
         """Join once more where that helps. state.t is that of the step to come."""
@@ -180,14 +209,24 @@ class OnIslands(DiLoCo):
 
     def _stepped(self, given: Given, _: Any) -> Given:
         """Send and apply what is due; in fixed mode all of it."""
-        self._values.state = given.state
+        return given._replace(state=self._decided(self._sent_and_applied, given.state))
+
+    def _sent_and_applied(self, state: State) -> State:
+        self._values.state = state
         self._beside.stepped(self._settings.facts.step_tokens)
         if self._run.islands:
             self._beside.ready()
         driver = self._beside.driver
         if not driver.finite:
-            raise self._error(driver.stop, given.state.t)
-        return given._replace(state=self._values.flushed(given.state, driver))
+            raise self._error(driver.stop, state.t)
+        return self._values.flushed(state, driver)
+
+    def _stands(self) -> Standing:
+        of = dict(warm_from=self._warm_from, several=self._processes.several)
+        return island_processes.standing(self._run, self._beside.driver, **of)
+
+    def _is_over(self) -> bool:
+        return island_processes.is_over(self._run, self._beside.driver)
 
     def _error(self, stop: Stop, t: int = 0) -> Exception:
         where = f"island {self._settings.name}"
@@ -208,13 +247,17 @@ class OnIslands(DiLoCo):
         """In elastic mode the blocks that the island leases, else the text itself."""
         if not self._run.block_tokens:
             return text
-        return LeasedText(text, self._ranges, lambda: self._ledger().tokens)
+        return LeasedText(text, self._ranges, lambda: self._standing.tokens)
 
-    def _ranges(self, step: int) -> list[tuple[int, int]]:
-        """Of LeasedText. What was read ahead when an island joined again counts for its new blocks.
+    def _ranges(self, step: int) -> Ranges:
+        """Of LeasedText. Waits for leases; once no step follows any range does."""
+        found = self._processes.ranges(
+            step, self._leased, over=lambda: self._left or self._standing.ended
+        )
+        return found or [(0, self._settings.facts.step_tokens // self._settings.facts.length)]
 
-        Waits for leases; once no step follows any range does.
-        """
+    def _leased(self, step: int) -> Ranges:
+        """What was read ahead when an island joined again counts for its new blocks."""
         L, tokens = self._settings.facts.length, self._settings.facts.step_tokens
         while True:
             start = (step - self._begun - 1) * tokens
@@ -222,35 +265,30 @@ class OnIslands(DiLoCo):
                 size = self._run.block_tokens
                 firsts = [((r.block - 1) * size + r.start) // L for r in found]
                 return [(n, (r.stop - r.start) // L) for n, r in zip(firsts, found, strict=True)]
-            if self._left or self.ended():
-                return [(0, tokens // L)]
+            if self._left or self._is_over():
+                return []
             time.sleep(_LOOK_S)
 
     def learning_rate(self, rate: Callable[[float], float], t: int) -> float:
         """In elastic mode by the tokens that are committed, and this island's on their way."""
         if self._run.islands:
             return rate(t - 1)
-        logs = self._beside.driver.state.logs
-        own = logs[0].tokens + sum(each.message.tokens for each in logs[0].own)
-        done = min((self._ledger().tokens + own) / self._run.tokens, 1.0)
-        found = rate(done * (self._settings.facts.steps - 1))
-        if self._warm_from is not None:
-            found *= min(1.0, (t - self._warm_from) / self._run.sync_period)
+        found = rate(self._standing.with_own * (self._settings.facts.steps - 1))
+        if (begun := self._standing.warm_from) is not None:
+            found *= min(1.0, (t - begun) / self._run.sync_period)
         return float(np.float32(found))
 
     def evaluates(self, t: int, interval: int) -> bool:
         """In elastic mode one island of all does, each `interval` steps of the first's tokens."""
         if self._run.islands:
             return super().evaluates(t, interval)
-        found, self._beside.driver.evaluations = self._beside.driver.evaluations, []
-        return bool(found)
+        if self._standing.evaluates and self._processes.decides:
+            self._beside.driver.evaluations = []
+        return self._standing.evaluates
 
     def ended(self) -> bool:
         """Whether all tokens of the run are committed."""
-        stop = self._beside.stop
-        if stop is not None and stop.why == DONE:
-            return True
-        return not self._run.islands and rules.progress(self._run, self._ledger()) >= 1
+        return self._standing.ended
 
     def leave(self) -> None:
         """Wait a while for what is being stored, then end the threads."""
@@ -268,13 +306,25 @@ class OnIslands(DiLoCo):
 
     # -- what it tells --------------------------------------------------------------------------
 
+    def saved_items(self, state: State) -> dict[str, Any]:
+        """See DiLoCo; with an island of fixed mode's own place."""
+        found = super().saved_items(state)
+        if not self._run.islands:
+            return found
+        place = self._processes.to_all(self._beside and self._beside.saved(), self.mesh)
+        self._saved = np.asarray(place).tobytes()
+        return found | {"island": {"saved": place}}
+
     def note(self, state: State) -> dict[str, Any]:
         """See DiLoCo; with the records of fragment 0 that the state has."""
-        known = self._ledger().number if self._beside is not None else None
-        return super().note(state) | {"records": known}
+        known = self._standing.records if self._standing is not None else None
+        size = len(self._saved) if self._saved is not None else 0
+        return super().note(state) | {"records": known, "island_bytes": size}
 
     def extra_metrics(self, state: State) -> dict[str, float]:
         """Of the log, of what this island has sent, and of the last message."""
+        if not self._processes.decides:
+            return {}
         (before, t), self._told = self._told, (self._bucket.counts, state.t)
         waited, self._waited_s = self._waited_s, 0.0
         counts, steps = self._bucket.counts, max(state.t - t, 1)
@@ -297,44 +347,4 @@ class OnIslands(DiLoCo):
 
     def closing_line(self, state: State) -> str:
         """The step, and what the log has."""
-        return f"done: step {state.t}; {_state_of(self._run, self._ledger())}"
-
-
-def _leaf(kind: Any, shape: tuple[int, ...]) -> Leaf:
-    size = int(np.prod(shape))
-    if isinstance(kind, fragments.Vocabulary):
-        return Leaf(size, 0)
-    if isinstance(kind, fragments.Stacked):
-        assert kind.axis == 0  # of the models; a tensor's values follow each other
-        return Leaf(size, shape[0])
-    return Leaf(size, 1)
-
-
-def _sizes(leaves: tuple[Leaf, ...]) -> tuple[int, ...]:
-    return tuple(leaf.size for leaf in leaves)
-
-
-def _state_of(run: Run, ledger: records.Ledger) -> str:
-    done = 100 * rules.progress(run, ledger)
-    return f"{ledger.number} records, {ledger.tokens:,} tokens committed, {done:.1f} % of the run"
-
-
-def _without_moments(state: State) -> State:
-    """The state with an inner optimizer that has seen nothing; it is donated."""
-    like = jax.tree.map(lambda x: x.sharding, state.opt_state)
-    zeros = jax.jit(lambda s: jax.tree.map(jnp.zeros_like, s), donate_argnums=0, out_shardings=like)
-    return replace(state, opt_state=zeros(state.opt_state))
-
-
-def _require_rights(bucket: Counted, url: str, name: str) -> None:
-    """Raise ConfigError for a store that is away, or that this island may not read and write."""
-    probe = f"check/{name}.{time.time_ns()}"
-    try:
-        bucket.put(probe, b"")
-        bucket.head(records.RUN)
-        bucket.delete([probe])
-    except OSError as error:
-        raise ConfigError(
-            f"islands_store={url} cannot be used: {error.strerror}. Make it readable and writable "
-            "for this machine, or name another."
-        ) from error
+        return f"done: step {state.t}; {self._standing.line}"

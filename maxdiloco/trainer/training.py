@@ -108,7 +108,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         chosen, parts = _build(cfg, mesh, compiles, mailbox, tokenizer, facts)
         trainer = parts.trainer
         stack.callback(trainer.close)
-        if room is not None and assemble.needs_bulk(chosen, mesh):
+        if room is not None and (checks.is_island(cfg) or assemble.needs_bulk(chosen, mesh)):
             room.open_bulk(assemble.most_bytes(parts))
         for line in _introduction(cfg, parts, begin, checkpointer, total=total, begun=begun):
             say(line)

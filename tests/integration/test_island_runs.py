@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import time
 
 import numpy as np
 import process_tools
 import pytest
 import run_tools as tools
+import ssh_keys
 
 from maxdiloco.islands import __main__ as islands
 from maxdiloco.islands import audit, objects
@@ -30,8 +32,10 @@ def log_of(folder, fragment=0):
 
 
 def test_an_island_trains_until_its_tokens_are_committed(tmp_path, capsys):
-    """And a second start of it, and one with other keys, have nothing to do there."""
-    keys = island(tmp_path, "a", steps=150, log_period=10, checkpoint_period=50)
+    """And a second start of it, one with other keys and one that does not sign have nothing to do
+    there."""
+    key = ssh_keys.make(tmp_path, "a")
+    keys = island(tmp_path, "a", steps=150, log_period=10, checkpoint_period=50, islands_key=key)
     keys |= dict(eval_interval=40, eval_steps=1)
     assert tools.run(tmp_path, "a", **keys) == 0
     text = capsys.readouterr().out
@@ -49,6 +53,8 @@ def test_an_island_trains_until_its_tokens_are_committed(tmp_path, capsys):
     other = keys | dict(diloco_sync_period=5, island="b")
     code, line = refused(tmp_path, capsys, other)
     assert code == 2 and "diloco_sync_period=5 here, and 4 in the run of islands_store=" in line
+    code, line = refused(tmp_path, capsys, keys | dict(island="b"))
+    assert code == 2 and "its islands_key is not that of b in the run's keys (a)" in line
     assert islands.main(["audit", str(tmp_path / "store")]) == 0
 
 
@@ -71,17 +77,25 @@ def losses(folder):
 )
 def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(second, rtol, tmp_path):
     """The same losses but for the rounding of an outer step: float32, in another order; and of the
-    inner ones where one island has its parameters on two devices."""
+    inner ones where one island has its parameters on two devices. Island 1 is first alone, is
+    killed while it waits with a message on its way, and goes on from its checkpoint."""
     changes = TINY | dict(steps=20, base_output_directory=tmp_path, per_device_batch_size=2)
     changes |= dict(num_communication_overlapping_steps=1)
     fixed = changes | dict(islands="fixed", islands_min=2, islands_store=tmp_path / "store")
-    children = [
-        process_tools.trainer(
-            fixed | dict(island=m, run_name=f"island{m}") | keys, tmp_path / f"{m}.log"
-        )
-        for m, keys in enumerate(({}, second))
-    ]
+
+    def start(m, log):
+        keys = fixed | dict(island=m, run_name=f"island{m}") | (second if m else {})
+        return process_tools.trainer(keys | dict(checkpoint_period=4), tmp_path / f"{log}.log")
+
+    alone = start(1, "alone")
+    alone.wait_for("island 1 is in")
+    while not (tmp_path / "island1" / "checkpoints" / "4").exists():
+        assert alone.popen.poll() is None, alone.text()
+        time.sleep(0.05)
+    alone.kill()
+    children = [start(m, m) for m in (0, 1)]
     assert [child.end() for child in children] == [0, 0]
+    assert "resumed" in children[1].text(), children[1].text()
     both = changes | dict(num_diloco_replicas=2, exchange_carrier="host", run_name="host")
     child = process_tools.trainer(both, tmp_path / "host.log")
     assert child.end() == 0

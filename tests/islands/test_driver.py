@@ -107,7 +107,7 @@ def fixed_until(bucket, steps):
     """Two islands of fixed mode, of which a has a checkpoint from after its step 3."""
     group = Together(bucket, a_run(islands=("a", "b"), snapshot_every=2), ("a", "b"), 0)
     group.until(3, lambda islands: min(island.state.t for island in islands) == 3)
-    group.saved["a"] = group.islands["a"].saved()
+    group.save("a")
     group.until(steps, lambda islands: min(island.state.t for island in islands) == steps)
     for _ in range(500):  # snapshots and deletions
         group.event(steps)
@@ -144,11 +144,14 @@ def test_fixed_mode_refuses_an_island_that_does_not_make_its_messages_again(monk
 def test_a_checkpoint_of_another_run_or_island_is_refused():
     group = fixed_until(store.in_memory(), 4)
     saved = group.saved["a"]
+    damaged = saved["saved"][:-1] + bytes([saved["saved"][-1] ^ 1])
     for words, changes in (
         ("island=a cannot go on from this checkpoint: it is of island=a of islands=fixed, and "
          "every key of its run has to be as it was. Restore its own.", {"run": a_run()}),
         ("k/a is damaged: its payload has another sha256. Restore another checkpoint of island=a.",
-         {"saved": {"a": saved[:-1] + bytes([saved[-1] ^ 1])}}),
+         {"saved": {"a": saved | {"saved": damaged}}}),
+        (r"theta of fragment 0 is not that of record 0. Restore another checkpoint of island=a.",
+         {"saved": {"a": saved | {"theta": [2 * x for x in saved["theta"]]}}}),
     ):  # fmt: skip
         other = fixed_until(store.in_memory(), 3)
         vars(other).update({"saved": {"a": saved}} | changes)

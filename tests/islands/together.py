@@ -1,5 +1,6 @@
 """Islands of one process over one bucket, in an order that a seed chooses."""
 
+import copy
 import random
 
 import numpy as np
@@ -44,12 +45,17 @@ class Together:
         self.islands = {name: self.make(name) for name in names}
 
     def make(self, name):
-        theta = start_values(self.run)
+        kept = copy.deepcopy(self.saved.get(name)) or {"theta": start_values(self.run)}
         key, nonce = self.keys.get(name), str(self.rng.random())
         return Driver(
-            self.bucket, self.run, PACE, name, theta, key=key, saved=self.saved.get(name),
-            nonce=nonce, clock=lambda: self.now,
-        )  # fmt: skip
+            self.bucket, self.run, PACE, name, **kept, key=key, nonce=nonce, clock=lambda: self.now
+        )
+
+    def save(self, name):
+        """As a program's checkpoint has it."""
+        island = self.islands[name]
+        theta, trace = zip(*island.outer, strict=True)
+        self.saved[name] = dict(theta=theta, trace=trace, x=[*island.x], saved=island.saved())
 
     def event(self, steps):
         """One step, request or tick of one island."""
@@ -64,7 +70,7 @@ class Together:
             island.x = [x + change for x, change in zip(island.x, moved, strict=True)]
             island.stepped(tokens=8)
             if self.kills and island.state.t % 3 == 0:
-                self.saved[name] = island.saved()
+                self.save(name)
         elif island.requests and self.rng.random() < 0.7:
             self.rng.shuffle(island.requests)
             island.work()

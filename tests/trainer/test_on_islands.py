@@ -34,11 +34,13 @@ def an_island(url, name, run, *, feedback=False, said=None, pace=FAST, **options
     facts = Facts("d", "t", 100, 4, 4, ([] if said is None else said).append)
     tree = tiny_problem.TREES["layers"]
     place = int(name) if name.isdecimal() else 0
+    mesh = options.pop("mesh", None)
+    mesh = mesh or Mesh(np.array(jax.devices()[place : place + 1]), ("diloco",))
     return OnIslands(
         tiny_problem.jax_inner_step, settings=Settings(str(url), name, run, pace, feedback, facts),
         num_replicas=1, sync_period=H, exchange_dtype=run.wire, error_feedback=False,
-        mesh=Mesh(np.array(jax.devices()[place : place + 1]), ("diloco",)),
-        layer_axis=tiny_problem.layer_axis(tree), outer_lr=0.7, outer_momentum=0.6, **options,
+        mesh=mesh, layer_axis=tiny_problem.layer_axis(tree), outer_lr=0.7, outer_momentum=0.6,
+        **options,
     )  # fmt: skip
 
 

@@ -1,0 +1,113 @@
+"""Arrays of a mesh over several processes: whole in the memory of process 0, and back.
+
+Nothing is made whole on a device. Process 0 gets the shards that it does not hold by the mailbox,
+each once, and sends to each other process the shards that this one holds.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from maxdiloco.exchange.host import Mailbox
+from maxdiloco.processes.patience import Patience
+
+Index = tuple[slice, ...]
+
+_UP, _DOWN = ("whole",), ("shards",)  # keys; messages of a key keep their order
+
+
+class Whole:
+    """All processes call the same, in the same order. mailbox: None in a run of one process."""
+
+    def __init__(self, mailbox: Mailbox | None):
+        self._mailbox = mailbox
+        self._here = 0 if mailbox is None else jax.process_index()
+
+    def fetched(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+        """Their values, in process 0; elsewhere nothing. Waits for them. Raises LostPeerError."""
+        if self._mailbox is None:
+            return jax.device_get(list(arrays))
+        for x in arrays:
+            x.copy_to_host_async()
+        owned = [_owned(x.sharding, x.shape) for x in arrays]
+        own = [
+            (place, index, _part(arrays[place], index))
+            for place, of_process in enumerate(owned)
+            for index in of_process.get(self._here, ())
+        ]
+        if self._here:
+            if own:
+                self._mailbox.put(0, _UP, [part for _, _, part in own])
+            return []
+        found = [np.empty(x.shape, x.dtype) for x in arrays]
+        for place, index, part in own:
+            found[place][index] = part
+        for peer in sorted(set[int]().union(*owned) - {0}):
+            data = self._received(peer, _UP)
+            for values, of_process in zip(found, owned, strict=True):
+                for index in of_process.get(peer, ()):
+                    data = _filled(values, index, data)
+        return found
+
+    def placed(
+        self, values: Sequence[np.ndarray], like: Sequence[jax.ShapeDtypeStruct]
+    ) -> list[jax.Array]:
+        """Arrays like these of the values of process 0; elsewhere `values` is not read.
+
+        values: must not change any more. like: with shardings. Raises LostPeerError.
+        """
+        if self._mailbox is None:
+            return jax.device_put(list(values), [x.sharding for x in like])
+        held = [_held(x.sharding, x.shape) for x in like]
+        if self._here:
+            data, values = self._received(0, _DOWN), [np.empty(x.shape, x.dtype) for x in like]
+            for array, of_process in zip(values, held, strict=True):
+                for index in of_process[self._here]:
+                    data = _filled(array, index, data)
+        else:
+            for peer in sorted(held[0].keys() - {0}):
+                parts = [
+                    np.ascontiguousarray(array[index])
+                    for array, of_process in zip(values, held, strict=True)
+                    for index in of_process[peer]
+                ]
+                self._mailbox.put(peer, _DOWN, parts)
+        return [
+            jax.make_array_from_callback(x.shape, x.sharding, array.__getitem__)
+            for x, array in zip(like, values, strict=True)
+        ]
+
+    def _received(self, peer: int, key: tuple[str]) -> np.ndarray:
+        what = "its part of a fragment" if key == _UP else "a fragment"
+        return np.frombuffer(Patience().receive(self._mailbox, peer, key, what), np.uint8)
+
+
+def _held(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, list[Index]]:
+    """{process: the parts of an array that its devices hold}, each once, in one order."""
+    found: dict[int, dict[str, Index]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        found.setdefault(device.process_index, {})[str(index)] = index
+    return {process: [parts[key] for key in sorted(parts)] for process, parts in found.items()}
+
+
+def _owned(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, list[Index]]:
+    """As _held; each part of the first process that holds it."""
+    held, seen, found = _held(sharding, shape), set[str](), {}
+    for process in sorted(held):
+        found[process] = [index for index in held[process] if str(index) not in seen]
+        seen.update(map(str, found[process]))
+    return {process: parts for process, parts in found.items() if parts}
+
+
+def _part(x: jax.Array, index: Index) -> np.ndarray:
+    (data, *_) = (shard.data for shard in x.addressable_shards if shard.index == index)
+    return np.ascontiguousarray(data)
+
+
+def _filled(values: np.ndarray, index: Index, data: np.ndarray) -> np.ndarray:
+    """Take a part from the front of the bytes; those that are left."""
+    part = values[index]
+    values[index] = data[: part.nbytes].view(values.dtype).reshape(part.shape)
+    return data[part.nbytes :]

@@ -1,0 +1,142 @@
+"""maxdiloco.train as an island of two processes, beside one of one process."""
+
+import signal
+import time
+
+import process_tools
+import pytest
+import run_tools
+from test_island_runs import ELASTIC, TINY, log_of
+
+pytestmark = [pytest.mark.usefixtures("programs")]
+# A device each; with one process two devices, or one that has the sequences of both.
+OF_TWO = dict(dcn_fsdp_parallelism=2, per_device_batch_size=1)
+OF_ONE = dict(per_device_batch_size=2)
+
+
+@pytest.fixture
+def started():
+    """Processes that a test has started; none outlives it."""
+    processes = []
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+def ends(processes, *codes):
+    """All have ended with these codes."""
+    found = [process.end() for process in processes]
+    assert found == list(codes), "\n".join(process.text() for process in processes)
+
+
+def named(folder, name, changes):
+    here = dict(base_output_directory=folder, islands_store=folder / "store", run_name=name)
+    return changes | here | dict(island=name)
+
+
+def test_what_process_0_finds_wrong_with_the_store_ends_both(started, tmp_path):
+    """With its exit code and its line, before anything is compiled."""
+    (tmp_path / "store").write_text("a file")
+    changes = named(tmp_path, "a", ELASTIC | OF_TWO)
+    environs = [{"JAX_LOG_COMPILES": "1"}] * 2
+    started += process_tools.trainers(2, changes, tmp_path, environs)
+    ends(started, 2, 2)
+    for process in started:
+        (line,) = process.errors()
+        assert f"islands_store={tmp_path / 'store'}" in line
+        assert "jit(init)" not in process.text()
+
+
+# What depends on the clock, or on how often the store was asked.
+OF_TIME = ("dcn/waited_s", "dcn/bytes_sent", "islands/requests", "islands/bytes_received")
+OF_TIME += ("islands/alive", "islands/records", "islands/progress", "islands/committed_tokens")
+OF_TIME += ("islands/own_tokens", "islands/undecided")
+
+
+def timeless_rows(run):
+    return [
+        {key: value for key, value in row.items() if key not in OF_TIME}
+        for row in run_tools.rows(run)
+    ]
+
+
+@pytest.mark.full
+def test_a_fixed_island_of_two_processes_trains_as_one_of_two_devices(started, tmp_path):
+    """The same rows, and the same checkpoints to the bit; which process owns a device changes no
+    order of a sum."""
+    changes = TINY | dict(steps=12, islands="fixed", islands_min=2, checkpoint_period=6)
+    changes |= dict(num_communication_overlapping_steps=1, enable_streaming_diloco="true")
+    changes |= dict(num_diloco_fragments=2, diloco_exchange_dtype="int8", eval_interval=6)
+    changes |= dict(eval_steps=1)
+    for folder, count in ((tmp_path / "processes", 2), (tmp_path / "devices", 1)):
+        folder.mkdir()
+        keys = named(folder, "0", changes | OF_TWO)
+        started += process_tools.trainers(count, keys, folder)
+        started.append(
+            process_tools.trainer(named(folder, "1", changes | OF_ONE), folder / "1.log")
+        )
+    ends(started, 0, 0, 0, 0, 0)
+    for name in ("0", "1"):
+        one, other = (tmp_path / way / name for way in ("processes", "devices"))
+        rows, wanted = map(timeless_rows, (one, other))
+        assert rows == wanted and len(rows) == 12
+        for step in (6, 12):
+            run_tools.assert_equal_bits(run_tools.arrays(one, step), run_tools.arrays(other, step))
+    gradients = [
+        [r.gradient for r in log_of(tmp_path / way).records] for way in ("processes", "devices")
+    ]
+    assert gradients[0] == gradients[1] and gradients[0]
+
+
+def members(folder):
+    """(island, incarnation) of all whose messages count."""
+    if not (folder / "store" / "c" / "0" / "1").exists():
+        return set()
+    return {(m.island, m.incarnation) for r in log_of(folder).records for m in r.members}
+
+
+@pytest.mark.full
+def test_an_island_of_two_processes_is_killed_stopped_and_replaced(started, tmp_path):
+    """One process killed ends the other with 5; both killed, or told to stop, come back as the next
+    incarnation, beside the other island; another program of its name ends both with 2. The log adds
+    up."""
+    changes = ELASTIC | dict(steps=100000, log_period=50, checkpoint_period=100)
+
+    def start(number):
+        folder = tmp_path / f"start{number}"
+        folder.mkdir()
+        keys = named(tmp_path, "a", changes | OF_TWO)
+        started.extend(found := process_tools.trainers(2, keys, folder))
+        found[0].wait_for(f"island a is in, its start number {number}")
+        limit = time.monotonic() + run_tools.WAIT_S
+        while ("a", number) not in members(tmp_path):
+            assert time.monotonic() < limit, found[0].text()
+            time.sleep(0.2)
+        return found
+
+    other = process_tools.trainer(named(tmp_path, "b", changes | OF_ONE), tmp_path / "b.log")
+    started.append(other)
+    first = start(1)
+    first[1].popen.kill()
+    ends(first[:1], 5)
+    (line,) = first[0].errors()
+    assert line.startswith("LostPeerError: process 1 on ") and "is gone" in line
+    second = start(2)
+    for process in second:
+        process.popen.kill()
+    third = start(3)
+    third[1].popen.send_signal(signal.SIGTERM)
+    ends(third, 143, 143)
+    fourth = start(4)
+    other.popen.send_signal(signal.SIGTERM)
+    ends([other], 143)
+    keys = named(tmp_path, "a", changes | OF_ONE) | dict(run_name="another")
+    another = process_tools.trainer(keys, tmp_path / "another.log")
+    started.append(another)
+    ends(fourth, 2, 2)
+    assert all("island=a: another program runs as" in process.text() for process in fourth)
+    another.popen.send_signal(signal.SIGTERM)
+    ends([another], 143)
+    assert members(tmp_path) >= {("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 1)}
+    steps = [row["step"] for row in run_tools.rows(tmp_path / "a")]
+    assert steps == sorted(set(steps))
