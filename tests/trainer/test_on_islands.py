@@ -309,10 +309,7 @@ class Away:
     """A bucket whose every request fails."""
 
     def __getattr__(self, name):
-        def fail(*args):
-            raise OSError(28, "No space")
-
-        return fail
+        raise OSError(28, "No space")
 
 
 def test_values_that_are_not_finite_end_an_island(tmp_path, few_compiler_passes):
