@@ -30,6 +30,7 @@ from maxdiloco.islands.island import (
     changed,
     fragment_of,
     joined,
+    replaced,
     stopped,
     want,
     with_log,
@@ -184,7 +185,7 @@ def _run_settled(s: Island, name: str, run: Any) -> Transition:
             line = f"{key}={own} here, and {other} in the run of this store. Set the same, or"
             return stopped(s, f"{line} use another islands_store", again=False)
     s.phase = "claim"
-    return _claim(s, 1)
+    return _claim(s, s.after + 1)
 
 
 def _claim(s: Island, incarnation: int) -> Transition:
@@ -197,7 +198,8 @@ def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
     if s.phase != "claim":
         return s, []
     if not rules.is_own(claim, s.nonce):
-        return _claim(s, claim.incarnation + 1)
+        # A program that joins again has no other after it, but one that started later.
+        return replaced(s) if s.after else _claim(s, claim.incarnation + 1)
     s.phase, s.incarnation, s.watching_since = "load", claim.incarnation, s.now
     for fragment, log in enumerate(s.logs):
         if log.ledger is None:
@@ -287,8 +289,7 @@ def _rolled(s: Island, action: Roll, beats: Any, tries: int) -> Transition:
     s = want(s, action, s.pace.roll)
     mine = seen.get(s.name)
     if mine is not None and s.phase in ("load", "in") and mine.beat.incarnation > s.incarnation:
-        line = f"another program runs as island={s.name}. Give each its own"
-        return stopped(s, line, again=False, why=REPLACED)
+        return replaced(s)
     return s, []
 
 

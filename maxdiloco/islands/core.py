@@ -41,11 +41,15 @@ def start(
     nonce: str,
     initial: tuple[str, ...],
     moments_of: int | None = None,
+    after: int = 0,
 ) -> Island:
-    """An island that knows nothing yet. Rule 9: a start of everything is the same path."""
+    """An island that knows nothing yet. Rule 9: a start of everything is the same path.
+
+    after: its program's incarnation before it joined again; 0: this is its first.
+    """
     logs = tuple(Log() for _ in run.fragments)
     asks = {Get(records.RUN): Ask(0.0, 0, False)}
-    return Island(run, pace, name, nonce, initial, moments_of, logs, asks)
+    return Island(run, pace, name, nonce, initial, moments_of, after, logs, asks)
 
 
 def step(s: Island, event: Any) -> Transition:

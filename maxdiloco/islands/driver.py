@@ -25,10 +25,10 @@ class Driver:
     theta: of each fragment, where this island makes the start. x: the island's own values, by
     fragment; None: kept here, and the caller may replace them between two calls. feedback: whether
     what a wire rounds off stays for the next message also where a merge replaces x (error
-    feedback). moments_of: records that a checkpoint of the inner optimizer has. key: of 32 bytes,
-    to sign with. saved: of fixed mode, what `saved()` gave before a restart; then theta, x and
-    trace (the outer optimizer's of each fragment, else zero) are those of that time. nonce: of this
-    start alone, None: a random one. clock: [s].
+    feedback). moments_of: records that a checkpoint of the inner optimizer has. after: see
+    core.start. key: of 32 bytes, to sign with. saved: of fixed mode, what `saved()` gave before a
+    restart; then theta, x and trace (the outer optimizer's of each fragment, else zero) are those
+    of that time. nonce: of this start alone, None: a random one. clock: [s].
     outer: the state of each fragment. requests: what the store is to be asked. said: lines for the
     user; evaluations: numbers of those that are this island's; moments: what becomes of those of
     the inner optimizer, "" until it has begun; norm: of the last message; finite: whether all were;
@@ -47,6 +47,7 @@ class Driver:
         trace: Sequence[np.ndarray] | None = None,
         feedback: bool = False,
         moments_of: int | None = None,
+        after: int = 0,
         key: bytes | None = None,
         saved: bytes | None = None,
         nonce: str | None = None,
@@ -75,7 +76,7 @@ class Driver:
         self.stop: island.Stop | None = None
         digests = tuple(state.digest() for state in self.outer)
         nonce = secrets.token_hex(8) if nonce is None else nonce
-        self.state: island.Island = core.start(run, pace, name, nonce, digests, moments_of)
+        self.state: island.Island = core.start(run, pace, name, nonce, digests, moments_of, after)
         if saved is not None:
             self._restore(restart.decode(run, name, saved))
 

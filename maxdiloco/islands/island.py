@@ -244,7 +244,7 @@ class Island:
     phase: found, claim, load, in, stopped.
 
     initial: digests of the fragments' states before the first record. moments_of: records that the
-    own checkpoint has, or None. asks: requests; pending: objects being created, by name. leases:
+    own checkpoint has, or None. after: see core.start. asks: requests; pending: objects being created, by name. leases:
     what is left of the blocks of the data; leasing: the one being claimed; taken: those of others.
     looked: what the messages that it asks for follow from.
     """
@@ -255,6 +255,7 @@ class Island:
     nonce: str
     initial: tuple[str, ...]
     moments_of: int | None
+    after: int
     logs: tuple[Log, ...]
     asks: dict[Any, Ask]
     pending: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -327,3 +328,9 @@ def stopped(s: Island, line: str, *, again: bool, why: str = "") -> tuple[Island
     s.phase = "stopped"
     s.asks.clear()
     return s, [Stop(line, again, why)]
+
+
+def replaced(s: Island) -> tuple[Island, list[Any]]:
+    """It is over: a program of its name has started later."""
+    line = f"another program runs as island={s.name}. Give each its own"
+    return stopped(s, line, again=False, why=REPLACED)

@@ -44,6 +44,7 @@ class OnIslands(DiLoCo):
         self._standing: Standing | None = None
         self._keys: Keys | None = None  # of process 0
         self._beside: Beside | None = None
+        self._incarnation = 0
         self._begun = 0  # inner steps before this start of the island
         self._warm_from: int | None = None  # where inner moments began at zero in a run under way
         self._moments_of: int | None = None
@@ -137,7 +138,7 @@ class OnIslands(DiLoCo):
             driver = Driver(
                 self._bucket, run, settings.pace, settings.name, theta, x=self._values,
                 trace=trace, feedback=settings.feedback, moments_of=self._moments_of,
-                saved=self._saved, key=None if self._keys is None else self._keys.own,
+                after=self._incarnation, saved=self._saved, key=None if self._keys is None else self._keys.own,
             )  # fmt: skip
             self._beside = Beside(driver, settings.pace, say)
             self._beside.joined()
@@ -148,8 +149,9 @@ class OnIslands(DiLoCo):
             if stored is not None or not isinstance(again, Run):  # no other was first meanwhile
                 raise self._error(driver.stop)
         self._run = run
-        stands, start = self._stands(), driver.state.incarnation
-        say(f"island {settings.name} is in, its start number {start}: {stands.line}")
+        stands, self._incarnation = self._stands(), driver.state.incarnation
+        start = f"its start number {self._incarnation}"
+        say(f"island {settings.name} is in, {start}: {stands.line}")
         self._warm_from = None
         if driver.moments == "zero" and stands.records:
             self._warm_from, state = state.t, self._values.without_moments(state)

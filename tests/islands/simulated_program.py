@@ -42,12 +42,12 @@ class Values:
 
 
 class Program:
-    def __init__(self, world, name, step_time):
+    def __init__(self, world, name, step_time, after):
         self.world, self.name, self.step_time = world, name, step_time
         self.values = [Values() for _ in world.run.fragments]
         initial = tuple(value.digest() for value in self.values)
         nonce = str(next(world.count))
-        self.state = core.start(world.run, PACE, name, nonce, initial)
+        self.state = core.start(world.run, PACE, name, nonce, initial, after=after)
         self.living, self.joined, self.stepping, self.checked = True, False, False, ()
         self.gradients, self.frozen_until = {}, 0.0
         names = (records.snapshot_name(F, 0) for F in range(len(self.values)))

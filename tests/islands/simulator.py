@@ -53,8 +53,8 @@ class World(Store):
         for name in self.names:
             self.spawn(name, self.rng.random())
 
-    def spawn(self, name, delay):
-        program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)))
+    def spawn(self, name, delay, after=0):
+        program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)), after)
         if name in self.kept:
             program.restore(*self.kept[name])
         self.programs.append(program)
@@ -187,7 +187,7 @@ class World(Store):
         wrong = ["does not follow", "is bad", "is not what", *["is deleted"] * self.fixed]
         require(not any(words in action.line for words in wrong), action.line)
         if action.again or not any(other.living for other in self.programs):
-            self.spawn(program.name, 0.5)
+            self.spawn(program.name, 0.5, program.state.incarnation if action.again else 0)
 
     def say(self, program, action):
         self.seen[re.sub(r"\w+/\S+|island=\w+", "X", action.line)] += 1

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import together
 from tiers import corner
-from together import Together, a_run, movement, run_fixed, start_values
+from together import PACE, Together, a_run, movement, run_fixed, start_values
 
 from maxdiloco import DiLoCo
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import audit, driver, keys, objects, outer, records, rules
+from maxdiloco.islands.island import REPLACED
 from maxdiloco.islands.records import Leaf
 from maxdiloco.storage import store
 
@@ -333,3 +334,17 @@ def test_values_that_are_not_finite_end_the_island_alone():
     before = group.islands["b"].state.logs[0].ledger.number
     group.until(10**6, lambda _: group.islands["b"].state.logs[0].ledger.number > before + 1)
     assert np.isfinite(group.islands["b"].outer[0].theta).all()
+
+
+def test_a_program_that_joins_again_gives_way_to_a_later_one_of_its_name():
+    """Which the others may have taken it for dead by, before it saw that one's sign of life."""
+    bucket, run = store.in_memory(), a_run()
+    ways = []
+    for after in (0, 0, 1, 2):  # two programs; each joins again
+        island = driver.Driver(bucket, run, PACE, "a", start_values(run), after=after)
+        while island.stop is None and island.state.phase != "in":
+            island.tick()
+            while island.work():
+                pass
+        ways.append((island.state.incarnation, island.stop and island.stop.why))
+    assert ways == [(1, None), (2, None), (1, REPLACED), (3, None)]
