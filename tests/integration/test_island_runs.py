@@ -34,7 +34,8 @@ def log_of(folder, fragment=0):
 def test_an_island_trains_until_its_tokens_are_committed(tmp_path, capsys):
     """And a second start of it, one with other keys and one that does not sign have nothing to do
     there."""
-    key = ssh_keys.make(tmp_path, "a")
+    (tmp_path / "keys").mkdir()
+    key = ssh_keys.make(tmp_path / "keys", "a")
     keys = island(tmp_path, "a", steps=150, log_period=10, checkpoint_period=50, islands_key=key)
     keys |= dict(eval_interval=40, eval_steps=1)
     assert tools.run(tmp_path, "a", **keys) == 0
