@@ -244,9 +244,9 @@ class Island:
     phase: found, claim, load, in, stopped.
 
     initial: digests of the fragments' states before the first record. moments_of: records that the
-    own checkpoint has, or None. after: see core.start. asks: requests; pending: objects being created, by name. leases:
-    what is left of the blocks of the data; leasing: the one being claimed; taken: those of others.
-    looked: what the messages that it asks for follow from.
+    own checkpoint has, or None. after: see core.start. asks: requests; pending: objects being
+    created, by name. leases: what is left of the blocks of the data; leasing: the one being
+    claimed; taken: those of others. looked: what the messages that it asks for follow from.
     """
 
     run: Run

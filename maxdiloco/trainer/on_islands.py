@@ -138,7 +138,8 @@ class OnIslands(DiLoCo):
             driver = Driver(
                 self._bucket, run, settings.pace, settings.name, theta, x=self._values,
                 trace=trace, feedback=settings.feedback, moments_of=self._moments_of,
-                after=self._incarnation, saved=self._saved, key=None if self._keys is None else self._keys.own,
+                after=self._incarnation, saved=self._saved,
+                key=None if self._keys is None else self._keys.own,
             )  # fmt: skip
             self._beside = Beside(driver, settings.pace, say)
             self._beside.joined()
