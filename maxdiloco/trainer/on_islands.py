@@ -48,7 +48,8 @@ class OnIslands(DiLoCo):
         self._begun = 0  # inner steps before this start of the island
         self._warm_from: int | None = None  # where inner moments began at zero in a run under way
         self._moments_of: int | None = None
-        self._saved: bytes | None = None  # of fixed mode, in the last checkpoint
+        self._saved: bytes | None = None  # of fixed mode, in the checkpoint that was read
+        self._place_bytes = 0  # in the one that was written last
         self._left, self._waited_s = False, 0.0
         self._told = Counts(), 0
 
@@ -312,14 +313,13 @@ class OnIslands(DiLoCo):
         if not self._run.islands:
             return found
         place = self._processes.to_all(self._beside and self._beside.saved(), self.mesh)
-        self._saved = np.asarray(place).tobytes()
+        self._place_bytes = place.size
         return found | {"island": {"saved": place}}
 
     def note(self, state: State) -> dict[str, Any]:
         """See DiLoCo; with the records of fragment 0 that the state has."""
         known = self._standing.records if self._standing is not None else None
-        size = len(self._saved) if self._saved is not None else 0
-        return super().note(state) | {"records": known, "island_bytes": size}
+        return super().note(state) | {"records": known, "island_bytes": self._place_bytes}
 
     def extra_metrics(self, state: State) -> dict[str, float]:
         """Of the log, of what this island has sent, and of the last message."""
