@@ -68,3 +68,12 @@ def text_run(tmp_path_factory):
     with shared_programs(tmp_path_factory):
         assert run_tools.run(folder, "text", **keys) == 0
     return folder / "text", keys
+
+
+@pytest.fixture
+def started():
+    """Processes that a test has started; none outlives it."""
+    processes = []
+    yield processes
+    for process in processes:
+        process.kill()

@@ -124,6 +124,12 @@ def local_slices(count, changes, log, environ=None):
     return Process([*command, *flags(changes)], log, environ)
 
 
+def ends(processes, *codes):
+    """All have ended with these codes."""
+    found = [process.end() for process in processes]
+    assert found == list(codes), "\n".join(process.text() for process in processes)
+
+
 def session_members(leader):
     """Ids of the living processes in the session of a process that has ended (Linux)."""
     members = []

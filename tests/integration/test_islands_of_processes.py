@@ -14,21 +14,6 @@ OF_TWO = dict(dcn_fsdp_parallelism=2, per_device_batch_size=1)
 OF_ONE = dict(per_device_batch_size=2)
 
 
-@pytest.fixture
-def started():
-    """Processes that a test has started; none outlives it."""
-    processes = []
-    yield processes
-    for process in processes:
-        process.kill()
-
-
-def ends(processes, *codes):
-    """All have ended with these codes."""
-    found = [process.end() for process in processes]
-    assert found == list(codes), "\n".join(process.text() for process in processes)
-
-
 def named(folder, name, changes):
     here = dict(base_output_directory=folder, islands_store=folder / "store", run_name=name)
     return changes | here | dict(island=name)
@@ -40,7 +25,7 @@ def test_what_process_0_finds_wrong_with_the_store_ends_both(started, tmp_path):
     changes = named(tmp_path, "a", ELASTIC | OF_TWO)
     environs = [{"JAX_LOG_COMPILES": "1"}] * 2
     started += process_tools.trainers(2, changes, tmp_path, environs)
-    ends(started, 2, 2)
+    process_tools.ends(started, 2, 2)
     for process in started:
         (line,) = process.errors()
         assert f"islands_store={tmp_path / 'store'}" in line
@@ -94,7 +79,7 @@ def test_a_fixed_island_of_two_processes_trains_as_one_of_two_devices(started, t
                 process.popen.kill()
             own = start(folder / "second", count)
             own[0].wait_for("resumed after step ")
-        ends([other, *own], *[0] * (1 + count))
+        process_tools.ends([other, *own], *[0] * (1 + count))
     for name in ("0", "1"):
         one, other = (tmp_path / way / name for way in ("processes", "devices"))
         rows, wanted = map(timeless_rows, (one, other))
@@ -136,7 +121,7 @@ def test_an_island_of_two_processes_is_killed_stopped_and_replaced(started, tmp_
     started.append(other)
     first = start(1)
     first[1].popen.kill()
-    ends(first[:1], 5)
+    process_tools.ends(first[:1], 5)
     (line,) = first[0].errors()
     assert line.startswith("LostPeerError: process 1 on ") and "is gone" in line
     second = start(2)
@@ -144,17 +129,17 @@ def test_an_island_of_two_processes_is_killed_stopped_and_replaced(started, tmp_
         process.popen.kill()
     third = start(3)
     third[1].popen.send_signal(signal.SIGTERM)
-    ends(third, 143, 143)
+    process_tools.ends(third, 143, 143)
     fourth = start(4)
     other.popen.send_signal(signal.SIGTERM)
-    ends([other], 143)
+    process_tools.ends([other], 143)
     keys = named(tmp_path, "a", changes | OF_ONE) | dict(run_name="another")
     another = process_tools.trainer(keys, tmp_path / "another.log")
     started.append(another)
-    ends(fourth, 2, 2)
+    process_tools.ends(fourth, 2, 2)
     assert all("island=a: another program runs as" in process.text() for process in fourth)
     another.popen.send_signal(signal.SIGTERM)
-    ends([another], 143)
+    process_tools.ends([another], 143)
     assert members(tmp_path) >= {("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 1)}
     steps = [row["step"] for row in run_tools.rows(tmp_path / "a")]
     assert steps == sorted(set(steps))

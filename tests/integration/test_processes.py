@@ -42,20 +42,6 @@ def named(run_name, folder, changes):
     return changes | {"run_name": run_name, "base_output_directory": folder}
 
 
-@pytest.fixture
-def started():
-    """Processes that a test has started; none outlives it."""
-    processes = []
-    yield processes
-    for process in processes:
-        process.kill()
-
-
-def ends(processes, *codes):
-    """All have ended with these codes."""
-    assert [process.end() for process in processes] == list(codes), processes[0].text()
-
-
 def without_carrier(run):
     """The rows of a run; processes exchange through host memory, without padding."""
     return [
@@ -69,7 +55,7 @@ def stopped_at(processes, number, code, words):
     Ctrl-C the first one alone does."""
     processes[0].wait_for("step 2/")
     processes[1].popen.send_signal(number)
-    ends(processes, code, code)
+    tools.ends(processes, code, code)
     tell = processes[:1] if number == signal.SIGINT else processes
     (step,) = {re.search(words + r" after step (\d+): saved", p.text())[1] for p in tell}
     return int(step)
@@ -96,14 +82,14 @@ def test_two_processes_that_are_stopped_and_go_on_equal_one_bit_for_bit(started,
     changes = named("two", tmp_path, keys)
     alone = named("alone", tmp_path, keys)
     started.append(tools.trainer(alone, tmp_path / "log", tools.AS_USERS))
-    ends(started, 0)
+    tools.ends(started, 0)
     first = tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
     started += first
     step = stopped_at(first, signal.SIGTERM, 143, "SIGTERM")
     assert step < STEPS
     again = tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
     started += again
-    ends(again, 0, 0)
+    tools.ends(again, 0, 0)
     assert f"resumed after step {step}" in again[0].text()
 
     found, wanted = (without_carrier(tmp_path / run) for run in ("two", "alone"))
@@ -140,7 +126,7 @@ def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
     short = {"steps": 5, "enable_checkpointing": "false"}
     sizes = {"hardware": "auto", "dcn_diloco_parallelism": -1, "ici_fsdp_parallelism": -1}
     started += tools.trainers(3, named("open", tmp_path, short | sizes), tmp_path)
-    ends(started, 0, 0, 0)
+    tools.ends(started, 0, 0, 0)
     assert "mesh: 3 x cpu; diloco 3 (over slices: diloco 3 = 3)" in started[0].text()
     assert "done: step 5" in started[0].text()
     sizes = {"dcn_diloco_parallelism": 3, "ici_fsdp_parallelism": 1, "exchange_carrier": "host"}
@@ -162,7 +148,7 @@ def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(
     environs = [{"M_DATASET_PATH": "docs"}] * 2
     environs[blind] = {"M_DATASET_PATH": str(tmp_path / "absent")}
     started += tools.trainers(2, changes, tmp_path, environs)
-    ends(started, 3, 3)
+    tools.ends(started, 3, 3)
     (own,) = started[blind].errors()
     assert own.startswith("DataError: ")
     (line,) = started[1 - blind].errors()
@@ -177,7 +163,7 @@ def test_processes_with_other_keys_all_end_with_2_and_both_values(started, tmp_p
     own = {"M_EXCHANGE_INTERFACE": "127.0.0.1", "M_SHOW_MEMORY": "true"}  # a host's own
     others = {"M_NUM_DILOCO_REPLICAS": "4", "M_LEARNING_RATE": "1e-3"}
     started += tools.trainers(2, named("two", tmp_path, short), tmp_path, [own, others])
-    ends(started, 2, 2)
+    tools.ends(started, 2, 2)
     for process in started:
         (line,) = process.errors()
         assert line.startswith(
@@ -194,7 +180,7 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_
     changes = ONE_EACH | {"diloco_sync_period": 1000, "gradient_clipping_threshold": 0}
     environs = [{}, {"RATE": "1e30"}]
     started += tools.trainers(2, named("nan", tmp_path, changes), tmp_path, environs, OWN_RATE)
-    ends(started, 4, 4)
+    tools.ends(started, 4, 4)
     (own,) = started[1].errors()
     assert own.startswith("NumericsError: step ") and " of replica 1 is not finite" in own
     (line,) = started[0].errors()
@@ -212,7 +198,7 @@ def test_ctrl_c_saves_the_same_step_in_all_processes(started, tmp_path):
     started.append(tools.local_slices(2, changes, tmp_path / "log"))
     started[0].wait_for("[0] step 2/")
     started[0].popen.send_signal(signal.SIGINT)
-    ends(started, 130)
+    tools.ends(started, 130)
     text = started[0].text()
     assert "[0] Ctrl-C: stopping after this step; press it again to quit now." in text
     (step,) = re.findall(r"^\[0\] Ctrl-C after step (\d+): saved\.", text, re.MULTILINE)
@@ -249,7 +235,7 @@ def test_an_axis_over_two_processes_equals_one_device(started, tmp_path, axis):
     shared = named("shared", tmp_path, keys | {over_slices: 2, "per_device_batch_size": sequences})
     started.append(tools.trainer(alone, tmp_path / "alone.log"))
     started += tools.trainers(2, shared, tmp_path)
-    ends(started, 0, 0, 0)
+    tools.ends(started, 0, 0, 0)
     assert f"{axis} 2 (over slices: {axis} 2 = 2)" in started[1].text()
     found, expected = (run_tools.rows(tmp_path / name) for name in ("shared", "alone"))
     compared = [n for n in expected[0] if n.startswith(("learning/loss", "learning/grad", "moe/"))]
