@@ -61,7 +61,7 @@ def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
                 )
                 for H in periods
                 for tau in taus
-                for chosen in _exchanges(job, given, wire)
+                for chosen in _exchanges(job, given, wire, tau)
                 if P <= H and tau < H
             ]
             for wire in wires
@@ -69,21 +69,20 @@ def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
     return [family for family in out if family]
 
 
-def _exchanges(job: Job, given: Collection[str], wire: str) -> list[str]:
-    """What diloco_exchange may be: gather first, since owners round once more. Of two slices those
-    send as much or more, and with some merges and wires they do not go.
+def _exchanges(job: Job, given: Collection[str], wire: str, tau: int) -> list[str]:
+    """What diloco_exchange may be, auto first. Of two slices owners send as much or more, and with
+    some merges and wires they do not go.
     """
     refused = NOT_OF_OWNERS.keys() & {("merge", job.cfg.diloco_merge), ("exchange_dtype", wire)}
     if "diloco_exchange" in given or refused or job.slices < 3:
         return [job.asked.exchange]
-    auto = exchange(job, "auto", wire)
-    return ["auto" if name == auto else name for name in (GATHER, OWNERS)]
+    return ["auto", GATHER if exchange(job, "auto", wire, tau) == OWNERS else OWNERS]
 
 
-def exchange(job: Job, chosen: str, wire: str) -> str:
+def exchange(job: Job, chosen: str, wire: str, tau: int) -> str:
     """gather or owners, of a choice."""
     slots, merge = job.slices, job.cfg.diloco_merge
-    return assemble.exchange(chosen, slots=slots, merge=merge, wire=wire)
+    return assemble.exchange(chosen, slots=slots, merge=merge, wire=wire, tau=tau)
 
 
 def _modes(asked: Choice, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
@@ -208,7 +207,7 @@ def _settings(job: Job, choice: Choice) -> ExchangeSettings:
         num_nonlayer_fragments=choice.nonlayer,
         sequential_layers=job.cfg.use_sequential_layers,
         error_feedback=wire.feedback if wanted is None else wanted and wire.error > 0,
-        exchange=exchange(job, choice.exchange, choice.wire),
+        exchange=exchange(job, choice.exchange, choice.wire, choice.tau),
     )
 
 

@@ -63,7 +63,8 @@ class Plan(NamedTuple):
 
     def has_owners(self, row: Rated) -> bool:
         """Whether slices own parts of the fragments."""
-        return rating.exchange(self.job, row.choice.exchange, row.choice.wire) == OWNERS
+        choice = row.choice
+        return rating.exchange(self.job, choice.exchange, choice.wire, choice.tau) == OWNERS
 
     def is_moved(self, row: Rated) -> bool:
         """Whether a choice fits the chip only with its outer state in host memory."""
@@ -171,8 +172,8 @@ def _legend(plan: Plan) -> list[str]:
     )
     if any(map(plan.has_owners, plan.rows)):
         out.append(
-            "owners: with diloco_exchange=owners a slice takes the mean of its part of a fragment "
-            "for all, see docs/slow_link.md; gathering would need a longer period or overlap"
+            "owners: a slice takes the mean of its part of a fragment for all, and so sends less "
+            "than with diloco_exchange=gather, see docs/slow_link.md"
         )
     if any(map(plan.is_moved, plan.rows)):
         out.append(

@@ -4,7 +4,6 @@
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,8 +35,8 @@ from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.trainer import inner_step, island_settings, optimizer
 from maxdiloco.trainer.island_settings import Facts
 
-# Slots from which on diloco_exchange=auto is owners: none, until what that costs in loss is known.
-OWNERS_FROM = math.inf
+# Slots from which on diloco_exchange=auto is owners: there a replica sends less with each wire.
+OWNERS_FROM = 4
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
 
@@ -192,12 +191,13 @@ def baseline(cfg: config.Config) -> config.Config | None:
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
-def exchange(chosen: str, *, slots: int, merge: str, wire: str) -> str:
+def exchange(chosen: str, *, slots: int, merge: str, wire: str, tau: int) -> str:
     """gather or owners: what diloco_exchange chooses for so many slots; see base.yml."""
     if chosen != "auto":
         return chosen
     refused = NOT_OF_OWNERS.keys() & {("merge", merge), ("exchange_dtype", wire)}
-    return OWNERS if slots >= OWNERS_FROM and not refused else GATHER
+    waits = tau == 1  # the parts have that step, and the means none
+    return OWNERS if slots >= OWNERS_FROM and not (refused or waits) else GATHER
 
 
 def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
@@ -257,6 +257,7 @@ def _diloco(cfg, mesh, model, step, facts, options) -> DiLoCo:
             slots=mesh.shape["diloco"],
             merge=cfg.diloco_merge,
             wire=cfg.diloco_exchange_dtype,
+            tau=overlap,
         ),
         sequential_layers=cfg.use_sequential_layers,
         num_nonlayer_fragments=cfg.num_nonlayer_fragments,

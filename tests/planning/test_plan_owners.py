@@ -47,38 +47,41 @@ def test_a_plan_that_is_given_owners_keeps_them_and_one_that_is_given_gather_too
     assert waits["owners"] < 0.5 * waits["gather"]
 
 
-@pytest.mark.parametrize("slices", [2, 8, full(16)])
+@pytest.mark.parametrize("slices", [2, 3, 8, full(16)])
 def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(tmp_path, capsys, slices):
-    """On a link that fills with fewer steps of overlap, or at all, when slices own parts. Control:
-    on a fat one the first row gathers, and of two slices every one does."""
+    """On a link that fills with fewer steps of overlap, or at all, when slices own parts: by name
+    of three slices and 8 bits, by auto of more. Control: on a fat one auto comes first, and of two slices
+    every row gathers."""
     keys = ("model_name=1b", "compile_topology=v5e-16", f"compile_topology_num_slices={slices}")
     keys += ("step_time=0.8", "details=true", f"report={tmp_path / 'plan.json'}")
+    thin = "dcn_bandwidth_gbps=0.05"
+    if slices == 3:
+        keys, thin = (*keys, "diloco_exchange_dtype=int8"), "dcn_bandwidth_gbps=0.03"
 
     def planned(*more):
         plan.main([*keys, *more])
         return json.loads((tmp_path / "plan.json").read_text()), capsys.readouterr().out
 
-    found, said = planned("dcn_bandwidth_gbps=0.05")
+    found, said = planned(thin)
     best, owned = found["choices"][0], slices > 2
-    assert (best["diloco_exchange"] == "owners") == owned
-    assert ("diloco_exchange=owners" in found["train_command"]) == owned
-    assert ("\nowners: with diloco_exchange=owners" in said) == (" owners " in said) == owned
-    gathered, _ = planned("dcn_bandwidth_gbps=0.05", "diloco_exchange=gather")
+    assert best["diloco_exchange"] == ("owners" if slices == 3 else "auto")
+    assert ("diloco_exchange=owners" in found["train_command"]) == (slices == 3)
+    assert ("\nowners: a slice takes the mean" in said) == (" owners " in said) == owned
+    gathered, _ = planned(thin, "diloco_exchange=gather")
     after = rating_of(best), rating_of(gathered["choices"][0])
     assert after[0] < after[1] if owned else after[0] == after[1]
     found, _ = planned("dcn_bandwidth_gbps=1000")
     assert found["choices"][0]["diloco_exchange"] == "auto"
 
 
-def test_auto_is_gather_and_with_a_bound_owners_from_that_many_slots_where_they_go(monkeypatch):
-    """The bound is one constant; what owners refuse stays with gather, and what is named stays."""
+def test_auto_is_owners_from_four_slots_on_where_they_go_and_do_not_wait():
+    """What owners refuse stays with gather, as one step of overlap; what is named stays."""
 
-    def chosen(exchange="auto", slots=4, merge="mean", wire="int8"):
-        return assemble.exchange(exchange, slots=slots, merge=merge, wire=wire)
+    def chosen(exchange="auto", slots=4, merge="mean", wire="int8", tau=0):
+        return assemble.exchange(exchange, slots=slots, merge=merge, wire=wire, tau=tau)
 
-    assert chosen(slots=10**6) == "gather" and chosen("owners", slots=2) == "owners"
-    monkeypatch.setattr(assemble, "OWNERS_FROM", 4)
-    assert (chosen(), chosen(slots=3), chosen("gather")) == ("owners", "gather", "gather")
+    assert (chosen(), chosen(tau=2), chosen("owners", slots=2)) == ("owners",) * 3
+    assert chosen(slots=3) == chosen("gather") == chosen(tau=1) == "gather"
     assert chosen(merge="rda") == chosen(wire="topk") == "gather"
 
 
