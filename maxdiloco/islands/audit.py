@@ -5,14 +5,17 @@ follow each other.
 """
 
 import collections
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from maxdiloco.islands import driver, objects, outer, records, rules
 from maxdiloco.islands.island import FAILED, Key
 from maxdiloco.islands.outer import Outer, Term
 from maxdiloco.islands.records import Damaged, Ledger, Message, Record, Run
 from maxdiloco.storage.store import Bucket
+
+TRIES = 8  # to read what a run that goes on deletes: our choice
+_T = TypeVar("_T")
 
 
 class Differs(Exception):
@@ -34,13 +37,36 @@ class Replayed(NamedTuple):
 
 def replay(bucket: Bucket, run: Run, fragment: int) -> Replayed:
     """The log of a fragment. Raises Differs for the first thing that does, OSError."""
-    log = _records(bucket, run, fragment)
+    log: list[Record] = []
+    return _in_motion(bucket, fragment, lambda: _replay(bucket, run, fragment, log))
+
+
+def _in_motion(bucket: Bucket, fragment: int, look: Callable[[], _T]) -> _T:
+    """What look returns. A run that goes on deletes what it needs no more: then it looks again."""
+    for left in reversed(range(TRIES)):
+        before = _deletable(bucket, fragment)
+        try:
+            return look()
+        except (Differs, FileNotFoundError):
+            if not left or before <= _deletable(bucket, fragment):
+                raise
+
+
+def _deletable(bucket: Bucket, fragment: int) -> set[str]:
+    return {name for kind in "ugs" for name in objects.listed(bucket, f"{kind}/{fragment}")}
+
+
+def _replay(bucket, run, fragment, log) -> Replayed:
+    """log: the records that were read before; those since are added."""
+    log += _records(bucket, run, fragment, len(log))
     messages = _messages(bucket, run, fragment)
     names = objects.snapshots(bucket, fragment)
     if not names:
         raise Differs(f"s/{fragment}/: there is no snapshot to start from")
     snapshots = {records.numbers(name)[1]: name for name in names}
     first, state, remade = min(snapshots), None, 0
+    if first > len(log):
+        raise Differs(f"{names[0]}: the log ends before it")
     found, payload = _read(bucket, run, names[0])
     link = records.digest(run)
     ledger = Ledger(fragment, 0, link, found.digest, 0, (), (), (), (), 0)
@@ -73,6 +99,10 @@ class Followed(NamedTuple):
 
 def follow(bucket: Bucket, run: Run, fragment: int) -> Followed:
     """The newest state of a log. Raises Differs, OSError."""
+    return _in_motion(bucket, fragment, lambda: _follow(bucket, run, fragment))
+
+
+def _follow(bucket, run, fragment) -> Followed:
     names = objects.snapshots(bucket, fragment)
     if not names:
         raise Differs(f"s/{fragment}/: there is no snapshot to start from")
@@ -167,11 +197,12 @@ def read_run(bucket: Bucket) -> Run | None:
     return run
 
 
-def _records(bucket: Bucket, run: Run, fragment: int) -> list[Record]:
+def _records(bucket: Bucket, run: Run, fragment: int, known: int) -> list[Record]:
+    """Those after the first `known`."""
     last = max((records.numbers(n)[1] for n in objects.listed(bucket, f"c/{fragment}")), default=0)
     return [
         _read(bucket, run, records.record_name(fragment, number))[0]
-        for number in range(1, last + 1)
+        for number in range(known + 1, last + 1)
     ]
 
 

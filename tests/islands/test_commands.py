@@ -147,6 +147,30 @@ def test_audit_names_the_first_object_that_differs(what, folder, capsys):
     assert re.search(words, line), line
 
 
+@pytest.mark.parametrize("at", ["u/0/b.1.6", "g/0/5", "c/0/6"])
+def test_what_a_run_deletes_beside_an_audit_is_no_difference(at, written, folder):
+    """As a next snapshot does, while an object is read: the audit and the status begin again."""
+    going = []
+
+    class Bucket(store.Bucket):
+        def get(self, name):
+            if name.startswith(at) and not going:
+                going.append(name)
+                names = [entry.name for kind in "ug" for entry in self.list_all(f"{kind}/0")]
+                self.delete([*names, "s/0/4"])
+            return super().get(name)
+
+    good, run = store.local_folder(folder), written[1]
+    whole = audit.replay(good, run, 0)
+    found = audit.replay(Bucket(good._client, good._api), run, 0)
+    assert going and found.records == whole.records
+    assert found.ledger.marks == whole.ledger.marks and found.ledger.tokens == whole.ledger.tokens
+    assert (whole.computed, found.computed) == (2, 0)
+    with pytest.raises(audit.Differs, match="^s/0/: there is no snapshot"):
+        good.delete(["s/0/6"])
+        audit.replay(good, run, 0)
+
+
 def test_the_ledger_knows_a_token_that_was_not_read(written):
     folder, run, _ = written
     log = audit.replay(store.local_folder(folder), run, 0)
