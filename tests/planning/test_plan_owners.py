@@ -50,8 +50,8 @@ def test_a_plan_that_is_given_owners_keeps_them_and_one_that_is_given_gather_too
 @pytest.mark.parametrize("slices", [2, 3, 8, full(16)])
 def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(tmp_path, capsys, slices):
     """On a link that fills with fewer steps of overlap, or at all, when slices own parts: by name
-    of three slices and 8 bits, by auto of more. Control: on a fat one auto comes first, and of two slices
-    every row gathers."""
+    of three slices and 8 bits, by auto of more. Control: on a fat one auto comes first, and of two
+    slices every row gathers."""
     keys = ("model_name=1b", "compile_topology=v5e-16", f"compile_topology_num_slices={slices}")
     keys += ("step_time=0.8", "details=true", f"report={tmp_path / 'plan.json'}")
     thin = "dcn_bandwidth_gbps=0.05"
