@@ -39,9 +39,16 @@ SHARDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("keys", [STREAMING, full(dict(diloco_outer_overlap="eager"))])
+OWNERS = dict(diloco_exchange="owners", diloco_exchange_dtype="float4_e3m0")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [STREAMING, *map(full, [dict(diloco_outer_overlap="eager"), STREAMING | OWNERS])],
+)
 def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, capfd, keys):
-    """Offsets 0, 2, 4 and tau 2, or eager updates: after every step something is in flight."""
+    """Offsets 0, 2, 4 and tau 2, or eager updates: after every step something is in flight. With
+    owners the means of step 4 are where they were reduced after step 5, which is saved."""
     assert tools.run(tmp_path, "whole", **keys, **AT_THE_END) == 0
     with tools.Child(tmp_path, "killed", **keys) as child:
         child.until("step 8/")
