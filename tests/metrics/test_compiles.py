@@ -1,6 +1,8 @@
 """Every program before the first step, several at a time, and what one that cannot be made says."""
 
 import contextlib
+import pathlib
+import platform
 import subprocess
 import sys
 import threading
@@ -54,6 +56,21 @@ def test_a_program_compiles_while_the_thread_that_asks_lowers_the_next_one():
 
     all_of(calls())
     assert lowered == ["init", "inner"]
+
+
+def resident():
+    """Bytes of this process that are in memory."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other heaps do it by themselves")
+def test_what_compiling_freed_is_returned_to_the_system():
+    """200 MB of small blocks, of which the last one stays, as a compiler leaves them."""
+    blocks, before = [bytes(2000) for _ in range(100_000)], resident()
+    del blocks[:-1]
+    kept = resident()
+    all_of([call("inner", lambda: None)])
+    assert kept > before - 50e6 and resident() < before - 150e6
 
 
 def test_programs_are_compiled_at_the_same_time_and_one_for_the_start_runs_meanwhile():
