@@ -184,8 +184,11 @@ class World(Store):
     def stop(self, program, action):
         program.living = False
         self.say(program, action)
-        wrong = ["does not follow", "is bad", "is not what", *["is deleted"] * self.fixed]
+        wrong = "does not follow", "is bad", "is not what"
         require(not any(words in action.line for words in wrong), action.line)
+        if self.fixed and "is deleted" in action.line:
+            saved, _ = self.kept.get(program.name, (program.state, None))
+            require(saved.t > program.state.t, action.line, "and there is no later checkpoint")
         if action.again or not any(other.living for other in self.programs):
             self.spawn(program.name, 0.5, program.state.incarnation if action.again else 0)
 
