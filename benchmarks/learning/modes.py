@@ -1,5 +1,6 @@
 """What is compared: the modes as keys of the trainer, and the sizes of model and run."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -110,6 +111,19 @@ def _owners() -> list[Mode]:
     ]  # fmt: skip
 
 
+def _many_replicas() -> list[Mode]:
+    """Muon and a short period, which fewer bits pay for, at the rates of the defaults."""
+    kinds = (("DiLoCo", _diloco), ("streaming, tau=1", functools.partial(_streaming, tau=1)))
+    return [
+        make(f"{name}, M={M}, muon, H={H}, {said}", inner="muon", inner_lr=0.01, outer_lr=0.98,
+             extra=True, num_diloco_replicas=M, diloco_sync_period=H, **wire)
+        for name, make in kinds
+        for M in (4, 8)
+        for H in (10, 15, 30)
+        for wire, said in ((FOUR_BITS, "4 bits"), ({WIRE: "int2", FEEDBACK: "always"}, "int2"))
+    ]  # fmt: skip
+
+
 def _half_a_moment() -> list[Mode]:
     """The mean of gradients in bfloat16, in data parallelism and in DiLoCo at the rates of both."""
     half = {"mu_dtype": "bfloat16"}
@@ -170,6 +184,7 @@ MODES = (
                every_seed=False),
     *_few_bits(),
     *_owners(),
+    *_many_replicas(),
     *_half_a_moment(),
     *_eight_bits(),
     # It keeps the norm that the mean loses, so that its steps are longer.

@@ -63,6 +63,14 @@ def test_one_replica_a_vocabulary_far_above_the_tokenizers_and_a_cpu_are_warning
     assert on_cpu("hardware=cpu") == on_cpu(platform="tpu") == on_cpu(size=10**8) == []
 
 
+def test_many_replicas_at_the_defaults_are_pointed_to_their_recipe():
+    (line,) = lines(num_replicas=4)
+    name = re.search(r"configs/recipes/\w+\.yml", line)[0]
+    assert line.startswith("note: 4 replicas cost more loss")
+    assert lines(num_replicas=3) == lines("diloco_sync_period=19", num_replicas=8) == []
+    assert lines(name, num_replicas=8) == lines("enable_diloco=false", num_replicas=8) == []
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

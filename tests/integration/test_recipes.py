@@ -17,6 +17,7 @@ MODES = {
     "delayed": {"diloco_outer_overlap": "delayed"},
     "diloco": {"enable_diloco": True, "diloco_outer_overlap": "none"},
     "eager": {"diloco_outer_overlap": "eager"},
+    "many_replicas": {"opt_type": "muon", "diloco_sync_period": 10},
     "muon": {"opt_type": "muon"},
     "muon_int2": {"opt_type": "muon", "diloco_exchange_dtype": "int2"},
     "streaming": {
@@ -27,6 +28,7 @@ MODES = {
 }
 FOUR_BITS = {"diloco_exchange_dtype": "float4_e3m0"}
 MODES |= {f"{name}_4bit": MODES[name] | FOUR_BITS for name in ("eager", "streaming")}
+MODES["many_replicas"] |= FOUR_BITS
 
 
 def loaded(name):
