@@ -184,8 +184,8 @@ def test_found(what, monkeypatch):
 
 
 def test_a_program_of_a_fixed_island_that_begins_behind_its_other_one_ends_with_a_line():
-    """From an older checkpoint, after which the other one has had more deleted. That one dies later,
-    and goes on from its last checkpoint."""
+    """From an older checkpoint, after which the other one has had more deleted. That one dies
+    later, and goes on from its last checkpoint."""
     world = run_schedule(10_233_997)
     (line,) = (said for said in world.seen if "is deleted already" in str(said))
     assert "restore a later checkpoint of X" in line
