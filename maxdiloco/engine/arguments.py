@@ -70,6 +70,11 @@ NOT_OF_OWNERS = MappingProxyType({
 })  # fmt: skip
 
 
+def refuses_owners(merge: str, wire: str) -> bool:
+    """Whether slots that own parts cannot have this merge, or this wire."""
+    return not NOT_OF_OWNERS.keys().isdisjoint({("merge", merge), ("exchange_dtype", wire)})
+
+
 def _check_owners(choices: dict[str, str]) -> None:
     for (name, value), reason in NOT_OF_OWNERS.items():
         if choices[name] == value:

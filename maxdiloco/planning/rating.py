@@ -13,7 +13,7 @@ from maxdiloco.diloco import outer
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.quantize import wire_format
 from maxdiloco.diloco.schedule import GATHER, OWNERS
-from maxdiloco.engine.arguments import NOT_OF_OWNERS
+from maxdiloco.engine.arguments import refuses_owners
 from maxdiloco.engine.calls import bytes_on_device, is_on_device
 from maxdiloco.engine.describe import in_flight
 from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
@@ -47,42 +47,42 @@ def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
     out = []
     for overlap, streaming, taus in _modes(job.asked, given):
         P, nonlayer = _fragments(job, given) if streaming else (1, 1)
+        ways = dict(P=P, nonlayer=nonlayer, overlap=overlap, streaming=streaming)
+        like = job.asked._replace(**ways)
         out += [
             [
-                job.asked._replace(
-                    H=H,
-                    P=P,
-                    nonlayer=nonlayer,
-                    tau=tau,
-                    wire=wire,
-                    overlap=overlap,
-                    streaming=streaming,
-                    exchange=chosen,
-                )
+                choice
                 for H in periods
                 for tau in taus
-                for chosen in _exchanges(job, given, wire, tau)
                 if P <= H and tau < H
+                for choice in _exchanges(job, given, like._replace(H=H, tau=tau, wire=wire))
             ]
             for wire in wires
         ]
     return [family for family in out if family]
 
 
-def _exchanges(job: Job, given: Collection[str], wire: str, tau: int) -> list[str]:
-    """What diloco_exchange may be, auto first. Of two slices owners send as much or more, and with
-    some merges and wires they do not go.
+def _exchanges(job: Job, given: Collection[str], choice: Choice) -> list[Choice]:
+    """With what diloco_exchange may be, auto first. Of two slices owners send as much or more, and
+    with some merges and wires they do not go.
     """
-    refused = NOT_OF_OWNERS.keys() & {("merge", job.cfg.diloco_merge), ("exchange_dtype", wire)}
-    if "diloco_exchange" in given or refused or job.slices < 3:
-        return [job.asked.exchange]
-    return ["auto", GATHER if exchange(job, "auto", wire, tau) == OWNERS else OWNERS]
+    if "diloco_exchange" in given or job.slices < 3:
+        return [choice]
+    if refuses_owners(job.cfg.diloco_merge, choice.wire):
+        return [choice]
+    auto = choice._replace(exchange="auto")
+    return [auto, auto._replace(exchange=GATHER if exchange(job, auto) == OWNERS else OWNERS)]
 
 
-def exchange(job: Job, chosen: str, wire: str, tau: int) -> str:
+def exchange(job: Job, choice: Choice) -> str:
     """gather or owners, of a choice."""
-    slots, merge = job.slices, job.cfg.diloco_merge
-    return assemble.exchange(chosen, slots=slots, merge=merge, wire=wire, tau=tau)
+    return assemble.exchange(
+        choice.exchange,
+        slots=job.slices,
+        merge=job.cfg.diloco_merge,
+        wire=choice.wire,
+        schedule=choice.schedule,
+    )
 
 
 def _modes(asked: Choice, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
@@ -207,7 +207,7 @@ def _settings(job: Job, choice: Choice) -> ExchangeSettings:
         num_nonlayer_fragments=choice.nonlayer,
         sequential_layers=job.cfg.use_sequential_layers,
         error_feedback=wire.feedback if wanted is None else wanted and wire.error > 0,
-        exchange=exchange(job, choice.exchange, choice.wire, choice.tau),
+        exchange=exchange(job, choice),
     )
 
 

@@ -63,8 +63,7 @@ class Plan(NamedTuple):
 
     def has_owners(self, row: Rated) -> bool:
         """Whether slices own parts of the fragments."""
-        choice = row.choice
-        return rating.exchange(self.job, choice.exchange, choice.wire, choice.tau) == OWNERS
+        return rating.exchange(self.job, row.choice) == OWNERS
 
     def is_moved(self, row: Rated) -> bool:
         """Whether a choice fits the chip only with its outer state in host memory."""

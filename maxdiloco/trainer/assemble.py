@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.data.tokenizer import build
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.diloco import outer
-from maxdiloco.diloco.schedule import GATHER, OWNERS
-from maxdiloco.engine.arguments import NOT_OF_OWNERS
+from maxdiloco.diloco.schedule import GATHER, OWNERS, Schedule, offsets
+from maxdiloco.engine.arguments import refuses_owners
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
@@ -191,13 +191,12 @@ def baseline(cfg: config.Config) -> config.Config | None:
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
-def exchange(chosen: str, *, slots: int, merge: str, wire: str, tau: int) -> str:
+def exchange(chosen: str, *, slots: int, merge: str, wire: str, schedule: Schedule) -> str:
     """gather or owners: what diloco_exchange chooses for so many slots; see base.yml."""
     if chosen != "auto":
         return chosen
-    refused = NOT_OF_OWNERS.keys() & {("merge", merge), ("exchange_dtype", wire)}
-    waits = tau == 1  # the parts have that step, and the means none
-    return OWNERS if slots >= OWNERS_FROM and not (refused or waits) else GATHER
+    waits = schedule.max_chunks == 1  # the parts have that step, and the means none
+    return GATHER if slots < OWNERS_FROM or waits or refuses_owners(merge, wire) else OWNERS
 
 
 def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
@@ -237,10 +236,12 @@ def _diloco(cfg, mesh, model, step, facts, options) -> DiLoCo:
         settings = island_settings.of(config.with_replicas(cfg, M), facts)
         make = functools.partial(on_islands.OnIslands, settings=settings)
         overlap, feedback = 0, "never"  # its log has both
+    P = cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1
+    H, when = cfg.diloco_sync_period, cfg.diloco_outer_overlap
     return make(
         step,
-        sync_period=cfg.diloco_sync_period,
-        num_fragments=cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1,
+        sync_period=H,
+        num_fragments=P,
         overlap_steps=overlap,
         alpha=cfg.communication_overlapping_alpha,
         outer_optimizer=outer.outer_optimizer(
@@ -248,7 +249,7 @@ def _diloco(cfg, mesh, model, step, facts, options) -> DiLoCo:
             lr=config.with_replicas(cfg, M).diloco_outer_lr,
             momentum=cfg.diloco_outer_momentum,
         ),
-        outer_overlap=cfg.diloco_outer_overlap,
+        outer_overlap=when,
         exchange_dtype=cfg.diloco_exchange_dtype,
         error_feedback=checks.FEEDBACK[feedback],
         merge=cfg.diloco_merge,
@@ -257,7 +258,7 @@ def _diloco(cfg, mesh, model, step, facts, options) -> DiLoCo:
             slots=mesh.shape["diloco"],
             merge=cfg.diloco_merge,
             wire=cfg.diloco_exchange_dtype,
-            tau=overlap,
+            schedule=Schedule(H, overlap, offsets(P, H), when),
         ),
         sequential_layers=cfg.use_sequential_layers,
         num_nonlayer_fragments=cfg.num_nonlayer_fragments,

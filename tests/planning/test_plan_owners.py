@@ -8,6 +8,7 @@ from tiers import full
 from maxdiloco import plan
 from maxdiloco.aot import wait
 from maxdiloco.diloco.quantize import NAMES as WIRES
+from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.trainer import assemble
 
 
@@ -75,13 +76,16 @@ def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(tmp_path, cap
 
 
 def test_auto_is_owners_from_four_slots_on_where_they_go_and_do_not_wait():
-    """What owners refuse stays with gather, as one step of overlap; what is named stays."""
+    """What owners refuse stays with gather, and what has one step to travel; what is named stays."""
 
-    def chosen(exchange="auto", slots=4, merge="mean", wire="int8", tau=0):
-        return assemble.exchange(exchange, slots=slots, merge=merge, wire=wire, tau=tau)
+    def chosen(exchange="auto", slots=4, merge="mean", wire="int8", tau=0, P=2, overlap="none"):
+        schedule = Schedule(8, tau, offsets(P, 8), overlap)
+        return assemble.exchange(exchange, slots=slots, merge=merge, wire=wire, schedule=schedule)
 
     assert (chosen(), chosen(tau=2), chosen("owners", slots=2)) == ("owners",) * 3
     assert chosen(slots=3) == chosen("gather") == chosen(tau=1) == "gather"
+    a_fragment_each_step = chosen(tau=2, P=8), chosen(P=8, overlap="eager"), chosen(P=8)
+    assert a_fragment_each_step == ("gather", "gather", "owners")
     assert chosen(merge="rda") == chosen(wire="topk") == "gather"
 
 
