@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import (
     bandwidth_model,
+    islands_loss,
     islands_storm,
     link_faults,
     peer_torch,
@@ -25,6 +26,11 @@ REFUSED = {
     bandwidth_model: [
         ("replicas=1", "replicas=1 is no whole number of 2"),
         ("size=1b", "size is unknown"),
+    ],
+    islands_loss: [
+        ("rows=equal,calm", "rows=equal,calm: calm is none. Use some of equal,unlike,storm"),
+        ("step_ms=1,,2", "step_ms=1,,2, seeds=3: not numbers. Use 400,200,100 and 3"),
+        ("store=a", "store=a: store is no key. Use rows, seeds, step_ms, out"),
     ],
     islands_storm: [
         ("secondz=3", "secondz is no key. Use seconds, faults_per_hour, mbit, boxes"),
@@ -107,7 +113,7 @@ def test_a_machine_that_cannot_make_hosts_is_one_line_before_anything_is_made(
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("benchmark", [arguments, islands_storm, link_faults])
+@pytest.mark.parametrize("benchmark", [arguments, islands_loss, islands_storm, link_faults])
 def test_the_names_of_a_benchmark_are_no_keys_of_the_trainer(benchmark):
     keys = set(base_yml.declared(rows.ROOT / "configs" / "base.yml"))
     assert set(benchmark.KEYS) <= keys and arguments.SET_HERE <= keys

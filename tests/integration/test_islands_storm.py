@@ -1,10 +1,10 @@
-"""benchmarks/islands_storm.py for a minute: islands that are killed and stand still, over moto."""
+"""The benchmarks of islands for a minute: killed and stopped over moto, and unlike ones' loss."""
 
 import re
 
 import pytest
 
-from benchmarks import islands_storm
+from benchmarks import islands_loss, islands_storm
 
 pytestmark = pytest.mark.full
 
@@ -20,3 +20,14 @@ def test_a_storm_of_a_minute_leaves_a_log_that_adds_up(tmp_path, capsys):
         r"of ([\d,]+) tokens trained ([\d,]+) are in the log, ([\d.]+)%", text
     ).groups()
     assert float(share) > 50 and "3 faults in" in text
+
+
+def test_islands_of_unlike_speed_train_to_the_end_and_their_loss_is_said_once(tmp_path, capsys):
+    argv = ["rows=equal,unlike", "seeds=1", "step_ms=40,20", "steps=300", f"out={tmp_path}"]
+    argv += ["islands_period_seconds=1", "base_num_decoder_layers=1"]
+    assert islands_loss.main(argv) == 0
+    text = capsys.readouterr().out
+    (loss,) = re.findall(r"^unlike: ([\d.]+) \([+-][\d.]+% to equal; ", text, re.M)
+    assert 0 < float(loss) < 5 and text.count('"codes": {"box0": 0, "box1": 0}') == 2
+    assert islands_loss.main(argv) == 0  # of what is in its folder already
+    assert capsys.readouterr().out == text
