@@ -8,29 +8,40 @@ still past its death; a link that is cut; a store that does not answer. With mbi
 machine's network, no link is cut, and no root is needed; else every island and the store has a
 network namespace and a link (link/hosts.py: Linux, root, iproute2). With step_ms=50,100,200 the
 islands sleep after each step for so long, as on devices of their own; the tokens in the log are
-beside those of the same steps all of the time that an island lived, and of the whole run. OWN has
-the names and their defaults; further keys are the trainer's.
+beside those of the same steps all of the time that an island lived, and of the whole run; the
+longest pause between two steps of an island is of those that the fault did not hit. OWN has the
+names and their defaults; further keys are the trainer's.
+
+peer=torchft: each box has a replica group of torchft's streaming DiLoCo beside its island, on a
+link of the same rate, and every fault hits both at once; the store's stops torchft's lighthouse,
+which has a host of its own. Tokens of a step, sleep, H, P, tau and decoder are the same. torchft is
+used as its own train_diloco.py and its README do (link/torchft_elastic.py, link/torchft_storm.py),
+and is started again as by a supervisor, also where it ends by itself; it goes into an environment
+of its own below `out`, which needs a package index once. Its tokens are committed as ours are in
+the log: those of the inner steps since fragment 0's last commit, once fragment 0 is committed
+again. Tokens do not count whose progress torchft resets or replaces by a peer's, nor those of a
+commit that no living state comes from.
 
 Exit code 1: the audit of the log finds an error, an island ended by itself, or did not come back.
 """
 
-import itertools
 import os
 import pathlib
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import yaml
 
-from benchmarks.link import hosts
+from benchmarks.link import hosts, storm_figures, torchft_rows, torchft_storm
 from benchmarks.link.command import guarded, help_text
+from benchmarks.link.storm_figures import Fault, Start
+from benchmarks.link.torchft_storm import DOWN_S
 from maxdiloco.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -41,6 +52,7 @@ OWN = {
     "boxes": "3",  # islands
     "step_ms": "0",  # of sleep after each step, by island, with commas between
     "seed": "0",
+    "peer": "none",  # torchft: beside the islands, under the same faults
     "out": "runs/islands_storm",
 }
 KEYS = {
@@ -66,8 +78,9 @@ KEYS = {
     "checkpoint_period": 200,
     "enable_tensorboard": "false",
 }
-FROZEN_S, CUT_S, AWAY_S, DOWN_S = 12.0, 10.0, 10.0, 3.0  # past 8 s of islands_dead_seconds; ours
+FROZEN_S, CUT_S, AWAY_S = 12.0, 10.0, 10.0  # past 8 s of islands_dead_seconds; ours
 PORT, BUCKET = 9000, "storm"
+ISLANDS = {"islands": "elastic", "islands_store": f"s3://{BUCKET}/run"}
 SERVER = f"""
 import logging, threading
 from moto.s3.models import s3_backends
@@ -83,18 +96,6 @@ threading.Event().wait()
 END_S = 120.0  # for the last records, and for saves; our choice
 
 
-class Start(NamedTuple):
-    """A start of an island: its process, and the files with its output and its steps."""
-
-    process: subprocess.Popen
-    log: pathlib.Path
-    trace: pathlib.Path
-
-    def times(self) -> list[float]:
-        """When each inner step of this start began [s]."""
-        return [float(line) for line in self.trace.read_text().split()]
-
-
 class Storm:
     """The islands and the store. starts: by island, all of them."""
 
@@ -106,6 +107,7 @@ class Storm:
         sleeps = own["step_ms"].split(",")
         self.sleeps = {name: sleeps[i % len(sleeps)] for i, name in enumerate(self.names)}
         self.frozen_s = dict.fromkeys(self.names, 0.0)
+        self.peer: torchft_storm.Replicas | None = None
         address = made.addresses[0] if made else "127.0.0.1"
         self.environ = os.environ | {
             "AWS_ENDPOINT_URL": f"http://{address}:{PORT}",
@@ -115,12 +117,12 @@ class Storm:
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
-        self.server = self._process(0, [sys.executable, "-c", SERVER], "server")
-        _until(lambda: "ready" in (self.out / "server.log").read_text(), 60, "no S3 server")
+        self.server = self._launch(0, [sys.executable, "-c", SERVER], "server", self.environ)
+        self.until(lambda: "ready" in (self.out / "server.log").read_text(), 60, "no S3 server")
 
-    def _process(self, host: int, command: list[str], name: str) -> subprocess.Popen:
+    def _launch(self, host: int, command: list[str], name: str, environ) -> subprocess.Popen:
         options = dict(stdout=(self.out / f"{name}.log").open("w"), stderr=subprocess.STDOUT)
-        options |= dict(env=self.environ, cwd=ROOT)
+        options |= dict(env=environ, cwd=ROOT)
         if self.made:
             return self.made.start(host, command, **options)
         return subprocess.Popen(
@@ -129,42 +131,72 @@ class Storm:
 
     def start(self, name: str) -> None:
         """Start an island, the first time or again."""
-        keys = self.keys | dict(
-            islands="elastic", islands_store=f"s3://{BUCKET}/run", island=name, run_name=name,
-            base_output_directory=self.out / "runs", jax_cache_dir=self.out / "jax_cache",
+        keys = self.keys | ISLANDS | dict(
+            island=name, run_name=name, base_output_directory=self.out / "runs",
+            jax_cache_dir=self.out / "jax_cache",
         )  # fmt: skip
         words = [f"{key}={value}" for key, value in keys.items()]
         file = f"{name}.{len(self.starts[name])}"
         log, trace = (self.out / f"{file}.{kind}" for kind in ("log", "steps"))
         traced = ["benchmarks.link.process", str(trace), "-1", self.sleeps[name]]
         command = [sys.executable, "-m", *traced, *words]
-        process = self._process(self.names.index(name) + 1, command, file)
+        process = self._launch(self.names.index(name) + 1, command, file, self.environ)
         self.starts[name].append(Start(process, log, trace))
 
-    def fault(self, kind: str, name: str) -> None:
+    def start_torchft(self, python: pathlib.Path, job: dict[str, Any]) -> None:
+        """Start torchft's replicas beside the islands."""
+        self.peer = torchft_storm.Replicas(
+            python, job, self.sleeps, self.made, self.out, self._launch
+        )
+
+    def fault(self, kind: str, name: str) -> Fault:
         """One fault, from its beginning to its end."""
-        process = self.starts[name][-1].process
+        begin, island = time.monotonic(), self.starts[name][-1].process
         if kind == "kill":
-            _signal(process, signal.SIGKILL)
-            process.wait()
-            time.sleep(DOWN_S)
+            self._signal_box(name, signal.SIGKILL)
+            island.wait()
+            self.rest(DOWN_S)
             self.start(name)
         elif kind == "freeze":
-            self._pause(process, FROZEN_S)
+            self._signal_box(name, signal.SIGSTOP)
+            self.rest(FROZEN_S)
+            self._signal_box(name, signal.SIGCONT)
             self.frozen_s[name] += FROZEN_S
         elif kind == "store":
-            self._pause(self.server, AWAY_S)
+            servers = [self.server, *([self.peer.lighthouse] if self.peer else [])]
+            for number, seconds in ((signal.SIGSTOP, AWAY_S), (signal.SIGCONT, 0)):
+                for server in servers:
+                    _signal(server, number)
+                self.rest(seconds)
         else:
-            host = self.made.names[self.names.index(name) + 1]
+            numbers = [self.names.index(name) + 1, *([self.peer.host(name)] if self.peer else [])]
             for state, seconds in (("down", CUT_S), ("up", 0)):
-                device = ["ip", "-n", host, "link", "set", "dev", hosts.DEVICE, state]
-                subprocess.run(device, check=True)
-                time.sleep(seconds)
+                for host in (self.made.names[number] for number in numbers):
+                    device = ["ip", "-n", host, "link", "set", "dev", hosts.DEVICE, state]
+                    subprocess.run(device, check=True)
+                self.rest(seconds)
+        return Fault(kind, "" if kind == "store" else name, begin, time.monotonic())
 
-    def _pause(self, process: subprocess.Popen, seconds: float) -> None:
-        _signal(process, signal.SIGSTOP)
-        time.sleep(seconds)
-        _signal(process, signal.SIGCONT)
+    def _signal_box(self, name: str, number: int) -> None:
+        _signal(self.starts[name][-1].process, number)
+        if self.peer:
+            self.peer.signal(name, number)
+
+    def rest(self, seconds: float) -> None:
+        """Sleep, and look after torchft's replicas."""
+        limit = time.monotonic() + seconds
+        while (left := limit - time.monotonic()) > 0:
+            if self.peer:
+                self.peer.tend()
+            time.sleep(min(left, 0.2))
+
+    def until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
+        """Rest until it is done. Raises ConfigError after so many seconds."""
+        limit = time.monotonic() + seconds
+        while not done():
+            if time.monotonic() > limit:
+                raise ConfigError(f"seconds: {what} after {seconds:g} s. See the logs in out.")
+            self.rest(0.2)
 
     def text(self, name: str) -> str:
         """The output of the last start of an island."""
@@ -172,6 +204,8 @@ class Storm:
 
     def close(self) -> None:
         """End what still runs."""
+        if self.peer:
+            self.peer.close()
         for process in [self.server, *(s.process for all_ in self.starts.values() for s in all_)]:
             if process.poll() is None:
                 _signal(process, signal.SIGKILL)
@@ -180,14 +214,6 @@ class Storm:
 
 def _signal(process: subprocess.Popen, number: int) -> None:
     os.killpg(process.pid, number)  # each has a session of its own
-
-
-def _until(done, seconds: float, what: str) -> None:
-    limit = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > limit:
-            raise ConfigError(f"seconds: {what} after {seconds:g} s. See the logs in out.")
-        time.sleep(0.2)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -205,56 +231,89 @@ def _main(argv: Sequence[str]) -> int:
     keys = KEYS | {name: value for name, value in given.items() if name not in OWN}
     if not re.fullmatch(r"[0-9.]+(,[0-9.]+)*", own["step_ms"]):
         raise ConfigError(f"step_ms={own['step_ms']} is no list of numbers. Use step_ms=50,100,200")
+    if own["peer"] not in ("none", "torchft"):
+        raise ConfigError(f"peer={own['peer']} is not there. Use torchft, or none.")
+    all_keys = keys | ISLANDS | {"island": "box0"}
+    job = torchft_storm.model_job(all_keys) if own["peer"] == "torchft" else None
     if float(own["mbit"]) == 0:
-        return run(own, keys, None)
+        return run(own, keys, None, job)
     hosts.check()
-    with hosts.hosts(int(own["boxes"]) + 1, hosts.Link(float(own["mbit"]))) as made:
-        return run(own, keys, made)
+    count = (int(own["boxes"]) + 1) * (2 if job else 1)  # a store or a lighthouse, and boxes
+    with hosts.hosts(count, hosts.Link(float(own["mbit"]))) as made:
+        return run(own, keys, made, job)
 
 
-def run(own: dict[str, str], keys: dict[str, Any], made: hosts.Hosts | None) -> int:
-    """The storm, its end and its verdict. 1: something is wrong."""
+def run(
+    own: dict[str, str],
+    keys: dict[str, Any],
+    made: hosts.Hosts | None,
+    job: dict[str, Any] | None,
+) -> int:
+    """The storm, its end and its verdict. 1: something is wrong. job: torchft's, if it is there."""
+    python = torchft_rows.environment(pathlib.Path(own["out"]).resolve()) if job else None
     storm = Storm(own, keys, made)
     try:
         for name in storm.names:
             storm.start(name)
+        if job:
+            storm.start_torchft(python, job)
         is_in = lambda name: f"island {name} is in" in storm.text(name)  # noqa: E731
-        _until(lambda: all(map(is_in, storm.names)), 300, "an island is not in")
+        storm.until(lambda: all(map(is_in, storm.names)), 300, "an island is not in")
+        if storm.peer:
+            storm.until(storm.peer.trains, 300, "a replica of torchft takes no steps")
         begun, pause = time.monotonic(), 3600 / max(float(own["faults_per_hour"]), 1e-9)
         kinds, met = ["kill", "freeze", "store", *["link"] * bool(made)], []
         while time.monotonic() + pause < begun + float(own["seconds"]):
-            time.sleep(max(0.0, begun + pause * (len(met) + 1) - time.monotonic()))
+            storm.rest(begun + pause * (len(met) + 1) - time.monotonic())
             kind, name = storm.rng.choice(kinds), storm.rng.choice(storm.names)
-            met.append(kind)
             print(f"{time.monotonic() - begun:.0f} s: {kind} {name}", flush=True)
-            storm.fault(kind, name)
-        _until(lambda: all(map(is_in, storm.names)), END_S, "an island is not back")
+            met.append(storm.fault(kind, name))
+        storm.until(lambda: all(map(is_in, storm.names)), END_S, "an island is not back")
         first_messages = 3 * float(keys["islands_period_seconds"])
-        time.sleep(max(first_messages, begun + float(own["seconds"]) - time.monotonic()))
-        elapsed = time.monotonic() - begun
+        storm.rest(max(first_messages, begun + float(own["seconds"]) - time.monotonic()))
+        end = time.monotonic()
         for name in storm.names:
             _signal(storm.starts[name][-1].process, signal.SIGTERM)
+        if storm.peer:
+            storm.peer.close()
         codes = {name: storm.starts[name][-1].process.wait(END_S) for name in storm.names}
-        return verdict(storm, keys, met, elapsed, codes)
+        code = verdict(storm, keys, met, (begun, end), codes)
+        if storm.peer:
+            given = (storm.peer, _tokens(keys), storm.frozen_s, met)
+            print(torchft_storm.report(*given, begun, end))
+        return code
     finally:
         storm.close()
 
 
-def verdict(storm: Storm, keys, met: list[str], elapsed: float, codes: dict[str, int]) -> int:
-    """Prints what became of the work."""
+def _tokens(keys: dict[str, Any]) -> int:
+    """Of a step."""
+    return int(keys["per_device_batch_size"]) * int(keys["max_target_length"])
+
+
+def verdict(
+    storm: Storm,
+    keys: dict[str, Any],
+    met: list[Fault],
+    span: tuple[float, float],
+    codes: dict[str, int],
+) -> int:
+    """Prints what became of the work. span: when the storm began and ended."""
     audit = [sys.executable, "-m", "maxdiloco.islands", "audit", f"s3://{BUCKET}/run"]
     inside = ["ip", "netns", "exec", storm.made.names[0]] if storm.made else []
     done = subprocess.run(
         [*inside, *audit], env=storm.environ, cwd=ROOT, capture_output=True, text=True
     )
     print(done.stdout, done.stderr, sep="")
-    tokens = int(keys["per_device_batch_size"]) * int(keys["max_target_length"])
-    trained, living, all_time = (tokens * n for n in map(sum, zip(*_steps(storm), strict=True)))
+    times = storm_figures.times_of(storm.starts)
+    end = max(t for all_ in times.values() for each in all_ for t in each)
+    steps = zip(*storm_figures.given(times, storm.frozen_s, end), strict=True)
+    trained, living, all_time = (_tokens(keys) * n for n in map(sum, steps))
     found = re.search(r"fragment 0: (\d+) records.*; ([\d,]+) tokens;", done.stdout)
     committed = int(found[2].replace(",", "")) if found else 0
-    starts = sum(map(len, storm.starts.values()))
+    starts, kinds = sum(map(len, storm.starts.values())), ", ".join(fault.kind for fault in met)
     print(
-        f"{len(met)} faults in {elapsed:.0f} s ({', '.join(met)}), {starts} starts: of "
+        f"{len(met)} faults in {span[1] - span[0]:.0f} s ({kinds}), {starts} starts: of "
         f"{trained:,} tokens trained {committed:,} are in the log, {committed / trained:.1%}; "
         f"{found[1] if found else 0} records of fragment 0"
     )
@@ -262,21 +321,11 @@ def verdict(storm: Storm, keys, met: list[str], elapsed: float, codes: dict[str,
         f"{committed / living:.1%} of what each island's median step gives while it lives, "
         f"{committed / all_time:.1%} of what it gives from its first step to the end"
     )
+    pauses = storm_figures.longest_pauses(times, met, span[0])
+    print(f"longest pause of an island that was not hit: {storm_figures.pauses_text(pauses)}")
     wrong = {name: code for name, code in codes.items() if code != 128 + signal.SIGTERM}
     print(f"islands that ended by themselves: {wrong or 'none'}")
     return int(done.returncode != 0 or bool(wrong))
-
-
-def _steps(storm: Storm) -> Iterator[tuple[float, float, float]]:
-    """Of each island: its steps, and those of its median step while it lives, and from its first
-    one to the end of all."""
-    times = {name: [s.times() for s in all_] for name, all_ in storm.starts.items()}
-    end = max(t for all_ in times.values() for each in all_ for t in each)
-    for name, all_ in times.items():
-        lived = [each for each in all_ if len(each) > 1]
-        step_s = statistics.median(b - a for each in lived for a, b in itertools.pairwise(each))
-        living = sum(each[-1] - each[0] for each in lived) - storm.frozen_s[name]
-        yield sum(map(len, all_)), living / step_s, (end - lived[0][0]) / step_s
 
 
 if __name__ == "__main__":
