@@ -48,6 +48,24 @@ def blocks(x_N: jax.Array) -> jax.Array:
     return jnp.pad(x_N, (0, -x_N.shape[0] % BLOCK)).reshape(-1, BLOCK)
 
 
+def _once(x_B: jax.Array) -> jax.Array:
+    """x >= 0 itself, as the maximum with 0: XLA:CPU computes what it reduces once for each block.
+
+    Else it would compute it again for each value of the block that uses it.
+    """
+    return jnp.max(jnp.where(np.arange(2)[:, None] == 0, x_B, 0), axis=0)
+
+
+def _packed(code_N: jax.Array, values: int) -> jax.Array:
+    """So many codes in a byte: the first part of them in the lowest bits.
+
+    A sum, since XLA:CPU would take slices of the codes value by value.
+    """
+    shifts = 8 // values * np.arange(values)[:, None]
+    parts = jnp.pad(code_N, (0, -code_N.shape[0] % values)).reshape(values, -1)
+    return jnp.sum(parts << shifts, axis=0)
+
+
 def times_power_of_two(integer: jax.Array, power: jax.Array) -> jax.Array:
     """integer * 2^power in float32, exact for positive integers below 2^24 and normal results."""
     return float_of(bits_of(integer.astype(jnp.float32)) + (power << 23))
@@ -65,10 +83,10 @@ def e3m0_codes(bits_BQ: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Four bits a value [B, Q] and the exponent of s [B], int32; see quantize, float4_e3m0."""
     magnitude_BQ = bits_BQ & MAGNITUDE
     half = (MANTISSA + 1) // 2  # carries into the exponent from a mantissa of 1.5 on
-    largest_B = jnp.max(magnitude_BQ, axis=1)
-    top_B = jnp.minimum((largest_B + half) >> 23, 254)
-    top_B = jnp.where(largest_B >> 23 >= _LOWEST, top_B, 0)
-    code_BQ = jnp.clip(((magnitude_BQ + half) >> 23) - top_B[:, None] + 7, 1, 7)
+    power_BQ = (magnitude_BQ + half) >> 23
+    is_sent_BQ = magnitude_BQ >> 23 >= _LOWEST
+    top_B = jnp.max(jnp.where(is_sent_BQ, jnp.minimum(power_BQ, 254), 0), axis=1)  # of the largest
+    code_BQ = jnp.clip(power_BQ - top_B[:, None] + 7, 1, 7)
     code_BQ = code_BQ | ((bits_BQ >> 28) & 8)
     # top - 7 is the exponent of half the smallest power of two
     sent_BQ = (top_B[:, None] > 0) & (magnitude_BQ >> 23 >= top_B[:, None] - 7)
@@ -107,7 +125,7 @@ def encode_int8(x_N: jax.Array) -> jax.Array:
     scale_B = times_power_of_two(step_B, exponent_B - 150)
     inverse_B = times_power_of_two(inverse_B, 150 - 39 - exponent_B)
     sent_B = bits_of(scale_B) > MANTISSA  # a normal, positive float32
-    scale_B, inverse_B = jnp.where(sent_B, scale_B, 0), jnp.where(sent_B, inverse_B, 0)
+    scale_B, inverse_B = jnp.where(sent_B, scale_B, 0), _once(jnp.where(sent_B, inverse_B, 0))
     scaled_BQ = float_of(bits_BQ) * inverse_B[:, None]
     code_BQ = lax.round(scaled_BQ, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int8)
     byte_4B = (bits_of(scale_B) >> jnp.array(_BYTES)[:, None]) & 255
@@ -128,8 +146,8 @@ def encode_e3m0(x_N: jax.Array) -> jax.Array:
     """Two codes in a byte, then the blocks' exponents."""
     n = x_N.shape[0]
     code_BQ, top_B = e3m0_codes(blocks(normal_bits(x_N)))
-    low, high = jnp.split(jnp.pad(code_BQ.reshape(-1)[:n], (0, n % 2)), 2)
-    return jnp.concatenate([low | (high << 4), top_B]).astype(jnp.uint8)
+    packed = _packed(code_BQ.reshape(-1)[:n], 2)
+    return jnp.concatenate([packed, top_B]).astype(jnp.uint8)
 
 
 def decode_e3m0(code_K: jax.Array, n: int) -> jax.Array:
@@ -156,9 +174,7 @@ def encode_int2(x_N: jax.Array, count_B: jax.Array | None = None) -> jax.Array:
     upper_BQ = (bits_BQ & MAGNITUDE) >= (step_B << 16)[:, None]
     code_BQ = ((bits_BQ >> 30) & 2) | upper_BQ.astype(jnp.int32)
     code_N = jnp.where(step_B[:, None] > 0, code_BQ, 0).reshape(-1)[:n]
-    quarters = jnp.split(jnp.pad(code_N, (0, -n % 4)), 4)
-    packed = sum(quarter << (2 * i) for i, quarter in enumerate(quarters))
-    return jnp.concatenate([packed, step_B & 255, step_B >> 8]).astype(jnp.uint8)
+    return jnp.concatenate([_packed(code_N, 4), step_B & 255, step_B >> 8]).astype(jnp.uint8)
 
 
 def _steps(magnitude_BQ: jax.Array, factor_B: jax.Array | np.ndarray) -> jax.Array:
@@ -177,7 +193,7 @@ def _steps(magnitude_BQ: jax.Array, factor_B: jax.Array | np.ndarray) -> jax.Arr
     # 24 bits are exact in float32; the least of them is 2^-15 of the sum or less.
     step_B = bfloat16_bits(bits_of((total_B >> 6).astype(jnp.float32) * factor_B))
     step_B = jnp.minimum(step_B + ((top_B - 142) << 7), 254 << 7)  # 3/2 of 2^127 is finite
-    return jnp.where((top_B > 0) & (step_B >> 7 >= 2), step_B, 0)  # half a step is normal
+    return _once(jnp.where((top_B > 0) & (step_B >> 7 >= 2), step_B, 0))  # half a step is normal
 
 
 def decode_int2(code_K: jax.Array, n: int) -> jax.Array:

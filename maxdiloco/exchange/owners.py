@@ -105,6 +105,12 @@ def receive(payload: Payload, shared_DK: jax.Array) -> tuple[list[jax.Array], No
 # -- between leaves and parts ----------------------------------------------------------------------
 
 
+def _made(payload: Payload, x: jax.Array) -> jax.Array:
+    """x; on a CPU made before it is cut: XLA:CPU would compute each value anew for each use."""
+    is_cpu = payload.mesh.devices.flat[0].platform == "cpu"
+    return jax.lax.optimization_barrier(x) if is_cpu else x
+
+
 def _padded(count: int) -> int:
     return quantize.ceil_div(count, BLOCK) * BLOCK
 
@@ -114,12 +120,12 @@ def _parts(payload: Payload, x_SN: Sequence[jax.Array]) -> jax.Array:
     whole = [jnp.pad(x, ((0, 0), (0, _padded(x.shape[1]) - x.shape[1]))) for x in x_SN]
     flat, slots = jnp.concatenate(whole, axis=1), payload.mesh.shape["diloco"]
     missing = slots * payload.owned.values - flat.shape[1]
-    return jnp.pad(flat, ((0, 0), (0, missing))).reshape(len(flat), slots, -1)
+    return _made(payload, jnp.pad(flat, ((0, 0), (0, missing)))).reshape(len(flat), slots, -1)
 
 
 def _leaves(payload: Payload, x_SDV: jax.Array) -> list[jax.Array]:
     """[S, D, V] as [S, N] of each leaf."""
-    flat, start, out = x_SDV.reshape(len(x_SDV), -1), 0, []
+    flat, start, out = _made(payload, x_SDV.reshape(len(x_SDV), -1)), 0, []
     for shard in payload.shards:
         x_SN = jax.lax.slice_in_dim(flat, start, start + shard.count, axis=1)
         out.append(jax.vmap(lambda x_N, shard=shard: real_values(shard, x_N))(x_SN))
