@@ -1,4 +1,4 @@
-"""What the speeds of islands, and their faults, do to the loss: runs of as many tokens, side by side.
+"""What the speeds of islands, and their faults, do to the loss: runs of as many tokens each.
 
     PYTHONPATH=. python benchmarks/islands_loss.py [name=value ...] [key=value ...]
 
@@ -137,8 +137,8 @@ def _main(argv: Sequence[str]) -> int:
     base = losses[rows[0]]
     for row, found in losses.items():
         by_seed = ", ".join(f"{a:.4f} ({a / b - 1:+.1%})" for a, b in zip(found, base, strict=True))
-        mean = statistics.mean(found)
-        print(f"{row}: {mean:.4f} ({mean / statistics.mean(base) - 1:+.2%} to {rows[0]}; {by_seed})")
+        mean, to = statistics.mean(found), statistics.mean(base)
+        print(f"{row}: {mean:.4f} ({mean / to - 1:+.2%} to {rows[0]}; {by_seed})")
     return int(not all(math.isfinite(loss) for found in losses.values() for loss in found))
 
 

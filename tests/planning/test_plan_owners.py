@@ -76,7 +76,7 @@ def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(tmp_path, cap
 
 
 def test_auto_is_owners_from_four_slots_on_where_they_go_and_do_not_wait():
-    """What owners refuse stays with gather, and what has one step to travel; what is named stays."""
+    """What owners refuse stays with gather, as what has one step to travel; what is named stays."""
 
     def chosen(exchange="auto", slots=4, merge="mean", wire="int8", tau=0, P=2, overlap="none"):
         schedule = Schedule(8, tau, offsets(P, 8), overlap)
