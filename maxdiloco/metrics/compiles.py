@@ -16,6 +16,7 @@ from maxdiloco.errors import ConfigError
 
 # XLA compiles without the GIL; more threads need more host memory (our choice).
 THREADS = 4
+TELL_S = 5.0  # of compiling, until a line says how far it is; our choice
 
 
 class CompileLog:
@@ -33,7 +34,7 @@ class CompileLog:
             if not self._silent:
                 self._say(f"compiled {name} in {seconds:.1f} s")
 
-    def all_of(self, calls: Iterable[Call], *, room: str, resident: str = "") -> list[Any]:
+    def all_of(self, calls: Sequence[Call], *, room: str, resident: str = "") -> list[Any]:
         """Compile the programs of a run, see side_by_side; the first error ends it at once.
 
         The first that is not for the start is the plain inner step. Those for the start that have
@@ -52,7 +53,7 @@ class CompileLog:
 
         jax.monitoring.register_event_listener(count)
         try:
-            with side_by_side(calls) as futures:
+            with self._told(len(calls)) as ended, side_by_side(calls, ended) as futures:
                 for future in as_completed(futures):
                     call = futures[future]
                     with fitting(call.program.name, room):
@@ -74,6 +75,24 @@ class CompileLog:
         if self._show_memory:
             self._say_memory(sorted(calls, key=lambda call: call.when == START), resident)
         return results
+
+    @contextmanager
+    def _told(self, total: int) -> Iterator[Callable[[Future], None]]:
+        """A line every TELL_S until all programs are compiled. Gives what counts one of them."""
+        ended, over, begun = [], threading.Event(), time.perf_counter()
+
+        def tell():
+            while not over.wait(TELL_S) and len(ended) < total:
+                seconds = time.perf_counter() - begun
+                self._say(f"compiling: {len(ended)} of {total} programs, {seconds:.0f} s")
+
+        thread = threading.Thread(target=tell, name="compile-progress", daemon=True)
+        thread.start()
+        try:
+            yield ended.append
+        finally:
+            over.set()
+            thread.join()
 
     def _say_memory(self, calls: Sequence[Call], resident: str) -> None:
         plain = calls[0].program.compile(*calls[0].args).memory_analysis()
@@ -109,15 +128,24 @@ def _return_free_memory() -> None:
 
 
 @contextmanager
-def side_by_side(calls: Iterable[Call]) -> Iterator[dict[Future, Call]]:
+def side_by_side(
+    calls: Iterable[Call], ended: Callable[[Future], None] = lambda future: None
+) -> Iterator[dict[Future, Call]]:
     """Compile programs in threads, each from when the iterable gives it; their calls by future.
 
     This thread lowers them one after another, so that the first compiles early. After an error in
     the context no other program is begun, and what is being compiled is not waited for.
+    ended: called with each future that is done, in any thread.
     """
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
+
+    def begun(call):
+        future = pool.submit(call.program.lowered(*call.args))
+        future.add_done_callback(ended)
+        return future
+
     try:
-        yield {pool.submit(call.program.lowered(*call.args)): call for call in calls}
+        yield {begun(call): call for call in calls}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

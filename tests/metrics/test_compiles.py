@@ -1,8 +1,10 @@
 """Every program before the first step, several at a time, and what one that cannot be made says."""
 
 import contextlib
+import itertools
 import pathlib
 import platform
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import pytest
 
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
+from maxdiloco.metrics import compiles
 from maxdiloco.metrics.compiles import THREADS, CompileLog
 from maxdiloco.parallel.program import Program
 
@@ -38,24 +41,44 @@ def failing(text):
 
 def test_a_program_compiles_while_the_thread_that_asks_lowers_the_next_one():
     """One after another, as Python holds the GIL: two at a time would only make the first compile
-    later. The second call is made once the first program compiles: otherwise it never would be."""
+    later. The second is lowered once the first program compiles: otherwise it never would be."""
     compiling, lowered = threading.Event(), []
 
     def program(name):
         def lower(*args):
             assert threading.current_thread() is threading.main_thread()
+            assert lowered == [] or compiling.wait(60)
             lowered.append(name)
             return compiling.set
 
         return Call(types.SimpleNamespace(name=name, lowered=lower), (), 1)
 
-    def calls():
-        yield program("init")
-        assert lowered == ["init"] and compiling.wait(60)
-        yield program("inner")
-
-    all_of(calls())
+    all_of([program("init"), program("inner")])
     assert lowered == ["init", "inner"]
+
+
+def test_a_compile_that_takes_long_says_how_far_it_is(monkeypatch):
+    """By a clock of which each look takes 6 s. The second program compiles until a line counts the
+    first. Control: with the period of 5 s a short compile says nothing on its way."""
+    said, counted = [], threading.Event()
+
+    def hear(line):
+        said.append(line)
+        if line.startswith("compiling: 1 of 2 "):
+            counted.set()
+
+    def second():
+        assert counted.wait(60)
+
+    all_of([call("inner", lambda: None)] * 2, hear)
+    assert [line[:22] for line in said] == ["2 programs ready after"]
+    del said[:]
+    looks = itertools.count(0, 6)
+    monkeypatch.setattr(compiles, "time", types.SimpleNamespace(perf_counter=lambda: next(looks)))
+    monkeypatch.setattr(compiles, "TELL_S", 0.01)
+    all_of([call("inner", lambda: None), call("init", second)], hear)
+    told = [re.fullmatch(r"compiling: [01] of 2 programs, (\d+) s", line)[1] for line in said[:-1]]
+    assert told == [str(6 * count) for count in range(1, len(said))]
 
 
 def resident():
