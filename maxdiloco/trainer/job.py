@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from etils import epath
@@ -19,9 +19,12 @@ from jax.sharding import Mesh
 from maxdiloco.flags import checks, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import agree, coordination, distributed, output, peers
+from maxdiloco.processes import agree, coordination, distributed, output
 from maxdiloco.storage import run_folder, shared_folder
 from maxdiloco.version import __version__
+
+if TYPE_CHECKING:
+    from maxdiloco.processes.peers import Room
 
 LOSES_ORDER = (
     "a CPU loses the order of collectives in a saved program, and devices that share a replica "
@@ -34,10 +37,14 @@ NOT_SHARED = (
     "not every process sees what the first one writes there, and a GPU that compiles would wait "
     "for one that loads; use a folder that all machines share, or a bucket"
 )
+# In place of JAX's 1 s, which leaves out most programs of a small model, and so seconds of every
+# start. Our choice.
+KEPT_FROM_S = 0.1
+_LEAST = "jax_persistent_cache_min_compile_time_secs"
 
 
 @contextmanager
-def joined(cfg: Config) -> Iterator[peers.Room | None]:
+def joined(cfg: Config) -> Iterator["Room | None"]:
     """This process with its devices, beside the others of the job, for a `with`.
 
     Raises ConfigError for keys or versions that differ between the processes and for devices that
@@ -99,7 +106,13 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     else:
         obstacle = "" if keep_their_order(cfg, mesh) else LOSES_ORDER
     used = None if obstacle else folder
-    with jax_setting("jax_compilation_cache_dir", used), _damaged_entries_removed(folder):
+    given = jax.config.values[_LEAST]
+    least = KEPT_FROM_S if given == 1 else given
+    with (
+        jax_setting(_LEAST, least),
+        jax_setting("jax_compilation_cache_dir", used),
+        _damaged_entries_removed(folder),
+    ):
         note = f"note: {source}={folder or ''} is not used: {obstacle}."
         yield [note] if obstacle else []
 

@@ -87,6 +87,16 @@ def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(setting, monke
     assert jax.config.values["jax_compilation_cache_dir"] == "own"
 
 
+def test_programs_that_compile_for_a_tenth_of_a_second_are_kept(setting):
+    """Control: what the user gives JAX stays, but for its default, 1 s, which cannot be told."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    for given, used in ((1.0, job.KEPT_FROM_S), (5.0, 5.0), (0.0, 0.0)):
+        setting(name, given)
+        with job.compile_cache(load(*TWO, "enable_diloco=true", "jax_cache_dir=kept")):
+            assert jax.config.values[name] == used
+        assert jax.config.values[name] == given
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_gpus_use_a_compile_cache_that_all_their_hosts_see(setting, monkeypatch, tmp_path, shared):
     setting("jax_compilation_cache_dir", None)
