@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS, ConfigError
 from maxdiloco.processes import output
-from maxdiloco.processes.signals import hearing, quit_now
+from maxdiloco.processes.signals import WATCH, hearing, quit_now
 from maxdiloco.version import __version__
 
 HELP = ("-h", "--help", "help")
@@ -142,10 +142,8 @@ def end_with(main: Program) -> NoReturn:
         if code == INTERRUPTED:  # it is ending already: another Ctrl-C must not change the code
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         output.finish()
-        from maxdiloco.processes import watch
-
         # One of several processes is ended by its watch, which may wait for peers.
-        if all(thread.name != watch.THREAD for thread in threading.enumerate()):
+        if all(thread.name != WATCH for thread in threading.enumerate()):
             # Python joins its threads first, and after a save that a disk has refused those of
             # Orbax wait for each other for minutes.
             leave = threading.Timer(LEAVE_S, os._exit, (code,))

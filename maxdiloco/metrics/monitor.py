@@ -6,7 +6,7 @@
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,11 @@ from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.program import Program
 from maxdiloco.processes import agree
-from maxdiloco.processes.mailbox import WORDS, Mailbox
+from maxdiloco.processes.lane import WORDS
 from maxdiloco.processes.patience import Patience
+
+if TYPE_CHECKING:
+    from maxdiloco.processes.mailbox import Mailbox
 
 Metrics = Mapping[str, np.ndarray]  # of replicas
 Values = Mapping[str, float]
@@ -196,7 +199,7 @@ class Rows:
         process: int,
         replicas: Mapping[int, Sequence[int]],
         *,
-        mailbox: Mailbox | None,
+        mailbox: "Mailbox | None",
         write: Callable[[int, Metrics | None, Values], None],
     ):
         self._process = process

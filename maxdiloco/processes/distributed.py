@@ -4,13 +4,16 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import coordination, peers, sockets, watch
-from maxdiloco.processes.peers import Place, Room, one_line
+from maxdiloco.processes import coordination, sockets
 from maxdiloco.processes.signals import ending_at_second_sigterm
+
+if TYPE_CHECKING:
+    from maxdiloco.processes.peers import Room
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -61,7 +64,7 @@ def processes(
     peer_port: int = 0,
     interface: str = "",
     secret_file: str = "",
-) -> Iterator[Room | None]:
+) -> Iterator["Room | None"]:
     """Context manager around jax.distributed; a no-op for one process, where it gives None.
 
     Enter it in the main thread before any JAX call that starts a backend, and use devices only
@@ -75,6 +78,9 @@ def processes(
     if kind is None:
         yield None
         return
+    # Here: a program of one process starts without aiohttp and cryptography.
+    from maxdiloco.processes import peers, watch
+
     watch.delay_aborts()
     _initialize(kind, environ, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
     job = coordination.job()
@@ -88,7 +94,7 @@ def processes(
             peers.watched(
                 job,
                 # Where another starts the processes, the next job's JAX listens on the next port.
-                Place(peer_port, kind not in (SLURM, OPEN_MPI), interface),
+                peers.Place(peer_port, kind not in (SLURM, OPEN_MPI), interface),
                 secret_file=secret_file,
                 timeout_s=min(timeout_s, peer_timeout_s),  # all have started: JAX has connected
                 silence_s=peer_timeout_s,
@@ -158,6 +164,9 @@ def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
 def _initialize(
     kind: str, environ: Mapping[str, str], *, timeout_s: float, peer_timeout_s: float
 ) -> None:
+    from maxdiloco.processes import watch
+    from maxdiloco.processes.peers import one_line
+
     arguments = _local(environ) if kind == ADDRESS else _gpus(kind, environ)
     line = (
         f"jax_distributed_initialization_timeout={timeout_s:g} s have passed and not all processes "

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from maxdiloco.errors import LostPeerError
 from maxdiloco.processes.sockets import set_pace
 
+WORDS, BULK = "words", "bulk"  # the two lanes to a peer, see mailbox.py
 Key = tuple[str | int, ...]
 
 Place = tuple[int, int]  # the number of a message, and how many of its bytes are before it

@@ -23,10 +23,9 @@ from maxdiloco.errors import LostPeerError
 from maxdiloco.processes.certificates import Identity, Peer
 from maxdiloco.processes.dialler import dial, url
 from maxdiloco.processes.doorman import Doorman
-from maxdiloco.processes.lane import Key, Lane, message
+from maxdiloco.processes.lane import BULK, WORDS, Key, Lane, message
 from maxdiloco.processes.sockets import times
 
-WORDS, BULK = "words", "bulk"
 SEE_OUTPUT = "See the end of its own output."
 RESUME = "Start the run again with the same run_name: it resumes from the last checkpoint."
 REMEDY = f"{SEE_OUTPUT} {RESUME}"

@@ -19,6 +19,7 @@ from maxdiloco.processes.output import finish, say_error
 # One press reaches a process twice behind timeout, mpirun or srun: a terminal sends it to a group
 # of processes, and a launcher passes it on. A person who wants to quit is slower. Our choice.
 SAME_PRESS_S = 1.0
+WATCH = "maxdiloco-watch"  # the name of the thread of watch.py
 SECOND_SIGTERM = "SIGTERM again: ended at once. A run with a name goes on from its last checkpoint."
 
 

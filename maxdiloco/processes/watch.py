@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from maxdiloco import json_text
 from maxdiloco.errors import SHARED_CODES, LostPeerError, Preempted
-from maxdiloco.processes import output
+from maxdiloco.processes import output, signals
 from maxdiloco.processes.mailbox import REMEDY, RESUME, SEE_OUTPUT, Mailbox
 
 # All in seconds, all our choice.
@@ -27,7 +27,6 @@ GRACE_S = 5.0  # for a process to end by itself after a peer has ended with an e
 LINGER_S = 60.0  # process 0 stays this long for peers that are still saving
 WHY_CHARS = 4000  # of an error, for the peers
 
-THREAD = "maxdiloco-watch"
 WORD = "watch"  # the key of its messages
 # Nothing keeps JAX's stack from the output: see delay_aborts.
 STACK = "JAX ends with its process and prints a stack, which says no more; then comes the reason."
@@ -85,7 +84,7 @@ class Watch:
         self._due = math.inf  # when it ends the process
         self._goodbye: tuple[int, str | None] | None = None  # what `leave` was given
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=False)
+        self._thread = threading.Thread(target=self._run, name=signals.WATCH, daemon=False)
         self._thread.start()
 
     def begin(self, mailbox: Mailbox) -> None:

@@ -20,7 +20,7 @@ from maxdiloco.islands import rules
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import DONE
 from maxdiloco.islands.records import Run
-from maxdiloco.processes.mailbox import WORDS
+from maxdiloco.processes.lane import WORDS
 
 _WORD = ("island",)  # the key of what process 0 does, in order
 _LOOK_S = 0.05  # of a reader for the end of its run; our choice

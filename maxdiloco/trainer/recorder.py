@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -14,9 +14,11 @@ from maxdiloco.metrics.console import Console, console_line, sample_lines
 from maxdiloco.metrics.monitor import Metrics, Rows, Values, learning_metrics
 from maxdiloco.metrics.speed import StepClock, device_memory, flops_per_token, performance
 from maxdiloco.metrics.writer import MetricsWriter
-from maxdiloco.processes.mailbox import Mailbox
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer.assemble import Parts
+
+if TYPE_CHECKING:
+    from maxdiloco.processes.mailbox import Mailbox
 
 
 class Recorder:
@@ -36,7 +38,7 @@ class Recorder:
         total: int | None,
         console: Console,
         writer: MetricsWriter | None,
-        mailbox: Mailbox | None,
+        mailbox: "Mailbox | None",
         checkpointer: Checkpointer | None,
         note: dict[str, Any],
         data_metrics: Callable[[int], dict[str, float]],
