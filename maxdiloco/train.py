@@ -5,17 +5,17 @@ The flags are checked before JAX is imported; the run is in trainer/training.py.
 
 import gc
 import os
-import time
 from collections.abc import Sequence
 
 from maxdiloco.command_line import guarded
+from maxdiloco.metrics.start_time import StartClock
 from maxdiloco.processes.output import say
 
 
 @guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
-    begun = time.perf_counter()
+    clock = StartClock()
     # Imports and tracing make hundreds of thousands of objects that stay: looking through them
     # takes a twentieth of the start (benchmarks/log). On again after the last compile.
     gc.disable()
@@ -28,12 +28,14 @@ def main(argv: Sequence[str]) -> int:
             return 0
         notes: list[str] = []
         cfg = config.load(argv, os.environ, warn=notes.append)
+        clock.lap("keys")
         from maxdiloco.evaluation import run_tokenizer
 
         cfg = run_tokenizer.resolved(cfg)
         from maxdiloco.trainer.training import run
 
-        return run(cfg, begun, notes)
+        clock.lap("imports")
+        return run(cfg, clock, notes)
     finally:
         gc.enable()
 

@@ -92,7 +92,7 @@ class Checkpointer:
         shared_folder.require(self._folder)
         saves = agree.from_first_process(secrets.randbelow(1 << 31))
         self._save_keys = (f"maxdiloco/saves/{saves}/{count}" for count in itertools.count(1))
-        self._writer = orbax_io.open_writer()
+        self._writer: Future | None = None  # of open_writer
         # A future keeps the error of a thread. One thread does the work of a save in its order;
         # the other one removes old checkpoints, which may take longer.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -102,7 +102,7 @@ class Checkpointer:
         self._closing = contextlib.ExitStack()
         self._closing.enter_context(orbax_io.quiet())
         self._closing.callback(self._own.close)
-        self._closing.callback(self._writer.close)
+        self._closing.callback(self._close_writer)
         self._closing.enter_context(self._remover)
         self._closing.enter_context(self._thread)
         return self
@@ -116,6 +116,20 @@ class Checkpointer:
                 step, saved = self._saving
                 if (error := saved.exception()) is not None:
                     self.say(f"warning: {self._failure(step, reason(error))}")
+
+    def open_writer(self) -> Future:
+        """Begin to import Orbax, in a thread; a save waits for it. Returns a future of the writer.
+
+        It takes most of a second, so a run begins it after its first step, and who only reads
+        never does.
+        """
+        if self._writer is None:
+            self._writer = self._thread.submit(orbax_io.open_writer)
+        return self._writer
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.result().close()
 
     def steps(self) -> list[int]:
         """The steps, of any run, with a complete checkpoint that was not found damaged."""
@@ -203,7 +217,8 @@ class Checkpointer:
         if started == _RUNS:
             place = staging.begin(save.folder)
             save = save._replace(arrays=place, deadline=time.monotonic() + self._timeout_s)
-            writes = orbax_io.start_writing(self._writer, place or save.folder, trees)
+            writer = self.open_writer().result()
+            writes = orbax_io.start_writing(writer, place or save.folder, trees)
             finish = self._complete if self._primary else write.write_part
             self._saving = step, self._thread.submit(finish, save, writes)
         elif started == _FAILED:
@@ -247,7 +262,7 @@ class Checkpointer:
                 failed.callback(self._failed_folders.add, save.folder)
             write.wait_for_arrays(save, writes)
             write.wait_for_others(save)
-            write.commit(save, self._writer)
+            write.commit(save, self.open_writer().result())
             self._own.steps.add(int(save.target.name))
             failed.pop_all()
         while self._failed_folders:  # and again: what was written late

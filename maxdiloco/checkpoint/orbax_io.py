@@ -1,6 +1,6 @@
 """Pytrees to and from Orbax, and what a checkpoint says of itself.
 
-Orbax takes half a second to import, so the functions that use it import it.
+Orbax takes half a second or more to import, so the functions that use it import it.
 """
 
 import asyncio
@@ -101,9 +101,11 @@ def quiet() -> Iterator[None]:
     tracebacks of tasks and of a closed loop. So loops wait for their tasks before they close. Orbax
     does not log afterwards either: a thread of a save that timed out may be that late.
     """
+    from absl import logging as of_absl  # whose logger has to be there before anybody asks for one
+
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(_Policy())
-    logging.getLogger("absl").addFilter(_not_from_orbax)
+    of_absl.get_absl_logger().addFilter(_not_from_orbax)
     try:
         yield
     finally:

@@ -297,7 +297,9 @@ def load_index(index: LineIndex, path: epath.Path) -> None:
 
 
 def save_index(index: LineIndex, path: epath.Path) -> None:
-    """Keep the index for the next start; a failure is reported in a line."""
+    """Process 0 keeps the index for the next start; a failure is reported in a line."""
     so = ": the next start reads .jsonl files through again"
+    if jax.process_index() != 0:
+        return
     with line_files.noted(path, index.report, so=so):
         index.save(path)

@@ -57,9 +57,9 @@ def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Write the tokenizer's files into the run's folder; a failure is reported in a line."""
+    """Process 0 writes the tokenizer's files into the run's folder; a failure is a line."""
     path, so = folder.path / run_tokenizer.FOLDER, ": the tokenizer is in the checkpoints alone"
-    if not isinstance(tokenizer, ByteTokenizer):  # it has none
+    if jax.process_index() == 0 and not isinstance(tokenizer, ByteTokenizer):  # it has none
         with line_files.noted(path, say, so=so):
             tokenizer.save(path)
 

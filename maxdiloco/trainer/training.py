@@ -8,7 +8,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from etils import epath
@@ -23,12 +23,12 @@ from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.speed import active_parameters
+from maxdiloco.metrics.start_time import StartClock
 from maxdiloco.metrics.writer import MetricsWriter, require_wandb
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.agree import from_first_process, in_any_process
-from maxdiloco.processes.peers import Room
 from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import assemble, compiled_file, job, remat_choice, run_files, start
@@ -36,21 +36,25 @@ from maxdiloco.trainer.assemble import Parts
 from maxdiloco.trainer.island_settings import Facts
 from maxdiloco.trainer.recorder import Recorder, profile
 
+if TYPE_CHECKING:
+    from maxdiloco.processes.peers import Room
+
 Say = Callable[[str], None]
 
 
-def run(cfg: Config, begun: float, notes: Sequence[str] = ()) -> int:
+def run(cfg: Config, clock: StartClock, notes: Sequence[str] = ()) -> int:
     """Join the other processes and train; returns the exit code. Raises maxdiloco.errors.
 
-    begun: time.perf_counter() when the program started. notes: lines on the command line.
+    clock: since the program started. notes: lines on the command line.
     """
     if cfg.enable_wandb:
         require_wandb()
     with job.joined(cfg) as room, job.compile_cache(cfg) as lines:
-        return train(cfg, room, begun, [*notes, *lines])
+        clock.lap("devices")
+        return train(cfg, room, clock, [*notes, *lines])
 
 
-def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) -> int:
+def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[str]) -> int:
     """The run in this process, see `run`: mesh, data, folder, parts, programs, state, loop."""
     primary = jax.process_index() == 0
     console = Console(shown=primary)
@@ -61,10 +65,7 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
     if cfg.show_fragments:
-        parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
-        for line in parts.trainer.description.fragments:
-            say(line)
-        return 0
+        return _show_fragments(cfg, mesh, say)
 
     # Data before the run's folder: bad data must not create one.
     name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
@@ -75,13 +76,13 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
     sizes = dict(num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size)
     for line in [*run_texts.lines(cfg, text, held_out, shape), *together.lines(cfg, **sizes)]:
         say(line)
+    clock.lap("data")
 
     with ExitStack() as stack:
         folder = stack.enter_context(
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
-        if primary:
-            run_texts.save_index(index, folder.line_index)
+        run_texts.save_index(index, folder.line_index)
         del index  # 24 bytes a document
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
@@ -93,9 +94,10 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         stack.push(functools.partial(_on_error, "" if cfg.run_name else again, say))
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
         run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
+        clock.lap("folder")
         begin = start.look(cfg, checkpointer, shape, text=text, data=data)
-        if primary:
-            run_files.save_tokenizer(tokenizer, folder, say)
+        clock.lap("restore")
+        run_files.save_tokenizer(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
         total = text.last_step_of_epoch(begin.position) if total == -1 else total
         length = None if checks.ends_with_log(cfg) else total
@@ -110,12 +112,13 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         stack.callback(trainer.close)
         if room is not None and (checks.is_island(cfg) or assemble.needs_bulk(chosen, mesh)):
             room.open_bulk(assemble.most_bytes(parts))
-        for line in _introduction(cfg, parts, begin, checkpointer, total=total, begun=begun):
+        for line in _introduction(cfg, parts, begin, checkpointer, total=total, clock=clock):
             say(line)
         fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
-        gc.enable()  # train.main disables it for the start
+        clock.lap("compile")
         state = fresh[0] if fresh else start.load(chosen, parts, begin, checkpointer)
         done, state = start.meet(state, say), trainer.join(state)
+        clock.lap("restore")
         if trainer.ended():
             say(f"nothing to do: {trainer.closing_line(state).removeprefix('done: ')}")
             return 0
@@ -130,20 +133,20 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         profiled = stack.enter_context(profile(folder, _profiled_steps(cfg, done)))
         recorder = Recorder(
             parts,
-            done=done,
-            total=length,
-            console=console,
-            writer=writer,
-            mailbox=mailbox,
+            **dict(done=done, total=length, console=console, writer=writer, mailbox=mailbox),
             checkpointer=checkpointer,
             note=start.note(cfg, begin.position, data, total_steps=total),
             data_metrics=functools.partial(text.metrics, begin.position),
             since_row=begin.since_row(done),
-            begun=begun,
+            begun=clock.begun,
         )
         for t in steps:
             batch = assemble.with_learning_rate(parts, next(batches), t)
+            if t == steps.start:
+                clock.lap("data")
             state, metrics = trainer.step(state, batch)
+            if t == steps.start:
+                _started(clock, metrics, checkpointer, say)
             parts.monitor.add(t, metrics)
             last = t == length or trainer.ended()
             if last or t % cfg.log_period == 0:
@@ -170,6 +173,13 @@ def train(cfg: Config, room: Room | None, begun: float, notes: Sequence[str]) ->
         say(trainer.closing_line(state))
         say(f"run folder: {epath.Path(folder.path)}")
         return INTERRUPTED if preemption.by_ctrl_c else 0
+
+
+def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, say: Say) -> int:
+    parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
+    for line in parts.trainer.description.fragments:
+        say(line)
+    return 0
 
 
 def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
@@ -251,7 +261,7 @@ def _introduction(
     checkpointer: Checkpointer | None,
     *,
     total: int,
-    begun: float,
+    clock: StartClock,
 ) -> list[str]:
     """Lines on what begins here."""
     how_long = "the log says how many" if checks.ends_with_log(cfg) else total
@@ -260,7 +270,7 @@ def _introduction(
         *parts.trainer.description.start,
         f"{begin.origin}; {how_long} steps in all",
         *start.changes(cfg, parts, begin, checkpointer, total_steps=total),
-        f"ready to compile after {time.perf_counter() - begun:.1f} s",
+        f"ready to compile after {clock.lap('build'):.1f} s",
     ]
 
 
@@ -289,7 +299,19 @@ def _compile(
     else:
         say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
     room = remat_choice.make_room(cfg, outer_state=checks.has_replicas(cfg))
-    return compiles.all_of(calls, room=room, resident=parts.trainer.description.resident)
+    fresh = compiles.all_of(calls, room=room, resident=parts.trainer.description.resident)
+    gc.enable()  # train.main disables it for the start
+    return fresh
+
+
+def _started(
+    clock: StartClock, metrics: Any, checkpointer: Checkpointer | None, say: Say
+) -> None:
+    """After the first step: the line on the start, and what could wait until then."""
+    jax.block_until_ready(metrics)
+    say(clock.line("first step"))
+    if checkpointer is not None:
+        checkpointer.open_writer()
 
 
 def _profiled_steps(cfg: Config, done: int) -> range:

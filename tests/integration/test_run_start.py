@@ -56,6 +56,26 @@ def test_what_cannot_be_is_refused_with_2_by_a_real_program(tmp_path, key, hardw
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_program_of_one_process_starts_without_what_others_need():
+    """Each takes a tenth of a second or more. Control: several processes have links."""
+    code = """
+import sys
+
+def loaded():
+    heavy = {"aiohttp", "cryptography", "grain", "orbax", "tensorboardX", "tensorstore"}
+    print(*sorted(heavy & sys.modules.keys()))
+
+from maxdiloco.trainer import training
+loaded()
+from maxdiloco.processes import peers
+loaded()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tools.ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "\naiohttp cryptography\n"
+
+
 STREAMING = dict(
     enable_streaming_diloco="true", num_diloco_fragments=2, num_communication_overlapping_steps=1
 )
@@ -123,7 +143,15 @@ def test_fragments_then_every_compile_are_told_before_the_first_step(tmp_path, m
     assert any(line.startswith("outer state: ") for line in said[:begun])
     compiled = [i for i, found in enumerate(told) if found]
     assert begun < min(compiled) and max(compiled) < ready
-    assert ready < min(i for i, line in enumerate(said) if line.startswith("step "))
+    first = min(i for i, line in enumerate(said) if line.startswith("step "))
+    (started,) = [i for i, line in enumerate(said) if line.startswith("started in ")]
+    assert ready < started < first
+    parts = "keys, imports, devices, data, folder, restore, build, compile, first step".split(", ")
+    seconds = re.fullmatch(
+        r"started in ([\d.]+) s: " + ", ".join(rf"{part} ([\d.]+)" for part in parts), said[started]
+    ).groups()
+    whole, *shares = map(float, seconds)
+    assert whole == pytest.approx(sum(shares), abs=0.05 * (len(parts) + 1))  # each is rounded
 
     memory = [i for i, line in enumerate(said) if ": memory a device [MiB]: arguments " in line]
     assert len(memory) == 8 and said[memory[0]].startswith("inner: ")

@@ -25,6 +25,7 @@ from maxdiloco.errors import NumericsError
 from maxdiloco.flags import config
 from maxdiloco.metrics import line_files
 from maxdiloco.metrics.monitor import Monitor
+from maxdiloco.metrics.start_time import StartClock
 from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer import training
@@ -172,7 +173,7 @@ def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_ro
     saved = "SIGTERM after step 6: saved. run_name=run-1234 goes on."
     assert saved in told.err
 
-    assert training.run(config.load([str(folder / "config.yml")], {}), 0.0) == 0
+    assert training.run(config.load([str(folder / "config.yml")], {}), StartClock()) == 0
     assert [row["step"] for row in tools.rows(folder)] == [4, 8]
     assert tools.rows(folder) == tools.rows(tmp_path / "whole")
 

@@ -58,13 +58,13 @@ def test_a_program_compiles_while_the_thread_that_asks_lowers_the_next_one():
 
 
 def test_a_compile_that_takes_long_says_how_far_it_is(monkeypatch):
-    """By a clock of which each look takes 6 s. The second program compiles until a line counts the
-    first. Control: with the period of 5 s a short compile says nothing on its way."""
+    """By a clock of which each look takes 6 s. The second program compiles until two lines have
+    counted the first. Control: with the period of 5 s a short compile says nothing on its way."""
     said, counted = [], threading.Event()
 
     def hear(line):
         said.append(line)
-        if line.startswith("compiling: 1 of 2 "):
+        if len(said) > 1 and line.startswith("compiling: 1 of 2 "):
             counted.set()
 
     def second():
