@@ -14,6 +14,7 @@ import time
 import types
 import uuid
 from collections.abc import Callable, Mapping
+from threading import Thread
 from typing import Any
 
 from etils import epath
@@ -60,7 +61,6 @@ class MetricsWriter(contextlib.AbstractContextManager):
         purge = 0 if resume_step is None else resume_step + 1
         self._events = EventFile(folder, purge_step=purge)
         self._others: list[EventFile | WandbRun] = [self._events, *wandb] if tensorboard else wandb
-        self._or_give_up(self._events, lambda events: events.begin())
 
     def __exit__(self, kind, exception, traceback) -> None:
         for other in [*self._others]:
@@ -75,6 +75,11 @@ class MetricsWriter(contextlib.AbstractContextManager):
                     "from the last checkpoint."
                 ) from error
             self._say(f"warning: {line}")  # the exception under way goes on
+
+    def import_ahead(self) -> None:
+        """Import tensorboardX in a thread: where PyTorch is installed it takes seconds."""
+        if self._events in self._others:
+            Thread(target=importlib.import_module, args=("tensorboardX.summary",)).start()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add the row of a step, with all its values: numbers or arrays with one element.
@@ -177,10 +182,10 @@ class EventFile:
 
     def __init__(self, folder: RunFolder, *, purge_step: int):
         self._folder, self._purge_step = folder, purge_step
+        self._file: Any = None  # until the first row
         self.name = f"TensorBoard is given up for this run: {folder.tensorboard}"
 
-    def begin(self) -> None:
-        """Make the file."""
+    def _begin(self) -> None:
         from tensorboardX.proto.event_pb2 import SessionLog
 
         folder, step = self._folder.tensorboard, self._purge_step
@@ -193,6 +198,8 @@ class EventFile:
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         """Add the values of a step, numbers as scalars, texts as texts."""
+        if self._file is None:
+            self._begin()
         from tensorboardX.proto.summary_pb2 import Summary
         from tensorboardX.summary import text
 
@@ -207,11 +214,13 @@ class EventFile:
 
     def sync(self) -> None:
         """Force the rows written so far to the disk, or to the object store."""
-        self._file.sync()
+        if self._file is not None:
+            self._file.sync()
 
     def close(self) -> None:
         """Write what is left."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _add(self, step: int, **what: Any) -> None:
         """Add an event as a TFRecord: length, checksum, event, checksum."""

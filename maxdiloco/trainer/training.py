@@ -146,7 +146,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
                 clock.lap("data")
             state, metrics = trainer.step(state, batch)
             if t == steps.start:
-                _started(clock, metrics, checkpointer, say)
+                _started(clock, metrics, checkpointer, writer, say)
             parts.monitor.add(t, metrics)
             last = t == length or trainer.ended()
             if last or t % cfg.log_period == 0:
@@ -305,13 +305,19 @@ def _compile(
 
 
 def _started(
-    clock: StartClock, metrics: Any, checkpointer: Checkpointer | None, say: Say
+    clock: StartClock,
+    metrics: Any,
+    checkpointer: Checkpointer | None,
+    writer: MetricsWriter | None,
+    say: Say,
 ) -> None:
     """After the first step: the line on the start, and what could wait until then."""
     jax.block_until_ready(metrics)
     say(clock.line("first step"))
     if checkpointer is not None:
         checkpointer.open_writer()
+    if writer is not None:
+        writer.import_ahead()
 
 
 def _profiled_steps(cfg: Config, done: int) -> range:
