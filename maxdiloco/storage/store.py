@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 SCHEMES = ("gs", "s3", "az")
 # All our choice. A request is repeated after 429, 5xx and a lost connection, with growing pauses.
 PATIENCE_S = 30.0  # until it is given up
+MOST_PAUSE_S = 2.0  # between two tries: so late it notices that the store is back
 TIMEOUT_S = 60.0  # of one request with its body
 BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
 
@@ -145,7 +146,10 @@ def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
     options = {
         # An endpoint comes from the environment alone, also that of a server without TLS.
         "client_options": {"allow_http": scheme != "https", "timeout": TIMEOUT_S * seconds},
-        "retry_config": {"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
+        "retry_config": {
+            "retry_timeout": PATIENCE_S * seconds, "max_retries": 1000,
+            "backoff": {"max_backoff": MOST_PAUSE_S * seconds},
+        },
     }
     with _as_os_errors():
         if scheme == "https":
