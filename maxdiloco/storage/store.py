@@ -81,6 +81,21 @@ class Bucket:
             entry, data = _entry(found.meta), bytes(found.bytes())
         return _whole(data, name, start, end), entry
 
+    def get_first(self, name: str, most: int) -> tuple[bytes, Entry]:
+        """Up to `most` bytes from the start of an object, and the object, by one request. Raises
+        FileNotFoundError."""
+        try:
+            with _as_os_errors():
+                found = self._api.get(self._client, name, options={"range": (0, most)})
+                return bytes(found.bytes()), _entry(found.meta)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a range of no bytes is refused, by each store in its own words
+            entry = self.head(name)
+            if entry is None or entry.size:
+                raise
+            return b"", entry
+
     def put(self, name: str, data: bytes | os.PathLike) -> None:
         """Write an object of these bytes, or of a file, in place of any other of that name."""
         with _as_os_errors():

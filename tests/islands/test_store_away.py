@@ -12,10 +12,11 @@ from simulated_store import Faults
 from simulator import World
 from together import PACE, Together, a_run, start_values
 
-from maxdiloco.islands import beside, blocks, island, rules
+from maxdiloco.islands import beside, blocks, island, objects, rules
+from maxdiloco.islands.counted import Counted
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import FAILED, Done, Put
-from maxdiloco.islands.records import Ledger, Range
+from maxdiloco.islands.records import Beat, Ledger, Range, encode
 from maxdiloco.storage import store
 
 
@@ -101,3 +102,15 @@ def test_blocks_are_held_for_three_periods_and_two_at_least(held, period, missed
 def test_the_next_block_is_above_all_that_are_known():
     ledger = Ledger(0, 9, "", "", 0, (), (), (), (), 6)
     assert blocks.to_claim(ledger, 64, {(9, 1), (4, 2)}) == ("d/10", Range(10, 1, 0, 64))
+
+
+def test_an_object_is_read_by_one_request_and_a_large_one_by_several(monkeypatch):
+    bucket, run = Counted(store.in_memory()), a_run()
+    beat = Beat("a", 1, 2, True, 1.0)
+    bucket.put("hb/a", encode(beat))
+    before = bucket.counts.requests
+    assert objects.read(bucket, run, "hb/a") == (beat, b"")
+    assert bucket.counts.requests == before + 1
+    monkeypatch.setattr(store, "BLOCK_BYTES", len(encode(beat)) - 1)
+    assert objects.read(bucket, run, "hb/a") == (beat, b"")
+    assert bucket.counts.requests == before + 3
