@@ -73,12 +73,12 @@ KEYS = {
     "diloco_exchange_dtype": "float4_e3m0",
     "diloco_merge": "rda",
     "islands_period_seconds": 5,
-    "islands_dead_seconds": 8,
+    "islands_dead_seconds": 11,  # above a usual cut, CUT_S, and below a standstill, FROZEN_S
     "log_period": 10,
     "checkpoint_period": 200,
     "enable_tensorboard": "false",
 }
-FROZEN_S, CUT_S, AWAY_S = 12.0, 10.0, 10.0  # past 8 s of islands_dead_seconds; ours
+FROZEN_S, CUT_S, AWAY_S = 12.0, 10.0, 10.0  # ours
 PORT, BUCKET = 9000, "storm"
 ISLANDS = {"islands": "elastic", "islands_store": f"s3://{BUCKET}/run"}
 SERVER = f"""

@@ -27,6 +27,7 @@ from maxdiloco.islands.island import (
     Roll,
     Say,
     Seen,
+    at_once,
     changed,
     fragment_of,
     joined,
@@ -44,10 +45,8 @@ AWAY = "the store is away: this island trains on for two periods"
 def take(s: Island, event: Done) -> Transition:
     """The answer to an action."""
     action, result = event
-    if isinstance(action, Pack):
-        return _packed(s, result)
-    if isinstance(action, Apply):
-        return _applied(s, action, result)
+    if isinstance(action, Pack | Apply):
+        return _packed(s, result) if isinstance(action, Pack) else _applied(s, action, result)
     ask = s.asks.pop(action, None)
     if ask is None:
         return s, []
@@ -78,12 +77,13 @@ def _away(s: Island, result: Any) -> tuple[Island, list[Any]]:
     """Rule 13: say once that the store is away, and that it is back."""
     if result != FAILED:
         lines = [Say("the store is back")] if s.said_away else []
+        s = at_once(s) if s.now - s.failing_since >= s.pace.most_poll else s
         s.failing_since, s.said_away = None, False
         return s, lines
     since = s.now if s.failing_since is None else s.failing_since
     late = s.now - since >= s.pace.period and not s.said_away
     s.failing_since, s.said_away = since, s.said_away or late
-    return s, [Say(AWAY)] if late else []
+    return s, [Say(AWAY)] * late
 
 
 def _packed(s: Island, message: Message) -> Transition:
@@ -91,6 +91,7 @@ def _packed(s: Island, message: Message) -> Transition:
         line = f"its outer gradient of fragment {message.fragment} is not finite"
         return stopped(s, line, again=True)
     log = s.logs[message.fragment]
+    s.period_tokens = s.period_tokens if message.fragment else message.tokens
     own = (*log.own, Own(message, s.t, False))
     s = with_log(s, message.fragment, own=own)
     name = records.message_name(message.fragment, *rules.key_of(message))
@@ -145,7 +146,7 @@ def _created(s: Island, action: Create, result: str, tries: int) -> Transition:
         return _settled(s, action.name, action.body)
     s.pending = {**s.pending, action.name: action.body}
     delay = rules.pause(s.pace, tries, s.nonce) if result == FAILED else 0.0
-    return want(s, Get(action.name), delay), []
+    return want(s, Get(action.name), delay, tries), []
 
 
 def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
@@ -156,7 +157,7 @@ def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
     if found is not None:
         return _settled(s, name, found)
     if own is not None:
-        s = want(s, Create(name, own), rules.pause(s.pace, tries, s.nonce), tries + 1)
+        s = want(s, Create(name, own), tries=tries + 1)
     elif name == records.RUN and s.t:
         line = f"run.json is not there, and the checkpoint of island={s.name} is at step {s.t}. Set"
         return stopped(s, f"{line} its islands_store, or start without it", again=False)
@@ -200,7 +201,7 @@ def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
     if not rules.is_own(claim, s.nonce):
         # A program that joins again has no other after it, but one that started later.
         return replaced(s) if s.after else _claim(s, claim.incarnation + 1)
-    s.phase, s.incarnation, s.watching_since = "load", claim.incarnation, s.now
+    s.phase, s.incarnation, s.rolled_at = "load", claim.incarnation, s.now
     for fragment, log in enumerate(s.logs):
         if log.ledger is None:
             s = want(s, Load(fragment, 0 if s.run.islands else None))
@@ -249,10 +250,9 @@ def _record_settled(s: Island, name: str, record: Record) -> Transition:
 
 
 def _lease_settled(s: Island, name: str, claim: Claim) -> Transition:
-    found = s.leasing
-    s.leasing, s.taken = None, s.taken | {(found.block, found.lease)}
-    if rules.is_own(claim, s.nonce):
-        s.leases = (*s.leases, found)
+    found, s.leasing = s.leasing[name], {n: r for n, r in s.leasing.items() if n != name}
+    own = rules.is_own(claim, s.nonce)
+    s.leases, s.missed = (*s.leases, found) if own else s.leases, 0 if own else s.missed + 1
     return s, []
 
 
@@ -280,11 +280,12 @@ def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
 
 def _rolled(s: Island, action: Roll, beats: Any, tries: int) -> Transition:
     """Rule 3: changes are noted by the own clock."""
+    s.watched, s.rolled_at = s.watched + rules.watched(s.pace, s.now - s.rolled_at), s.now
     seen = dict(s.seen)
     for name, beat in beats.items():
         old = seen.get(name)
         if old is None or beat[1:3] > old.beat[1:3]:  # a later incarnation, or a later beat
-            seen[name] = Seen(beat, s.now)
+            seen[name] = Seen(beat, s.watched)
     s.seen = seen
     s = want(s, action, s.pace.roll)
     mine = seen.get(s.name)

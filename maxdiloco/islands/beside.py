@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxdiloco.islands import rules
+from maxdiloco.islands import core, rules
 from maxdiloco.islands.driver import Driver
-from maxdiloco.islands.island import Create, Island, Reduce, Step, Stop
+from maxdiloco.islands.island import Create, Island, Put, Reduce, Step, Stop
 from maxdiloco.islands.records import Range
 
-# Our choice. A request may be a fragment that is minutes on its way; signs of life go on beside it.
+# Our choice. A request may be a fragment that is minutes on its way, or wait for a store that is
+# away; signs of life have a thread of their own.
 THREADS = 8
 PAUSE_S = 0.02  # between two looks at the clock
 DRAIN_S = 10.0  # for what is being stored at the end
@@ -34,10 +35,9 @@ class Beside:
         self._changed, self._wanted = threading.Condition(lock), threading.Condition(lock)
         self._flying, self._closing = list[Any](), False
         self._error: BaseException | None = None
-        targets = [self._tick, *[self._work] * THREADS]
         self._threads = [
-            threading.Thread(target=self._guarded, args=(target,), daemon=True)
-            for target in targets
+            threading.Thread(target=self._guarded, args=target, daemon=True)
+            for target in [(self._tick,), (self._work, True), *[(self._work, False)] * THREADS]
         ]
         for thread in self._threads:
             thread.start()
@@ -112,9 +112,9 @@ class Beside:
                     return
                 self._changed.wait(PAUSE_S)
 
-    def _guarded(self, target: Callable[[], None]) -> None:
+    def _guarded(self, target: Callable[..., None], *args: Any) -> None:
         try:
-            target()
+            target(*args)
         finally:
             self._error = self._error or sys.exception()
 
@@ -125,13 +125,15 @@ class Beside:
                 self._look_around()
                 self._changed.wait(PAUSE_S)
 
-    def _work(self) -> None:
+    def _work(self, of_life: bool) -> None:
+        """Carry out requests; of_life: those with signs of life, else the others."""
         with self._wanted:
             while not self._closing:
-                if not self.driver.requests:
+                own = (r for r in self.driver.requests if isinstance(r, Put) == of_life)
+                if (request := next(own, None)) is None:
                     self._wanted.wait()
                     continue
-                request = self.driver.requests.pop(0)
+                self.driver.requests.remove(request)
                 self._flying.append(request)
                 self._wanted.release()
                 try:
@@ -155,7 +157,8 @@ class Beside:
         for line in said:
             self._say(line)
         self._changed.notify_all()
-        self._wanted.notify(len(self.driver.requests))
+        if self.driver.requests:
+            self._wanted.notify_all()
 
 
 class Company:
@@ -170,7 +173,7 @@ class Company:
         """What has changed since the last call."""
         if state.run.islands or state.phase != "in":
             return []
-        living = rules.alive(state.run, state.seen, state.now, pace) - {self._name}
+        living = rules.alive(state.run, state.seen, core.watched(state), pace) - {self._name}
         there = {name: state.seen[name].beat.incarnation for name in living}
         if there == self._there:
             return []
@@ -195,8 +198,9 @@ def metrics(driver: Driver, pace: rules.Pace) -> dict[str, float]:
     """islands/* of a row: of the log of fragment 0, and of this island in it."""
     state: Island = driver.state
     ledger = state.logs[0].ledger
+    living = rules.alive(state.run, state.seen, core.watched(state), pace)
     found: dict[str, Any] = {
-        "islands/alive": len(rules.alive(state.run, state.seen, state.now, pace) | {state.name}),
+        "islands/alive": len(living | {state.name}),
         "islands/progress": rules.progress(state.run, ledger),
         "islands/records": ledger.number,
         "islands/committed_tokens": ledger.tokens,

@@ -8,7 +8,7 @@ the islands agree on is in rules.py; answers.py takes the store's answers.
 import operator
 from typing import Any
 
-from maxdiloco.islands import answers, records, rules
+from maxdiloco.islands import answers, blocks, records, rules
 from maxdiloco.islands.island import (
     Apply,
     Ask,
@@ -93,6 +93,11 @@ def may_step(s: Island) -> bool:
         if full and log.record is None and _is_due(s, fragment):
             return False  # a record that is known decides one, perhaps at a later step
     return True
+
+
+def watched(s: Island) -> float:
+    """Rule 3: how long it has seen the signs of life of others until now [s]."""
+    return s.watched + rules.watched(s.pace, s.now - s.rolled_at)
 
 
 def _emit(s: Island, actions: list[Any]) -> Transition:
@@ -192,7 +197,7 @@ def _present(s: Island) -> set[str]:
     log = s.logs[0]
     ready = {
         name
-        for name in rules.alive(s.run, s.seen, s.now, s.pace)
+        for name in rules.alive(s.run, s.seen, watched(s), s.pace)
         if name in s.seen
         and s.seen[name].beat.ready
         and (name, s.seen[name].beat.incarnation) not in log.ledger.dead
@@ -245,9 +250,8 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
     others = sorted((present - set(tokens)) & set(s.seen))
     absent = sum(s.seen[name].beat.speed for name in others)
     expected = sum(tokens.values()) + absent * s.pace.period
-    alive = rules.alive(s.run, s.seen, s.now, s.pace) & set(s.seen)
+    alive = rules.alive(s.run, s.seen, watched(s), s.pace) & set(s.seen)
     living = {name: s.seen[name].beat.incarnation for name in alive} | {s.name: s.incarnation}
-    watched = s.now - s.watching_since >= s.pace.dead
     return Record(
         ledger.fragment,
         ledger.number + 1,
@@ -259,7 +263,7 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
             for m in members
         ),
         tuple(rejected),
-        rules.newly_dead(s.run, ledger, living) if watched else (),
+        rules.newly_dead(s.run, ledger, living) if watched(s) >= s.pace.dead else (),
         rules.scale(s.run, sum(tokens.values()), expected),
         ledger.link,
         ledger.digest,
@@ -297,17 +301,14 @@ def _evaluate(s: Island) -> Island:
 
 
 def _lease(s: Island) -> Island:
-    """Rule 8: hold the block that is read and the next one."""
-    size, ledger = s.run.block_tokens, s.logs[0].ledger
-    if not size or s.leasing is not None or len(s.leases) > 1:
-        return s
-    free = [r for r in rules.free_blocks(ledger, size) if (r.block, r.lease) not in s.taken]
-    block = max([ledger.top, *(block for block, _ in s.taken)]) + 1
-    found = free[0] if free else Range(block, 1, 0, size)
-    name = f"d/{found.block}.2" if found.lease == 2 else f"d/{found.block}"
-    claim = Create(name, Claim(name, s.name, s.incarnation, s.nonce))
-    s.leasing = found
-    return want(s, claim)
+    """Rule 8: blocks for as long as this island trains on without the store."""
+    size, log = s.run.block_tokens, s.logs[0]
+    period_tokens = max(s.period_tokens, log.tokens)
+    while size and blocks.wants([*s.leases, *s.leasing.values()], period_tokens, s.missed):
+        name, found = blocks.to_claim(log.ledger, size, s.claimed)
+        s.leasing, s.claimed = {**s.leasing, name: found}, s.claimed | {found[:2]}
+        s = want(s, Create(name, Claim(name, s.name, s.incarnation, s.nonce)))
+    return s
 
 
 def _beat(s: Island) -> Island:

@@ -34,6 +34,11 @@ class Counted:
         data = self._ask(self._bucket.get_range, name, start, end)
         return self._count(data, received=len(data))
 
+    def get_first(self, name: str, most: int) -> tuple[bytes, Entry]:
+        """Bucket.get_first."""
+        found = self._ask(self._bucket.get_first, name, most)
+        return self._count(found, received=len(found[0]))
+
     def put(self, name: str, data: bytes) -> None:
         """Bucket.put."""
         self._count(self._ask(self._bucket.put, name, data), sent=len(data))

@@ -25,7 +25,7 @@ class Pace(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The newest sign of life of an island, and when it changed by the observer's clock."""
+    """The newest sign of life of an island, and when it changed: Island.watched then."""
 
     beat: Beat
     at: float
@@ -245,8 +245,10 @@ class Island:
 
     initial: digests of the fragments' states before the first record. moments_of: records that the
     own checkpoint has, or None. after: see core.start. asks: requests; pending: objects being
-    created, by name. leases: what is left of the blocks of the data; leasing: the one being
-    claimed; taken: those of others. looked: what the messages that it asks for follow from.
+    created, by name. leases: what is left of the blocks of the data; leasing: those being claimed,
+    by name; claimed: all so far; missed: others' since the last of its own. period_tokens: of the
+    last message of fragment 0. looked: what the messages that it asks for follow from. watched: how
+    long it has seen the signs of life [s], up to rolled_at.
     """
 
     run: Run
@@ -266,13 +268,16 @@ class Island:
     read: int = 0
     seen: Mapping[str, Seen] = dataclasses.field(default_factory=dict)
     looked: tuple[Any, ...] = (None,)
-    watching_since: float = 0.0
+    watched: float = 0.0
+    rolled_at: float = 0.0
     beat: int = 0
     beat_at: float = 0.0
     beat_read: int = 0
     leases: tuple[Range, ...] = ()
-    leasing: Range | None = None
-    taken: frozenset[tuple[int, int]] = frozenset()
+    leasing: Mapping[str, Range] = dataclasses.field(default_factory=dict)
+    claimed: frozenset[tuple[int, int]] = frozenset()
+    missed: int = 0
+    period_tokens: int = 0
     evaluated: int = 0
     failing_since: float | None = None
     said_away: bool = False
@@ -305,6 +310,15 @@ def want(s: Island, action: Any, delay: float = 0.0, tries: int = 0) -> Island:
     old, due = s.asks.get(action), s.now + delay
     if old is None or not (old.flying or old.due <= due):
         s.asks[action] = Ask(due, tries, False)
+    return s
+
+
+def at_once(s: Island) -> Island:
+    """Ask now for all that waits for its time, and begin with short pauses again."""
+    s.asks = {
+        action: ask if ask.flying else Ask(min(ask.due, s.now), 0, False)
+        for action, ask in s.asks.items()
+    }
     return s
 
 

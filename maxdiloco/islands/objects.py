@@ -1,5 +1,6 @@
 """A log's objects in a bucket: bounded reads, checked bytes, and answers in place of errors."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -59,12 +60,13 @@ def create(bucket: Bucket, name: str, value: Any, payload: bytes = b"") -> str:
 
 def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
     """An object and its payload. Raises OSError, FileNotFoundError, Damaged."""
-    entry = bucket.head(name)
-    if entry is None:
-        raise FileNotFoundError(2, "there is none", name)
-    if entry.size > most_bytes(run, name):
-        raise Damaged(f"{name} has {entry.size} bytes, and {most_bytes(run, name)} are the most")
-    return records.decode(name, bucket.get(name))
+    most, block = most_bytes(run, name), store.BLOCK_BYTES
+    data, entry = bucket.get_first(name, min(most, block))
+    if entry.size > most:
+        raise Damaged(f"{name} has {entry.size} bytes, and {most} are the most")
+    starts = range(len(data), entry.size, block)
+    rest = [bucket.get_range(name, n, min(n + block, entry.size)) for n in starts]
+    return records.decode(name, b"".join([data, *rest]))
 
 
 def get(bucket: Bucket, run: Run | None, name: str) -> Any:
@@ -82,11 +84,10 @@ def get(bucket: Bucket, run: Run | None, name: str) -> Any:
 def look(bucket: Bucket, run: Run, name: str) -> Any:
     """A message without its payload, None, FAILED or Damage; a guest's is Damage."""
     try:
-        entry = bucket.head(name)
-        if entry is None:
-            return None
-        data = bucket.get_range(name, 0, min(entry.size, _MOST_LOOK))
+        data, entry = bucket.get_first(name, _MOST_LOOK)
         message, _ = records.decode(name, data, whole=False)
+    except FileNotFoundError:
+        return None
     except OSError:
         return FAILED
     except Damaged:
@@ -105,9 +106,9 @@ def snapshot(
     """The one of this number, or the newest that is listed. Raises OSError, Damaged."""
     named = [] if number is None else [records.snapshot_name(fragment, number)]
     names = named or snapshots(bucket, fragment)[-1:]
-    if not names or bucket.head(names[0]) is None:
-        return None
-    return read(bucket, run, names[0])
+    with contextlib.suppress(FileNotFoundError):
+        return read(bucket, run, names[0]) if names else None
+    return None
 
 
 def snapshots(bucket: Bucket, fragment: int) -> list[str]:

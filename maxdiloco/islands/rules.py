@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from maxdiloco.islands import records
+from maxdiloco.islands import blocks, records
 from maxdiloco.islands.island import Key, Pace, Seen
 from maxdiloco.islands.records import Ledger, Member, Message, Record, Reject, Run
 
@@ -49,7 +49,7 @@ def follow(run: Run, ledger: Ledger, record: Record, digest: str) -> Ledger:
         old = marks.get(key_of(one)[:2], records.Mark(one.island, one.incarnation, 0, 0))
         tokens = one.tokens if isinstance(one, Member) else 0
         marks[key_of(one)[:2]] = old._replace(seq=one.seq, tokens=old.tokens + tokens)
-    blocks, top = blocks_after(run, ledger, record)
+    found, top = blocks.after(run, ledger, record)
     norms = [m.norm for m in record.members]
     norms += [r.norm for r in record.rejected if r.reason == "norm"]
     return Ledger(
@@ -61,7 +61,7 @@ def follow(run: Run, ledger: Ledger, record: Record, digest: str) -> Ledger:
         tuple(marks[key] for key in sorted(marks)),
         (*ledger.norms, *norms)[-NORMS:],
         (*ledger.dead, *record.dead),
-        blocks,
+        found,
         top,
     )
 
@@ -87,11 +87,20 @@ def is_own(claim: records.Claim, nonce: str) -> bool:
     return claim.nonce == nonce
 
 
-def alive(run: Run, seen: Mapping[str, Seen], now: float, pace: Pace) -> set[str]:
-    """Rule 3: islands whose sign of life has changed lately; in fixed mode all that are named."""
+def watched(pace: Pace, since: float) -> float:
+    """Rule 3: what counts of the time between two looks at the signs of life, a pause and half a
+    one for the answer. While the store is away, or the observer stands still, nobody is silent."""
+    return min(since, 1.5 * pace.roll)
+
+
+def alive(run: Run, seen: Mapping[str, Seen], time: float, pace: Pace) -> set[str]:
+    """Rule 3: islands whose sign of life has changed lately; in fixed mode all that are named.
+
+    time: so long the observer has watched.
+    """
     if run.islands:
         return set(run.islands)
-    return {name for name, one in seen.items() if now - one.at < pace.dead}
+    return {name for name, one in seen.items() if time - one.at < pace.dead}
 
 
 def newly_dead(run: Run, ledger: Ledger, living: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -186,29 +195,6 @@ def is_due(run: Run, pace: Pace, fragment: int, t: int, steps: int, waited: floa
 def progress(run: Run, ledger: Ledger) -> float:
     """Rule 8: the part of the run that is done, by the ledger of fragment 0: learning rate, end."""
     return ledger.tokens / run.tokens
-
-
-def blocks_after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[records.Block, ...], int]:
-    """Rule 8: the unfinished blocks, and the highest one seen, after a record."""
-    blocks, top = {(b.block, b.lease): b for b in ledger.blocks}, ledger.top
-    for member in record.members:
-        for part in member.data:
-            key, top = (part.block, part.lease), max(top, part.block)
-            *_, stop, tokens = blocks.get(key, (0, 0))
-            # A rejected message's part may come after a later one.
-            stop, tokens = max(stop, part.stop), tokens + part.stop - part.start
-            blocks[key] = records.Block(*key, member.island, member.incarnation, stop, tokens)
-            if part.lease == 2:  # it is the rest of a dead island's
-                blocks.pop((part.block, 1), None)
-    kept = (blocks[key] for key in sorted(blocks))
-    size = run.block_tokens
-    return tuple(b for b in kept if (b.tokens if b.lease == 1 else b.stop) < size), top
-
-
-def free_blocks(ledger: Ledger, size: int) -> list[records.Range]:
-    """Rule 8: the rests of blocks of dead islands, which may be leased once more."""
-    first = (b for b in ledger.blocks if b.lease == 1 and (b.island, b.incarnation) in ledger.dead)
-    return [records.Range(b.block, 2, b.stop, size) for b in first if b.stop < size]
 
 
 def moments(own: int | None, head: int) -> str:

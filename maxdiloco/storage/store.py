@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 SCHEMES = ("gs", "s3", "az")
 # All our choice. A request is repeated after 429, 5xx and a lost connection, with growing pauses.
 PATIENCE_S = 30.0  # until it is given up
+MOST_PAUSE_S = 2.0  # between two tries: so late it notices that the store is back
 TIMEOUT_S = 60.0  # of one request with its body
 BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
 
@@ -79,6 +80,21 @@ class Bucket:
             found = self._api.get(self._client, name, options={"range": (start, end)})
             entry, data = _entry(found.meta), bytes(found.bytes())
         return _whole(data, name, start, end), entry
+
+    def get_first(self, name: str, most: int) -> tuple[bytes, Entry]:
+        """Up to `most` bytes from the start of an object, and the object, by one request. Raises
+        FileNotFoundError."""
+        try:
+            with _as_os_errors():
+                found = self._api.get(self._client, name, options={"range": (0, most)})
+                return bytes(found.bytes()), _entry(found.meta)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a range of no bytes is refused, by each store in its own words
+            entry = self.head(name)
+            if entry is None or entry.size:
+                raise
+            return b"", entry
 
     def put(self, name: str, data: bytes | os.PathLike) -> None:
         """Write an object of these bytes, or of a file, in place of any other of that name."""
@@ -145,7 +161,10 @@ def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
     options = {
         # An endpoint comes from the environment alone, also that of a server without TLS.
         "client_options": {"allow_http": scheme != "https", "timeout": TIMEOUT_S * seconds},
-        "retry_config": {"retry_timeout": PATIENCE_S * seconds, "max_retries": 1000},
+        "retry_config": {
+            "retry_timeout": PATIENCE_S * seconds, "max_retries": 1000,
+            "backoff": {"max_backoff": MOST_PAUSE_S * seconds},
+        },
     }
     with _as_os_errors():
         if scheme == "https":

@@ -3,6 +3,7 @@
 import pytest
 from together import a_run
 
+from maxdiloco.islands import blocks as of_data
 from maxdiloco.islands import rules
 from maxdiloco.islands.island import Pace
 from maxdiloco.islands.records import Block, Ledger, Mark, Member, Message, Range, Record, Reject
@@ -125,7 +126,7 @@ def test_the_rest_of_a_dead_islands_block_is_free_once():
         Block(4, 1, "a", 1, 64, 50),
     )  # fmt: skip
     ledger = EMPTY._replace(blocks=blocks, dead=(("a", 1),))
-    assert rules.free_blocks(ledger, 64) == [Range(1, 2, 30, 64)]
+    assert of_data.free(ledger, 64) == [Range(1, 2, 30, 64)]
 
 
 def test_a_block_is_finished_when_all_of_it_has_come_in_any_order():

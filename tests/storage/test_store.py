@@ -33,6 +33,8 @@ def test_an_object_is_written_read_listed_and_deleted(bucket, monkeypatch):
         assert bucket.head(name).size == len(content)
     assert bucket.get_range("a/large", 7, 1000) == large[7:1000]
     assert bucket.get_part("a/large", 7, 1000) == (large[7:1000], bucket.head("a/large"))
+    for name, most, found in ("a/large", 7, large[:7]), (f"a/{ODD}/1", 99, b"one"), ("a/b", 9, b""):
+        assert bucket.get_first(name, most) == (found, bucket.head(name))
     listed = {entry.name: entry.size for entry in bucket.list_all("a")}
     assert listed == {f"a/{ODD}/1": 3, "a/b": 0, "a/large": len(large)}
     objects, folders = bucket.list_folder("a")
@@ -64,8 +66,10 @@ def test_a_local_bucket_creates_once_replaces_lists_and_deletes(kind, tmp_path):
     assert bucket.put_if("c/0/1", b"12345", None) is not None
     assert bucket.put_if("c/0/1", b"other", None) is None
     assert bucket.get_range("c/0/1", 1, 3) == b"23"
-    bucket.put("hb/a", b"1")
+    bucket.put("hb/a", b"")
+    assert bucket.get_first("hb/a", 9) == (b"", bucket.head("hb/a"))
     bucket.put("hb/a", b"2")
+    assert bucket.get_first("hb/a", 9) == (b"2", bucket.head("hb/a"))
     assert {e.name: e.size for e in bucket.list_all("")} == {"c/0/1": 5, "hb/a": 1}
     assert kind == "memory" or (place / "hb/a").read_bytes() == b"2"
     bucket.delete(["c/0/1", "absent"])

@@ -1,0 +1,50 @@
+"""Rule 8, the data follows the log: its blocks, leased by put-if-absent. Pure, of plain values."""
+
+from collections.abc import Collection, Sequence
+
+from maxdiloco.islands.records import Block, Ledger, Range, Record, Run
+
+PERIODS = 3  # that are read without the store
+LEAST, MOST_MORE = 2, 6  # blocks; our choice
+
+
+def after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[Block, ...], int]:
+    """The unfinished blocks, and the highest one seen, after a record."""
+    blocks, top = {(b.block, b.lease): b for b in ledger.blocks}, ledger.top
+    for member in record.members:
+        for part in member.data:
+            key, top = (part.block, part.lease), max(top, part.block)
+            *_, stop, tokens = blocks.get(key, (0, 0))
+            # A rejected message's part may come after a later one.
+            stop, tokens = max(stop, part.stop), tokens + part.stop - part.start
+            blocks[key] = Block(*key, member.island, member.incarnation, stop, tokens)
+            if part.lease == 2:  # it is the rest of a dead island's
+                blocks.pop((part.block, 1), None)
+    kept = (blocks[key] for key in sorted(blocks))
+    size = run.block_tokens
+    return tuple(b for b in kept if (b.tokens if b.lease == 1 else b.stop) < size), top
+
+
+def free(ledger: Ledger, size: int) -> list[Range]:
+    """The rests of blocks of dead islands, which may be leased once more."""
+    first = (b for b in ledger.blocks if b.lease == 1 and (b.island, b.incarnation) in ledger.dead)
+    return [Range(b.block, 2, b.stop, size) for b in first if b.stop < size]
+
+
+def wants(held: Sequence[Range], period_tokens: int, missed: int) -> bool:
+    """Whether one more block is to be claimed, so that an island can read while the store is away.
+
+    It trains on for up to three periods then, with two messages undecided and a third one due. At
+    least it holds the block that is read and the next one. held: claims under way, too. missed:
+    the last blocks in a row that others had: a newcomer passes over theirs in few round trips.
+    """
+    tokens = sum(part.stop - part.start for part in held)
+    return len(held) < LEAST + min(missed, MOST_MORE) or tokens < PERIODS * period_tokens
+
+
+def to_claim(ledger: Ledger, size: int, claimed: Collection[tuple[int, int]]) -> tuple[str, Range]:
+    """The next one, and the name of its claim. claimed: here, whoever has them."""
+    rests = [r for r in free(ledger, size) if (r.block, r.lease) not in claimed]
+    block = max([ledger.top, *(block for block, _ in claimed)]) + 1
+    found = rests[0] if rests else Range(block, 1, 0, size)
+    return f"d/{found.block}.2" if found.lease == 2 else f"d/{found.block}", found

@@ -1,0 +1,116 @@
+"""A store that does not answer for a while: nobody dies of it, trains too little, or waits on.
+
+Over the simulated store, and by hands over a bucket.
+"""
+
+import threading
+
+import pytest
+import simulated_program
+import together
+from simulated_store import Faults
+from simulator import World
+from together import PACE, Together, a_run, start_values
+
+from maxdiloco.islands import beside, blocks, island, objects, rules
+from maxdiloco.islands.counted import Counted
+from maxdiloco.islands.driver import Driver
+from maxdiloco.islands.island import FAILED, Done, Put
+from maxdiloco.islands.records import Beat, Ledger, Range, encode
+from maxdiloco.storage import store
+
+
+def taken_for_dead(seeds):
+    """How often a living island was, over a store that is away now and then."""
+    found = 0
+    for seed in seeds:
+        world = World(seed, fixed=False)
+        world.faults = Faults(away=0.002)
+        world.run_events(1500)
+        found += world.seen["the others took it for dead"]
+    return found
+
+
+def test_nobody_is_thought_dead_because_the_store_was_away(monkeypatch):
+    pace = simulated_program.PACE
+    usual = pace._replace(beat=pace.dead / 10, roll=pace.dead / 10)
+    monkeypatch.setattr(simulated_program, "PACE", usual)
+    assert taken_for_dead(range(10)) == 0
+    monkeypatch.setattr(rules, "watched", lambda pace, since: since)  # by its clock alone
+    assert taken_for_dead(range(10))
+
+
+def test_an_island_trains_until_two_messages_are_undecided_and_goes_on_when_it_is_back(monkeypatch):
+    group = Together(store.in_memory(), a_run(block_tokens=64), ("a",), 0)
+    (one,) = group.islands.values()
+    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 3)
+    with monkeypatch.context() as away:
+        away.setattr(Driver, "carried_out", lambda self, request: Done(request, FAILED))
+        for _ in range(2000):  # 10 s, of which three periods are 3
+            group.event(10**6)
+        assert not one.may_step()
+        assert [len(log.own) for log in one.state.logs] == [2, 2] and one.state.leases
+    back, t = group.now, one.state.t
+    group.until(10**6, lambda _: one.state.t > t)
+    assert group.now - back < PACE.period
+
+
+def test_what_waits_for_its_time_is_asked_for_at_once():
+    state = Driver(store.in_memory(), a_run(), PACE, "a", start_values(a_run())).state
+    state.asks = {"late": island.Ask(9.0, 7, False), "flying": island.Ask(0.0, 3, True)}
+    state.now = 2.0
+    assert island.at_once(state).asks == {
+        "late": island.Ask(2.0, 0, False), "flying": island.Ask(0.0, 3, True)
+    }  # fmt: skip
+
+
+def test_signs_of_life_do_not_wait_for_requests_that_hang(monkeypatch):
+    goes_on, put = threading.Event(), threading.Semaphore(0)
+    real = Driver.carried_out
+
+    def carried_out(self, request):
+        if isinstance(request, Put):
+            put.release()
+        elif self.state.phase == "in":
+            goes_on.wait(20)
+        return real(self, request)
+
+    monkeypatch.setattr(Driver, "carried_out", carried_out)
+    monkeypatch.setattr(beside, "THREADS", 2)
+    run = a_run(block_tokens=64)
+    both = beside.Beside(Driver(store.in_memory(), run, PACE, "a", start_values(run)), PACE, print)
+    both.joined()
+    try:
+        assert all(put.acquire(timeout=5) for _ in range(4))
+    finally:
+        goes_on.set()
+        both.close(drain=False)
+
+
+@pytest.mark.parametrize(
+    ("held", "period", "missed", "wanted"),
+    [
+        (1, 0, 0, True), (2, 0, 0, False), (2, 42, 0, False), (2, 43, 0, True),
+        (7, 0, 9, True), (8, 0, 9, False),
+    ],
+)  # fmt: skip
+def test_blocks_are_held_for_three_periods_and_two_at_least(held, period, missed, wanted):
+    parts = [Range(n, 1, 0, 64) for n in range(held)]
+    assert blocks.wants(parts, period, missed) == wanted
+
+
+def test_the_next_block_is_above_all_that_are_known():
+    ledger = Ledger(0, 9, "", "", 0, (), (), (), (), 6)
+    assert blocks.to_claim(ledger, 64, {(9, 1), (4, 2)}) == ("d/10", Range(10, 1, 0, 64))
+
+
+def test_an_object_is_read_by_one_request_and_a_large_one_by_several(monkeypatch):
+    bucket, run = Counted(store.in_memory()), a_run()
+    beat = Beat("a", 1, 2, True, 1.0)
+    bucket.put("hb/a", encode(beat))
+    before = bucket.counts.requests
+    assert objects.read(bucket, run, "hb/a") == (beat, b"")
+    assert bucket.counts.requests == before + 1
+    monkeypatch.setattr(store, "BLOCK_BYTES", len(encode(beat)) - 1)
+    assert objects.read(bucket, run, "hb/a") == (beat, b"")
+    assert bucket.counts.requests == before + 3
