@@ -45,6 +45,23 @@ def events(folder):
     return found
 
 
+def test_the_event_file_begins_with_the_first_row_and_tensorboardx_is_imported_before_it(
+    folder, monkeypatch
+):
+    """In a thread, after the first step; without TensorBoard not at all."""
+    imported = []
+    monkeypatch.setattr(importlib, "import_module", imported.append)
+    with MetricsWriter(folder, tensorboard=False, resume_step=None) as writer:
+        writer.import_ahead()
+    with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
+        writer.import_ahead()
+        writer.sync()
+        assert not folder.tensorboard.exists()
+        writer.write(10, {"learning/loss": 1.0})
+        assert [step for step, _ in events(folder)] == [0, 10]
+    assert imported == ["tensorboardX.summary"]
+
+
 def test_tensorboard_is_told_which_steps_come_again(folder):
     """In records with the checksums that tensorboardX writes."""
     write(folder, [10, 20, 30])
