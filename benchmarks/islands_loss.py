@@ -25,10 +25,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from benchmarks.learning.modes import SCALES
-from benchmarks.link.command import guarded, help_text
+from benchmarks.link.command import divided, guarded, help_text
 from maxdiloco.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -108,12 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    known = yaml.safe_load((ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
-    for name in given:
-        if name not in {*OWN, *known}:
-            raise ConfigError(f"{name}={given[name]}: {name} is no key. Use {', '.join(OWN)}.")
-    own = OWN | {name: value for name, value in given.items() if name in OWN}
+    own, given = divided(argv, OWN)
     try:
         sleeps, seeds = [float(one) for one in own["step_ms"].split(",")], int(own["seeds"])
     except ValueError:
@@ -127,7 +120,7 @@ def _main(argv: Sequence[str]) -> int:
     scale = SCALES["cpu"]
     steps = scale.steps * scale.batch // BATCH
     keys = dict(scale.keys) | KEYS | {"steps": steps, "eval_interval": steps}
-    keys |= {name: value for name, value in given.items() if name not in OWN}
+    keys |= given
     losses: dict[str, list[float]] = {row: [] for row in rows}
     for seed in range(seeds):
         for row in rows:

@@ -36,10 +36,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import yaml
-
 from benchmarks.link import hosts, storm_figures, torchft_rows, torchft_storm
-from benchmarks.link.command import guarded, help_text
+from benchmarks.link.command import divided, guarded, help_text
 from benchmarks.link.storm_figures import Fault, Start
 from benchmarks.link.torchft_storm import DOWN_S
 from maxdiloco.errors import ConfigError
@@ -222,13 +220,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    known = yaml.safe_load((ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
-    for name in given:
-        if name not in {*OWN, *known}:
-            raise ConfigError(f"{name}={given[name]}: {name} is no key. Use {', '.join(OWN)}.")
-    own = OWN | {name: value for name, value in given.items() if name in OWN}
-    keys = KEYS | {name: value for name, value in given.items() if name not in OWN}
+    own, given = divided(argv, OWN)
+    keys = KEYS | given
     if not re.fullmatch(r"[0-9.]+(,[0-9.]+)*", own["step_ms"]):
         raise ConfigError(f"step_ms={own['step_ms']} is no list of numbers. Use step_ms=50,100,200")
     if own["peer"] not in ("none", "torchft"):

@@ -5,13 +5,29 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.link.rows import RowError
+import yaml
+
+from benchmarks.link.rows import ROOT, RowError
 from maxdiloco.errors import ConfigError
 
 
 def help_text(doc: str | None, names: Mapping[str, Any], *more: str) -> str:
     """What --help prints: the module's docstring, its arguments with their defaults, more lines."""
     return "\n".join([doc or "", *(f"  {name}={value}" for name, value in names.items()), *more])
+
+
+def divided(argv: Sequence[str], own: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """A benchmark's own arguments, with their defaults, and the trainer's keys among name=value.
+
+    Raises ConfigError.
+    """
+    given = dict(argument.partition("=")[::2] for argument in argv)
+    known = yaml.safe_load((ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
+    for name in given:
+        if name not in {*own, *known}:
+            raise ConfigError(f"{name}={given[name]}: {name} is no key. Use {', '.join(own)}.")
+    mine = dict(own) | {name: value for name, value in given.items() if name in own}
+    return mine, {name: value for name, value in given.items() if name not in own}
 
 
 def guarded(
