@@ -47,8 +47,7 @@ def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
     out = []
     for overlap, streaming, taus in _modes(job.asked, given):
         P, nonlayer = _fragments(job, given) if streaming else (1, 1)
-        ways = dict(P=P, nonlayer=nonlayer, overlap=overlap, streaming=streaming)
-        like = job.asked._replace(**ways)
+        like = job.asked._replace(P=P, nonlayer=nonlayer, overlap=overlap, streaming=streaming)
         out += [
             [
                 choice
@@ -66,9 +65,8 @@ def _exchanges(job: Job, given: Collection[str], choice: Choice) -> list[Choice]
     """With what diloco_exchange may be, auto first. Of two slices owners send as much or more, and
     with some merges and wires they do not go.
     """
-    if "diloco_exchange" in given or job.slices < 3:
-        return [choice]
-    if refuses_owners(job.cfg.diloco_merge, choice.wire):
+    refused = refuses_owners(job.cfg.diloco_merge, choice.wire)
+    if "diloco_exchange" in given or refused or job.slices < 3:
         return [choice]
     auto = choice._replace(exchange="auto")
     return [auto, auto._replace(exchange=GATHER if exchange(job, auto) == OWNERS else OWNERS)]
