@@ -5,6 +5,7 @@ follow each other.
 """
 
 import collections
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -231,7 +232,7 @@ def _next(bucket, run, ledger, record, state, messages, log) -> tuple[Ledger, Ou
     gradient = None
     if record.members:
         try:
-            gradient = driver.gradient_of(bucket, run, record)
+            gradient = driver.gradient_of(functools.partial(objects.read, bucket, run), run, record)
         except FileNotFoundError as error:
             raise Differs(f"{name}: {records.gradient_name(record)} is not there") from error
         except Damaged as error:

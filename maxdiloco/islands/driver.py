@@ -5,6 +5,7 @@ step is, and when one is taken, is the caller's; `theta` and `x` are a fragment'
 flattened and put end to end.
 """
 
+import functools
 import secrets
 import time
 from collections.abc import Callable, MutableSequence, Sequence
@@ -14,6 +15,8 @@ import numpy as np
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import core, island, keys, objects, outer, records, restart, rules, wires
+from maxdiloco.islands.ahead import Ahead, ReadAhead
+from maxdiloco.islands.objects import Read
 from maxdiloco.islands.outer import Outer, Term
 from maxdiloco.islands.records import Damaged, Gradient, Ledger, Message, Record, Reject, Run
 from maxdiloco.storage.store import Bucket
@@ -56,6 +59,7 @@ class Driver:
         if wrong := outer.problem(run):
             raise ConfigError(f"{wrong}: islands cannot run with it. Set another value.")
         self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
+        self._ahead = ReadAhead(run, functools.partial(objects.read, bucket, run))
         fresh = [outer.fresh(values) for values in theta]
         self.outer = fresh if trace is None else list(map(Outer, theta, trace))
         self.x = [state.theta for state in self.outer] if x is None else x
@@ -159,6 +163,8 @@ class Driver:
                     self.requests.clear()
                 case _:
                     self.requests.append(action)
+                    if self.state.phase == "load" and isinstance(action, island.Get):
+                        self.requests += self._ahead.after(action.name)
 
     # -- on arrays --------------------------------------------------------------------------------
 
@@ -216,7 +222,9 @@ class Driver:
             case island.Put(name, body):
                 return bucket.put(name, records.encode(body))
             case island.Get(name):
-                return objects.get(bucket, run, name)
+                return objects.answered(self._ahead.read, name)
+            case Ahead():
+                return self._ahead.carry_out(action)
             case island.Look(name):
                 return objects.look(bucket, run, name)
             case island.Roll(folder):
@@ -248,7 +256,7 @@ class Driver:
     def _fetched(self, record: Record) -> bool | None:
         """The outer step is taken here too, beside the inner ones: Apply has it then."""
         try:
-            gradient = gradient_of(self._bucket, self._run, record)
+            gradient = gradient_of(self._ahead.read, self._run, record)
         except FileNotFoundError:
             return None
         after = apply(self._run, self.outer[record.fragment], record, gradient)
@@ -319,10 +327,10 @@ def term(bucket: Bucket, run: Run, fragment: int, member: Any) -> Term | tuple[r
     return Term(key[:2], member.weight, values)
 
 
-def gradient_of(bucket: Bucket, run: Run, record: Record) -> np.ndarray:
+def gradient_of(read: Read, run: Run, record: Record) -> np.ndarray:
     """What everyone applies. Raises OSError, Damaged."""
     name = records.gradient_name(record)
-    value, payload = objects.read(bucket, run, name)
+    value, payload = read(name)
     if value != Gradient(record.fragment, record.number, record.gradient):
         raise Damaged(f"{name} is damaged: it is not what its record names")
     return wires.decode(run.wire_down, outer.sizes_of(run, record.fragment), payload)

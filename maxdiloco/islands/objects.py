@@ -1,8 +1,9 @@
 """A log's objects in a bucket: bounded reads, checked bytes, and answers in place of errors."""
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from maxdiloco.errors import ConfigError
@@ -12,6 +13,7 @@ from maxdiloco.islands.records import Damaged, Ledger, Run
 from maxdiloco.storage import store
 from maxdiloco.storage.store import Bucket
 
+Read = Callable[[str], tuple[Any, bytes]]  # of a name: the object and its payload
 _MOST_LOOK = 1 << 16  # bytes of a message's header; our choice
 
 
@@ -71,8 +73,13 @@ def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
 
 def get(bucket: Bucket, run: Run | None, name: str) -> Any:
     """The object, None, FAILED or Damage."""
+    return answered(functools.partial(read, bucket, run), name)
+
+
+def answered(read: Read, name: str) -> Any:
+    """What a read gives, as an answer: the object, None, FAILED or Damage."""
     try:
-        return read(bucket, run, name)[0]
+        return read(name)[0]
     except FileNotFoundError:
         return None
     except OSError:

@@ -1,5 +1,6 @@
 """The machine with hands, over a bucket: fixed mode to the bit, elastic mode and its ledger."""
 
+import functools
 import re
 
 import jax
@@ -52,11 +53,11 @@ def bound_of(bucket, run):
     """What rounding may add up to, of both sides, over the records of a log, by fragment."""
     bounds = []
     for fragment, theta in enumerate(start_values(run)):
-        state, total = outer.fresh(theta), 0.0
+        state, total, read = outer.fresh(theta), 0.0, functools.partial(objects.read, bucket, run)
         for record in audit.replay(bucket, run, fragment).records:
             terms = [driver.term(bucket, run, fragment, member) for member in record.members]
             total = total + 4 * outer.rounding(run, state, terms)
-            state = driver.apply(run, state, record, driver.gradient_of(bucket, run, record))
+            state = driver.apply(run, state, record, driver.gradient_of(read, run, record))
         bounds.append(total)
     return bounds
 

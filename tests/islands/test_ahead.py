@@ -1,0 +1,86 @@
+"""What an island reads of a log before it asks for it, while it catches up."""
+
+import collections
+import threading
+import time
+
+import pytest
+import together
+from together import PACE, Together, a_run, start_values
+
+from maxdiloco.islands import ahead, audit, beside, records
+from maxdiloco.islands.counted import Counted
+from maxdiloco.islands.driver import Driver
+from maxdiloco.storage import store
+
+
+class Slow(Counted):
+    """A bucket whose answers take a while. times: by name; most: at once of records."""
+
+    def __init__(self, bucket):
+        super().__init__(bucket)
+        self.times, self.flying, self.most, self.lock = collections.Counter(), 0, 0, threading.Lock()
+
+    def get_first(self, name, most):
+        with self.lock:
+            self.times[name] += 1
+            self.flying += name[0] == "c"
+            self.most = max(self.most, self.flying)
+        time.sleep(0.01)
+        with self.lock:
+            self.flying -= name[0] == "c"
+        return super().get_first(name, most)
+
+
+def joined(bucket, run):
+    """A newcomer that has caught up with the log, and the bucket that it read it from."""
+    slow = Slow(bucket)
+    both = beside.Beside(Driver(slow, run, PACE, "b", start_values(run)), PACE, print)
+    both.joined()
+    both.close(drain=False)
+    return both.driver, slow
+
+
+@pytest.fixture(scope="module")
+def log():
+    """Of one island: its bucket and run, some records of two fragments, and no snapshot of late."""
+    bucket, run = store.in_memory(), a_run(snapshot_every=64)
+    group = Together(bucket, run, ("a",), 0)
+    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 16)
+    return bucket, run
+
+
+def test_a_newcomer_reads_the_next_records_beside_and_each_object_once(log):
+    bucket, run = log
+    driver, slow = joined(bucket, run)
+    for fragment in range(2):
+        ledger = audit.replay(bucket, run, fragment).ledger
+        assert driver.state.logs[fragment].ledger == ledger
+        for number in range(1, ledger.number + 1):
+            assert slow.times[records.record_name(fragment, number)] == 1
+    assert {count for name, count in slow.times.items() if name[0] == "g"} == {1}
+    assert slow.most > 4
+
+
+@pytest.mark.parametrize("limit", ["MOST_RECORDS", "MOST_BYTES"])
+def test_without_room_it_reads_one_record_of_a_fragment_after_the_other(log, limit, monkeypatch):
+    monkeypatch.setattr(ahead, limit, 0)
+    assert joined(*log)[1].most <= 2
+
+
+def test_what_was_not_there_is_asked_for_again():
+    there, asked = {}, []
+
+    def read(name):
+        asked.append(name)
+        if name not in there:
+            raise FileNotFoundError(name)
+        return there[name], b""
+
+    reads = ahead.ReadAhead(a_run(), read)
+    requests = reads.after("c/0/1")
+    assert [request.name for request in requests] == [f"c/0/{n}" for n in range(2, 10)]
+    reads.carry_out(requests[0])
+    there["c/0/2"] = "a record"
+    assert reads.read("c/0/2") == ("a record", b"") and asked == ["c/0/2"] * 2
+    assert reads.after("c/0/1") == [] == reads.after("run.json")  # it was the end of the log
