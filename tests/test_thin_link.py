@@ -61,6 +61,8 @@ def test_the_grid_of_owners_has_what_they_and_gathering_do_with_and_without_a_li
     ways = [Row(mode, "int8", "host", "20") for mode in ("overlapped", "owners")]
     twins = [row._replace(rate="unlimited") for row in ways]
     assert part.rows == [Row("plain"), *ways, *twins, Row("plain", turn=1)]
+    keys = [figures.mode_keys(row.mode, part.setup["keys"]) for row in ways]
+    assert [each["diloco_exchange"] for each in keys] == ["gather", "owners"]
     plain = {"mode": "plain", "step_ms": 600.0, "parameters": 3_000_000}
     gather, owners = (grid.expected_step_ms(row, part.setup, plain) for row in ways)
     assert gather > 600 / 0.6 and owners < 600 / 0.99

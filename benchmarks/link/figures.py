@@ -39,7 +39,8 @@ MODES = {
     DATA_PARALLEL: Mode("data parallel", {"enable_diloco": "false"}, exchanges=False),
     "diloco": Mode("DiLoCo", {}),
     "streaming": Mode("streaming, tau=0", STREAMING | {TAU: 0}),
-    "overlapped": Mode("streaming, tau={tau}", STREAMING),
+    # By name: auto would be owners for many hosts.
+    "overlapped": Mode("streaming, tau={tau}", STREAMING | {"diloco_exchange": "gather"}),
     "eager": Mode("eager", {"diloco_outer_overlap": "eager"}),
     "owners": Mode("streaming, tau={tau}, owners", STREAMING | {"diloco_exchange": "owners"}),
 }
