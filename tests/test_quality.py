@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from benchmarks.learning import draw, modes, plan, rows, table
+from benchmarks.learning import draw, draw_replicas, modes, plan, rows, table
 from benchmarks.learning.modes import BY_NAME, DATA_PARALLEL, DELAYED, DILOCO, SCALES
 from benchmarks.learning.plan import Row
 from benchmarks.learning.traffic import traffic
@@ -158,3 +158,16 @@ def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_not(tmp_path):
     assert result(0, [(30, 2.0), (60, math.inf)])["loss"] is None
     with pytest.raises(rows.RowError, match="exit code 3. End of its log:(.|\n)*last words"):
         result(3, [(60, 1.9)])
+
+
+def test_the_figure_of_many_replicas_has_a_line_for_each_and_the_rows_as_marks(tmp_path):
+    draw_replicas.main(tmp_path / "figure.svg")
+    text = (tmp_path / "figure.svg").read_text()
+    lines = [line for line in text.split("<polyline")[1:] if 'stroke-width="1.8"' in line]
+    assert len(lines) == 6 and all(line.split('"')[1].count(" ") >= 3 for line in lines)
+    ours = [row for row in draw_replicas.forecast.rows() if row.words.endswith(", ours")]
+    marks = [box for box in text.split("<rect")[1:] if 'width="6.0"' in box]
+    assert len(marks) == sum(row.case.overlap == "none" for row in ours) > 12
+    # Four bits at each thirtieth step, as the table has it: 119 times fewer.
+    case = draw_replicas.Case(279e3, 8, 30, wire="float4_e3m0")
+    assert draw_replicas._times(case) == pytest.approx(119.4, abs=0.5)

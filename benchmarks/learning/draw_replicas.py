@@ -1,0 +1,90 @@
+"""A figure: the loss against the bytes that a replica sends, a line for each number of replicas.
+
+    PYTHONPATH=. python benchmarks/learning/draw_replicas.py FILE.svg
+
+Lines are the forecast of maxdiloco.plan for the quality table's model and tokens, where its rows
+reach: H from long to short, 4 bits. Marks are the rows themselves, of any wire. All is beside data
+parallelism with AdamW.
+"""
+
+import functools
+import math
+import pathlib
+import sys
+
+from benchmarks.learning.modes import DATA_PARALLEL, FOUR_BITS, SCALES, WIRE
+from benchmarks.learning.plan import FIRST_SEED, Row
+from benchmarks.learning.rows import keys_of
+from benchmarks.learning.traffic import traffic
+from maxdiloco.planning import forecast, svg
+from maxdiloco.planning.forecast import Case
+
+LEFT, TOP, WIDTH, HEIGHT = 60, 44, 560, 340
+REPLICAS = {2: "#2471a3", 4: "#1e8449", 8: "#c0392b"}
+DASHES = {"adamw": "6 3", "muon": ""}
+PERIODS = (166, 100, 60, 45, 30, 24, 20, 15, 12, 10)
+SHORT, MOST_TIMES, LEAST, MOST = 10, 2000, -0.03, 0.18  # ends of the axes
+SIZE, TOKENS = 279_296, 5.5  # parameters, and tokens for each
+OFFSET = {"adamw": 0.0, "muon": 1.2262 / 1.2629 - 1}  # of data parallelism, three seeds
+
+
+def main(path: str) -> int:
+    """Write the figure."""
+    law = forecast.law()
+    parts = [svg.text(LEFT, 22, "Loss over data parallelism (AdamW)", size=14, bold=True)]
+    for k in range(8):
+        y = LEAST + (MOST - LEAST) * k / 7
+        parts += [svg.line([_at(SHORT, y), _at(MOST_TIMES, y)], "#dddddd")]
+        parts += [svg.text(LEFT - 6, _at(SHORT, y)[1] + 4, f"{y:+.0%}", anchor="end")]
+    for times in (10, 30, 100, 300, 1000):
+        parts.append(svg.text(_at(times, 0)[0], TOP + HEIGHT + 18, f"{times:,}", anchor="middle"))
+    words = "times fewer bytes than data parallelism sends"
+    parts.append(svg.text(LEFT + WIDTH / 2, TOP + HEIGHT + 38, words, anchor="middle"))
+    four_bits = FOUR_BITS[WIRE]
+    for k, (inner, M) in enumerate((inner, M) for inner in DASHES for M in REPLICAS):
+        found = [Case(SIZE, M, H, wire=four_bits, inner=inner, tokens=TOKENS) for H in PERIODS]
+        gaps = [(case, forecast.gap(law, case)) for case in found]
+        line = [_at(_times(c), _over(c, g.share)) for c, g in gaps if not g.outside]
+        parts.append(svg.line(line, REPLICAS[M], dash=DASHES[inner], width=1.8))
+        x, y = LEFT + WIDTH + 16, TOP + 10 + 20 * k
+        parts.append(svg.line([(x, y), (x + 24, y)], REPLICAS[M], dash=DASHES[inner], width=2.5))
+        parts.append(svg.text(x + 30, y + 4, f"M={M}, {inner}, 4 bits"))
+    for row in law.rows:
+        case = row.case
+        if case.parameters == 279e3 and case.tokens == TOKENS and case.overlap == "none":
+            x, y = _at(_times(case), _over(case, row.gap))
+            parts.append(svg.box(x - 3, y - 3, 6, 6, REPLICAS[case.replicas]))
+            opened = 1.5 if case.inner == "muon" else 0
+            parts.append(svg.box(x - opened, y - opened, 2 * opened, 2 * opened, "white"))
+    parts.append(svg.text(LEFT + WIDTH + 16, TOP + 140, "marks: measured; hollow: muon"))
+    text = svg.figure(LEFT + WIDTH + 200, TOP + HEIGHT + 50, parts)
+    pathlib.Path(path).write_text(text, encoding="utf-8")
+    return 0
+
+
+def _over(case: Case, gap: float) -> float:
+    """A loss over that of AdamW's data parallelism, of one over its own optimizer's."""
+    return (1 + gap) * (1 + OFFSET[case.inner]) - 1
+
+
+def _times(case: Case) -> float:
+    """Times fewer bytes than data parallelism."""
+    return case.H * _at_each_step(case.wire)
+
+
+@functools.cache
+def _at_each_step(wire: str) -> float:
+    """The same with an exchange at each step, as the trainer sends it, whatever M is."""
+    keys = {"enable_diloco": True, "diloco_sync_period": 1, "steps": 1, WIRE: wire}
+    row = Row(DATA_PARALLEL, 1e-3, 0.0, FIRST_SEED)
+    found = traffic(keys_of(row, SCALES["cpu"], {}) | {"num_diloco_replicas": 2} | keys)
+    return found.baseline / found.sent
+
+
+def _at(times: float, over: float) -> tuple[float, float]:
+    x = math.log(times / SHORT) / math.log(MOST_TIMES / SHORT)
+    return LEFT + WIDTH * x, TOP + HEIGHT * (MOST - over) / (MOST - LEAST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
