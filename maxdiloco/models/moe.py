@@ -8,6 +8,7 @@ On a device tokens are sorted by expert, or in slots of a capacity.
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from maxdiloco.models import router
 from maxdiloco.models.devices import on_each_device, split_axes
 from maxdiloco.models.layers import Table, activated, feed_forward_table, mlp
-from maxdiloco.models.remat import MLP_IN, keep
+from maxdiloco.models.remat import MLP_IN, ROUTED, keep
 from maxdiloco.models.router import Usage
 from maxdiloco.models.spec import ModelSpec
 from maxdiloco.models.weights import Weight, factor
@@ -102,13 +103,12 @@ def _on_device(spec, splits, drops_none, x_BLD, real_BL, w):
     tokens, dropped = (x_TD, experts_TK, choice.weights_TK), jnp.int32(0)
     if not drops_none:
         y_TD, dropped = in_slots(spec, w, *tokens, over_experts)
-        y_TD = y_TD.astype(x_BLD.dtype)
     elif not over_experts:
-        y_TD = _dropless(spec, w, *tokens, 0).astype(x_BLD.dtype)
+        y_TD = _dropless(spec, w, *tokens, 0)
     else:
         tokens = [jax.lax.all_gather(x, over_experts, tiled=True) for x in tokens]
         first = jax.lax.axis_index(over_experts) * w["w_up"].shape[0]
-        y_TD = _dropless(spec, w, *tokens, first).astype(x_BLD.dtype)
+        y_TD = _dropless(spec, w, *tokens, first)
         y_TD = jax.lax.psum_scatter(y_TD, over_experts, tiled=True)
     if over_mlp:
         y_TD = jax.lax.psum(y_TD, over_mlp)
@@ -132,67 +132,79 @@ def _gathered(w, whole, over_mlp):
     return w
 
 
-def _by_expert(experts_TK, first, E):
-    """Choices sorted by expert, earlier tokens first: those of experts first to first + E.
+class Rows(NamedTuple):
+    """Choices sorted by expert, earlier tokens first; after them those of experts elsewhere.
 
-    Returns the expert of each, E for one that is not here; their order, its inverse; sizes_E.
+    order_A: choice of each row. inverse_A: row of each choice. sizes_E: rows of each expert here.
     """
+
+    order_A: jax.Array
+    inverse_A: jax.Array
+    sizes_E: jax.Array
+
+
+def _by_expert(experts_TK, first, E):
+    """The expert of each choice, from `first`, E for one that is not here; and their Rows."""
     keys_A = experts_TK.T.reshape(-1) - first
     keys_A = jnp.where((keys_A >= 0) & (keys_A < E), keys_A, E)
-    order_A = jnp.argsort(keys_A, stable=True)
+    order_A = keep(jnp.argsort(keys_A, stable=True), ROUTED)
     sizes_E = jnp.sum(keys_A[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
-    return keys_A, order_A, jnp.argsort(order_A), sizes_E
+    return keys_A, Rows(order_A, keep(jnp.argsort(order_A), ROUTED), keep(sizes_E, ROUTED))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(K, x_TD, order_A, inverse_A):
-    """[A, D]: of each entry of an order the row, where each row has K entries.
+def _to_rows(K, x_TD, rows):
+    """[A, D]: what each row's choice is of, where each of x has K choices.
 
     The gradient gathers by the inverse, where that of an index would be a scatter.
     """
-    return x_TD[order_A % x_TD.shape[0]]
+    return x_TD[rows.order_A % x_TD.shape[0]]
 
 
-def _dispatch_backward(K, inverse_A, d_AD):
-    d_KTD = d_AD[inverse_A].reshape(K, -1, d_AD.shape[-1])
-    return jnp.sum(d_KTD, axis=0, dtype=f32).astype(d_AD.dtype), None, None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _from_rows(K, x_AD, rows):
+    """[T, D]: the sum of the rows of K choices, without those of experts elsewhere."""
+    here_A1 = (rows.inverse_A < jnp.sum(rows.sizes_E))[:, None]
+    x_KTD = jnp.where(here_A1, x_AD[rows.inverse_A], 0).reshape(K, -1, x_AD.shape[-1])
+    return jnp.sum(x_KTD, axis=0, dtype=f32).astype(x_AD.dtype)
 
 
-_dispatch.defvjp(
-    lambda K, x_TD, order_A, inverse_A: (_dispatch(K, x_TD, order_A, inverse_A), inverse_A),
-    _dispatch_backward,
+_to_rows.defvjp(
+    lambda K, x_TD, rows: (_to_rows(K, x_TD, rows), rows),
+    lambda K, rows, d_AD: (_from_rows(K, d_AD, rows), None),
+)
+_from_rows.defvjp(
+    lambda K, x_AD, rows: (_from_rows(K, x_AD, rows), rows),
+    lambda K, rows, d_TD: (_to_rows(K, d_TD, rows), None),
 )
 
 
-def _plus_bias(out, w, name, places):
-    """places: the expert of each row of the output."""
+def _plus_bias(out, w, name, places, weights=1):
+    """places: the expert of each row of the output; weights: of its bias."""
     bias = w.get(f"{name}_bias")
-    return out if bias is None else out + bias[places].astype(out.dtype)
-
-
-def _weighted_sum(out_AD, weights_TK):
-    T, K = weights_TK.shape
-    out_KTD = out_AD.reshape(K, T, -1)
-    return jnp.sum(out_KTD.astype(f32) * weights_TK.T[..., None], axis=0)
+    return out if bias is None else out + (bias[places] * weights).astype(out.dtype)
 
 
 def _dropless(spec, w, x_TD, experts_TK, weights_TK, first):
-    """[T, D] float32: the weighted sum of what this device's experts make of each token.
+    """[T, D]: the weighted sum of what this device's experts make of each token.
 
-    Experts first to first + E are here, E = w["w_up"].shape[0]; choices of others give 0.
+    Experts first to first + E are here, E = w["w_up"].shape[0]; choices of others give 0. Hidden
+    values are weighted in place of what comes of them, so no gradient needs the latter.
     """
     (T, K), E = experts_TK.shape, w["w_up"].shape[0]
-    keys_A, order_A, inverse_A, sizes_E = _by_expert(experts_TK, first, E)
-    sorted_A = jnp.minimum(keys_A[order_A], E - 1)
-    here_A1 = (jnp.arange(T * K) < jnp.sum(sizes_E))[:, None]
+    keys_A, rows = _by_expert(experts_TK, first, E)
+    sorted_A = jnp.minimum(keys_A[rows.order_A], E - 1)
+    here_A1 = (jnp.arange(T * K) < jnp.sum(rows.sizes_E))[:, None]
+    weights_A1 = jnp.where(here_A1, _to_rows(1, weights_TK.T.reshape(-1, 1), rows), 0)
 
-    def product(x_AD, name):
-        return _plus_bias(ragged(spec, x_AD, w[name], sizes_E), w, name, sorted_A)
+    def product(x_AD, name, weights=1):
+        out = ragged(spec, x_AD, w[name], rows.sizes_E)
+        return _plus_bias(out, w, name, sorted_A, weights)
 
-    x_AD = _dispatch(K, x_TD, order_A, inverse_A)
+    x_AD = _to_rows(K, x_TD, rows)
     hidden_AF = activated(spec, lambda name: keep(product(x_AD, name), MLP_IN))
-    out_AD = jnp.where(here_A1, product(jnp.where(here_A1, hidden_AF, 0), "w_out"), 0)
-    return _weighted_sum(_dispatch(1, out_AD, inverse_A, order_A), weights_TK)
+    hidden_AF = jnp.where(here_A1, (hidden_AF * weights_A1).astype(x_TD.dtype), 0)
+    return _from_rows(K, product(hidden_AF, "w_out", weights_A1), rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -285,7 +297,7 @@ def in_slots(spec, w, x_TD, experts_TK, weights_TK, axes):
     Returns the sum and how many choices of real experts were dropped.
     """
     T, E, C = len(x_TD), spec.num_experts, capacity(spec, len(x_TD))
-    keys_A, order_A, inverse_A, sizes_E = _by_expert(experts_TK, 0, E)  # E for padding
+    keys_A, (order_A, inverse_A, sizes_E) = _by_expert(experts_TK, 0, E)  # E for padding
     starts_E = jnp.cumsum(sizes_E) - sizes_E
     filled_EC = jnp.arange(C) < sizes_E[:, None]
     places_EC = jnp.where(filled_EC, starts_E[:, None] + jnp.arange(C), 0)
@@ -309,5 +321,7 @@ def in_slots(spec, w, x_TD, experts_TK, weights_TK, axes):
     rank_A = inverse_A - starts_E[safe_A]
     kept_A = (keys_A < E) & (rank_A < C)
     out_AD = out_ECD[safe_A, jnp.where(kept_A, rank_A, 0)]
-    total_TD = _weighted_sum(jnp.where(kept_A[:, None], out_AD, 0), weights_TK)
-    return total_TD, jnp.sum((keys_A < E) & ~kept_A)
+    out_AD = jnp.where(kept_A[:, None], out_AD, 0)
+    out_KTD = out_AD.reshape(*weights_TK.T.shape, -1).astype(f32)
+    y_TD = jnp.sum(out_KTD * weights_TK.T[..., None], axis=0)
+    return y_TD.astype(x_TD.dtype), jnp.sum((keys_A < E) & ~kept_A)

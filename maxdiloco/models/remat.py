@@ -10,17 +10,18 @@ CONTEXT = "context"  # the output of attention, and what its backward pass needs
 ATTENTION_OUT = "attention_out"  # the attention block's output matmul
 NORM_FACTOR = "norm_factor"  # one number a row; forming it again reads the whole row
 MLP_IN = "mlp_in"  # the matmuls before the MLP's activation
+ROUTED = "routed"  # what sorts a token's choices by expert: a few integers a token
 ROUNDED = "rounded"  # the activations of a product in 8 bits; without quantization there are none
 
 AUTO = "auto"  # chosen by trainer.remat_choice; a model that no step trains takes it as `full`
 # Policy -> names kept, from the one that computes least twice to the one that needs least memory.
-# The layer's input is kept by all of them; `none` keeps everything.
+# The layer's input and ROUTED are kept by all of them; `none` keeps everything.
 POLICIES: dict[str, tuple[str, ...] | None] = {
     "none": None,
-    "minimal": (QKV, NORM_FACTOR, CONTEXT, ATTENTION_OUT, MLP_IN, ROUNDED),
-    "save_qkv_context": (QKV, NORM_FACTOR, CONTEXT),
-    "save_context": (CONTEXT,),
-    "full": (),
+    "minimal": (QKV, NORM_FACTOR, CONTEXT, ATTENTION_OUT, MLP_IN, ROUTED, ROUNDED),
+    "save_qkv_context": (QKV, NORM_FACTOR, CONTEXT, ROUTED),
+    "save_context": (CONTEXT, ROUTED),
+    "full": (ROUTED,),
 }
 
 

@@ -18,6 +18,7 @@ from tiers import full
 from maxdiloco.models import moe as moe_lib
 from maxdiloco.models import router, sampling, triton_ragged
 from maxdiloco.models.moe import capacity, in_slots, moe, moe_table
+from maxdiloco.models.remat import POLICIES
 
 BALANCE = dict(load_balance_loss_weight=0.1, router_z_loss_weight=0.02)
 NORMALISED = dict(normalise_weights=True)
@@ -249,6 +250,21 @@ def test_padding_changes_neither_loss_nor_counts_nor_balance():
     np.testing.assert_allclose(total, sum(aux[name] for name in terms), rtol=1e-6)
     (moved, _), _ = run(params, batch | {"tokens": 31 - batch["tokens"]})
     assert abs(moved - total) > 1e-3  # control: real tokens count
+
+
+def test_what_a_layer_keeps_spares_it_products_of_experts_but_not_sorts():
+    """Two sorts under every policy: choices by expert, and back. Each of three products is traced
+    once for its value and three times for its gradients; w_up and w_gate once more where they are
+    not kept, w_out never: no gradient needs its result."""
+    again = {}
+    for policy in POLICIES:
+        model = tiny_model.build(**FAMILIES["mixtral"], remat_policy=policy)
+        step = jax.value_and_grad(model.loss, has_aux=True)
+        used = tiny_model.equations(step, tiny_model.params_of(model), tiny_model.batch())
+        names = [one.primitive.name for one in used]
+        assert names.count("sort") == 2, policy
+        again[policy] = names.count("ragged_dot_general") - 3 * 4
+    assert again == dict(none=0, minimal=0, save_qkv_context=2, save_context=2, full=2)
 
 
 def test_cached_tokens_go_to_the_experts_of_the_full_pass():
