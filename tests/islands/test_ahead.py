@@ -19,7 +19,8 @@ class Slow(Counted):
 
     def __init__(self, bucket):
         super().__init__(bucket)
-        self.times, self.flying, self.most, self.lock = collections.Counter(), 0, 0, threading.Lock()
+        self.times, self.lock = collections.Counter(), threading.Lock()
+        self.flying, self.most = 0, 0
 
     def get_first(self, name, most):
         with self.lock:

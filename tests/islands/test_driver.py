@@ -23,8 +23,7 @@ STEPS = 14
 
 def by_leaf(run, flat):
     """{name: leaf} of the fragments' values; leaf i of the library is of fragment i mod P."""
-    names = iter("abcdefgh")
-    leaves = []
+    names, leaves = iter("abcdefgh"), []
     for values, leaves_of in zip(flat, run.fragments, strict=True):
         leaves.append(np.split(values, np.cumsum([leaf.size for leaf in leaves_of])[:-1]))
     order = [leaves[i % len(leaves)][i // len(leaves)] for i in range(sum(map(len, leaves)))]
