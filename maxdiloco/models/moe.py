@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxdiloco.models import router
 from maxdiloco.models.devices import on_each_device, split_axes
@@ -147,14 +148,15 @@ def _by_expert(experts_TK, first, E):
     """The expert of each choice, from `first`, E for one that is not here; and their Rows."""
     keys_A = experts_TK.T.reshape(-1) - first
     keys_A = jnp.where((keys_A >= 0) & (keys_A < E), keys_A, E)
-    order_A = keep(jnp.argsort(keys_A, stable=True), ROUTED)
+    order_A = jnp.argsort(keys_A, stable=True)
+    inverse_A = jnp.argsort(order_A)
     sizes_E = jnp.sum(keys_A[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
-    return keys_A, Rows(order_A, keep(jnp.argsort(order_A), ROUTED), keep(sizes_E, ROUTED))
+    return keys_A, Rows(*(keep(x, ROUTED) for x in (order_A, inverse_A, sizes_E)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _to_rows(K, x_TD, rows):
-    """[A, D]: what each row's choice is of, where each of x has K choices.
+    """[A, D] or [A]: what each row's choice is of, where each of x has K choices.
 
     The gradient gathers by the inverse, where that of an index would be a scatter.
     """
@@ -163,10 +165,16 @@ def _to_rows(K, x_TD, rows):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _from_rows(K, x_AD, rows):
-    """[T, D]: the sum of the rows of K choices, without those of experts elsewhere."""
-    here_A1 = (rows.inverse_A < jnp.sum(rows.sizes_E))[:, None]
-    x_KTD = jnp.where(here_A1, x_AD[rows.inverse_A], 0).reshape(K, -1, x_AD.shape[-1])
-    return jnp.sum(x_KTD, axis=0, dtype=f32).astype(x_AD.dtype)
+    """[T, D] or [T]: the sum of the rows of K choices, without those of experts elsewhere.
+
+    One by one: XLA:TPU takes a reduction over K for five times as long (benchmarks/log). It would
+    turn every row in memory to where the residual stream lies; so only their sum is turned.
+    """
+    x_KTD = x_AD[rows.inverse_A].reshape(K, -1, *x_AD.shape[1:])
+    here_A = rows.inverse_A < jnp.sum(rows.sizes_E)
+    here_KTD = here_A.reshape(*x_KTD.shape[:2], *[1] * (x_AD.ndim - 1))
+    x_TD = sum(jnp.where(here_KTD[k], x_KTD[k], 0).astype(f32) for k in range(K))
+    return with_layout_constraint(x_TD.astype(x_AD.dtype), Layout(tuple(range(x_AD.ndim))))
 
 
 _to_rows.defvjp(
@@ -179,10 +187,23 @@ _from_rows.defvjp(
 )
 
 
-def _plus_bias(out, w, name, places, weights=1):
-    """places: the expert of each row of the output; weights: of its bias."""
-    bias = w.get(f"{name}_bias")
-    return out if bias is None else out + (bias[places] * weights).astype(out.dtype)
+@jax.custom_vjp
+def _for_both(x_AD):
+    """For two products. XLA:TPU adds their gradients in half the time in float32."""
+    return x_AD, x_AD
+
+
+_for_both.defvjp(
+    lambda x_AD: ((x_AD, x_AD), None),
+    lambda _, d: ((d[0].astype(f32) + d[1].astype(f32)).astype(d[0].dtype),),
+)
+
+
+def _plus_bias(out, w, name, places, here=True, weights=1):
+    """places: the expert of each row of the output. here: which rows have one. weights: of them."""
+    if f"{name}_bias" not in w:
+        return out
+    return out + jnp.where(here, w[f"{name}_bias"][places] * weights, 0).astype(out.dtype)
 
 
 def _dropless(spec, w, x_TD, experts_TK, weights_TK, first):
@@ -195,15 +216,15 @@ def _dropless(spec, w, x_TD, experts_TK, weights_TK, first):
     keys_A, rows = _by_expert(experts_TK, first, E)
     sorted_A = jnp.minimum(keys_A[rows.order_A], E - 1)
     here_A1 = (jnp.arange(T * K) < jnp.sum(rows.sizes_E))[:, None]
-    weights_A1 = jnp.where(here_A1, _to_rows(1, weights_TK.T.reshape(-1, 1), rows), 0)
+    weights_A1 = _to_rows(1, weights_TK.T.reshape(-1), rows)[:, None]
 
     def product(x_AD, name, weights=1):
         out = ragged(spec, x_AD, w[name], rows.sizes_E)
-        return _plus_bias(out, w, name, sorted_A, weights)
+        return _plus_bias(out, w, name, sorted_A, here_A1, weights)
 
-    x_AD = _to_rows(K, x_TD, rows)
-    hidden_AF = activated(spec, lambda name: keep(product(x_AD, name), MLP_IN))
-    hidden_AF = jnp.where(here_A1, (hidden_AF * weights_A1).astype(x_TD.dtype), 0)
+    x_AD = dict(zip(("w_up", "w_gate"), _for_both(_to_rows(K, x_TD, rows)), strict=True))
+    hidden_AF = activated(spec, lambda name: keep(product(x_AD[name], name), MLP_IN))
+    hidden_AF = (hidden_AF * weights_A1).astype(x_TD.dtype)
     return _from_rows(K, product(hidden_AF, "w_out", weights_A1), rows)
 
 
@@ -264,8 +285,8 @@ ragged.defvjp(lambda spec, *factors: (ragged(spec, *factors), factors), _ragged_
 def gradients_by_kernel(
     precision, x_AD, w_EDF, sizes_E, d_AF, *, interpret=False
 ) -> tuple[jax.Array, jax.Array]:
-    """[A, D]: each row of d times its expert's matrix, transposed, 0 after the last group; and
-    [E, D, F]: of each group of rows the sum of x times d, zeros of a group without rows.
+    """[A, D]: each row of d times its expert's matrix, transposed, anything after the last group;
+    and [E, D, F]: of each group of rows the sum of x times d, zeros of a group without rows.
 
     interpret: run the kernels as array code, for tests without a TPU.
     """
@@ -279,8 +300,7 @@ def gradients_by_kernel(
     with jax.default_matmul_precision(precision):
         dx_AD = gmm(d_AF, w_EDF, sizes_E, d_AF.dtype, **of_x)[:A]
         dw_EDF = tgmm(x_AD.T, d_AF, sizes_E, x_AD.dtype, **of_w)
-    here_A1 = (jnp.arange(A) < jnp.sum(sizes_E))[:, None]
-    return jnp.where(here_A1, dx_AD, 0), dw_EDF.astype(w_EDF.dtype)
+    return dx_AD, dw_EDF.astype(w_EDF.dtype)
 
 
 def capacity(spec: ModelSpec, tokens: int) -> int:

@@ -143,12 +143,12 @@ def test_both_gradients_from_the_kernels_are_those_of_the_product():
     sizes_E = np.array([1, 3, 0, 2], np.int32)
     factors = x_AD, w_EDF, sizes_E, d_AF
     of_x, of_w = moe_lib.gradients_by_kernel("highest", *factors, interpret=True)
-    expected_w, expected_x = np.zeros_like(w_EDF), np.zeros_like(x_AD)
+    expected_w, expected_x = np.zeros_like(w_EDF), np.zeros_like(x_AD[:6])
     for row, expert in enumerate((0, 1, 1, 1, 3, 3)):
         expected_w[expert] += np.outer(x_AD[row], d_AF[row])
         expected_x[row] = w_EDF[expert] @ d_AF[row]
     np.testing.assert_allclose(of_w, expected_w, atol=1e-5)
-    np.testing.assert_allclose(of_x, expected_x, atol=1e-5)
+    np.testing.assert_allclose(of_x[:6], expected_x, atol=1e-5)
     assert np.abs(expected_w[3] - x_AD[4:7].T @ d_AF[4:7]).max() > 0.1
     assert np.abs(expected_x[5] - w_EDF[2] @ d_AF[5]).max() > 0.1
 
@@ -252,6 +252,37 @@ def test_padding_changes_neither_loss_nor_counts_nor_balance():
     assert abs(moved - total) > 1e-3  # control: real tokens count
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", full("mixtral")])
+def test_what_a_kernel_leaves_in_rows_of_nobody_reaches_nothing(name, monkeypatch):
+    """Two of the choices are of padding. Their rows are NaN after every product and every gradient;
+    values and gradients of the layer are those with zeros there."""
+    spec, weights, x_BLD = module(FAMILIES[name])
+    plain = moe_lib._plain
+
+    def run(spec):
+        def total(weights, x_BLD):
+            return jnp.sum(jnp.square(moe(spec, weights, x_BLD, REAL)[0]))
+
+        return tiny_model.compiled(jax.value_and_grad(total, argnums=(0, 1)))(weights, x_BLD)
+
+    def filled(x_AD, sizes_E, value):
+        return jnp.where((jnp.arange(len(x_AD)) < jnp.sum(sizes_E))[:, None], x_AD, value)
+
+    def product(spec, x_AD, w_EDF, sizes_E):
+        return filled(plain(spec, filled(x_AD, sizes_E, 0), w_EDF, sizes_E), sizes_E, jnp.nan)
+
+    def gradients(precision, x_AD, w_EDF, sizes_E, d_AF):
+        x_AD, d_AF = filled(x_AD, sizes_E, 0), filled(d_AF, sizes_E, 0)
+        dx_AD, dw_EDF = jax.vjp(lambda x, w: plain(spec, x, w, sizes_E), x_AD, w_EDF)[1](d_AF)
+        return filled(dx_AD, sizes_E, jnp.nan), dw_EDF
+
+    expected = run(spec)
+    monkeypatch.setattr(moe_lib, "gradients_by_kernel", gradients)
+    monkeypatch.setattr(moe_lib, "_plain", product)
+    found = run(dataclasses.replace(spec, ragged_kernel="megablox"))
+    tiny_model.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_what_a_layer_keeps_spares_it_products_of_experts_but_not_sorts():
     """Two sorts under every policy: choices by expert, and back. Each of three products is traced
     once for its value and three times for its gradients; w_up and w_gate once more where they are
@@ -278,58 +309,3 @@ def test_cached_tokens_go_to_the_experts_of_the_full_pass():
     for position in range(4, 7):
         logits_BV, caches = step(params, caches, tokens[:, position], position)
     np.testing.assert_allclose(logits_BV, full(params, tokens)[0], atol=1e-5)
-
-
-# -- the router by hand; `l` counts layers ------------------------------------------------------
-
-
-NO = -9.0  # sigmoid(-9) is 1e-4
-
-
-def test_a_group_is_worth_its_two_best_experts():
-    """Of three each. Sigmoids of 3 and of 0.4, 0.3: 0.95 and 1.17. Of 0.4, 0.3 and of 0.1, 0, -0.1:
-    1.17 and, without the third, 1.02."""
-    spec = tiny_model.build(
-        num_experts=6, router=dict(score_function="sigmoid", num_groups=2)
-    ).spec
-    logits_TE = np.float32([[3, NO, NO, 0.4, 0.3, NO], [0.4, 0.3, NO, 0.1, 0, -0.1]])
-    assert router.choose(spec, logits_TE, None).experts_TK.tolist() == [[3], [0]]
-
-
-def test_losses_and_metrics_are_means_over_the_layers():
-    """Six tokens, two choices each of three experts; real shares and normalisers are not needed.
-
-    Balance: 3 (1 * 1/2 + 1 * 1/2) = 3, and 3 (1/2 * 1/6 + 2/3 * 1/3 + 5/6 * 1/2) = 13/6. z: 2, 1.
-    Shares of the mean, 4 choices: 6/4 and 5/4 at most, 0 and 3/4 at least. Entropy of a token: 1
-    and 0.5. Three of 24 choices are dropped.
-    """
-    spec = tiny_model.build(
-        num_experts=3, num_experts_per_tok=2, capacity_factor=1.0,
-        load_balance_loss_weight=0.5, router_z_loss_weight=0.1,
-    ).spec  # fmt: skip
-    used = router.Usage(
-        counts=np.float32([[6, 6, 0], [3, 4, 5]]),
-        share=np.float32([[3, 3, 0], [1, 2, 3]]),
-        squared_lse=np.float32([12, 6]),
-        entropy=np.float32([6, 3]),
-        dropped=np.float32([1, 2]),
-    )
-    found = router.losses(spec, used)
-    assert found["load_balance_loss"] == pytest.approx(0.5 * (3 + 13 / 6) / 2, rel=1e-6)
-    assert found["router_z_loss"] == pytest.approx(0.1 * 1.5, rel=1e-6)
-    metrics = router.metrics(router.sums(spec, used), 2)
-    assert {name: float(value) for name, value in metrics.items()} == pytest.approx({
-        "moe/max_expert_share": 1.375,
-        "moe/min_expert_share": 0.375,
-        "moe/router_entropy": 0.75,
-        "moe/dropped_tokens": 0.125,
-    })  # fmt: skip
-
-
-def test_a_bias_follows_the_load_of_its_own_layer():
-    """Means 4 and 2; an expert with the mean keeps its bias."""
-    bias_lE = np.zeros((2, 3), np.float32)
-    counts_lE = np.float32([[6, 6, 0], [1, 2, 3]])
-    params = {"layers": {"moe": {"routed_bias": bias_lE}}}
-    moved = tiny_model.build(routed_bias_update_rate=0.5).rebalanced(params, counts_lE)
-    assert moved["layers"]["moe"]["routed_bias"].tolist() == [[-0.5, -0.5, 0.5], [0.5, 0, -0.5]]
