@@ -62,16 +62,17 @@ class ReadAhead:
                 self._ends[folder] = min(number, self._ends.get(folder, number))
             future.set_exception(error)
             return
-        gradient, name = Future[tuple[Any, bytes]](), records.gradient_name(record)
-        if record.members:
-            gradient.set_running_or_notify_cancel()
-            self._reads[name] = gradient
+        if not record.members:
+            future.set_result(found)
+            return
+        name = records.gradient_name(record)
+        gradient = self._reads[name] = Future()  # before the record can be asked for
+        gradient.set_running_or_notify_cancel()
         future.set_result(found)
-        if record.members:
-            try:
-                gradient.set_result(self._read(name))
-            except (OSError, Damaged) as error:
-                gradient.set_exception(error)
+        try:
+            gradient.set_result(self._read(name))
+        except (OSError, Damaged) as error:
+            gradient.set_exception(error)
 
     def read(self, name: str) -> tuple[Any, bytes]:
         """The object of this name, as it was read or is now. Raises OSError, Damaged."""
