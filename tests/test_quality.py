@@ -161,7 +161,7 @@ def test_a_run_that_diverged_is_a_result_and_one_that_failed_is_not(tmp_path):
 
 
 def test_the_figure_of_many_replicas_has_a_line_for_each_and_the_rows_as_marks(tmp_path):
-    draw_replicas.main(tmp_path / "figure.svg")
+    assert draw_replicas.main([str(tmp_path / "figure.svg")]) == 0
     text = (tmp_path / "figure.svg").read_text()
     lines = [line for line in text.split("<polyline")[1:] if 'stroke-width="1.8"' in line]
     assert len(lines) == 6 and all(line.split('"')[1].count(" ") >= 3 for line in lines)

@@ -11,11 +11,16 @@ import functools
 import math
 import pathlib
 import sys
+from collections.abc import Sequence
 
-from benchmarks.learning.modes import DATA_PARALLEL, FOUR_BITS, SCALES, WIRE
+import jax
+
+from benchmarks.learning.modes import DILOCO, FOUR_BITS, SCALES, WIRE
 from benchmarks.learning.plan import FIRST_SEED, Row
 from benchmarks.learning.rows import keys_of
 from benchmarks.learning.traffic import traffic
+from benchmarks.link.command import guarded
+from maxdiloco.errors import ConfigError
 from maxdiloco.planning import forecast, svg
 from maxdiloco.planning.forecast import Case
 
@@ -28,8 +33,15 @@ SIZE, TOKENS = 279_296, 5.5  # parameters, and tokens for each
 OFFSET = {"adamw": 0.0, "muon": 1.2262 / 1.2629 - 1}  # of data parallelism, three seeds
 
 
-def main(path: str) -> int:
-    """Write the figure."""
+def main(argv: Sequence[str]) -> int:
+    """Write the figure; returns its exit code."""
+    return guarded(_main, argv, usage=__doc__ or "", interrupted="Interrupted. Nothing is written.")
+
+
+def _main(argv: Sequence[str]) -> int:
+    if len(argv) != 1:
+        raise ConfigError(f"{len(argv)} arguments: it takes one, the file to write.")
+    jax.config.update("jax_platforms", "cpu")
     law = forecast.law()
     parts = [svg.text(LEFT, 22, "Loss over data parallelism (AdamW)", size=14, bold=True)]
     for k in range(8):
@@ -54,11 +66,11 @@ def main(path: str) -> int:
         if case.parameters == 279e3 and case.tokens == TOKENS and case.overlap == "none":
             x, y = _at(_times(case), _over(case, row.gap))
             parts.append(svg.box(x - 3, y - 3, 6, 6, REPLICAS[case.replicas]))
-            opened = 1.5 if case.inner == "muon" else 0
-            parts.append(svg.box(x - opened, y - opened, 2 * opened, 2 * opened, "white"))
+            if case.inner == "muon":
+                parts.append(svg.box(x - 1.5, y - 1.5, 3, 3, "white"))
     parts.append(svg.text(LEFT + WIDTH + 16, TOP + 140, "marks: measured; hollow: muon"))
     text = svg.figure(LEFT + WIDTH + 200, TOP + HEIGHT + 50, parts)
-    pathlib.Path(path).write_text(text, encoding="utf-8")
+    pathlib.Path(argv[0]).write_text(text, encoding="utf-8")
     return 0
 
 
@@ -75,9 +87,8 @@ def _times(case: Case) -> float:
 @functools.cache
 def _at_each_step(wire: str) -> float:
     """The same with an exchange at each step, as the trainer sends it, whatever M is."""
-    keys = {"enable_diloco": True, "diloco_sync_period": 1, "steps": 1, WIRE: wire}
-    row = Row(DATA_PARALLEL, 1e-3, 0.0, FIRST_SEED)
-    found = traffic(keys_of(row, SCALES["cpu"], {}) | {"num_diloco_replicas": 2} | keys)
+    keys = keys_of(Row(DILOCO, 1e-3, 0.5, FIRST_SEED), SCALES["cpu"], {})
+    found = traffic(keys | {"diloco_sync_period": 1, "steps": 1, WIRE: wire})
     return found.baseline / found.sent
 
 
@@ -87,4 +98,4 @@ def _at(times: float, over: float) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
