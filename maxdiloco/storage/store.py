@@ -13,7 +13,7 @@ import http
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ SCHEMES = ("gs", "s3", "az")
 # All our choice. A request is repeated after 429, 5xx and a lost connection, with growing pauses.
 PATIENCE_S = 30.0  # until it is given up
 MOST_PAUSE_S = 2.0  # between two tries: so late it notices that the store is back
-TIMEOUT_S = 60.0  # of one request with its body
+TIMEOUT_S = 60.0  # without a byte of an answer
+MOST_S = 6 * 3600.0  # of one request with its body
+LEAST_BYTES_S = 1e5  # of a link that a whole object is written through by one request
 BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
 
 # Answers with an errno of their own: no such object, no rights, and shorter than it was.
@@ -48,11 +50,12 @@ class Entry(NamedTuple):
 class Bucket:
     """The objects of one bucket. Names have no slash at either end; a prefix is that of a folder.
 
-    client: a store of obstore. api: obstore, or what has its functions.
+    client: a store of obstore. api: obstore, or what has its functions. patient: the same store by
+    the seconds that it waits for an answer.
     """
 
-    def __init__(self, client: Any, api: Any):
-        self._client, self._api = client, api
+    def __init__(self, client: Any, api: Any, patient: Callable[[float], Any] | None = None):
+        self._client, self._api, self._patient = client, api, patient
 
     def get(self, name: str) -> bytes:
         """The content of an object. Raises FileNotFoundError."""
@@ -108,10 +111,13 @@ class Bucket:
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
+        client = self._client
+        if self._patient and len(data) > BLOCK_BYTES:  # one request, whose answer follows its body
+            client = self._patient(TIMEOUT_S + len(data) / LEAST_BYTES_S)
         mode = "create" if version is None else dict(version)
         try:
             with _as_os_errors():
-                return _version(self._api.put(self._client, name, data, mode=mode))
+                return _version(self._api.put(client, name, data, mode=mode))
         except (AlreadyExistsError, PreconditionError):
             return None
 
@@ -158,20 +164,27 @@ def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
     from obstore import store
 
     seconds = datetime.timedelta(seconds=1)
-    options = {
-        # An endpoint comes from the environment alone, also that of a server without TLS.
-        "client_options": {"allow_http": scheme != "https", "timeout": TIMEOUT_S * seconds},
-        "retry_config": {
-            "retry_timeout": PATIENCE_S * seconds, "max_retries": 1000,
-            "backoff": {"max_backoff": MOST_PAUSE_S * seconds},
-        },
-    }
+    make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}.get(scheme)
+    keys = aws_profile(os.environ) if scheme == "s3" else {}
+
+    def client(silence_s: float) -> Any:
+        options = {
+            # An endpoint comes from the environment alone, also that of a server without TLS.
+            "client_options": {
+                "allow_http": scheme != "https", "timeout": MOST_S * seconds,
+                "read_timeout": silence_s * seconds,
+            },
+            "retry_config": {
+                "retry_timeout": PATIENCE_S * seconds, "max_retries": 1000,
+                "backoff": {"max_backoff": MOST_PAUSE_S * seconds},
+            },
+        }  # fmt: skip
+        if make is None:
+            return store.HTTPStore.from_url(f"https://{bucket}", **options)
+        return make(bucket, prefix=folder or None, config=keys, **options)
+
     with _as_os_errors():
-        if scheme == "https":
-            return Bucket(store.HTTPStore.from_url(f"https://{bucket}", **options), obstore)
-        make = {"gs": store.GCSStore, "s3": store.S3Store, "az": store.AzureStore}[scheme]
-        keys = aws_profile(os.environ) if scheme == "s3" else {}
-        return Bucket(make(bucket, prefix=folder or None, config=keys, **options), obstore)
+        return Bucket(client(TIMEOUT_S), obstore, client)
 
 
 def local_folder(path: os.PathLike) -> Bucket:
