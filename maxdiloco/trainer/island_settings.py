@@ -2,9 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
 
+from maxdiloco.data import order
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.config import Config
@@ -39,6 +41,12 @@ _OF_DATA = (
     "max_target_length", "enable_data_shuffling", "data_shuffle_seed", "packing",
     "grain_packing_type",
 )  # fmt: skip
+_ROWS, _OTHERS = "sequences_per_replica", "all"  # words that are no keys
+_REMEDIES = MappingProxyType({
+    _ROWS: "Change per_device_batch_size or gradient_accumulation_steps",
+    _OTHERS: "These are fingerprints of more keys than fit here: set those of the model and the "
+    "data, after the ones that are equal, as the others have them",
+})  # fmt: skip
 # The mean of a record is sent in eight bits at least, as owners send theirs.
 _DOWN = MappingProxyType(dict.fromkeys(("float4_e3m0", "int2", "topk"), "int8"))
 _CORRECTED = ("int2", "topk")  # wires that need error feedback, as diloco.quantize has it
@@ -81,7 +89,7 @@ def of(cfg: Config, facts: Facts | None) -> Settings:
     run = Run(
         model=_text(_words(cfg)),
         tokenizer=facts.tokenizer if facts else "",
-        data=_text({name: vars(cfg)[name] for name in _OF_DATA} | _contents(facts)),
+        data=_text(_data(cfg, facts)),
         wire=wire,
         wire_down="float32" if fixed else _DOWN.get(wire, wire),
         merge=cfg.diloco_merge,
@@ -134,10 +142,19 @@ def _words(cfg: Config) -> dict[str, object]:
     return {name: value for name, value in values.items() if value != declared[name].default}
 
 
-def _contents(facts: Facts | None) -> dict[str, str]:
+def _data(cfg: Config, facts: Facts | None) -> dict[str, object]:
+    """What says which place of the data has which text."""
+    words = {name: vars(cfg)[name] for name in _OF_DATA}
+    if entries := list(map(dict, cfg.dataset_mixture)):
+        names = [entry["name"] for entry in entries]
+        share_K = order.shares([Fraction(entry.get("weight", "1")) for entry in entries])
+        by_share = sorted(f"{name}:{share}" for name, share in zip(names, share_K, strict=True))
+        words["dataset_mixture"] = ",".join(names if cfg.dataset_per_replica else by_share)
     if facts is None:
-        return {}
-    return {"dataset_path": hashlib.sha256(facts.contents.encode()).hexdigest()[:16]}
+        return words
+    if cfg.islands == "fixed":
+        words[_ROWS] = facts.step_tokens // facts.length
+    return words | {"dataset_path": hashlib.sha256(facts.contents.encode()).hexdigest()[:16]}
 
 
 def _text(values: Mapping[str, object]) -> str:
@@ -147,40 +164,50 @@ def _text(values: Mapping[str, object]) -> str:
     if len(text) <= _MOST_TEXT:
         return text
     whole = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return f"{text[:_MOST_TEXT - 40].rpartition(' ')[0]} all={whole}"
+    return f"{text[:_MOST_TEXT - 40].rpartition(' ')[0]} {_OTHERS}={whole}"
 
 
-def adopted(own: Run, stored: Run, url: str) -> Run:
-    """The run of a store as this island takes part in it. Raises ConfigError where it cannot."""
+def adopted(own: Run, stored: Run, url: str, step_tokens: int) -> Run:
+    """The run of a store as this island takes part in it. Raises ConfigError where it cannot.
+
+    step_tokens: of a step of this island.
+    """
     own = own._replace(keys=stored.keys)  # keys.of_run says whose they are
     if not own.islands:
         both = own.eval_tokens and stored.eval_tokens
         names = (*_OF_THE_FIRST, "eval_tokens") if both else _OF_THE_FIRST
         own = own._replace(**{name: stored._asdict()[name] for name in names})
-    for key, mine, other in _differences(own, stored):
+    for key, mine, other in _differences(own, stored, step_tokens):
+        remedy = _REMEDIES.get(key, f"Set {key}={other}")
         raise ConfigError(
-            f"{key}={mine} here, and {other} in the run of islands_store={url}. Set {key}={other}, "
-            "or use another islands_store."
+            f"{key}={mine} here, and {other} in the run of islands_store={url}. {remedy}, or use "
+            "another islands_store."
         )
     return own
 
 
-def _differences(own: Run, stored: Run) -> Iterator[tuple[str, str, str]]:
+def _differences(own: Run, stored: Run, step_tokens: int) -> Iterator[tuple[str, str, str]]:
     """Keys with both values."""
     if bool(own.islands) != bool(stored.islands):
         yield "islands", *("fixed" if run.islands else "elastic" for run in (own, stored))
+    elif own.islands_min != stored.islands_min:  # others follow from it
+        yield "islands_min", str(own.islands_min), str(stored.islands_min)
     for field, mine, other in zip(own._fields, own, stored, strict=True):
         if mine == other:
             continue
         if field in ("model", "data"):
             yield from _of_words(mine, other)
+        if field == "tokens":
+            mine, other = (n // (step_tokens * own.islands_min) for n in (mine, other))
+        if field == "eval_tokens":
+            mine, other = (max(n // step_tokens, 1) if n else -1 for n in (mine, other))
         yield _KEYS.get(field, field), base_yml.show(mine), base_yml.show(other)
 
 
 def _of_words(mine: str, other: str) -> Iterator[tuple[str, str, str]]:
     words = [dict(word.partition("=")[::2] for word in text.split()) for text in (mine, other)]
     declared = base_yml.declared()
-    for name in sorted(words[0].keys() | words[1].keys()):
+    for name in sorted(words[0].keys() | words[1].keys(), key=lambda name: (name == _OTHERS, name)):
         usual = base_yml.show(declared[name].default) if name in declared else "default"
         values = [found.get(name, usual) for found in words]
         if values[0] != values[1]:

@@ -80,7 +80,7 @@ class OnIslands(DiLoCo):
             raise ConfigError(f"islands_store={settings.url}: {stored.reason}. Use another.")
         found = stored if isinstance(stored, Run) else None
         if found is not None:
-            run = island_settings.adopted(run, found, settings.url)
+            run = island_settings.adopted(run, found, settings.url, settings.facts.step_tokens)
         known = keys.of_run(self._keys, found, settings.name, settings.url)
         run = run._replace(keys=known)
         if not run.islands:

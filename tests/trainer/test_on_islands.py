@@ -15,7 +15,6 @@ from maxdiloco.errors import ConfigError, NumericsError
 from maxdiloco.islands import audit, objects
 from maxdiloco.islands.records import Run
 from maxdiloco.islands.rules import Pace
-from maxdiloco.trainer import island_settings
 from maxdiloco.trainer.island_settings import Facts, Settings
 from maxdiloco.trainer.on_islands import OnIslands
 
@@ -320,25 +319,6 @@ def test_values_that_are_not_finite_end_an_island(tmp_path, few_compiler_passes)
     with pytest.raises(NumericsError, match="a: its outer gradient of fragment 0 is not"):
         steps_of(trainer, 0, 10**4, problem._replace(targets=targets * 400))
     trainer.leave()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"wire": "int8"}, "diloco_exchange_dtype=int8 here, and float32 in the run of islands_st"),
-        ({"sync_period": 5}, "diloco_sync_period=5 here, and 4 in the run of"),
-        ({"data": "data_shuffle_seed=1"}, "data_shuffle_seed=1 here, and 0 in the run of"),
-        ({"model": "base_emb_dim=64 head_dim=8"}, "base_emb_dim=64 here, and 128 in the run of"),
-        ({"islands": ("a",)}, "islands=fixed here, and elastic in the run of"),
-    ],
-)
-def test_an_island_with_other_keys_is_refused_by_name(changes, words):
-    """Texts of run.json are key=value words; what is not said is the default of base.yml."""
-    stored = ELASTIC._replace(model="head_dim=8", data="default", tokens=7)
-    own = stored._replace(tokens=9, **changes)
-    with pytest.raises(ConfigError, match=f"^{words}.*Set .*, or use another islands_store"):
-        island_settings.adopted(own, stored, "s3://b/r")
-    assert island_settings.adopted(stored._replace(tokens=9), stored, "u").tokens == 7
 
 
 def test_a_store_that_cannot_be_used_is_refused_before_anything_is_compiled(tmp_path):
