@@ -103,7 +103,7 @@ def assemble(
     )
     if cfg.enable_diloco:
         options = dict(num_replicas=shape.num_replicas, on_compile=on_compile, mailbox=mailbox)
-        trainer = _diloco(cfg, mesh, model, step, facts, options)
+        trainer = _diloco(cfg, mesh, model, step, inner_optimizer.init, facts, options)
         trainer.bind(params, opt_state)
     else:
         trainer = DataParallel(
@@ -225,7 +225,7 @@ def most_bytes(parts: Parts) -> int:
     return 12 * count_parameters(parts.model) * parts.shape.num_replicas + 2**20
 
 
-def _diloco(cfg, mesh, model, step, facts, options) -> DiLoCo:
+def _diloco(cfg, mesh, model, step, fresh, facts, options) -> DiLoCo:
     overlap, feedback = cfg.num_communication_overlapping_steps, cfg.diloco_error_feedback
     make, M = DiLoCo, options["num_replicas"]
     if checks.is_island(cfg):
@@ -234,7 +234,7 @@ def _diloco(cfg, mesh, model, step, facts, options) -> DiLoCo:
 
         M, _ = readers(cfg, M)
         settings = island_settings.of(config.with_replicas(cfg, M), facts)
-        make = functools.partial(on_islands.OnIslands, settings=settings)
+        make = functools.partial(on_islands.OnIslands, settings=settings, fresh=fresh)
         overlap, feedback = 0, "never"  # its log has both
     P = cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1
     H, when = cfg.diloco_sync_period, cfg.diloco_outer_overlap

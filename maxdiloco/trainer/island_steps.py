@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxdiloco.diloco import fragments
@@ -70,10 +69,17 @@ class Values:
     """The island's own values for its driver, by fragment: those of `state`, or newer ones.
 
     Several processes take and put them together: what process 0 does, the others follow.
+    fresh: parameters of one replica -> the inner optimizer's first state.
     """
 
-    def __init__(self, host: HostValues, plans: tuple[FragmentPlan, ...], processes: Processes):
-        self.host, self._plans, self._processes = host, plans, processes
+    def __init__(
+        self,
+        host: HostValues,
+        plans: tuple[FragmentPlan, ...],
+        processes: Processes,
+        fresh: Callable[[Any], Any],
+    ):
+        self.host, self._plans, self._processes, self._fresh = host, plans, processes, fresh
         self.state: State | None = None
         self.new: dict[int, np.ndarray] = {}
 
@@ -98,7 +104,7 @@ class Values:
     def without_moments(self, state: State) -> State:
         """The state with an inner optimizer that has seen nothing; it is donated."""
         self._processes.tell(island_processes.WITHOUT_MOMENTS)
-        return _without_moments(state)
+        return self._anew(state)
 
     def followed(self, state: State) -> tuple[State, Standing]:
         """In another process than 0: do what that one does, up to where all stand then."""
@@ -109,15 +115,17 @@ class Values:
                 case island_processes.PUT, fragment:
                     state = self.host.put(state, self._plans[fragment], ())
                 case island_processes.WITHOUT_MOMENTS, _:
-                    state = _without_moments(state)
+                    state = self._anew(state)
                 case _, standing:
                     return state, Standing(*standing)
 
-
-def _without_moments(state: State) -> State:
-    like = jax.tree.map(lambda x: x.sharding, state.opt_state)
-    zeros = jax.jit(lambda s: jax.tree.map(jnp.zeros_like, s), donate_argnums=0, out_shardings=like)
-    return replace(state, opt_state=zeros(state.opt_state))
+    def _anew(self, state: State) -> State:
+        """Not zeros: muon has its coefficients in its state."""
+        like = jax.tree.map(lambda x: x.sharding, state.opt_state)
+        for old in jax.tree.leaves(state.opt_state):
+            old.delete()  # before there are two
+        anew = jax.jit(jax.vmap(self._fresh), out_shardings=like)
+        return replace(state, opt_state=anew(state.params))
 
 
 def leaves_of(layout: Layout, layer_axis: Any) -> tuple[tuple[Leaf, ...], ...]:

@@ -35,11 +35,11 @@ _LOOK_S = 0.05  # of a reader for the island that takes the place of one; our ch
 
 
 class OnIslands(DiLoCo):
-    """See DiLoCo; of one replica. settings: of the island. Of several processes 0 decides."""
+    """See DiLoCo; of one replica. settings: of the island; fresh: of Values. Process 0 decides."""
 
-    def __init__(self, inner_step: Callable, *, settings: Settings, **options: Any):
+    def __init__(self, inner_step: Callable, *, settings: Settings, fresh: Callable, **options):
         super().__init__(inner_step, **options)
-        self._settings, self._run = settings, settings.run
+        self._settings, self._run, self._fresh = settings, settings.run, fresh
         self._processes = Processes(self._mailbox)
         self._standing: Standing | None = None
         self._keys: Keys | None = None  # of process 0
@@ -109,7 +109,7 @@ class OnIslands(DiLoCo):
                 "messages that are there."
             )
         host, plans = HostValues(self.programs, self._mailbox), self.layout.plans
-        self._values = Values(host, plans, self._processes)
+        self._values = Values(host, plans, self._processes, self._fresh)
         theta, trace = [host.theta(state, plan) for plan in plans], None
         if self._saved is not None:
             trace = [host.trace(state, plan) for plan in plans]

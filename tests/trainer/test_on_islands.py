@@ -37,8 +37,9 @@ def an_island(url, name, run, *, feedback=False, said=None, pace=FAST, **options
     mesh = mesh or Mesh(np.array(jax.devices()[place : place + 1]), ("diloco",))
     return OnIslands(
         tiny_problem.jax_inner_step, settings=Settings(str(url), name, run, pace, feedback, facts),
+        fresh=lambda params: jax.tree.map(lambda x: 0 * x - 3, params), mesh=mesh,
         num_replicas=1, sync_period=H, exchange_dtype=run.wire, error_feedback=False,
-        mesh=mesh, layer_axis=tiny_problem.layer_axis(tree), outer_lr=0.7, outer_momentum=0.6,
+        layer_axis=tiny_problem.layer_axis(tree), outer_lr=0.7, outer_momentum=0.6,
         **options,
     )  # fmt: skip
 
@@ -219,8 +220,8 @@ def test_blocks_of_the_data_are_read_once(tmp_path, few_compiler_passes):
 
 
 def test_who_comes_back_keeps_its_moments_where_it_is_not_late(tmp_path, few_compiler_passes):
-    """With the newest checkpoint or one of two records ago; else they are zeros and the learning
-    rate rises over H = 4 steps: a quarter, a half. A new run has no such warm-up."""
+    """With the newest checkpoint or one of two records ago; else they are as at the start, here -3,
+    and the learning rate rises over H = 4 steps: a quarter, a half. A new run has no warm-up."""
     first = an_island(tmp_path / "store", "a", ELASTIC)
     state, batch = started(first)
     assert first.learning_rate(lambda _: 1.0, 1) == 1.0
@@ -232,12 +233,13 @@ def test_who_comes_back_keeps_its_moments_where_it_is_not_late(tmp_path, few_com
         again = an_island(tmp_path / "store", "a", ELASTIC)
         params = tiny_problem.problem("layers").params
         values = tiny_problem.problem("layers").named(params)
-        state = again.init(values, values)  # moments that are not zero
+        state = again.init(values, values)
         again.reading(layout_of(note | {"records": records}, same_rules=True))
         state = again.join(state)
         assert [again.learning_rate(lambda _: 1.0, t) for t in (1, 2)] == rates
-        kept = all(np.any(x) for x in leaves(state.opt_state))
-        assert kept == (rates == [1, 1]) and (kept or not np.any(leaves(state.opt_state)[0]))
+        wanted = params if rates == [1, 1] else [np.full_like(x, -3) for x in params]
+        for moments, x in zip(leaves(state.opt_state), wanted, strict=True):
+            np.testing.assert_array_equal(moments[0], x)
         again.leave()
 
 
