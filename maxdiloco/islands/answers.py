@@ -129,7 +129,7 @@ def _applied(s: Island, action: Apply, digest: str) -> Transition:
         refused=refused,
     )
     s = want(s, Get(records.record_name(record.fragment, record.number + 1)))
-    if action.keep and action.how != "load" and record.author == s.name:
+    if action.keep:
         s = want(s, Create(records.snapshot_name(record.fragment, record.number), ledger))
     if refused >= rules.MOST_UNDECIDED:
         return stopped(s, "it is too far from the others: two norms were rejected", again=True)

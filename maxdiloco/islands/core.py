@@ -189,7 +189,8 @@ def _apply(s: Island, log: Log) -> list[Any]:
     if how == "wait" or (s.run.islands and not all(own.stored for own in committed)):
         return []  # rule 10: what is in the store has to be the own message, to the bit
     seqs = (tuple(own.message.seq for own in part) for part in (committed, returned))
-    return [Apply(record, how, *seqs, record.number % s.run.snapshot_every == 0)]
+    own = record.author == s.name and how != "load"
+    return [Apply(record, how, *seqs, own and record.number % s.run.snapshot_every == 0)]
 
 
 def _present(s: Island) -> set[str]:

@@ -121,7 +121,7 @@ class Apply(NamedTuple):
 
     how: "load": x is not there yet; "merge": x <- alpha x + (1 - alpha) theta; "shift": of
     rules.shifted. committed, returned: the own messages, by seq, that it takes and rejects.
-    keep: for a snapshot.
+    keep: for a snapshot, which the record's author puts.
     """
 
     record: Record
