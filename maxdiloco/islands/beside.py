@@ -72,7 +72,7 @@ class Beside:
         Waits until they are leased; nothing once the island is over.
         """
         with self._changed:
-            while not self._ends or self._ends[-1] < stop:
+            while self._closing or not self._ends or self._ends[-1] < stop:
                 if self._over():
                     return []
                 self._changed.wait(PAUSE_S)
