@@ -162,7 +162,7 @@ def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
         line = f"run.json is not there, and the checkpoint of island={s.name} is at step {s.t}. Set"
         return stopped(s, f"{line} its islands_store, or start without it", again=False)
     elif name == records.RUN:  # the first island makes the start, and what names it last
-        link = records.digest(s.run)
+        link = rules.origin(s.run)
         for fragment, digest in enumerate(s.initial):
             first = Ledger(fragment, 0, link, digest, 0, (), (), (), (), 0)
             s = want(s, Create(records.snapshot_name(fragment, 0), first))
@@ -212,6 +212,9 @@ def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
             s = want(s, Create(name, own.message))
     return want(s, Roll()), []
 
+    if ledger.link != rules.origin(s.run):
+        line = f"{name} is of a start with other keys, which has no {records.RUN} yet. Use another"
+        return stopped(s, f"{line} islands_store, or a folder without it", again=False)
 
 def _snapshot_settled(s: Island, name: str, ledger: Ledger) -> Transition:
     if s.phase != "found":

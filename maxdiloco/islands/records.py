@@ -158,8 +158,8 @@ class Block(NamedTuple):
 class Ledger(NamedTuple):
     """s/F/R: what the records up to R add up to; its payload is the outer state after R.
 
-    link: sha256 of record R, of run.json before the first. digest: of the outer state. norms: of
-    the last messages. top: the highest block seen. blocks: unfinished ones.
+    link: sha256 of record R, rules.origin before the first. digest: of the outer state. norms: of
+    the last messages, and their steps. top: the highest block seen. blocks: unfinished ones.
     """
 
     fragment: int

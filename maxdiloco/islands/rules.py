@@ -19,6 +19,11 @@ STALE_WEIGHT = 0.8  # a record
 MOST_NORM, NORMS, LEAST_NORMS = 4.0, 16, 4  # times the median of the last 16, once there are 4
 
 
+def origin(run: Run) -> str:
+    """Rule 1: the link of a log's start, the same for islands that begin a run at once."""
+    return records.digest(run._replace(tokens=1, block_tokens=0, eval_tokens=0))
+
+
 def breach(ledger: Ledger, record: Record) -> str:
     """Rule 1, the log is the only truth: why a record cannot follow, "" if it does."""
     marks = marks_of(ledger)

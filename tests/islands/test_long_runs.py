@@ -1,0 +1,58 @@
+"""What a run of days meets: memory, two starts at once, one that was not finished."""
+
+from together import PACE, Together, a_run, heads, start_values
+
+from maxdiloco.islands import audit, beside
+from maxdiloco.islands.driver import Driver
+from maxdiloco.storage import store
+
+
+def test_an_island_keeps_no_snapshot_of_a_record_of_another():
+    """Each record that is divisible by four has one, which its author puts."""
+    group = Together(store.in_memory(), a_run(), "ab", 0)
+    group.until(10**6, lambda islands: min(heads(islands), default=0) >= 20)
+    for one in group.islands.values():
+        kept = [name for name in one._payloads if name[0] == "s"]
+        assert len(kept) <= len(one.state.asks)
+    names = {entry.name for entry in group.bucket.list_all("s")}
+    assert {"s/0/16", "s/1/16"} <= names
+    waiting = [name for one in group.islands.values() for name in one._payloads if name[0] == "s"]
+    assert not set(waiting) & names
+
+
+def begun(bucket, run, requests):
+    """An island that ends after so many requests."""
+    one = Driver(bucket, run, PACE, "b", start_values(run), clock=lambda: 0.0)
+    for _ in range(requests):
+        one.tick()
+        assert one.work()
+
+
+def test_two_that_begin_a_run_at_once_make_one_log():
+    """The other one has a step of other tokens, and put the first snapshot before it ended."""
+    bucket, run = store.in_memory(), a_run(block_tokens=64, tokens=10**9)
+    begun(bucket, run._replace(block_tokens=32, tokens=10**8), 2)
+    assert [entry.name for entry in bucket.list_all("s")] == ["s/0/0"]
+    group = Together(bucket, run, "a", 0)
+    group.until(10**6, lambda islands: min(heads(islands), default=0) >= 3)
+    for fragment in (0, 1):
+        audit.replay(bucket, run, fragment)
+
+
+def test_a_start_with_other_keys_that_was_not_finished_is_named():
+    bucket, run = store.in_memory(), a_run()
+    begun(bucket, run._replace(outer_lr=0.5), 2)
+    group = Together(bucket, run, "a", 0)
+    (one,) = group.islands.values()
+    group.until(10**6, lambda _: one.stop is not None)
+    assert one.stop.line.startswith("s/0/0 is of a start with other keys, which has no run.json")
+
+
+def test_a_reader_gets_nothing_of_an_island_that_is_closing():
+    run = a_run(block_tokens=64)
+    driver = Driver(store.in_memory(), run, PACE, "a", start_values(run))
+    one = beside.Beside(driver, PACE, print)
+    one.joined()
+    assert one.leased(0, 8)
+    one.close(drain=False)
+    assert one.leased(0, 8) == []
