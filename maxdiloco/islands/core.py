@@ -259,8 +259,8 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
         s.name,
         f"{s.incarnation}.{log.drafts}",
         tuple(
-            Member(m.island, m.incarnation, m.seq, weights[m.island, m.incarnation], m.tokens,
-                   m.norm, m.data)
+            Member(m.island, m.incarnation, m.seq, weights[m.island, m.incarnation], m.steps,
+                   m.tokens, m.norm, m.data)
             for m in members
         ),
         tuple(rejected),

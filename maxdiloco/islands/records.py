@@ -100,6 +100,7 @@ class Member(NamedTuple):
     incarnation: int
     seq: int
     weight: float
+    steps: int
     tokens: int
     norm: float
     data: tuple[Range, ...]
@@ -112,6 +113,7 @@ class Reject(NamedTuple):
     incarnation: int
     seq: int
     reason: str
+    steps: int
     norm: float
 
 
@@ -168,7 +170,7 @@ class Ledger(NamedTuple):
     digest: str
     tokens: int
     marks: tuple[Mark, ...]
-    norms: tuple[float, ...]
+    norms: tuple[tuple[float, int], ...]
     dead: tuple[tuple[str, int], ...]
     blocks: tuple[Block, ...]
     top: int

@@ -55,8 +55,8 @@ def follow(run: Run, ledger: Ledger, record: Record, digest: str) -> Ledger:
         tokens = one.tokens if isinstance(one, Member) else 0
         marks[key_of(one)[:2]] = old._replace(seq=one.seq, tokens=old.tokens + tokens)
     found, top = blocks.after(run, ledger, record)
-    norms = [m.norm for m in record.members]
-    norms += [r.norm for r in record.rejected if r.reason == "norm"]
+    norms = [(m.norm, m.steps) for m in record.members]
+    norms += [(r.norm, r.steps) for r in record.rejected if r.reason == "norm"]
     return Ledger(
         ledger.fragment,
         record.number,
@@ -263,7 +263,7 @@ def sort_out(
         marks[key[:2]] = key[2]
         message = inbox[key]
         if reason := reject_reason(run, ledger, message, damaged.get(key, "")):
-            rejected.append(Reject(*key, reason, message.norm))
+            rejected.append(Reject(*key, reason, message.steps, message.norm))
         else:
             members.append(message)
     return members, rejected
@@ -281,10 +281,17 @@ def reject_reason(run: Run, ledger: Ledger, message: Message, damage: str) -> st
         return ""
     if is_stale(ledger, message):
         return "stale"
-    known = len(ledger.norms) >= LEAST_NORMS
-    if known and message.norm > MOST_NORM * statistics.median(ledger.norms):
-        return "norm"
-    return ""
+    return "norm" if is_too_long(ledger, message) else ""
+
+
+def is_too_long(ledger: Ledger, message: Message) -> bool:
+    """Rule 13: beside the last ones, as a whole and by step: a quick island's are longer, and where
+    steps go to and fro one of few steps is longer by step."""
+    if len(ledger.norms) < LEAST_NORMS:
+        return False
+    whole = statistics.median(norm for norm, _ in ledger.norms)
+    by_step = statistics.median(norm / max(steps, 1) for norm, steps in ledger.norms)
+    return message.norm > MOST_NORM * max(whole, by_step * message.steps)
 
 
 def unsent(theta: Any, undecided: Iterable[Any], x: Any) -> Any:

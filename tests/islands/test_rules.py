@@ -37,16 +37,18 @@ def test_a_record_of_few_moves_less():
     [
         ({}, ""), ({"base": 10}, "base"), ({"base": 7}, ""), ({"base": 6}, "stale"),
         ({"finite": False}, "not finite"), ({"norm": 4.0}, ""), ({"norm": 4.1}, "norm"),
+        ({"norm": 20.0, "steps": 10}, ""), ({"norm": 20.1, "steps": 10}, "norm"),
     ],
 )  # fmt: skip
 def test_why_a_message_cannot_count(changes, reason):
-    """The median of 0.5, 1, 1, 9 is 1. Fixed mode has no guard that depends on others."""
-    ledger = EMPTY._replace(norms=(0.5, 1.0, 1.0, 9.0))
+    """The medians of 0.5, 1, 1, 9 are 1, and by step 0.5. Fixed mode has no guard that depends on
+    others."""
+    ledger = EMPTY._replace(norms=((0.5, 2), (1.0, 2), (1.0, 2), (9.0, 2)))
     assert rules.reject_reason(RUN, ledger, message(**changes), "") == reason
     assert rules.reject_reason(RUN, ledger, message(**changes), "sha256") == "sha256"
     alone = "" if reason in ("stale", "norm") else reason
     assert rules.reject_reason(FIXED, ledger, message(**changes), "") == alone
-    few = ledger._replace(norms=(1.0, 1.0, 1.0))
+    few = ledger._replace(norms=((1.0, 2),) * 3)
     assert rules.reject_reason(RUN, few, message(norm=9.0), "") == ""
 
 
@@ -73,7 +75,7 @@ def test_too_few_decide_what_is_bad_alone_and_in_turn():
     inbox = {rules.key_of(m): m for m in (message(base=5), message(seq=2), message(seq=3, base=5))}
     assert rules.members_in(run, EMPTY, inbox, {}, {"a"}, 0.0, Pace()) is None
     late = rules.members_in(run, EMPTY, inbox, {}, {"a"}, 20.0, Pace())
-    assert late == ([], [Reject("a", 1, 1, "stale", 1.0)])
+    assert late == ([], [Reject("a", 1, 1, "stale", 2, 1.0)])
 
 
 def test_fixed_mode_takes_the_first_of_each_whatever_the_time():
@@ -133,7 +135,7 @@ def test_a_block_is_finished_when_all_of_it_has_come_in_any_order():
     """Of a block of 30 tokens 9 to 30 come first, since the message with 0 to 9 was rejected."""
     run, ledger = a_run(block_tokens=30), EMPTY
     for start, stop, blocks in ((9, 30, (Block(5, 1, "a", 1, 30, 21),)), (0, 9, ())):
-        member = Member("a", 1, 1, 1.0, 9, 1.0, (Range(5, 1, start, stop),))
+        member = Member("a", 1, 1, 1.0, 2, 9, 1.0, (Range(5, 1, start, stop),))
         record = Record(0, 10, "a", "", (member,), (), (), 1.0, "", "", "")
         ledger = rules.follow(run, ledger, record, "")
         assert (ledger.blocks, ledger.top) == (blocks, 5)

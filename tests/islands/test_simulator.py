@@ -170,7 +170,7 @@ FOUND = {
     "a record waits for a step of an island that waits for the record": (
         core, "may_step", may_step_whatever_is_known, 119),
     "the rest of a block is read again after a rejected part of it came late": (
-        blocks, "after", blocks_by_their_last_part, 528, 1500),
+        blocks, "after", blocks_by_their_last_part, 215, 1500),
 }  # fmt: skip
 
 
