@@ -50,7 +50,7 @@ def take(s: Island, event: Done) -> Transition:
     ask = s.asks.pop(action, None)
     if ask is None:
         return s, []
-    s, lines = _away(s, result) if result == FAILED or s.failing_since is not None else (s, [])
+    s, lines = _away(s, action, result)
     if isinstance(result, Damage) and not isinstance(action, Look):
         return stopped(s, result.reason, again=False)
     if result == FAILED and not isinstance(action, Create):
@@ -73,17 +73,23 @@ def _again(s: Island, action: Any, tries: int) -> Island:
     return want(s, action, rules.pause(s.pace, tries, f"{s.name}{s.nonce}{action[0]}"), tries + 1)
 
 
-def _away(s: Island, result: Any) -> tuple[Island, list[Any]]:
-    """Rule 13: say once that the store is away, and that it is back."""
-    if result != FAILED:
-        lines = [Say("the store is back")] if s.said_away else []
+def _away(s: Island, action: Any, result: Any) -> tuple[Island, list[Any]]:
+    """Rule 13: say once that the store is away, and that it is back: a full disk that can be read
+    is away until something is written."""
+    own = s.pending.get(action[0])
+    writes = isinstance(action, Create | Put) or (own is not None and result == own)
+    if result == FAILED:
+        s.failing_since = s.now if s.failing_since is None else s.failing_since
+        s.unwritten_since = s.now if writes and s.unwritten_since is None else s.unwritten_since
+        since = s.failing_since if s.unwritten_since is None else s.unwritten_since
+        late = s.now - min(since, s.failing_since) >= s.pace.period and not s.said_away
+        s.said_away = s.said_away or late
+        return s, [Say(AWAY)] * late
+    if s.failing_since is not None:
         s = at_once(s) if s.now - s.failing_since >= s.pace.most_poll else s
-        s.failing_since, s.said_away = None, False
-        return s, lines
-    since = s.now if s.failing_since is None else s.failing_since
-    late = s.now - since >= s.pace.period and not s.said_away
-    s.failing_since, s.said_away = since, s.said_away or late
-    return s, [Say(AWAY)] * late
+    s.failing_since, s.unwritten_since = None, None if writes else s.unwritten_since
+    said, s.said_away = s.said_away, s.said_away and s.unwritten_since is not None
+    return s, [Say("the store is back")] * (said and not s.said_away)
 
 
 def _packed(s: Island, message: Message) -> Transition:
@@ -112,22 +118,12 @@ def _applied(s: Island, action: Apply, digest: str) -> Transition:
     refused += any(reasons.get(rules.key_of(own.message)) == "norm" for own in log.own)
     decided = {*action.committed, *action.returned}
     s = with_log(
-        s,
-        record.fragment,
-        ledger=ledger,
-        record=None,
-        fetched=False,
-        draft=None,
+        s, record.fragment, ledger=ledger, record=None, fetched=False, draft=None, steps=steps,
+        tokens=tokens, data=data, first_at=None, ripe_at=None, refused=refused,
         own=tuple(own for own in log.own if own.message.seq not in decided),
-        steps=steps,
-        tokens=tokens,
-        data=data,
         inbox={k: m for k, m in log.inbox.items() if not rules.is_decided(marks, k)},
         damaged={k: m for k, m in log.damaged.items() if not rules.is_decided(marks, k)},
-        first_at=None,
-        ripe_at=None,
-        refused=refused,
-    )
+    )  # fmt: skip
     s = want(s, Get(records.record_name(record.fragment, record.number + 1)))
     if action.keep:
         s = want(s, Create(records.snapshot_name(record.fragment, record.number), ledger))
@@ -212,13 +208,13 @@ def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
             s = want(s, Create(name, own.message))
     return want(s, Roll()), []
 
-    if ledger.link != rules.origin(s.run):
-        line = f"{name} is of a start with other keys, which has no {records.RUN} yet. Use another"
-        return stopped(s, f"{line} islands_store, or a folder without it", again=False)
 
 def _snapshot_settled(s: Island, name: str, ledger: Ledger) -> Transition:
     if s.phase != "found":
         return want(s, Delete(ledger.fragment)), []
+    if ledger.link != rules.origin(s.run):
+        line = f"{name} is of a start with other keys, which has no {records.RUN} yet. Use another"
+        return stopped(s, f"{line} islands_store, or a folder without it", again=False)
     s = with_log(s, ledger.fragment, caught_up=True)
     if all(log.caught_up for log in s.logs):
         s.logs = tuple(changed(log, caught_up=False) for log in s.logs)
@@ -283,7 +279,8 @@ def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
 
 def _rolled(s: Island, action: Roll, beats: Any, tries: int) -> Transition:
     """Rule 3: changes are noted by the own clock."""
-    s.watched, s.rolled_at = s.watched + rules.watched(s.pace, s.now - s.rolled_at), s.now
+    writes, since = s.unwritten_since is None, s.now - s.rolled_at
+    s.watched, s.rolled_at = s.watched + rules.watched(s.pace, since, writes), s.now
     seen = dict(s.seen)
     for name, beat in beats.items():
         old = seen.get(name)

@@ -97,7 +97,8 @@ def may_step(s: Island) -> bool:
 
 def watched(s: Island) -> float:
     """Rule 3: how long it has seen the signs of life of others until now [s]."""
-    return s.watched + rules.watched(s.pace, s.now - s.rolled_at)
+    since = s.now - s.rolled_at
+    return s.watched + rules.watched(s.pace, since, s.unwritten_since is None)
 
 
 def _emit(s: Island, actions: list[Any]) -> Transition:

@@ -242,7 +242,6 @@ class Island:
     """An island; core.step changes a copy. nonce: of this program.
 
     phase: found, claim, load, in, stopped.
-
     initial: digests of the fragments' states before the first record. moments_of: records that the
     own checkpoint has, or None. after: see core.start. asks: requests; pending: objects being
     created, by name. leases: what is left of the blocks of the data; leasing: those being claimed,
@@ -280,6 +279,7 @@ class Island:
     period_tokens: int = 0
     evaluated: int = 0
     failing_since: float | None = None
+    unwritten_since: float | None = None
     said_away: bool = False
 
     def copy(self) -> "Island":

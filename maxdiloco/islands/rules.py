@@ -92,10 +92,13 @@ def is_own(claim: records.Claim, nonce: str) -> bool:
     return claim.nonce == nonce
 
 
-def watched(pace: Pace, since: float) -> float:
+def watched(pace: Pace, since: float, writes: bool) -> float:
     """Rule 3: what counts of the time between two looks at the signs of life, a pause and half a
-    one for the answer. While the store is away, or the observer stands still, nobody is silent."""
-    return min(since, 1.5 * pace.roll)
+    one for the answer. While the store is away, or the observer stands still, nobody is silent.
+
+    writes: whether the observer's own sign of life comes into the store; the others' may not.
+    """
+    return min(since, 1.5 * pace.roll) if writes else 0.0
 
 
 def alive(run: Run, seen: Mapping[str, Seen], time: float, pace: Pace) -> set[str]:

@@ -1,0 +1,101 @@
+"""Lines of an island: on a store that is read and not written, on what it waits for, on others."""
+
+import queue
+import threading
+
+import pytest
+from together import PACE, Together, a_run, heads, start_values
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.islands import answers, beside, fitness, objects
+from maxdiloco.islands.driver import Driver
+from maxdiloco.islands.island import Seen
+from maxdiloco.islands.records import Beat
+from maxdiloco.storage import store
+
+
+class FullDisk:
+    """A bucket that can be read, and while it is full not be written."""
+
+    def __init__(self):
+        self.bucket, self.full = store.in_memory(), False
+
+    def __getattr__(self, name):
+        if self.full and name in ("put", "put_if", "delete"):
+            raise OSError(28, "No space left on device")
+        return getattr(self.bucket, name)
+
+
+def test_a_store_that_is_full_is_away_until_something_is_written():
+    """Both islands say so once, nobody is thought dead of it, and it is back for both."""
+    bucket = FullDisk()
+    group = Together(bucket, a_run(block_tokens=64), "ab", 0)
+    group.until(10**6, lambda islands: min(heads(islands), default=0) >= 3)
+    bucket.full = True
+    start = group.now
+    while group.now < start + 3 * PACE.dead:
+        group.event(10**6)
+    said = {name: list(one.said) for name, one in group.islands.items()}
+    assert all(lines.count(answers.AWAY) == 1 for lines in said.values())
+    bucket.full, before = False, heads(group.islands.values())
+    group.until(10**6, lambda islands: min(heads(islands)) > max(before) + 2)
+    for name, one in group.islands.items():
+        assert one.said[len(said[name]) :].count("the store is back") == 1
+        assert one.stop is None and not any(log.ledger.dead for log in one.state.logs)
+
+
+def test_an_island_that_waits_says_for_what(monkeypatch):
+    monkeypatch.setattr(beside, "PATIENCE_S", 0.5)
+    said, run = queue.Queue(), a_run(block_tokens=64, islands_min=2)
+    driver = Driver(store.in_memory(), run, PACE, "a", start_values(run))
+    one = beside.Beside(driver, PACE, said.put)
+    one.joined()
+    ended = threading.Event()
+
+    def train():
+        while not ended.is_set():
+            one.ready()
+            one.stepped(8)
+
+    trains = threading.Thread(target=train)
+    trains.start()
+    try:
+        line = said.get(timeout=20)
+    finally:
+        ended.set()
+        one.close(drain=False)
+    trains.join()
+    assert line.startswith("island a waits for messages of fragment ")
+    assert line.endswith(" of islands_min=2, and has 1") and said.empty()
+
+
+def test_an_island_of_last_week_is_not_there():
+    """Its sign of life is still in the store; it is there once that has changed."""
+    run = a_run()
+    group = Together(store.in_memory(), run, "a", 0)
+    group.until(10**6, lambda islands: min(heads(islands), default=0) >= 1)
+    (one,) = group.islands.values()
+    company = beside.Company("a")
+
+    def lines(beat):
+        one.state.seen = {**one.state.seen, "b": Seen(beat, one.state.watched)}
+        return company.lines(one.state, PACE)
+
+    old = Beat("b", 1, 7, True, 1.0)
+    assert lines(old) == []
+    assert lines(old._replace(beat=8)) == ["island b is there"]
+
+
+def test_a_store_that_replaces_what_is_there_is_refused():
+    bucket = store.in_memory()
+    fitness.require_rights(bucket, "u", "a")
+    bucket.put_if = lambda name, data, version: {"e_tag": "1"}
+    with pytest.raises(ConfigError, match="islands_store=u replaces .* Use another store"):
+        fitness.require_rights(bucket, "u", "a")
+
+
+def test_a_store_of_the_home_folder_is_there(tmp_path, monkeypatch):
+    """As with every key that is a path; a shell leaves `islands_store=~/x` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    objects.open_bucket("~/runs").put("hb/a", b"")
+    assert (tmp_path / "runs" / "hb" / "a").exists()
