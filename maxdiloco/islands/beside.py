@@ -20,6 +20,7 @@ from maxdiloco.islands.records import Range
 THREADS = 8
 PAUSE_S = 0.02  # between two looks at the clock
 DRAIN_S = 10.0  # for what is being stored at the end
+PATIENCE_S = 30.0  # of a step, after which a line says what it waits for
 
 
 class Beside:
@@ -34,6 +35,7 @@ class Beside:
         lock = threading.Lock()  # around every event
         self._changed, self._wanted = threading.Condition(lock), threading.Condition(lock)
         self._flying, self._closing = list[Any](), False
+        self._waited_for = set[str]()
         self._error: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._guarded, args=target, daemon=True)
@@ -52,8 +54,20 @@ class Beside:
         self._until(lambda: self.driver.state.phase == "in")
 
     def ready(self) -> None:
-        """Wait until the next inner step may begin, or the island is over."""
-        self._until(self.driver.may_step)
+        """Wait until the next inner step may begin, or the island is over; say for what."""
+        began = self.driver.state.now
+
+        def may_step():
+            state: Island = self.driver.state
+            if self.driver.may_step():
+                return True
+            what = waits_for(state) if state.now - began >= PATIENCE_S else ""
+            if what and what not in self._waited_for:
+                self._waited_for.add(what)
+                self._say(f"island {state.name} waits for {what}")
+            return False
+
+        self._until(may_step)
 
     def stepped(self, tokens: int) -> None:
         """An inner step is done."""
@@ -161,11 +175,28 @@ class Beside:
             self._wanted.notify_all()
 
 
+def waits_for(s: Island) -> str:
+    """What an island waits for that may not take its next step."""
+    for fragment, log in enumerate(s.logs):
+        if not log.own or log.record is not None:
+            continue
+        what, there = f"of fragment {fragment}", {island for island, *_ in log.inbox}
+        if not all(own.stored for own in log.own):
+            return f"its message {what} to be in the store"
+        if absent := ", ".join(sorted(set(s.run.islands) - there)):
+            return f"a message {what} of island {absent}"
+        if len(there) < s.run.islands_min:
+            return f"messages {what} of islands_min={s.run.islands_min}, and has {len(there)}"
+        return f"the next record {what}"
+    return "a block of the data"
+
+
 class Company:
     """Who else is there, for lines when that changes. name: this island's."""
 
     def __init__(self, name: str):
         self._name = name
+        self._first: dict[str, Any] = {}  # signs of life; they may be of last week
         self._there: Mapping[str, int] = {}  # incarnations
         self._gone: set[str] = set()
 
@@ -174,7 +205,9 @@ class Company:
         if state.run.islands or state.phase != "in":
             return []
         living = rules.alive(state.run, state.seen, core.watched(state), pace) - {self._name}
-        there = {name: state.seen[name].beat.incarnation for name in living}
+        beats = {name: state.seen[name].beat for name in living}
+        beats = {n: beat for n, beat in beats.items() if self._first.setdefault(n, beat) != beat}
+        there = {name: beat.incarnation for name, beat in beats.items()}
         if there == self._there:
             return []
         before, self._there, found = self._there, there, []

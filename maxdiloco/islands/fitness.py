@@ -61,10 +61,12 @@ def _race(bucket: Bucket, name: str, start: threading.Barrier, writer: int) -> b
 
 
 def require_rights(bucket: Bucket, url: str, name: str) -> None:
-    """Raise ConfigError for a store that is away, or that this island may not read and write."""
+    """Raise ConfigError for a store that is away, that this island may not read and write, or that
+    does not put if absent."""
     probe = f"check/{name}.{time.time_ns()}"
     try:
         bucket.put(probe, b"")
+        replaced = bucket.put_if(probe, b"", None)
         bucket.head(records.RUN)
         bucket.delete([probe])
     except OSError as error:
@@ -72,3 +74,9 @@ def require_rights(bucket: Bucket, url: str, name: str) -> None:
             f"islands_store={url} cannot be used: {error.strerror}. Make it readable and writable "
             "for this machine, or name another."
         ) from error
+    if replaced is not None:
+        raise ConfigError(
+            f"islands_store={url} replaces an object that is to be put only where there is none: "
+            "two islands would win the same name. Use another store, and `python -m "
+            "maxdiloco.islands check URL` before."
+        )

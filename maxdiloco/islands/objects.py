@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,7 +27,7 @@ def open_bucket(url: str, key: str = "URL") -> Bucket:
     try:
         if scheme in store.SCHEMES:
             return store.connect(scheme, *re.split("/+", rest.rstrip("/"), maxsplit=1))
-        return store.local_folder(rest)
+        return store.local_folder(os.path.expanduser(rest))
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{key}={url} needs the package obstore, which is not installed: pip install -e "
