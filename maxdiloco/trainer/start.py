@@ -198,11 +198,10 @@ def changes(
     if saved := start.saved:
         stored, before = saved.meta["config"], saved.meta["schedule_steps"]
         old = config.from_dict(stored)
-        lines += [
-            *resume.change_lines(stored, cfg.as_dict()),
-            *parts.trainer.reading(_layout(cfg, saved)).lines(saved.step),
-            *rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps),
-        ]
+        lines += resume.change_lines(stored, cfg.as_dict())
+        lines += parts.trainer.reading(_layout(cfg, saved)).lines(saved.step)
+        if not checks.ends_with_log(cfg):  # there the rate goes by the log
+            lines += rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps)
     parts = (part for line in lines for part in console.fit(line, console.WIDTH).split("\n"))
     return [part.replace(resume.KEEP, " ") for part in parts]
 

@@ -32,12 +32,12 @@ def log_of(folder, fragment=0):
 
 
 def test_an_island_trains_until_its_tokens_are_committed(tmp_path, capsys):
-    """And a second start of it, one with other keys and one that does not sign have nothing to do
-    there."""
+    """And a second start of it, which changes no rate by its steps, one with other keys and one
+    that does not sign have nothing to do there."""
     (tmp_path / "keys").mkdir()
     key = ssh_keys.make(tmp_path / "keys", "a")
     keys = island(tmp_path, "a", steps=150, log_period=10, checkpoint_period=50, islands_key=key)
-    keys |= dict(eval_interval=40, eval_steps=1)
+    keys |= dict(eval_interval=40, eval_steps=1, learning_rate_schedule_steps=-1)
     assert tools.run(tmp_path, "a", **keys) == 0
     text = capsys.readouterr().out
     assert "island a is in, its start number 1: 0 records, 0 tokens committed, 0.0 %" in text
@@ -49,8 +49,9 @@ def test_an_island_trains_until_its_tokens_are_committed(tmp_path, capsys):
     assert last == rows[-1]["step"] and tools.meta(tmp_path / "a", last)["records"] >= 1
     evaluated = [row for row in rows if "eval/loss" in row]
     assert 1 < len(evaluated) < len(rows)
-    assert tools.run(tmp_path, "a", **keys) == 0
-    assert "nothing to do: " in capsys.readouterr().out
+    assert tools.run(tmp_path, "a", **(keys | dict(steps=300))) == 0
+    text = capsys.readouterr().out
+    assert "nothing to do: " in text and "learning rate's schedule" not in text
     other = keys | dict(diloco_sync_period=5, island="b")
     code, line = refused(tmp_path, capsys, other)
     assert code == 2 and "diloco_sync_period=5 here, and 4 in the run of islands_store=" in line
