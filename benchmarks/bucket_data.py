@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.link.command import guarded, help_text
+from benchmarks.link.command import divided, guarded, help_text
 from benchmarks.link.rows import ROOT
 from benchmarks.replica_cost import measure
 from maxdiloco.errors import ConfigError
@@ -59,15 +59,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    own = OWN | {name: value for name, value in given.items() if name in OWN}
+    own, given = divided(argv, OWN)
     for name in ("latency_ms", "turns", "mb"):
         if not own[name].isdecimal() or int(own[name]) < 1:
             raise ConfigError(f"{name}={own[name]} is no whole number of 1 or more. Use {name}=2.")
     kinds = [kind for kind in own["runs"].split(";") if kind]
     if not set(kinds) <= set(KINDS):
         raise ConfigError(f"runs={own['runs']} is unknown. Use {';'.join(KINDS)}, or one of them.")
-    keys = DEFAULTS | {name: value for name, value in given.items() if name not in OWN} | FIXED
+    keys = DEFAULTS | given | FIXED
     out = pathlib.Path(own["out"]).resolve()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as folder, _server(int(own["latency_ms"])):

@@ -17,10 +17,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import yaml
-
 from benchmarks.link import faults
-from benchmarks.link.command import guarded, help_text
+from benchmarks.link.command import divided, guarded, help_text
 from benchmarks.link.faults import CaseError, End, Fault
 from benchmarks.link.hosts import Link, check
 from maxdiloco.errors import ConfigError, LostPeerError
@@ -120,16 +118,8 @@ def _main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """The benchmark's own values and the trainer's keys. Raises ConfigError."""
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    known = yaml.safe_load((faults.ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
-    for name in given:
-        if name not in {*OWN, *known}:
-            raise ConfigError(
-                f"{name}={given[name]}: {name} is no key of the trainer. Use {', '.join(OWN)}, or "
-                f"a key of configs/base.yml."
-            )
-    own = {name: given.get(name, value) for name, value in OWN.items()}
-    return own, KEYS | {name: value for name, value in given.items() if name not in OWN}
+    own, keys = divided(argv, OWN)
+    return own, KEYS | keys
 
 
 def _number(name: str, own: dict[str, str], least: float) -> float:

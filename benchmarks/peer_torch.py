@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import step_time
-from benchmarks.link.command import guarded, help_text
+from benchmarks.link.command import divided, guarded, help_text
 from benchmarks.link.rows import ROOT, RowError
 from benchmarks.link.torchft_rows import environment
 from maxdiloco.errors import ConfigError
@@ -128,9 +128,8 @@ def _main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> tuple[dict[str, str], list[str], Config]:
     """Own arguments, the trainer's, and the trainer's config. Raises ConfigError."""
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    own = OWN | {name: value for name, value in given.items() if name in OWN}
-    keys = DEFAULTS | {name: value for name, value in given.items() if name not in OWN}
+    own, given = divided(argv, OWN)
+    keys = DEFAULTS | given
     for name in ("compile", "start"):
         if own[name] not in ("true", "false"):
             raise ConfigError(f"{name}={own[name]} is neither. Use true or false.")

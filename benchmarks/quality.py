@@ -19,15 +19,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import yaml
 
 from benchmarks.learning import draw, table
 from benchmarks.learning.modes import BY_NAME, MODES, SCALES, Mode, Scale
 from benchmarks.learning.plan import FIRST_SEED, Row, decided, is_over
 from benchmarks.learning.rows import Run, keys_of
 from benchmarks.learning.traffic import Traffic, traffic
-from benchmarks.link.command import guarded, help_text
-from benchmarks.link.rows import ROOT, RowError
+from benchmarks.link.command import divided, guarded, help_text
+from benchmarks.link.rows import RowError
 from maxdiloco.errors import ConfigError
 
 OWN = {
@@ -36,6 +35,7 @@ OWN = {
     "seeds": "",  # of every mode; empty: the scale's for those of its table, 1 for the others
     "steps": "",  # likewise
     "batch": "",  # sequences a step, likewise
+    "rates": "",  # inner:outer, of every mode; empty: tuned
     "jobs": "",  # rows at once; empty: one a core on a CPU, else 1
     "out": "runs/quality",
 }
@@ -101,15 +101,7 @@ def _main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> Asked:
     """What a command line asks for. Raises ConfigError."""
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    known = yaml.safe_load((ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
-    for name in given:
-        if name not in {*OWN, *known}:
-            raise ConfigError(
-                f"{name}={given[name]}: {name} is unknown. Use {', '.join(OWN)}, or a key of "
-                f"configs/base.yml."
-            )
-    own = OWN | {name: value for name, value in given.items() if name in OWN}
+    own, keys = divided(argv, OWN)
     if own["scale"] not in SCALES:
         raise ConfigError(f"scale={own['scale']} is unknown. Use {' or '.join(SCALES)}.")
     scale = SCALES[own["scale"]]
@@ -126,9 +118,18 @@ def arguments(argv: Sequence[str]) -> Asked:
     on_cpu = scale.keys["hardware"] == "cpu"
     default = len(os.sched_getaffinity(0)) if on_cpu else 1
     jobs = _number("jobs", own["jobs"]) if own["jobs"] else default
-    keys = {name: value for name, value in given.items() if name not in OWN}
-    modes = [BY_NAME[name] for name in names]
+    modes = [_at_rates(BY_NAME[name], own["rates"]) for name in names]
     return Asked(own["scale"], scale, modes, keys, jobs, pathlib.Path(own["out"]).resolve())
+
+
+def _at_rates(mode: Mode, text: str) -> Mode:
+    if not text:
+        return mode
+    try:
+        inner, outer = map(float, text.split(":"))
+    except ValueError as error:
+        raise ConfigError(f"rates={text} is not inner:outer. Use rates=0.008:0.7.") from error
+    return mode._replace(inner_lr=inner, outer_lr=mode.outer_lr and outer)
 
 
 def _number(name: str, text: str) -> int:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from benchmarks.link.command import guarded, help_text
+from benchmarks.link.command import divided, guarded, help_text
 from benchmarks.link.rows import ROOT, RowError
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
@@ -59,12 +59,11 @@ def _main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """Own arguments, and the trainer's keys of both cases. Raises ConfigError."""
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    own = OWN | {name: value for name, value in given.items() if name in OWN}
+    own, given = divided(argv, OWN)
     for name in ("replicas", "turns"):
         if not own[name].isdecimal() or int(own[name]) < 1:
             raise ConfigError(f"{name}={own[name]} is no whole number of 1 or more. Use {name}=2.")
-    keys = DEFAULTS | {name: value for name, value in given.items() if name not in OWN} | FIXED
+    keys = DEFAULTS | given | FIXED
     # What the command line says of the exchange is for the replicas alone.
     streaming = STREAMING | {name: keys.pop(name) for name in STREAMING if name in keys}
     cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.learning import draw_cases
 from benchmarks.learning.cases import BASE, GROUPS, Case
-from benchmarks.link.command import guarded, help_text
+from benchmarks.link.command import divided, guarded, help_text
 from benchmarks.link.rows import ROOT, RowError
 from maxdiloco.errors import ConfigError
 
@@ -32,11 +32,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    own = OWN | {name: value for name, value in given.items() if name in OWN}
+    own, keys = divided(argv, OWN)
     if own["group"] not in GROUPS:
         raise ConfigError(f"group={own['group']} is unknown. Use {' or '.join(GROUPS)}.")
-    keys = {name: value for name, value in given.items() if name not in OWN}
     out = pathlib.Path(own["out"]).resolve()
     cases = GROUPS[own["group"]]
     found: dict[str, Rows] = {}

@@ -40,7 +40,7 @@ REFUSED = {
         ("peer=torchft num_communication_overlapping_steps=10", "steps=10: torchft .*Use 2, 20"),
     ],
     link_faults: [
-        ("fault=kill", "fault is no key of the trainer"),
+        ("fault=kill", "fault is no key. Use "),
         ("moments=lunch", "use all, or some of: inner steps, in flight"),
     ],
     peer_torch: [
@@ -57,8 +57,9 @@ REFUSED = {
     ],
     quality: [
         ("scale=big", "scale=big is unknown. Use cpu or gpu"),
+        ("rates=0.008", "rates=0.008 is not inner:outer. Use rates=0.008:0.7"),
         ("modes=diloko", "modes='diloko' is unknown. Use all, data parallel; "),
-        ("stepz=3", "stepz=3: stepz is unknown. Use scale, "),
+        ("stepz=3", "stepz=3: stepz is no key. Use scale, "),
     ],
     replica_cost: [
         ("replicas=4 per_device_batch_size=6", "batch_size=6 .* Use per_device_batch_size=8"),

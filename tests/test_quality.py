@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from benchmarks import quality
 from benchmarks.learning import draw, draw_replicas, modes, plan, rows, table
 from benchmarks.learning.modes import BY_NAME, DATA_PARALLEL, DELAYED, DILOCO, SCALES
 from benchmarks.learning.plan import Row
@@ -68,6 +69,11 @@ def test_a_mode_with_both_rates_given_waits_for_no_other():
     (first,) = plan.decided([owners], scale, {})
     assert first == Row(owners.name, 0.008, 0.98, 0)
     assert plan.decided([owners], scale, {first: figures(2.0)}) == [first, first._replace(seed=1)]
+    asked = quality.arguments(["modes=eager;data parallel", "rates=0.004:0.5"])
+    assert plan.decided(asked.modes, asked.scale, {}) == [
+        Row("eager", 0.004, 0.5, 0),
+        Row(DATA_PARALLEL, 0.004, 0.0, 0),
+    ]
 
 
 def test_a_grid_whose_best_is_at_its_end_grows_there():

@@ -4,11 +4,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import yaml
-
 from benchmarks.link import figures
+from benchmarks.link.command import divided
 from benchmarks.link.grid import GRIDS, Row
-from benchmarks.link.rows import ROOT
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 
@@ -90,16 +88,7 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
 
     Raises ConfigError.
     """
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    known = yaml.safe_load((ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
-    for name in given:
-        if name in SET_HERE or name not in {*OWN, *known}:
-            why = "chosen for every row" if name in SET_HERE else "no key of the trainer"
-            raise ConfigError(
-                f"{name}={given[name]}: {name} is {why}. Use {', '.join(OWN)}, or another key of "
-                f"configs/base.yml."
-            )
-    own = OWN | {name: value for name, value in given.items() if name in OWN}
+    own, given = divided(argv, OWN, SET_HERE)
     own["other_periods"] = own["other_periods"] or own["periods"]
     setup: dict[str, Any] = {
         "hosts": _number("hosts", own, int, 2),
@@ -114,7 +103,7 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
         "congestion": own["congestion"],
     }
     small = SMALL_STEP if setup["fast_device_ms"] else {}
-    keys = KEYS | small | {name: value for name, value in given.items() if name not in OWN}
+    keys = KEYS | small | given
     H, log = (_number(name, keys, int, 1) for name in ("diloco_sync_period", "log_period"))
     _number("num_diloco_fragments", keys, int, 1)
     _number(figures.TAU, keys, int, 0)
@@ -127,12 +116,12 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
     setup["keys"] = keys | {"jax_cache_dir": str(out / "jax_cache")}
     rates = _rates(own["rates"])
     setup["thinnest"] = min(rates, key=lambda rate: figures.mbit({"rate": rate}))
-    rows = [Row(*line, rate) for rate in rates for line in _lines(own, given)]
+    rows = [Row(*line, rate) for rate in rates for line in _lines(own)]
     # The plain step again: how far two measurements of one thing differ.
     return setup, [Row(figures.PLAIN), *rows, Row(figures.PLAIN, turn=1)], out
 
 
-def _lines(own: dict[str, str], given: dict[str, str]) -> list[tuple[str, str, str]]:
+def _lines(own: dict[str, str]) -> list[tuple[str, str, str]]:
     """(mode, wire, carrier) of every row at one rate."""
     if not own["lines"]:
         modes, wires, carriers = (
@@ -145,10 +134,10 @@ def _lines(own: dict[str, str], given: dict[str, str]) -> list[tuple[str, str, s
             for mode in modes
             for exchange in (exchanges if figures.MODES[mode].exchanges else [("", "")])
         ]
-    both = [name for name in PRODUCT if name in given]
+    both = [name for name in PRODUCT if own[name] != OWN[name]]
     if both:
         raise ConfigError(
-            f"{both[0]}={given[both[0]]} and lines={own['lines']}: lines names mode, wire and "
+            f"{both[0]}={own[both[0]]} and lines={own['lines']}: lines names mode, wire and "
             f"carrier of every row. Leave one of the two out."
         )
     lines = []

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -16,16 +16,22 @@ def help_text(doc: str | None, names: Mapping[str, Any], *more: str) -> str:
     return "\n".join([doc or "", *(f"  {name}={value}" for name, value in names.items()), *more])
 
 
-def divided(argv: Sequence[str], own: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def divided(
+    argv: Sequence[str], own: Mapping[str, str], chosen: Collection[str] = ()
+) -> tuple[dict[str, str], dict[str, str]]:
     """A benchmark's own arguments, with their defaults, and the trainer's keys among name=value.
 
-    Raises ConfigError.
+    chosen: keys that the benchmark sets for every row. Raises ConfigError.
     """
     given = dict(argument.partition("=")[::2] for argument in argv)
     known = yaml.safe_load((ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
     for name in given:
-        if name not in {*own, *known}:
-            raise ConfigError(f"{name}={given[name]}: {name} is no key. Use {', '.join(own)}.")
+        if name in chosen or name not in {*own, *known}:
+            why = "chosen for every row" if name in chosen else "no key"
+            raise ConfigError(
+                f"{name}={given[name]}: {name} is {why}. Use {', '.join(own)}, or another key of "
+                f"configs/base.yml."
+            )
     mine = dict(own) | {name: value for name, value in given.items() if name in own}
     return mine, {name: value for name, value in given.items() if name not in own}
 
