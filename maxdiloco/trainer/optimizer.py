@@ -71,7 +71,7 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
     decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask=decays(model))
     rules = {
         "adamw": lambda: (adam, decay),
-        "muon": lambda: (_muon(adam, mu, model), decay),
+        "muon": lambda: (_muon(adam, cfg, model), decay),
         "sgd": lambda: (),
     }
     clipping = ()
@@ -131,13 +131,15 @@ def muon_dims(model: Model) -> Any:
     return _by_names(dims, model)
 
 
-def _muon(adam, mu_dtype, model):
+def _muon(adam, cfg, model):
     dims = muon_dims(model)
     is_dims = lambda x: x is None or isinstance(x, MuonDimensionNumbers)  # noqa: E731
     labels = jax.tree.map(lambda d: "muon" if d else "adam", dims, is_leaf=is_dims)
     matrices = jax.tree.map(lambda d: d or optax.MaskedNode(), dims, is_leaf=is_dims)
     muon = optax.chain(
-        optax.contrib.scale_by_muon(mu_dtype=mu_dtype, weight_dimension_numbers=matrices),
+        optax.contrib.scale_by_muon(
+            beta=cfg.muon_beta, mu_dtype=cfg.mu_dtype, weight_dimension_numbers=matrices
+        ),
         optax.stateless(lambda updates, _: jax.tree.map(_with_adams_rms, updates, matrices)),
     )
     return optax.partition({"muon": muon, "adam": adam}, labels)

@@ -98,7 +98,7 @@ def test_the_script_for_streaming_diloco_is_told_once_what_it_has_to_change(refu
         "enable_single_controller=false", "log_config=false", "dump_hlo=false", "dump_jaxpr=",
         "reuse_example_batch=0", "grad_dtype=float32", "decoder_block=llama2", "dropout_rate=0.0",
         "sharding_tolerance=0.02", "num_epoch=1", "sa_block_q=1024", "ici_pipeline_parallelism=1",
-        "weight_sparsity_n=null", "muon_beta=0.950", "trainable_parameters_mask=[]",
+        "weight_sparsity_n=null", "muon_consistent_rms=0.20", "trainable_parameters_mask=[]",
     ],
 )  # fmt: skip
 def test_a_key_that_does_nothing_is_dropped_with_one_note(argument):

@@ -155,6 +155,23 @@ def test_muon_orthogonalises_layers_matrices_with_heads_side_by_side():
         np.testing.assert_allclose(leaf, -0.1 * np.sign(g), rtol=1e-4)
 
 
+def test_muon_beta_is_how_long_muon_remembers_gradients():
+    """With 0 an update is that of the last gradient alone; the default keeps the first one's."""
+    first, second = random(1), random(2)
+
+    def last_update(**keys):
+        cfg = config(opt_type="muon", adam_weight_decay=0.0, **keys)
+        after = [run(cfg, tree(np.zeros), given) for given in ([first], [first, second])]
+        alone = run(cfg, tree(np.zeros), [second])
+        return jax.tree.map(np.subtract, *reversed(after))["layers"], alone["layers"]
+
+    found, alone = last_update(muon_beta=0.0)
+    for name in ("query", "out"):
+        np.testing.assert_allclose(found[name], alone[name], rtol=1e-4, atol=1e-5)
+    found, alone = last_update()
+    assert np.abs(found["query"] - alone["query"]).max() > 0.01
+
+
 def test_clipping_scales_the_whole_gradient_to_the_threshold():
     """Global norm 10 and threshold 2: a fifth of it; a norm below the threshold stays."""
     ones = tree(np.ones)
