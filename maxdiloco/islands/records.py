@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from maxdiloco import json_text
 
-VERSION = 1
+VERSION = 2
 MAGIC = "maxdiloco-islands"
 MOST_HEADER = 1 << 20  # bytes of both lines; our choice: a record of some thousand members
 _MOST_INT, _MOST_TEXT = 2**63, 256
@@ -287,10 +287,10 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
     kind = _OF_NAME[name[0]].__name__.lower()
     if magic is None:
         raise Damaged(f"{name} is no object of an islands log: it begins with {first[:40]!r}")
-    if int(magic[1]) > VERSION:
+    if int(magic[1]) != VERSION:
         raise Damaged(
-            f"{name} has format {int(magic[1])}, and this program reads up to {VERSION}: install "
-            "the maxdiloco that wrote it, or a newer one"
+            f"{name} has format {int(magic[1])}, and this program reads {VERSION}: install the "
+            "maxdiloco that wrote it"
         )
     text, end, _ = rest.partition(b"\n")
     try:

@@ -48,14 +48,14 @@ EXAMPLES = {
         records.sha256(b"xyz")), b"xyz"),
 }  # fmt: skip
 GOLDEN = {
-    "run.json": "4407f204179d9fdd",
-    "u/0/a.1.2": "cf898d6ca6c9a717",
-    "c/0/8": "c220bdee027b6925",
-    "g/0/8.a.1.0": "ba26785b5e4692da",
-    "s/0/8": "a4be903093ca16fc",
-    "hb/a": "a529e65337f7a4e4",
-    "i/a.1": "cb8523ded6c61b7f",
-    "k/a": "b434f911564f3cec",
+    "run.json": "5069d200cf18662d",
+    "u/0/a.1.2": "d5412bbe4058e3ee",
+    "c/0/8": "3ba52f61a6764057",
+    "g/0/8.a.1.0": "38d0aa32c721a5b5",
+    "s/0/8": "7e53535dbad4de52",
+    "hb/a": "1af04e9bd4754af1",
+    "i/a.1": "7b3f2c1cc83f0581",
+    "k/a": "91975b08b7e6df0b",
 }
 
 
@@ -70,7 +70,7 @@ def test_an_object_comes_back_from_golden_bytes(name):
 def test_the_bytes_of_a_sign_of_life():
     """The format in full, where it is short."""
     line = b'{"island":"a","incarnation":1,"beat":9,"ready":true,"speed":12.5}\n'
-    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 1 beat\n" + line
+    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 2 beat\n" + line
 
 
 def test_a_header_is_read_from_the_first_bytes():
@@ -85,13 +85,14 @@ def with_field(field, value):
     """The bytes of a message with another value of a field."""
     message, payload = EXAMPLES["u/0/a.1.2"]
     text = json.dumps({**json.loads(records.encode(message).split(b"\n")[1]), field: value})
-    return b"maxdiloco-islands 1 message\n" + text.replace(" ", "").encode() + b"\n" + payload
+    return b"maxdiloco-islands 2 message\n" + text.replace(" ", "").encode() + b"\n" + payload
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"maxdiloco-islands 2 message\n{}\n", "has format 2, and this program reads up to 1: ins"),
+        (b"maxdiloco-islands 3 message\n{}\n", "has format 3, and this program reads 2: install"),
+        (b"maxdiloco-islands 1 message\n{}\n", "has format 1, and this program reads 2: install"),
         (b"\x80\x04cos\nsystem\n", "is no object of an islands log: it begins with"),
         (b"", "is no object of an islands log"),
         (records.encode(EXAMPLES["hb/a"][0]), "it is a beat of 91 bytes, no message"),
@@ -107,7 +108,7 @@ def with_field(field, value):
         (with_field("data", 3), "'3' is no list"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq":2.0'), "'2.0' is no int"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq": 2'), "not written as this program"),
-        (b"maxdiloco-islands 1 message\n" + b"[" * 10**6 + b"\n", "its values are nested too"),
+        (b"maxdiloco-islands 2 message\n" + b"[" * 10**6 + b"\n", "its values are nested too"),
     ],
 )
 def test_what_is_no_message_is_refused_in_one_line(data, words):
