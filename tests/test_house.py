@@ -290,4 +290,4 @@ def test_configs_and_scripts_stay_readable():
     for path in files("scripts", "configs", suffixes=(".sh", ".yml", ".yaml", ".env")):
         assert [line for line in read(path).splitlines() if len(line) > 100] == [], path
     keys = re.findall(r"(?m)^\w+:", read("configs/base.yml"))
-    assert 50 < len(keys) <= 156, "remove one, or raise the number and say why in the commit"
+    assert 50 < len(keys) <= 157, "remove one, or raise the number and say why in the commit"
