@@ -206,8 +206,7 @@ class Company:
             return []
         living = rules.alive(state.run, state.seen, core.watched(state), pace) - {self._name}
         beats = {name: state.seen[name].beat for name in living}
-        beats = {n: beat for n, beat in beats.items() if self._first.setdefault(n, beat) != beat}
-        there = {name: beat.incarnation for name, beat in beats.items()}
+        there = {n: b.incarnation for n, b in beats.items() if self._first.setdefault(n, b) != b}
         if there == self._there:
             return []
         before, self._there, found = self._there, there, []
