@@ -74,6 +74,7 @@ REFUSED = {
     thin_link: [
         ("modes=eager,fast", "modes=eager,fast: 'fast' is not offered. Use all, or some of data_"),
         ("lines=data_parallel wires=int8", "wires=int8 and lines=data_parallel: .* Leave one of"),
+        ("lines=data_parallel carriers=all", "carriers=all and lines=data_parallel: .* Leave one"),
         ("grid=all", "grid=all is not known. Use published"),
         ("rates=10,none", "rates=10,none: every rate is a number of Mbit/s.*or unlimited. Use"),
         ("log_period=7", "log_period=7 does not divide diloco_sync_period=20.*Use log_period=20"),

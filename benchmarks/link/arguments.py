@@ -1,7 +1,7 @@
 """The command line of the benchmark: its own names, the trainer's keys, and grids of both."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.link import figures
@@ -89,6 +89,7 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
     Raises ConfigError.
     """
     own, given = divided(argv, OWN, SET_HERE)
+    named = {argument.partition("=")[0] for argument in argv}
     own["other_periods"] = own["other_periods"] or own["periods"]
     setup: dict[str, Any] = {
         "hosts": _number("hosts", own, int, 2),
@@ -116,13 +117,13 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
     setup["keys"] = keys | {"jax_cache_dir": str(out / "jax_cache")}
     rates = _rates(own["rates"])
     setup["thinnest"] = min(rates, key=lambda rate: figures.mbit({"rate": rate}))
-    rows = [Row(*line, rate) for rate in rates for line in _lines(own)]
+    rows = [Row(*line, rate) for rate in rates for line in _lines(own, named)]
     # The plain step again: how far two measurements of one thing differ.
     return setup, [Row(figures.PLAIN), *rows, Row(figures.PLAIN, turn=1)], out
 
 
-def _lines(own: dict[str, str]) -> list[tuple[str, str, str]]:
-    """(mode, wire, carrier) of every row at one rate."""
+def _lines(own: dict[str, str], named: Collection[str]) -> list[tuple[str, str, str]]:
+    """(mode, wire, carrier) of every row at one rate. named: on the command line."""
     if not own["lines"]:
         modes, wires, carriers = (
             _choices(name, own, offered)
@@ -134,7 +135,7 @@ def _lines(own: dict[str, str]) -> list[tuple[str, str, str]]:
             for mode in modes
             for exchange in (exchanges if figures.MODES[mode].exchanges else [("", "")])
         ]
-    both = [name for name in PRODUCT if own[name] != OWN[name]]
+    both = [name for name in PRODUCT if name in named]
     if both:
         raise ConfigError(
             f"{both[0]}={own[both[0]]} and lines={own['lines']}: lines names mode, wire and "
