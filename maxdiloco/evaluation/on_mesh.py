@@ -37,7 +37,7 @@ def build(cfg: config.Config, mesh: Mesh) -> Model:
         compute_capability=device.compute_capability if on_gpus else "",
         device_kind=device.device_kind,
     )
-    if of_devices.attention == "cudnn":
+    if of_devices.attention.startswith("cudnn"):
         spec.check_cudnn(cfg.attention)
     quantized.check_package(cfg.quantization)
     return Model(of_devices)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxdiloco.models import cudnn as fused
 from maxdiloco.models.devices import gathered_text, on_each_device, positions, split_axes
 from maxdiloco.models.product import float32_product, soft_capped
 from maxdiloco.models.remat import CONTEXT, keep
@@ -40,7 +41,12 @@ def attend(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N=None) -
     arrays += () if sinks_N is None else (sinks_N,)
     if spec.attention == "dot_product" and not axes:
         return dot_product(spec, window, *arrays)
-    kernel = {"dot_product": dot_product, "splash": splash, "cudnn": cudnn}[spec.attention]
+    kernel = {
+        "dot_product": dot_product,
+        "splash": splash,
+        "cudnn": cudnn,
+        "cudnn_documents": functools.partial(cudnn, by_offsets=True),
+    }[spec.attention]
     local = functools.partial(kernel, spec, window)
     if axes:
         local = _with_all_keys(local, axes)
@@ -278,39 +284,8 @@ def _shard_of(kernel, shard, shards):
     return jax.tree.map(rows, kernel)
 
 
-def cudnn(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL) -> jax.Array:
-    """cuDNN's fused attention by jax.nn.dot_product_attention, of choose_kernel's models.
-
-    Documents and the window are a mask [B, 1, L, L], a bias for cuDNN, which before 9.10.2 takes no
-    window of its own beside one. Replicas of a slot come one after another: jax 0.10's rule for a
-    vmap wants a mask for each head. The backward pass runs the forward kernel again: what jax keeps
-    for it cannot pass that loop.
-    """
-
-    one_by_one = jax.custom_batching.sequential_vmap
-
-    def plain(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
-        positions_L = jnp.arange(segment_ids_BL.shape[1])
-        same_B1LL = (segment_ids_BL[:, :, None] == segment_ids_BL[:, None])[:, None]
-        return jax.nn.dot_product_attention(
-            q_BLNH,
-            k_BLKH,
-            v_BLKH,
-            mask=same_B1LL & causal_mask(positions_L, positions_L, window),
-            scale=1 / divisor(spec, q_BLNH.shape[-1]),
-            is_causal=True,
-            implementation="cudnn",
-        )
-
-    @one_by_one
-    def pulled(*arrays):
-        *qkv, segment_ids_BL, d_BLNH = arrays
-        _, pull = jax.vjp(lambda *qkv: plain(*qkv, segment_ids_BL), *qkv)
-        return pull(d_BLNH)
-
-    fused = jax.custom_vjp(one_by_one(plain))
-    fused.defvjp(
-        lambda *arrays: (fused(*arrays), arrays),
-        lambda arrays, d_BLNH: (*pulled(*arrays, d_BLNH), None),
-    )
-    return keep(fused(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL), CONTEXT)
+def cudnn(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, *, by_offsets=False) -> jax.Array:
+    """cuDNN's fused attention, of choose_kernel's models. by_offsets: of documents, not a mask."""
+    choice = fused.Choice(1 / divisor(spec, q_BLNH.shape[-1]), window, by_offsets and not window)
+    marked = functools.partial(keep, name=CONTEXT)
+    return fused.attend(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, marked)

@@ -22,6 +22,7 @@ SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
 # of up to 256 features would need compute capability 9.0, and jax asks the machine that compiles.
 CUDNN_HEAD_DIM = 128
 CAPABILITY = 8  # of CUDA, from which on GPUs have cuDNN's attention and Triton's bfloat16 products
+WITH_DOCUMENTS = (9, 10)  # whose cuDNN takes documents by their offsets; 12 was not tried
 
 
 class LayerKind(NamedTuple):
@@ -63,7 +64,7 @@ class ModelSpec:
     off. See models/moe.py. qk_norm: empty for none, or the use_qk_norm of base.yml.
     pattern: the kinds of the layers, repeated over them. query_divisor: of attention logits; None
     is the root of head_dim. embedding_multiplier: of the looked-up rows.
-    attention: the kernel chosen, `dot_product`, `cudnn` or `splash`.
+    attention: the kernel chosen, of choose_kernel.
     rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
     see models/product.py; the first, which is bfloat16 on a CPU, also layers.activated.
     ragged_kernel: see models/moe.py. quantization: see models/quantized.py.
@@ -191,7 +192,7 @@ def _pattern(cfg):
 def choose_kernel(
     cfg: Config, backend: str, dtype: DTypeLike, *, shards: int = 1, compute_capability: str = ""
 ) -> str:
-    """The kernel for a backend: `dot_product`, `cudnn` or `splash`.
+    """The kernel for a backend: `dot_product`, `cudnn`, `cudnn_documents` or `splash`.
 
     attention=flash is the backend's fused kernel or an error; autoselected, the fused kernel where
     it can compute this model and dot_product elsewhere.
@@ -211,7 +212,8 @@ def choose_kernel(
             and length % (2 * shards * SPLASH_LANES),
         }
     elif backend == "gpu":
-        kernel, suffix = "cudnn", " (cuDNN on GPU)"
+        by_offsets = _major(compute_capability) in WITH_DOCUMENTS
+        kernel, suffix = "cudnn_documents" if by_offsets else "cudnn", " (cuDNN on GPU)"
         dtype, half = jnp.dtype(dtype), (jnp.bfloat16, jnp.float16)
         value_dim = dict(cfg.latent_attention).get("v_head_dim", head_dim)
         obstacles = {
@@ -243,8 +245,13 @@ def has_kernels(compute_capability: str) -> bool:
     compute_capability: of jax.Device, `8.0`, or AMD's name of a GPU, which has neither; "" is
     not known and taken for one that has both.
     """
+    return not compute_capability or _major(compute_capability) >= CAPABILITY
+
+
+def _major(compute_capability):
+    """Of `8.0` 8; 0 of what is none of CUDA's."""
     major = re.match(r"(\d+)\.\d+$", compute_capability)
-    return not compute_capability or (major is not None and int(major[1]) >= CAPABILITY)
+    return int(major[1]) if major else 0
 
 
 def check_cudnn(attention: str) -> None:

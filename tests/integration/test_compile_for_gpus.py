@@ -5,6 +5,7 @@ layer has 4 * 128 * 128 of attention, 2 * 128 * 256 of feed-forward and 2 * 128 
 is a last norm.
 """
 
+import functools
 import json
 import re
 
@@ -113,9 +114,9 @@ def test_a_model_that_does_not_fit_is_refused_with_more_gpus(compile_run):
 @pytest.mark.full
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_is_cudnns_with_a_mask_and_no_weights_of_every_head(kind):
-    """With its gradients; the mask of documents is one for all heads, and has a gradient. Control:
-    blocks of plain attention's logits, by head."""
+def test_attention_is_cudnns_and_has_no_weights_of_every_head(kind):
+    """With its gradients. Documents by a mask, which is one for all heads, and where the GPU takes
+    them by their offsets too. Control: blocks of plain attention's logits, by head."""
     B, L, N, K, H = 2, 1024, 16, 8, 64
     lies = NamedSharding(Mesh(np.array(topology.devices(f"{kind}-1", 1)), ("x",)), P())
     dims = {(B, L, N, H): jnp.bfloat16, (B, L, K, H): jnp.bfloat16, (B, L): jnp.int32}
@@ -129,11 +130,13 @@ def test_attention_is_cudnns_with_a_mask_and_no_weights_of_every_head(kind):
         gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
         return gradient.lower(q, k, k, segments).compile()
 
-    fused, plain = compiled(attention.cudnn), compiled(attention.dot_product)
-    assert fused.as_text().count('custom_call_target="__cudnn$fmha') == 2
-    masks = 5 * B * L * L * 2  # made, laid out, its gradient, and the context's
-    assert fused.memory_analysis().temp_size_in_bytes < masks
-    assert plain.memory_analysis().temp_size_in_bytes > masks
+    masks = 5 * B * L * L * 2  # made, laid out, and what is of heads
+    assert compiled(attention.dot_product).memory_analysis().temp_size_in_bytes > masks
+    for by_offsets in {False, kind in ("h100", "b200")}:
+        fused = compiled(functools.partial(attention.cudnn, by_offsets=by_offsets))
+        calls = fused.as_text().count('custom_call_target="__cudnn$fmha')
+        assert calls == (4 if by_offsets else 2)
+        assert fused.memory_analysis().temp_size_in_bytes < masks
 
 
 @pytest.mark.gpu_aot

@@ -12,7 +12,7 @@ import pytest
 import tiny_model
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models import attention, remat
+from maxdiloco.models import attention, cudnn, remat
 from maxdiloco.models import devices as devices_lib
 from maxdiloco.models import spec as spec_lib
 from maxdiloco.parallel.replicas import map_fn
@@ -70,21 +70,52 @@ def with_gradient(fn):
 
 @pytest.fixture
 def without_cudnn(monkeypatch):
-    """jax.nn's array code in the place of cuDNN, which needs a GPU; all around it stays. Gives the
-    shapes of the queries, keys and values that it got."""
-    by_jax, shapes = jax.nn.dot_product_attention, set()
+    """Array code in the place of JAX's primitives of cuDNN, which needs a GPU; all around it stays.
+    Gives the shapes of the queries, keys and values that it got, and whether by offsets."""
+    calls = set()
 
-    def stand_in(*qkv, implementation, **options):
-        assert implementation == "cudnn" and options["is_causal"]
-        shapes.add(tuple(x.shape for x in qkv))
-        return by_jax(*qkv, implementation="xla", **options)
+    def stand_in(choice, qkv, kept=(), *, mask=None, found=None):
+        (q_BLNH, k_BLKH, v_BLKH), (B, L, K, H) = qkv, qkv[1].shape
+        calls.add((*(x.shape for x in qkv), found is not None))
+        M, see_BLL = (1, mask[:, 0]) if found is None else seen_by_documents(found, L)
+        see_BLL &= np.tril(np.ones((L, L), bool))
+        share = q_BLNH.shape[2] // K
+        k_BLNH, v_BLNH = (jnp.repeat(x, share, axis=2) for x in (k_BLKH, v_BLKH))
+        logits_BNLS = choice.scale * jnp.einsum("blnh,bsnh->bnls", q_BLNH, k_BLNH)
+        logits_BNLS = jnp.where(see_BLL[:, None], logits_BNLS, -jnp.inf)
+        if not kept:
+            lse_BNL = jax.nn.logsumexp(logits_BNLS, axis=-1)
+            weights_BNLS = jnp.exp(logits_BNLS - lse_BNL[..., None])
+            room = jnp.pad(lse_BNL, ((0, B * (M - 1)), (0, 0), (0, 0)))
+            return [jnp.einsum("bnls,bsnh->blnh", weights_BNLS, v_BLNH), room]
+        lse, context_BLNH, d_BLNH = kept
+        assert len(lse) == B * M
+        weights_BNLS = jnp.exp(logits_BNLS - lse[:B, ..., None])
+        d_BNLS = jnp.einsum("blnh,bsnh->bnls", d_BLNH, v_BLNH)
+        d_BNLS -= jnp.sum(d_BLNH * context_BLNH, axis=-1).swapaxes(1, 2)[..., None]
+        d_BNLS = choice.scale * weights_BNLS * d_BNLS
+        of_keys = (
+            jnp.einsum("bnls,blnh->bsnh", *pair).reshape(B, L, K, share, H).sum(3)
+            for pair in ((d_BNLS, q_BLNH), (weights_BNLS, d_BLNH))
+        )
+        return [jnp.einsum("bnls,bsnh->blnh", d_BNLS, k_BLNH), *of_keys]
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    return shapes
+    monkeypatch.setattr(cudnn, "bound", stand_in)
+    return calls
+
+
+def seen_by_documents(found, L):
+    """M, and which tokens are of one document, bool [B, L, L]; none where they do not fill it."""
+    M = found.lengths_BM.shape[1]
+    begun_LBM = (found.offsets_BM >= 0) & (found.offsets_BM <= jnp.arange(L)[:, None, None])
+    number_BL = jnp.sum(begun_LBM, axis=-1).T
+    filled_B = jnp.sum(jnp.maximum(found.lengths_BM, 0), axis=1) == L
+    return M, (number_BL[:, :, None] == number_BL[:, None]) & filled_B[:, None, None]
 
 
 PLAIN = tiny_model.build().spec
 SPLASH = functools.partial(attention.splash, interpret=True)
+BY_OFFSETS = functools.partial(attention.cudnn, by_offsets=True)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +132,8 @@ SPLASH = functools.partial(attention.splash, interpret=True)
         (SPLASH, 256, dict(window=100, query_divisor=2.5, sink=True, value_dim=8)),
         (attention.cudnn, 32, {}),
         (attention.cudnn, 32, dict(window=5, query_divisor=1.5)),
+        (BY_OFFSETS, 32, dict(query_divisor=1.5)),
+        (BY_OFFSETS, 32, dict(window=5)),
     ],
 )
 def test_a_kernel_computes_plain_attention(kernel, L, changes, without_cudnn):
@@ -144,7 +177,7 @@ def test_queries_keys_and_values_reach_splash_with_tokens_in_the_lanes(layout, m
         assert shapes[:3] == [(2, 4, *last), (2, 2, *last), (2, 2, *last)]
 
 
-@pytest.mark.parametrize("name", ["splash", "cudnn"])
+@pytest.mark.parametrize("name", ["splash", "cudnn_documents"])
 def test_a_kernel_gets_each_device_its_sequences_and_heads(
     name, devices, without_cudnn, monkeypatch
 ):
@@ -165,18 +198,42 @@ def test_a_kernel_gets_each_device_its_sequences_and_heads(
     in_slots = map_fn(kernel, mesh=mesh)
     plain = jax.vmap(with_gradient(functools.partial(naive, PLAIN, 0)))
     tiny_model.assert_close(jax.jit(in_slots)(*args), tiny_model.compiled(plain)(*args), atol=2e-5)
-    of_heads = (128, 2, 8), (128, 1, 8), (128, 1, 8)
-    of_each = tuple((1, *dims) for dims in of_heads)
-    assert ((*of_each, (1, 128), (2,)) if has_sinks else of_each) in shapes
+    rows = 1 if has_sinks else M // 2  # cuDNN gets those of a slot's replicas at once
+    of_each = tuple((rows, *dims) for dims in ((128, 2, 8), (128, 1, 8), (128, 1, 8)))
+    assert (*of_each, *([(1, 128), (2,)] if has_sinks else [True])) in shapes
 
 
-@pytest.mark.parametrize(("policy", "forward"), [("save_context", 2), ("full", 3)])
-def test_a_kept_context_spares_cudnn_a_forward_pass(policy, forward, without_cudnn):
-    """Of two products in jax.nn's array code: of the loss, of the backward pass, which has four
-    more, and again where what comes after attention needs the context."""
-    layer = remat.checkpointed(lambda *args: jnp.square(attention.cudnn(PLAIN, 0, *args)), policy)
+@pytest.mark.parametrize("by_offsets", [False, True])
+@pytest.mark.parametrize(("policy", "forward"), [("save_context", 1), ("full", 2)])
+def test_a_kept_context_spares_cudnn_a_second_forward_pass(
+    policy, forward, by_offsets, without_cudnn
+):
+    """Of two products in array code; the backward pass has five. By offsets or by a mask, both."""
+    kernel = functools.partial(attention.cudnn, PLAIN, 0, by_offsets=by_offsets)
+    layer = remat.checkpointed(lambda *args: jnp.square(kernel(*args)), policy)
     found = tiny_model.equations(with_gradient(layer), *inputs(16))
-    assert [one.primitive.name for one in found].count("dot_general") == 2 * forward + 4
+    products = [one.primitive.name for one in found].count("dot_general")
+    assert products == (2 * forward + 5) * (1 + by_offsets)
+
+
+def test_windows_of_many_documents_take_a_mask_and_others_their_offsets(without_cudnn):
+    """There is room for eight documents, not for nine. The other row ends in padding."""
+    q, k, v, _ = inputs(64, H=16)
+    for most in (8, 9):
+        rows = [np.arange(64) * most // 64 + 1, np.where(np.arange(64) < 50, 7, 0)]
+        segments = np.stack(rows).astype(np.int32)
+        fit, (lengths, offsets) = cudnn.documents(segments)
+        assert bool(fit) == (most == 8)
+        assert lengths[1].tolist() == [50, 14] + [-1] * 6
+        assert offsets[1].tolist() == [0, 50] + [-1] * 7
+        if fit:
+            assert lengths[0].tolist() == [8] * 8
+            assert offsets[0].tolist() == [*range(0, 64, 8), -1]
+        found, expected = (
+            tiny_model.compiled(with_gradient(functools.partial(fn, PLAIN, 0)))(q, k, v, segments)
+            for fn in (BY_OFFSETS, naive)
+        )
+        tiny_model.assert_close(found, expected, atol=2e-5)
 
 
 CAPPED = dict(attn_logits_soft_cap=50.0)
@@ -187,6 +244,7 @@ CHOSEN = [
     ("autoselected", "tpu", dict(dtype=jnp.float32, attention_sink=True, **CAPPED), "splash"),
     ("autoselected", "gpu", dict(head_dim=128, latent_attention={}), "cudnn"),
     ("autoselected", "gpu", dict(compute_capability="12.0"), "cudnn"),
+    ("autoselected", "gpu", dict(compute_capability="9.0"), "cudnn_documents"),
 ]
 FITS = dict(head_dim=64, max_target_length=1024, attention_sink=False, attn_logits_soft_cap=0.0,
             latent_attention=dict(v_head_dim=64))  # fmt: skip

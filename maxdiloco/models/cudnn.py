@@ -1,0 +1,169 @@
+"""cuDNN's fused attention: documents by their offsets, and what the backward pass needs by name.
+
+jax.nn.dot_product_attention takes documents as a mask alone, which the kernels read for each head,
+and keeps nothing under a name, so that a layer that is computed again runs the forward kernel
+again. Both are operands of the primitives that it binds; those are private to JAX and bound here.
+"""
+# B sequences  L tokens  N query heads  K key/value heads  H head dim  M most documents of a window
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# M is at least the first, and one for so many tokens: kernels take longer for room that nobody
+# fills (benchmarks/log). A batch with a window of more documents takes a mask.
+LEAST_DOCUMENTS, TOKENS_PER_DOCUMENT = 8, 128
+
+
+class Choice(NamedTuple):
+    """What both passes share. window: keys a query sees, 0 is off. by_offsets: of documents."""
+
+    scale: float
+    window: int
+    by_offsets: bool
+
+
+class Documents(NamedTuple):
+    """Where documents lie in their windows, int32 [B, M] and [B, M + 1]; -1 after the last one."""
+
+    lengths_BM: jax.Array
+    offsets_BM: jax.Array
+
+
+def attend(choice: Choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, keep) -> jax.Array:
+    """Causal attention within the window and within runs of equal segment_ids: [B, L, N, H].
+
+    choice: by_offsets needs a window of 0. keep: marks an array that the backward pass needs.
+    """
+    forward = _folded(functools.partial(_forward, choice))
+    backward = _folded(functools.partial(_backward, choice))
+
+    @jax.custom_vjp
+    def fused(*arrays):
+        return forward(*arrays)[0]
+
+    def kept(*arrays):
+        context_BLNH, normalisers = (keep(x) for x in forward(*arrays))
+        return context_BLNH, (*arrays, context_BLNH, normalisers)
+
+    fused.defvjp(kept, lambda residuals, d_BLNH: (*backward(*residuals, d_BLNH), None))
+    return fused(q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)
+
+
+def _folded(fn):
+    """fn of arrays [B, ...]; a vmap makes it one call of more sequences."""
+    mapped = jax.custom_batching.custom_vmap(fn)
+
+    @mapped.def_vmap
+    def rule(size, in_batched, *arrays):
+        whole = [
+            x if has else jnp.broadcast_to(x, (size, *x.shape))
+            for x, has in zip(arrays, in_batched, strict=True)
+        ]
+        out = mapped(*(x.reshape(-1, *x.shape[2:]) for x in whole))
+        out = tuple(x.reshape(size, -1, *x.shape[1:]) for x in out)
+        return out, (True,) * len(out)
+
+    return mapped
+
+
+def documents(segment_ids_BL: jax.Array) -> tuple[jax.Array, Documents]:
+    """Whether no window has more than M documents, bool []; if so, where they lie."""
+    L, M = segment_ids_BL.shape[1], _most_documents(segment_ids_BL.shape[1])
+    first_BL = jnp.diff(segment_ids_BL, axis=1, prepend=segment_ids_BL[:, :1] - 1) != 0
+    count_B1 = jnp.sum(first_BL, axis=1, keepdims=True)
+    starts_BL = jnp.sort(jnp.where(first_BL, jnp.arange(L), L), axis=1)
+    starts_BM = jnp.pad(starts_BL, ((0, 0), (0, M + 1)), constant_values=L)[:, : M + 1]
+    lengths_BM = jnp.where(jnp.arange(M) < count_B1, jnp.diff(starts_BM, axis=1), -1)
+    offsets_BM = jnp.where(jnp.arange(M + 1) < count_B1, starts_BM, -1)
+    found = Documents(lengths_BM.astype(jnp.int32), offsets_BM.astype(jnp.int32))
+    return jnp.all(count_B1 <= M), found
+
+
+def _most_documents(length):
+    """M of windows of this many tokens."""
+    return max(LEAST_DOCUMENTS, length // TOKENS_PER_DOCUMENT)
+
+
+def _by_documents(choice, segment_ids_BL, few, many, *arrays):
+    """few(Documents, ...) where they are taken by offsets and there is room, else many(...)."""
+    if not choice.by_offsets:
+        return many(*arrays)
+    fit, found = documents(segment_ids_BL)
+    return jax.lax.cond(fit, functools.partial(few, found), many, *arrays)
+
+
+def _forward(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
+    """The context and the log normalisers, [B, N, L] or, for documents by offsets, [B M, N, L]."""
+
+    def few(found, *qkv):
+        return tuple(bound(choice, qkv, found=found))
+
+    def many(*qkv):
+        context_BLNH, normalisers = bound(choice, qkv, mask=_mask(choice, segment_ids_BL))
+        B, _, L = normalisers.shape
+        room = B * (_most_documents(L) - 1) if choice.by_offsets else 0
+        return context_BLNH, jnp.pad(normalisers, ((0, room), (0, 0), (0, 0)))
+
+    return _by_documents(choice, segment_ids_BL, few, many, q_BLNH, k_BLKH, v_BLKH)
+
+
+def _backward(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, context_BLNH, normalisers, d_BLNH):
+    """Gradients of queries, keys and values."""
+
+    def few(found, *arrays):
+        return tuple(bound(choice, arrays[:3], arrays[3:], found=found))
+
+    def many(q_BLNH, k_BLKH, v_BLKH, normalisers, *rest):
+        kept = normalisers[: q_BLNH.shape[0]], *rest
+        mask = _mask(choice, segment_ids_BL)
+        return tuple(bound(choice, (q_BLNH, k_BLKH, v_BLKH), kept, mask=mask))
+
+    arrays = (q_BLNH, k_BLKH, v_BLKH, normalisers, context_BLNH, d_BLNH)
+    return _by_documents(choice, segment_ids_BL, few, many, *arrays)
+
+
+def _mask(choice, segment_ids_BL):
+    """bool [B, 1, L, L]: same document, and inside the window."""
+    same_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None]
+    if choice.window:
+        positions_L = jnp.arange(segment_ids_BL.shape[1])
+        same_BLL &= positions_L[:, None] - positions_L < choice.window
+    return same_BLL[:, None]
+
+
+def bound(choice, qkv, kept=(), *, mask=None, found=None) -> list[jax.Array]:
+    """JAX's primitive of cuDNN's forward or backward kernel, causal, with a mask or Documents.
+
+    kept: nothing for the forward kernel; log normalisers, context and the context's gradient.
+    Returns the context and the log normalisers, or the gradients of queries, keys and values.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as stablehlo
+
+    zero = jnp.zeros((), qkv[0].dtype)
+    absent = jnp.zeros(0, zero.dtype)
+    bias, places, mask_type = absent, [absent] * 4, stablehlo.MaskType.CAUSAL
+    if found is not None:
+        mask_type = stablehlo.MaskType.PADDING_CAUSAL
+        places = [found.lengths_BM] * 2 + [found.offsets_BM] * 2  # of queries, and of keys
+    if mask is not None:
+        bias = jnp.where(mask, zero, stablehlo.get_large_negative_number(zero.dtype))
+    options = {
+        "scale": choice.scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (mask is not None, False),  # a bias, without a gradient
+        "mask_type": mask_type,
+        "layout": stablehlo.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }
+    if jax.__version_info__ >= (0, 12):
+        options["score_mod"] = None
+    operands = (*qkv, bias, *places, absent, absent, *kept)
+    if kept:
+        return stablehlo._dot_product_attention_bwd_p_wrapper.bind(*operands, **options)
+    return stablehlo._dot_product_attention_fwd_p_wrapper.bind(
+        *operands, is_training=True, **options
+    )
