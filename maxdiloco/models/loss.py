@@ -19,9 +19,6 @@ from maxdiloco.models.spec import ModelSpec
 from maxdiloco.parallel.sharding import constrain
 
 f32 = jnp.float32
-# Logits of so many tokens exist on a device at once; ours, see benchmarks/log. Products of
-# bfloat16 are so fast on a CPU that what a chunk writes has to stay in the cache.
-CHUNK_TOKENS, CPU_BF16_CHUNK_TOKENS = 1024, 256
 TOKENS = ("batch", "length")  # what spreads groups of tokens over devices
 MIN_CHUNKS = 2  # for small batches too: the whole float32 [B, L, V] never exists
 
@@ -162,11 +159,9 @@ def _chunks(spec, arrays):
     Only the length is divided, so that every chunk has tokens of every device's sequences.
     """
     B, L = arrays[0].shape[:2]
-    on_bf16_cpu = spec.float32_products and not spec.float32_factors
-    chunk_tokens = CPU_BF16_CHUNK_TOKENS if on_bf16_cpu else CHUNK_TOKENS
     shards, parts = token_shards(spec.rules)
     G, L = shards if B % shards == 0 else 1, L // parts
-    num_chunks = max(MIN_CHUNKS, math.ceil(B // G * L / chunk_tokens))
+    num_chunks = max(MIN_CHUNKS, math.ceil(B // G * L / spec.head_chunk))
     T = math.ceil(L / min(num_chunks, L))
     C = math.ceil(L / T)
 

@@ -22,6 +22,13 @@ SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
 # of up to 256 features would need compute capability 9.0, and jax asks the machine that compiles.
 CUDNN_HEAD_DIM = 128
 CAPABILITY = 8  # of CUDA, from which on GPUs have cuDNN's attention and Triton's bfloat16 products
+# Logits of so many tokens exist on a device at once; ours, see benchmarks/log. Products of bfloat16
+# are so fast on a CPU that what a chunk writes has to stay in the cache; a GPU adds up a gradient
+# of the head for each chunk, and has room for so many logits.
+CHUNK_TOKENS, CPU_BF16_CHUNK_TOKENS, GPU_CHUNK_LOGITS = 1024, 256, 2**27
+# Layers of a GPU's program without a loop, which copies what each layer keeps and reads: a step
+# takes 0.9 times as long, compiling three times (benchmarks/log). Our choice for the latter.
+MOST_UNROLLED = 48
 WITH_DOCUMENTS = (9, 10)  # whose cuDNN takes documents by their offsets; 12 was not tried
 
 
@@ -67,7 +74,8 @@ class ModelSpec:
     attention: the kernel chosen, of choose_kernel.
     rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
     see models/product.py; the first, which is bfloat16 on a CPU, also layers.activated.
-    ragged_kernel: see models/moe.py. quantization: see models/quantized.py.
+    ragged_kernel: see models/moe.py. quantization: see models/quantized.py. unrolled: see
+    transformer.over_layers. head_chunk: tokens whose logits are formed at once, see loss.py.
     """
 
     emb_dim: int
@@ -116,6 +124,8 @@ class ModelSpec:
     float32_factors: bool
     scattered_gradients: bool
     ragged_kernel: str
+    unrolled: bool
+    head_chunk: int
 
     @property
     def rotated_dim(self) -> int:
@@ -146,6 +156,7 @@ def from_config(
     on_gpu = "triton" if has_kernels(compute_capability) else ""
     ragged_kernels = {"cpu": "", "gpu": on_gpu, "tpu": "megablox"}
     half_on_cpu = backend == "cpu" and dtype == jnp.bfloat16
+    wide_on_cpu = half_on_cpu and processor.float32_is_faster(processor.host_cpuinfo())
     own = dict(
         emb_dim=cfg.base_emb_dim,
         num_layers=cfg.base_num_decoder_layers,
@@ -171,13 +182,22 @@ def from_config(
         precision=cfg.matmul_precision,
         rules=rules_with(cfg.logical_axis_rules),
         float32_products=half_on_cpu,
-        float32_factors=half_on_cpu and processor.float32_is_faster(processor.host_cpuinfo()),
+        float32_factors=wide_on_cpu,
         scattered_gradients=backend == "tpu",
         ragged_kernel=ragged_kernels[backend],
+        unrolled=backend == "gpu" and cfg.base_num_decoder_layers <= MOST_UNROLLED,
+        head_chunk=_head_chunk(cfg, backend, in_cache=half_on_cpu and not wide_on_cpu),
     )
     # The others have the value of the key with their name.
     alike = {field.name for field in dataclasses.fields(ModelSpec)} - own.keys()
     return ModelSpec(**own, **{name: keys[name] for name in alike})
+
+
+def _head_chunk(cfg, backend, *, in_cache):
+    """Tokens. in_cache: what a chunk writes has to stay there."""
+    if backend == "gpu":
+        return max(CHUNK_TOKENS, GPU_CHUNK_LOGITS // cfg.vocab_size)
+    return CPU_BF16_CHUNK_TOKENS if in_cache else CHUNK_TOKENS
 
 
 def _pattern(cfg):

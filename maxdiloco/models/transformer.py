@@ -163,18 +163,20 @@ class Model:
             attend,
             real_BL=devices.spread(segment_ids_BL != 0, spec.rules),
             policy=spec.remat_policy,
+            unrolled=spec.unrolled,
         )
         return rms_norm(spec, params["final_norm"], x_BLD), used
 
     def through_layers(
-        self, params, tokens_BL, positions_BL, attend, caches=None, *, real_BL=None, policy="none"
-    ):
+        self, params, tokens_BL, positions_BL, attend, caches=None, *, real_BL=None, policy="none",
+        unrolled=False,
+    ):  # fmt: skip
         """The residual stream after the last layer, the caches that attend returned, experts' use.
 
         positions: one row serves all sequences. attend: (LayerKind, cache, q, k, v, sinks) ->
         (context, cache), see layers.attention. caches: of each stack a pytree of [layers, ...] or
-        None, as the second result. real_BL: see moe. policy: see remat.checkpointed. Use of
-        experts: router.Usage [layers with experts, ...], None without.
+        None, as the second result. real_BL: see moe. policy: see remat.checkpointed. unrolled: see
+        over_layers. Use of experts: router.Usage [layers with experts, ...], None without.
         """
         spec, out, used = self.spec, [], None
         scattered = spec.scattered_gradients
@@ -196,7 +198,9 @@ class Model:
             weights = jax.tree.map(self._for_compute, params[stack.name], stack.table)
             stacked = weights, None if caches is None else caches[i]
             kinds = [spec.pattern[layer % len(spec.pattern)] for layer in stack.layers]
-            x_BLD, (cache, used) = over_layers(body, x_BLD, stacked, kinds, policy=policy)
+            x_BLD, (cache, used) = over_layers(
+                body, x_BLD, stacked, kinds, policy=policy, unrolled=unrolled
+            )
             out.append(cache)
         return x_BLD, tuple(out), used  # the last stack is the one with experts
 
@@ -233,25 +237,27 @@ def head_weight(spec: ModelSpec, params: Params) -> jax.Array:
     return params["embedding" if spec.tied_head else "head"]
 
 
-def over_layers(body: Callable, x, stacked, kinds: Sequence[Any], *, policy: str):
+def over_layers(
+    body: Callable, x, stacked, kinds: Sequence[Any], *, policy: str, unrolled: bool = False
+):
     """x after every layer, and what the layers gave beside it, stacked.
 
     body: (kind, x, entry) -> (x, y); entry: of the layer, from `stacked`, a pytree [layers, ...].
     kinds: hashable, of each layer. Layers of one kind are a scan of one layer; kinds that repeat
     are a scan of the shortest block that does, and what the blocks leave over runs after it.
-    policy: see checkpointed.
+    policy: see checkpointed. unrolled: the program has every iteration, without a loop.
     """
     sizes = range(1, len(kinds) + 1)
     period = next(p for p in sizes if all(k == kinds[i % p] for i, k in enumerate(kinds)))
     if period == 1:
-        layer = checkpointed(functools.partial(body, kinds[0]), policy, in_loop=True)
-        return jax.lax.scan(layer, x, stacked)
+        layer = checkpointed(functools.partial(body, kinds[0]), policy, in_loop=not unrolled)
+        return jax.lax.scan(layer, x, stacked, unroll=unrolled)
     blocks, rest = divmod(len(kinds), period)
     whole, over = _split(stacked, [blocks * period, rest])
     whole = jax.tree.map(lambda w: w.reshape(blocks, period, *w.shape[1:]), whole)
     # A loop of one iteration is no loop to the compiler.
-    first = _block(body, kinds[:period], policy, in_loop=blocks > 1)
-    x, y = jax.lax.scan(first, x, whole)
+    first = _block(body, kinds[:period], policy, in_loop=blocks > 1 and not unrolled)
+    x, y = jax.lax.scan(first, x, whole, unroll=unrolled)
     y = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)
     if not rest:
         return x, y

@@ -18,9 +18,9 @@ from maxdiloco.processes.agree import in_any_process
 from maxdiloco.trainer.assemble import Parts
 
 MIB = 2**20
-# Not `none`: what it keeps beyond `minimal`, 34 GiB a device of 1b, takes longer to write and to
-# read than to compute again, by arithmetic for v5e and by measurement on a CPU
-# (benchmarks/log).
+# On GPUs all. Elsewhere not `none`: what it keeps beyond `minimal`, 34 GiB a device of 1b, takes
+# longer to write and to read than to compute again, by arithmetic for v5e and by measurement on a
+# CPU (benchmarks/log).
 TRIED = tuple(policy for policy in POLICIES if policy != "none")
 LAST = TRIED[-1]
 # Of what JAX takes of a GPU's memory. XLA:GPU wants all temporaries of a program in one piece, and
@@ -67,10 +67,11 @@ def build(
             policy, why = ON_CPU, "which is the fastest on a CPU"
         say(f"remat_policy=auto: {policy}, {why}")
         return made(policy)
-    of = ""
+    of, tried = "", TRIED
     if mesh_lib.on_gpus(mesh):
         memory, of = int(memory * SHARE_ON_GPU), f", {SHARE_ON_GPU:g} of the GPU's,"
-    for policy in TRIED[:-1]:
+        tried = tuple(POLICIES)
+    for policy in tried[:-1]:
         chosen, parts = made(policy)
         needed = _needed(chosen, parts, memory)
         if not in_any_process(needed > memory):

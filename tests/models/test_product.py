@@ -115,6 +115,7 @@ def test_the_processor_says_whether_float32_is_faster(cpuinfo, expected, monkeyp
         found = spec_lib.from_config(tiny_model.config(dtype=dtype), backend=backend)
         assert found.float32_products is on_cpu
         assert found.float32_factors is (on_cpu and expected)
+        assert found.head_chunk == (256 if on_cpu and not expected else 1024)
 
 
 @pytest.mark.parametrize("limit", [0.0, 1.5])

@@ -1,5 +1,7 @@
 """The decoder against an independent float64 NumPy oracle, and what its layout promises."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import model_oracle
@@ -100,6 +102,28 @@ def usual():
     return run, params, run(params, tiny_model.batch())
 
 
+@pytest.mark.parametrize(
+    ("policy", "pattern", "iterations"), [("none", (), 7), ("minimal", ("local", "global"), 3)]
+)
+def test_layers_without_a_loop_compute_the_same(policy, pattern, iterations):
+    """Seven, which two kinds do not divide. There is no loop over them; control: there is one."""
+    keys = dict(base_num_decoder_layers=7, attention_pattern=pattern, sliding_window_size=4)
+    scanned = tiny_model.build(**keys, remat_policy=policy)
+    unrolled = Model(dataclasses.replace(scanned.spec, unrolled=True))
+    params, batch = tiny_model.params_of(scanned), tiny_model.batch()
+    found, expected = (
+        tiny_model.value_and_gradient(model)(params, batch) for model in (unrolled, scanned)
+    )
+    tiny_model.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for model, at_once in ((scanned, 1), (unrolled, iterations)):
+        scans = [
+            equation.params["unroll"]
+            for equation in tiny_model.equations(model.loss, params, batch)
+            if equation.primitive.name == "scan" and equation.params["length"] == iterations
+        ]
+        assert scans == [at_once]
+
+
 REMADE = [name for name in POLICIES if name != "none"]
 
 
@@ -153,6 +177,13 @@ def test_types_and_kernels_of_products_follow_the_backend():
         cfg = tiny_model.config(dtype="auto")
         spec = from_config(cfg, backend=backend, compute_capability=capability)
         assert (spec.dtype, spec.ragged_kernel) == (jnp.dtype(dtype), kernel)
+        assert spec.unrolled == (backend == "gpu")
+    for keys, unrolled, chunk in (
+        (dict(base_num_decoder_layers=48, vocab_size=2**15), True, 2**12),
+        (dict(base_num_decoder_layers=49, vocab_size=2**18), False, 2**10),
+    ):
+        spec = from_config(tiny_model.config(**keys), backend="gpu")
+        assert (spec.unrolled, spec.head_chunk) == (unrolled, chunk)
     init = tiny_model.build(weight_dtype="bfloat16").init
     shapes = jax.eval_shape(init, jax.random.key(0))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"bfloat16"}

@@ -81,14 +81,16 @@ GPU = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gp
 
 @pytest.mark.full
 def test_what_keeps_more_than_the_memory_is_not_compiled_and_a_tenth_of_a_gpus_is_left(choose):
+    """Where there is room a GPU keeps everything; another device never tries to."""
     enough, kept = needed("minimal")
     assert "minimal" not in choose(memory=kept - 1)[2]
     assert "minimal" in choose(memory=kept)[2]
-    enough = math.ceil(enough / 0.9) + 1
+    enough, most = math.ceil(enough / 0.9) + 1, math.ceil(needed("none")[0] / 0.9) + 1
     policy, (line,), _ = choose(memory=enough, mesh=GPU)
     assert policy == "minimal" and " MiB, 0.9 of the GPU's, with the rest" in line
     assert choose(memory=enough - 2, mesh=GPU)[0] != "minimal"
     assert choose(memory=enough - 2)[0] == "minimal"
+    assert [choose(memory=most, mesh=mesh)[0] for mesh in (GPU, None)] == ["none", "minimal"]
 
 
 SAYS = "remat_policy=auto: "
