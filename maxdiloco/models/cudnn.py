@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# M is at least the first, and one for so many tokens: kernels take longer for room that nobody
-# fills (benchmarks/log). A batch with a window of more documents takes a mask.
-LEAST_DOCUMENTS, TOKENS_PER_DOCUMENT = 8, 128
+# M: one for so many tokens, within these. Kernels take longer for room that nobody fills
+# (benchmarks/log), and log normalisers are kept for each; with 64 they are as large as a context
+# of 128 features a head. A batch with a window of more documents takes a mask.
+TOKENS_PER_DOCUMENT, LEAST_DOCUMENTS, MOST_DOCUMENTS = 128, 8, 64
 
 
 class Choice(NamedTuple):
@@ -84,7 +85,7 @@ def documents(segment_ids_BL: jax.Array) -> tuple[jax.Array, Documents]:
 
 def _most_documents(length):
     """M of windows of this many tokens."""
-    return max(LEAST_DOCUMENTS, length // TOKENS_PER_DOCUMENT)
+    return min(max(LEAST_DOCUMENTS, length // TOKENS_PER_DOCUMENT), MOST_DOCUMENTS)
 
 
 def _by_documents(choice, segment_ids_BL, few, many, *arrays):

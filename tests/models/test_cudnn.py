@@ -1,0 +1,38 @@
+"""cuDNN's attention as the installed JAX lowers it for a GPU that need not be there."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from maxdiloco.models import attention, cudnn
+
+SPEC = tiny_model.build().spec
+MASK, OFFSETS = ("ScaleBiasSoftmax", "CAUSAL"), ("Softmax", "PADDING_CAUSAL")
+
+
+@pytest.mark.parametrize(
+    ("window", "by_offsets", "kinds"),
+    [(0, True, {MASK, OFFSETS}), (0, False, {MASK}), (100, True, {MASK})],
+)
+def test_jax_takes_the_operands_of_its_primitives(window, by_offsets, kinds):
+    """Which are private to it. A forward and a backward kernel of each kind; a mask is a bias."""
+    kernel = functools.partial(attention.cudnn, SPEC, window, by_offsets=by_offsets)
+    dims = {(2, 1024, 4, 64): jnp.bfloat16, (2, 1024, 2, 64): jnp.bfloat16, (2, 1024): jnp.int32}
+    q, k, segments = (jax.ShapeDtypeStruct(*one) for one in dims.items())
+    gradient = jax.grad(lambda *arrays: kernel(*arrays).astype(jnp.float32).sum(), (0, 1, 2))
+    lowered = jax.jit(gradient).trace(q, k, k, segments).lower(lowering_platforms=("cuda",))
+    found = re.findall(r"@__cudnn\$fmha(\w+)\(.*?mask_type\W+22: \W+22(\w+?)\\", lowered.as_text())
+    assert sorted(found) == sorted(
+        (name + way, mask) for name, mask in kinds for way in ("", "Backward")
+    )
+
+
+@pytest.mark.parametrize(("length", "room"), [(128, 8), (2048, 16), (8192, 64), (32768, 64)])
+def test_room_for_documents_follows_the_window_within_bounds(length, room):
+    _, (lengths_BM, offsets_BM) = cudnn.documents(np.ones((1, length), np.int32))
+    assert (lengths_BM.shape, offsets_BM.shape) == ((1, room), (1, room + 1))
