@@ -37,6 +37,12 @@ def token_shards(rules: Rules) -> tuple[int, int]:
     return math.prod(sizes[axis] for axis in batch), math.prod(sizes[axis] for axis in length)
 
 
+def is_gathered(names: Names, rules: Rules) -> bool:
+    """Whether a weight with these dims is split over devices that split the tokens, too."""
+    of_tokens = {axis for axes in split_axes(("batch", "length"), rules) for axis in axes}
+    return any(not of_tokens.isdisjoint(axes) for axes in split_axes(names, rules))
+
+
 def on_each_device(fn: Callable, *, in_names: list[Any], out_names: Any, rules: Rules) -> Callable:
     """Make fn, a function of one device's parts, a function of whole arrays.
 

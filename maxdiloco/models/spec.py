@@ -74,8 +74,8 @@ class ModelSpec:
     attention: the kernel chosen, of choose_kernel.
     rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
     see models/product.py; the first, which is bfloat16 on a CPU, also layers.activated.
-    ragged_kernel: see models/moe.py. quantization: see models/quantized.py. unrolled: see
-    transformer.over_layers. head_chunk: tokens whose logits are formed at once, see loss.py.
+    ragged_kernel: see models/moe.py. quantization: see models/quantized.py. unrolled: where
+    no weights are gathered, see transformer.over_layers. head_chunk: tokens whose logits are formed at once, see loss.py.
     """
 
     emb_dim: int

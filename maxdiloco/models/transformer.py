@@ -176,7 +176,8 @@ class Model:
         positions: one row serves all sequences. attend: (LayerKind, cache, q, k, v, sinks) ->
         (context, cache), see layers.attention. caches: of each stack a pytree of [layers, ...] or
         None, as the second result. real_BL: see moe. policy: see remat.checkpointed. unrolled: see
-        over_layers. Use of experts: router.Usage [layers with experts, ...], None without.
+        over_layers; layers whose weights are gathered stay a loop. Use of experts: router.Usage
+        [layers with experts, ...], None without.
         """
         spec, out, used = self.spec, [], None
         scattered = spec.scattered_gradients
@@ -198,8 +199,12 @@ class Model:
             weights = jax.tree.map(self._for_compute, params[stack.name], stack.table)
             stacked = weights, None if caches is None else caches[i]
             kinds = [spec.pattern[layer % len(spec.pattern)] for layer in stack.layers]
+            # Without a loop XLA:GPU gathers the weights of all layers before it uses them, and adds
+            # up whole gradients of all before it scatters one (benchmarks/log).
+            names = [one.names for one in jax.tree.leaves(stack.table)]
+            at_once = unrolled and not any(devices.is_gathered(n, spec.rules) for n in names)
             x_BLD, (cache, used) = over_layers(
-                body, x_BLD, stacked, kinds, policy=policy, unrolled=unrolled
+                body, x_BLD, stacked, kinds, policy=policy, unrolled=at_once
             )
             out.append(cache)
         return x_BLD, tuple(out), used  # the last stack is the one with experts

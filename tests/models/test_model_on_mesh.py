@@ -126,6 +126,23 @@ def test_vocabulary_sized_weights_cross_devices_once_a_step(devices):
     assert len(vocabulary) == 4
 
 
+@pytest.mark.parametrize(
+    ("sizes", "at_once"), [(dict(fsdp=2), 1), (dict(data=2), 3), (dict(tensor=2), 3)]
+)
+def test_layers_whose_weights_are_gathered_stay_a_loop(devices, sizes, at_once):
+    """So that a device never has the whole weights or gradients of all; others are written out."""
+    spec = tiny_model.build(base_num_decoder_layers=3).spec
+    model = Model(dataclasses.replace(spec, unrolled=True))
+    mesh = tiny_model.mesh_of(devices, **sizes)
+    step = map_fn(jax.value_and_grad(model.loss, has_aux=True), mesh=mesh)
+    scans = {
+        equation.params["unroll"]
+        for equation in tiny_model.equations(step, *replicas(model, 1))
+        if equation.primitive.name == "scan" and equation.params["length"] == 3
+    }
+    assert scans == {at_once}
+
+
 def test_experts_that_no_device_can_have_are_refused_before_a_compile(devices):
     """An open axis that does not divide them, and rules: a device gathers experts over the axes
     after those of `expert`, and no others."""
