@@ -247,7 +247,8 @@ CHOSEN = [
     ("autoselected", "gpu", dict(compute_capability="9.0"), "cudnn_documents"),
 ]
 FITS = dict(head_dim=64, max_target_length=1024, attention_sink=False, attn_logits_soft_cap=0.0,
-            latent_attention=dict(v_head_dim=64))  # fmt: skip
+            latent_attention=dict(v_head_dim=64), base_num_query_heads=4,
+            base_num_kv_heads=4)  # fmt: skip
 
 
 def chosen(wanted, backend, *, dtype=jnp.bfloat16, shards=1, compute_capability="8.0", **keys):
@@ -259,6 +260,16 @@ def chosen(wanted, backend, *, dtype=jnp.bfloat16, shards=1, compute_capability=
 @pytest.mark.parametrize(("wanted", "backend", "changes", "kernel"), CHOSEN)
 def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
     assert chosen(wanted, backend, **changes) == kernel
+
+
+@pytest.mark.parametrize(
+    ("version", "kernel"), [((0, 10, 2), "cudnn"), ((0, 12, 0), "cudnn_documents")]
+)
+def test_heads_that_share_keys_take_offsets_of_a_jax_that_has_them_right(
+    version, kernel, monkeypatch
+):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert chosen("flash", "gpu", compute_capability="9.0", base_num_kv_heads=2) == kernel
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import tiny_model
 
 from maxdiloco.models import attention, cudnn
+from maxdiloco.models.spec import GROUPED_DOCUMENTS
 
 SPEC = tiny_model.build().spec
 MASK, OFFSETS = ("ScaleBiasSoftmax", "CAUSAL"), ("Softmax", "PADDING_CAUSAL")
@@ -36,3 +37,18 @@ def test_jax_takes_the_operands_of_its_primitives(window, by_offsets, kinds):
 def test_room_for_documents_follows_the_window_within_bounds(length, room):
     _, (lengths_BM, offsets_BM) = cudnn.documents(np.ones((1, length), np.int32))
     assert (lengths_BM.shape, offsets_BM.shape) == ((1, room), (1, room + 1))
+
+
+@pytest.mark.parametrize("K", [4, pytest.param(2, marks=pytest.mark.skipif(
+    jax.__version_info__ < GROUPED_DOCUMENTS, reason="wrong in JAX 0.10, so never asked for"
+))])  # fmt: skip
+def test_jax_counts_the_offsets_of_keys_by_the_keys_heads(K):
+    """Two windows of 64 tokens, documents from 0 and 40, and from 0: numbers of features before."""
+    from jax._src.cudnn.fused_attention_stablehlo import _fix_seqlen_offsets
+
+    segments = np.stack([np.arange(64) >= 40, np.zeros(64, bool)]).astype(np.int32)
+    _, (lengths, offsets) = cudnn.documents(segments)
+    q, k = (jax.ShapeDtypeStruct((2, 64, heads, 8), jnp.bfloat16) for heads in (4, K))
+    *_, of_queries, of_keys = _fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)
+    for found, heads in ((of_queries, 4), (of_keys, K)):
+        assert found.reshape(-1)[:4].tolist() == [x * heads * 8 for x in (0, 40, 64, 128)]
