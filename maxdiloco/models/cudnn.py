@@ -37,6 +37,8 @@ def attend(choice: Choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, keep) -> jax.
     """Causal attention within the window and within runs of equal segment_ids: [B, L, N, H].
 
     choice: by_offsets needs a window of 0. keep: marks an array that the backward pass needs.
+    With by_offsets a vmap has to be around both passes: normalisers of a batch are not those of
+    its part in a larger one.
     """
     forward = _folded(functools.partial(_forward, choice))
     backward = _folded(functools.partial(_backward, choice))
