@@ -16,6 +16,7 @@ import jax.numpy as jnp
 # (benchmarks/log), and log normalisers are kept for each; with 64 they are as large as a context
 # of 128 features a head. A batch with a window of more documents takes a mask.
 TOKENS_PER_DOCUMENT, LEAST_DOCUMENTS, MOST_DOCUMENTS = 128, 8, 64
+MOST_VALUES = 2**31 - 1  # of the queries, which JAX counts in int32
 
 
 class Choice(NamedTuple):
@@ -98,8 +99,14 @@ def _by_documents(choice, segment_ids_BL, few, many, *arrays):
     return jax.lax.cond(fit, functools.partial(few, found), many, *arrays)
 
 
+def _countable(choice, q_BLNH):
+    """choice, without offsets that JAX cannot count."""
+    return choice._replace(by_offsets=choice.by_offsets and q_BLNH.size <= MOST_VALUES)
+
+
 def _forward(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
     """The context and the log normalisers, [B, N, L] or, for documents by offsets, [B M, N, L]."""
+    choice = _countable(choice, q_BLNH)
 
     def few(found, *qkv):
         return tuple(bound(choice, qkv, found=found))
@@ -115,6 +122,7 @@ def _forward(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
 
 def _backward(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, context_BLNH, normalisers, d_BLNH):
     """Gradients of queries, keys and values."""
+    choice = _countable(choice, q_BLNH)
 
     def few(found, *arrays):
         return tuple(bound(choice, arrays[:3], arrays[3:], found=found))

@@ -33,6 +33,26 @@ def test_jax_takes_the_operands_of_its_primitives(window, by_offsets, kinds):
     )
 
 
+def test_offsets_that_jax_cannot_count_are_not_given(monkeypatch):
+    """As many queries as there may be, and one sequence more."""
+    used = []
+
+    def bound(choice, qkv, kept=(), *, mask=None, found=None):
+        used.append("offsets" if found is not None else "mask")
+        B, L, N, _ = qkv[0].shape
+        rows = B * (1 if found is None else found.lengths_BM.shape[1])
+        return [qkv[0], jnp.zeros((rows, N, L), jnp.float32)]
+
+    monkeypatch.setattr(cudnn, "bound", bound)
+    for sequences, kinds in ((15, {"offsets", "mask"}), (16, {"mask"})):
+        used.clear()
+        q = jax.ShapeDtypeStruct((sequences, 2**15, 32, 128), jnp.bfloat16)
+        segments = jax.ShapeDtypeStruct((sequences, 2**15), jnp.int32)
+        kernel = functools.partial(attention.cudnn, SPEC, 0, by_offsets=True)
+        jax.eval_shape(kernel, q, q, q, segments)
+        assert set(used) == kinds
+
+
 @pytest.mark.parametrize(("length", "room"), [(128, 8), (2048, 16), (8192, 64), (32768, 64)])
 def test_room_for_documents_follows_the_window_within_bounds(length, room):
     _, (lengths_BM, offsets_BM) = cudnn.documents(np.ones((1, length), np.int32))
