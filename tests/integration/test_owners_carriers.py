@@ -118,17 +118,19 @@ def test_which_of_carriers_and_exchanges_share_bits(mode, wire, M):
     ),
 )
 def test_rounds_equal_the_oracle_that_encodes_the_means_again(mode, wire, M):
-    """Which is 100 tolerances from one that does not, but for float32."""
+    """Which is 100 tolerances from one that does not, but for float32. The mean of bfloat16 values
+    is exact, and often halfway between two of them: on an edge, but on the same one."""
     tree, length = TREES["mixed"], 3 * H + 2
     settings, arguments = both(tree, wire, mode, P=3, M=M, outer_lr=0.5, outer_momentum=0.6)
-    names = list(CODECS)
+    names, exact = list(CODECS), wire == "bfloat16"
     reduced = CODECS[min(wire, "int8", key=names.index)]
+    delta = DELTA / 5 if exact else DELTA  # its steps are small, and more of them near
     problem, expected = clear_of_edges(
         lambda seed: make_problem(tree, length, seed),
         settings,
         length,
-        guarded(CODECS[wire], DELTA),
-        reduced=guarded(reduced, DELTA),
+        guarded(CODECS[wire], delta),
+        reduced=reduced if exact else guarded(reduced, delta),
     )
     compare(DiLoCo(jax_inner_step, exchange="owners", **arguments), problem, expected)
     plain = distances(simulate(settings, problem, length, CODECS[wire]), expected)
