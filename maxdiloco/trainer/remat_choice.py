@@ -12,15 +12,16 @@ from maxdiloco.engine.calls import memory_of
 from maxdiloco.flags import config
 from maxdiloco.metrics.compiles import side_by_side, too_big
 from maxdiloco.models.remat import AUTO, POLICIES
+from maxdiloco.models.spec import MOST_UNROLLED
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.agree import in_any_process
 from maxdiloco.trainer.assemble import Parts
 
 MIB = 2**20
-# On GPUs all. Elsewhere not `none`: what it keeps beyond `minimal`, 34 GiB a device of 1b, takes
-# longer to write and to read than to compute again, by arithmetic for v5e and by measurement on a
-# CPU (benchmarks/log).
+# Not `none`, but where layers are no loop: what it keeps beyond `minimal`, 34 GiB a device of 1b,
+# takes longer to write and to read than to compute again, by arithmetic for v5e and by measurement
+# on a CPU (benchmarks/log).
 TRIED = tuple(policy for policy in POLICIES if policy != "none")
 LAST = TRIED[-1]
 # Of what JAX takes of a GPU's memory. XLA:GPU wants all temporaries of a program in one piece, and
@@ -70,7 +71,7 @@ def build(
     of, tried = "", TRIED
     if mesh_lib.on_gpus(mesh):
         memory, of = int(memory * SHARE_ON_GPU), f", {SHARE_ON_GPU:g} of the GPU's,"
-        tried = tuple(POLICIES)
+        tried = tuple(POLICIES) if _has_no_loop(cfg, mesh) else TRIED
     for policy in tried[:-1]:
         chosen, parts = made(policy)
         needed = _needed(chosen, parts, memory)
@@ -83,6 +84,12 @@ def build(
         parts.trainer.close()
     say(f"remat_policy=auto: {LAST}, since no other policy fits {memory / MIB:,.0f} MiB")
     return made(LAST)
+
+
+def _has_no_loop(cfg, mesh):
+    """Whether a GPU's layers are none, since its weights are whole; see models/transformer.py."""
+    split = math.prod(n for axis, n in mesh.shape.items() if axis not in ("diloco", "data"))
+    return split == 1 and cfg.base_num_decoder_layers <= MOST_UNROLLED
 
 
 def _needed(cfg: config.Config, parts: Parts, memory: int) -> float:

@@ -76,12 +76,18 @@ def test_the_first_policy_that_fits_is_taken_and_said_and_full_where_none_does(c
     assert "no other policy fits" in line
 
 
-GPU = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
+
+def gpus(**shape):
+    devices = np.array([types.SimpleNamespace(platform="gpu")])
+    return types.SimpleNamespace(devices=devices, shape=shape)
+
+
+GPU = gpus(diloco=2, data=2, fsdp=1)
 
 
 @pytest.mark.full
 def test_what_keeps_more_than_the_memory_is_not_compiled_and_a_tenth_of_a_gpus_is_left(choose):
-    """Where there is room a GPU keeps everything; another device never tries to."""
+    """Where there is room a GPU with whole weights keeps everything; others never try to."""
     enough, kept = needed("minimal")
     assert "minimal" not in choose(memory=kept - 1)[2]
     assert "minimal" in choose(memory=kept)[2]
@@ -90,7 +96,8 @@ def test_what_keeps_more_than_the_memory_is_not_compiled_and_a_tenth_of_a_gpus_i
     assert policy == "minimal" and " MiB, 0.9 of the GPU's, with the rest" in line
     assert choose(memory=enough - 2, mesh=GPU)[0] != "minimal"
     assert choose(memory=enough - 2)[0] == "minimal"
-    assert [choose(memory=most, mesh=mesh)[0] for mesh in (GPU, None)] == ["none", "minimal"]
+    found = [choose(memory=most, mesh=mesh)[0] for mesh in (GPU, gpus(diloco=2, fsdp=2), None)]
+    assert found == ["none", "minimal", "minimal"]
 
 
 SAYS = "remat_policy=auto: "
