@@ -286,6 +286,10 @@ def _shard_of(kernel, shard, shards):
 
 def cudnn(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, *, by_offsets=False) -> jax.Array:
     """cuDNN's fused attention, of choose_kernel's models. by_offsets: of documents, not a mask."""
-    choice = fused.Choice(1 / divisor(spec, q_BLNH.shape[-1]), window, by_offsets and not window)
-    marked = functools.partial(keep, name=CONTEXT)
-    return fused.attend(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, marked)
+
+    def mask(segment_ids_BL):
+        return _mask(window, segment_ids_BL, None, slice(None), slice(None))[:, 0]
+
+    scale = 1 / divisor(spec, q_BLNH.shape[-1])
+    choice = fused.Choice(scale, mask, by_offsets and not window)
+    return fused.attend(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)

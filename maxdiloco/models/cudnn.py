@@ -7,10 +7,13 @@ again. Both are operands of the primitives that it binds; those are private to J
 # B sequences  L tokens  N query heads  K key/value heads  H head dim  M most documents of a window
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from maxdiloco.models.remat import CONTEXT, keep
 
 # M: one for so many tokens, within these. Kernels take longer for room that nobody fills
 # (benchmarks/log), and log normalisers are kept for each; with 64 they are as large as a context
@@ -20,10 +23,10 @@ MOST_VALUES = 2**31 - 1  # of the queries, which JAX counts in int32
 
 
 class Choice(NamedTuple):
-    """What both passes share. window: keys a query sees, 0 is off. by_offsets: of documents."""
+    """What both passes share. mask: segment_ids -> bool [B, 1, L, L]. by_offsets: of documents."""
 
     scale: float
-    window: int
+    mask: Callable[[jax.Array], jax.Array]
     by_offsets: bool
 
 
@@ -34,12 +37,11 @@ class Documents(NamedTuple):
     offsets_BM: jax.Array
 
 
-def attend(choice: Choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, keep) -> jax.Array:
-    """Causal attention within the window and within runs of equal segment_ids: [B, L, N, H].
+def attend(choice: Choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL) -> jax.Array:
+    """Causal attention where the mask is, or within runs of equal segment_ids: [B, L, N, H].
 
-    choice: by_offsets needs a window of 0. keep: marks an array that the backward pass needs.
-    With by_offsets a vmap has to be around both passes: normalisers of a batch are not those of
-    its part in a larger one.
+    choice: by_offsets where the mask says no more than these runs. A vmap then has to be around
+    both passes: normalisers of a batch are not those of its part in a larger one.
     """
     forward = _folded(functools.partial(_forward, choice))
     backward = _folded(functools.partial(_backward, choice))
@@ -49,7 +51,7 @@ def attend(choice: Choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, keep) -> jax.
         return forward(*arrays)[0]
 
     def kept(*arrays):
-        context_BLNH, normalisers = (keep(x) for x in forward(*arrays))
+        context_BLNH, normalisers = (keep(x, CONTEXT) for x in forward(*arrays))
         return context_BLNH, (*arrays, context_BLNH, normalisers)
 
     fused.defvjp(kept, lambda residuals, d_BLNH: (*backward(*residuals, d_BLNH), None))
@@ -112,7 +114,7 @@ def _forward(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
         return tuple(bound(choice, qkv, found=found))
 
     def many(*qkv):
-        context_BLNH, normalisers = bound(choice, qkv, mask=_mask(choice, segment_ids_BL))
+        context_BLNH, normalisers = bound(choice, qkv, mask=choice.mask(segment_ids_BL))
         B, _, L = normalisers.shape
         room = B * (_most_documents(L) - 1) if choice.by_offsets else 0
         return context_BLNH, jnp.pad(normalisers, ((0, room), (0, 0), (0, 0)))
@@ -129,20 +131,11 @@ def _backward(choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, context_BLNH, norm
 
     def many(q_BLNH, k_BLKH, v_BLKH, normalisers, *rest):
         kept = normalisers[: q_BLNH.shape[0]], *rest
-        mask = _mask(choice, segment_ids_BL)
+        mask = choice.mask(segment_ids_BL)
         return tuple(bound(choice, (q_BLNH, k_BLKH, v_BLKH), kept, mask=mask))
 
     arrays = (q_BLNH, k_BLKH, v_BLKH, normalisers, context_BLNH, d_BLNH)
     return _by_documents(choice, segment_ids_BL, few, many, *arrays)
-
-
-def _mask(choice, segment_ids_BL):
-    """bool [B, 1, L, L]: same document, and inside the window."""
-    same_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None]
-    if choice.window:
-        positions_L = jnp.arange(segment_ids_BL.shape[1])
-        same_BLL &= positions_L[:, None] - positions_L < choice.window
-    return same_BLL[:, None]
 
 
 def bound(choice, qkv, kept=(), *, mask=None, found=None) -> list[jax.Array]:

@@ -76,7 +76,6 @@ def test_the_first_policy_that_fits_is_taken_and_said_and_full_where_none_does(c
     assert "no other policy fits" in line
 
 
-
 def gpus(**shape):
     devices = np.array([types.SimpleNamespace(platform="gpu")])
     return types.SimpleNamespace(devices=devices, shape=shape)
