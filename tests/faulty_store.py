@@ -7,7 +7,7 @@
 A fault is what is left of a failure after obstore's own repetitions:
     delay   the answer comes a little later
     429, 503    the store refuses; nothing has happened
-    lost    a time-out after success: it has happened, and the answer never arrives
+    lost    a time-out: it has happened or could not, and the answer never arrives
     412     the same, and a repetition found its own content there; of a conditional put
     cut     a body is shorter than its object
     late    new objects are in no listing before the second one
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import obstore
-from obstore.exceptions import GenericError, PreconditionError
+from obstore.exceptions import BaseError, GenericError, PreconditionError
 from obstore.store import MemoryStore
 
 from maxdiloco.storage import store
@@ -61,7 +61,11 @@ class FaultyStore:
             words = "<Error><Message>slow down</Message></Error>"
             status = f"Server returned non-2xx status code: {REFUSALS[kind]}: {words}"
             raise GenericError(f"Generic Fake error: Error performing {function} - {status}")
-        done = vars(obstore)[function](*arguments, **options)
+        try:
+            done = vars(obstore)[function](*arguments, **options)
+        except (FileNotFoundError, BaseError):
+            if kind != "lost":
+                raise
         if kind == "lost":
             raise GenericError(f"Generic Fake error: Error performing {function} - timed out")
         if kind == "412" and options.get("mode", "overwrite") != "overwrite":

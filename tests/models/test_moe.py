@@ -280,7 +280,7 @@ def test_what_a_kernel_leaves_in_rows_of_nobody_reaches_nothing(name, monkeypatc
     monkeypatch.setattr(moe_lib, "gradients_by_kernel", gradients)
     monkeypatch.setattr(moe_lib, "_plain", product)
     found = run(dataclasses.replace(spec, ragged_kernel="megablox"))
-    tiny_model.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    tiny_model.assert_close(found, expected, rtol=1e-6, atol=1e-5)
 
 
 def test_what_a_layer_keeps_spares_it_products_of_experts_but_not_sorts():
