@@ -40,8 +40,10 @@ def compared(slots, replicas, mailbox, mode, wire, memory="device", exchange="ga
         options = dict(exchange_carrier=carrier, mailbox=mailbox, num_replicas=replicas)
         options |= dict(outer_memory=memory, exchange=exchange)
         algorithm = streaming.made(mode, wire, slots, **options)
-        first = algorithm.init(streaming.placed(algorithm.mesh), ())
-        found[carrier] = list(map(streaming.digests, streaming.steps(algorithm, first)))
+        first, found[carrier] = algorithm.init(streaming.placed(algorithm.mesh), ()), []
+        for state in streaming.steps(algorithm, first):
+            found[carrier].append(streaming.digests(state))
+        algorithm.saved_items(state)  # waits for what is under way: the next case has its keys, too
         algorithm.close()
     assert found["host"] == found["program"], (mode, wire)
     count = sum(mailbox.received_bytes(peer) for peer in range(jax.process_count()))
