@@ -79,7 +79,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
     def import_ahead(self) -> None:
         """Import tensorboardX in a thread: where PyTorch is installed it takes seconds."""
         if self._events in self._others:
-            Thread(target=importlib.import_module, args=("tensorboardX.summary",)).start()
+            self._events.import_ahead()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add the row of a step, with all its values: numbers or arrays with one element.
@@ -183,9 +183,18 @@ class EventFile:
     def __init__(self, folder: RunFolder, *, purge_step: int):
         self._folder, self._purge_step = folder, purge_step
         self._file: Any = None  # until the first row
+        self._importing: Thread | None = None
         self.name = f"TensorBoard is given up for this run: {folder.tensorboard}"
 
+    def import_ahead(self) -> None:
+        """Import tensorboardX in a thread, which the first row waits for."""
+        name = "tensorboardX.summary"
+        self._importing = Thread(target=importlib.import_module, args=(name,), name="import")
+        self._importing.start()
+
     def _begin(self) -> None:
+        if self._importing:  # two imports of one package at once may wait for each other's parts
+            self._importing.join()
         from tensorboardX.proto.event_pb2 import SessionLog
 
         folder, step = self._folder.tensorboard, self._purge_step

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import sys
+import time
 
 import pytest
 from tensorboardX import record_writer
@@ -48,9 +49,15 @@ def events(folder):
 def test_the_event_file_begins_with_the_first_row_and_tensorboardx_is_imported_before_it(
     folder, monkeypatch
 ):
-    """In a thread, after the first step; without TensorBoard not at all."""
+    """In a thread, after the first step, which the row waits for: the two imports would wait for
+    each other's parts of the package. Without TensorBoard not at all."""
     imported = []
-    monkeypatch.setattr(importlib, "import_module", imported.append)
+
+    def slow(name):
+        time.sleep(0.2)
+        imported.append(name)
+
+    monkeypatch.setattr(importlib, "import_module", slow)
     with MetricsWriter(folder, tensorboard=False, resume_step=None) as writer:
         writer.import_ahead()
     with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
@@ -58,8 +65,8 @@ def test_the_event_file_begins_with_the_first_row_and_tensorboardx_is_imported_b
         writer.sync()
         assert not folder.tensorboard.exists()
         writer.write(10, {"learning/loss": 1.0})
+        assert imported == ["tensorboardX.summary"]
         assert [step for step, _ in events(folder)] == [0, 10]
-    assert imported == ["tensorboardX.summary"]
 
 
 def test_tensorboard_is_told_which_steps_come_again(folder):
