@@ -25,13 +25,14 @@ Program = Callable[[Sequence[str]], int]  # arguments -> exit code
 class Option(NamedTuple):
     """An option of a program, written name=value.
 
-    kind: str, int, float or bool. least: of an int; a float has to be above it.
+    kind: str, int, float or bool. least: of an int; a float has to be above it. most: of an int.
     """
 
     default: Any
     meaning: str
     kind: type = str
     least: float | None = None
+    most: int = 2**63 - 1
 
 
 def read_options(
@@ -54,10 +55,9 @@ def read_options(
         name = name.lstrip("-")
         if not equals or name not in options:
             if not keys and (equals or not names):
-                raise ConfigError(
-                    f"{argument} is not an option of {program}. Use key=value with one of "
-                    f"{', '.join(options)}."
-                )
+                known = f"Use key=value with one of {', '.join(options)}."
+                use = known if options else "It has none."
+                raise ConfigError(f"{argument} is not an option of {program}. {use}")
             others.append(argument)
         elif name in given:
             raise ConfigError(f"{argument}: {name} is given twice. Give it once.")
@@ -76,11 +76,11 @@ def _value(name: str, option: Option, raw: str) -> Any:
     except (KeyError, ValueError):
         value = math.nan
     least = -math.inf if option.least is None else option.least
-    if least <= value < 2**63 if whole else least < value < math.inf:
+    if least <= value <= option.most if whole else least < value < math.inf:
         return value
     what = {bool: "neither true nor false", int: "no whole number", float: "no number"}[kind]
-    if whole and value >= 2**63:
-        what += " below 2**63"
+    if whole and value > option.most:
+        what += f" of {option.most} or less"
     elif option.least is not None:
         what += f" of {least} or more" if whole else f" above {least}"
     raise ConfigError(f"{name}={raw} is {what}: {option.meaning}. Give one.")

@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     run, (options, _) = argv[0], read_options(argv[1:], OPTIONS, "generate")
     checks.refuse_store("RUN", run)
+    checks.refuse_store("base_output_directory", options.base_output_directory)
     prompts = _prompts(options)
     from maxdiloco.trainer import compiled_file
 

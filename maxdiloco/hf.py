@@ -65,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     checks.refuse_store("SRC" if is_import else "RUN", rest[0])
     if not is_import:
         checks.refuse_store("DST", rest[1])
+        checks.refuse_store("base_output_directory", options.base_output_directory)
     elif not is_local(rest[1]):
         raise ConfigError(f"DST={rest[1]} is no folder of this machine. Give one that is mounted.")
     target = pathlib.Path(rest[1]).expanduser().absolute()

@@ -14,7 +14,7 @@ from types import MappingProxyType, SimpleNamespace
 from maxdiloco import train_compile
 from maxdiloco.command_line import Option, guarded, read_options
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config, help, maxtext
+from maxdiloco.flags import checks, config, help, maxtext
 from maxdiloco.processes.output import say
 
 OPTIONS = MappingProxyType({
@@ -160,6 +160,11 @@ def _tokens(
     if has_steps:
         return cfg.steps * a_step, f"steps={cfg.steps}"
     if tokens is not None:
+        if tokens / a_step > checks.LARGEST:
+            raise ConfigError(
+                f"tokens={tokens:g} are {tokens / a_step:.3g} steps of {a_step} tokens, and "
+                f"{checks.LARGEST} are the most. Use fewer tokens."
+            )
         return tokens, "as given"
     return TOKENS * parameters, f"{TOKENS} a parameter, without tokens= or steps="
 

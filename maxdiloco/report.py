@@ -31,7 +31,7 @@ OPTIONS = MappingProxyType({
     "live": Option(False, "serve the page on 127.0.0.1 in place of a file, made anew for each "
                    "look, every 5 s until every run has ended (watch=SECONDS); Ctrl-C ends it",
                    bool),
-    "port": Option(0, "of live; 0: any that is free", int, 0),
+    "port": Option(0, "of live; 0: any that is free", int, 0, 65535),
     "text": Option(False, "print the sentences at the top of the page, and nothing else", bool),
     "base_output_directory": Option("runs", "where the runs are, when RUN is a name"),
 })  # fmt: skip
@@ -106,6 +106,7 @@ def _load(
 
     for name in names:
         checks.refuse_store("RUN", name)
+    checks.refuse_store("base_output_directory", options.base_output_directory)
     defaults = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
     base = options.base_output_directory
     runs = run_lib.load(names, base_output_directory=base, defaults=defaults)

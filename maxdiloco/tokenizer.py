@@ -27,6 +27,7 @@ SOURCE: text as for dataset_path: a folder, file or glob, or a name of the hub
 # The first two tokens; data.tokenizer knows them by these names.
 SPECIAL_TOKENS = [tokenizers.BOS_NAMES[0], tokenizers.EOS_NAMES[0]]
 LEAST = 256 + 2  # tokens: every byte is one, and the special ones
+MOST = 1 << 24  # the package makes room for all of them at once; our choice
 # Characters of text that are handed over at once; the package holds 256 such pieces. Our choice.
 PIECE = 1 << 16
 _SPAN = 64 << 20  # bytes that are read as one; of a hub's data the rows of that many
@@ -44,6 +45,7 @@ OPTIONS = MappingProxyType({
         "with little text there are fewer",
         int,
         LEAST,
+        MOST,
     ),
     "dataset_type": Option("text", "what SOURCE is, as in training: text, parquet or hf"),
     "text_column": Option(

@@ -29,7 +29,7 @@ if ! [[ $count =~ ^[1-9][0-9]*$ ]]; then
 fi
 shift
 if ! [ -x "$python" ]; then
-  echo "run_local_slices: $python does not exist. Make it with 'bash scripts/make_venv.sh'," \
+  echo "run_local_slices: $python does not exist. Make it with 'bash scripts/make_venv.sh .venv'," \
     "or set MAXDILOCO_VENV." >&2
   exit 2
 fi

@@ -96,6 +96,8 @@ def test_a_folder_is_read_as_in_training_and_says_what_it_leaves_out(tmp_path, c
     [
         (["text"], 2, "out is empty: it says which file to write. Set out=tok.json."),
         (["text", "out=a.json", "vocab_size=257"], 2, "vocab_size=257 is no whole number of 258"),
+        (["text", "out=a.json", "vocab_size=1e18"], 2, "vocab_size=1e18 is no whole number"),
+        (["text", "out=a.json", "vocab_size=16777217"], 2, "number of 16777216 or less: number"),
         (["text", "out=a.json", "vocab_size=many"], 2, "vocab_size=many is no whole number"),
         (["text", "out=a.json", "out=b.json"], 2, "out=b.json: out is given twice"),
         (["text", "out=a.json", "size=3"], 2, "Use key=value with one of out, vocab_size"),

@@ -178,10 +178,10 @@ def _mesh(cfg: Any) -> None:
     for entry in cfg.logical_axis_rules:
         pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
         axes = (entry[1],) if pair and isinstance(entry[1], str) else entry[1] if pair else ()
-        if not pair or not set(axes) <= set(AXES):
+        if not pair or not set(axes) <= set(AXES) or len(set(axes)) < len(axes):
             raise ConfigError(
                 f"logical_axis_rules={show(cfg.logical_axis_rules)}: {show(entry)} is not "
-                f"[logical axis, [mesh axes]]. Mesh axes: {', '.join(AXES)}."
+                f"[logical axis, [mesh axes, each once]]. Mesh axes: {', '.join(AXES)}."
             )
 
 

@@ -90,7 +90,7 @@ def activation(key: str, default: str, **more: str) -> Rule:
     names = _ACTIVATIONS | more
 
     def read(name):
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise refused(key, name, f"the activations are {', '.join(_ACTIVATIONS)}")
         return (names[name], "linear")
 

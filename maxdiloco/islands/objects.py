@@ -24,6 +24,8 @@ def open_bucket(url: str, key: str = "URL") -> Bucket:
     if scheme and scheme not in (*store.SCHEMES, "file"):
         known = ", ".join(f"{name}://" for name in (*store.SCHEMES, "file"))
         raise ConfigError(f"{key}={url} is in a store that is not known. Use {known} or a path.")
+    if scheme in store.SCHEMES and not re.match(r"[A-Za-z0-9]", rest):
+        raise ConfigError(f"{key}={url} names no bucket. Use {scheme}://bucket/folder.")
     try:
         if scheme in store.SCHEMES:
             return store.connect(scheme, *re.split("/+", rest.rstrip("/"), maxsplit=1))
@@ -35,7 +37,8 @@ def open_bucket(url: str, key: str = "URL") -> Bucket:
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"{key}={url} cannot be opened: {error.strerror}. Name a folder or a bucket that can."
+            f"{key}={url} cannot be opened: {error.strerror or error}. Name a folder or a bucket "
+            "that can."
         ) from error
 
 

@@ -20,6 +20,7 @@ from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.trainer import assemble, optimizer
 
+MOST_PERIOD = 100_000  # a plan follows each step of a period, seconds for so many; our choice
 # The keys that a choice sets, and its fields.
 KEYS = {
     "diloco_sync_period": "H",
@@ -173,6 +174,16 @@ def of(cfg: Config) -> Job:
 
 
 def _check(cfg: Config, slices: int) -> None:
+    if checks.is_island(cfg):
+        raise ConfigError(
+            f"islands={cfg.islands} leaves nothing to plan: islands send through a store, whenever "
+            "it is there. Plan the slices of one island with islands=none."
+        )
+    if cfg.diloco_sync_period > MOST_PERIOD:
+        raise ConfigError(
+            f"diloco_sync_period={cfg.diloco_sync_period} is too long to plan, step by step. Use "
+            f"{MOST_PERIOD} or less."
+        )
     if not checks.has_replicas(cfg):
         raise ConfigError(
             "enable_diloco=false leaves nothing to plan: data parallelism crosses the link in "

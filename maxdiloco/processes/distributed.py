@@ -119,6 +119,8 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
             if not environ[key].isdecimal():
                 raise ConfigError(f"{key}={environ[key]} is not a whole number: set it to {words}.")
             numbers[name] = int(environ[key])
+    if numbers.get("num_processes") == 0:
+        raise ConfigError(f"{COUNT}=0 is no number of processes. Use 1 or more.")
     if len(numbers) == 2 and numbers["process_id"] >= numbers["num_processes"]:
         raise ConfigError(
             f"{INDEX}={numbers['process_id']} must be below {COUNT}={numbers['num_processes']}: "

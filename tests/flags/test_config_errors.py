@@ -64,6 +64,7 @@ eval_dataset_path=ftp://b/*.txt | is an address | or mount the text on every hos
 dcn_fsdp_parallelism=-1 | dcn_diloco_parallelism=-1 and | Set dcn_diloco_parallelism
 ici_data_parallelism=-1 | ici_fsdp_parallelism=-1 | Set ici_data_parallelism to a number
 logical_axis_rules=[embed] | embed is not [logical axis | Mesh axes: diloco, data, fsdp
+logical_axis_rules=[[embed, [fsdp, fsdp]]] | fsdp]] is not [logical axis | each once
 logical_axis_rules=[[embed, [fdsp]]] | [embed, [fdsp]] is not | fsdp, expert, context
 logical_axis_rules=[{embed: fsdp}] | {embed: fsdp} is not [logical axis
 num_diloco_fragments=2 | does nothing with enable_streaming_diloco=false | Use num_diloc

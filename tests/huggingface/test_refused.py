@@ -52,6 +52,7 @@ def test_a_model_type_that_is_not_there(tmp_path, refusal, model_type, words):
     ("changes", "words"),
     [
         ({"hidden_act": "gelu"}, "hidden_act=gelu of config.json has no counterpart"),
+        ({"hidden_act": ["silu"]}, "hidden_act=['silu'] of config.json has no counterpart"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type=longrope of config.json"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing in config.json"),
         ({"vocab_size": "many"}, "vocab_size=many of config.json is no number"),
@@ -176,6 +177,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(tmp_path, refusal)
         (["export", "absent", "b"], "RUN=absent: there is no"),
         (["import", "a", "gs://b/c"], "DST=gs://b/c is no folder of this machine"),
         (["import", "hdfs://b/c", "a"], "SRC=hdfs://b/c is on hdfs://"),
+        (["export", "a", "b", "base_output_directory=foo://x"], "base_output_directory=foo://x is"),
     ],
 )
 def test_a_command_line_that_cannot_work(tmp_path, monkeypatch, capfd, arguments, words):

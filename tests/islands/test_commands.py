@@ -249,13 +249,16 @@ def test_check_finds_late_listings_and_stale_reads():
         (["audit", "{none}"], "URL=.*none is no folder. Name the store of a run."),
         (["status", "{empty}"], "URL=.* has no run.json. Name the store of a run."),
         (["audit", "hdfs://a/b"], "URL=hdfs://a/b is in a store that is not known. Use gs://, s3"),
-        (["audit", "{empty}", "wait=1"], "wait=1 is not an option of audit"),
+        (["audit", "{empty}", "wait=1"], "wait=1 is not an option of audit. It has none."),
+        (["check", "gs://"], "URL=gs:// names no bucket. Use gs://bucket/folder."),
+        (["check", "{file}/a"], "URL=.*/a cannot be opened: .*Not a directory.*. Name a folder"),
         (["status", "{empty}", "wait=-1"], "wait=-1 is no number above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    places = {"none": tmp_path / "none", "empty": tmp_path / "empty"}
+    (tmp_path / "file").write_text("")
+    places = {name: tmp_path / name for name in ("none", "empty", "file")}
     assert main([argument.format(**places) for argument in arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(words, line), line

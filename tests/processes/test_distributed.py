@@ -158,6 +158,7 @@ def test_a_coordinator_s_port_that_cannot_be_used_is_named_before_jax_starts(
             ({key: "2"}, f"{key}=2 is set.*Set JAX_COORDINATOR_ADDRESS=host:port.*unset {key}")
             for key in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         ),
+        (LOCAL_2 | {"JAX_NUM_PROCESSES": "0"}, "PROCESSES=0 is no number of processes. Use 1 or"),
         (LOCAL_2 | {"JAX_NUM_PROCESSES": "two"}, "PROCESSES=two is not a whole number: set it to"),
         (LOCAL_2 | {"JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID=-1 is not a whole number: set"),
         (LOCAL_2 | {"JAX_PROCESS_ID": "2"}, "2 must be below JAX_NUM_PROCESSES=2.*Use 1 or less"),
