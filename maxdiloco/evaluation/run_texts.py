@@ -120,7 +120,7 @@ def _tokenised(cfg, source, key, tokenizer, say):
             f"note: {named} has {size / 1e9:,.1f} GB to tokenise before the first step. "
             f"`{command}` does that on any machine, once for all runs."
         )
-    prepare(work, out, say)
+    prepare(work, out, say, waits=True)
     return out
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import errno
 import json
 import os
 import time
@@ -54,6 +55,8 @@ class LocalLines:
             self._write_kept()
 
     def _write_kept(self) -> None:
+        if not os.fstat(self._file.fileno()).st_nlink:  # removed: the kernel would take them still
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._file.name)
         while self._kept:
             taken = self._file.write(self._kept[0])  # a nearly full disk takes a part of it
             self._kept[0] = self._kept[0][taken:]

@@ -14,7 +14,7 @@ import time
 import types
 import uuid
 from collections.abc import Callable, Mapping
-from threading import Thread
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from etils import epath
@@ -183,19 +183,22 @@ class EventFile:
     def __init__(self, folder: RunFolder, *, purge_step: int):
         self._folder, self._purge_step = folder, purge_step
         self._file: Any = None  # until the first row
-        self._importing: Thread | None = None
+        self._importing: Future | None = None
+        self._kept: list[tuple[int, Mapping[str, float | str]]] = []  # while it is imported
         self.name = f"TensorBoard is given up for this run: {folder.tensorboard}"
 
     def import_ahead(self) -> None:
-        """Import tensorboardX in a thread, which the first row waits for."""
-        name = "tensorboardX.summary"
-        self._importing = Thread(target=importlib.import_module, args=(name,), name="import")
-        self._importing.start()
+        """Import tensorboardX in a thread. Rows wait until it is there: two imports of one package
+        at once may wait for each other's parts. What fails there fails again at the first row."""
+        pool = ThreadPoolExecutor(1, thread_name_prefix="import")
+        self._importing = pool.submit(importlib.import_module, "tensorboardX.summary")
+        pool.shutdown(wait=False)
 
     def _begin(self) -> None:
-        if self._importing:  # two imports of one package at once may wait for each other's parts
-            self._importing.join()
-        from tensorboardX.proto.event_pb2 import SessionLog
+        try:
+            from tensorboardX.proto.event_pb2 import SessionLog
+        except (ImportError, TypeError) as error:  # the latter: protobuf of another version
+            raise OSError(f"tensorboardX cannot be imported: {error}") from error
 
         folder, step = self._folder.tensorboard, self._purge_step
         folder.mkdir(parents=True, exist_ok=True)
@@ -207,8 +210,30 @@ class EventFile:
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         """Add the values of a step, numbers as scalars, texts as texts."""
-        if self._file is None:
+        self._kept.append((step, values))
+        if self._importing is None or self._importing.done():
+            self._write_kept()
+
+    def sync(self) -> None:
+        """Force the rows written so far to the disk, or to the object store."""
+        if self._file is not None:
+            self._file.sync()
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._importing is not None:
+            self._importing.exception()  # waits
+        self._write_kept()
+        if self._file is not None:
+            self._file.close()
+
+    def _write_kept(self) -> None:
+        if self._kept and self._file is None:
             self._begin()
+        while self._kept:
+            self._write(*self._kept.pop(0))
+
+    def _write(self, step: int, values: Mapping[str, float | str]) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
         from tensorboardX.summary import text
 
@@ -220,16 +245,6 @@ class EventFile:
             else:
                 summary.value.add(tag=name, simple_value=float(x))
         self._add(step, summary=summary)
-
-    def sync(self) -> None:
-        """Force the rows written so far to the disk, or to the object store."""
-        if self._file is not None:
-            self._file.sync()
-
-    def close(self) -> None:
-        """Write what is left."""
-        if self._file is not None:
-            self._file.close()
 
     def _add(self, step: int, **what: Any) -> None:
         """Add an event as a TFRecord: length, checksum, event, checksum."""

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -79,6 +80,22 @@ def amount(number: float) -> str:
         return "0 B"
     power = min(max(int(math.log10(abs(number)) // 3), 0), 5)
     return f"{number / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[power]}"
+
+
+def last_words(line: str | None, within_s: float = 1.0) -> None:
+    """Print a last line on standard error, if any, and flush; for who ends the process at once.
+
+    within_s: then it is given up, as a full pipe that nobody reads takes nothing for ever.
+    """
+
+    def speak() -> None:
+        if line is not None:
+            say_error(line)
+        finish()
+
+    speaking = threading.Thread(target=speak, daemon=True)
+    speaking.start()
+    speaking.join(within_s)
 
 
 def finish() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from maxdiloco.errors import INTERRUPTED, Preempted
-from maxdiloco.processes.output import finish, say_error
+from maxdiloco.processes.output import last_words
 
 # One press reaches a process twice behind timeout, mpirun or srun: a terminal sends it to a group
 # of processes, and a launcher passes it on. A person who wants to quit is slower. Our choice.
@@ -59,8 +59,7 @@ def hearing(number: int, heard: Callable[[], None]) -> Iterator[None]:
 
 def quit_now(line: str = "Interrupted.", code: int = INTERRUPTED) -> None:
     """End the process at once with one line and a code; a save under way leaves no checkpoint."""
-    say_error(line)
-    finish()
+    last_words(line)
     os._exit(code)
 
 

@@ -42,9 +42,7 @@ class Loss(NamedTuple):
 
 def end_process(exit_code: int, line: str | None) -> None:
     """End this process at once, past every teardown that would wait for a lost peer."""
-    if line is not None:
-        output.say_error(f"{LostPeerError.__name__}: {line}")
-    output.finish()
+    output.last_words(line and f"{LostPeerError.__name__}: {line}")
     os._exit(exit_code)
 
 

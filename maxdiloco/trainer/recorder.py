@@ -144,7 +144,8 @@ class Recorder:
 
 @contextlib.contextmanager
 def profile(folder: RunFolder, steps: range) -> Iterator[Callable[[int], None]]:
-    """What is called after each step, to profile those after steps.start up to steps.stop."""
+    """What is called before the first step and after each, to profile those after steps.start up
+    to steps.stop."""
     with contextlib.ExitStack() as running:
 
         def after(t: int) -> None:

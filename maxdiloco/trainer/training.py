@@ -5,6 +5,7 @@
 
 import functools
 import gc
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -68,7 +69,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         return _show_fragments(cfg, mesh, say)
 
     # Data before the run's folder: bad data must not create one.
-    name = cfg.run_name or f"run-{from_first_process(int(time.time()))}"
+    name = cfg.run_name or _new_name()
     location = locate(cfg.base_output_directory, name)
     start.check_places(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
@@ -122,9 +123,8 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         if trainer.ended():
             say(f"nothing to do: {trainer.closing_line(state).removeprefix('done: ')}")
             return 0
-        stack.enter_context(start.history_of(folder, parts, done=done, total=total))
-
         preemption = stack.enter_context(Preemption(say))
+        stack.enter_context(start.history_of(folder, parts, done=done, total=total))
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
         stack.enter_context(console.progress(first_step=done, total_steps=length))
         steps, text = range(done + 1, (length or checks.LARGEST) + 1), trainer.reads(text)
@@ -140,6 +140,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
             since_row=begin.since_row(done),
             begun=clock.begun,
         )
+        profiled(done)
         for t in steps:
             batch = assemble.with_learning_rate(parts, next(batches), t)
             if t == steps.start:
@@ -173,6 +174,12 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         say(trainer.closing_line(state))
         say(f"run folder: {epath.Path(folder.path)}")
         return INTERRUPTED if preemption.by_ctrl_c else 0
+
+
+def _new_name() -> str:
+    """For a run without one; two that start in the same second differ."""
+    second, own = map(from_first_process, (int(time.time()), secrets.randbelow(1 << 16)))
+    return f"run-{second}-{own:04x}"
 
 
 def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, say: Say) -> int:

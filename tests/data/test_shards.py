@@ -1,18 +1,21 @@
 """Windows of a folder of shards are those of the text it was made from."""
 
+import fcntl
 import json
 import os
 import pathlib
 import pickle
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from data.shards_on_disk import TEXTS, make, open_dataset, open_text
 from data.tokenizers_on_disk import byte_level_bpe
 
-from maxdiloco.data import shards, tokenizer
+from maxdiloco.data import kinds, shards, tokenizer
 from maxdiloco.data.prepared import part
+from maxdiloco.data.prepared.prepare import Work, prepare
 from maxdiloco.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("parts_here")
@@ -181,6 +184,26 @@ def test_a_folder_of_something_else_and_an_empty_source_are_refused(source, tmp_
 
 
 OTHERS = ("work.part", "part-list.json", "part-00000.old.lengths.npy", "part-00000.json.bak.part")
+
+
+def test_a_run_waits_for_another_that_makes_the_shards_of_its_text(source, tmp_path):
+    """As two runs of one text that start at once; the program prepare is refused."""
+    out, said = tmp_path / "out", []
+    out.mkdir()
+    work = Work(kinds.open_source(kinds.Source("text", str(source), "text"), "dataset_path"),
+                tokenizer.ByteTokenizer(), "source")  # fmt: skip
+    with (out / "lock").open("a") as file, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="is being written by another process. Wait for it"):
+            prepare(work, str(out), said.append)
+        assert not said
+        waiting = pool.submit(prepare, work, str(out), said.append, waits=True)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        assert said == [f"{out} is being written by another process: waiting for it"]
+        file.close()
+        waiting.result(60)
+    assert shards.open_shards(str(out), "out") and said[-1].startswith(f"prepared {out}")
 
 
 def test_files_of_others_in_the_folder_stay(source, tmp_path):

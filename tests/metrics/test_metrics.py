@@ -154,6 +154,18 @@ def test_on_a_full_disk_rows_wait_until_there_is_space_again(
     assert steps_in(folder) == [1, 2, 3, 4, 5, 100]
 
 
+def test_rows_of_a_folder_that_was_removed_are_not_called_written(folder, capsys):
+    """The kernel would take them, for a file without a name."""
+    writer = MetricsWriter(folder, tensorboard=False, resume_step=None)
+    writer.write(1, {"a": 1})
+    folder.metrics.unlink()
+    writer.write(2, {"a": 1})
+    writer.write(3, {"a": 1})
+    with pytest.raises(CheckpointError, match="The rows since then are lost"):
+        writer.__exit__(None, None, None)
+    assert "written again" not in capsys.readouterr().out
+
+
 def test_rows_on_an_object_store_are_written_whole_by_who_has_the_lock(tmp_path, monkeypatch):
     """gs:// cannot append, so not at every step; a local file stands in for the object."""
 

@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import sys
-import time
+import threading
 
 import pytest
 from tensorboardX import record_writer
@@ -49,12 +49,12 @@ def events(folder):
 def test_the_event_file_begins_with_the_first_row_and_tensorboardx_is_imported_before_it(
     folder, monkeypatch
 ):
-    """In a thread, after the first step, which the row waits for: the two imports would wait for
-    each other's parts of the package. Without TensorBoard not at all."""
-    imported = []
+    """In a thread, after the first step. Rows wait for it and hold up nothing: two imports at once
+    would wait for each other's parts of the package. Without TensorBoard not at all."""
+    imported, ready = [], threading.Event()
 
     def slow(name):
-        time.sleep(0.2)
+        ready.wait(60)
         imported.append(name)
 
     monkeypatch.setattr(importlib, "import_module", slow)
@@ -62,11 +62,22 @@ def test_the_event_file_begins_with_the_first_row_and_tensorboardx_is_imported_b
         writer.import_ahead()
     with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
         writer.import_ahead()
+        writer.write(10, {"learning/loss": 1.0})
         writer.sync()
         assert not folder.tensorboard.exists()
+        threading.Timer(0.2, ready.set).start()
+    assert imported == ["tensorboardX.summary"]
+    assert [step for step, _ in events(folder)] == [0, 10]
+
+
+def test_tensorboardx_that_cannot_be_imported_ends_no_run(folder, monkeypatch, capsys):
+    for name in ("tensorboardX", "tensorboardX.proto.event_pb2"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
+        writer.import_ahead()
         writer.write(10, {"learning/loss": 1.0})
-        assert imported == ["tensorboardX.summary"]
-        assert [step for step, _ in events(folder)] == [0, 10]
+    assert "TensorBoard is given up for this run" in capsys.readouterr().out
+    assert json.loads(folder.metrics.read_text())["step"] == 10
 
 
 def test_tensorboard_is_told_which_steps_come_again(folder):

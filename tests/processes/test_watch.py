@@ -184,6 +184,13 @@ END = """
 import sys; from maxdiloco.processes import watch; print('last step', end='')
 watch.end_process(5, 'process 1 on host-b is gone')
 """
+FULL = """
+import os, sys, threading, time
+from maxdiloco.processes import output, signals
+threading.Thread(target=output.say, args=("x" * (1 << 22),), daemon=True).start()
+time.sleep(0.5)
+signals.quit_now("Interrupted.", 130)
+"""
 ABORT = """
 import ctypes, os, resource, sys, threading, time
 from maxdiloco.processes import watch
@@ -196,20 +203,37 @@ os._exit(5)
 """
 
 
-def run(program, *arguments):
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+def started(program, *arguments):
+    """With buffered streams, as people have them."""
+    buffered, pipe = os.environ | {"PYTHONUNBUFFERED": ""}, subprocess.PIPE
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=buffered)
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=buffered)
+
+
+def run(program, *arguments):
+    """The exit code and what it printed on both streams."""
+    with started(program, *arguments) as process:
+        out, err = process.communicate()
+    return process.returncode, out, err
 
 
 def test_the_process_ends_at_once_with_one_line_and_what_it_had_printed():
     """os._exit drops what is buffered; the line goes to stderr."""
-    ended = run(END)
-    assert (ended.returncode, ended.stdout) == (5, "last step")
-    assert ended.stderr == "LostPeerError: process 1 on host-b is gone\n"
+    assert run(END) == (5, "last step", "LostPeerError: process 1 on host-b is gone\n")
+
+
+def test_a_full_pipe_that_nobody_reads_keeps_no_process():
+    """A thread is inside its write and has the stream's lock."""
+    process = started(FULL)
+    try:
+        assert process.wait(WAIT_S) == 130
+        assert process.stderr.read() == "Interrupted.\n"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("what, code", [("delayed", 5), ("at once", -signal.SIGABRT)])
 def test_an_abort_in_another_thread_waits_for_the_watch(what, code):
     """As the watch: it sees the lost peer, and ends the process after its patience of 1 s."""
-    assert run(ABORT, what).returncode == code
+    assert run(ABORT, what)[0] == code

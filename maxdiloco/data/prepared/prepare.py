@@ -69,24 +69,25 @@ class _Target(NamedTuple):
     require: Callable[[], None]  # raises ConfigError when another process has taken the lock over
 
 
-def prepare(work: Work, out: str, say: Callable[[str], None]) -> None:
+def prepare(work: Work, out: str, say: Callable[[str], None], *, waits: bool = False) -> None:
     """Make a folder of shards, or the rest of one that was begun, or find it made.
 
     out: the folder, also in a bucket. It is the same to the byte, whatever the number of processes
-    and of kills before. Raises DataError for text that is missing, unreadable or damaged,
-    ConfigError when the folder is in use or holds something else, LostPeerError when a process is
-    gone, CheckpointError for a bucket without obstore.
+    and of kills before. waits: for another process that makes it, but in a bucket.
+    Raises DataError for text that is missing, unreadable or damaged, ConfigError when the folder is
+    in use or holds something else, LostPeerError when a process is gone, CheckpointError for a
+    bucket without obstore.
     """
     plan, folder = plan_of(work), absolute(out, key="out")
     try:
-        with _locked(folder, say) as target:
+        with _locked(folder, say, waits) as target:
             if _is_complete(plan, folder):
                 _remove(folder, _FACTS, _LEFT)
                 say(f"{folder} is prepared: nothing to do")
             else:
                 _make(work, plan["part_bytes"], target, say)
-            if is_local(folder):
-                shards.open_shards(os.fspath(folder), "out")
+        if is_local(folder):
+            shards.open_shards(os.fspath(folder), "out")
     except OSError as error:
         mend = "Put the disk in order" if is_local(folder) else "See that it can be"
         raise DataError(
@@ -96,8 +97,9 @@ def prepare(work: Work, out: str, say: Callable[[str], None]) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: epath.Path, say: Callable[[str], None]) -> Iterator[_Target]:
-    """Lock the folder for the time of a `with`. Raises ConfigError where another process has it."""
+def _locked(folder: epath.Path, say: Callable[[str], None], waits: bool) -> Iterator[_Target]:
+    """Lock the folder for the time of a `with`. Raises ConfigError where another process has it,
+    unless it waits for it; in a bucket it does not."""
     if not is_local(folder):
         words = {"key": f"out={folder}", "otherwise": "choose another folder"}
         try:
@@ -111,10 +113,13 @@ def _locked(folder: epath.Path, say: Callable[[str], None]) -> Iterator[_Target]
         try:  # until the file is closed: the kernel does that for a process that dies
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"out={folder} is being written by another process. Wait for it, or choose "
-                "another folder."
-            ) from None
+            if not waits:
+                raise ConfigError(
+                    f"out={folder} is being written by another process. Wait for it, or choose "
+                    "another folder."
+                ) from None
+            say(f"{folder} is being written by another process: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield _Target(folder, lambda: None)
 
 
