@@ -93,13 +93,10 @@ CONTRACT = [("five steps", "float32", 2), ("eager", "bfloat16", 2)]
 
 
 @pytest.mark.parametrize("mode, wire, M", corner(CASES, CONTRACT))
-def test_which_of_carriers_and_exchanges_share_bits(request, mode, wire, M):
+def test_which_of_carriers_and_exchanges_share_bits(mode, wire, M):
     """The two carriers always, and one slot with many. Owners and gathering with float32: with
     other wires what comes back was encoded again. Not eager, which puts a replica's own term into a
-    mean: that is added up in another order. Of int2 at once theta's last bit differs with jax 0.10,
-    whose XLA:CPU contracts a product and a sum of the outer update in one of two programs."""
-    if (mode, wire) == ("at once", "int2") and jax.__version_info__ < (0, 12):
-        request.applymarker(pytest.mark.xfail(reason="a contracted product, in 2 or 3 of 4 cases"))
+    mean: that is added up in another order."""
     found = {
         (carrier, exchange): values(steps(algorithm, start()))
         for carrier, exchange in itertools.product(CARRIERS, EXCHANGES)

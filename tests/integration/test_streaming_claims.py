@@ -68,12 +68,10 @@ def assert_replicas_hold_what_was_applied(algorithm, state):
 
 @pytest.mark.parametrize("mode, wire", corner(CASES + FEEDBACK, CORNER))
 def test_both_carriers_have_the_same_bits_in_every_copy_and_resume_what_either_has_saved(
-    request, mode, wire
+    mode, wire
 ):
     """`digests` compares the copies on both slices. Saved after 8 and 9: one exchange was just
     sent, one has one of two chunks there, one is whole."""
-    if (mode, wire) == ("at once", "int2") and jax.__version_info__ < (0, 12):
-        request.applymarker(pytest.mark.xfail(reason="as in test_owners_carriers"))
     states, saved = {}, {}
     for carrier in ("program", "host"):
         algorithm, start = trainer(mode, wire, carrier)
