@@ -168,9 +168,9 @@ def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_ro
     monkeypatch.undo()
     nothing = "SIGTERM after step 6: nothing is saved, since enable_checkpointing=false."
     assert nothing in capfd.readouterr().err
-    folder = tmp_path / "run-1234"
-    assert f"run folder: {folder}; run_name=run-1234 goes on." in told.out
-    saved = "SIGTERM after step 6: saved. run_name=run-1234 goes on."
+    (folder,) = tmp_path.glob("run-1234-????")  # four digits of its own beside the second
+    assert f"run folder: {folder}; run_name={folder.name} goes on." in told.out
+    saved = f"SIGTERM after step 6: saved. run_name={folder.name} goes on."
     assert saved in told.err
 
     assert training.run(config.load([str(folder / "config.yml")], {}), StartClock()) == 0
