@@ -183,9 +183,6 @@ def test_a_folder_of_something_else_and_an_empty_source_are_refused(source, tmp_
             make(tmp_path / name, tmp_path / f"{name}.out")
 
 
-OTHERS = ("work.part", "part-list.json", "part-00000.old.lengths.npy", "part-00000.json.bak.part")
-
-
 def test_a_run_waits_for_another_that_makes_the_shards_of_its_text(source, tmp_path):
     """As two runs of one text that start at once; the program prepare is refused."""
     out, said = tmp_path / "out", []
@@ -204,6 +201,9 @@ def test_a_run_waits_for_another_that_makes_the_shards_of_its_text(source, tmp_p
         file.close()
         waiting.result(60)
     assert shards.open_shards(str(out), "out") and said[-1].startswith(f"prepared {out}")
+
+
+OTHERS = ("work.part", "part-list.json", "part-00000.old.lengths.npy", "part-00000.json.bak.part")
 
 
 def test_files_of_others_in_the_folder_stay(source, tmp_path):
