@@ -143,6 +143,9 @@ GRID = [
     for feedback in ((False, True) if wire != "float32" else (False,))
     for merge in ("mean", "rda")
 ]
+# A value that replica 2 sends at step 12 lies 3e-8 from the middle of two bfloat16, 2^-13 apart: a
+# sum in another order takes the other one.
+ON_AN_EDGE = (3, "bfloat16", 2, 1, True, "rda")
 
 
 @pytest.mark.parametrize(
@@ -155,13 +158,14 @@ def test_fixed_islands_have_the_numbers_of_the_host_carrier(
     """Both round float32 sums, each in its order: some 2^-24 of each value a record."""
     run = ELASTIC._replace(wire=wire, overlap_steps=tau, alpha=0.25 if tau else 0.0, merge=merge)
     options = dict(num_fragments=P, feedback=feedback)
+    off = 2e-4 if (M, wire, tau, P, feedback, merge) == ON_AN_EDGE else 1e-5
     found = fixed(tmp_path, M, run, **options)
     theta, replicas = through_host(M, run, **options)
     start = tiny_problem.problem("layers").params
     for m, (own_theta, own) in enumerate(found):
         for a, b, x, xs, first in zip(own_theta, theta, own, replicas, start, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-            np.testing.assert_allclose(x[0], xs[m], rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=off)
+            np.testing.assert_allclose(x[0], xs[m], rtol=1e-5, atol=off)
             assert np.abs(a - first).max() > 0.1
         assert all(np.array_equal(a, b) for a, b in zip(own_theta, found[0][0], strict=True))
     audit.replay(objects.open_bucket(str(tmp_path / "store")), run_of(tmp_path), 0)
