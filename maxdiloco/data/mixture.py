@@ -47,21 +47,24 @@ class Mixture:
 
     def first_position(self, M: int, B: int) -> Position:
         """No source is read yet."""
-        read = SourcesRead(begun=0, read=dict.fromkeys(self.names, 0), shares=self.shares)
+        read = dict.fromkeys(self.names, 0)
+        read = SourcesRead(begun=0, read=read, shares=self.shares, order=list(self.names))
         return dataclasses.replace(order.first_position(M, B), sources=read)
 
     def next_position(self, position: Position, step: int, M: int, B: int) -> Position:
-        """Every source goes on with its next unread sequence, also with other weights or M."""
-        moved = order.next_position(position, step, M, B)
-        if self.shares:
-            if self.shares == position.sources["shares"]:
-                return moved
+        """Every source goes on with its next unread sequence, also with other weights, M or order
+        of the sources."""
+        moved, state = order.next_position(position, step, M, B), position.sources
+        same = self.shares == state["shares"] and list(self.names) == _order(state)
+        if same and (self.shares or moved is position):
+            return moved
+        if moved is position:
             base = position.base + position.sequences_before(step)
-            moved = dataclasses.replace(moved, base=base, s0=step)
-        elif moved is position:
-            return position
+            moved = dataclasses.replace(position, base=base, s0=step)
         read = self._sequences_read(position, step)
-        sources = SourcesRead(begun=moved.base, read=read, shares=self.shares)
+        sources = SourcesRead(
+            begun=moved.base, read=read, shares=self.shares, order=list(self.names)
+        )
         return dataclasses.replace(moved, sources=sources)
 
     def check_size(self, position: Position) -> None:
@@ -159,21 +162,26 @@ class Mixture:
     def _sequences_read(self, position, step):
         """Sequences of each source read before `step`, by name."""
         state = position.sources
+        names, steps = _order(state), step - position.s0
         if state["shares"]:
-            by_share = self.by_share
-            if state["shares"] != self.shares:
-                by_share = Interleave([state["shares"][name] for name in self.names])
+            by_share = Interleave([state["shares"][name] for name in names])
             index = position.base + position.sequences_before(step) - state["begun"]
             new_K = by_share.before(index).tolist()
         else:
-            steps, K = step - position.s0, len(self.names)
-            new_K = [steps * self._replicas_of(k, position.M) * position.B for k in range(K)]
-        new = zip(self.names, new_K, strict=True)
-        return {name: state["read"][name] + count for name, count in new}
+            new_K = [
+                steps * self._replicas_of(k, position.M) * position.B for k in range(len(names))
+            ]
+        new = dict(zip(names, new_K, strict=True))
+        return {name: state["read"][name] + new[name] for name in self.names}
 
     def _replicas_of(self, source, M):
         """How many of M replicas read a source."""
         return (M - source - 1) // len(self.sources) + 1
+
+
+def _order(state: SourcesRead) -> list[str]:
+    """Of the sources where a position was written; older checkpoints have it in `read` alone."""
+    return state.get("order") or list(state["read"])
 
 
 def _by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

@@ -33,6 +33,7 @@ class SourcesRead(TypedDict):
     begun: int  # index at which the present shares began
     read: dict[str, int]  # sequences of each source before it
     shares: dict[str, int]  # in a period; empty for replicas with sources of their own
+    order: list[str]  # of the sources in the list of this part of the run
 
 
 @dataclasses.dataclass(frozen=True)

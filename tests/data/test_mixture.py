@@ -47,8 +47,8 @@ def mixed(shares, sizes=None, seed=5):
     """A mixture of sources a, b, c; shares by name, empty: replicas with sources of their own."""
     sizes = sizes or SIZES
     sources = [
-        pipeline.Dataset(NumberedWindows(k, size), order.seed_of(name, seed), name)
-        for k, (name, size) in enumerate(sizes.items())
+        pipeline.Dataset(NumberedWindows("abc".index(name), size), order.seed_of(name, seed), name)
+        for name, size in sizes.items()
     ]
     return Mixture(tuple(sizes), tuple(sources), shares, seed)
 
@@ -63,17 +63,18 @@ def windows_read(data, position, step):
 some_shares = st.dictionaries(st.sampled_from("abc"), st.integers(1, 5)).map(
     lambda given: {name: given.get(name, 1) for name in "abc"}
 )
-leg = st.tuples(st.integers(3, 5), st.integers(1, 3), st.integers(0, 4), some_shares)
+names = st.permutations("abc")
+leg = st.tuples(st.integers(3, 5), st.integers(1, 3), st.integers(0, 4), some_shares, names)
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(legs=st.lists(leg, min_size=1, max_size=4), per_replica=st.booleans())
 def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, per_replica):
-    """Over a run that stops and goes on with other M, B and weights. Each start knows only what a
-    checkpoint keeps."""
+    """Over a run that stops and goes on with other M, B, weights and order of the sources. Each start
+    knows only what a checkpoint keeps."""
     position, step, read = None, 1, collections.defaultdict(list)
-    for M, B, steps, shares in legs:
-        data = mixed({} if per_replica else shares)
+    for M, B, steps, shares, names in legs:
+        data = mixed({} if per_replica else shares, {name: SIZES[name] for name in names})
         if position is None:
             position = data.first_position(M, B)
         else:
@@ -82,6 +83,9 @@ def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, pe
         for _ in range(steps):
             for source, window in sum(windows_read(data, position, step), []):
                 read[source].append(window)
+            counted = data.metrics(position, step)
+            for source, name in enumerate("abc"):
+                assert counted[f"data/tokens_{name}"] == 3 * len(read[source])
             step += 1
     for source, windows in read.items():
         size = list(SIZES.values())[source]
@@ -109,7 +113,7 @@ def test_with_weights_that_change_every_source_goes_on_where_it_is():
     position = first.first_position(2, 2)
     position = then.next_position(position, 3, 2, 2)
     assert position.sources == order.SourcesRead(
-        begun=8, read={"a": 4, "b": 2, "c": 2}, shares={"a": 0, "b": 1, "c": 1}
+        begun=8, read={"a": 4, "b": 2, "c": 2}, shares={"a": 0, "b": 1, "c": 1}, order=[*"abc"]
     )
     assert (position.base, position.s0) == (8, 3)
     source, number = then.places(position, 3, *np.ix_(range(2), range(2)))

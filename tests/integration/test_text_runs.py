@@ -104,6 +104,7 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path):
         "begun": 24,
         "read": {"web": 18, "code": 6},
         "shares": {"web": 1, "code": 1},
+        "order": ["code", "web"],
     }
     assert tokens_read() == (22, 10)
 
