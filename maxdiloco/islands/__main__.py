@@ -1,6 +1,6 @@
 """Logs of islands in a store: `python -m maxdiloco.islands audit URL`, `status` and `check`."""
 
-import pathlib
+import os
 import time
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{command} needs a place. Write {command} URL.")
     url = rest[0]
     options, _ = read_options(rest[1:], STATUS if command == "status" else {}, command)
-    path = url.removeprefix("file://")
-    if "://" not in path and command != "check" and not pathlib.Path(path).is_dir():
+    path = os.path.expanduser(url.removeprefix("file://"))
+    if "://" not in path and command != "check" and not os.path.isdir(path):
         raise ConfigError(f"URL={url} is no folder. Name the store of a run.")
     bucket = objects.open_bucket(url)
     try:

@@ -130,5 +130,8 @@ def snapshots(bucket: Bucket, fragment: int) -> list[str]:
 
 def listed(bucket: Bucket, folder: str) -> Iterator[str]:
     """Names of the objects in a folder that could be of a log. Raises OSError."""
-    pattern = re.compile(r"[ugcs]/\d{1,9}/[A-Za-z0-9_.-]{1,200}|hb/[A-Za-z0-9_-]{1,64}")
+    pattern = re.compile(
+        r"hb/[A-Za-z0-9_-]{1,64}|[cs]/\d{1,9}/\d{1,19}|g/\d{1,9}/\d{1,19}(\.[A-Za-z0-9_-]{1,256}){2}"
+        r"|u/\d{1,9}/[A-Za-z0-9_-]{1,64}(\.\d{1,19}){2}"
+    )
     return (entry.name for entry in bucket.list_all(folder) if pattern.fullmatch(entry.name))
