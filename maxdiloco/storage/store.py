@@ -9,7 +9,7 @@ import configparser
 import contextlib
 import datetime
 import errno
-import http
+import http.client
 import os
 import pathlib
 import re
@@ -265,12 +265,13 @@ def reason(text: str) -> tuple[str, int | None]:
     """An error of obstore in one line, and the status of the store's answer, if there was one."""
     text = text.partition("\n\nDebug source")[0]
     if answer := re.search(r"status code: (\d{3})[^:]*:?\s*(.*)", text, re.DOTALL):
-        code = http.HTTPStatus(int(answer[1]))
+        code = int(answer[1])
+        phrase = http.client.responses.get(code, "the store answers")  # proxies have their own
         words = re.search(r"<Message>(.*?)</Message>", answer[2], re.DOTALL) or re.search(
             r'"message": *"([^"]*)"', answer[2]
         )
         said = f": {words[1].strip()}" if words else ""
         token = "no credentials: " if "token request" in text else ""
-        return f"{token}{code.phrase} ({code}){said}".rstrip("."), int(code)
+        return f"{token}{phrase} ({code}){said}".rstrip("."), code
     left_out = r"^Generic \w+ error: |, after \d+ retries.*?(?= - )| in [\d.]+(ns|µs|ms|s)\b"
     return re.sub(left_out, "", text.partition("\n")[0]).rstrip("."), None

@@ -133,6 +133,12 @@ def test_an_object_is_written_whole(faulty, mode):
         absolute(f"az://{BUCKET}/a").open(mode)
 
 
+def test_an_answer_that_python_has_no_name_for_is_an_os_error(gcs):
+    gcs.fault = lambda request: 499
+    with pytest.raises(OSError, match=r"the store answers \(499\)"):
+        store.connect("gs", BUCKET).get("a")
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_refusal_that_passes_is_not_seen(gcs, status):
     """obstore asks again."""
