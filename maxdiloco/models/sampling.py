@@ -1,11 +1,12 @@
 """Text from a model: the prompt in one pass, then one token at a time with a key/value cache."""
-# B sequences  L prompt tokens  T new tokens  C slots of the cache  D model  V vocabulary
+# B sequences  L prompt tokens  P the same, filled up  T new tokens  C slots of the cache  D model  V vocabulary
 # N query heads  K key/value heads  H head dim
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.models.attention import Queries, dot_product
@@ -15,23 +16,25 @@ from maxdiloco.models.transformer import Model, head_weight
 from maxdiloco.parallel.sharding import gathered
 
 
-def prefill(model, params, tokens_BL, *, cache_length):
+def prefill(model, params, tokens_BP, length, *, cache_length):
     """Run the prompts and fill the caches, one of each stack of layers.
 
-    tokens: int32. cache_length: slots, at least L plus the tokens to come.
+    tokens: int32, of which the first `length` count: decode_step writes over the slots of the
+    others before it reads them. cache_length: slots, at least P, and `length` plus the tokens to
+    come.
     Returns float32 logits [B, V] of the next token, and the caches: keys and values [layers, B, C,
     K, H], slot i for position i.
     """
-    L = tokens_BL.shape[1]
-    segment_ids_BL = jnp.ones_like(tokens_BL)
-    padding = [(0, 0), (0, cache_length - L), (0, 0), (0, 0)]
+    P = tokens_BP.shape[1]
+    segment_ids_BP = jnp.ones_like(tokens_BP)
+    padding = [(0, 0), (0, cache_length - P), (0, 0), (0, 0)]
 
     def attend(kind, _, q, k, v, sinks_N):
-        context = dot_product(model.spec, kind.window, q, k, v, segment_ids_BL, sinks_N)
+        context = dot_product(model.spec, kind.window, q, k, v, segment_ids_BP, sinks_N)
         return context, (jnp.pad(k, padding), jnp.pad(v, padding))
 
-    x_BLD, caches, _ = model.through_layers(params, tokens_BL, jnp.arange(L)[None], attend)
-    return _logits(model, params, x_BLD[:, -1]), caches
+    x_BPD, caches, _ = model.through_layers(params, tokens_BP, jnp.arange(P)[None], attend)
+    return _logits(model, params, x_BPD[:, length - 1]), caches
 
 
 def decode_step(model, params, caches, tokens_B, position):
@@ -66,7 +69,8 @@ def sample(model, params, prompt_tokens, *, max_new_tokens, temperature, top_k, 
     """Continue prompts: int32 [B, L] -> the new tokens, int32 [B, T].
 
     temperature: 0 takes the likeliest token, 1 samples from the model's distribution. top_k: only
-    the k likeliest tokens are sampled; 0: all. Compiled once per shape; the cache has L + T slots.
+    the k likeliest tokens are sampled; 0: all. Compiled for L up to a power of two; the cache has a
+    slot for each of these and of T.
     Raises ConfigError for an empty prompt, no new tokens, or a negative temperature or top_k.
     """
     if prompt_tokens.shape[1] < 1:
@@ -77,22 +81,27 @@ def sample(model, params, prompt_tokens, *, max_new_tokens, temperature, top_k, 
         raise ConfigError(f"temperature={temperature} is negative. Use 0 for greedy, or above.")
     if top_k < 0:
         raise ConfigError(f"top_k={top_k} is negative. Use 0 for the whole vocabulary, or above.")
+    L = prompt_tokens.shape[1]
+    filled_up = jnp.pad(prompt_tokens, [(0, 0), (0, (1 << (L - 1).bit_length()) - L)])
     return _generate(
         model,
         params,
-        jnp.asarray(prompt_tokens, jnp.int32),
+        filled_up.astype(jnp.int32),
+        jnp.int32(L),
         key,
         jnp.float32(temperature),
         max_new_tokens=max_new_tokens,
         top_k=min(top_k, model.spec.vocab_size),
-        greedy=temperature == 0,
+        greedy=temperature < np.finfo(np.float32).tiny,
     )
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("max_new_tokens", "top_k", "greedy"))
-def _generate(model: Model, params, tokens_BL, key, temperature, *, max_new_tokens, top_k, greedy):
-    L = tokens_BL.shape[1]
-    logits_BV, caches = prefill(model, params, tokens_BL, cache_length=L + max_new_tokens)
+def _generate(
+    model: Model, params, tokens_BP, length, key, temperature, *, max_new_tokens, top_k, greedy
+):
+    cache_length = tokens_BP.shape[1] + max_new_tokens
+    logits_BV, caches = prefill(model, params, tokens_BP, length, cache_length=cache_length)
 
     def step(carry, key):
         logits_BV, caches, position = carry
@@ -101,7 +110,7 @@ def _generate(model: Model, params, tokens_BL, key, temperature, *, max_new_toke
         return (logits_BV, caches, position + 1), tokens_B
 
     keys_T = jax.random.split(key, max_new_tokens)
-    _, tokens_TB = jax.lax.scan(step, (logits_BV, caches, jnp.int32(L)), keys_T)
+    _, tokens_TB = jax.lax.scan(step, (logits_BV, caches, length), keys_T)
     return tokens_TB.T
 
 

@@ -33,8 +33,8 @@ def oracle_logits(changes, params, tokens_L):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_cached_logits_are_those_of_the_full_pass(name):
-    """Two prompts of 4 tokens, then 5 tokens one by one: at every position the float64 oracle's
-    logits of the sequence so far."""
+    """Two prompts of 4 tokens, filled up to 6, then 5 tokens one by one: at every position the
+    float64 oracle's logits of the sequence so far."""
     changes = VARIANTS[name]
     model = tiny_model.build(**changes)
     params = tiny_model.params_of(model)
@@ -42,7 +42,7 @@ def test_cached_logits_are_those_of_the_full_pass(name):
     full_BLV = np.stack([oracle_logits(changes, params, row) for row in sequences])
     prefill = tiny_model.compiled(functools.partial(sampling.prefill, model, cache_length=9))
     step = tiny_model.compiled(functools.partial(sampling.decode_step, model))
-    logits_BV, cache = prefill(params, sequences[:, :4])
+    logits_BV, cache = prefill(params, sequences[:, [0, 1, 2, 3, 0, 0]], 4)
     np.testing.assert_allclose(logits_BV, full_BLV[:, 3], atol=1e-4)
     for position in range(4, 9):
         logits_BV, cache = step(params, cache, sequences[:, position], position)
@@ -73,6 +73,11 @@ def test_greedy_text_is_the_likeliest_token_each_time(model_and_params):
             so_far.append(token)
     top_1 = sample(model, params, prompts, temperature=5.0, top_k=1)
     np.testing.assert_array_equal(top_1, new_BT)
+    compiled = sampling._generate._cache_size()
+    for L in (3, 4):  # a temperature that float32 takes for 0
+        row = sample(model, params, prompts[:, :L], temperature=1e-50)
+        assert row[0, 0] == oracle_logits({}, params, prompts[0, :L])[-1].argmax()
+    assert sampling._generate._cache_size() == compiled
 
 
 def test_a_row_of_padding_is_never_drawn():

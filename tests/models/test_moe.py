@@ -305,7 +305,7 @@ def test_cached_tokens_go_to_the_experts_of_the_full_pass():
     params, tokens = tiny_model.params_of(model), tiny_model.tokens((2, 7))
     full = tiny_model.compiled(functools.partial(sampling.prefill, model, cache_length=7))
     step = tiny_model.compiled(functools.partial(sampling.decode_step, model))
-    _, caches = full(params, tokens[:, :4])
+    _, caches = full(params, tokens[:, :4], 4)
     for position in range(4, 7):
         logits_BV, caches = step(params, caches, tokens[:, position], position)
-    np.testing.assert_allclose(logits_BV, full(params, tokens)[0], atol=1e-5)
+    np.testing.assert_allclose(logits_BV, full(params, tokens, 7)[0], atol=1e-5)
