@@ -8,6 +8,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from maxdiloco.checkpoint import theta
+from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.tokenizer_base import ByteTokenizer
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.flags import base_yml, config
@@ -94,18 +95,16 @@ def evaluate(
     found = load(folder, on_devices, parameters)
     say(f"step {found.step} of {found.path.parent.parent}, parameters: {parameters}")
     say(mesh_lib.describe(found.mesh, found.cfg))
-    position, of_run = found.meta["position"], found.meta["config"]
-    rows_of_run = position["M"] * position["B"] // of_run["gradient_accumulation_steps"]
+    position, keys = found.meta["position"], found.meta["config"]
+    rows_of_run = position["M"] * position["B"] // keys["gradient_accumulation_steps"]
     # As many replicas share a device here as in the run.
-    of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // of_run["per_device_batch_size"]
+    of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // keys["per_device_batch_size"]
     rows = of_device * found.cfg.per_device_batch_size * _batch_devices(found.mesh.shape)
     num_sequences = max(-1, found.cfg.eval_steps * rows_of_run)
     cfg, tokenizer = found.cfg, ByteTokenizer()
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
-    prepared = run_texts.tokenise(cfg, tokenizer, say, splits=("eval",))
-    texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
-    run_texts.agree(texts)
+    texts = _texts(cfg, tokenizer, found.meta["contents"], say)
     evaluation = held_out.Evaluation(
         found.model,
         found.mesh,
@@ -123,6 +122,22 @@ def evaluate(
         "mesh": dict(found.mesh.shape),
         "num_sequences": num_sequences,
     }, totals
+
+
+def _texts(cfg, tokenizer, of_run, say):
+    """The texts to evaluate on. of_run: contents of what the run trained on, or ""."""
+    prepared = run_texts.tokenise(cfg, tokenizer, say, splits=("eval",))
+    options = dict(prepared=prepared, index=LineIndex(cfg.text_column, report=say))
+    texts = run_texts.open_evaluated(cfg, tokenizer, **options)
+    run_texts.agree(texts)
+    if cfg.holds_out() and of_run:  # an imported model says nothing of its text
+        train = run_texts.open_dataset(cfg, tokenizer, split="train", **options)
+        if train.contents != of_run:
+            say(
+                f"warning: {train.name} is not what the run trained on, so what is held out of it "
+                "here may have been trained on"
+            )
+    return texts
 
 
 def _batch_devices(mesh: Mapping[str, int]) -> int:

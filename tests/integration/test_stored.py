@@ -63,6 +63,7 @@ def test_the_numbers_are_those_that_the_run_has_logged(capfd, text_run, evaluate
     lines = capfd.readouterr().out.splitlines()
     assert f"step 4 of {run}, parameters: outer" in lines
     assert f"{held_out['loss']:.6f}" in next(line for line in lines if "(held out)" in line)
+    assert not any("warning" in line for line in lines)
 
     by_path = evaluated(run)
     assert by_path["texts"] == [held_out]
@@ -70,7 +71,7 @@ def test_the_numbers_are_those_that_the_run_has_logged(capfd, text_run, evaluate
     assert evaluated("text", f"base_output_directory={run.parent}", "step=4") == by_path
 
 
-def test_one_device_reads_the_same_sequences_as_two_slices(text_run, evaluated):
+def test_one_device_reads_the_same_sequences_as_two_slices(capfd, text_run, evaluated, tmp_path):
     run, _ = text_run
     (wanted,) = evaluated(run)["texts"]
     for keys in (
@@ -82,6 +83,10 @@ def test_one_device_reads_the_same_sequences_as_two_slices(text_run, evaluated):
         assert other["loss"] == pytest.approx(wanted["loss"], rel=OTHER_ORDER)
     (half,) = evaluated(run, "eval_steps=1")["texts"]
     assert half["tokens"] < wanted["tokens"]
+    (tmp_path / "other.txt").write_text("it was in the house " * 200)
+    capfd.readouterr()
+    evaluated(run, f"dataset_path={tmp_path / 'other.txt'}")
+    assert "other.txt is not what the run trained on, so what is held" in capfd.readouterr().out
 
 
 OF_REPLICAS = {
