@@ -4,7 +4,7 @@ The same bits on every machine: all of it is elementwise, with correctly rounded
 are taken in a fixed order; a compiled program or a library's sum promises neither.
 
 What one step gives differs from exact arithmetic, and from half the difference to diloco/outer.py
-on any device, by at most `rounding(...)` where the merge is a mean:
+on any device, where the merge is a mean, by at most
     (M + 8) 2^-24 (|theta| + lr (1 + b) (a + b |m|)),  a = sum of w_i |g_i| / sum of w_i
 for M members, rate lr, momentum b and trace m: no value goes through more than M + 8 roundings.
 
@@ -159,15 +159,6 @@ def stepped(run: Run, outer: Outer, gradient: np.ndarray, scale: float) -> Outer
     trace = b * outer.trace + g
     update = g + b * trace if run.outer_optimizer == "nesterov" else trace
     return Outer(outer.theta - lr * update, trace)
-
-
-def rounding(run: Run, before: Outer, terms: Sequence[Term]) -> np.ndarray:
-    """The bound above, [N] float64, for one step from `before` with terms of different islands."""
-    weights = sum(term.weight for term in terms)
-    mean = sum(term.weight * np.abs(term.values.astype(np.float64)) for term in terms) / weights
-    lr, b = run.outer_lr, run.outer_momentum
-    reach = np.abs(before.theta) + lr * (1 + b) * (mean + b * np.abs(before.trace))
-    return (len(terms) + 8) * 2.0**-24 * reach
 
 
 def sizes_of(run: Run, fragment: int) -> tuple[int, ...]:

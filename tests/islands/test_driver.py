@@ -55,7 +55,7 @@ def bound_of(bucket, run):
         state, total, read = outer.fresh(theta), 0.0, functools.partial(objects.read, bucket, run)
         for record in audit.replay(bucket, run, fragment).records:
             terms = [driver.term(bucket, run, fragment, member) for member in record.members]
-            total = total + 4 * outer.rounding(run, state, terms)
+            total = total + 4 * together.rounding(run, state, terms)
             state = driver.apply(run, state, record, driver.gradient_of(read, run, record))
         bounds.append(total)
     return bounds

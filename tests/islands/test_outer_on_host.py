@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_records import RUN
+from together import rounding
 
 from maxdiloco.diloco import outer as jax_outer
 from maxdiloco.diloco import quantize
@@ -65,7 +66,7 @@ def test_a_step_is_the_oracles_and_the_devices_within_the_bound(optimizer, weigh
     before = outer.Outer(*(np.float32(np.random.default_rng(s).normal(size=7)) for s in (8, 9)))
     scale = 1.0 if len(set(weights)) == 1 else 0.75
     after = outer.stepped(run, before, outer.merged(run, 0, given), scale)
-    bound = outer.rounding(run, before, given)
+    bound = rounding(run, before, given)
     g, b = scale * oracle_mean(given), run.outer_momentum
     trace = b * before.trace.astype(np.float64) + g
     exact = before.theta - run.outer_lr * (g + b * trace if optimizer == "nesterov" else trace)

@@ -24,6 +24,18 @@ def a_run(**changes):
     return run._replace(**changes)
 
 
+def rounding(run, before, terms):
+    """The bound of islands/outer.py, [N] float64, for one step from `before`.
+
+    terms: of different islands.
+    """
+    weights = sum(term.weight for term in terms)
+    mean = sum(term.weight * np.abs(term.values.astype(np.float64)) for term in terms) / weights
+    lr, b = run.outer_lr, run.outer_momentum
+    reach = np.abs(before.theta) + lr * (1 + b) * (mean + b * np.abs(before.trace))
+    return (len(terms) + 8) * 2.0**-24 * reach
+
+
 def start_values(run):
     rng = np.random.default_rng(7)
     return [np.float32(rng.normal(size=sum(leaf.size for leaf in F))) for F in run.fragments]
