@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from maxdiloco.data.packages import require
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import keys, outer, records, wires
 from maxdiloco.islands.island import CREATED, EXISTS, FAILED, Damage
@@ -28,13 +29,9 @@ def open_bucket(url: str, key: str = "URL") -> Bucket:
         raise ConfigError(f"{key}={url} names no bucket. Use {scheme}://bucket/folder.")
     try:
         if scheme in store.SCHEMES:
+            require("obstore", f"{key}={url}", extra="buckets")
             return store.connect(scheme, *re.split("/+", rest.rstrip("/"), maxsplit=1))
         return store.local_folder(os.path.expanduser(rest))
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{key}={url} needs the package obstore, which is not installed: pip install -e "
-            "'.[buckets]' in a checkout of maxdiloco."
-        ) from error
     except OSError as error:
         raise ConfigError(
             f"{key}={url} cannot be opened: {error.strerror or error}. Name a folder or a bucket "

@@ -9,12 +9,12 @@ gradient of the result before that is rounded. Rounding is to the nearest; sums 
 in float32.
 """
 
-import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from maxdiloco.data.packages import require
 from maxdiloco.errors import ConfigError
 from maxdiloco.models.remat import ROUNDED, keep
 from maxdiloco.parallel import chips
@@ -41,12 +41,10 @@ def check_device(quantization: str, backend: str, device_kind: str, capability: 
 
 
 def check_package(quantization: str) -> None:
-    """Raise ConfigError where qwix is needed and not installed."""
-    if quantization != NONE and importlib.util.find_spec("qwix") is None:
-        raise ConfigError(
-            f"quantization={quantization} needs the package qwix, which is not installed: pip "
-            f"install -e '.[quantization]' in a checkout of maxdiloco, or use quantization=none."
-        )
+    """Raise ConfigError where qwix is needed and cannot be imported."""
+    if quantization != NONE:
+        user, otherwise = f"quantization={quantization}", ", or use quantization=none"
+        require("qwix", user, extra="quantization", otherwise=otherwise)
 
 
 def rounded(quantization: str, letters: str, kept: str, x: jax.Array) -> Any:

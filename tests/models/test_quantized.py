@@ -4,6 +4,7 @@ device has none."""
 import collections
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -225,7 +226,7 @@ def test_a_plan_for_absent_chips_refuses_them_too(capsys):
 
 def test_a_machine_without_qwix_is_told_which_extra_it_lacks(monkeypatch):
     """Where a program's model is built, and of the key alone."""
-    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "qwix", None)
     cfg = config.load(["quantization=int8", "hardware=cpu", "dcn_diloco_parallelism=1"], {})
     mesh = mesh_lib.build(cfg)
     with pytest.raises(ConfigError, match=r"quantization=int8 needs .*qwix.*'\.\[quantization\]'"):
