@@ -93,14 +93,15 @@ def share(exposed: float, busy: float) -> float:
     return min(1.0, exposed / busy) if busy else 0.0
 
 
-def least_gbps(at: Callable[[float], float], target: float = FULL) -> float:
-    """The least bandwidth for a utilisation, to one in a thousand; inf: the latency is too long."""
+def least_gbps(at: Callable[[float], float]) -> float:
+    """The least bandwidth for the utilisation FULL, to one in a thousand; inf: the latency is too
+    long."""
     low, high = 1e-14, 1e6
-    if at(high) < target:
+    if at(high) < FULL:
         return math.inf
     while high / low > 1.001:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if at(middle) >= target else (middle, high)
+        low, high = (low, middle) if at(middle) >= FULL else (middle, high)
     return high
 
 

@@ -74,7 +74,7 @@ def page(
         reload=f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else "",
         verdict=_verdict(verdict.sentences(runs, expected), data["panels"]),
         summary=_table(facts.summary(runs), "cards"),
-        notes=_list(notes, "notes"),
+        notes=_notes(notes),
         marks=" ".join(marks),
         timelines=_timelines(runs, drawn),
         config="" if len(runs) > 1 else f"<section><h2>Configuration</h2>{config}</section>",
@@ -93,9 +93,9 @@ def _read(name: str) -> str:
     return (pathlib.Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
-def _list(lines: Sequence[str], kind: str) -> str:
+def _notes(lines: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines[:MOST_ROWS])
-    return f'<ul class="{kind}">{items}</ul>' if items else ""
+    return f'<ul class="notes">{items}</ul>' if items else ""
 
 
 def _compared(runs: Sequence[Run], config: str) -> str:

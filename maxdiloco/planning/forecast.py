@@ -152,9 +152,9 @@ def fit(given: Sequence[Row], start_P: Sequence[float] = (), steps: int = 30) ->
     return Law(given, at_P, np.linalg.inv(a.T @ a))
 
 
-def law(given: Sequence[Row] = ()) -> Law:
-    """The law of losses.yml, or of other rows, with intervals by leaving out each row in turn."""
-    given = given or rows()
+def law() -> Law:
+    """The law of losses.yml, with intervals by leaving out each row in turn."""
+    given = rows()
     of_all = fit(given)
     left_out, deviations = [], []
     for k, row in enumerate(given):
