@@ -268,3 +268,10 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, capsy
 def test_help(capsys):
     assert main(["--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: python -m maxdiloco.islands audit URL")
+
+
+def test_a_bucket_without_its_package_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    assert main(["check", "s3://bucket/a"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "URL=s3://bucket/a needs the package obstore" in line and "'.[buckets]'" in line
