@@ -1,6 +1,6 @@
 """Text from a model: the prompt in one pass, then one token at a time with a key/value cache."""
-# B sequences  L prompt tokens  P the same, filled up  T new tokens  C slots of the cache  D model  V vocabulary
-# N query heads  K key/value heads  H head dim
+# B sequences  L prompt tokens  P the same, filled up  T new tokens  C slots of the cache  D model
+# V vocabulary  N query heads  K key/value heads  H head dim
 
 import functools
 

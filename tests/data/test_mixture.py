@@ -63,15 +63,15 @@ def windows_read(data, position, step):
 some_shares = st.dictionaries(st.sampled_from("abc"), st.integers(1, 5)).map(
     lambda given: {name: given.get(name, 1) for name in "abc"}
 )
-names = st.permutations("abc")
-leg = st.tuples(st.integers(3, 5), st.integers(1, 3), st.integers(0, 4), some_shares, names)
+orders = st.permutations("abc")
+leg = st.tuples(st.integers(3, 5), st.integers(1, 3), st.integers(0, 4), some_shares, orders)
 
 
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(legs=st.lists(leg, min_size=1, max_size=4), per_replica=st.booleans())
 def test_no_sequence_of_a_source_is_read_twice_or_left_out_in_its_epoch(legs, per_replica):
-    """Over a run that stops and goes on with other M, B, weights and order of the sources. Each start
-    knows only what a checkpoint keeps."""
+    """Over a run that stops and goes on with other M, B, weights and order of its sources. Each
+    start knows only what a checkpoint keeps."""
     position, step, read = None, 1, collections.defaultdict(list)
     for M, B, steps, shares, names in legs:
         data = mixed({} if per_replica else shares, {name: SIZES[name] for name in names})
