@@ -291,16 +291,6 @@ def test_a_message_of_another_name_is_rejected():
     assert [(r.island, r.reason) for r in rejected] == [("c", "name")]
 
 
-def test_files_of_others_among_those_of_a_log_are_left_alone():
-    bucket = store.in_memory()
-    others = {"u/0/README", "u/0/a.1.3.tmp", "u/0/.nfs01", "s/0/x", "g/0/x"}
-    for name in others:
-        bucket.put(name, b"")
-    run_fixed(bucket, a_run(islands=("a", "b"), snapshot_every=1), 0, 24)
-    names = {entry.name for entry in bucket.list_all("")}
-    assert others <= names and "s/0/1" not in names and len(names & {"s/0/4", "s/0/5"}) == 2
-
-
 def test_a_run_of_other_keys_is_refused_by_name():
     bucket = store.in_memory()
     run_fixed(bucket, a_run(islands=("a",)), 0, 4)

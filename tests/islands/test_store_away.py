@@ -1,4 +1,4 @@
-"""A store that does not answer for a while: nobody dies of it, trains too little, or waits on.
+"""A store that does not answer for a while or has files of others: nobody dies of it or waits on.
 
 Over the simulated store, and by hands over a bucket.
 """
@@ -114,3 +114,13 @@ def test_an_object_is_read_by_one_request_and_a_large_one_by_several(monkeypatch
     monkeypatch.setattr(store, "BLOCK_BYTES", len(encode(beat)) - 1)
     assert objects.read(bucket, run, "hb/a") == (beat, b"")
     assert bucket.counts.requests == before + 3
+
+
+def test_files_of_others_among_those_of_a_log_are_left_alone():
+    bucket = store.in_memory()
+    others = {"u/0/README", "u/0/a.1.3.tmp", "u/0/.nfs01", "s/0/x", "g/0/x"}
+    for name in others:
+        bucket.put(name, b"")
+    together.run_fixed(bucket, a_run(islands=("a", "b"), snapshot_every=1), 0, 24)
+    names = {entry.name for entry in bucket.list_all("")}
+    assert others <= names and "s/0/1" not in names and len(names & {"s/0/4", "s/0/5"}) == 2
