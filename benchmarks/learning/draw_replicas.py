@@ -29,7 +29,7 @@ REPLICAS = {2: "#2471a3", 4: "#1e8449", 8: "#c0392b"}
 DASHES = {"adamw": "6 3", "muon": ""}
 PERIODS = (166, 100, 60, 45, 30, 24, 20, 15, 12, 10)
 SHORT, MOST_TIMES, LEAST, MOST = 10, 2000, -0.03, 0.18  # ends of the axes
-SIZE, TOKENS = 279_296, 5.5  # parameters, and tokens for each
+SIZE, TOKENS, STEPS = 279_296, 5.5, 1500  # parameters, and tokens for each
 OFFSET = {"adamw": 0.0, "muon": 1.2262 / 1.2629 - 1}  # of data parallelism, three seeds
 
 
@@ -54,7 +54,8 @@ def _main(argv: Sequence[str]) -> int:
     parts.append(svg.text(LEFT + WIDTH / 2, TOP + HEIGHT + 38, words, anchor="middle"))
     four_bits = FOUR_BITS[WIRE]
     for k, (inner, M) in enumerate((inner, M) for inner in DASHES for M in REPLICAS):
-        found = [Case(SIZE, M, H, wire=four_bits, inner=inner, tokens=TOKENS) for H in PERIODS]
+        kind = dict(wire=four_bits, inner=inner, tokens=TOKENS)
+        found = [Case(SIZE, M, H, **kind, of_rounds=STEPS / H) for H in PERIODS]
         gaps = [(case, forecast.gap(law, case)) for case in found]
         line = [_at(_times(c), _over(c, g.share)) for c, g in gaps if not g.outside]
         parts.append(svg.line(line, REPLICAS[M], dash=DASHES[inner], width=1.8))

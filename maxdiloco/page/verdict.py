@@ -196,8 +196,7 @@ def _as_expected(first: Run, at_a: float, at_b: float, expected: Expected | None
     stands = "more than" if gap > expected.most else "less than" if gap < expected.least else "as"
     return (
         f" DiLoCo is behind by {gap:+.1%}, {stands} expected: {expected.least:+.1%} to "
-        f"{expected.most:+.1%} after 20 tokens a parameter ({expected.row}); a short run is behind "
-        f"by more."
+        f"{expected.most:+.1%} after as many rounds ({expected.row})."
     )
 
 

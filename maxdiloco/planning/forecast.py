@@ -12,12 +12,12 @@ import yaml
 LOSSES = pathlib.Path(__file__).parent / "losses.yml"
 UNITS = {"k": 1e3, "M": 1e6, "B": 1e9}
 TOKENS = 20.0  # for each parameter, as most rows have
+# Sequences of 2,048 tokens a step that are best for data parallelism: A N^b, 2503.09799 Tab. 10.
+SEQUENCES, SEQUENCES_EXPONENT, LENGTH = 0.00709, 0.4695, 2048
 # Wires that lose nothing in any table; each of the others is a class of its own.
 FREE_WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
 # Value and deviation of each coefficient before a row is seen: our choice, wide where rows tell.
-PRIOR = (
-    (-4.5, 3), (0, 1), (0, 0.01), (0, 1), (0, 0.5), (0, 1), (0, 0.3), (0, 1), (0.003, 0.003),
-)  # fmt: skip
+PRIOR = ((-4.5, 3), (0, 1), (0, 0.5), (0, 1), (0, 1), (0.003, 0.003))
 SPREAD = 0.2  # of a row about the law, of its gap and the head start: our choice
 SLACK = 1.5  # how far beyond its rows the law is asked, as a factor: our choice
 COVERED = 0.9  # part of the rows that have the interval in which they lie when left out
@@ -28,7 +28,11 @@ EXPONENT = 0.0953
 
 
 class Case(NamedTuple):
-    """What a loss is of. inner: the inner optimizer. tokens: for each parameter."""
+    """What a loss is of.
+
+    inner: the inner optimizer. tokens: for each parameter. of_rounds: how many rounds of H steps;
+    0: as many as tokens give, in the batch that is best for such a model.
+    """
 
     parameters: float
     replicas: int
@@ -39,6 +43,15 @@ class Case(NamedTuple):
     inner: str = "adamw"
     tokens: float = TOKENS
     layers: str = "dense"
+    of_rounds: float = 0.0
+
+    @property
+    def rounds(self) -> float:
+        """Outer steps of each fragment."""
+        if self.of_rounds:
+            return self.of_rounds
+        batch = LENGTH * SEQUENCES * self.parameters**SEQUENCES_EXPONENT
+        return self.parameters * self.tokens / batch / self.H
 
 
 class Row(NamedTuple):
@@ -97,8 +110,12 @@ def rows(path: pathlib.Path = LOSSES) -> list[Row]:
     out = []
     for table in yaml.safe_load(path.read_text(encoding="utf-8")):
         losses, source, error = (table.pop(name) for name in ("losses", "source", "error"))
+        batch = table.pop("batch", 0)
         for size, (parallel, loss) in losses.items():
             case = Case(float(size[:-1]) * UNITS[size[-1]], **table)
+            if batch:
+                rounds = case.parameters * case.tokens / batch / case.H
+                case = case._replace(of_rounds=rounds)
             gap, both = loss / parallel - 1, math.sqrt(2) * error / parallel  # of two losses
             out.append(Row(case, gap, both, f"{_words(case)}: {gap:+.1%}, {source}"))
     return out
@@ -119,19 +136,17 @@ def _size(parameters: float) -> str:
 def features(case: Case) -> list[float]:
     """The gap is the exponential of coefficients times these, less a head start.
 
-    So it has powers of the other replicas (another one for muon), H and tokens, one of parameters
-    that changes with their logarithm, and a factor for eager updates; wires and tau have none. The
-    head start is what is left with no others: M=1 is ahead of data parallelism (2503.09799 Tab. 4).
+    So it has powers of the other replicas (another one for muon) and of the rounds, and a factor
+    for eager updates. With these the size, H and tokens have no part of their own that the rows
+    show; nor have wires and tau. The head start is what is left with no others: M=1 is ahead of
+    data parallelism (2503.09799 Tab. 4).
     """
-    size, others = math.log(case.parameters / 1e9), math.log(max(0.5, case.replicas - 1))
+    others = math.log(max(0.5, case.replicas - 1))
     return [
         1.0,
-        size,
-        size**2,
         others,
         others * (case.inner == "muon"),
-        math.log(case.H / 30),
-        math.log(case.tokens / TOKENS),
+        math.log(case.rounds / 500),
         float(case.overlap == "eager"),
     ]
 
@@ -184,6 +199,7 @@ def gap(of: Law, case: Case) -> Gap:
     def distance(row: Row) -> float:
         other = row.case
         far = np.abs(np.array(features(other)) - here).sum() + (other.inner != asked.inner)
+        far += abs(math.log(other.parameters / asked.parameters)) + abs(math.log(other.H / asked.H))
         return float(far) + (other.tau != asked.tau) / 9 + (other.wire != asked.wire) / 9
 
     return Gap(
@@ -204,6 +220,7 @@ _RANGES = (
     ("H", "H={}", True),
     ("tau", "tau={}", True),
     ("tokens", "{} tokens a parameter", False),
+    ("rounds", "{} rounds", False),
 )
 # Fields that the rows of a range have to share with the case, and what stands in for a strange one.
 _CLASSES = (("overlap", "none"), ("inner", "adamw"), ("wire", "float32"), ("layers", "dense"))
@@ -212,11 +229,11 @@ _CLASSES = (("overlap", "none"), ("inner", "adamw"), ("wire", "float32"), ("laye
 def _beyond(given: Sequence[Row], case: Case) -> tuple[Case, list[tuple[str, bool]]]:
     """The case as the law takes it; what of it lies beyond the rows, and whether that costs loss.
 
-    The law has powers of all but the parameters: beyond the rows it takes the nearest ones.
+    More rounds than any row has are taken for as many.
     """
     beyond = []
-    cases = [row.case._asdict() for row in given]
-    fields = case._asdict()
+    cases = [row.case._asdict() | {"rounds": row.case.rounds} for row in given]
+    fields = case._asdict() | {"rounds": case.rounds}
     fields["wire"] = "float32" if case.wire in FREE_WIRES else case.wire
     for each in cases:
         each["wire"] = "float32" if each["wire"] in FREE_WIRES else each["wire"]
@@ -230,12 +247,13 @@ def _beyond(given: Sequence[Row], case: Case) -> tuple[Case, list[tuple[str, boo
             for class_, _ in (_CLASSES[:1] if name == "tau" else _CLASSES)  # it has no term
         ]
         least, most = max(map(min, of_classes)), min(map(max, of_classes))
+        most = math.inf if name == "rounds" else most
         nearest = min(max(fields[name], least / SLACK), most * SLACK)
         if nearest != fields[name]:
             show = _size if name == "parameters" else "{:.3g}".format
             of = show(least) if least == most else f"{show(least)} to {show(most)}"
+            of = f"{show(least)} or more" if most == math.inf else of
             text = f"{words.format(show(fields[name]))} ({of} measured)"
             beyond.append((text, more_costs == (fields[name] > nearest)))
-        if name == "parameters":
-            fields[name] = nearest
-    return Case(**fields), beyond
+    rounds = min(case.rounds, max(each["rounds"] for each in cases))
+    return case._replace(**{name: fields[name] for name, _ in _CLASSES}, of_rounds=rounds), beyond

@@ -49,9 +49,8 @@ class Plan(NamedTuple):
     def gap(self, choice: Choice) -> Gap:
         """The loss that a choice costs, by the law."""
         job, size = self.job, self.job.num_parameters
-        asked = losses.case(
-            job.cfg, choice, parameters=size, replicas=job.num_replicas, tokens=self.tokens / size
-        )
+        sizes = dict(parameters=size, replicas=job.num_replicas, tokens=self.tokens / size)
+        asked = losses.case(job.cfg, choice, **sizes, steps=self.tokens / job.tokens)
         return forecast.gap(self.law, asked)
 
     @property

@@ -67,10 +67,10 @@ def test_of_several_runs_keys_that_differ_and_differences_are_above_the_charts()
 
 
 def test_a_run_beside_data_parallelism_is_held_against_what_a_table_expects(tmp_path, capsys):
-    """The forecast of a decoder of 1,033,600 parameters after 20 tokens each; with a period that no
+    """The forecast of a decoder of 1,033,600 parameters after 1,500 steps; with a period that no
     row has there is none. Either may be first."""
-    found = forecast.gap(forecast.law(), forecast.Case(1_033_600, 2, 30))
-    synthetic_runs.write(tmp_path / "a", config={"diloco_sync_period": 30})
+    found = forecast.gap(forecast.law(), forecast.Case(1_033_600, 2, 30, of_rounds=50))
+    synthetic_runs.write(tmp_path / "a", config={"diloco_sync_period": 30, "steps": 1500})
     synthetic_runs.write(tmp_path / "base", config={"enable_diloco": "false"})
     base = f"base_output_directory={tmp_path}"
     for names in (("a", "base"), ("base", "a")):
@@ -78,7 +78,7 @@ def test_a_run_beside_data_parallelism_is_held_against_what_a_table_expects(tmp_
         said = " ".join(capsys.readouterr().out.split())
         assert (
             f"DiLoCo is behind by +0.0%, less than expected: {found.least:+.1%} to "
-            f"{found.most:+.1%} after 20 tokens a parameter (nearest: {found.nearest})"
+            f"{found.most:+.1%} after as many rounds (nearest: {found.nearest})"
         ) in said
     synthetic_runs.write(tmp_path / "long", config={"diloco_sync_period": 1000})
     assert report.main(["long", "base", base, "--text"]) == 0
