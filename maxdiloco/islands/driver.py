@@ -227,9 +227,8 @@ class Driver:
                 return self._ahead.carry_out(action)
             case island.Look(name):
                 return objects.look(bucket, run, name)
-            case island.Roll(folder):
-                beats = [objects.get(bucket, run, n) for n in objects.listed(bucket, folder)]
-                return {b.island: b for b in beats if isinstance(b, records.Beat)}
+            case island.Roll():
+                return objects.beats(bucket, run)
             case island.Reduce(draft):
                 return self._reduced(draft)
             case island.Fetch(record):
@@ -268,18 +267,22 @@ class Driver:
         if found is None:
             return None
         ledger, payload = found
+        name = records.snapshot_name(fragment, ledger.number)
+        size = 8 * sum(outer.sizes_of(self._run, fragment))
+        if ledger.fragment != fragment or len(payload) != size:
+            raise Damaged(f"{name} is damaged: it is another snapshot, or not whole")
         state = outer.from_bytes(payload)
         if state.digest() != ledger.digest:
-            name = records.snapshot_name(fragment, ledger.number)
             raise Damaged(f"{name} is damaged: its payload has another digest")
         self.outer[fragment] = state
         return ledger
 
     def _deleted(self, fragment: int) -> bool:
-        ledgers = [
-            objects.read(self._bucket, self._run, name)[0]
-            for name in objects.snapshots(self._bucket, fragment)[-2:]
-        ]
+        names = objects.snapshots(self._bucket, fragment)[-2:]
+        try:
+            ledgers = [objects.read(self._bucket, self._run, name)[0] for name in names]
+        except Damaged:  # who needs it says so
+            return True
         names = [n for kind in "ugs" for n in objects.listed(self._bucket, f"{kind}/{fragment}")]
         if doomed := rules.deletable(names, ledgers):
             self._bucket.delete(doomed)
@@ -316,6 +319,10 @@ def term(bucket: Bucket, run: Run, fragment: int, member: Any) -> Term | tuple[r
     try:
         message, payload = objects.read(bucket, run, records.message_name(fragment, *key))
         values = wires.decode(run.wire, outer.sizes_of(run, fragment), payload)
+    except FileNotFoundError:
+        if run.islands:  # nothing is left out; its island puts it again when it is restarted
+            raise
+        return key, "gone"
     except ValueError:  # Damaged, too
         return key, "sha256"
     if not keys.is_known(run, message):

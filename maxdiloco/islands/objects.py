@@ -11,11 +11,12 @@ from maxdiloco.data.packages import require
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import keys, outer, records, wires
 from maxdiloco.islands.island import CREATED, EXISTS, FAILED, Damage
-from maxdiloco.islands.records import Damaged, Ledger, Run
+from maxdiloco.islands.records import Beat, Claim, Damaged, Ledger, Run
 from maxdiloco.storage import store
 from maxdiloco.storage.store import Bucket
 
 Read = Callable[[str], tuple[Any, bytes]]  # of a name: the object and its payload
+_MOST_SPEED = 1e12  # tokens a second; our choice
 _MOST_LOOK = 1 << 16  # bytes of a message's header; our choice
 
 
@@ -78,7 +79,8 @@ def get(bucket: Bucket, run: Run | None, name: str) -> Any:
 
 
 def answered(read: Read, name: str) -> Any:
-    """What a read gives, as an answer: the object, None, FAILED or Damage."""
+    """What a read gives, as an answer: the object, None, FAILED or Damage. A lease or an evaluation
+    that is damaged is another's."""
     try:
         return read(name)[0]
     except FileNotFoundError:
@@ -86,6 +88,8 @@ def answered(read: Read, name: str) -> Any:
     except OSError:
         return FAILED
     except Damaged as error:
+        if name[:2] in ("d/", "e/"):
+            return Claim(name, "", 0, "")
         return Damage(str(error))
 
 
@@ -108,6 +112,20 @@ def look(bucket: Bucket, run: Run, name: str) -> Any:
     return message if keys.is_known(run, message) else Damage("guest")
 
 
+def beats(bucket: Bucket, run: Run) -> dict[str, Beat]:
+    """Signs of life by island: of whom their names say, and of no guest. Raises OSError."""
+    named = dict(run.keys)
+    found = ((name, get(bucket, run, name)) for name in listed(bucket, "hb"))
+    return {
+        beat.island: beat
+        for name, beat in found
+        if isinstance(beat, Beat)
+        and name == f"hb/{beat.island}"
+        and 0 <= beat.speed < _MOST_SPEED
+        and (not named or beat.island in named)
+    }
+
+
 def snapshot(
     bucket: Bucket, run: Run, fragment: int, number: int | None = None
 ) -> tuple[Ledger, bytes] | None:
@@ -128,7 +146,7 @@ def snapshots(bucket: Bucket, fragment: int) -> list[str]:
 def listed(bucket: Bucket, folder: str) -> Iterator[str]:
     """Names of the objects in a folder that could be of a log. Raises OSError."""
     pattern = re.compile(
-        r"hb/[A-Za-z0-9_-]{1,64}|[cs]/\d{1,9}/\d{1,19}|g/\d{1,9}/\d{1,19}(\.[A-Za-z0-9_-]{1,256}){2}"
+        r"hb/[A-Za-z0-9_-]{1,64}|[cs]/\d{1,9}/\d{1,19}|g/\d{1,9}/\d{1,19}\.[A-Za-z0-9_.-]{1,400}"
         r"|u/\d{1,9}/[A-Za-z0-9_-]{1,64}(\.\d{1,19}){2}"
     )
     return (entry.name for entry in bucket.list_all(folder) if pattern.fullmatch(entry.name))

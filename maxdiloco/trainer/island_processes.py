@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiloco.exchange.host import Mailbox
 from maxdiloco.exchange.whole import Whole
-from maxdiloco.islands import rules
+from maxdiloco.islands import core, rules
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import DONE
 from maxdiloco.islands.records import Run
@@ -35,8 +35,10 @@ class Standing(NamedTuple):
     """What the loop in all processes acts by until the next one.
 
     records, tokens: of the log of fragment 0. progress: of the run; with_own: with the tokens of
-    this island that are on their way. warm_from: the step at which a warm-up began, if any. ended:
-    no step follows. evaluates: this island is to. may_step: the next step asks for no standing.
+    this island that are on their way, and as many of each other that is alive: a rate by its own
+    alone would rise by the others' when they are committed, and its messages grow too long.
+    warm_from: the step at which a warm-up began, if any. ended: no step follows. evaluates: this
+    island is to. may_step: the next step asks for no standing.
     """
 
     records: int
@@ -66,12 +68,14 @@ def is_over(run: Run, driver: Driver) -> bool:
 def standing(run: Run, driver: Driver, *, warm_from: int | None, several: bool) -> Standing:
     """As of now. several: processes, which save a message where the next step may begin."""
     log = driver.state.logs[0]
+    state = driver.state
     own = log.tokens + sum(each.message.tokens for each in log.own)
+    alive = rules.alive(run, state.seen, core.watched(state), state.pace) | {state.name}
     return Standing(
         records=log.ledger.number,
         tokens=log.ledger.tokens,
         progress=rules.progress(run, log.ledger),
-        with_own=min((log.ledger.tokens + own) / run.tokens, 1.0),
+        with_own=min((log.ledger.tokens + own * len(alive)) / run.tokens, 1.0),
         warm_from=warm_from,
         ended=is_over(run, driver),
         evaluates=bool(driver.evaluations),

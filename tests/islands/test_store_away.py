@@ -12,7 +12,7 @@ from simulated_store import Faults
 from simulator import World
 from together import PACE, Together, a_run, start_values
 
-from maxdiloco.islands import beside, blocks, island, objects, rules
+from maxdiloco.islands import audit, beside, blocks, island, objects, records, rules
 from maxdiloco.islands.counted import Counted
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import FAILED, Done, Put
@@ -124,3 +124,56 @@ def test_files_of_others_among_those_of_a_log_are_left_alone():
     together.run_fixed(bucket, a_run(islands=("a", "b"), snapshot_every=1), 0, 24)
     names = {entry.name for entry in bucket.list_all("")}
     assert others <= names and "s/0/1" not in names and len(names & {"s/0/4", "s/0/5"}) == 2
+
+
+def begun(run, number):
+    """A bucket with a log of so many records, and its islands."""
+    bucket = store.in_memory()
+    group = Together(bucket, run, ("a", "b", "c"), 1)
+    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= number)
+    return bucket, group
+
+
+def test_a_message_that_is_gone_is_rejected_and_the_log_goes_on():
+    """Another island has seen it and not yet read it."""
+    bucket, group = begun(a_run(), 3)
+
+    def seen():
+        logs = [one.state.logs[0] for name, one in group.islands.items() if name != "a"]
+        return [key for log in logs for key in log.inbox if key[0] == "a"]
+
+    group.until(10**6, lambda islands: seen())
+    bucket.delete([records.message_name(0, *seen()[0])])
+    number = max(together.heads(group.islands.values()))
+    group.until(10**6, lambda islands: min(together.heads(islands)) >= number + 3)
+    log = audit.replay(bucket, group.run, 0)
+    assert {r.reason for one in log.records for r in one.rejected} == {"gone"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("s/0/4", {}), ("e/9", {"eval_tokens": 400}), ("d/60", {"block_tokens": 64})],
+)
+def test_what_is_damaged_and_not_needed_ends_no_island(name, options):
+    bucket, group = begun(a_run(**options), 4)
+    bucket.put(name, b"")
+    group.until(10**6, lambda islands: min(together.heads(islands)) >= 40)
+    assert not any(one.stop for one in group.islands.values())
+
+
+def test_a_sign_of_life_counts_of_whom_it_names_alone():
+    bucket, good = store.in_memory(), Beat("a", 1, 1, True, 1.0)
+    wrong = {"b": Beat("a", 9, 1, True, 1.0), "c": Beat("c", 1, 1, True, -1e9)}
+    for name, beat in (wrong | {"a": good, "d": good._replace(island="d")}).items():
+        bucket.put(f"hb/{name}", encode(beat))
+    assert objects.beats(bucket, a_run()) == {"a": good, "d": good._replace(island="d")}
+    assert objects.beats(bucket, a_run(keys=(("a", "0" * 64),))) == {"a": good}
+
+
+def test_a_joiner_refuses_another_fragment_s_snapshot():
+    bucket, group = begun(a_run(), 5)
+    newest = objects.snapshots(bucket, 0)[-1]
+    bucket.put(newest, bucket.get(objects.snapshots(bucket, 1)[-1]))
+    joiner = Together(bucket, group.run, ("q",), 5)
+    joiner.until(10**6, lambda islands: all(one.stop for one in islands))
+    assert "is damaged: it is another snapshot" in joiner.islands["q"].stop.line
