@@ -97,7 +97,11 @@ def refuse_changes(cfg: Config, saved: read.Restored, *, B: int, data: dict[str,
         given = f"dataset_mixture, sources {', '.join(sources)}"
     if config.from_dict(stored).holds_out() != cfg.holds_out():
         shown = base_yml.show(cfg.eval_dataset_path) or "empty"
-        given = f"eval_dataset_path={shown} decides what is held out"
+        raise CheckpointError(
+            f"eval_dataset_path={shown} decides what is held out, so the text is not that of the "
+            f"checkpoint of step {saved.step}. Set it back; beside the held-out part a text is "
+            "eval_dataset_path={held_out: , NAME: PATH}."
+        )
     raise CheckpointError(
         f"{given}: the text is not that of the checkpoint of step {saved.step}, so its "
         f"place in it means nothing. Restore the text, or start a new run with "
@@ -119,6 +123,15 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
     """
     if jax.process_index() == 0:
         require_place(cfg.base_output_directory, folder.path.name)
+    if not cfg.enable_checkpointing:
+        with read.reading(folder.path, "base_output_directory"):
+            kept = read.steps(folder.checkpoints)
+        if kept:
+            raise CheckpointError(
+                f"enable_checkpointing=false starts anew, and run_name={cfg.run_name} has a "
+                f"checkpoint of step {max(kept)} whose rows it would drop. Leave it out to go on, "
+                "or set another run_name."
+            )
     for key in ("load_parameters_path", "load_full_state_path"):
         if path := vars(cfg)[key]:
             with read.reading(folder.path, "base_output_directory"):

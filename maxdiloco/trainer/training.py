@@ -94,7 +94,6 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
         stack.push(functools.partial(_on_error, "" if cfg.run_name else again, say))
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
-        run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
         clock.lap("folder")
         begin = start.look(cfg, checkpointer, shape, text=text, data=data)
         clock.lap("restore")
@@ -105,6 +104,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         if length is not None and done >= length:
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
             return 0
+        run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
         mailbox = None if room is None else room.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
         facts = Facts(**data, steps=total, step_tokens=shape.tokens, length=shape.length, say=say)

@@ -59,6 +59,14 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     assert 8 <= step < tools.STEPS
     assert tools.saved_steps(tmp_path / "stopped") == [step]
 
+    files = [tmp_path / "stopped" / name for name in ("config.yml", "metrics.jsonl")]
+    kept = [path.read_text() for path in files]
+    capfd.readouterr()
+    for key, value in {"adam_b1": 0.5, "enable_checkpointing": "false"}.items():
+        assert tools.run(tmp_path, "stopped", **keys, **{key: value}) == 2
+        assert f"{key}={value} " in capfd.readouterr().err
+    assert [path.read_text() for path in files] == kept
+
     assert tools.run(tmp_path, "stopped", **keys) == 0
     assert f"resumed after step {step};" in capfd.readouterr().out
     tools.assert_equal_runs(tmp_path / "stopped", finished, steps=tools.STEPS)
