@@ -11,11 +11,12 @@ from maxdiloco.data.packages import require
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import keys, outer, records, wires
 from maxdiloco.islands.island import CREATED, EXISTS, FAILED, Damage
-from maxdiloco.islands.records import Beat, Claim, Damaged, Ledger, Run
+from maxdiloco.islands.records import Beat, Claim, Damaged, Ledger, Record, Run
 from maxdiloco.storage import store
 from maxdiloco.storage.store import Bucket
 
 Read = Callable[[str], tuple[Any, bytes]]  # of a name: the object and its payload
+_GRADIENT = re.compile(r"g/\d+/\d+\.[A-Za-z0-9_-]{1,64}\.[0-9.]{1,40}")
 _MOST_SPEED = 1e12  # tokens a second; our choice
 _MOST_LOOK = 1 << 16  # bytes of a message's header; our choice
 
@@ -70,7 +71,13 @@ def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
         raise Damaged(f"{name} has {entry.size} bytes, and {most} are the most")
     starts = range(len(data), entry.size, block)
     rest = [bucket.get_range(name, n, min(n + block, entry.size)) for n in starts]
-    return records.decode(name, b"".join([data, *rest]))
+    value, payload = records.decode(name, b"".join([data, *rest]))
+    if isinstance(value, Record) and (
+        records.record_name(value.fragment, value.number) != name
+        or not _GRADIENT.fullmatch(records.gradient_name(value))
+    ):
+        raise Damaged(f"{name} is damaged: it names another record, or an author that is none")
+    return value, payload
 
 
 def get(bucket: Bucket, run: Run | None, name: str) -> Any:

@@ -18,6 +18,7 @@ from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import FAILED, Done, Put
 from maxdiloco.islands.records import Beat, Ledger, Range, encode
 from maxdiloco.storage import store
+from maxdiloco.trainer.island_processes import standing
 
 
 def taken_for_dead(seeds):
@@ -177,3 +178,25 @@ def test_a_joiner_refuses_another_fragment_s_snapshot():
     joiner = Together(bucket, group.run, ("q",), 5)
     joiner.until(10**6, lambda islands: all(one.stop for one in islands))
     assert "is damaged: it is another snapshot" in joiner.islands["q"].stop.line
+
+
+@pytest.mark.parametrize("changes", [{"fragment": 99}, {"number": 4}, {"author": "a/../b"}])
+def test_a_record_that_is_not_what_its_name_says_is_damaged(changes):
+    bucket, group = begun(a_run(), 2)
+    record, _ = objects.read(bucket, group.run, "c/0/2")
+    bucket.put("c/0/2", encode(record._replace(**changes)))
+    with pytest.raises(records.Damaged, match="c/0/2 is damaged: it names another record"):
+        objects.read(bucket, group.run, "c/0/2")
+
+
+def test_the_rate_counts_what_every_living_island_has_on_its_way():
+    """Of three islands: by its own alone the rate would jump at each record."""
+    _, group = begun(run := a_run(tokens=10**6), 3)
+    one = group.islands["a"]
+    log = one.state.logs[0]
+    own = log.tokens + sum(each.message.tokens for each in log.own)
+    found = standing(run, one, warm_from=None, several=False)
+    assert own > 0 and found.with_own == (log.ledger.tokens + 3 * own) / 10**6
+    for name in "bc":
+        one.state.seen[name] = one.state.seen[name]._replace(at=-1e9)
+    assert standing(run, one, warm_from=None, several=False).with_own < found.with_own
