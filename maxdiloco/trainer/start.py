@@ -68,15 +68,23 @@ def look(
         if cfg.load_parameters_path:
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
         return Start(0, text.first_position(M, B), origin, None)
-    refuse_changes(cfg, saved, B=B, data=data)
+    refuse_changes(cfg, saved, M=M, B=B, data=data)
     position = order.Position(**saved.meta["position"])
     position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
 
-def refuse_changes(cfg: Config, saved: read.Restored, *, B: int, data: dict[str, str]) -> None:
-    """Raise CheckpointError when config, B or agreed_data differ from the saved run's."""
-    rows, stored = "sequences_per_replica", saved.meta["config"]
+def refuse_changes(
+    cfg: Config, saved: read.Restored, *, M: int, B: int, data: dict[str, str]
+) -> None:
+    """Raise CheckpointError when config, batch or agreed_data differ from the saved run's.
+
+    The batch is B, of a replica; of data parallelism that of all, M B.
+    """
+    stored, place = saved.meta["config"], saved.meta["position"]
+    rows, before, now = "sequences_per_replica", place["B"], B
+    if not cfg.enable_diloco:
+        rows, before, now = "sequences_per_step", place["M"] * place["B"], M * B
     same_keys = all(stored[key] == vars(cfg)[key] for key in _OF_TOKENIZER)
     if same_keys and saved.meta["tokenizer"] != data["tokenizer"]:
         raise CheckpointError(
@@ -85,8 +93,8 @@ def refuse_changes(cfg: Config, saved: read.Restored, *, B: int, data: dict[str,
             f"{saved.path / run_tokenizer.FOLDER}, or set another run_name to start anew."
         )
     resume.refuse_changes(
-        stored | {rows: saved.meta["position"]["B"]},
-        cfg.as_dict() | {rows: B},
+        stored | {rows: before},
+        cfg.as_dict() | {rows: now},
         checkpoint=str(saved.path),
     )
     before, now = saved.meta["contents"], data["contents"]

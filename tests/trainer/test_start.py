@@ -129,19 +129,25 @@ def test_a_state_that_does_not_fit_beside_loaded_parameters_is_one_line(monkeypa
         start.load(BEFORE, parts, begin, None)
 
 
-def test_another_part_that_is_held_out_of_the_same_text_is_refused_by_its_key():
+def test_another_held_out_part_or_batch_of_data_parallelism_is_refused_by_its_key():
     cfg, data = config.load([], {}), {"contents": "new", "tokenizer": "same"}
 
-    def saved(**keys):
-        meta = {"config": cfg.as_dict() | keys, "position": {"B": 2}, "contents": "old"}
+    def saved(of=cfg, **keys):
+        meta = {"config": of.as_dict() | keys, "position": {"M": 2, "B": 2}, "contents": "old"}
         meta["tokenizer"] = "same"
         return types.SimpleNamespace(meta=meta, step=4, path="/runs/a/checkpoints/4")
 
-    refuse_changes(cfg, saved(), B=2, data=data | {"contents": "old"})
+    refuse_changes(cfg, saved(), M=2, B=2, data=data | {"contents": "old"})
     with pytest.raises(CheckpointError, match="dataset_path=empty: the text is not that of the ch"):
-        refuse_changes(cfg, saved(), B=2, data=data)
+        refuse_changes(cfg, saved(), M=2, B=2, data=data)
+    same = data | {"contents": "old"}
+    refuse_changes(cfg, saved(), M=4, B=2, data=same)  # replicas may come
+    plain = config.load(["enable_diloco=false"], {})
+    refuse_changes(plain, saved(plain), M=1, B=4, data=same)
+    with pytest.raises(CheckpointError, match=r"^sequences_per_step=8 \(the checkpoint has 4\)"):
+        refuse_changes(plain, saved(plain), M=4, B=2, data=same)
     with pytest.raises(CheckpointError, match=r"^eval_fraction=0.05 \(the checkpoint has 0.1\)"):
-        refuse_changes(cfg, saved(eval_fraction=0.1), B=2, data=data)
+        refuse_changes(cfg, saved(eval_fraction=0.1), M=2, B=2, data=data)
 
 
 KEYS = [
