@@ -83,7 +83,7 @@ def refuse_changes(
     """
     stored, place = saved.meta["config"], saved.meta["position"]
     rows, before, now = "sequences_per_replica", place["B"], B
-    if not cfg.enable_diloco:
+    if not checks.has_replicas(cfg):
         rows, before, now = "sequences_per_step", place["M"] * place["B"], M * B
     same_keys = all(stored[key] == vars(cfg)[key] for key in _OF_TOKENIZER)
     if same_keys and saved.meta["tokenizer"] != data["tokenizer"]:
