@@ -164,7 +164,9 @@ class Mixture:
         state = position.sources
         names, steps = _order(state), step - position.s0
         if state["shares"]:
-            by_share = Interleave([state["shares"][name] for name in names])
+            by_share = self.by_share  # of a period of 100,000 it takes 0.4 s to make
+            if state["shares"] != self.shares or names != list(self.names):
+                by_share = Interleave([state["shares"][name] for name in names])
             index = position.base + position.sequences_before(step) - state["begun"]
             new_K = by_share.before(index).tolist()
         else:

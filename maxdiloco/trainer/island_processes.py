@@ -67,8 +67,7 @@ def is_over(run: Run, driver: Driver) -> bool:
 
 def standing(run: Run, driver: Driver, *, warm_from: int | None, several: bool) -> Standing:
     """As of now. several: processes, which save a message where the next step may begin."""
-    log = driver.state.logs[0]
-    state = driver.state
+    state, log = driver.state, driver.state.logs[0]
     own = log.tokens + sum(each.message.tokens for each in log.own)
     alive = rules.alive(run, state.seen, core.watched(state), state.pace) | {state.name}
     return Standing(

@@ -131,21 +131,21 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
     """
     if jax.process_index() == 0:
         require_place(cfg.base_output_directory, folder.path.name)
-    if not cfg.enable_checkpointing:
-        with read.reading(folder.path, "base_output_directory"):
-            kept = read.steps(folder.checkpoints)
-        if kept:
-            raise CheckpointError(
-                f"enable_checkpointing=false starts anew, and run_name={cfg.run_name} has a "
-                f"checkpoint of step {max(kept)} whose rows it would drop. Leave it out to go on, "
-                "or set another run_name."
-            )
-    for key in ("load_parameters_path", "load_full_state_path"):
-        if path := vars(cfg)[key]:
-            with read.reading(folder.path, "base_output_directory"):
-                resumes = cfg.enable_checkpointing and read.steps(folder.checkpoints)
-            if not resumes:
-                read.newest_meta(absolute(path, key=key), key=key)
+    keys = ("load_parameters_path", "load_full_state_path")
+    paths = {key: vars(cfg)[key] for key in keys if vars(cfg)[key]}
+    if cfg.enable_checkpointing and not paths:
+        return
+    with read.reading(folder.path, "base_output_directory"):
+        kept = read.steps(folder.checkpoints)
+    if kept and not cfg.enable_checkpointing:
+        raise CheckpointError(
+            f"enable_checkpointing=false starts anew, and run_name={cfg.run_name} has a "
+            f"checkpoint of step {max(kept)} whose rows it would drop. Leave it out to go on, "
+            "or set another run_name."
+        )
+    for key, path in paths.items():
+        if not kept:
+            read.newest_meta(absolute(path, key=key), key=key)
 
 
 def agreed_data(text: mixture.TrainingData, tokenizer: tokenizer_base.Tokenizer) -> dict[str, str]:
