@@ -126,7 +126,8 @@ def _projected(spec, w, x_BLD, rope):
         q_BLNH = rms_norm(spec, w["query_norm"], q_BLNH)
         k_BLKH = rms_norm(spec, w["key_norm"], k_BLKH)
     by_product = spec.attention == "splash" and x_BLD.dtype == jnp.bfloat16
-    q_BLNH, k_BLKH = (rotate(x, rope, by_product=by_product) for x in (q_BLNH, k_BLKH))
+    swap = "product" if by_product else "reverse" if spec.on_gpu else "split"
+    q_BLNH, k_BLKH = (rotate(x, rope, swap) for x in (q_BLNH, k_BLKH))
     return tuple(
         constrain(x, ("batch", "length", heads, None), spec.rules)
         for x, heads in ((q_BLNH, "heads_act"), (k_BLKH, "kv_act"), (v_BLKH, "kv_act"))
@@ -191,18 +192,24 @@ def activated(spec: ModelSpec, projected: Callable[[str], jax.Array]) -> jax.Arr
 
     projected: w_up or w_gate -> its product with the layer's input. A limit binds up from both
     sides and the gate from above alone. XLA:CPU rounds bfloat16 after every operation, in several
-    instructions; spec.float32_products computes in float32 and rounds once.
+    instructions; spec.float32_products computes in float32 and rounds once. XLA:GPU would keep what
+    is between for the backward pass, for more reading and writing than it saves (benchmarks/log).
     """
-    up, limit = projected("w_up"), spec.mlp_activations_limit
-    dtype = up.dtype
-    wide = f32 if spec.float32_products else dtype
-    up = up.astype(wide)
-    hidden = ACTIVATIONS[spec.mlp_activations[-1]](jnp.clip(up, -limit, limit) if limit else up)
-    if len(spec.mlp_activations) == 2:
-        gate = projected("w_gate").astype(wide)
-        gate = jnp.minimum(gate, limit) if limit else gate
-        hidden = ACTIVATIONS[spec.mlp_activations[0]](gate) * hidden
-    return hidden.astype(dtype)
+    limit = spec.mlp_activations_limit
+
+    def hidden(up, gate=None):
+        dtype = up.dtype
+        wide = f32 if spec.float32_products else dtype
+        up = up.astype(wide)
+        out = ACTIVATIONS[spec.mlp_activations[-1]](jnp.clip(up, -limit, limit) if limit else up)
+        if gate is not None:
+            gate = gate.astype(wide)
+            gate = jnp.minimum(gate, limit) if limit else gate
+            out = ACTIVATIONS[spec.mlp_activations[0]](gate) * out
+        return out.astype(dtype)
+
+    names = ("w_up", "w_gate")[: len(spec.mlp_activations)]
+    return (jax.checkpoint(hidden) if spec.on_gpu else hidden)(*map(projected, names))
 
 
 def ends_table(spec: ModelSpec) -> Table:

@@ -80,17 +80,23 @@ def _yarn_ramp(pairs_I, head_dim, rope):
     return np.clip((pairs_I - first) / width, 0, 1)
 
 
-def rotate(x_BLNH: jax.Array, rope: Rotation, *, by_product: bool = False) -> jax.Array:
+def rotate(x_BLNH: jax.Array, rope: Rotation, swap: str = "split") -> jax.Array:
     """Rotate pair (i, i + H/2) of every head; computed in float32, returned in x's type.
 
-    by_product: the halves change places in a product with a permutation, to the same bits, also
-    in the gradient. For bfloat16, whose products with 1 and 0 are exact, and for finite x. XLA:TPU
-    fuses the product with what is around it; slices and their concatenation it puts through memory
+    swap: how the halves change places, to the same bits: by `split` and concatenation; by a
+    `reverse`, which XLA:GPU fuses in both passes where it puts the others' halves through memory;
+    or in a `product` with a permutation, also in the gradient, which XLA:TPU fuses with what is
+    around it. A product is for bfloat16, whose products with 1 and 0 are exact, and for finite x
     (benchmarks/log).
     """
-    if by_product:
+    if swap == "product":
         return _by_product(x_BLNH, rope)
     sin_BL1I, cos_BL1I = rope.sin_BLI[..., None, :], rope.cos_BLI[..., None, :]
+    if swap == "reverse":
+        halves = x_BLNH.astype(f32).reshape(*x_BLNH.shape[:-1], 2, -1)
+        signed_BL12I = jnp.stack([-sin_BL1I, sin_BL1I], axis=-2)
+        rotated = halves * cos_BL1I[..., None, :] + jnp.flip(halves, axis=-2) * signed_BL12I
+        return rotated.reshape(x_BLNH.shape).astype(x_BLNH.dtype)
     first, second = jnp.split(x_BLNH.astype(f32), 2, axis=-1)
     rotated = jnp.concatenate(
         [first * cos_BL1I - second * sin_BL1I, second * cos_BL1I + first * sin_BL1I], axis=-1

@@ -30,8 +30,6 @@ CHUNK_TOKENS, CPU_BF16_CHUNK_TOKENS, GPU_CHUNK_LOGITS = 1024, 256, 2**27
 # takes 0.9 times as long, compiling three times (benchmarks/log). Our choice for the latter.
 MOST_UNROLLED = 48
 WITH_DOCUMENTS = (9, 10)  # whose cuDNN takes documents by their offsets; 12 was not tried
-# JAX 0.10 gives cuDNN wrong places of keys where heads share them (jax-ml/jax pull request 39521).
-GROUPED_DOCUMENTS = (0, 12)
 
 
 class LayerKind(NamedTuple):
@@ -76,7 +74,8 @@ class ModelSpec:
     attention: the kernel chosen, of choose_kernel.
     rules: logical axis name -> mesh axes. float32_products, float32_factors, scattered_gradients:
     see models/product.py; the first, which is bfloat16 on a CPU, also layers.activated.
-    ragged_kernel: see models/moe.py. quantization: see models/quantized.py. unrolled: see
+    ragged_kernel: see models/moe.py. quantization: see models/quantized.py. on_gpu: whether XLA:GPU
+    compiles it, see layers.activated, rope.rotate and loss.py. unrolled: see
     transformer.through_layers. head_chunk: tokens whose logits are formed at once, see loss.py.
     """
 
@@ -126,6 +125,7 @@ class ModelSpec:
     float32_factors: bool
     scattered_gradients: bool
     ragged_kernel: str
+    on_gpu: bool
     unrolled: bool
     head_chunk: int
 
@@ -187,6 +187,7 @@ def from_config(
         float32_factors=wide_on_cpu,
         scattered_gradients=backend == "tpu",
         ragged_kernel=ragged_kernels[backend],
+        on_gpu=backend == "gpu",
         unrolled=backend == "gpu" and cfg.base_num_decoder_layers <= MOST_UNROLLED,
         head_chunk=_head_chunk(cfg, backend, in_cache=half_on_cpu and not wide_on_cpu),
     )
@@ -234,10 +235,7 @@ def choose_kernel(
             and length % (2 * shards * SPLASH_LANES),
         }
     elif backend == "gpu":
-        grouped = cfg.base_num_kv_heads != cfg.base_num_query_heads
-        by_offsets = _major(compute_capability) in WITH_DOCUMENTS and (
-            not grouped or jax.__version_info__ >= GROUPED_DOCUMENTS
-        )
+        by_offsets = _major(compute_capability) in WITH_DOCUMENTS
         kernel, suffix = "cudnn_documents" if by_offsets else "cudnn", " (cuDNN on GPU)"
         dtype, half = jnp.dtype(dtype), (jnp.bfloat16, jnp.float16)
         value_dim = dict(cfg.latent_attention).get("v_head_dim", head_dim)

@@ -5,6 +5,7 @@ import functools
 import math
 from types import SimpleNamespace
 
+import cudnn_by_arrays
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,47 +71,16 @@ def with_gradient(fn):
 
 @pytest.fixture
 def without_cudnn(monkeypatch):
-    """Array code in the place of JAX's primitives of cuDNN, which needs a GPU; all around it stays.
-    Gives the shapes of the queries, keys and values that it got, and whether by offsets."""
+    """Array code in the place of JAX's primitives of cuDNN; all around it stays.
+    Gives the shapes of the queries, keys and values that it got, and whether without a mask."""
     calls = set()
 
     def stand_in(choice, qkv, kept=(), *, mask=None, found=None):
-        (q_BLNH, k_BLKH, v_BLKH), (B, L, K, H) = qkv, qkv[1].shape
-        calls.add((*(x.shape for x in qkv), found is not None))
-        M, see_BLL = (1, mask[:, 0]) if found is None else seen_by_documents(found, L)
-        see_BLL &= np.tril(np.ones((L, L), bool))
-        share = q_BLNH.shape[2] // K
-        k_BLNH, v_BLNH = (jnp.repeat(x, share, axis=2) for x in (k_BLKH, v_BLKH))
-        logits_BNLS = choice.scale * jnp.einsum("blnh,bsnh->bnls", q_BLNH, k_BLNH)
-        logits_BNLS = jnp.where(see_BLL[:, None], logits_BNLS, -jnp.inf)
-        if not kept:
-            lse_BNL = jax.nn.logsumexp(logits_BNLS, axis=-1)
-            weights_BNLS = jnp.exp(logits_BNLS - lse_BNL[..., None])
-            room = jnp.pad(lse_BNL, ((0, B * (M - 1)), (0, 0), (0, 0)))
-            return [jnp.einsum("bnls,bsnh->blnh", weights_BNLS, v_BLNH), room]
-        lse, context_BLNH, d_BLNH = kept
-        assert len(lse) == B * M
-        weights_BNLS = jnp.exp(logits_BNLS - lse[:B, ..., None])
-        d_BNLS = jnp.einsum("blnh,bsnh->bnls", d_BLNH, v_BLNH)
-        d_BNLS -= jnp.sum(d_BLNH * context_BLNH, axis=-1).swapaxes(1, 2)[..., None]
-        d_BNLS = choice.scale * weights_BNLS * d_BNLS
-        of_keys = (
-            jnp.einsum("bnls,blnh->bsnh", *pair).reshape(B, L, K, share, H).sum(3)
-            for pair in ((d_BNLS, q_BLNH), (weights_BNLS, d_BLNH))
-        )
-        return [jnp.einsum("bnls,bsnh->blnh", d_BNLS, k_BLNH), *of_keys]
+        calls.add((*(x.shape for x in qkv), mask is None))
+        return cudnn_by_arrays.bound(choice, qkv, kept, mask=mask, found=found)
 
     monkeypatch.setattr(cudnn, "bound", stand_in)
     return calls
-
-
-def seen_by_documents(found, L):
-    """M, and which tokens are of one document, bool [B, L, L]; none where they do not fill it."""
-    M = found.lengths_BM.shape[1]
-    begun_LBM = (found.offsets_BM >= 0) & (found.offsets_BM <= jnp.arange(L)[:, None, None])
-    number_BL = jnp.sum(begun_LBM, axis=-1).T
-    filled_B = jnp.sum(jnp.maximum(found.lengths_BM, 0), axis=1) == L
-    return M, (number_BL[:, :, None] == number_BL[:, None]) & filled_B[:, None, None]
 
 
 PLAIN = tiny_model.build().spec
@@ -213,27 +183,36 @@ def test_a_kept_context_spares_cudnn_a_second_forward_pass(
     layer = remat.checkpointed(lambda *args: jnp.square(kernel(*args)), policy)
     found = tiny_model.equations(with_gradient(layer), *inputs(16))
     products = [one.primitive.name for one in found].count("dot_general")
-    assert products == (2 * forward + 5) * (1 + by_offsets)
+    assert products == (2 * forward + 5) * (3 if by_offsets else 1)  # one, up to four, a mask
 
 
-def test_windows_of_many_documents_take_a_mask_and_others_their_offsets(without_cudnn):
-    """There is room for eight documents, not for nine. The other row ends in padding."""
+@pytest.mark.parametrize(
+    ("documents", "branch"), [(2, 0), (3, 1), (8, 1), (9, 2), (32, 2), (33, 3)]
+)
+def test_batches_of_many_documents_take_more_room_or_a_mask(
+    documents, branch, without_cudnn, monkeypatch
+):
+    """Two windows: there is room for a document of each, for 8, and for 32. One window has a
+    document, or two, the first of which is padding."""
     q, k, v, _ = inputs(64, H=16)
-    for most in (8, 9):
-        rows = [np.arange(64) * most // 64 + 1, np.where(np.arange(64) < 50, 7, 0)]
-        segments = np.stack(rows).astype(np.int32)
-        fit, (lengths, offsets) = cudnn.documents(segments)
-        assert bool(fit) == (most == 8)
-        assert lengths[1].tolist() == [50, 14] + [-1] * 6
-        assert offsets[1].tolist() == [0, 50] + [-1] * 7
-        if fit:
-            assert lengths[0].tolist() == [8] * 8
-            assert offsets[0].tolist() == [*range(0, 64, 8), -1]
-        found, expected = (
-            tiny_model.compiled(with_gradient(functools.partial(fn, PLAIN, 0)))(q, k, v, segments)
-            for fn in (BY_OFFSETS, naive)
-        )
-        tiny_model.assert_close(found, expected, atol=2e-5)
+    monkeypatch.setattr(cudnn, "TOKENS_PER_DOCUMENT", (16, 4))
+    taken, switch = [], jax.lax.switch
+
+    def watched(index, *rest):
+        jax.debug.callback(lambda at: taken.append(int(at)), index)
+        return switch(index, *rest)
+
+    monkeypatch.setattr(jax.lax, "switch", watched)
+    last = 1 if documents == 2 else 2
+    rows = [np.arange(64) * (documents - last) // 64 + 1, np.arange(64) * last // 80]
+    segments = np.stack(rows).astype(np.int32)
+    found, expected = (
+        tiny_model.compiled(with_gradient(functools.partial(fn, PLAIN, 0)))(q, k, v, segments)
+        for fn in (BY_OFFSETS, naive)
+    )
+    tiny_model.assert_close(found, expected, atol=2e-5)
+    jax.effects_barrier()
+    assert set(taken) == {branch}
 
 
 CAPPED = dict(attn_logits_soft_cap=50.0)
@@ -260,16 +239,6 @@ def chosen(wanted, backend, *, dtype=jnp.bfloat16, shards=1, compute_capability=
 @pytest.mark.parametrize(("wanted", "backend", "changes", "kernel"), CHOSEN)
 def test_kernel_follows_backend_and_model(wanted, backend, changes, kernel):
     assert chosen(wanted, backend, **changes) == kernel
-
-
-@pytest.mark.parametrize(
-    ("version", "kernel"), [((0, 10, 2), "cudnn"), ((0, 12, 0), "cudnn_documents")]
-)
-def test_heads_that_share_keys_take_offsets_of_a_jax_that_has_them_right(
-    version, kernel, monkeypatch
-):
-    monkeypatch.setattr(jax, "__version_info__", version)
-    assert chosen("flash", "gpu", compute_capability="9.0", base_num_kv_heads=2) == kernel
 
 
 @pytest.mark.parametrize(

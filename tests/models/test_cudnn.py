@@ -10,18 +10,23 @@ import pytest
 import tiny_model
 
 from maxdiloco.models import attention, cudnn
-from maxdiloco.models.spec import GROUPED_DOCUMENTS
 
 SPEC = tiny_model.build().spec
-MASK, OFFSETS = ("ScaleBiasSoftmax", "CAUSAL"), ("Softmax", "PADDING_CAUSAL")
+MASK, WHOLE = ("ScaleBiasSoftmax", "CAUSAL"), ("Softmax", "CAUSAL")
+OFFSETS = ("Softmax", "PADDING_CAUSAL")
 
 
 @pytest.mark.parametrize(
     ("window", "by_offsets", "kinds"),
-    [(0, True, {MASK, OFFSETS}), (0, False, {MASK}), (100, True, {MASK})],
+    [
+        (0, True, [MASK, WHOLE, *[OFFSETS] * 2]),  # 1024 tokens have three rooms
+        (0, False, [MASK]),
+        (100, True, [MASK]),
+    ],
 )
 def test_jax_takes_the_operands_of_its_primitives(window, by_offsets, kinds):
-    """Which are private to it. A forward and a backward kernel of each kind; a mask is a bias."""
+    """Which are private to it. A forward and a backward kernel for a mask, which is a bias, and for
+    each room for documents."""
     kernel = functools.partial(attention.cudnn, SPEC, window, by_offsets=by_offsets)
     dims = {(2, 1024, 4, 64): jnp.bfloat16, (2, 1024, 2, 64): jnp.bfloat16, (2, 1024): jnp.int32}
     q, k, segments = (jax.ShapeDtypeStruct(*one) for one in dims.items())
@@ -38,9 +43,9 @@ def test_offsets_that_jax_cannot_count_are_not_given(monkeypatch):
     used = []
 
     def bound(choice, qkv, kept=(), *, mask=None, found=None):
-        used.append("offsets" if found is not None else "mask")
+        used.append("mask" if found is None and mask is not None else "offsets")
         B, L, N, _ = qkv[0].shape
-        rows = B * (1 if found is None else found.lengths_BM.shape[1])
+        rows = B if found is None else found.lengths_BM.size
         return [qkv[0], jnp.zeros((rows, N, L), jnp.float32)]
 
     monkeypatch.setattr(cudnn, "bound", bound)
@@ -53,22 +58,31 @@ def test_offsets_that_jax_cannot_count_are_not_given(monkeypatch):
         assert set(used) == kinds
 
 
-@pytest.mark.parametrize(("length", "room"), [(128, 8), (2048, 16), (8192, 64), (32768, 64)])
-def test_room_for_documents_follows_the_window_within_bounds(length, room):
-    _, (lengths_BM, offsets_BM) = cudnn.documents(np.ones((1, length), np.int32))
-    assert (lengths_BM.shape, offsets_BM.shape) == ((1, room), (1, room + 1))
+@pytest.mark.parametrize(
+    ("length", "found"), [(128, [4]), (2048, [4, 8, 32]), (8192, [16, 32, 64]), (65536, [64])]
+)
+def test_room_for_documents_follows_the_window_within_bounds(length, found):
+    assert cudnn.rooms(length) == [1, *found]
 
 
-@pytest.mark.parametrize("K", [4, pytest.param(2, marks=pytest.mark.skipif(
-    jax.__version_info__ < GROUPED_DOCUMENTS, reason="wrong in JAX 0.10, so never asked for"
-))])  # fmt: skip
-def test_jax_counts_the_offsets_of_keys_by_the_keys_heads(K):
-    """Two windows of 64 tokens, documents from 0 and 40, and from 0: numbers of features before."""
+@pytest.mark.parametrize("K", [4, 2])
+def test_documents_lie_as_jax_hands_them_to_cudnn(K):
+    """Two windows of 64 tokens, documents from 0 and 40, and from 0. JAX 0.10 counts those of keys
+    by the queries' heads (jax-ml/jax pull request 39521), so theirs are by hand."""
     from jax._src.cudnn.fused_attention_stablehlo import _fix_seqlen_offsets
 
-    segments = np.stack([np.arange(64) >= 40, np.zeros(64, bool)]).astype(np.int32)
-    _, (lengths, offsets) = cudnn.documents(segments)
     q, k = (jax.ShapeDtypeStruct((2, 64, heads, 8), jnp.bfloat16) for heads in (4, K))
-    *_, of_queries, of_keys = _fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)
-    for found, heads in ((of_queries, 4), (of_keys, K)):
-        assert found.reshape(-1)[:4].tolist() == [x * heads * 8 for x in (0, 40, 64, 128)]
+    first = np.zeros((2, 64), bool)
+    first[[0, 0, 1], [0, 40, 0]] = True
+    found = cudnn.documents(first, 3, q, k)
+    assert found.lengths_BM.tolist() == [[40, 24, 64], [0, 0, 0]]
+    for offsets, heads in ((found.of_queries_BM, 4), (found.of_keys_BM, K)):
+        assert (offsets // (8 * heads)).tolist() == [[0, 40, 64, 128], [128] * 4]
+    numbers, places = found.of_tokens
+    assert numbers[:, [0, 39, 40, 63]].tolist() == [[0, 0, 1, 1], [2, 2, 2, 2]]
+    assert places[:, [0, 39, 40, 63]].tolist() == [[0, 39, 0, 23], [0, 39, 40, 63]]
+    lengths = jnp.array([[40, 24, -1], [64, -1, -1]])
+    offsets = jnp.array([[0, 40, -1, -1], [0, -1, -1, -1]])
+    of_jax = _fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)
+    assert found.lengths_BM.tolist() == of_jax[0].tolist()
+    assert found.of_queries_BM.tolist() == of_jax[2].tolist()

@@ -53,6 +53,7 @@ CASES = {
     ),
     "length that no chunk divides": (dict(z_loss_multiplier=0.1), (2, 7)),
     "one token": ({}, (2, 1)),
+    "on a GPU": (dict(on_gpu=True, z_loss_multiplier=0.1), (2, 8)),
 }
 
 
@@ -66,6 +67,17 @@ def test_loss_and_gradient_equal_those_of_whole_logits(case):
     tiny_model.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     alone = tiny_model.compiled(loss.token_losses, static_argnums=0)(how, *args)
     tiny_model.assert_close(alone, expected[0], rtol=1e-5)
+
+
+def test_a_gpus_log_normalisers_are_read_once_and_the_same():
+    """Of logits far apart, and of padding, which is first in one row and last in the other."""
+    logits = np.random.default_rng(0).normal(0, 30, (2, 1000)).astype(np.float32)
+    logits[0, :9] = logits[1, -9:] = -np.inf
+    logits[1, 500] = 1e4
+    found = tiny_model.compiled(loss._in_one_pass, static_argnums=1)(logits, -1)
+    np.testing.assert_allclose(found, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
+    one, padding = jnp.ones(()), (jnp.float32(-jnp.inf), jnp.ones(()))
+    assert loss._joined(loss._joined(padding, padding), (3 * one, one)) == (3, 1)
 
 
 def test_gradient_follows_the_factor_before_the_loss():

@@ -105,23 +105,30 @@ def usual():
 @pytest.mark.parametrize(
     ("policy", "pattern", "iterations"), [("none", (), 7), ("minimal", ("local", "global"), 3)]
 )
-def test_layers_without_a_loop_compute_the_same(policy, pattern, iterations):
-    """Seven, which two kinds do not divide. There is no loop over them; control: there is one."""
+def test_a_gpus_program_computes_the_same(policy, pattern, iterations):
+    """Seven layers, which two kinds do not divide: no loop over them; control: there is one. Halves
+    change places in a reversal, activations are formed again, logits are reduced at once."""
     keys = dict(base_num_decoder_layers=7, attention_pattern=pattern, sliding_window_size=4)
     scanned = tiny_model.build(**keys, remat_policy=policy)
-    unrolled = Model(dataclasses.replace(scanned.spec, unrolled=True))
+    of_gpu = Model(dataclasses.replace(scanned.spec, unrolled=True, on_gpu=True))
     params, batch = tiny_model.params_of(scanned), tiny_model.batch()
     found, expected = (
-        tiny_model.value_and_gradient(model)(params, batch) for model in (unrolled, scanned)
+        tiny_model.value_and_gradient(model)(params, batch) for model in (of_gpu, scanned)
     )
     tiny_model.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    for model, at_once in ((scanned, 1), (unrolled, iterations)):
+    bodies = 1 if pattern == () else 3  # of both kinds, and of the layer after the loop
+    for model, at_once, more in ((scanned, 1, 0), (of_gpu, iterations, 1)):
+        equations = tiny_model.equations(model.loss, params, batch)
+        names = [equation.primitive.name for equation in equations]
         scans = [
             equation.params["unroll"]
-            for equation in tiny_model.equations(model.loss, params, batch)
+            for equation in equations
             if equation.primitive.name == "scan" and equation.params["length"] == iterations
         ]
         assert scans == [at_once]
+        assert (names.count("rev"), names.count("reduce")) == (2 * bodies * more, more)
+        layers_again = bodies if policy == "minimal" else 0
+        assert names.count("remat2") == layers_again + bodies * more
 
 
 REMADE = [name for name in POLICIES if name != "none"]
@@ -177,7 +184,7 @@ def test_types_and_kernels_of_products_follow_the_backend():
         cfg = tiny_model.config(dtype="auto")
         spec = from_config(cfg, backend=backend, compute_capability=capability)
         assert (spec.dtype, spec.ragged_kernel) == (jnp.dtype(dtype), kernel)
-        assert spec.unrolled == (backend == "gpu")
+        assert spec.unrolled == spec.on_gpu == (backend == "gpu")
     for keys, unrolled, chunk in (
         (dict(base_num_decoder_layers=48, vocab_size=2**15), True, 2**12),
         (dict(base_num_decoder_layers=49, vocab_size=2**18), False, 2**10),
@@ -259,18 +266,19 @@ def test_yarn_divides_between_the_borders_and_within_the_head(borders, ramp):
     np.testing.assert_allclose(stretched, 1 - 0.75 * np.array(ramp), rtol=1e-4)
 
 
-def test_halves_that_change_places_in_a_product_are_rotated_to_the_same_bits():
+@pytest.mark.parametrize("swap", ["product", "reverse"])
+def test_halves_change_places_to_the_same_bits(swap):
     """Result and gradient by autodiff of the plain way; another angle is the control."""
     rng = np.random.default_rng(0)
     x_BLNH, d_BLNH = (jnp.asarray(rng.normal(size=(2, 5, 3, 8)), jnp.bfloat16) for _ in range(2))
 
-    def both(by_product, first_position):
+    def both(swap, first_position):
         rope = rotation(first_position + jnp.arange(5)[None], 8, RopeConfig(100.0))
-        out, back = jax.vjp(lambda x: rotate(x, rope, by_product=by_product), x_BLNH)
+        out, back = jax.vjp(lambda x: rotate(x, rope, swap), x_BLNH)
         return np.asarray([out, *back(d_BLNH)], np.float32)
 
-    np.testing.assert_array_equal(both(True, 0), both(False, 0))
-    assert np.any(both(True, 0) != both(False, 1))
+    np.testing.assert_array_equal(both(swap, 0), both("split", 0))
+    assert np.any(both(swap, 0) != both("split", 1))
 
 
 @pytest.mark.parametrize(
