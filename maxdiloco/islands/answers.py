@@ -98,8 +98,7 @@ def _packed(s: Island, message: Message) -> Transition:
         return stopped(s, line, again=True)
     log = s.logs[message.fragment]
     s.period_tokens = s.period_tokens if message.fragment else message.tokens
-    own = (*log.own, Own(message, s.t, False))
-    s = with_log(s, message.fragment, own=own)
+    s = with_log(s, message.fragment, own=(*log.own, Own(message, s.t, False)))
     name = records.message_name(message.fragment, *rules.key_of(message))
     return want(s, Create(name, message)), []
 
@@ -238,8 +237,7 @@ def _message_settled(s: Island, name: str, message: Message) -> Transition:
 
 def _record_settled(s: Island, name: str, record: Record) -> Transition:
     """Rule 1."""
-    log = s.logs[fragment_of(name)]
-    number = records.numbers(name)[1]
+    log, number = s.logs[fragment_of(name)], records.numbers(name)[1]
     if log.ledger is None or number != log.ledger.number + 1 or log.record is not None:
         return s, []
     if reason := rules.breach(log.ledger, record):
@@ -281,12 +279,11 @@ def _rolled(s: Island, action: Roll, beats: Any, tries: int) -> Transition:
     """Rule 3: changes are noted by the own clock."""
     writes, since = s.unwritten_since is None, s.now - s.rolled_at
     s.watched, s.rolled_at = s.watched + rules.watched(s.pace, since, writes), s.now
-    seen = dict(s.seen)
+    s.seen = seen = dict(s.seen)
     for name, beat in beats.items():
         old = seen.get(name)
         if old is None or beat[1:3] > old.beat[1:3]:  # a later incarnation, or a later beat
             seen[name] = Seen(beat, s.watched)
-    s.seen = seen
     s = want(s, action, s.pace.roll)
     mine = seen.get(s.name)
     if mine is not None and s.phase in ("load", "in") and mine.beat.incarnation > s.incarnation:
@@ -312,12 +309,15 @@ def _fetched(s: Island, action: Fetch, result: Any, tries: int) -> Transition:
         return s, []
     if result is not None:
         return with_log(s, record.fragment, fetched=True), []
+    name = records.gradient_name(record)
     if s.run.islands:
-        return _too_late(s, records.gradient_name(record))
+        return _too_late(s, name)
     if s.phase == "in":
-        return stopped(s, f"{records.gradient_name(record)} is deleted already", again=True)
-    s = with_log(s, record.fragment, ledger=None, record=None, caught_up=False)
-    return _again(s, Load(record.fragment), tries), []
+        return stopped(s, f"{name} is deleted already", again=True)
+    times = log.gone[1] + 1 if log.gone[0] == name else 0
+    s = with_log(s, record.fragment, ledger=None, record=None, caught_up=False, gone=(name, times))
+    lost = f"{name} is lost: this island waits for a snapshot that is later"
+    return _again(s, Load(record.fragment), times), [Say(lost)] if times == 1 else []
 
 
 def _too_late(s: Island, name: str) -> Transition:

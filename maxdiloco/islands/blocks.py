@@ -6,6 +6,7 @@ from maxdiloco.islands.records import Block, Ledger, Range, Record, Run
 
 PERIODS = 3  # that are read without the store
 LEAST, MOST_MORE = 2, 6  # blocks; our choice
+MOST_AHEAD = 1 << 20  # blocks above the highest one seen that may be read; our choice
 
 
 def after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[Block, ...], int]:
@@ -23,6 +24,16 @@ def after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[Block, ...], 
     kept = (blocks[key] for key in sorted(blocks))
     size = run.block_tokens
     return tuple(b for b in kept if (b.tokens if b.lease == 1 else b.stop) < size), top
+
+
+def are_parts(run: Run, ledger: Ledger, data: Sequence[Range]) -> bool:
+    """Whether a message's ranges can be of blocks that an island holds."""
+    return all(
+        0 <= part.start < part.stop <= run.block_tokens
+        and part.lease in (1, 2)
+        and part.block <= ledger.top + MOST_AHEAD
+        for part in data
+    )
 
 
 def free(ledger: Ledger, size: int) -> list[Range]:

@@ -269,8 +269,8 @@ class Driver:
         ledger, payload = found
         name = records.snapshot_name(fragment, ledger.number)
         size = 8 * sum(outer.sizes_of(self._run, fragment))
-        if ledger.fragment != fragment or len(payload) != size:
-            raise Damaged(f"{name} is damaged: it is another snapshot, or not whole")
+        if len(payload) != size:
+            raise Damaged(f"{name} is damaged: it is not whole")
         state = outer.from_bytes(payload)
         if state.digest() != ledger.digest:
             raise Damaged(f"{name} is damaged: its payload has another digest")

@@ -215,7 +215,7 @@ class Log(NamedTuple):
     fetched: with its gradient. draft: the one that is being written here; drafts: how many there
     were. caught_up: no later record was there. steps, tokens, data: not sent. damaged: {message:
     why}. first_at, ripe_at: when the next record had its first message, and could be written.
-    refused: own messages in a row whose norm was too large.
+    refused: own messages in a row whose norm was too large. gone: a missed gradient, and its tries.
     """
 
     ledger: Ledger | None = None
@@ -235,6 +235,7 @@ class Log(NamedTuple):
     first_at: float | None = None
     ripe_at: float | None = None
     refused: int = 0
+    gone: tuple[str, int] = ("", 0)
 
 
 @dataclasses.dataclass
@@ -299,9 +300,8 @@ def changed(log: Log, **changes: Any) -> Log:
 
 def with_log(s: Island, fragment: int, **changes: Any) -> Island:
     """The island with another log of a fragment."""
-    logs = list(s.logs)
-    logs[fragment] = changed(logs[fragment], **changes)
-    s.logs = tuple(logs)
+    logs = s.logs
+    s.logs = (*logs[:fragment], changed(logs[fragment], **changes), *logs[fragment + 1 :])
     return s
 
 

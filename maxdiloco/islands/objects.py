@@ -11,7 +11,16 @@ from maxdiloco.data.packages import require
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import keys, outer, records, wires
 from maxdiloco.islands.island import CREATED, EXISTS, FAILED, Damage
-from maxdiloco.islands.records import Beat, Claim, Damaged, Ledger, Record, Run
+from maxdiloco.islands.records import (
+    Beat,
+    Claim,
+    Damaged,
+    Gradient,
+    Ledger,
+    Message,
+    Record,
+    Run,
+)
 from maxdiloco.storage import store
 from maxdiloco.storage.store import Bucket
 
@@ -72,12 +81,28 @@ def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
     starts = range(len(data), entry.size, block)
     rest = [bucket.get_range(name, n, min(n + block, entry.size)) for n in starts]
     value, payload = records.decode(name, b"".join([data, *rest]))
-    if isinstance(value, Record) and (
-        records.record_name(value.fragment, value.number) != name
-        or not _GRADIENT.fullmatch(records.gradient_name(value))
-    ):
-        raise Damaged(f"{name} is damaged: it names another record, or an author that is none")
+    if not _is_named(name, value):
+        raise Damaged(f"{name} is damaged: it is another object, or its author's name is none")
     return value, payload
+
+
+def _is_named(name, value):
+    """Whether an object is the one of this name, as far as it says so."""
+    match value:
+        case Record(fragment, number):
+            own = records.record_name(fragment, number)
+            return name == own and _GRADIENT.fullmatch(records.gradient_name(value)) is not None
+        case Message():
+            return name == records.message_name(value.fragment, *value[1:4])
+        case Ledger(fragment, number):
+            return name == records.snapshot_name(fragment, number)
+        case Gradient(fragment, number):
+            return records.numbers(name) == (f"g/{fragment}/", number)
+        case Beat(island):
+            return name == f"hb/{island}"
+        case Claim(own):
+            return name == own
+    return True
 
 
 def get(bucket: Bucket, run: Run | None, name: str) -> Any:
@@ -111,7 +136,7 @@ def look(bucket: Bucket, run: Run, name: str) -> Any:
         return FAILED
     except Damaged:
         return Damage("format")
-    if records.message_name(message.fragment, *message[1:4]) != name:
+    if not _is_named(name, message):
         return Damage("name")
     sizes = outer.sizes_of(run, message.fragment)
     if entry.size != len(records.encode(message)) + wires.payload_size(run.wire, sizes):
@@ -120,14 +145,13 @@ def look(bucket: Bucket, run: Run, name: str) -> Any:
 
 
 def beats(bucket: Bucket, run: Run) -> dict[str, Beat]:
-    """Signs of life by island: of whom their names say, and of no guest. Raises OSError."""
+    """Signs of life by island, and of no guest. Raises OSError."""
     named = dict(run.keys)
-    found = ((name, get(bucket, run, name)) for name in listed(bucket, "hb"))
+    found = (get(bucket, run, name) for name in listed(bucket, "hb"))
     return {
         beat.island: beat
-        for name, beat in found
+        for beat in found
         if isinstance(beat, Beat)
-        and name == f"hb/{beat.island}"
         and 0 <= beat.speed < _MOST_SPEED
         and (not named or beat.island in named)
     }

@@ -274,17 +274,12 @@ def sort_out(
 
 def reject_reason(run: Run, ledger: Ledger, message: Message, damage: str) -> str:
     """Rule 13: why a message cannot count, "" if it can. damage: of its payload."""
-    if damage:
-        return damage
-    if not message.finite:
-        return "not finite"
-    if message.base > ledger.number:
-        return "base"
-    if run.islands:
-        return ""
-    if is_stale(ledger, message):
-        return "stale"
-    return "norm" if is_too_long(ledger, message) else ""
+    reasons = {"not finite": not message.finite, "base": message.base > ledger.number}
+    if not run.islands:
+        reasons["stale"] = is_stale(ledger, message)
+        reasons["data"] = not blocks.are_parts(run, ledger, message.data)
+        reasons["norm"] = is_too_long(ledger, message)
+    return damage or next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def is_too_long(ledger: Ledger, message: Message) -> bool:

@@ -11,6 +11,7 @@ from maxdiloco.islands.records import Block, Ledger, Mark, Member, Message, Rang
 RUN = a_run()  # H = 4, P = 2, tau = 1
 FIXED = a_run(islands=("a", "b"))
 EMPTY = Ledger(0, 9, "", "", 0, (), (), (), (), 0)
+GOOD = Range(1, 1, 0, 64)
 
 
 def message(island="a", seq=1, base=9, steps=2, tokens=8, **changes):
@@ -38,15 +39,21 @@ def test_a_record_of_few_moves_less():
         ({}, ""), ({"base": 10}, "base"), ({"base": 7}, ""), ({"base": 6}, "stale"),
         ({"finite": False}, "not finite"), ({"norm": 4.0}, ""), ({"norm": 4.1}, "norm"),
         ({"norm": 20.0, "steps": 10}, ""), ({"norm": 20.1, "steps": 10}, "norm"),
+        ({"data": (GOOD,)}, ""), ({"data": (GOOD, GOOD._replace(stop=GOOD.stop + 1))}, "data"),
+        ({"data": (GOOD._replace(start=GOOD.stop),)}, "data"),
+        ({"data": (GOOD._replace(lease=3),)}, "data"),
+        ({"data": (GOOD._replace(block=2**20),)}, ""),
+        ({"data": (GOOD._replace(block=2**62),)}, "data"),
     ],
 )  # fmt: skip
 def test_why_a_message_cannot_count(changes, reason):
     """The medians of 0.5, 1, 1, 9 are 1, and by step 0.5. Fixed mode has no guard that depends on
     others."""
     ledger = EMPTY._replace(norms=((0.5, 2), (1.0, 2), (1.0, 2), (9.0, 2)))
-    assert rules.reject_reason(RUN, ledger, message(**changes), "") == reason
-    assert rules.reject_reason(RUN, ledger, message(**changes), "sha256") == "sha256"
-    alone = "" if reason in ("stale", "norm") else reason
+    run = RUN._replace(block_tokens=64)
+    assert rules.reject_reason(run, ledger, message(**changes), "") == reason
+    assert rules.reject_reason(run, ledger, message(**changes), "sha256") == "sha256"
+    alone = "" if reason in ("stale", "data", "norm") else reason
     assert rules.reject_reason(FIXED, ledger, message(**changes), "") == alone
     few = ledger._replace(norms=((1.0, 2),) * 3)
     assert rules.reject_reason(RUN, few, message(norm=9.0), "") == ""

@@ -177,7 +177,7 @@ def test_a_joiner_refuses_another_fragment_s_snapshot():
     bucket.put(newest, bucket.get(objects.snapshots(bucket, 1)[-1]))
     joiner = Together(bucket, group.run, ("q",), 5)
     joiner.until(10**6, lambda islands: all(one.stop for one in islands))
-    assert "is damaged: it is another snapshot" in joiner.islands["q"].stop.line
+    assert "is damaged: it is another object" in joiner.islands["q"].stop.line
 
 
 @pytest.mark.parametrize("changes", [{"fragment": 99}, {"number": 4}, {"author": "a/../b"}])
@@ -185,8 +185,34 @@ def test_a_record_that_is_not_what_its_name_says_is_damaged(changes):
     bucket, group = begun(a_run(), 2)
     record, _ = objects.read(bucket, group.run, "c/0/2")
     bucket.put("c/0/2", encode(record._replace(**changes)))
-    with pytest.raises(records.Damaged, match="c/0/2 is damaged: it names another record"):
+    with pytest.raises(records.Damaged, match="c/0/2 is damaged: it is another object"):
         objects.read(bucket, group.run, "c/0/2")
+
+
+def test_what_is_there_under_the_name_of_another_is_damaged():
+    """An older snapshot, a message, a gradient; each under its own name is the control."""
+    bucket, group = begun(run := a_run(), 6)
+    names = {kind: sorted(objects.listed(bucket, f"{kind}/0")) for kind in "sug"}
+    for kind, (first, *_, last) in names.items():
+        assert objects.read(bucket, run, last)[0]
+        bucket.put(last, bucket.get(first))
+        assert objects.get(bucket, run, last).reason.startswith(f"{last} is damaged: it is another")
+
+
+def test_a_joiner_says_that_a_gradient_is_lost_and_waits_for_a_later_snapshot():
+    """The others have it already. They write the next snapshot at record 8."""
+    bucket, group = begun(run := a_run(tokens=10**6), 5)
+    bucket.delete([name for name in objects.listed(bucket, "g/0") if name.startswith("g/0/5.")])
+    joiner = Together(bucket, run, ("q",), 5)
+    one = joiner.islands["q"]
+    joiner.until(10**6, lambda islands: one.said)
+    for _ in range(2000):
+        joiner.event(10**6)
+    (line,) = one.said
+    assert line.startswith("g/0/5.") and "is lost: this island waits for a snapshot" in line
+    assert one.state.phase == "load" and one.stop is None
+    group.until(10**6, lambda islands: objects.snapshots(bucket, 0)[-1] == "s/0/8")
+    joiner.until(10**6, lambda islands: one.state.phase == "in")
 
 
 def test_the_rate_counts_what_every_living_island_has_on_its_way():
