@@ -192,8 +192,7 @@ def test_a_record_that_is_not_what_its_name_says_is_damaged(changes):
 def test_what_is_there_under_the_name_of_another_is_damaged():
     """An older snapshot, a message, a gradient; each under its own name is the control."""
     bucket, group = begun(run := a_run(), 6)
-    names = {kind: sorted(objects.listed(bucket, f"{kind}/0")) for kind in "sug"}
-    for kind, (first, *_, last) in names.items():
+    for first, *_, last in (sorted(objects.listed(bucket, f"{kind}/0")) for kind in "sug"):
         assert objects.read(bucket, run, last)[0]
         bucket.put(last, bucket.get(first))
         assert objects.get(bucket, run, last).reason.startswith(f"{last} is damaged: it is another")
