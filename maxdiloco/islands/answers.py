@@ -114,7 +114,7 @@ def _applied(s: Island, action: Apply, digest: str) -> Transition:
             steps, tokens = steps + own.message.steps, tokens + own.message.tokens
             data = joined(own.message.data, data)
     reasons = {rules.key_of(r): r.reason for r in record.rejected}
-    refused += any(reasons.get(rules.key_of(own.message)) == "norm" for own in log.own)
+    refused += any(reasons.get(rules.key_of(own.message)) in rules.REPEATED for own in log.own)
     decided = {*action.committed, *action.returned}
     s = with_log(
         s, record.fragment, ledger=ledger, record=None, fetched=False, draft=None, steps=steps,
@@ -127,7 +127,7 @@ def _applied(s: Island, action: Apply, digest: str) -> Transition:
     if action.keep:
         s = want(s, Create(records.snapshot_name(record.fragment, record.number), ledger))
     if refused >= rules.MOST_UNDECIDED:
-        return stopped(s, "it is too far from the others: two norms were rejected", again=True)
+        return stopped(s, "two of its messages in a row were rejected", again=True)
     if (s.name, s.incarnation) in ledger.dead:
         return stopped(s, "the others took it for dead", again=True)
     if s.phase == "in" and not record.fragment and rules.progress(s.run, ledger) >= 1:

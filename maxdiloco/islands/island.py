@@ -215,7 +215,7 @@ class Log(NamedTuple):
     fetched: with its gradient. draft: the one that is being written here; drafts: how many there
     were. caught_up: no later record was there. steps, tokens, data: not sent. damaged: {message:
     why}. first_at, ripe_at: when the next record had its first message, and could be written.
-    refused: own messages in a row whose norm was too large. gone: a missed gradient, and its tries.
+    refused: own messages in a row for rules.REPEATED. gone: a missed gradient, and its tries.
     """
 
     ledger: Ledger | None = None

@@ -82,7 +82,7 @@ def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
     rest = [bucket.get_range(name, n, min(n + block, entry.size)) for n in starts]
     value, payload = records.decode(name, b"".join([data, *rest]))
     if not _is_named(name, value):
-        raise Damaged(f"{name} is damaged: it is another object, or its author's name is none")
+        raise Damaged(f"{name} is damaged: it is not the object of its name")
     return value, payload
 
 

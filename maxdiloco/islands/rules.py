@@ -4,6 +4,7 @@ Pure, and of plain values: who may write, what counts, how an island's own progr
 numbers are our choice unless a source is named.
 """
 
+import itertools
 import statistics
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from maxdiloco.islands.records import Ledger, Member, Message, Record, Reject, R
 MOST_UNDECIDED = 2  # messages of an island and fragment
 MOST_STALE = 2  # records
 STALE_WEIGHT = 0.8  # a record
+REASONS = ("not finite", "base", "stale", "norm", "data")  # of a reject, in this order
+REPEATED = ("norm", "data")  # what an island that goes on meets with the next message, too
 MOST_NORM, NORMS, LEAST_NORMS = 4.0, 16, 4  # times the median of the last 16, once there are 4
 
 
@@ -274,12 +277,11 @@ def sort_out(
 
 def reject_reason(run: Run, ledger: Ledger, message: Message, damage: str) -> str:
     """Rule 13: why a message cannot count, "" if it can. damage: of its payload."""
-    reasons = {"not finite": not message.finite, "base": message.base > ledger.number}
+    found = [not message.finite, message.base > ledger.number]
     if not run.islands:
-        reasons["stale"] = is_stale(ledger, message)
-        reasons["data"] = not blocks.are_parts(run, ledger, message.data)
-        reasons["norm"] = is_too_long(ledger, message)
-    return damage or next((reason for reason, holds in reasons.items() if holds), "")
+        found += [is_stale(ledger, message), is_too_long(ledger, message)]
+        found += [not blocks.are_parts(run, ledger, message.data)]
+    return damage or next(itertools.compress(REASONS, found), "")
 
 
 def is_too_long(ledger: Ledger, message: Message) -> bool:

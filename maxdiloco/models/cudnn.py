@@ -47,8 +47,7 @@ class Documents(NamedTuple):
 def attend(choice: Choice, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL) -> jax.Array:
     """Causal attention where the mask is, or within runs of equal segment_ids: [B, L, N, H].
 
-    choice: by_offsets where the mask says no more than these runs. A vmap then has to be around
-    both passes: normalisers of a batch are not those of its part in a larger one.
+    choice: by_offsets where the mask says no more than these runs.
     """
     forward = _folded(functools.partial(_forward, choice))
     backward = _folded(functools.partial(_backward, choice))

@@ -128,7 +128,7 @@ def _losses(spec, logits_GSTV, targets_GST, counts_GST):
 def _in_one_pass(x, axis):
     """logsumexp, reading x once: maximum and sum go together (arXiv 1805.02867, section 3).
 
-    XLA:GPU reads all logits twice for the other one.
+    XLA:GPU reads all logits twice for the other one. No derivative; two of +inf give NaN.
     """
     start = (jnp.finfo(x.dtype).min, x.dtype.type(0))
     top, total = jax.lax.reduce((x, jnp.ones_like(x)), start, _joined, (axis % x.ndim,))

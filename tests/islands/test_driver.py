@@ -208,16 +208,17 @@ def test_elastic_islands_agree_and_the_ledger_adds_up(elastic_log):
     assert max(m.incarnation for m in members) == 2  # the one that started again
 
 
-def test_the_audit_finds_a_reject_without_a_reason(elastic_log):
+@pytest.mark.parametrize("reason", ["stale", "data"])
+def test_the_audit_finds_a_reject_without_a_reason(reason, elastic_log):
     bucket, run, _ = elastic_log
     last = audit.replay(bucket, run, 1).records[-1]
     name, out = records.record_name(1, last.number), last.members[-1][:2]  # all of one island
     out_of_it = [m for m in last.members if m[:2] == out]
-    rejected = (records.Reject(*rules.key_of(m), "stale", m.steps, m.norm) for m in out_of_it)
+    rejected = (records.Reject(*rules.key_of(m), reason, m.steps, m.norm) for m in out_of_it)
     members = tuple(m for m in last.members if m[:2] != out)
     before = bucket.get(name)
     bucket.put(name, records.encode(last._replace(members=members, rejected=tuple(rejected))))
-    with pytest.raises(audit.Differs, match=f"{name} rejects u/1/.* as stale, and it is good"):
+    with pytest.raises(audit.Differs, match=f"{name} rejects u/1/.* as {reason}, and it is good"):
         audit.replay(bucket, run, 1)
     bucket.put(name, before)
 

@@ -42,14 +42,15 @@ def test_a_record_of_few_moves_less():
         ({"data": (GOOD,)}, ""), ({"data": (GOOD, GOOD._replace(stop=GOOD.stop + 1))}, "data"),
         ({"data": (GOOD._replace(start=GOOD.stop),)}, "data"),
         ({"data": (GOOD._replace(lease=3),)}, "data"),
-        ({"data": (GOOD._replace(block=2**20),)}, ""),
-        ({"data": (GOOD._replace(block=2**62),)}, "data"),
+        ({"data": (GOOD._replace(lease=0),)}, "data"),
+        ({"data": (GOOD._replace(block=2**20 + 5),)}, ""),
+        ({"data": (GOOD._replace(block=2**20 + 6),)}, "data"),
     ],
 )  # fmt: skip
 def test_why_a_message_cannot_count(changes, reason):
     """The medians of 0.5, 1, 1, 9 are 1, and by step 0.5. Fixed mode has no guard that depends on
     others."""
-    ledger = EMPTY._replace(norms=((0.5, 2), (1.0, 2), (1.0, 2), (9.0, 2)))
+    ledger = EMPTY._replace(norms=((0.5, 2), (1.0, 2), (1.0, 2), (9.0, 2)), top=5)
     run = RUN._replace(block_tokens=64)
     assert rules.reject_reason(run, ledger, message(**changes), "") == reason
     assert rules.reject_reason(run, ledger, message(**changes), "sha256") == "sha256"

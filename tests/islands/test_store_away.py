@@ -177,7 +177,7 @@ def test_a_joiner_refuses_another_fragment_s_snapshot():
     bucket.put(newest, bucket.get(objects.snapshots(bucket, 1)[-1]))
     joiner = Together(bucket, group.run, ("q",), 5)
     joiner.until(10**6, lambda islands: all(one.stop for one in islands))
-    assert "is damaged: it is another object" in joiner.islands["q"].stop.line
+    assert "is damaged: it is not the object" in joiner.islands["q"].stop.line
 
 
 @pytest.mark.parametrize("changes", [{"fragment": 99}, {"number": 4}, {"author": "a/../b"}])
@@ -185,17 +185,22 @@ def test_a_record_that_is_not_what_its_name_says_is_damaged(changes):
     bucket, group = begun(a_run(), 2)
     record, _ = objects.read(bucket, group.run, "c/0/2")
     bucket.put("c/0/2", encode(record._replace(**changes)))
-    with pytest.raises(records.Damaged, match="c/0/2 is damaged: it is another object"):
+    with pytest.raises(records.Damaged, match="c/0/2 is damaged: it is not the object"):
         objects.read(bucket, group.run, "c/0/2")
 
 
 def test_what_is_there_under_the_name_of_another_is_damaged():
-    """An older snapshot, a message, a gradient; each under its own name is the control."""
+    """An older snapshot, a message, a gradient; each under its own name is the control. A claim
+    that cannot be read is another's."""
     bucket, group = begun(run := a_run(), 6)
+    for name in ("i/a.1", "d/1"):
+        bucket.put(f"{name}9", encode(records.Claim(name, "a", 1, "n")))
+    assert objects.get(bucket, run, "i/a.19").reason.startswith("i/a.19 is damaged")
+    assert objects.get(bucket, run, "d/19").island == ""
     for first, *_, last in (sorted(objects.listed(bucket, f"{kind}/0")) for kind in "sug"):
         assert objects.read(bucket, run, last)[0]
         bucket.put(last, bucket.get(first))
-        assert objects.get(bucket, run, last).reason.startswith(f"{last} is damaged: it is another")
+        assert objects.get(bucket, run, last).reason.startswith(f"{last} is damaged: it is not the")
 
 
 def test_a_joiner_says_that_a_gradient_is_lost_and_waits_for_a_later_snapshot():

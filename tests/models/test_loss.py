@@ -69,7 +69,7 @@ def test_loss_and_gradient_equal_those_of_whole_logits(case):
     tiny_model.assert_close(alone, expected[0], rtol=1e-5)
 
 
-def test_a_gpus_log_normalisers_are_read_once_and_the_same():
+def test_a_gpus_log_normalisers_are_the_same():
     """Of logits far apart, and of padding, which is first in one row and last in the other."""
     logits = np.random.default_rng(0).normal(0, 30, (2, 1000)).astype(np.float32)
     logits[0, :9] = logits[1, -9:] = -np.inf
