@@ -23,6 +23,7 @@ def bound(choice, qkv, kept=(), *, mask=None, found=None):
         context_BLNH = jnp.einsum("bnls,bsnh->blnh", weights_BNLS, v_BLNH)
         return [context_BLNH, lse_BNL if found is None else by_document(lse_BNL, found)]
     lse, context_BLNH, d_BLNH = kept
+    assert len(lse) == (B if found is None else found.lengths_BM.size)
     lse_BNL = lse if found is None else by_token(lse, found)
     weights_BNLS = jnp.exp(logits_BNLS - lse_BNL[..., None])
     d_BNLS = jnp.einsum("blnh,bsnh->bnls", d_BLNH, v_BLNH)

@@ -224,6 +224,7 @@ CHOSEN = [
     ("autoselected", "gpu", dict(head_dim=128, latent_attention={}), "cudnn"),
     ("autoselected", "gpu", dict(compute_capability="12.0"), "cudnn"),
     ("autoselected", "gpu", dict(compute_capability="9.0"), "cudnn_documents"),
+    ("flash", "gpu", dict(compute_capability="9.0", base_num_kv_heads=2), "cudnn_documents"),
 ]
 FITS = dict(head_dim=64, max_target_length=1024, attention_sink=False, attn_logits_soft_cap=0.0,
             latent_attention=dict(v_head_dim=64), base_num_query_heads=4,
