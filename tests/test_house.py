@@ -15,7 +15,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 # diloco/ knows numbers and pytrees: no file, clock, thread, device or configuration.
 DILOCO_LIBRARIES = {
     "bisect", "collections", "dataclasses", "enum", "fractions", "functools", "itertools", "jax",
-    "math", "maxdiloco", "numbers", "numpy", "operator", "optax", "statistics", "types", "typing",
+    "math", "maxdiloco", "ml_dtypes", "numbers", "numpy", "operator", "optax", "statistics",
+    "types", "typing",
 }  # fmt: skip
 
 BUDGETS = {"file": 350, "function": 60}  # lines; ruff has their length

@@ -62,12 +62,11 @@ drop a conversion to bfloat16 and back; XLA does on GPU.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from maxdiloco.diloco import codecs
-from maxdiloco.diloco.codecs import BLOCK, SENT
+from maxdiloco.diloco.codecs import BLOCK, SENT, Array
 
 
 class WireFormat(NamedTuple):
@@ -83,8 +82,8 @@ class WireFormat(NamedTuple):
 
     name: str
     dtype: np.dtype
-    encode: Callable[..., jax.Array]
-    decode: Callable[[jax.Array, int], jax.Array]
+    encode: Callable[..., Array]
+    decode: Callable[[Array, int], Array]
     block: int
     values: int
     scale: int
@@ -93,12 +92,12 @@ class WireFormat(NamedTuple):
     counts: bool = False
 
 
-def _as_it_is(x_N: jax.Array, n: int = 0) -> jax.Array:
+def _as_it_is(x_N: Array, n: int = 0) -> Array:
     return x_N
 
 
-_F32, _BF16 = np.dtype(jnp.float32), np.dtype(jnp.bfloat16)
-_I8, _U8 = np.dtype(jnp.int8), np.dtype(jnp.uint8)
+_F32, _BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+_I8, _U8 = np.dtype(np.int8), np.dtype(np.uint8)
 _TOPK = SENT * 3 // 2 + 1  # bytes of a block: places, codes in pairs, a scale
 # name, dtype, encode, decode, block, values, scale, error, feedback, counts; the most exact first.
 FORMATS = (
@@ -145,14 +144,14 @@ def words(name: str) -> np.dtype:
     return np.dtype(f"uint{8 * wire_format(name).dtype.itemsize}")
 
 
-def encode(name: str, x_N: jax.Array, count_B: jax.Array | None = None) -> jax.Array:
+def encode(name: str, x_N: Array, count_B: Array | None = None) -> Array:
     """Values as they cross the link: [encoded_size] of the format's dtype.
 
     x_N: float32, rank 1 (one leaf, or a shard of it: blocks start at its first value); use vmap
     for more dims. count_B: values of each block, where zeros fill some up. Raises ValueError for
     another rank or dtype and for an unknown name.
     """
-    if x_N.ndim != 1 or x_N.dtype != jnp.float32:
+    if x_N.ndim != 1 or x_N.dtype != np.float32:
         raise ValueError(
             f"x={x_N.dtype}{list(x_N.shape)} cannot be encoded: blocks run along one dim of "
             "float32 values. Use x.astype(float32).reshape(-1), and vmap over replicas."
@@ -161,7 +160,7 @@ def encode(name: str, x_N: jax.Array, count_B: jax.Array | None = None) -> jax.A
     return wire.encode(x_N, count_B) if wire.counts else wire.encode(x_N)
 
 
-def decode(name: str, code_K: jax.Array, n: int) -> jax.Array:
+def decode(name: str, code_K: Array, n: int) -> Array:
     """The n float32 values of an encoded array.
 
     code_K: [encoded_size(name, n)] of the format's dtype. Raises ValueError for another shape or
