@@ -105,11 +105,7 @@ def processes(
 
 def _local(environ: Mapping[str, str]) -> dict[str, object]:
     """Arguments for jax.distributed.initialize from the variables of a local run."""
-    host, _, port = environ[ADDRESS].rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(
-            f"{ADDRESS}={environ[ADDRESS]} has no host and port: set it to host:port of process 0."
-        )
+    _place(ADDRESS, environ)
     numbers = {}
     for key, name, words in (
         (COUNT, "num_processes", "the number of processes"),
@@ -133,14 +129,23 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
     return numbers
 
 
+def _place(key: str, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port that a variable names. Raises ConfigError."""
+    host, _, port = environ[key].rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ConfigError(
+            f"{key}={environ[key]} has no host and port: set it to host:port of process 0."
+        )
+    return host, int(port)
+
+
 def _check_free(environ: Mapping[str, str]) -> None:
     """Refuse a port in use: JAX's coordination service may crash on it."""
     key = BIND_ADDRESS if BIND_ADDRESS in environ else ADDRESS
-    host, _, port = environ[key].rpartition(":")
-    interface = host.strip("[]") if key == BIND_ADDRESS else ""
+    host, port = _place(key, environ)
     try:
-        sockets.listen(interface, int(port)).close()
-    except (OSError, OverflowError, ValueError) as error:
+        sockets.listen(host.strip("[]") if key == BIND_ADDRESS else "", port).close()
+    except OSError as error:
         raise LostPeerError(
             f"{key}={environ[key]} names a port that process 0 cannot use on "
             f"{socket.gethostname()}: {error}. End what holds it, or choose another address."

@@ -23,6 +23,7 @@ from maxdiloco.processes.mailbox import BULK, WORDS, Mailbox
 from maxdiloco.processes.watch import Watch
 
 SECRET = "maxdiloco/secret"
+OF_A_FILE = "of exchange_secret_file"  # there in place of a secret
 # In seconds, our choice.
 CAUSE_S = 4.0  # an error of the main thread waits this long for a loss that may have caused it
 REACHABLE = "let the hosts open TCP connections to each other."
@@ -62,13 +63,18 @@ class Room:
         All of them have to do so within timeout_s; the error names those that have not.
         """
         limit = time.monotonic() + self.timeout_s
-        peers, late = {}, []
+        peers, late, wrong = {}, [], []
         for rank in ranks:
             try:
                 peers[rank] = self._told(rank, limit)
             except jax.errors.JaxRuntimeError:
                 late.append(rank)
+            except LostPeerError as error:
+                wrong.append(error)
         self.mailbox.open(lane, peers, **limits)
+        if wrong:  # which those hear whom this process can reach
+            self.mailbox.meet(lane, min(CAUSE_S, limit - time.monotonic()))
+            raise wrong[0]
         if not late:
             late = self.mailbox.meet(lane, limit - time.monotonic())
         if late:
@@ -111,8 +117,8 @@ def watched(
     watch = Watch(job.process_id)
     with contextlib.ExitStack() as stack:
         stack.push(functools.partial(_leave, watch))
-        secret = _secret(job, secret_file, timeout_s)
         try:
+            secret = _secret(job, secret_file, timeout_s)
             listener = _listen(job, place)
         except ConfigError as error:
             certificates.tell_problem(job.process_id, str(error), coordination.put)
@@ -163,7 +169,9 @@ def one_line(error: BaseException) -> str:
 
 
 def _secret(job: Job, file: str, timeout_s: float) -> bytes:
-    """The secret of the run."""
+    """The secret of the run. Raises ConfigError, LostPeerError."""
+    if job.process_id == 0:
+        coordination.put(SECRET, OF_A_FILE if file else secrets.token_hex(32))
     if file:
         try:
             secret = Path(file).read_bytes().strip()
@@ -179,14 +187,17 @@ def _secret(job: Job, file: str, timeout_s: float) -> bytes:
             )
         return secret
     try:
-        if job.process_id == 0:
-            coordination.put(SECRET, secrets.token_hex(32))
         secret = coordination.get(SECRET, timeout_s=timeout_s).encode()
     except jax.errors.JaxRuntimeError as error:
         raise LostPeerError(
             f"process 0 at {coordination.address()[0]} was lost before process {job.process_id} "
             f"could connect to it. See the end of its output and start the run again."
         ) from error
+    if secret == OF_A_FILE.encode():
+        raise ConfigError(
+            f"exchange_secret_file is empty in process {job.process_id}, and process 0 has one. "
+            f"Give all processes the same."
+        )
     if len(secret) < certificates.LEAST_SECRET:
         raise LostPeerError(
             f"JAX's key-value store holds a secret of {len(secret)} bytes, which no process of "

@@ -13,7 +13,8 @@ from mailbox_tools import WAIT_S, together
 
 import maxdiloco
 from maxdiloco.errors import CheckpointError, ConfigError, DataError, LostPeerError
-from maxdiloco.processes import coordination, peers
+from maxdiloco.processes import certificates, coordination, peers
+from maxdiloco.processes.certificates import Peer
 from maxdiloco.processes.coordination import Job
 
 
@@ -119,17 +120,21 @@ def store(monkeypatch, free_port):
 
 @pytest.fixture
 def meet(store, monkeypatch):
-    """meet(Place): the ports that two processes in two threads have, or the error of each."""
+    """meet(Place): the ports that two processes in two threads have, or the error of each.
+
+    secret_files: of each.
+    """
     monkeypatch.setattr(peers, "Watch", Unwatched)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
 
-    def meet(*place, **options):
+    def meet(*place, secret_files=("", "")):
         store.written.clear()
         place = peers.Place(*place)
 
         def enter(index):
             try:
-                with peers.watched(Job(index, 2), place, timeout_s=5, silence_s=5, **options) as it:
+                options = dict(secret_file=secret_files[index], timeout_s=5, silence_s=5)
+                with peers.watched(Job(index, 2), place, **options) as it:
                     it.open_bulk(1000)
                     port = json.loads(store.written[f"maxdiloco/peer/{index}"])[1]
                     it.mailbox.close(WAIT_S)
@@ -190,15 +195,44 @@ def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet, process
 def test_a_secret_of_a_file_is_not_in_the_store_and_has_to_be_the_same(meet, store, tmp_path):
     path = tmp_path / "secret"
     path.write_text("known to every host of the run\n")
-    ports = meet(0, True, "", secret_file=str(path))
-    assert all(isinstance(port, int) for port in ports) and peers.SECRET not in store.written
+    ports = meet(0, True, "", secret_files=[str(path)] * 2)
+    assert all(isinstance(port, int) for port in ports)
+    assert store.written[peers.SECRET] == peers.OF_A_FILE
     meet(0, True, "")
-    assert peers.SECRET in store.written, "the control"
+    assert len(store.written[peers.SECRET]) == 64, "the control"
     path.write_text("short")
-    for error in meet(0, True, "", secret_file=str(path)):
+    for error in meet(0, True, "", secret_files=[str(path)] * 2):
         assert type(error) is ConfigError and "has 5 bytes: 16 are the least" in str(error)
-    for error in meet(0, True, "", secret_file=str(tmp_path / "none")):
-        assert str(error).startswith(f"exchange_secret_file={tmp_path}/none: No such file")
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_secret_that_one_process_lacks_ends_both_with_2_and_one_line(meet, tmp_path, process):
+    """Its file is not there, or the key is missing where process 0 has it."""
+    path, none = tmp_path / "secret", tmp_path / "none"
+    path.write_text("known to every host of the run\n")
+    cases = {str(none): f"exchange_secret_file={none}: No such file or directory."}
+    if process == 1:
+        cases[""] = "exchange_secret_file is empty in process 1, and process 0 has one."
+    for file, line in cases.items():
+        files = [str(path), str(path)]
+        files[process] = file
+        ends = meet(0, True, "", secret_files=files)
+        assert type(ends[process]) is ConfigError and str(ends[process]).startswith(line)
+        assert (type(ends[1 - process]), ends[1 - process].exit_code) == (LostPeerError, 2)
+        assert str(ends[1 - process]) == f"process {process} has ended: {ends[process]}"
+
+
+def test_who_is_reached_hears_that_another_is_not_of_the_run(store):
+    """Its lane is opened before the error, or JAX would abort it without a word."""
+    secret, opened, met = b"s" * 16, {}, []
+    certificates.tell(1, Peer("127.0.0.1", 1, "host-b", "pem"), secret, coordination.put)
+    certificates.tell(2, Peer("127.0.0.1", 2, "host-c", "pem"), b"t" * 16, coordination.put)
+    mailbox = SimpleNamespace(
+        open=lambda lane, peers: opened.update(peers), meet=lambda lane, within_s: met.append(lane)
+    )
+    with pytest.raises(LostPeerError, match="holds nothing that process 2 of this run wrote"):
+        peers.Room(Job(0, 3), mailbox, secret, 1).open("words", [2, 1])
+    assert ([*opened], met) == ([1], ["words"])
 
 
 def test_who_does_not_come_is_named(store):
