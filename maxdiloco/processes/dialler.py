@@ -39,7 +39,7 @@ async def dial(lane: Lane, url: str, context: ssl.SSLContext, times: Times) -> N
         connector=connector, timeout=timeout, read_bufsize=READ_BYTES
     ) as session:
         while not lane.left:
-            before = lane.place, lane.received
+            before = lane.heard
             try:
                 await _converse(lane, session, url, times)
             except aiohttp.ClientConnectorError as error:
@@ -47,7 +47,7 @@ async def dial(lane: Lane, url: str, context: ssl.SSLContext, times: Times) -> N
                 lane.gone = lane.met and isinstance(error.os_error, ConnectionRefusedError)
             except (OSError, aiohttp.ClientError) as error:
                 lane.problem = str(error) or "it did not answer in time"
-            failures = failures + 1 if before == (lane.place, lane.received) else 0
+            failures = failures + 1 if lane.heard == before else 0
             await asyncio.sleep(pause_s(failures, times.beat_s))
 
 

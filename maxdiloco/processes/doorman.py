@@ -6,6 +6,7 @@ place among some guests for some seconds.
 """
 
 import asyncio
+import collections
 import contextlib
 import socket
 import ssl
@@ -19,7 +20,7 @@ from maxdiloco.processes.lane import Lane
 from maxdiloco.processes.sockets import Times, set_up
 
 # Our choice.
-_GUESTS = 64  # who have shown no certificate yet, beside peers; then the oldest one goes
+_GUESTS = 64  # who have shown no certificate yet, beside peers; then one of the most numerous goes
 _GUEST_S = 10.0  # for one of them to show it
 _TIRED_S = 0.2  # before the next try where the system has no file descriptor left
 _LINGER_S = 1.0  # for peers to read a goodbye and close
@@ -45,7 +46,7 @@ class Doorman(web.Server):
         super().__init__(self._answer, read_bufsize=READ_BYTES, access_log=None, lingering_time=0)
         self._listener, self._context, self._lanes, self._times = listener, context, lanes, times
         self._start = start
-        self._guests: dict[asyncio.Task, None] = {}  # oldest first
+        self._guests: dict[asyncio.Task, str] = {}  # whence they come; oldest first
         self._talks: dict[Lane, asyncio.Task] = {}  # the newest of each lane
 
     async def serve(self) -> None:
@@ -53,15 +54,15 @@ class Doorman(web.Server):
         self._listener.setblocking(False)
         while True:
             try:
-                connection, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+                connection, address = await asyncio.get_running_loop().sock_accept(self._listener)
             except OSError:
                 await asyncio.sleep(_TIRED_S)
                 continue
             if len(self._guests) >= _GUESTS + len(self._lanes):
-                next(iter(self._guests)).cancel()
+                self._crowd_out()
             guest = self._start(self._admit(connection))
-            self._guests[guest] = None
-            guest.add_done_callback(self._guests.pop)
+            self._guests[guest] = address[0]
+            guest.add_done_callback(lambda guest: self._guests.pop(guest, None))
 
     async def close(self) -> None:
         """Accept no more, and close the connections once peers have had time to."""
@@ -73,6 +74,13 @@ class Doorman(web.Server):
                 while self.connections:
                     await asyncio.sleep(_LINGER_S / 50)
         await self.shutdown(_LINGER_S / 50)  # 0 would wait for ever
+
+    def _crowd_out(self) -> None:
+        """Send the oldest guest of the address with the most away: a peer is one of few."""
+        ((most, _),) = collections.Counter(self._guests.values()).most_common(1)
+        oldest = next(guest for guest, host in self._guests.items() if host == most)
+        del self._guests[oldest]  # at once: the next one may come before it ends
+        oldest.cancel()
 
     async def _admit(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # ssl.SSLError and TimeoutError are, too

@@ -68,6 +68,7 @@ class Lane:
         self.closed_at: float | None = None  # by the peer, which has no connection since
         self.gone = False  # its port refuses, where it once was
         self.received = 0  # bytes
+        self.heard = 0  # how often something has come
         self._outgoing: deque[Message] = deque()
         self._has = 0  # messages that the peer has
         self._news = asyncio.Event()
@@ -105,6 +106,7 @@ class Lane:
     def hear(self) -> None:
         """Something has come."""
         self.met, self.silence_s, self.closed_at = True, 0.0, None
+        self.heard += 1
 
     def close(self) -> None:
         """The peer has closed its last connection."""

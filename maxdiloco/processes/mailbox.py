@@ -33,6 +33,8 @@ REMEDY = f"{SEE_OUTPUT} {RESUME}"
 _MOST_WORDS = 1 << 20  # bytes of a message of the lane WORDS
 _GONE_S = 2.0  # after it has closed its connections a peer that lives has come back
 _TICK_S = 0.1  # between two looks at who is silent, at most
+_RECORDS = 4  # that come in quiet_s at least, however slowly the bulk is spread
+_RECORD_BYTES = 1 << 14  # of TLS at most (RFC 8446 sec. 5.1); none of them is there before the last
 
 
 class Mailbox:
@@ -156,7 +158,9 @@ class Mailbox:
 
     def pace(self, bytes_per_second: float | None) -> None:
         """Spread the bulk to each peer, at most so fast, where it is Linux; None: send at once."""
-        rate = None if bytes_per_second is None else max(1, round(bytes_per_second))
+        # A record of TLS that took longer than quiet_s would end its connection, again and again.
+        least = _RECORDS * _RECORD_BYTES / self._times.quiet_s
+        rate = None if bytes_per_second is None else round(max(bytes_per_second, least))
         for (_, name), lane in self._lanes.items():
             if name == BULK:
                 self._loop.call_soon_threadsafe(lane.pace, rate)

@@ -51,7 +51,10 @@ class Patience:
         self._longest_s, self._since = max(self._longest_s, now - self._since), now
 
     def receive(self, mailbox: Mailbox, peer: int, key: Hashable, what: str) -> bytearray:
-        """The message. what: it is, in words. Raises LostPeerError and what `mailbox` raises."""
+        """The message. what: it is, in words. Raises LostPeerError and what `mailbox` raises.
+
+        The wait is no work of this process.
+        """
         timeout_s = mailbox.timeout_s
         limit_s = timeout_s + SLOWER * self._longest_s
         begun = silent_since = now = self._clock()
@@ -59,7 +62,9 @@ class Patience:
         received = mailbox.received_bytes(peer)
         while now - silent_since < limit_s:
             try:
-                return mailbox.get(peer, key, now + _SLICE * timeout_s)
+                data = mailbox.get(peer, key, now + _SLICE * timeout_s)
+                self._since += self._clock() - begun
+                return data
             except TimeoutError:
                 before, now = now, self._clock()
             if now - before > timeout_s / 2:

@@ -225,6 +225,24 @@ def test_a_message_goes_on_after_the_part_that_the_peer_has(start):
     assert max(map(len, sent.parts(0, 2))) == 2
 
 
+def test_a_peer_that_was_heard_is_dialled_again_at_once(network, monkeypatch):
+    """However often connections break: only what fails in a row makes the pause longer."""
+    counted, pause_s = [], dialler.pause_s
+
+    def counting(failures, most_s):
+        counted.append(failures)
+        return pause_s(failures, most_s) / 10
+
+    monkeypatch.setattr(dialler, "pause_s", counting)
+    _, one, proxy = network.pair(timeout_s=20)
+    for _ in range(5):
+        before = {name: one._lanes[0, name].heard for name in (WORDS, BULK)}
+        for pair in list(proxy.pairs):
+            pair.end()
+        until(lambda old=before: all(one._lanes[0, name].heard > old[name] for name in old))
+    assert len(counted) >= 10 and max(counted) <= 1
+
+
 def test_the_pause_before_a_try_grows_to_a_limit_and_no_two_are_alike():
     """At least half of 0.8 s after three; the rest is random, so that none come back together."""
     pauses = {dialler.pause_s(3, WAIT_S) for _ in range(9)}

@@ -85,6 +85,20 @@ def test_a_slow_peer_is_not_lost(peer, worked_s):
     assert isinstance(wait(Peer(comes_at=1250, stopped_s=1000.0))[0], LostPeerError)
 
 
+def test_what_was_waited_for_a_peer_is_no_work_of_this_process():
+    """Else each wait would make the next limit several times as long. Control: work counts."""
+    for worked_s, limit_s in ((2.0, 100 + SLOWER * 2.0), (50.0, 100 + SLOWER * 50.0)):
+        peer = Peer(comes_at=90)
+        patience = Patience(say=lambda line: None, clock=peer.clock)
+        patience.receive(peer, 1, ("key",), "fragment 0 of step 8")
+        peer.now += worked_s
+        patience.worked()
+        peer._comes_at = float("inf")
+        with pytest.raises(LostPeerError):
+            patience.receive(peer, 1, ("key",), "fragment 0 of step 16")
+        assert peer.now - 90 - worked_s == pytest.approx(limit_s, abs=10)
+
+
 def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkeypatch, devices):
     """As the engine sees it: the error of the thread that collects."""
     peer, make = Peer(), Patience.__init__

@@ -108,6 +108,19 @@ def test_strangers_disturb_no_one(network):
         stranger.close()
 
 
+def test_strangers_of_one_address_crowd_out_none_of_another(network, monkeypatch):
+    """Of the address with the most guests the oldest goes, even where another is older."""
+    monkeypatch.setattr(doorman, "_GUESTS", 4)
+    zero, _, proxy = network.pair()
+    with contextlib.ExitStack() as stack:
+        for host in ("127.0.0.2", *["127.0.0.1"] * 20):
+            made = socket.create_connection(proxy.target, source_address=(host, 0))
+            stack.enter_context(made)
+            until(lambda host=host: host in zero._doorman._guests.values())
+        until(lambda: len(zero._doorman._guests) == 4 + 2)
+        assert "127.0.0.2" in zero._doorman._guests.values()
+
+
 def test_a_guest_that_shows_nothing_is_sent_away_in_time(network, monkeypatch):
     monkeypatch.setattr(doorman, "_GUEST_S", 0.2)
     _, _, proxy = network.pair()
