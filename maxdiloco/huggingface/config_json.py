@@ -133,6 +133,7 @@ def config_of(keys: Values, family: Family, declared: Mapping[str, Key] | None =
         ours |= {f"{name}.{entry}": value for entry, value in whole.items()}
     if ours["base_moe_mlp_dim"] == -1:
         ours["base_moe_mlp_dim"] = ours["base_mlp_dim"]
+    ours["query_pre_attn_scalar"] = ours["query_pre_attn_scalar"] or ours["head_dim"]
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= family.must
     for rule in family.rules:

@@ -113,7 +113,8 @@ def _gemmas() -> tuple[Family, ...]:
     def with_windows(rope, period, cap, final_cap, **more):
         return (
             *of_heads(8, 4, **more),
-            field("query_pre_attn_scalar", "query_pre_attn_scalar", 256.0),
+            # transformers reads a whole number alone.
+            field("query_pre_attn_scalar", "query_pre_attn_scalar", 256.0, write=round),
             activation("hidden_activation", "gelu_pytorch_tanh"),
             bias,
             rope,
@@ -295,8 +296,9 @@ def _latent_rope() -> rules.Rule:
     def write(ours):
         found = base.write(ours)
         scaling, scalar = found["rope_scaling"] or {}, ours["query_pre_attn_scalar"]
-        if scaling.get("rope_type") == "yarn" and scalar and scaling["factor"] > 1:
-            factor = (ours["head_dim"] / scalar) ** 0.25
+        dim = ours["head_dim"]
+        if scaling.get("rope_type") == "yarn" and scalar != dim and scaling["factor"] > 1:
+            factor = (dim / scalar) ** 0.25
             all_dim = round((factor - 1) / (0.1 * math.log(scaling["factor"])), _DIGITS)
             scaling["mscale_all_dim"] = all_dim
             if scaling.get("attention_factor") == 1:  # as published: the two factors cancel

@@ -162,12 +162,15 @@ def rope(
             return found
         if own.get("rope_type", "default") != "default":
             raise refused("rope_type", own["rope_type"], "local layers have default")
-        return found | {"local_rope_max_timescale": _theta(own, local)}
+        if (base := _theta(own, local)) <= 0:  # such as our own -1
+            raise refused("rope_local_base_freq", base, "a wavelength is above 0")
+        return found | {"local_rope_max_timescale": base}
 
     def write(ours):
         found = {"rope_theta": ours["rope_max_timescale"]}
         if local is not None:
-            found["rope_local_base_freq"] = ours["local_rope_max_timescale"]
+            own, base = ours["local_rope_max_timescale"], ours["rope_max_timescale"]
+            found["rope_local_base_freq"] = base if own == -1 else own
         if not ours["rope_scaling"]:
             return found | {"rope_scaling": None}
         names = ("rope_type", *_ROPE_ENTRIES[ours["rope_scaling.rope_type"]])

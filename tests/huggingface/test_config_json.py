@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.huggingface import config_json, families, tensors
 from maxdiloco.models.spec import from_config
@@ -130,6 +131,42 @@ def test_what_no_layer_computes_is_no_obstacle_to_an_export(name, changes, writt
     family, theirs = config_json.family_for(vars(cfg))
     assert family.model_type == config_json.family_for(vars(of_file(name)))[0].model_type
     assert {key: theirs[key] for key in written} == written
+
+
+SCALED = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+LIKE_THE_GLOBAL = {"local_rope_max_timescale": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "written"),
+    [
+        ({}, {"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0}),
+        ({"query_pre_attn_scalar": 0.0, "head_dim": 64}, {"query_pre_attn_scalar": 64}),
+        (LIKE_THE_GLOBAL, {"rope_local_base_freq": 1e6}),
+        (SCALED, {"rope_local_base_freq": 10000.0}),
+    ],
+)
+def test_a_gemma_is_written_with_numbers_that_transformers_can_compute(changes, written):
+    """A whole number for the queries, which its class asks for, and none that stands for a word."""
+    cfg = vars(config.from_dict(of_file("gemma3-1b").as_dict() | changes))
+    family, hf = config_json.family_for(cfg)
+    assert family.model_type == "gemma3_text"
+    found = {key: hf[key] for key in written}
+    assert json.dumps(found) == json.dumps(written), "of the same types"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query_pre_attn_scalar": 24.5}, "query_pre_attn_scalar=24.5 is not 24.0"),
+        (LIKE_THE_GLOBAL | SCALED, "no model type of Hugging Face has all options"),
+    ],
+)
+def test_a_gemma_that_transformers_cannot_compute_is_not_exported(changes, words):
+    """Its local layers are never stretched."""
+    cfg = config.from_dict(of_file("gemma3-1b").as_dict() | changes)
+    with pytest.raises(ConfigError, match=words):
+        config_json.family_for(vars(cfg))
 
 
 def test_gelu_of_the_first_gemma_is_its_tanh_form(tmp_path):

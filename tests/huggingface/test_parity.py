@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import parity
-from maxdiloco.flags import base_yml
+from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import config_json, families
 
 pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
@@ -49,11 +49,11 @@ def test_the_text_model_of_files_with_images(tmp_path, capfd):
         image_size=28, patch_size=14, model_type="siglip_vision_model",
     )  # fmt: skip
     attention = text.pop("attn_implementation")
-    config = transformers.Gemma3Config(
+    of_both = transformers.Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=1,
         image_token_index=parity.VOCABULARY, attn_implementation=attention,
     )  # fmt: skip
-    model = parity.random_model(config)
+    model = parity.random_model(of_both)
     found = parity.imported(model, tmp_path)
     batch = parity.texts()
     (theirs,), *_ = parity.their_logits(model, batch)
@@ -131,6 +131,16 @@ def test_a_key_that_config_json_lacks_has_the_default_of_transformers(model_type
     for key in whole.keys() - SIZES:
         less = {name: value for name, value in whole.items() if name != key}
         assert config_json.keys_of(less, family, declared) == expected, key
+
+
+@pytest.mark.parametrize("name", ["gemma2-2b", "gemma3-4b", "gpt-oss-20b", "deepseek-v3"])
+def test_transformers_takes_the_config_json_of_a_model_file(name):
+    """Its classes refuse a number of another type."""
+    import transformers
+
+    _, hf = config_json.family_for(vars(config.load([f"model_name={name}"], {})))
+    found = transformers.AutoConfig.for_model(**hf)
+    assert (found.model_type, found.hidden_size) == (hf["model_type"], hf["hidden_size"])
 
 
 def test_another_epsilon_would_be_seen(tmp_path, monkeypatch):

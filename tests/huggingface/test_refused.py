@@ -82,6 +82,8 @@ def test_a_model_type_that_is_not_there(tmp_path, refusal, model_type, words):
             "full_attention": {"rope_type": "default"},
             "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
          "rope_type=linear of config.json has no counterpart here: local layers have default"),
+        ({"model_type": "gemma3_text", "rope_local_base_freq": -1.0},
+         "rope_local_base_freq=-1.0 of config.json has no counterpart here: a wavelength is above"),
     ],
 )  # fmt: skip
 def test_values_of_config_json_that_cannot_be_computed(tmp_path, refusal, changes, words):
