@@ -110,7 +110,7 @@ def _gemmas() -> tuple[Family, ...]:
         heads = {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": 256}
         return rules.sizes(epsilon=1e-6, tied=True, **heads, **more)
 
-    def with_windows(rope, period, cap, final_cap, **more):
+    def with_windows(rope, period, final_cap, **more):
         return (
             *of_heads(8, 4, **more),
             # transformers reads a whole number alone.
@@ -119,10 +119,11 @@ def _gemmas() -> tuple[Family, ...]:
             bias,
             rope,
             rules.pattern(4096, period),
-            or_null("attn_logit_softcapping", "attn_logits_soft_cap", cap),
             or_null("final_logit_softcapping", "final_logits_soft_cap", final_cap),
         )
 
+    # transformers' Gemma 3 reads this key too, and computes nothing with it.
+    cap = or_null("attn_logit_softcapping", "attn_logits_soft_cap", 50.0)
     # Files of the first say gelu and mean its tanh form, as transformers reads them.
     gelu = activation("hidden_act", "gelu_pytorch_tanh", gelu="gelu")
     gemma = Family(
@@ -134,13 +135,13 @@ def _gemmas() -> tuple[Family, ...]:
     )
     gemma2 = gemma._replace(
         model_type="gemma2",
-        rules=with_windows(rope, 2, 50.0, 30.0),
+        rules=(*with_windows(rope, 2, 30.0), cap),
         fixed=_GEMMA,
         tensors={**OUTSIDE, **ATTENTION, **SANDWICH_NORMS, **GATED_MLP},
     )
     text = gemma2._replace(
         model_type="gemma3_text",
-        rules=with_windows(rules.rope(1e6, local=1e4), 6, 0.0, 0.0, vocab_size=262208),
+        rules=with_windows(rules.rope(1e6, local=1e4), 6, 0.0, vocab_size=262208),
         fixed=_GEMMA | {"use_qk_norm": "head"},
         tensors={**gemma2.tensors, **QK_NORMS},
     )

@@ -96,6 +96,15 @@ def test_a_published_config_json_has_the_keys_of_our_model_file(name, tmp_path):
     assert sorted(config_json.misfits(keys, other, read.family)) == expected
 
 
+def test_a_soft_cap_of_attention_is_gemma_2s_alone():
+    """transformers' Gemma 3 has the key and does not use it."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 2}
+    for model_type, cap in (("gemma2", 5.0), ("gemma3_text", 0.0)):
+        family = config_json.family_of(model_type)
+        keys = config_json.keys_of(sizes | {"attn_logit_softcapping": 5.0}, family)
+        assert keys["attn_logits_soft_cap"] == cap
+
+
 def test_layers_that_all_have_the_window_need_no_pattern():
     """Control: of three layers one without it is a pattern. Nor is there one without a window."""
     family = config_json.family_of("gemma2")
@@ -159,11 +168,12 @@ def test_a_gemma_is_written_with_numbers_that_transformers_can_compute(changes, 
     ("changes", "words"),
     [
         ({"query_pre_attn_scalar": 24.5}, "query_pre_attn_scalar=24.5 is not 24.0"),
+        ({"attn_logits_soft_cap": 5.0}, "attn_logits_soft_cap=5.0 is not 0.0"),
         (LIKE_THE_GLOBAL | SCALED, "no model type of Hugging Face has all options"),
     ],
 )
 def test_a_gemma_that_transformers_cannot_compute_is_not_exported(changes, words):
-    """Its local layers are never stretched."""
+    """Its local layers are never stretched, and Gemma 3 has no soft-cap of attention."""
     cfg = config.from_dict(of_file("gemma3-1b").as_dict() | changes)
     with pytest.raises(ConfigError, match=words):
         config_json.family_for(vars(cfg))
