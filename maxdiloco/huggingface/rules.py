@@ -274,9 +274,7 @@ def _pattern_keys(types: Sequence[str], hf: Values, default: int) -> dict[str, A
         raise refused("layer_types", min(unknown), f"the types are {LOCAL}, {GLOBAL}")
     kinds = tuple("local" if kind == LOCAL and window else "global" for kind in types)
     if "local" not in kinds:
-        return {"sliding_window_size": 0}
-    if "global" not in kinds:
-        return {"sliding_window_size": window}
+        return {"sliding_window_size": 0, "local_rope_max_timescale": -1.0}  # of no layer
     sizes = range(1, len(kinds) + 1)
     size = next(p for p in sizes if all(k == kinds[i % p] for i, k in enumerate(kinds)))
     return {"sliding_window_size": window, "attention_pattern": kinds[:size]}

@@ -105,17 +105,27 @@ def test_a_soft_cap_of_attention_is_gemma_2s_alone():
         assert keys["attn_logits_soft_cap"] == cap
 
 
-def test_layers_that_all_have_the_window_need_no_pattern():
-    """Control: of three layers one without it is a pattern. Nor is there one without a window."""
+def test_layers_that_are_all_alike_have_a_pattern_of_one_or_none():
+    """Control: of three layers one without the window is a pattern. Without one there is none."""
     family = config_json.family_of("gemma2")
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 3}
     local, whole = "sliding_attention", "full_attention"
-    cases = (([local] * 3, ()), ([local, local, whole], ("local", "local", "global")))
+    cases = (([local] * 3, ("local",)), ([local, local, whole], ("local", "local", "global")))
     for types, pattern in cases:
         keys = config_json.keys_of(sizes | {"layer_types": types, "sliding_window": 5}, family)
         assert (keys["sliding_window_size"], keys["attention_pattern"]) == (5, pattern)
     keys = config_json.keys_of(sizes | {"layer_types": types, "sliding_window": None}, family)
     assert (keys["sliding_window_size"], keys["attention_pattern"]) == (0, ())
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_a_gemma_3_whose_layers_are_all_alike_is_a_config(kind):
+    """The flags refuse a local wavelength without local layers, or without a pattern."""
+    family = config_json.family_of("gemma3_text")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 3}
+    keys = config_json.keys_of(sizes | {"layer_types": [kind] * 3}, family)
+    cfg = config.changed(of_file("default").as_dict() | keys, [], {}, may_change=())
+    assert config_json.misfits(vars(cfg), config_json.config_of(vars(cfg), family), family) == {}
 
 
 NO_LAYER = {"sliding_window_size": 5, "attention_pattern": ("global",)}
