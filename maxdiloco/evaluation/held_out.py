@@ -116,6 +116,7 @@ class Evaluation:
 
         A batch is summed in float32 on the devices, the batches in float64 on the host. So another
         mesh or B, which adds in another order, changes the loss by some 1e-7 of itself.
+        With a capacity_factor they also decide which tokens an expert drops.
         """
         batches = self.batches(params, dataset, self._program)
         if not self._of_slots:

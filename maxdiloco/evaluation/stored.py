@@ -23,7 +23,7 @@ _MAY_CHANGE = (
     "text_column", "eval_steps", "per_device_batch_size", "dtype", "attention", "remat_policy",
     "matmul_precision", "quantization", "logical_axis_rules", "show_memory", "jax_cache_dir",
     "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",
-    "exchange_interface", "exchange_secret_file",
+    "exchange_interface", "exchange_secret_file", "capacity_factor",
 )  # fmt: skip
 
 
