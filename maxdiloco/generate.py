@@ -19,7 +19,7 @@ OPTIONS = MappingProxyType({
     "prompts_file": Option("", "file with one prompt a line, in place of prompt"),
     "output": Option("", "file for a JSON object with prompt and text a line; empty: print"),
     "max_new_tokens": Option(200, "most tokens of a continuation, which ends with its document",
-                             int),
+                             int, most=2**20),
     "temperature": Option(0.8, "0 takes the likeliest token, 1 samples as the model says", float),
     "top_k": Option(40, "sample from the k likeliest tokens; 0: from all", int),
     "seed": Option(0, "of the sampling", int, 0),

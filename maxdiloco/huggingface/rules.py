@@ -250,7 +250,8 @@ def qwen_window() -> Rule:
     def read(hf):
         if not hf.get("use_sliding_window"):
             return {}
-        layers, first = hf.get("num_hidden_layers") or 0, hf.get("max_window_layers", 28)
+        layers = hf.get("num_hidden_layers") or 0
+        first = number("max_window_layers", hf.get("max_window_layers", 28))
         types = hf.get("layer_types") or [LOCAL if i >= first else GLOBAL for i in range(layers)]
         return _pattern_keys(types, hf, 4096)
 
@@ -265,7 +266,8 @@ def qwen_window() -> Rule:
 
 def _pattern_keys(types: Sequence[str], hf: Values, default: int) -> dict[str, Any]:
     """The shortest pattern that repeats to these layers. default: of sliding_window."""
-    window, layers = hf.get("sliding_window", default) or 0, hf.get("num_hidden_layers") or 0
+    window = number("sliding_window", hf.get("sliding_window", default) or 0)
+    layers = hf.get("num_hidden_layers") or 0
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
         raise refused("layer_types", types, f"it is a list of {LOCAL}, {GLOBAL}")
     if len(types) != layers:

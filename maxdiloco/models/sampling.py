@@ -71,7 +71,8 @@ def sample(model, params, prompt_tokens, *, max_new_tokens, temperature, top_k, 
     temperature: 0 takes the likeliest token, 1 samples from the model's distribution. top_k: only
     the k likeliest tokens are sampled; 0: all. Compiled for L up to a power of two; the cache has a
     slot for each of these and of T.
-    Raises ConfigError for an empty prompt, no new tokens, or a negative temperature or top_k.
+    Raises ConfigError for an empty prompt, no new tokens, a temperature that is negative or beyond
+    float32, or a negative top_k.
     """
     if prompt_tokens.shape[1] < 1:
         raise ConfigError("prompt is empty: there is no token to continue. Give at least one.")
@@ -79,6 +80,8 @@ def sample(model, params, prompt_tokens, *, max_new_tokens, temperature, top_k, 
         raise ConfigError(f"max_new_tokens={max_new_tokens} asks for no text. Use 1 or more.")
     if temperature < 0:
         raise ConfigError(f"temperature={temperature} is negative. Use 0 for greedy, or above.")
+    if temperature > np.finfo(np.float32).max:
+        raise ConfigError(f"temperature={temperature} is beyond float32. Use 1, or near it.")
     if top_k < 0:
         raise ConfigError(f"top_k={top_k} is negative. Use 0 for the whole vocabulary, or above.")
     L = prompt_tokens.shape[1]

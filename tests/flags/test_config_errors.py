@@ -112,6 +112,7 @@ rope_scaling={rope_type: linear, factor: a} | is not a number | Write it like ro
 rope_scaling={rope_type: linear, factor: 8, truncate: false} | : truncate does nothing with rope_t
 rope_scaling={rope_type: linear, factor: 8, beta_slow: 2} | or use rope_type: yarn.
 rope_scaling={LLAMA, low_freq_factor: 4} | is not below high_freq_factor: 4.0 | Lower it
+rope_scaling={YARN} rope_max_timescale=1 | does not go with rope_type: yarn | Use more than 1
 rope_scaling={YARN, beta_slow: 32} | beta_slow: 32.0 of rope_scaling is not below beta_fast: 32.0
 latent_attention={q_lora_rank: 4} | lacks kv_lora_rank. Add it, such as kv_lora_rank: 512
 latent_attention=MLA base_num_kv_heads=4 | use_qk_norm=head does not fit | Use use_qk_norm=false

@@ -16,6 +16,7 @@ from maxdiloco.flags import config
 from maxdiloco.huggingface import config_json, folders
 
 DEEPSEEK = {"model_type": "deepseek_v3"}
+WINDOWS = {"model_type": "qwen3", "use_sliding_window": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -60,6 +61,8 @@ def test_a_model_type_that_is_not_there(tmp_path, refusal, model_type, words):
         ({"quantization_config": {"quant_method": "mxfp4"}}, "says mxfp4: quantised weights"),
         ({"rope_theta": "x"}, "rope_theta=x of config.json has no counterpart here: it is a "),
         ({"model_type": "gemma3"}, "text_config=None of config.json has no counterpart"),
+        (WINDOWS | {"max_window_layers": "1"}, "max_window_layers=1 of config.json has no"),
+        (WINDOWS | {"sliding_window": "x"}, "sliding_window=x of config.json has no"),
         ({"model_type": "gemma2", "layer_types": 5}, "layer_types=5 of config.json has no"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]},
          "layer_types=['full_attention'] of config.json has no counterpart here: it has "

@@ -146,6 +146,7 @@ NO_RUN = [
     (generate, ["{text}", "top_k=few"], 2, "ConfigError: top_k=few is no whole number: sample"),
     (generate, ["{text}", "temperature=nan"], 2, "temperature=nan is no number: 0 takes"),
     (generate, ["{text}", "max_new_tokens=0"], 2, "max_new_tokens=0 asks for no text. Use 1 or "),
+    (generate, ["{text}", f"max_new_tokens={10**11}"], 2, "00 is no whole number of 1048576 or le"),
     (generate, ["{text}", "seed=-1"], 2, "seed=-1 is no whole number of 0 or more"),
     (generate, ["{text}", f"seed={10**400}"], 2, f"00 is no whole number of {2**63 - 1} or less"),
     (generate, ["{text}", f"seed={2**63}"], 2, f"seed={2**63} is no whole number of {2**63 - 1}"),
