@@ -112,7 +112,10 @@ def keys_of(
     keys |= _NEUTRAL
     found: Values = {}
     for rule in family.rules:
-        found |= rule.read(hf | {"model_type": family.model_type})
+        read = rule.read(hf | {"model_type": family.model_type})
+        for name, value in read.items():
+            rules.check_type(rule.key, value, keys.get(name))
+        found |= read
     for name, value in {**found, **family.fixed}.items():
         key, _, entry = name.partition(".")
         keys[key] = dict(keys[key]) | {entry: value} if entry else value

@@ -21,7 +21,7 @@ from maxdiloco.checkpoint.arrays import PartedLeaf, Writer
 from maxdiloco.data import tokenizer
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
-from maxdiloco.errors import CheckpointError, ConfigError, DataError
+from maxdiloco.errors import CheckpointError, DataError
 from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.checks import AXES
@@ -102,8 +102,6 @@ def _config(
     Raises DataError for a tokenizer with more tokens than the model has where no row may be added.
     """
     rows = stored["vocab_size"]
-    if not isinstance(rows, int):
-        raise ConfigError(f"vocab_size={rows} of config.json is no number. Download it again.")
     cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
     found = tokenizer.build(cfg.as_dict() | {"tokenizer_path": str(source)})
     tokens = rows if cfg.tokenizer_type == "byte" else found.vocab_size

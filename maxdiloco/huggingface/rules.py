@@ -37,6 +37,7 @@ _SIZES = {
     "rms_norm_eps": "normalization_layer_epsilon",
     "tie_word_embeddings": "logits_via_embedding",
 }
+_TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
 _LENGTH = "original_max_position_embeddings"
 _ROPE_ENTRIES = {  # of each rope_type, beside it
     "linear": ("factor",),
@@ -291,6 +292,14 @@ def kinds_of_layers(ours: Values) -> tuple[str, ...]:
     alike = ("local",) if ours["sliding_window_size"] else ("global",)
     kinds = ours["attention_pattern"] or alike
     return tuple(kinds[i % len(kinds)] for i in range(ours["base_num_decoder_layers"]))
+
+
+def check_type(key: str, value: Any, default: Any) -> None:
+    """Raise ConfigError for a value of the key that is not of the type of our default; "": any."""
+    kind = type(default)
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if key and kind in _TYPES and not fits:
+        raise refused(key, value, f"it is {_TYPES[kind]}")
 
 
 def number(key: str, value: Any) -> float:
