@@ -71,7 +71,10 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
     """The config of a run with the keys of a command line. Raises ConfigError of config.changed."""
     # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
     neutral = {"num_diloco_replicas": -1, "eval_interval": 1}
-    return config.changed(meta["config"] | neutral, argv, environ, may_change=may_change())
+    keys, may = meta["config"] | neutral, may_change()
+    if meta.get("imported") and keys["dataset_type"] != "synthetic":  # with a tokenizer
+        may = (*may, "dataset_type")  # an import has no text of its own
+    return config.changed(keys, argv, environ, may_change=may)
 
 
 def evaluate(

@@ -131,6 +131,19 @@ def test_experts_may_be_evaluated_without_the_capacity_of_the_run():
         assert stored.configure(meta, argv, {}).capacity_factor == factor
 
 
+@pytest.mark.parametrize("kind, imported", [("text", True), ("synthetic", True), ("text", False)])
+def test_an_import_with_a_tokenizer_is_evaluated_on_any_kind_of_text(kind, imported):
+    """It has no text of its own. Controls: an import without a tokenizer, and a run."""
+    meta = {"config": config.load([f"dataset_type={kind}"], {}).as_dict()}
+    meta |= {"imported": True} if imported else {}
+    argv = ["dataset_type=parquet", "dataset_path=a.parquet"]
+    if kind == "text" and imported:
+        assert stored.configure(meta, argv, {}).dataset_type == "parquet"
+    else:
+        with pytest.raises(ConfigError, match="dataset_type=parquet .* is taken from the run"):
+            stored.configure(meta, argv, {})
+
+
 NO_RUN = [
     (evaluate, ["{text}", "steps=5"], 2, "is taken from the run and cannot be changed here"),
     (evaluate, ["{text}", "stepz=5"], 2, "is no key"),
