@@ -195,12 +195,15 @@ def _commands(plan: Plan) -> list[str]:
 
 def train_command(plan: Plan) -> list[str]:
     """The command that trains with the best choice."""
-    hardware = []
-    if plan.job.chip and "hardware" not in map(_name, plan.keys):
-        hardware = ["hardware=tpu" if plan.job.chip.timed else "hardware=gpu"]
-    not_training = ("compile_topology", "compile_topology_num_slices", "steps")
-    steps = f"steps={math.ceil(plan.tokens / plan.job.tokens)}"
-    return _command(plan, "train", [*hardware, steps], without=not_training)
+    job, more = plan.job, []
+    not_training = ["compile_topology", "compile_topology_num_slices", "steps"]
+    if job.chip and "hardware" not in map(_name, plan.keys):
+        more = ["hardware=tpu" if job.chip.timed else "hardware=gpu"]
+    if job.chip and not job.chip.timed and -1 in job.cfg.sizes("dcn").values():
+        more.append(f"num_slices={job.slices}")  # GPUs count as a slice each host otherwise
+        not_training.append("num_slices")
+    steps = f"steps={math.ceil(plan.tokens / job.tokens)}"
+    return _command(plan, "train", [*more, steps], without=not_training)
 
 
 def _command(

@@ -2,11 +2,13 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from maxdiloco import plan
 from maxdiloco.flags import base_yml, config
+from maxdiloco.parallel import mesh
 from maxdiloco.planning import answer, compiled, forecast, job, rating, table
 
 # Two sites of eight H100, 100 Mbit/s and 200 ms between them, 1.3B parameters.
@@ -51,6 +53,27 @@ def test_one_screen_answers_all_questions_of_two_sites_without_a_gpu(planned):
     assert found["answer"]["tokens"] == 20 * found["num_parameters"]
     steps = -(-found["answer"]["tokens"] // (2 * 8 * 4 * 1024))
     assert f"steps={steps}" in found["train_command"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "given"),
+    [("h100-16", ()), ("h100-16", ("num_slices=2",)), ("h100-16", ("dcn_diloco_parallelism=2",)),
+     ("h100-4", ()), ("v5e-16", ())],
+)  # fmt: skip
+def test_the_command_trains_on_as_many_slices_of_gpus_as_were_planned(planned, topology, given):
+    """JAX numbers the hosts of GPUs, of eight each, and the slices of TPUs."""
+    keys = (f"compile_topology={topology}", "compile_topology_num_slices=2", *given)
+    _, found, _ = planned("model_name=1b", *keys, "step_time=1", "slice_bandwidth_gbps=1")
+    argv = found["train_command"][3:]
+    on, count = topology.split("-")
+    platform, host = ("tpu", int(count)) if on == "v5e" else ("gpu", 8)
+    devices = [
+        SimpleNamespace(platform=platform, slice_index=k // host) for k in range(2 * int(count))
+    ]
+    assert mesh.count_slices(config.load(argv, {}), devices) == found["num_slices"] == 2
+    assert sum(word.startswith("num_slices=") for word in argv) == (
+        platform == "gpu" and given != ("dcn_diloco_parallelism=2",)
+    )
 
 
 def test_hours_bytes_and_money_are_those_of_arithmetic_by_hand(planned):
