@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,11 +33,22 @@ class State:
     opt_state: Any
 
 
+def gradient_bytes(params: Any, dtype: Any, *, slices: int, accumulation: int) -> float:
+    """Bytes of the gradients that one of S slices sends to the others in a step, by a ring.
+
+    2 (S - 1) / S of them for each micro-batch. A compiler may send some in another dtype, or sum
+    the two parts of a tied embedding apart (CPU).
+    """
+    values = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    return accumulation * values * jnp.dtype(dtype).itemsize * 2 * (slices - 1) / slices
+
+
 class DataParallel(Trainer):
     """The trainer of data parallelism. inner_step, on_compile: as of DiLoCo.
 
     The batch keeps its leading R, which is folded into the rows; metrics get a leading dim of 1.
-    accumulation: micro-batches of a step; the gradients of each are summed over the devices.
+    accumulation: micro-batches of a step; the gradients of each are summed over the devices, in
+    gradient_dtype.
     """
 
     num_replicas = 1
@@ -53,6 +65,7 @@ class DataParallel(Trainer):
         *,
         mesh: Mesh,
         accumulation: int = 1,
+        gradient_dtype: Any = jnp.float32,
         on_compile: Callable,
     ):
         def struct(x):
@@ -70,7 +83,7 @@ class DataParallel(Trainer):
         self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
         params = self.abstract_state.params
         self.exported = self.evaluated = trainer.ThetaView(params, lambda state: state.params)
-        self._accumulation = accumulation
+        self._accumulation, self._gradient_dtype = accumulation, gradient_dtype
         self._on_compile = on_compile
         kept = shardings_of(self.abstract_state)
         self.inner = Program(
@@ -108,15 +121,9 @@ class DataParallel(Trainer):
         finite.check_params(state.params, state.t, replicas=False)
 
     def bytes_sent(self, t: int) -> float:
-        """Bytes of the gradients that one of S slices sends to the others in a step, by a ring.
-
-        2 (S - 1) / S of them for each micro-batch. A compiler may send some in another dtype, or
-        sum the two parts of a tied embedding apart (CPU).
-        """
-        leaves = jax.tree.leaves(self.abstract_state.params)
-        gradients = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-        S = self.mesh.shape["diloco"]
-        return self._accumulation * gradients * 2 * (S - 1) / S
+        """Bytes of gradients that one slice sends to the others in a step; see gradient_bytes."""
+        sizes = dict(slices=self.mesh.shape["diloco"], accumulation=self._accumulation)
+        return gradient_bytes(self.abstract_state.params, self._gradient_dtype, **sizes)
 
     def saved_items(self, state: State) -> dict[str, Any]:
         """Parameters and optimizer state, the same on any mesh."""

@@ -134,6 +134,11 @@ class ModelSpec:
         """Features of a head that are rotated."""
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
+    @property
+    def gradient_dtype(self) -> DTypeLike:
+        """In which devices sum the gradients of products; XLA:CPU sums in float32."""
+        return jnp.float32 if self.float32_products else self.dtype
+
 
 def from_config(
     cfg: Config,

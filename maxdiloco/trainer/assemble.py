@@ -106,8 +106,9 @@ def assemble(
         trainer = _diloco(cfg, mesh, model, step, inner_optimizer.init, facts, options)
         trainer.bind(params, opt_state)
     else:
+        options = dict(gradient_dtype=model.spec.gradient_dtype, on_compile=on_compile)
         trainer = DataParallel(
-            step, params, opt_state, mesh=mesh, accumulation=accumulation, on_compile=on_compile
+            step, params, opt_state, mesh=mesh, accumulation=accumulation, **options
         )
     batch = _abstract_batch(shape, mesh, model.spec.rules)
     return Parts(

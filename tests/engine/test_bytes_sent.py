@@ -16,7 +16,9 @@ from tiers import full
 
 from maxdiloco import DiLoCo
 from maxdiloco.aot.hlo import reader, traffic
+from maxdiloco.engine import data_parallel
 from maxdiloco.flags import config
+from maxdiloco.models.spec import from_config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 
@@ -118,3 +120,17 @@ def test_data_parallelism_sends_the_gradients_of_each_micro_batch_by_a_ring(slic
     assert claimed <= moved <= 1.01 * claimed
     gradients = sum(4 * x.size for x in jax.tree.leaves(parts.params))
     assert claimed == {2: 1, 4: 1.5}[slices] * micro_batches * gradients
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "item"),
+    [("tpu", "auto", 2), ("gpu", "auto", 2), ("gpu", "float32", 4), ("cpu", "auto", 4),
+     ("cpu", "bfloat16", 4)],
+)  # fmt: skip
+def test_gradients_are_summed_as_the_products_are_rounded(backend, dtype, item):
+    """Compiled for two slices of v5e 1.08 times 2 bytes a parameter; XLA:CPU sums in float32. Of
+    100 values three quarters leave one of four slices twice, for each of two micro-batches."""
+    cfg = config.load(["model_name=tiny", f"dtype={dtype}"], {})
+    found = from_config(cfg, backend=backend, compute_capability="9.0").gradient_dtype
+    sent = data_parallel.gradient_bytes([np.zeros(100)], found, slices=4, accumulation=2)
+    assert sent == 2 * 100 * item * 1.5
