@@ -130,15 +130,21 @@ def enough_tau(tau: int, *, H: int, step_s: float, chunk_s: float, busy_s: float
 
 
 def data_parallel(
-    layers: int, parameters: float, step_s: float, *, gbps: float, latency_s: float = 0.0
+    layers: int,
+    parameters: float,
+    step_s: float,
+    *,
+    gbps: float,
+    latency_s: float = 0.0,
+    bits: float = BFLOAT16,
 ) -> float:
-    """Utilisation of data parallelism: bfloat16 gradients once a step, as the papers count.
+    """Utilisation of data parallelism, which sends so many bits of each gradient once a step.
 
     Their simulator (arXiv 2501.18512, section 3.1 and supplement), whose layers are equal: the
     backward takes two thirds of a step, and each layer is sent after its own. The first layer
     leaves last, and the next step begins with it, so it alone is waited for.
     gbps: of all devices of a replica together [Gbit/s]. The papers have no latency.
     """
-    layer_s, backward_s = BFLOAT16 * parameters / layers / (gbps * 1e9), 2 * step_s / 3
+    layer_s, backward_s = bits * parameters / layers / (gbps * 1e9), 2 * step_s / 3
     exposed = max(layer_s, layers * layer_s - backward_s * (1 - 1 / layers)) + latency_s
     return utilisation(step_s, exposed * (ENDLESS - 1), ENDLESS)

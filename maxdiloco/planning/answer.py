@@ -54,6 +54,7 @@ def ways(plan: Plan) -> list[Way]:
     """The best choice, data parallelism over the link, one site alone, all as one site."""
     job, best, step_s = plan.job, plan.rows[0], plan.step.seconds
     gradients = rating.GRADIENT * job.num_parameters * job.slices
+    in_parallel = job.gradient_bytes * job.cfg.gradient_accumulation_steps * job.slices
     devices = job.slices * job.per_slice
     sites = "both sites" if job.slices == 2 else f"all {job.slices} sites"
     return [
@@ -65,7 +66,7 @@ def ways(plan: Plan) -> list[Way]:
             gradients / best.times_less_traffic,
             plan.gap(best.choice),
         ),
-        Way("data parallel", step_s / plan.data_parallel, job.tokens, devices, gradients),
+        Way("data parallel", step_s / plan.data_parallel, job.tokens, devices, in_parallel),
         Way("one site alone", step_s, job.tokens / job.slices, job.per_slice),
         Way(f"{sites} as one", step_s, job.tokens, devices),
     ]

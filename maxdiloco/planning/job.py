@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh
 
 from maxdiloco.aot import topology
 from maxdiloco.diloco.schedule import Schedule, offsets
+from maxdiloco.engine.data_parallel import gradient_bytes
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
 from maxdiloco.flags import base_yml, checks
@@ -113,6 +114,12 @@ class Job(NamedTuple):
     def num_parameters(self) -> int:
         """Of one replica."""
         return transformer.count_parameters(self.model)
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes that a slice sends in a micro-batch of data parallelism, enable_diloco=false."""
+        dtype = self.model.spec.gradient_dtype
+        return gradient_bytes(self.params, dtype, slices=self.slices, accumulation=1)
 
     @property
     def copies(self) -> int:

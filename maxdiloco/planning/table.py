@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
 from maxdiloco.diloco.schedule import OWNERS
@@ -55,10 +57,15 @@ class Plan(NamedTuple):
 
     @property
     def data_parallel(self) -> float:
-        """Utilisation of data parallelism on the same link, by the papers' simulator."""
-        layers, count = self.job.model.spec.num_layers, self.job.num_parameters
-        link = dict(gbps=self.gbps * self.job.per_slice, latency_s=self.latency_s)
-        return wait.data_parallel(layers, count, self.step.seconds, **link)
+        """Utilisation of data parallelism on the same link, by the papers' simulator.
+
+        Of each micro-batch it takes the trainer's bytes.
+        """
+        job, count = self.job, self.job.num_parameters
+        link = dict(gbps=self.gbps * job.per_slice, latency_s=self.latency_s)
+        link["bits"] = 8 * job.gradient_bytes / count
+        micro_s = self.step.seconds / job.cfg.gradient_accumulation_steps
+        return wait.data_parallel(job.model.spec.num_layers, count, micro_s, **link)
 
     def has_owners(self, row: Rated) -> bool:
         """Whether slices own parts of the fragments."""
@@ -110,12 +117,14 @@ def setting(plan: Plan) -> list[str]:
 
 
 def _table(plan: Plan) -> list[str]:
-    busy = plan.data_parallel
-    step_s = plan.step.seconds / busy
+    busy, job = plan.data_parallel, plan.job
+    step_s, wire = plan.step.seconds / busy, job.model.spec.gradient_dtype
+    sent = job.gradient_bytes * job.cfg.gradient_accumulation_steps
+    less = _times(rating.GRADIENT * job.num_parameters / sent)
     rows = [COLUMNS, *(_cells(plan, row) for row in plan.rows)]
     rows.append((
-        "data parallel", 1, "-", "-", "bfloat16", span(step_s - plan.step.seconds), span(step_s),
-        f"{busy:.1%}", "-", "1x", "-", "0",
+        "data parallel", 1, "-", "-", jnp.dtype(wire).name, span(step_s - plan.step.seconds),
+        span(step_s), f"{busy:.1%}", "-", less, "-", "0",
     ))  # fmt: skip
     return aligned(rows)
 
@@ -134,12 +143,14 @@ def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
         span(row.step_seconds),
         f"{row.utilisation:.1%}",
         f"{row.memory_bytes / GIB:.3g}{mark}",
-        f"{row.times_less_traffic:,.0f}x"
-        if row.times_less_traffic >= 10
-        else f"{row.times_less_traffic:.2g}x",
+        _times(row.times_less_traffic),
         f"{gbps:.3g}" if math.isfinite(gbps) else "none",
         "?" if gap.outside else f"{gap.share:+.1%}",
     )
+
+
+def _times(factor: float) -> str:
+    return f"{factor:,.0f}x" if factor >= 10 else f"{factor:.2g}x"
 
 
 def _legend(plan: Plan) -> list[str]:

@@ -10,6 +10,7 @@ from maxdiloco import plan
 from maxdiloco.flags import base_yml, config
 from maxdiloco.parallel import mesh
 from maxdiloco.planning import answer, compiled, forecast, job, rating, table
+from maxdiloco.trainer import assemble
 
 # Two sites of eight H100, 100 Mbit/s and 200 ms between them, 1.3B parameters.
 SITES = ("model_name=1b", "compile_topology=h100-8", "compile_topology_num_slices=2")
@@ -99,6 +100,24 @@ def test_hours_bytes_and_money_are_those_of_arithmetic_by_hand(planned):
     assert ways["data parallel"]["bytes_between_sites"] == pytest.approx(gradients)
     assert "373: 127 for 42 device-hours and 246 for 492 GB over the link" in said
     assert "\nhow long    2.64 h for 6.55e+08 tokens (steps=10000) in 10,000 steps" in said
+
+
+@pytest.mark.parametrize(("slices", "accumulation"), [(2, 1), (4, 8)])
+def test_data_parallelism_has_the_bytes_that_the_trainer_counts(planned, slices, accumulation):
+    """On a CPU in float32; its link carries them after each micro-batch, whose backward pass takes
+    two thirds of it. At 10 Mbit/s more than 99 % of them are waited for."""
+    keys = ("model_name=tiny", "hardware=cpu", "max_target_length=64", "steps=1000",
+            f"dcn_diloco_parallelism={slices}", f"gradient_accumulation_steps={accumulation}",
+            "ici_fsdp_parallelism=1")  # fmt: skip
+    _, found, said = planned(*keys, "step_time=0.01", "slice_bandwidth_gbps=0.01")
+    cfg = config.load([*keys, "enable_diloco=false"], {})
+    like = assemble.assemble(cfg, mesh.build(cfg), total_steps=9, on_compile=lambda *_: None)
+    sent = like.trainer.bytes_sent(1)
+    way = found["answer"]["ways"][1]
+    assert way["bytes_between_sites"] == pytest.approx(1000 * slices * sent)
+    assert way["seconds"] == pytest.approx(1000 * sent * 8 / 1e7, rel=0.01)
+    *_, row = [line for line in said.splitlines() if line.startswith("data parallel ")]
+    assert " float32 " in row and f" {2 * found['num_parameters'] / sent:.2g}x " in row
 
 
 def test_what_is_recommended_is_what_is_first_at_the_loss_of_data_parallelism(planned):
