@@ -29,10 +29,12 @@ SIGMAS = 2  # of that noise, below which a difference is called none; our choice
 def with_total(run: Run) -> Run:
     """The run with the bytes that a replica has sent since step 1, where it tells."""
     sent_N = run.column(timeline.BYTES)
-    if not np.isfinite(sent_N).any():
+    at = np.flatnonzero(np.isfinite(sent_N))  # rows of an evaluation alone have none
+    if not len(at):
         return run
-    steps = np.diff(run.steps_N, prepend=0)
-    total_N = np.cumsum(np.where(np.isfinite(sent_N), sent_N, 0.0) * steps)
+    ends = np.concatenate([[0], run.steps_N[at]])
+    sums = np.concatenate([[0.0], np.cumsum(sent_N[at] * np.diff(ends))])
+    total_N = np.interp(run.steps_N, ends, sums)
     return run._replace(columns=run.columns | {TOTAL: total_N})
 
 

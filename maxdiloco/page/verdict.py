@@ -128,15 +128,16 @@ def link(run: Run) -> str:
     if timeline.schedule_of(run) is None:
         return "What its link costs is not measured: gradients cross it inside the step."
     waited_N, step_s_N = run.column("dcn/waited_s"), run.column("perf/step_time")
-    steps_N = np.diff(run.steps_N, prepend=0)
-    steps_N[0] = steps_N[-1]  # the first row of a file that goes on is not of all steps before it
-    known = np.isfinite(waited_N) & np.isfinite(step_s_N)
-    known[: len(known) // 2] = False
-    if not known.any():
+    known = np.flatnonzero(np.isfinite(waited_N) & np.isfinite(step_s_N))
+    steps = np.diff(run.steps_N[known], prepend=0)  # since such a row: evaluations have their own
+    steps[:1] = steps[-1:]  # the first row of a file that goes on is not of all steps before it
+    late = known >= len(waited_N) // 2
+    known, steps = known[late], steps[late]
+    if not len(known):
         if run.num_replicas == 1:
             return "One replica has no link."
         return "What its link costs is not measured: exchanges are inside compiled programs."
-    share = waited_N[known].sum() / (steps_N[known] * step_s_N[known]).sum()
+    share = waited_N[known].sum() / (steps * step_s_N[known]).sum()
     judged = (
         "The link is no bottleneck" if share < LITTLE else
         "The link costs a little" if share < SOME else

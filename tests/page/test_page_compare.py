@@ -41,6 +41,25 @@ def test_theta_is_compared_at_equal_steps_tokens_bytes_and_seconds():
     assert compare.table([a, evaluated("b", 3 - fall, eval_steps=3)]).rows == []
 
 
+def test_rows_of_evaluations_alone_take_no_bytes_and_no_waits_from_the_others():
+    """Log rows at 10, 20, ..., each of ten steps of 2 s, 1 MB a step and 4 s of waiting;
+    evaluations at 5, 15, ... in between: 100 MB after 100 steps, and a fifth of the time."""
+    steps = np.arange(5, 105, 5)
+    logs = steps % 10 == 0
+
+    def logged(value):
+        return np.where(logs, value, np.nan)
+
+    columns = {"learning/loss": logged(2.0), "eval/loss": np.where(logs, np.nan, 3.0)}
+    columns |= {"dcn/bytes_sent": logged(1e6), "dcn/waited_s": logged(4.0)}
+    columns |= {"perf/step_time": logged(2.0)}
+    columns |= {f"learning/loss_replica_{m}": logged(2.0) for m in (0, 1)}
+    run = run_of(columns=columns, rows=20)._replace(steps_N=steps)
+    total = compare.with_total(run).column(compare.TOTAL)
+    np.testing.assert_allclose(total, 1e6 * steps)
+    assert "waits for exchanges 20.0% of the time" in verdict.link(run)
+
+
 def test_a_difference_within_the_noise_of_evaluations_is_none():
     """Evaluations that go up and down by 0.01 lie 0.01 off the middle of their neighbours, so their
     deviation is 0.01 / sqrt(1.5), that of a difference sqrt(2) times as much: 0.0115."""
