@@ -89,9 +89,17 @@ def lives(run: Run) -> list[Life]:
         if end is None:
             how = "running, or killed" if following is None else "killed"
         else:
-            how = end["why"] or ("done" if reached >= start["until"] else "Ctrl-C")
+            is_done = reached >= start["until"] or following is None and tokens_done(run) >= 1
+            how = end["why"] or ("done" if is_done else "Ctrl-C")
         out.append(Life(start, end, how))
     return out
+
+
+def tokens_done(run: Run) -> float:
+    """The part of its islands' tokens that an elastic island saw committed; NaN of other runs."""
+    done = run.finite("islands/progress")
+    is_elastic = run.keys is None or run.keys.get("islands") == "elastic"
+    return float(done[-1]) if len(done) and is_elastic else np.nan
 
 
 def starts(runs: Sequence[Run]) -> Rows:

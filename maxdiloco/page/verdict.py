@@ -157,6 +157,8 @@ def progress(run: Run) -> str:
     if not (begun := facts.lives(run)):
         return f"It is at step {step:,}."
     start, end, how = begun[-1]
+    if not np.isnan(part := facts.tokens_done(run)):  # in whatever number of steps
+        return f"Step {step:,}, {min(part, 1):.1%} of the islands' tokens, {how}."
     until = start["until"]
     text = f"Step {step:,} of {until:,}, {how}"
     if end is None and step < until and len(step_s):

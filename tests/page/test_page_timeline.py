@@ -4,7 +4,7 @@ the bytes that it has written down. Expected numbers by hand."""
 import numpy as np
 from synthetic_runs import DEFAULTS, ROWS, end, run_of, start
 
-from maxdiloco.page import html, timeline, verdict
+from maxdiloco.page import facts, html, timeline, verdict
 from maxdiloco.page.run import NOT_FINITE
 
 
@@ -167,6 +167,22 @@ def test_the_rest_of_a_run_takes_its_step_time():
     assert verdict.progress(run) == "Step 100 of 400, running, or killed; 10 min left."
     ended = run._replace(history=[*run.history, end()])
     assert verdict.progress(ended) == "Step 100 of 400, Ctrl-C."
+
+
+def test_an_elastic_island_is_done_when_the_log_has_the_tokens_whatever_its_steps():
+    """At 100 of 300 steps. Control: with less than all tokens, and as a fixed island."""
+    ended = [start(0, until=300), end()]
+    for islands, part, said in (
+        ("elastic", 1.02, "Step 100, 100.0% of the islands' tokens, done."),
+        ("elastic", 0.625, "Step 100, 62.5% of the islands' tokens, Ctrl-C."),
+        ("fixed", 1.02, "Step 100 of 300, Ctrl-C."),
+    ):
+        columns = {"learning/loss": FALLING, "islands/progress": np.linspace(0, part, ROWS)}
+        run = run_of(columns=columns, history=ended, islands=islands)
+        assert verdict.progress(run) == said
+        assert facts.lives(run)[-1].how == said[:-1].split(", ")[-1]
+    goes_on = run_of(columns=columns, history=ended[:1], islands="elastic", rows=ROWS)
+    assert verdict.progress(goes_on).endswith("tokens, running, or killed.")
 
 
 def evaluated(name, theta, *, tokens=10.0, **keys):
