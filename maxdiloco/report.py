@@ -1,5 +1,6 @@
 """Draw runs as one HTML page: `python -m maxdiloco.report RUN [RUN ...] [out=FILE]`."""
 
+import contextlib
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -116,19 +117,22 @@ def _load(
 
 def _expected(runs: Sequence["Run"]) -> dict[int, "Expected"]:
     """The forecast of runs beside the first one, where one of two is data parallelism."""
-    from maxdiloco.page import timeline
-    from maxdiloco.page.verdict import Expected
+    from maxdiloco.page import timeline, verdict
 
     out = {}
     for number, other in enumerate(runs[1:], 1):
         pair = [run for run in (runs[0], other) if run.keys is not None]
         ours = [run for run in pair if timeline.schedule_of(run) and run.num_replicas > 1]
-        if len(pair) == 2 and len(ours) == 1:
+        if len(pair) != 2 or len(ours) != 1:
+            continue
+        (run,), (base,) = ours, (run for run in pair if run is not ours[0])
+        if steps := verdict.compared_at(*pair, run):
             from maxdiloco.planning import losses  # which needs JAX
 
-            gap = losses.of_run(ours[0].keys, ours[0].num_replicas)
-            if not gap.outside:
-                out[number] = Expected(gap.least, gap.most, f"nearest: {gap.nearest}")
+            with contextlib.suppress(ConfigError):  # of a run of another version: no such sentence
+                gap = losses.of_run(run.keys, base.keys, replicas=run.num_replicas, steps=steps)
+                if gap and not gap.outside:
+                    out[number] = verdict.Expected(gap.least, gap.most, f"nearest: {gap.nearest}")
     return out
 
 

@@ -174,9 +174,7 @@ def beside(first: Run, other: Run, expected: Expected | None = None) -> str:
             f"{not_compared}, since their losses may be of different held-out texts: they differ "
             f"in {', '.join(differing)}."
         )
-    of, (a, b) = "tokens", [curve(run, run.column("learning/tokens")) for run in (first, other)]
-    if not len(a) or not len(b):
-        of, (a, b) = "steps", [curve(run, run.steps_N) for run in (first, other)]
+    of, a, b = _curves(first, other)
     if not len(a) or not len(b):
         return f"{not_compared}: one has no loss of theta."
     x = min(a[-1, 0], b[-1, 0])
@@ -188,6 +186,24 @@ def beside(first: Run, other: Run, expected: Expected | None = None) -> str:
         f"{other.name} is {where} {first.name}: theta's loss is {at_b:.4f} beside {at_a:.4f} "
         f"({at_b / at_a - 1:+.1%}) after {x:,.0f} {of}.{_as_expected(first, at_a, at_b, expected)}"
     )
+
+
+def _curves(first: Run, other: Run) -> tuple[str, np.ndarray, np.ndarray]:
+    """What two runs are compared after as many of, and their losses of theta by it."""
+    a, b = (curve(run, run.column("learning/tokens")) for run in (first, other))
+    if len(a) and len(b):
+        return "tokens", a, b
+    return "steps", *(curve(run, run.steps_N) for run in (first, other))
+
+
+def compared_at(first: Run, other: Run, run: Run) -> float:
+    """The inner steps that one of two runs has where `beside` compares them; 0: nowhere."""
+    of, a, b = _curves(first, other)
+    if not len(a) or not len(b):
+        return 0.0
+    x, tokens_N = min(a[-1, 0], b[-1, 0]), run.column("learning/tokens")
+    known = np.isfinite(tokens_N)
+    return float(x if of == "steps" else np.interp(x, tokens_N[known], run.steps_N[known]))
 
 
 def _as_expected(first: Run, at_a: float, at_b: float, expected: Expected | None) -> str:
