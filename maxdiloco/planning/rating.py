@@ -45,7 +45,7 @@ def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
         wires = [job.asked.wire]
     periods = [job.asked.H] if "diloco_sync_period" in given else PERIODS
     out = []
-    for overlap, streaming, taus in _modes(job.asked, given):
+    for overlap, streaming, taus in _modes(job, given):
         P, nonlayer = _fragments(job, given) if streaming else (1, 1)
         like = job.asked._replace(P=P, nonlayer=nonlayer, overlap=overlap, streaming=streaming)
         out += [
@@ -83,15 +83,18 @@ def exchange(job: Job, choice: Choice) -> str:
     )
 
 
-def _modes(asked: Choice, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
+def _modes(job: Job, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
     """(overlap, streaming, taus): exact DiLoCo, fragments with some overlap, eager.
 
-    Eager updates do best on the whole model at once (arXiv 2502.12996, Table 3).
+    Eager updates do best on the whole model at once (arXiv 2502.12996, Table 3), and need a plain
+    mean: the trainer refuses them with diloco_merge=rda.
     """
+    asked = job.asked
     fixed_tau = "num_communication_overlapping_steps" in given
     overlaps = [asked.overlap]
     if "diloco_outer_overlap" not in given:
-        overlaps = ["none"] if fixed_tau and asked.tau else ["none", "eager"]
+        no_eager = (fixed_tau and asked.tau) or job.cfg.diloco_merge == "rda"
+        overlaps = ["none"] if no_eager else ["none", "eager"]
     fixed_streaming = "enable_streaming_diloco" in given or "num_diloco_fragments" in given
     for overlap in overlaps:
         for streaming in [asked.streaming] if fixed_streaming else [False, True]:

@@ -5,7 +5,7 @@ import json
 import pytest
 from tiers import full
 
-from maxdiloco import plan
+from maxdiloco import plan, train
 from maxdiloco.aot import wait
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.schedule import Schedule, offsets
@@ -73,6 +73,18 @@ def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(tmp_path, cap
     assert after[0] < after[1] if owned else after[0] == after[1]
     found, _ = planned("dcn_bandwidth_gbps=1000")
     assert found["choices"][0]["diloco_exchange"] == "auto"
+
+
+@pytest.mark.parametrize("merge", ["mean", "rda"])
+def test_eager_is_proposed_where_the_trainer_takes_it(tmp_path, merge):
+    """On a link that it alone fills; the norms of rda are of whole outer gradients."""
+    keys = ("model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2", f"diloco_merge={merge}")
+    path = tmp_path / "plan.json"
+    plan.main([*keys, "step_time=0.2", "slice_bandwidth_gbps=0.001", f"report={path}"])
+    found = json.loads(path.read_text())
+    modes = {row["mode"] for row in found["choices"]}
+    assert {"DiLoCo", "overlapped"} <= modes and ("eager" in modes) == (merge == "mean")
+    assert train.main([*found["train_command"][3:], "show_fragments=true"]) == 0
 
 
 def test_auto_is_owners_from_four_slots_on_where_they_go_and_do_not_wait():
