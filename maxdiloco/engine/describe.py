@@ -34,7 +34,7 @@ def description(layout: Layout, schedule: Schedule, carrier: exchanges.Carrier) 
     if sent.owned:
         title += f", owners who share {sent.owned.reduced}"
     start = (*_replica_table(layout), *fragments, *memory)
-    return Description(title, tuple(fragments), start, resident(layout))
+    return Description(title, tuple(fragments), start, resident(layout), bool(sent.owned))
 
 
 def _replica_table(layout: Layout) -> list[str]:

@@ -120,13 +120,15 @@ class Reading(NamedTuple):
 class Description(NamedTuple):
     """Texts for the user: the mode, the fragment table, the lines of a start.
 
-    resident: what a device keeps beyond plain training, "" for nothing.
+    resident: what a device keeps beyond plain training, "" for nothing. owners: whether slots own
+    parts of the fragments.
     """
 
     title: str
     fragments: tuple[str, ...]
     start: tuple[str, ...] = ()
     resident: str = ""
+    owners: bool = False
 
 
 class Trainer(Protocol):

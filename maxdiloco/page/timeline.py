@@ -88,15 +88,21 @@ def describe(run: Run) -> str:
     name = "streaming, " if run.keys["enable_streaming_diloco"] else ""
     overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
     wire = run.keys["diloco_exchange_dtype"]
-    wire += ", owners" if run.keys["diloco_exchange"] == OWNERS else ""
+    wire += ", owners" if _has_owners(run) else ""
     return f"DiLoCo, {name}H {schedule.H}, P {schedule.P}, {overlap}, {wire}"
+
+
+def _has_owners(run: Run) -> bool:
+    """As its last start says, which knows what auto was; of older runs by the key."""
+    told = [event["owners"] for event in run.history if "owners" in event]
+    return told[-1] if told else run.keys["diloco_exchange"] == OWNERS
 
 
 def _drawn(run: Run, schedule: Schedule, sent_H: list[float]) -> dict[str, Any]:
     H = schedule.H
     # Owners: a step may be left out between parts and means. In a step of a send through host
     # memory it is the new fragment that leaves.
-    has_gaps, by_hosts = run.keys["diloco_exchange"] == OWNERS, WAITED in run.columns
+    has_gaps, by_hosts = _has_owners(run), WAITED in run.columns
     # From the third period on all exchanges are under way, also those of delayed and eager.
     first = 2 * H + 1
     steps = range(first, first + (2 * H if H <= TWO_PERIODS else H))

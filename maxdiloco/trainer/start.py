@@ -260,6 +260,7 @@ def history_of(
         "processes": jax.process_count(),
         "devices": parts.mesh.size,
         "replicas": trainer.num_replicas,
+        "owners": trainer.description.owners,
         "bytes_sent": [trainer.bytes_sent(t) for t in period],
     }
     return line_files.History(folder, facts)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from maxdiloco.engine.trainer import Description
 from maxdiloco.errors import CheckpointError, Preempted
 from maxdiloco.metrics import line_files
 from maxdiloco.metrics.writer import MetricsWriter, row
@@ -236,8 +237,10 @@ def test_half_a_line_of_history_spoils_no_later_line_and_a_folder_in_its_place_i
 def test_the_line_of_a_start_has_the_bytes_of_the_third_period(folder, H, sent):
     """From the third on all exchanges of a period before are under way; a long one is cut."""
     trainer = SimpleNamespace(period=H, num_replicas=2, bytes_sent=lambda t: t)
+    trainer.description = Description("", (), owners=True)
     parts = SimpleNamespace(trainer=trainer, mesh=SimpleNamespace(size=4))
     with start.history_of(folder, parts, done=5, total=9):
         (line,) = line_files.read_history(folder)
     assert (line["step"], line["until"], line["replicas"], line["devices"]) == (5, 9, 2, 4)
+    assert line["owners"] is True
     assert line["bytes_sent"] == sent or len(line["bytes_sent"]) == line_files.MOST_STEPS

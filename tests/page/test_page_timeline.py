@@ -64,6 +64,11 @@ def test_of_owners_the_parts_and_the_means_are_drawn_and_no_other_fragment():
         [13, 15, 16], [19, 21, 22], [],
     ]  # fmt: skip
     assert timeline.describe(run).endswith(", owners")
+    for owners in (True, False):  # a run with diloco_exchange=auto says at its start which it was
+        auto = run._replace(keys=run.keys | {"diloco_exchange": "auto"})
+        auto = auto._replace(history=[run.history[0] | {"owners": owners}])
+        assert (timeline.of_run(auto) == timeline.of_run(run)) == owners
+        assert timeline.describe(auto).endswith(", owners") == owners
     keys = STREAMING | {"diloco_exchange": "owners", "num_communication_overlapping_steps": 3}
     run = sending(history=[start(0, bytes_sent=[8.0, 0.0, 4.0, 8.0, 0.0, 4.0])], **keys)
     run = run._replace(columns=run.columns | {"dcn/waited_s": np.zeros(10)})
