@@ -198,7 +198,7 @@ def how_long(plan: Plan) -> str:
     tokens = plan.tokens
     return (
         f"{span(best.seconds(tokens))} for {tokens:.3g} tokens ({plan.tokens_origin}) in "
-        f"{tokens / best.tokens_per_step:,.0f} steps, without evaluations and saves; "
+        f"{math.ceil(tokens / best.tokens_per_step):,} steps, without evaluations and saves; "
         f"{span(free.seconds(tokens))} if the link were free, {span(alone.seconds(tokens))} on one "
         f"site"
     )
@@ -208,18 +208,23 @@ def price(plan: Plan) -> str:
     """Device-hours, bytes over the link, and money where prices are given."""
     best, _, alone, _ = ways(plan)
     hours, sent = best.device_hours(plan.tokens), best.bytes_sent(plan.tokens)
-    used = f"{hours:,.0f} device-hours and {amount(sent)} over the link"
-    beside = f"one site alone {alone.device_hours(plan.tokens):,.0f} device-hours"
+    used = f"{_few_digits(hours)} device-hours and {amount(sent)} over the link"
+    beside = f"one site alone {_few_digits(alone.device_hours(plan.tokens))} device-hours"
     total, (an_hour, a_gb) = money(plan, best), plan.prices
     if total is None:
         return f"{used}, {beside}; price_per_device_hour and price_per_gb make money of them"
     parts = [
-        f"{hours * an_hour:,.0f} for {hours:,.0f} device-hours" if an_hour else
-        f"{hours:,.0f} device-hours without a price",
-        f"{sent / 1e9 * a_gb:,.0f} for {amount(sent)} over the link" if a_gb else
+        f"{_few_digits(hours * an_hour)} for {_few_digits(hours)} device-hours" if an_hour else
+        f"{_few_digits(hours)} device-hours without a price",
+        f"{_few_digits(sent / 1e9 * a_gb)} for {amount(sent)} over the link" if a_gb else
         f"{amount(sent)} over the link without a price",
     ]  # fmt: skip
-    return f"{total:,.0f}: {' and '.join(parts)}; {beside}"
+    return f"{_few_digits(total)}: {' and '.join(parts)}; {beside}"
+
+
+def _few_digits(number: float) -> str:
+    """Hours and money: whole from ten on, two digits below."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def how_good(plan: Plan) -> str:
@@ -263,9 +268,9 @@ def _beside(plan: Plan) -> list[str]:
             f"{way.tokens_per_step / way.step_seconds:,.0f}",
             span(way.seconds(tokens)),
             span(way.to_same_loss(tokens)) if way.is_known else "?",
-            f"{way.device_hours(tokens):,.0f}",
+            _few_digits(way.device_hours(tokens)),
             amount(way.bytes_sent(tokens)),
-            "?" if total is None else f"{total:,.0f}",
+            "?" if total is None else _few_digits(total),
             gap if way.is_known else "?",
         ))  # fmt: skip
     return aligned(rows)

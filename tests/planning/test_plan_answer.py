@@ -102,6 +102,16 @@ def test_hours_bytes_and_money_are_those_of_arithmetic_by_hand(planned):
     assert "\nhow long    2.64 h for 6.55e+08 tokens (steps=10000) in 10,000 steps" in said
 
 
+def test_small_jobs_have_hours_and_money_and_as_many_steps_as_their_command(planned):
+    """2.07e7 tokens, 8,192 a step: 2,523.4 steps. 2 devices * 2,523.4 * 0.4 s are 0.56 hours."""
+    keys = ("model_name=tiny", "dcn_diloco_parallelism=2", "hardware=cpu", "step_time=0.4")
+    _, found, said = planned(*keys, "slice_bandwidth_gbps=10", "price_per_device_hour=5")
+    said = " ".join(said.split())
+    assert "in 2,524 steps, without" in said and "steps=2524" in found["train_command"]
+    assert "what price 2.8: 2.8 for 0.56 device-hours and " in said
+    assert "both sites as one 20,480 16.8 min 16.8 min 0.56 0 B 2.8 0" in said
+
+
 @pytest.mark.parametrize(("slices", "accumulation"), [(2, 1), (4, 8)])
 def test_data_parallelism_has_the_bytes_that_the_trainer_counts(planned, slices, accumulation):
     """On a CPU in float32; its link carries them after each micro-batch, whose backward pass takes
