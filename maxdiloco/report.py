@@ -102,7 +102,7 @@ def _load(
 ) -> tuple[list["Run"], dict[str, Any], bool]:
     """The runs, the defaults of every key, and whether a run has not ended."""
     from maxdiloco.flags import base_yml, checks
-    from maxdiloco.page import facts
+    from maxdiloco.page import facts, timeline
     from maxdiloco.page import run as run_lib
 
     for name in names:
@@ -111,6 +111,15 @@ def _load(
     defaults = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
     base = options.base_output_directory
     runs = run_lib.load(names, base_output_directory=base, defaults=defaults)
+    for name, run in zip(names, runs, strict=True):
+        try:
+            timeline.schedule_of(run)
+        except (TypeError, ValueError) as error:
+            values = ", ".join(f"{key}={run.keys[key]}" for key in timeline.KEYS)
+            raise ConfigError(
+                f"RUN={name}: {run.folder}/config.yml has {values}, which make no schedule. "
+                f"Restore the file, or move it away for a page without a timeline."
+            ) from error
     newest = [life for run in runs for life in facts.lives(run)[-1:]]
     return runs, defaults, any(life.end is None for life in newest)  # it goes on, or was killed
 

@@ -4,6 +4,7 @@
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,11 @@ from maxdiloco.page import events
 from maxdiloco.storage.run_folder import RunFolder
 
 NAN = math.nan
-NOT_FINITE = math.inf  # in a column: the run wrote null
+NOT_FINITE = math.inf  # in a column: the run wrote null, or more than a float64 holds
+LARGEST, LARGEST_STEP = sys.float_info.max, np.iinfo(np.int64).max
+LATEST = 2**40  # seconds since 1970 that the calendar of every system has; our choice
+# What the page takes from the lines of history.jsonl, all numbers but "why".
+_EVENTS = {"start": ("time", "step", "until", "processes", "devices"), "end": ("time", "why")}
 
 
 class Run(NamedTuple):
@@ -110,12 +115,26 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
                 "The configuration is unknown: the folder has no config.yml. So there is no "
                 "timeline, and keys cannot be compared."
             )
-        starts = read_history(folder)
+        history = read_history(folder)
+        starts = [event for event in history if _is_whole(event)]
+        if broken := len(history) - len(starts):
+            notes.append(f"{broken} broken lines of {folder.history.name} are left out.")
         saved = {}
         for step in read.steps(folder.checkpoints):
             sealed = folder.checkpoints / str(step) / seal.FILE
             saved[step] = sealed.stat().mtime if sealed.exists() else NAN
     return Run(name, path, steps, columns, keys, starts, saved, notes)
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Whether a line of history.jsonl has what the page takes from it."""
+    values = [(name, event.get(name)) for name in _EVENTS[event["event"]]]
+    return isinstance(event.get("bytes_sent", []), list) and all(
+        isinstance(value, str)
+        if name == "why"
+        else isinstance(value, int | float) and abs(value) < LATEST
+        for name, value in values
+    )
 
 
 def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
@@ -125,7 +144,7 @@ def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
     lines = text.split(b"\n")
     for number, line in enumerate(lines, 1):
         row = json_text.fields(line)
-        if type(row.get("step")) is not int:
+        if type(row.get("step")) is not int or abs(row["step"]) > LARGEST_STEP:
             # A process that is killed, or one that is writing now, leaves half a line.
             broken += bool(line.strip()) and number < len(lines)
         elif rows and row["step"] <= rows[-1]["step"]:
@@ -149,4 +168,4 @@ def _columns(
 
 
 def _number(value: float | None) -> float:
-    return float(value) if value is not None and abs(value) < NOT_FINITE else NOT_FINITE
+    return float(value) if value is not None and abs(value) <= LARGEST else NOT_FINITE

@@ -13,6 +13,11 @@ from maxdiloco.diloco.schedule import OWNERS, Schedule, offsets
 from maxdiloco.page.run import Run
 from maxdiloco.processes.output import amount
 
+# Of the schedule, beside enable_diloco and enable_streaming_diloco.
+KEYS = (
+    "diloco_sync_period", "num_diloco_fragments", "num_communication_overlapping_steps",
+    "diloco_outer_overlap",
+)  # fmt: skip
 BYTES = "dcn/bytes_sent"
 WAITED = "dcn/waited_s"  # of exchanges through host memory alone
 TWO_PERIODS = 60  # longest H of which two periods are drawn [inner steps]; our choice

@@ -86,7 +86,8 @@ def health(run: Run) -> str:
     if len(loss_N) < 2 * n or not np.isfinite(loss_N[-2 * n :]).all():
         return "Too few rows to say whether the loss falls."
     before, now = loss_N[-2 * n : -n].mean(), loss_N[-n:].mean()
-    moves = "is flat" if abs(now / before - 1) < FLAT else "falls" if now < before else "rises"
+    is_flat = abs(now - before) <= FLAT * abs(before)
+    moves = "is flat" if is_flat else "falls" if now < before else "rises"
     judged = "Not healthy" if moves == "rises" else "Healthy"
     rows = "the last two rows" if n == 1 else f"means of {n} rows"
     text = f"{judged}: the loss {moves}, {before:.4f} to {now:.4f} ({rows})"

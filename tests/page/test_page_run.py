@@ -41,6 +41,26 @@ def test_null_is_not_finite_an_absent_metric_is_nothing_and_broken_lines_are_cou
     ]
 
 
+def test_numbers_that_no_float_and_no_step_can_be_end_no_page():
+    """Above 1.8e308 a value is not finite; a step above 2^63 is a broken line."""
+    values = {1: 10**400, 2: -(10**309), 3: 10**308, 2**63: 1, 4: 1}
+    text = lines(*({"step": step, "a": value} for step, value in values.items()))
+    steps, columns, notes = run_lib.parse(text)
+    assert steps.tolist() == [1, 2, 3, 4]
+    assert columns["a"].tolist() == [np.inf, np.inf, 1e308, 1]
+    assert notes == ["1 broken lines of metrics.jsonl are left out."]
+
+
+def test_lines_of_history_without_what_the_page_shows_are_left_out(tmp_path):
+    broken = [{"event": "start"}, synthetic_runs.start(0) | {"until": "x"}]
+    broken += [synthetic_runs.start(0, time=1e300), {"event": "end", "time": 10**400, "why": ""}]
+    kept = [synthetic_runs.start(0), synthetic_runs.end()]
+    folder = synthetic_runs.write(tmp_path / "a", steps=1, history=[*broken, *kept])
+    (run,) = load(folder)
+    assert run.history == kept and "4 broken lines of history.jsonl are left out." in run.notes
+    assert report.main([str(folder)]) == 0
+
+
 def test_a_run_is_found_by_name_folder_and_checkpoint_with_its_config(tmp_path):
     """Younger keys have their defaults; runs of one name are told apart by their folders."""
     folder = synthetic_runs.write(tmp_path / "a")
@@ -107,9 +127,14 @@ def test_a_watched_page_is_written_until_every_run_has_ended(tmp_path, monkeypat
 
 def test_the_program_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     synthetic_runs.write(tmp_path / "runs" / "a", steps=1)
+    for name, H in (("b", 0), ("c", "abc")):
+        config = synthetic_runs.CONFIG | {"diloco_sync_period": H}
+        synthetic_runs.write(tmp_path / "runs" / name, steps=1, config=config)
     monkeypatch.chdir(tmp_path)
     for argv, message in {
         "a watch=soon": "watch=soon is no whole number of 0 or more: seconds",
+        "b": "/b/config.yml has diloco_sync_period=0, num_diloco_fragments=4, num_communication",
+        "a c": "has diloco_sync_period=abc, ",
         "out=x.html": "RUN is missing: give the name",
         "a width=3": "width=3 is not an option of report. Use key=value with one of out",
         "a out=x out=y": "out=y: out is given twice. Give it once.",

@@ -142,6 +142,9 @@ def test_a_loss_that_falls_is_healthy_and_one_that_rises_or_is_not_finite_is_not
     assert verdict.health(with_columns(learning_loss=np.ones(ROWS))).startswith(
         "Healthy: the loss is flat"
     )
+    for zeros in (np.zeros(ROWS), np.append(np.ones(90), np.zeros(10))):
+        said = verdict.health(with_columns(learning_loss=zeros))
+        assert said.startswith(f"Healthy: the loss {'falls, 1.0' if zeros[0] else 'is flat, 0.0'}")
     broken = np.append(FALLING[1:], NOT_FINITE)
     said = verdict.health(with_columns(learning_loss=broken))
     assert said == "Not healthy: the loss is not finite."
