@@ -40,7 +40,7 @@ MUTATIONS = (
     Mutation("diloco/fragments.py", "range(short + (p < longer))",
              "range(short + (P - p <= longer))",
              "the last runs of layers are the longer ones"),
-    Mutation("diloco/codecs.py", ".astype(jnp.uint32) // 127", ".astype(jnp.uint32) // 126",
+    Mutation("diloco/codecs.py", ".astype(np.uint32) // 127", ".astype(np.uint32) // 126",
              "scale of int8"),
     Mutation("exchange/collective.py", "first = jax.lax.axis_index(\"diloco\") * num_here",
              "first = jax.lax.axis_index(\"diloco\")", "an eager replica takes another's place"),

@@ -80,7 +80,7 @@ def sample(model, params, prompt_tokens, *, max_new_tokens, temperature, top_k, 
         raise ConfigError(f"max_new_tokens={max_new_tokens} asks for no text. Use 1 or more.")
     if temperature < 0:
         raise ConfigError(f"temperature={temperature} is negative. Use 0 for greedy, or above.")
-    if temperature > np.finfo(np.float32).max:
+    if temperature > float(np.finfo(np.float32).max):
         raise ConfigError(f"temperature={temperature} is beyond float32. Use 1, or near it.")
     if top_k < 0:
         raise ConfigError(f"top_k={top_k} is negative. Use 0 for the whole vocabulary, or above.")
