@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from maxdiloco.checkpoint import theta
 from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.tokenizer_base import ByteTokenizer
+from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.flags import base_yml, config
 from maxdiloco.metrics.compiles import CompileLog
@@ -68,13 +69,19 @@ def may_change() -> tuple[str, ...]:
 
 
 def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> config.Config:
-    """The config of a run with the keys of a command line. Raises ConfigError of config.changed."""
+    """The config of a run with the keys of a command line. Raises ConfigError."""
     # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
     neutral = {"num_diloco_replicas": -1, "eval_interval": 1}
     keys, may = meta["config"] | neutral, may_change()
     if meta.get("imported") and keys["dataset_type"] != "synthetic":  # with a tokenizer
         may = (*may, "dataset_type")  # an import has no text of its own
-    return config.changed(keys, argv, environ, may_change=may)
+    cfg = config.changed(keys, argv, environ, may_change=may)
+    if cfg.dataset_type == "synthetic" != keys["dataset_type"]:
+        raise ConfigError(
+            "dataset_type=synthetic has random numbers for tokens, and this model a tokenizer. Use "
+            "dataset_type=text, or another kind of text."
+        )
+    return cfg
 
 
 def evaluate(

@@ -1,6 +1,7 @@
 """What of config.json is more than another name of one of our keys, both ways."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -234,7 +235,7 @@ def pattern(default: int, period: int) -> Rule:
     def read(hf):
         types = hf.get("layer_types")
         if types is None:
-            every = hf.get("sliding_window_pattern") or period
+            every = number("sliding_window_pattern", hf.get("sliding_window_pattern") or period)
             layers = hf.get("num_hidden_layers") or 0
             types = [GLOBAL if (i + 1) % every == 0 else LOCAL for i in range(layers)]
         return _pattern_keys(types, hf, default)
@@ -304,7 +305,8 @@ def check_type(key: str, value: Any, default: Any) -> None:
 
 def number(key: str, value: Any) -> float:
     """The value of a key that is a number. Raises ConfigError."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
         raise refused(key, value, "it is a number")
     return value
 

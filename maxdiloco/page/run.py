@@ -22,7 +22,7 @@ from maxdiloco.storage.run_folder import RunFolder
 NAN = math.nan
 NOT_FINITE = math.inf  # in a column: the run wrote null, or more than a float64 holds
 LARGEST, LARGEST_STEP = sys.float_info.max, np.iinfo(np.int64).max
-LATEST = 2**40  # seconds since 1970 that the calendar of every system has; our choice
+LATEST = 2**40  # far above what a run writes: steps, and seconds since 1970; our choice
 # What the page takes from the lines of history.jsonl, all numbers but "why".
 _EVENTS = {"start": ("time", "step", "until", "processes", "devices"), "end": ("time", "why")}
 

@@ -118,12 +118,12 @@ def setting(plan: Plan) -> list[str]:
 
 def _table(plan: Plan) -> list[str]:
     busy, job = plan.data_parallel, plan.job
-    step_s, wire = plan.step.seconds / busy, job.model.spec.gradient_dtype
+    step_s, summed_in = plan.step.seconds / busy, job.model.spec.gradient_dtype
     sent = job.gradient_bytes * job.cfg.gradient_accumulation_steps
     less = _times(rating.GRADIENT * job.num_parameters / sent)
     rows = [COLUMNS, *(_cells(plan, row) for row in plan.rows)]
     rows.append((
-        "data parallel", 1, "-", "-", jnp.dtype(wire).name, span(step_s - plan.step.seconds),
+        "data parallel", 1, "-", "-", jnp.dtype(summed_in).name, span(step_s - plan.step.seconds),
         span(step_s), f"{busy:.1%}", "-", less, "-", "0",
     ))  # fmt: skip
     return aligned(rows)

@@ -34,7 +34,7 @@ _MOST_WORDS = 1 << 20  # bytes of a message of the lane WORDS
 _GONE_S = 2.0  # after it has closed its connections a peer that lives has come back
 _TICK_S = 0.1  # between two looks at who is silent, at most
 _RECORDS = 4  # that come in quiet_s at least, however slowly the bulk is spread
-_RECORD_BYTES = 1 << 14  # of TLS at most (RFC 8446 sec. 5.1); none of them is there before the last
+_RECORD_BYTES = 1 << 14  # of TLS at most (RFC 8446 sec. 5.1); a record is read once it is whole
 
 
 class Mailbox:

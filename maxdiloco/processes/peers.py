@@ -170,8 +170,20 @@ def one_line(error: BaseException) -> str:
 
 def _secret(job: Job, file: str, timeout_s: float) -> bytes:
     """The secret of the run. Raises ConfigError, LostPeerError."""
-    if job.process_id == 0:
-        coordination.put(SECRET, OF_A_FILE if file else secrets.token_hex(32))
+    try:
+        if job.process_id == 0:
+            coordination.put(SECRET, OF_A_FILE if file else secrets.token_hex(32))
+        shared = coordination.get(SECRET, timeout_s=timeout_s)
+    except jax.errors.JaxRuntimeError as error:
+        raise LostPeerError(
+            f"process 0 at {coordination.address()[0]} was lost before process {job.process_id} "
+            f"could connect to it. See the end of its output and start the run again."
+        ) from error
+    if bool(file) != (shared == OF_A_FILE):
+        raise ConfigError(
+            f"exchange_secret_file={file} in process {job.process_id}, and process 0 has "
+            f"{'none' if file else 'one'}. Give all processes the same."
+        )
     if file:
         try:
             secret = Path(file).read_bytes().strip()
@@ -186,18 +198,7 @@ def _secret(job: Job, file: str, timeout_s: float) -> bytes:
                 f"are the least. Write a random one, as `openssl rand -hex 32` prints it."
             )
         return secret
-    try:
-        secret = coordination.get(SECRET, timeout_s=timeout_s).encode()
-    except jax.errors.JaxRuntimeError as error:
-        raise LostPeerError(
-            f"process 0 at {coordination.address()[0]} was lost before process {job.process_id} "
-            f"could connect to it. See the end of its output and start the run again."
-        ) from error
-    if secret == OF_A_FILE.encode():
-        raise ConfigError(
-            f"exchange_secret_file is empty in process {job.process_id}, and process 0 has one. "
-            f"Give all processes the same."
-        )
+    secret = shared.encode()
     if len(secret) < certificates.LEAST_SECRET:
         raise LostPeerError(
             f"JAX's key-value store holds a secret of {len(secret)} bytes, which no process of "

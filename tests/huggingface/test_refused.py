@@ -66,6 +66,8 @@ def test_a_model_type_that_is_not_there(tmp_path, refusal, model_type, words):
         ({"rope_theta": "x"}, "rope_theta=x of config.json has no counterpart here: it is a "),
         ({"model_type": "gemma3"}, "text_config=None of config.json has no counterpart"),
         (WINDOWS | {"max_window_layers": "1"}, "max_window_layers=1 of config.json has no"),
+        ({"rope_theta": 10**400}, "00 of config.json has no counterpart here: it is a number."),
+        ({"model_type": "gemma2", "sliding_window_pattern": "x"}, "sliding_window_pattern=x of co"),
         (WINDOWS | {"sliding_window": "x"}, "sliding_window=x of config.json has no"),
         ({"model_type": "gemma2", "layer_types": 5}, "layer_types=5 of config.json has no"),
         ({"model_type": "gemma2", "layer_types": ["full_attention"]},

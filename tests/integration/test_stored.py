@@ -139,6 +139,8 @@ def test_an_import_with_a_tokenizer_is_evaluated_on_any_kind_of_text(kind, impor
     argv = ["dataset_type=parquet", "dataset_path=a.parquet"]
     if kind == "text" and imported:
         assert stored.configure(meta, argv, {}).dataset_type == "parquet"
+        with pytest.raises(ConfigError, match="dataset_type=synthetic has random numbers for tok"):
+            stored.configure(meta, ["dataset_type=synthetic"], {})
     else:
         with pytest.raises(ConfigError, match="dataset_type=parquet .* is taken from the run"):
             stored.configure(meta, argv, {})

@@ -207,19 +207,21 @@ def test_a_secret_of_a_file_is_not_in_the_store_and_has_to_be_the_same(meet, sto
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_secret_that_one_process_lacks_ends_both_with_2_and_one_line(meet, tmp_path, process):
-    """Its file is not there, or the key is missing where process 0 has it."""
+    """Its file is not there, or it alone has no key; then process 1 says so."""
     path, none = tmp_path / "secret", tmp_path / "none"
     path.write_text("known to every host of the run\n")
-    cases = {str(none): f"exchange_secret_file={none}: No such file or directory."}
-    if process == 1:
-        cases[""] = "exchange_secret_file is empty in process 1, and process 0 has one."
-    for file, line in cases.items():
+    one, other = (path, "none") if process == 0 else ("", "one")
+    cases = {
+        str(none): (process, f"exchange_secret_file={none}: No such file or directory."),
+        "": (1, f"exchange_secret_file={one} in process 1, and process 0 has {other}. Give"),
+    }
+    for file, (by, line) in cases.items():
         files = [str(path), str(path)]
         files[process] = file
         ends = meet(0, True, "", secret_files=files)
-        assert type(ends[process]) is ConfigError and str(ends[process]).startswith(line)
-        assert (type(ends[1 - process]), ends[1 - process].exit_code) == (LostPeerError, 2)
-        assert str(ends[1 - process]) == f"process {process} has ended: {ends[process]}"
+        assert type(ends[by]) is ConfigError and str(ends[by]).startswith(line)
+        assert (type(ends[1 - by]), ends[1 - by].exit_code) == (LostPeerError, 2)
+        assert str(ends[1 - by]) == f"process {by} has ended: {ends[by]}"
 
 
 def test_who_is_reached_hears_that_another_is_not_of_the_run(store):
