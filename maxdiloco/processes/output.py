@@ -94,7 +94,11 @@ def last_words(line: str | None, within_s: float = 1.0) -> None:
         finish()
 
     speaking = threading.Thread(target=speak, daemon=True)
-    speaking.start()
+    try:
+        speaking.start()
+    except RuntimeError:  # from Python 3.12 on none begins once the interpreter ends
+        speak()
+        return
     speaking.join(within_s)
 
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from maxdiloco.processes import watch
+from maxdiloco.processes import output, watch
 
 WAIT_S = 20  # far above what anything here takes
 HOST = socket.gethostname()
@@ -237,3 +237,15 @@ def test_a_full_pipe_that_nobody_reads_keeps_no_process():
 def test_an_abort_in_another_thread_waits_for_the_watch(what, code):
     """As the watch: it sees the lost peer, and ends the process after its patience of 1 s."""
     assert run(ABORT, what)[0] == code
+
+
+def test_last_words_are_said_where_python_begins_no_thread(monkeypatch, capfd):
+    """As at the end of an interpreter from 3.12 on. Control: by a thread elsewhere."""
+    output.last_words("by a thread")
+
+    def start(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    output.last_words("the end")
+    assert capfd.readouterr().err == "by a thread\nthe end\n"
