@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from maxdiloco.planning import forecast, rating
 from maxdiloco.planning.forecast import Gap
-from maxdiloco.planning.table import WIDTH, Plan
+from maxdiloco.planning.table import WIDTH, Plan, few_digits
 from maxdiloco.processes.output import aligned, amount, span
 
 # Waits of the thin link over those of this arithmetic: benchmarks/README.md, "A thin link".
@@ -54,7 +54,7 @@ def ways(plan: Plan) -> list[Way]:
     """The best choice, data parallelism over the link, one site alone, all as one site."""
     job, best, step_s = plan.job, plan.rows[0], plan.step.seconds
     gradients = rating.GRADIENT * job.num_parameters * job.slices
-    in_parallel = job.gradient_bytes * job.cfg.gradient_accumulation_steps * job.slices
+    in_parallel = job.gradient_bytes * job.slices
     devices = job.slices * job.per_slice
     sites = "both sites" if job.slices == 2 else f"all {job.slices} sites"
     return [
@@ -208,23 +208,18 @@ def price(plan: Plan) -> str:
     """Device-hours, bytes over the link, and money where prices are given."""
     best, _, alone, _ = ways(plan)
     hours, sent = best.device_hours(plan.tokens), best.bytes_sent(plan.tokens)
-    used = f"{_few_digits(hours)} device-hours and {amount(sent)} over the link"
-    beside = f"one site alone {_few_digits(alone.device_hours(plan.tokens))} device-hours"
+    used = f"{few_digits(hours)} device-hours and {amount(sent)} over the link"
+    beside = f"one site alone {few_digits(alone.device_hours(plan.tokens))} device-hours"
     total, (an_hour, a_gb) = money(plan, best), plan.prices
     if total is None:
         return f"{used}, {beside}; price_per_device_hour and price_per_gb make money of them"
     parts = [
-        f"{_few_digits(hours * an_hour)} for {_few_digits(hours)} device-hours" if an_hour else
-        f"{_few_digits(hours)} device-hours without a price",
-        f"{_few_digits(sent / 1e9 * a_gb)} for {amount(sent)} over the link" if a_gb else
+        f"{few_digits(hours * an_hour)} for {few_digits(hours)} device-hours" if an_hour else
+        f"{few_digits(hours)} device-hours without a price",
+        f"{few_digits(sent / 1e9 * a_gb)} for {amount(sent)} over the link" if a_gb else
         f"{amount(sent)} over the link without a price",
     ]  # fmt: skip
-    return f"{_few_digits(total)}: {' and '.join(parts)}; {beside}"
-
-
-def _few_digits(number: float) -> str:
-    """Hours and money: whole from ten on, two digits below."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+    return f"{few_digits(total)}: {' and '.join(parts)}; {beside}"
 
 
 def how_good(plan: Plan) -> str:
@@ -268,9 +263,9 @@ def _beside(plan: Plan) -> list[str]:
             f"{way.tokens_per_step / way.step_seconds:,.0f}",
             span(way.seconds(tokens)),
             span(way.to_same_loss(tokens)) if way.is_known else "?",
-            _few_digits(way.device_hours(tokens)),
+            few_digits(way.device_hours(tokens)),
             amount(way.bytes_sent(tokens)),
-            "?" if total is None else _few_digits(total),
+            "?" if total is None else few_digits(total),
             gap if way.is_known else "?",
         ))  # fmt: skip
     return aligned(rows)

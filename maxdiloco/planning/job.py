@@ -117,9 +117,9 @@ class Job(NamedTuple):
 
     @property
     def gradient_bytes(self) -> float:
-        """Bytes that a slice sends in a micro-batch of data parallelism, enable_diloco=false."""
-        dtype = self.model.spec.gradient_dtype
-        return gradient_bytes(self.params, dtype, slices=self.slices, accumulation=1)
+        """Bytes that a slice sends in a step of data parallelism, enable_diloco=false."""
+        sizes = dict(slices=self.slices, accumulation=self.cfg.gradient_accumulation_steps)
+        return gradient_bytes(self.params, self.model.spec.gradient_dtype, **sizes)
 
     @property
     def copies(self) -> int:

@@ -62,9 +62,10 @@ class Plan(NamedTuple):
         Of each micro-batch it takes the trainer's bytes.
         """
         job, count = self.job, self.job.num_parameters
+        micro_batches = job.cfg.gradient_accumulation_steps
         link = dict(gbps=self.gbps * job.per_slice, latency_s=self.latency_s)
-        link["bits"] = 8 * job.gradient_bytes / count
-        micro_s = self.step.seconds / job.cfg.gradient_accumulation_steps
+        link["bits"] = 8 * job.gradient_bytes / micro_batches / count
+        micro_s = self.step.seconds / micro_batches
         return wait.data_parallel(job.model.spec.num_layers, count, micro_s, **link)
 
     def has_owners(self, row: Rated) -> bool:
@@ -119,12 +120,11 @@ def setting(plan: Plan) -> list[str]:
 def _table(plan: Plan) -> list[str]:
     busy, job = plan.data_parallel, plan.job
     step_s, summed_in = plan.step.seconds / busy, job.model.spec.gradient_dtype
-    sent = job.gradient_bytes * job.cfg.gradient_accumulation_steps
-    less = _times(rating.GRADIENT * job.num_parameters / sent)
+    less = few_digits(rating.GRADIENT * job.num_parameters / job.gradient_bytes)
     rows = [COLUMNS, *(_cells(plan, row) for row in plan.rows)]
     rows.append((
         "data parallel", 1, "-", "-", jnp.dtype(summed_in).name, span(step_s - plan.step.seconds),
-        span(step_s), f"{busy:.1%}", "-", less, "-", "0",
+        span(step_s), f"{busy:.1%}", "-", f"{less}x", "-", "0",
     ))  # fmt: skip
     return aligned(rows)
 
@@ -143,14 +143,15 @@ def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
         span(row.step_seconds),
         f"{row.utilisation:.1%}",
         f"{row.memory_bytes / GIB:.3g}{mark}",
-        _times(row.times_less_traffic),
+        f"{few_digits(row.times_less_traffic)}x",
         f"{gbps:.3g}" if math.isfinite(gbps) else "none",
         "?" if gap.outside else f"{gap.share:+.1%}",
     )
 
 
-def _times(factor: float) -> str:
-    return f"{factor:,.0f}x" if factor >= 10 else f"{factor:.2g}x"
+def few_digits(number: float) -> str:
+    """Hours, money, factors: whole from ten on, two digits below."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def _legend(plan: Plan) -> list[str]:
