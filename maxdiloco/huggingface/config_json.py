@@ -108,18 +108,29 @@ def keys_of(
     for key, value in family.must.items():
         if hf.get(key) is not None and hf[key] != value:
             raise rules.refused(key, hf[key], f"{family.model_type} has {key}={value}")
-    keys = {name: key.default for name, key in _of_model(declared or base_yml.declared()).items()}
-    keys |= _NEUTRAL
+    of_model = _of_model(declared or base_yml.declared())
+    keys = {name: key.default for name, key in of_model.items()} | _NEUTRAL
+    defaults = _flat(keys, of_model)
     found: Values = {}
     for rule in family.rules:
         read = rule.read(hf | {"model_type": family.model_type})
         for name, value in read.items():
-            rules.check_type(rule.key, value, keys.get(name))
+            rules.check_type(rule.key, value, defaults.get(name))
         found |= read
     for name, value in {**found, **family.fixed}.items():
         key, _, entry = name.partition(".")
         keys[key] = dict(keys[key]) | {entry: value} if entry else value
     return keys
+
+
+def _flat(keys: Values, declared: Mapping[str, Key]) -> Values:
+    """Of all keys, with those of tables' entries, as `router.scaling_factor`, beside them."""
+    return keys | {
+        f"{name}.{entry}": value
+        for name, key in declared.items()
+        if key.entries
+        for entry, value in key.whole(keys[name]).items()
+    }
 
 
 def _of_model(declared: Mapping[str, Key]) -> dict[str, Key]:
@@ -130,10 +141,7 @@ def _of_model(declared: Mapping[str, Key]) -> dict[str, Key]:
 
 def config_of(keys: Values, family: Family, declared: Mapping[str, Key] | None = None) -> Values:
     """config.json of a config that `misfits` finds nothing in. Arguments: as there."""
-    ours = dict(keys)
-    for name, key in (declared or base_yml.declared()).items():
-        whole = key.whole(ours[name]) if key.entries else {}
-        ours |= {f"{name}.{entry}": value for entry, value in whole.items()}
+    ours = _flat(keys, declared or base_yml.declared())
     if ours["base_moe_mlp_dim"] == -1:
         ours["base_moe_mlp_dim"] = ours["base_mlp_dim"]
     ours["query_pre_attn_scalar"] = ours["query_pre_attn_scalar"] or ours["head_dim"]

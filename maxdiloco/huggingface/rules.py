@@ -103,13 +103,13 @@ def activation(key: str, default: str, **more: str) -> Rule:
 
 def attention_bias(default: bool) -> Rule:
     """Biases of all four products of attention, or of none."""
-    return field(
-        "attention_bias",
-        "attention_bias",
-        default,
-        lambda value: "all" if value else "none",
-        lambda value: value == "all",
-    )
+    key = "attention_bias"
+
+    def read(value):
+        check_type(key, value, default)
+        return "all" if value else "none"
+
+    return field(key, key, default, read, lambda value: value == "all")
 
 
 def sizes(*, epsilon: float, tied: bool = False, **defaults: Any) -> tuple[Rule, ...]:
