@@ -89,6 +89,8 @@ def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoi
     )
     shaped = any(change.resume == base_yml.SHAPES for change in changes.values())
     weights = "" if shaped else f", with load_parameters_path={checkpoint} from its weights"
+    if changes.keys() <= _DERIVED.keys():
+        weights = f", with load_full_state_path={checkpoint} from its whole state"
     meaning = "".join(f" {key} is {_DERIVED[key]}." for key in changes if key in _DERIVED)
     raise CheckpointError(
         f"{named}: a resumed run must compute what the interrupted one would have.{meaning} Set "

@@ -58,7 +58,7 @@ def look(
 ) -> Start:
     """Find where the run begins, before anything is built. Raises as refuse_changes."""
     M, B = assemble.readers(cfg, shape.num_replicas)[0], shape.sequences
-    saved = checkpointer and checkpointer.restore(lambda meta: {})
+    own = saved = checkpointer and checkpointer.restore(lambda meta: {})
     if not saved and cfg.load_full_state_path:
         saved = read.restore_from(
             cfg.load_full_state_path, lambda meta: {}, key="load_full_state_path"
@@ -68,8 +68,10 @@ def look(
         if cfg.load_parameters_path:
             origin += f" with the outer parameters of {cfg.load_parameters_path}"
         return Start(0, text.first_position(M, B), origin, None)
-    refuse_changes(cfg, saved, M=M, B=B, data=data)
     position = order.Position(**saved.meta["position"])
+    # A run that starts from the state of another may read another batch.
+    compared = (M, B) if own else (position.M, position.B)
+    refuse_changes(cfg, saved, M=compared[0], B=compared[1], data=data)
     position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
