@@ -51,6 +51,13 @@ def attend(spec, window, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N=None) -
     if axes:
         local = _with_all_keys(local, axes)
     q_names, kv_names = (("batch", "length", heads, None) for heads in ("heads_act", "kv_act"))
+    over_heads, over_kv = (split_axes((name,), spec.rules)[0] for name in ("heads_act", "kv_act"))
+    sizes, K = jax.sharding.get_abstract_mesh().shape, k_BLKH.shape[2]
+    if over_heads != over_kv or K % math.prod(sizes[axis] for axis in over_heads):
+        # So that a device's query heads have their keys and values beside them.
+        repeats = q_BLNH.shape[2] // K
+        k, v = (jnp.repeat(x, repeats, axis=2) for x in (k_BLKH, v_BLKH))
+        arrays, kv_names = (q_BLNH, k, v, *arrays[3:]), q_names
     in_names = [q_names, kv_names, kv_names, ("batch", None), ("heads_act",)][: len(arrays)]
     return on_each_device(local, in_names=in_names, out_names=q_names, rules=spec.rules)(*arrays)
 

@@ -157,8 +157,10 @@ _gathered.defvjp(
 def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules) -> Any:
     """NamedSharding of every parameter of one replica.
 
-    logical_axes: tuples of logical names. Raises ConfigError for a dim that its axes do not divide.
+    logical_axes: tuples of logical names. Raises ConfigError for a dim that its axes do not divide,
+    and for rules that would add up what belongs to different tokens.
     """
+    _check_sums(logical_axes, mesh, rules)
 
     # Checkpoints note the specs, which are the same without the axis.
     unused = ("context",) if mesh.shape["context"] == 1 else ()
@@ -177,6 +179,20 @@ def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules
         return sharding
 
     return jax.tree_util.tree_map_with_path(sharding_of, shapes, logical_axes)
+
+
+def _check_sums(logical_axes: Any, mesh: Mesh, rules: Rules) -> None:
+    """Raise ConfigError where devices that have different tokens would add up their results."""
+    over = {name: [axis for axis in axes if mesh.shape[axis] > 1] for name, axes in rules}
+    names = jax.tree.leaves(logical_axes, is_leaf=lambda x: isinstance(x, tuple))
+    summed = ("vocab", "mlp") if any(map(is_expert, names)) else ("vocab",)
+    for name in summed:
+        if shared := [axis for axis in over[name] if axis in over["batch"] + over["length"]]:
+            raise ConfigError(
+                f"logical_axis_rules puts {name} over {'+'.join(shared)}, whose devices have "
+                f"different tokens: what each computes with its part of {name} could not be added "
+                f"up. Use axes that the rules for batch and length do not have."
+            )
 
 
 def optimizer_shardings(
