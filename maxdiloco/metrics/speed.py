@@ -22,7 +22,8 @@ def flops_per_token(spec: ModelSpec, params: Any, length: int) -> float:
     """Model FLOPs of forward and backward for one token, without recomputation.
 
     PaLM (arXiv 2204.02311) App. B: 6 N + 12 L H Q T, with attention counted as if it were not
-    causal, so that figures compare with those of others. N: parameters that take part in a matrix
+    causal, so that figures compare with those of others; 6 L H (Q + O) T where values have another
+    dim O. N: parameters that take part in a matrix
     product; a tied embedding counts once, an untied input embedding not at all, and of the experts
     those that a token uses. length: T, tokens of a sequence.
     """
@@ -33,8 +34,9 @@ def flops_per_token(spec: ModelSpec, params: Any, length: int) -> float:
     )
     if not spec.tied_head:
         matmul -= math.prod(params["embedding"].shape)  # it is looked up
-    attention = spec.num_query_heads * spec.head_dim * length
-    return 6.0 * matmul + 12.0 * spec.num_layers * attention
+    of_values = spec.head_dim if spec.latent is None else spec.latent.v_head_dim
+    attention = spec.num_query_heads * (spec.head_dim + of_values) * length
+    return 6.0 * (matmul + spec.num_layers * attention)
 
 
 def active_parameters(spec: ModelSpec, params: Any) -> int:

@@ -25,8 +25,9 @@ def make(
 
     Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, line 5, with the gradient of line 4.
     accumulation: micro-batches A of a step; micro-batch a holds rows a*B/A to (a+1)*B/A. Summed
-    token losses are divided by all tokens of the step, so A does not change the gradient. batch:
-    leaves [B, L], and "learning_rate" [1], which goes to the optimizer's update.
+    token losses are divided by all tokens of the step, so A does not change their gradient; the
+    routers' losses are means of a micro-batch. batch: leaves [B, L], and "learning_rate" [1], which
+    goes to the optimizer's update.
     nan_policy: `stop` takes the step whatever its gradient is; `skip` leaves parameters and
     optimizer state as they were when loss or gradient norm is not finite.
     Metrics, float32 scalars: "loss", mean cross-entropy [nats a token], without the z-loss;

@@ -102,8 +102,11 @@ def test_flops_per_token_and_performance_by_hand():
     """arXiv 2204.02311 App. B: 6 N + 12 L H Q T; N=1000, L=2, H=4 heads of Q=8, T=16. 0.5 s a step,
     2000 tokens, 3e9 FLOP a token on 4 devices: 4000 tokens/s, 3e12 a device. No mfu where the peak
     is unknown."""
-    spec = types.SimpleNamespace(num_layers=2, num_query_heads=4, head_dim=8, tied_head=True)
-    assert flops_per_token(spec, {"w": np.zeros((10, 100))}, 16) == 6000 + 12 * 2 * 32 * 16
+    sizes = dict(num_layers=2, num_query_heads=4, head_dim=8, tied_head=True)
+    for latent, dims in ((None, 8 + 8), (types.SimpleNamespace(v_head_dim=6), 8 + 6)):
+        spec = types.SimpleNamespace(**sizes, latent=latent)
+        found = flops_per_token(spec, {"w": np.zeros((10, 100))}, 16)
+        assert found == 6000 + 6 * 2 * 4 * dims * 16
     work = dict(step_time=0.5, tokens_per_step=2000, flops_per_token=3e9, num_devices=4)
     found = {
         "perf/step_time": 0.5,
