@@ -1,7 +1,5 @@
 """Prepared shards of a small source, made in this process, and the data that a config names."""
 
-import dataclasses
-
 from maxdiloco.data import kinds, shards, tokenizer
 from maxdiloco.data.prepared import prepare
 from maxdiloco.data.prepared.prepare import Work
@@ -17,12 +15,27 @@ def prepare_in_this_process(monkeypatch):
     )
 
 
-def make(path, out, *, tokens=None, part_bytes=1 << 10, **changed):
-    """Shards of a source, in this process: the parts one after the other."""
-    source = kinds.open_source(kinds.Source("text", str(path), "text"), "dataset_path")
-    work = Work(source, tokens or tokenizer.ByteTokenizer(), "source", part_bytes=part_bytes)
-    work = dataclasses.replace(work, **changed)
-    prepare.prepare(work, str(out), lambda line: None)
+def open_source(path, kind="text"):
+    """Text that is not yet tokenised."""
+    return kinds.open_source(kinds.Source(kind, str(path), "text"), "dataset_path")
+
+
+def texts_of(path, kind="text", limit=1000):
+    """What is read of a source in spans of at most `limit` bytes."""
+    source = open_source(path, kind)
+    return [text for span in source.spans(limit) for text in source.read(span, None)]
+
+
+def run_prepare(path, out, *, say=lambda line: None, tokens=None, part_bytes=1 << 10, **changed):
+    """A preparation, in this process: the parts one after the other."""
+    tokens = tokens or tokenizer.ByteTokenizer()
+    work = Work(open_source(path), tokens, "source", part_bytes=part_bytes, **changed)
+    prepare.prepare(work, str(out), say)
+
+
+def make(path, out, **changed):
+    """Shards of a source."""
+    run_prepare(path, out, **changed)
     return shards.open_shards(str(out), "out")
 
 

@@ -13,27 +13,24 @@ import numpy as np
 import obstore
 import pytest
 from data.same_sequences import KEYS, ROWS, assert_equal, evaluated, sequences
-from data.shards_on_disk import make, open_dataset
+from data.shards_on_disk import make, open_dataset, open_source, texts_of
 from etils import epath
 from faulty_store import from_on
 from obstore.exceptions import GenericError
 
-from maxdiloco.data import (
-    corpus,
-    kinds,
-    order,
-    pipeline,
-    places,
-    read_ahead,
-    remote_part,
-    shards,
-)
+from maxdiloco.data import corpus, order, pipeline, places, read_ahead, remote_part, shards
 from maxdiloco.data.documents import LineIndex, read_table
-from maxdiloco.data.sources import files
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.storage import store
 
 pytestmark = pytest.mark.usefixtures("parts_here")
+
+
+@pytest.fixture
+def opened(settings):
+    """The data of a path, all of it to train on."""
+    return lambda path: open_dataset(settings(dataset_path=path, eval_dataset_path="x", **KEYS))
+
 
 @pytest.fixture
 def places_of(bucket, source, tmp_path):
@@ -67,13 +64,10 @@ def test_the_sequences_of_a_bucket_are_those_of_the_files(places_of, settings, k
 
 
 @pytest.mark.parametrize("end", [1 << 16, 3 << 16])
-def test_any_window_of_shards_is_read_from_a_bucket(places_of, settings, monkeypatch, end):
+def test_any_window_of_shards_is_read_from_a_bucket(places_of, opened, monkeypatch, end):
     """Records lie across the blocks of their file, and the index before what is read of its end."""
     monkeypatch.setattr(remote_part, "_END", end)
-    local, remote = (
-        open_dataset(settings(dataset_path=path, eval_dataset_path="x", **KEYS)).windows
-        for path in places_of("shards")
-    )
+    local, remote = (opened(path).windows for path in places_of("shards"))
     copy = pickle.loads(pickle.dumps(remote))
     assert local.num_windows > 18_000
     assert (remote.requests, local.requests) == (read_ahead.REQUESTS, 0)
@@ -85,10 +79,9 @@ def test_any_window_of_shards_is_read_from_a_bucket(places_of, settings, monkeyp
     shards.check_contents(remote.documents)
 
 
-def test_a_damaged_folder_of_shards_in_a_bucket_is_a_line(places_of, settings, bucket, monkeypatch):
+def test_a_damaged_folder_of_shards_in_a_bucket_is_a_line(places_of, opened, bucket, monkeypatch):
     """At the start, or where its record is read; and where the package for its index is missing."""
-    folder, address = places_of("shards")
-    cfg = settings(dataset_path=address, eval_dataset_path="x", **KEYS)
+    _, address = places_of("shards")
     name = "a/shards/part-00001.arrayrecord"
     whole = bytes(obstore.get(bucket.client, name).bytes())
     last = len(whole) - (1 << 16)
@@ -102,21 +95,22 @@ def test_a_damaged_folder_of_shards_in_a_bucket_is_a_line(places_of, settings, b
         obstore.put(bucket.client, name, data)
         if why:
             with pytest.raises(DataError, match=f"{why}.*Copy the folder again"):
-                open_dataset(cfg)
-    data = open_dataset(cfg)
+                opened(address)
+    data = opened(address)
     obstore.put(bucket.client, name, whole)
     with pytest.raises(DataError, match="another object is in its place.* has changed since the r"):
         data.windows.read(np.arange(data.num_windows))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow", None)
         with pytest.raises(ConfigError, match=r"shards in a bucket, .*pyarrow.*\.\[data\]'"):
-            open_dataset(cfg)
-    obstore.delete(bucket.client, name)
-    with pytest.raises(DataError, match="cannot be read .there is no .*00001.*Correct the name"):
-        open_dataset(cfg)
-    obstore.delete(bucket.client, "a/shards/manifest.json")
-    with pytest.raises(DataError, match="has no files that end in .txt"):
-        open_dataset(cfg)
+            opened(address)
+    for gone, why in (
+        (name, "cannot be read .there is no .*00001.*Correct the name"),
+        ("a/shards/manifest.json", "has no files that end in .txt"),
+    ):
+        obstore.delete(bucket.client, gone)
+        with pytest.raises(DataError, match=why):
+            opened(address)
 
 
 def test_each_kind_of_source_gives_the_texts_of_the_files(bucket, source, tmp_path):
@@ -133,11 +127,8 @@ def test_each_kind_of_source_gives_the_texts_of_the_files(bucket, source, tmp_pa
     address = bucket.upload(source, "a")
     for kind in ("text", "parquet"):
         for limit in (1000, 70_000, 1 << 30):
-            found = []
-            for path in (str(source), address):
-                text = kinds.open_source(kinds.Source(kind, path, "text"), "dataset_path")
-                found.append([t for span in text.spans(limit) for t in text.read(span, None)])
-            assert found[0] == found[1] and len(found[0]) > 3
+            here, there = (texts_of(path, kind, limit) for path in (source, address))
+            assert here == there and len(here) > 3
     for name, path in (("one", source), ("two", address)):
         make(path, tmp_path / name, part_bytes=100_000)
     names = {path.name for path in (tmp_path / "one").iterdir()}
@@ -178,7 +169,7 @@ def test_what_is_not_there_is_a_line_with_its_key(bucket, tmp_path, monkeypatch)
         with pytest.raises(DataError, match=f"^eval_dataset_path={path.replace('*', '.')} {why}"):
             corpus.find(path, "eval_dataset_path")
     with pytest.raises(DataError, match="is an address, but dataset_type=hf reads the hub or a"):
-        kinds.open_source(kinds.Source("hf", "s3://bucket/a", "text"), "dataset_path")
+        open_source("s3://bucket/a", "hf")
     bucket.fault = from_on(0, "503")
     with pytest.raises(DataError, match=r"dataset_path=s3://bucket/a cannot be read \(Service Una"):
         corpus.find("s3://bucket/a", "dataset_path")
@@ -187,10 +178,9 @@ def test_what_is_not_there_is_a_line_with_its_key(bucket, tmp_path, monkeypatch)
         corpus.find("s3://bucket/a", "dataset_path")
 
 
-def test_an_object_that_is_gone_replaced_or_cut_in_mid_run_is_a_line(bucket, settings, source):
+def test_an_object_that_is_gone_replaced_or_cut_in_mid_run_is_a_line(bucket, opened, source):
     """Each after the run was opened. An object that comes back is another version of it."""
-    cfg = settings(dataset_path=bucket.upload(source, "a"), eval_dataset_path="unused", **KEYS)
-    data = open_dataset(cfg)
+    data = opened(bucket.upload(source, "a"))
     everything = np.arange(data.num_windows)
 
     def refused():
@@ -208,8 +198,7 @@ def test_an_object_that_is_gone_replaced_or_cut_in_mid_run_is_a_line(bucket, set
     line = refused()
     assert line.startswith("s3://bucket/a/3.txt cannot be read (Object at location a/3.txt not fo")
     assert line.endswith("Correct the name, or put it back.")
-    bucket.upload(source, "a")
-    data = open_dataset(cfg)
+    data = opened(bucket.upload(source, "a"))
     bucket.fault = from_on(len(bucket.calls) + 5, "cut")
     assert "it is cut, or was replaced). Once the store answers, start again." in refused()
     bucket.fault = from_on(0, "503")
@@ -235,8 +224,7 @@ def test_the_index_of_lines_knows_an_object_by_its_version(bucket, tmp_path):
     def table():
         index = LineIndex("text", told.append)
         index.load(kept)
-        source = files.open_files((".jsonl",), files.check_text, path, "dataset_path", "text")
-        found = read_table(source, index=index)
+        found = read_table(open_source(path), index=index)
         index.save(kept)
         return found.size.tolist()
 
@@ -274,24 +262,20 @@ def test_a_reader_that_goes_on_has_the_next_bytes_fetched_for_it(bucket, tmp_pat
     assert bucket.calls in ([], ["get"])  # what comes next, by the thread
 
 
-def test_requests_of_one_batch_and_of_the_next_are_under_way_together(bucket, settings, tmp_path):
+def test_requests_of_one_batch_and_of_the_next_are_under_way_together(bucket, opened, tmp_path):
     """30 steps of 6 sequences in 6 files each, 20 ms a request: one after the other they are 3.6 s.
     Neighbours in a file are one request."""
     for number in range(180):
         (tmp_path / f"{number:03}.txt").write_bytes(bytes([65 + number % 26]) * 15)
-    cfg = settings(dataset_path=bucket.upload(tmp_path, "a"), eval_dataset_path="x", **KEYS)
-    data = open_dataset(cfg)
+    data = opened(bucket.upload(tmp_path, "a"))
     assert data.num_windows == 180
-    most, now, lock = [0], [0], threading.Lock()
-    get = bucket.get
+    under_way, most, get = [], [], bucket.get
 
     def slow(*arguments, **options):
-        with lock:
-            now[0] += 1
-            most[0] = max(most[0], now[0])
+        under_way.append(1)
+        most.append(len(under_way))
         time.sleep(0.02)
-        with lock:
-            now[0] -= 1
+        under_way.pop()
         return get(*arguments, **options)
 
     bucket.get = slow
@@ -300,7 +284,7 @@ def test_requests_of_one_batch_and_of_the_next_are_under_way_together(bucket, se
     with pipeline.batches(data, order.first_position(2, 3), steps=range(1, 31), **ROWS) as batches:
         assert len(list(batches)) == 30
     assert time.monotonic() - began < 1.5
-    assert 12 < most[0] <= 11 * 6 and bucket.calls == ["get"] * 180
+    assert 12 < max(most) <= 11 * 6 and bucket.calls == ["get"] * 180
     bucket.calls.clear()
     data.windows.read(np.arange(180)[:1].repeat(4))
     assert bucket.calls == ["get"]

@@ -7,8 +7,9 @@ import os
 import resource
 
 import pytest
+from data.shards_on_disk import open_source
 
-from maxdiloco.data import corpus, kinds
+from maxdiloco.data import corpus
 from maxdiloco.data import documents as documents_of
 from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
@@ -17,7 +18,7 @@ LINE = b'{"text": "abcdef"}\n'
 
 
 def read_table(path):
-    return documents_of.read_table(kinds.open_source(kinds.Source("text", path, "text"), "key"))
+    return documents_of.read_table(open_source(path))
 
 
 def texts(documents):
@@ -29,23 +30,25 @@ def names(root, paths):
     return [os.path.relpath(path, root) for path in paths]
 
 
+def find(root, path=""):
+    """The files of a path below a folder, by their names there."""
+    return names(root, corpus.find(f"{root}/{path}".rstrip("/"), "dataset_path"))
+
+
 def test_a_folder_is_its_text_files_sorted_by_path(folder):
     """Subfolders are searched; hidden names and other suffixes are left out. Links that lead back
     end no search and repeat no text."""
     made = "b.txt a/z.py a/a.jsonl c[1].md c1.md image.png .git/x.txt .hidden.txt".split()
     root = folder(dict.fromkeys(made, b"1"))
-    assert names(root, list(corpus.find(root, "dataset_path"))) == [
-        "a/a.jsonl", "a/z.py", "b.txt", "c1.md", "c[1].md",
-    ]  # fmt: skip
-    exists = f"{root}/c[1].md"  # what looks like a glob
-    assert list(corpus.find(exists, "dataset_path")) == [exists]
+    assert find(root) == "a/a.jsonl a/z.py b.txt c1.md c[1].md".split()
+    assert find(root, "c[1].md") == ["c[1].md"]  # what looks like a glob
     # Two links to the folder itself: 2 ** 40 ways to the file. A link by name is used.
     root = f"{folder({'linked/a/text.txt': b'1'})}/linked"
     for name in ("one", "two"):
         os.symlink(".", f"{root}/a/{name}")
-    for path in (root, f"{root}/**/*.txt", f"{root}/**"):
-        assert names(root, list(corpus.find(path, "dataset_path"))) == ["a/text.txt"]
-    assert names(root, list(corpus.find(f"{root}/a/one/*.txt", "k"))) == ["a/one/text.txt"]
+    for path in ("", "**/*.txt", "**"):
+        assert find(root, path) == ["a/text.txt"]
+    assert find(root, "a/one/*.txt") == ["a/one/text.txt"]
 
 
 @pytest.mark.parametrize(
@@ -67,13 +70,8 @@ def test_a_glob_matches_what_python_s_glob_does(folder, monkeypatch, pattern):
 
 def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder, monkeypatch):
     """Empty ones and blank lines are none; the size is that of the text, not of the line."""
-    root = folder(
-        {
-            "a.txt": b"one\n",
-            "b.txt": b"",
-            "c.jsonl": b'{"text": "tw\\u00e9"}\n\n{"id": 1, "text": ""}\n{"text": "a\\ud800b"}',
-        }
-    )
+    lines = b'{"text": "tw\\u00e9"}\n\n{"id": 1, "text": ""}\n{"text": "a\\ud800b"}'
+    root = folder({"a.txt": b"one\n", "b.txt": b"", "c.jsonl": lines})
     documents = read_table(root)
     assert texts(documents) == [b"one\n", "twé".encode(), b"a?b"]  # half a surrogate pair
     assert documents.size.tolist() == [4, 4, 3]
@@ -225,7 +223,6 @@ def test_no_file_is_kept_open(folder):
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + 3, limits[1]))
     try:
-        documents = read_table(root)
-        assert len(texts(documents)) == 80
+        assert len(texts(read_table(root))) == 80
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

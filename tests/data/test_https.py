@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 from data.same_sequences import KEYS, assert_equal, sequences
-from data.shards_on_disk import make
+from data.shards_on_disk import make, texts_of
 from https_server import HttpsServer
 
-from maxdiloco.data import corpus, kinds
+from maxdiloco.data import corpus
 from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
 from maxdiloco.storage import object_store, store
@@ -46,14 +46,8 @@ def test_a_file_and_a_folder_of_shards_behind_https_are_read_as_on_a_disk(
             for where in (str(path), f"{https.url}/{name}")
         )
         assert_equal(sequences(remote), sequences(local))
-    texts = [
-        [t for span in text.spans(1000) for t in text.read(span, None)]
-        for text in (
-            kinds.open_source(kinds.Source("text", where, "text"), "dataset_path")
-            for where in (f"{source}/b.jsonl.gz", f"{https.url}/source/b.jsonl.gz")
-        )
-    ]
-    assert texts[0] == texts[1] and len(texts[0]) > 3
+    here, there = (texts_of(f"{at}/b.jsonl.gz") for at in (source, f"{https.url}/source"))
+    assert here == there and len(here) > 3
     assert {command for command, _ in https.requests} == {"HEAD", "GET"}
 
 

@@ -3,9 +3,10 @@
 import os
 
 import pytest
+from data.shards_on_disk import open_source
 from etils import epath
 
-from maxdiloco.data import corpus, kinds
+from maxdiloco.data import corpus
 from maxdiloco.data.documents import LineIndex, read_table
 from maxdiloco.data.sources.files import Files
 from maxdiloco.errors import DataError
@@ -63,15 +64,12 @@ def test_a_file_with_another_size_or_time_is_read_again_and_the_others_are_not(f
     files = ["a.jsonl", "b.jsonl"]
     root = folder({"a.jsonl": b'{"text": "abc" }\n', "b.jsonl": LINES})
     start(files)
-    before = os.stat(f"{root}/a.jsonl")
-    folder({"a.jsonl": b'{"text": "abcd"   }\n'})
-    os.utime(f"{root}/a.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
-    table, told = start(files)
-    assert (table.size.tolist(), told) == ([4, 3, 2], [READING])
-    folder({"a.jsonl": b'{"text": "abcde"  }\n'})
-    os.utime(f"{root}/a.jsonl", ns=(0, before.st_mtime_ns + 1))
-    table, told = start(files)
-    assert (table.size.tolist(), told) == ([5, 3, 2], [READING])
+    before = os.stat(f"{root}/a.jsonl").st_mtime_ns
+    for line, later, size in ((b'{"text": "abcd"   }\n', 0, 4), (b'{"text": "abcde"  }\n', 1, 5)):
+        folder({"a.jsonl": line})
+        os.utime(f"{root}/a.jsonl", ns=(0, before + later))
+        table, told = start(files)
+        assert (table.size.tolist(), told) == ([size, 3, 2], [READING])
     assert start(files)[1] == []
 
 
@@ -123,7 +121,7 @@ def test_a_place_that_cannot_be_used_is_a_line_and_no_failure(folder, start, mon
 def test_lines_without_the_text_are_left_out_up_to_a_number(folder):
     """Each is told. The index does not learn the file: a start that allows fewer is refused."""
     root = folder({"a.jsonl": LINES + b"no\n" + OTHER, "b.jsonl": b"{}\n" + OTHER})
-    found, told = kinds.open_source(kinds.Source("text", root, "text"), "dataset_path"), []
+    found, told = open_source(root), []
     index = LineIndex("text", report=told.append)
     documents = read_table(found, index=index, allowed=2)
     assert documents.size.tolist() == [3, 2, 4, 4]

@@ -8,14 +8,12 @@ import time
 
 import faulty_store
 import pytest
-from data.shards_on_disk import make
+from data.shards_on_disk import make, run_prepare
 from fake_gcs import BUCKET
 
 from maxdiloco import prepare as program
-from maxdiloco.data import kinds, shards
+from maxdiloco.data import shards
 from maxdiloco.data.prepared import prepare
-from maxdiloco.data.prepared.prepare import Work
-from maxdiloco.data.tokenizer_base import ByteTokenizer
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.storage import object_lock, store
 from maxdiloco.storage.object_lock import ObjectLock
@@ -46,10 +44,8 @@ def whole(source, tmp_path):
     return found
 
 
-def run(source, out=OUT, say=lambda line: None):
-    """A preparation, in this process."""
-    text = kinds.open_source(kinds.Source("text", str(source), "text"), "SOURCE")
-    prepare.prepare(Work(text, ByteTokenizer(), "source", part_bytes=1 << 10), out, say)
+def run(source, out=OUT, **options):
+    run_prepare(source, out, **options)
 
 
 def content(bucket):
@@ -61,12 +57,12 @@ def test_a_folder_in_a_bucket_has_the_bytes_of_one_on_a_disk(cloud, source, whol
     """A second preparation has nothing to do; nothing is left on this machine."""
     bucket, said = store.connect(cloud, BUCKET), []
     out = f"{cloud}://{BUCKET}/{FOLDER}"
-    run(source, out, said.append)
+    run(source, out, say=said.append)
     assert content(bucket) == whole
     assert said[0].endswith(f" processes, to {out}") and said[-1].startswith(f"prepared {out}: ")
     bucket.put(f"{FOLDER}/part-00001.json", b"{}")  # as a process that was long silent may
     said.clear()
-    run(source, out, said.append)
+    run(source, out, say=said.append)
     assert said == [f"{out} is prepared: nothing to do"] and content(bucket) == whole
     assert os.listdir(tmp_path / "tmp") == []
 
@@ -82,21 +78,29 @@ def attempt(source, said):
     return False
 
 
+def with_faults(faulty, source, when, kind, every):
+    """Preparations with a fault at every so many of their requests; yields after each the number,
+    whether it went well, and its lines."""
+    run(source)
+    requests = range(len(faulty.calls))
+    assert len(requests) > 30
+    for number in requests[::every]:
+        faulty.connect("az", BUCKET).delete(faulty.names())
+        faulty.calls.clear()
+        faulty.fault, said = when(number, kind), []
+        went_well = attempt(source, said)
+        faulty.fault = lambda number, function: None
+        yield number, went_well, said
+
+
 @pytest.mark.parametrize("kind", faulty_store.KINDS)
 def test_a_fault_at_any_request_leaves_no_half_and_the_same_command_goes_on(
     faulty, source, whole, tmp_path, kind
 ):
     """A folder with a manifest is whole; one without is none."""
     bucket = faulty.connect("az", BUCKET)
-    run(source)
-    requests = range(len(faulty.calls))
-    assert len(requests) > 30
-    for number in requests if kind != "delay" else requests[::9]:
-        bucket.delete(faulty.names())
-        faulty.calls.clear()
-        faulty.fault, said = faulty_store.at(number, kind), []
-        went_well = attempt(source, said)
-        faulty.fault = lambda number, function: None
+    every = 9 if kind == "delay" else 1
+    for number, went_well, said in with_faults(faulty, source, faulty_store.at, kind, every):
         found = content(bucket)
         found.pop("lock", None)  # its removal may have failed
         half = {name: data for name, data in found.items() if whole.get(name) != data}
@@ -111,13 +115,7 @@ def test_a_fault_at_any_request_leaves_no_half_and_the_same_command_goes_on(
 def test_a_store_that_goes_away_costs_the_parts_that_were_not_whole(faulty, source, whole):
     """At every other request: those that are there are kept."""
     bucket = faulty.connect("az", BUCKET)
-    run(source)
-    for number in range(0, len(faulty.calls), 2):
-        bucket.delete(faulty.names())
-        faulty.calls.clear()
-        faulty.fault, said = faulty_store.from_on(number, "503"), []
-        went_well = attempt(source, said)
-        faulty.fault = lambda number, function: None
+    for _, went_well, said in with_faults(faulty, source, faulty_store.from_on, "503", 2):
         if went_well:  # what failed is the removal of the lock
             continue
         assert said[-1].startswith(f"out={OUT} cannot be written (Service Unavailable (503)")
@@ -130,9 +128,7 @@ def test_a_store_that_goes_away_costs_the_parts_that_were_not_whole(faulty, sour
         assert content(bucket) == whole
 
 
-def test_a_part_of_another_size_than_its_facts_say_is_made_anew(
-    faulty, source, whole, monkeypatch
-):
+def test_a_part_of_another_size_than_its_facts_say_is_made_anew(faulty, source, whole, monkeypatch):
     """As of a copy that was cut. Without its facts it is none at all."""
     bucket, names = faulty.connect("az", BUCKET), ["part-00001.arrayrecord", "part-00002.json"]
 
