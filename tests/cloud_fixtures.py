@@ -1,4 +1,5 @@
-"""The clouds as fixtures: a server of our own for gs://, moto for s3://, obstore's memory for az://.
+"""The clouds as fixtures: servers of our own for gs:// and https://, moto for s3://, obstore's
+memory for az://.
 
 A conftest imports those that its folder uses.
 """
@@ -6,6 +7,7 @@ A conftest imports those that its folder uses.
 import pytest
 from fake_gcs import FakeGcs
 from faulty_store import FaultyStore
+from https_server import HttpsServer
 from s3_server import S3Server
 
 from maxdiloco.storage import object_store, store
@@ -25,12 +27,25 @@ def faulty(monkeypatch, no_clients):
     return found
 
 
+def _set_all(monkeypatch, environ):
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+
+
 @pytest.fixture
 def gcs(monkeypatch, no_clients):
     """A server for gs://."""
     with FakeGcs(page=3) as found:
-        for key, value in found.environ().items():
-            monkeypatch.setenv(key, value)
+        _set_all(monkeypatch, found.environ())
+        yield found
+
+
+@pytest.fixture
+def https(monkeypatch, no_clients, tmp_path_factory):
+    """A server for https://, without a file."""
+    monkeypatch.setattr(store, "PATIENCE_S", 0.5)
+    with HttpsServer({}, tmp_path_factory.mktemp("certificate")) as found:
+        _set_all(monkeypatch, found.environ)
         yield found
 
 
@@ -43,8 +58,7 @@ def s3_server():
 @pytest.fixture
 def s3(s3_server, monkeypatch, no_clients):
     """A server for s3://."""
-    for key, value in s3_server.environ().items():
-        monkeypatch.setenv(key, value)
+    _set_all(monkeypatch, s3_server.environ())
     s3_server.clear()
     return s3_server
 

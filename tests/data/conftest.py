@@ -5,12 +5,10 @@ import pathlib
 
 import obstore
 import pytest
-from cloud_fixtures import cloud, faulty, gcs, no_clients, s3, s3_server  # noqa: F401  fixtures
+from cloud_fixtures import cloud, faulty, gcs, https, no_clients, s3, s3_server  # noqa: F401
 from data.shards_on_disk import TEXTS, prepare_in_this_process
-from faulty_store import FaultyStore
 
 from maxdiloco.flags import config
-from maxdiloco.storage import object_store, store
 
 
 @pytest.fixture
@@ -57,19 +55,16 @@ def source(tmp_path):
 
 
 @pytest.fixture
-def bucket(monkeypatch):
+def bucket(faulty):  # noqa: F811
     """A bucket in memory, whose requests a test may let go wrong, with a copy of a folder in it."""
-    found = FaultyStore()
-    monkeypatch.setattr(store, "connect", found.connect)
-    monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
 
     def copy(root, name):
         """The address of the copy."""
         for path in pathlib.Path(root).rglob("*"):
             if path.is_file():
                 key = f"{name}/{path.relative_to(root)}"
-                obstore.put(found.client, key, path.read_bytes())
+                obstore.put(faulty.client, key, path.read_bytes())
         return f"s3://bucket/{name}"
 
-    found.upload = copy
-    return found
+    faulty.upload = copy
+    return faulty

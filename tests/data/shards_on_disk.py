@@ -15,9 +15,9 @@ def prepare_in_this_process(monkeypatch):
     )
 
 
-def open_source(path, kind="text"):
+def open_source(path, kind="text", column="text"):
     """Text that is not yet tokenised."""
-    return kinds.open_source(kinds.Source(kind, str(path), "text"), "dataset_path")
+    return kinds.open_source(kinds.Source(kind, str(path), column), "dataset_path")
 
 
 def texts_of(path, kind="text", limit=1000):

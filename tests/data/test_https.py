@@ -7,24 +7,13 @@ import numpy as np
 import pytest
 from data.same_sequences import KEYS, assert_equal, sequences
 from data.shards_on_disk import make, texts_of
-from https_server import HttpsServer
 
 from maxdiloco.data import corpus
 from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
-from maxdiloco.storage import object_store, store
+from maxdiloco.storage import object_store
 
 pytestmark = pytest.mark.usefixtures("parts_here")
-
-
-@pytest.fixture
-def https(monkeypatch, tmp_path_factory):
-    monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
-    monkeypatch.setattr(store, "PATIENCE_S", 0.5)
-    with HttpsServer({}, tmp_path_factory.mktemp("certificate")) as server:
-        for key, value in server.environ.items():
-            monkeypatch.setenv(key, value)
-        yield server
 
 
 def test_a_file_and_a_folder_of_shards_behind_https_are_read_as_on_a_disk(

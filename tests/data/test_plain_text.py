@@ -3,9 +3,9 @@
 import gzip
 
 import pytest
-from data.shards_on_disk import open_dataset
+from data.shards_on_disk import open_dataset, open_source
 
-from maxdiloco.data import corpus, kinds
+from maxdiloco.data import kinds
 from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
 from maxdiloco.evaluation import run_texts
@@ -13,10 +13,6 @@ from maxdiloco.flags import config
 from maxdiloco.trainer.assemble import BatchShape
 
 AE = "\u00e4".encode()  # two bytes
-
-
-def opened(*paths):
-    return files.Files(tuple(map(str, paths)), tuple(map(corpus.stamp, paths)), "text")
 
 
 @pytest.mark.parametrize(
@@ -34,9 +30,8 @@ def opened(*paths):
 def test_bytes_that_are_no_utf_8_are_refused_with_file_place_and_remedy(tmp_path, content, words):
     (tmp_path / "a.txt").write_bytes(b"fine")
     (tmp_path / "b.txt").write_bytes(content)
-    paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
     with pytest.raises(DataError) as caught:
-        files.refuse_other(opened(*paths), "dataset_path")
+        files.refuse_other(open_source(tmp_path), "dataset_path")
     line = str(caught.value)
     assert line.startswith(f"{tmp_path}/b.txt is no UTF-8 text: byte ") and words in line
     assert line.endswith("Convert it (as iconv -f LATIN1 -t UTF-8 does), or leave it out of "
@@ -49,7 +44,7 @@ def test_text_is_text_wherever_a_block_ends(tmp_path):
     for size in (0, 5, 8192, 16384, 400_000):
         for shift in range(3):
             path.write_bytes(b"x" * shift + (AE + "\U0001f600".encode()) * (size // 6))
-            assert files.refuse_other(opened(path), "dataset_path") is None
+            assert files.refuse_other(open_source(path), "dataset_path") is None
 
 
 def test_a_file_that_is_given_by_name_and_is_no_text_is_refused(settings, tmp_path):
@@ -62,7 +57,7 @@ def test_a_file_that_is_given_by_name_and_is_no_text_is_refused(settings, tmp_pa
     }.items():
         (tmp_path / name).write_bytes(b"\x1f\x8b\x08" if name == "noise.txt" else b"text " * 99)
         with pytest.raises(DataError, match=words):
-            open_dataset(settings(dataset_path=str(tmp_path / name)), split="train")
+            open_dataset(settings(dataset_path=str(tmp_path / name)))
 
 
 def test_the_line_on_the_data_counts_what_an_epoch_reads_and_what_a_folder_leaves_out(
@@ -71,7 +66,7 @@ def test_the_line_on_the_data_counts_what_an_epoch_reads_and_what_a_folder_leave
     """40 bytes and 2 starts in sequences of 4: 10, of which one is held out."""
     for name, size in (("a.txt", 30), ("b.txt", 10)):
         (tmp_path / name).write_text("x" * size)
-    data = open_dataset(settings(dataset_path=str(tmp_path), max_target_length=4), split="train")
+    data = open_dataset(settings(dataset_path=str(tmp_path), max_target_length=4))
     assert data.summary(data.first_position(2, 1)) == [
         f"data: dataset_path={tmp_path}: 2 files, 2 documents, 40 bytes; 9 sequences of 4 tokens "
         "to train on, 4.5 steps an epoch"

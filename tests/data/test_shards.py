@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from data.shards_on_disk import TEXTS, make, open_dataset, open_text
+from data.shards_on_disk import TEXTS, make, open_dataset, open_source, open_text
 from data.tokenizers_on_disk import byte_level_bpe
 
-from maxdiloco.data import kinds, shards, tokenizer
+from maxdiloco.data import shards, tokenizer
 from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.prepare import Work, prepare
 from maxdiloco.errors import ConfigError, DataError
@@ -21,10 +21,17 @@ from maxdiloco.errors import ConfigError, DataError
 pytestmark = pytest.mark.usefixtures("parts_here")
 
 
+@pytest.fixture
+def prepared(settings, tmp_path):
+    """The config of a run that reads a folder of shards."""
+    shards_of = {"dataset_type": "arrayrecord"}
+    return lambda name, **keys: settings(dataset_path=str(tmp_path / name), **shards_of | keys)
+
+
 @pytest.mark.parametrize("record", [5, 64, 8192])
 @pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
 def test_windows_of_shards_are_those_of_the_text(
-    settings, source, tmp_path, monkeypatch, record, part_bytes
+    settings, prepared, source, tmp_path, monkeypatch, record, part_bytes
 ):
     """The bytes of a text, read where they are and out of shards, in parts and records of any
     size; a text file of 3,600 bytes goes on over several parts."""
@@ -32,9 +39,8 @@ def test_windows_of_shards_are_those_of_the_text(
         patch.setattr(shards, "RECORD", record)
         make(source, tmp_path / "out", part_bytes=part_bytes)
     keys = dict(eval_dataset_path="unused", max_target_length=16)
-    direct, _ = open_text(settings(dataset_path=str(source), **keys), split="train")
-    cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / "out"), **keys)
-    stored, _ = open_text(cfg, split="train")
+    direct, _ = open_text(settings(dataset_path=str(source), **keys))
+    stored, _ = open_text(prepared("out", **keys))
     assert stored.documents.lengths.tolist() == direct.documents.lengths.tolist()
     assert stored.num_windows == direct.num_windows > 100
     numbers = np.random.default_rng(0).permutation(direct.num_windows)
@@ -69,7 +75,7 @@ def test_any_piece_is_read_and_a_copy_in_another_process_opens_its_own_files(
 
 
 def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_divided(
-    settings, tmp_path
+    prepared, tmp_path
 ):
     """File 0 of the unequal 20 has a third of the tokens, an empty file none: 6014 tokens are 1503
     windows of 4."""
@@ -80,8 +86,7 @@ def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_
             (tmp_path / name / f"{number:02d}.txt").write_text(chr(97 + number) * size)
         documents = make(tmp_path / name, tmp_path / f"{name}.out", part_bytes=300)
         assert documents.sizes() == [size + (size > 0) for size in sizes]
-        cfg = settings(dataset_type="arrayrecord", dataset_path=str(tmp_path / f"{name}.out"))
-        parts = [open_text(cfg, split=split)[0] for split in ("train", "eval")]
+        parts = [open_text(prepared(f"{name}.out"), split)[0] for split in ("train", "eval")]
         return [part.read(np.arange(part.num_windows))[0] for part in parts]
 
     train, held_out = split("equal", [7] * 21)
@@ -90,19 +95,14 @@ def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_
     assert [len(part) for part in split("unequal", [1999, 0, *[222] * 18])] == [1428, 75]
 
 
-def test_contents_tell_the_tokens_and_the_split_apart(settings, source, tmp_path):
-
-    def contents(path, split="train"):
-        cfg = settings(dataset_type="arrayrecord", dataset_path=str(path))
-        return open_dataset(cfg, split=split).contents
-
+def test_contents_tell_the_tokens_and_the_split_apart(prepared, source, tmp_path):
     make(source, tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     (source / "1.txt").write_text("z")
     make(source, tmp_path / "three")
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    others = [contents(tmp_path / "three"), contents(tmp_path / "one", "eval")]
-    assert len({contents(tmp_path / "one"), *others}) == 3
+    one, two, three = (open_dataset(prepared(name)).contents for name in ("one", "two", "three"))
+    held_out = open_dataset(prepared("one"), "eval").contents
+    assert one == two and len({one, three, held_out}) == 3
 
 
 def cut(path):
@@ -140,8 +140,7 @@ def zero(path):
     ],
 )
 def test_a_damaged_folder_is_refused_when_it_is_opened(source, tmp_path, name, damage, why):
-    make(source, tmp_path / "out")
-    documents = shards.open_shards(str(tmp_path / "out"), "dataset_path")
+    documents = make(source, tmp_path / "out")
     shards.check_contents(documents)
     damage(tmp_path / "out" / name)
     with pytest.raises(DataError, match=why):
@@ -158,9 +157,8 @@ def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
     fine = json.dumps({"text": "fine " * 100})
     (source / "a.jsonl").write_text(f'{{no\n{{"id": 2}}\n{fine}\n')
     (source / "b.txt").write_bytes(b"abc\xff")
-    with pytest.raises(
-        DataError, match=r"b.txt byte 3: not UTF-8.*max_corrupted_records=2 damaged records"
-    ):
+    words = r"b.txt byte 3: not UTF-8.*max_corrupted_records=2 damaged records"
+    with pytest.raises(DataError, match=words):
         make(source, tmp_path / "out", allowed=2, part_bytes=100)
     documents = make(source, tmp_path / "out", allowed=3, part_bytes=100)
     places = [os.path.basename(where) for where, _ in documents.manifest.damaged]
@@ -187,8 +185,7 @@ def test_a_run_waits_for_another_that_makes_the_shards_of_its_text(source, tmp_p
     """As two runs of one text that start at once; the program prepare is refused."""
     out, said = tmp_path / "out", []
     out.mkdir()
-    work = Work(kinds.open_source(kinds.Source("text", str(source), "text"), "dataset_path"),
-                tokenizer.ByteTokenizer(), "source")  # fmt: skip
+    work = Work(open_source(source), tokenizer.ByteTokenizer(), "source")
     with (out / "lock").open("a") as file, ThreadPoolExecutor(1) as pool:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="is being written by another process. Wait for it"):
@@ -235,16 +232,16 @@ def test_files_of_others_in_the_folder_stay(source, tmp_path):
 
 
 def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
-    settings, source, tmp_path
+    prepared, source, tmp_path
 ):
     """The same file without its end of a document is the commonest case."""
-    paths = []
-    for size in (300, 310):
+
+    def bpe(size):
         (tmp_path / str(size)).mkdir()
-        paths.append(str(byte_level_bpe(tmp_path / str(size), vocab_size=size)))
-    same, other = (
-        dict(tokenizer_type="huggingface", tokenizer_path=path, vocab_size=400) for path in paths
-    )
+        path = byte_level_bpe(tmp_path / str(size), vocab_size=size)
+        return dict(tokenizer_type="huggingface", tokenizer_path=str(path), vocab_size=400)
+
+    same, other = bpe(300), bpe(310)
     subwords = tokenizer.build(same | dict(add_bos=True, add_eos=True))
     make(source, tmp_path / "own")
     make(source, tmp_path / "byte", tokens=tokenizer.ByteTokenizer(bos=255))
@@ -252,13 +249,12 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
 
     def opened(name, **keys):
         own = dict(add_bos=True, add_eos=True, eval_dataset_path="unused")
-        own |= dict(dataset_type="arrayrecord", dataset_path=str(tmp_path / name))
-        return open_text(settings(**own | keys), split="train")
+        return open_text(prepared(name, **own | keys))
 
     there = f"{tmp_path / 'subword/tokenizer'}"
     assert opened("own") and opened("subword", **same)
     after = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
-    path = pathlib.Path(paths[0])
+    path = pathlib.Path(same["tokenizer_path"])
     exported = json.loads(path.read_text()) | {"post_processor": after}
     path.write_text(json.dumps(exported, indent=1))  # other bytes, the same tokens of a text
     assert opened("subword", **same)

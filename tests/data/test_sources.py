@@ -9,9 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from data.shards_on_disk import open_source
 
 from maxdiloco.data import corpus
-from maxdiloco.data.kinds import Source, needs_tokenising, open_source
+from maxdiloco.data.kinds import Source, needs_tokenising
 from maxdiloco.data.sources import files
 from maxdiloco.errors import ConfigError, DataError
 
@@ -35,13 +36,12 @@ def parquet(path, columns=None, rows=2):
     tables = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table(columns or {"id": list(range(len(TEXTS))), "text": TEXTS})
     tables.write_table(table, path, row_group_size=rows)
+    return path
 
 
 def items(kind, path, *, limit=1 << 20, column="text", damaged=None):
     """What is read, each span by a copy of the source, as other processes have it."""
-    source = pickle.loads(
-        pickle.dumps(open_source(Source(kind, str(path), column), "dataset_path"))
-    )
+    source = pickle.loads(pickle.dumps(open_source(path, kind, column)))
     skip = functools.partial(corpus.skip, damaged, 9)
     return [text for span in source.spans(limit) for text in source.read(span, skip)]
 
@@ -61,8 +61,7 @@ def test_every_source_gives_each_document_once_wherever_it_is_cut(tmp_path, kind
     """The empty document has no tokens and is left out. hf reads a folder of JSON lines."""
     data, path = lines(), tmp_path / f"a.jsonl.{kind}"
     if kind == "parquet":
-        path = tmp_path / "a.parquet"
-        parquet(path)
+        path = parquet(tmp_path / "a.parquet")
     elif kind == "hf":
         path = stored(tmp_path, {"text": TEXTS})
     elif kind == "jsonl":
@@ -107,23 +106,20 @@ def test_the_cut_off_end_of_a_compressed_file_is_one_damaged_record(tmp_path, co
     assert documents(items("text", path)) == texts
     path.write_bytes(whole[: len(whole) // 2])
     before = items("text", path, damaged=(damaged := []))
-    assert documents(before) == texts[: len(before)]
-    assert before
+    assert before and documents(before) == texts[: len(before)]
     ((where, _),) = damaged
     assert where.startswith(f"{path} after byte ")
 
 
 def test_a_damaged_row_group_costs_no_other(tmp_path):
     """The second one, in the middle of the file. Without its footer none can be found."""
-    path = tmp_path / "a.parquet"
     texts = [os.urandom(2000).hex() for _ in range(30)]
-    parquet(path, {"text": texts}, rows=10)
+    path = parquet(tmp_path / "a.parquet", {"text": texts}, rows=10)
     data = bytearray(path.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 400] = b"\xff" * 400
     path.write_bytes(data)
     kept = documents(items("parquet", path, limit=1000, damaged=(damaged := [])))
-    assert {*texts[:10], *texts[20:]} <= set(kept)
-    assert damaged
+    assert damaged and {*texts[:10], *texts[20:]} <= set(kept)
     path.write_bytes(data[:-9])
     assert items("parquet", path, limit=100, damaged=(damaged := [])) == []
     assert [where for where, _ in damaged] == [str(path)]
@@ -132,11 +128,10 @@ def test_a_damaged_row_group_costs_no_other(tmp_path):
 @pytest.mark.parametrize("kind", ["parquet", "hf"])
 def test_a_column_that_is_missing_or_no_text_is_refused(tmp_path, kind):
     """Whatever number of damaged records is allowed: no row would be left."""
-    path = tmp_path / "a.parquet"
     if kind == "hf":
         path = stored(tmp_path, {"id": [1], "text": ["x"]})
     else:
-        parquet(path)
+        path = parquet(tmp_path / "a.parquet")
     for column, why in (
         ("body", "is not in .*which has id, text. Set text_column"),
         ("id", "is int64 in .*not string. Set text_column"),
@@ -156,7 +151,7 @@ def test_a_file_of_another_kind_and_a_package_that_is_not_installed_are_refused(
     ):
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(DataError, match=f"^dataset_type={kind}: {tmp_path}/{name} {why}"):
-            open_source(Source(kind, str(tmp_path / name), "text"), "dataset_path")
+            open_source(tmp_path / name, kind)
     (tmp_path / "a.jsonl.gz").write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"package pyarrow, .*pip install -e '\.\[data\]'"):
@@ -168,7 +163,7 @@ def test_a_kind_without_text_to_tokenise_is_refused_and_an_unknown_one_is_never_
     (tmp_path / "a.txt").write_text("text")
     for kind in ("arrayrecord", "synthetic", "tfds"):
         with pytest.raises(ConfigError, match=f"={kind} has no text to read. Use one of text, par"):
-            open_source(Source(kind, str(tmp_path), "text"), "dataset_path")
+            open_source(tmp_path, kind)
     with pytest.raises(KeyError, match="tfds"):
         needs_tokenising(Source("tfds", str(tmp_path), "text"), "dataset_path", of_bytes=True)
 
@@ -176,7 +171,7 @@ def test_a_kind_without_text_to_tokenise_is_refused_and_an_unknown_one_is_never_
 def test_a_file_that_has_changed_since_it_was_listed_is_refused(tmp_path):
     """Its spans would no longer be what they were."""
     (tmp_path / "a.txt").write_bytes(b"abc")
-    source = open_source(Source("text", str(tmp_path), "text"), "dataset_path")
+    source = open_source(tmp_path)
     for data in (b"abcd", b"xyz"):
         (tmp_path / "a.txt").write_bytes(data)
         os.utime(tmp_path / "a.txt", ns=(0, source.stamps[0].version + 1))

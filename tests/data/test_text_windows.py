@@ -41,7 +41,7 @@ def test_windows_and_segments_by_hand(settings, folder, kind, texts, keys, token
     else:
         root = folder({"1.jsonl": b"".join(b'{"text": "%s"}\n' % content for content in texts)})
     cfg = settings(dataset_path=root, eval_dataset_path=root, **keys)  # nothing is held out
-    windows, _ = open_text(cfg, split="train")
+    windows, _ = open_text(cfg)
     found = windows.read(np.arange(windows.num_windows))
     assert found[0].dtype == found[1].dtype == np.int32
     signs = {"<": START, "_": 0}
@@ -103,16 +103,14 @@ def test_with_eval_fraction_zero_or_eval_text_of_ones_own_all_of_the_text_is_tra
 ):
     root = folder({"train/1.txt": b"abcdefg", "held/2.txt": b"fedcbag"})
     cfg = settings(dataset_path=f"{root}/train", eval_dataset_path=f"{root}/held")
-    train, name = open_text(cfg, split="train")
-    assert (train.num_windows, name) == (2, f"dataset_path={root}/train")
-    assert train.documents.source.names == (f"{root}/train/1.txt",)
-    held, name = open_text(cfg, split="eval")
-    assert (held.num_windows, name) == (2, f"eval_dataset_path={root}/held")
-    assert held.documents.source.names == (f"{root}/held/2.txt",)
+    for split, key, file in (("train", "", "train/1.txt"), ("eval", "eval_", "held/2.txt")):
+        windows, name = open_text(cfg, split)
+        assert (windows.num_windows, name) == (2, f"{key}dataset_path={root}/{file[:-6]}")
+        assert windows.documents.source.names == (f"{root}/{file}",)
     cfg = settings(dataset_path=root, eval_fraction=0.0)
-    assert open_text(cfg, split="train")[0].num_windows == 4
+    assert open_text(cfg)[0].num_windows == 4
     with pytest.raises(DataError, match="eval_fraction=0 holds nothing out. Set eval_fraction or"):
-        open_text(cfg, split="eval")
+        open_text(cfg, "eval")
 
 
 def test_a_text_without_a_sequence_for_a_split_is_told(settings, folder):
@@ -171,21 +169,14 @@ def test_a_start_reads_a_bounded_part_of_a_large_text_from_all_of_its_stretches(
 
 def test_the_same_text_elsewhere_is_the_same_and_other_text_of_that_length_is_not(settings, folder):
     """Also where it is a line of a .jsonl file."""
-    root = folder(
-        {
-            "here/1.txt": b"abcdefgh" * 9,
-            "there/deep/2.txt": b"abcdefgh" * 9,
-            "lines/1.jsonl": b'{"text": "' + b"abcdefgh" * 9 + b'"}\n',
-            "other/1.txt": b"abcdefgh" * 8 + b"abcdefgi",
-        }
+    text = b"abcdefgh" * 9
+    files = {"here/1.txt": text, "there/deep/2.txt": text, "other/1.txt": text[:-1] + b"i"}
+    root = folder(files | {"lines/1.jsonl": b'{"text": "%s"}\n' % text})
+    here, there, lines, other = (
+        open_dataset(settings(dataset_path=f"{root}/{name}")).contents
+        for name in ("here", "there", "lines", "other")
     )
-
-    def opened(name):
-        return open_dataset(settings(dataset_path=f"{root}/{name}"), split="train")
-
-    here, there, lines, other = map(opened, ("here", "there", "lines", "other"))
-    assert here.contents == there.contents == lines.contents
-    assert here.contents != other.contents
+    assert here == there == lines != other
 
 
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=60)

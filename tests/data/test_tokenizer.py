@@ -150,10 +150,9 @@ def test_a_token_around_documents_that_the_file_lacks_is_refused(folder, tmp_pat
         build("huggingface", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"), [("byte", 257), ("huggingface", 600), ("sentencepiece", 600)]
-)
-def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(kind, size, folder):
+@pytest.mark.parametrize("kind", ["byte", "huggingface", "sentencepiece"])
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(kind, folder):
+    size = 257 if kind == "byte" else 600
     build(kind, folder, rows=size)
     message = rf"^vocab_size={size - 1} is too small .*{kind}.*{size} tokens. Set vocab_size={size}"
     with pytest.raises(DataError, match=message):
@@ -179,11 +178,9 @@ def test_a_file_that_is_no_tokenizer_and_a_missing_package_are_refused(
 def test_a_name_of_the_hub_without_a_network_says_how_to_download_it(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        DataError, match=r"^tokenizer_path=org/name is no file.*`hf download org/name .*=DIR\.$"
-    ) as error:
+    words = r"^tokenizer_path=org/name is no file.*`hf download org/name .*=DIR\.\Z"  # one line
+    with pytest.raises(DataError, match=words):
         build("huggingface", "org/name")
-    assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_a_saved_tokenizer_is_refused(folder, tmp_path):

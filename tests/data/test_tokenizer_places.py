@@ -6,7 +6,6 @@ import faulty_store
 import pytest
 from data import tokenizers_on_disk as on_disk
 from fake_gcs import BUCKET
-from https_server import HttpsServer
 
 from maxdiloco import tokenizer as program
 from maxdiloco.data import tokenizer
@@ -41,13 +40,10 @@ def test_a_tokenizer_in_a_bucket_is_that_of_a_disk(cloud, folder, kind):
 
 
 @pytest.fixture
-def web(folder, tmp_path, monkeypatch):
+def web(folder, https):
     """The folder on https://."""
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with HttpsServer(files, tmp_path) as found:
-        for key, value in found.environ.items():
-            monkeypatch.setenv(key, value)
-        yield found
+    https.files |= {path.name: path.read_bytes() for path in folder.iterdir()}
+    return https
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
@@ -57,7 +53,7 @@ def test_a_tokenizer_on_https_is_that_of_a_disk(web, folder, kind):
     assert found == tokenizer.read(kind, str(folder))
 
 
-def test_what_https_lacks_is_one_line(web, monkeypatch):
+def test_what_https_lacks_and_a_file_that_is_too_large_are_one_line(web, folder, monkeypatch):
     """A file beside the tokenizer may be absent, but not out of reach: its tokens count."""
     url = f"{web.url}/tokenizer.json"
     with pytest.raises(DataError) as error:
@@ -71,8 +67,10 @@ def test_what_https_lacks_is_one_line(web, monkeypatch):
         tokenizer.read("huggingface", url)
     monkeypatch.setattr(tokenizer, "_MOST_BYTES", 1000)
     web.status.clear()
-    with pytest.raises(DataError, match=r"cannot be read \(it has [\d,]+ bytes, more than 1,000\)"):
-        tokenizer.read("huggingface", url)
+    words = r"cannot be read \(it has [\d,]+ bytes, more than 1,000\)"
+    for path in (url, str(folder)):
+        with pytest.raises(DataError, match=words):
+            tokenizer.read("huggingface", path)
 
 
 @pytest.mark.parametrize("kind", faulty_store.KINDS)
@@ -94,12 +92,6 @@ def test_a_fault_of_a_bucket_is_one_line_or_nothing(faulty, folder, kind):
         assert found == wanted, (kind, number)
         assert not said or (" cannot be read (" in said and "\n" not in said)
         assert not said or kind in ("429", "503", "lost", "cut")
-
-
-def test_a_file_of_a_disk_that_is_too_large_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(tokenizer, "_MOST_BYTES", 1000)
-    with pytest.raises(DataError, match=r"cannot be read \(it has [\d,]+ bytes, more than 1,000\)"):
-        tokenizer.read("huggingface", str(folder))
 
 
 def test_the_program_writes_into_a_bucket(cloud, tmp_path, capsys):
