@@ -46,17 +46,10 @@ def attempt(use):
     return True
 
 
-def numbers(faulty, use):
-    """The numbers of the requests that use() makes."""
-    faulty.fault = lambda number, function: None
-    faulty.calls.clear()
-    use()
-    return range(len(faulty.calls))
-
-
 def with_faults(faulty, kind, use):
     """use() with a fault at each of its requests in turn; gives whether it went well each time."""
-    for number in numbers(faulty, use):
+    use()
+    for number in range(len(faulty.calls)):
         faulty.calls.clear()
         faulty.fault = faulty_store.at(number, kind)
         went_well = attempt(use)

@@ -24,10 +24,10 @@ def child(code, *arguments):
     return subprocess.Popen(command, cwd=ROOT, **pipes)
 
 
-def refused(base, **options):
+def refused(base, find=open_run_folder, **options):
     """Why a run named run cannot have its folder."""
     with pytest.raises(CheckpointError) as error:
-        open_run_folder(str(base), "run", **options).__enter__()
+        find(str(base), "run", **options).__enter__()
     return str(error.value)
 
 
@@ -70,12 +70,12 @@ def test_files_of_others_in_the_folder_of_a_run_stay_as_they_are(tmp_path, monke
     """A file `lock` that no run wrote is locked and not written; nothing probes by a fixed name."""
     monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.0)
     (tmp_path / "run").mkdir()
-    for name in ("lock", "write-probe"):
-        (tmp_path / "run" / name).write_bytes(content)
+    files = [tmp_path / "run" / name for name in ("lock", "write-probe")]
+    for path in files:
+        path.write_bytes(content)
     with open_run_folder(str(tmp_path), "run"):
         assert "is in use: another process writes to" in refused(tmp_path)
-    for name in ("lock", "write-probe"):
-        assert (tmp_path / "run" / name).read_bytes() == content
+    assert [path.read_bytes() for path in files] == [content] * 2
 
 
 @pytest.mark.parametrize("left", [None, "", "process 999999999 on a-host-of-a-long-name\n"])
@@ -176,10 +176,8 @@ def test_a_place_is_looked_at_before_the_folder_is_made(tmp_path):
     with pytest.raises(CheckpointError, match=r"=/proc/runs cannot hold run_name=run: .*\. Choose"):
         require_place("/proc/runs", "run")
     (tmp_path / "file").write_text("")
-    for find in (require_place, lambda *run: open_run_folder(*run).__enter__()):
-        with pytest.raises(CheckpointError) as error:
-            find(str(tmp_path / "file"), "run")
-        assert str(error.value) == (
+    for find in (require_place, open_run_folder):
+        assert refused(tmp_path / "file", find) == (
             f"base_output_directory={tmp_path}/file cannot hold run_name=run: Not a directory. "
             "Choose a folder that can be written and has free space."
         )
