@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 from etils import epath
@@ -10,6 +11,7 @@ from maxdiloco.flags import base_yml
 from maxdiloco.page import run as run_lib
 
 ROWS = 100
+FALLING = np.linspace(4, 2, ROWS)  # a loss
 
 CONFIG = {
     "run_name": "a",
@@ -37,15 +39,19 @@ def row(t, replicas):
 def write(folder, *, steps=100, config=CONFIG, history=()):
     """A run of `steps` steps in a folder; config: None for a run that does not say."""
     folder.mkdir(parents=True)
-    rows = [json.dumps(row(t, replicas=2)) + "\n" for t in range(1, steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(rows))
+    append(folder / "metrics.jsonl", *(row(t, replicas=2) for t in range(1, steps + 1)))
     if config is not None:
         lines = [f"{name}: {value}\n" for name, value in config.items()]
         (folder / "config.yml").write_text("".join(lines))
     if history:
-        lines = [json.dumps(event) + "\n" for event in history]
-        (folder / "history.jsonl").write_text("".join(lines))
+        append(folder / "history.jsonl", *history)
     return folder
+
+
+def append(path, *rows):
+    """Lines of JSON at the end of a file."""
+    with open(path, "a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in rows)
 
 
 def start(step, *, until=100, time=1.7e9, bytes_sent=()):
@@ -75,6 +81,23 @@ def run_of(*, name="a", columns=None, history=(), rows=ROWS, **keys):
     columns = {"learning/loss": 10.0 / steps} if columns is None else columns
     folder = epath.Path("/runs") / name
     return run_lib.Run(name, folder, steps, columns, DEFAULTS | keys, list(history), {}, [])
+
+
+def evaluated(name, theta, *, tokens=10.0, sent=1e6, step_s=2.0, **keys):
+    """A row each step, of so many tokens, bytes and seconds, with theta's loss."""
+    steps = np.arange(1, ROWS + 1)
+    columns = {"learning/loss": 10.0 / steps, "eval/loss": np.array(theta)}
+    columns |= {"learning/tokens": tokens * steps, "dcn/bytes_sent": np.full(ROWS, sent)}
+    return run_of(name=name, columns=columns | {"perf/wall_time_s": step_s * steps}, **keys)
+
+
+def panels(page):
+    """The panels of a page by title, as its script reads them."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    found = json.loads(text)["panels"]
+    by_title = {panel["title"]: panel for panel in found}
+    assert len(by_title) == len(found)
+    return by_title
 
 
 def long_run(replicas):

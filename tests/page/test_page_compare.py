@@ -1,26 +1,18 @@
 """Runs side by side: theta at equal steps, tokens, bytes and seconds; runs of other trainers."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import synthetic_runs
 from etils import epath
-from synthetic_runs import DEFAULTS, ROWS, run_of
+from synthetic_runs import DEFAULTS, ROWS, evaluated, run_of
 from tensorboardX import SummaryWriter
 
 from maxdiloco import report
 from maxdiloco.page import compare, events, html, verdict
 from maxdiloco.page import run as run_lib
 from maxdiloco.planning import forecast
-
-
-def evaluated(name, theta, *, tokens=10.0, sent=1e6, step_s=2.0, **keys):
-    steps = np.arange(1, ROWS + 1)
-    columns = {"learning/loss": 10.0 / steps, "eval/loss": np.array(theta)}
-    columns |= {"learning/tokens": tokens * steps, "dcn/bytes_sent": np.full(ROWS, sent)}
-    return run_of(name=name, columns=columns | {"perf/wall_time_s": step_s * steps}, **keys)
 
 
 def test_theta_is_compared_at_equal_steps_tokens_bytes_and_seconds():
@@ -50,10 +42,10 @@ def test_rows_of_evaluations_alone_take_no_bytes_and_no_waits_from_the_others():
     def logged(value):
         return np.where(logs, value, np.nan)
 
-    columns = {"learning/loss": logged(2.0), "eval/loss": np.where(logs, np.nan, 3.0)}
+    names = ["learning/loss", "learning/loss_replica_0", "learning/loss_replica_1"]
+    columns = {name: logged(2.0) for name in [*names, "perf/step_time"]}
     columns |= {"dcn/bytes_sent": logged(1e6), "dcn/waited_s": logged(4.0)}
-    columns |= {"perf/step_time": logged(2.0)}
-    columns |= {f"learning/loss_replica_{m}": logged(2.0) for m in (0, 1)}
+    columns["eval/loss"] = np.where(logs, np.nan, 3.0)
     run = run_of(columns=columns, rows=20)._replace(steps_N=steps)
     total = compare.with_total(run).column(compare.TOTAL)
     np.testing.assert_allclose(total, 1e6 * steps)
@@ -73,9 +65,7 @@ def test_a_difference_within_the_noise_of_evaluations_is_none():
 
 
 def test_of_several_runs_keys_that_differ_and_differences_are_above_the_charts():
-    runs = [
-        evaluated(name, np.full(ROWS, 2.0), learning_rate=k) for k, name in enumerate("ab")
-    ]
+    runs = [evaluated(name, np.full(ROWS, 2.0), learning_rate=k) for k, name in enumerate("ab")]
     page = html.page(runs, DEFAULTS)
     at = [page.index(words) for words in ("Keys that differ", ">learning_rate<",
                                           "Differences of theta", 'id="panels"')]  # fmt: skip
@@ -93,28 +83,28 @@ def test_a_run_beside_data_parallelism_is_held_against_what_a_table_expects(tmp_
     keys = {"diloco_sync_period": 10, "steps": 1500}
     synthetic_runs.write(tmp_path / "a", config=keys | {"attention": "flash"})
     synthetic_runs.write(tmp_path / "base", config={"enable_diloco": "false"})
-    base = f"base_output_directory={tmp_path}"
+
+    def said(*names):
+        assert report.main([*names, f"base_output_directory={tmp_path}", "--text"]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
     for names in (("a", "base"), ("base", "a")):
-        assert report.main([*names, base, "--text"]) == 0
-        said = " ".join(capsys.readouterr().out.split())
         assert (
             f"DiLoCo is behind by +0.0%, less than expected: {found.least:+.1%} to "
             f"{found.most:+.1%} after as many rounds (nearest: {found.nearest})"
-        ) in said
+        ) in said(*names)
     for number, own in enumerate((
         {"diloco_sync_period": 1000}, {"opt_type": "muon"}, {"base_mlp_dim": 256}, {"gone": 3},
     )):  # fmt: skip
         synthetic_runs.write(tmp_path / f"other{number}", config=keys | own)
-        assert report.main([f"other{number}", "base", base, "--text"]) == 0
-        said = capsys.readouterr().out
-        assert "is level with" in " ".join(said.split()) and "expected" not in said
-    assert report.main(["a", base, "--text"]) == 0
-    assert "expected" not in capsys.readouterr().out
+        beside = said(f"other{number}", "base")
+        assert "is level with" in beside and "expected" not in beside
+    assert "expected" not in said("a")
     a = evaluated("a", np.full(ROWS, 2.1))
     b = evaluated("b", np.full(ROWS, 2.0), enable_diloco=False)
     for least, most, words in ((0.01, 0.06, "as expected"), (0.01, 0.02, "more than expected")):
-        said = verdict.beside(a, b, verdict.Expected(least, most, "a row"))
-        assert f"DiLoCo is behind by +5.0%, {words}: +1.0% to " in said
+        sentence = verdict.beside(a, b, verdict.Expected(least, most, "a row"))
+        assert f"DiLoCo is behind by +5.0%, {words}: +1.0% to " in sentence
 
 
 def written(folder, tags, *, steps=5):
@@ -156,6 +146,5 @@ def test_a_run_of_another_trainer_stands_beside_one_of_ours(tmp_path, capsys):
     assert report.main([str(ours), str(other), f"out={out}"]) == 0
     page = out.read_text()
     assert "maxtext" in page and ">29<" in page
-    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
-    (loss,) = [panel for panel in data["panels"] if panel["title"] == "Loss"]
+    loss = synthetic_runs.panels(page)["Loss"]
     assert {series[2] for series in loss["series"] if series[1] == "mean"} == {0, 1}

@@ -1,28 +1,20 @@
 """What stands in the page: panels, tables, notes; one file without a request, below 1 MB."""
 
-import json
 import re
 
 import numpy as np
 import pytest
-from synthetic_runs import DEFAULTS, ROWS, end, long_run, run_of, start
+from synthetic_runs import DEFAULTS, ROWS, end, long_run, panels, run_of, start
 
 from maxdiloco.page import facts, html
 from maxdiloco.page.run import NOT_FINITE
-
-
-def data_of(page):
-    """The numbers of a page, as its script reads them."""
-    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
-    return json.loads(text)
 
 
 @pytest.mark.parametrize("replicas", [2, 64])
 def test_a_page_of_100000_steps_is_below_1_mb(replicas):
     page = html.page([long_run(replicas)], DEFAULTS)
     assert len(page.encode()) < 1e6
-    loss = next(panel for panel in data_of(page)["panels"] if panel["title"] == "Loss")
-    assert len(loss["series"]) == replicas + 2
+    assert len(panels(page)["Loss"]["series"]) == replicas + 2
 
 
 def test_the_page_asks_for_nothing_and_explains_its_words():
@@ -59,19 +51,24 @@ def test_every_metric_is_in_one_panel_and_unknown_ones_are_folded():
     # A metric of two runs is one panel of two lines; theta has a panel of its own then.
     columns = {"learning/loss": np.ones(ROWS), "eval/loss": np.ones(ROWS)}
     runs = [run_of(name=name, columns=columns) for name in "ab"]
-    loss, theta = html.panels(runs, html.tables_of(runs))
-    assert [(s[2], s[4]) for s in loss["series"]] == [(0, "learning/loss"), (1, "learning/loss")]
-    assert [(s[2], s[4]) for s in theta["series"]] == [(0, "eval/loss"), (1, "eval/loss")]
-    assert (loss["title"], theta["title"]) == ("Loss", "Loss of theta")
+    found = html.panels(runs, html.tables_of(runs))
+    assert [(panel["title"], [(s[2], s[4]) for s in panel["series"]]) for panel in found] == [
+        ("Loss", [(0, "learning/loss"), (1, "learning/loss")]),
+        ("Loss of theta", [(0, "eval/loss"), (1, "eval/loss")]),
+    ]
+
+
+def summary(run):
+    """The row of a run in the table of runs."""
+    table = facts.summary([run])
+    return dict(zip(table.head, table.rows[0], strict=True))
 
 
 def test_the_summary_has_last_and_best_losses():
     theta = np.full(ROWS, np.nan)
     theta[[9, 49, 89]] = 3.0, 1.5, 2.0
     loss = 10.0 / np.arange(1, ROWS + 1)
-    columns = {"learning/loss": loss, "eval/loss": theta}
-    table = facts.summary([run_of(columns=columns)])
-    shown = dict(zip(table.head, table.rows[0], strict=True))
+    shown = summary(run_of(columns={"learning/loss": loss, "eval/loss": theta}))
     assert (shown["loss"], shown["loss of theta"]) == ("0.1000", "2.0000 (step 90)")
     assert shown["best of theta"] == "1.5000 (step 50)"
     assert (shown["state"], shown["step"], shown["tokens/s"]) == ("not recorded", "100", "–")
@@ -83,9 +80,8 @@ def test_replicas_that_are_gone_are_not_counted_and_have_no_last_value():
     columns |= {f"learning/loss_replica_{m}": np.ones(ROWS) for m in range(3)}
     columns["learning/loss_replica_2"][60:] = np.nan
     run = run_of(columns=columns)
-    table = facts.summary([run])
-    assert dict(zip(table.head, table.rows[0], strict=True))["replicas"] == "2"
-    (loss,) = [p for p in data_of(html.page([run], DEFAULTS))["panels"] if p["title"] == "Loss"]
+    assert summary(run)["replicas"] == "2"
+    loss = panels(html.page([run], DEFAULTS))["Loss"]
     assert {series[0]: series[5] for series in loss["series"]} == {
         "replica 0": False, "replica 1": False, "replica 2 (until step 60)": True,
         "mean of the replicas": False,
@@ -102,17 +98,15 @@ def test_starts_say_how_each_ended():
         ([start(0)], "running, or killed"),
         ([start(0, until=200), end()], "Ctrl-C"),
     ):
-        assert facts.summary([run_of(history=history)]).rows[0][1] == how
+        assert summary(run_of(history=history))["state"] == how
 
 
 def test_keys_are_compared_with_base_yml_or_with_each_other():
     first = run_of(name="a", steps=5, learning_rate=0.5, run_name="a")
     second = run_of(name="b", steps=5, learning_rate=0.25, run_name="b")
     alone = facts.differences([first], DEFAULTS)
-    assert (alone.head, alone.rows) == (
-        ["key", "a", "base.yml"],
-        [["steps", "5", "1000"], ["learning_rate", "0.5", "0.0004"]],
-    )
+    assert alone.head == ["key", "a", "base.yml"]
+    assert alone.rows == [["steps", "5", "1000"], ["learning_rate", "0.5", "0.0004"]]
     both = facts.differences([first, second], DEFAULTS)
     assert both.rows == [["learning_rate", "0.5", "0.25", "0.0004"]]
 
@@ -126,7 +120,7 @@ def test_what_is_not_finite_or_unknown_is_said_and_texts_of_a_run_are_no_html():
     assert '<td data-label="loss">not finite</td>' in page
     page = html.page([run_of(name="<b>&", columns={"</script><i>": np.ones(ROWS)})], DEFAULTS)
     assert "&lt;b&gt;&amp;" in page and "<b>&" not in page and "</script><i>" not in page
-    assert data_of(page)["panels"][0]["title"] == "</script><i>"
+    assert next(iter(panels(page))) == "</script><i>"
     run = run_of(rows=1, columns={"learning/loss": np.ones(1)}, enable_diloco=False)
     assert "data parallelism: every step sends 0 B a slice" in html.page([run], DEFAULTS)
     assert "The configuration is unknown." in html.page([run_of()._replace(keys=None)], DEFAULTS)

@@ -1,14 +1,13 @@
 """The page while a run writes: served to this machine alone, and its sentences in a terminal."""
 
 import http.client
-import json
 import re
 import threading
 
 import numpy as np
 import pytest
 import synthetic_runs
-from synthetic_runs import DEFAULTS, run_of
+from synthetic_runs import DEFAULTS, FALLING, ROWS, run_of
 
 from maxdiloco import report
 from maxdiloco.errors import ConfigError, DataError
@@ -49,15 +48,13 @@ def test_a_look_at_the_served_page_has_the_rows_that_were_written_since(tmp_path
     _, get = served(report.page_of(named, options))
     assert (found := get())[0] == 200
     assert "Step 20 of 200" in found[1] and 'http-equiv="refresh" content="5"' in found[1]
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(synthetic_runs.row(21, replicas=2)) + "\n")
+    synthetic_runs.append(folder / "metrics.jsonl", synthetic_runs.row(21, replicas=2))
     assert "Step 21 of 200" in get()[1]
     (folder / "metrics.jsonl").rename(tmp_path / "gone")
     status, line = get()
     assert status == 503 and line.startswith("DataError: ") and "holds no metrics.jsonl" in line
     (tmp_path / "gone").rename(folder / "metrics.jsonl")
-    with open(folder / "history.jsonl", "a") as file:
-        file.write(json.dumps(synthetic_runs.end()) + "\n")
+    synthetic_runs.append(folder / "history.jsonl", synthetic_runs.end())
     assert "refresh" not in get()[1]
 
 
@@ -87,12 +84,10 @@ def test_the_sentences_are_printed_in_a_terminal_and_no_file_is_written(tmp_path
 
 def exchanged(*, cosine=0.4, update=0.1, drift=(0.02, 0.01)):
     """Two replicas with an exchange in every row; drift: the first and the last."""
-    rows = synthetic_runs.ROWS
-    columns = {"learning/loss": np.linspace(4, 2, rows)}
-    columns["diloco/outer_grad_cosine"] = np.full(rows, cosine)
-    columns["diloco/outer_update_ratio"] = np.full(rows, update)
-    columns["diloco/drift"] = np.geomspace(*drift, rows)
-    return run_of(columns=columns)
+    columns = {"diloco/outer_grad_cosine": np.full(ROWS, cosine)}
+    columns["diloco/outer_update_ratio"] = np.full(ROWS, update)
+    columns["diloco/drift"] = np.geomspace(*drift, ROWS)
+    return run_of(columns=columns | {"learning/loss": FALLING})
 
 
 def test_cosine_update_and_drift_are_judged_by_what_a_healthy_run_has():
@@ -122,8 +117,7 @@ def test_each_sentence_is_a_link_to_the_panel_that_shows_it():
 
 def test_a_link_is_said_with_what_a_replica_sends_over_it():
     """2.5 MB a step of 2 s are 10 Mbit/s."""
-    rows = synthetic_runs.ROWS
-    columns = {"learning/loss": np.linspace(4, 2, rows), "dcn/waited_s": np.zeros(rows)}
-    columns |= {"perf/step_time": np.full(rows, 2.0), "dcn/bytes_sent": np.full(rows, 2.5e6)}
+    columns = {"learning/loss": FALLING, "dcn/waited_s": np.zeros(ROWS)}
+    columns |= {"perf/step_time": np.full(ROWS, 2.0), "dcn/bytes_sent": np.full(ROWS, 2.5e6)}
     said = verdict.link(run_of(columns=columns))
     assert said.endswith("waits for exchanges 0.0% of the time, and a replica sends 10 Mbit/s.")

@@ -114,8 +114,7 @@ def test_a_watched_page_is_written_until_every_run_has_ended(tmp_path, monkeypat
         assert seconds == 7
         pages.append((folder / "report.html").read_text())
         if len(pages) == 2:
-            with open(folder / "history.jsonl", "a") as file:
-                file.write(json.dumps(synthetic_runs.end()) + "\n")
+            synthetic_runs.append(folder / "history.jsonl", synthetic_runs.end())
 
     monkeypatch.setattr(report.time, "sleep", sleep)
     assert report.main([str(folder), "watch=7"]) == 0

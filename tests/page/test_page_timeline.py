@@ -2,7 +2,7 @@
 the bytes that it has written down. Expected numbers by hand."""
 
 import numpy as np
-from synthetic_runs import DEFAULTS, ROWS, end, run_of, start
+from synthetic_runs import DEFAULTS, FALLING, ROWS, end, evaluated, run_of, start
 
 from maxdiloco.page import facts, html, timeline, verdict
 from maxdiloco.page.run import NOT_FINITE
@@ -94,9 +94,8 @@ def test_bytes_are_means_of_whole_periods_and_no_sawtooth():
     From step 12 on, a period of both, each value is 2 bytes a step.
     """
     raw = np.tile([0.0, 3.0, 3.0], 5)
-    run = sending(diloco_sync_period=6)._replace(
-        steps_N=np.arange(4, 64, 4), columns={"dcn/bytes_sent": raw}
-    )
+    run = run_of(rows=15, columns={"dcn/bytes_sent": raw}, diloco_sync_period=6)
+    run = run._replace(steps_N=4 * run.steps_N)
     means = timeline.over_whole_periods(run)
     np.testing.assert_allclose(means[:3], [0, 12 / 8, 24 / 12])
     np.testing.assert_allclose(means[2:], 2.0)
@@ -118,9 +117,6 @@ def test_a_run_whose_schedule_cannot_be_drawn_has_a_line_and_a_long_period_is_dr
     assert {n: timeline.amount(n) for n in amounts} == amounts
 
 
-FALLING = np.linspace(4, 2, ROWS)
-
-
 def with_columns(**columns):
     """Two replicas; names of metrics with _ for /."""
     columns = {"learning_loss": FALLING} | columns
@@ -139,9 +135,8 @@ def test_a_loss_that_falls_is_healthy_and_one_that_rises_or_is_not_finite_is_not
     assert verdict.health(with_columns(learning_loss=noisy)).startswith("Healthy: the loss falls")
     said = verdict.health(with_columns(learning_loss=FALLING[::-1]))
     assert said.startswith("Not healthy: the loss rises, 3.7071 to 3.9091")
-    assert verdict.health(with_columns(learning_loss=np.ones(ROWS))).startswith(
-        "Healthy: the loss is flat"
-    )
+    said = verdict.health(with_columns(learning_loss=np.ones(ROWS)))
+    assert said.startswith("Healthy: the loss is flat")
     for zeros in (np.zeros(ROWS), np.append(np.ones(90), np.zeros(10))):
         said = verdict.health(with_columns(learning_loss=zeros))
         assert said.startswith(f"Healthy: the loss {'falls, 1.0' if zeros[0] else 'is flat, 0.0'}")
@@ -193,18 +188,10 @@ def test_an_elastic_island_is_done_when_the_log_has_the_tokens_whatever_its_step
     assert verdict.progress(goes_on).endswith("tokens, running, or killed.")
 
 
-def evaluated(name, theta, *, tokens=10.0, **keys):
-    """A row each step, of `tokens` tokens."""
-    columns = {"learning/loss": FALLING, "eval/loss": np.array(theta)}
-    columns["learning/tokens"] = tokens * np.arange(1, ROWS + 1)
-    return run_of(name=name, columns=columns, **keys)
-
-
 def test_a_run_is_behind_another_at_as_many_tokens():
     """b reads twice as many tokens a step: a's last row, 1,000 tokens, is b's step 50."""
     falling = np.linspace(3, 2.01, ROWS)
-    a = evaluated("a", falling)
-    b = evaluated("b", falling, tokens=20.0)
+    a, b = evaluated("a", falling), evaluated("b", falling, tokens=20.0)
     words = "b is behind a: theta's loss is 2.5100 beside 2.0100 (+24.9%) after 1,000 tokens."
     assert verdict.beside(a, b) == words
     assert verdict.beside(b, a).startswith("a is ahead of b: theta's loss is 2.0100 beside 2.5100")
@@ -216,11 +203,11 @@ def test_runs_with_other_held_out_texts_and_one_alone_are_not_compared_and_it_is
     theta = np.full(ROWS, 2.0)
     a = evaluated("a", theta, dataset_path="/data/x")
     b = evaluated("b", theta, dataset_path="/data/y", eval_steps=3)
-    said = verdict.beside(a, b)
-    assert said == (
+    said = (
         "b and a are not compared, since their losses may be of different held-out texts: they "
         "differ in dataset_path, eval_steps."
     )
+    assert verdict.beside(a, b) == said
     assert said in verdict.lines([a, b]) and "not compared" in html.page([a, b], DEFAULTS)
     same = dict(eval_dataset_path="/data/held_out")
     a, b = a._replace(keys=a.keys | same), b._replace(keys=b.keys | same | {"eval_steps": 10})
