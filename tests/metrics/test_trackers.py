@@ -18,11 +18,18 @@ from maxdiloco.metrics import line_files
 from maxdiloco.metrics.writer import MetricsWriter, require_wandb
 
 
-def write(folder, steps, *, resume_step=None, say=lambda line: None, **options):
-    options = {"tensorboard": True} | options
-    with MetricsWriter(folder, resume_step=resume_step, say=say, **options) as writer:
+def opened(folder, *, say=lambda line: None, **options):
+    return MetricsWriter(folder, say=say, **{"tensorboard": True, "resume_step": None} | options)
+
+
+def write(folder, steps, **options):
+    with opened(folder, **options) as writer:
         for step in steps:
             writer.write(step, {"learning/loss": 10.0 / step})
+
+
+def steps_in(folder):
+    return [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
 
 
 def records(folder):
@@ -58,9 +65,9 @@ def test_the_event_file_begins_with_the_first_row_and_tensorboardx_is_imported_b
         imported.append(name)
 
     monkeypatch.setattr(importlib, "import_module", slow)
-    with MetricsWriter(folder, tensorboard=False, resume_step=None) as writer:
+    with opened(folder, tensorboard=False) as writer:
         writer.import_ahead()
-    with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
+    with opened(folder) as writer:
         writer.import_ahead()
         writer.write(10, {"learning/loss": 1.0})
         writer.sync()
@@ -70,14 +77,14 @@ def test_the_event_file_begins_with_the_first_row_and_tensorboardx_is_imported_b
     assert [step for step, _ in events(folder)] == [0, 10]
 
 
-def test_tensorboardx_that_cannot_be_imported_ends_no_run(folder, monkeypatch, capsys):
+def test_tensorboardx_that_cannot_be_imported_ends_no_run(folder, monkeypatch):
     for name in ("tensorboardX", "tensorboardX.proto.event_pb2"):
         monkeypatch.setitem(sys.modules, name, None)
-    with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
+    said = []
+    with opened(folder, say=said.append) as writer:
         writer.import_ahead()
         writer.write(10, {"learning/loss": 1.0})
-    assert "TensorBoard is given up for this run" in capsys.readouterr().out
-    assert json.loads(folder.metrics.read_text())["step"] == 10
+    assert "TensorBoard is given up for this run" in said[0] and steps_in(folder) == [10]
 
 
 def test_tensorboard_is_told_which_steps_come_again(folder):
@@ -90,20 +97,16 @@ def test_tensorboard_is_told_which_steps_come_again(folder):
     again.close()
     assert (folder.path / "again").read_bytes() == path.read_bytes()
     write(folder, [30], resume_step=20)
-    assert events(folder) == [
-        (0, "purge"),
-        (10, {"learning/loss": 1.0}),
-        (20, {"learning/loss": 0.5}),
-        (30, {"learning/loss": pytest.approx(1 / 3)}),
-        (21, "purge"),
-        (30, {"learning/loss": pytest.approx(1 / 3)}),
-    ]
+    ten, twenty, thirty = (
+        (step, {"learning/loss": pytest.approx(10 / step)}) for step in (10, 20, 30)
+    )
+    assert events(folder) == [(0, "purge"), ten, twenty, thirty, (21, "purge"), thirty]
 
 
 def test_a_text_is_written_as_text_and_a_save_flushes_the_event_file(folder):
     """Tag and plugin are those that TensorBoard's tab of texts looks for. The recorder calls sync
     before each save; then kill -9 loses no row before the checkpoint."""
-    with MetricsWriter(folder, tensorboard=True, resume_step=None) as writer:
+    with opened(folder) as writer:
         writer.write(1, {"eval/loss": 2.0})
         writer.write_text(1, "eval/sample", "a b\nc")
         for step in (10, 20):
@@ -115,19 +118,15 @@ def test_a_text_is_written_as_text_and_a_save_flushes_the_event_file(folder):
     sample = found["eval/sample/text_summary"]
     assert sample.metadata.plugin_data.plugin_name == "text"
     assert sample.tensor.string_val[0].decode() == "    a b\n    c\n"
-    assert len(folder.metrics.read_text().splitlines()) == 3
+    assert steps_in(folder) == [1, 10, 20]
 
 
-def rows_and_warnings(folder, count):
-    """Write rows with TensorBoard; what was reported."""
+def given_up(folder, why, count):
+    """Write so many rows with TensorBoard, which ends with one warning."""
     said = []
     write(folder, range(1, count + 1), say=said.append)
-    assert len(folder.metrics.read_text().splitlines()) == count
-    return said
-
-
-def given_up(folder, why):
-    return [
+    assert steps_in(folder) == list(range(1, count + 1))
+    assert said == [
         f"warning: TensorBoard is given up for this run: {folder.tensorboard}: {why}. "
         "metrics.jsonl goes on."
     ]
@@ -143,13 +142,13 @@ def test_a_failed_write_of_the_event_file_is_one_warning_and_the_rows_go_on(fold
         write_line(self, line)
 
     monkeypatch.setattr(line_files.LocalLines, "write", full)
-    assert rows_and_warnings(folder, 30) == given_up(folder, "No space left on device")
+    given_up(folder, "No space left on device", 30)
     assert len(failed) == 1
 
 
 def test_an_event_file_that_cannot_be_made_is_one_warning(folder):
     folder.tensorboard.write_text("a file in the place of the folder")
-    assert rows_and_warnings(folder, 3) == given_up(folder, "File exists")
+    given_up(folder, "File exists", 3)
 
 
 # What only looks like wandb.
@@ -201,8 +200,7 @@ def test_a_row_that_wandb_refuses_is_one_warning_and_a_refused_run_one_line(fold
     said = []
     write(folder, [2, 4], say=said.append, **IN_WANDB)
     assert said == ["warning: wandb is given up: quota. metrics.jsonl goes on."]
-    rows = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()]
-    assert rows == [2, 4]
+    assert steps_in(folder) == [2, 4]
     wandb.refuses.add("init")
     with pytest.raises(ConfigError, match="cannot begin a run .no login.*Run `wandb login`"):
         write(folder, [2], **IN_WANDB)
