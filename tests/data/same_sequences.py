@@ -6,7 +6,7 @@ from data.shards_on_disk import open_dataset
 from maxdiloco.data import order, pipeline
 
 KEYS = dict(max_target_length=16, data_shuffle_seed=3)
-ROWS = dict(replicas=[[0], [1]], rows=range(3))
+ROWS = dict(replicas=[[0], [1]], rows=range(3))  # three of each of two replicas
 
 
 def sequences(cfg, *, steps=range(1, 13), **options):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from data.same_sequences import ROWS
 from data.shards_on_disk import open_dataset
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -34,10 +35,6 @@ def text(settings, folder):
     return make
 
 
-# Three rows of each of two replicas.
-ALL = dict(replicas=[[0], [1]], rows=range(3))
-
-
 def numbers(batch):
     return (batch["tokens"][..., 1] - FIRST).tolist()
 
@@ -45,11 +42,11 @@ def numbers(batch):
 def test_batches_are_what_read_gives_step_by_step(text):
     """Two replicas of three rows: step 2 reads 6 to 11, step 6 windows 0 to 5 of the next epoch."""
     data, position = text(), order.first_position(2, 3)
-    with pipeline.batches(data, position, steps=range(2, 7), **ALL) as batches:
+    with pipeline.batches(data, position, steps=range(2, 7), **ROWS) as batches:
         found = list(batches)
     assert len(found) == 5
     for step, batch in enumerate(found, start=2):
-        alone = data.read(position, step, **ALL)
+        alone = data.read(position, step, **ROWS)
         assert batch.keys() == alone.keys() == {"tokens", "segment_ids"}
         for name, leaf in batch.items():
             assert leaf.dtype == np.int32
@@ -63,15 +60,15 @@ def test_batches_are_what_read_gives_step_by_step(text):
 def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
     data = text(enable_data_shuffling=True, data_shuffle_seed=4)
     position = order.first_position(2, 3)
-    with pipeline.batches(data, position, steps=range(1, 11), **ALL) as batches:
+    with pipeline.batches(data, position, steps=range(1, 11), **ROWS) as batches:
         read = np.array([numbers(batch) for batch in batches]).reshape(2, 30)
     assert sorted(read[0]) == sorted(read[1]) == list(range(30))
     assert len({tuple(read[0]), tuple(read[1]), tuple(range(30))}) == 3
     same = text(enable_data_shuffling=True, data_shuffle_seed=4)
     other = text(enable_data_shuffling=True, data_shuffle_seed=5)
     first = read[0, :6].reshape(2, 3).tolist()
-    assert numbers(same.read(position, 1, **ALL)) == first
-    assert numbers(other.read(position, 1, **ALL)) != first
+    assert numbers(same.read(position, 1, **ROWS)) == first
+    assert numbers(other.read(position, 1, **ROWS)) != first
 
 
 def test_scattered_rows_are_read_and_no_other(text, monkeypatch):
@@ -105,7 +102,7 @@ def test_worker_processes_read_the_same_and_end(text):
     data, position = text(enable_data_shuffling=True), order.first_position(2, 3)
     found = []
     for worker_count in (0, 2):
-        mine = ALL | {"worker_count": worker_count}
+        mine = ROWS | {"worker_count": worker_count}
         with pipeline.batches(data, position, steps=range(1, 12), **mine) as batches:
             found.append([numbers(next(batches)) for _ in range(7)])
             assert len(multiprocessing.active_children()) == worker_count
@@ -160,7 +157,7 @@ def test_data_too_short_for_a_step_or_without_an_end_are_refused(text, settings)
         with pytest.raises(DataError, match=rf"^dataset_path=.* {words} more text, or lower"):
             read(order.first_position(4, 8))
     text().check_size(order.first_position(5, 6))
-    data = open_dataset(settings(dataset_type="synthetic"), split="train")
+    data = open_dataset(settings(dataset_type="synthetic"))
     words = r"=-1 .*dataset_type=synthetic has no end.*Set"
     with pytest.raises(DataError, match=rf"^steps{words} steps"):
         data.last_step_of_epoch(order.first_position(1, 1))
