@@ -15,14 +15,14 @@ from maxdiloco.metrics.speed import StepClock, flops_per_token, performance
 from maxdiloco.parallel.chips import CHIPS
 
 
-def placed(losses_R, slots=2):
-    mesh = jax.make_mesh((slots,), ("diloco",), devices=jax.devices()[:slots])
+def placed(losses_R):
+    mesh = jax.make_mesh((2,), ("diloco",), devices=jax.devices()[:2])
     x = jnp.asarray(losses_R, jnp.float32)
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec("diloco")))
 
 
-def monitor(R=4, slots=2):
-    like = placed(np.zeros(R), slots)
+def monitor(R=4):
+    like = placed(np.zeros(R))
     like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)
     trainer = types.SimpleNamespace(
         check_finite=lambda state: None,
@@ -36,9 +36,9 @@ def losses(t, R=4):
     return (np.arange(R) + 1) / np.float32(3 + t)
 
 
-def add(watcher, steps, R=4, slots=2):
+def add(watcher, steps, R=4):
     for t in steps:
-        loss = placed(losses(t, R), slots)
+        loss = placed(losses(t, R))
         watcher.add(t, {"loss": loss, "grad_norm": loss})
 
 
@@ -108,11 +108,7 @@ def test_flops_per_token_and_performance_by_hand():
         found = flops_per_token(spec, {"w": np.zeros((10, 100))}, 16)
         assert found == 6000 + 6 * 2 * 4 * dims * 16
     work = dict(step_time=0.5, tokens_per_step=2000, flops_per_token=3e9, num_devices=4)
-    found = {
-        "perf/step_time": 0.5,
-        "perf/tokens_per_second": 4000.0,
-        "perf/tflops_per_device": 3.0,
-    }
+    found = {"perf/step_time": 0.5, "perf/tokens_per_second": 4000.0, "perf/tflops_per_device": 3.0}
     assert performance(**work, device_kind="cpu") == found
     found["perf/mfu"] = pytest.approx(3e12 / 197e12)
     assert performance(**work, device_kind="TPU v5 lite") == found
