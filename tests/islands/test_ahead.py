@@ -5,13 +5,11 @@ import threading
 import time
 
 import pytest
-import together
-from together import PACE, Together, a_run, start_values
+from together import PACE, a_run, begun, start_values
 
 from maxdiloco.islands import ahead, audit, beside, records
 from maxdiloco.islands.counted import Counted
 from maxdiloco.islands.driver import Driver
-from maxdiloco.storage import store
 
 
 class Slow(Counted):
@@ -45,10 +43,8 @@ def joined(bucket, run):
 @pytest.fixture(scope="module")
 def log():
     """Of one island: its bucket and run, some records of two fragments, and no snapshot of late."""
-    bucket, run = store.in_memory(), a_run(snapshot_every=64)
-    group = Together(bucket, run, ("a",), 0)
-    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 16)
-    return bucket, run
+    group = begun(a_run(snapshot_every=64), "a", 16)
+    return group.bucket, group.run
 
 
 def test_a_newcomer_reads_the_next_records_beside_and_each_object_once(log):

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -30,12 +31,7 @@ def written(tmp_path_factory):
 @pytest.fixture
 def folder(written, tmp_path):
     """A copy that may be damaged."""
-    for path in written[0].rglob("*"):
-        if path.is_file():
-            target = tmp_path / path.relative_to(written[0])
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-    return tmp_path
+    return shutil.copytree(written[0], tmp_path / "log")
 
 
 def test_audit_replays_a_log_without_jax(written):
@@ -77,15 +73,13 @@ def test_a_folder_of_a_bucket_is_fit_written_and_audited(monkeypatch, capsys):
 def edited(path, change):
     """The object with other JSON, the payload as it was."""
     first, text, payload = path.read_bytes().split(b"\n", 2)
-    value = change(json.loads(text))
-    text = json.dumps(value, separators=(",", ":")).encode()
+    text = json.dumps(change(json.loads(text)), separators=(",", ":")).encode()
     path.write_bytes(b"\n".join([first, text, payload]))
 
 
 def flipped(path):
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def member_weight(record):
@@ -190,12 +184,8 @@ def test_status_says_who_is_there(folder, capsys):
 
 def test_status_sees_a_living_island(folder, capsys, monkeypatch):
     bucket = store.local_folder(folder)
-    beat = records.Beat("a", 1, 10**6, True, 12.0)
-
-    def sleep(seconds):
-        bucket.put("hb/a", records.encode(beat))
-
-    monkeypatch.setattr("time.sleep", sleep)
+    beat = records.encode(records.Beat("a", 1, 10**6, True, 12.0))
+    monkeypatch.setattr("time.sleep", lambda seconds: bucket.put("hb/a", beat))
     assert main(["status", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[2:4] == ["trains", "12"]
 

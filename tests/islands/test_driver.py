@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import together
 from tiers import corner
-from together import PACE, Together, a_run, movement, run_fixed, start_values
+from together import PACE, Together, a_run, begun, movement, run_fixed, start_values
 
 from maxdiloco import DiLoCo
 from maxdiloco.errors import ConfigError
@@ -61,6 +61,14 @@ def bound_of(bucket, run):
     return bounds
 
 
+def bits_of(islands):
+    """Of each island: its steps, what it has read, and the bits of its outer state and its x."""
+    return [
+        (one.state.t, one.state.read, [s.digest() for s in one.outer], [x.tobytes() for x in one.x])
+        for one in islands
+    ]
+
+
 GRID = [(M, wire, tau, P) for M in (1, 2, 3) for wire in ("float32", "int8", "float4_e3m0")
         for tau in (0, 1, 3) for P in (1, 2)]  # fmt: skip
 
@@ -77,9 +85,7 @@ def test_fixed_mode_has_the_numbers_of_the_host_carrier_at_any_timing(M, wire, t
     )  # fmt: skip
     buckets = [store.in_memory(), store.in_memory()]
     first, second = (run_fixed(bucket, run, seed, STEPS) for seed, bucket in enumerate(buckets))
-    for a, b in zip(first, second, strict=True):
-        assert [state.digest() for state in a.outer] == [state.digest() for state in b.outer]
-        assert [x.tobytes() for x in a.x] == [x.tobytes() for x in b.x]
+    assert bits_of(first) == bits_of(second)
     theta, replicas = on_devices(run, M, STEPS)
     bounds = by_leaf(run, bound_of(buckets[0], run))
     found = by_leaf(run, [state.theta for state in first[0].outer])
@@ -94,22 +100,19 @@ def test_fixed_mode_has_the_numbers_of_the_host_carrier_at_any_timing(M, wire, t
 @pytest.mark.parametrize("wire", ["float32", "int8", "float4_e3m0"])
 def test_an_island_of_fixed_mode_that_is_killed_changes_no_bit(wire):
     run = a_run(wire=wire, wire_down=wire, islands=("a", "b"))
-    calm, killed = (
-        run_fixed(store.in_memory(), run, 0, 26, kills=kills) for kills in (0.0, 0.01)
-    )
+    calm, killed = (run_fixed(store.in_memory(), run, 0, 26, kills=some) for some in (0.0, 0.01))
     assert max(island.state.incarnation for island in killed) > 2
-    for a, b in zip(calm, killed, strict=True):
-        assert [state.digest() for state in a.outer] == [state.digest() for state in b.outer]
-        assert [x.tobytes() for x in a.x] == [x.tobytes() for x in b.x]
-        assert a.state.t == b.state.t == 26 and a.state.read == b.state.read
+    assert bits_of(calm) == bits_of(killed)
+    assert {island.state.t for island in killed} == {26}
 
 
-def fixed_until(bucket, steps):
+def fixed_until(steps):
     """Two islands of fixed mode, of which a has a checkpoint from after its step 3."""
-    group = Together(bucket, a_run(islands=("a", "b"), snapshot_every=2), ("a", "b"), 0)
-    group.until(3, lambda islands: min(island.state.t for island in islands) == 3)
+    run = a_run(islands=("a", "b"), snapshot_every=2)
+    group = Together(store.in_memory(), run, "ab", 0)
+    group.until(lambda islands: min(island.state.t for island in islands) == 3, 3)
     group.save("a")
-    group.until(steps, lambda islands: min(island.state.t for island in islands) == steps)
+    group.until(lambda islands: min(island.state.t for island in islands) == steps, steps)
     for _ in range(500):  # snapshots and deletions
         group.event(steps)
     return group
@@ -117,13 +120,13 @@ def fixed_until(bucket, steps):
 
 def line_of_a_restart(group, steps):
     group.islands["a"] = group.make("a")
-    group.until(steps, lambda _: group.islands["a"].stop is not None)
+    group.until(lambda _: group.islands["a"].stop is not None, steps)
     assert not group.islands["a"].stop.again
     return group.islands["a"].stop.line
 
 
 def test_fixed_mode_refuses_a_checkpoint_that_is_too_old():
-    group = fixed_until(store.in_memory(), 25)
+    group = fixed_until(25)
     words = (
         "is deleted already, and islands=fixed cannot do without: restore a later checkpoint of "
         "island=a, or begin another run"
@@ -134,7 +137,7 @@ def test_fixed_mode_refuses_a_checkpoint_that_is_too_old():
 
 
 def test_fixed_mode_refuses_an_island_that_does_not_make_its_messages_again(monkeypatch):
-    group = fixed_until(store.in_memory(), 7)
+    group = fixed_until(7)
     monkeypatch.setattr(together, "movement", lambda *given: [2 * x for x in movement(*given)])
     assert line_of_a_restart(group, 25) == (
         "u/0/a.1.1 is not what island=a makes of the same steps: its data, software or device is "
@@ -143,7 +146,7 @@ def test_fixed_mode_refuses_an_island_that_does_not_make_its_messages_again(monk
 
 
 def test_a_checkpoint_of_another_run_or_island_is_refused():
-    group = fixed_until(store.in_memory(), 4)
+    group = fixed_until(4)
     saved = group.saved["a"]
     damaged = saved["saved"][:-1] + bytes([saved["saved"][-1] ^ 1])
     for words, changes in (
@@ -154,7 +157,7 @@ def test_a_checkpoint_of_another_run_or_island_is_refused():
         (r"theta of fragment 0 is not that of record 0. Restore another checkpoint of island=a.",
          {"saved": {"a": saved | {"theta": [2 * x for x in saved["theta"]]}}}),
     ):  # fmt: skip
-        other = fixed_until(store.in_memory(), 3)
+        other = fixed_until(3)
         vars(other).update({"saved": {"a": saved}} | changes)
         with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
             other.make("a")
@@ -178,27 +181,23 @@ def test_a_coarser_gradient_on_the_way_down_moves_theta_by_its_rounding_alone():
     assert 0 < error.max() <= largest / 253 * fine.outer_lr * (1 + fine.outer_momentum)
 
 
-def elastic(bucket, seed, **changes):
+def elastic(seed):
     """Three islands, one of which is killed and starts again; its log has some records."""
-    run = a_run(block_tokens=64, wire="int8", wire_down="int8", merge="rda", **changes)
-    group = Together(bucket, run, ("a", "b", "c"), seed)
-    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 3)
+    run = a_run(block_tokens=64, wire="int8", wire_down="int8", merge="rda")
+    group = begun(run, "abc", 3, seed)
     group.islands["c"] = group.make("c")
     first = group.islands["a"]
-    group.until(10**6, lambda _: "c2" in {
-        f"{mark.island}{mark.incarnation}" for mark in first.state.logs[0].ledger.marks})
-    return run, group
+    group.until(lambda _: ("c", 2) in {mark[:2] for mark in first.state.logs[0].ledger.marks})
+    return group
 
 
 @pytest.fixture(scope="module")
-def elastic_log():
-    bucket = store.in_memory()
-    return bucket, *elastic(bucket, seed=0)
+def group():
+    return elastic(seed=0)
 
 
-def test_elastic_islands_agree_and_the_ledger_adds_up(elastic_log):
-    bucket, run, group = elastic_log
-    logs = [audit.replay(bucket, run, fragment) for fragment in range(2)]
+def test_elastic_islands_agree_and_the_ledger_adds_up(group):
+    logs = [audit.replay(group.bucket, group.run, fragment) for fragment in range(2)]
     rejects = {driver.rejected(r, one) for log in logs for r in log.records for one in r.rejected}
     for island in group.islands.values():
         assert island.stop is None and set(island.said) <= rejects
@@ -209,8 +208,8 @@ def test_elastic_islands_agree_and_the_ledger_adds_up(elastic_log):
 
 
 @pytest.mark.parametrize("reason", ["stale", "data"])
-def test_the_audit_finds_a_reject_without_a_reason(reason, elastic_log):
-    bucket, run, _ = elastic_log
+def test_the_audit_finds_a_reject_without_a_reason(reason, group):
+    bucket, run = group.bucket, group.run
     last = audit.replay(bucket, run, 1).records[-1]
     name, out = records.record_name(1, last.number), last.members[-1][:2]  # all of one island
     out_of_it = [m for m in last.members if m[:2] == out]
@@ -226,14 +225,12 @@ def test_the_audit_finds_a_reject_without_a_reason(reason, elastic_log):
 @pytest.mark.full
 def test_elastic_islands_agree_in_many_orders():
     for seed in range(1, 20):
-        bucket = store.in_memory()
-        run, _ = elastic(bucket, seed)
-        assert [audit.replay(bucket, run, F).remade > 0 for F in range(2)] == [True, True]
+        group = elastic(seed)
+        assert all(audit.replay(group.bucket, group.run, F).remade > 0 for F in range(2)), seed
 
 
-def test_an_islands_own_progress_is_what_it_has_not_sent(elastic_log):
+def test_an_islands_own_progress_is_what_it_has_not_sent(group):
     """Rule 11 on arrays: x = theta - undecided - unsent, and unsent is what the next would be."""
-    _, run, group = elastic_log
     for island in group.islands.values():
         for F, x in enumerate(island.x):
             left = rules.unsent(island.outer[F].theta, island.sent[F].values(), x)
@@ -246,11 +243,7 @@ def test_a_guest_is_stored_and_never_counted():
     """Of two islands the run knows the key of one; the other signs with another."""
     secret = {name: bytes([place] * 32) for place, name in enumerate(("a", "b"))}
     run = a_run(keys=(("a", keys.public(secret["a"])), ("b", keys.public(b"\7" * 32))))
-    bucket = store.in_memory()
-    group = Together(bucket, run, ("a", "b"), 0, secret)
-    done = lambda islands: min(together.heads(islands), default=0) >= 3  # noqa: E731
-    group.until(10**6, done)
-    log = audit.replay(bucket, run, 0)
+    log = audit.replay(begun(run, "ab", 3, keys=secret).bucket, run, 0)
     assert {m.island for record in log.records for m in record.members} == {"a"}
     reasons = {(r.island, r.reason) for record in log.records for r in record.rejected}
     assert reasons == {("b", "guest")}
@@ -276,9 +269,8 @@ def test_a_run_that_cannot_be_computed_with_is_refused(changes, words):
 
 
 def test_a_message_of_another_name_is_rejected():
-    bucket = store.in_memory()
-    group = Together(bucket, a_run(), ("a", "b"), 0)
-    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 1)
+    group = begun(a_run(), "ab", 1)
+    bucket = group.bucket
     name = next(objects.listed(bucket, "u/0"))
     bucket.put("u/0/c.1.1", bucket.get(name))
     bucket.put("hb/c", records.encode(records.Beat("c", 1, 1, True, 1.0)))
@@ -287,7 +279,7 @@ def test_a_message_of_another_name_is_rejected():
         marks = [island.state.logs[0].ledger.marks for island in islands]
         return all("c" in {mark.island for mark in own} for own in marks)
 
-    group.until(10**6, decided)
+    group.until(decided)
     rejected = [r for one in audit.replay(bucket, group.run, 0).records for r in one.rejected]
     assert [(r.island, r.reason) for r in rejected] == [("c", "name")]
 
@@ -296,44 +288,41 @@ def test_a_run_of_other_keys_is_refused_by_name():
     bucket = store.in_memory()
     run_fixed(bucket, a_run(islands=("a",)), 0, 4)
     other = Together(bucket, a_run(islands=("a",), wire="int8"), ("a",), 0)
-    other.until(9, lambda islands: all(island.stop for island in islands))
+    other.until_stopped()
     line = other.islands["a"].stop.line
     assert line.startswith("wire=int8 here, and float32 in the run of this store. Set the same")
 
 
 def test_a_run_ends_at_its_tokens_and_is_evaluated_once_at_each_mark():
-    bucket = store.in_memory()
-    group = Together(bucket, a_run(tokens=4000, eval_tokens=500), ("a", "b"), 0)
-    group.until(10**6, lambda islands: all(island.stop for island in islands))
+    bucket, run = store.in_memory(), a_run(tokens=4000, eval_tokens=500)
+    group = Together(bucket, run, "ab", 0)
+    group.until_stopped()
     for island in group.islands.values():
         assert island.stop.line.startswith("done: ") and not island.stop.again
     numbers = sorted(n for island in group.islands.values() for n in island.evaluations)
     assert len(numbers) == len(set(numbers)) and set(numbers) <= set(range(9)) and numbers
-    assert audit.replay(bucket, a_run(tokens=4000, eval_tokens=500), 0).ledger.tokens >= 4000
+    assert audit.replay(bucket, run, 0).ledger.tokens >= 4000
 
 
 def test_a_restart_of_everything_goes_on_with_the_log():
     """Rule 9: no living peer. The second programs are new incarnations and begin at theta."""
     bucket, run = store.in_memory(), a_run()
-    first = Together(bucket, run, ("a", "b"), 0)
-    first.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 5)
-    second = Together(bucket, run, ("a", "b"), 1)
-    second.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 8)
+    begun(run, "ab", 5, 0, bucket)
+    begun(run, "ab", 8, 1, bucket)
     log = audit.replay(bucket, run, 0)
     assert {m.incarnation for m in log.records[-1].members} == {2}
     assert log.ledger.number >= 8
 
 
 def test_values_that_are_not_finite_end_the_island_alone():
-    bucket = store.in_memory()
-    group = Together(bucket, a_run(), ("a", "b"), 0)
-    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 1)
-    group.islands["a"].x[0] = group.islands["a"].x[0] * np.float32("nan")
-    group.until(10**6, lambda islands: group.islands["a"].stop is not None)
-    assert group.islands["a"].stop.line == "its outer gradient of fragment 0 is not finite"
-    before = group.islands["b"].state.logs[0].ledger.number
-    group.until(10**6, lambda _: group.islands["b"].state.logs[0].ledger.number > before + 1)
-    assert np.isfinite(group.islands["b"].outer[0].theta).all()
+    group = begun(a_run(), "ab", 1)
+    a, b = group.islands.values()
+    a.x[0] = a.x[0] * np.float32("nan")
+    group.until(lambda _: a.stop is not None)
+    assert a.stop.line == "its outer gradient of fragment 0 is not finite"
+    before = b.state.logs[0].ledger.number
+    group.until(lambda _: b.state.logs[0].ledger.number > before + 1)
+    assert np.isfinite(b.outer[0].theta).all()
 
 
 def test_a_program_that_joins_again_gives_way_to_a_later_one_of_its_name():

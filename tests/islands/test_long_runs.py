@@ -1,6 +1,6 @@
 """What a run of days meets: memory, two starts at once, one that was not finished."""
 
-from together import PACE, Together, a_run, heads, start_values
+from together import PACE, Together, a_run, begun, start_values
 
 from maxdiloco.islands import audit, beside
 from maxdiloco.islands.driver import Driver
@@ -9,8 +9,7 @@ from maxdiloco.storage import store
 
 def test_an_island_keeps_no_snapshot_of_a_record_of_another():
     """Each record that is divisible by four has one, which its author puts."""
-    group = Together(store.in_memory(), a_run(), "ab", 0)
-    group.until(10**6, lambda islands: min(heads(islands), default=0) >= 20)
+    group = begun(a_run(), "ab", 20)
     for one in group.islands.values():
         kept = [name for name in one._payloads if name[0] == "s"]
         assert len(kept) <= len(one.state.asks)
@@ -20,7 +19,7 @@ def test_an_island_keeps_no_snapshot_of_a_record_of_another():
     assert not set(waiting) & names
 
 
-def begun(bucket, run, requests):
+def end_after(requests, bucket, run):
     """An island that ends after so many requests."""
     one = Driver(bucket, run, PACE, "b", start_values(run), clock=lambda: 0.0)
     for _ in range(requests):
@@ -31,20 +30,19 @@ def begun(bucket, run, requests):
 def test_two_that_begin_a_run_at_once_make_one_log():
     """The other one has a step of other tokens, and put the first snapshot before it ended."""
     bucket, run = store.in_memory(), a_run(block_tokens=64, tokens=10**9)
-    begun(bucket, run._replace(block_tokens=32, tokens=10**8), 2)
+    end_after(2, bucket, run._replace(block_tokens=32, tokens=10**8))
     assert [entry.name for entry in bucket.list_all("s")] == ["s/0/0"]
-    group = Together(bucket, run, "a", 0)
-    group.until(10**6, lambda islands: min(heads(islands), default=0) >= 3)
+    begun(run, "a", 3, bucket=bucket)
     for fragment in (0, 1):
         audit.replay(bucket, run, fragment)
 
 
 def test_a_start_with_other_keys_that_was_not_finished_is_named():
     bucket, run = store.in_memory(), a_run()
-    begun(bucket, run._replace(outer_lr=0.5), 2)
+    end_after(2, bucket, run._replace(outer_lr=0.5))
     group = Together(bucket, run, "a", 0)
+    group.until_stopped()
     (one,) = group.islands.values()
-    group.until(10**6, lambda _: one.stop is not None)
     assert one.stop.line.startswith("s/0/0 is of a start with other keys, which has no run.json")
 
 

@@ -140,9 +140,7 @@ SPANS = rules.spans
 
 def may_step_whatever_is_known(s):
     """It waits with two undecided messages, also where a record waits for its step t + tau."""
-    full = any(
-        core._is_due(s, F) and not rules.may_send(log.own) for F, log in enumerate(s.logs)
-    )
+    full = any(core._is_due(s, F) and not rules.may_send(log.own) for F, log in enumerate(s.logs))
     return MAY_STEP(s) and not (full and not s.run.islands)
 
 

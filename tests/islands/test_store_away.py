@@ -10,7 +10,7 @@ import simulated_program
 import together
 from simulated_store import Faults
 from simulator import World
-from together import PACE, Together, a_run, start_values
+from together import PACE, Together, a_run, begun, start_values
 
 from maxdiloco.islands import audit, beside, blocks, island, objects, records, rules
 from maxdiloco.islands.counted import Counted
@@ -42,9 +42,8 @@ def test_nobody_is_thought_dead_because_the_store_was_away(monkeypatch):
 
 
 def test_an_island_trains_until_two_messages_are_undecided_and_goes_on_when_it_is_back(monkeypatch):
-    group = Together(store.in_memory(), a_run(block_tokens=64), ("a",), 0)
+    group = begun(a_run(block_tokens=64), "a", 3)
     (one,) = group.islands.values()
-    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= 3)
     with monkeypatch.context() as away:
         away.setattr(Driver, "carried_out", lambda self, request: Done(request, FAILED))
         for _ in range(2000):  # 10 s, of which three periods are 3
@@ -52,7 +51,7 @@ def test_an_island_trains_until_two_messages_are_undecided_and_goes_on_when_it_i
         assert not one.may_step()
         assert [len(log.own) for log in one.state.logs] == [2, 2] and one.state.leases
     back, t = group.now, one.state.t
-    group.until(10**6, lambda _: one.state.t > t)
+    group.until(lambda _: one.state.t > t)
     assert group.now - back < PACE.period
 
 
@@ -127,26 +126,23 @@ def test_files_of_others_among_those_of_a_log_are_left_alone():
     assert others <= names and "s/0/1" not in names and len(names & {"s/0/4", "s/0/5"}) == 2
 
 
-def begun(run, number):
-    """A bucket with a log of so many records, and its islands."""
-    bucket = store.in_memory()
-    group = Together(bucket, run, ("a", "b", "c"), 1)
-    group.until(10**6, lambda islands: min(together.heads(islands), default=0) >= number)
-    return bucket, group
+def three(run, records):
+    """Islands whose logs have so many, and their bucket."""
+    group = begun(run, "abc", records, seed=1)
+    return group.bucket, group
 
 
 def test_a_message_that_is_gone_is_rejected_and_the_log_goes_on():
     """Another island has seen it and not yet read it."""
-    bucket, group = begun(a_run(), 3)
+    bucket, group = three(a_run(), 3)
 
     def seen():
         logs = [one.state.logs[0] for name, one in group.islands.items() if name != "a"]
         return [key for log in logs for key in log.inbox if key[0] == "a"]
 
-    group.until(10**6, lambda islands: seen())
+    group.until(lambda islands: seen())
     bucket.delete([records.message_name(0, *seen()[0])])
-    number = max(together.heads(group.islands.values()))
-    group.until(10**6, lambda islands: min(together.heads(islands)) >= number + 3)
+    group.until_records(max(together.heads(group.islands.values())) + 3)
     log = audit.replay(bucket, group.run, 0)
     assert {r.reason for one in log.records for r in one.rejected} == {"gone"}
 
@@ -156,9 +152,9 @@ def test_a_message_that_is_gone_is_rejected_and_the_log_goes_on():
     [("s/0/4", {}), ("e/9", {"eval_tokens": 400}), ("d/60", {"block_tokens": 64})],
 )
 def test_what_is_damaged_and_not_needed_ends_no_island(name, options):
-    bucket, group = begun(a_run(**options), 4)
+    bucket, group = three(a_run(**options), 4)
     bucket.put(name, b"")
-    group.until(10**6, lambda islands: min(together.heads(islands)) >= 40)
+    group.until_records(40)
     assert not any(one.stop for one in group.islands.values())
 
 
@@ -172,17 +168,17 @@ def test_a_sign_of_life_counts_of_whom_it_names_alone():
 
 
 def test_a_joiner_refuses_another_fragment_s_snapshot():
-    bucket, group = begun(a_run(), 5)
+    bucket, group = three(a_run(), 5)
     newest = objects.snapshots(bucket, 0)[-1]
     bucket.put(newest, bucket.get(objects.snapshots(bucket, 1)[-1]))
     joiner = Together(bucket, group.run, ("q",), 5)
-    joiner.until(10**6, lambda islands: all(one.stop for one in islands))
+    joiner.until_stopped()
     assert "is damaged: it is not the object" in joiner.islands["q"].stop.line
 
 
 @pytest.mark.parametrize("changes", [{"fragment": 99}, {"number": 4}, {"author": "a/../b"}])
 def test_a_record_that_is_not_what_its_name_says_is_damaged(changes):
-    bucket, group = begun(a_run(), 2)
+    bucket, group = three(a_run(), 2)
     record, _ = objects.read(bucket, group.run, "c/0/2")
     bucket.put("c/0/2", encode(record._replace(**changes)))
     with pytest.raises(records.Damaged, match="c/0/2 is damaged: it is not the object"):
@@ -192,7 +188,7 @@ def test_a_record_that_is_not_what_its_name_says_is_damaged(changes):
 def test_what_is_there_under_the_name_of_another_is_damaged():
     """An older snapshot, a message, a gradient; each under its own name is the control. A claim
     that cannot be read is another's."""
-    bucket, group = begun(run := a_run(), 6)
+    bucket, group = three(run := a_run(), 6)
     for name in ("i/a.1", "d/1"):
         bucket.put(f"{name}9", encode(records.Claim(name, "a", 1, "n")))
     assert objects.get(bucket, run, "i/a.19").reason.startswith("i/a.19 is damaged")
@@ -205,23 +201,23 @@ def test_what_is_there_under_the_name_of_another_is_damaged():
 
 def test_a_joiner_says_that_a_gradient_is_lost_and_waits_for_a_later_snapshot():
     """The others have it already. They write the next snapshot at record 8."""
-    bucket, group = begun(run := a_run(tokens=10**6), 5)
+    bucket, group = three(run := a_run(tokens=10**6), 5)
     bucket.delete([name for name in objects.listed(bucket, "g/0") if name.startswith("g/0/5.")])
     joiner = Together(bucket, run, ("q",), 5)
     one = joiner.islands["q"]
-    joiner.until(10**6, lambda islands: one.said)
+    joiner.until(lambda islands: one.said)
     for _ in range(2000):
         joiner.event(10**6)
     (line,) = one.said
     assert line.startswith("g/0/5.") and "is lost: this island waits for a snapshot" in line
     assert one.state.phase == "load" and one.stop is None
-    group.until(10**6, lambda islands: objects.snapshots(bucket, 0)[-1] == "s/0/8")
-    joiner.until(10**6, lambda islands: one.state.phase == "in")
+    group.until(lambda islands: objects.snapshots(bucket, 0)[-1] == "s/0/8")
+    joiner.until(lambda islands: one.state.phase == "in")
 
 
 def test_the_rate_counts_what_every_living_island_has_on_its_way():
     """Of three islands: by its own alone the rate would jump at each record."""
-    _, group = begun(run := a_run(tokens=10**6), 3)
+    _, group = three(run := a_run(tokens=10**6), 3)
     one = group.islands["a"]
     log = one.state.logs[0]
     own = log.tokens + sum(each.message.tokens for each in log.own)

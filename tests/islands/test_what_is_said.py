@@ -4,7 +4,7 @@ import queue
 import threading
 
 import pytest
-from together import PACE, Together, a_run, heads, start_values
+from together import PACE, a_run, begun, heads, start_values
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import answers, beside, fitness, objects
@@ -29,16 +29,14 @@ class FullDisk:
 def test_a_store_that_is_full_is_away_until_something_is_written():
     """Both islands say so once, nobody is thought dead of it, and it is back for both."""
     bucket = FullDisk()
-    group = Together(bucket, a_run(block_tokens=64), "ab", 0)
-    group.until(10**6, lambda islands: min(heads(islands), default=0) >= 3)
+    group = begun(a_run(block_tokens=64), "ab", 3, bucket=bucket)
     bucket.full = True
     start = group.now
-    while group.now < start + 3 * PACE.dead:
-        group.event(10**6)
+    group.until(lambda _: group.now >= start + 3 * PACE.dead)
     said = {name: list(one.said) for name, one in group.islands.items()}
     assert all(lines.count(answers.AWAY) == 1 for lines in said.values())
     bucket.full, before = False, heads(group.islands.values())
-    group.until(10**6, lambda islands: min(heads(islands)) > max(before) + 2)
+    group.until_records(max(before) + 3)
     for name, one in group.islands.items():
         assert one.said[len(said[name]) :].count("the store is back") == 1
         assert one.stop is None and not any(log.ledger.dead for log in one.state.logs)
@@ -71,10 +69,7 @@ def test_an_island_that_waits_says_for_what(monkeypatch):
 
 def test_an_island_of_last_week_is_not_there():
     """Its sign of life is still in the store; it is there once that has changed."""
-    run = a_run()
-    group = Together(store.in_memory(), run, "a", 0)
-    group.until(10**6, lambda islands: min(heads(islands), default=0) >= 1)
-    (one,) = group.islands.values()
+    (one,) = begun(a_run(), "a", 1).islands.values()
     company = beside.Company("a")
 
     def lines(beat):

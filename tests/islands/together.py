@@ -8,6 +8,7 @@ import numpy as np
 from maxdiloco.islands import rules
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.records import Leaf, Run
+from maxdiloco.storage import store
 
 PACE = rules.Pace(
     period=1.0, dead=4.0, grace=0.5, aside=0.2, beat=0.3, roll=0.3, poll=0.02, most_poll=0.2
@@ -89,16 +90,30 @@ class Together:
         else:
             island.tick()
 
-    def until(self, steps, done):
+    def until(self, done, steps=10**6):
         for _ in range(200_000):
             if done(self.islands.values()):
                 return
             self.event(steps)
         raise AssertionError([island.state for island in self.islands.values()])
 
+    def until_records(self, number):
+        """Until each log of each island has so many."""
+        self.until(lambda islands: min(heads(islands), default=0) >= number)
+
+    def until_stopped(self):
+        self.until(lambda islands: all(island.stop for island in islands))
+
 
 def heads(islands):
     return [log.ledger.number for island in islands for log in island.state.logs if log.ledger]
+
+
+def begun(run, names, records, seed=0, bucket=None, keys=None):
+    """Islands whose logs have so many records, over a bucket of their own where none is given."""
+    together = Together(bucket or store.in_memory(), run, names, seed, keys)
+    together.until_records(records)
+    return together
 
 
 def run_fixed(bucket, run, seed, steps, kills=0.0):
@@ -113,7 +128,7 @@ def run_fixed(bucket, run, seed, steps, kills=0.0):
         sum((t - F * H // P) % H == 0 for t in range(1, steps - run.overlap_steps + 1))
         for F in range(P)
     ]
-    together.until(steps, lambda islands: heads(islands) == rounds * len(run.islands))
+    together.until(lambda islands: heads(islands) == rounds * len(run.islands), steps)
     together.kills = 0.0
     for _ in range(500):  # snapshots and deletions
         together.event(steps)
