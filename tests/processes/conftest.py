@@ -1,7 +1,11 @@
 """What tests of several processes share."""
 
 import contextlib
+import os
+import pathlib
 import socket
+import subprocess
+import sys
 
 import mailbox_tools
 import pytest
@@ -15,6 +19,24 @@ def free_port():
             port = server.getsockname()[1]
             with socket.create_server(("", port + 1)):
                 return port
+
+
+@pytest.fixture
+def started():
+    """Starts programs as lines of Python, with buffered streams, as people have them; what is left
+    is killed at the end."""
+    root = pathlib.Path(__file__).parents[2]
+    with contextlib.ExitStack() as left:
+
+        def start(program, *arguments, **environ):
+            command, pipe = [sys.executable, "-c", program, *arguments], subprocess.PIPE
+            options = dict(cwd=root, env=os.environ | {"PYTHONUNBUFFERED": ""} | environ)
+            child = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)
+            left.enter_context(child)
+            left.callback(child.kill)
+            return child
+
+        yield start
 
 
 @pytest.fixture

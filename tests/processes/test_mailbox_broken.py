@@ -3,8 +3,6 @@
 import asyncio
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -134,39 +132,37 @@ except LostPeerError as error:
 
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_real_process_that_stands_still_loses_nothing_and_for_long_is_lost(monkeypatch, fault):
+def test_a_real_process_that_stands_still_loses_nothing_and_for_long_is_lost(
+    network, started, fault
+):
     """First for longer than the silence after which connections are made anew, 2.5 / 4 s. One that
     is killed is gone as soon as it could have come back."""
     listener = sockets.listen("127.0.0.1")
     port, (one, two) = str(listener.getsockname()[1]), IDENTITIES[:2]
     zero = Mailbox(0, one, listener=listener, timeout_s=2.5)
+    network.callback(zero.close, 0.0)
     for lane in (WORDS, BULK):
         peer = Peer("host-b", 7, "host-b", two.certificate.decode())
         zero.open(lane, {1: peer}, most_bytes=1 << 30)
     pem = [each.decode() for each in (*two, one.certificate)]
-    process = subprocess.Popen([sys.executable, "-c", PEER, port, *pem])
-    try:
-        assert zero.meet(BULK, WAIT_S) == [] and not zero.misses_a_peer
-        process.send_signal(signal.SIGSTOP)
-        data = random.randbytes(8_000_000)
-        zero.put(1, (0, 1), [data])
-        time.sleep(1.2)
-        assert zero.misses_a_peer and not zero.arrived(1, (0, 1))
-        process.send_signal(signal.SIGCONT)
-        assert zero.get(1, (0, 1), soon()) == data
-        process.send_signal(fault)
-        line = r"process 1 at host-b port 7 has been out of reach for [23] s \(peer_timeout_sec"
-        if fault == signal.SIGKILL:
-            line = "process 1 at host-b port 7 is gone: it closed|" + line
-        with pytest.raises(LostPeerError, match=line):
-            zero.get(1, (0, 1), soon())
-        zero.close(0.0)
-        process.send_signal(signal.SIGCONT)
-        assert process.wait(WAIT_S) == (5 if fault == signal.SIGSTOP else -signal.SIGKILL)
-    finally:
-        process.kill()
-        process.wait()
-        zero.close(0.0)
+    process = started(PEER, port, *pem)
+    assert zero.meet(BULK, WAIT_S) == [] and not zero.misses_a_peer
+    process.send_signal(signal.SIGSTOP)
+    data = random.randbytes(8_000_000)
+    zero.put(1, (0, 1), [data])
+    time.sleep(1.2)
+    assert zero.misses_a_peer and not zero.arrived(1, (0, 1))
+    process.send_signal(signal.SIGCONT)
+    assert zero.get(1, (0, 1), soon()) == data
+    process.send_signal(fault)
+    line = r"process 1 at host-b port 7 has been out of reach for [23] s \(peer_timeout_sec"
+    if fault == signal.SIGKILL:
+        line = "process 1 at host-b port 7 is gone: it closed|" + line
+    with pytest.raises(LostPeerError, match=line):
+        zero.get(1, (0, 1), soon())
+    zero.close(0.0)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(WAIT_S) == (5 if fault == signal.SIGSTOP else -signal.SIGKILL)
 
 
 @pytest.fixture
@@ -180,27 +176,26 @@ def test_what_no_process_sends_ends_the_run_and_what_is_out_of_turn_is_not_taken
     """A message without a key, of too many bytes or of another size. Each number once, and each
     part after the part before it."""
     lane, came = lane
+
+    def refused(line, call, *arguments):
+        with pytest.raises(LostPeerError, match=line):
+            call(*arguments)
+
     for key in ({}, [[1]], 7, [1.5]):
-        with pytest.raises(LostPeerError, match="process 1 has sent what no process of a run does"):
-            lane.begin((1, 0), 1, key)
-    with pytest.raises(LostPeerError, match="a message of 101 bytes: 100 are the most"):
-        lane.begin((1, 0), 101, [1])
+        refused("process 1 has sent what no process of a run does", lane.begin, (1, 0), 1, key)
+    refused("a message of 101 bytes: 100 are the most", lane.begin, (1, 0), 101, [1])
     for place, size in (((2, 0), 3), ((0, 0), 3), ((1, 1), 3), ((1, 0), -1)):
-        with pytest.raises(LostPeerError, match="a message out of turn"):
-            lane.begin(place, size, [1])
+        refused("a message out of turn", lane.begin, place, size, [1])
     lane.begin((1, 0), 3, [1, "a"])
     lane.fill(b"ab")
     assert lane.place == (1, 2)
-    with pytest.raises(LostPeerError, match="another size of the same message"):
-        lane.begin((1, 2), 4, [1, "a"])
+    refused("another size of the same message", lane.begin, (1, 2), 4, [1, "a"])
     lane.begin((1, 2), 3, [1, "a"])
-    with pytest.raises(LostPeerError, match="more bytes than the message has"):
-        lane.fill(b"cd")
+    refused("more bytes than the message has", lane.fill, b"cd")
     assert not came
     lane.fill(b"c")
     assert came == [((1, "a"), b"abc")] and lane.place == (2, 0)
-    with pytest.raises(LostPeerError, match="a message out of turn"):
-        lane.begin((1, 0), 3, [1, "a"])
+    refused("a message out of turn", lane.begin, (1, 0), 3, [1, "a"])
 
 
 def test_what_the_peer_has_is_not_kept_and_it_has_no_more_than_was_sent(lane):

@@ -6,6 +6,7 @@ import pathlib
 import socket
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import pytest
@@ -26,22 +27,16 @@ def test_exit_codes():
 
 
 @pytest.fixture
-def served(monkeypatch):
-    """served(call): JAX's coordination service, all of whose calls are this one."""
+def service_fails(monkeypatch):
+    """service_fails(text): all calls of JAX's coordination service raise this."""
 
-    def serve(call):
-        client = SimpleNamespace(wait_at_barrier=call, blocking_key_value_get=call)
+    def install(text):
+        fail = mock.Mock(side_effect=jax.errors.JaxRuntimeError(text))
+        client = SimpleNamespace(wait_at_barrier=fail, blocking_key_value_get=fail)
         state = SimpleNamespace(client=client, coordinator_address="[::1]:1234")
         monkeypatch.setattr(coordination.distributed, "global_state", state)
 
-    return serve
-
-
-def raising(text):
-    def fail(*_):
-        raise jax.errors.JaxRuntimeError(text)
-
-    return fail
+    return install
 
 
 def test_two_files_alone_import_what_is_private_to_jax():
@@ -62,17 +57,17 @@ The first task at the barrier: 0. Some timed out task names:
 
 
 @pytest.mark.parametrize("text, who", [(LATE, "process 2"), ("CANCELLED: gone", "a process")])
-def test_a_barrier_that_not_all_reach_says_who_is_late_with_what(served, text, who):
+def test_a_barrier_that_not_all_reach_says_who_is_late_with_what(service_fails, text, who):
     """JAX's own error is a traceback of six lines."""
-    served(raising(text))
+    service_fails(text)
     with pytest.raises(LostPeerError, match=rf"^{who} has not compiled its programs since \d\d:"):
         coordination.meet("x", "compiled its programs", timeout_s=2)
     with pytest.raises(LostPeerError, match=r"^process 7 has not sent its name since .*for 2 s at"):
         coordination.value_of(7, "x", "its name", timeout_s=2)
 
 
-def test_a_process_0_lost_while_meeting_is_named(served):
-    served(raising("UNAVAILABLE: Socket closed"))
+def test_a_process_0_lost_while_meeting_is_named(service_fails):
+    service_fails("UNAVAILABLE: Socket closed")
     line = "process 0 at ::1 was lost before process 3 .* start the run again"
     with pytest.raises(LostPeerError, match=line):
         peers._secret(Job(3, 4), "", 1)
@@ -175,21 +170,26 @@ def test_process_i_listens_on_the_port_i_after_peer_port_or_process_0_on_that_af
     assert meet(0, False, "")[0] != free_port + 1
 
 
+def ended_by(process, ends):
+    """The line of the process that ends both with 2; the other one repeats it."""
+    first, second = ends[process], ends[1 - process]
+    assert (type(first), first.exit_code) == (ConfigError, 2)
+    assert (type(second), second.exit_code) == (LostPeerError, 2)
+    assert str(second) == f"process {process} has ended: {first}"
+    return str(first)
+
+
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet, process):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         ends = meet(port - process, True, "")
-    first, second = ends[process], ends[1 - process]
-    assert (type(first), first.exit_code) == (ConfigError, 2)
-    assert (type(second), second.exit_code) == (LostPeerError, 2)
     where = ["any address", "127.0.0.1"][process]
-    assert str(first) == (
+    assert ended_by(process, ends) == (
         f"exchange_interface= peer_port={port - process}: process {process} cannot listen on "
         f"{where} port {port} of {socket.gethostname()}: Address already in use. Use an address of "
         f"this host and free ports, or leave both keys out."
     )
-    assert str(second) == f"process {process} has ended: {first}"
 
 
 def test_a_secret_of_a_file_is_not_in_the_store_and_has_to_be_the_same(meet, store, tmp_path):
@@ -218,10 +218,7 @@ def test_a_secret_that_one_process_lacks_ends_both_with_2_and_one_line(meet, tmp
     for file, (by, line) in cases.items():
         files = [str(path), str(path)]
         files[process] = file
-        ends = meet(0, True, "", secret_files=files)
-        assert type(ends[by]) is ConfigError and str(ends[by]).startswith(line)
-        assert (type(ends[1 - by]), ends[1 - by].exit_code) == (LostPeerError, 2)
-        assert str(ends[1 - by]) == f"process {by} has ended: {ends[by]}"
+        assert ended_by(by, meet(0, True, "", secret_files=files)).startswith(line)
 
 
 def test_who_is_reached_hears_that_another_is_not_of_the_run(store):
@@ -238,19 +235,13 @@ def test_who_is_reached_hears_that_another_is_not_of_the_run(store):
 
 
 def test_who_does_not_come_is_named(store):
+    nobody_reached = SimpleNamespace(open=lambda lane, peers: None)
     with pytest.raises(LostPeerError) as caught:
-        peers.Room(Job(0, 3), Unopened(), b"s" * 16, 0.2).open("words", [1, 2])
+        peers.Room(Job(0, 3), nobody_reached, b"s" * 16, 0.2).open("words", [1, 2])
     line = str(caught.value)
     assert "process 0 on " in line and "and processes [1, 2] did not reach each other" in line
     assert "within 0.2 s (the lesser of jax_distributed_initialization_timeout" in line
     assert "let the hosts open TCP connections" in line
-
-
-class Unopened:
-    """A mailbox whose lanes nobody reaches."""
-
-    def open(self, lane, peers):
-        pass
 
 
 def compare(of_each, *, count=None, timeout_s=60):

@@ -1,5 +1,6 @@
 """How a run is told to stop, and how a program ends whatever its threads and readers do."""
 
+import contextlib
 import errno
 import fcntl
 import io
@@ -26,33 +27,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
-def started():
-    """Starts programs as lines of Python; what is left is killed at the end."""
-    children = []
-
-    def start(program, *arguments, **environ):
-        command = [sys.executable, "-c", program, *arguments]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        children.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | environ, **pipes))
-        return children[-1]
-
-    yield start
-    for child in children:
-        with child:
-            child.kill()
-
-
-@pytest.fixture
 def before():
     """before(number, handler): what takes a signal before a test, until its end."""
-    handlers = []
-
-    def install(number, handler):
-        handlers.append((number, signal.signal(number, handler)))
-
-    yield install
-    for number, handler in handlers:
-        signal.signal(number, handler)
+    with contextlib.ExitStack() as ends:
+        yield lambda number, handler: ends.callback(
+            signal.signal, number, signal.signal(number, handler)
+        )
 
 
 def test_the_inner_context_hears_and_then_the_outer_one_again():
@@ -148,12 +128,8 @@ def test_a_program_ends_though_a_thread_of_a_library_never_does(started, end, co
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_asks_the_run_to_stop_and_the_handler_before_comes_back(before, number):
     """SIGHUP is that of a closed terminal. Ctrl-C is told at once, too."""
-
-    def mine(number, frame):
-        raise AssertionError("called")
-
+    mine, told = lambda number, frame: pytest.fail("called"), queue.Queue()
     before(number, mine)
-    told = queue.Queue()
     with Preemption(told.put) as preemption:
         assert not preemption.requested(1)
         os.kill(os.getpid(), number)
@@ -199,9 +175,8 @@ def test_a_signal_that_arrives_twice_is_one_and_a_later_one_ends_the_process(mon
 def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():
     told = queue.Queue()
     with Preemption(told.put) as preemption:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
         told.get(timeout=WAIT_S)
     assert preemption.requested(1)
     assert not preemption.by_ctrl_c

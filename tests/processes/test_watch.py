@@ -1,12 +1,10 @@
 """Losses and ends of peers: what the watch makes of what a mailbox says."""
 
+import contextlib
 import json
-import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -44,17 +42,18 @@ class Box:
         self.closed = True
 
 
-class Room:
-    """Watches, and what they would have ended their processes with."""
+class Room(contextlib.ExitStack):
+    """Watches, whose threads would keep pytest alive, and what they would have ended with."""
 
     def __init__(self):
-        self._ends, self._watches = queue.Queue(), []
+        super().__init__()
+        self._ends = queue.Queue()
 
     def guard(self, process_id, *peers, **options):
         """The box and the watch of a process."""
-        made = watch.Watch(process_id, end=lambda *it: self._ends.put(it), **options)
-        self._watches.append(made)
         box = Box(*peers)
+        made = watch.Watch(process_id, end=lambda *it: self._ends.put(it), **options)
+        self.callback(made.close)
         made.begin(box)
         return box, made
 
@@ -64,19 +63,13 @@ class Room:
     def goes_on(self):
         return self._ends.empty()
 
-    def close(self):
-        """Their threads would keep pytest alive."""
-        for each in self._watches:
-            each.close()
-
 
 @pytest.fixture
 def room(monkeypatch):
     for name in ("PATIENCE_S", "GRACE_S"):
         monkeypatch.setattr(watch, name, 0.05)
-    made = Room()
-    yield made
-    made.close()
+    with Room() as made:
+        yield made
 
 
 def over():
@@ -91,18 +84,19 @@ def test_a_peer_that_is_gone_ends_the_process_with_5_and_its_name(room, capfd):
     """Process 0 tells the others, which have no words for each other, and the peer who has lost it:
     its line must not name itself alone. The stack that JAX prints without process 0 is announced,
     and without another one there is none."""
+    gone = "is gone: it closed its connections without a word."
     box, _ = room.guard(0, 1, 2)
-    box.lose(1, "is gone: it closed its connections without a word.")
+    box.lose(1, gone)
     code, line = room.end()
     assert code == 5 and "\n" not in line
-    assert line.startswith("process 1 on host-b is gone: it closed its connections without a word.")
+    assert line.startswith(f"process 1 on host-b {gone}")
     assert "Start the run again with the same run_name" in line
     assert box.said.get(timeout=WAIT_S) == (1, [f"process 0 on {HOST} says: {line}", 5, 0.05])
     assert box.said.get(timeout=WAIT_S) == (2, [line, 5, 0.05])
     assert str(box.failure) == line and box.failure.exit_code == 5 and box.closed
     assert capfd.readouterr().err == ""
     box, _ = room.guard(1, 0)
-    box.lose(0, "is gone: it closed its connections without a word.")
+    box.lose(0, gone)
     room.end()
     assert capfd.readouterr().err == f"process 0 on host-a is gone. {watch.STACK}\n"
 
@@ -117,8 +111,7 @@ def test_an_error_that_a_loss_may_be_behind_waits_for_it_and_ends_the_process(ro
     guard.end_if_lost(0.1)
     assert room.goes_on(), "the control: nothing is lost"
     box.misses_a_peer = True
-    lost = threading.Timer(0.5, box.lose, (0, "has been out of reach for 8 s."))
-    lost.start()
+    threading.Timer(0.5, box.lose, (0, "has been out of reach for 8 s.")).start()
     guard.end_if_lost(0.1)
     assert not room.goes_on()
     code, line = room.end()
@@ -203,40 +196,24 @@ os._exit(5)
 """
 
 
-def started(program, *arguments):
-    """With buffered streams, as people have them."""
-    buffered, pipe = os.environ | {"PYTHONUNBUFFERED": ""}, subprocess.PIPE
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=buffered)
-
-
-def run(program, *arguments):
-    """The exit code and what it printed on both streams."""
-    with started(program, *arguments) as process:
-        out, err = process.communicate()
-    return process.returncode, out, err
-
-
-def test_the_process_ends_at_once_with_one_line_and_what_it_had_printed():
+def test_the_process_ends_at_once_with_one_line_and_what_it_had_printed(started):
     """os._exit drops what is buffered; the line goes to stderr."""
-    assert run(END) == (5, "last step", "LostPeerError: process 1 on host-b is gone\n")
+    ended = started(END)
+    line = "LostPeerError: process 1 on host-b is gone\n"
+    assert ended.communicate(timeout=WAIT_S) == ("last step", line) and ended.returncode == 5
 
 
-def test_a_full_pipe_that_nobody_reads_keeps_no_process():
+def test_a_full_pipe_that_nobody_reads_keeps_no_process(started):
     """A thread is inside its write and has the stream's lock."""
     process = started(FULL)
-    try:
-        assert process.wait(WAIT_S) == 130
-        assert process.stderr.read() == "Interrupted.\n"
-    finally:
-        process.kill()
-        process.communicate()
+    assert process.wait(WAIT_S) == 130
+    assert process.stderr.read() == "Interrupted.\n"
 
 
 @pytest.mark.parametrize("what, code", [("delayed", 5), ("at once", -signal.SIGABRT)])
-def test_an_abort_in_another_thread_waits_for_the_watch(what, code):
+def test_an_abort_in_another_thread_waits_for_the_watch(started, what, code):
     """As the watch: it sees the lost peer, and ends the process after its patience of 1 s."""
-    assert run(ABORT, what)[0] == code
+    assert started(ABORT, what).wait(WAIT_S) == code
 
 
 def test_last_words_are_said_where_python_begins_no_thread(monkeypatch, capfd):
