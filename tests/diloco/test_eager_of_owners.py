@@ -29,9 +29,7 @@ def on_wire(wire, x_N):
 def sent(M, wire):
     """What receivers decode in each round, [E, M, N]: half of it common to all, then all of it."""
     numbers = np.random.default_rng(0)
-    common, own = (
-        numbers.normal(size=(ROUNDS + ALIKE, n, N)).astype(np.float32) for n in (1, M)
-    )
+    common, own = (numbers.normal(size=(ROUNDS + ALIKE, n, N)).astype(np.float32) for n in (1, M))
     own[ROUNDS:] = 0
     return jax.vmap(jax.vmap(functools.partial(on_wire, wire)))(0.01 * jnp.asarray(common + own))
 

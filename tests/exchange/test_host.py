@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
 
 from maxdiloco.exchange import collective, owners, payload
-from maxdiloco.exchange.host import HostCarrier, Passage, Shard, owners_of, routes
+from maxdiloco.exchange.host import HostCarrier, Passage, Routes, Shard, owners_of, routes
 
 
 def chunks_of(mesh, M, dtype, lengths):
@@ -57,28 +57,23 @@ def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype, to_owners
     carrier.close()
 
 
-def test_what_one_sends_another_gets_in_the_same_order():
+@pytest.mark.parametrize(
+    ("to_owners", "of_2"),
+    [
+        (False, Routes({1: (Shard(2, 0),)}, {1: (Shard(0, 0), Shard(1, 0))}, (Shard(2, 0),))),
+        # Each sends to an owner the part that it owns, of its own place, and nothing else.
+        (True, Routes({1: (Shard(2, 0, to=0), Shard(2, 0, to=1))},
+                      {1: (Shard(0, 0, to=2), Shard(1, 0, to=2))}, (Shard(2, 0, to=2),))),
+    ],
+    ids=["gather", "owners"],
+)  # fmt: skip
+def test_what_one_sends_another_gets_in_the_same_order(to_owners, of_2):
     """Three slices of two places; process 1 holds two slices, the others share the third."""
     holders = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
-    tables = {process: routes(holders, process) for process in (1, 2, 3)}
-    for a in tables:
-        for b in tables:
-            if a != b:
-                assert tables[a].sends.get(b) == tables[b].gets.get(a)
-    assert tables[2].sends == {1: (Shard(2, 0),)}
-    assert tables[2].gets == {1: (Shard(0, 0), Shard(1, 0))}
-    assert tables[2].stays == (Shard(2, 0),)
-
-
-def test_owners_get_their_part_of_every_slot_and_nothing_else():
-    """The same processes: each sends to an owner the part that it owns, of its own place."""
-    holders = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
-    tables = {process: routes(holders, process, to_owners=True) for process in (1, 2, 3)}
+    tables = {process: routes(holders, process, to_owners=to_owners) for process in (1, 2, 3)}
     for a, b in itertools.permutations(tables, 2):
         assert tables[a].sends.get(b) == tables[b].gets.get(a)
-    assert tables[2].sends == {1: (Shard(2, 0, to=0), Shard(2, 0, to=1))}
-    assert tables[2].gets == {1: (Shard(0, 0, to=2), Shard(1, 0, to=2))}
-    assert tables[2].stays == (Shard(2, 0, to=2),)
+    assert tables[2] == of_2
 
 
 class Loop:
@@ -106,13 +101,12 @@ class Loop:
 
 
 @contextlib.contextmanager
-def beside_a_twin(devices, M):
-    """(carrier, mailbox, chunks) of the process with the first of two slots, for M replicas."""
-    mesh, mailbox = mesh_of(devices, diloco=2), Loop()
+def of_slot_0(mesh, mailbox):
+    """The carrier of the process with the first slot, where each slot has a process."""
     carrier = HostCarrier(mesh, mailbox=mailbox)
     holders = {shard: shard.slot for shard in owners_of(mesh)}
     carrier._routes = [routes(holders, 0, to_owners=to_owners) for to_owners in (False, True)]
-    yield carrier, mailbox, chunks_of(mesh, M, jnp.int8, [1024, 1024])
+    yield carrier
     carrier.close()
 
 
@@ -122,17 +116,20 @@ def beside_a_twin(devices, M):
 @pytest.mark.parametrize("to_owners", [False, True])
 def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace, to_owners):
     """1,500 bytes of each replica here, in two seconds."""
-    with beside_a_twin(devices, M) as (carrier, mailbox, _):
+    mailbox = Loop()
+    with of_slot_0(mesh_of(devices, diloco=2), mailbox) as carrier:
         carrier._pace(passage(1500, M // 2, to_owners=to_owners, within_s=within_s), 1)
     assert mailbox.paces == [pace]
 
 
 def test_padding_stays_here(devices):
     """Of 2 x 1024 elements 1,500 are a payload: those travel, and zeros stand for the rest."""
-    with beside_a_twin(devices, 2) as (carrier, mailbox, sent):
+    mesh, mailbox = mesh_of(devices, diloco=2), Loop()
+    sent = chunks_of(mesh, 2, jnp.int8, [1024, 1024])
+    with of_slot_0(mesh, mailbox) as carrier:
         own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
-        of_slot_0 = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
-        fetched = carrier._fetch(passage(1500, 1), of_slot_0)
+        here = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
+        fetched = carrier._fetch(passage(1500, 1), here)
         assert mailbox.messages.queue[0][2] == own[:1500].tobytes()
         done = SimpleNamespace(result=lambda: fetched)
         arrived = carrier._collect(passage(1500, 1), done)
@@ -159,20 +156,17 @@ def bytes_held(devices, M, exchange, monkeypatch):
     if exchange == "owners":
         sent = owners.cut(sent, reduced="int8", replicas=1)
         passages = [passage(sent.first_size, 1, to_owners=True), passage(sent.size, 1)]
-    carrier = HostCarrier(mesh, mailbox=mailbox)
-    holders = {shard: shard.slot for shard in owners_of(mesh)}
-    carrier._routes = [routes(holders, 0, to_owners=to_owners) for to_owners in (False, True)]
-    monkeypatch.setattr(carrier, "_on_devices", lambda codes, to_owners: None)
-    held = []
-    for each in passages:
-        own = {Shard(0, 0): [np.ones((1, each.size), np.uint8)]}
-        mailbox.size = each.size
-        tracemalloc.start()
-        carrier._collect(each, SimpleNamespace(result=lambda own=own: own))
-        held.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    carrier.close()
-    return sum(held)
+    held = 0
+    with of_slot_0(mesh, mailbox) as carrier:
+        monkeypatch.setattr(carrier, "_on_devices", lambda codes, to_owners: None)
+        for each in passages:
+            own = {Shard(0, 0): [np.ones((1, each.size), np.uint8)]}
+            mailbox.size = each.size
+            tracemalloc.start()
+            carrier._collect(each, SimpleNamespace(result=lambda own=own: own))
+            held += tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+    return held
 
 
 def test_what_a_process_holds_of_arrivals_grows_with_the_replicas_that_are_gathered_alone(

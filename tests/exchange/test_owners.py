@@ -18,6 +18,8 @@ from wire_codecs import CODECS
 from maxdiloco.diloco import quantize
 from maxdiloco.exchange import collective, owners, payload
 
+pytestmark = pytest.mark.usefixtures("few_compiler_passes")
+
 # Sharded over fsdp or alike on all devices of a slice; whole blocks, a short one, a value alone.
 LEAVES = {
     "fsdp": ((4, 300), P(None, "fsdp")),
@@ -74,7 +76,6 @@ def exchange(mesh, wire, arrays, *, reduced="int8", num_chunks=1, gathers=True):
         [("bfloat16", 2), ("int2", 3), ("float4_e3m0", 4)],
     ),
 )
-@pytest.mark.usefixtures("few_compiler_passes")
 def test_the_mean_is_the_ordered_one_encoded_again(devices, wire, M):
     """On M slots of one device, to the bit, by the codecs of the table: what each replica sends,
     its float32 mean in replica order, and that in int8 or the finer wire of the replicas."""
@@ -97,7 +98,6 @@ def test_the_mean_is_the_ordered_one_encoded_again(devices, wire, M):
         [("float4_e3m0", 2, 3)],
     ),
 )
-@pytest.mark.usefixtures("few_compiler_passes")
 def test_bits_do_not_depend_on_slots_or_chunks_and_sizes_are_those_of_gathering(
     devices, wire, slots, chunks
 ):
@@ -116,7 +116,6 @@ def test_bits_do_not_depend_on_slots_or_chunks_and_sizes_are_those_of_gathering(
     assert all(same) == (wire == "float32") and (wire == "float32" or not any(same[:3]))
 
 
-@pytest.mark.usefixtures("few_compiler_passes")
 def test_a_narrower_wire_for_the_means_is_a_parameter(devices):
     """float4_e3m0 both ways: the mean of one replica alone is what it has sent."""
     found, gathered = exchange(mesh_of(devices), "float4_e3m0", values(1), reduced="float4_e3m0")
@@ -126,7 +125,6 @@ def test_a_narrower_wire_for_the_means_is_a_parameter(devices):
 
 
 @pytest.mark.parametrize("bad", [np.nan, full(-np.inf)])
-@pytest.mark.usefixtures("few_compiler_passes")
 def test_a_bad_value_is_flagged_by_replica_and_leaf(devices, bad):
     """Its part has one owner; the flag is everywhere. Control: without it no flag is up."""
     mesh, arrays = mesh_of(devices, diloco=2, fsdp=2), values(4)
