@@ -6,16 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxdiloco.diloco.outer import (
-    OPTIMIZERS,
-    merge,
-    ordered_mean,
-    outer_gradient,
-    outer_optimizer,
-    outer_update,
-    own_fresh,
-    radial_directional_mean,
-)
+from maxdiloco.diloco import outer
 
 f32 = jnp.float32
 bf16 = jnp.bfloat16
@@ -28,13 +19,12 @@ def bits(x):
 def mean_of(terms_R):
     """ordered_mean of arrays [R, ...]."""
     M = jax.tree.leaves(terms_R)[0].shape[0]
-    return ordered_mean(lambda r: (jax.tree.map(lambda x: x[r], terms_R), ()), M)[0]
+    return outer.ordered_mean(lambda r: (jax.tree.map(lambda x: x[r], terms_R), ()), M)[0]
 
 
 def test_outer_gradient_of_bfloat16_parameters_is_float32():
     """1 + 2^-10 is not a bfloat16: a difference taken in bfloat16 would be 0."""
-    outer, inner = jnp.array([1 + 2.0**-10], f32), jnp.array([1.0], bf16)
-    g = outer_gradient(outer, inner)
+    g = outer.outer_gradient(jnp.array([1 + 2.0**-10], f32), jnp.array([1.0], bf16))
     assert g.dtype == f32
     assert g.tolist() == [2.0**-10]
 
@@ -62,7 +52,7 @@ def test_the_eager_mean_adds_the_own_term_in_its_slot():
     """Replica 2 of 4 in float32: ((1e8 + 1) - 1e8) + 1 = 1; own term first would give 0 or 2. Its
     own stale 7 is unused."""
     stale, own = jnp.array([[1e8], [1.0], [7.0], [1.0]], f32), jnp.array([-1e8], f32)
-    mean, _ = ordered_mean(lambda r: (own_fresh(stale[r], own, r, 2), ()), 4)
+    mean, _ = outer.ordered_mean(lambda r: (outer.own_fresh(stale[r], own, r, 2), ()), 4)
     assert mean.tolist() == [0.25]
 
 
@@ -84,7 +74,7 @@ def test_the_eager_mean_adds_the_own_term_in_its_slot():
 def test_rda_without_a_norm_or_a_direction(terms, expected):
     terms_R, M = jnp.array(terms), len(terms)
     options = dict(norm=lambda x: jnp.sqrt(jnp.sum(x * x)), spread=lambda n: jnp.full(2, n))
-    found = radial_directional_mean(lambda r: terms_R[r], mean_of(terms_R), M, **options)
+    found = outer.radial_directional_mean(lambda r: terms_R[r], mean_of(terms_R), M, **options)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
@@ -104,11 +94,11 @@ def test_rda_without_a_norm_or_a_direction(terms, expected):
     ],
 )
 def test_outer_optimizers_by_hand(name, momentum, expected):
-    optimizer = outer_optimizer(name, lr=0.4, momentum=momentum)
+    optimizer = outer.outer_optimizer(name, lr=0.4, momentum=momentum)
     theta = {"w": jnp.ones((1,), f32)}
     state = optimizer.init(theta)
     for g, wanted in zip([0.5, -1.0], expected, strict=True):
-        theta, state = outer_update(optimizer, theta, state, {"w": jnp.full((1,), g, f32)})
+        theta, state = outer.outer_update(optimizer, theta, state, {"w": jnp.full((1,), g, f32)})
         assert float(theta["w"][0]) == pytest.approx(wanted, rel=1e-6)
 
 
@@ -116,7 +106,7 @@ def test_outer_optimizers_by_hand(name, momentum, expected):
 def test_momentum_zero_has_no_state(name):
     """Zeros as a trace would waste memory."""
     for momentum, shapes in ((0.0, []), (0.9, [(3,)])):
-        state = outer_optimizer(name, lr=0.4, momentum=momentum).init(jnp.ones(3))
+        state = outer.outer_optimizer(name, lr=0.4, momentum=momentum).init(jnp.ones(3))
         assert [x.shape for x in jax.tree.leaves(state)] == shapes
 
 
@@ -124,9 +114,9 @@ def test_merge_weighs_the_own_value_by_alpha_in_float32_and_returns_the_inner_dt
     """Algorithm 2, line 12: 0.25 * 4 + 0.75 * 8 = 7. bfloat16 steps near 1 are u = 2^-7: half of 1
     and of 1 + 1.375 u is 1 + 0.6875 u, nearest 1 + u. In bfloat16 throughout, the outer value is
     1 + u first and the mean 1 + 0.5 u, a tie to 1."""
-    assert merge(jnp.array([4.0]), jnp.array([8.0]), alpha=0.25).tolist() == [7.0]
+    assert outer.merge(jnp.array([4.0]), jnp.array([8.0]), alpha=0.25).tolist() == [7.0]
     u = 2.0**-7
-    mixed = merge(jnp.array([1.0], bf16), jnp.array([1 + 1.375 * u], f32), alpha=0.5)
+    mixed = outer.merge(jnp.array([1.0], bf16), jnp.array([1 + 1.375 * u], f32), alpha=0.5)
     assert mixed.dtype == bf16
     assert mixed.astype(f32).tolist() == [1 + u]
 
@@ -139,15 +129,15 @@ def test_merge_at_its_ends_is_a_copy(wrap):
     """
     odd = jnp.array([jnp.inf, jnp.nan, 1.0, -0.0], f32)
     plain = jnp.array([-0.0, 1.1, jnp.inf, 3e38], f32)
-    assert bits(wrap(lambda i, o: merge(i, o, alpha=0.0))(odd, plain)) == bits(plain)
-    assert bits(wrap(lambda i, o: merge(i, o, alpha=1.0))(plain, odd)) == bits(plain)
-    assert bits(merge(plain, odd, alpha=0.5)) != bits(plain)
+    assert bits(wrap(lambda i, o: outer.merge(i, o, alpha=0.0))(odd, plain)) == bits(plain)
+    assert bits(wrap(lambda i, o: outer.merge(i, o, alpha=1.0))(plain, odd)) == bits(plain)
+    assert bits(outer.merge(plain, odd, alpha=0.5)) != bits(plain)
 
 
 def test_an_unknown_outer_optimizer_is_refused():
     """Control: each of the table is made."""
-    for name, make in OPTIMIZERS.items():
+    for name, make in outer.OPTIMIZERS.items():
         assert isinstance(make(0.4, 0.9), optax.GradientTransformation), name
     words = "diloco_outer_optimizer='lion'.*Use one of nesterov, sgd, adam"
     with pytest.raises(ValueError, match=words):
-        outer_optimizer("lion", lr=0.4, momentum=0.9)
+        outer.outer_optimizer("lion", lr=0.4, momentum=0.9)

@@ -234,14 +234,13 @@ def test_sizes_on_the_wire():
     2; 2 * 13."""
     assert [encoded_size(name, 257) for name in quantize.NAMES] == [257, 257, 265, 131, 69, 26]
     assert [encoded_size(name, 0) for name in quantize.NAMES] == [0, 0, 0, 0, 0, 0]
-    sizes = (2048, 1024, 2 * 260, 2 * 129, 2 * 66, 2 * 13)
-    bytes_of_two_blocks = dict(zip(quantize.NAMES, sizes, strict=True))
-    for name in quantize.NAMES:
+    bytes_of_two_blocks = (2048, 1024, 2 * 260, 2 * 129, 2 * 66, 2 * 13)
+    for name, size in zip(quantize.NAMES, bytes_of_two_blocks, strict=True):
         for n in (257, 512):
             x = jax.ShapeDtypeStruct((n,), jnp.float32)
             code = jax.eval_shape(functools.partial(encode, name), x)
             assert (code.shape, code.dtype) == ((encoded_size(name, n),), wire_format(name).dtype)
-        assert code.size * code.dtype.itemsize == bytes_of_two_blocks[name]
+        assert code.size * code.dtype.itemsize == size, name
 
 
 def test_an_unknown_wire_is_refused():

@@ -35,32 +35,29 @@ def values(leaves, M=4, seed=0):
     return [numbers.normal(size=(M, *s)).astype(np.float32) for s, _, _ in leaves.values()]
 
 
-def fragment_of(leaves, wire, mesh):
-    shapes, specs, _ = zip(*leaves.values(), strict=True)
-    return payload.for_leaves(shapes, specs, wire=wire, mesh=mesh)
-
-
 def on_mesh(mesh, leaves, arrays):
     """Arrays [R, ...] as the specs have them."""
-    return [
+    return arrays and [
         jax.device_put(x, NamedSharding(mesh, P("diloco", *spec)))
         for x, (_, spec, _) in zip(arrays, leaves.values(), strict=True)
     ]
 
 
-def exchange(mesh, wire, arrays, *residuals, leaves=PLAIN, num_chunks=1, kinds=None):
-    """What is sent and what is received."""
-    fragment = fragment_of(leaves, wire, mesh)
+def exchange(mesh, wire, arrays, *, leaves=PLAIN, num_chunks=1, kinds=None, residual=(), fresh=()):
+    """What is sent and what is received. fresh: of eager updates, what each replica has by then."""
+    shapes, specs, _ = zip(*leaves.values(), strict=True)
+    fragment = payload.for_leaves(shapes, specs, wire=wire, mesh=mesh)
     lengths = (payload.pad_to_tile(-(-fragment.size // num_chunks)),) * num_chunks
+    options = dict(num_replicas=len(arrays[0]), kinds=kinds)
 
     @jax.jit
-    def run(*trees):
-        sent = collective.send(fragment, trees[0], lengths, *trees[1:])
+    def run(arrays, residual, fresh):
+        sent = collective.send(fragment, arrays, lengths, residual)
         arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in sent.chunks]
-        M = len(arrays[0])
-        return sent, collective.receive(fragment, arrived, num_replicas=M, kinds=kinds)
+        own = collective.send(fragment, fresh, lengths).chunks if fresh else ()
+        return sent, collective.receive(fragment, arrived, own, **options)
 
-    return run(*(on_mesh(mesh, leaves, tree) for tree in (arrays, *residuals)))
+    return run(*(on_mesh(mesh, leaves, tree) for tree in (arrays, residual, fresh)))
 
 
 def ordered_mean(terms):
@@ -107,18 +104,9 @@ def test_a_bad_value_is_flagged_by_replica_and_leaf(devices, sizes, bad):
 
 def test_eager_mean_has_the_own_value_fresh(devices):
     """arXiv 2502.12996 Algorithm 3: (own(t) + sum over others(t-H)) / M, each replica its own."""
-    mesh = mesh_of(devices, diloco=2, fsdp=2)
     old = values(PLAIN)
     new = [x * 3 for x in old]
-    fragment = fragment_of(PLAIN, "float32", mesh)
-    size = payload.pad_to_tile(fragment.size)
-
-    def run(old, new):
-        sent, own = (collective.send(fragment, x, (size,)).chunks for x in (old, new))
-        arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in sent]
-        return collective.receive(fragment, arrived, own, num_replicas=4)
-
-    found = jax.jit(run)(on_mesh(mesh, PLAIN, old), on_mesh(mesh, PLAIN, new))
+    _, found = exchange(mesh_of(devices, diloco=2, fsdp=2), "float32", old, fresh=new)
     assert not np.asarray(found.own_bad_RF).any()
     for before, fresh, mean_R in zip(old, new, found.mean, strict=True):
         for m in range(4):
@@ -166,7 +154,7 @@ def test_what_arrives_and_what_is_left_over_are_what_was_wanted(devices, sizes):
     int2 has no code for the zeros that fill up the last of equal parts."""
     g_R, before_R = values(DIVIDED), values(DIVIDED, seed=1)
     mesh = mesh_of(devices, **sizes)
-    sent, found = exchange(mesh, "int2", g_R, before_R, leaves=DIVIDED)
+    sent, found = exchange(mesh, "int2", g_R, leaves=DIVIDED, residual=before_R)
     for x, e, left, arrived in zip(g_R, before_R, sent.residual, found.mean, strict=True):
         np.testing.assert_allclose((x + e - left).mean(0), arrived, atol=1e-6)
     squares = sum(jnp.sum(x**2, axis=range(1, x.ndim)) for x in sent.residual)

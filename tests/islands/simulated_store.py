@@ -4,23 +4,7 @@ from collections import defaultdict
 from math import log
 from typing import NamedTuple
 
-from maxdiloco.islands import records, rules
-from maxdiloco.islands.island import (
-    CREATED,
-    EXISTS,
-    FAILED,
-    Create,
-    Delete,
-    Done,
-    Fetch,
-    Get,
-    Load,
-    Look,
-    Put,
-    Reduce,
-    Reduced,
-    Roll,
-)  # fmt: skip
+from maxdiloco.islands import island, records, rules
 
 
 class Faults(NamedTuple):
@@ -57,7 +41,7 @@ class Store:
         """Let a request reach the store later, or not, and the answer come later still."""
 
         def reach():
-            faults, random, result = self.faults, self.random, FAILED
+            faults, random, result = self.faults, self.random, island.FAILED
             lost = faults.lost and random() < faults.lost
             lost = lost or (faults.refused and random() < faults.refused)
             if self.now >= self.away_until and not lost:
@@ -65,8 +49,8 @@ class Store:
                 if faults.twice and random() < faults.twice:
                     result = REQUESTS[type(action)](self, program, action)
                 if faults.unanswered and random() < faults.unanswered:
-                    result = FAILED
-            self.later(self.latency(), program, Done(action, result))
+                    result = island.FAILED
+            self.later(self.latency(), program, island.Done(action, result))
 
         self.later(self.latency(), program, reach)
 
@@ -77,7 +61,7 @@ class Store:
     def create(self, program, action):
         name, body = action
         if name in self.objects:
-            return EXISTS
+            return island.EXISTS
         if name[0] == "c":
             self.check_record(body)
         self.objects[name] = body
@@ -90,7 +74,7 @@ class Store:
             chance = self.faults.corrupt
             if name[0] == "u" and chance and self.random() < chance:
                 self.corrupt.add((body.fragment, *rules.key_of(body)))
-        return CREATED
+        return island.CREATED
 
     def put(self, program, action):
         self.objects[action.name] = action.body
@@ -113,11 +97,11 @@ class Store:
         draft = action.draft
         names = [records.message_name(draft.fragment, *rules.key_of(m)) for m in draft.members]
         if any(name not in self.payloads for name in names):
-            return FAILED  # deleted: the record is there already
+            return island.FAILED  # deleted: the record is there already
         bad = [rules.key_of(m) for m in draft.members
                if (draft.fragment, *rules.key_of(m)) in self.corrupt]  # fmt: skip
         if bad:
-            return Reduced("", tuple((key, "sha256") for key in bad))
+            return island.Reduced("", tuple((key, "sha256") for key in bad))
         total = weights = 0.0
         for member, name in zip(draft.members, names, strict=True):
             total += member.weight * self.payloads[name]
@@ -127,7 +111,7 @@ class Store:
         self.payloads[name] = round(64 * total / weights) / 64
         self.objects[name] = True
         self.folder(name)[name] = self.now
-        return Reduced(name)
+        return island.Reduced(name)
 
     def fetch(self, program, action):
         found = self.payloads.get(records.gradient_name(action.record))
@@ -156,6 +140,7 @@ class Store:
 
 
 REQUESTS = {
-    Create: Store.create, Put: Store.put, Get: Store.get, Look: Store.get, Roll: Store.roll,
-    Reduce: Store.reduce, Fetch: Store.fetch, Load: Store.load, Delete: Store.delete,
+    island.Create: Store.create, island.Put: Store.put, island.Get: Store.get,
+    island.Look: Store.get, island.Roll: Store.roll, island.Reduce: Store.reduce,
+    island.Fetch: Store.fetch, island.Load: Store.load, island.Delete: Store.delete,
 }  # fmt: skip

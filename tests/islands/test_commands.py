@@ -73,23 +73,14 @@ def test_a_folder_of_a_bucket_is_fit_written_and_audited(monkeypatch, capsys):
 def edited(path, change):
     """The object with other JSON, the payload as it was."""
     first, text, payload = path.read_bytes().split(b"\n", 2)
-    text = json.dumps(change(json.loads(text)), separators=(",", ":")).encode()
+    change(value := json.loads(text))
+    text = json.dumps(value, separators=(",", ":")).encode()
     path.write_bytes(b"\n".join([first, text, payload]))
 
 
 def flipped(path):
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-
-
-def member_weight(record):
-    record["members"][0]["weight"] = 2.0
-    return record
-
-
-def more_tokens(record):
-    record["members"][1]["tokens"] += 1
-    return record
 
 
 def gradient(folder, name):
@@ -105,27 +96,29 @@ def forged(folder, name):
     payload = wires.encode("int8", sizes, np.zeros(sum(sizes), np.float32))
     value = records.Gradient(record.fragment, record.number, records.sha256(payload))
     gradient(folder, name).write_bytes(records.encode(value, payload))
-    edited(folder / name, lambda record: record | {"gradient": value.sha256})
+    edited(folder / name, lambda record: record.update(gradient=value.sha256))
 
 
 DAMAGES = {
     "another mean": (lambda f: forged(f, "c/0/6"), "c/0/6: its gradient is not the mean of its me"),
-    "a bad member": (lambda f: edited(f / "u/0/b.1.6", lambda m: m | {"finite": False}),
+    "a bad member": (lambda f: edited(f / "u/0/b.1.6", lambda m: m.update(finite=False)),
                      "c/0/6 takes u/0/b.1.6, which is bad: not finite"),
     "a gradient": (lambda f: flipped(gradient(f, "c/1/5")), "c/1/5: g/1/5.* has another sha256"),
     "a gradient is gone": (lambda f: gradient(f, "c/0/6").unlink(), "c/0/6: g/0/6.* is not there"),
     "a message": (lambda f: flipped(f / "u/0/b.1.6"), r"c/0/6 takes the .*'b', 1, 6.*sha256"),
     "a record": (lambda f: (f / "c/0/3").unlink(), "c/0/3: it is not there"),
-    "a weight": (lambda f: edited(f / "c/0/6", member_weight), "c/0/6 weighs a 2, not 1"),
-    "tokens": (lambda f: edited(f / "c/0/6", more_tokens), "s/0/6: its link|u/0/b.1.6 has 32 tok"),
-    "the chain": (lambda f: edited(f / "c/0/2", lambda r: r | {"nonce": "9"}),
+    "a weight": (lambda f: edited(f / "c/0/6", lambda r: r["members"][0].update(weight=2.0)),
+                 "c/0/6 weighs a 2, not 1"),
+    "tokens": (lambda f: edited(f / "c/0/6", lambda r: r["members"][1].update(tokens=33)),
+               "s/0/6: its link|u/0/b.1.6 has 32 tok"),
+    "the chain": (lambda f: edited(f / "c/0/2", lambda r: r.update(nonce="9")),
                   "c/0/3 does not follow: it follows another record"),
     "a snapshot": (lambda f: flipped(f / "s/0/6"), "s/0/6: its state is not that of the records"),
-    "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s | {"tokens": 1}), "s/0/6: its tokens"),
+    "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s.update(tokens=1)), "s/0/6: its tokens"),
     "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/: there is no snapshot"),
     "a newer format": (lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 3 record\n{}\n"),
                        "c/0/6 has format 3, and this program reads 2"),
-    "a run": (lambda f: edited(f / "run.json", lambda run: run | {"wire": "int9"}),
+    "a run": (lambda f: edited(f / "run.json", lambda run: run.update(wire="int9")),
               "run.json: wire=int9 is none of float32, bfloat16, int8, float4_e3m0"),
     "a large object": (lambda f: (f / "run.json").write_bytes(b"x" * (2 << 20)),
                        "run.json has 2097152 bytes, and 1048576 are the most"),

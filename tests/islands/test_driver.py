@@ -181,13 +181,17 @@ def test_a_coarser_gradient_on_the_way_down_moves_theta_by_its_rounding_alone():
     assert 0 < error.max() <= largest / 253 * fine.outer_lr * (1 + fine.outer_momentum)
 
 
+def decided_of(island):
+    """Names and incarnations of which the ledger of fragment 0 has a message."""
+    return {mark[:2] for mark in island.state.logs[0].ledger.marks}
+
+
 def elastic(seed):
     """Three islands, one of which is killed and starts again; its log has some records."""
     run = a_run(block_tokens=64, wire="int8", wire_down="int8", merge="rda")
     group = begun(run, "abc", 3, seed)
     group.islands["c"] = group.make("c")
-    first = group.islands["a"]
-    group.until(lambda _: ("c", 2) in {mark[:2] for mark in first.state.logs[0].ledger.marks})
+    group.until(lambda _: ("c", 2) in decided_of(group.islands["a"]))
     return group
 
 
@@ -274,12 +278,7 @@ def test_a_message_of_another_name_is_rejected():
     name = next(objects.listed(bucket, "u/0"))
     bucket.put("u/0/c.1.1", bucket.get(name))
     bucket.put("hb/c", records.encode(records.Beat("c", 1, 1, True, 1.0)))
-
-    def decided(islands):
-        marks = [island.state.logs[0].ledger.marks for island in islands]
-        return all("c" in {mark.island for mark in own} for own in marks)
-
-    group.until(decided)
+    group.until(lambda islands: all(("c", 1) in decided_of(island) for island in islands))
     rejected = [r for one in audit.replay(bucket, group.run, 0).records for r in one.rejected]
     assert [(r.island, r.reason) for r in rejected] == [("c", "name")]
 

@@ -10,13 +10,11 @@ from maxdiloco.storage import store
 def test_an_island_keeps_no_snapshot_of_a_record_of_another():
     """Each record that is divisible by four has one, which its author puts."""
     group = begun(a_run(), "ab", 20)
-    for one in group.islands.values():
-        kept = [name for name in one._payloads if name[0] == "s"]
-        assert len(kept) <= len(one.state.asks)
     names = {entry.name for entry in group.bucket.list_all("s")}
     assert {"s/0/16", "s/1/16"} <= names
-    waiting = [name for one in group.islands.values() for name in one._payloads if name[0] == "s"]
-    assert not set(waiting) & names
+    for one in group.islands.values():
+        kept = {name for name in one._payloads if name[0] == "s"}
+        assert len(kept) <= len(one.state.asks) and not kept & names
 
 
 def end_after(requests, bucket, run):

@@ -53,11 +53,6 @@ def terms(weights, seed=0, n=7):
     return [Term((str(i), 1), w, np.float32(rng.normal(size=n))) for i, w in enumerate(weights)]
 
 
-def oracle_mean(given):
-    total = sum(term.weight * term.values.astype(np.float64) for term in given)
-    return total / sum(term.weight for term in given)
-
-
 @pytest.mark.parametrize("optimizer", ["nesterov", "sgd"])
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0), (4096.0, 51.2, 733.0, 8.0)])
 def test_a_step_is_the_oracles_and_the_devices_within_the_bound(optimizer, weights):
@@ -67,7 +62,8 @@ def test_a_step_is_the_oracles_and_the_devices_within_the_bound(optimizer, weigh
     scale = 1.0 if len(set(weights)) == 1 else 0.75
     after = outer.stepped(run, before, outer.merged(run, 0, given), scale)
     bound = rounding(run, before, given)
-    g, b = scale * oracle_mean(given), run.outer_momentum
+    total = sum(term.weight * term.values.astype(np.float64) for term in given)
+    g, b = scale * total / sum(weights), run.outer_momentum
     trace = b * before.trace.astype(np.float64) + g
     exact = before.theta - run.outer_lr * (g + b * trace if optimizer == "nesterov" else trace)
     assert 0 < np.abs(after.theta - exact).max() <= bound.max()

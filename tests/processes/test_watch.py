@@ -9,10 +9,10 @@ import threading
 import time
 
 import pytest
+from mailbox_tools import WAIT_S
 
 from maxdiloco.processes import output, watch
 
-WAIT_S = 20  # far above what anything here takes
 HOST = socket.gethostname()
 NAMES = {0: "host-a", 1: "host-b", 2: "host-c"}
 
