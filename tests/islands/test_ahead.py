@@ -5,11 +5,10 @@ import threading
 import time
 
 import pytest
-from together import PACE, a_run, begun, start_values
+from together import a_run, begun, beside_training
 
-from maxdiloco.islands import ahead, audit, beside, records
+from maxdiloco.islands import ahead, audit, records
 from maxdiloco.islands.counted import Counted
-from maxdiloco.islands.driver import Driver
 
 
 class Slow(Counted):
@@ -34,8 +33,7 @@ class Slow(Counted):
 def joined(bucket, run):
     """A newcomer that has caught up with the log, and the bucket that it read it from."""
     slow = Slow(bucket)
-    both = beside.Beside(Driver(slow, run, PACE, "b", start_values(run)), PACE, print)
-    both.joined()
+    both = beside_training(run, "b", slow)
     both.close(drain=False)
     return both.driver, slow
 

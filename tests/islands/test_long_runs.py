@@ -1,8 +1,8 @@
 """What a run of days meets: memory, two starts at once, one that was not finished."""
 
-from together import PACE, Together, a_run, begun, start_values
+from together import PACE, Together, a_run, begun, beside_training, start_values
 
-from maxdiloco.islands import audit, beside
+from maxdiloco.islands import audit
 from maxdiloco.islands.driver import Driver
 from maxdiloco.storage import store
 
@@ -45,10 +45,7 @@ def test_a_start_with_other_keys_that_was_not_finished_is_named():
 
 
 def test_a_reader_gets_nothing_of_an_island_that_is_closing():
-    run = a_run(block_tokens=64)
-    driver = Driver(store.in_memory(), run, PACE, "a", start_values(run))
-    one = beside.Beside(driver, PACE, print)
-    one.joined()
+    one = beside_training(a_run(block_tokens=64))
     assert one.leased(0, 8)
     one.close(drain=False)
     assert one.leased(0, 8) == []

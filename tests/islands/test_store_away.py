@@ -10,7 +10,7 @@ import simulated_program
 import together
 from simulated_store import Faults
 from simulator import World
-from together import PACE, Together, a_run, begun, start_values
+from together import PACE, Together, a_run, begun, beside_training, start_values
 
 from maxdiloco.islands import audit, beside, blocks, island, objects, records, rules
 from maxdiloco.islands.counted import Counted
@@ -77,9 +77,7 @@ def test_signs_of_life_do_not_wait_for_requests_that_hang(monkeypatch):
 
     monkeypatch.setattr(Driver, "carried_out", carried_out)
     monkeypatch.setattr(beside, "THREADS", 2)
-    run = a_run(block_tokens=64)
-    both = beside.Beside(Driver(store.in_memory(), run, PACE, "a", start_values(run)), PACE, print)
-    both.joined()
+    both = beside_training(a_run(block_tokens=64))
     try:
         assert all(put.acquire(timeout=5) for _ in range(4))
     finally:

@@ -4,11 +4,10 @@ import queue
 import threading
 
 import pytest
-from together import PACE, a_run, begun, heads, start_values
+from together import PACE, a_run, begun, beside_training, heads
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import answers, beside, fitness, objects
-from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import Seen
 from maxdiloco.islands.records import Beat
 from maxdiloco.storage import store
@@ -44,11 +43,8 @@ def test_a_store_that_is_full_is_away_until_something_is_written():
 
 def test_an_island_that_waits_says_for_what(monkeypatch):
     monkeypatch.setattr(beside, "PATIENCE_S", 0.5)
-    said, run = queue.Queue(), a_run(block_tokens=64, islands_min=2)
-    driver = Driver(store.in_memory(), run, PACE, "a", start_values(run))
-    one = beside.Beside(driver, PACE, said.put)
-    one.joined()
-    ended = threading.Event()
+    said, ended = queue.Queue(), threading.Event()
+    one = beside_training(a_run(block_tokens=64, islands_min=2), say=said.put)
 
     def train():
         while not ended.is_set():

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 
-from maxdiloco.islands import rules
+from maxdiloco.islands import beside, rules
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.records import Leaf, Run
 from maxdiloco.storage import store
@@ -114,6 +114,14 @@ def begun(run, names, records, seed=0, bucket=None, keys=None):
     together = Together(bucket or store.in_memory(), run, names, seed, keys)
     together.until_records(records)
     return together
+
+
+def beside_training(run, name="a", bucket=None, say=print):
+    """An island whose requests have threads of their own, once it has joined. To be closed."""
+    driver = Driver(bucket or store.in_memory(), run, PACE, name, start_values(run))
+    both = beside.Beside(driver, PACE, say)
+    both.joined()
+    return both
 
 
 def run_fixed(bucket, run, seed, steps, kills=0.0):
