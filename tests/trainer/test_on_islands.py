@@ -1,5 +1,6 @@
 """Islands of one process, each in a thread, over one folder."""
 
+import functools
 import threading
 
 import jax
@@ -44,23 +45,30 @@ def an_island(url, name, run, *, feedback=False, said=None, pace=FAST, **options
     )  # fmt: skip
 
 
-def steps_of(trainer, place, steps, problem=None):
-    """Train; theta and the replica [leaf] after the last step, and the state."""
-    problem = problem or tiny_problem.problem("layers")
+def first_values(problem):
+    """The parameters and the moments before the first step."""
     params = problem.named(problem.params)
-    state = trainer.join(trainer.init(params, jax.tree.map(np.zeros_like, params)))
-    for t in range(1, steps + 1):
-        batch = jax.tree.map(lambda x: x[place : place + 1], problem.batch(t, 4))
-        state, _ = trainer.step(state, batch)
+    return params, jax.tree.map(np.zeros_like, params)
+
+
+def batch_of(problem, t, place=0):
+    return jax.tree.map(lambda x: x[place : place + 1], problem.batch(t, 4))
+
+
+def steps_of(trainer, place, steps, problem=None, state=None):
+    """Train from the start, or from a state; the state after the last step."""
+    problem = problem or tiny_problem.problem("layers")
+    state = state or trainer.join(trainer.init(*first_values(problem)))
+    for t in range(state.t + 1, steps + 1):
+        state, _ = trainer.step(state, batch_of(problem, t, place))
     return state
 
 
 def started(trainer):
     """The state from which it goes on, and its next batches."""
     problem = tiny_problem.problem("layers", steps=2000)
-    params = problem.named(problem.params)
-    state = trainer.join(trainer.init(params, jax.tree.map(np.zeros_like, params)))
-    return state, lambda t: jax.tree.map(lambda x: x[:1], problem.batch(t % 2000 + 1, 4))
+    state = trainer.join(trainer.init(*first_values(problem)))
+    return state, lambda t, place=0: batch_of(problem, t % 2000 + 1, place)
 
 
 def until(trainer, state, batch, done):
@@ -102,18 +110,28 @@ def leaves(tree):
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
-def fixed(tmp_path, M, run, **options):
-    """theta and replicas of a fixed run, by island."""
+def ended(trainer, state):
+    """theta and replicas of a trainer that is done."""
+    found = leaves(state.outer), leaves(state.params)
+    trainer.close()
+    return found
+
+
+def trained(make, m):
+    """An island that nothing happens to, and its state in the end."""
+    trainer = make()
+    return trainer, steps_of(trainer, m, STEPS)
+
+
+def fixed(store, M, run, work=trained, **options):
+    """theta and replicas of a fixed run, by island; work: trains what make() gives."""
     run = run._replace(islands=tuple(map(str, range(M))), islands_min=M, block_tokens=0)
 
-    def work(m):
-        trainer = an_island(tmp_path / "store", str(m), run, **options)
-        state = steps_of(trainer, m, STEPS)
-        found = leaves(state.outer), leaves(state.params)
-        trainer.close()
-        return found
+    def one(m):
+        make = functools.partial(an_island, store, str(m), run, **options)
+        return ended(*work(make, m))
 
-    return in_threads(work, M)
+    return in_threads(one, M)
 
 
 def through_host(M, run, *, feedback, **options):
@@ -125,13 +143,10 @@ def through_host(M, run, *, feedback, **options):
         layer_axis=tiny_problem.layer_axis(tree), **options,
     )  # fmt: skip
     problem = tiny_problem.problem("layers")
-    params = problem.named(problem.params)
-    state = algorithm.init(params, jax.tree.map(np.zeros_like, params))
+    state = algorithm.init(*first_values(problem))
     for t in range(1, STEPS + 1):
         state, _ = algorithm.step(state, problem.batch(t, M))
-    found = leaves(state.outer), leaves(state.params)
-    algorithm.close()
-    return found
+    return ended(algorithm, state)
 
 
 GRID = [
@@ -159,7 +174,7 @@ def test_fixed_islands_have_the_numbers_of_the_host_carrier(
     run = ELASTIC._replace(wire=wire, overlap_steps=tau, alpha=0.25 if tau else 0.0, merge=merge)
     options = dict(num_fragments=P, feedback=feedback)
     off = 2e-4 if (M, wire, tau, P, feedback, merge) == ON_AN_EDGE else 1e-5
-    found = fixed(tmp_path, M, run, **options)
+    found = fixed(tmp_path / "store", M, run, **options)
     theta, replicas = through_host(M, run, **options)
     start = tiny_problem.problem("layers").params
     for m, (own_theta, own) in enumerate(found):
@@ -179,16 +194,13 @@ def test_elastic_islands_agree_and_the_log_adds_up(tmp_path, few_compiler_passes
     """Three islands go on until 400 tokens, 100 steps, are committed."""
     run, url = ELASTIC._replace(tokens=400, overlap_steps=1, alpha=0.5), tmp_path / "store"
     said = [[] for _ in range(3)]
-    problem = tiny_problem.problem("layers", steps=2000)
 
     def work(m):
         trainer = an_island(url, "abc"[m], run, said=said[m], num_fragments=2)
-        params = problem.named(problem.params)
-        state = trainer.join(trainer.init(params, jax.tree.map(np.zeros_like, params)))
+        state, batch = started(trainer)
         while not trainer.ended():
-            batch = jax.tree.map(lambda x: x[m : m + 1], problem.batch(state.t + 1, 4))
             rate = trainer.learning_rate(lambda count: count, state.t + 1)
-            state, _ = trainer.step(state, batch)
+            state, _ = trainer.step(state, batch(state.t, m))
             pause.wait(0.02)
         trainer.leave()
         return state, rate, trainer.extra_metrics(state)
@@ -210,11 +222,10 @@ def test_blocks_of_the_data_are_read_once(tmp_path, few_compiler_passes):
 
     def work(m):
         trainer, read = an_island(url, "ab"[m], run), []
-        params = (problem := tiny_problem.problem("layers", steps=2000)).named(problem.params)
-        state = trainer.join(trainer.init(params, jax.tree.map(np.zeros_like, params)))
+        state, batch = started(trainer)
         while not trainer.ended():
             read += trainer._ranges(state.t + 1)
-            state, _ = trainer.step(state, jax.tree.map(lambda x: x[:1], problem.batch(1, 4)))
+            state, _ = trainer.step(state, batch(0))
         trainer.leave()
         return read
 
@@ -233,17 +244,15 @@ def test_who_comes_back_keeps_its_moments_where_it_is_not_late(tmp_path, few_com
     note = first.note(state)
     head = note["records"]
     first.leave()
+    values, _ = first_values(problem := tiny_problem.problem("layers"))
     for records, rates in ((head, [1, 1]), (head - 2, [1, 1]), (head - 3, [0.25, 0.5])):
         again = an_island(tmp_path / "store", "a", ELASTIC)
-        params = tiny_problem.problem("layers").params
-        values = tiny_problem.problem("layers").named(params)
         state = again.init(values, values)
         again.reading(layout_of(note | {"records": records}, same_rules=True))
         state = again.join(state)
         assert [again.learning_rate(lambda _: 1.0, t) for t in (1, 2)] == rates
-        wanted = params if rates == [1, 1] else [np.full_like(x, -3) for x in params]
-        for moments, x in zip(leaves(state.opt_state), wanted, strict=True):
-            np.testing.assert_array_equal(moments[0], x)
+        for moments, x in zip(leaves(state.opt_state), problem.params, strict=True):
+            np.testing.assert_array_equal(moments[0], x if rates == [1, 1] else 0 * x - 3)
         again.leave()
 
 
@@ -263,15 +272,12 @@ def test_an_island_that_was_frozen_joins_again(tmp_path, few_compiler_passes):
             state = until(trainer, state, batch, lambda: sent(trainer))
             with trainer._beside._changed:  # no thread of it goes on
                 froze.wait(20)
-            state = until(trainer, state, batch, lambda: "joins again" in " ".join(said[1]))
-            head = records_of(trainer)
-            state = until(trainer, state, batch, lambda: records_of(trainer) > head + 1)
         else:
-            state = until(trainer, state, batch, lambda: dead(trainers[0]))
+            state = until(trainer, state, batch, lambda: dead(trainer))
             froze.set()
-            state = until(trainer, state, batch, lambda: "again" in " ".join(said[1]))
-            head = records_of(trainer)
-            state = until(trainer, state, batch, lambda: records_of(trainer) > head + 4)
+        state = until(trainer, state, batch, lambda: "joins again" in " ".join(said[1]))
+        head = records_of(trainer)
+        until(trainer, state, batch, lambda: records_of(trainer) > head + (1 if m else 4))
         trainer.leave()
         return True
 
@@ -330,7 +336,5 @@ def test_values_that_are_not_finite_end_an_island(tmp_path, few_compiler_passes)
 def test_a_store_that_cannot_be_used_is_refused_before_anything_is_compiled(tmp_path):
     (tmp_path / "store").write_text("a file")
     trainer = an_island(tmp_path / "store", "a", ELASTIC)
-    problem = tiny_problem.problem("layers")
-    params = problem.named(problem.params)
     with pytest.raises(ConfigError, match=r"islands_store=.*cannot be .*Name a folder or a bucket"):
-        trainer.bind(params, params)
+        trainer.bind(*first_values(tiny_problem.problem("layers")))
