@@ -25,6 +25,11 @@ def items(step):
     }
 
 
+def save_and_wait(checkpointer, step, given=None):
+    checkpointer.save(step, items(step) if given is None else given, {})
+    checkpointer.wait()
+
+
 def wanted(meta):
     return jax.eval_shape(lambda: items(0))
 

@@ -11,7 +11,7 @@ import sys
 import threading
 
 import pytest
-from checkpoint_tools import folder_of, items, wanted
+from checkpoint_tools import folder_of, items, save_and_wait, wanted
 
 from maxdiloco.checkpoint import seal
 from maxdiloco.checkpoint import write as write_lib
@@ -22,17 +22,11 @@ from maxdiloco.storage import durable
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def save_and_wait(checkpointer, step):
-    checkpointer.save(step, items(step), {})
-    checkpointer.wait()
-
-
 @pytest.fixture
 def opened(tmp_path):
     said = []
     with Checkpointer(folder_of(tmp_path), max_to_keep=None, say=said.append) as checkpointer:
-        checkpointer.save(1, items(1), {"t": 1})
-        checkpointer.wait()
+        save_and_wait(checkpointer, 1)
         assert said == []
         yield checkpointer, said
 
@@ -81,21 +75,19 @@ def test_a_failed_save_is_one_line_that_the_next_makes_up_for_and_two_in_a_row_e
         if not broken:
             assert sorted(os.listdir(checkpointer._folder)) == ["1", "3"]  # nothing is left of 2
             assert not checkpointer.save(3, items(3), {})  # there already
-    for line, failed, good in zip(said, (2, 4), (1, 3), strict=True):
-        assert line.startswith(f"warning: step {failed} could not be saved in ")
-        assert line.endswith(
-            f"{os.strerror(number)}; the last step saved is {good}. It is tried again with the "
-            "next save."
-        )
     where(monkeypatch, number)
     with pytest.raises(SaveError) as error:
         save_and_wait(checkpointer, 5)
     assert error.value.exit_code == 75
-    assert str(error.value).startswith("base_output_directory: step 5 could not be saved in ")
-    assert str(error.value).endswith(
-        f"{os.strerror(number)}; the last step saved is 3. Free some space or mend the disk; then "
-        "the same command goes on."
-    )
+    again = "It is tried again with the next save."
+    end = "Free some space or mend the disk; then the same command goes on."
+    for line, start, failed, good, remedy in (
+        (said[0], "warning", 2, 1, again),
+        (said[1], "warning", 4, 3, again),
+        (str(error.value), "base_output_directory", 5, 3, end),
+    ):
+        assert line.startswith(f"{start}: step {failed} could not be saved in ")
+        assert line.endswith(f"{os.strerror(number)}; the last step saved is {good}. {remedy}")
     assert checkpointer.restore(wanted).step == 3
     assert len(said) == 2 and capfd.readouterr() == ("", "")
 
@@ -258,35 +250,33 @@ with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
         checkpointer.save(step, items(step), {}, last=True)
         checkpointer.wait()
     operations = faults.faults_count()
-    found = []
-    for n in range(1, operations + 1):
-        step += 1
+
+    def attempt(step, first, last, number):
         said.clear()
-        arm(n, n, errno.EIO)
-        checkpointer.save(step, items(step), {}, last=True)
-        checkpointer.wait()
+        arm(first, last, number)
+        error = ""
+        try:
+            checkpointer.save(step, items(step), {}, last=True)
+        except SaveError as failure:
+            error = str(failure)
+        checkpointer.wait()  # for the removal of old ones, which may fail too
         arm(0, 0, 0)
         restored = checkpointer.restore(wanted)
         checkpointer._known_good.clear()
+        return restored, error, list(said)
+
+    found, lasting = [], []
+    for n in range(1, operations + 1):
+        step += 1
+        restored, error, lines = attempt(step, n, n, errno.EIO)
         same = np.array_equal(restored.items["state"]["b"], values(step + 1))
-        found.append([restored.step == step and same, list(said)])
-    lasting = []
+        found.append([restored.step == step and same and not error, lines])
     for n in range(1, operations, operations // 5):
         for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            step += 1
-            said.clear()
-            newest = checkpointer.steps()[-1]
-            arm(n, never, number)
-            try:
-                checkpointer.save(step, items(step), {}, last=True)
-                error = ""
-            except SaveError as failure:
-                error = str(failure)
-            checkpointer.wait()  # for the removal of old ones, which may fail too
-            arm(0, 0, 0)
-            good = checkpointer.restore(wanted).step
-            checkpointer._known_good.clear()
-            lasting.append([good in (newest, step), error, os.strerror(number), list(said)])
+            step, newest = step + 1, checkpointer.steps()[-1]
+            restored, error, lines = attempt(step, n, never, number)
+            good = restored.step in (newest, step)
+            lasting.append([good, error, os.strerror(number), lines])
 print(json.dumps([operations, found, lasting]))
 """
 

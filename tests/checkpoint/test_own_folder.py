@@ -12,6 +12,7 @@ import tempfile
 import jax
 import numpy as np
 import pytest
+from checkpoint_tools import save_and_wait
 from etils import epath
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -61,14 +62,15 @@ def content(folder):
     }
 
 
-def save(folder, *steps, restore=False, keep=1, said=None, items=None):
+def save(folder, *steps, restore=False, keep=1, said=None, items=None, last=True):
+    """Each as the last step of a run, whose failure is an error; the steps that there are then."""
     lines = [] if said is None else said
     with Checkpointer(folder, max_to_keep=keep, say=lines.append) as checkpointer:
         if restore:
             checkpointer.restore(lambda meta: {})
         for step in steps:
-            checkpointer.save(step, items or {}, {}, last=True)
-        checkpointer.wait()
+            checkpointer.save(step, items or {}, {}, last=last)
+            checkpointer.wait()
         return checkpointer.steps()
 
 
@@ -130,11 +132,7 @@ def test_checkpoints_of_another_run_stay_do_not_count_and_are_told(tmp_path):
 def test_a_step_whose_name_others_have_is_a_failed_save(tmp_path):
     put(tmp_path / "7", "folder")
     said = []
-    with Checkpointer(tmp_path, max_to_keep=1, say=said.append) as checkpointer:
-        for step in (7, 8):
-            checkpointer.save(step, {}, {})
-            checkpointer.wait()
-        assert checkpointer.steps() == [8]
+    assert save(tmp_path, 7, 8, said=said, last=False) == [8]
     (line,) = said
     assert "step 7 could not be saved" in line
     assert "7 is there and is no checkpoint, and nothing of others is removed: move it" in line
@@ -178,11 +176,7 @@ def test_without_locks_what_is_unfinished_stays_and_is_said(tmp_path, monkeypatc
     monkeypatch.setattr(write.fcntl, "flock", no_locks)
     put(tmp_path / f"5{UNFINISHED}", "folder")
     said = []
-    with Checkpointer(tmp_path, max_to_keep=1, say=said.append) as checkpointer:
-        for step in (5, 6):
-            checkpointer.save(step, {}, {})
-            checkpointer.wait()
-        assert checkpointer.steps() == [6]
+    assert save(tmp_path, 5, 6, said=said, last=False) == [6]
     assert (tmp_path / f"5{UNFINISHED}" / "2024").exists()
     assert "cannot be locked (Bad file descriptor): what earlier saves left unfinished" in said[0]
     assert f"step 5 could not be saved in {tmp_path}: 5{UNFINISHED} is there" in said[1]
@@ -246,8 +240,7 @@ def opened(tmp_path, disk):
 
 
 def save_values(checkpointer, step):
-    checkpointer.save(step, {"outer_params": {"w": jax.device_put(VALUES)}}, {})
-    checkpointer.wait()
+    save_and_wait(checkpointer, step, {"outer_params": {"w": jax.device_put(VALUES)}})
 
 
 def test_without_room_for_it_nothing_of_a_checkpoint_is_written(tmp_path, disk, opened):
