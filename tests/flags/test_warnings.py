@@ -8,88 +8,76 @@ from maxdiloco import train
 from maxdiloco.diloco import outer
 from maxdiloco.flags import config, together
 
+CPU = dict(platform="cpu", num_devices=8, num_parameters=7 * 10**9)
+# What is known when devices are there.
+FACTS = {f"M={M}": dict(num_replicas=M, num_tokens=257) for M in (1, 2, 3, 4, 8)} | {
+    "no devices": {},
+    "7B on a CPU": CPU,
+    "7B on a TPU": CPU | dict(platform="tpu"),
+    "100M on a CPU": CPU | dict(num_parameters=10**8),
+}
+RECIPE = "configs/recipes/many_replicas.yml"
+FEW = "steps={} diloco_sync_period=20 ".format
+LAG = "diloco_outer_momentum=0.9"
+# The kind of line, keys, a name of FACTS, and what each line has. A condition has its other side,
+# of which nothing is said, in the rows after it.
+SAID = [
+    ("warning", "diloco_outer_overlap=eager diloco_outer_optimizer=adam", "no devices",
+     ["=adam with .*Use nesterov"]),
+    ("warning", "diloco_outer_overlap=eager", "no devices", []),
+    ("warning", "diloco_outer_optimizer=adam", "no devices", []),
+    ("warning", "enable_streaming_diloco=true", "no devices",
+     ["num_diloco_fragments=1.*every three layers"]),
+    ("warning", "enable_streaming_diloco=true num_diloco_fragments=3", "no devices", []),
+    ("warning", "steps=99", "no devices", ["steps=99.*diloco_sync_period=100.*shorter period"]),
+    ("warning", "steps=100", "no devices", []),
+    ("warning", "steps=99 enable_diloco=false", "no devices", []),
+    ("warning", "steps=-1", "no devices", []),
+    ("warning", "compile_topology=v5e-16", "no devices",
+     ["compile_topology=v5e-16.*train_compile.*Leave it out"]),
+    ("warning", "", "no devices", []),
+    ("", "", "M=1", ["is the Lookahead optimizer.*enable_diloco=false"]),
+    ("", "enable_diloco=false", "M=1", []),
+    ("", "", "M=2", []),
+    # A vocabulary of more than twice the tokenizer's tokens.
+    ("", "vocab_size=32768", "M=2",
+     ["has 257 tokens: 99% of the embedding's rows are never trained.*Use vocab_size=-1"]),
+    ("", "vocab_size=514", "M=2", [""]),
+    ("", "vocab_size=513", "M=2", []),
+    ("", "vocab_size=514 dataset_type=synthetic", "M=2", []),
+    # A large model on a CPU that nobody asked for: MaxText's default is tpu; eight emulated devices
+    # were taken for 7B without a word.
+    ("", "", "7B on a CPU",
+     ["as 8 devices, for 7,000,000,000 parameters.*Set hardware=tpu or hardware=gpu"]),
+    ("", "hardware=cpu", "7B on a CPU", []),
+    ("", "", "7B on a TPU", []),
+    ("", "", "100M on a CPU", []),
+    # Many replicas at the defaults are pointed to their recipe.
+    ("", "", "M=4", [f"^note: 4 replicas cost more loss.*{RECIPE}"]),
+    ("", "", "M=3", []),
+    ("", "diloco_sync_period=19", "M=8", []),
+    ("", RECIPE, "M=8", []),
+    ("", "enable_diloco=false", "M=8", []),
+    # A run of few rounds says what to expect.
+    ("note", FEW(200), "no devices", ["10 rounds of diloco_sync_period=20, few to judge"]),
+    ("note", FEW(20), "no devices", ["1 round of"]),
+    ("note", FEW(1980), "no devices", ["99 rounds of diloco_sync_period=20, few to judge"]),
+    ("note", FEW(2000), "no devices", []),
+    ("note", FEW(1980) + LAG, "no devices", ["few to judge", "few for diloco_outer_mom"]),
+    ("note", FEW(2000) + LAG, "no devices", ["100 rounds .*_momentum=0.9: .*Set .*_lr=0.7"]),
+    ("note", FEW(3980) + LAG, "no devices", ["199 rounds .*_momentum=0.9"]),
+    ("note", FEW(4000) + LAG, "no devices", []),
+    ("note", FEW(2000) + "diloco_outer_momentum=0.7", "no devices", []),
+    ("note", FEW(19), "no devices", []),  # a warning of its own
+    ("note", FEW(-1), "no devices", []),
+    ("note", FEW(200) + "enable_diloco=false", "no devices", []),
+]  # fmt: skip
 
-def said(kind, *keys, **facts):
-    found = together.lines(config.load(keys, {}), **facts)
-    return [line for line in found if line.startswith(kind)]
 
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("diloco_outer_overlap=eager diloco_outer_optimizer=adam", ["=adam with", "Use nesterov"]),
-        ("enable_streaming_diloco=true", ["num_diloco_fragments=1", "every three layers"]),
-        ("steps=99", ["steps=99", "diloco_sync_period=100", "shorter period"]),
-        ("compile_topology=v5e-16", ["compile_topology=v5e-16", "train_compile", "Leave it out"]),
-        # The other side of each condition above.
-        ("", []),
-        ("diloco_outer_overlap=eager", []),
-        ("diloco_outer_optimizer=adam", []),
-        ("enable_streaming_diloco=true num_diloco_fragments=3", []),
-        ("steps=100", []),
-        ("steps=99 enable_diloco=false", []),
-        ("steps=-1", []),
-    ],
-)
-def test_what_works_but_is_seldom_meant_is_a_warning(flags, words):
-    lines = said("warning: ", *flags.split())
-    assert len(lines) == bool(words)
-    assert all(word in line for line in lines for word in words)
-
-
-def lines(*keys, num_replicas=2):
-    return said("", *keys, num_replicas=num_replicas, num_tokens=257)
-
-
-def on_cpu(*keys, platform="cpu", size=7 * 10**9):
-    return said("", *keys, platform=platform, num_devices=8, num_parameters=size)
-
-
-def test_one_replica_a_vocabulary_far_above_the_tokenizers_and_a_cpu_are_warnings():
-    """A large model on a CPU that nobody asked for: MaxText's default is tpu; eight emulated
-    devices were taken for 7B without a word."""
-    (line,) = lines(num_replicas=1)
-    assert "is the Lookahead optimizer" in line.replace("which makes this the", "is the")
-    assert "enable_diloco=false" in line
-    assert lines("enable_diloco=false", num_replicas=1) == lines(num_replicas=2) == []
-    assert lines("vocab_size=513") == lines("vocab_size=514", "dataset_type=synthetic") == []
-    assert len(lines("vocab_size=514")) == 1
-    (line,) = lines("vocab_size=32768")
-    assert "has 257 tokens: 99% of the embedding's rows are never trained" in line
-    assert "Use vocab_size=-1" in line
-    (line,) = on_cpu()
-    assert "takes this CPU, as 8 devices, for 7,000,000,000 parameters" in line
-    assert "Set hardware=tpu or hardware=gpu" in line
-    assert on_cpu("hardware=cpu") == on_cpu(platform="tpu") == on_cpu(size=10**8) == []
-
-
-def test_many_replicas_at_the_defaults_are_pointed_to_their_recipe():
-    (line,) = lines(num_replicas=4)
-    name = re.search(r"configs/recipes/\w+\.yml", line)[0]
-    assert line.startswith("note: 4 replicas cost more loss")
-    assert lines(num_replicas=3) == lines("diloco_sync_period=19", num_replicas=8) == []
-    assert lines(name, num_replicas=8) == lines("enable_diloco=false", num_replicas=8) == []
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ("steps=200", ["10 rounds of diloco_sync_period=20, few to judge"]),
-        ("steps=20", ["1 round of"]),
-        ("steps=1980", ["99 rounds of diloco_sync_period=20, few to judge"]),
-        ("steps=2000", []),
-        ("steps=1980 diloco_outer_momentum=0.9", ["few to judge", "few for diloco_outer_mom"]),
-        ("steps=2000 diloco_outer_momentum=0.9", ["100 rounds .*_momentum=0.9: .*Set .*_lr=0.7"]),
-        ("steps=3980 diloco_outer_momentum=0.9", ["199 rounds .*_momentum=0.9"]),
-        ("steps=4000 diloco_outer_momentum=0.9", []),
-        ("steps=2000 diloco_outer_momentum=0.7", []),
-        ("steps=19", []),  # a warning of its own
-        ("steps=-1", []),
-        ("steps=200 enable_diloco=false", []),
-    ],
-)
-def test_a_run_of_few_rounds_says_what_to_expect(keys, expected):
-    found = said("note: ", "diloco_sync_period=20", *keys.split())
+@pytest.mark.parametrize(("kind", "keys", "facts", "expected"), SAID)
+def test_what_works_but_is_seldom_meant_is_said(kind, keys, facts, expected):
+    lines = together.lines(config.load(keys.split(), {}), **FACTS[facts])
+    found = [line for line in lines if line.startswith(kind)]
     assert len(found) == len(expected)
     assert all(re.search(words, line) for words, line in zip(expected, found, strict=True))
 
