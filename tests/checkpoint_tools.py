@@ -41,3 +41,9 @@ def bytes_on_devices(arrays):
         nbytes = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         held.update(dict.fromkeys(array.sharding.device_set, nbytes))
     return held
+
+
+def bytes_of_new_arrays(before):
+    """The same of arrays that are not `before`: kept, or new arrays would take over their ids."""
+    ids = set(map(id, before))
+    return bytes_on_devices([x for x in jax.live_arrays() if id(x) not in ids])

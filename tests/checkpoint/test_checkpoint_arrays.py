@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_tools import bytes_on_devices
+from checkpoint_tools import bytes_of_new_arrays
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,12 +21,16 @@ SHAPE = (8, 4)  # 128 bytes of float32
 VALUES = {f"leaf{i}": np.arange(32, dtype=np.float32).reshape(SHAPE) + i for i in range(LEAVES)}
 
 
+def saved(folder, values, sharding=None):
+    """A checkpoint with some values as its item `params`."""
+    with Checkpointer(folder, max_to_keep=1, use_async=False) as checkpointer:
+        checkpointer.save(7, {"params": jax.device_put(values, sharding)}, {})
+        return folder / "7"
+
+
 @pytest.fixture
 def step_folder(tmp_path):
-    """A checkpoint with VALUES as its item `params`."""
-    with Checkpointer(tmp_path, max_to_keep=1, use_async=False) as checkpointer:
-        checkpointer.save(7, {"params": jax.tree.map(jnp.asarray, VALUES)}, {})
-        return tmp_path / "7"
+    return saved(tmp_path, VALUES)
 
 
 def wanted(sharding=None, dtype=np.float32):
@@ -45,8 +49,7 @@ def test_gathered_leaves_are_read_one_at_a_time(mesh_of, step_folder, monkeypatc
 
     def gathered(array, leaf):
         whole = gather(array, leaf)
-        new = [x for x in jax.live_arrays() if not any(x is kept for kept in before)]
-        most.append(sum(bytes_on_devices(new).values()))
+        most.append(sum(bytes_of_new_arrays(before).values()))
         return whole
 
     monkeypatch.setattr(arrays_lib, "_gathered", gathered)
@@ -86,17 +89,14 @@ def test_a_device_reads_only_what_it_keeps(mesh_of, step_folder, monkeypatch):
     sharding = NamedSharding(mesh_of(3, 2), P("diloco", "fsdp"))
     bounds = []
     read = arrays_lib.read_part
-    monkeypatch.setattr(
-        arrays_lib, "read_part", lambda x, part: bounds.append(part) or read(x, part)
-    )
+    noted = lambda x, part: bounds.append(part) or read(x, part)  # noqa: E731
+    monkeypatch.setattr(arrays_lib, "read_part", noted)
     leaf = Cycled(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16, sharding=sharding), stored=8)
     found = read_item(step_folder, "params", dict.fromkeys(VALUES, leaf))
-    assert sorted(bounds) == sorted(
-        [((r, r + 1), (c, c + 2)) for r in range(3) for c in (0, 2)] * LEAVES
-    )
-    jax.tree.map(
-        lambda x, y: np.testing.assert_array_equal(x, y[:3].astype(jnp.bfloat16)), found, VALUES
-    )
+    parts = [((r, r + 1), (c, c + 2)) for r in range(3) for c in (0, 2)]
+    assert sorted(bounds) == sorted(parts * LEAVES)
+    first = jax.tree.map(lambda x: x[:3].astype(jnp.bfloat16), VALUES)
+    jax.tree.map(np.testing.assert_array_equal, found, first)
 
 
 @pytest.mark.parametrize("lost", ["d/*", "manifest.ocdbt"])
@@ -161,20 +161,17 @@ def test_a_chunk_of_a_sharded_leaf_is_one_layer_of_a_devices_part(mesh_of, tmp_p
         "large": np.arange(192, dtype=np.float32).reshape(2, 3, 8, 4),
         "small": np.arange(128, dtype=np.float32).reshape(2, 2, 8, 4),
     }
-    sharding = NamedSharding(mesh, P("diloco", None, "fsdp"))
-    with Checkpointer(tmp_path, max_to_keep=1, use_async=False) as checkpointer:
-        checkpointer.save(7, {"params": jax.device_put(values, sharding)}, {})
-    reader = arrays_lib.Reader(tmp_path / "7", "params", tuple(values), entry=1)
-    sizes = {
-        name: [tuple(s.stop - s.start for s in box) for box in reader.boxes(name, 1)]
-        for name in values
-    }
-    assert sizes == {"large": [(1, 8, 4)] * 3, "small": [(2, 4, 4)] * 2}
-    of_one = arrays_lib.Reader(tmp_path / "7", "params", tuple(values), entry=0)
+    folder = saved(tmp_path, values, NamedSharding(mesh, P("diloco", None, "fsdp")))
+    of_one, reader = (
+        arrays_lib.Reader(folder, "params", tuple(values), entry=entry) for entry in (0, 1)
+    )
+    for name, sizes in ("large", [(1, 8, 4)] * 3), ("small", [(2, 4, 4)] * 2):
+        boxes = reader.boxes(name, 1)
+        assert [tuple(s.stop - s.start for s in box) for box in boxes] == sizes
     for layer in range(3):
         box = (slice(layer, layer + 1), slice(0, 8), slice(0, 4))
         np.testing.assert_array_equal(of_one.read("large", box)[0], values["large"][0, layer])
     struct = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
     targets = jax.tree.map(lambda x: struct(x.shape, x.dtype), values)
-    found = read_item(tmp_path / "7", "params", targets)
+    found = read_item(folder, "params", targets)
     jax.tree.map(np.testing.assert_array_equal, found, values)

@@ -8,21 +8,12 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from checkpoint_tools import folder_of
+from checkpoint_tools import folder_of, items, save_and_wait, wanted
 
 from maxdiloco.checkpoint import orbax_io, read, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.errors import CheckpointError
-
-
-def items(step):
-    w = np.random.default_rng(step).standard_normal((32, 64)).astype(np.float32)
-    return {"outer_params": jax.device_put({"w": w, "b": np.float32(step)})}
-
-
-def wanted(meta):
-    return jax.eval_shape(lambda: items(0))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +22,7 @@ def two_saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved")
     with Checkpointer(folder_of(path), max_to_keep=None) as checkpointer:
         for step in (10, 20):
-            checkpointer.save(step, items(step), {"t": step})
+            save_and_wait(checkpointer, step)
     newest = pathlib.Path(folder_of(path)) / "20"
     return path, sorted(str(f.relative_to(newest)) for f in newest.rglob("*") if f.is_file())
 
@@ -192,8 +183,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, two_sav
     with Checkpointer(folder, max_to_keep=2, say=said.append) as checkpointer:
         checkpointer.restore(lambda meta: {})
         monkeypatch.setattr(type(folder), "rmtree", refuse)
-        checkpointer.save(30, items(30), {})
-        checkpointer.wait()
+        save_and_wait(checkpointer, 30)
         assert said == [
             f"warning: an old checkpoint in {folder} could not be removed: Permission denied. The "
             "next save tries again; remove it if the disk fills up."

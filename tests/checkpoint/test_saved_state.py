@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_tools import bytes_on_devices
+from checkpoint_tools import bytes_of_new_arrays, bytes_on_devices
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from tiers import full
@@ -104,7 +104,7 @@ class Watched:
     """The most that devices hold of new arrays whenever a part of a leaf arrives or one is done."""
 
     def __init__(self, monkeypatch):
-        self.before = jax.live_arrays()  # kept, or new arrays would take over their ids
+        self.before = jax.live_arrays()
         self.most = Counter()
         result, start = arrays_lib.result, arrays_lib._started
         monkeypatch.setattr(arrays_lib, "result", lambda *a: self.look(result(*a)))
@@ -116,8 +116,7 @@ class Watched:
         monkeypatch.setattr(arrays_lib, "_started", started)
 
     def look(self, found=None):
-        before = set(map(id, self.before))
-        self.most |= bytes_on_devices([x for x in jax.live_arrays() if id(x) not in before])
+        self.most |= bytes_of_new_arrays(self.before)
         return found
 
 

@@ -34,14 +34,9 @@ LARGEST = 2 * 128 * 1536  # values of a fragment of two layers; it rides two ste
 @pytest.fixture(scope="module")
 def cases():
     """{(M, in-slice axis, wire): what tests/bytes_sent.py measured}."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "bytes_sent.py"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    options = dict(cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    program = [sys.executable, ROOT / "tests" / "bytes_sent.py"]
+    done = subprocess.run(program, check=True, **options)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     found = {(row["M"], row["axis"], row["wire"]): row for row in rows}
     assert set(found) == set(itertools.product((2, 4), ("data", "fsdp"), WIRES))
@@ -76,20 +71,13 @@ def test_owners_send_half_a_byte_there_and_one_back(devices, slots, parameter, r
     """(M-1)/M of a parameter, for one replica a slot; two share what their slot sends back. Scales
     and padding are 2 % of it at most. Control: to gather (M-1)/2, more from four slots on."""
     mesh = jax.sharding.Mesh(np.array(devices[:slots]), ("diloco",))
+    like = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    params = {"w": jax.ShapeDtypeStruct((3, 1 << 20), np.float32, sharding=like)}
+    options = dict(exchange_dtype="float4_e3m0", exchange_carrier=carrier, mesh=mesh)
+    options |= dict(num_replicas=replicas * slots, sync_period=10, overlap_steps=5)
     sent, values = {}, 3 << 20
     for exchange in ("owners", "gather"):
-        algorithm = DiLoCo(
-            lambda p, o, b: (p, o, {}),
-            num_replicas=replicas * slots,
-            sync_period=10,
-            overlap_steps=5,
-            exchange_dtype="float4_e3m0",
-            exchange=exchange,
-            exchange_carrier=carrier,
-            mesh=mesh,
-        )
-        like = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        params = {"w": jax.ShapeDtypeStruct((3, 1 << 20), np.float32, sharding=like)}
+        algorithm = DiLoCo(lambda p, o, b: (p, o, {}), exchange=exchange, **options)
         algorithm.bind(params, ())
         sent[exchange] = sum(algorithm.bytes_sent(t) for t in range(21, 31)) / values
         algorithm.close()

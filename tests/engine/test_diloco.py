@@ -78,10 +78,8 @@ MODES = {
 @pytest.mark.parametrize("mode", corner(MODES, ["streaming", "eager"]))
 def test_a_bad_replica_changes_no_other_and_stops_the_run(mode):
     """A NaN in replica 1 at send time: replica 0 goes on as if alone; then exit 4 names leaf."""
-    algorithm = make(**MODES[mode])
-    alone = make(**MODES[mode])
-    state, reference = start(algorithm), start(alone)
-    state = run(algorithm, state, 1)
+    algorithm, alone = make(**MODES[mode]), make(**MODES[mode])
+    state = run(algorithm, start(algorithm), 1)
     broken = state.params["w"].at[1, 3, 2].set(np.nan)
     seen = []
 
@@ -95,7 +93,7 @@ def test_a_bad_replica_changes_no_other_and_stops_the_run(mode):
     with pytest.raises(NumericsError, match=r"replica 1 .*params\['w'\].*learning_rate"):
         watched(dataclasses.replace(state, params=state.params | {"w": broken}))
     assert len(seen) >= 2 and all(seen)
-    run(alone, reference, 4 * 4 + 2)  # positive control: without the NaN nothing stops
+    run(alone, start(alone), 4 * 4 + 2)  # positive control: without the NaN nothing stops
 
 
 def test_step_needs_nothing_from_the_other_replicas(devices):
@@ -108,13 +106,9 @@ def test_step_needs_nothing_from_the_other_replicas(devices):
     collective = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     assert not re.search(collective, plain.as_text())
     (plan,) = algorithm.layout.plans
-    sync = algorithm.programs.of("synchronise", plan).compile(
-        FragmentArrays(
-            jax.tree.leaves(state.params), jax.tree.leaves(state.outer), state.outer_opt[0]
-        ),
-        state.bad,
-        plan.starts,
-    )
+    leaves = [*map(jax.tree.leaves, (state.params, state.outer))]
+    arrays = FragmentArrays(*leaves, state.outer_opt[0])
+    sync = algorithm.programs.of("synchronise", plan).compile(arrays, state.bad, plan.starts)
     assert re.search(collective, sync.as_text())
 
 

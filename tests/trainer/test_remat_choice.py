@@ -123,14 +123,11 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
 
     def needed_by(*compiles):
         """What _needed says of steps with these bodies; each gives its bytes."""
-        batch = {"tokens": jax.ShapeDtypeStruct((1,), np.int32)}
-        programs = [
-            types.SimpleNamespace(name="inner", lowered=lambda _, body=body: body)
-            for body in compiles
-        ]
-        calls = [Call(program, tuple(batch.values()), 1) for program in programs]
-        trainer = types.SimpleNamespace(calls=lambda batch: calls, abstract_state=None)
-        parts = types.SimpleNamespace(batch=batch, trainer=trainer)
+        tokens, of = jax.ShapeDtypeStruct((1,), np.int32), types.SimpleNamespace
+        programs = [of(name="inner", lowered=lambda _, body=body: body) for body in compiles]
+        calls = [Call(program, (tokens,), 1) for program in programs]
+        trainer = of(calls=lambda batch: calls, abstract_state=None)
+        parts = of(batch={"tokens": tokens}, trainer=trainer)
         return remat_choice._needed(config.load(FLAGS, {}), parts, 9)
 
     monkeypatch.setattr(remat_choice, "kept_bytes", lambda *_: 0)
