@@ -55,14 +55,18 @@ MODES = {
 }
 
 
-def trained(carrier, **options):
-    problem = tiny_problem.problem("mixed")
+def made(problem, carrier, **options):
     mesh = Mesh(np.array(jax.devices()[:3]), ("diloco",))
-    algorithm = DiLoCo(
+    return DiLoCo(
         tiny_problem.jax_inner_step, num_replicas=3, sync_period=4, exchange_dtype="int8",
         mesh=mesh, layer_axis=tiny_problem.layer_axis(problem.tree), exchange_carrier=carrier,
         **options,
     )  # fmt: skip
+
+
+def trained(carrier, **options):
+    problem = tiny_problem.problem("mixed")
+    algorithm = made(problem, carrier, **options)
     steps = list(tiny_problem.train(algorithm, problem, 9))
     batch = jax.tree.map(np.asarray, problem.batch(1, 3))
     calls = algorithm.calls(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch))
@@ -100,6 +104,13 @@ def test_every_kind_has_all_its_parts_and_every_carrier_every_kind():
     assert set(KINDS) == set(schedule.PROGRAMS)
     for kind in KINDS.values():
         assert all(map(callable, (kind.call, kind.changed)))
+    problem = tiny_problem.problem("mixed")
+    params = problem.named(problem.params)
+    for carrier in exchanges.CARRIERS:
+        algorithm = made(problem, carrier)
+        algorithm.bind(params, params)
+        assert set(algorithm._carrier.table) == set(schedule.PROGRAMS), carrier
+        algorithm.close()
 
 
 def test_the_engine_compares_no_kind_of_an_action():
