@@ -90,6 +90,8 @@ MODES = {
     "delayed": dict(outer_overlap="delayed"),
     "eager": dict(outer_overlap="eager"),
 }
+# Of every run here, but for what it changes.
+OPTIONS = dict(num_replicas=2, sync_period=6, num_fragments=3, exchange_dtype="float4_e3m0")
 STEPS = 16
 
 
@@ -97,19 +99,9 @@ def inner_step(params, opt_state, batch):
     return jax.tree.map(lambda p: p - 0.1 * (p - batch), params), opt_state, {}
 
 
-def trainer(mode, *, carrier="program", compiled=None):
-    told = [] if compiled is None else compiled
-    algorithm = DiLoCo(
-        inner_step,
-        num_replicas=2,
-        sync_period=6,
-        num_fragments=3,
-        exchange_dtype="float4_e3m0",
-        layer_axis={"table": None, "w": 0},
-        exchange_carrier=carrier,
-        on_compile=lambda name, *_: told.append(name),
-        **MODES[mode],
-    )
+def trainer(mode, **options):
+    options |= MODES[mode] | OPTIONS
+    algorithm = DiLoCo(inner_step, layer_axis={"table": None, "w": 0}, **options)
     return algorithm, algorithm.init(jax.tree.map(jnp.asarray, PARAMS), ())
 
 
@@ -142,7 +134,8 @@ def test_two_lengths_give_the_bits_of_one_with_fewer_bytes_and_one_program_more(
     for number, carrier in runs:
         length(number)
         told = names[number, carrier] = []
-        algorithm, state = trainer(mode, carrier=carrier, compiled=told)
+        note = lambda name, *_, told=told: told.append(name)  # noqa: E731
+        algorithm, state = trainer(mode, exchange_carrier=carrier, on_compile=note)
         assert len(algorithm.layout.pieces) == number
         found[number, carrier] = [bits(each) for each in steps(algorithm, state)]
         layout = algorithm.layout
@@ -168,7 +161,7 @@ def test_a_second_length_counts_the_bytes_of_all_devices_of_a_slice(devices, fsd
         name: jax.ShapeDtypeStruct((fsdp * kib * 1024,), jnp.float32, sharding=sharding)
         for name, kib in (("large", 40), ("small", 10))
     }
-    options = dict(num_replicas=2, sync_period=6, num_fragments=2, exchange_dtype="int8")
+    options = OPTIONS | dict(num_fragments=2, exchange_dtype="int8")
     algorithm = DiLoCo(inner_step, overlap_steps=1, mesh=mesh, **options)
     algorithm.bind(params, ())
     assert len(algorithm.layout.pieces) == number

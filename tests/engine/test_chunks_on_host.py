@@ -51,10 +51,9 @@ def test_a_host_that_runs_ahead_has_the_chunks_of_two_steps_on_the_device(memory
     assert max(most, default=0) == (2 if memory == "pinned_host" else 0)
 
 
-def made(**options):
-    """Two replicas whose steps change nothing, with two chunks a send."""
-    sizes = dict(num_replicas=2, sync_period=4, overlap_steps=2)
-    return DiLoCo(lambda p, o, b: (p, o, {}), **sizes, **options)
+def made(step=lambda p, o, b: (p, o, {}), **options):
+    """Two replicas with two chunks a send, whose steps change nothing unless one is given."""
+    return DiLoCo(step, **(dict(num_replicas=2, sync_period=4, overlap_steps=2) | options))
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned_host"])
@@ -91,16 +90,9 @@ def test_a_program_counts_the_chunks_on_the_device_that_are_not_its_own(carrier,
 def started(devices, **overlap):
     """A trainer of two replicas, each on its own device, and its state."""
     mesh = Mesh(np.array(devices[:2]), ("diloco",))
-    algorithm = DiLoCo(
-        lambda p, o, b: (jax.tree.map(lambda x: x - 0.1 * (x - b), p), o, {}),
-        num_replicas=2,
-        mesh=mesh,
-        sync_period=4,
-        num_fragments=2,
-        layer_axis={"w": 0},
-        exchange_dtype="bfloat16",
-        **overlap,
-    )
+    step = lambda p, o, b: (jax.tree.map(lambda x: x - 0.1 * (x - b), p), o, {})  # noqa: E731
+    options = dict(num_fragments=2, layer_axis={"w": 0}, exchange_dtype="bfloat16") | overlap
+    algorithm = made(step, mesh=mesh, **options)
     w = jax.device_put(jnp.linspace(-1, 1, 4 * 3000).reshape(4, 3000), NamedSharding(mesh, P()))
     return algorithm, algorithm.init({"w": w}, ())
 
@@ -110,7 +102,9 @@ def addresses(x):
 
 
 @pytest.mark.parametrize(
-    "overlap", [dict(overlap_steps=2), dict(outer_overlap="eager")], ids=["tau 2", "eager"]
+    "overlap",
+    [dict(overlap_steps=2), dict(overlap_steps=0, outer_overlap="eager")],
+    ids=["tau 2", "eager"],
 )
 @pytest.mark.usefixtures("few_compiler_passes")
 def test_what_arrives_lies_where_what_it_replaces_lay(devices, overlap):

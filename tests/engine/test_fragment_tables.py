@@ -41,18 +41,10 @@ def parts_of(name):
 def layout_of(name, P, k=1, M=2, **options):
     """The layout of the same run cut into other fragments."""
     parts = parts_of(name)
-    algorithm = maxdiloco.DiLoCo(
-        lambda *_: None,
-        num_replicas=M,
-        sync_period=100,
-        num_fragments=P,
-        num_nonlayer_fragments=k,
-        exchange_dtype=WIRE,
-        layer_axis=parts.model.layer_axis,
-        mesh=parts.mesh,
-        **options,
-    )
-    return algorithm.bind(parts.params, ())
+    options |= dict(num_replicas=M, num_fragments=P, num_nonlayer_fragments=k)
+    options |= dict(sync_period=100, exchange_dtype=WIRE)
+    options |= dict(layer_axis=parts.model.layer_axis, mesh=parts.mesh)
+    return maxdiloco.DiLoCo(lambda *_: None, **options).bind(parts.params, ())
 
 
 def wire_bytes(layout):

@@ -34,12 +34,9 @@ def alone(folder, mode):
 def process(folder, address, index):
     """Island 0 in each mode, as one of its two processes; the process once it has ended."""
     environ = dict(
-        JAX_COORDINATOR_ADDRESS=address,
-        JAX_NUM_PROCESSES="2",
-        JAX_PROCESS_ID=str(index),
-        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-        PYTHONPATH=os.pathsep.join(sys.path),
+        JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index)
     )
+    environ |= dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", PYTHONPATH=os.pathsep.join(sys.path))
     command = [sys.executable, island_process.__file__, str(folder), *MODES]
     options = dict(env=os.environ | environ, capture_output=True, text=True, timeout=200)
     return subprocess.run(command, **options)
