@@ -30,16 +30,8 @@ def step(params, opt_state, batch):
 def bound(M, axis, wire):
     """Two fragments of two layers of `w` and one of `b`, each in a window of two steps."""
     mesh = Mesh(np.array(jax.devices()[: M * IN_SLICE]).reshape(M, -1), ("diloco", axis))
-    algorithm = DiLoCo(
-        step,
-        num_replicas=M,
-        sync_period=6,
-        num_fragments=3,
-        overlap_steps=2,
-        exchange_dtype=wire,
-        layer_axis={"b": None, "w": 0},
-        mesh=mesh,
-    )
+    rule = dict(sync_period=6, num_fragments=3, layer_axis={"b": None, "w": 0}, overlap_steps=2)
+    algorithm = DiLoCo(step, num_replicas=M, mesh=mesh, exchange_dtype=wire, **rule)
     over = {"fsdp": P(None, "fsdp"), "data": P()}[axis]  # data: every device of a slice has all
 
     def struct(shape, spec):

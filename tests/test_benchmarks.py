@@ -10,13 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import (
-    bandwidth_model,
-    link_faults,
-    memory_by_mode,
-    step_time,
-    symptoms,
-)
+from benchmarks import bandwidth_model, link_faults, memory_by_mode, step_time, symptoms
 from benchmarks.bandwidth import own, simulator, tables
 from benchmarks.bandwidth.tables import Size
 from benchmarks.learning.cases import FIRST_HOUR, SYMPTOMS

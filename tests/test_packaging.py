@@ -139,10 +139,13 @@ def test_every_requirement_has_an_exact_pin_inside_its_range(requirements, pytho
 
 
 def test_the_package_loads_jax_only_for_what_it_exports_and_names_what_it_lacks():
-    code = "import maxdiloco, maxdiloco.flags.config, sys; print('jax' in sys.modules); {}; {}"
-    late = code.format("maxdiloco.DiLoCo, maxdiloco.Stacked", "print('jax' in sys.modules)")
-    done = python(late, cwd=ROOT)
-    assert done.stdout.split() == ["False", "True"], done.stderr
+    """And Orbax for none of it."""
+    told = "print([name in sys.modules for name in ('jax', 'orbax.checkpoint')])"
+    code = f"import maxdiloco, maxdiloco.flags.config, sys; {told}; {{}}; {told}"
+    done = python(
+        code.format(", ".join(f"maxdiloco.{name}" for name in maxdiloco.__all__)), cwd=ROOT
+    )
+    assert done.stdout.splitlines() == ["[False, False]", "[True, False]"], done.stderr
     assert maxdiloco.DiLoCo.__module__ == "maxdiloco.engine.diloco"
     assert maxdiloco.Stacked.__module__ == "maxdiloco.diloco.fragments"
     names = [maxdiloco.__getattr__(name).__name__ for name in maxdiloco.__all__]

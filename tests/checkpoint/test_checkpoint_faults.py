@@ -289,17 +289,11 @@ def test_whichever_file_operation_fails_the_state_is_saved_or_the_run_ends_in_on
     """
     if shutil.which("gcc") is None:
         pytest.skip("no gcc to build the library that lets operations fail")
-    library = tmp_path / "file_faults.so"
-    source = ROOT / "tests" / "file_faults.c"
-    build = ["gcc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
-    subprocess.run(build, check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", SWEEP, str(tmp_path / "out")],
-        cwd=ROOT,
-        env=os.environ | {"LD_PRELOAD": str(library)},
-        capture_output=True,
-        text=True,
-    )
+    library, source = tmp_path / "file_faults.so", ROOT / "tests" / "file_faults.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    sweep = [sys.executable, "-c", SWEEP, str(tmp_path / "out")]
+    options = dict(cwd=ROOT, env=os.environ | {"LD_PRELOAD": str(library)})
+    done = subprocess.run(sweep, capture_output=True, text=True, **options)
     assert done.returncode == 0 and done.stderr == "", done.stderr[-3000:]
     operations, found, lasting = json.loads(done.stdout)  # and nothing else is printed
     assert operations > 60
