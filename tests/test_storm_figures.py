@@ -43,10 +43,6 @@ def test_a_pause_belongs_to_the_fault_of_another_box(box, steps, longest):
     assert storm_figures.pauses_text({"store": 9, "kill": 6.54}) == "kill 6.5 s, store 9.0 s"
 
 
-def events(path):
-    return torchft_storm._lines(path)
-
-
 def test_steps_count_once_fragment_0_is_committed(tmp_path):
     """8 of 10 steps are sent and committed; fragment 1 counts none; 12 more and the 2: 14. Then a
     failure loses 11 and 2 are committed; a peer's state replaces 5, and 3 are committed."""
@@ -67,7 +63,7 @@ def test_steps_count_once_fragment_0_is_committed(tmp_path):
     ledger.steps += 5
     ledger.load([[2, 4], [2, 5]])
     exchange(3, 0, [3, 6])
-    found = events(tmp_path / "events")
+    found = torchft_storm._lines(tmp_path / "events")
     assert [event["steps"] for event in found if "commit" in event] == [8, 0, 14, 0, 2, 3]
     assert found[-2]["line"] == [[2, 4], [2, 5]] and ledger.line == [[2, 4], [2, 5], [3, 6]]
 
@@ -86,7 +82,8 @@ def test_commits_count_that_the_last_state_comes_from(tmp_path):
     assert torchft_storm.committed({"a": [[]]}) == (0, 0)
     path = tmp_path / "events"
     path.write_text(json.dumps(line) + '\n{"commit": [1')
-    assert events(path) == [line] and events(tmp_path / "none") == []
+    assert torchft_storm._lines(path) == [line]
+    assert torchft_storm._lines(tmp_path / "none") == []
 
 
 class Process:

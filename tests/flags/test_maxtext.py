@@ -78,17 +78,15 @@ def test_the_script_for_streaming_diloco_is_told_once_what_it_has_to_change(refu
     carry over."""
     line = refusal(*SCRIPT)
     assert line.count(" is MaxText's and not here") == 2
-    assert (
-        "dataset_name=c4/en:3.0.1 is MaxText's" in line and "Name the text in dataset_path" in line
-    )
+    assert "dataset_name=c4/en:3.0.1 is MaxText's" in line
+    assert "Name the text in dataset_path" in line
     without = replaced(SCRIPT, dataset_name=None, eval_dataset_name=None)
     assert load(*without)[0].dataset_path == "gs://maxtext-dataset"
     cfg, notes = load(*replaced(without, dataset_path="/data/text"))
     assert (cfg.num_diloco_fragments, cfg.diloco_outer_lr, cfg.profiler) == (37, 0.1, "xplane")
     (note,) = notes
-    for name in ("save_config_to_gcs", "pure_nnx", "upload_all_profiler_results"):
-        assert name in note
-    assert "do nothing here and may be left out" in note
+    dropped = ("save_config_to_gcs", "pure_nnx", "upload_all_profiler_results")
+    assert all(words in note for words in (*dropped, "do nothing here and may be left out")), note
 
 
 @pytest.mark.parametrize(

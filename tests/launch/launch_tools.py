@@ -39,15 +39,9 @@ def run(script, arguments, folder, **environment):
         program.write_text(STAND_IN.format(python=sys.executable))
         program.chmod(0o755)
     path = {"PATH": f"{folder}:{os.environ['PATH']}", "MAXDILOCO_VENV": sys.prefix}
-    return subprocess.run(
-        ["/bin/bash", str(ROOT / f"scripts/{script}.sh"), *arguments],
-        env=path | environment,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = ["/bin/bash", str(ROOT / f"scripts/{script}.sh"), *arguments]
+    options = dict(env=path | environment, cwd=folder, stdin=subprocess.DEVNULL, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 def called(folder, program):

@@ -52,13 +52,9 @@ def batch(tmp_path):
         script = str(tools.ROOT / "scripts/launch/train.sbatch")
         settings = [str(tmp_path / "python"), "2", "8476", "3"]
         settings += [str(tools.ROOT / "scripts/launch/xla_flags.env")]
-        return program(
-            ["bash", script, *settings, *flags],
-            env=environ | {"CODES": codes} | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        there = environ | {"CODES": codes} | variables
+        return program(["bash", script, *settings, *flags], env=there, **pipes)
 
     return run
 
