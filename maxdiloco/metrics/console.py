@@ -26,6 +26,7 @@ _COLUMNS = (
     ("eval/loss", "eval {:.4f}"),
     ("learning/lr", "lr {:.1e}"),
     ("learning/grad_norm", "grad {:.3f}"),
+    ("learning/skipped", "skipped {:.3g}"),
     ("diloco/outer_grad_norm", "outer {:.3f}"),
     ("perf/step_time", "{:.3f} s"),
     ("perf/tokens_per_second", "{} tok/s"),

@@ -51,14 +51,18 @@ class Monitor:
         self._watch = Program("watch", _first_bad, on_compile=on_compile)
         self._first_bad_R: Any = None
         self._last: Any = None
-        # Since the last row: losses [R] on the devices, and the sum of those before them, [S].
-        self._losses: list[Any] = []
-        self._loss_sum_S: Any = np.float64(0)
+        # Since the last row: _summed of each step, [R] on the devices, and sums of steps before, [S].
+        self._steps: list[dict[str, Any]] = []
+        self._sums_S: dict[str, Any] = {}
 
     @functools.cached_property
     def _metrics(self) -> Any:
         # On first use: tracing the step takes seconds.
         return self._trainer.abstract_metrics(self._batch)
+
+    @functools.cached_property
+    def _summed(self) -> list[str]:
+        return [name for name in ("loss", "skipped") if name in self._metrics]
 
     @functools.cached_property
     def _owner_R(self) -> np.ndarray:
@@ -99,8 +103,8 @@ class Monitor:
     def add(self, t: int, metrics: Any) -> None:
         """Keep the metrics of inner step t, leaves [R], without waiting for them."""
         self._last = metrics
-        self._losses.append(metrics["loss"])
-        if len(self._losses) > _MOST_LOSSES:
+        self._steps.append({name: metrics[name] for name in self._summed})
+        if len(self._steps) > _MOST_LOSSES:
             self._add_up(_MOST_LOSSES // 2)
         if self._first_bad_R is None:
             like = self._metrics["loss"]
@@ -136,29 +140,42 @@ class Monitor:
         self._trainer.check_exchanges(state)
         return {name: values_S[self._own] for name, values_S in last.items()}
 
-    def take_mean_loss(self, steps: int) -> np.ndarray:
-        """Mean loss of the `steps` since it was last taken, float32 [replicas of this process]."""
-        self._add_up(len(self._losses))
-        mean_S, self._loss_sum_S = self._loss_sum_S / steps, np.float64(0)
-        return mean_S[self._own].astype(np.float32)
+    def take_row(self, steps: int) -> dict[str, np.ndarray]:
+        """Of the `steps` since it was last taken, float32 [replicas of this process].
 
-    def loss_sums(self) -> list[float]:
-        """Sum of each replica's losses since the mean was taken, [R]. All processes call it."""
-        self._add_up(len(self._losses))
-        own_R = self._owner_R == jax.process_index()
-        sum_R = np.zeros(own_R.size)
-        sum_R[own_R] = np.broadcast_to(self._loss_sum_S, len(self._held))[self._own]
-        return agree.from_owners(sum_R, own_R).tolist()
+        "loss": mean of those that were not skipped, NaN without any; with skip "skipped": how many.
+        """
+        self._add_up(len(self._steps))
+        sums_S, self._sums_S = self._sums_S, {}
+        taken_S = steps - sums_S.get("skipped", np.float64(0))
+        with np.errstate(invalid="ignore"):
+            sums_S["loss"] = sums_S["loss"] / taken_S
+        return {name: sum_S[self._own].astype(np.float32) for name, sum_S in sums_S.items()}
 
-    def resume_losses(self, sum_R: Sequence[float]) -> None:
-        """Go on from what `loss_sums` gave, of a run with another number of replicas perhaps."""
-        self._loss_sum_S = np.array([sum_R[m % len(sum_R)] for m in self._held])
+    def sums(self) -> dict[str, list[float]]:
+        """Of each replica since the row was taken, [R]. All processes call it."""
+        self._add_up(len(self._steps))
+        own_R, found = self._owner_R == jax.process_index(), {}
+        for name in self._summed:
+            sum_R = np.zeros(own_R.size)
+            sum_S = np.broadcast_to(self._sums_S.get(name, 0.0), len(self._held))
+            sum_R[own_R] = sum_S[self._own]
+            found[name] = agree.from_owners(sum_R, own_R).tolist()
+        return found
+
+    def resume(self, sums: Mapping[str, Any]) -> None:
+        """Go on from what `sums` gave, of a run with another number of replicas perhaps."""
+        for name in set(self._summed).intersection(sums):
+            of_R = sums[name]
+            self._sums_S[name] = np.array([of_R[m % len(of_R)] for m in self._held])
 
     def _add_up(self, count: int) -> None:
-        """Read the oldest losses and add them to the sum, one step after the other."""
-        read, self._losses = self._losses[:count], self._losses[count:]
-        for loss_S in _read(read) if read else ():
-            self._loss_sum_S = self._loss_sum_S + loss_S.astype(np.float64)
+        """Read the oldest steps and add them to the sums, one after the other."""
+        read, self._steps = self._steps[:count], self._steps[count:]
+        for step in _read(read) if read else ():
+            step["loss"] = np.where(step.get("skipped", 0), 0, step["loss"])
+            for name, value_S in step.items():
+                self._sums_S[name] = self._sums_S.get(name, 0.0) + value_S.astype(np.float64)
 
 
 def _read(tree: Any) -> Any:

@@ -53,7 +53,7 @@ class Recorder:
         self._logged = done
         if since_row is not None:
             self._logged = since_row["row"]
-            parts.monitor.resume_losses(since_row["loss"])
+            parts.monitor.resume(since_row)
         self._begun = begun - (writer.wall_time_s if writer is not None else 0.0)
         self._metrics: Metrics | None = None  # of the row of the step under way
         self._values: dict[str, float] = {}  # the rest of it
@@ -67,7 +67,7 @@ class Recorder:
         self._metrics = self._check(state)
         parts, mesh = self._parts, self._parts.mesh
         steps, self._logged = range(self._logged + 1, t + 1), t
-        self._metrics["loss"] = parts.monitor.take_mean_loss(len(steps))
+        self._metrics |= parts.monitor.take_row(len(steps))
         sent = sum(map(parts.trainer.bytes_sent, steps)) / len(steps)
         self._values |= {"dcn/bytes_sent": sent} | parts.trainer.extra_metrics(state)
         self._values["learning/lr"] = parts.trainer.learning_rate(parts.learning_rate, t)
@@ -108,7 +108,7 @@ class Recorder:
     def save(self, t: int, state: Any, *, last: bool = False) -> None:
         """Save the state of step t. last: no save comes after it; wait until it is on the disk.
 
-        The note has since_row: the step of the last row, and the sums of the losses since then.
+        The note has since_row: the step of the last row, and what the monitor added up since then.
         Raises NumericsError in place of saving a state that is known to be bad.
         """
         if self._checkpointer is None:
@@ -118,7 +118,7 @@ class Recorder:
             trainer = self._parts.trainer
             saved_state.require_finite(trainer, state)
             items, note = trainer.saved_items(state), self._note | trainer.note(state)
-            note["since_row"] = {"row": self._logged, "loss": self._parts.monitor.loss_sums()}
+            note["since_row"] = {"row": self._logged, **self._parts.monitor.sums()}
             self.rows.write_all()  # a checkpoint on the disk has its rows there too
             if self._writer is not None:
                 self._writer.sync()

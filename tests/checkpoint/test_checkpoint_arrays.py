@@ -89,7 +89,11 @@ def test_a_device_reads_only_what_it_keeps(mesh_of, step_folder, monkeypatch):
     sharding = NamedSharding(mesh_of(3, 2), P("diloco", "fsdp"))
     bounds = []
     read = arrays_lib.read_part
-    noted = lambda x, part: bounds.append(part) or read(x, part)  # noqa: E731
+
+    def noted(x, part):
+        bounds.append(part)
+        return read(x, part)
+
     monkeypatch.setattr(arrays_lib, "read_part", noted)
     leaf = Cycled(jax.ShapeDtypeStruct((3, 4), jnp.bfloat16, sharding=sharding), stored=8)
     found = read_item(step_folder, "params", dict.fromkeys(VALUES, leaf))

@@ -68,7 +68,7 @@ def test_keys_that_alter_the_result_are_refused_with_both_values_and_the_way_out
     # The batch of a replica is compared: twice the devices, half the sequences on each are equal.
     saved = BASE | {"sequences_per_replica": 8}
     refuse(saved, per_device_batch_size=2, ici_fsdp_parallelism=4, sequences_per_replica=8)
-    words = r"sequences_per_replica=16 .*has 8.*is per_device_batch_size \*.*anew, with load_full_st"
+    words = r"sequences_per_replica=16 .*has 8.*is per_device_batch_size \*.*, with load_full_st"
     with pytest.raises(CheckpointError, match=words):
         refuse(saved, sequences_per_replica=16)
 

@@ -21,12 +21,15 @@ def placed(losses_R):
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec("diloco")))
 
 
-def monitor(R=4):
+NAMES = ("loss", "grad_norm")
+
+
+def monitor(R=4, names=NAMES):
     like = placed(np.zeros(R))
     like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)
     trainer = types.SimpleNamespace(
         check_finite=lambda state: None,
-        abstract_metrics=lambda batch: {"loss": like, "grad_norm": like},
+        abstract_metrics=lambda batch: dict.fromkeys(names, like),
     )
     return Monitor(trainer, None, stop_on_nan=False, on_compile=lambda *_: None)
 
@@ -52,9 +55,9 @@ def test_the_loss_of_a_row_is_the_mean_of_the_steps_since_the_last_row(monkeypat
     monkeypatch.setattr(monitor_lib, "_MOST_LOSSES", most)
     watcher = monitor()
     add(watcher, range(1, 6))
-    np.testing.assert_allclose(watcher.take_mean_loss(5), mean(range(1, 6)), rtol=1e-7)
+    np.testing.assert_allclose(watcher.take_row(5)["loss"], mean(range(1, 6)), rtol=1e-7)
     add(watcher, [6])
-    np.testing.assert_array_equal(watcher.take_mean_loss(1), losses(6).astype(np.float32))
+    np.testing.assert_array_equal(watcher.take_row(1)["loss"], losses(6).astype(np.float32))
 
 
 def test_a_run_that_was_interrupted_between_two_rows_writes_the_same_row():
@@ -63,15 +66,15 @@ def test_a_run_that_was_interrupted_between_two_rows_writes_the_same_row():
     whole, before, after = monitor(), monitor(), monitor()
     add(whole, range(1, 8))
     add(before, range(1, 4))
-    after.resume_losses(before.loss_sums())
+    after.resume(before.sums())
     add(after, range(4, 8))
-    np.testing.assert_array_equal(after.take_mean_loss(7), whole.take_mean_loss(7))
+    np.testing.assert_array_equal(after.take_row(7)["loss"], whole.take_row(7)["loss"])
     before, after = monitor(2), monitor(6)
     add(before, [1, 2], R=2)
-    after.resume_losses(before.loss_sums())
+    after.resume(before.sums())
     add(after, [3], R=6)
     wanted = (np.tile(mean([1, 2], 2).astype(np.float64), 3) * 2 + losses(3, 6)) / 3
-    np.testing.assert_allclose(after.take_mean_loss(3), wanted, rtol=1e-6)
+    np.testing.assert_allclose(after.take_row(3)["loss"], wanted, rtol=1e-6)
 
 
 def test_a_row_of_a_step_that_was_not_finite_has_no_mean():
@@ -80,7 +83,24 @@ def test_a_row_of_a_step_that_was_not_finite_has_no_mean():
     bad = placed([1.0, np.nan, 1.0, 1.0])
     watcher.add(2, {"loss": bad, "grad_norm": bad})
     add(watcher, [3])
-    assert np.isnan(watcher.take_mean_loss(3)).tolist() == [False, True, False, False]
+    assert np.isnan(watcher.take_row(3)["loss"]).tolist() == [False, True, False, False]
+
+
+def test_steps_that_are_skipped_are_counted_and_are_not_in_the_mean_also_after_a_restart():
+    """Replica 1 skips steps 2 and 3, replica 3 all of them."""
+    skipped_tR = [[0, 0, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1]]
+    before, after = monitor(names=(*NAMES, "skipped")), monitor(names=(*NAMES, "skipped"))
+    for watcher, steps in (before, [1, 2]), (after, [3]):
+        for t in steps:
+            kept = placed(skipped_tR[t - 1])
+            bad = placed(np.where(skipped_tR[t - 1], np.nan, losses(t)))
+            watcher.add(t, {"loss": bad, "grad_norm": bad, "skipped": kept})
+        if watcher is before:
+            after.resume(before.sums())
+    found = after.take_row(3)
+    np.testing.assert_array_equal(found["skipped"], [0, 2, 0, 3])
+    wanted = [*mean([1, 2, 3])[:1], losses(1)[1], mean([1, 2, 3])[2], np.nan]
+    np.testing.assert_allclose(found["loss"], wanted, rtol=1e-6)
 
 
 def test_step_time_is_the_interval_between_log_points_over_its_steps_without_what_is_excluded():

@@ -22,13 +22,14 @@ class Run:
         monkeypatch.setattr(recorder.time, "perf_counter", lambda: self.now)
         parts = mock.Mock(params={"w": np.zeros((2, 2))}, of_replicas=None, sampler=None)
         parts.shape.tokens, parts.shape.length, parts.mesh.size = 8, 8, 1
-        parts.model.spec = mock.Mock(num_query_heads=1, head_dim=1, num_layers=1)
+        parts.model.spec = mock.Mock(num_query_heads=1, head_dim=1, num_layers=1, latent=None)
         parts.mesh.devices = np.array([mock.Mock(device_kind="cpu")])
         parts.mesh.local_devices = [mock.Mock(**{"memory_stats.return_value": memory})]
         parts.trainer.learning_rate = lambda rate, t: 0.1
         parts.monitor.replicas = {0: [0]}
         parts.monitor.check = self._takes("check", {"loss": np.float32([1.5])})
-        parts.monitor.take_mean_loss.return_value = np.float32([1.5])
+        parts.monitor.take_row.return_value = {"loss": np.float32([1.5])}
+        parts.monitor.sums.return_value = {}
         parts.trainer.extra_metrics = self._takes("extra", {})
         parts.trainer.bytes_sent = lambda t: 0.0
         parts.trainer.saved_items = self._takes("save", {})
