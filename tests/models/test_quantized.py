@@ -14,7 +14,6 @@ import pytest
 import tiny_model
 from tiers import full
 
-from maxdiloco import plan
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
 from maxdiloco.flags import config
@@ -213,15 +212,6 @@ def test_a_device_without_such_products_is_refused_with_what_it_has(kind, capabi
         with pytest.raises(ConfigError, match=rf"quantization={quantization}: {kind} .* {remedy}"):
             quantized.check_device(quantization, backend, kind, capability)
         quantized.check_device(quantization, "cpu", "cpu", "")
-
-
-def test_a_plan_for_absent_chips_refuses_them_too(capsys):
-    """Before anything is compiled, in one line and with exit code 2."""
-    argv = ["model_name=tiny", "compile_topology=v6e-4", "compile_topology_num_slices=2"]
-    argv += ["quantization=fp8", "step_time=1", "dcn_bandwidth_gbps=1"]
-    assert plan.main(argv) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "quantization=fp8: TPU v6 lite" in line and "Use quantization=int8 or none." in line
 
 
 def test_a_machine_without_qwix_is_told_which_extra_it_lacks(monkeypatch):

@@ -1,11 +1,9 @@
-"""The plan where slots own parts of a fragment: what a period waits for, and what is proposed."""
-
-import json
+"""What a period waits for, and the plan where slots own parts of a fragment."""
 
 import pytest
 from tiers import full
 
-from maxdiloco import plan, train
+from maxdiloco import train
 from maxdiloco.aot import wait
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.schedule import Schedule, offsets
@@ -13,75 +11,78 @@ from maxdiloco.trainer import assemble
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shared", "keys", "waited"),
+    ("transfers", "keys", "waited"),
     [
-        # 0.4 s of parts have 2 steps of 0.2 s, then 0.8 s of means have the other 4.
-        ([1.2], [0.8], dict(H=20, lag=6, scatter_steps=2), 0.0),
-        ([1.2], [0.8], dict(H=20, lag=5, scatter_steps=2), 0.2),
-        ([1.2], [0.8], dict(H=20, lag=5, scatter_steps=1), 0.2 + 0.0),
-        ([1.2], [0.8], dict(H=20, lag=6, scatter_steps=2, latency_s=0.05), 0.05 + 0.05),
-        ([1.2], [0.8], dict(H=20, lag=0, latency_s=0.05), 1.2 + 2 * 0.05),
+        # Through host memory. Without overlap every second is waited for.
+        (([1.0, 0.5],), dict(lag=0), 1.5),
+        # Two steps of 0.2 s hide 0.4 s of each fragment.
+        (([1.0, 0.5],), dict(lag=2), 0.6 + 0.1),
+        (([1.0],), dict(lag=5), 0.0),
+        (([1.0],), dict(lag=5, latency_s=0.05), 0.05),
+        # Eager: a period of 4 s hides 3.9 s, and of 4.004 s all but 0.004. Two fragments fill the
+        # queue for a thousand sends before the first one is waited for.
+        (([3.9],), dict(lag=20), 0.0),
+        (([4.004],), dict(lag=20), 0.004),
+        (([2.002, 2.002],), dict(lag=20), 0.004),
+        # A step that carries a chunk ends when it has arrived: of 0.3 s, and of 0.1 s, which hide.
+        (([1.2], [0.3] * 4), dict(lag=4), 0.4),
+        (([0.4], [0.1] * 4), dict(lag=4), 0.0),
+        # Owners: 0.4 s of parts have 2 steps of 0.2 s, then 0.8 s of means have the other 4.
+        (([1.2], (), [0.8]), dict(lag=6, scatter_steps=2), 0.0),
+        (([1.2], (), [0.8]), dict(lag=5, scatter_steps=2), 0.2),
+        (([1.2], (), [0.8]), dict(lag=5, scatter_steps=1), 0.2 + 0.0),
+        (([1.2], (), [0.8]), dict(lag=6, scatter_steps=2, latency_s=0.05), 0.05 + 0.05),
+        (([1.2], (), [0.8]), dict(lag=0, latency_s=0.05), 1.2 + 2 * 0.05),
+        # Beside a step of a program the parts alone, where no step is left for the means.
+        (([0.5], [0.1], [0.4], [0.4]), dict(lag=1, scatter_steps=1), 0.4),
     ],
 )
-def test_owners_wait_for_parts_and_then_for_means(seconds, shared, keys, waited):
-    found = wait.exposed_s(seconds, (), shared, step_s=0.2, **keys)
-    assert found == pytest.approx(waited)
-    # Beside a step of a program the parts alone, where no step is left for the means.
-    found = wait.exposed_s([0.5], [0.1], [0.4], [0.4], H=20, lag=1, scatter_steps=1, step_s=0.2)
-    assert found == pytest.approx(0.4)
+def test_a_period_waits_for_what_no_step_hides(transfers, keys, waited):
+    assert wait.exposed_s(*transfers, H=20, step_s=0.2, **keys) == pytest.approx(waited)
 
 
-def test_a_plan_that_is_given_owners_keeps_them_and_one_that_is_given_gather_too(tmp_path, capsys):
+def test_a_plan_that_is_given_owners_keeps_them_and_one_that_is_given_gather_too(planned):
     """On eight slices, at a link that is too slow to gather 4 bits beside 30 steps."""
     keys = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=8")
     keys += ("step_time=0.8", "dcn_bandwidth_gbps=0.04", "diloco_sync_period=30")
     waits = {}
     for exchange in ("gather", "owners"):
-        path = tmp_path / f"{exchange}.json"
-        plan.main([*keys, f"diloco_exchange={exchange}", f"report={path}"])
-        found = json.loads(path.read_text())
+        _, found, said = planned(*keys, f"diloco_exchange={exchange}")
         rows = [row for row in found["choices"] if row["mode"] == "overlapped"]
         assert {row["diloco_exchange"] for row in rows} == {exchange}
         waits[exchange] = min(row["exposed_seconds_per_period"] for row in rows)
         assert "eager" in {row["mode"] for row in found["choices"]}
-        assert f"diloco_exchange={exchange}" in capsys.readouterr().out
+        assert f"diloco_exchange={exchange}" in said.out
     assert waits["owners"] < 0.5 * waits["gather"]
 
 
 @pytest.mark.parametrize("slices", [2, 3, 8, full(16)])
-def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(tmp_path, capsys, slices):
+def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(planned, slices):
     """On a link that fills with fewer steps of overlap, or at all, when slices own parts: by name
     of three slices and 8 bits, by auto of more. Control: on a fat one auto comes first, and of two
     slices every row gathers."""
     keys = ("model_name=1b", "compile_topology=v5e-16", f"compile_topology_num_slices={slices}")
-    keys += ("step_time=0.8", "details=true", f"report={tmp_path / 'plan.json'}")
+    keys += ("step_time=0.8", "details=true")
     thin = "dcn_bandwidth_gbps=0.05"
     if slices == 3:
         keys, thin = (*keys, "diloco_exchange_dtype=int8"), "dcn_bandwidth_gbps=0.03"
-
-    def planned(*more):
-        plan.main([*keys, *more])
-        return json.loads((tmp_path / "plan.json").read_text()), capsys.readouterr().out
-
-    found, said = planned(thin)
+    _, found, said = planned(*keys, thin)
     best, owned = found["choices"][0], slices > 2
     assert best["diloco_exchange"] == ("owners" if slices == 3 else "auto")
     assert ("diloco_exchange=owners" in found["train_command"]) == (slices == 3)
-    assert ("\nowners: a slice takes the mean" in said) == (" owners " in said) == owned
-    gathered, _ = planned(thin, "diloco_exchange=gather")
+    assert ("\nowners: a slice takes the mean" in said.out) == (" owners " in said.out) == owned
+    _, gathered, _ = planned(*keys, thin, "diloco_exchange=gather")
     after = rating_of(best), rating_of(gathered["choices"][0])
     assert after[0] < after[1] if owned else after[0] == after[1]
-    found, _ = planned("dcn_bandwidth_gbps=1000")
+    _, found, _ = planned(*keys, "dcn_bandwidth_gbps=1000")
     assert found["choices"][0]["diloco_exchange"] == "auto"
 
 
 @pytest.mark.parametrize("merge", ["mean", "rda"])
-def test_eager_is_proposed_where_the_trainer_takes_it(tmp_path, merge):
+def test_eager_is_proposed_where_the_trainer_takes_it(planned, merge):
     """On a link that it alone fills; the norms of rda are of whole outer gradients."""
     keys = ("model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2", f"diloco_merge={merge}")
-    path = tmp_path / "plan.json"
-    plan.main([*keys, "step_time=0.2", "slice_bandwidth_gbps=0.001", f"report={path}"])
-    found = json.loads(path.read_text())
+    _, found, _ = planned(*keys, "step_time=0.2", "slice_bandwidth_gbps=0.001")
     modes = {row["mode"] for row in found["choices"]}
     assert {"DiLoCo", "overlapped"} <= modes and ("eager" in modes) == (merge == "mean")
     assert train.main([*found["train_command"][3:], "show_fragments=true"]) == 0

@@ -1,11 +1,9 @@
 """The time to the same loss against bandwidth, latency and sites, as rows and as a figure."""
 
-import json
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from maxdiloco import plan
 from maxdiloco.planning import sweep
 
 KEYS = ("model_name=180m", "hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=8",
@@ -15,17 +13,16 @@ KEYS = ("model_name=180m", "hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp
 
 
 @pytest.fixture
-def swept(tmp_path, capsys):
+def swept(tmp_path, planned):
     """The points by name of the way, what was printed, and the figure."""
 
     def swept(kind):
-        report, figure = tmp_path / "plan.json", tmp_path / "sweep.svg"
-        argv = [*KEYS, f"sweep={kind}", f"report={report}", f"figure={figure}"]
-        assert plan.main(argv) == 0
-        found = json.loads(report.read_text())
+        figure = tmp_path / "sweep.svg"
+        code, found, said = planned(*KEYS, f"sweep={kind}", f"figure={figure}")
+        assert code == 0
         times = zip(*(point["seconds"] for point in found["sweep"]), strict=True)
         by_name = dict(zip(sweep.NAMES, times, strict=True))
-        return found, by_name, capsys.readouterr().out, ET.fromstring(figure.read_text())
+        return found, by_name, said.out, ET.fromstring(figure.read_text())
 
     return swept
 
@@ -76,27 +73,12 @@ def test_more_sites_share_the_tokens(swept):
         assert f"\n{sites} sites " in said
 
 
-def test_a_time_whose_loss_is_outside_of_what_was_measured_is_marked(tmp_path, capsys):
+def test_a_time_whose_loss_is_outside_of_what_was_measured_is_marked(planned):
     """H=400, which no row has. Control: H=100."""
     for period, is_marked in (("400", True), ("100", False)):
         keys = [key.replace("period=100", f"period={period}") for key in KEYS]
-        path = tmp_path / "plan.json"
-        assert plan.main([*keys, "sweep=latency", f"report={path}"]) == 0
-        said, found = capsys.readouterr().out, json.loads(path.read_text())
+        code, found, said = planned(*keys, "sweep=latency")
+        assert code == 0
         assert [bool(point["outside"]) for point in found["sweep"]] == [is_marked] * 7
-        assert said.count("? ") == 7 * is_marked
-        assert ("\n?: the loss is outside of what was measured" in said) == is_marked
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (("sweep=speed",), "sweep=speed is not known. Use one of bandwidth, latency, sites."),
-        (("figure=a.svg",), "figure=a.svg is of a sweep. Add sweep=bandwidth"),
-        (("sort=loss",), "sort=loss is not known. Use time_to_loss, or leave sort out."),
-    ],
-)
-def test_a_sweep_that_is_none_is_one_line(argv, words, capsys):
-    assert plan.main([*KEYS, *argv]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
+        assert said.out.count("? ") == 7 * is_marked
+        assert ("\n?: the loss is outside of what was measured" in said.out) == is_marked
