@@ -96,34 +96,43 @@ def test_a_published_config_json_has_the_keys_of_our_model_file(name, tmp_path):
     assert sorted(config_json.misfits(keys, other, read.family)) == expected
 
 
-def test_a_soft_cap_of_attention_is_gemma_2s_alone():
-    """transformers' Gemma 3 has the key and does not use it."""
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 2}
-    for model_type, cap in (("gemma2", 5.0), ("gemma3_text", 0.0)):
-        family = config_json.family_of(model_type)
-        keys = config_json.keys_of(sizes | {"attn_logit_softcapping": 5.0}, family)
-        assert keys["attn_logits_soft_cap"] == cap
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 3}
+LOCAL, WHOLE = "sliding_attention", "full_attention"
 
 
-def test_layers_that_are_all_alike_have_a_pattern_of_one_or_none():
-    """Control: of three layers one without the window is a pattern. Without one there is none."""
-    family = config_json.family_of("gemma2")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 3}
-    local, whole = "sliding_attention", "full_attention"
-    cases = (([local] * 3, ("local",)), ([local, local, whole], ("local", "local", "global")))
-    for types, pattern in cases:
-        keys = config_json.keys_of(sizes | {"layer_types": types, "sliding_window": 5}, family)
-        assert (keys["sliding_window_size"], keys["attention_pattern"]) == (5, pattern)
-    keys = config_json.keys_of(sizes | {"layer_types": types, "sliding_window": None}, family)
-    assert (keys["sliding_window_size"], keys["attention_pattern"]) == (0, ())
+def layers(types, window):
+    return {"layer_types": types, "sliding_window": window}
 
 
-@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def keys_of_layers(window, pattern):
+    return {"sliding_window_size": window, "attention_pattern": pattern}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries", "expected"),
+    [
+        # transformers' Gemma 3 has the key and does not use it.
+        ("gemma2", {"attn_logit_softcapping": 5.0}, {"attn_logits_soft_cap": 5.0}),
+        ("gemma3_text", {"attn_logit_softcapping": 5.0}, {"attn_logits_soft_cap": 0.0}),
+        # Layers that are all alike have a pattern of one, and without a window none.
+        ("gemma2", layers([LOCAL] * 3, 5), keys_of_layers(5, ("local",))),
+        ("gemma2", layers([LOCAL, LOCAL, WHOLE], 5),
+         keys_of_layers(5, ("local", "local", "global"))),
+        ("gemma2", layers([LOCAL, LOCAL, WHOLE], None), keys_of_layers(0, ())),
+        # As transformers reads the files of gemma-2b; test_refused has llama's.
+        ("gemma", {"hidden_act": "gelu"}, {"mlp_activations": ("gelu", "linear")}),
+    ],
+)  # fmt: skip
+def test_an_entry_means_what_transformers_makes_of_it(model_type, entries, expected):
+    found = config_json.keys_of(SIZES | entries, config_json.family_of(model_type))
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("kind", [LOCAL, WHOLE])
 def test_a_gemma_3_whose_layers_are_all_alike_is_a_config(kind):
     """The flags refuse a local wavelength without local layers, or without a pattern."""
     family = config_json.family_of("gemma3_text")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 3}
-    keys = config_json.keys_of(sizes | {"layer_types": [kind] * 3}, family)
+    keys = config_json.keys_of(SIZES | {"layer_types": [kind] * 3}, family)
     cfg = config.changed(of_file("default").as_dict() | keys, [], {}, may_change=())
     assert config_json.misfits(vars(cfg), config_json.config_of(vars(cfg), family), family) == {}
 
@@ -131,6 +140,8 @@ def test_a_gemma_3_whose_layers_are_all_alike_is_a_config(kind):
 NO_LAYER = {"sliding_window_size": 5, "attention_pattern": ("global",)}
 ONE_GROUP = {"score_function": "sigmoid", "normalise_weights": True, "balance_bias": True}
 SOME_LAYERS = {"sliding_window_size": 5, "attention_pattern": ("global", "local")}
+SCALED = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+LIKE_THE_GLOBAL = {"local_rope_max_timescale": -1.0}
 
 
 @pytest.mark.parametrize(
@@ -143,57 +154,46 @@ SOME_LAYERS = {"sliding_window_size": 5, "attention_pattern": ("global", "local"
         ("mixtral-8x7b", {"base_mlp_dim": 777}, {}),
         # Experts as wide as a layer.
         ("qwen3-30b-a3b", {"base_moe_mlp_dim": -1}, {"moe_intermediate_size": 6144}),
+        # A whole number for the queries, which transformers' class asks for, and none that stands
+        # for a word.
+        ("gemma3-1b", {}, {"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0}),
+        ("gemma3-1b", {"query_pre_attn_scalar": 0.0, "head_dim": 64},
+         {"query_pre_attn_scalar": 64}),
+        ("gemma3-1b", LIKE_THE_GLOBAL, {"rope_local_base_freq": 1e6}),
+        ("gemma3-1b", SCALED, {"rope_local_base_freq": 10000.0}),
     ],
-)
-def test_what_no_layer_computes_is_no_obstacle_to_an_export(name, changes, written):
+)  # fmt: skip
+def test_an_export_is_of_the_same_type_and_has_values_that_transformers_computes(
+    name, changes, written
+):
+    """What no layer computes is no obstacle."""
     cfg = config.from_dict(of_file(name).as_dict() | changes)
     family, theirs = config_json.family_for(vars(cfg))
     assert family.model_type == config_json.family_for(vars(of_file(name)))[0].model_type
-    assert {key: theirs[key] for key in written} == written
-
-
-SCALED = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-LIKE_THE_GLOBAL = {"local_rope_max_timescale": -1.0}
-
-
-@pytest.mark.parametrize(
-    ("changes", "written"),
-    [
-        ({}, {"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0}),
-        ({"query_pre_attn_scalar": 0.0, "head_dim": 64}, {"query_pre_attn_scalar": 64}),
-        (LIKE_THE_GLOBAL, {"rope_local_base_freq": 1e6}),
-        (SCALED, {"rope_local_base_freq": 10000.0}),
-    ],
-)
-def test_a_gemma_is_written_with_numbers_that_transformers_can_compute(changes, written):
-    """A whole number for the queries, which its class asks for, and none that stands for a word."""
-    cfg = vars(config.from_dict(of_file("gemma3-1b").as_dict() | changes))
-    family, hf = config_json.family_for(cfg)
-    assert family.model_type == "gemma3_text"
-    found = {key: hf[key] for key in written}
+    found = {key: theirs[key] for key in written}
     assert json.dumps(found) == json.dumps(written), "of the same types"
 
 
+PLAIN = {"mlp_activations": ("gelu",), "use_qk_norm": "false"}
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("name", "changes", "words"),
     [
-        ({"query_pre_attn_scalar": 24.5}, "query_pre_attn_scalar=24.5 is not 24.0"),
-        ({"attn_logits_soft_cap": 5.0}, "attn_logits_soft_cap=5.0 is not 0.0"),
-        (LIKE_THE_GLOBAL | SCALED, "no model type of Hugging Face has all options"),
+        ("gemma3-1b", {"query_pre_attn_scalar": 24.5}, "query_pre_attn_scalar=24.5 is not 24.0"),
+        # Gemma 3 has no soft-cap of attention, and its local layers are never stretched.
+        ("gemma3-1b", {"attn_logits_soft_cap": 5.0}, "attn_logits_soft_cap=5.0 is not 0.0"),
+        ("gemma3-1b", LIKE_THE_GLOBAL | SCALED, "no model type of Hugging Face has all options"),
+        # A soft-cap of the output beside norms of the input alone.
+        ("default", PLAIN, r"nearest, llama: mlp_activations=\[gelu\] is not"),
+        ("default", {"final_logits_soft_cap": 30.0},
+         r"The nearest, qwen3: final_logits_soft_cap=30.0 is not 0.0\."),
     ],
-)
-def test_a_gemma_that_transformers_cannot_compute_is_not_exported(changes, words):
-    """Its local layers are never stretched, and Gemma 3 has no soft-cap of attention."""
-    cfg = config.from_dict(of_file("gemma3-1b").as_dict() | changes)
+)  # fmt: skip
+def test_a_model_that_no_type_covers_is_refused_with_its_keys(name, changes, words):
+    cfg = config.from_dict(of_file(name).as_dict() | changes)
     with pytest.raises(ConfigError, match=words):
         config_json.family_for(vars(cfg))
-
-
-def test_gelu_of_the_first_gemma_is_its_tanh_form(tmp_path):
-    """As transformers reads the files of gemma-2b, which say gelu; test_refused has llama's."""
-    published = PUBLISHED["llama3.2-1b"] | {"model_type": "gemma", "hidden_act": "gelu"}
-    (tmp_path / "config.json").write_text(json.dumps(published))
-    assert config_json.read(tmp_path).keys["mlp_activations"] == ("gelu", "linear")
 
 
 def test_a_scaled_tied_embedding_is_exported_with_a_head_of_its_own():

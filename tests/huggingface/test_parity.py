@@ -7,6 +7,8 @@ from tiers import corner
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
+import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import parity
@@ -41,8 +43,6 @@ def test_the_text_model_of_files_with_images(tmp_path, capfd):
 
     Tensors have another prefix in files of some versions.
     """
-    import transformers
-
     text = parity.arguments(parity.CASES["gemma3_text"])
     vision = dict(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
@@ -86,9 +86,6 @@ def test_the_text_model_of_files_with_images(tmp_path, capfd):
 def test_a_head_of_its_own_beside_tied_and_a_padded_vocabulary(name, tmp_path):
     """transformers 5 keeps a head of the files that is not the table, whatever config.json says;
     its logits are ours, those of 67 rows of padding are -inf, and an export loads as the same."""
-    import torch
-    import transformers
-
     model = parity.torch_model(parity.CASES[name])
     model.save_pretrained(tmp_path / "theirs")
     values = load_file(tmp_path / "theirs/model.safetensors")
@@ -122,8 +119,6 @@ def test_every_family_has_a_case():
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_key_that_config_json_lacks_has_the_default_of_transformers(model_type):
     """Each key of the whole config.json is left out on its own, but for the sizes of the model."""
-    import transformers
-
     case = next(case for name, case in parity.CASES.items() if name == model_type)
     whole = getattr(transformers, case.config)().to_dict()
     family, declared = config_json.family_of(model_type), base_yml.declared()
@@ -136,8 +131,6 @@ def test_a_key_that_config_json_lacks_has_the_default_of_transformers(model_type
 @pytest.mark.parametrize("name", ["gemma2-2b", "gemma3-4b", "gpt-oss-20b", "deepseek-v3"])
 def test_transformers_takes_the_config_json_of_a_model_file(name):
     """Its classes refuse a number of another type."""
-    import transformers
-
     _, hf = config_json.family_for(vars(config.load([f"model_name={name}"], {})))
     found = transformers.AutoConfig.for_model(**hf)
     assert (found.model_type, found.hidden_size) == (hf["model_type"], hf["hidden_size"])
