@@ -6,8 +6,6 @@ from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.chips import CHIPS
 
-GIB = 2**30
-
 
 @pytest.mark.parametrize(
     ("name", "known", "devices", "on_host", "peak"),
@@ -42,26 +40,6 @@ def test_memory_is_the_share_that_jax_takes(monkeypatch):
         monkeypatch.setenv(older, raw)
         with pytest.raises(ConfigError, match=rf"{older}={raw} must .*Use 0.9"):
             topology.find("h100-8")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        *((name, f"={name} is not known: .* counts GPUs .*Use one of")
-          for name in ("h100-3", "h100-12", "a100-x")),
-        ("h300-8", r"h300-8 is not known. .*h100-8; kinds: .*v6e.*, h100"),
-    ],
-)  # fmt: skip
-def test_a_kind_and_a_number_that_no_hosts_have_are_refused(name, message):
-    for lookup in (topology.find, lambda n: topology.devices(n, 2)):
-        with pytest.raises(ConfigError, match=message):
-            lookup(name)
-
-
-def test_without_the_plugin_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(topology.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"=h100-8 needs JAX's plugin .*cudacompile"):
-        topology.devices("h100-8", 2)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ def memory(peak=100, elsewhere=50):
     return Memory(60 * MIB, 60 * MIB, 40 * MIB, peak * MIB, elsewhere * MIB)
 
 
-def crossing(*, waited=0.0, least=0.0, axes=("diloco",)):
-    """4 ms on the link, from a quarter of a program of 10 ms (and the wait) to its end."""
-    timing = Timing(start=0.0025, done=0.010 + waited, busy=0.004, waited=waited)
+def crossing(*, waited=0.0, least=0.0, busy=0.004, axes=("diloco",)):
+    """On the link from a quarter of a program of 10 ms (and the wait) to its end."""
+    timing = Timing(start=0.0025, done=0.010 + waited, busy=busy, waited=waited)
     return Collective("all-gather", "u8", axes, 1000, 1, False, 24, False, timing, least)
 
 
@@ -65,7 +65,7 @@ def test_times_and_bytes_of_a_period():
 def test_the_share_of_a_device_is_told_beside_the_link_of_its_host():
     """25 Gbit/s for each of four devices. Where hosts are not known, the device's alone."""
     for hosts, of_host, told in ((0, None, ""), (4, 100, ", 100 a host of 4")):
-        found = a_report(exchange())._replace(devices_per_host=hosts)
+        found = a_report(exchange(), devices_per_host=hosts)
         assert f"what crosses slices, at 25 Gbit/s a device{told}" in report.lines(found)
         assert figures.as_json(found)["dcn_bandwidth_gbps_per_host"] == of_host
 
@@ -74,9 +74,8 @@ def test_two_readings_of_send_done_are_told_where_they_differ():
     both = program(crossings=[crossing(waited=0.001, least=0.0005)], runs=2)
     found = a_report(both)
     assert set(report.SEND_DONE) <= set(report.lines(found))
-    assert next(line for line in report.lines(found) if "u8" in line).split()[-2:] == [
-        "1.000", "0.500",
-    ]  # fmt: skip
+    (line,) = [line for line in report.lines(found) if "u8" in line]
+    assert line.split()[-2:] == ["1.000", "0.500"]
     same = program(crossings=[crossing(waited=0.001, least=0.001)])
     assert not set(report.SEND_DONE) & set(report.lines(a_report(same)))
     (told,) = figures.as_json(found)["programs"]
@@ -174,9 +173,8 @@ def test_what_was_not_compiled_is_never_shown_as_zero():
         assert figures.as_json(whole)[figure] is not None
         assert figures.as_json(found)[figure] is None
     (inner, other) = figures.as_json(found)["programs"]
-    assert [inner[name] for name in ("flops_per_device", "dcn", "ici", "estimated_seconds")] == [
-        None, None, None, None,
-    ]  # fmt: skip
+    for figure in ("flops_per_device", "dcn", "ici", "estimated_seconds"):
+        assert inner[figure] is None
     assert other["flops_per_device"] and other["dcn"]
     lines = report.lines(found)
     assert "inner does not fit: Ran out." in lines
@@ -184,9 +182,8 @@ def test_what_was_not_compiled_is_never_shown_as_zero():
     assert "to other slices, a device and period of 4 steps: not known" in lines
     assert "nothing" not in lines
     assert re.search("steps: 250 bytes|steps: 1,000 bytes", " ".join(report.lines(whole)))
-    row = next(line.split() for line in lines if line.startswith("inner ")
-               and "fit" not in line)  # fmt: skip
-    assert row[2:] == ["-"] * 6
+    row = next(line for line in lines if line.startswith("inner ") and "fit" not in line)
+    assert row.split()[2:] == ["-"] * 6
 
 
 def test_every_line_fits_100_columns():
@@ -206,11 +203,9 @@ def test_every_line_fits_100_columns():
 # -- the verdict: what fits, how fast, what is exposed ---------------------------------------------
 
 
-def synchronise(busy, waited):
-    """An exchange at once: on the link for `busy` s, of which `waited` are waited for."""
-    cross = crossing()
-    timing = cross.timing._replace(busy=busy, waited=waited)
-    return program("synchronise", runs=1, crossings=[cross._replace(timing=timing)])
+def synchronise(seconds):
+    """An exchange at once, all of which is waited for."""
+    return program("synchronise", runs=1, crossings=[crossing(busy=seconds, waited=seconds)])
 
 
 def enough(made):
@@ -258,19 +253,19 @@ def test_an_axis_too_long_for_all_gathers_has_a_mesh_that_gathers(ici, remedy):
 
 def test_what_is_waited_for_by_design_hides_with_a_larger_tau_and_on_no_link():
     """tau=0: all of 25 ms; three steps of 10 ms hide it. With H=3 they are the whole period."""
-    found = a_report(program(), synchronise(0.025, 0.025), tau=0)
+    found = a_report(program(), synchronise(0.025), tau=0)
     assert enough(found) == (None, 3)
     line = "nothing would be exposed with num_communication_overlapping_steps=3 (estimate)"
     assert report.verdict_lines(found)[-1] == line
     assert enough(found._replace(period=3)) == (None, None)
-    assert enough(a_report(program(), synchronise(0.05, 0.05), tau=0)) == (None, None)
+    assert enough(a_report(program(), synchronise(0.05), tau=0)) == (None, None)
     assert "use a longer diloco_sync_period" in report.verdict_lines(found._replace(period=3))[-2]
 
 
 def test_tau_grows_with_what_a_fragment_takes():
     """tau=2, chunks of 14 ms of which 4 are waited for: 28 ms a fragment, three steps of 10."""
-    step = program("inner + exchange", runs=2, crossings=[crossing()._replace(
-        timing=crossing().timing._replace(busy=0.014, waited=0.004))])  # fmt: skip
+    crossings = [crossing(busy=0.014, waited=0.004)]
+    step = program("inner + exchange", runs=2, crossings=crossings)
     found = a_report(program(), step, tau=2)
     assert enough(found) == (35.0, 3)  # 14 / 10 of 25
     assert enough(a_report(program(), step, tau=2, overlap="eager")) == (35.0, None)
@@ -319,19 +314,11 @@ def test_the_compiler_s_message_tells_the_temporaries(message, arguments, found)
 
 def test_a_remedy_is_one_that_is_not_yet_on():
     cfg = config.load(["remat_policy=full", "per_device_batch_size=1"], {})
-    room = (
-        "Use more devices in a slice, diloco_outer_memory=pinned_host or "
-        "optimizer_memory_host_offload=true."
-    )
-    assert make_room(cfg, outer_state=True) == room
-    without = room.replace(", diloco_outer_memory=pinned_host", "")
-    assert make_room(cfg, outer_state=False) == without
-    elsewhere = (
-        "Use more devices in a slice, diloco_outer_memory=pinned_host on the GPUs themselves or "
-        "optimizer_memory_host_offload=true on the GPUs themselves."
-    )
-    assert make_room(cfg, outer_state=True, there=False) == elsewhere
-    other = config.load(["remat_policy=minimal"], {})
-    assert "remat_policy=full" in make_room(other, outer_state=True)
-    auto = config.load([], {})
-    assert "remat_policy" not in make_room(auto, outer_state=True)
+    words = "Use more devices in a slice{} or optimizer_memory_host_offload=true{}."
+    outer, there = ", diloco_outer_memory=pinned_host", " on the GPUs themselves"
+    assert make_room(cfg, outer_state=True) == words.format(outer, "")
+    assert make_room(cfg, outer_state=False) == words.format("", "")
+    assert make_room(cfg, outer_state=True, there=False) == words.format(outer + there, there)
+    for argv, has_policy in ((["remat_policy=minimal"], True), ([], False)):
+        room = make_room(config.load(argv, {}), outer_state=True)
+        assert ("remat_policy" in room) == ("remat_policy=full" in room) == has_policy

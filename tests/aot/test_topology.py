@@ -1,4 +1,4 @@
-"""Names of TPU slices, as MaxText and XPK have them."""
+"""Names of TPU slices, as MaxText and XPK have them, and names that are refused."""
 
 import importlib.util
 
@@ -36,12 +36,20 @@ def test_a_name_is_a_shape_and_a_chip_and_its_slowest_has_so_many_links(
     assert chip.ici_gbps == pytest.approx(chips.CHIPS[kind].ici_gbps * links / of)
 
 
-def test_an_unknown_name_lists_the_known_ones():
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5-16", "compile_topology=v5-16 is not known. Use .*v5e-16"),
+        ("v5p-24", "v5p-24 is not known: v5p counts TensorCores, .*v5p-32"),
+        *((name, f"={name} is not known: .* counts GPUs .*Use one of")
+          for name in ("h100-3", "h100-12", "a100-x")),
+        ("h300-8", "h300-8 is not known. .*h100-8; kinds: .*v6e.*, h100"),
+    ],
+)  # fmt: skip
+def test_a_name_of_no_slice_is_refused_with_those_that_are_known(name, message):
     for lookup in (topology.find, lambda name: topology.devices(name, 2)):
-        with pytest.raises(ConfigError, match=r"compile_topology=v5-16 is not known. Use .*v5e-16"):
-            lookup("v5-16")
-    with pytest.raises(ConfigError, match=r"v5p-24 is not known: v5p counts TensorCores, .*v5p-32"):
-        topology.find("v5p-24")
+        with pytest.raises(ConfigError, match=message):
+            lookup(name)
 
 
 @pytest.mark.parametrize(
@@ -49,10 +57,8 @@ def test_an_unknown_name_lists_the_known_ones():
     [
         ("v5litepod-16", "v5e-16"),  # xpk --tpu-type, and Cloud TPU
         ("v5litepod-256", "v5e-256"),
-        ("v6e-16", "v6e-16"),
         ("v6e-4x4", "v6e-16"),
         ("v5p-2x2x4", "v5p-32"),  # 16 chips, 32 TensorCores
-        ("v5p-32", "v5p-32"),
         ("tpu7x-2x2x1", "tpu7x-8"),
         ("tpu-v5-lite-podslice-4x8", "v5e-32"),  # GKE's label and its topology
         ("tpu-v5p-slice-4x4x4", "v5p-128"),
@@ -62,10 +68,17 @@ def test_the_names_of_xpk_and_gke_mean_the_same_slices(name, known):
     assert topology.find(name) == topology.find(known)
 
 
-def test_without_libtpu_the_extra_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5e-4", r"needs libtpu.*pip install -e '\.\[tpu\]'"),
+        ("h100-8", "=h100-8 needs JAX's plugin .*cudacompile"),
+    ],
+)
+def test_without_the_compiler_the_extra_is_named(name, message, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs libtpu.*pip install -e '\.\[tpu\]'"):
-        topology.devices("v5e-4", 2)
+    with pytest.raises(ConfigError, match=message):
+        topology.devices(name, 2)
 
 
 def test_every_topology_is_of_a_chip_with_all_facts():
