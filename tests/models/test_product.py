@@ -158,8 +158,7 @@ def test_scattered_gradients_are_sums_that_each_device_gets_its_part_of(equation
             out = product(equation, x, w, spec(False, scattered=scattered))
             return jnp.sum(jnp.sin(out))
 
-        step = map_fn(jax.grad(total, argnums=(0, 1)), mesh=mesh)
-        return tiny_model.compiled(step)
+        return tiny_model.compiled(map_fn(jax.grad(total, argnums=(0, 1)), mesh=mesh))
 
     scattered = gradients(True)
     tiny_model.assert_close(scattered(x_R, w_R), gradients(False)(x_R, w_R), rtol=1e-5, atol=1e-5)

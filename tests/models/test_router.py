@@ -15,9 +15,7 @@ NO = -9.0  # sigmoid(-9) is 1e-4
 def test_a_group_is_worth_its_two_best_experts():
     """Of three each. Sigmoids of 3 and of 0.4, 0.3: 0.95 and 1.17. Of 0.4, 0.3 and of 0.1, 0, -0.1:
     1.17 and, without the third, 1.02."""
-    spec = tiny_model.build(
-        num_experts=6, router=dict(score_function="sigmoid", num_groups=2)
-    ).spec
+    spec = tiny_model.build(num_experts=6, router=dict(score_function="sigmoid", num_groups=2)).spec
     logits_TE = np.float32([[3, NO, NO, 0.4, 0.3, NO], [0.4, 0.3, NO, 0.1, 0, -0.1]])
     assert router.choose(spec, logits_TE, None).experts_TK.tolist() == [[3], [0]]
 
