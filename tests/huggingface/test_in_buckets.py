@@ -67,9 +67,8 @@ def test_an_export_of_an_import_in_a_bucket_takes_along_what_lies_beside_it(faul
         (None, "holds neither model.safetensors.index.json nor model.safetensors"),
     ],
 )
-def test_a_damaged_file_in_a_bucket_is_one_line(faulty, tmp_path, capfd, content, words):
+def test_a_damaged_file_in_a_bucket_is_one_line(faulty, source, tmp_path, capfd, content, words):
     """The package says what is damaged, of the header alone."""
-    source = small.save(tmp_path / "source", small.weights())
     there = folders.place(f"az://{BUCKET}/a", "SRC")
     staging.upload(epath.Path(source), there)
     (there / "model.safetensors").unlink()
@@ -82,9 +81,10 @@ def test_a_damaged_file_in_a_bucket_is_one_line(faulty, tmp_path, capfd, content
 
 
 @pytest.mark.parametrize("kind", ["cut", full("503"), full("429"), full("lost")])
-def test_a_fault_while_a_model_in_a_bucket_is_read_leaves_nothing(faulty, tmp_path, capfd, kind):
+def test_a_fault_while_a_model_in_a_bucket_is_read_leaves_nothing(
+    faulty, source, tmp_path, capfd, kind
+):
     """At every request but for most of the tensors'."""
-    source = small.save(tmp_path / "source", small.weights())
     there, target = folders.place(f"az://{BUCKET}/a", "SRC"), tmp_path / "ours"
     staging.upload(epath.Path(source), there)
     faulty.calls.clear()

@@ -50,7 +50,7 @@ def thirds(shape):
     ],
 )
 def test_an_import_reads_one_tensor_at_a_time_and_an_export_one_chunk_or_tensor(
-    tmp_path, monkeypatch, chunk, multiple, dtype, reads, most
+    source, tmp_path, monkeypatch, chunk, multiple, dtype, reads, most
 ):
     """chunk: gives the shape of a leaf's chunks in the checkpoint; None: as an import has them."""
     right = ocp.type_handlers.get_json_tspec_write
@@ -60,7 +60,6 @@ def test_an_import_reads_one_tensor_at_a_time_and_an_export_one_chunk_or_tensor(
 
     if chunk:
         monkeypatch.setattr(ocp.type_handlers, "get_json_tspec_write", chunked)
-    source = small.save(tmp_path / "source", small.weights())
     watch = Watch(monkeypatch, safetensors_files, "read")
     small.done("import", source, tmp_path / "ours", f"vocab_multiple={multiple}")
     assert len(watch.sizes) == len(small.shapes()) and max(watch.sizes) == LARGEST

@@ -60,12 +60,11 @@ def test_a_padded_import_has_the_loss_of_the_model(tmp_path, changes):
 
 
 @pytest.mark.full
-def test_training_with_padding_is_training_without(tmp_path):
+def test_training_with_padding_is_training_without(source, tmp_path):
     """Losses and evaluations of 4 steps, 2 rounds, with 31 of 64 rows; an export has the 31 alone.
 
     float32: XLA sums 64 columns in another order than 31, and Adam divides by small moments.
     """
-    source = small.save(tmp_path / "source", small.weights())
     rows, values = {}, {}
     for multiple, padded in ((1, -1), (64, 64)):
         ours, run, out = (tmp_path / f"{name}-{multiple}" for name in ("ours", "run", "out"))
@@ -89,9 +88,8 @@ def test_training_with_padding_is_training_without(tmp_path):
         np.testing.assert_allclose(values[64][name], plain, atol=1e-4)
 
 
-def test_the_rows_of_a_larger_tokenizer_are_tokens_and_are_exported(tmp_path, capfd):
+def test_the_rows_of_a_larger_tokenizer_are_tokens_and_are_exported(source, tmp_path, capfd):
     """A tokenizer of 300 tokens, a model of 31: 300 of 384 rows count, and an export has them."""
-    source = small.save(tmp_path / "source", small.weights())
     byte_level_bpe(source, vocab_size=300)
     small.there_and_back(source, tmp_path, "vocab_multiple=128")
     assert sizes(tmp_path / "ours") == (300, 384)

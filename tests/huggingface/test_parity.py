@@ -136,7 +136,7 @@ def test_transformers_takes_the_config_json_of_a_model_file(name):
     assert (found.model_type, found.hidden_size) == (hf["model_type"], hf["hidden_size"])
 
 
-def test_another_epsilon_would_be_seen(tmp_path, monkeypatch):
+def test_another_wavelength_would_be_seen(tmp_path, monkeypatch):
     """A positive control: one key off by a little is 100 times the tolerance off."""
     right = config_json.keys_of
 

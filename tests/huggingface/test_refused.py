@@ -87,9 +87,14 @@ def refusal(tmp_path, capfd):
          "rope_type=linear of config.json has no counterpart here: local layers have default"),
         ({"model_type": "gemma3_text", "rope_local_base_freq": -1.0},
          "rope_local_base_freq=-1.0 of config.json has no counterpart here: a wavelength is above"),
+        ({"intermediate_size": 13}, "mlp.gate_proj.weight has shape [12, 8] in model.safetensors, "
+                                    "but config.json says [13, 8]"),
+        ({"vocab_size": 30}, "model.embed_tokens.weight has shape [31, 8]"),
     ],
 )  # fmt: skip
-def test_values_of_config_json_that_cannot_be_computed(tmp_path, refusal, changes, words):
+def test_values_of_config_json_that_cannot_be_computed_or_do_not_fit_the_tensors(
+    tmp_path, refusal, changes, words
+):
     assert words in refusal(small.save(tmp_path / "a", small.weights(), **changes))
 
 
@@ -107,12 +112,7 @@ def test_tensors_that_are_missing_or_too_many_are_listed(tmp_path, refusal):
     small.done("import", small.save(tmp_path / "beside", beside), tmp_path / "ours")
 
 
-def test_shapes_and_types_that_differ_from_config_json(tmp_path, refusal):
-    line = refusal(small.save(tmp_path / "wide", small.weights(), intermediate_size=13))
-    assert "mlp.gate_proj.weight has shape [12, 8] in model.safetensors, but config.json" in line
-    assert "says [13, 8]" in line
-    line = refusal(small.save(tmp_path / "rows", small.weights(), vocab_size=30))
-    assert "model.embed_tokens.weight has shape [31, 8]" in line
+def test_tensors_of_8_bits_are_quantised(tmp_path, refusal):
     values = small.weights()
     name = "model.layers.0.mlp.up_proj.weight"
     values[name] = values[name].astype(np.int8)
@@ -155,9 +155,8 @@ def test_an_index_that_names_a_file_outside_its_folder(tmp_path, refusal):
         assert f"{index} names {there}, which is no file of its folder" in refusal(source)
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(tmp_path, refusal):
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(source, tmp_path, refusal):
     """Exit code 3, data; rows enough for it are a remedy."""
-    source = small.save(tmp_path / "a", small.weights())
     byte_level_bpe(source, vocab_size=300)
     line = refusal(source, code=3)
     assert "vocab_size=31 is too small for tokenizer_type=huggingface" in line
@@ -193,9 +192,8 @@ def test_a_command_line_that_cannot_work(tmp_path, monkeypatch, capfd, arguments
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failure_while_writing_leaves_nothing(tmp_path, refusal, monkeypatch):
+def test_a_failure_while_writing_leaves_nothing(source, tmp_path, refusal, monkeypatch):
     """Both the disk's refusals and what nobody expected."""
-    source = small.save(tmp_path / "a", small.weights())
 
     def full(self):
         raise OSError(28, "No space left on device")
@@ -205,7 +203,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, refusal, monkeypatch):
     monkeypatch.setattr(arrays.Writer, "commit", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hf.main(["import", str(source), str(tmp_path / "ours")])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def test_what_a_killed_program_left_is_removed_and_a_folder_of_others_stays(tmp_path):

@@ -77,9 +77,8 @@ def test_shards_hold_what_fits_and_the_index_names_them(imported, tmp_path):
     small.assert_weights(out, small.weights())
 
 
-def test_a_larger_vocabulary_gets_rows_of_zeros_that_an_export_leaves_out(tmp_path, capfd):
+def test_a_larger_vocabulary_gets_rows_of_zeros_that_an_export_leaves_out(source, tmp_path, capfd):
     """31 rows to a multiple of 16: 32."""
-    source = small.save(tmp_path / "source", small.weights())
     small.there_and_back(source, tmp_path, "vocab_multiple=16")
     keys = read.newest_meta(tmp_path / "ours", key="RUN")["config"]
     assert (keys["vocab_size"], keys["padded_vocab_size"]) == (31, 32)
@@ -143,9 +142,8 @@ def test_a_copy_of_a_tied_embedding_is_left_out_and_another_head_is_kept(
     assert written["tie_word_embeddings"] is False
 
 
-def test_files_of_the_tokenizer_and_of_the_licence_come_along(tmp_path):
+def test_files_of_the_tokenizer_and_of_the_licence_come_along(source, tmp_path):
     """An import and its export have the same; a file of another kind stays behind."""
-    source = small.save(tmp_path / "source", small.weights())
     names = ["LICENSE", "LICENSE.txt", "Notice", "USE_POLICY.md", "vocab.txt", "spiece.model",
              "tekken.json", "additional_chat_templates/tool_use.jinja"]  # fmt: skip
     for name in [*names, "README.md", "additional_chat_templates/run.py"]:
@@ -170,9 +168,8 @@ def test_files_of_the_tokenizer_and_of_the_licence_come_along(tmp_path):
     ],
 )
 def test_start_yml_adds_the_tokens_that_the_tokenizer_names(
-    tmp_path, capfd, names, add_bos, add_eos
+    source, tmp_path, capfd, names, add_bos, add_eos
 ):
-    source = small.save(tmp_path / "source", small.weights())
     byte_level_bpe(source, vocab_size=300)
     (source / "tokenizer_config.json").write_text(json.dumps(names))
     small.done("import", source, tmp_path / "ours", "vocab_multiple=300")
@@ -196,10 +193,9 @@ def test_a_long_import_or_export_says_how_far_it_is():
     ]
 
 
-def test_import_and_export_report_all_of_their_bytes(tmp_path, capfd, monkeypatch):
+def test_import_and_export_report_all_of_their_bytes(source, tmp_path, capfd, monkeypatch):
     """A line for each part when none is too early; the last one is of all bytes."""
     monkeypatch.setattr(folders, "_PERIOD_S", 0.0)
-    source = small.save(tmp_path / "source", small.weights())
     small.there_and_back(source, tmp_path, "vocab_multiple=64")
     out = capfd.readouterr().out
     for verb in ("imported", "exported"):
