@@ -100,8 +100,7 @@ def test_what_runs_beside_the_steps_is_counted_apart():
     ]
     told = figures.as_json(found)["beside_the_steps"]["evaluation"]
     assert told["exposed_seconds"] == pytest.approx(0.0003)
-    rows = [line.split() for line in report.lines(found)]
-    assert ["init", "once"] in [row[:2] for row in rows]
+    assert any(line.split()[:2] == ["init", "once"] for line in report.lines(found))
     assert report.refusals(found, max_exposed_fraction=0.1) == []
 
 
@@ -181,7 +180,7 @@ def test_what_was_not_compiled_is_never_shown_as_zero():
     assert lines.count("not known: inner") == 2, "over slices and inside a slice"
     assert "to other slices, a device and period of 4 steps: not known" in lines
     assert "nothing" not in lines
-    assert re.search("steps: 250 bytes|steps: 1,000 bytes", " ".join(report.lines(whole)))
+    assert any("steps: 1,000 bytes" in line for line in report.lines(whole))
     row = next(line for line in lines if line.startswith("inner ") and "fit" not in line)
     assert row.split()[2:] == ["-"] * 6
 

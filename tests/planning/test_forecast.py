@@ -67,7 +67,6 @@ def test_the_error_on_rows_that_are_left_out_is_that_of_the_docs(law, capsys):
 
 
 def test_nine_in_ten_rows_lie_in_their_interval_when_left_out(law):
-    """By hand for one row, and the interval of the law for it is not wider than that of others."""
     inside = 0
     for k, row in enumerate(law.rows):
         others = forecast.fit([*law.rows[:k], *law.rows[k + 1 :]])

@@ -65,21 +65,20 @@ def test_the_exposure_is_that_of_the_thin_link_s_table(wire, tau, P, millisecond
 
 def test_a_fast_link_is_left_exact_and_a_slow_one_gets_overlap_then_fewer_bits(planned):
     """Best first: what fills the link and changes training least."""
-    best = {}
+    best = []
     for gbps in (1000, 0.2, 0.05):
         code, found, _ = planned(*ONE_B, "step_time=0.8", f"dcn_bandwidth_gbps={gbps}")
-        assert code == 0
-        best[gbps] = found["choices"][0]
-        assert best[gbps]["diloco_sync_period"] == 30
-    assert (best[1000]["mode"], best[1000]["diloco_exchange_dtype"]) == ("DiLoCo", "float32")
-    taus = [best[gbps]["num_communication_overlapping_steps"] for gbps in (1000, 0.2, 0.05)]
+        best.append(found["choices"][0])
+        assert (code, best[-1]["diloco_sync_period"]) == (0, 30), gbps
+    assert (best[0]["mode"], best[0]["diloco_exchange_dtype"]) == ("DiLoCo", "float32")
+    taus = [row["num_communication_overlapping_steps"] for row in best]
     assert taus[0] == 0 < taus[1] <= taus[2]
-    bits = [WIRES.index(best[gbps]["diloco_exchange_dtype"]) for gbps in (1000, 0.2, 0.05)]
+    bits = [WIRES.index(row["diloco_exchange_dtype"]) for row in best]
     assert bits[0] <= bits[1] <= bits[2] and bits[2] > 0
     # A link of a slice and of a host is shared by its devices: 16 chips in hosts of four.
     for link in ("host_bandwidth_gbps=4000", "slice_bandwidth_gbps=16000"):
         _, found, _ = planned(*ONE_B, "step_time=0.8", link)
-        assert found["dcn_bandwidth_gbps"] == 1000 and found["choices"][0] == best[1000]
+        assert found["dcn_bandwidth_gbps"] == 1000 and found["choices"][0] == best[0]
 
 
 def test_at_the_least_bandwidth_the_choice_fills_the_link_and_below_it_not(planned):
