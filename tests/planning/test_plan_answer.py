@@ -13,10 +13,9 @@ from maxdiloco.trainer import assemble
 
 # Two sites of eight H100, 100 Mbit/s and 200 ms between them, 1.3B parameters.
 SITES = ("model_name=1b", "compile_topology=h100-8", "compile_topology_num_slices=2")
-LINK = ("slice_bandwidth_gbps=0.1", "latency_ms=200")
 QUESTIONS = ("should I", "how", "how long", "what price", "how good", "how sure")
-TWO_SITES = ("model_name=330m", "hardware=gpu", "dcn_diloco_parallelism=2",
-             "ici_fsdp_parallelism=8", "step_time=0.5")  # fmt: skip
+TWO_OF_8 = ("hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=8")
+TWO_SITES = ("model_name=330m", *TWO_OF_8, "step_time=0.5")
 
 
 def rounds_of(found, H):
@@ -27,7 +26,7 @@ def rounds_of(found, H):
 
 def test_one_screen_answers_all_questions_of_two_sites_without_a_gpu(planned):
     """100 columns, 45 rows; nothing but the words of the question is given."""
-    _, found, said = planned(*SITES, *LINK)
+    _, found, said = planned(*SITES, "slice_bandwidth_gbps=0.1", "latency_ms=200")
     lines = said.out.splitlines()
     shown = [line for line in lines if "-m maxdiloco." not in line]
     assert len(lines) <= 45 and max(map(len, shown)) <= table.WIDTH
@@ -68,10 +67,9 @@ def test_hours_bytes_and_money_are_those_of_arithmetic_by_hand(planned):
     """180m, two sites of 8, a step of 0.9 s, 10,000 steps of 65,536 tokens: 9,000 s as one site,
     twice that with one. At 4 Gbit/s a site float32 (184,576,512 * 32 bits) takes 1.4766 s, once in
     30 steps: 9,492.2 s. 2 sites * 333 1/3 periods * 738.3 MB = 492.2 GB."""
-    keys = ("model_name=180m", "hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=8",
-            "step_time=0.9", "slice_bandwidth_gbps=4", "steps=10000", "diloco_sync_period=30",
-            "diloco_exchange_dtype=float32", "enable_streaming_diloco=false",
-            "diloco_outer_overlap=none")  # fmt: skip
+    keys = ("model_name=180m", *TWO_OF_8, "step_time=0.9", "slice_bandwidth_gbps=4", "steps=10000",
+            "diloco_sync_period=30", "diloco_exchange_dtype=float32",
+            "enable_streaming_diloco=false", "diloco_outer_overlap=none")  # fmt: skip
     _, found, said = planned(*keys, "price_per_device_hour=3", "price_per_gb=0.5")
     ways = {way["name"]: way for way in found["answer"]["ways"]}
     best = ways["DiLoCo, H=30"]
@@ -233,15 +231,15 @@ def test_outside_of_the_rows_the_answers_have_no_figure_of_the_loss(planned):
 
 def test_a_latency_is_hidden_by_tau_or_added_and_the_plan_says_which(planned):
     """200 ms: five steps of 0.8 s hide it, DiLoCo waits for it once a period."""
-    keys = ("model_name=1b", "hardware=gpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=8",
-            "step_time=0.8", "slice_bandwidth_gbps=5", "diloco_exchange_dtype=int8")  # fmt: skip
+    keys = ("model_name=1b", *TWO_OF_8, "step_time=0.8", "slice_bandwidth_gbps=5",
+            "diloco_exchange_dtype=int8", "link_latency_ms=200")  # fmt: skip
     for more, words in (
         (("num_communication_overlapping_steps=5", "enable_streaming_diloco=true"),
          "The latency of 200 ms is hidden with it."),
         (("enable_streaming_diloco=false", "diloco_outer_overlap=none"),
          "The latency of 200 ms adds 200 ms to each of these periods."),
     ):  # fmt: skip
-        _, _, said = planned(*keys, *more, "link_latency_ms=200")
+        _, _, said = planned(*keys, *more)
         assert words in " ".join(said.out.split())
 
 
