@@ -1,11 +1,15 @@
 """Compiled programs that tests with whole runs share, in their own process and in others."""
 
 import contextlib
+import json
 
 import jax
 import pytest
 import run_tools
+from cloud_fixtures import faulty, gcs, no_clients, s3, s3_server  # noqa: F401  fixtures
 from jax.experimental.compilation_cache import compilation_cache
+
+from maxdiloco import evaluate, train_compile
 
 SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -68,6 +72,33 @@ def text_run(tmp_path_factory):
     with shared_programs(tmp_path_factory):
         assert run_tools.run(folder, "text", **keys) == 0
     return folder / "text", keys
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """The report on an evaluation."""
+    report = tmp_path / "report.json"
+
+    def evaluated(*argv):
+        assert evaluate.main([*map(str, argv), f"report={report}"]) == 0
+        return json.loads(report.read_text())
+
+    return evaluated
+
+
+@pytest.fixture
+def compile_run(request, tmp_path, capfd, monkeypatch):
+    """Exit code, reports and printed lines of train_compile, with KEYS of the module."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")  # train_compile adds a flag
+
+    def compile_run(*, small=request.module.KEYS, **keys):
+        path = tmp_path / "report.json"
+        argv = [f"{key}={value}" for key, value in (small | {"report": path} | keys).items()]
+        code = train_compile.main(argv)
+        reports = json.loads(path.read_text())["reports"] if path.exists() else None
+        return code, reports, capfd.readouterr()
+
+    return compile_run
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ they leave: rows of metrics.jsonl and checkpoints.
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from maxdiloco import train
+from maxdiloco import generate, train
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 WAIT_S = 300  # far above what a start takes on a busy machine
@@ -43,6 +44,23 @@ def run(folder, name, **keys):
     return train.main(arguments(folder, name, **keys))
 
 
+def printed(capfd, program, argv):
+    """What a program prints that ends with 0."""
+    capfd.readouterr()
+    assert program([str(argument) for argument in argv]) == 0
+    return capfd.readouterr().out
+
+
+def told(capfd, folder, name, **keys):
+    """What a run prints that ends with 0."""
+    return printed(capfd, train.main, arguments(folder, name, **keys))
+
+
+def generated(capfd, *argv):
+    """The text of generate."""
+    return printed(capfd, generate.main, argv)
+
+
 def refused(capfd, program, argv):
     """The exit code of a program that refuses its arguments, and its one line of error."""
     capfd.readouterr()
@@ -50,6 +68,11 @@ def refused(capfd, program, argv):
     line = capfd.readouterr().err.strip()
     assert "\n" not in line and "Traceback" not in line
     return code, line
+
+
+def refused_run(capfd, folder, name, **keys):
+    """The exit code and the one line of a run that is refused."""
+    return refused(capfd, train.main, arguments(folder, name, **keys))
 
 
 class Child(subprocess.Popen):
@@ -88,6 +111,15 @@ class Child(subprocess.Popen):
         return self.wait(WAIT_S)
 
 
+def killed(folder, name, words, **keys):
+    """Kill a run when it has printed the words; what it printed."""
+    with Child(folder, name, **keys) as child:
+        child.until(words)
+        child.kill()
+        assert child.end() == -signal.SIGKILL
+    return child.text
+
+
 def rows(run_folder):
     """The rows of metrics.jsonl without what depends on the clock."""
     lines = (run_folder / "metrics.jsonl").read_text().splitlines()
@@ -95,6 +127,11 @@ def rows(run_folder):
         {name: value for name, value in json.loads(line).items() if not name.startswith("perf/")}
         for line in lines
     ]
+
+
+def logged_steps(run_folder):
+    """The step of each row."""
+    return [row["step"] for row in rows(run_folder)]
 
 
 def saved_steps(run_folder):
@@ -138,6 +175,6 @@ def assert_equal_bits(found, wanted):
 
 def assert_equal_runs(run_folder, other, *, steps):
     """Every step once in both, with the same metrics, and the same last checkpoint, to the bit."""
-    assert [row["step"] for row in rows(run_folder)] == list(range(1, steps + 1))
+    assert logged_steps(run_folder) == list(range(1, steps + 1))
     assert rows(run_folder) == rows(other)
     assert_equal_bits(arrays(run_folder, steps), arrays(other, steps))

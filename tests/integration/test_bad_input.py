@@ -6,8 +6,6 @@ import shutil
 import pytest
 import run_tools as tools
 
-from maxdiloco import train
-
 pytestmark = pytest.mark.usefixtures("programs")
 
 # Where data are asked for they are absent or wrong in many cases: a large text takes minutes, and
@@ -47,16 +45,11 @@ CASES = [
 ]
 
 
-def refused(capfd, folder, name="refused", **keys):
-    """The exit code and the one line of a run that is refused."""
-    return tools.refused(capfd, train.main, tools.arguments(folder, name, **keys))
-
-
 @pytest.mark.parametrize("keys, code, words", CASES)
 def test_what_cannot_work_is_refused_before_a_folder_is_made(capfd, tmp_path, keys, code, words):
     (tmp_path / "short.txt").write_text("x" * 100)
     keys = {k: v.format(tmp_path) if isinstance(v, str) else v for k, v in keys.items()}
-    found, line = refused(capfd, tmp_path / "runs", **keys)
+    found, line = tools.refused_run(capfd, tmp_path / "runs", "refused", **keys)
     assert found == code
     assert re.match(r"ConfigError: |CheckpointError: " if code == 2 else "DataError: ", line)
     assert re.search(words.format(tmp_path), line)
@@ -65,7 +58,7 @@ def test_what_cannot_work_is_refused_before_a_folder_is_made(capfd, tmp_path, ke
 
 def test_parameters_of_another_shape_are_refused_with_the_key_to_set(capfd, finished, tmp_path):
     keys = dict(load_parameters_path=finished, base_mlp_dim=48)
-    code, line = refused(capfd, tmp_path / "runs", **keys)
+    code, line = tools.refused_run(capfd, tmp_path, "refused", **keys)
     assert code == 2
     assert re.search(r"float32\[2, 16, 32\] in checkpoint .* but float32\[2, 16, 48\]", line)
     assert line.endswith("Set base_mlp_dim=32.")
@@ -74,7 +67,8 @@ def test_parameters_of_another_shape_are_refused_with_the_key_to_set(capfd, fini
 def test_a_resume_that_would_compute_something_else_is_refused(capfd, finished, tmp_path):
     """Nothing that the run has saved is touched."""
     shutil.copytree(finished, tmp_path / "finished")
-    code, line = refused(capfd, tmp_path, "finished", steps=99, per_device_batch_size=3)
+    keys = dict(steps=99, per_device_batch_size=3)
+    code, line = tools.refused_run(capfd, tmp_path, "finished", **keys)
     assert code == 2
     assert line.startswith(
         "CheckpointError: sequences_per_replica=3 (the checkpoint has 2): a resumed run must "

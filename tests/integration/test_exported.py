@@ -1,14 +1,12 @@
 """A model trained here is the same model in transformers: its text, its loss, its parameters."""
 # B sequences  L tokens
 
-import json
-
 import numpy as np
 import pytest
 import run_tools as tools
 from safetensors.numpy import load_file
 
-from maxdiloco import evaluate, generate, hf, train
+from maxdiloco import hf, train
 from maxdiloco import tokenizer as tokenizer_program
 from maxdiloco.checkpoint import read
 from maxdiloco.data import pipeline
@@ -79,10 +77,8 @@ def greedy(folder, prompt, count):
 
 
 def our_greedy(folder, prompt, count, capfd):
-    capfd.readouterr()
-    arguments = [str(folder), f"prompt={prompt}", f"max_new_tokens={count}", "temperature=0"]
-    assert generate.main(arguments) == 0
-    return capfd.readouterr().out.removesuffix("\n")
+    options = [f"prompt={prompt}", f"max_new_tokens={count}", "temperature=0"]
+    return tools.generated(capfd, folder, *options).removesuffix("\n")
 
 
 def test_transformers_continue_a_prompt_with_the_same_text(trained, exported, capfd):
@@ -92,12 +88,12 @@ def test_transformers_continue_a_prompt_with_the_same_text(trained, exported, ca
 
 
 @pytest.mark.full
-def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(trained, exported):
+def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(
+    trained, exported, evaluated
+):
     """eval_steps=4 batches of 8 windows; each document of a window is a text of its own there.
     Float32 sums of some 1,500 losses: 1e-5 of the mean."""
-    report = trained.parent / "loss.json"
-    assert evaluate.main([str(trained), f"report={report}"]) == 0
-    ours = json.loads(report.read_text())["texts"][0]
+    ours = evaluated(trained)["texts"][0]
     model, total, tokens = theirs(exported), 0.0, 0
     cfg = stored.configure(read.newest_meta(trained, key="RUN"), [], {})
     options = dict(batch_size=8, num_sequences=32, rows=np.arange(8))
@@ -151,10 +147,7 @@ def test_a_run_goes_on_from_an_import_with_its_tokenizer(exported, place, capfd)
     assert "another tokenizer" not in output.out + output.err
     again = export(place / "more", place / "again")
     assert f"are those of {ours / 'huggingface'}" in capfd.readouterr().out
-    before, after = (load_file(folder / "model.safetensors") for folder in (exported, again))
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        np.testing.assert_array_equal(after[name], value)
+    tools.assert_equal_bits(*(load_file(f / "model.safetensors") for f in (again, exported)))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (again / name).read_bytes() == (exported / name).read_bytes()
 

@@ -156,5 +156,5 @@ def test_an_island_of_two_processes_is_killed_stopped_and_replaced(started, tmp_
     process_tools.ends([another], 143)
     assert members(tmp_path) >= {("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 1), ("c", 1)}
     assert islands.main(["audit", str(tmp_path / "store")]) == 0
-    steps = [row["step"] for row in run_tools.rows(tmp_path / "a")]
+    steps = run_tools.logged_steps(tmp_path / "a")
     assert steps == sorted(set(steps))

@@ -70,8 +70,7 @@ def test_a_signal_to_one_saves_the_same_step_in_all(started, tmp_path, number, c
     started += tools.trainers(2, named("two", tmp_path, ONE_EACH), tmp_path)
     step = stopped_at(started, number, code, words)
     assert run_tools.saved_steps(tmp_path / "two") == [step]
-    rows = [row["step"] for row in run_tools.rows(tmp_path / "two")]
-    assert rows == list(range(1, step + 1))
+    assert run_tools.logged_steps(tmp_path / "two") == list(range(1, step + 1))
 
 
 @pytest.mark.full
@@ -186,7 +185,7 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_
     (line,) = started[0].errors()
     ended = f"process 1 on {HOST} ended with exit code 4, and so does this process"
     assert f"{ended}: {own[:-1]}" in line
-    steps = [row["step"] for row in run_tools.rows(tmp_path / "nan")]
+    steps = run_tools.logged_steps(tmp_path / "nan")
     bad = int(re.match(r"NumericsError: step (\d+)", own)[1])
     assert steps == list(range(1, len(steps) + 1)) and len(steps) < bad
 

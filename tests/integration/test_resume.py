@@ -3,7 +3,6 @@ line has changed.
 """
 
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -50,17 +49,13 @@ def test_a_run_killed_between_send_and_apply_resumes_to_the_same_bits(tmp_path, 
     """Offsets 0, 2, 4 and tau 2, or eager updates: after every step something is in flight. With
     owners the means of step 4 are where they were reduced after step 5, which is saved."""
     assert tools.run(tmp_path, "whole", **keys, **AT_THE_END) == 0
-    with tools.Child(tmp_path, "killed", **keys) as child:
-        child.until("step 8/")
-        child.kill()
-        assert child.end() == -signal.SIGKILL
+    tools.killed(tmp_path, "killed", "step 8/", **keys)
     newest = tools.saved_steps(tmp_path / "killed")[-1]
     flying = tools.item(tools.arrays(tmp_path / "killed", newest), "flight")
     assert any(np.any(x != 0) for x in flying.values())
 
-    capfd.readouterr()
-    assert tools.run(tmp_path, "killed", **keys, **AT_THE_END) == 0
-    assert f"resumed after step {newest};" in capfd.readouterr().out
+    told = tools.told(capfd, tmp_path, "killed", **keys, **AT_THE_END)
+    assert f"resumed after step {newest};" in told
     tools.assert_equal_runs(tmp_path / "killed", tmp_path / "whole", steps=tools.STEPS)
 
 
@@ -93,9 +88,8 @@ def test_another_number_of_replicas_takes_over_parameters_and_place(
     """Replica r starts from what was r mod 2; no sequence is read twice. lr 0 keeps the start."""
     shutil.copytree(finished, tmp_path / "finished")
     keys = dict(num_diloco_replicas=M, dcn_diloco_parallelism=slots, learning_rate=0.0)
-    code = tools.run(tmp_path, "finished", **keys, checkpoint_period=1, steps=tools.STEPS + 2)
-    assert code == 0
-    out = capfd.readouterr().out
+    keys |= dict(checkpoint_period=1, steps=tools.STEPS + 2)
+    out = tools.told(capfd, tmp_path, "finished", **keys)
     assert f"\nreplicas 2 -> {M}: replica r goes on from what was replica r mod 2." in out
 
     before = tools.arrays(finished, tools.STEPS)
@@ -120,8 +114,7 @@ def test_load_parameters_path_takes_theta_and_nothing_else(finished, tmp_path, c
     """Step 0, a fresh optimizer, the first sequences. lr 0 keeps the start. The program that makes
     the state is compiled with the others, once."""
     keys = dict(load_parameters_path=finished, learning_rate=0.0, steps=1)
-    assert tools.run(tmp_path, "new", **keys) == 0
-    out = capfd.readouterr().out
+    out = tools.told(capfd, tmp_path, "new", **keys)
     assert f"a fresh start with the outer parameters of {finished};" in out
     before, after = out.split(" programs ready after ")
     assert (before.count("compiled init in "), after.count("compiled init in ")) == (1, 0)
@@ -132,8 +125,7 @@ def test_load_parameters_path_takes_theta_and_nothing_else(finished, tmp_path, c
         tools.item(after, "params"), {name: np.stack([x, x]) for name, x in theta.items()}
     )
     counts = [x for name, x in tools.item(after, "opt_state").items() if "count" in name]
-    assert counts
-    assert all(np.all(x == 1) for x in counts)
+    assert counts and all(np.all(x == 1) for x in counts)
     assert tools.meta(tmp_path / "new", 1)["position"] == {"base": 0, "s0": 1, "M": 2, "B": 2}
 
 
@@ -141,7 +133,7 @@ def test_load_full_state_path_goes_on_in_a_folder_of_its_own(finished, tmp_path)
     """From the state of step 60, steps 61 and 62 are those of the run that wrote it."""
     source = finished / "checkpoints" / "60"
     assert tools.run(tmp_path, "branch", load_full_state_path=source) == 0
-    assert [row["step"] for row in tools.rows(tmp_path / "branch")] == [61, 62]
+    assert tools.logged_steps(tmp_path / "branch") == [61, 62]
     assert tools.rows(tmp_path / "branch") == tools.rows(finished)[-2:]
     tools.assert_equal_bits(
         tools.arrays(tmp_path / "branch", tools.STEPS), tools.arrays(finished, tools.STEPS)
@@ -169,8 +161,7 @@ def test_a_finished_run_has_nothing_to_do(finished, tmp_path, capfd):
     that it has started from is not asked for."""
     shutil.copytree(finished, tmp_path / "finished")
     keys = dict(remat_policy="auto", load_parameters_path=tmp_path / "absent")
-    assert tools.run(tmp_path, "finished", **keys) == 0
-    out = capfd.readouterr().out
+    out = tools.told(capfd, tmp_path, "finished", **keys)
     assert "nothing to do: step 62 of 62 is done. Raise steps to go on." in out
     assert "remat_policy=auto: " not in out
     tools.assert_equal_runs(tmp_path / "finished", finished, steps=tools.STEPS)
@@ -193,9 +184,7 @@ def test_a_mode_changed_before_the_first_exchange_is_as_if_it_had_always_been(
     begin["load_parameters_path"] = finished
     assert tools.run(tmp_path, "whole", **ALWAYS, **begin, steps=9) == 0
     assert tools.run(tmp_path, "run", **EAGER, **begin, steps=1) == 0
-    capfd.readouterr()
-    assert tools.run(tmp_path, "run", **ALWAYS, **begin, steps=9) == 0
-    said = capfd.readouterr().out
+    said = tools.told(capfd, tmp_path, "run", **ALWAYS, **begin, steps=9)
     assert max(len(line) for line in said.splitlines() if "->" in line) <= 100
     said = said.replace("\n  ", " ")  # a line goes on
     for words in (
@@ -209,8 +198,7 @@ def test_a_mode_changed_before_the_first_exchange_is_as_if_it_had_always_been(
     tools.assert_equal_bits(tools.arrays(run, 9), tools.arrays(whole, 9))
 
     longer = ALWAYS | dict(diloco_sync_period=6, exchange_carrier="host")
-    assert tools.run(tmp_path, "run", **longer, **begin, steps=15) == 0
-    said = capfd.readouterr().out.replace("\n  ", " ")
+    said = tools.told(capfd, tmp_path, "run", **longer, **begin, steps=15).replace("\n  ", " ")
     assert "changed since the checkpoint: diloco_sync_period 4 -> 6, " in said
     assert "exchange_carrier auto -> host, steps 9 -> 15\n" in said
     assert "\ndropped: fragments in flight, 0 (sent after step 8). theta and the replicas " in said
@@ -219,5 +207,5 @@ def test_a_mode_changed_before_the_first_exchange_is_as_if_it_had_always_been(
     tools.assert_equal_bits(at_12, at_9)
     assert any(np.any(x != at_9[name]) for name, x in at_15.items())
 
-    assert tools.run(tmp_path, "run", **longer, **begin, steps=16) == 0  # the same schedule since 9
-    assert "age of each fragment of theta [steps]: 4, 7 or more" in capfd.readouterr().out
+    said = tools.told(capfd, tmp_path, "run", **longer, **begin, steps=16)  # as since step 9
+    assert "age of each fragment of theta [steps]: 4, 7 or more" in said

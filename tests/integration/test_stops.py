@@ -48,10 +48,8 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     keys = dict(checkpoint_period=10**6)
     with tools.Child(tmp_path, "stopped", **keys) as child:
         child.until("step 8/")
-        assert tools.run(tmp_path, "stopped", **keys) == 2
-        line = capfd.readouterr().err.strip()
-        assert "\n" not in line
-        assert "run_name=stopped is in use: process " in line
+        refused, line = tools.refused_run(capfd, tmp_path, "stopped", **keys)
+        assert refused == 2 and "run_name=stopped is in use: process " in line
         assert "or set another run_name" in line
         child.send_signal(number)
         assert child.end() == code, child.text
@@ -61,21 +59,17 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
 
     files = [tmp_path / "stopped" / name for name in ("config.yml", "metrics.jsonl")]
     kept = [path.read_text() for path in files]
-    capfd.readouterr()
     for key, value in {"adam_b1": 0.5, "enable_checkpointing": "false"}.items():
-        assert tools.run(tmp_path, "stopped", **keys, **{key: value}) == 2
-        assert f"{key}={value} " in capfd.readouterr().err
+        refused, line = tools.refused_run(capfd, tmp_path, "stopped", **keys, **{key: value})
+        assert refused == 2 and f"{key}={value} " in line
     assert [path.read_text() for path in files] == kept
 
-    assert tools.run(tmp_path, "stopped", **keys) == 0
-    assert f"resumed after step {step};" in capfd.readouterr().out
+    assert f"resumed after step {step};" in tools.told(capfd, tmp_path, "stopped", **keys)
     tools.assert_equal_runs(tmp_path / "stopped", finished, steps=tools.STEPS)
     events = line_files.read_history(RunFolder(tmp_path / "stopped"))
     assert [event["event"] for event in events] == ["start", "end"] * 2
-    assert [(events[k]["step"], events[k]["until"]) for k in (0, 2)] == [
-        (0, tools.STEPS),
-        (step, tools.STEPS),
-    ]
+    starts = [(event["step"], event["until"]) for event in events[::2]]
+    assert starts == [(0, tools.STEPS), (step, tools.STEPS)]
     assert re.match(words if code == 143 else "$", events[1]["why"]) and events[3]["why"] == ""
 
 
@@ -108,14 +102,12 @@ def test_a_loss_that_is_not_finite_ends_with_4_step_replica_and_checkpoint(
 ):
     """lr 1e30 from step 63 on: the loss of 64 is not finite, though nobody looks before 65."""
     shutil.copytree(finished, tmp_path / "finished")
-    capfd.readouterr()
     keys = dict(learning_rate=1e30, steps=80, log_period=10**6)
-    assert tools.run(tmp_path, "finished", **keys) == 4
-    line = capfd.readouterr().err.strip()
-    assert line == (
+    assert tools.refused_run(capfd, tmp_path, "finished", **keys) == (
+        4,
         "NumericsError: step 64: the loss or gradient of replica 0 is not finite; the last good "
         "checkpoint is that of step 62. Resume with a lower learning_rate, or with "
-        "nan_policy=skip."
+        "nan_policy=skip.",
     )
     assert tools.saved_steps(tmp_path / "finished")[-1] == 62
 
@@ -183,7 +175,7 @@ def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_ro
     assert saved in told.err
 
     assert training.run(config.load([str(folder / "config.yml")], {}), StartClock()) == 0
-    assert [row["step"] for row in tools.rows(folder)] == [4, 8]
+    assert tools.logged_steps(folder) == [4, 8]
     assert tools.rows(folder) == tools.rows(tmp_path / "whole")
 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -262,7 +254,6 @@ def test_a_finished_run_survives_a_power_cut_with_its_rows(tmp_path, capfd):
         assert tools.run(disk.path, "run", **keys) == 0
         disk.cut()
         assert tools.saved_steps(disk.path / "run") == [12]
-        assert [row["step"] for row in tools.rows(disk.path / "run")] == list(range(1, 13))
-        capfd.readouterr()
-        assert tools.run(disk.path, "run", **keys | dict(steps=13)) == 0
-        assert "resumed after step 12; 13 steps in all" in capfd.readouterr().out
+        assert tools.logged_steps(disk.path / "run") == list(range(1, 13))
+        told = tools.told(capfd, disk.path, "run", **keys | dict(steps=13))
+        assert "resumed after step 12; 13 steps in all" in told

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -22,25 +23,6 @@ pytestmark = pytest.mark.usefixtures("programs")
 
 # float32 sums of about 100 losses in another order.
 OTHER_ORDER = 1e-6
-
-
-@pytest.fixture
-def evaluated(tmp_path):
-    """The report on an evaluation."""
-    report = tmp_path / "report.json"
-
-    def evaluated(*argv):
-        assert evaluate.main([*map(str, argv), f"report={report}"]) == 0
-        return json.loads(report.read_text())
-
-    return evaluated
-
-
-def generated(capfd, *argv):
-    """What `python -m maxdiloco.generate` prints."""
-    capfd.readouterr()
-    assert generate.main([str(argument) for argument in argv]) == 0
-    return capfd.readouterr().out
 
 
 def test_the_numbers_are_those_that_the_run_has_logged(capfd, text_run, evaluated):
@@ -100,21 +82,16 @@ OF_REPLICAS = {
 @pytest.mark.parametrize("parameters", OF_REPLICAS)
 def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameters):
     """62 steps in rounds of 4: the replicas differ from theta and from each other."""
-    names = []
-    read_item = checkpoint_arrays.read_item
-
-    def recorded(path, name, tree):
-        names.append(name)
-        return read_item(path, name, tree)
-
-    monkeypatch.setattr(checkpoint_arrays, "read_item", recorded)
+    read_item = mock.Mock(wraps=checkpoint_arrays.read_item)
+    monkeypatch.setattr(checkpoint_arrays, "read_item", read_item)
     mesh = mesh_lib.build(cfg := config.from_dict(tools.meta(finished, 62)["config"]))
     found = stored.load(finished, lambda meta: (cfg, mesh), parameters)
-    assert names == ["outer_params" if parameters == "outer" else "params"]
+    (name,) = (call.args[1] for call in read_item.call_args_list)
+    assert name == ("outer_params" if parameters == "outer" else "params")
     saved = tools.arrays(finished, 62)
     read = jax.tree_util.tree_leaves_with_path(found.params)
     read = {jax.tree_util.keystr(path): np.asarray(x) for path, x in read}
-    wanted = jax.tree.map(OF_REPLICAS[parameters], tools.item(saved, names[0]))
+    wanted = jax.tree.map(OF_REPLICAS[parameters], tools.item(saved, name))
     assert read.keys() == wanted.keys()
     for path, x in read.items():
         np.testing.assert_allclose(x, wanted[path], rtol=1e-6, atol=1e-7)
@@ -189,28 +166,20 @@ def test_what_cannot_work_is_refused_in_one_line(
 
 
 @pytest.mark.full
-def test_two_processes_log_samples_and_losses_of_the_eager_theta_of_each_slice(tmp_path, evaluated):
+def test_two_processes_log_samples_and_losses_of_the_eager_theta_of_each_slice(
+    started, tmp_path, evaluated
+):
     """Two slices of two devices; the first process prints the sample. The loss of the mean of the
     thetas, which is read from the checkpoint on one device, is near the one that they have logged:
     after 3 steps the thetas are near each other."""
     (tmp_path / "a.txt").write_text("in the beginning there was a byte. " * 40)
-    keys = {
-        "run_name": "a",
-        "base_output_directory": str(tmp_path),
-        "dataset_type": "text",
-        "dataset_path": str(tmp_path / "a.txt"),
-        "vocab_size": "257",
-        "diloco_outer_overlap": "eager",
-        "steps": "3",
-        "eval_interval": "3",
-        "eval_steps": "1",
-        "sample_prompt": "in the ",
-    }
-    both = process_tools.trainers(2, keys, tmp_path)
-    for process in both:
-        assert process.end() == 0, process.text()
-    assert "sample after step 3:\n  | in the " in both[0].text()
-    assert "sample after" not in both[1].text()
+    keys = dict(run_name="a", base_output_directory=tmp_path, dataset_type="text", vocab_size=257)
+    keys |= dict(dataset_path=tmp_path / "a.txt", diloco_outer_overlap="eager", steps=3)
+    keys |= dict(eval_interval=3, eval_steps=1, sample_prompt="in the ")
+    started += process_tools.trainers(2, keys, tmp_path)
+    process_tools.ends(started, 0, 0)
+    assert "sample after step 3:\n  | in the " in started[0].text()
+    assert "sample after" not in started[1].text()
     one_device = ["dcn_diloco_parallelism=1", "ici_fsdp_parallelism=1"]
     (text,) = evaluated(tmp_path / "a", *one_device)["texts"]
     logged = tools.rows(tmp_path / "a")[-1]
@@ -218,20 +187,17 @@ def test_two_processes_log_samples_and_losses_of_the_eager_theta_of_each_slice(t
     assert text["loss"] != pytest.approx(logged["eval/loss"], rel=OTHER_ORDER)
 
 
-def test_two_processes_evaluate_what_one_has_trained(text_run, tmp_path):
+def test_two_processes_evaluate_what_one_has_trained(started, text_run, tmp_path):
     """Two slices, each a process; the first one prints."""
     run, _ = text_run
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "maxdiloco.evaluate", str(run), f"report={report}"]
-    both = [
-        process_tools.Process(command, tmp_path / f"{index}.log", environ)
-        for index, environ in enumerate(process_tools.variables(2))
-    ]
-    for process in both:
-        assert process.end() == 0, process.text()
+    for index, environ in enumerate(process_tools.variables(2)):
+        started.append(process_tools.Process(command, tmp_path / f"{index}.log", environ))
+    process_tools.ends(started, 0, 0)
     (text,) = json.loads(report.read_text())["texts"]
     assert text["loss"] == pytest.approx(tools.rows(run)[-1]["eval/loss"], rel=OTHER_ORDER)
-    assert "held out" in both[0].text() and "held out" not in both[1].text()
+    assert "held out" in started[0].text() and "held out" not in started[1].text()
 
 
 def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(
@@ -241,19 +207,19 @@ def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(
     trained with attention=flash, kernels of TPU and GPU, is sampled on a CPU."""
     run, _ = text_run
     options = ["prompt=in the ", "max_new_tokens=12", "temperature=1", "top_k=0"]
-    first = generated(capfd, run, *options)
+    first = tools.generated(capfd, run, *options)
     assert first.startswith("in the ")
     assert len(first) > len("in the \n")
-    assert generated(capfd, run, *options, "seed=0") == first
-    assert generated(capfd, run, *options, "seed=1") != first
+    assert tools.generated(capfd, run, *options, "seed=0") == first
+    assert tools.generated(capfd, run, *options, "seed=1") != first
     # A checkpoint of the run does as well as the run.
-    assert generated(capfd, run / "checkpoints" / "4", *options) == first
+    assert tools.generated(capfd, run / "checkpoints" / "4", *options) == first
 
     (tmp_path / "prompts.txt").write_text("in the \nit was")
     out = tmp_path / "out" / "texts.jsonl"
     arguments = [f"prompts_file={tmp_path / 'prompts.txt'}", f"output={out}", "max_new_tokens=12"]
     where = [f"base_output_directory={run.parent}", "step=4"]
-    assert generated(capfd, "text", *where, *arguments) == ""
+    assert tools.generated(capfd, "text", *where, *arguments) == ""
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["in the ", "it was"]
     capfd.readouterr()
@@ -269,7 +235,7 @@ def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(
         return load(folder, lambda meta: configure(meta | {"config": cfg.as_dict()}))
 
     monkeypatch.setattr(stored, "load", of_flash)
-    assert generated(capfd, run, *options) == first
+    assert tools.generated(capfd, run, *options) == first
 
 
 def test_a_run_writes_samples_at_its_evaluations_and_keeps_its_bits(capfd, text_run, tmp_path):
@@ -277,12 +243,10 @@ def test_a_run_writes_samples_at_its_evaluations_and_keeps_its_bits(capfd, text_
     of the run without samples."""
     run, keys = text_run
     keys = keys | dict(sample_prompt="in the ", enable_tensorboard="true")
-    capfd.readouterr()
-    assert tools.run(tmp_path, "text", **keys) == 0
-    said = capfd.readouterr().out
+    said = tools.told(capfd, tmp_path, "text", **keys)
     assert [f"sample after step {t}:" in said for t in (1, 2, 3, 4)] == [False, True, False, True]
     tools.assert_equal_runs(tmp_path / "text", run, steps=4)
-    wanted = generated(capfd, run, "prompt=in the ", "max_new_tokens=100")[:-1]
+    wanted = tools.generated(capfd, run, "prompt=in the ", "max_new_tokens=100")[:-1]
     assert sample_lines(4, wanted) in said
     (board,) = (tmp_path / "text" / "tensorboard").iterdir()
     content = board.read_bytes()
@@ -296,13 +260,12 @@ def test_a_run_spread_over_lengths_evaluates_and_samples(capfd, text_run, tmp_pa
     prompt of 7 tokens and the one token of a step could not be shared by two devices."""
     run, keys = text_run
     keys = keys | dict(sample_prompt="in the ", ici_context_parallelism=2)
-    assert tools.run(tmp_path, "text", **keys) == 0
-    said = capfd.readouterr().out
+    said = tools.told(capfd, tmp_path, "text", **keys)
     for name in ("learning/loss", "eval/loss"):
         alone, spread = (
             [row[name] for row in tools.rows(folder) if name in row]
             for folder in (run, tmp_path / "text")
         )
         assert len(alone) >= 2 and spread == pytest.approx(alone, rel=1e-5)
-    wanted = generated(capfd, tmp_path / "text", "prompt=in the ", "max_new_tokens=100")[:-1]
+    wanted = tools.generated(capfd, tmp_path / "text", "prompt=in the ", "max_new_tokens=100")[:-1]
     assert sample_lines(4, wanted) in said

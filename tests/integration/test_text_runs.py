@@ -10,18 +10,12 @@ import numpy as np
 import pytest
 import run_tools as tools
 
-from maxdiloco import generate
+from maxdiloco import generate, train
 from maxdiloco import tokenizer as program
 from maxdiloco.checkpoint import read
 from maxdiloco.data import tokenizer
 
 pytestmark = pytest.mark.usefixtures("programs")
-
-
-def error_of(capfd):
-    """The one line of error since the last look."""
-    (line,) = capfd.readouterr().err.strip().splitlines()
-    return line
 
 
 def test_a_restart_reads_no_jsonl_file_through_and_trusts_no_changed_line(capfd, tmp_path):
@@ -32,19 +26,18 @@ def test_a_restart_reads_no_jsonl_file_through_and_trusts_no_changed_line(capfd,
     keys = dict(dataset_type="text", dataset_path=text, vocab_size=257)
     keys |= dict(eval_interval=2, eval_steps=2, opt_type="sgd")
 
-    assert tools.run(tmp_path, "run", steps=1, **keys) == 0
-    assert capfd.readouterr().out.count("reading 1 .jsonl files through") == 1
+    told = tools.told(capfd, tmp_path, "run", steps=1, **keys)
+    assert told.count("reading 1 .jsonl files through") == 1
     assert (tmp_path / "run" / "line_index").exists()
 
-    assert tools.run(tmp_path, "run", steps=2, **keys) == 0
-    out = capfd.readouterr().out
-    assert "resumed after step 1" in out and ".jsonl" not in out.replace(str(text), "")
+    told = tools.told(capfd, tmp_path, "run", steps=2, **keys)
+    assert "resumed after step 1" in told and ".jsonl" not in told.replace(str(text), "")
 
     before = os.stat(text)
     text.write_text(("x" * (len(line) - 1) + "\n") * 60)
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert tools.run(tmp_path, "run", steps=3, **keys) == 3
-    assert error_of(capfd).startswith(f"DataError: {text} has changed since the run began")
+    code, error = tools.refused_run(capfd, tmp_path, "run", steps=3, **keys)
+    assert code == 3 and error.startswith(f"DataError: {text} has changed since the run began")
 
 
 def test_the_same_text_by_another_path_resumes_and_other_text_in_its_place_does_not(
@@ -55,13 +48,11 @@ def test_the_same_text_by_another_path_resumes_and_other_text_in_its_place_does_
     moved = tmp_path / "moved.txt"
     moved.write_bytes(keys["dataset_path"].read_bytes())
     keys = keys | dict(dataset_path=moved)
-    capfd.readouterr()
-    assert tools.run(tmp_path, "text", **keys | dict(steps=5)) == 0
-    out = capfd.readouterr().out
-    assert "resumed after step 4" in out and "dataset_path /" in out
+    told = tools.told(capfd, tmp_path, "text", **keys | dict(steps=5))
+    assert "resumed after step 4" in told and "dataset_path /" in told
     moved.write_bytes(moved.read_bytes()[::-1])
-    assert tools.run(tmp_path, "text", **keys | dict(steps=6)) == 2
-    line = error_of(capfd)
+    code, line = tools.refused_run(capfd, tmp_path, "text", **keys | dict(steps=6))
+    assert code == 2
     assert f"dataset_path={moved}: the text is not that of the checkpoint of step 5" in line
     assert f"load_parameters_path={tmp_path}/text/checkpoints/5" in line
 
@@ -76,30 +67,29 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path):
             (tmp_path / name / f"{number:02}.txt").write_bytes(text)
     folder = tmp_path / "parts"
 
-    def run(name, steps, web=3):
+    def argv(name, steps, web=3):
         entries = [
             {"path": str(tmp_path / "web"), "weight": str(web), "name": "web"},
             {"path": str(tmp_path / "code"), "weight": "1", "name": "code"},
         ]
         keys = dict(dataset_type="text", vocab_size=257, grain_packing_type="best_fit")
         keys |= dict(opt_type="sgd")
-        return tools.run(tmp_path, name, dataset_mixture=json.dumps(entries), steps=steps, **keys)
+        keys |= dict(dataset_mixture=json.dumps(entries), steps=steps)
+        return tools.arguments(tmp_path, name, **keys)
 
     def tokens_read():
         row = tools.rows(folder)[-1]
         return row["data/tokens_web"] / 16, row["data/tokens_code"] / 16
 
-    assert run("whole", 6) == 0
-    out = capfd.readouterr().out
-    assert "source web:" in out and "; 75.0000% of what is read" in out
-    assert "of them padding" in out
-    assert run("parts", 3) == 0
-    assert run("parts", 6) == 0
+    told = tools.printed(capfd, train.main, argv("whole", 6))
+    assert "source web:" in told and "; 75.0000% of what is read" in told
+    assert "of them padding" in told
+    assert train.main(argv("parts", 3)) == train.main(argv("parts", 6)) == 0
     tools.assert_equal_runs(folder, tmp_path / "whole", steps=6)
     assert tokens_read() == (18, 6)
     assert 0 <= tools.rows(folder)[-1]["data/padding"] < 0.5
 
-    assert run("parts", 8, web=1) == 0
+    assert train.main(argv("parts", 8, web=1)) == 0
     assert tools.meta(folder, 8)["position"]["sources"] == {
         "begun": 24,
         "read": {"web": 18, "code": 6},
@@ -109,10 +99,9 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path):
     assert tokens_read() == (22, 10)
 
     (tmp_path / "code" / "01.txt").write_bytes(b"another text")
-    capfd.readouterr()
-    assert run("parts", 9, web=1) == 2
+    code, line = tools.refused(capfd, train.main, argv("parts", 9, web=1))
     words = "CheckpointError: dataset_mixture, sources code: the text is not that"
-    assert error_of(capfd).startswith(words)
+    assert code == 2 and line.startswith(words)
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +137,8 @@ def test_the_run_folder_and_a_checkpoint_copied_elsewhere_have_the_tokenizer(
     byte = tokenizer.ByteTokenizer()
     assert byte.continuation([256], np.array([104, 1, 256, 104])) == "h\x01"
 
-    capfd.readouterr()
-    assert generate.main([str(copy), "prompt=the cat", "max_new_tokens=5"]) == 0
-    assert capfd.readouterr().out.startswith("the cat")
+    argv = [copy, "prompt=the cat", "max_new_tokens=5"]
+    assert tools.printed(capfd, generate.main, argv).startswith("the cat")
     (copy / "tokenizer" / "tokenizer.json").write_text("{}")
     assert generate.main([str(copy), "prompt=the cat"]) == 2
     assert "no undamaged checkpoint is left" in capfd.readouterr().err
@@ -163,13 +151,12 @@ def test_another_tokenizer_is_refused_where_a_run_goes_on_and_told_where_paramet
     run, keys, other = trained
     shutil.copytree(run, tmp_path / "run")
     more = keys | dict(steps=3)
-    assert tools.run(tmp_path, "run", **more, tokenizer_path=other) == 2
-    line = capfd.readouterr().err.strip().splitlines()[-1]
+    code, line = tools.refused_run(capfd, tmp_path, "run", **more, tokenizer_path=other)
     saved = tmp_path / "run" / "checkpoints" / "2" / "tokenizer"
-    assert f"tokenizer_path={other}: the tokenizer is not that of checkpoint" in line
+    assert code == 2 and f"tokenizer_path={other}: the tokenizer is not that of checkpoint" in line
     assert f"Set tokenizer_path={saved}, or set another run_name" in line
-    assert tools.run(tmp_path, "run", **more, tokenizer_path=saved) == 0
-    assert "resumed after step 2" in capfd.readouterr().out
+    told = tools.told(capfd, tmp_path, "run", **more, tokenizer_path=saved)
+    assert "resumed after step 2" in told
     assert tools.run(tmp_path, "run", **more, tokenizer_path=saved, add_eos="false") == 2
     assert "add_eos=False (the checkpoint has True)" in capfd.readouterr().err
     for path, warned in ((saved, False), (other, True)):
