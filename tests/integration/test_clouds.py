@@ -1,15 +1,11 @@
-"""Runs on s3://, against moto, and on az://, in memory: the bits of runs on a disk."""
-
-import json
-import signal
+"""Runs on gs://, on s3://, against moto, and on az://, in memory: the bits of runs on a disk."""
 
 import process_tools
 import pytest
 import run_tools as tools
 from etils import epath
-from fake_gcs import FakeGcs
-from faulty_store import FaultyStore
-from s3_server import BUCKET, S3Server
+from s3_server import BUCKET
+from tiers import full
 
 from maxdiloco import hf, report, train
 from maxdiloco.checkpoint import staging
@@ -20,49 +16,34 @@ pytestmark = pytest.mark.usefixtures("programs")
 LONGER = tools.STEPS + 2
 
 
-@pytest.fixture(autouse=True)
-def no_clients(monkeypatch):
-    monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
-
-
-@pytest.fixture(scope="module")
-def s3_server():
-    with S3Server() as found:
-        yield found
-
-
-@pytest.fixture
-def s3(s3_server, monkeypatch):
-    for key, value in s3_server.environ().items():
-        monkeypatch.setenv(key, value)
-    s3_server.clear()
-
-
-@pytest.fixture
-def az(monkeypatch):
-    monkeypatch.setattr(store, "connect", FaultyStore().connect)
-
-
 def here(run, folder):
     """A copy of a run on this machine, whose arrays Orbax reads."""
     staging.download(run, epath.Path(folder))
     return epath.Path(folder)
 
 
-@pytest.mark.parametrize("cloud", ["s3", pytest.param("az", marks=pytest.mark.full)])
-def test_a_run_has_the_bits_of_one_on_a_disk(finished, cloud, request, tmp_path, capfd):
+@pytest.mark.parametrize("scheme, server", [("gs", "gcs"), ("s3", "s3"), full("az", "faulty")])
+def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(
+    finished, scheme, server, request, tmp_path, capfd, evaluated
+):
     """Saves of 20, 40, 60 and 62 beside the training, of which one is kept; the run is resumed,
-    drawn, sampled from and exported."""
-    request.getfixturevalue(cloud)
-    base = f"{cloud}://{BUCKET}/runs"
+    drawn, evaluated by its name and by its path, and exported."""
+    request.getfixturevalue(server)
+    base = f"{scheme}://{BUCKET}/runs"
     keys = dict(async_checkpointing="true", enable_tensorboard="true")
     keys |= dict(checkpoint_period=20, max_num_checkpoints_to_keep=1)
     assert tools.run(base, "a", **keys) == 0
     run = object_store.BucketPath(base) / "a"
     files = {"metrics.jsonl", "history.jsonl", "log.txt", "config.yml", "environment.json"}
-    assert {path.name for path in run.iterdir()} == {"checkpoints", "tensorboard"} | files
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {str(tools.STEPS)}
+    names = [entry.name.split("/") for entry in store.connect(scheme, BUCKET).list_all("")]
+    assert {name[2] for name in names} == {"checkpoints", "tensorboard"} | files
+    assert {name[3] for name in names if name[2] == "checkpoints"} == {str(tools.STEPS)}
+    assert f"step {tools.STEPS}/{tools.STEPS}  loss" in (run / "log.txt").read_text()
     tools.assert_equal_runs(here(run, tmp_path / "copy"), finished, steps=tools.STEPS)
+
+    runs = (["a", f"base_output_directory={base}"], [run], [finished])
+    by_name, by_path, on_disk = (evaluated(*argv, "eval_steps=1")["texts"] for argv in runs)
+    assert by_name == by_path == on_disk
 
     exports = []
     for name, source in (("of_bucket", run), ("of_disk", finished)):
@@ -76,28 +57,24 @@ def test_a_run_has_the_bits_of_one_on_a_disk(finished, cloud, request, tmp_path,
     assert report.main([str(run), f"out={base}/page.html"]) == 0
     assert (run.parent / "page.html").read_text().startswith("<!doctype html>")
 
-    capfd.readouterr()
-    assert tools.run(base, "a", **keys | dict(steps=LONGER)) == 0
-    assert f"resumed after step {tools.STEPS};" in capfd.readouterr().out
+    told = tools.told(capfd, base, "a", **keys | dict(steps=LONGER))
+    assert f"resumed after step {tools.STEPS};" in told
     assert tools.run(tmp_path, "b", load_parameters_path=run, steps=1, learning_rate=0.0) == 0
 
 
-def test_a_folder_of_an_earlier_version_on_gs_goes_on(finished, monkeypatch, capfd):
+def test_a_folder_of_an_earlier_version_on_gs_goes_on(finished, gcs, monkeypatch, capfd):
     """The objects as gcsfs wrote them, and a lock without a beat that a killed run has left."""
     monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
     monkeypatch.setattr(object_lock, "STALE_S", 0.5)
-    with FakeGcs() as gcs:
-        for key, value in gcs.environ().items():
-            monkeypatch.setenv(key, value)
-        for path in sorted(finished.rglob("*")):
-            if path.is_file() and path.name != "lock":
-                gcs.put(f"runs/a/{path.relative_to(finished)}", path.read_bytes())
-        gcs.put("runs/a/lock", b'{"holder": "process 7 on x", "nonce": "7"}')
-        assert tools.run(f"gs://{BUCKET}/runs", "a", steps=LONGER) == 0
-        told = capfd.readouterr().out
-        assert f"resumed after step {tools.STEPS};" in told and ": taken over." in told
-        rows = gcs.objects[BUCKET]["runs/a/metrics.jsonl"].data.decode().splitlines()
-        assert [json.loads(row)["step"] for row in rows] == list(range(1, LONGER + 1))
+    for path in sorted(finished.rglob("*")):
+        if path.is_file() and path.name != "lock":
+            gcs.put(f"runs/a/{path.relative_to(finished)}", path.read_bytes())
+    gcs.put("runs/a/lock", b'{"holder": "process 7 on x", "nonce": "7"}')
+    base = f"gs://{BUCKET}/runs"
+    told = tools.told(capfd, base, "a", steps=LONGER)
+    assert f"resumed after step {tools.STEPS};" in told and ": taken over." in told
+    run = object_store.BucketPath(base) / "a"
+    assert tools.logged_steps(run) == list(range(1, LONGER + 1))
 
 
 @pytest.mark.full
@@ -105,45 +82,46 @@ def test_a_killed_run_on_s3_is_taken_over_and_resumes_to_the_same_bits(
     finished, s3, monkeypatch, tmp_path, capfd
 ):
     base = f"s3://{BUCKET}/runs"
-    with tools.Child(base, "a", checkpoint_period=10) as child:
-        child.until("step 25/")
-        child.kill()
-        assert child.end() == -signal.SIGKILL
+    tools.killed(base, "a", "step 25/", checkpoint_period=10)
     run = object_store.BucketPath(base) / "a"
     assert (run / "lock").exists()
     monkeypatch.setattr(object_lock, "STALE_S", 1.0)
-    assert tools.run(base, "a", checkpoint_period=20) == 0
-    told = capfd.readouterr().out
+    told = tools.told(capfd, base, "a", checkpoint_period=20)
     assert "resumed after step 20;" in told and "was not renewed for 1 s: taken over." in told
     tools.assert_equal_runs(here(run, tmp_path / "copy"), finished, steps=tools.STEPS)
     assert not (run / "lock").exists()
 
 
 @pytest.mark.full
-def test_two_processes_on_s3_save_together_and_resume(s3, tmp_path):
-    """Process 0 puts the parts of both together. The lock of a killed run is waited for first."""
-    base = f"s3://{BUCKET}/runs"
-    changes = {"base_output_directory": base, "run_name": "a", "max_num_checkpoints_to_keep": "2"}
-    assert train.main(process_tools.flags(changes | {"steps": "2"})) == 0
+@pytest.mark.parametrize("scheme, server", [("gs", "gcs"), ("s3", "s3")])
+def test_two_processes_wait_for_a_lock_to_go_stale_save_together_and_resume(
+    scheme, server, request, started, tmp_path
+):
+    """The lock of a first process that was killed: the second process waits with the first.
+    Process 0 puts the parts of both together."""
+    request.getfixturevalue(server)
+    base = f"{scheme}://{BUCKET}/runs"
+    changes = dict(base_output_directory=base, run_name="a", max_num_checkpoints_to_keep=2)
+    assert train.main(process_tools.flags(changes | dict(steps=2))) == 0
     run = object_store.BucketPath(base) / "a"
+    assert tools.saved_steps(run) == [2] and not (run / "lock").exists()
     (run / "lock").write_text('{"holder": "process 7 on x", "nonce": "7"}')
-    for steps, period in (("6", "2"), ("8", "8")):
-        changes |= {"steps": steps, "checkpoint_period": period}
+    for steps, period, kept in ((6, 2, [4, 6]), (8, 8, [6, 8])):
+        changes |= dict(steps=steps, checkpoint_period=period)
         both = process_tools.trainers(2, changes, tmp_path, program=process_tools.IMPATIENT)
-        try:
-            assert [process.end() for process in both] == [0, 0], both[0].text() + both[1].text()
-        finally:
-            for process in both:
-                process.kill()
-        if steps == "6":
-            assert "resumed after step 2;" in both[0].text()
+        started += both
+        process_tools.ends(both, 0, 0)
+        assert ("waiting up to" in both[0].text()) == (steps == 6)
+        assert f"resumed after step {2 if steps == 6 else 6};" in both[0].text()
+        assert tools.saved_steps(run) == kept
+        if steps == 6:
             assert (run / "checkpoints/6/params/ocdbt.process_1").exists()
-    assert "resumed after step 6;" in both[0].text()
-    rows = (run / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
+    files = {"metrics.jsonl", "history.jsonl", "log.txt", "log_1.txt", "config.yml"}
+    assert {path.name for path in run.iterdir()} == {"checkpoints", "environment.json", *files}
+    assert tools.logged_steps(run) == list(range(1, 9))
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("workers", [0, full(1)])
 def test_a_run_reads_its_text_from_a_bucket(s3, text_run, workers, tmp_path, capfd):
     """The rows of a run on a file of the disk, evaluations too; in two starts. A bucket that there
     is not is a line and exit code 3."""
@@ -154,6 +132,6 @@ def test_a_run_reads_its_text_from_a_bucket(s3, text_run, workers, tmp_path, cap
         assert tools.run(tmp_path, "bucket", **keys | {"steps": steps}) == 0
     rows = tools.rows(tmp_path / "bucket")
     assert rows == tools.rows(run) and len(rows) == 4 and "eval/loss" in rows[3]
-    arguments = tools.arguments(tmp_path, "none", **keys | {"dataset_path": "s3://none/text"})
-    code, line = tools.refused(capfd, train.main, arguments)
+    keys |= dict(dataset_path="s3://none/text")
+    code, line = tools.refused_run(capfd, tmp_path, "none", **keys)
     assert code == 3 and "dataset_path=s3://none/text cannot be read (Not Found (404): " in line

@@ -1,16 +1,13 @@
-"""Runs on gs://, against a store of our own: the bits of runs on a disk, whatever it does."""
+"""Runs on gs://, against a store of our own, whatever it does."""
 
-import json
 import signal
 import threading
 import time
 
-import process_tools
 import pytest
 import run_tools as tools
 from fake_gcs import BUCKET, FakeGcs
 
-from maxdiloco import evaluate, generate, train
 from maxdiloco import tokenizer as program
 from maxdiloco.data import tokenizer
 from maxdiloco.storage import object_lock, object_store
@@ -38,30 +35,6 @@ def store(server):
     server.fault = None
     yield server
     server.fault = None
-
-
-def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(finished, store, tmp_path):
-    """Saves of 20, 40, 60 and 62 beside the training, of which one is kept."""
-    keys = dict(async_checkpointing="true", enable_tensorboard="true")
-    keys |= dict(checkpoint_period=20, max_num_checkpoints_to_keep=1)
-    assert tools.run(BASE, "a", **keys) == 0
-    tools.assert_equal_runs(RUN, finished, steps=tools.STEPS)
-
-    names = store.names()
-    files = {"metrics.jsonl", "history.jsonl", "log.txt", "config.yml", "environment.json"}
-    assert {name.split("/")[2] for name in names} == {"checkpoints", "tensorboard"} | files
-    log = store.objects[BUCKET]["runs/a/log.txt"].data.decode()
-    assert f"step {tools.STEPS}/{tools.STEPS}  loss" in log
-    saved = {name.split("/")[3] for name in names if name.startswith("runs/a/checkpoints/")}
-    assert saved == {str(tools.STEPS)}
-
-    # By its name and by its path, like the run on the disk.
-    reports = []
-    for run in (["a", f"base_output_directory={BASE}"], [f"{BASE}/a"], [str(finished)]):
-        report = tmp_path / "report.json"
-        assert evaluate.main([*run, "eval_steps=1", f"report={report}"]) == 0
-        reports.append(json.loads(report.read_text())["texts"])
-    assert reports[0] == reports[1] == reports[2]
 
 
 @pytest.mark.full
@@ -112,22 +85,6 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, ca
     assert {name.split("/")[3] for name in store.names("runs/a/checkpoints/")} == {str(tools.STEPS)}
 
 
-@pytest.mark.full  # test_checkpoint_damage.py has those of a disk
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(finished, store, capfd):
-    """An object that is too short. The store has no folder to rename: its objects move."""
-    keys = dict(checkpoint_period=60)
-    assert tools.run(BASE, "a", **keys) == 0
-    name = f"runs/a/checkpoints/{tools.STEPS}/meta/metadata"
-    store.put(name, store.objects[BUCKET][name].data[:-1])
-    capfd.readouterr()
-    assert tools.run(BASE, "a", **keys) == 0
-    told = capfd.readouterr().out
-    assert f"warning: checkpoint {BASE}/a/checkpoints/{tools.STEPS} is damaged" in told
-    assert "resumed after step 60;" in told
-    assert f"runs/a/checkpoints/{tools.STEPS}.damaged/meta/metadata" in store.names()
-    tools.assert_equal_runs(RUN, finished, steps=tools.STEPS)
-
-
 def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeypatch):
     """Another process takes the lock, as it may after a long silence of this one."""
     monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
@@ -144,8 +101,7 @@ def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeyp
     assert line.startswith("CheckpointError: run_name=a: gs://fake-bucket/runs/a/lock was not rene")
     assert "is now that of process 1 on b" in line
     assert store.objects[BUCKET]["runs/a/lock"] == taken[0]
-    rows = [json.loads(row)["step"] for row in RUN.joinpath("metrics.jsonl").open()]
-    assert rows == [1, 2, 3, 4, 5]  # written before the save, and not again
+    assert tools.logged_steps(RUN) == [1, 2, 3, 4, 5]  # written before the save, and not again
     assert "runs/a/log.txt" not in store.objects[BUCKET]
 
 
@@ -167,9 +123,7 @@ def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path, 
     for source in (RUN, copy):
         for folder in (source, source / "checkpoints" / "2"):
             assert tokenizer.load(folder / "tokenizer").vocab_size == 264
-        capfd.readouterr()
-        assert generate.main([str(source), "prompt=the cat", "max_new_tokens=8"]) == 0
-        texts.append(capfd.readouterr().out)
+        texts.append(tools.generated(capfd, source, "prompt=the cat", "max_new_tokens=8"))
         keys |= dict(load_parameters_path=source, tokenizer_path=copy / "tokenizer")
         runs.append(f"new-{len(runs)}")
         assert tools.run(tmp_path, runs[-1], **keys | dict(steps=1, learning_rate=0.0)) == 0
@@ -188,34 +142,6 @@ def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path, 
 )
 def test_a_place_that_cannot_be_used_is_one_line(store, tmp_path, capfd, keys, status, words):
     store.fault = lambda request: status
-    assert tools.run(tmp_path, "a", **keys) == 2
-    lines = capfd.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    (key,) = keys
-    assert key in lines[0] and keys[key] in lines[0] and words in lines[0]
-
-
-@pytest.mark.full
-def test_two_processes_wait_for_a_lock_to_go_stale_and_resume(store, tmp_path):
-    """The lock of a first process that was killed: the second process waits with the first."""
-    changes = {"base_output_directory": BASE, "run_name": "a", "max_num_checkpoints_to_keep": "2"}
-    assert train.main(process_tools.flags(changes | {"steps": "2"})) == 0
-    assert store.names("runs/a/checkpoints/2/") and "runs/a/lock" not in store.names()
-
-    store.put("runs/a/lock", b'{"holder": "process 7 on x", "nonce": "7"}')
-    changes |= {"steps": "6", "checkpoint_period": "2"}
-    both = process_tools.trainers(2, changes, tmp_path, program=process_tools.IMPATIENT)
-    try:
-        both[0].wait_for("waiting up to")
-        assert [process.end() for process in both] == [0, 0], both[0].text() + both[1].text()
-    finally:
-        for process in both:
-            process.kill()
-    assert "resumed after step 2;" in both[0].text()
-    names = store.names()
-    files = {"metrics.jsonl", "history.jsonl", "log.txt", "log_1.txt", "config.yml"}
-    assert {name.split("/")[2] for name in names} == {"checkpoints", "environment.json", *files}
-    assert {name.split("/")[3] for name in names if "/checkpoints/" in name} == {"4", "6"}
-    assert any("/checkpoints/6/params/ocdbt.process_1/" in name for name in names)
-    rows = RUN.joinpath("metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == list(range(1, 7))
+    code, line = tools.refused_run(capfd, tmp_path, "a", **keys)
+    ((key, value),) = keys.items()
+    assert code == 2 and key in line and value in line and words in line

@@ -11,7 +11,6 @@ import sys
 import time
 
 import pytest
-from cloud_fixtures import gcs, no_clients, s3, s3_server  # noqa: F401  fixtures
 from fake_gcs import BUCKET
 
 from maxdiloco import prepare
