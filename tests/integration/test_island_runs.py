@@ -1,8 +1,5 @@
 """maxdiloco.train as islands over a folder: alone, side by side, killed, and later than others."""
 
-import json
-import os
-import signal
 import time
 
 import numpy as np
@@ -38,8 +35,7 @@ def test_an_island_trains_until_its_tokens_are_committed(tmp_path, capsys):
     key = ssh_keys.make(tmp_path / "keys", "a")
     keys = island(tmp_path, "a", steps=150, log_period=10, checkpoint_period=50, islands_key=key)
     keys |= dict(eval_interval=40, eval_steps=1, learning_rate_schedule_steps=-1)
-    assert tools.run(tmp_path, "a", **keys) == 0
-    text = capsys.readouterr().out
+    text = tools.told(capsys, tmp_path, "a", **keys)
     assert "island a is in, its start number 1: 0 records, 0 tokens committed, 0.0 %" in text
     rows, log = tools.rows(tmp_path / "a"), log_of(tmp_path)
     assert log.ledger.tokens >= 150 * 2 * 16 and [row["step"] for row in rows][:3] == [10, 20, 30]
@@ -49,8 +45,7 @@ def test_an_island_trains_until_its_tokens_are_committed(tmp_path, capsys):
     assert last == rows[-1]["step"] and tools.meta(tmp_path / "a", last)["records"] >= 1
     evaluated = [row for row in rows if "eval/loss" in row]
     assert 1 < len(evaluated) < len(rows)
-    assert tools.run(tmp_path, "a", **(keys | dict(steps=300))) == 0
-    text = capsys.readouterr().out
+    text = tools.told(capsys, tmp_path, "a", **keys | dict(steps=300))
     assert "nothing to do: " in text and "learning rate's schedule" not in text
     other = keys | dict(diloco_sync_period=5, island="b")
     code, line = refused(tmp_path, capsys, other)
@@ -68,16 +63,11 @@ def refused(folder, capsys, keys):
     return code, said.err.strip()
 
 
-def losses(folder):
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("second", "rtol"), [({}, 1e-5), (dict(ici_fsdp_parallelism=2, per_device_batch_size=1), 1e-4)]
 )
-def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(second, rtol, tmp_path):
+def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(started, second, rtol, tmp_path):
     """The same losses but for the rounding of an outer step: float32, in another order; and of the
     inner ones where one island has its parameters on two devices. Island 1 is first alone, is
     killed while it waits with a message on its way, and goes on from its checkpoint."""
@@ -85,25 +75,28 @@ def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(second, rtol, tm
     changes |= dict(num_communication_overlapping_steps=1)
     fixed = changes | dict(islands="fixed", islands_min=2, islands_store=tmp_path / "store")
 
-    def start(m, log):
-        keys = fixed | dict(island=m, run_name=f"island{m}") | (second if m else {})
-        return process_tools.trainer(keys | dict(checkpoint_period=4), tmp_path / f"{log}.log")
+    def start(log, keys):
+        started.append(process_tools.trainer(keys, tmp_path / f"{log}.log"))
+        return started[-1]
 
-    alone = start(1, "alone")
+    def island_of(m):
+        keys = fixed | dict(island=m, run_name=f"island{m}", checkpoint_period=4)
+        return keys | second if m else keys
+
+    alone = start("alone", island_of(1))
     alone.wait_for("island 1 is in")
     while not (tmp_path / "island1" / "checkpoints" / "4").exists():
         assert alone.popen.poll() is None, alone.text()
         time.sleep(0.05)
     alone.kill()
-    children = [start(m, m) for m in (0, 1)]
-    assert [child.end() for child in children] == [0, 0]
+    children = [start(m, island_of(m)) for m in (0, 1)]
+    process_tools.ends(children, 0, 0)
     assert "resumed" in children[1].text(), children[1].text()
     both = changes | dict(num_diloco_replicas=2, exchange_carrier="host", run_name="host")
-    child = process_tools.trainer(both, tmp_path / "host.log")
-    assert child.end() == 0
-    host = losses(tmp_path / "host")
+    process_tools.ends([start("host", both)], 0)
+    host = tools.rows(tmp_path / "host")
     for m in (0, 1):
-        own = losses(tmp_path / f"island{m}")
+        own = tools.rows(tmp_path / f"island{m}")
         for one, other in zip(own, host, strict=True):
             np.testing.assert_allclose(
                 one["learning/loss"], other[f"learning/loss_replica_{m}"], rtol=rtol
@@ -113,7 +106,7 @@ def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(second, rtol, tm
 
 
 @pytest.mark.full
-def test_an_island_is_killed_and_comes_back_and_another_joins(tmp_path):
+def test_an_island_is_killed_and_comes_back_and_another_joins(started, tmp_path):
     """The others go on; the log adds up; who comes back is a new incarnation."""
     changes = ELASTIC | dict(
         steps=6000, log_period=50, base_output_directory=tmp_path, checkpoint_period=200,
@@ -122,23 +115,20 @@ def test_an_island_is_killed_and_comes_back_and_another_joins(tmp_path):
 
     def start(name, log):
         keys = changes | dict(island=name, run_name=name)
-        return process_tools.trainer(keys, tmp_path / f"{log}.log")
+        started.append(process_tools.trainer(keys, tmp_path / f"{log}.log"))
+        return started[-1]
 
-    children = [start("a", "a"), start("b", "b")]
-    try:
-        children[0].wait_for("island b is there")
-        children[1].wait_for("step 400")
-        os.kill(children[1].popen.pid, signal.SIGKILL)
-        children[0].wait_for("island b is thought dead")
-        children += [start("b", "b2"), start("c", "c")]
-        children[0].wait_for("island b is back")
-        children[0].wait_for("island c is there")
-        assert children[2].end() == children[3].end() == children[0].end() == 0
-    finally:
-        for child in children:
-            child.kill()
+    a, first_b = start("a", "a"), start("b", "b")
+    a.wait_for("island b is there")
+    first_b.wait_for("step 400")
+    first_b.popen.kill()
+    a.wait_for("island b is thought dead")
+    b, c = start("b", "b2"), start("c", "c")
+    a.wait_for("island b is back")
+    a.wait_for("island c is there")
+    process_tools.ends([b, c, a], 0, 0, 0)
     log = log_of(tmp_path)
     members = {(m.island, m.incarnation) for r in log.records for m in r.members}
     assert {("a", 1), ("b", 1), ("b", 2), ("c", 1)} <= members
     assert ("b", 1) in log.ledger.dead
-    assert "island b is in, its start number 2" in children[2].text()
+    assert "island b is in, its start number 2" in b.text()

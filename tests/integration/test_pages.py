@@ -14,7 +14,7 @@ import sys
 import pytest
 from data.tokenizers_on_disk import byte_level_bpe
 from huggingface import small_models as small
-from run_tools import ROOT
+from run_tools import ROOT, rows
 
 from maxdiloco import evaluate, generate, prepare, train_compile
 from maxdiloco.command_line import read_options
@@ -78,10 +78,10 @@ def test_the_commands_of_your_own_text_run(tmp_path, monkeypatch, capsys):
     assert [line.split()[2].partition(".")[2] for line in lines] == programs.split()
     (text,) = json.loads((tmp_path / "a.json").read_text())["texts"]
     assert text["tokens"] > 0 and text["bytes"] > text["tokens"]  # a subword has several
-    rows = [json.loads(line) for line in open(tmp_path / "runs/c/metrics.jsonl")]
-    assert rows[-1]["data/tokens_web"] == 3 * rows[-1]["data/tokens_code"] > 0
-    rows = [json.loads(line) for line in open(tmp_path / "runs/d/metrics.jsonl")]
-    assert {"eval/loss", "eval/code/loss", "eval/code/bits_per_byte"} <= set(rows[-1])
+    last = rows(tmp_path / "runs/c")[-1]
+    assert last["data/tokens_web"] == 3 * last["data/tokens_code"] > 0
+    names = {"eval/loss", "eval/code/loss", "eval/code/bits_per_byte"}
+    assert names <= set(rows(tmp_path / "runs/d")[-1])
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_each_command_of_two_slices_that_can_run_here_does_what_the_page_says(
         else:
             environ = dry if "xpk" in line or "export" in line else local
             said[line] = in_a_shell(line, tmp_path, environ)
-    rows = [json.loads(text.splitlines()[-1]) for line, text in said.items() if "tail" in line]
-    assert [row["step"] for row in rows] == [6, 6] and all(row["perf/step_time"] for row in rows)
+    last = [json.loads(text.splitlines()[-1]) for line, text in said.items() if "tail" in line]
+    assert [row["step"] for row in last] == [6, 6] and all(row["perf/step_time"] for row in last)
     (dry_run,) = [text for line, text in said.items() if line.startswith("DRY_RUN")]
     assert dry_run.startswith("xpk workload create") and "two-slices" in dry_run
     programs = {line.split()[2].partition(".")[2] for line in said if line.startswith("python")}
