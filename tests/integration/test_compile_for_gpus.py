@@ -1,65 +1,28 @@
-"""Runs compiled for GPUs that need not be there: what their programs have and what crosses slices.
-
-A decoder of two layers of width 128 and a vocabulary of 256: 32768 values in the embedding, tied; a
-layer has 4 * 128 * 128 of attention, 2 * 128 * 256 of feed-forward and 2 * 128 of norms, and there
-is a last norm.
-"""
+"""Runs compiled for GPUs that need not be there: what their programs have, what crosses slices."""
 
 import functools
-import json
 import re
 
+import compile_tools
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import run_tools
+from compile_tools import PARAMETERS
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import corner
 
-from maxdiloco import plan, train_compile
+from maxdiloco import plan
 from maxdiloco.aot import topology
 from maxdiloco.flags import config
 from maxdiloco.models import attention, triton_ragged
 from maxdiloco.models.spec import from_config
 
-KEYS = dict(
-    base_emb_dim=128,
-    base_num_decoder_layers=2,
-    base_mlp_dim=256,
-    base_num_query_heads=2,
-    base_num_kv_heads=2,
-    head_dim=64,
-    use_qk_norm="false",
-    vocab_size=256,
-    mlp_activations="[gelu]",
-    dataset_type="synthetic",
-    max_target_length=256,
-    per_device_batch_size=8,
-    diloco_sync_period=8,
-    opt_type="sgd",  # compiles in half the time, and does not change what is exchanged
-    adam_weight_decay=0,
-    gradient_clipping_threshold=0,
-    attention="dot_product",  # the default tier has no cuDNN
-    compile_topology="h100-2",
-    compile_topology_num_slices=2,
-)
+# The default tier has no cuDNN, so attention is plain.
+KEYS = compile_tools.KEYS | dict(compile_topology="h100-2")
 KINDS = ("a100-80gb", "h100", "b200", "l4")  # by shared memory and instructions
-PARAMETERS = 256 * 128 + 128 + 2 * (4 * 128 * 128 + 2 * 128 * 256 + 2 * 128)
-
-
-@pytest.fixture
-def compile_run(tmp_path, capfd):
-    """Exit code, report and printed lines of train_compile."""
-
-    def compile_run(**keys):
-        path = tmp_path / "report.json"
-        argv = [f"{key}={value}" for key, value in (KEYS | {"report": path} | keys).items()]
-        code = train_compile.main(argv)
-        said = capfd.readouterr()
-        return code, json.loads(path.read_text())["reports"] if path.exists() else None, said
-
-    return compile_run
 
 
 @pytest.mark.gpu_aot
@@ -205,10 +168,9 @@ def test_sizes_over_slices_have_to_be_those_of_the_topology(compile_run):
 def test_a_plan_for_gpus_guesses_the_time_of_a_step_unless_it_is_given(capfd):
     argv = ["model_name=1b", "compile_topology=h100-8", "compile_topology_num_slices=2",
             "dcn_bandwidth_gbps=0.2"]  # fmt: skip
-    assert plan.main(argv) == 0
-    assert "without an exchange (a guess: 40% of the peak" in capfd.readouterr().out
-    assert plan.main([*argv, "step_time=0.3"]) == 0
-    said = capfd.readouterr().out
+    said = run_tools.printed(capfd, plan.main, argv)
+    assert "without an exchange (a guess: 40% of the peak" in said
+    said = run_tools.printed(capfd, plan.main, [*argv, "step_time=0.3"])
     assert "without an exchange (as given)" in said
     assert "2 replicas on 2 slices of h100-8" in said
     assert "exchange by host" in said
@@ -221,7 +183,6 @@ def test_a_plan_names_no_command_that_absent_gpus_refuse(capfd):
     """1b on two T4 a slice fits with its outer state in host memory alone."""
     argv = ["model_name=1b", "compile_topology=t4-2", "compile_topology_num_slices=2",
             "dcn_bandwidth_gbps=1", "step_time=0.8"]  # fmt: skip
-    assert plan.main(argv) == 0
-    said = capfd.readouterr().out
+    said = run_tools.printed(capfd, plan.main, argv)
     assert "diloco_outer_memory=pinned_host" in said.partition("run it:")[2]
     assert "maxdiloco.train_compile" not in said

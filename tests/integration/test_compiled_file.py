@@ -66,8 +66,8 @@ def test_keys_that_change_no_program_of_the_steps_may_differ(file, tmp_path, cap
     changes = dict(diloco_sync_period=5, steps=3, eval_interval=3, eval_steps=1, log_period=3)
     changes |= dict(learning_rate=0.5, learning_rate_schedule_steps=7, warmup_steps_fraction=0.5)
     changes |= dict(run_name="other")
-    assert train.main(arguments(tmp_path, compiled_trainstep_file=file, **changes)) == 0
-    out = capsys.readouterr().out
+    argv = arguments(tmp_path, compiled_trainstep_file=file, **changes)
+    out = run_tools.printed(capsys, train.main, argv)
     assert f"{PROGRAMS} compiled programs loaded from {file}" in out
     assert "note: " not in out
     assert re.findall(r"compiled (\w+) ", out) == ["programs", "evaluate"]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tpu_programs
+from compile_tools import BYTES
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import corner, full
@@ -28,8 +29,6 @@ pytestmark = pytest.mark.tpu_aot
 
 STREAMING = dict(sync_period=8, num_fragments=3, overlap_steps=2)
 WIRES = {"float32": "f32", "bfloat16": "u16", "int8": "s8", "float4_e3m0": "u8"}
-# Of one value, with its share of the scale of a block of 256.
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "float4_e3m0": 0.5 + 1 / 256}
 MOST_EXPOSED = 0.01
 
 

@@ -1,13 +1,12 @@
-"""Whole runs compiled ahead of time for TPU slices; what crosses them, by hand.
-
-A decoder of two layers of width 128 and a vocabulary of 256 on slices of four chips: 32768 values
-in the embedding, tied; a layer has 4 * 128 * 128 of attention, 2 * 128 * 256 of feed-forward, and
-2 * 128 of norms.
-"""
+"""Whole runs compiled ahead of time for TPU slices of four chips; what crosses them, by hand."""
 
 import json
+import re
 
+import compile_tools
 import pytest
+import run_tools
+from compile_tools import BYTES, ENDS, LAYER, PARAMETERS
 from tiers import corner
 
 from maxdiloco import plan, train_compile
@@ -16,34 +15,7 @@ from maxdiloco.planning import job, rating
 
 pytestmark = pytest.mark.tpu_aot
 
-# sgd compiles in half the time, and does not change what is exchanged.
-FLAGS = (
-    "base_emb_dim=128 base_num_decoder_layers=2 base_mlp_dim=256 base_num_query_heads=2 "
-    "base_num_kv_heads=2 head_dim=64 use_qk_norm=false vocab_size=256 mlp_activations=[gelu] "
-    "dataset_type=synthetic max_target_length=256 per_device_batch_size=8 attention=dot_product "
-    "remat_policy=none opt_type=sgd adam_weight_decay=0 gradient_clipping_threshold=0 "
-    "diloco_sync_period=8 compile_topology=v5e-4 compile_topology_num_slices=2"
-)
-KEYS = dict(flag.split("=") for flag in FLAGS.split())
-ENDS = 256 * 128 + 128
-LAYER = 4 * 128 * 128 + 2 * 128 * 256 + 2 * 128
-# Bytes of one value, with its share of the scale of a block.
-BYTES = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256, "float4_e3m0": 0.5 + 1 / 256}
-
-
-@pytest.fixture
-def compile_run(tmp_path, capfd, monkeypatch):
-    """Exit code, reports and printed lines of train_compile."""
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")  # train_compile adds a flag
-
-    def compile_run(*, small=KEYS, **keys):
-        path = tmp_path / "report.json"
-        argv = [f"{key}={value}" for key, value in (small | {"report": path} | keys).items()]
-        code = train_compile.main(argv)
-        said = capfd.readouterr()
-        return code, json.loads(path.read_text())["reports"], said
-
-    return compile_run
+KEYS = compile_tools.KEYS | dict(remat_policy="none", compile_topology="v5e-4")
 
 
 def bytes_of_period(report):
@@ -65,6 +37,14 @@ def table(said):
     return [int(row[-2].replace(",", "")) for row in rows]
 
 
+def refusals(said):
+    """The lines of gates that fail, here the one of a slow link with tau 0, which exposes all."""
+    found = [line for line in said.err.splitlines() if line.startswith("refused: ")]
+    for line in found:
+        assert line.startswith("refused: max_exposed_fraction=0.05: synchronise")
+    return found
+
+
 def streaming(fragments, tau, wire, **keys):
     return keys | dict(
         enable_streaming_diloco="true",
@@ -76,16 +56,15 @@ def streaming(fragments, tau, wire, **keys):
 
 IN_TWO = dict(ici_fsdp_parallelism=2, ici_tensor_parallelism=2, max_exposed_fraction=0.01)
 OF_FOUR = dict(compile_topology_num_slices=4, diloco_outer_memory="pinned_host")
-# With tau 0 all of the exchange is exposed.
 SLOW = dict(max_exposed_fraction=0.05, dcn_bandwidth_gbps=0.5)
 EAGER = dict(diloco_outer_overlap="eager", diloco_exchange_dtype="bfloat16")
 # The keys of each, and the values of its fragments.
 MODES = {
-    "vanilla": (dict(diloco_exchange_dtype="float32"), [ENDS + 2 * LAYER]),
+    "vanilla": (dict(diloco_exchange_dtype="float32"), [PARAMETERS]),
     "streaming, tau 0": (streaming(2, 0, "float4_e3m0", **SLOW), [ENDS, 2 * LAYER]),
     "streaming, tau 1": (streaming(3, 1, "int8", dcn_bandwidth_gbps=0.01), [ENDS, LAYER, LAYER]),
     "streaming, tau 4, tensor": (streaming(2, 4, "float4_e3m0", **IN_TWO), [ENDS, 2 * LAYER]),
-    "eager": (EAGER, [ENDS + 2 * LAYER]),
+    "eager": (EAGER, [PARAMETERS]),
     "four slices, outer state on the host": (
         streaming(3, 1, "float4_e3m0", **OF_FOUR),
         [ENDS, LAYER, LAYER],
@@ -115,10 +94,7 @@ def test_what_crosses_slices_is_the_fragments_and_nothing_else(compile_run, mode
     that of a slow link, is exit code 1."""
     keys, fragments = MODES[mode]
     code, (report,), said = compile_run(**keys)
-    refused = [line for line in said.err.splitlines() if line.startswith("refused: ")]
-    assert code == bool(refused) == (mode == "streaming, tau 0"), said.err
-    for line in refused:
-        assert line.startswith("refused: max_exposed_fraction=0.05: synchronise")
+    assert code == bool(refusals(said)) == (mode == "streaming, tau 0"), said.err
     others = keys.get("compile_topology_num_slices", 2) - 1
     assert bytes_of_period(report) == others * sum(table(said))
     wire = keys["diloco_exchange_dtype"]
@@ -197,16 +173,14 @@ def test_the_plan_compiles_the_plain_step_and_nothing_else(tmp_path, capfd):
     path = tmp_path / "plan.json"
     own = ("diloco_sync_period", "remat_policy")
     argv = [f"{key}={value}" for key, value in KEYS.items() if key not in own]
-    assert plan.main([*argv, "dcn_bandwidth_gbps=0.02", f"report={path}"]) == 0
-    said = capfd.readouterr().out
-    assert [line.split()[1] for line in said.splitlines() if line.startswith("compiled ")] == [
-        "inner"
-    ]
+    argv += ["dcn_bandwidth_gbps=0.02", f"report={path}"]
+    said = run_tools.printed(capfd, plan.main, argv)
+    assert re.findall(r"^compiled (\S+)", said, re.MULTILINE) == ["inner"]
     assert "remat_policy=auto: minimal; the inner step needs " in said, "as a run chooses it"
     found = json.loads(path.read_text())
     assert 1e-5 < found["plain_step_seconds"] < 1
     # At least the state that the chip holds: 4 bytes a parameter in params, theta and momentum.
-    assert min(row["memory_bytes"] for row in found["choices"]) > 12 * (ENDS + 2 * LAYER) / 4
+    assert min(row["memory_bytes"] for row in found["choices"]) > 12 * (PARAMETERS) / 4
     assert "diloco_sync_period=" in " ".join(found["train_command"])
 
 
@@ -217,12 +191,9 @@ def test_data_parallel_stands_beside_a_run_whose_gate_fails(compile_run):
     code, (diloco, data_parallel), said = compile_run(compile_data_parallel="true", **SLOW)
     (cross,) = diloco["programs"][1]["dcn"]
     assert cross["exposed_seconds"] > 0.9 * cross["link_seconds"] > 0
-    assert code == 1
-    (line,) = [line for line in said.err.splitlines() if line.startswith("refused: ")]
-    assert line.startswith("refused: max_exposed_fraction=0.05: synchronise")
-    size = ENDS + 2 * LAYER
+    assert code == len(refusals(said)) == 1
     assert "data parallel" in said.out
-    assert 2 * size <= bytes_of_period(data_parallel) <= 1.2 * 4 * size
+    assert 2 * PARAMETERS <= bytes_of_period(data_parallel) <= 1.2 * 4 * PARAMETERS
 
 
 def test_a_program_too_big_for_the_chip_is_exit_code_1(compile_run):
