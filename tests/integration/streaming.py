@@ -5,6 +5,7 @@
 
 import functools
 import hashlib
+import itertools
 from dataclasses import replace
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
+from maxdiloco.engine.trainer import SavedLayout
 
 M, H, STEPS = 4, 6, 20
 MOST = 8  # replicas that there are numbers for
@@ -116,6 +118,28 @@ def with_start(algorithm):
     shardings = jax.tree.map(lambda x: x.sharding, first)
     arrays = jax.tree.map(np.array, first)
     return algorithm, lambda: jax.device_put(arrays, shardings)
+
+
+def assert_carriers_agree_and_resume(trainer, saved_at, check=lambda *_: None):
+    """`digests` compares the copies on all slots after every step, and either carrier goes on from
+    what either has saved. trainer(carrier): as with_start. check: of every state."""
+    states, saved = {}, {}
+    for carrier in ("program", "host"):
+        algorithm, start = trainer(carrier)
+        states[carrier] = []
+        for state in steps(algorithm, start()):
+            states[carrier].append(digests(state))
+            check(algorithm, state)
+            if state.t in saved_at:
+                saved[carrier, state.t] = copied(algorithm.saved_items(state))
+    assert states["host"] == states["program"]
+    assert len({str(state) for state in states["host"]}) == STEPS
+    layout = SavedLayout(**algorithm.note(state), same_rules=True)
+    for saver, resumer, t in itertools.product(states, states, saved_at):
+        algorithm, _ = trainer(resumer)
+        again = algorithm.reading(layout).state_of(copied(saved[saver, t]), t=t)
+        found = list(map(digests, steps(algorithm, again)))
+        assert found == states["program"][t:], f"{saver} -> {resumer} at {t}"
 
 
 def copied(items):

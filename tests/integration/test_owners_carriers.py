@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import streaming
-from streaming import copied, digests, placed, poisoned, steps, with_start
+from streaming import copied, placed, poisoned, steps, with_start
 from test_against_oracle import simulate
 from test_wires_against_oracle import (
     DELTA,
@@ -26,7 +26,7 @@ from test_wires_against_oracle import (
     guarded,
 )
 from tiers import corner, full
-from tiny_problem import TREES, jax_inner_step, make_problem
+from tiny_problem import jax_inner_step
 from wire_codecs import CODECS
 
 from maxdiloco import DiLoCo
@@ -68,24 +68,10 @@ CORNER = [("one step", "float4_e3m0", 4), ("two steps", "int2", 3), ("eager", "b
 
 @pytest.mark.parametrize("mode, wire, M", corner(CASES, CORNER))
 def test_both_carriers_have_the_same_bits_and_resume_what_either_has_saved(mode, wire, M):
-    """`digests` compares the copies on all slots. Saved with parts on their way, with what their
-    owners have made of them on its way, and between."""
-    states, saved, at = {}, {}, (7, 8, 9, 10)
-    for carrier in ("program", "host"):
-        algorithm, start = trainer(mode, wire, M, carrier)
-        states[carrier] = []
-        for state in steps(algorithm, start()):
-            states[carrier].append(digests(state))
-            if state.t in at:
-                saved[carrier, state.t] = copied(algorithm.saved_items(state))
-    assert states["host"] == states["program"]
-    assert len({str(state) for state in states["host"]}) == streaming.STEPS
-    layout = SavedLayout(**algorithm.note(state), same_rules=True)
-    for saver, resumer, t in itertools.product(states, states, at):
-        algorithm, _ = trainer(mode, wire, M, resumer)
-        again = algorithm.reading(layout).state_of(copied(saved[saver, t]), t=t)
-        found = list(map(digests, steps(algorithm, again)))
-        assert found == states["program"][t:], f"{saver} -> {resumer} at {t}"
+    """Saved with parts on their way, with what their owners have made of them on its way, and
+    between."""
+    make = functools.partial(trainer, mode, wire, M)
+    streaming.assert_carriers_agree_and_resume(make, (7, 8, 9, 10))
 
 
 CARRIERS, EXCHANGES = ("program", "host"), ("gather", "owners")
@@ -120,18 +106,14 @@ def test_which_of_carriers_and_exchanges_share_bits(mode, wire, M):
 def test_rounds_equal_the_oracle_that_encodes_the_means_again(mode, wire, M):
     """Which is 100 tolerances from one that does not, but for float32. The mean of bfloat16 values
     is exact, and often halfway between two of them: on an edge, but on the same one."""
-    tree, length = TREES["mixed"], 3 * H + 2
-    settings, arguments = both(tree, wire, mode, P=3, M=M, outer_lr=0.5, outer_momentum=0.6)
+    length = 3 * H + 2
+    settings, arguments = both(wire, mode, P=3, M=M, outer_lr=0.5, outer_momentum=0.6)
     names, exact = list(CODECS), wire == "bfloat16"
     reduced = CODECS[min(wire, "int8", key=names.index)]
     delta = DELTA / 5 if exact else DELTA  # its steps are small, and more of them near
-    problem, expected = clear_of_edges(
-        lambda seed: make_problem(tree, length, seed),
-        settings,
-        length,
-        guarded(CODECS[wire], delta),
-        reduced=reduced if exact else guarded(reduced, delta),
-    )
+    reducer = reduced if exact else guarded(reduced, delta)
+    codec = guarded(CODECS[wire], delta)
+    problem, expected = clear_of_edges(settings, length, codec, reduced=reducer)
     compare(DiLoCo(jax_inner_step, exchange="owners", **arguments), problem, expected)
     plain = distances(simulate(settings, problem, length, CODECS[wire]), expected)
     assert wire == "float32" or max(plain) > FAR

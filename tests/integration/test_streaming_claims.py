@@ -8,7 +8,6 @@ Trainers are made once; each keeps the programs it has compiled.
 """
 
 import functools
-import itertools
 import json
 import os
 import sys
@@ -22,7 +21,7 @@ from streaming import (
     SHAPES,
     STOPS,
     WIRES,
-    copied,
+    assert_carriers_agree_and_resume,
     digests,
     made,
     numbers,
@@ -33,7 +32,6 @@ from streaming import (
 from tiers import corner, full
 
 from maxdiloco.aot.hlo import notation
-from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import NumericsError
 
 # As in test_against_oracle.py nearly all the time goes into compiling.
@@ -70,25 +68,14 @@ def assert_replicas_hold_what_was_applied(algorithm, state):
 def test_both_carriers_have_the_same_bits_in_every_copy_and_resume_what_either_has_saved(
     mode, wire
 ):
-    """`digests` compares the copies on both slices. Saved after 8 and 9: one exchange was just
-    sent, one has one of two chunks there, one is whole."""
-    states, saved = {}, {}
-    for carrier in ("program", "host"):
-        algorithm, start = trainer(mode, wire, carrier)
-        states[carrier] = []
-        for state in steps(algorithm, start()):
-            states[carrier].append(digests(state))
-            if MODES[mode]["alpha"] == 0.0:
-                assert_replicas_hold_what_was_applied(algorithm, state)
-            if state.t in (8, 9):
-                saved[carrier, state.t] = copied(algorithm.saved_items(state))
-    assert states["host"] == states["program"]
-    layout = SavedLayout(**algorithm.note(state), same_rules=True)
-    for saver, resumer, t in itertools.product(states, states, (8, 9)):
-        algorithm, _ = trainer(mode, wire, resumer)
-        again = algorithm.reading(layout).state_of(copied(saved[saver, t]), t=t)
-        found = list(map(digests, steps(algorithm, again)))
-        assert found == states["program"][t:], f"{saver} -> {resumer} at {t}"
+    """Saved after 8 and 9: one exchange was just sent, one has one of two chunks there, one is
+    whole."""
+
+    def check(algorithm, state):
+        if MODES[mode]["alpha"] == 0.0:
+            assert_replicas_hold_what_was_applied(algorithm, state)
+
+    assert_carriers_agree_and_resume(functools.partial(trainer, mode, wire), (8, 9), check)
 
 
 @pytest.mark.parametrize(
@@ -166,23 +153,18 @@ def test_a_value_of_one_replica_that_is_not_finite_changes_no_bit_of_the_others(
 
 
 @pytest.fixture
-def together(tmp_path):
+def together(started, tmp_path):
     """streaming_process.py as several processes that have ended: their codes and outputs."""
-    running = []
 
     def run(count, *arguments):
-        environ = {
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "PYTHONPATH": os.pathsep.join([str(process_tools.ROOT), *sys.path]),
-        }
+        path = {"PYTHONPATH": os.pathsep.join([str(process_tools.ROOT), *sys.path])}
         command = [sys.executable, "tests/integration/streaming_process.py", *arguments]
         for i, mine in enumerate(process_tools.variables(count)):
-            running.append(process_tools.Process(command, tmp_path / f"{i}.log", environ | mine))
-        return [process.end() for process in running], [process.text() for process in running]
+            environ = process_tools.FEW_PASSES | path | mine
+            started.append(process_tools.Process(command, tmp_path / f"{i}.log", environ))
+        return [process.end() for process in started], [process.text() for process in started]
 
-    yield run
-    for process in running:
-        process.kill()
+    return run
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ TOLERANCE = 5e-6
 FAR = 100 * TOLERANCE  # what is not the same
 DELTA = 5e-6  # how far an outer gradient of the library may be from the oracle's
 
-H = 4
+H, MIXED = 4, TREES["mixed"]
 MODES = {
     "at once": dict(),
     "overlapped": dict(overlap_steps=1),
@@ -51,12 +51,12 @@ def guarded(codec, delta):
     return checked
 
 
-def clear_of_edges(make, settings, steps, codec, **inner):
-    """The first of the problems make(0), make(1) ... whose run keeps clear of rounding edges. Next
-    to an edge, the last bit of float32 decides on a whole step of the wire. Returns the problem and
+def clear_of_edges(settings, steps, codec, tree=MIXED, change=lambda problem: problem, **inner):
+    """The first of the tree's problems, changed, whose run keeps clear of rounding edges. Next to
+    an edge, the last bit of float32 decides on a whole step of the wire. Returns the problem and
     what the oracle makes of it."""
     for seed in range(1000):
-        problem = make(seed)
+        problem = change(make_problem(tree, steps, seed))
         try:
             expected = list(simulate(settings, problem, steps, codec, **inner))
         except OnAnEdge:
@@ -68,14 +68,13 @@ def clear_of_edges(make, settings, steps, codec, **inner):
 WITHOUT = dict(error_feedback=False)
 
 
-def both(tree, wire, mode, P, M=2, alpha=0.25, **outer):
-    """Settings of the oracle and arguments of the library class."""
+def both(wire, mode, P, M=2, alpha=0.25, **outer):
+    """Settings of the oracle and arguments of the library class, for the mixed tree."""
     shared = WITHOUT | dict(num_replicas=M, sync_period=H, num_fragments=P, alpha=alpha)
     shared |= dict(outer_lr=0.7, outer_momentum=0.9) | MODES[mode] | outer
-    kinds = tuple(kind for _, kind in tree.values())
-    return Settings(kinds=kinds, **shared), dict(
-        layer_axis=layer_axis(tree), exchange_dtype=wire, **shared
-    )
+    kinds = tuple(kind for _, kind in MIXED.values())
+    arguments = dict(layer_axis=layer_axis(MIXED), exchange_dtype=wire)
+    return Settings(kinds=kinds, **shared), arguments | shared
 
 
 def compare(algorithm, problem, expected):
@@ -107,13 +106,9 @@ KEPT += [("float4_e3m0", "eager", True), ("int2", "overlapped", True), ("topk", 
 def test_rounds_on_every_wire_equal_the_oracle(wire, mode, feedback):
     """Every term is what a receiver decodes, the own one of eager too. Four rounds with error
     feedback, which differ from those without by 100 tolerances, or three."""
-    tree, steps = TREES["mixed"], (3 + feedback) * H + 2
-    settings, arguments = both(
-        tree, wire, mode, P=3, outer_lr=0.5, outer_momentum=0.6, error_feedback=feedback
-    )
-    problem, expected = clear_of_edges(
-        lambda seed: make_problem(tree, steps, seed), settings, steps, guarded(CODECS[wire], DELTA)
-    )
+    steps, outer = (3 + feedback) * H + 2, dict(outer_lr=0.5, outer_momentum=0.6)
+    settings, arguments = both(wire, mode, P=3, error_feedback=feedback, **outer)
+    problem, expected = clear_of_edges(settings, steps, guarded(CODECS[wire], DELTA))
     compare(maxdiloco.DiLoCo(jax_inner_step, **arguments), problem, expected)
     if feedback:
         without = dataclasses.replace(settings, error_feedback=False)
@@ -129,9 +124,9 @@ def test_rounds_on_every_wire_equal_the_oracle(wire, mode, feedback):
 )
 def test_the_norm_preserving_merge_equals_the_oracle(mode, P):
     """Three replicas, whatever fragments cut the layers apart; the plain mean is far from it."""
-    tree, steps = TREES["mixed"], 3 * H + 2
-    settings, arguments = both(tree, "float32", mode, P=P, M=3, merge="rda", outer_lr=0.5)
-    problem = make_problem(tree, steps)
+    steps = 3 * H + 2
+    settings, arguments = both("float32", mode, P=P, M=3, merge="rda", outer_lr=0.5)
+    problem = make_problem(MIXED, steps)
     expected = list(simulate(settings, problem, steps))
     compare(maxdiloco.DiLoCo(jax_inner_step, **arguments), problem, expected)
     plain = dataclasses.replace(settings, merge="mean")
@@ -141,8 +136,8 @@ def test_the_norm_preserving_merge_equals_the_oracle(mode, P):
 
 def test_the_wires_are_told_apart():
     """Control of the comparison above: another wire is 100 tolerances away."""
-    problem = make_problem(TREES["mixed"], 3 * H)
-    settings, _ = both(problem.tree, "float32", "eager", P=3)
+    problem = make_problem(MIXED, 3 * H)
+    settings, _ = both("float32", "eager", P=3)
     runs = [list(simulate(settings, problem, 3 * H, codec)) for codec in CODECS.values()]
     for one, other in itertools.combinations(runs, 2):
         assert max(distances(one, other)) > FAR
@@ -187,11 +182,7 @@ def test_blocks_run_along_a_fragments_slice_of_each_leaf(wire, mode):
     # A tie of int8 may go either way: its code is x times a rounded inverse.
     codec = guarded(CODECS[wire], 1e-9) if wire == "int8" else CODECS[wire]
     problem, expected = clear_of_edges(
-        lambda seed: on_a_grid(make_problem(WIDE, steps, seed)),
-        settings,
-        steps,
-        codec,
-        inner_step=numpy_add,
+        settings, steps, codec, tree=WIDE, change=on_a_grid, inner_step=numpy_add
     )
     moved = np.abs(expected[-1][2][1] - problem.params[1])
     assert moved.max((0, 2)).min() > 0  # every layer was applied
