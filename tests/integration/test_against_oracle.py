@@ -123,8 +123,9 @@ def given_offsets(P: int, H: int) -> tuple[int, ...]:
     return (-1, H + 1, 2 - 3 * H, 5 * H)[:P]
 
 
-def oracle_settings(c: Case) -> Settings:
-    return Settings(
+def of_both(c: Case) -> dict[str, Any]:
+    """Settings of the oracle that the library class takes by the same names."""
+    return dict(
         num_replicas=c.M,
         sync_period=c.H,
         num_fragments=c.P,
@@ -132,29 +133,26 @@ def oracle_settings(c: Case) -> Settings:
         alpha=c.alpha,
         outer_overlap=c.overlap,
         offsets=None if c.offsets == "even" else given_offsets(c.P, c.H),
+    )
+
+
+def oracle_settings(c: Case) -> Settings:
+    return Settings(
         sequential=c.layers == "sequential",
         num_nonlayer=c.k,
         kinds=tuple(kind for _, kind in TREES[c.tree].values()),
         outer=c.outer,
-        **OUTER[c.outer][0],
+        **of_both(c) | OUTER[c.outer][0],
     )
 
 
 def library(c: Case, problem: Problem, **more: Any):
     return maxdiloco.DiLoCo(
         jax_inner_step,
-        num_replicas=c.M,
-        sync_period=c.H,
-        num_fragments=c.P,
-        overlap_steps=c.tau % c.H,
-        alpha=c.alpha,
-        outer_overlap=c.overlap,
-        offsets=None if c.offsets == "even" else given_offsets(c.P, c.H),
         sequential_layers=c.layers == "sequential",
         num_nonlayer_fragments=c.k,
         layer_axis=layer_axis(problem.tree),
-        **OUTER[c.outer][1],
-        **more,
+        **of_both(c) | OUTER[c.outer][1] | more,
     )
 
 
