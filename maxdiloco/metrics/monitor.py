@@ -51,7 +51,7 @@ class Monitor:
         self._watch = Program("watch", _first_bad, on_compile=on_compile)
         self._first_bad_R: Any = None
         self._last: Any = None
-        # Since the last row: _summed of each step, [R] on the devices, and sums of steps before, [S].
+        # Since the last row: _summed of each step, [R] on the devices; sums of steps before, [S].
         self._steps: list[dict[str, Any]] = []
         self._sums_S: dict[str, Any] = {}
 

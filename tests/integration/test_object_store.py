@@ -85,6 +85,22 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, ca
     assert {name.split("/")[3] for name in store.names("runs/a/checkpoints/")} == {str(tools.STEPS)}
 
 
+@pytest.mark.full  # test_checkpoint_damage.py has those of a disk
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(finished, store, capfd):
+    """An object that is too short. The store has no folder to rename: its objects move."""
+    keys = dict(checkpoint_period=60)
+    assert tools.run(BASE, "a", **keys) == 0
+    name = f"runs/a/checkpoints/{tools.STEPS}/meta/metadata"
+    store.put(name, store.objects[BUCKET][name].data[:-1])
+    capfd.readouterr()
+    assert tools.run(BASE, "a", **keys) == 0
+    told = capfd.readouterr().out
+    assert f"warning: checkpoint {BASE}/a/checkpoints/{tools.STEPS} is damaged" in told
+    assert "resumed after step 60;" in told
+    assert f"runs/a/checkpoints/{tools.STEPS}.damaged/meta/metadata" in store.names()
+    tools.assert_equal_runs(RUN, finished, steps=tools.STEPS)
+
+
 def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeypatch):
     """Another process takes the lock, as it may after a long silence of this one."""
     monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
