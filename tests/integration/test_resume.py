@@ -143,17 +143,17 @@ def test_load_full_state_path_goes_on_in_a_folder_of_its_own(finished, tmp_path)
 def test_a_run_from_the_whole_state_of_another_may_read_another_batch(finished, tmp_path, capfd):
     """It goes on in the text where that one stopped, and its own resume may not change it."""
     source = finished / "checkpoints" / "60"
-    assert tools.run(tmp_path, "branch", load_full_state_path=source, per_device_batch_size=3) == 0
+    assert tools.run(tmp_path, "branch", load_full_state_path=source, per_device_batch_size=4) == 0
     before = tools.meta(finished, 60)["position"]
     base = before["base"] + (61 - before["s0"]) * before["M"] * before["B"]
     found = tools.meta(tmp_path / "branch", 62)["position"]
-    assert found == {"base": base, "s0": 61, "M": before["M"], "B": 3}
+    assert found == {"base": base, "s0": 61, "M": before["M"], "B": 4}
     rows = tools.rows(tmp_path / "branch")
     assert [row["learning/tokens"] for row in rows] == [
-        (base + steps * before["M"] * 3) * 16 for steps in (1, 2)
+        (base + steps * before["M"] * 4) * 16 for steps in (1, 2)
     ]
     assert tools.run(tmp_path, "branch", steps=63) == 2
-    assert "sequences_per_replica=2 (the checkpoint has 3)" in capfd.readouterr().err
+    assert "sequences_per_replica=2 (the checkpoint has 4)" in capfd.readouterr().err
 
 
 def test_a_finished_run_has_nothing_to_do(finished, tmp_path, capfd):
