@@ -27,8 +27,8 @@ Metrics = Mapping[str, np.ndarray]  # of replicas
 Values = Mapping[str, float]
 
 NEVER = np.iinfo(np.int32).max
-# Losses that stay on the devices before the older half is read: a step that is so far back is done.
-_MOST_LOSSES = 256  # our choice
+# Steps whose losses stay on the devices before the older half is read: those so far back are done.
+_MOST_STEPS = 256  # our choice
 
 
 def _first_bad(first_R, loss_R, grad_norm_R, t):
@@ -104,8 +104,8 @@ class Monitor:
         """Keep the metrics of inner step t, leaves [R], without waiting for them."""
         self._last = metrics
         self._steps.append({name: metrics[name] for name in self._summed})
-        if len(self._steps) > _MOST_LOSSES:
-            self._add_up(_MOST_LOSSES // 2)
+        if len(self._steps) > _MOST_STEPS:
+            self._add_up(_MOST_STEPS // 2)
         if self._first_bad_R is None:
             like = self._metrics["loss"]
             never_R = np.full(like.shape, NEVER, np.int32)
@@ -165,7 +165,7 @@ class Monitor:
 
     def resume(self, sums: Mapping[str, Any]) -> None:
         """Go on from what `sums` gave, of a run with another number of replicas perhaps."""
-        for name in set(self._summed).intersection(sums):
+        for name in {"loss", "skipped"}.intersection(sums):
             of_R = sums[name]
             self._sums_S[name] = np.array([of_R[m % len(of_R)] for m in self._held])
 
@@ -192,7 +192,10 @@ def _read(tree: Any) -> Any:
 
 def learning_metrics(metrics: dict[str, np.ndarray], learning_rate: float) -> dict[str, float]:
     """The metrics learning/* and moe/* of a row: means of metrics [R] over the replicas."""
-    row = {"learning/loss": float(metrics["loss"].mean())}
+    loss_R = metrics["loss"]
+    if "skipped" in metrics and not np.isnan(loss_R).all():
+        loss_R = loss_R[~np.isnan(loss_R)]  # of replicas that took a step
+    row = {"learning/loss": float(loss_R.mean())}
     if metrics["loss"].size > 1:
         for m, loss in enumerate(metrics["loss"]):
             row[f"learning/loss_replica_{m}"] = float(loss)

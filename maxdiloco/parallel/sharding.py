@@ -189,9 +189,9 @@ def _check_sums(logical_axes: Any, mesh: Mesh, rules: Rules) -> None:
     for name in summed:
         if shared := [axis for axis in over[name] if axis in over["batch"] + over["length"]]:
             raise ConfigError(
-                f"logical_axis_rules puts {name} over {'+'.join(shared)}, whose devices have "
-                f"different tokens: what each computes with its part of {name} could not be added "
-                f"up. Use axes that the rules for batch and length do not have."
+                f"logical_axis_rules puts {name} over {'+'.join(shared)}, as it puts batch or "
+                f"length, so devices with parts of {name} have different tokens and cannot add up "
+                f"what they compute. Give {name} other axes, or none: [{name}, []]."
             )
 
 

@@ -123,9 +123,6 @@ use_qk_norm=heads | must be one of: false, head, projection. Did you mean head?
 padded_vocab_size=383 | is below vocab_size=384 | Use at least 384, or -1 for none
 # experts
 num_experts_per_tok=2 | does nothing with num_experts=1, a dense | or set num_experts
-routed_bias_update_rate=0.1 num_experts=4 | does nothing with balance_bias=false | router={bal
-opt_type=sgd adam_b1=0.5 | does nothing with opt_type=sgd. Use adam_b1=0.9 | or opt_type=adamw
-muon_beta=0.5 | does nothing with opt_type=adamw | or opt_type=muon
 num_experts_per_tok=5 num_experts=4 | more than num_experts=4 | Use 4 or fewer
 first_num_dense_layers=4 num_experts=4 | leaves none of base_num_decoder | Use 3 or fewer
 capacity_factor=0 num_experts=4 | must be -1 or > 0 | capacity_factor=-1

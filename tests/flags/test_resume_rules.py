@@ -71,6 +71,8 @@ def test_keys_that_alter_the_result_are_refused_with_both_values_and_the_way_out
     words = r"sequences_per_replica=16 .*has 8.*is per_device_batch_size \*.*, with load_full_st"
     with pytest.raises(CheckpointError, match=words):
         refuse(saved, sequences_per_replica=16)
+    with pytest.raises(CheckpointError, match=r"anew, with load_parameters_path"):  # of an island
+        refuse(saved | {"islands": "fixed"}, islands="fixed", sequences_per_replica=16)
 
 
 def test_a_key_younger_than_the_checkpoint_had_its_default_and_one_that_is_gone_has_changed():

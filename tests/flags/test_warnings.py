@@ -1,6 +1,7 @@
 """What works but is seldom meant, and what -1 stands for in the outer rate and momentum."""
 
 import re
+import shlex
 
 import pytest
 
@@ -21,6 +22,7 @@ FEW = "steps={} diloco_sync_period=20 ".format
 LAG = "diloco_outer_momentum=0.9"
 # The kind of line, keys, a name of FACTS, and what each line has. A condition has its other side,
 # of which nothing is said, in the rows after it.
+NORMALISED = "'router={normalise_weights: true}'"
 SAID = [
     ("warning", "diloco_outer_overlap=eager diloco_outer_optimizer=adam", "no devices",
      ["=adam with .*Use nesterov"]),
@@ -36,7 +38,16 @@ SAID = [
     ("warning", "compile_topology=v5e-16", "no devices",
      ["compile_topology=v5e-16.*train_compile.*Leave it out"]),
     ("warning", "", "no devices", []),
-    ("", "", "M=1", ["is the Lookahead optimizer.*enable_diloco=false"]),
+    ("warning", "opt_type=sgd adam_b2=0.5", "no devices", ["adam_b2=0.5, .* opt_type=sgd.*Leave"]),
+    ("warning", "opt_type=sgd optimizer_memory_host_offload=true", "no devices",
+     ["_offload=true do nothing with opt_type=sgd"]),
+    ("warning", "opt_type=sgd", "no devices", []),
+    ("warning", "muon_beta=0.5", "no devices", ["muon_beta=0.5 .* opt_type=adamw.*opt_type=muon"]),
+    ("warning", "muon_beta=0.5 opt_type=muon", "no devices", []),
+    ("warning", f"num_experts=4 {NORMALISED}", "no devices", ["_per_tok=1 .*Use num_exp"]),
+    ("warning", f"num_experts=4 num_experts_per_tok=2 {NORMALISED}", "no devices", []),
+    ("warning", "num_experts=4", "no devices", []),
+    ("", "", "M=1", ["makes this the Lookahead optimizer.*enable_diloco=false"]),
     ("", "enable_diloco=false", "M=1", []),
     ("", "", "M=2", []),
     # A vocabulary of more than twice the tokenizer's tokens.
@@ -76,7 +87,7 @@ SAID = [
 
 @pytest.mark.parametrize(("kind", "keys", "facts", "expected"), SAID)
 def test_what_works_but_is_seldom_meant_is_said(kind, keys, facts, expected):
-    lines = together.lines(config.load(keys.split(), {}), **FACTS[facts])
+    lines = together.lines(config.load(shlex.split(keys), {}), **FACTS[facts])
     found = [line for line in lines if line.startswith(kind)]
     assert len(found) == len(expected)
     assert all(re.search(words, line) for words, line in zip(expected, found, strict=True))

@@ -151,7 +151,7 @@ def test_a_gpu_too_old_for_cudnn_has_programs(compile_run, more):
 )
 def test_what_needs_the_gpus_is_refused(compile_run, tmp_path, monkeypatch, keys, words):
     monkeypatch.chdir(tmp_path)
-    code, _, said = compile_run(**keys, opt_type="adamw")
+    code, _, said = compile_run(**keys)
     ((key, value),) = keys.items()
     assert code == 2
     assert re.search(rf"{key}=\S*{value}.*{words}", said.err)

@@ -52,7 +52,7 @@ def mean(steps, R=4):
 @pytest.mark.parametrize("most", [256, 2])
 def test_the_loss_of_a_row_is_the_mean_of_the_steps_since_the_last_row(monkeypatch, most):
     """However many of them are still on the devices. One step alone keeps its bits."""
-    monkeypatch.setattr(monitor_lib, "_MOST_LOSSES", most)
+    monkeypatch.setattr(monitor_lib, "_MOST_STEPS", most)
     watcher = monitor()
     add(watcher, range(1, 6))
     np.testing.assert_allclose(watcher.take_row(5)["loss"], mean(range(1, 6)), rtol=1e-7)
@@ -96,10 +96,20 @@ def test_steps_that_are_skipped_are_counted_and_are_not_in_the_mean_also_after_a
             bad = placed(np.where(skipped_tR[t - 1], np.nan, losses(t)))
             watcher.add(t, {"loss": bad, "grad_norm": bad, "skipped": kept})
         if watcher is before:
-            after.resume(before.sums())
+            before_sums = before.sums()
+            after.resume(before_sums)
     found = after.take_row(3)
     np.testing.assert_array_equal(found["skipped"], [0, 2, 0, 3])
     wanted = [*mean([1, 2, 3])[:1], losses(1)[1], mean([1, 2, 3])[2], np.nan]
+    np.testing.assert_allclose(found["loss"], wanted, rtol=1e-6)
+    of_those_with_a_loss = monitor_lib.learning_metrics(found, 0.1)["learning/loss"]
+    np.testing.assert_allclose(of_those_with_a_loss, np.mean(wanted[:3]), rtol=1e-6)
+    stops = monitor()  # another nan_policy from step 3 on
+    stops.resume(before_sums)
+    add(stops, [3])
+    found = stops.take_row(3)
+    np.testing.assert_array_equal(found["skipped"], [0, 1, 0, 2])
+    wanted = [mean([1, 2, 3])[0], mean([1, 3])[1], mean([1, 2, 3])[2], losses(3)[3]]
     np.testing.assert_allclose(found["loss"], wanted, rtol=1e-6)
 
 

@@ -1,5 +1,6 @@
 """The model laid out over a mesh computes what it computes on one device."""
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -44,6 +45,7 @@ def place(model, mesh, params_R, batch_R):
 
 SHARED_OUT = dict(logical_axis_rules=(("stored_expert", ("expert", "fsdp")),))
 WHOLE_KEYS = dict(logical_axis_rules=(("kv_heads", ()), ("kv_act", ())))
+TWO_FOR_FOUR = dict(logical_axis_rules=(("kv_heads", ()),))
 SOFT_CAP = dict(attn_logits_soft_cap=5.0)
 GPT_OSS = options.TOGETHER["as gpt-oss"] | options.TWO_KINDS
 DEEPSEEK = options.TOGETHER["as DeepSeek"]
@@ -76,7 +78,8 @@ EXPERTS = dict(
         full(dict(diloco=2, fsdp=2, context=2), 2, SOFT_CAP | dict(sliding_window_size=4)),
         (dict(diloco=1, context=3, tensor=2), 2, GPT_OSS | dict(base_emb_dim=12)),
         # Keys and values of all heads on each device, beside some of the query heads.
-        (dict(diloco=1, context=2, tensor=4), 1, WHOLE_KEYS),
+        (dict(diloco=1, context=2, tensor=2), 1, WHOLE_KEYS),
+        full(dict(diloco=1, context=2, tensor=4), 1, TWO_FOR_FOUR),
         (dict(diloco=2, expert=2, tensor=2), 2, EXPERTS),
         full(dict(diloco=1, fsdp=2, expert=2), 2, EXPERTS),
         full(dict(diloco=1, fsdp=2, expert=2), 2, EXPERTS | SHARED_OUT),
@@ -164,22 +167,24 @@ def test_experts_that_no_device_can_have_are_refused_before_a_compile(devices):
 
 
 @pytest.mark.parametrize(
-    ("rules", "sizes", "changes"),
+    ("rules", "sizes", "changes", "named"),
     [
-        ((("vocab", ("tensor", "fsdp")),), dict(fsdp=2), {}),
-        ((("length", ("context", "tensor")),), dict(tensor=2), {}),
-        ((("mlp", ("fsdp", "tensor")), ("embed", ())), dict(fsdp=2), EXPERTS),
+        ((("vocab", ("tensor", "fsdp")),), dict(fsdp=2), {}, "vocab over fsdp"),
+        ((("length", ("context", "tensor")),), dict(tensor=2), {}, "vocab over tensor"),
+        ((("mlp", ("fsdp", "tensor")), ("embed", ())), dict(fsdp=2), EXPERTS, "mlp over fsdp"),
+        ((("mlp", ("fsdp", "tensor")), ("embed", ())), dict(fsdp=2), {}, ""),
     ],
 )
 def test_rules_that_would_add_up_what_belongs_to_different_tokens_are_refused(
-    devices, rules, sizes, changes
+    devices, rules, sizes, changes, named
 ):
     """With one device on the axis they are as good as others; so is `mlp` without experts."""
     model = tiny_model.build(**changes, logical_axis_rules=rules)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    place = functools.partial(
-        parameter_shardings, model.logical_axes, shapes, rules=model.spec.rules
-    )
+    args = model.logical_axes, shapes
+    place = functools.partial(parameter_shardings, *args, rules=model.spec.rules)
     place(mesh=tiny_model.mesh_of(devices, data=2))
-    with pytest.raises(ConfigError, match=r"puts (vocab|mlp) over (fsdp|tensor), whose devices"):
+    words = rf"puts {named}, as it puts batch or length.*Give (vocab|mlp) other axes, or none: \["
+    refused = pytest.raises(ConfigError, match=words) if named else contextlib.nullcontext()
+    with refused:
         place(mesh=tiny_model.mesh_of(devices, **sizes))

@@ -48,6 +48,7 @@ def attempt(use):
 
 def with_faults(faulty, kind, use):
     """use() with a fault at each of its requests in turn; gives whether it went well each time."""
+    faulty.calls.clear()
     use()
     for number in range(len(faulty.calls)):
         faulty.calls.clear()

@@ -1,7 +1,9 @@
 """The lock of a run in a bucket: who has it, when it goes stale, how it is lost."""
 
+import concurrent.futures
 import os
 import socket
+import threading
 import time
 
 import pytest
@@ -109,6 +111,31 @@ def test_a_stale_lock_that_another_takes_over_just_before_stays_that_ones(gcs, s
     with pytest.raises(CheckpointError, match="run_name=a is in use: .* of process 8 on x"):
         lock().__enter__()
     assert gcs.objects[BUCKET][NAME].data == OF_8
+
+
+def test_of_two_that_take_over_a_stale_lock_one_gets_it(gcs, soon):
+    gcs.put(NAME, OF_7)
+    both = threading.Barrier(2)
+    left = [0, 1]
+
+    def fault(request):  # both have looked at the stale object before one writes
+        if request.query.get("ifGenerationMatch", "0") != "0" and left:
+            left.pop()
+            both.wait(60)
+
+    refused = threading.Event()
+
+    def run(_):
+        try:
+            with lock():
+                return "held" if refused.wait(60) else "held by both"
+        except CheckpointError:
+            refused.set()
+            return "refused"
+
+    gcs.fault = fault
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        assert sorted(threads.map(run, range(2))) == ["held", "refused"]
 
 
 def test_a_lock_that_is_lost_is_an_error_and_is_left_to_its_new_holder(gcs):
