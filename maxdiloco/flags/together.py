@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -84,19 +84,24 @@ def check(cfg: Any, keys: Mapping[str, Key]) -> None:
     """Raise ConfigError for the first row of an error that counts. Arguments: named_values."""
     named = named_values(cfg, keys)
     for row in rows():
-        if not (row.error or row.keys) or not row.counts(named):
-            continue
-        if not row.keys:
-            raise ConfigError(row.error.format_map(named))
-        for name in row.keys:
-            if vars(cfg)[name] == keys[name].default:
-                continue
+        if not (row.warning or row.note) and row.counts(named):
+            for line in _said(row, row.error, named, cfg, keys):
+                raise ConfigError(line)
+
+
+def _said(
+    row: Row, words: str, named: Mapping[str, Any], cfg: Any, keys: Mapping[str, Key]
+) -> Iterator[str]:
+    """The line of a row that counts; of a row with keys one for each that has not its default."""
+    if not row.keys:
+        yield words.format_map(named)
+    for name in row.keys:
+        if vars(cfg)[name] != keys[name].default:
             given, usual = f"{name}={named[name]}", f"{name}={show(keys[name].default)}"
             beside = " ".join(f"{other}={named[other]}" for other in row.when)
-            raise ConfigError(
-                row.error.format_map(named | {"given": given, "usual": usual, "name": name})
-                or f"{given} does nothing with {beside}. Use {usual} or {row.use}."
-            )
+            of_key = {"given": given, "usual": usual, "name": name}
+            own = words.format_map({**named, **of_key})
+            yield own or f"{given} does nothing with {beside}. Use {usual} or {row.use}."
 
 
 def lines(cfg: Any, **facts: Any) -> list[str]:
@@ -107,10 +112,10 @@ def lines(cfg: Any, **facts: Any) -> list[str]:
     """
     if "num_tokens" in facts:
         facts["unused_rows"] = 1 - facts["num_tokens"] / cfg.vocab_size
-    named, found = named_values(cfg, {}) | facts, []
+    named, keys, found = named_values(cfg, {}) | facts, base_yml.declared(), []
     for row in rows():
         asks = not facts.keys().isdisjoint(row.when.keys() | row.unless.keys())
         if (row.warning or row.note) and asks == bool(facts) and row.counts(named):
             said = f"warning: {row.warning}" if row.warning else f"note: {row.note}"
-            found.append(said.format_map(named))
+            found += _said(row, said, named, cfg, keys)
     return sorted(found, key=lambda line: line.startswith("note: "))

@@ -29,6 +29,7 @@ Values = Mapping[str, float]
 NEVER = np.iinfo(np.int32).max
 # Steps whose losses stay on the devices before the older half is read: those so far back are done.
 _MOST_STEPS = 256  # our choice
+_SUMMED = ("loss", "skipped")  # over the steps of a row, where the step has them
 
 
 def _first_bad(first_R, loss_R, grad_norm_R, t):
@@ -62,7 +63,7 @@ class Monitor:
 
     @functools.cached_property
     def _summed(self) -> list[str]:
-        return [name for name in ("loss", "skipped") if name in self._metrics]
+        return [name for name in _SUMMED if name in self._metrics]
 
     @functools.cached_property
     def _owner_R(self) -> np.ndarray:
@@ -165,7 +166,7 @@ class Monitor:
 
     def resume(self, sums: Mapping[str, Any]) -> None:
         """Go on from what `sums` gave, of a run with another number of replicas perhaps."""
-        for name in {"loss", "skipped"}.intersection(sums):
+        for name in set(_SUMMED).intersection(sums):
             of_R = sums[name]
             self._sums_S[name] = np.array([of_R[m % len(of_R)] for m in self._held])
 

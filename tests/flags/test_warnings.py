@@ -20,9 +20,9 @@ FACTS = {f"M={M}": dict(num_replicas=M, num_tokens=257) for M in (1, 2, 3, 4, 8)
 RECIPE = "configs/recipes/many_replicas.yml"
 FEW = "steps={} diloco_sync_period=20 ".format
 LAG = "diloco_outer_momentum=0.9"
+NORMALISED = "'router={normalise_weights: true}'"
 # The kind of line, keys, a name of FACTS, and what each line has. A condition has its other side,
 # of which nothing is said, in the rows after it.
-NORMALISED = "'router={normalise_weights: true}'"
 SAID = [
     ("warning", "diloco_outer_overlap=eager diloco_outer_optimizer=adam", "no devices",
      ["=adam with .*Use nesterov"]),
@@ -38,9 +38,9 @@ SAID = [
     ("warning", "compile_topology=v5e-16", "no devices",
      ["compile_topology=v5e-16.*train_compile.*Leave it out"]),
     ("warning", "", "no devices", []),
-    ("warning", "opt_type=sgd adam_b2=0.5", "no devices", ["adam_b2=0.5, .* opt_type=sgd.*Leave"]),
+    ("warning", "opt_type=sgd adam_b2=0.5", "no devices", ["adam_b2=0.5 .* opt_type=sgd.*Leave"]),
     ("warning", "opt_type=sgd optimizer_memory_host_offload=true", "no devices",
-     ["_offload=true do nothing with opt_type=sgd"]),
+     ["_offload=true does nothing with opt_type=sgd"]),
     ("warning", "opt_type=sgd", "no devices", []),
     ("warning", "muon_beta=0.5", "no devices", ["muon_beta=0.5 .* opt_type=adamw.*opt_type=muon"]),
     ("warning", "muon_beta=0.5 opt_type=muon", "no devices", []),
