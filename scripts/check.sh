@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The rules of the house that a machine can check, in seconds: ruff, import-linter, shellcheck, and
-# tests/test_house.py. Any violation ends it with an exit code that is not zero.
+# The checks that take seconds: ruff, import-linter, shellcheck and tests/test_house.py.
+# Any violation ends it with an exit code that is not zero.
 #   MAXDILOCO_VENV: the environment made by scripts/test.sh (.venv).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
