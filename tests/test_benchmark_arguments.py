@@ -16,7 +16,6 @@ from benchmarks import (
     quality,
     replica_cost,
     step_time,
-    symptoms,
     thin_link,
 )
 from benchmarks.link import arguments, hosts, rows
@@ -70,7 +69,6 @@ REFUSED = {
         ("steps=-1 dataset_type=text", "steps=-1, enable_diloco=True.*Use steps of 1 or"),
         ("enable_diloco=false", "enable_diloco=False.*leave enable_diloco out"),
     ],
-    symptoms: [("group=third", "group=third is unknown. Use symptoms or first_hour.")],
     thin_link: [
         ("modes=eager,fast", "modes=eager,fast: 'fast' is not offered. Use all, or some of data_"),
         ("lines=data_parallel wires=int8", "wires=int8 and lines=data_parallel: .* Leave one of"),

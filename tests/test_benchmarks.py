@@ -10,16 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import bandwidth_model, link_faults, memory_by_mode, step_time, symptoms
+from benchmarks import bandwidth_model, link_faults, memory_by_mode, step_time
 from benchmarks.bandwidth import own, simulator, tables
 from benchmarks.bandwidth.tables import Size
-from benchmarks.learning.cases import FIRST_HOUR, SYMPTOMS
 from benchmarks.link import moments
 from benchmarks.link.faults import End, Fault
 from maxdiloco.aot.wait import ENDLESS, data_parallel, least_gbps
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.engine.calls import Call
-from maxdiloco.flags import config
 from maxdiloco.parallel.program import Program
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -183,17 +181,6 @@ def test_a_mode_needs_what_its_largest_program_needs_and_may_add_a_fragment_and_
     first, _ = memory_by_mode.needed(parts("a", told.append), compiled)
     second, _ = memory_by_mode.needed(parts("ab", told.append, kept_mib=9), compiled)
     assert told == ["a", "b"] and second - first == MIB
-
-
-# -- symptoms -----------------------------------------------------------------------------------
-
-
-def test_every_case_is_a_run_that_the_trainer_accepts(tmp_path):
-    for case in (*SYMPTOMS, *FIRST_HOUR):
-        keys = symptoms.keys_of(case, {}, tmp_path)
-        cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
-        replicas = cfg.num_diloco_replicas if cfg.enable_diloco else 1
-        assert replicas * cfg.per_device_batch_size == 16, case.name
 
 
 # -- link_faults: whole runs that meet faults are in integration/test_link_faults.py -------------
