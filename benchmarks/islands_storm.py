@@ -12,16 +12,6 @@ beside those of the same steps all of the time that an island lived, and of the 
 longest pause between two steps of an island is of those that the fault did not hit. OWN has the
 names and their defaults; further keys are the trainer's.
 
-peer=torchft: each box has a replica group of torchft's streaming DiLoCo beside its island, on a
-link of the same rate, and every fault hits both at once; the store's stops torchft's lighthouse,
-which has a host of its own. Tokens of a step, sleep, H, P, tau and decoder are the same. torchft is
-used as its own train_diloco.py and its README do (link/torchft_elastic.py, link/torchft_storm.py),
-and is started again as by a supervisor, also where it ends by itself; it goes into an environment
-of its own below `out`, which needs a package index once. Its tokens are committed as ours are in
-the log: those of the inner steps since fragment 0's last commit, once fragment 0 is committed
-again. Tokens do not count whose progress torchft resets or replaces by a peer's, nor those of a
-commit that no living state comes from.
-
 Exit code 1: the audit of the log finds an error, an island ended by itself, or did not come back.
 """
 
@@ -36,10 +26,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.link import hosts, storm_figures, torchft_rows, torchft_storm
+from benchmarks.link import hosts, storm_figures
 from benchmarks.link.command import divided, guarded, help_text
 from benchmarks.link.storm_figures import Fault, Start
-from benchmarks.link.torchft_storm import DOWN_S
 from maxdiloco.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -50,7 +39,6 @@ OWN = {
     "boxes": "3",  # islands
     "step_ms": "0",  # of sleep after each step, by island, with commas between
     "seed": "0",
-    "peer": "none",  # torchft: beside the islands, under the same faults
     "out": "runs/islands_storm",
 }
 KEYS = {
@@ -76,7 +64,8 @@ KEYS = {
     "checkpoint_period": 200,
     "enable_tensorboard": "false",
 }
-FROZEN_S, CUT_S, AWAY_S = 12.0, 10.0, 10.0  # ours
+# Lengths of faults. A killed island starts again after DOWN_S.
+DOWN_S, FROZEN_S, CUT_S, AWAY_S = 3.0, 12.0, 10.0, 10.0
 PORT, BUCKET = 9000, "storm"
 ISLANDS = {"islands": "elastic", "islands_store": f"s3://{BUCKET}/run"}
 SERVER = f"""
@@ -105,7 +94,6 @@ class Storm:
         sleeps = own["step_ms"].split(",")
         self.sleeps = {name: sleeps[i % len(sleeps)] for i, name in enumerate(self.names)}
         self.frozen_s = dict.fromkeys(self.names, 0.0)
-        self.peer: torchft_storm.Replicas | None = None
         address = made.addresses[0] if made else "127.0.0.1"
         self.environ = os.environ | {
             "AWS_ENDPOINT_URL": f"http://{address}:{PORT}",
@@ -141,60 +129,38 @@ class Storm:
         process = self._launch(self.names.index(name) + 1, command, file, self.environ)
         self.starts[name].append(Start(process, log, trace))
 
-    def start_torchft(self, python: pathlib.Path, job: dict[str, Any]) -> None:
-        """Start torchft's replicas beside the islands."""
-        self.peer = torchft_storm.Replicas(
-            python, job, self.sleeps, self.made, self.out, self._launch
-        )
-
     def fault(self, kind: str, name: str) -> Fault:
         """One fault, from its beginning to its end."""
         begin, island = time.monotonic(), self.starts[name][-1].process
         if kind == "kill":
-            self._signal_box(name, signal.SIGKILL)
+            _signal(island, signal.SIGKILL)
             island.wait()
-            self.rest(DOWN_S)
+            time.sleep(DOWN_S)
             self.start(name)
         elif kind == "freeze":
-            self._signal_box(name, signal.SIGSTOP)
-            self.rest(FROZEN_S)
-            self._signal_box(name, signal.SIGCONT)
+            _signal(island, signal.SIGSTOP)
+            time.sleep(FROZEN_S)
+            _signal(island, signal.SIGCONT)
             self.frozen_s[name] += FROZEN_S
         elif kind == "store":
-            servers = [self.server, *([self.peer.lighthouse] if self.peer else [])]
-            for number, seconds in ((signal.SIGSTOP, AWAY_S), (signal.SIGCONT, 0)):
-                for server in servers:
-                    _signal(server, number)
-                self.rest(seconds)
+            _signal(self.server, signal.SIGSTOP)
+            time.sleep(AWAY_S)
+            _signal(self.server, signal.SIGCONT)
         else:
-            numbers = [self.names.index(name) + 1, *([self.peer.host(name)] if self.peer else [])]
-            for state, seconds in (("down", CUT_S), ("up", 0)):
-                for host in (self.made.names[number] for number in numbers):
-                    device = ["ip", "-n", host, "link", "set", "dev", hosts.DEVICE, state]
-                    subprocess.run(device, check=True)
-                self.rest(seconds)
+            host = self.made.names[self.names.index(name) + 1]
+            device = ["ip", "-n", host, "link", "set", "dev", hosts.DEVICE]
+            subprocess.run([*device, "down"], check=True)
+            time.sleep(CUT_S)
+            subprocess.run([*device, "up"], check=True)
         return Fault(kind, "" if kind == "store" else name, begin, time.monotonic())
 
-    def _signal_box(self, name: str, number: int) -> None:
-        _signal(self.starts[name][-1].process, number)
-        if self.peer:
-            self.peer.signal(name, number)
-
-    def rest(self, seconds: float) -> None:
-        """Sleep, and look after torchft's replicas."""
-        limit = time.monotonic() + seconds
-        while (left := limit - time.monotonic()) > 0:
-            if self.peer:
-                self.peer.tend()
-            time.sleep(min(left, 0.2))
-
     def until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
-        """Rest until it is done. Raises ConfigError after so many seconds."""
+        """Wait until it is done. Raises ConfigError after so many seconds."""
         limit = time.monotonic() + seconds
         while not done():
             if time.monotonic() > limit:
                 raise ConfigError(f"seconds: {what} after {seconds:g} s. See the logs in out.")
-            self.rest(0.2)
+            time.sleep(0.2)
 
     def text(self, name: str) -> str:
         """The output of the last start of an island."""
@@ -202,8 +168,6 @@ class Storm:
 
     def close(self) -> None:
         """End what still runs."""
-        if self.peer:
-            self.peer.close()
         for process in [self.server, *(s.process for all_ in self.starts.values() for s in all_)]:
             if process.poll() is None:
                 _signal(process, signal.SIGKILL)
@@ -224,57 +188,37 @@ def _main(argv: Sequence[str]) -> int:
     keys = KEYS | given
     if not re.fullmatch(r"[0-9.]+(,[0-9.]+)*", own["step_ms"]):
         raise ConfigError(f"step_ms={own['step_ms']} is no list of numbers. Use step_ms=50,100,200")
-    if own["peer"] not in ("none", "torchft"):
-        raise ConfigError(f"peer={own['peer']} is not there. Use torchft, or none.")
-    all_keys = keys | ISLANDS | {"island": "box0"}
-    job = torchft_storm.model_job(all_keys) if own["peer"] == "torchft" else None
     if float(own["mbit"]) == 0:
-        return run(own, keys, None, job)
+        return run(own, keys, None)
     hosts.check()
-    count = (int(own["boxes"]) + 1) * (2 if job else 1)  # a store or a lighthouse, and boxes
+    count = int(own["boxes"]) + 1  # the store has a host of its own
     with hosts.hosts(count, hosts.Link(float(own["mbit"]))) as made:
-        return run(own, keys, made, job)
+        return run(own, keys, made)
 
 
-def run(
-    own: dict[str, str],
-    keys: dict[str, Any],
-    made: hosts.Hosts | None,
-    job: dict[str, Any] | None,
-) -> int:
-    """The storm, its end and its verdict. 1: something is wrong. job: torchft's, if it is there."""
-    python = torchft_rows.environment(pathlib.Path(own["out"]).resolve()) if job else None
+def run(own: dict[str, str], keys: dict[str, Any], made: hosts.Hosts | None) -> int:
+    """The storm, its end and its verdict. 1: something is wrong."""
     storm = Storm(own, keys, made)
     try:
         for name in storm.names:
             storm.start(name)
-        if job:
-            storm.start_torchft(python, job)
         is_in = lambda name: f"island {name} is in" in storm.text(name)  # noqa: E731
         storm.until(lambda: all(map(is_in, storm.names)), 300, "an island is not in")
-        if storm.peer:
-            storm.until(storm.peer.trains, 300, "a replica of torchft takes no steps")
         begun, pause = time.monotonic(), 3600 / max(float(own["faults_per_hour"]), 1e-9)
         kinds, met = ["kill", "freeze", "store", *["link"] * bool(made)], []
         while time.monotonic() + pause < begun + float(own["seconds"]):
-            storm.rest(begun + pause * (len(met) + 1) - time.monotonic())
+            time.sleep(max(0.0, begun + pause * (len(met) + 1) - time.monotonic()))
             kind, name = storm.rng.choice(kinds), storm.rng.choice(storm.names)
             print(f"{time.monotonic() - begun:.0f} s: {kind} {name}", flush=True)
             met.append(storm.fault(kind, name))
         storm.until(lambda: all(map(is_in, storm.names)), END_S, "an island is not back")
         first_messages = 3 * float(keys["islands_period_seconds"])
-        storm.rest(max(first_messages, begun + float(own["seconds"]) - time.monotonic()))
+        time.sleep(max(first_messages, begun + float(own["seconds"]) - time.monotonic()))
         end = time.monotonic()
         for name in storm.names:
             _signal(storm.starts[name][-1].process, signal.SIGTERM)
-        if storm.peer:
-            storm.peer.close()
         codes = {name: storm.starts[name][-1].process.wait(END_S) for name in storm.names}
-        code = verdict(storm, keys, met, (begun, end), codes)
-        if storm.peer:
-            given = (storm.peer, _tokens(keys), storm.frozen_s, met)
-            print(torchft_storm.report(*given, begun, end))
-        return code
+        return verdict(storm, keys, met, (begun, end), codes)
     finally:
         storm.close()
 

@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import step_time
+from benchmarks.environment import environment
 from benchmarks.link.command import divided, guarded, help_text
 from benchmarks.link.rows import ROOT, RowError
-from benchmarks.link.torchft_rows import environment
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config

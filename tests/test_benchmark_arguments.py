@@ -34,9 +34,6 @@ REFUSED = {
     islands_storm: [
         ("secondz=3", "secondz is no key. Use seconds, faults_per_hour, mbit, boxes"),
         ("step_ms=1,,2", "step_ms=1,,2 is no list of numbers. Use step_ms=50,100,200"),
-        ("peer=horovod", "peer=horovod is not there. Use torchft, or none"),
-        ("peer=torchft num_diloco_fragments=3", "fragments=3, .*torchft has 2 to 3 .*peer=none"),
-        ("peer=torchft num_communication_overlapping_steps=10", "steps=10: torchft .*Use 2, 20"),
     ],
     link_faults: [
         ("fault=kill", "fault is no key. Use "),

@@ -9,7 +9,6 @@ import pytest
 from thin_link_rows import measured
 
 from benchmarks import peer_torch, peer_torchft
-from benchmarks.link import torchft_rows
 from benchmarks.link.rows import RowError
 
 # -- a PyTorch loop -----------------------------------------------------------------------------
@@ -67,8 +66,8 @@ def test_each_trainer_is_compared_with_its_own_plain_step_and_the_payload(tmp_pa
     """Plain 200 and 100 ms; at 10 Mbit/s 250 and 400. 1,000 bytes of payload a step for both: a
     ring over float32 has the model once a period with M=2, 2 * 3 / 4 of it with M=4."""
     keys, report = {"diloco_sync_period": "20"}, {"parameters": 1000}
-    assert torchft_rows.payload(report, {"hosts": 2, "keys": keys}) == 4000 / 20
-    assert torchft_rows.payload(report, {"hosts": 4, "keys": keys}) == 6000 / 20
+    assert peer_torchft.payload(report, {"hosts": 2, "keys": keys}) == 4000 / 20
+    assert peer_torchft.payload(report, {"hosts": 4, "keys": keys}) == 6000 / 20
     setup, _, _ = peer_torchft.arguments([])
     plain = dict(wire="", carrier="", rate="unlimited", sent_per_step=[100.0, 100.0])
     theirs = {"trainer": "torchft", "versions": {"torchft": "0.2.0", "torch": "2.13.0"}}

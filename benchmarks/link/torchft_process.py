@@ -2,7 +2,7 @@
 
     VENV/bin/python torchft_process.py JSON
 
-JSON: what `benchmarks.link.torchft_rows.job` describes. Runs with the python of the environment
+JSON: what `benchmarks.peer_torchft.job` describes. Runs with the python of the environment
 that has torch and torchft. The model is that of maxdiloco.models: RMS norms, grouped-query
 attention with rotary embedding and norms of queries and keys, a gated feed-forward, a tied
 embedding. Each host has a store and a manager; host 0 also the lighthouse, in this process.
