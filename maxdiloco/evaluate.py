@@ -48,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     import jax
 
     from maxdiloco.evaluation import stored
-    from maxdiloco.trainer import compiled_file, job
+    from maxdiloco.storage import output_file
+    from maxdiloco.trainer import job
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
     configure = functools.partial(stored.configure, argv=keys, environ=os.environ)
@@ -58,11 +59,11 @@ def main(argv: Sequence[str]) -> int:
         for line in notes:
             say_once(line)
         report = options.report if jax.process_index() == 0 else ""
-        compiled_file.check_place("report", report)
+        output_file.check_path("report", report)
         evaluated, texts = stored.evaluate(folder, configure, options.parameters, say_once)
         for line in stored.table(texts):
             say_once(line)
-        compiled_file.write_json("report", report, stored.as_json(evaluated, texts))
+        output_file.write_json("report", report, stored.as_json(evaluated, texts))
     return 0
 
 

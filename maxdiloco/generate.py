@@ -42,14 +42,14 @@ def main(argv: Sequence[str]) -> int:
     checks.refuse_store("RUN", run)
     checks.refuse_store("base_output_directory", options.base_output_directory)
     prompts = _prompts(options)
-    from maxdiloco.trainer import compiled_file
+    from maxdiloco.storage import output_file
 
-    compiled_file.check_place("output", options.output)
+    output_file.check_path("output", options.output)
     texts = _continued(run, options, prompts)
     if options.output:
         rows = zip(prompts, texts, strict=True)
         lines = [json.dumps({"prompt": prompt, "text": text}) + "\n" for prompt, text in rows]
-        compiled_file.write_whole("output", options.output, "".join(lines).encode())
+        output_file.write_whole("output", options.output, "".join(lines).encode())
     else:
         say("\n".join(texts))
     return 0

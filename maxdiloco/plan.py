@@ -106,10 +106,10 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
 
 def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
     from maxdiloco.planning import answer, compiled, forecast, job, rating, sweep, table
-    from maxdiloco.trainer import compiled_file
+    from maxdiloco.storage import output_file
 
-    compiled_file.check_place("report", options.report)
-    compiled_file.check_place("figure", options.figure)
+    output_file.check_path("report", options.report)
+    output_file.check_path("figure", options.figure)
     planned = job.of(cfg)
     sharing = ((1, "device"), (planned.per_host, "host"), (planned.per_slice, "slice"))
     share = sharing[LINKS.index(link)]
@@ -139,12 +139,12 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
         title = f"Time to the same loss: {cfg.model_name}, {tokens:.3g} tokens"
         if options.figure:
             drawing = sweep.figure(title, found).encode()
-            compiled_file.write_whole("figure", options.figure, drawing)
+            output_file.write_whole("figure", options.figure, drawing)
     else:
         views += ["", *answer.lines(plan), "", *table.lines(plan, details=options.details)]
     for line in views:
         say_line(line)
-    compiled_file.write_json("report", options.report, figures)
+    output_file.write_json("report", options.report, figures)
     return 0 if options.sweep else train_compile.refuse(table.refusals(plan))
 
 

@@ -148,15 +148,15 @@ def _expected(runs: Sequence["Run"]) -> dict[int, "Expected"]:
 def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> tuple[bool, str]:
     """Write the page. Returns whether a run has not ended, and a line on the file."""
     from maxdiloco.page import html
+    from maxdiloco.storage import output_file
     from maxdiloco.storage.run_folder import is_local
-    from maxdiloco.trainer import compiled_file
 
     runs, defaults, running = _load(names, options)
     folder = runs[0].folder
     out = options.out or (str(folder / "report.html") if is_local(folder) else "report.html")
-    compiled_file.check_place("out", out)
+    output_file.check_path("out", out)
     content = html.page(runs, defaults, reload_s=reload_s, expected=_expected(runs)).encode()
-    compiled_file.write_whole("out", out, content)
+    output_file.write_whole("out", out, content)
     size = f"{out}: {len(content) / 1e6:.2f} MB, {sum(len(run.steps_N) for run in runs):,} rows"
     return running, size
 

@@ -72,9 +72,9 @@ def main(argv: Sequence[str]) -> int:
     content = train(pieces, options.vocab_size).to_str().encode()
     if not count["documents"]:
         raise DataError(f"SOURCE={path} holds no text: its documents are empty. Give text to read.")
-    from maxdiloco.trainer import compiled_file
+    from maxdiloco.storage import output_file
 
-    compiled_file.write_whole("out", options.out, content)
+    output_file.write_whole("out", options.out, content)
     tokens = tokenizers.of_content("huggingface", content, options.out).vocab_size
     say(
         f"{options.out}: {tokens:,} tokens from {count['documents']:,} documents, "
@@ -86,13 +86,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_place(out: str) -> None:
     """Raise ConfigError where a new file cannot be, before the text is read."""
-    from maxdiloco.trainer import compiled_file
+    from maxdiloco.storage import output_file
 
     checks.refuse_store("out", out)
     if is_local(out) and not os.path.isdir(os.path.dirname(out) or os.curdir):
         raise ConfigError(f"out={out}: its folder does not exist. Make it first.")
     if not is_local(out):
-        compiled_file.check_place("out", out)
+        output_file.check_path("out", out)
     if epath.Path(out).exists():
         raise ConfigError(
             f"out={out} exists already, and runs may use it. Give another name, or remove it."

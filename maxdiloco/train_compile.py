@@ -7,7 +7,6 @@ Exit code 1 when the programs should not be run as they are, so that it can stan
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
 
 from maxdiloco.command_line import Option, guarded, option_lines, read_options
@@ -58,20 +57,17 @@ def _compile(cfg: config.Config, options: SimpleNamespace) -> int:
     from maxdiloco.aot import figures, report
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.planning import compiled
-    from maxdiloco.trainer import assemble, compiled_file
+    from maxdiloco.storage import output_file
+    from maxdiloco.trainer import assemble
 
-    file, gbps = cfg.compiled_trainstep_file, options.dcn_bandwidth_gbps
-    compiled_file.check_place("compiled_trainstep_file", file)
-    compiled_file.check_place("report", options.report)
+    gbps = options.dcn_bandwidth_gbps
+    output_file.check_path("report", options.report)
     cfg, mesh, chip = compiled.devices(cfg)
     cfg = config.with_replicas(cfg, assemble.batch_shape(cfg, mesh).num_replicas)
     for line in config.describe_differences(cfg):
         say_line(line)
-    if file:
-        compiled_file.check_order(file, cfg, mesh)
     say_line(mesh_lib.describe(mesh, cfg))
-    with compiled_file.compiled_here() if file else nullcontext():
-        chosen, parts, result = compiled.report(cfg, mesh, chip, gbps=gbps, say=say_line)
+    parts, result = compiled.report(cfg, mesh, chip, gbps=gbps, say=say_line)
     results = [result]
     baseline = assemble.baseline(cfg) if options.compile_data_parallel else None
     if baseline is not None:
@@ -83,13 +79,8 @@ def _compile(cfg: config.Config, options: SimpleNamespace) -> int:
         for line in ["", *report.lines(each)]:
             say_line(line)
     reports = [figures.as_json(each) for each in results] if options.report else []
-    compiled_file.write_json("report", options.report, {"reports": reports})
-    code = refuse(report.refusals(result, max_exposed_fraction=options.max_exposed_fraction))
-    if file and not any(program.too_big for program in result.programs):
-        calls = assemble.calls(cfg, parts)
-        size = compiled_file.save(file, chosen, mesh, calls)
-        say_line(f"{len(calls)} programs, {size / 2**20:.1f} MiB: {file}")
-    return code
+    output_file.write_json("report", options.report, {"reports": reports})
+    return refuse(report.refusals(result, max_exposed_fraction=options.max_exposed_fraction))
 
 
 def refuse(reasons: Sequence[str]) -> int:

@@ -1,12 +1,10 @@
 """A program with a name, compiled at its first call; every compilation is reported."""
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 
@@ -42,7 +40,6 @@ class Program:
     ):
         self.name = name
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
-        self._compiler_options = compiler_options
         self._on_compile = on_compile
         options = options | dict(donate_argnums=tuple(donate), compiler_options=compiler_options)
         self._jitted = jax.jit(fn, **options)
@@ -71,29 +68,6 @@ class Program:
             return compiled
 
         return compile_
-
-    def fingerprint(self, *args: Any) -> str:
-        """A digest of what is compiled for such arguments, the same in every process."""
-        text = self._jitted.lower(*args).as_text()
-        whole = repr((text, _abstract(args), sorted((self._compiler_options or {}).items())))
-        return hashlib.sha256(whole.encode()).hexdigest()
-
-    def serialized(self, *args: Any) -> bytes:
-        """The executable for arguments shaped like args, for `load` in another process."""
-        return serialize_executable.serialize(self.compile(*args))[0]
-
-    def load(self, data: bytes, devices: Sequence[jax.Device], *args: Any) -> None:
-        """Use an executable from `serialized` for arguments shaped like args; nothing compiles.
-
-        devices: those of the mesh, in its order. data: from a trusted source only; it is code.
-        """
-        self.compiled[_abstract(args)] = serialize_executable.deserialize_and_load(
-            data,
-            jax.tree.structure((args, {})),
-            self._jitted.lower(*args).out_tree,
-            backend=devices[0].client,
-            execution_devices=devices,
-        )
 
     def __call__(self, *args: Any) -> Any:
         """Run the executable; compile it first if there is none yet."""

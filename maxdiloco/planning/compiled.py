@@ -48,12 +48,6 @@ def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
     if name := cfg.compile_topology:
         if not topology.find(name).is_gpu:
             mesh_lib.tell_libtpu(cfg)
-        elif cfg.compiled_trainstep_file:
-            raise ConfigError(
-                f"compiled_trainstep_file={cfg.compiled_trainstep_file} cannot be made for "
-                f"compile_topology={name}: without a GPU the compiler cannot try which kernels are "
-                f"fast. Make it on the GPUs, with compile_topology empty."
-            )
         return _absent(cfg)
     mesh_lib.choose_platform(cfg)
     mesh_lib.emulate_devices(cfg, num_processes=1)
@@ -118,8 +112,8 @@ def programs(
 
 def report(
     cfg: Config, mesh: Mesh, chip: Chip | None, *, gbps: float, say: Callable[[str], None]
-) -> tuple[Config, assemble.Parts, Report]:
-    """The config with remat_policy chosen, the parts of a run on the mesh, and the report."""
+) -> tuple[assemble.Parts, Report]:
+    """Compile the programs of a run on the mesh; returns the run's parts and the report."""
     cfg, parts, found = programs(cfg, mesh, chip, gbps=gbps, say=say)
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
@@ -146,7 +140,7 @@ def report(
         ici={axis: size // dcn[axis] for axis, size in mesh.shape.items()},
         by_hosts=_by_hosts(cfg, parts, mesh),
     )
-    return cfg, parts, made
+    return parts, made
 
 
 def _by_hosts(cfg: Config, parts: assemble.Parts, mesh: Mesh) -> float:

@@ -1,25 +1,19 @@
 """Devices and processes of a program, joined before JAX's backends start, and its compile cache."""
 
-import contextlib
 import importlib.metadata
 import os
-import re
-import sys
-import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
-from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from maxdiloco.flags import checks, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import agree, coordination, distributed, output
+from maxdiloco.processes import agree, coordination, distributed
 from maxdiloco.storage import run_folder, shared_folder
 from maxdiloco.version import __version__
 
@@ -108,11 +102,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
     used = None if obstacle else folder
     given = jax.config.values[_LEAST]
     least = KEPT_FROM_S if given == 1 else given
-    with (
-        jax_setting(_LEAST, least),
-        jax_setting("jax_compilation_cache_dir", used),
-        _damaged_entries_removed(folder),
-    ):
+    with jax_setting(_LEAST, least), jax_setting("jax_compilation_cache_dir", used):
         note = f"note: {source}={folder or ''} is not used: {obstacle}."
         yield [note] if obstacle else []
 
@@ -128,33 +118,3 @@ def jax_setting(name: str, value: Any) -> Iterator[None]:
     finally:
         jax.config.update(name, before)
         compilation_cache.reset_cache()
-
-
-@contextmanager
-def _damaged_entries_removed(folder: str) -> Iterator[None]:
-    """Remove an entry that JAX cannot read or write, which it keeps, with one line in its place."""
-    words = r"Error (reading|writing) persistent compilation cache entry for '.*?': "
-
-    def show(message: Warning | str, *where: Any, **options: Any) -> None:
-        if not (found := re.match(words, str(message))):
-            show_other(message, *where, **options)
-            return
-        # Before JAX writes the new one; only the frames of its error know which it is.
-        for frame, _ in traceback.walk_tb(sys.exception().__traceback__):
-            if key := frame.f_locals.get("cache_key"):
-                with contextlib.suppress(OSError):
-                    (epath.Path(folder) / f"{key}-cache").unlink(missing_ok=True)
-                break
-        what = {
-            "reading": "has an entry that cannot be read: its program is compiled and kept anew",
-            "writing": "cannot keep a program, which every start will compile",
-        }[found[1]]
-        if jax.process_index() == 0:
-            why = str(message)[found.end() :]
-            output.say(output.one_line(f"note: the compile cache {folder} {what} ({why})."))
-
-    show_other = warnings.showwarning
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=words)  # each entry, not each text
-        warnings.showwarning = show
-        yield

@@ -46,12 +46,11 @@ def build(
     *,
     memory: int | None,
     say: Callable[[str], None],
-    stored: str = "",
 ) -> tuple[config.Config, Parts]:
     """The config with a policy in place of auto, and its parts; all processes call it.
 
-    make: config -> parts. memory: of device_memory. stored: the policy of the run's file of
-    compiled programs. Compiles the inner steps where it compares memory; `full` is taken unseen.
+    make: config -> parts. memory: of device_memory. Compiles the inner steps where it compares
+    memory; `full` is taken without a compile.
     """
     if cfg.remat_policy != AUTO:
         return cfg, make(cfg)
@@ -60,11 +59,9 @@ def build(
         chosen = config.from_dict(cfg.as_dict() | {"remat_policy": policy})
         return chosen, make(chosen)
 
-    if stored or memory is None:
+    if memory is None:
         policy, why = LAST, "since nothing says how much memory a device has"
-        if stored:
-            policy, why = stored, f"as in {cfg.compiled_trainstep_file}"
-        elif mesh.devices.flat[0].platform == "cpu":
+        if mesh.devices.flat[0].platform == "cpu":
             policy, why = ON_CPU, "which is the fastest on a CPU"
         say(f"remat_policy=auto: {policy}, {why}")
         return made(policy)

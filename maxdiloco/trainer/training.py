@@ -32,7 +32,7 @@ from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
-from maxdiloco.trainer import assemble, compiled_file, job, remat_choice, run_files, start
+from maxdiloco.trainer import assemble, job, remat_choice, run_files, start
 from maxdiloco.trainer.assemble import Parts
 from maxdiloco.trainer.island_settings import Facts
 from maxdiloco.trainer.recorder import Recorder, profile
@@ -192,9 +192,7 @@ def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, say: Say) -> int:
 def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
     """Lines on keys and mesh. Raises ConfigError for a model that the mesh cannot hold."""
     on_mesh.parameters(on_mesh.build(cfg, mesh), mesh)
-    path = cfg.compiled_trainstep_file
     return [
-        *(compiled_file.check(path, cfg, mesh) if path else ()),
         *config.describe_differences(cfg),
         *together.lines(cfg),
         mesh_lib.describe(mesh, cfg),
@@ -286,9 +284,7 @@ def _build(cfg, mesh, compiles, mailbox, tokenizer, facts) -> tuple[Config, Part
     of_run = dict(total_steps=facts.steps, mailbox=mailbox, tokenizer=tokenizer, facts=facts)
     make = functools.partial(assemble.assemble, mesh=mesh, on_compile=compiles, **of_run)
     memory = remat_choice.device_memory(mesh)
-    path = cfg.compiled_trainstep_file
-    stored = compiled_file.stored_keys(path)["remat_policy"] if path else ""
-    return remat_choice.build(cfg, make, mesh, memory=memory, say=facts.say, stored=stored)
+    return remat_choice.build(cfg, make, mesh, memory=memory, say=facts.say)
 
 
 def _compile(
@@ -299,12 +295,7 @@ def _compile(
     inner, *others = assemble.calls(cfg, parts)
     others.sort(key=lambda call: call.when != START)
     calls = [inner, *(call for call in others if not (resumes and call.when == START))]
-    path = cfg.compiled_trainstep_file
-    if path:
-        count = compiled_file.load(path, cfg, parts.mesh, calls)
-        say(f"{count} compiled programs loaded from {path}")
-    else:
-        say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
+    say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
     room = remat_choice.make_room(cfg, outer_state=checks.has_replicas(cfg))
     fresh = compiles.all_of(calls, room=room, resident=parts.trainer.description.resident)
     gc.enable()  # train.main disables it for the start

@@ -14,10 +14,9 @@ from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.metrics import line_files
 from maxdiloco.metrics.line_files import History, read_history
 from maxdiloco.metrics.writer import MetricsWriter
-from maxdiloco.storage import durable, object_lock
+from maxdiloco.storage import durable, object_lock, output_file
 from maxdiloco.storage.object_lock import ObjectLock
 from maxdiloco.storage.run_folder import absolute, locate, open_run_folder, reason
-from maxdiloco.trainer import compiled_file
 
 BASE = f"az://{BUCKET}/runs"
 
@@ -106,12 +105,12 @@ def test_the_rows_and_the_history(faulty, kind):
 
 @pytest.mark.parametrize("kind", faulty_store.KINDS)
 def test_a_file_that_takes_the_place_of_another(faulty, kind):
-    """The report, saved programs, the index of lines: the old content or the new, and no part."""
+    """The report, the index of lines: the old content or the new, and no part."""
     place = f"{BASE}/page.html"
 
     def write():
-        compiled_file.check_place("out", place)
-        compiled_file.write_whole("out", place, b"new" * 1000)
+        output_file.check_path("out", place)
+        output_file.write_whole("out", place, b"new" * 1000)
 
     for _ in with_faults(faulty, kind, write):
         content = faulty.content()

@@ -27,13 +27,13 @@ FLAGS = (
 def choose(devices):
     """(policy, lines for the user, policies that were compiled)."""
 
-    def choose(*argv, memory, stored="", mesh=None):
+    def choose(*argv, memory, mesh=None):
         cfg = config.load([*FLAGS, *argv], {})
         compiled, lines = [], []
         mesh = mesh or mesh_lib.build(cfg)
         chosen, parts = remat_choice.build(
             cfg, functools.partial(parts_of, compiled=compiled), mesh,
-            memory=memory, say=lines.append, stored=stored,
+            memory=memory, say=lines.append,
         )  # fmt: skip
         assert parts.model.spec.remat_policy == chosen.remat_policy
         return chosen.remat_policy, lines, list(dict.fromkeys(compiled))
@@ -109,8 +109,6 @@ SAYS = "remat_policy=auto: "
          [SAYS + "full, since nothing says how much memory a device has"]),
         ((), dict(memory=None), "save_context",
          [SAYS + "save_context, which is the fastest on a CPU"]),
-        (("compiled_trainstep_file=x.zip",), dict(memory=None, stored="minimal"), "minimal",
-         [SAYS + "minimal, as in x.zip"]),
         (("remat_policy=save_context",), dict(memory=1), "save_context", []),
     ],
 )  # fmt: skip
