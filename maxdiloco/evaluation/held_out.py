@@ -15,14 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
-from maxdiloco.engine.trainer import Trainer
 from maxdiloco.models import sampling
 from maxdiloco.models.devices import token_shards
 from maxdiloco.models.loss import next_tokens
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import feeding, replicas
 from maxdiloco.parallel.program import Program
-from maxdiloco.parallel.replicas import broadcast, map_fn, reduce_mean, without_singleton_vmap
 from maxdiloco.parallel.sharding import spec
 
 # Those of maxdiloco.generate, but for a shorter text. Our choice.
@@ -101,7 +99,7 @@ class Evaluation:
         sums = (aux["cross_entropy"], *counts)
         return tuple(x[None] for x in sums) if self._of_slots else sums
 
-    def calls(self, params: Any, runs: float, *, program: Program | None = None) -> list[Call]:
+    def calls(self, params: Any, runs: float) -> list[Call]:
         """The program of a batch. params: abstract. runs: evaluations in a period."""
         tokens_BL = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._sharding)
         batch = {"tokens": tokens_BL, "segment_ids": tokens_BL}
@@ -109,7 +107,7 @@ class Evaluation:
         # -1: how many the text has is not known here.
         batches = max(1, -(-self._num_sequences // self._shape[0]))
         args = (params, batch, bytes_V)
-        return [Call(program or self._program, args, runs * batches, BESIDE, EVALUATION)]
+        return [Call(self._program, args, runs * batches, BESIDE, EVALUATION)]
 
     def __call__(self, params: Any, dataset: Any) -> Totals:
         """The sums over a data set. params: of Trainer.evaluated.
@@ -118,14 +116,15 @@ class Evaluation:
         mesh or B, which adds in another order, changes the loss by some 1e-7 of itself.
         With a capacity_factor they also decide which tokens an expert drops.
         """
-        batches = self.batches(params, dataset, self._program)
-        if not self._of_slots:
-            return totals(batches)[0]
-        cross_entropy, *counts = replicas.sums_of_all(batches)
-        return Totals(cross_entropy, *map(int, counts))
+        batches = self._sums_by_batch(params, dataset)
+        if self._of_slots:
+            cross_entropy, *counts = replicas.sums_of_all(batches)
+            return Totals(cross_entropy, *map(int, counts))
+        losses, tokens, num_bytes = np.transpose([[float(x) for x in sums] for sums in batches])
+        return Totals(math.fsum(losses), int(tokens.sum()), int(num_bytes.sum()))
 
-    def batches(self, params: Any, dataset: Any, program: Program) -> list[Any]:
-        """What a program (params, batch, bytes_V) -> sums gives for each batch of a data set."""
+    def _sums_by_batch(self, params: Any, dataset: Any) -> list[Any]:
+        """Run the program on each batch of a data set."""
         from maxdiloco.data import pipeline  # needs etils, which a benchmark of the step does not
 
         rows = feeding.local_rows(self._sharding, self._shape)
@@ -139,79 +138,9 @@ class Evaluation:
             dataset, batch_size=self._shape[0], num_sequences=self._num_sequences, rows=rows[0]
         ) as local:
             for batch in feeding.feed(local, rows, self._sharding, self._shape):
-                sums.append(program(params, batch, bytes_V))
+                sums.append(self._program(params, batch, bytes_V))
                 jax.block_until_ready(sums[-ahead:][0])
         return sums
-
-
-def totals(batches: list[Any]) -> list[Totals]:
-    """The sums of Evaluation.batches added up, [R] of replicas or one."""
-    sums_N3R = [[np.atleast_1d(np.asarray(x, np.float64)) for x in sums] for sums in batches]
-    return [
-        Totals(math.fsum(losses), int(tokens.sum()), int(num_bytes.sum()))
-        for losses, tokens, num_bytes in np.transpose(sums_N3R, (2, 1, 0))
-    ]
-
-
-class ReplicaEvaluation:
-    """The loss of each replica on held-out sequences, and of the mean of their parameters.
-
-    Beside the loss of theta they tell a bad outer step from replicas that train badly. Each slice
-    evaluates its own replicas on all sequences, so that tokens and losses alone travel between
-    slices. with_mean: the mean's loss too, for which all parameters do.
-    """
-
-    def __init__(
-        self, evaluation: Evaluation, trainer: Trainer, *, with_mean: bool, on_compile: Callable
-    ):
-        self._evaluation, self._trainer, self._with_mean = evaluation, trainer, with_mean
-        everywhere = NamedSharding(trainer.mesh, P())
-        like = jax.tree.map(lambda x: x.sharding, trainer.evaluated.like)
-        self._each = Program(
-            "evaluate replicas", self._sums, out_shardings=everywhere, on_compile=on_compile
-        )
-        self._mean = Program(
-            "mean of the replicas", self._mean_of, out_shardings=like, on_compile=on_compile
-        )
-
-    def _sums(self, params_R, batch, bytes_V):
-        """Cross entropy of each replica [R], and the targets that count."""
-        mesh, R = self._trainer.mesh, self._trainer.num_replicas
-        rows = spec(("batch", "length"), self._evaluation.model.spec.rules, without=("diloco",))
-        every = NamedSharding(mesh, P("diloco", *rows))
-        batch_R = jax.tree.map(
-            lambda x_BL: jax.lax.with_sharding_constraint(broadcast(x_BL, R), every), batch
-        )
-
-        def loss(params, batch):
-            return self._evaluation.model.loss(params, batch)[1]["cross_entropy"]
-
-        loss_R = map_fn(without_singleton_vmap(loss), mesh=mesh)(params_R, batch_R)
-        _, counts_BL = next_tokens(batch["tokens"], batch["segment_ids"])
-        count = jnp.sum(counts_BL, dtype=jnp.int32)
-        return loss_R, jnp.broadcast_to(count, (R,)), jnp.zeros((R,), jnp.int32)
-
-    def _mean_of(self, params_R):
-        """The mean as the evaluation takes parameters: once, or for each slot of `diloco`."""
-        like = self._trainer.evaluated.like
-        return jax.tree.map(
-            lambda x_R, x: jnp.broadcast_to(reduce_mean(x_R), x.shape), params_R, like
-        )
-
-    def calls(self, runs: float) -> list[Call]:
-        """The programs of an evaluation. runs: evaluations in a period."""
-        params_R = self._trainer.abstract_state.params
-        mean = [Call(self._mean, (params_R,), runs, BESIDE)] if self._with_mean else []
-        return self._evaluation.calls(params_R, runs, program=self._each) + mean
-
-    def __call__(self, state: Any, dataset: Any) -> dict[str, float]:
-        """eval/loss_replica_0 ..., and eval/loss_mean_of_replicas, on a data set."""
-        each = totals(self._evaluation.batches(state.params, dataset, self._each))
-        row = {f"eval/loss_replica_{m}": of_replica.loss for m, of_replica in enumerate(each)}
-        if self._with_mean:
-            mean = self._mean(state.params)
-            row["eval/loss_mean_of_replicas"] = self._evaluation(mean, dataset).loss
-        return row
 
 
 class Sampler:

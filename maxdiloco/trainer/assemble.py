@@ -25,7 +25,7 @@ from maxdiloco.engine.exchanges import CARRIERS
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
-from maxdiloco.evaluation.held_out import Evaluation, ReplicaEvaluation, Sampler
+from maxdiloco.evaluation.held_out import Evaluation, Sampler
 from maxdiloco.exchange.host import Mailbox
 from maxdiloco.flags import checks, config
 from maxdiloco.metrics.monitor import Monitor
@@ -59,7 +59,7 @@ class Parts(NamedTuple):
     learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L] and
     "learning_rate" [R, 1].
     params: one replica's. init: seed -> state; with load_parameters_path: params, donated -> state.
-    of_replicas: None without eval_replicas. sampler: None without sample_prompt.
+    sampler: None without sample_prompt.
     """
 
     mesh: Mesh
@@ -72,7 +72,6 @@ class Parts(NamedTuple):
     init: Program
     monitor: Monitor
     evaluation: Evaluation
-    of_replicas: ReplicaEvaluation | None
     sampler: Sampler | None
 
 
@@ -128,7 +127,7 @@ def assemble(
 
 
 def _evaluations(cfg, trainer, model, shape, on_compile, tokenizer):
-    """What looks at theta, at each replica and at a text by theta; the latter where asked for."""
+    """Build the evaluation of the outer parameters, and the sampler where one is asked for."""
     mesh, options = trainer.mesh, dict(of_slots=trainer.evaluated.of_slots, on_compile=on_compile)
     rows = shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
     evaluation = Evaluation(
@@ -140,17 +139,13 @@ def _evaluations(cfg, trainer, model, shape, on_compile, tokenizer):
         token_bytes=on_mesh.token_bytes(cfg, tokenizer),
         **options,
     )
-    of_replicas = sampler = None
-    if cfg.eval_replicas != "none" and checks.has_replicas(cfg):
-        of_replicas = ReplicaEvaluation(
-            evaluation, trainer, with_mean=cfg.eval_replicas == "mean", on_compile=on_compile
-        )
+    sampler = None
     if cfg.sample_prompt:
         decoder = on_mesh.for_decoding(cfg, mesh, model)
         if tokenizer is None or cfg.dataset_type == "synthetic":  # the rows may be too few
             tokenizer = build(vars(cfg), cfg.vocab_size)
         sampler = Sampler(decoder, mesh, tokenizer, cfg.sample_prompt, **options)
-    return dict(evaluation=evaluation, of_replicas=of_replicas, sampler=sampler)
+    return dict(evaluation=evaluation, sampler=sampler)
 
 
 def batch_shape(cfg: config.Config, mesh: Mesh) -> BatchShape:
@@ -299,7 +294,6 @@ def calls(cfg: config.Config, parts: Parts) -> list[Call]:
         theta = trainer.evaluated.like
         out += trainer.evaluated.calls(trainer.abstract_state, evaluations)
         out += parts.evaluation.calls(theta, evaluations)
-        out += parts.of_replicas.calls(evaluations) if parts.of_replicas else []
         out += parts.sampler.calls(theta, evaluations) if parts.sampler else []
     # Parameters have to be read first.
     of = parts.params if cfg.load_parameters_path else np.uint32(cfg.init_weights_seed)

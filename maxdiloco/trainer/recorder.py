@@ -93,8 +93,6 @@ class Recorder:
             for name in totals:
                 self._values |= totals[name].metrics(name)
             self._values |= totals[first].metrics()
-            if parts.of_replicas is not None:
-                self._values |= parts.of_replicas(state, held_out[first])
             if parts.sampler is not None:
                 self._samples[t] = parts.sampler(theta)
 

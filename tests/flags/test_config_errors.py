@@ -84,7 +84,6 @@ load_parameters_path=a load_full_state_path=b | load_full_state_path=b | Set one
 num_diloco_replicas=3 SLOTS | dcn diloco 2 * ici diloco 1 = 2 | Use a multiple of 2
 # evaluation
 sample_prompt=a eval_interval=-1 | is continued at each evaluation | Set eval_interval
-eval_replicas=mean | eval_replicas=mean is of evaluations, but eval_interval=-1 | Set eval_interval
 sample_prompt=a eval_interval=5 SYNTHETIC | is text | Leave sample_prompt out
 eval_dataset_path={a: hf://b/c} | eval_dataset_path.a=hf://b/c is an address | mount the text
 eval_dataset_path={"a":"b"} SYNTHETIC | {a: b} is text | reads none | Leave eval_d

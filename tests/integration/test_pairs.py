@@ -113,7 +113,7 @@ FACTORS = {
         "best_fit": dict(grain_packing_type="best_fit"),
         "unpacked": dict(packing="false"),
         "evaluated": dict(
-            eval_interval=2, eval_replicas="mean", sample_prompt="a",
+            eval_interval=2, sample_prompt="a",
             eval_dataset_path="{held_out: , more: PLACE/text}",
         ),  # fmt: skip
         "one_epoch": dict(steps=-1),

@@ -138,7 +138,7 @@ def test_the_program_refuses_in_one_line(tmp_path, monkeypatch, capsys):
         "a width=3": "width=3 is not an option of report. Use key=value with one of out",
         "a out=x out=y": "out=y: out is given twice. Give it once.",
         "hdfs://bucket/a": "is on hdfs://",
-        "a out=.": "out=. is no file",
+        "a out=.": "out=. is not a file",
         "a base_output_directory=foo://x": "base_output_directory=foo://x is on foo://",
         "a --live port=70000": "port=70000 is no whole number of 65535 or less: of live",
     }.items():

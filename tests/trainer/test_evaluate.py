@@ -1,6 +1,5 @@
 """Loss, perplexity and bits per byte of an evaluation; of the replicas and their mean too."""
 
-import json
 import math
 
 import jax
@@ -11,14 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
 
-from maxdiloco import train
 from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.flags import config
 from maxdiloco.models.spec import from_config
 from maxdiloco.models.transformer import Model
-from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer import assemble
 
 SIZES = (
     "base_emb_dim=8 base_num_decoder_layers=1 base_mlp_dim=8 head_dim=4 base_num_query_heads=2 "
@@ -97,48 +93,3 @@ def test_each_slot_evaluates_its_own_parameters_on_its_own_sequences(evaluate, d
     assert (found.tokens, found.num_bytes) == (both.tokens, both.num_bytes)
     assert of_slots(second, second).loss == pytest.approx(both.loss, rel=1e-6)
     assert abs(found.loss - both.loss) > 1e-4
-
-
-REPLICAS = (
-    "hardware=cpu vocab_size=32 dataset_type=synthetic learning_rate=0.05 enable_tensorboard=false "
-    "enable_checkpointing=false diloco_sync_period=3 steps=4 log_period=4 eval_interval=3 "
-    "eval_steps=2 per_device_batch_size=2 eval_replicas=mean opt_type=sgd"
-).split()
-
-
-@pytest.mark.usefixtures("few_compiler_passes")
-def test_replicas_are_theta_at_a_synchronisation_and_differ_a_step_later(tmp_path):
-    """H=3, tau=0: after step 3 all have theta; after step 4 each has taken a step of its own. Data
-    parallelism has no replicas to evaluate."""
-
-    def rows(name, *keys):
-        argv = [*SIZES, *REPLICAS, f"base_output_directory={tmp_path}", f"run_name={name}", *keys]
-        assert train.main(argv) == 0
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [row for row in map(json.loads, lines) if "eval/loss" in row]
-
-    at_3, at_4 = rows("a", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2")
-    names = ["eval/loss_replica_0", "eval/loss_replica_1", "eval/loss_mean_of_replicas"]
-    assert [at_3[name] for name in names] == pytest.approx([at_3["eval/loss"]] * 3, rel=1e-5)
-    assert len({at_4[name] for name in ["eval/loss", *names]}) == 4
-    row, _ = rows("b", "enable_diloco=false")
-    assert not [name for name in row if name.startswith("eval/loss_")]
-
-
-@pytest.mark.usefixtures("few_compiler_passes")
-def test_the_loss_of_a_replica_is_that_of_its_parameters_alone():
-    """Each replica's parameters in the evaluation of theta give the same loss."""
-    cfg = config.load([*SIZES, *REPLICAS, "num_diloco_replicas=2"], {})
-    mesh = mesh_lib.build(cfg)
-    parts = assemble.assemble(cfg, mesh, total_steps=4, on_compile=lambda *_: None)
-    params = [parts.model.init(jax.random.key(seed)) for seed in (1, 2)]
-    state = parts.init(np.uint32(0))
-    state = type(state)(**vars(state) | {"params": jax.tree.map(lambda *x: np.stack(x), *params)})
-    dataset = open_dataset(cfg, "eval")
-    row = parts.of_replicas(state, dataset)
-    for m, each in enumerate(params):
-        alone = parts.evaluation(each, dataset).loss
-        assert row[f"eval/loss_replica_{m}"] == pytest.approx(alone, rel=1e-5)
-    mean = jax.tree.map(lambda *x: (x[0] + x[1]) / 2, *params)
-    alone = parts.evaluation(mean, dataset).loss
-    assert row["eval/loss_mean_of_replicas"] == pytest.approx(alone, rel=1e-5)

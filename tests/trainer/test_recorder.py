@@ -20,7 +20,7 @@ class Run:
         self._seconds = seconds
         monkeypatch.setattr(recorder, "StepClock", lambda t: StepClock(t, clock=lambda: self.now))
         monkeypatch.setattr(recorder.time, "perf_counter", lambda: self.now)
-        parts = mock.Mock(params={"w": np.zeros((2, 2))}, of_replicas=None, sampler=None)
+        parts = mock.Mock(params={"w": np.zeros((2, 2))}, sampler=None)
         parts.shape.tokens, parts.shape.length, parts.mesh.size = 8, 8, 1
         parts.model.spec = mock.Mock(num_query_heads=1, head_dim=1, num_layers=1, latent=None)
         parts.mesh.devices = np.array([mock.Mock(device_kind="cpu")])
