@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     clock = StartClock()
     # Imports and tracing make hundreds of thousands of objects that stay: looking through them
-    # takes a twentieth of the start (benchmarks/log). On again after the last compile.
+    # takes a twentieth of the start (benchmarks/results). On again after the last compile.
     gc.disable()
     try:
         # Not above: Ctrl-C is heard from the call of end_with on.

@@ -22,10 +22,10 @@ from maxdiloco.models.spec import ModelSpec
 f32 = jnp.float32
 SPLASH_BLOCK = 512  # tile of queries and keys, our choice from the kernel's power-of-two sizes
 # Tokens in the lanes, which heads of less than 128 features do not fill: XLA then lays out what
-# comes before the kernel so, too, and the program takes 0.8 times as long (benchmarks/log).
+# comes before the kernel so, too, and the program takes 0.8 times as long (benchmarks/results).
 SPLASH_LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 # Queries of a block, in sequences of up to two and in longer ones. Each is unrolled into the
-# program: our choice from step and compile time in benchmarks/log.
+# program: our choice from step and compile time in benchmarks/results.
 SHORT_BLOCK, BLOCK = 128, 256
 MAX_BLOCKS = 8  # still longer sequences get longer blocks
 

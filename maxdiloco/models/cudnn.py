@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from maxdiloco.models.remat import CONTEXT, keep
 
 # One M for so many tokens, within these bounds, beside one document a window. Kernels take longer
-# for room that nobody fills (benchmarks/log); a batch of more documents than the last takes a mask.
+# for room that nobody fills (benchmarks/results); a batch of more documents than the last takes
+# a mask.
 TOKENS_PER_DOCUMENT, LEAST_DOCUMENTS, MOST_DOCUMENTS = (512, 256, 64), 4, 64
 MOST_VALUES = 2**31 - 1  # of the queries, which JAX counts in int32
 

@@ -193,7 +193,8 @@ def activated(spec: ModelSpec, projected: Callable[[str], jax.Array]) -> jax.Arr
     projected: w_up or w_gate -> its product with the layer's input. A limit binds up from both
     sides and the gate from above alone. XLA:CPU rounds bfloat16 after every operation, in several
     instructions; spec.float32_products computes in float32 and rounds once. XLA:GPU would keep what
-    is between for the backward pass, for more reading and writing than it saves (benchmarks/log).
+    is between for the backward pass, for more reading and writing than it saves
+    (benchmarks/results).
     """
     limit = spec.mlp_activations_limit
 

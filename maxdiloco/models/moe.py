@@ -167,8 +167,8 @@ def _to_rows(K, x_TD, rows):
 def _from_rows(K, x_AD, rows):
     """[T, D] or [T]: the sum of the rows of K choices, without those of experts elsewhere.
 
-    One by one: XLA:TPU takes a reduction over K for five times as long (benchmarks/log). It would
-    turn every row in memory to where the residual stream lies; so only their sum is turned.
+    One by one: XLA:TPU takes a reduction over K for five times as long (benchmarks/results). It
+    would turn every row in memory to where the residual stream lies; so only their sum is turned.
     """
     x_KTD = x_AD[rows.inverse_A].reshape(K, -1, *x_AD.shape[1:])
     here_A = rows.inverse_A < jnp.sum(rows.sizes_E)
@@ -235,7 +235,7 @@ def ragged(spec: ModelSpec, x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Arra
     Rows after the last group come out as anything.
     spec.ragged_kernel: "megablox" takes JAX's Pallas kernels for the gradients. XLA:TPU of jax 0.10
     has a kernel for the product. It takes it for the gradient in x too, but copies the matrices for
-    it, and multiplies every row by every expert in the other gradient (benchmarks/log).
+    it, and multiplies every row by every expert in the other gradient (benchmarks/results).
     "triton" takes the kernels of triton_ragged.py for all three, where they fit. "" takes XLA's,
     which on a CPU and a GPU multiply every row by every expert.
     """

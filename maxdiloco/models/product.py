@@ -1,8 +1,8 @@
 """Products of activations and weights: einsum, with other types or gradients where faster.
 
 The gains: on a CPU the rows of benchmarks/README.md, "Beside a PyTorch loop" (float32 sums and
-factors take 0.885 of a step's time); on a TPU half of the gradients' bytes (benchmarks/log, "The
-step of 1b").
+factors take 0.885 of a step's time); on a TPU half of the gradients' bytes (benchmarks/results,
+"The step of 1b").
 """
 
 import functools
@@ -121,7 +121,7 @@ def _scattered_gradient(spec, x, d_out, w_in):
     """The same, reduced straight to the devices that keep its parts.
 
     The partitioner adds up whole gradients on every device and cuts them afterwards, or cuts the
-    product into as many pieces as there are devices; both take longer (benchmarks/log).
+    product into as many pieces as there are devices; both take longer (benchmarks/results).
     """
     (x_in, x), (out, d_out) = x, d_out
     batch, length = split_axes(("batch", "length"), spec.rules)

@@ -87,7 +87,7 @@ def rotate(x_BLNH: jax.Array, rope: Rotation, swap: str = "split") -> jax.Array:
     `reverse`, which XLA:GPU fuses in both passes where it puts the others' halves through memory;
     or in a `product` with a permutation, also in the gradient, which XLA:TPU fuses with what is
     around it. A product is for bfloat16, whose products with 1 and 0 are exact, and for finite x
-    (benchmarks/log).
+    (benchmarks/results).
     """
     if swap == "product":
         return _by_product(x_BLNH, rope)

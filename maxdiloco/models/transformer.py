@@ -200,7 +200,7 @@ class Model:
             stacked = weights, None if caches is None else caches[i]
             kinds = [spec.pattern[layer % len(spec.pattern)] for layer in stack.layers]
             # Without a loop XLA:GPU gathers the weights of all layers before it uses them, and adds
-            # up whole gradients of all before it scatters one (benchmarks/log).
+            # up whole gradients of all before it scatters one (benchmarks/results).
             names = [one.names for one in jax.tree.leaves(stack.table)]
             at_once = unrolled and not any(devices.is_gathered(n, spec.rules) for n in names)
             x_BLD, (cache, used) = over_layers(

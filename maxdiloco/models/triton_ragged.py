@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton
 f32 = jnp.float32
 SMALLEST = 16  # side of a tile that a GPU's matrix units take
 # Sides of a tile: of the results, and of the sums. Our choice from the registers and the shared
-# memory that the compiler reports (benchmarks/log).
+# memory that the compiler reports (benchmarks/results).
 SIDE, INNER = 128, 64
 MANY_ROWS = 256  # of a mean expert, from which on its tiles have SIDE rows and not half of them
 

@@ -39,7 +39,7 @@ class Chip(NamedTuple):
 # two TensorCores. HBM as libtpu says when a program is too big; the clock is the peak over the
 # FLOPs of a cycle. v5e's compiler leaves 16 of 128 MiB to an operation; with twice as much,
 # products are not cut into small pieces. It makes one operation of the two products of an MLP,
-# which takes longer than both apart (benchmarks/log).
+# which takes longer than both apart (benchmarks/results).
 # GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity, sums in float32; a T4's are of
 # float16, since it has no bfloat16.
 _V5E_OPTIONS = (
@@ -48,7 +48,7 @@ _V5E_OPTIONS = (
 )
 # libtpu's scheduler puts the end of a transfer to other slices as far from its start as it believes
 # that it takes: by its figures for DCN, 51 Gbit/s, or for PCIe, 32 GB/s, whichever is slower. This
-# factor of the second gives every transfer the whole step (benchmarks/log). A process takes
+# factor of the second gives every transfer the whole step (benchmarks/results). A process takes
 # it at its first compile, so it is no option of one program.
 _SLOW_LINK = ("xla_tpu_pcie_bandwidth_multiplier", "0.00001")
 # Formats of 8 bits: of TPUs those with twice the operations of bfloat16 in JAX's own table

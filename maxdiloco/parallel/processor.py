@@ -20,7 +20,7 @@ def float32_is_faster(cpuinfo: str) -> bool:
 
     Intel's AVX512-BF16 multiplies no more numbers a cycle than float32, and its factors have to be
     interleaved; without bfloat16 instructions they have to be widened. With AMX, and with AMD's
-    AVX512-BF16, bfloat16 is faster (benchmarks/log). False where the text does not say.
+    AVX512-BF16, bfloat16 is faster (benchmarks/results). False where the text does not say.
     """
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if flags is None:
@@ -34,7 +34,7 @@ def keep_freed_memory(*, in_caller: bool) -> None:
     """Have glibc keep the memory that XLA frees after a step, for the next step.
 
     Otherwise each step gets its temporary arrays as new pages, which the kernel clears one by one
-    (benchmarks/log). Call before JAX's backends start. Nothing is set without glibc, nor beside
+    (benchmarks/results). Call before JAX's backends start. Nothing is set without glibc, nor beside
     GLIBC_TUNABLES. in_caller: of mesh.run_in_caller; otherwise all threads share the first one's
     heap, since that of another maps large blocks whatever else is set. Threads that compile wait
     for each other there: compiling takes a half longer.

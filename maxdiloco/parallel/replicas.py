@@ -24,7 +24,7 @@ def map_fn(fn: Callable, *, mesh: Mesh) -> Callable:
 
     Manual over `diloco` and automatic over the other axes, so that nothing in fn can reach another
     replica. The replicas of a slot are under a vmap, also where there is one: removing R and
-    adding it again made XLA copy the optimizer state (benchmarks/log). Code that supports no
+    adding it again made XLA copy the optimizer state (benchmarks/results). Code that supports no
     vmap goes into `without_singleton_vmap`. Call the result under jit.
     """
     return manual(jax.vmap(fn), mesh, P("diloco"))

@@ -51,8 +51,8 @@ def delay_aborts() -> None:
 
     When process 0 dies, a C++ thread of JAX in every other process logs a stack and calls abort()
     after 0.1 to 0.4 s: exit code 134, and no name. No timeout of JAX postpones it, and nothing
-    turns the stack off (benchmarks/log/2026-11-24.md). The handler of SIGABRT is therefore libc's
-    `sleep`: called with the signal's number, 6, it takes it for seconds, and needs no GIL.
+    turns the stack off (benchmarks/results/thin_link.md). The handler of SIGABRT is therefore
+    libc's `sleep`: called with the signal's number, 6, it takes it for seconds, and needs no GIL.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

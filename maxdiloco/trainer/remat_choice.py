@@ -21,13 +21,13 @@ from maxdiloco.trainer.assemble import Parts
 MIB = 2**20
 # Not `none`, but where layers are no loop: what it keeps beyond `minimal`, 34 GiB a device of 1b,
 # takes longer to write and to read than to compute again, by arithmetic for v5e and by measurement
-# on a CPU (benchmarks/log).
+# on a CPU (benchmarks/results).
 TRIED = tuple(policy for policy in POLICIES if policy != "none")
 LAST = TRIED[-1]
 # Of what JAX takes of a GPU's memory. XLA:GPU wants all temporaries of a program in one piece, and
 # memory in pieces may have none; it shows when the program runs, not before. Our choice.
 SHARE_ON_GPU = 0.9
-ON_CPU = "save_context"  # the fastest by measurement (benchmarks/log), for little memory
+ON_CPU = "save_context"  # the fastest by measurement (benchmarks/results), for little memory
 
 
 def device_memory(mesh: Mesh) -> int | None:

@@ -15,7 +15,8 @@ from maxdiloco.planning.forecast import Case
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = (ROOT / "docs/two_slices.md").read_text(encoding="utf-8")
-LOG = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks/log").glob("*.md"))
+RESULTS = ROOT / "benchmarks/results"
+LOG = "".join(path.read_text(encoding="utf-8") for path in RESULTS.glob("*.md"))
 SIZES, REPLICAS, PERIODS = (3e5, 3e6, 3e7, 3e8, 3e9), (2, 4, 8, 16), (10, 30, 100)
 
 

@@ -55,7 +55,7 @@ def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier, capsys):
      ("float4_e3m0", 4, 4, 0.0)],
 )  # fmt: skip
 def test_the_exposure_is_that_of_the_thin_link_s_table(wire, tau, P, milliseconds):
-    """benchmarks/log: predicted exposed milliseconds of a step on a thin link at 5 Mbit/s."""
+    """benchmarks/results: predicted exposed milliseconds of a step on a thin link at 5 Mbit/s."""
     found = job_of(*TINY)
     choice = job.Choice(20, P, 1, tau, wire, "none", streaming=P > 1)
     sent = rating.traffic(found, choice)
