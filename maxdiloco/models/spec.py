@@ -23,8 +23,8 @@ SPLASH_LANES = 128  # tiles are multiples of a TPU vector register's lanes
 CUDNN_HEAD_DIM = 128
 CAPABILITY = 8  # of CUDA, from which on GPUs have cuDNN's attention and Triton's bfloat16 products
 # Logits of so many tokens exist on a device at once; ours, see benchmarks/results. Products of
-# bfloat16 are so fast on a CPU that what a chunk writes has to stay in the cache; a GPU adds up a gradient
-# of the head for each chunk, and has room for so many logits.
+# bfloat16 are so fast on a CPU that what a chunk writes has to stay in the cache; a GPU adds up a
+# gradient of the head for each chunk, and has room for so many logits.
 CHUNK_TOKENS, CPU_BF16_CHUNK_TOKENS, GPU_CHUNK_LOGITS = 1024, 256, 2**27
 # Layers of a GPU's program without a loop, which copies what each layer keeps and reads: a step
 # takes 0.9 times as long, compiling three times (benchmarks/results). Our choice for the latter.
