@@ -21,7 +21,7 @@ case ${1:-} in quick|full) tier=$1; shift ;; esac
 bash scripts/make_venv.sh "$MAXDILOCO_VENV" buckets,data,dev,hf,quantization,text,tpu
 bash scripts/check.sh
 
-pytest=("$python" -m pytest -q)
+pytest=("$python" -m pytest -q --durations=10)
 # Files are handed out in the order of collection: tests/conftest.py puts the dearest first.
 if [ "$workers" != 1 ]; then pytest+=(-n "$workers" --dist loadgroup --no-loadscope-reorder); fi
 chosen="not exhaustive"
@@ -49,6 +49,5 @@ case $tier in
   quick) set -- -m "$chosen and not tpu_aot" tests/diloco tests/flags tests/engine/test_oracle.py \
     tests/integration/test_against_oracle.py "$@" ;;
   full) set -- -m "$chosen" "$@" ;;
-  default) if [ $# = 0 ]; then set -- --keep-durations; fi ;;
 esac
 exec "${pytest[@]}" "$@"

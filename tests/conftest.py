@@ -11,7 +11,6 @@ import hypothesis
 import jax
 import jaxlib
 import pytest
-from durations import pytest_addoption, pytest_configure  # noqa: F401  hooks
 
 pytest_plugins = ["pytester"]
 
