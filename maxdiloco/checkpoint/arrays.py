@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiloco.checkpoint import staging
-from maxdiloco.checkpoint.orbax_io import named_leaves
+from maxdiloco.checkpoint.orbax_io import is_key, named_leaves
 from maxdiloco.engine.calls import BESIDE, Call
 from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel.program import Program
@@ -136,6 +136,9 @@ def _started(
     """
     import tensorstore as ts
 
+    if is_key(leaf.dtype):
+        nbytes, finish_data = _started(opening, _as_stored(leaf), name)
+        return nbytes, lambda: jax.random.wrap_key_data(finish_data(), dtype=leaf.dtype)
     wanted = leaf.target if isinstance(leaf, Cycled) else leaf
     target = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shape, sharding = wanted.shape, target
@@ -166,6 +169,16 @@ def _started(
     return elements * wanted.dtype.itemsize, finish
 
 
+def _as_stored(leaf: Any) -> Any:
+    """A leaf of typed PRNG keys as the integers in the files; any other leaf as it is."""
+    if not is_key(leaf.dtype):
+        return leaf
+    if isinstance(leaf, Cycled):
+        return replace(leaf, target=_as_stored(leaf.target))
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
 def read_part(array: "ts.TensorStore", bounds: Bounds) -> "ts.Future[np.ndarray]":
     """Begin to read a part of an array; indices beyond its end are left out."""
     pairs = zip(bounds, array.shape, strict=True)
@@ -189,7 +202,7 @@ def result(future: "ts.Future[Any]", name: str) -> Any:
 
 def calls(abstract: Any, *, on_compile: Callable) -> list[Call]:
     """The program with which read_item(abstract) gathers the largest leaf; [] without a gather."""
-    leaves = [leaf for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf)]
+    leaves = [_as_stored(leaf) for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf)]
     devices = leaves[0].sharding.mesh.devices.flat if leaves else ()
     if len({device.process_index for device in devices}) < 2:
         return []

@@ -186,15 +186,26 @@ def is_complete(step_folder: epath.Path) -> bool:
 def shapes(tree: Any) -> dict[str, list[Any]]:
     """{leaf name: [shape, dtype name]} of a tree of arrays or ShapeDtypeStructs."""
     return {
-        ".".join(path): [list(leaf.shape), np.dtype(leaf.dtype).name]
+        ".".join(path): [list(leaf.shape), _dtype_name(leaf.dtype)]
         for path, leaf in named_leaves(tree)
     }
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name of a dtype; that of a typed PRNG key, such as key<fry>, has its implementation."""
+    return str(dtype) if is_key(dtype) else np.dtype(dtype).name
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys (jax.random.key)."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def nested(tree: Any) -> dict[str, Any]:
     """Any pytree as nested dicts of its leaves, so that files do not depend on its containers.
 
-    Arrays without elements are left out: Orbax refuses them.
+    Typed PRNG keys become the integers of jax.random.key_data: files have no such dtype. Arrays
+    without elements are left out: Orbax refuses them.
     """
     root: dict[str, Any] = {}
     for path, leaf in named_leaves(tree):
@@ -202,7 +213,7 @@ def nested(tree: Any) -> dict[str, Any]:
             node = root
             for key in path[:-1]:
                 node = node.setdefault(key, {})
-            node[path[-1]] = leaf
+            node[path[-1]] = jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf
     return root
 
 

@@ -19,6 +19,7 @@ from maxdiloco.checkpoint import saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.engine.trainer import OUTER_OF_EACH, SavedLayout
+from maxdiloco.errors import CheckpointError
 
 PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(3, 2)}
 
@@ -260,3 +261,76 @@ def test_the_thetas_of_replicas_are_divided_among_the_slices_where_they_divide(m
     like = {"w": like}
     for meta in ({}, {"theta_item": "outer_params"}):  # of any other run
         assert theta.wanted(like, meta)[:2] == ("outer_params", like)
+
+
+def noisy_step(params, opt_state, batch):
+    """Move by noise that is drawn from a typed PRNG key in the optimizer state."""
+    key, noise = jax.random.split(opt_state["key"])
+    params = jax.tree.map(lambda p: p - batch * jax.random.normal(noise, p.shape), params)
+    return params, {"key": key, "count": opt_state["count"] + 1}, {}
+
+
+def noisy(M, mesh, *, impl="rbg", memory=None, bind=False):
+    """A trainer, and its state before the first step unless it is only bound."""
+    algorithm = DiLoCo(noisy_step, num_replicas=M, sync_period=3, mesh=mesh)
+    everywhere = NamedSharding(mesh, P(), memory_kind=memory)
+    key = jax.device_put(jax.random.key(5, impl=impl), everywhere)
+    start = jax.tree.map(jnp.asarray, PARAMS), {"key": key, "count": jnp.zeros((), jnp.int32)}
+    return algorithm, algorithm.bind(*start) if bind else algorithm.init(*start)
+
+
+def bits(state):
+    """The leaves of a state as NumPy arrays; the data of a typed key."""
+
+    def array(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return [array(x) for x in jax.tree.leaves((state.params, state.opt_state, state.outer))]
+
+
+@pytest.mark.parametrize(("impl", "memory"), [("rbg", "pinned_host"), full("threefry2x32", None)])
+@pytest.mark.usefixtures("few_compiler_passes")
+def test_typed_keys_resume_as_if_never_interrupted(mesh_of, tmp_path, impl, memory):
+    """Two slots of two devices: the same keys, shardings and values after five more steps.
+
+    Control: the noise of a resume with the first key would differ.
+    """
+    mesh = mesh_of(2, 1, 2)
+    source, state = noisy(2, mesh, impl=impl, memory=memory)
+    first = bits(state)
+    state = stepped(source, state, 4)
+    with Checkpointer(tmp_path, max_to_keep=1) as saver:
+        saved_state.save_state(saver, source, state)
+        saved, expected = bits(state), bits(stepped(source, state, 5))
+        target, _ = noisy(2, mesh, impl=impl, memory=memory, bind=True)
+        back = saved_state.restore_state(saver, target)
+    like = target.abstract_state.opt_state["key"]
+    key = back.opt_state["key"]
+    assert (key.dtype, key.shape, key.sharding) == (like.dtype, like.shape, like.sharding)
+    for found, wanted in zip(bits(back), saved, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    for found, wanted in zip(bits(stepped(target, back, 5)), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert not all(np.array_equal(a, b) for a, b in zip(first, saved, strict=True))
+
+
+@pytest.mark.full
+def test_typed_keys_of_more_replicas_are_those_of_r_mod_m(mesh_of, tmp_path):
+    source, state = noisy(2, mesh_of(2))
+    state = stepped(source, state, 1)
+    target, _ = noisy(4, mesh_of(4), bind=True)
+    with Checkpointer(tmp_path, max_to_keep=1, say=lambda line: None) as saver:
+        saved_state.save_state(saver, source, state)
+        back = saved_state.restore_state(saver, target)
+    found, saved = (jax.random.key_data(each.opt_state["key"]) for each in (back, state))
+    np.testing.assert_array_equal(found, np.asarray(saved)[[0, 1, 0, 1]])
+
+
+def test_a_typed_key_of_another_implementation_is_refused(mesh_of, tmp_path):
+    source, state = noisy(1, mesh_of(1))
+    target, _ = noisy(1, mesh_of(1), impl="unsafe_rbg", bind=True)
+    with Checkpointer(tmp_path, max_to_keep=1) as saver:
+        saved_state.save_state(saver, source, state)
+        with pytest.raises(CheckpointError, match="opt_state.key is key<rbg>"):
+            saved_state.restore_state(saver, target)
