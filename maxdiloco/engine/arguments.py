@@ -1,7 +1,12 @@
-"""Checks of the arguments of class DiLoCo, before anything is compiled. All raise ValueError."""
+"""Checks of the arguments of class DiLoCo, before anything is compiled. All raise ValueError.
 
+Messages name the arguments of the class, not keys of the trainer's configuration.
+"""
+
+import functools
 import math
-from numbers import Real
+from collections.abc import Callable
+from numbers import Number, Real
 from types import MappingProxyType
 from typing import Any
 
@@ -140,6 +145,59 @@ def check_trees(params: Any, opt_state: Any) -> None:
                 f"{name} is {x.dtype}, which cannot be averaged. "
                 f"Keep what is not floating point in opt_state."
             )
+
+
+def checked_step(inner_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Callable:
+    """The same step, which raises ValueError when it is traced unless it keeps its trees.
+
+    The parameters and the optimizer state that a step returns are those of the next one: a leaf of
+    another dtype would silently be that of the whole run.
+    """
+
+    @functools.wraps(inner_step)
+    def checked(params, opt_state, batch):
+        returned = inner_step(params, opt_state, batch)
+        if not isinstance(returned, tuple) or len(returned) != 3:
+            count = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else "one value"
+            raise ValueError(f"inner_step returned {count}. Return (params, opt_state, metrics).")
+        _check_kept("params", params, returned[0])
+        _check_kept("opt_state", opt_state, returned[1])
+        _leaves("metrics", returned[2])
+        return returned
+
+    return checked
+
+
+def _check_kept(name: str, before: Any, after: Any) -> None:
+    """Refuse a tree that came back from the inner step with another structure, shape or dtype."""
+    was, came = _leaves(name, before), _leaves(name, after)
+    for path in [*was, *came]:
+        if was.get(path) != came.get(path):
+            raise ValueError(
+                f"{path} was {was.get(path, 'absent')} but inner_step returned it "
+                f"{came.get(path, 'absent')}. Return every leaf with the shape and dtype it had."
+            )
+    structures = jax.tree.structure(before), jax.tree.structure(after)
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"{name} was {structures[0]} but inner_step returned {structures[1]}. Return the "
+            "containers that were given."
+        )
+
+
+def _leaves(name: str, tree: Any) -> dict[str, str]:
+    """{path: dtype and shape} of what an inner step is given or returns."""
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        leaf = f"{name}{jax.tree_util.keystr(path)}"
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | Number):
+            raise ValueError(
+                f"inner_step returned {leaf}, which is no array but {type(x).__name__}. Return "
+                "arrays."
+            )
+        kind = jax.typeof(x)
+        found[leaf] = f"{kind.dtype}{list(kind.shape)}"
+    return found
 
 
 def check_batch(batch: Any, num_replicas: int) -> None:

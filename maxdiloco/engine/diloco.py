@@ -33,8 +33,9 @@ class DiLoCo(Trainer):
     """M replicas that train apart and synchronise fragment by fragment.
 
     inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), one replica's view, any
-      JAX code. num_replicas M; sync_period H [inner steps]; num_fragments P; overlap_steps tau
-      [inner steps]; alpha: weight of the replica's own values in the merge.
+      JAX code that keeps the structure, shapes and dtypes of the first two.
+    num_replicas M; sync_period H [inner steps]; num_fragments P; overlap_steps tau [inner steps];
+      alpha: weight of the replica's own values in the merge.
     outer_lr, outer_momentum: of SGD with Nesterov momentum; None: those of diloco.outer_rate.
     outer_optimizer: any optax transformation in its place (a fragment is a list of float32 arrays).
     outer_overlap: none | delayed | eager. exchange_dtype: of quantize.NAMES. error_feedback: send
@@ -113,7 +114,7 @@ class DiLoCo(Trainer):
         self.optimizer, numbers = arguments.outer_optimizer(*given, rate)
         self._noted_rule = numbers | {"alpha": float(alpha), "merge": merge}
         self._alpha, self._merge = alpha, merge
-        self._inner_step, self._layer_axis = inner_step, layer_axis
+        self._inner_step, self._layer_axis = arguments.checked_step(inner_step), layer_axis
         self._outer_memory = None if outer_memory == "device" else outer_memory
         self._carrier_name, self._mailbox, self._on_compile = exchange_carrier, mailbox, on_compile
         self._carrier: Carrier | None = None

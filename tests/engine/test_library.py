@@ -4,6 +4,7 @@ import inspect
 import pathlib
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,6 +57,60 @@ def test_a_batch_without_the_replicas_dim_is_one_line(x, words):
     algorithm = make()
     with pytest.raises(ValueError, match=rf"batch\['x'\] has {words} num_replicas=2. Stack one"):
         algorithm.step(algorithm.init({"w": jnp.ones(3)}, ()), {"x": x})
+
+
+W, SHORT = np.ones((3, 2), np.float32), np.ones(2, np.float32)
+BFLOAT16 = {"w": W.astype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("returned", "named"),
+    [
+        ((BFLOAT16, 1, {}), [r"params['w']", "float32[3, 2]", "bfloat16[3, 2]"]),
+        (({"w": SHORT}, 1, {}), ["params['w']", "float32[3, 2]", "float32[2]"]),
+        (({"v": SHORT}, 1, {}), ["params['w']", "float32[3, 2]", "absent"]),
+        (({"w": W, "v": 1}, 1, {}), ["params['v']", "absent", "int32[]"]),
+        (({"w": None}, 1, {}), ["params['w']", "absent"]),
+        (({"w": "?"}, 1, {}), ["params['w']", "str"]),
+        (({"w": W}, 1.0, {}), ["opt_state", "int32[]", "float32[]"]),
+        (({"w": W}, (1,), {}), ["opt_state was int32[]", "absent"]),
+        (({"w": W}, 1, {"loss": "?"}), ["metrics['loss']", "str"]),
+        (({"w": W}, 1), ["a tuple of 2"]),
+        (None, ["one value"]),
+    ],
+)
+def test_a_step_that_changes_its_trees_is_refused_by_name(returned, named):
+    """When the first step is traced; nothing has been compiled for it, and the state is whole."""
+    compiled = []
+    algorithm = DiLoCo(
+        lambda params, opt_state, batch: returned,
+        num_replicas=2,
+        sync_period=10,
+        on_compile=lambda name, *_: compiled.append(name),
+    )
+    state = algorithm.init({"w": jnp.ones((3, 2))}, jnp.zeros((), jnp.int32))
+    with pytest.raises(ValueError, match="inner_step returned") as refused:
+        algorithm.step(state, BATCH)
+    assert all(word in str(refused.value) for word in named) and "\n" not in str(refused.value)
+    assert compiled == ["init"] and not state.params["w"].is_deleted()
+
+
+def test_a_step_that_changes_a_container_is_refused_by_name():
+    """Lists and tuples have the same paths."""
+    algorithm = DiLoCo(lambda p, o, b: (p, list(o), {}), num_replicas=2, sync_period=10)
+    state = algorithm.init({"w": jnp.ones(3)}, (jnp.zeros(()),))
+    with pytest.raises(ValueError, match="opt_state was .*inner_step returned"):
+        algorithm.step(state, BATCH)
+
+
+def test_a_step_with_keys_and_python_numbers_for_arrays_is_taken():
+    """Control: what is equal as an array is kept."""
+    algorithm = DiLoCo(
+        lambda p, o, b: (p, o | {"n": 0}, {"loss": 1.0}), num_replicas=2, sync_period=9
+    )
+    opt_state = {"key": jax.random.key(0), "n": jnp.zeros((), jnp.int32)}
+    state, metrics = algorithm.step(algorithm.init({"w": jnp.ones(3)}, opt_state), BATCH)
+    assert state.opt_state["n"].dtype == jnp.int32 and metrics["loss"].shape == (2,)
 
 
 @pytest.mark.parametrize("what", ["params", "outer"])
