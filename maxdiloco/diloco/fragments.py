@@ -69,7 +69,7 @@ def partition(
     for p, (leaf_slices, layers) in enumerate(contents):
         if not leaf_slices:
             raise ValueError(
-                f"num_diloco_fragments={num_fragments} leaves fragment {p} empty: no leaf "
+                f"num_fragments={num_fragments} leaves fragment {p} empty: no leaf "
                 f"holds a layer of it. Use fewer fragments."
             )
         size = sum(math.prod(s.shape(leaves[s.leaf].shape)) for s in leaf_slices)
@@ -124,7 +124,7 @@ def _by_layer(leaves, kinds, L, P, k, sequential):
     k = k if any(not isinstance(kind, Stacked) for kind in kinds) else 0
     if not k < P <= L + k:
         raise ValueError(
-            f"num_diloco_fragments={P} does not fit {L} layers and {k} fragments for what belongs "
+            f"num_fragments={P} does not fit {L} layers and {k} fragments for what belongs "
             f"to no layer. Use 1, or {k + 1} to {L + k}."
         )
     fragment_of = [k + p for p in assign(L, P - k, sequential)]
@@ -148,7 +148,7 @@ def _by_layer(leaves, kinds, L, P, k, sequential):
 def _by_leaf(leaves, P, sequential):
     if P > len(leaves):
         raise ValueError(
-            f"num_diloco_fragments={P} is more than the {len(leaves)} leaves of params, none of "
+            f"num_fragments={P} is more than the {len(leaves)} leaves of params, none of "
             f"which is stacked by layer. Use {len(leaves)} or fewer, or give layer_axis."
         )
     fragment_of = assign(len(leaves), P, sequential)

@@ -117,7 +117,7 @@ def wire_format(name: str) -> WireFormat:
         if known.name == name:
             return known
     raise ValueError(
-        f"diloco_exchange_dtype={name!r} is unknown: it names how outer gradients cross the link. "
+        f"exchange_dtype={name!r} is unknown: it names how outer gradients cross the link. "
         f"Use one of {', '.join(NAMES)}."
     )
 

@@ -20,7 +20,7 @@ def check_flags(layout: Layout, flags_RF: jax.Array, t: int) -> None:
         raise NumericsError(
             f"step {t}: the outer gradient of replica {m} has a NaN or infinity in "
             f"params{layout.paths[leaf]}. No replica took it in. Go on from the last "
-            f"checkpoint with a lower learning_rate, or with nan_policy=skip."
+            f"checkpoint with a lower learning rate, or skip inner steps that are not finite."
         )
 
 

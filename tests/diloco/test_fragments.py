@@ -106,8 +106,8 @@ MATRIX = shapes(w=(2, 3))
     ("params", "axes", "P", "k", "message"),
     [
         (MODEL, AXES, 7, 1, "fragments=7 does not fit 5 layers.*Use 1, or 2 to 6"),
-        (MODEL, AXES, 2, 2, "num_diloco_fragments=2 .* Use 1, or 3 to 7"),
-        (MATRIX, None, 2, 1, "num_diloco_fragments=2 is more than the 1 leaves.*Use"),
+        (MODEL, AXES, 2, 2, "num_fragments=2 .* Use 1, or 3 to 7"),
+        (MATRIX, None, 2, 1, "num_fragments=2 is more than the 1 leaves.*Use"),
         (MATRIX, {"w": Stacked(0, (0, 2))}, 3, 1, "fragments=3 leaves fragment 1 empty.*fewer"),
         (MATRIX, {"w": 2}, 2, 1, "is not a dim of a leaf of shape"),
         (MATRIX, {"w": Stacked(0, (0,))}, 2, 1, "1 layers but dim 0 .* has 2 entries. Name one"),

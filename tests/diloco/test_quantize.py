@@ -248,7 +248,7 @@ def test_an_unknown_wire_is_refused():
     one = jnp.ones((1,), jnp.float32)
     remedy = "Use one of float32, bfloat16, int8, float4_e3m0, int2, topk"
     for function, *args in ((wire_format,), (encode, one), (decode, one, 1), (encoded_size, 1)):
-        with pytest.raises(ValueError, match=f"diloco_exchange_dtype='fp4'.*{remedy}"):
+        with pytest.raises(ValueError, match=f"exchange_dtype='fp4'.*{remedy}"):
             function("fp4", *args)
 
 

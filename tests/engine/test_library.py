@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+import re
 from dataclasses import replace
 
 import jax
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 
 import maxdiloco
-from maxdiloco import Checkpointer, DiLoCo, restore_state, save_state
+from maxdiloco import Checkpointer, DiLoCo, Stacked, restore_state, save_state
 from maxdiloco.diloco import outer_rate
 from maxdiloco.errors import NumericsError
-from maxdiloco.flags import config
+from maxdiloco.flags import base_yml, config
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
 BATCH = np.ones((2, 1), np.float32)
@@ -155,6 +156,40 @@ def test_a_restore_says_which_numbers_of_the_rule_have_changed(tmp_path):
         "changed since the checkpoint: alpha 0.5 -> 0.0, merge mean -> rda, outer_lr 0.7 -> 0.4, "
         "sync_period 10 -> 5"
     ]
+
+
+ARGUMENTS = set(inspect.signature(DiLoCo).parameters)
+TRAINER_KEYS = {key for key in base_yml.declared() if "_" in key} - ARGUMENTS
+REFUSED = [
+    dict(num_replicas=0), dict(sync_period=0), dict(num_fragments=11), dict(num_fragments=2),
+    dict(num_fragments=3, layer_axis={"w": Stacked(0, (0, 2, 3))}),
+    dict(num_fragments=9, layer_axis={"w": 0}), dict(layer_axis={"w": 5}), dict(layer_axis=[0, 1]),
+    dict(overlap_steps=10), dict(overlap_steps=1, outer_overlap="eager"), dict(outer_overlap="?"),
+    dict(alpha=2), dict(outer_lr=-1), dict(outer_momentum=1), dict(outer_lr=1, outer_optimizer=1),
+    dict(exchange_dtype="?"), dict(error_feedback=True), dict(merge="?"), dict(exchange="?"),
+    dict(merge="rda", outer_overlap="eager"), dict(merge="rda", exchange="owners"),
+    dict(exchange_dtype="topk", exchange="owners"), dict(num_nonlayer_fragments=0),
+    dict(offsets=[1, 2]), dict(num_fragments=2, offsets=[1, 11]), dict(outer_memory="?"),
+    dict(exchange_carrier="?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", REFUSED, ids=str)
+def test_errors_name_arguments_and_no_key_of_the_trainer(options):
+    with pytest.raises(ValueError, match="|".join([*options, "diloco"])) as refused:
+        make(**options).bind({"w": jnp.ones((3, 2))}, ())
+    words = set(re.findall(r"\w+", str(refused.value)))
+    assert not words & TRAINER_KEYS
+
+
+def test_a_nan_outer_gradient_names_no_key_of_the_trainer():
+    """Control: the trainer's keys are known here."""
+    algorithm = DiLoCo(lambda p, o, b: ({"w": p["w"] / 0}, o, {}), num_replicas=2, sync_period=1)
+    state, _ = algorithm.step(algorithm.init({"w": jnp.ones(3)}, ()), BATCH)
+    with pytest.raises(NumericsError) as stopped:
+        algorithm.check_exchanges(state)
+    assert not set(re.findall(r"\w+", str(stopped.value))) & TRAINER_KEYS
+    assert {"learning_rate", "nan_policy", "num_diloco_fragments"} <= TRAINER_KEYS
 
 
 @pytest.mark.parametrize(
