@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -133,11 +134,18 @@ class History(contextlib.AbstractContextManager):
 
     def __init__(self, folder: RunFolder, facts: Mapping[str, Any]):
         self._folder = folder
+        self._lock, self._ended = threading.Lock(), False
         self._add("start", facts)
 
     def __exit__(self, kind, exception, traceback) -> None:
-        why = "" if exception is None else f"{kind.__name__}: {exception}"
-        self._add("end", {"why": output.one_line(why)})
+        self.end("" if exception is None else f"{kind.__name__}: {exception}")
+
+    def end(self, why: str) -> None:
+        """Add the line for the end, once. In any thread."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._add("end", {"why": output.one_line(why)})
 
     def _add(self, event: str, facts: Mapping[str, Any]) -> None:
         path = self._folder.history

@@ -50,12 +50,30 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Room:
-    """The mailbox of this process, and the store in which the others say who they are."""
+    """The mailbox and the watch of this process, and the store in which the others say who they
+    are.
+    """
 
     job: Job
     mailbox: Mailbox
     secret: bytes
     timeout_s: float
+    watch: Watch
+
+    @contextlib.contextmanager
+    def naming_losses(self) -> Iterator[None]:
+        """Raise the loss of a peer in place of an error that it has caused, for a `with`.
+
+        A collective fails with an error of its library before the watch has found the loss.
+        """
+        try:
+            yield
+        except OWN_ERRORS:
+            raise
+        except Exception as error:
+            if (loss := self.watch.loss_behind(CAUSE_S)) is not None:
+                raise loss from error
+            raise
 
     def open(self, lane: str, ranks: Iterable[int], **limits: int) -> None:
         """Open a lane to these processes and wait until it stands. Raises LostPeerError.
@@ -131,7 +149,7 @@ def watched(
         certificates.tell(job.process_id, mine, secret, coordination.put)
         mailbox = Mailbox(job.process_id, identity, listener=listener, timeout_s=silence_s)
         watch.begin(mailbox)
-        room = Room(job, mailbox, secret, timeout_s)
+        room = Room(job, mailbox, secret, timeout_s, watch)
         star = range(1, job.num_processes) if job.process_id == 0 else [0]
         room.open(WORDS, star)
         yield room

@@ -82,6 +82,8 @@ class Watch:
         self._due = math.inf  # when it ends the process
         self._goodbye: tuple[int, str | None] | None = None  # what `leave` was given
         self._closing = False
+        self._cause_by: float | None = None  # until when an error waits for a loss behind it
+        self._notes: list[Callable[[str], None]] = []  # of `before_end`
         self._thread = threading.Thread(target=self._run, name=signals.WATCH, daemon=False)
         self._thread.start()
 
@@ -90,15 +92,34 @@ class Watch:
         self._mailbox = mailbox
         mailbox.watch(WORD, heard=self._hear, lost=self._lose_peer)
 
-    def end_if_lost(self, wait_s: float) -> None:
-        """End the process now if a peer is lost, or is within wait_s [seconds]; else return.
+    def before_end(self, note: Callable[[str], None]) -> None:
+        """Call `note` with the error before the watch ends the process for a lost peer.
 
-        Waits on while a peer is missed: a process that was stopped for long has to find out.
+        In a thread, for PATIENCE_S at most. It gets "LostPeerError: ...", as the terminal does.
+        """
+        self._notes.append(note)
+
+    def loss_behind(self, wait_s: float) -> LostPeerError | None:
+        """The loss of a peer that may have caused an error of the main thread; None: there is none.
+
+        wait_s [seconds]: from the first call; later ones do not wait again. Waits on while a peer
+        is missed: a process that was stopped for long has to find out.
         """
         with self._changed:
-            while not self._changed.wait_for(lambda: self._loss is not None, wait_s):
+            now = time.monotonic()
+            self._cause_by = now + wait_s if self._cause_by is None else self._cause_by
+            left_s = max(0.0, self._cause_by - now)
+            while not self._changed.wait_for(lambda: self._loss is not None, left_s):
                 if self._mailbox is None or not self._mailbox.misses_a_peer:
-                    return
+                    return None
+                left_s = wait_s
+            return LostPeerError(self._loss.line, self._loss.exit_code)
+
+    def end_if_lost(self, wait_s: float) -> None:
+        """End the process now if a peer is lost, or is as `loss_behind` has it; else return."""
+        if self.loss_behind(wait_s) is None:
+            return
+        with self._changed:
             self._due = -math.inf
             self._changed.notify_all()
         self._thread.join()
@@ -123,6 +144,11 @@ class Watch:
             self._say_goodbye(*self._goodbye)
             return
         self._mailbox.close(PATIENCE_S)
+        for note in self._notes:  # a file system that hangs must not keep the process
+            text = f"{LostPeerError.__name__}: {self._loss.line}"
+            thread = threading.Thread(target=note, args=(text,), daemon=True)
+            thread.start()
+            thread.join(PATIENCE_S)
         self._end(self._loss.exit_code, self._loss.line)
 
     def _hear(self, peer: int, data: bytes) -> None:

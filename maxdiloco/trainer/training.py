@@ -124,7 +124,11 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
             say(f"nothing to do: {trainer.closing_line(state).removeprefix('done: ')}")
             return 0
         preemption = stack.enter_context(Preemption(say))
-        stack.enter_context(start.history_of(folder, parts, done=done, total=total))
+        history = stack.enter_context(start.history_of(folder, parts, done=done, total=total))
+        if room is not None:
+            stack.enter_context(room.naming_losses())
+            if history is not None:
+                room.watch.before_end(history.end)
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
         stack.enter_context(console.progress(first_step=done, total_steps=length))
         steps, text = range(done + 1, (length or checks.LARGEST) + 1), trainer.reads(text)

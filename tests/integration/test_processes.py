@@ -11,6 +11,8 @@ import run_tools
 from tiers import full
 
 from maxdiloco import train
+from maxdiloco.metrics import line_files
+from maxdiloco.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -101,12 +103,20 @@ def test_two_processes_that_are_stopped_and_go_on_equal_one_bit_for_bit(started,
     run_tools.assert_equal_bits(*arrays)
 
 
-@pytest.mark.parametrize("victim, when", [full(0, "ready to compile"), (1, "step 2/")])
-def test_a_killed_process_ends_the_others_with_5_and_its_name(started, tmp_path, victim, when):
+@pytest.mark.parametrize(
+    "victim, when, carrier",
+    [full(0, "ready to compile", "auto"), (1, "step 2/", "program"), full(1, "step 2/", "host")],
+)
+def test_a_killed_process_ends_the_others_with_5_and_its_name(
+    started, tmp_path, victim, when, carrier
+):
     """Process 0 holds JAX's coordination service: JAX aborts without it, here while it compiles
-    and no error of a collective can come first."""
-    compiles = {"jax_cache_dir": tmp_path / "programs"} if victim == 0 else {}
-    changes = named("lost", tmp_path, ONE_EACH | compiles)
+    and no error of a collective can come first. With `program` one does; history.jsonl has the
+    words of the terminal all the same."""
+    changes = {"exchange_carrier": carrier}
+    if victim == 0:
+        changes["jax_cache_dir"] = tmp_path / "programs"
+    changes = named("lost", tmp_path, ONE_EACH | changes)
     started += tools.trainers(2, changes, tmp_path)
     started[0].wait_for(when)
     started[victim].popen.kill()
@@ -115,6 +125,10 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(started, tmp_path,
     (line,) = other.errors()
     assert line.startswith(f"LostPeerError: process {victim} on {HOST} is gone")
     assert "Start the run again with the same run_name" in line
+    if victim != 0:  # process 0 writes it
+        events = line_files.read_history(RunFolder(tmp_path / "lost"))
+        assert [event["event"] for event in events] == ["start", "end"]
+        assert events[1]["why"] == line
 
 
 @pytest.mark.full

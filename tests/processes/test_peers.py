@@ -230,14 +230,29 @@ def test_who_is_reached_hears_that_another_is_not_of_the_run(store):
         open=lambda lane, peers: opened.update(peers), meet=lambda lane, within_s: met.append(lane)
     )
     with pytest.raises(LostPeerError, match="holds nothing that process 2 of this run wrote"):
-        peers.Room(Job(0, 3), mailbox, secret, 1).open("words", [2, 1])
+        peers.Room(Job(0, 3), mailbox, secret, 1, None).open("words", [2, 1])
     assert ([*opened], met) == ([1], ["words"])
+
+
+def test_an_error_that_a_lost_peer_caused_becomes_its_loss():
+    """An error of this process's own, and one without a loss, stay as they are."""
+    loss = LostPeerError("process 1 on host-b is gone", 5)
+    for error, behind, raised in (
+        (RuntimeError("Gloo AllGather failed"), loss, loss),
+        (own := RuntimeError("Gloo AllGather failed"), None, own),
+        (data := DataError("no text"), loss, data),
+    ):
+        watch = SimpleNamespace(loss_behind=lambda wait_s, behind=behind: behind)
+        room = peers.Room(Job(0, 2), None, b"s" * 16, 1, watch)
+        with pytest.raises(Exception) as caught, room.naming_losses():  # noqa: PT011
+            raise error
+        assert caught.value is raised
 
 
 def test_who_does_not_come_is_named(store):
     nobody_reached = SimpleNamespace(open=lambda lane, peers: None)
     with pytest.raises(LostPeerError) as caught:
-        peers.Room(Job(0, 3), nobody_reached, b"s" * 16, 0.2).open("words", [1, 2])
+        peers.Room(Job(0, 3), nobody_reached, b"s" * 16, 0.2, None).open("words", [1, 2])
     line = str(caught.value)
     assert "process 0 on " in line and "and processes [1, 2] did not reach each other" in line
     assert "within 0.2 s (the lesser of jax_distributed_initialization_timeout" in line

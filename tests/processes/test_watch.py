@@ -118,6 +118,26 @@ def test_an_error_that_a_loss_may_be_behind_waits_for_it_and_ends_the_process(ro
     assert code == 5 and line.startswith("process 0 on host-a has been out of reach for 8 s.")
 
 
+def test_an_error_waits_once_for_a_loss_that_may_be_behind_it(room):
+    """The history asks, and then the end of the process."""
+    _, guard = room.guard(1, 0)
+    begun = time.monotonic()
+    assert [guard.loss_behind(0.3) for _ in range(50)] == [None] * 50
+    assert 0.3 <= time.monotonic() - begun < 0.3 * 10
+
+
+def test_what_the_watch_ends_the_process_with_is_noted_before(room):
+    """With the words of the terminal; a note that hangs does not keep the process."""
+    noted, stuck = [], threading.Event()
+    box, guard = room.guard(1, 0)
+    guard.before_end(noted.append)
+    guard.before_end(lambda text: stuck.wait(WAIT_S))
+    box.lose(0, "is gone.")
+    code, line = room.end()
+    assert (code, noted) == (5, [f"LostPeerError: {line}"])
+    stuck.set()
+
+
 def test_the_first_loss_that_process_0_tells_is_the_one_that_is_printed(room):
     """The later ones follow from it: processes that end because of it close their connections."""
     box, _ = room.guard(2, 0)
