@@ -54,7 +54,7 @@ async def dial(lane: Lane, url: str, context: ssl.SSLContext, times: Times) -> N
 async def _converse(lane: Lane, session: aiohttp.ClientSession, url: str, times: Times) -> None:
     """Over one connection, until the peer has left. Raises OSError, aiohttp.ClientError."""
     talk = Conversation(lane, times)
-    answer = await session.post(url, data=talk.say())
+    answer = await session.post(url, data=talk.say(), allow_redirects=False)
     try:
         if answer.status != 200 or answer.connection is None:
             raise ConnectionError("it is not ready")

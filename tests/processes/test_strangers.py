@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import select
 import socket
 import ssl
 import time
@@ -78,6 +79,31 @@ def test_an_impostor_at_the_address_gets_nothing(network):
             heard.append(connection.recv(1000))
         until(lambda: "certificate" in one._lanes[0, "other"].problem.lower())
     assert heard in ([], [b""])
+
+
+def test_a_peer_cannot_redirect_a_request_to_another_host(network):
+    """It has the certificate of process 0, and its answer is a redirect."""
+    _, one = network.mailboxes(2)
+    context = IDENTITIES[0].context(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_NONE
+    local = "127.0.0.1", 0
+    with socket.create_server(local) as listener, socket.create_server(local) as other:
+        location = f"http://127.0.0.1:{other.getsockname()[1]}/"
+        certificate = IDENTITIES[0].certificate.decode()
+        one.open("other", {0: Peer(*listener.getsockname(), "host", certificate)})
+        plain, _ = listener.accept()
+        with plain, context.wrap_socket(plain, True) as connection:
+            assert connection.recv(1000).startswith(b"POST /other ")
+            answer = f"HTTP/1.1 303 See Other\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n"
+            connection.sendall(answer.encode())
+            lane = one._lanes[0, "other"]
+            until(lambda: lane.problem == "it is not ready" or dialled(other))
+        assert not dialled(other)
+
+
+def dialled(listener):
+    """Whether somebody has connected."""
+    return bool(select.select([listener], [], [], 0)[0])
 
 
 def test_strangers_disturb_no_one(network):
