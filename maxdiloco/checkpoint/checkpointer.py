@@ -215,10 +215,14 @@ class Checkpointer:
         if started != _FAILED:
             self._damaged.clear()
         if started == _RUNS:
-            place = staging.begin(save.folder)
-            save = save._replace(arrays=place, deadline=time.monotonic() + self._timeout_s)
+            save = save._replace(deadline=time.monotonic() + self._timeout_s)
             writer = self.open_writer().result()
-            writes = orbax_io.start_writing(writer, place or save.folder, trees)
+            try:
+                save = save._replace(arrays=staging.begin(save.folder))
+                writes = orbax_io.start_writing(writer, save.arrays or save.folder, trees)
+            except OSError as begun:  # this process's part has failed; the others' may succeed
+                writes = [failed := Future()]
+                failed.set_exception(begun)
             finish = self._complete if self._primary else write.write_part
             self._saving = step, self._thread.submit(finish, save, writes)
         elif started == _FAILED:

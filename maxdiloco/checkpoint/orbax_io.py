@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,20 +93,33 @@ def split_dims(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(dims)
 
 
+# Coroutines of Orbax that it makes before the event loop that would run them.
+_OF_ORBAX = (
+    "_async_serialize_shardings",
+    "_serialize_arrays_batches_without_dispatcher",
+    "BasePyTreeCheckpointHandler",
+    "cancellable",
+    "run_sync",
+)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep Orbax from logging a failed save, which the Checkpointer reports in one line.
 
     Orbax runs the writes of a checkpoint as tasks of an event loop and closes the loop at the first
     write that fails. The other writes go on, into a folder that is being removed, and print
-    tracebacks of tasks and of a closed loop. So loops wait for their tasks before they close. Orbax
-    does not log afterwards either: a thread of a save that timed out may be that late.
+    tracebacks of tasks and of a closed loop. So loops wait for their tasks before they close. Where
+    no file descriptor is left for a loop, Python warns of coroutines that it never ran. Neither is
+    said afterwards either: a thread of a save that timed out may be that late.
     """
     from absl import logging as of_absl  # whose logger has to be there before anybody asks for one
 
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(_Policy())
     of_absl.get_absl_logger().addFilter(_not_from_orbax)
+    never = rf"coroutine '({'|'.join(_OF_ORBAX)})\b.*' was never awaited"
+    warnings.filterwarnings("ignore", message=never, category=RuntimeWarning)
     try:
         yield
     finally:
@@ -113,6 +127,16 @@ def quiet() -> Iterator[None]:
 
 
 class _Loop(asyncio.SelectorEventLoop):
+    _made = False  # whether its constructor has succeeded; it needs three file descriptors
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = True
+
+    def is_closed(self) -> bool:
+        # Or Python would close what was never opened when it collects a half-made loop.
+        return not self._made or super().is_closed()
+
     def close(self) -> None:
         if not self.is_closed() and (left := asyncio.all_tasks(self)):
             self.run_until_complete(asyncio.gather(*left, return_exceptions=True))

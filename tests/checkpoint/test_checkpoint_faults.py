@@ -308,3 +308,45 @@ def test_whichever_file_operation_fails_the_state_is_saved_or_the_run_ends_in_on
         assert error == "" or (reason in error and "\n" not in error)
         assert len(said) <= 2 and all(reason in line for line in said), said
     assert sum(error != "" for _, error, _, _ in lasting) > len(lasting) / 2
+
+
+# Saves with so many free file descriptors each, which two of two tries fail; then one with enough.
+FEW_DESCRIPTORS = """
+import os
+import resource
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from maxdiloco import Checkpointer
+from maxdiloco.errors import SaveError
+
+jax.config.update("jax_platforms", "cpu")
+items = {name: {"w": jnp.ones((64, 64)), "b": jnp.ones(64)} for name in ("params", "outer_params")}
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+with Checkpointer(sys.argv[1], max_to_keep=None) as saver:
+    saver.save(0, items, {}, last=True)
+    used = len(os.listdir("/proc/self/fd")) - 1
+    for step, free in enumerate((0, 1, 3, 5, 8, 12, 16, 20), start=1):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
+        try:
+            saver.save(step, items, {}, last=True)
+        except SaveError as error:
+            print("failed:", str(error).count(os.linesep), step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    saver.save(100, items, {}, last=True)
+    print(saver.steps())
+"""
+
+
+def test_no_file_descriptor_left_is_one_line_and_no_traceback(tmp_path):
+    """Whatever a save opens that is one too many: an event loop, a socket, a file."""
+    command = [sys.executable, "-c", FEW_DESCRIPTORS, str(tmp_path / "checkpoints")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    failed = [int(line.split()[2]) for line in lines if line.startswith("failed: 0 ")]
+    assert failed[:4] == [1, 2, 3, 4]
+    assert lines[-1] == str([0, *(step for step in range(1, 9) if step not in failed), 100])
