@@ -59,7 +59,7 @@ class Doorman(web.Server):
                 await asyncio.sleep(_TIRED_S)
                 continue
             if len(self._guests) >= _GUESTS + len(self._lanes):
-                self._crowd_out()
+                await self._crowd_out()
             guest = self._start(self._admit(connection))
             self._guests[guest] = address[0]
             guest.add_done_callback(lambda guest: self._guests.pop(guest, None))
@@ -75,12 +75,18 @@ class Doorman(web.Server):
                     await asyncio.sleep(_LINGER_S / 50)
         await self.shutdown(_LINGER_S / 50)  # 0 would wait for ever
 
-    def _crowd_out(self) -> None:
-        """Send the oldest guest of the address with the most away: a peer is one of few."""
+    async def _crowd_out(self) -> None:
+        """Send the oldest guest of the address with the most away: a peer is one of few.
+
+        It waits for the end of its connection. sock_accept returns without a pause while others
+        wait in the kernel: in a flood the descriptors of guests that have gone would pile up, and
+        nothing else would run in this thread.
+        """
         ((most, _),) = collections.Counter(self._guests.values()).most_common(1)
         oldest = next(guest for guest, host in self._guests.items() if host == most)
-        del self._guests[oldest]  # at once: the next one may come before it ends
         oldest.cancel()
+        await asyncio.wait([oldest])
+        await asyncio.sleep(0)  # asyncio closes the socket in the next round of its loop
 
     async def _admit(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # ssl.SSLError and TimeoutError are, too

@@ -7,6 +7,7 @@ import select
 import socket
 import ssl
 import time
+import weakref
 
 import pytest
 from mailbox_tools import IDENTITIES, meet, soon, until
@@ -142,6 +143,32 @@ def test_strangers_of_one_address_crowd_out_none_of_another(network, monkeypatch
             until(lambda host=host: host in zero._doorman._guests.values())
         until(lambda: len(zero._doorman._guests) == 4 + 2)
         assert "127.0.0.2" in zero._doorman._guests.values()
+
+
+def test_a_burst_of_strangers_takes_few_descriptors_at_once(network, monkeypatch):
+    """They wait in the kernel until the thread looks, which then accepts them one after the other:
+    it closes one that is too many before it accepts the next one."""
+    monkeypatch.setattr(doorman, "_GUESTS", 4)
+    zero, one, proxy = network.pair()
+    accept, accepted, counts = zero._loop.sock_accept, weakref.WeakSet(), []
+
+    async def counted(listener):
+        connection, address = await accept(listener)
+        accepted.add(connection)
+        counts.append(sum(each.fileno() != -1 for each in accepted))
+        return connection, address
+
+    monkeypatch.setattr(zero._loop, "sock_accept", counted)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):  # the first one ends the accept under way, which is not counted
+            zero._loop.call_soon_threadsafe(time.sleep, 0.5)
+            for _ in range(100):
+                stranger = stack.enter_context(socket.create_connection(proxy.target))
+                stranger.send(b"\x16\x03\x01")
+        until(lambda: len(counts) >= 199)
+        assert max(counts) <= 4 + 2 + 2  # guests, lanes, the new one and the one that goes
+        one.put(0, (0, 1), [b"gradient"])
+        assert zero.get(1, (0, 1), soon()) == b"gradient"
 
 
 def test_a_guest_that_shows_nothing_is_sent_away_in_time(network, monkeypatch):
