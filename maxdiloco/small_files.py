@@ -7,9 +7,11 @@ text, which are read in blocks.
 import errno
 import os
 import stat
+from typing import BinaryIO
 
 from etils import epath
 
+_BLOCK_BYTES = 16 << 20
 MAX_BYTES = 64 << 20  # twice the largest tokenizer.json in use (Gemma 3 has 33 MB)
 
 
@@ -50,7 +52,15 @@ def _read_local(path: str, max_bytes: int) -> bytes:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
-        return file.read(max_bytes + 1)
+        return _read_at_most(file, max_bytes + 1)
+
+
+def _read_at_most(file: BinaryIO, count: int) -> bytes:
+    parts = []
+    while part := file.read(min(count, _BLOCK_BYTES)):  # of a large count memory would be reserved
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
 
 
 def _too_large(path: epath.PathLike, max_bytes: int) -> OSError:

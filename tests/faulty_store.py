@@ -13,6 +13,7 @@ A fault is what is left of a failure after obstore's own repetitions:
     late    new objects are in no listing before the second one
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ class FaultyStore:
         self.client = MemoryStore()
         self.fault: Callable[[int, str], str | None] = lambda number, function: None
         self.calls: list[str] = []
+        self.uploaded = 0  # bytes of all puts, also of those that go wrong
+        self.threads: set[int] = set()  # that have made a call
         self._unlisted: dict[str, int] = {}  # the listings that lack a new object
         self._lock = threading.Lock()
 
@@ -53,6 +56,7 @@ class FaultyStore:
 
     def _call(self, function: str, *arguments, **options):
         with self._lock:
+            self.threads.add(threading.get_ident())
             kind = self.fault(len(self.calls), function)
             self.calls.append(function)
         if kind == "delay":
@@ -82,6 +86,8 @@ class FaultyStore:
 
     def put(self, client, name, data, **options):
         """Also with a mode."""
+        if not isinstance(data, os.PathLike):
+            self.uploaded += len(data)
         return self._call("put", client, name, data, **options)[0]
 
     def head(self, client, name):

@@ -15,7 +15,7 @@ from maxdiloco.checkpoint import arrays, orbax_io, seal
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import shared_folder
-from maxdiloco.storage.run_folder import AGAIN, absolute, is_local, refusing
+from maxdiloco.storage.run_folder import AGAIN, absolute, refusing
 
 _STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
 NEWEST = -1  # as a step: the newest undamaged checkpoint
@@ -49,9 +49,9 @@ def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath
     is_name = "/" not in run and run not in ("", ".", "..")
     folder = absolute(run, key="RUN")
     with reading(folder, "RUN"):
-        if is_name and _exists(named):
+        if is_name and named.is_dir():
             folder = named
-        elif not _exists(folder):
+        elif not folder.is_dir():
             names = f" and {named}" if is_name else ""
             raise CheckpointError(
                 f"RUN={run}: there is no {folder}{names}. Give the name of a run in "
@@ -72,12 +72,6 @@ def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath
             "these, or leave step out."
         )
     return folder / "checkpoints" / str(step)
-
-
-def _exists(folder: epath.Path) -> bool:
-    if is_local(folder):
-        return folder.is_dir()
-    return (folder / seal.FILE).exists() or bool(steps(folder / "checkpoints"))
 
 
 def newest_meta(folder: epath.Path, *, key: str) -> dict[str, Any]:

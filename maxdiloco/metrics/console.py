@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from etils import epath
 
 from maxdiloco.errors import USER_ERRORS, CheckpointError
-from maxdiloco.metrics.line_files import LocalLines, RemoteLines, open_lines
+from maxdiloco.metrics.line_files import ChunkedLines, LocalLines, open_lines
 from maxdiloco.processes.output import one_line, say, shows_bars, span
 from maxdiloco.storage.run_folder import reason
 
@@ -94,7 +94,7 @@ class Console:
         self._shown = shown
         self._bar = None
         self._early: list[str] | None = []  # lines before there is a log
-        self._log: LocalLines | RemoteLines | None = None
+        self._log: LocalLines | ChunkedLines | None = None
         self._path: epath.Path | None = None  # of the log
         self._failing = False  # the log
         self._lock = threading.Lock()  # of all that is the log's
@@ -123,10 +123,9 @@ class Console:
     ) -> Iterator[None]:
         """Keep the lines in a file, those before this call too, and the error that ends it.
 
-        With the time of day in front; on an object store a minute later at most, if more lines
-        come. A file that cannot be written is a line; the training goes on, and on a disk the lines
-        are kept for later. require_lock: of RunFolder; a run that has lost its folder writes no
-        more there.
+        With the time of day in front; in a bucket a minute later at most. A file that cannot be
+        written is a line; the training goes on, and the lines are kept for later. require_lock: of
+        RunFolder; a run that has lost its folder writes no more there.
         """
 
         def close(kind, error, trace):

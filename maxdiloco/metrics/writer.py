@@ -13,7 +13,7 @@ import struct
 import time
 import types
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,7 @@ from etils import epath
 
 from maxdiloco import json_text
 from maxdiloco.errors import CheckpointError, ConfigError
-from maxdiloco.metrics.line_files import open_lines, text_of
+from maxdiloco.metrics.line_files import ChunkedLines, LocalLines, open_lines, read_parts
 from maxdiloco.processes import output
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import RunFolder, is_local, reason, refusing
@@ -145,26 +145,33 @@ def row(step: int, values: Mapping[str, float]) -> str:
 def _repaired(
     path: epath.Path, resume_step: int | None, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The last row of the file, after later rows and broken lines are dropped; {} for none."""
-    text, kept = text_of(path), []
+    """The last row of the file or its chunks, after later rows and broken lines are dropped.
+
+    {} for none.
+    """
     last: dict[str, Any] = {}
-    later = broken = 0
-    for line in filter(None, text.split("\n")):
-        found = json_text.fields(line)
-        if not isinstance(found.get("step"), int):
-            broken += 1
-        elif resume_step is None or not last.get("step", -1) < found["step"] <= resume_step:
-            later += 1
-        else:
-            kept.append(line + "\n")
-            last = found
-    clean = "".join(kept)
-    if clean != text:
-        with durable.replacing(path) as new:
-            new.write_bytes(clean.encode())  # whatever the locale
+    rows = later = broken = 0
+    for part, content in read_parts(path).items():
+        kept = []
+        for line in filter(None, content.split(b"\n")):
+            found = json_text.fields(line)
+            if not isinstance(found.get("step"), int):
+                broken += 1
+            elif resume_step is None or not last.get("step", -1) < found["step"] <= resume_step:
+                later += 1
+            else:
+                kept.append(line + b"\n")
+                last = found
+        rows += len(kept)
+        clean = b"".join(kept)
+        if not clean and part != path:
+            part.unlink()
+        elif clean != content:
+            with durable.replacing(part) as new:
+                new.write_bytes(clean)
     if later or broken:
         say(
-            f"{path.name}: {len(kept)} rows kept, {later} later rows and {broken} broken lines of "
+            f"{path.name}: {rows} rows kept, {later} later rows and {broken} broken lines of "
             "an earlier life of this run dropped"
         )
     return last
@@ -204,8 +211,14 @@ class EventFile:
         folder.mkdir(parents=True, exist_ok=True)
         # As tensorboardX names files, by the second; the step distinguishes two lives of a run.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{step}"
-        self._file = open_lines(folder / name, self._folder.require_lock)
-        self._add(0, file_version="brain.Event:2")
+        header = _record(0, file_version="brain.Event:2")
+        if is_local(folder):
+            self._file = LocalLines(folder / name)
+            self._file.write(header)
+        else:  # TensorBoard reads all event files of a folder, in the order of their names
+            self._file = ChunkedLines(
+                folder, self._folder.require_lock, prefix=f"{name}.", header=header
+            )
         self._add(step, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
@@ -217,7 +230,8 @@ class EventFile:
     def sync(self) -> None:
         """Force the rows written so far to the disk, or to the object store."""
         if self._file is not None:
-            self._file.sync()
+            with self._retried():
+                self._file.sync()
 
     def close(self) -> None:
         """Write what is left."""
@@ -247,14 +261,28 @@ class EventFile:
         self._add(step, summary=summary)
 
     def _add(self, step: int, **what: Any) -> None:
-        """Add an event as a TFRecord: length, checksum, event, checksum."""
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.record_writer import masked_crc32c
+        with self._retried():
+            self._file.write(_record(step, **what))
 
-        data = Event(step=step, wall_time=time.time(), **what).SerializeToString()
-        length = struct.pack("<Q", len(data))
-        first, second = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
-        self._file.write(length + first + data + second)
+    @contextlib.contextmanager
+    def _retried(self) -> Iterator[None]:
+        """Ignore a failed upload, which is repeated; the rows in the same bucket tell of it."""
+        try:
+            yield
+        except OSError:
+            if is_local(self._folder.tensorboard):
+                raise
+
+
+def _record(step: int, **what: Any) -> bytes:
+    """An event as a TFRecord: length, checksum, event, checksum."""
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c
+
+    data = Event(step=step, wall_time=time.time(), **what).SerializeToString()
+    length = struct.pack("<Q", len(data))
+    first, second = (struct.pack("<I", masked_crc32c(part)) for part in (length, data))
+    return length + first + data + second
 
 
 def require_wandb() -> types.ModuleType:

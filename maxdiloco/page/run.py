@@ -15,7 +15,7 @@ from maxdiloco import json_text
 from maxdiloco.checkpoint import read, seal
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml
-from maxdiloco.metrics.line_files import read_history
+from maxdiloco.metrics import line_files
 from maxdiloco.page import events
 from maxdiloco.storage.run_folder import RunFolder
 
@@ -92,8 +92,8 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
     folder = RunFolder(path)
     with read.reading(path, given):
         others = []
-        if folder.metrics.exists():
-            steps, columns, notes = parse(folder.metrics.read_bytes())
+        if (content := line_files.read(folder.metrics)) is not None:
+            steps, columns, notes = parse(content)
         elif others := events.files(path):
             steps, columns, notes = _columns(events.rows(others))
         else:
@@ -115,7 +115,7 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
                 "The configuration is unknown: the folder has no config.yml. So there is no "
                 "timeline, and keys cannot be compared."
             )
-        history = read_history(folder)
+        history = line_files.read_history(folder)
         starts = [event for event in history if _is_whole(event)]
         if broken := len(history) - len(starts):
             notes.append(f"{broken} broken lines of {folder.history.name} are left out.")

@@ -70,7 +70,7 @@ class Room:
             yield
         except OWN_ERRORS:
             raise
-        except Exception as error:
+        except (OSError, RuntimeError, ValueError) as error:  # of XLA and its collectives
             if (loss := self.watch.loss_behind(CAUSE_S)) is not None:
                 raise loss from error
             raise

@@ -37,6 +37,7 @@ class RunFolder:
         # In a bucket: raises CheckpointError when another process has taken the lock over.
         self.require_lock = require_lock
         self.checkpoints = path / "checkpoints"  # one folder per saved step
+        # In a bucket the next two are folders of numbered chunks, see metrics.line_files.
         self.metrics = path / "metrics.jsonl"  # one JSON object per logged step
         self.history = path / "history.jsonl"  # one JSON object per start and end of the run
         self.line_index = path / "line_index"  # of data.documents, for the next start

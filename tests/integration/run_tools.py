@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxdiloco import generate, train
+from maxdiloco.metrics import line_files
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 WAIT_S = 300  # far above what a start takes on a busy machine
@@ -122,7 +123,7 @@ def killed(folder, name, words, **keys):
 
 def rows(run_folder):
     """The rows of metrics.jsonl without what depends on the clock."""
-    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    lines = line_files.read(run_folder / "metrics.jsonl").splitlines()
     return [
         {name: value for name, value in json.loads(line).items() if not name.startswith("perf/")}
         for line in lines

@@ -9,6 +9,7 @@ from tiers import full
 
 from maxdiloco import hf, report, train
 from maxdiloco.checkpoint import staging
+from maxdiloco.metrics import line_files
 from maxdiloco.storage import object_lock, object_store, store
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -34,11 +35,11 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(
     keys |= dict(checkpoint_period=20, max_num_checkpoints_to_keep=1)
     assert tools.run(base, "a", **keys) == 0
     run = object_store.BucketPath(base) / "a"
-    files = {"metrics.jsonl", "history.jsonl", "log.txt", "config.yml", "environment.json"}
+    files = {"metrics", "history", "log", "config.yml", "environment.json"}
     names = [entry.name.split("/") for entry in store.connect(scheme, BUCKET).list_all("")]
     assert {name[2] for name in names} == {"checkpoints", "tensorboard"} | files
     assert {name[3] for name in names if name[2] == "checkpoints"} == {str(tools.STEPS)}
-    assert f"step {tools.STEPS}/{tools.STEPS}  loss" in (run / "log.txt").read_text()
+    assert f"step {tools.STEPS}/{tools.STEPS}  loss" in line_files.read(run / "log.txt").decode()
     tools.assert_equal_runs(here(run, tmp_path / "copy"), finished, steps=tools.STEPS)
 
     runs = (["a", f"base_output_directory={base}"], [run], [finished])
@@ -116,7 +117,7 @@ def test_two_processes_wait_for_a_lock_to_go_stale_save_together_and_resume(
         assert tools.saved_steps(run) == kept
         if steps == 6:
             assert (run / "checkpoints/6/params/ocdbt.process_1").exists()
-    files = {"metrics.jsonl", "history.jsonl", "log.txt", "log_1.txt", "config.yml"}
+    files = {"metrics", "history", "log", "log_1", "config.yml"}
     assert {path.name for path in run.iterdir()} == {"checkpoints", "environment.json", *files}
     assert tools.logged_steps(run) == list(range(1, 9))
 

@@ -1,6 +1,7 @@
-"""A run's folder, made and empty."""
+"""A run's folder, made and empty, and a bucket in memory."""
 
 import pytest
+from cloud_fixtures import faulty, no_clients  # noqa: F401  fixtures
 
 from maxdiloco.storage.run_folder import locate
 

@@ -167,34 +167,6 @@ def test_rows_of_a_folder_that_was_removed_are_not_called_written(folder, capsys
     assert "written again" not in capsys.readouterr().out
 
 
-def test_rows_on_an_object_store_are_written_whole_by_who_has_the_lock(tmp_path, monkeypatch):
-    """gs:// cannot append, so not at every step; a local file stands in for the object."""
-
-    def require_lock():
-        if lost:
-            raise CheckpointError("lost")
-
-    now, lost, path = [0.0], False, tmp_path / "metrics.jsonl"
-    monkeypatch.setattr(line_files.time, "monotonic", lambda: now[0])
-    sink = line_files.RemoteLines(path, b"old\n", require_lock)
-    sink.write(b"a\n")
-    assert not path.exists()
-    now[0] = line_files.REMOTE_FLUSH_SECONDS
-    sink.write(b"b\n")
-    assert path.read_text() == "old\na\nb\n"
-    sink.write(b"c\n")
-    sink.sync()  # as before a save
-    assert path.read_text() == "old\na\nb\nc\n"
-    path.unlink()
-    sink.close()  # nothing new
-    sink.write(b"d\n")
-    lost = True  # to a run that has taken the lock
-    for write in (sink.sync, sink.close, lambda: sink.write(b"e\n")):
-        with pytest.raises(CheckpointError, match="lost"):
-            write()
-    assert not path.exists()
-
-
 def test_a_start_and_its_end_are_two_lines_of_history_and_the_next_start_adds_to_them(
     folder, monkeypatch
 ):
