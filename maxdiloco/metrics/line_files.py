@@ -180,27 +180,33 @@ class ChunkedLines:
 
     def _run(self) -> None:
         try:
-            while self._take():
-                try:
-                    self._upload()
-                except OSError as error:
-                    with self._changed:
-                        self._error, self._tried = error, time.monotonic()
-                        self._failures += 1
-                        self._is_urgent = False
-                        self._changed.notify_all()
-                        if self._is_closing:
-                            return
-                else:
-                    with self._changed:
-                        self._chunk, self._error = b"", None
-                        self._changed.notify_all()
-        except CheckpointError:  # another run has the folder; write, sync and close raise it too
-            pass
+            # Another run has the folder: write, sync and close raise the error in their thread.
+            with contextlib.suppress(CheckpointError):
+                more = True
+                while more:
+                    more = self._take() and self._try_upload()
         finally:
             with self._changed:
                 self._has_ended = True
                 self._changed.notify_all()
+
+    def _try_upload(self) -> bool:
+        """Upload the chunk; whether another upload may follow."""
+        error = None
+        try:
+            self._upload()
+        except OSError as caught:
+            error = caught
+        with self._changed:
+            self._error = error
+            if error is None:
+                self._chunk = b""
+            else:
+                self._tried = time.monotonic()
+                self._failures += 1
+                self._is_urgent = False
+            self._changed.notify_all()
+            return error is None or not self._is_closing
 
     def _take(self) -> bool:
         """Wait for the next chunk and take its lines; False at the end."""
@@ -210,8 +216,7 @@ class ChunkedLines:
             if self._has_ended or not self._is_pending():
                 return False
             if not self._chunk:
-                taken = []
-                size = 0
+                taken, size = [], 0
                 while self._lines and size < CHUNK_BYTES:
                     taken.append(self._lines.popleft())
                     size += len(taken[-1])

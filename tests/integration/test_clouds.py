@@ -1,5 +1,7 @@
 """Runs on gs://, on s3://, against moto, and on az://, in memory: the bits of runs on a disk."""
 
+import threading
+
 import process_tools
 import pytest
 import run_tools as tools
@@ -11,6 +13,7 @@ from maxdiloco import hf, report, train
 from maxdiloco.checkpoint import staging
 from maxdiloco.metrics import line_files
 from maxdiloco.storage import object_lock, object_store, store
+from maxdiloco.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -136,3 +139,28 @@ def test_a_run_reads_its_text_from_a_bucket(s3, text_run, workers, tmp_path, cap
     keys |= dict(dataset_path="s3://none/text")
     code, line = tools.refused_run(capfd, tmp_path, "none", **keys)
     assert code == 3 and "dataset_path=s3://none/text cannot be read (Not Found (404): " in line
+
+
+def test_the_steps_of_a_run_make_no_request_in_their_thread(faulty, monkeypatch):
+    """With saves, rows, an event file and a chunk at each line. At the start the thread does."""
+    monkeypatch.setattr(line_files, "CHUNK_S", 0.0)
+    made, after_step = [], []
+
+    def note(number, function):
+        if threading.current_thread() is threading.main_thread():
+            made.append(function)
+
+    def write(self, t):
+        write_rows(self, t)
+        after_step.append(len(made))
+
+    write_rows = Recorder.write
+    monkeypatch.setattr(Recorder, "write", write)
+    faulty.fault = note
+    base = f"az://{BUCKET}/runs"
+    keys = dict(async_checkpointing="true", enable_tensorboard="true")
+    assert tools.run(base, "a", steps=30, checkpoint_period=10, **keys) == 0
+    assert len(after_step) == 30 and after_step[0] == after_step[-1] > 0
+    run = object_store.BucketPath(base) / "a"
+    assert tools.logged_steps(run) == list(range(1, 31))
+    assert len(line_files.chunks_of(run / "metrics.jsonl")) > 3
