@@ -8,6 +8,9 @@ from typing import Any
 from etils import epath
 from google.protobuf.message import DecodeError
 
+from maxdiloco import small_files
+from maxdiloco.metrics.line_files import MAX_FILE_BYTES
+
 # Their names of what has a name here; others keep their own. Losses are nats a token in all.
 NAMES = {
     "learning/current_learning_rate": "learning/lr",
@@ -19,6 +22,7 @@ NAMES = {
     "time_metrics/end_to_end(s)": "perf/step_time",
     "validation_metrics/loss": "eval/loss",
 }
+LATEST = 2**40  # far above what a run writes: steps, and seconds since 1970
 WALL_TIME = "perf/wall_time_s"
 TOKENS = ("learning/total_weights", "learning/tokens")  # of a step in MaxText; since step 1
 
@@ -43,10 +47,12 @@ def rows(paths: list[epath.Path]) -> list[dict[str, Any]]:
             number = value.tensor.float_val[:1] if is_tensor else [value.simple_value]
             if is_tensor and not number and len(value.tensor.tensor_content) == 4:
                 number = struct.unpack("<f", value.tensor.tensor_content)
-            if number:
+            name = NAMES.get(value.tag, value.tag)
+            is_row = name != "step" and 0 <= event.step <= LATEST  # a row has a step of its own
+            if number and is_row:
                 first = event.wall_time if first is None else first
                 row = by_step.setdefault(event.step, {"step": event.step})
-                row[NAMES.get(value.tag, value.tag)] = float(number[0])
+                row[name] = float(number[0])
                 row[WALL_TIME] = event.wall_time - first
     found, total, before = [by_step[step] for step in sorted(by_step)], 0.0, -1
     of_step, since_start = TOKENS
@@ -61,7 +67,7 @@ def _events(path: epath.Path) -> Iterator[Any]:
     """The records of a file: a length of 8 bytes, its sum of 4, the event, its sum of 4."""
     from tensorboardX.proto.event_pb2 import Event
 
-    content, at = path.read_bytes(), 0
+    content, at = small_files.read_bytes(path, MAX_FILE_BYTES), 0
     while at + 12 <= len(content):
         (length,) = struct.unpack_from("<Q", content, at)
         if at + 16 + length > len(content):

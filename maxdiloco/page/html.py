@@ -309,7 +309,7 @@ def thinned(steps_N: np.ndarray, columns: Mapping[str, np.ndarray], *, limit: in
     """
     N = len(steps_N)
     if limit >= N:
-        return Table(steps_N, {n: v.astype(np.float32) for n, v in columns.items()})
+        return Table(steps_N, {n: _as_float32(v) for n, v in columns.items()})
     K = -(-N // (limit // 2))
     first_B = np.arange(0, N, K)
     at = np.stack([first_B, np.minimum(first_B + K, N) - 1], axis=1).ravel()
@@ -328,4 +328,10 @@ def _extremes(values_N: np.ndarray, K: int) -> np.ndarray:
     high_B = np.where(finite_BK, values_BK, -np.inf).argmax(1)
     at_B2 = np.sort(np.stack([low_B, high_B], axis=1), axis=1)
     # In a bucket without a finite value both are its first one, a gap.
-    return np.take_along_axis(values_BK, at_B2, axis=1).ravel().astype(np.float32)
+    return _as_float32(np.take_along_axis(values_BK, at_B2, axis=1).ravel())
+
+
+def _as_float32(values: np.ndarray) -> np.ndarray:
+    """The values; what a float32 cannot hold is not finite."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)

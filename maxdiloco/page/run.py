@@ -4,7 +4,6 @@
 """
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +16,13 @@ from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml
 from maxdiloco.metrics import line_files
 from maxdiloco.page import events
+from maxdiloco.page.events import LATEST
 from maxdiloco.storage.run_folder import RunFolder
 
 NAN = math.nan
-NOT_FINITE = math.inf  # in a column: the run wrote null, or more than a float64 holds
-LARGEST, LARGEST_STEP = sys.float_info.max, np.iinfo(np.int64).max
-LATEST = 2**40  # far above what a run writes: steps, and seconds since 1970; our choice
+NOT_FINITE = math.inf  # in a column: the run wrote null, or more than LARGEST
+# Metrics are float32. Sums and products of such values are finite in the float64 of a column.
+LARGEST = float(np.finfo(np.float32).max)
 # What the page takes from the lines of history.jsonl, all numbers but "why".
 _EVENTS = {"start": ("time", "step", "until", "processes", "devices"), "end": ("time", "why")}
 
@@ -129,7 +129,12 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
 def _is_whole(event: dict[str, Any]) -> bool:
     """Whether a line of history.jsonl has what the page takes from it."""
     values = [(name, event.get(name)) for name in _EVENTS[event["event"]]]
-    return isinstance(event.get("bytes_sent", []), list) and all(
+    sent = event.get("bytes_sent", [])
+    if not isinstance(sent, list) or not all(
+        isinstance(value, int | float) and 0 <= value <= LARGEST for value in sent
+    ):
+        return False
+    return all(
         isinstance(value, str)
         if name == "why"
         else isinstance(value, int | float) and abs(value) < LATEST
@@ -144,7 +149,7 @@ def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
     lines = text.split(b"\n")
     for number, line in enumerate(lines, 1):
         row = json_text.fields(line)
-        if type(row.get("step")) is not int or abs(row["step"]) > LARGEST_STEP:
+        if type(row.get("step")) is not int or not 0 <= row["step"] <= LATEST:
             # A process that is killed, or one that is writing now, leaves half a line.
             broken += bool(line.strip()) and number < len(lines)
         elif rows and row["step"] <= rows[-1]["step"]:

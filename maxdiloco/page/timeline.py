@@ -66,7 +66,8 @@ def over_whole_periods(run: Run) -> np.ndarray:
     window = math.lcm(schedule.H, each)
     if window > FEW_PERIODS * max(schedule.H, each):
         window = schedule.H * -(-FEW_PERIODS * each // schedule.H)
-    begin = max(0, steps[0] - each)  # a file may go on from another one
+    # A file may go on from another one, and one of another trainer may begin at step 0.
+    begin = min(max(0, steps[0] - each), steps[0] - 1)
     ends = np.concatenate([[begin], steps])
     sums = np.concatenate([[0.0], np.cumsum(values_N[at] * np.diff(ends))])
     from_ = np.maximum(steps - window, begin)

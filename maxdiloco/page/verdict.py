@@ -129,7 +129,7 @@ def link(run: Run) -> str:
     if timeline.schedule_of(run) is None:
         return "What its link costs is not measured: gradients cross it inside the step."
     waited_N, step_s_N = run.column("dcn/waited_s"), run.column("perf/step_time")
-    known = np.flatnonzero(np.isfinite(waited_N) & np.isfinite(step_s_N))
+    known = np.flatnonzero(np.isfinite(waited_N) & np.isfinite(step_s_N) & (step_s_N > 0))
     steps = np.diff(run.steps_N[known], prepend=0)  # since such a row: evaluations have their own
     steps[:1] = steps[-1:]  # the first row of a file that goes on is not of all steps before it
     late = known >= len(waited_N) // 2

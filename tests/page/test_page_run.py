@@ -42,22 +42,23 @@ def test_null_is_not_finite_an_absent_metric_is_nothing_and_broken_lines_are_cou
 
 
 def test_numbers_that_no_float_and_no_step_can_be_end_no_page():
-    """Above 1.8e308 a value is not finite; a step above 2^63 is a broken line."""
-    values = {1: 10**400, 2: -(10**309), 3: 10**308, 2**63: 1, 4: 1}
+    """A value that no float32 holds is not finite; a step below 0 or above 2^40 is broken."""
+    values = {1: 10**400, 2: -(10**39), 3: 10**38, 2**40 + 1: 1, -1: 1, 4: 1}
     text = lines(*({"step": step, "a": value} for step, value in values.items()))
     steps, columns, notes = run_lib.parse(text)
     assert steps.tolist() == [1, 2, 3, 4]
-    assert columns["a"].tolist() == [np.inf, np.inf, 1e308, 1]
-    assert notes == ["1 broken lines of metrics.jsonl are left out."]
+    assert columns["a"].tolist() == [np.inf, np.inf, 1e38, 1]
+    assert notes == ["2 broken lines of metrics.jsonl are left out."]
 
 
 def test_lines_of_history_without_what_the_page_shows_are_left_out(tmp_path):
     broken = [{"event": "start"}, synthetic_runs.start(0) | {"until": "x"}]
     broken += [synthetic_runs.start(0, time=1e300), {"event": "end", "time": 10**400, "why": ""}]
+    broken += [synthetic_runs.start(0, bytes_sent=[sent]) for sent in (None, "x", -1, 1e300)]
     kept = [synthetic_runs.start(0), synthetic_runs.end()]
     folder = synthetic_runs.write(tmp_path / "a", steps=1, history=[*broken, *kept])
     (run,) = load(folder)
-    assert run.history == kept and "4 broken lines of history.jsonl are left out." in run.notes
+    assert run.history == kept and "8 broken lines of history.jsonl are left out." in run.notes
     assert report.main([str(folder)]) == 0
 
 
