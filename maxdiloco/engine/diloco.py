@@ -159,7 +159,10 @@ class DiLoCo(Trainer):
         return make(self.programs, self.schedule, self._mailbox)
 
     def init(self, params: Any, opt_state: Any) -> State:
-        """One replica's pytrees, copied to all; shardings are kept, with `diloco` prepended."""
+        """One replica's pytrees, copied to all; shardings are kept, with `diloco` prepended.
+
+        Into typed PRNG keys of opt_state (jax.random.key) each replica's number is folded.
+        """
         self.bind(params, opt_state)
         return self.init_program(lambda *given: given)(params, opt_state)
 

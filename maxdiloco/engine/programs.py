@@ -99,11 +99,18 @@ class Programs:
             self.evaluated = as_it_is if one_each else self._means(*means, of_slots=True)
 
     def init(self, make: Callable, **options) -> Program:
-        """See Trainer.init_program. One program, so no second copy of the state is in memory."""
+        """See Trainer.init_program. One program, so no second copy of the state is in memory.
+
+        Typed PRNG keys in opt_state differ between the replicas, as their dropout masks then do.
+        """
         layout = self.layout
 
         def all_replicas(tree):
             return jax.tree.map(lambda x: broadcast(x, layout.num_replicas), tree)
+
+        def own_keys(x, copies_R):
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            return _folded(x, layout.num_replicas) if is_key else copies_R
 
         def init(*args):
             params, opt_state = make(*args)
@@ -117,7 +124,7 @@ class Programs:
             return replace(
                 jax.tree.map(zeros, empty),
                 params=all_replicas(params),
-                opt_state=all_replicas(opt_state),
+                opt_state=jax.tree.map(own_keys, opt_state, all_replicas(opt_state)),
                 outer=theta,
                 outer_opt=outer_opt,
             )
@@ -314,3 +321,12 @@ def outer_step_and_merge(
 
 def _where(condition, new, old):
     return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
+
+
+def _folded(keys: jax.Array, num_replicas: int) -> jax.Array:
+    """The keys of each replica [R, ...]: those of one, with the replica's number folded in."""
+
+    def of_replica(number):
+        return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.ravel())
+
+    return jax.vmap(of_replica)(jnp.arange(num_replicas)).reshape(num_replicas, *keys.shape)

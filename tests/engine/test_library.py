@@ -218,3 +218,48 @@ def test_the_page_names_everything_public_and_every_argument():
         for argument in list(inspect.signature(made).parameters)[1:]:
             assert f"`{argument}`" in PAGE, argument
     assert "`not_an_argument`" not in PAGE
+
+
+def test_each_replica_has_its_own_typed_keys():
+    """A single key and an array of keys, of two kinds. Raw keys are copied."""
+    key = jax.random.key(7, impl="rbg")
+    opt_state = {"a": key, "b": jax.random.split(jax.random.key(1), (2, 3)), "raw": jnp.arange(2)}
+    algorithm = make(num_replicas=4)
+    state = algorithm.init({"w": jnp.ones(3)}, opt_state)
+    found = jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+        state.opt_state,
+    )
+    assert state.opt_state["a"].dtype == key.dtype
+    for m in range(4):
+        own = jax.random.key_data(jax.random.fold_in(key, m))
+        np.testing.assert_array_equal(found["a"][m], own)
+        own = jax.random.key_data(jax.random.fold_in(opt_state["b"][1, 2], m))
+        np.testing.assert_array_equal(found["b"][m, 1, 2], own)
+        np.testing.assert_array_equal(found["raw"][m], [0, 1])
+    assert len({x.tobytes() for x in np.asarray(found["b"]).reshape(24, -1)}) == 24
+
+
+def test_the_dropout_masks_of_replicas_differ():
+    """A replica keeps its own key from step to step."""
+
+    def dropped(params, opt_state, batch):
+        key, now = jax.random.split(opt_state)
+        return params, key, {"mask": jax.random.bernoulli(now, 0.5, (64,))}
+
+    algorithm = DiLoCo(dropped, num_replicas=2, sync_period=10)
+    state = algorithm.init({"w": jnp.ones(3)}, jax.random.key(0))
+    masks = []
+    for _ in range(2):
+        state, metrics = algorithm.step(state, BATCH)
+        masks += np.asarray(metrics["mask"]).tolist()
+    assert len({tuple(mask) for mask in masks}) == 4
+
+
+def test_the_example_of_the_page_runs():
+    """Statistics of the replicas are finite, and near those of its inputs."""
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    names = {}
+    exec(program, names)
+    var = np.asarray(names["mean_of_replicas"]["var"])
+    assert names["state"].t == 10 and np.isfinite(var).all() and (var > 0).all()
