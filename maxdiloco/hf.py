@@ -3,6 +3,7 @@
 A run starts from an import; an export loads in transformers. docs/huggingface.md describes both.
 """
 
+import os
 import pathlib
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         checks.refuse_store("base_output_directory", options.base_output_directory)
     elif not is_local(rest[1]):
         raise ConfigError(f"DST={rest[1]} is no folder of this machine. Give one that is mounted.")
-    target = pathlib.Path(rest[1]).expanduser().absolute()
+    target = pathlib.Path(os.path.expanduser(rest[1])).absolute()
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # takes no accelerator: nothing is computed

@@ -34,9 +34,7 @@ def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     """
     if "://" in os.fspath(path):
         path = epath.Path(path)
-        if path.stat().length > max_bytes:
-            raise _too_large(path, max_bytes)
-        content = path.read_bytes()
+        content, _ = path.bucket().get_first(path.key, max_bytes + 1)
     else:
         content = _read_local(os.fspath(path), max_bytes)
     if len(content) > max_bytes:

@@ -19,6 +19,9 @@ DILOCO_IMPORTS = {
 PACKAGE_RULES = {
     "broad except": (r"(?m)^ *except\b[^:]*\b(Base)?Exception\b", "except (OSError, Exception):"),
     "broad suppress": (r"\bsuppress\([^)]*\b(Base)?Exception\b", "with suppress(Exception):"),
+    # etils asks /etc/passwd for the owner, and pathlib for the home: a container has neither.
+    "stat of a path object": (r"\.stat\(\)", "path.stat().length"),
+    "home of a path object": (r"(?<!os\.path)\.expanduser\(", "pathlib.Path(path).expanduser()"),
     "stub": (r"\braise NotImplementedError\b|(?m:(^|: ) *(\.\.\.|pass)$)", "def f():\n    ..."),
 }
 TEXT_RULES = {

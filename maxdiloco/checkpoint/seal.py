@@ -5,6 +5,7 @@ damaged bytes as numbers.
 """
 
 import json
+import os
 import sys
 import zlib
 from collections.abc import Container
@@ -62,7 +63,7 @@ def damage(folder: epath.Path, indices: Container[int] = range(sys.maxsize)) -> 
         if sizes is not None:
             size_now = sizes.get(path)
         else:
-            size_now = path.stat().length if path.exists() else None
+            size_now = os.path.getsize(path) if path.exists() else None
         if size_now is None:
             return Damage(index, f"{name} is missing")
         if size_now != size:
@@ -82,7 +83,7 @@ def _sizes(folder: epath.Path) -> dict[epath.Path, int]:
         return object_store.sizes(folder)
     sizes = {}
     for path in folder.iterdir():
-        sizes |= _sizes(path) if path.is_dir() else {path: path.stat().length}
+        sizes |= _sizes(path) if path.is_dir() else {path: os.path.getsize(path)}
     return sizes
 
 

@@ -22,7 +22,7 @@ def header_here(file: BucketPath) -> Iterator[str]:
     package checks it like the whole file. Raises CheckpointError."""
     with tempfile.NamedTemporaryFile(prefix="maxdiloco-header-") as copy:
         with folders.reading(file):
-            size, bucket = file.stat().length, file.bucket()
+            size, bucket = file.nbytes(), file.bucket()
             length = bucket.get_range(file.key, 0, min(8, size))
             end = min(8 + int.from_bytes(length, "little"), size, 8 + _MOST_HEADER)
             copy.write(length + b"".join(staging.blocks(file, len(length), end)))

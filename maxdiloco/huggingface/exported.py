@@ -79,7 +79,7 @@ def export_model(
         hf["dtype"] = dtypes[EMBEDDING].name
         hf.pop("torch_dtype", None)
         (place / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-        size = sum(path.stat().st_size for path in place.glob("*.safetensors"))
+        size = sum(os.path.getsize(path) for path in place.glob("*.safetensors"))
     say(
         f"{target}: {family.model_type}, {parameters} parameters of step {found.step} of "
         f"{found.path.parent.parent}, {len(written)} tensors, {size / 1e6:,.1f} MB"

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import pathlib
 import shutil
 import tempfile
@@ -26,7 +27,7 @@ MARK = "maxdiloco-writes-here"  # a file in such a folder, locked by the program
 def place(path: str, key: str) -> Folder:
     """The folder. key: what gave it. Raises CheckpointError for a bucket without
     obstore."""
-    return pathlib.Path(path).expanduser() if is_local(path) else absolute(path, key=key)
+    return pathlib.Path(os.path.expanduser(path)) if is_local(path) else absolute(path, key=key)
 
 
 def reading(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:

@@ -30,7 +30,7 @@ def read(path: str) -> Keys:
 
     path: the value of islands_key. Raises ConfigError.
     """
-    file = pathlib.Path(path).expanduser()
+    file = pathlib.Path(os.path.expanduser(path))
     try:
         own = serialization.load_ssh_private_key(file.read_bytes(), None)
         texts = {each.stem: each.read_bytes() for each in sorted(file.parent.glob("*.pub"))}

@@ -4,6 +4,7 @@
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from maxdiloco.flags import base_yml
 from maxdiloco.metrics import line_files
 from maxdiloco.page import events
 from maxdiloco.page.events import LATEST
-from maxdiloco.storage.run_folder import RunFolder
+from maxdiloco.storage.run_folder import RunFolder, is_local
 
 NAN = math.nan
 NOT_FINITE = math.inf  # in a column: the run wrote null, or more than LARGEST
@@ -122,7 +123,8 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
         saved = {}
         for step in read.steps(folder.checkpoints):
             sealed = folder.checkpoints / str(step) / seal.FILE
-            saved[step] = sealed.stat().mtime if sealed.exists() else NAN
+            known = is_local(sealed) and sealed.exists()  # a bucket tells no time
+            saved[step] = os.path.getmtime(sealed) if known else NAN
     return Run(name, path, steps, columns, keys, starts, saved, notes)
 
 

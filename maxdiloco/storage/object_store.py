@@ -140,6 +140,13 @@ class BucketPath(PosixGPath):
 
     replace = rename
 
+    def nbytes(self) -> int:
+        """Size of the object in bytes. Raises FileNotFoundError where there is none."""
+        entry = self.bucket().head(self.key)
+        if entry is None:
+            raise _absent(self)
+        return entry.size
+
     def stat(self) -> StatResult:
         """Size and kind; a time is not told. Raises FileNotFoundError."""
         entry = self.bucket().head(self.key)

@@ -49,7 +49,7 @@ def absolute(path: epath.PathLike, *, key: str = "base_output_directory") -> epa
     if not is_local(path):
         object_store.prepare(path, key)
         return epath.Path(path)
-    return epath.Path(path).expanduser().resolve()
+    return epath.Path(os.path.expanduser(path)).resolve()
 
 
 def locate(base_output_directory: str, run_name: str) -> RunFolder:
