@@ -14,6 +14,9 @@ from etils import epath
 _BLOCK_BYTES = 16 << 20
 MAX_BYTES = 64 << 20  # twice the largest tokenizer.json in use (Gemma 3 has 33 MB)
 
+# The errors for a path that is not a small file: a device or FIFO, too large, or a folder.
+NOT_SMALL_FILE = (errno.EINVAL, errno.EFBIG, errno.EISDIR)
+
 
 def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     """Read a regular file of at most `max_bytes` bytes.

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,21 +69,27 @@ class PartedLeaf(NamedTuple):
     num_indexed: int
 
 
-def read_item(step_folder: epath.Path, name: str, abstract: Any) -> Any:
+def read_item(
+    step_folder: epath.Path, name: str, abstract: Any, *, absent: Collection[str] = ()
+) -> Any:
     """The tree of arrays of one item; a device holds its parts of it and of one more leaf at most.
 
     abstract: tree of jax.ShapeDtypeStruct or Cycled. A leaf without a sharding goes to the first
-    device; a dtype other than the saved one is a cast.
+    device; a dtype other than the saved one is a cast. absent: names of leaves that are not read
+    and are zeros.
     With several processes, a leaf that all slices hold alike is read in parts, one part a slice,
     and the parts are gathered over the slow link: a byte leaves the storage once, not once a slice.
     (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
     Raises CheckpointError when a leaf cannot be read.
     """
     wanted = {".".join(path): leaf for path, leaf in named_leaves(abstract)}
-    stored = dict.fromkeys(path for path, leaf in wanted.items() if math.prod(leaf.shape))
+    stored = dict.fromkeys(
+        path for path, leaf in wanted.items() if math.prod(leaf.shape) and path not in absent
+    )
     where = f"of {name} in checkpoint {step_folder}"
     found, started = [], deque()
-    with opened(step_folder / name, stored) as opening:
+    opening_item = opened(step_folder / name, stored) if stored else contextlib.nullcontext({})
+    with opening_item as opening:
         for path, leaf in wanted.items():
             started.append(_started(opening.get(path), leaf, f"{path} {where}"))
             while sum(nbytes for nbytes, _ in started) > READ_AHEAD_BYTES:
@@ -131,8 +137,8 @@ def _started(
 ) -> tuple[int, Callable[[], jax.Array]]:
     """Begin to read what the devices of this process hold of a leaf, each part once.
 
-    opening: None for an empty leaf. name: for messages. Returns the bytes of the parts on the host,
-    and what puts the leaf on its devices.
+    opening: None for a leaf of zeros, or an empty one. name: for messages. Returns the bytes of the
+    parts on the host, and what puts the leaf on its devices.
     """
     import tensorstore as ts
 
@@ -143,7 +149,7 @@ def _started(
     target = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shape, sharding = wanted.shape, target
     if opening is None:
-        return 0, lambda: jax.device_put(np.zeros(shape, wanted.dtype), target)
+        return 0, lambda: _zeros(shape, wanted.dtype, target)
     array = result(opening, name)
     if isinstance(leaf, Cycled):
         array = array[(leaf.first + np.arange(shape[0])) % leaf.stored]
@@ -177,6 +183,14 @@ def _as_stored(leaf: Any) -> Any:
         return replace(leaf, target=_as_stored(leaf.target))
     data = jax.eval_shape(jax.random.key_data, leaf)
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+    def part(index):
+        return np.zeros([end - start for start, end in _bounds(index, shape)], dtype)
+
+    # Not device_put, by which processes compare what they put: that is a collective.
+    return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
 
 def read_part(array: "ts.TensorStore", bounds: Bounds) -> "ts.Future[np.ndarray]":

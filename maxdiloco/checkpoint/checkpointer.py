@@ -14,7 +14,7 @@ import itertools
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, read, staging, write
+from maxdiloco.checkpoint import metadata, orbax_io, read, staging, write
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import durable, shared_folder
@@ -170,12 +170,15 @@ class Checkpointer:
         self._end_of_removal()
         self._thread.submit(bool).result()  # by now the files of a failed save are removed
 
-    def restore(self, abstract_of: read.AbstractOf) -> read.Restored | None:
+    def restore(
+        self, abstract_of: read.AbstractOf, *, needs: Collection[str] = ()
+    ) -> read.Restored | None:
         """Read the newest undamaged checkpoint; None when there is no checkpoint at all.
 
         A damaged one is not used, with a warning, and the one before it is read; the next save sets
-        it aside as <step>.damaged. `restore(lambda meta: {}).meta` reads no arrays. Raises
-        CheckpointError when all are damaged or when shapes or dtypes differ from abstract_of's.
+        it aside as <step>.damaged. `restore(lambda meta: {}).meta` reads no arrays. needs: fields
+        that the meta has to have. Raises CheckpointError when all are damaged, when a field is not
+        there, or when shapes or dtypes differ from abstract_of's.
         """
         self._end_of_save()
         with read.reading(self._folder, "base_output_directory"):
@@ -185,6 +188,7 @@ class Checkpointer:
                 abstract_of,
                 say=self.say,
                 remedy=lambda meta: _REMEDY,
+                needs=needs,
                 known_good=self._known_good,
             )
             if restored is not None and self._primary:
@@ -198,7 +202,7 @@ class Checkpointer:
     def _start(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> int:
         """Start a save, in all processes or in none: _RUNS, _EXISTS or _FAILED."""
         trees = {name: nested for name, tree in items.items() if (nested := orbax_io.nested(tree))}
-        note = orbax_io.note_of(step, items, meta, run=self._own.run)
+        note = metadata.note_of(step, items, meta, run=self._own.run)
         target = self._folder / str(step)
         key = next(self._save_keys)
         save = write.Save(target, tuple(trees), self._files, note, self._failures, key)

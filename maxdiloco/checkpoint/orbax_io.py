@@ -1,4 +1,4 @@
-"""Pytrees to and from Orbax, and what a checkpoint says of itself.
+"""Pytrees to and from Orbax, and the names of the files of a checkpoint.
 
 Orbax takes half a second or more to import, so the functions that use it import it.
 """
@@ -9,16 +9,13 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from etils import epath
 
-from maxdiloco import json_text
-from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.run_folder import is_local
-from maxdiloco.version import __version__
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -28,8 +25,6 @@ META = "meta"  # the item that is JSON; the others are trees of arrays
 META_FILE = "metadata"  # Orbax's name of its file
 COMMIT = "commit_success.txt"  # Orbax writes it last
 SEAL = "seal.json"
-# Of what a checkpoint says and how. Raised with what an earlier version cannot read.
-FORMAT = 1
 # A smaller share is not worth the program that slices it, which compiles in 50-100 ms on a CPU.
 SHARED_WRITE_BYTES = 1 << 22  # our choice
 # A reader decodes whole chunks. A larger chunk is split where its parts have LEAST_CHUNK_BYTES.
@@ -155,49 +150,6 @@ class _Policy(asyncio.DefaultEventLoopPolicy):
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
     return "/orbax/" not in record.pathname
-
-
-class DamagedError(CheckpointError):
-    """What a checkpoint says of itself cannot be read."""
-
-
-class Note(NamedTuple):
-    """The content of a checkpoint's META. run: the same in all checkpoints of a run."""
-
-    step: int
-    meta: dict[str, Any]
-    arrays: dict[str, dict[str, Any]]  # {item: {leaf name: [shape, dtype name]}}
-    run: str
-    format: int
-    version: str  # of maxdiloco
-
-
-def note_of(
-    step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, run: str = ""
-) -> dict[str, Any]:
-    """The Note of a checkpoint of these items, as a dict for JSON."""
-    arrays = {name: shapes(tree) for name, tree in items.items()}
-    return Note(step, dict(meta), arrays, run, FORMAT, __version__)._asdict()
-
-
-def read_note(step_folder: epath.Path) -> Note:
-    """The Note of a checkpoint.
-
-    Raises CheckpointError for a later version's format, DamagedError for that of none, OSError.
-    """
-    try:
-        stored = json_text.parse((step_folder / META / META_FILE).read_bytes())
-        number, version = stored["format"], stored["version"]
-        if number <= FORMAT:
-            return Note(**stored)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(
-            f"{META} of checkpoint {step_folder} is damaged: {error}. Use another checkpoint."
-        ) from error
-    raise CheckpointError(
-        f"checkpoint {step_folder} has format {number}, of maxdiloco {version}; maxdiloco "
-        f"{__version__} reads formats up to {FORMAT}. Use that version or a later one."
-    )
 
 
 def is_complete(step_folder: epath.Path) -> bool:

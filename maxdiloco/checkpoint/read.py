@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import arrays, orbax_io, seal
+from maxdiloco.checkpoint import arrays, metadata, orbax_io, seal
+from maxdiloco.engine.trainer import DIAGNOSTICS
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import agree, output
 from maxdiloco.storage import shared_folder
@@ -74,10 +75,13 @@ def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath
     return folder / "checkpoints" / str(step)
 
 
-def newest_meta(folder: epath.Path, *, key: str) -> dict[str, Any]:
-    """The meta of the newest checkpoint that has a readable one, undamaged or not.
+def newest_meta(
+    folder: epath.Path, *, key: str, needs: Collection[str] = metadata.OF_MODEL
+) -> dict[str, Any]:
+    """The meta of the newest checkpoint whose meta is undamaged; the arrays are not looked at.
 
-    For what has to be known before JAX's backends start. folder: of `locate`.
+    For what has to be known before JAX's backends start. folder: of `locate`. needs: fields that
+    the meta has to have.
     Raises CheckpointError when there is none.
     """
     with reading(folder, key):
@@ -87,9 +91,11 @@ def newest_meta(folder: epath.Path, *, key: str) -> dict[str, Any]:
             paths = [saved / str(step) for step in reversed(steps(saved))]
         for path in paths:
             try:
-                return orbax_io.read_note(path).meta
-            except (FileNotFoundError, orbax_io.DamagedError):  # damaged: the one before it
+                meta = metadata.read_note(path).meta
+            except (FileNotFoundError, metadata.DamagedError):  # damaged: the one before it
                 continue
+            metadata.require(meta, needs, path)
+            return meta
     raise _no_checkpoint(folder, key)
 
 
@@ -100,12 +106,14 @@ def restore_from(
     key: str,
     remedy: Remedy = lambda meta: "Set the model keys of the run that wrote it.",
     cast: bool = False,
+    needs: Collection[str] = (),
 ) -> Restored:
     """Read the newest undamaged checkpoint of any run's folder, or one checkpoint in it.
 
     key: the config key or argument that gave the path, for messages. cast: whether dtypes may
-    differ. Changes nothing at path. Raises CheckpointError when path has no checkpoint, when all
-    are damaged, or when shapes or dtypes differ from those of abstract_of.
+    differ. needs: fields that the meta has to have. Changes nothing at path. Raises CheckpointError
+    when path has no checkpoint, when all are damaged, when a field is not there, or when shapes or
+    dtypes differ from those of abstract_of.
     """
     folder = absolute(path, key=key)
     with reading(folder, key):
@@ -119,6 +127,7 @@ def restore_from(
             remedy=remedy,
             otherwise=f"or give {key} another path",
             cast=cast,
+            needs=needs,
         )
     if restored is None:
         raise _no_checkpoint(path, key)
@@ -167,6 +176,7 @@ def first_undamaged(
     remedy: Remedy,
     otherwise: str = "or set another run_name to start from the beginning",
     cast: bool = False,
+    needs: Collection[str] = (),
     known_good: Collection[epath.Path] = (),
 ) -> tuple[Restored | None, list[epath.Path]]:
     """(the first undamaged candidate or None, the damaged ones before it).
@@ -178,16 +188,25 @@ def first_undamaged(
     damaged: dict[epath.Path, str] = {}
     for path in candidates:
         note = None
-        with contextlib.suppress(OSError, orbax_io.DamagedError):  # the seal knows more of damage
-            note = orbax_io.read_note(path)  # first: a later format may have another seal
-        if path not in known_good and (problem := _damage(path)):
+        with contextlib.suppress(OSError, metadata.DamagedError):  # the seal knows more of damage
+            note = metadata.read_note(path)  # first: a later format may have another seal
+        problem = None if path in known_good else _damage(path)
+        if problem is None:
+            try:
+                note = note or metadata.read_note(path)
+            except metadata.DamagedError as error:  # the same in all processes, as it fits its seal
+                problem = f"{orbax_io.META}: {error.what}"
+        if problem is not None:
             say(f"warning: checkpoint {path} is damaged and is not used: {problem}.")
             damaged[path] = problem
             continue
-        note = note or orbax_io.read_note(path)  # or what is wrong with it
+        metadata.require(note.meta, needs, path)
         abstract = abstract_of(note.meta)
         _refuse_mismatch(path, note, abstract, remedy=remedy, cast=cast)
-        items = {name: arrays.read_item(path, name, tree) for name, tree in abstract.items()}
+        items = {
+            name: arrays.read_item(path, name, tree, absent=_not_saved(note, name, tree))
+            for name, tree in abstract.items()
+        }
         return Restored(note.step, items, note.meta, path), list(damaged)
     if damaged:
         folder = next(iter(damaged)).parent
@@ -230,13 +249,16 @@ def _damage(path: epath.Path) -> str | None:
 
 def _refuse_mismatch(
     path: epath.Path,
-    note: orbax_io.Note,
+    note: metadata.Note,
     abstract: Mapping[str, Any],
     *,
     remedy: Remedy,
     cast: bool,
 ) -> None:
+    """Raise CheckpointError for a leaf of another shape or dtype, except of DIAGNOSTICS."""
     for item, tree in abstract.items():
+        if item == DIAGNOSTICS:
+            continue
         wanted, saved = orbax_io.shapes(tree), note.arrays.get(item, {})
         for name in [*wanted, *saved]:
             there, here = saved.get(name), wanted.get(name)
@@ -246,6 +268,14 @@ def _refuse_mismatch(
                 f"{item}.{name} is {_array(there)} in checkpoint {path} but {_array(here)} in "
                 f"this run. {remedy(note.meta)}"
             )
+
+
+def _not_saved(note: metadata.Note, item: str, tree: Any) -> set[str]:
+    """The leaves of DIAGNOSTICS that the checkpoint has not, or has in another shape or dtype."""
+    if item != DIAGNOSTICS:
+        return set()
+    saved = note.arrays.get(item, {})
+    return {name for name, leaf in orbax_io.shapes(tree).items() if saved.get(name) != leaf}
 
 
 def _array(shape_and_dtype: list[Any] | None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from maxdiloco.checkpoint import metadata
 from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.engine.trainer import SavedLayout, Trainer
@@ -37,7 +38,9 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     def layout(note):
         return layout_of(note, same_rules=note["specs"] == _specs(trainer))
 
-    found = checkpointer.restore(lambda note: abstract_items(trainer, layout(note)))
+    found = checkpointer.restore(
+        lambda note: abstract_items(trainer, layout(note)), needs=(*metadata.OF_STATE, "specs")
+    )
     if found is None:
         return None
     saved = layout(found.meta)

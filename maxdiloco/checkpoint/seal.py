@@ -9,11 +9,12 @@ import os
 import sys
 import zlib
 from collections.abc import Container
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
-from maxdiloco import json_text
+from maxdiloco import json_text, small_files
+from maxdiloco.checkpoint.orbax_io import META
 from maxdiloco.checkpoint.orbax_io import SEAL as FILE
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import is_local
@@ -21,6 +22,7 @@ from maxdiloco.storage.run_folder import is_local
 # Reading back takes about 0.3 s per GB from the page cache; above this the seal has sizes alone.
 CONTENT_LIMIT_BYTES = 16 << 30  # our choice
 _BLOCK_BYTES = 1 << 24
+_OTHER_CONTENTS = "has other contents than were written"
 SEAL = -1  # the index of the seal itself
 
 
@@ -31,15 +33,52 @@ class Damage(NamedTuple):
     what: str
 
 
+class Entry(NamedTuple):
+    """A file as it was written. crc32: None where the seal has sizes only."""
+
+    name: str  # relative to the checkpoint, inside it
+    size: int
+    crc32: int | None
+
+
 def write(folder: epath.Path) -> None:
-    """List the files below the item folders of a checkpoint with size and, locally, CRC-32."""
+    """List the files below the item folders of a checkpoint with size and, locally, CRC-32.
+
+    META, which is read before all others, has its CRC-32 whatever the size of the checkpoint.
+    """
     sizes = {path: size for path, size in _sizes(folder).items() if path.parent != folder}
-    with_content = is_local(folder) and sum(sizes.values()) <= CONTENT_LIMIT_BYTES
-    entries = {
-        str(path.relative_to(folder)): [size, _crc32(path) if with_content else None]
-        for path, size in sorted(sizes.items())
-    }
+    small = sum(sizes.values()) <= CONTENT_LIMIT_BYTES
+    entries = {}
+    for path, size in sorted(sizes.items()):
+        with_content = is_local(folder) and (small or path.parent == folder / META)
+        crc32 = _crc32(path, size) if with_content else None
+        entries[str(path.relative_to(folder))] = [size, crc32]
     (folder / FILE).write_text(json.dumps({"files": entries}, indent=0))
+
+
+def read(folder: epath.Path) -> list[Entry]:
+    """Read the list of sealed files, in order of name.
+
+    Raises ValueError for a list that `write` does not write, such as one with a name outside of the
+    folder, and OSError.
+    """
+    stored = json_text.parse(small_files.read_bytes(folder / FILE))
+    listed = stored.get("files") if isinstance(stored, dict) else None
+    if not isinstance(listed, dict):
+        raise ValueError("it has no list of files")
+    return [_entry(name, fields) for name, fields in sorted(listed.items())]
+
+
+def _entry(name: str, fields: Any) -> Entry:
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
+    if not isinstance(fields, list) or len(fields) != 2:
+        raise ValueError(f"{name} has no size and checksum")
+    size, crc32 = fields
+    if type(size) is not int or size < 0 or not (crc32 is None or type(crc32) is int):
+        raise ValueError(f"size or checksum of {name} is not a whole number")
+    return Entry(name, size, crc32)
 
 
 def damage(folder: epath.Path, indices: Container[int] = range(sys.maxsize)) -> Damage | None:
@@ -48,13 +87,9 @@ def damage(folder: epath.Path, indices: Container[int] = range(sys.maxsize)) -> 
     indices: look at these files of the list, so that several processes share the reading. Raises
     OSError, as for a folder that may not be read.
     """
-    try:
-        listed = json_text.parse((folder / FILE).read_bytes())["files"]
-        entries = sorted((name, int(size), crc32) for name, (size, crc32) in listed.items())
-    except FileNotFoundError:
-        return Damage(SEAL, f"{FILE} is missing")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Damage(SEAL, f"{FILE} is damaged")
+    entries = _entries(folder)
+    if isinstance(entries, Damage):
+        return entries
     sizes = None if is_local(folder) else object_store.sizes(folder)
     for index, (name, size, crc32) in enumerate(entries):
         if index not in indices:
@@ -63,14 +98,54 @@ def damage(folder: epath.Path, indices: Container[int] = range(sys.maxsize)) -> 
         if sizes is not None:
             size_now = sizes.get(path)
         else:
+            if path.exists() and not _is_own_file(folder, path):
+                return Damage(index, f"{name} is not a file in the checkpoint")
             size_now = os.path.getsize(path) if path.exists() else None
         if size_now is None:
             return Damage(index, f"{name} is missing")
         if size_now != size:
             return Damage(index, f"{name} has {size_now} bytes instead of {size}")
-        if crc32 is not None and _crc32(path) != crc32:
-            return Damage(index, f"{name} has other contents than were written")
+        if crc32 is not None and _crc32(path, size) != crc32:
+            return Damage(index, f"{name} {_OTHER_CONTENTS}")
     return None
+
+
+def damage_of(folder: epath.Path, name: str, content: bytes) -> Damage | None:
+    """The damage of one file by its content, or None; a file that is not listed has none.
+
+    Raises OSError as `damage`.
+    """
+    entries = _entries(folder)
+    if isinstance(entries, Damage):
+        return entries
+    for index, entry in enumerate(entries):
+        if entry.name != name:
+            continue
+        if len(content) != entry.size:
+            return Damage(index, f"{name} has {len(content)} bytes instead of {entry.size}")
+        if entry.crc32 is not None and zlib.crc32(content) != entry.crc32:
+            return Damage(index, f"{name} {_OTHER_CONTENTS}")
+    return None
+
+
+def _entries(folder: epath.Path) -> list[Entry] | Damage:
+    """The list, or what is wrong with the seal itself. Raises OSError."""
+    try:
+        return read(folder)
+    except FileNotFoundError:
+        return Damage(SEAL, f"{FILE} is missing")
+    except ValueError:
+        return Damage(SEAL, f"{FILE} is damaged")
+    except OSError as error:
+        if error.errno in small_files.NOT_SMALL_FILE:
+            return Damage(SEAL, f"{FILE} is {error.strerror}")
+        raise
+
+
+def _is_own_file(folder: epath.Path, path: epath.Path) -> bool:
+    """Whether a path leads to a regular file in the folder; a link may lead out of it."""
+    inside = os.path.realpath(path).startswith(f"{os.path.realpath(folder)}{os.sep}")
+    return inside and os.path.isfile(path)
 
 
 def nbytes(folder: epath.Path) -> int:
@@ -87,9 +162,10 @@ def _sizes(folder: epath.Path) -> dict[epath.Path, int]:
     return sizes
 
 
-def _crc32(path: epath.Path) -> int:
-    value = 0
+def _crc32(path: epath.Path, size: int) -> int:
+    """Of the first `size` bytes: a file that grows meanwhile has an end all the same."""
+    value, left = 0, size
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            value = zlib.crc32(block, value)
+        while block := file.read(min(_BLOCK_BYTES, left)):
+            value, left = zlib.crc32(block, value), left - len(block)
     return value

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, read, seal, staging
+from maxdiloco.checkpoint import metadata, orbax_io, read, seal, staging
 from maxdiloco.errors import CheckpointError
 from maxdiloco.processes import coordination
 from maxdiloco.storage import durable
@@ -189,7 +189,7 @@ class OwnFolder:
 
     def adopt(self, path: epath.Path, *, older: bool) -> None:
         """Go on with the run of a restored checkpoint. older: also find the ones before it."""
-        newest = orbax_io.read_note(path)
+        newest = metadata.read_note(path)
         self.run, self.steps = newest.run, {newest.step}
         earlier = (step for step in read.steps(self._path) if step < newest.step)
         self.steps |= set(filter(self.includes, earlier)) if older else set()
@@ -197,7 +197,7 @@ class OwnFolder:
     def includes(self, step: int) -> bool:
         """Whether a checkpoint, which a failed save may have left, says that it is this run's."""
         try:
-            return orbax_io.read_note(self._path / str(step)).run == self.run
+            return metadata.read_note(self._path / str(step)).run == self.run
         except (OSError, CheckpointError):
             return False
 

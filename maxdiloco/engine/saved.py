@@ -16,13 +16,19 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.diloco import slices
 from maxdiloco.engine.plans import FragmentPlan
 from maxdiloco.engine.state import Layout, State, fragment_structs, lay_out
-from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS, ExchangeSettings, SavedLayout
+from maxdiloco.engine.trainer import (
+    DIAGNOSTICS,
+    OUTER_OF_EACH,
+    OUTER_PARAMS,
+    ExchangeSettings,
+    SavedLayout,
+)
 from maxdiloco.parallel import offload
 from maxdiloco.parallel.replicas import broadcast, reduce_mean
 from maxdiloco.parallel.sharding import of_parameters, shardings_of, zeros
 
 _OF_NO_PARAMETER = -1
-IN_FLIGHT = ("flight", "diagnostics")
+IN_FLIGHT = ("flight", DIAGNOSTICS)
 RESIDUAL = "residual"
 
 
@@ -41,7 +47,7 @@ def items_of(state: State, layout: Layout) -> dict[str, Any]:
         "opt_state": state.opt_state,
         "outer_opt": state.outer_opt,
         "flight": flight,
-        "diagnostics": diagnostics,
+        DIAGNOSTICS: diagnostics,
         theta_item(layout): state.outer,
     }
 
@@ -119,7 +125,7 @@ class Reader:
         like = shardings_of(self._unread)
         items = items | jax.jit(lambda: jax.tree.map(zeros, self._unread), out_shardings=like)()
         outer, outer_opt = self._outer(items)
-        diagnostics = dict(items["diagnostics"])
+        diagnostics = dict(items[DIAGNOSTICS])
         residual_norm_R = diagnostics.pop("residual_norm", ())
         return State(
             t=t,

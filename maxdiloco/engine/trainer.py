@@ -19,6 +19,9 @@ from maxdiloco.parallel.sharding import shardings_of
 
 # The checkpoint item with theta; and that of eager updates, one for each replica, [R, ...].
 OUTER_PARAMS, OUTER_OF_EACH = "outer_params", "outer"
+# The item with what is only logged. A run resumes without a leaf of it, which then begins at zero,
+# so that versions may differ in what they log.
+DIAGNOSTICS = "diagnostics"
 
 
 class SavedLayout(NamedTuple):
@@ -72,11 +75,16 @@ class ExchangeSettings(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "ExchangeSettings":
-        """The settings of a SavedLayout. Raises CheckpointError for unknown ones."""
+        """The settings of a SavedLayout. Raises CheckpointError for unknown or missing ones."""
         if later := fields.keys() - set(cls._fields):
             raise CheckpointError(
                 f"exchange of the checkpoint has {', '.join(sorted(later))}, which this version of "
                 "maxdiloco does not know. Use the version that wrote it."
+            )
+        if missing := set(cls._fields) - cls._field_defaults.keys() - fields.keys():
+            raise CheckpointError(
+                f"exchange of the checkpoint has no {', '.join(sorted(missing))}. "
+                "Use the checkpoint of a DiLoCo run."
             )
         return cls(**fields | {"offsets": tuple(fields["offsets"])})
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from etils import epath
 from jax.sharding import Mesh
 
-from maxdiloco.checkpoint import theta
+from maxdiloco.checkpoint import metadata, theta
 from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.tokenizer_base import ByteTokenizer
-from maxdiloco.errors import ConfigError
+from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.flags import base_yml, config
 from maxdiloco.metrics.compiles import CompileLog
@@ -58,7 +58,9 @@ def load(
         built[:] = cfg, mesh, model
         return on_mesh.parameters(model, mesh)
 
-    params, found = theta.restore_parameters(folder, abstract_of, key="RUN", parameters=parameters)
+    params, found = theta.restore_parameters(
+        folder, abstract_of, key="RUN", parameters=parameters, needs=metadata.OF_MODEL
+    )
     return Stored(found.step, found.path, found.meta, *built, params)
 
 
@@ -110,6 +112,11 @@ def evaluate(
     # As many replicas share a device here as in the run.
     of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // keys["per_device_batch_size"]
     rows = of_device * found.cfg.per_device_batch_size * _batch_devices(found.mesh.shape)
+    if not rows:
+        raise CheckpointError(
+            f"position of checkpoint {found.path} has {rows_of_run} sequences for mesh "
+            f"{found.meta['mesh']}: fewer than its devices. Use another checkpoint."
+        )
     num_sequences = max(-1, found.cfg.eval_steps * rows_of_run)
     cfg, tokenizer = found.cfg, ByteTokenizer()
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text

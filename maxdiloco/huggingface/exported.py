@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import arrays, read, theta
+from maxdiloco.checkpoint import arrays, metadata, read, theta
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import run_tokenizer
@@ -50,7 +50,7 @@ def export_model(
     folder = read.locate(run, **where)
     folders.refuse_existing(target)
     safetensors_files.package()
-    found = read.restore_from(folder, lambda meta: {}, key="RUN")
+    found = read.restore_from(folder, lambda meta: {}, key="RUN", needs=metadata.OF_MODEL)
     cfg, tokenizer = config.from_dict(found.meta["config"]), None
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import orbax_io, write
+from maxdiloco.checkpoint import metadata, write
 from maxdiloco.checkpoint.arrays import PartedLeaf, Writer
 from maxdiloco.data import tokenizer
 from maxdiloco.data.tokenizer_base import Tokenizer
@@ -216,7 +216,7 @@ def _write_checkpoint(
         for part in parts
     }
     tree = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-    note = orbax_io.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, found_tokenizer.fingerprint))
+    note = metadata.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, found_tokenizer.fingerprint))
     target = folder / "checkpoints" / "0"
     target.parent.mkdir()
     # No items: Orbax merges the parts of several processes; here is one.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco.checkpoint import read, saved_state, theta
+from maxdiloco.checkpoint import metadata, read, saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data import mixture, order, tokenizer_base
 from maxdiloco.engine.trainer import SavedLayout
@@ -58,10 +58,11 @@ def look(
 ) -> Start:
     """Find where the run begins, before anything is built. Raises as refuse_changes."""
     M, B = assemble.readers(cfg, shape.num_replicas)[0], shape.sequences
-    own = saved = checkpointer and checkpointer.restore(lambda meta: {})
+    needs = metadata.OF_MODEL
+    own = saved = checkpointer and checkpointer.restore(lambda meta: {}, needs=needs)
     if not saved and cfg.load_full_state_path:
         saved = read.restore_from(
-            cfg.load_full_state_path, lambda meta: {}, key="load_full_state_path"
+            cfg.load_full_state_path, lambda meta: {}, key="load_full_state_path", needs=needs
         )
     if not saved:
         origin = "a fresh start"
@@ -72,6 +73,7 @@ def look(
     # A run that starts from the state of another may read another batch.
     compared = (M, B) if own else (position.M, position.B)
     refuse_changes(cfg, saved, M=compared[0], B=compared[1], data=data)
+    metadata.require(saved.meta, metadata.OF_TRAINING, saved.path)
     position = text.next_position(position, saved.step + 1, M, B)
     return Start(saved.step, position, f"resumed after step {saved.step}", saved)
 
@@ -171,6 +173,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
             lambda meta: parts.params,
             key="load_parameters_path",
             remedy=functools.partial(resume.model_remedy, cfg.as_dict()),
+            needs=metadata.OF_MODEL,
         )
         is_another = restored.meta["tokenizer"] != run_tokenizer.open_tokenizer(cfg).fingerprint
         if is_another and jax.process_index() == 0:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_tools import folder_of, items, save_and_wait, wanted
 
-from maxdiloco.checkpoint import orbax_io, read, seal, write
+from maxdiloco.checkpoint import metadata, read, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.errors import CheckpointError
@@ -123,11 +123,11 @@ def test_a_checkpoint_of_a_later_format_is_one_line_and_no_damage(tmp_path, two_
 def test_a_meta_that_no_version_writes_is_damaged(tmp_path, two_saved):
     folder = damaged_run(tmp_path, two_saved)
     meta = folder / "20" / "meta" / "metadata"
-    assert orbax_io.read_note(folder / "20").step == 20  # the positive control
+    assert metadata.read_note(folder / "20").step == 20  # the positive control
     for wrong in ("[" * 100_000, "[]", "{}", '{"format": "x", "version": ""}'):
         meta.write_text(wrong)
-        with pytest.raises(orbax_io.DamagedError, match="meta of .* is damaged"):
-            orbax_io.read_note(folder / "20")
+        with pytest.raises(metadata.DamagedError, match="meta of .* is damaged"):
+            metadata.read_note(folder / "20")
 
 
 def test_processes_share_the_examination_and_above_a_limit_only_sizes_count(
@@ -145,10 +145,15 @@ def test_processes_share_the_examination_and_above_a_limit_only_sizes_count(
     meta.write_bytes(content)
     monkeypatch.setattr(seal, "CONTENT_LIMIT_BYTES", 10)
     seal.write(newest)
-    meta.write_bytes(bytes(len(content)))
+    tree = newest / "outer_params" / "_METADATA"
+    whole = tree.read_bytes()
+    tree.write_bytes(bytes(len(whole)))
     assert seal.damage(newest) is None
-    meta.write_bytes(content[1:])
+    tree.write_bytes(whole[1:])
     assert "bytes instead of" in seal.damage(newest).what
+    tree.write_bytes(whole)
+    meta.write_bytes(bytes(len(content)))  # META has its checksum all the same
+    assert seal.damage(newest).what.startswith("meta/metadata has other contents")
 
 
 def test_where_folders_cannot_be_renamed_the_commit_file_goes_first(

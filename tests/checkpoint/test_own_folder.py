@@ -17,7 +17,7 @@ from etils import epath
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from maxdiloco.checkpoint import orbax_io, seal, write
+from maxdiloco.checkpoint import metadata, orbax_io, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.write import DELETED, UNFINISHED
 from maxdiloco.errors import CheckpointError
@@ -47,7 +47,7 @@ def put(path, kind):
     if kind in ("other run", "unfinished"):
         (path / "meta").mkdir()
         step = int(path.name) if path.name.isdecimal() else 0
-        note = orbax_io.note_of(step, {}, {}, run="another")
+        note = metadata.note_of(step, {}, {}, run="another")
         (path / "meta" / "metadata").write_text(json.dumps(note))
     if kind == "other run":
         (path / "seal.json").write_text(json.dumps({"files": {}}))
