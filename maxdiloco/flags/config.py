@@ -80,9 +80,6 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     if "vocab_size" not in given and values["tokenizer_type"] != "byte" and not weights:
         values["vocab_size"] = -1
     checks.check(Config(**values), known.ours)
-    if values["diloco_outer_momentum"] == _AUTO and values["enable_diloco"]:
-        is_adam = values["diloco_outer_optimizer"] == "adam"
-        values["diloco_outer_momentum"] = _ADAM_B1 if is_adam else outer_rate.MOMENTUM
     return Config(**values)
 
 
@@ -112,12 +109,28 @@ def rows_of_model(cfg: Config) -> int | None:
 
 
 def with_replicas(cfg: Config, num_replicas: int) -> Config:
-    """The config with the outer learning rate that -1 stands for with so many replicas."""
-    if cfg.diloco_outer_lr != _AUTO or not cfg.enable_diloco:
+    """The config with the outer learning rate and momentum that -1 stands for.
+
+    They depend on the number of replicas and on the method, so a run's config.yml has what was
+    asked for: a run that goes on with other replicas takes what -1 stands for then.
+    """
+    if not cfg.enable_diloco:
         return cfg
-    overlap, merge = cfg.diloco_outer_overlap, cfg.diloco_merge
-    rate = outer_rate.rate(num_replicas, overlap=overlap, merge=merge)
-    return Config(**vars(cfg) | {"diloco_outer_lr": rate})
+    keys = vars(cfg)
+    momentum = cfg.diloco_outer_momentum
+    if momentum == _AUTO:
+        is_adam = cfg.diloco_outer_optimizer == "adam"
+        momentum = _ADAM_B1 if is_adam else outer_rate.MOMENTUM
+    rates = {"diloco_outer_lr": outer_lr(keys, num_replicas), "diloco_outer_momentum": momentum}
+    return Config(**keys | rates)
+
+
+def outer_lr(keys: Mapping[str, Any], num_replicas: int) -> float:
+    """The outer learning rate of a DiLoCo run with these keys and so many replicas."""
+    if keys["diloco_outer_lr"] != _AUTO:
+        return keys["diloco_outer_lr"]
+    overlap, merge = keys["diloco_outer_overlap"], keys["diloco_merge"]
+    return outer_rate.rate(num_replicas, overlap=overlap, merge=merge)
 
 
 def changed(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
+from maxdiloco.flags import config
 from maxdiloco.page import compare, facts, timeline, verdict
 from maxdiloco.page.run import NOT_FINITE, Run
 
@@ -255,7 +256,9 @@ def _gone_after(run: Run, name: str) -> int | None:
 def _outer_rates(runs: Sequence[Run]) -> str:
     """The outer learning rates, which are constant."""
     rates = {
-        f"{run.keys['diloco_outer_lr']:g}" for run in runs if timeline.schedule_of(run) is not None
+        f"{config.outer_lr(run.keys, run.num_replicas):g}"
+        for run in runs
+        if timeline.schedule_of(run) is not None
     }
     return f"; the outer one's is constant: {', '.join(sorted(rates))}" if rates else ""
 

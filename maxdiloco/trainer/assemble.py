@@ -223,13 +223,13 @@ def most_bytes(parts: Parts) -> int:
 
 def _diloco(cfg, mesh, model, step, fresh, facts, options) -> DiLoCo:
     overlap, feedback = cfg.num_communication_overlapping_steps, cfg.diloco_error_feedback
-    make, M = DiLoCo, options["num_replicas"]
+    make = DiLoCo
+    cfg = config.with_replicas(cfg, readers(cfg, options["num_replicas"])[0])
     if checks.is_island(cfg):
         # Here: other runs start without it.
         from maxdiloco.trainer import on_islands
 
-        M, _ = readers(cfg, M)
-        settings = island_settings.of(config.with_replicas(cfg, M), facts)
+        settings = island_settings.of(cfg, facts)
         make = functools.partial(on_islands.OnIslands, settings=settings, fresh=fresh)
         overlap, feedback = 0, "never"  # its log has both
     P = cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1
@@ -242,7 +242,7 @@ def _diloco(cfg, mesh, model, step, fresh, facts, options) -> DiLoCo:
         alpha=cfg.communication_overlapping_alpha,
         outer_optimizer=outer.outer_optimizer(
             cfg.diloco_outer_optimizer,
-            lr=config.with_replicas(cfg, M).diloco_outer_lr,
+            lr=cfg.diloco_outer_lr,
             momentum=cfg.diloco_outer_momentum,
         ),
         outer_overlap=when,

@@ -62,6 +62,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
     say = console.say
     mesh = mesh_lib.build(cfg)
     shape = assemble.batch_shape(cfg, mesh)
+    asked = cfg  # for config.yml: -1 may stand for another number when the run resumes
     cfg = config.with_replicas(cfg, assemble.readers(cfg, shape.num_replicas)[0])
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
@@ -104,7 +105,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         if length is not None and done >= length:
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
             return 0
-        run_files.write(config.from_dict(cfg.as_dict() | {"run_name": name}), folder, say)
+        run_files.write(config.from_dict(asked.as_dict() | {"run_name": name}), folder, say)
         mailbox = None if room is None else room.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
         facts = Facts(**data, steps=total, step_tokens=shape.tokens, length=shape.length, say=say)

@@ -111,7 +111,11 @@ def test_only_what_differs_from_base_yml_is_described():
         "learning_rate=0.001 (default 0.0004)",
         "enable_diloco=false (default true)",
     ]
-    assert config.describe_differences(BASE) == ["diloco_outer_momentum=0.6 (default -1.0)"]
+    assert config.describe_differences(BASE) == []
+    assert config.describe_differences(config.with_replicas(BASE, 2)) == [
+        "diloco_outer_lr=0.7 (default -1.0)",
+        "diloco_outer_momentum=0.6 (default -1.0)",
+    ]
 
 
 def test_jax_is_not_imported_by_the_config():

@@ -9,6 +9,7 @@ import pytest
 import run_tools as tools
 from tiers import full
 
+from maxdiloco import train
 from maxdiloco.data import order
 from maxdiloco.data.order import Position
 
@@ -209,3 +210,22 @@ def test_a_mode_changed_before_the_first_exchange_is_as_if_it_had_always_been(
 
     said = tools.told(capfd, tmp_path, "run", **longer, **begin, steps=16)  # as since step 9
     assert "age of each fragment of theta [steps]: 4, 7 or more" in said
+
+
+def test_config_yml_and_the_command_line_resume_the_same_run(tmp_path, capfd):
+    """With four replicas in place of two, for which diloco_outer_lr=-1 stands for another rate."""
+    keys = dict(steps=4, opt_type="sgd", diloco_outer_momentum=-1, checkpoint_period=4)
+    assert tools.run(tmp_path, "a", **keys) == 0
+    shutil.copytree(tmp_path / "a", tmp_path / "other" / "a")
+    written = (tmp_path / "a" / "config.yml").read_text()
+    assert "\ndiloco_outer_lr: -1.0\n" in written and "\ndiloco_outer_momentum: -1.0\n" in written
+
+    more = ["steps=8", "dcn_diloco_parallelism=4", "ici_fsdp_parallelism=1"]
+    of_file = [tmp_path / "a" / "config.yml", *more]
+    of_keys = tools.arguments(tmp_path / "other", "a", **keys) + more
+    for argv in (of_file, of_keys):
+        told = tools.printed(capfd, train.main, argv)
+        assert "diloco_outer_lr=1.0 (default -1.0)" in told
+        assert "diloco_outer_lr 0.7 -> 1.0" in told
+    tools.assert_equal_runs(tmp_path / "a", tmp_path / "other" / "a", steps=8)
+    assert tools.meta(tmp_path / "a", 8)["config"]["diloco_outer_lr"] == 1.0
