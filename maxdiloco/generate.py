@@ -88,15 +88,16 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     one_device = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES)
 
     def configure(meta):
-        keys = meta["config"]
-        if (keys["dataset_type"], keys["tokenizer_type"]) == ("synthetic", "byte"):
+        # Decoding uses no attention kernel, and that of the run may not exist here.
+        neutral = {"attention": "dot_product", "num_diloco_replicas": -1}
+        cfg = config.of_checkpoint(meta["config"] | neutral)
+        if (cfg.dataset_type, cfg.tokenizer_type) == ("synthetic", "byte"):
             raise ConfigError(
                 f"dataset_type=synthetic of RUN={run}: its tokens are numbers, not text, and no "
                 "tokenizer belongs to them. Use a run that trained on text, or import the model "
                 "again with its tokenizer.json or tokenizer.model beside the weights."
             )
-        # Decoding uses no attention kernel, and that of the run may not exist here.
-        return config.from_dict(keys | {"attention": "dot_product"}), one_device
+        return cfg, one_device
 
     found = stored.load(folder, configure)
     tokenizer = run_tokenizer.of_checkpoint(found.cfg, found.path)

@@ -1,12 +1,15 @@
 """A stored checkpoint on any mesh: its parameters, and their loss on held-out text."""
 
 import math
+import os
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from etils import epath
 from jax.sharding import Mesh
 
+from maxdiloco import ownership
 from maxdiloco.checkpoint import metadata, theta
 from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.tokenizer_base import ByteTokenizer
@@ -17,6 +20,7 @@ from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import output
+from maxdiloco.storage.store import is_local
 
 # Keys of the run that an evaluation may set anew, besides those of the mesh.
 _MAY_CHANGE = (
@@ -26,6 +30,8 @@ _MAY_CHANGE = (
     "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",
     "exchange_interface", "exchange_secret_file", "capacity_factor",
 )  # fmt: skip
+# The mesh need not divide the replicas. With the interval the config is checked for evaluation.
+_NEUTRAL = MappingProxyType({"num_diloco_replicas": -1, "eval_interval": 1})
 
 
 class Stored(NamedTuple):
@@ -72,18 +78,21 @@ def may_change() -> tuple[str, ...]:
 
 def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> config.Config:
     """The config of a run with the keys of a command line. Raises ConfigError."""
-    # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
-    neutral = {"num_diloco_replicas": -1, "eval_interval": 1}
-    keys, may = meta["config"] | neutral, may_change()
-    if meta.get("imported") and keys["dataset_type"] != "synthetic":  # with a tokenizer
+    keys, run, may = meta["config"] | _NEUTRAL, _config_of_run(meta), may_change()
+    if meta.get("imported") and run.dataset_type != "synthetic":  # with a tokenizer
         may = (*may, "dataset_type")  # an import has no text of its own
     cfg = config.changed(keys, argv, environ, may_change=may)
-    if cfg.dataset_type == "synthetic" != keys["dataset_type"]:
+    if cfg.dataset_type == "synthetic" != run.dataset_type:
         raise ConfigError(
             "dataset_type=synthetic has random numbers for tokens, and this model a tokenizer. Use "
             "dataset_type=text, or another kind of text."
         )
     return cfg
+
+
+def _config_of_run(meta: dict[str, Any]) -> config.Config:
+    """The config of the run that wrote a checkpoint. Raises ConfigError."""
+    return config.of_checkpoint(meta["config"] | _NEUTRAL)
 
 
 def evaluate(
@@ -106,11 +115,13 @@ def evaluate(
 
     found = load(folder, on_devices, parameters)
     say(f"step {found.step} of {found.path.parent.parent}, parameters: {parameters}")
+    for line in _text_of_others(found):
+        say(line)
     say(mesh_lib.describe(found.mesh, found.cfg))
-    position, keys = found.meta["position"], found.meta["config"]
-    rows_of_run = position["M"] * position["B"] // keys["gradient_accumulation_steps"]
+    position, run = found.meta["position"], _config_of_run(found.meta)
+    rows_of_run = position["M"] * position["B"] // run.gradient_accumulation_steps
     # As many replicas share a device here as in the run.
-    of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // keys["per_device_batch_size"]
+    of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // run.per_device_batch_size
     rows = of_device * found.cfg.per_device_batch_size * _batch_devices(found.mesh.shape)
     if not rows:
         raise CheckpointError(
@@ -139,6 +150,25 @@ def evaluate(
         "mesh": dict(found.mesh.shape),
         "num_sequences": num_sequences,
     }, totals
+
+
+def _text_of_others(found: Stored) -> list[str]:
+    """The line on paths of text that only the checkpoint of another user names."""
+    file = found.path / metadata.FILE
+    if not is_local(file) or ownership.is_own(status := os.stat(file)):
+        return []
+    keys, stored = found.cfg.as_dict(), found.meta["config"]
+    named = [
+        f"{name}={base_yml.show(keys[name])}"
+        for name in ("dataset_path", "dataset_mixture", "eval_dataset_path")
+        if keys[name] and keys[name] == stored.get(name)
+    ]
+    if not named or found.cfg.dataset_type == "synthetic":
+        return []
+    return [
+        f"note: the checkpoint, which belongs to user {status.st_uid}, names the text: "
+        f"{', '.join(named)}."
+    ]
 
 
 def _texts(cfg, tokenizer, of_run, say):

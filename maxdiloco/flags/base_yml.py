@@ -15,6 +15,7 @@ MAY_CHANGE = "may change, because "
 SHAPES = "must stay, because it shapes the parameters."
 MAY_DIFFER = "may differ, because "
 PATHS_MAY_DIFFER = "paths may differ, because "
+IS_READ, NOT_READ = "is read, because ", "is not read, because "
 
 
 class Table(tuple):
@@ -30,7 +31,8 @@ class Key:
 
     allowed: see `allows`. unit: such as `inner steps`. source: where the default comes from.
     resume: MAY_CHANGE and the reason, or SHAPES, or empty. hosts: MAY_DIFFER or PATHS_MAY_DIFFER
-    and the reason, or empty: the same in all processes of a run.
+    and the reason, or empty: the same in all processes of a run. stored: IS_READ or NOT_READ and
+    the reason, or empty: see `of_host`.
     entries: those of a table, by their name in it; empty: any, or no table. An entry is a Key named
     `table.entry`. required: it has no default, and `default` is an example. condition: the entry
     that has to have one of some values for this one to be read, and the values; or nothing.
@@ -45,9 +47,21 @@ class Key:
     source: str
     resume: str
     hosts: str
+    stored: str
     condition: str
     entries: Mapping[str, "Key"] = dataclasses.field(default_factory=dict)
     required: bool = False
+
+    @property
+    def of_host(self) -> bool:
+        """Whether the key belongs to a host or its user: code, secrets, places, their settings.
+
+        A checkpoint, which another person may have written, never gives such a key: it comes from
+        the command line, a yml file named there, the environment, or its default.
+        """
+        if self.stored:
+            return self.stored.startswith(NOT_READ)
+        return bool(self.hosts) or self.group.startswith("islands")
 
     @property
     def read_with(self) -> tuple[str, list[str]]:
@@ -249,12 +263,14 @@ def declared(path: pathlib.Path | None = None) -> dict[str, Key]:
 
 
 def _facts(comment: str) -> dict[str, str]:
-    """`What it is. Allowed: x. Unit: y. Default: z. Resume: w. Hosts: v. With: u.` by field of Key.
+    """`What it is. Allowed: x. Unit: y. Default: z.` and so on, by field of Key.
 
-    Allowed, unit and condition come without their full stops.
+    The others are Resume, Hosts, Stored and With. Allowed, unit and condition come without their
+    full stops.
     """
-    fields = dict.fromkeys(("allowed", "unit", "source", "resume", "hosts", "condition"), "")
-    meaning, *parts = re.split(r"(Allowed|Unit|Default|Resume|Hosts|With): ", comment)
+    names = ("allowed", "unit", "source", "resume", "hosts", "stored", "condition")
+    fields = dict.fromkeys(names, "")
+    meaning, *parts = re.split(r"(Allowed|Unit|Default|Resume|Hosts|Stored|With): ", comment)
     for name, text in zip(parts[::2], parts[1::2], strict=True):
         field = {"Default": "source", "With": "condition"}.get(name, name.lower())
         stop = "." if name in ("Allowed", "Unit", "With") else ""

@@ -1,11 +1,13 @@
 """The flags of a run: read, checked as far as no device is needed, and frozen, without JAX."""
 
 import difflib
+import os
 import pathlib
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from maxdiloco import ownership
 from maxdiloco.diloco import outer_rate
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, maxtext
@@ -70,7 +72,10 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     known, argv = maxtext.tables(), list(argv)
     given: dict[str, Given] = {}
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
-        given |= of_file(found(pathlib.Path(argv.pop(0))), known)
+        path = found(pathlib.Path(argv.pop(0)))
+        given |= of_file(path, known)
+        for line in _of_another_user(path, given, known.ours):
+            warn(line)
     given |= maxtext.renamed(_from_environment(environ, known), known)
     given |= maxtext.renamed(_from_command_line(argv, warn), known)
     given = maxtext.taken(given, known, warn)
@@ -90,6 +95,23 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     """
     given = {name: Given(value, "stored config") for name, value in maxtext.current(stored).items()}
     return Config(**_values(given, base_yml.declared(), same_type))
+
+
+def of_checkpoint(stored: Mapping[str, Any]) -> Config:
+    """The config that a checkpoint stores, checked, without the keys of a host (Key.of_host).
+
+    Another person may have written it. Raises ConfigError.
+    """
+    cfg = _of_no_host(stored)
+    checks.check(cfg, base_yml.declared())
+    return cfg
+
+
+def _of_no_host(stored: Mapping[str, Any]) -> Config:
+    """A stored config without the keys of a host, unchecked. Raises ConfigError as from_dict."""
+    keys, stored = base_yml.declared(), maxtext.current(stored)
+    host = {name for name, key in keys.items() if key.of_host}
+    return from_dict({name: value for name, value in stored.items() if name not in host})
 
 
 def with_vocab_size(cfg: Config, vocab_size: int, padded_vocab_size: int) -> Config:
@@ -141,10 +163,11 @@ def changed(
     may_change: Collection[str],
     warn: Warn = print,
 ) -> Config:
-    """A stored config with other values for some keys.
+    """The config of a checkpoint with other values for some keys.
 
-    stored: of `as_dict`. argv: key=value alone. environ: as for `load`; only those of may_change
-    count, since the others are meant for training. warn: as for `load`. Raises ConfigError.
+    stored: see `of_checkpoint`. argv: key=value alone. environ: as for `load`; only those of
+    may_change count, since the others are meant for training. warn: as for `load`. Raises
+    ConfigError.
     """
     known = maxtext.tables()
     keys, given = known.ours, _from_environment(environ, known)
@@ -158,7 +181,7 @@ def changed(
                 f"changed here. Leave it out; what may change: {', '.join(may_change)}."
             )
         given[name] = text
-    values = vars(from_dict(stored))
+    values = vars(_of_no_host(stored))
     cfg = Config(**values | {name: convert(keys[name], text) for name, text in given.items()})
     checks.check(cfg, keys)
     return cfg
@@ -186,6 +209,24 @@ def of_file(path: pathlib.Path, known: maxtext.Tables) -> dict[str, Given]:
     """What a yml file before the keys sets; of base.yml and its copies, what differs from it."""
     is_base = path.name == maxtext.BASE
     return _edited(path, known) if is_base else maxtext.renamed(_from_file(path), known)
+
+
+def _of_another_user(
+    path: pathlib.Path, given: Mapping[str, Given], keys: Mapping[str, Key]
+) -> list[str]:
+    """The line on a file of another user that sets keys of this host."""
+    status = os.stat(path)
+    of_host = [
+        f"{name}={shown(given[name].raw)}"
+        for name, key in keys.items()
+        if name in given and key.of_host and convert(key, given[name]) != key.default
+    ]
+    if ownership.is_own(status) or not of_host:
+        return []
+    return [
+        f"note: {path} belongs to user {status.st_uid} and sets keys of this host: "
+        f"{', '.join(of_host)}. Give another value after it, if that is not what you want."
+    ]
 
 
 def _from_file(path: pathlib.Path) -> dict[str, Given]:

@@ -79,6 +79,8 @@ def same_type(key: Key, given: Given) -> Value:
     takes_table = key.name in _TEXT_OR_TABLE and isinstance(value, Table)
     if type(value) is not type(key.default) and not takes_table:
         raise _wrong(key, given, f"is not of type {_TYPES[type(key.default)]}")
+    if not key.entries and not _is_of_text(value):
+        raise _wrong(key, given, "holds what is not text")
     return _entries(key, value, given, same_type) if key.entries else value
 
 
@@ -97,6 +99,15 @@ def _entries(key: Key, table: Table, given: Given, read: Callable[[Key, Given], 
         for name, entry in key.entries.items()
         if name in values and (entry.required or values[name] != entry.default)
     )
+
+
+def _is_of_text(value: Any) -> bool:
+    """Whether all that a list or table holds is text, as in one from the command line."""
+    if isinstance(value, Table):
+        value = tuple(entry for _, entry in value)
+    if not isinstance(value, tuple):
+        return True
+    return all(_is_of_text(x) if isinstance(x, tuple) else isinstance(x, str) for x in value)
 
 
 def shown(raw: Any) -> str:

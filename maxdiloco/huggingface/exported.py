@@ -51,7 +51,7 @@ def export_model(
     folders.refuse_existing(target)
     safetensors_files.package()
     found = read.restore_from(folder, lambda meta: {}, key="RUN", needs=metadata.OF_MODEL)
-    cfg, tokenizer = config.from_dict(found.meta["config"]), None
+    cfg, tokenizer = config.of_checkpoint(found.meta["config"]), None
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
     carried = _carried(cfg.load_parameters_path, found.path, like)

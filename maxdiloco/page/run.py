@@ -24,6 +24,7 @@ NAN = math.nan
 NOT_FINITE = math.inf  # in a column: the run wrote null, or more than LARGEST
 # Metrics are float32. Sums and products of such values are finite in the float64 of a column.
 LARGEST = float(np.finfo(np.float32).max)
+_MOST_SHOWN = 20  # characters of a wrong value
 # What the page takes from the lines of history.jsonl, all numbers but "why".
 _EVENTS = {"start": ("time", "step", "until", "processes", "devices"), "end": ("time", "why")}
 
@@ -109,8 +110,9 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
             )
         keys, written = None, path / "config.yml"
         if written.exists():
-            own = [(name, base_yml.infer(raw)) for name, raw, _ in base_yml.read_yml(written)]
-            keys = {**defaults, **{name: base_yml.as_lists(value) for name, value in own}}
+            keys = dict(defaults)
+            for name, raw, _ in base_yml.read_yml(written):
+                keys[name] = base_yml.as_lists(_inferred(written, name, raw))
         else:
             notes.append(
                 "The configuration is unknown: the folder has no config.yml. So there is no "
@@ -126,6 +128,17 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
             known = is_local(sealed) and sealed.exists()  # a bucket tells no time
             saved[step] = os.path.getmtime(sealed) if known else NAN
     return Run(name, path, steps, columns, keys, starts, saved, notes)
+
+
+def _inferred(path: epath.Path, name: str, raw: Any) -> base_yml.Value:
+    """A value of config.yml. Raises ConfigError for a whole number that no key can have."""
+    try:
+        return base_yml.infer(raw)
+    except ValueError as error:  # of Python, for more than 4,300 digits
+        raise ConfigError(
+            f"{name}={raw[:_MOST_SHOWN]}... in {path} is too large: it has {len(raw):,} digits. "
+            "Give the key a number, or take the file away."
+        ) from error
 
 
 def _is_whole(event: dict[str, Any]) -> bool:

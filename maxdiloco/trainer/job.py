@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
+from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
+from maxdiloco import ownership
+from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
@@ -84,7 +87,8 @@ def keep_their_order(cfg: Config, mesh: Mesh) -> bool:
 def compile_cache(cfg: Config) -> Iterator[list[str]]:
     """Programs compiled inside come from JAX's compile cache, where that is sound, and are kept.
 
-    Its folder is jax_cache_dir, or else that of JAX's own setting. Gives lines for the user.
+    Its folder is jax_cache_dir, or else that of JAX's own setting. Gives lines for the user. Raises
+    ConfigError for a folder in which others can have put code.
     """
     folder = cfg.jax_cache_dir or jax.config.values["jax_compilation_cache_dir"]
     source = "jax_cache_dir" if cfg.jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
@@ -99,12 +103,30 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
         obstacle = "" if shared_folder.is_shared(path) else NOT_SHARED
     else:
         obstacle = "" if keep_their_order(cfg, mesh) else LOSES_ORDER
-    used = None if obstacle else folder
+    used = None if obstacle or path is None else str(path)
+    if used:
+        _require_own(path, f"{source}={folder}")
     given = jax.config.values[_LEAST]
     least = KEPT_FROM_S if given == 1 else given
     with jax_setting(_LEAST, least), jax_setting("jax_compilation_cache_dir", used):
         note = f"note: {source}={folder or ''} is not used: {obstacle}."
         yield [note] if obstacle else []
+
+
+def _require_own(path: epath.Path, given: str) -> None:
+    """Make the folder of the cache; raise ConfigError where others own it or may write to it.
+
+    JAX loads machine code from it. In a bucket the rights are the bucket's. given: key=value.
+    """
+    if not run_folder.is_local(path):
+        return
+    other = "Use a folder of your own"
+    with run_folder.refusing(ConfigError, f"{given} cannot be used", f"{other}."):
+        # Else JAX makes it, which the group may write where the umask lets it.
+        os.makedirs(path, mode=0o755, exist_ok=True)
+        status = os.stat(path)
+    if breach := ownership.breach(status, path, again=other):
+        raise ConfigError(f"{given} {breach}, or leave it out.")
 
 
 @contextmanager
