@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from etils import epath
 
 from maxdiloco.errors import CheckpointError
+from maxdiloco.small_files import read_bytes
 from maxdiloco.storage import object_store
 from maxdiloco.storage.durable import make_folder
 from maxdiloco.storage.object_lock import ObjectLock
@@ -24,8 +25,12 @@ _PROBE_BYTES = 1 << 20
 # NFS keeps the lock of a dead client for its lease, 90 s on Linux, and a grace period.
 LOCK_WAIT_S = 120.0
 _LOCK_POLL_S = 1.0  # our choice
-_HOLDER = re.compile(r"process (\d{1,9}) on (.{0,255})\n?")  # all of a lock file that a run wrote
-_MOST_HOLDER = 300  # characters that are looked at
+# All of a lock file that a run wrote. The number and the host are for a person: containers that
+# start one after the other under one name have both in common, process 1 on the same host.
+_HOLDER = re.compile(
+    r"(process (\d{1,9}) on .{0,255}?)(?: \((boot [0-9a-f-]{36}, start \d{1,20})\))?\n?"
+)
+_MOST_HOLDER = 400  # characters that are looked at
 AGAIN = "See that it can be, and start again."  # the remedy for what cannot be read
 
 
@@ -167,9 +172,16 @@ def _locked(path, run_name, warn):
             )
         if _holder(file) is not None:
             file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.write(_own_line() + "\n")
             file.flush()
         yield
+
+
+def _own_line():
+    """What tells this process from every other one, as _HOLDER reads it."""
+    moment = _moment(os.getpid())
+    who = f"process {os.getpid()} on {socket.gethostname()}"
+    return f"{who} ({moment})" if moment else who
 
 
 def _holder(file):
@@ -186,9 +198,9 @@ def _lock(file, path, run_name, warn):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        holder = _holder(file) or ""
-        who = holder or "another process"
-        if _runs_here(holder) or time.monotonic() >= limit:
+        holder = _HOLDER.fullmatch(_holder(file) or "")
+        who = holder[1] if holder else "another process"
+        if (holder and _runs_here(holder)) or time.monotonic() >= limit:
             raise CheckpointError(
                 f"run_name={run_name} is in use: {who} writes to {path}. Wait for it, stop it, or "
                 "set another run_name."
@@ -202,12 +214,19 @@ def _lock(file, path, run_name, warn):
 
 
 def _runs_here(holder):
-    """Whether the line of a lock file names a living process of this host."""
-    match = _HOLDER.fullmatch(holder)
-    if match is None or match[2] != socket.gethostname():
-        return False
+    """Whether a match of _HOLDER names a process that lives on this host, as far as is visible.
+
+    Its number is not enough: a container sees other processes under the numbers of a dead one's.
+    """
+    return holder[3] is not None and holder[3] == _moment(int(holder[2]))
+
+
+def _moment(pid):
+    """The boot of the kernel and the start of a process in it [clock ticks]; None if unknown."""
     try:
-        os.kill(int(match[1]), 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # another user's
-    return True
+        boot = read_bytes("/proc/sys/kernel/random/boot_id", 64).decode().strip()
+        stat = read_bytes(f"/proc/{pid}/stat", 4096).decode(errors="replace")
+    except OSError:  # it has ended, or this system has no /proc
+        return None
+    # proc(5): field 22; the name in parentheses, field 2, may hold blanks and parentheses.
+    return f"boot {boot}, start {stat.rpartition(')')[2].split()[19]}"

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -86,7 +87,9 @@ def test_the_lock_of_an_earlier_run_gets_the_line_of_its_new_holder(tmp_path, le
     if left is not None:
         lock.write_text(left)
     with open_run_folder(str(tmp_path), "run"):
-        assert lock.read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
+        line = lock.read_text()
+        assert line.startswith(f"process {os.getpid()} on {os.uname().nodename} (boot ")
+        assert line == run_folder._own_line() + "\n"
 
 
 HOLDER = """
@@ -158,15 +161,34 @@ def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monke
 
 
 def test_a_holder_that_lives_on_this_host_is_refused_at_once(tmp_path, held, monkeypatch):
-    """And one that is not there is waited for: a child of it may hold the lock a little longer."""
     monkeypatch.setattr(run_folder.time, "sleep", lambda s: pytest.fail("waited"))
-    monkeypatch.setattr(run_folder.socket, "gethostname", lambda: "here")
-    held(f"process {os.getppid()} on here")
-    assert "is in use" in refused(tmp_path)
-    assert run_folder._runs_here("process 1 on here")
-    assert not run_folder._runs_here("process 1 on there")
-    assert not run_folder._runs_here("process 999999999 on here")  # above any pid_max
-    assert not run_folder._runs_here("garbage")
+    held(f"process {os.getppid()} on here ({run_folder._moment(os.getppid())})")
+    assert f"is in use: process {os.getppid()} on here writes to" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("number", [1, 0, 999999999])  # 0: its own; the last is above any pid_max
+@pytest.mark.parametrize("change", ["", "start", "boot"])
+def test_a_lock_of_a_dead_process_of_the_same_number_is_waited_for(
+    tmp_path, held, monkeypatch, number, change
+):
+    """As process 1 of a container's successor sees it on NFS; the host's name is the same too.
+    A child of a process that has ended may hold the lock a little longer."""
+    number = number or os.getpid()
+    moment = run_folder._moment(number) or run_folder._moment(1)
+    if change == "start":
+        moment = re.sub(r"start \d+", "start 0", moment)
+    if change == "boot":
+        moment = re.sub(r"boot [0-9a-f]{4}", "boot 0000", moment)
+    line = f"process {number} on {os.uname().nodename}" + (f" ({moment})" if change else "")
+    holder, slept = held(line), []
+
+    def let_go(seconds):
+        slept.append(seconds)
+        holder.close()
+
+    monkeypatch.setattr(run_folder.time, "sleep", let_go)
+    with open_run_folder(str(tmp_path), "run", warn=lambda line: None):
+        assert len(slept) == 1
 
 
 def test_a_place_is_looked_at_before_the_folder_is_made(tmp_path):
