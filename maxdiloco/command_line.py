@@ -1,5 +1,6 @@
 """What every program does alike: its options, and how it ends: one line and an exit code."""
 
+import contextlib
 import functools
 import math
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
-from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS, ConfigError
+from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS, ConfigError, Preempted
 from maxdiloco.processes import output
 from maxdiloco.processes.signals import WATCH, hearing, quit_now
 from maxdiloco.version import __version__
@@ -128,7 +129,8 @@ def guarded(program: Program) -> Callable[..., int]:
 def end_with(main: Program) -> NoReturn:
     """Run `main` as this process's program and exit with its code.
 
-    Ctrl-C ends it at any moment with one line and 130, unless `main` handles it.
+    Ctrl-C ends it at any moment with one line and 130, unless `main` handles it. So does SIGTERM,
+    with 143, in process 1 of a container: Linux drops what process 1 leaves to the default handler.
     """
     output.fill_closed_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -136,7 +138,10 @@ def end_with(main: Program) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = CRASHED
     try:
-        with hearing(signal.SIGINT, quit_now):
+        with contextlib.ExitStack() as heard:
+            heard.enter_context(hearing(signal.SIGINT, quit_now))
+            if os.getpid() == 1:
+                heard.enter_context(hearing(signal.SIGTERM, _terminated))
             code = main(sys.argv[1:])
     finally:
         if code == INTERRUPTED:  # it is ending already: another Ctrl-C must not change the code
@@ -150,3 +155,7 @@ def end_with(main: Program) -> NoReturn:
             leave.daemon = True
             leave.start()
     sys.exit(code)
+
+
+def _terminated() -> None:
+    quit_now("Terminated.", Preempted.exit_code)

@@ -8,6 +8,7 @@ import os
 import pathlib
 import pty
 import queue
+import shutil
 import signal
 import struct
 import subprocess
@@ -276,3 +277,18 @@ def test_a_terminal_of_no_columns_shows_no_bar(monkeypatch):
     for stream in (None, io.StringIO()):
         monkeypatch.setattr(output.sys, "stderr", stream)
         assert not output.shows_bars()
+
+
+@pytest.mark.parametrize("what", ["sleep", "native"])
+def test_a_program_that_is_process_1_ends_at_sigterm_with_143(started, what):
+    """Linux drops a signal of process 1, the program of a container, that has no handler."""
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("a PID namespace needs root and unshare of util-linux")
+    unshare = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", PROGRAM, what]
+    child = started("import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *unshare)
+    assert child.stdout.readline() == "begun\n"
+    time.sleep(0.2 if what == "native" else 0.0)
+    (first,) = pathlib.Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    os.kill(int(first), signal.SIGTERM)
+    _, errors = child.communicate(timeout=WAIT_S)
+    assert (child.returncode, errors) == (143, "Terminated.\n")
