@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes or refreshes a virtual environment: the pinned dependencies of constraints.txt and this
-# checkout, editable. Does nothing when the folder already holds them.
+# Makes or refreshes a virtual environment: the pinned dependencies of requirements.lock, each file
+# compared with its hash, and this checkout, editable. Does nothing when the folder already holds
+# them. PyTorch (the extra torch, for tests) is installed by its version only.
 #   usage: bash scripts/make_venv.sh FOLDER [EXTRA,EXTRA...]      extras: see setup.py
 #   MAXDILOCO_PYTHON: the Python to use; by default what `python3` is, where that is 3.11 or newer,
 #   else the first one found that is.
@@ -48,15 +49,22 @@ fi
 stamp=$folder/maxdiloco-${extras:-base}.stamp
 want=$("$folder/bin/python" - <<'PYTHON'
 import hashlib, os, sys
-files = b"".join(open(name, "rb").read() for name in ("constraints.txt", "setup.py"))
+files = b"".join(open(name, "rb").read() for name in ("requirements.lock", "setup.py"))
 print(hashlib.sha256(files).hexdigest(), os.getcwd(), "%d.%d" % sys.version_info[:2])
 PYTHON
 )
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then exit 0; fi
 
 echo "installing the pinned dependencies into $folder (about a minute the first time)"
-pip=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt)
-"${pip[@]}" setuptools
-# --no-build-isolation: an isolated build would fetch a setuptools that no constraint pins.
-"${pip[@]}" --no-build-isolation --editable ".${extras:+[$extras]}"
+pip=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check)
+pins=$folder/maxdiloco-pins.txt
+"$folder/bin/python" scripts/lock.py extras "${extras//torch/}" >"$pins"
+"${pip[@]}" --require-hashes --no-deps -r "$pins" # the lock holds what they need, too
+case ,$extras, in
+  *,torch,*) # a package index may offer a build for CPUs, which has other hashes and needs less
+    "$folder/bin/python" scripts/lock.py pins >"$pins"
+    "${pip[@]}" -c "$pins" torch ;;
+esac
+# --no-build-isolation: an isolated build would fetch a setuptools that nothing pins.
+"${pip[@]}" --no-build-isolation --no-deps --editable .
 echo "$want" >"$stamp"

@@ -18,7 +18,7 @@ tier=default
 case ${1:-} in quick|full) tier=$1; shift ;; esac
 
 # libtpu compiles for TPU slices without a TPU; buckets reads and writes those of the tests.
-bash scripts/make_venv.sh "$MAXDILOCO_VENV" buckets,data,dev,hf,quantization,text,tpu
+bash scripts/make_venv.sh "$MAXDILOCO_VENV" buckets,data,dev,hf,quantization,text,torch,tpu
 bash scripts/check.sh
 
 pytest=("$python" -m pytest -q --durations=10)
@@ -39,8 +39,9 @@ if [ $# = 0 ] && [ "$tier" != quick ]; then
   fi
   if [ ! -d "$last" ]; then
     rm -rf "$plugin"  # pip adds nothing to a folder that is there
+    "$python" scripts/lock.py packages "${packages[@]}" >"$MAXDILOCO_VENV/cuda-plugin.txt"
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps \
-      -c constraints.txt --target "$plugin" "${packages[@]}"
+      --require-hashes --target "$plugin" -r "$MAXDILOCO_VENV/cuda-plugin.txt"
   fi
   PYTHONPATH=$plugin "${pytest[@]}" -m "gpu_aot and $chosen" \
     tests/aot/test_gpus.py tests/integration/test_compile_for_gpus.py
