@@ -17,8 +17,10 @@ USAGE = """usage: python -m maxdiloco.islands audit URL
 
 URL: gs://, s3://, az:// or file:// with a folder, or a path
 audit: replay the log; exit code 1 with the first object that differs
-status: who is there, the records, and how far the islands are behind
-check: is this store fit for islands; exit code 1 with what is not. It writes, and deletes that
+status: who is there, the records, and how far the islands are behind. "left" and "ended": the
+program is over, before or with the run; "silent": it gives no sign of life
+check: is this store fit for islands; exit code 1 with what is not. It writes, and deletes that.
+A folder has to be there: no command creates one
 
 status:"""
 STATUS = MappingProxyType({
@@ -41,8 +43,9 @@ def main(argv: Sequence[str]) -> int:
     url = rest[0]
     options, _ = read_options(rest[1:], STATUS if command == "status" else {}, command)
     path = os.path.expanduser(url.removeprefix("file://"))
-    if "://" not in path and command != "check" and not os.path.isdir(path):
-        raise ConfigError(f"URL={url} is no folder. Name the store of a run.")
+    if "://" not in path and not os.path.isdir(path):
+        remedy = "Create it first" if command == "check" else "Name the store of a run"
+        raise ConfigError(f"URL={url} is not a folder. {remedy}.")
     bucket = objects.open_bucket(url)
     try:
         if command == "check":
@@ -83,14 +86,17 @@ def _audit(bucket, run) -> int:
 
 
 def _status(bucket, run, wait: float) -> int:
-    before = _beats(bucket, run)
+    before = objects.beats(bucket, run)
     time.sleep(wait)
-    now = _beats(bucket, run)
+    now = objects.beats(bucket, run)
     logs = [audit.follow(bucket, run, fragment) for fragment in range(len(run.fragments))]
     rows = [["island", "incarnation", "is", "tokens/s", "tokens", "records behind"]]
     for name, beat in sorted(now.items()):
-        living = before.get(name) != beat
-        what = ("trains" if beat.ready else "joins") if living else "silent"
+        living = before.get(name) != beat and not beat.left
+        if beat.left:
+            what = "ended" if rules.progress(run, logs[0].ledger) >= 1 else "left"
+        else:
+            what = ("trains" if beat.ready else "joins") if living else "silent"
         tokens = sum(m.tokens for m in logs[0].ledger.marks if m.island == name)
         speed = f"{beat.speed if living else 0:,.0f}"
         behind = " ".join(log.behind(name) for log in logs)
@@ -104,11 +110,6 @@ def _status(bucket, run, wait: float) -> int:
             f"{100 * rules.progress(run, ledger):.1f} % of the run"
         )
     return 0
-
-
-def _beats(bucket, run) -> dict[str, records.Beat]:
-    found = (objects.get(bucket, run, name) for name in objects.listed(bucket, "hb"))
-    return {beat.island: beat for beat in found if isinstance(beat, records.Beat)}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from maxdiloco.islands.island import (
     Roll,
     Say,
     Seen,
+    Starts,
     at_once,
     changed,
     fragment_of,
@@ -112,7 +113,7 @@ def _applied(s: Island, action: Apply, digest: str) -> Transition:
     for own in reversed(log.own):
         if own.message.seq in action.returned:
             steps, tokens = steps + own.message.steps, tokens + own.message.tokens
-            data = joined(own.message.data, data)
+            data = joined(own.message.data, data, s.run.block_tokens)
     reasons = {rules.key_of(r): r.reason for r in record.rejected}
     refused += any(reasons.get(rules.key_of(own.message)) in rules.REPEATED for own in log.own)
     decided = {*action.committed, *action.returned}
@@ -120,7 +121,11 @@ def _applied(s: Island, action: Apply, digest: str) -> Transition:
         s, record.fragment, ledger=ledger, record=None, fetched=False, draft=None, steps=steps,
         tokens=tokens, data=data, first_at=None, ripe_at=None, refused=refused,
         own=tuple(own for own in log.own if own.message.seq not in decided),
-        inbox={k: m for k, m in log.inbox.items() if not rules.is_decided(marks, k)},
+        inbox={
+            k: m
+            for k, m in log.inbox.items()
+            if not rules.is_decided(marks, k) and not rules.is_forgotten(s.run, ledger, m)
+        },
         damaged={k: m for k, m in log.damaged.items() if not rules.is_decided(marks, k)},
     )  # fmt: skip
     s = want(s, Get(records.record_name(record.fragment, record.number + 1)))
@@ -130,6 +135,9 @@ def _applied(s: Island, action: Apply, digest: str) -> Transition:
         return stopped(s, "two of its messages in a row were rejected", again=True)
     if (s.name, s.incarnation) in ledger.dead:
         return stopped(s, "the others took it for dead", again=True)
+    undecided = s.logs[record.fragment].own
+    if any(rules.is_forgotten(s.run, ledger, own.message) for own in undecided):
+        return stopped(s, "the log has gone on without its messages", again=True)
     if s.phase == "in" and not record.fragment and rules.progress(s.run, ledger) >= 1:
         return stopped(s, f"done: {ledger.tokens} tokens are committed", again=False, why=DONE)
     return s, []
@@ -181,11 +189,17 @@ def _run_settled(s: Island, name: str, run: Any) -> Transition:
             line = f"{key}={own} here, and {other} in the run of this store. Set the same, or"
             return stopped(s, f"{line} use another islands_store", again=False)
     s.phase = "claim"
-    return _claim(s, s.after + 1)
+    # A program that joins again knows its number, and has none after it but of a later program.
+    return _claim(s, s.after + 1) if s.after else (want(s, Starts(s.name)), [])
+
+
+def _listed(s: Island, action: Starts, last: int, tries: int) -> Transition:
+    """Rule 2: an island's next incarnation; a listing may be late, the claim decides."""
+    return _claim(s, last + 1)
 
 
 def _claim(s: Island, incarnation: int) -> Transition:
-    name = f"i/{s.name}.{incarnation}"
+    name = records.incarnation_name(s.name, incarnation)
     return want(s, Create(name, Claim(name, s.name, incarnation, s.nonce))), []
 
 
@@ -194,7 +208,6 @@ def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
     if s.phase != "claim":
         return s, []
     if not rules.is_own(claim, s.nonce):
-        # A program that joins again has no other after it, but one that started later.
         return replaced(s) if s.after else _claim(s, claim.incarnation + 1)
     s.phase, s.incarnation, s.rolled_at = "load", claim.incarnation, s.now
     for fragment, log in enumerate(s.logs):
@@ -271,7 +284,10 @@ def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
     damaged = log.damaged
     if isinstance(found, Damage):
         damaged = {**damaged, key: found.reason}
-        found = Message(log.ledger.fragment, *key, 0, 0, 0, 0, (), 0.0, False, "")
+        base = log.ledger.number
+        found = Message(log.ledger.fragment, *key, base, 0, 0, 0, (), 0.0, False, "")
+    elif rules.is_forgotten(s.run, log.ledger, found):
+        return s, []
     return with_log(s, int(fragment), inbox={**log.inbox, key: found}, damaged=damaged), []
 
 
@@ -283,7 +299,8 @@ def _rolled(s: Island, action: Roll, beats: Any, tries: int) -> Transition:
     for name, beat in beats.items():
         old = seen.get(name)
         if old is None or beat[1:3] > old.beat[1:3]:  # a later incarnation, or a later beat
-            seen[name] = Seen(beat, s.watched)
+            is_same = old is not None and old.beat.incarnation == beat.incarnation
+            seen[name] = Seen(beat, s.watched, old.since if is_same else s.watched)
     s = want(s, action, s.pace.roll)
     mine = seen.get(s.name)
     if mine is not None and s.phase in ("load", "in") and mine.beat.incarnation > s.incarnation:
@@ -342,7 +359,7 @@ def _nothing(s: Island, action: Any, result: Any, tries: int) -> Transition:
 
 _HANDLERS = MappingProxyType({
     Create: _created, Get: _got, Look: _looked, Roll: _rolled, Reduce: _reduced, Fetch: _fetched,
-    Load: _loaded, Put: _nothing, Delete: _nothing,
+    Load: _loaded, Put: _nothing, Delete: _nothing, Starts: _listed,
 })  # fmt: skip
 _SETTLED = MappingProxyType({
     "r": _run_settled, "i": _incarnation_settled, "s": _snapshot_settled, "u": _message_settled,

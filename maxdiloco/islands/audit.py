@@ -121,14 +121,16 @@ def lines(run: Run, logs: Iterable[Replayed]) -> list[list[Any]]:
     """Who did what, a row an island."""
     rows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for fragment, log in enumerate(logs):
+        known = set()
         for record in log.records:
             rows[record.author]["written"] += 1
             for reject in record.rejected:
                 rows[reject.island]["rejected"] += 1
-        for mark in log.ledger.marks:
-            rows[mark.island]["incarnations"] += fragment == 0
-            if fragment == 0:
-                rows[mark.island]["tokens"] += mark.tokens
+            for member in record.members:
+                rows[member.island]["tokens"] += member.tokens if fragment == 0 else 0
+            known |= {rules.key_of(one)[:2] for one in (*record.members, *record.rejected)}
+        for name, _ in known:
+            rows[name]["incarnations"] += fragment == 0
         for message in pending(log.ledger, log.messages):
             rows[message.island]["pending" if fragment == 0 else ""] += message.tokens
     columns = ("incarnations", "written", "rejected", "tokens", "pending")
@@ -150,9 +152,7 @@ def account(log: Iterable[Record], messages: Mapping[Key, Message]) -> str:
     A message says what its incarnation had read: that is what was sent before and not rejected by
     the records which it knew, and its own.
     """
-    rejected = {
-        rules.key_of(r): record.number for record in log for r in record.rejected
-    }
+    rejected = {rules.key_of(r): record.number for record in log for r in record.rejected}
     counted = {rules.key_of(m): m.tokens for record in log for m in record.members}
     for key in counted.keys() & messages.keys():
         if messages[key].tokens != counted[key]:
@@ -284,4 +284,3 @@ def _compare(bucket, run, name, ledger: Ledger, state: Outer | None) -> Outer:
     if stored.digest() != found.digest or (ledger.digest and found.digest != ledger.digest):
         raise Differs(f"{name}: its state is not that of the records")
     return stored if state is None else state
-

@@ -108,6 +108,12 @@ class Beside:
             self._wanted.notify_all()
         self._threads[0].join()
 
+    def leave(self, *, drain: bool) -> None:
+        """End the threads, as `close`, and the island."""
+        self.close(drain=drain)
+        self._threads[1].join(DRAIN_S)  # that of signs of life, of which this is the last
+        self.driver.leave()
+
     def _has_stored(self) -> bool:
         under_way = [*self._flying, *self.driver.requests]
         return not any(isinstance(request, Create | Reduce) for request in under_way)
@@ -212,7 +218,9 @@ class Company:
         before, self._there, found = self._there, there, []
         for name in sorted(before.keys() - there.keys()):
             self._gone.add(name)
-            found.append(f"island {name} is thought dead: no sign of life for {pace.dead:g} s")
+            dead = f"is thought dead: no sign of life for {pace.dead:g} s"
+            has_left = state.seen[name].beat.left
+            found.append(f"island {name} {'has left' if has_left else dead}")
         for name in sorted(there.keys() - before.keys()):
             word = "is back" if name in self._gone else "is there"
             found.append(f"island {name} {word}{_start(there[name])}")

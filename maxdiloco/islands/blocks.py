@@ -1,19 +1,26 @@
 """Rule 8, the data follows the log: its blocks, leased by put-if-absent. Pure, of plain values."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from maxdiloco.islands.records import Block, Ledger, Range, Record, Run
+from maxdiloco.islands import records
+from maxdiloco.islands.records import Block, Ledger, Message, Range, Record, Run
 
 PERIODS = 3  # that are read without the store
 LEAST, MOST_MORE = 2, 6  # blocks; our choice
 MOST_AHEAD = 1 << 20  # blocks above the highest one seen that may be read; our choice
+# Of a ledger, of which the lowest are dropped first: an island that reads in turn has one or two.
+MOST_UNFINISHED = 2048
+# Bytes of a message's header without ranges: names, sha256 and signature, and numbers of 19 digits
+# take 900 at the most.
+WITHOUT_DATA = 1 << 10
 
 
 def after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[Block, ...], int]:
     """The unfinished blocks, and the highest one seen, after a record."""
     blocks, top = {(b.block, b.lease): b for b in ledger.blocks}, ledger.top
+    size = run.block_tokens
     for member in record.members:
-        for part in member.data:
+        for part in (one for each in member.data for one in in_blocks(each, size)):
             key, top = (part.block, part.lease), max(top, part.block)
             *_, stop, tokens = blocks.get(key, (0, 0))
             # A rejected message's part may come after a later one.
@@ -22,16 +29,41 @@ def after(run: Run, ledger: Ledger, record: Record) -> tuple[tuple[Block, ...], 
             if part.lease == 2:  # it is the rest of a dead island's
                 blocks.pop((part.block, 1), None)
     kept = (blocks[key] for key in sorted(blocks))
-    size = run.block_tokens
-    return tuple(b for b in kept if (b.tokens if b.lease == 1 else b.stop) < size), top
+    unfinished = [b for b in kept if (b.tokens if b.lease == 1 else b.stop) < size]
+    return tuple(unfinished[-MOST_UNFINISHED:]), top
+
+
+def in_blocks(part: Range, size: int) -> Iterator[Range]:
+    """A range, block by block."""
+    block, lease, start, stop = part
+    while stop > size > 0:
+        yield Range(block, lease, start, size)
+        block, start, stop = block + 1, 0, stop - size
+    yield Range(block, lease, start, stop)
+
+
+def tokens_of(data: Sequence[Range]) -> int:
+    """Tokens of ranges."""
+    return sum(part.stop - part.start for part in data)
+
+
+def fitting(data: Sequence[Range]) -> int:
+    """How many of the first ranges a message takes."""
+    left = records.max_header(Message) - WITHOUT_DATA
+    for number, part in enumerate(data):
+        left -= records.size_in_list(part)
+        if left < 0:
+            return number
+    return len(data)
 
 
 def are_parts(run: Run, ledger: Ledger, data: Sequence[Range]) -> bool:
     """Whether a message's ranges can be of blocks that an island holds."""
+    size = run.block_tokens
     return all(
-        0 <= part.start < part.stop <= run.block_tokens
+        0 <= part.start < min(part.stop, size)
         and part.lease in (1, 2)
-        and part.block <= ledger.top + MOST_AHEAD
+        and part.block + (part.stop - 1) // size <= ledger.top + MOST_AHEAD
         for part in data
     )
 

@@ -143,7 +143,7 @@ def _with_step(s: Island, tokens: int) -> Island:
             log,
             steps=log.steps + 1,
             tokens=log.tokens + tokens,
-            data=joined(log.data, data),
+            data=joined(log.data, data, s.run.block_tokens),
         )
         for log in s.logs
     )
@@ -155,8 +155,12 @@ def _at_boundary(s: Island, actions: list[Any]) -> Transition:
     """Between two inner steps: sends, then applies of other fragments."""
     for fragment, log in enumerate(s.logs):
         if s.phase == "in" and _is_due(s, fragment) and rules.may_send(log.own):
-            actions.append(Pack(_message(s, fragment)))
-            s = with_log(s, fragment, steps=0, tokens=0, data=(), sent_at=s.now, seq=log.seq + 1)
+            left = log.data[blocks.fitting(log.data) :]  # for the next message
+            tokens = blocks.tokens_of(left)
+            actions.append(Pack(_message(s, fragment, len(log.data) - len(left), tokens)))
+            s = with_log(
+                s, fragment, steps=0, tokens=tokens, data=left, sent_at=s.now, seq=log.seq + 1
+            )
         elif log.record is not None and log.fetched and (s.phase == "in" or not s.run.islands):
             actions += _apply(s, log)
     return s, actions
@@ -167,11 +171,12 @@ def _is_due(s: Island, fragment: int) -> bool:
     return rules.is_due(s.run, s.pace, fragment, s.t, log.steps, s.now - log.sent_at)
 
 
-def _message(s: Island, fragment: int) -> Message:
+def _message(s: Island, fragment: int, ranges: int, left: int) -> Message:
+    """ranges: of log.data that it has; left: tokens of the others."""
     log = s.logs[fragment]
     return Message(
         fragment, s.name, rules.sender(s.run, s.incarnation), log.seq + 1, log.ledger.number,
-        log.steps, log.tokens, s.read, log.data, 0.0, True, "",
+        log.steps, log.tokens - left, s.read - left, log.data[:ranges], 0.0, True, "",
     )  # fmt: skip
 
 
@@ -202,6 +207,7 @@ def _present(s: Island) -> set[str]:
         for name in rules.alive(s.run, s.seen, watched(s), s.pace)
         if name in s.seen
         and s.seen[name].beat.ready
+        and not s.seen[name].beat.left
         and (name, s.seen[name].beat.incarnation) not in log.ledger.dead
     }
     return ready | ({s.name} if _sent(s) else set())
@@ -234,10 +240,39 @@ def _decide(s: Island, fragment: int) -> Transition:
     before = rules.distance(log.ledger.number + 1, s.name, present)
     if s.now - ripe_at < before * s.pace.aside:
         return s, []
-    draft = _draft(s, log, present, *found)
+    draft = _fitting(s, log, present, *found)
+    if draft is None:
+        return s, []
     s = with_log(s, fragment, draft=draft, drafts=log.drafts + 1)
     create = Create(records.record_name(fragment, draft.number), draft)
     return want(s, Reduce(draft) if draft.members else create), []
+
+
+def _fitting(s: Island, log: Log, present: set[str], members, rejected) -> Record | None:
+    """Rule 13: the record of as many messages as fit; the others wait for the next one.
+
+    The oldest first, but an island's second message after all first ones. None: not one fits.
+    """
+    draft = _draft(s, log, present, members, rejected)
+    if s.run.islands or rules.fits(s.run, log.ledger, draft):
+        return draft  # in fixed mode a record takes all, or the writer says that it is too large
+    marks = rules.marks_of(log.ledger)
+
+    def turn(key):
+        return key[2] - marks.get(key[:2], 0), log.inbox[key].base, key
+
+    order = sorted(map(rules.key_of, (*members, *rejected)), key=turn)
+    fits, too_many, found = 0, len(order), None
+    while too_many - fits > 1:
+        number = (fits + too_many) // 2
+        taken = {*order[:number]}
+        parts = ([m for m in part if rules.key_of(m) in taken] for part in (members, rejected))
+        draft = _draft(s, log, present, *parts)
+        if rules.fits(s.run, log.ledger, draft):
+            fits, found = number, draft
+        else:
+            too_many = number
+    return found
 
 
 def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
@@ -249,10 +284,12 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
     tokens: dict[str, float] = {}
     for message in members:
         tokens[message.island] = tokens.get(message.island, 0) + message.tokens
-    others = sorted((present - set(tokens)) & set(s.seen))
-    absent = sum(s.seen[name].beat.speed for name in others)
-    expected = sum(tokens.values()) + absent * s.pace.period
-    alive = rules.alive(s.run, s.seen, watched(s), s.pace) & set(s.seen)
+    others, time = sorted((present - set(tokens)) & set(s.seen)), watched(s)
+    came, mean = sum(tokens.values()), sum(tokens.values()) / max(len(tokens), 1)
+    expected = came + sum(
+        rules.expected_tokens(ledger, s.seen[name], mean, time, s.pace) for name in others
+    )
+    alive = rules.alive(s.run, s.seen, time, s.pace) & set(s.seen)
     living = {name: s.seen[name].beat.incarnation for name in alive} | {s.name: s.incarnation}
     return Record(
         ledger.fragment,
@@ -265,8 +302,8 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
             for m in members
         ),
         tuple(rejected),
-        rules.newly_dead(s.run, ledger, living) if watched(s) >= s.pace.dead else (),
-        rules.scale(s.run, sum(tokens.values()), expected),
+        rules.newly_dead(s.run, ledger, living, absent=time >= s.pace.dead),
+        rules.scale(s.run, came, expected),
         ledger.link,
         ledger.digest,
         "",
@@ -280,7 +317,7 @@ def _look(s: Island) -> Island:
         return s  # it has asked for all of them, with pauses that grow
     s.looked = known_from
     marks = [rules.marks_of(log.ledger) for log in s.logs]
-    for name, (beat, _) in s.seen.items():
+    for name, (beat, *_) in s.seen.items():
         if name == s.name:
             continue
         key = name, rules.sender(s.run, beat.incarnation)
@@ -319,6 +356,6 @@ def _beat(s: Island) -> Island:
         return s
     since = s.now - s.beat_at + s.pace.beat
     speed = (s.read - s.beat_read) / since
-    beat = Beat(s.name, s.incarnation, s.beat + 1, _sent(s), speed)
+    beat = Beat(s.name, s.incarnation, s.beat + 1, _sent(s), speed, left=False)
     s.beat, s.beat_at, s.beat_read = s.beat + 1, s.now + s.pace.beat, s.read
     return want(s, Put(f"hb/{s.name}", beat))

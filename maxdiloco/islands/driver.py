@@ -5,6 +5,7 @@ step is, and when one is taken, is the caller's; `theta` and `x` are a fragment'
 flattened and put end to end.
 """
 
+import contextlib
 import functools
 import secrets
 import time
@@ -18,7 +19,16 @@ from maxdiloco.islands import core, island, keys, objects, outer, records, resta
 from maxdiloco.islands.ahead import Ahead, ReadAhead
 from maxdiloco.islands.objects import Read
 from maxdiloco.islands.outer import Outer, Term
-from maxdiloco.islands.records import Damaged, Gradient, Ledger, Message, Record, Reject, Run
+from maxdiloco.islands.records import (
+    Beat,
+    Damaged,
+    Gradient,
+    Ledger,
+    Message,
+    Record,
+    Reject,
+    Run,
+)
 from maxdiloco.storage.store import Bucket
 
 
@@ -72,6 +82,7 @@ class Driver:
             records.snapshot_name(fragment, 0): state.to_bytes()
             for fragment, state in enumerate(self.outer)
         }
+        self._small = [False] * len(theta)  # whether the last record moved little
         self._after: dict[str, tuple[Outer, str]] = {}  # by the name of a record's gradient
         self.requests: list[Any] = []
         self.said: list[str] = []
@@ -166,6 +177,15 @@ class Driver:
                     if self.state.phase == "load" and isinstance(action, island.Get):
                         self.requests += self._ahead.after(action.name)
 
+    def leave(self) -> None:
+        """Put a last sign of life once the program is over, so that nobody waits for more."""
+        s = self.state
+        was_replaced = self.stop is not None and self.stop.why == island.REPLACED
+        if s.beat and not was_replaced and s.failing_since is None:
+            sent = Beat(s.name, s.incarnation, s.beat + 1, False, 0.0, left=True)
+            with contextlib.suppress(OSError):  # without it the others wait until it is dead
+                self._request(island.Put(f"hb/{s.name}", sent))
+
     # -- on arrays --------------------------------------------------------------------------------
 
     def _packed(self, message: Message) -> Message:
@@ -180,7 +200,10 @@ class Driver:
         self.norm, self.finite, self._left[fragment] = norm, finite, wanted - values
         message = message._replace(norm=norm, finite=finite, sha256=sha256)
         self._payloads[name_of(message)] = payload
-        return message if self._key is None else keys.signed(message, self._key)
+        return self._signed(message)
+
+    def _signed(self, value: keys.Signed) -> keys.Signed:
+        return value if self._key is None else keys.signed(value, self._key)
 
     def _applied(self, action: island.Apply) -> str:
         record, fragment, run = action.record, action.record.fragment, self._run
@@ -204,6 +227,9 @@ class Driver:
         self.outer[fragment] = after
         if action.how != "load":
             self.said += [rejected(record, reject) for reject in record.rejected]
+            if (is_small := record.scale < rules.SMALL_SCALE) and not self._small[fragment]:
+                self.said.append(scaled(record))
+            self._small[fragment] = is_small
         if action.keep:
             name = records.snapshot_name(fragment, record.number)
             self._payloads[name] = after.to_bytes()
@@ -215,12 +241,14 @@ class Driver:
         bucket, run = self._bucket, self._run
         match action:
             case island.Create(name, body):
-                result = objects.create(bucket, name, body, self._payloads.get(name, b""))
+                result = objects.create(bucket, run, name, body, self._payloads.get(name, b""))
                 if result in (island.CREATED, island.EXISTS) and name[0] != "u":
                     self._payloads.pop(name, None)
                 return result
             case island.Put(name, body):
-                return bucket.put(name, records.encode(body))
+                return bucket.put(name, objects.encoded(run, name, self._signed(body)))
+            case island.Starts(name):
+                return objects.starts(bucket, name)
             case island.Get(name):
                 return objects.answered(self._ahead.read, name)
             case Ahead():
@@ -249,7 +277,8 @@ class Driver:
         payload = outer.reduced(self._run, draft.fragment, terms)
         sha256 = records.sha256(payload)
         value = Gradient(draft.fragment, draft.number, sha256)
-        result = objects.create(self._bucket, records.gradient_name(draft), value, payload)
+        name = records.gradient_name(draft)
+        result = objects.create(self._bucket, self._run, name, value, payload)
         return island.FAILED if result == island.FAILED else island.Reduced(sha256)
 
     def _fetched(self, record: Record) -> bool | None:
@@ -304,6 +333,15 @@ def rejected(record: Record, reject: Reject) -> str:
     message = f"message {reject.incarnation}.{reject.seq} of island {reject.island}"
     where = f"record {record.number} of fragment {record.fragment}"
     return f"{where} rejects {message}: {reject.reason}"
+
+
+def scaled(record: Record) -> str:
+    """The line on a record that moves little."""
+    members = ", ".join(sorted({member.island for member in record.members}))
+    return (
+        f"record {record.number} of fragment {record.fragment} takes {record.scale:.2g} of its "
+        f"step: of the tokens that were expected so many came, from {members}"
+    )
 
 
 def merged(x: np.ndarray, theta: np.ndarray, alpha: float) -> np.ndarray:

@@ -25,10 +25,14 @@ class Pace(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The newest sign of life of an island, and when it changed: Island.watched then."""
+    """The newest sign of life of an island, and when it changed: Island.watched then.
+
+    since: when the first one of this incarnation was seen.
+    """
 
     beat: Beat
     at: float
+    since: float
 
 
 # -- actions on the store: each has an answer, sooner or later, in any order ----------------------
@@ -67,6 +71,12 @@ class Look(NamedTuple):
     """Answer: a message, without its payload."""
 
     name: str
+
+
+class Starts(NamedTuple):
+    """Answer: the highest incarnation of an island that is listed; 0: none."""
+
+    island: str
 
 
 class Roll(NamedTuple):
@@ -322,14 +332,17 @@ def at_once(s: Island) -> Island:
     return s
 
 
-def joined(first: tuple[Range, ...], then: Iterable[Range]) -> tuple[Range, ...]:
-    """Ranges one after the other, as one where they touch."""
+def joined(first: Iterable[Range], then: Iterable[Range], size: int) -> tuple[Range, ...]:
+    """Ranges one after the other, as one where they touch, also of two blocks. size: of a block."""
+    found = list(first)
     for part in then:
-        if first and first[-1][:2] == part[:2] and first[-1].stop == part.start:
-            first = (*first[:-1], Range(*first[-1][:3], part.stop))
+        last = found[-1] if found else None
+        ahead = size * (part.block - last.block) if last else 0
+        if last and last.lease == part.lease and last.stop == ahead + part.start:
+            found[-1] = last._replace(stop=ahead + part.stop)
         else:
-            first = (*first, part)
-    return first
+            found.append(part)
+    return tuple(found)
 
 
 def fragment_of(name: str) -> int:

@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -10,11 +10,11 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import records
-from maxdiloco.islands.records import Message, Run
+from maxdiloco.islands.records import Beat, Message, Run
 
 _REMEDY = "`ssh-keygen -t ed25519 -N '' -f NAME` makes NAME and NAME.pub."
 
-
+Signed = TypeVar("Signed", Message, Beat)
 Named = tuple[tuple[str, str], ...]  # public keys by island, as run.json has them
 
 
@@ -86,24 +86,24 @@ def public(key: bytes) -> str:
     return private.public_key().public_bytes_raw().hex()
 
 
-def signed(message: Message, key: bytes) -> Message:
-    """The message with the signature of its header, which has the sha256 of its payload."""
+def signed(value: Signed, key: bytes) -> Signed:
+    """A message, whose header has the payload's sha256, or a heartbeat with its signature."""
     private = ed25519.Ed25519PrivateKey.from_private_bytes(key)
-    return message._replace(signature=private.sign(_text(message)).hex())
+    return value._replace(signature=private.sign(_text(value)).hex())
 
 
-def is_known(run: Run, message: Message) -> bool:
-    """Whether a message counts: its island's key has signed it, or the run has no keys."""
+def is_known(run: Run, value: Message | Beat) -> bool:
+    """Whether it counts: its island's key has signed it, or the run has no keys."""
     if not run.keys:
         return True
     try:
-        key = bytes.fromhex(dict(run.keys)[message.island])
-        signature = bytes.fromhex(message.signature)
-        ed25519.Ed25519PublicKey.from_public_bytes(key).verify(signature, _text(message))
+        key = bytes.fromhex(dict(run.keys)[value.island])
+        signature = bytes.fromhex(value.signature)
+        ed25519.Ed25519PublicKey.from_public_bytes(key).verify(signature, _text(value))
     except (KeyError, ValueError, InvalidSignature):
         return False
     return True
 
 
-def _text(message: Message) -> bytes:
-    return records.encode(message._replace(signature=""))
+def _text(value: Message | Beat) -> bytes:
+    return records.encode(value._replace(signature=""))

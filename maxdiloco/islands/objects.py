@@ -20,6 +20,7 @@ from maxdiloco.islands.records import (
     Message,
     Record,
     Run,
+    TooLarge,
 )
 from maxdiloco.storage import store
 from maxdiloco.storage.store import Bucket
@@ -27,7 +28,7 @@ from maxdiloco.storage.store import Bucket
 Read = Callable[[str], tuple[Any, bytes]]  # of a name: the object and its payload
 _GRADIENT = re.compile(r"g/\d+/\d+\.[A-Za-z0-9_-]{1,64}\.[0-9.]{1,40}")
 _MOST_SPEED = 1e12  # tokens a second; our choice
-_MOST_LOOK = 1 << 16  # bytes of a message's header; our choice
+_LOOK_BYTES = 1 << 16  # of a message are read first; few headers are longer
 
 
 def open_bucket(url: str, key: str = "URL") -> Bucket:
@@ -50,23 +51,41 @@ def open_bucket(url: str, key: str = "URL") -> Bucket:
         ) from error
 
 
-def most_bytes(run: Run | None, name: str) -> int:
+def max_bytes(run: Run | None, name: str) -> int:
     """Rule 13: the most that an object may have, payload and all. run: None for run.json."""
+    header = records.max_header(records.kind_of(name))
     if run is None or name[0] not in "ugs":
-        return records.MOST_HEADER
+        return header
     sizes = outer.sizes_of(run, int(name.split("/")[1]))
     payload = {
         "u": wires.payload_size(run.wire, sizes),
         "g": wires.payload_size(run.wire_down, sizes),
         "s": 8 * sum(sizes),
     }[name[0]]
-    return records.MOST_HEADER + payload
+    return header + payload
 
 
-def create(bucket: Bucket, name: str, value: Any, payload: bytes = b"") -> str:
-    """Put an object if there is none: CREATED, EXISTS, or FAILED, which says nothing."""
+def require_size(run: Run | None, name: str, size: int) -> None:
+    """Rule 13, of every object that is written or read. Raises TooLarge."""
+    if size > (most := max_bytes(run, name)):
+        raise TooLarge(f"{name} has {size} bytes, and {most} are the most")
+
+
+def encoded(run: Run, name: str, value: Any, payload: bytes = b"") -> bytes:
+    """The bytes of an object that every reader accepts. Raises TooLarge."""
+    data = records.encode(value, payload)
+    require_size(run, name, len(data))
+    return data
+
+
+def create(bucket: Bucket, run: Run, name: str, value: Any, payload: bytes = b"") -> str:
+    """Put an object if there is none: CREATED, EXISTS, or FAILED, which says nothing.
+
+    Raises TooLarge.
+    """
+    data = encoded(run, name, value, payload)
     try:
-        version = bucket.put_if(name, records.encode(value, payload), None)
+        version = bucket.put_if(name, data, None)
     except OSError:
         return FAILED
     return EXISTS if version is None else CREATED
@@ -74,10 +93,9 @@ def create(bucket: Bucket, name: str, value: Any, payload: bytes = b"") -> str:
 
 def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
     """An object and its payload. Raises OSError, FileNotFoundError, Damaged."""
-    most, block = most_bytes(run, name), store.BLOCK_BYTES
-    data, entry = bucket.get_first(name, min(most, block))
-    if entry.size > most:
-        raise Damaged(f"{name} has {entry.size} bytes, and {most} are the most")
+    block = store.BLOCK_BYTES
+    data, entry = bucket.get_first(name, min(max_bytes(run, name), block))
+    require_size(run, name, entry.size)
     starts = range(len(data), entry.size, block)
     rest = [bucket.get_range(name, n, min(n + block, entry.size)) for n in starts]
     value, payload = records.decode(name, b"".join([data, *rest]))
@@ -128,7 +146,9 @@ def answered(read: Read, name: str) -> Any:
 def look(bucket: Bucket, run: Run, name: str) -> Any:
     """A message without its payload, None, FAILED or Damage; a guest's is Damage."""
     try:
-        data, entry = bucket.get_first(name, _MOST_LOOK)
+        data, entry = bucket.get_first(name, _LOOK_BYTES)
+        if data.count(b"\n", 0, _LOOK_BYTES) < 2 and len(data) < entry.size:
+            data, entry = bucket.get_first(name, records.max_header(Message))
         message, _ = records.decode(name, data, whole=False)
     except FileNotFoundError:
         return None
@@ -145,16 +165,18 @@ def look(bucket: Bucket, run: Run, name: str) -> Any:
 
 
 def beats(bucket: Bucket, run: Run) -> dict[str, Beat]:
-    """Signs of life by island, and of no guest. Raises OSError."""
-    named = dict(run.keys)
+    """Signs of life by island, of those whose key has signed them. Raises OSError."""
     found = (get(bucket, run, name) for name in listed(bucket, "hb"))
     return {
         beat.island: beat
         for beat in found
-        if isinstance(beat, Beat)
-        and 0 <= beat.speed < _MOST_SPEED
-        and (not named or beat.island in named)
+        if isinstance(beat, Beat) and 0 <= beat.speed < _MOST_SPEED and keys.is_known(run, beat)
     }
+
+
+def starts(bucket: Bucket, island: str) -> int:
+    """The highest incarnation of an island that is listed, 0: none. Raises OSError."""
+    return max((records.numbers(n)[1] for n in listed(bucket, f"i/{island}")), default=0)
 
 
 def snapshot(
@@ -177,7 +199,7 @@ def snapshots(bucket: Bucket, fragment: int) -> list[str]:
 def listed(bucket: Bucket, folder: str) -> Iterator[str]:
     """Names of the objects in a folder that could be of a log. Raises OSError."""
     pattern = re.compile(
-        r"hb/[A-Za-z0-9_-]{1,64}|[cs]/\d{1,9}/\d{1,19}|g/\d{1,9}/\d{1,19}\.[A-Za-z0-9_.-]{1,400}"
+        r"hb/[A-Za-z0-9_-]{1,64}|i/[A-Za-z0-9_-]{1,64}/\d{1,19}|[cs]/\d{1,9}/\d{1,19}|g/\d{1,9}/\d{1,19}\.[A-Za-z0-9_.-]{1,400}"
         r"|u/\d{1,9}/[A-Za-z0-9_-]{1,64}(\.\d{1,19}){2}"
     )
     return (entry.name for entry in bucket.list_all(folder) if pattern.fullmatch(entry.name))

@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 from maxdiloco import json_text
 
-VERSION = 2
+VERSION = 3
 MAGIC = "maxdiloco-islands"
-MOST_HEADER = 1 << 20  # bytes of both lines; our choice: a record of some thousand members
+# Bytes of both lines of an object, without its payload. A record of some thousand members fits, and
+# so do at least four of the largest messages in one record.
+_MAX_HEADER, _MAX_MESSAGE_HEADER = 1 << 20, 1 << 18
+_MAX_PLACE_HEADER = 1 << 26  # a checkpoint has the ledgers of all fragments
 _MOST_INT, _MOST_TEXT = 2**63, 256
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -23,6 +26,10 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 class Damaged(ValueError):
     """An object is not what its name says."""
+
+
+class TooLarge(Damaged):
+    """An object has more bytes than any reader accepts."""
 
 
 class Leaf(NamedTuple):
@@ -63,7 +70,10 @@ class Run(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Tokens `start` to before `stop` of a block of the data, read under its lease `lease`."""
+    """Tokens `start` to before `stop`, counted from the first token of the block `block`.
+
+    They may run on into the blocks that follow, all of them read under leases number `lease`.
+    """
 
     block: int
     lease: int
@@ -74,8 +84,9 @@ class Range(NamedTuple):
 class Message(NamedTuple):
     """u/F/ISLAND.INC.SEQ: an outer gradient. base: records of the fragment that it is behind.
 
-    steps, tokens: since the message before; a rejected one's are in the next. read: tokens that
-    this incarnation has ever read. sha256: of the payload. signature: "" or Ed25519's, in hex.
+    steps, tokens: since the message before; a rejected one's are in the next. data: what was read;
+    ranges that do not fit wait for the next message, and so do their tokens. read: tokens that this
+    incarnation has read up to there. sha256: of the payload. signature: "" or Ed25519's, in hex.
     """
 
     fragment: int
@@ -138,12 +149,18 @@ class Record(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Messages of an incarnation up to `seq` are decided; tokens of the members."""
+    """Messages of an incarnation up to `seq` are decided; tokens of the members.
+
+    since, record: the first and the last record that named it. A forgotten incarnation's tokens are
+    added to those of the island's next one.
+    """
 
     island: str
     incarnation: int
     seq: int
     tokens: int
+    since: int
+    record: int
 
 
 class Block(NamedTuple):
@@ -185,17 +202,22 @@ class Gradient(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """hb/ISLAND: a sign of life. ready: has sent a message. speed: tokens a second."""
+    """hb/ISLAND: a sign of life. ready: has sent a message. speed: tokens a second.
+
+    left: this is the last one, since the program has ended. signature: as that of a message.
+    """
 
     island: str
     incarnation: int
     beat: int
     ready: bool
     speed: float
+    left: bool
+    signature: str = ""
 
 
 class Claim(NamedTuple):
-    """What one program gets: i/ISLAND.INC, d/BLOCK or d/BLOCK.2, e/N. nonce: the program's."""
+    """What one program gets: i/ISLAND/INC, d/BLOCK or d/BLOCK.2, e/N. nonce: the program's."""
 
     name: str
     island: str
@@ -234,6 +256,16 @@ _OF_NAME = MappingProxyType({
 RUN = "run.json"
 
 
+def max_header(kind: type) -> int:
+    """The most bytes of an object of this kind before its payload, for writers and readers."""
+    return {Message: _MAX_MESSAGE_HEADER, Place: _MAX_PLACE_HEADER}.get(kind, _MAX_HEADER)
+
+
+def kind_of(name: str) -> type:
+    """The kind of the object of a name."""
+    return _OF_NAME[name[0]]
+
+
 def message_name(fragment: int, island: str, incarnation: int, seq: int) -> str:
     """Of a message."""
     return f"u/{fragment}/{island}.{incarnation}.{seq}"
@@ -249,6 +281,11 @@ def gradient_name(record: Record) -> str:
     return f"g/{record.fragment}/{record.number}.{record.author}.{record.nonce}"
 
 
+def incarnation_name(island: str, incarnation: int) -> str:
+    """Of the claim of a start of an island."""
+    return f"i/{island}/{incarnation}"
+
+
 def snapshot_name(fragment: int, number: int) -> str:
     """Of the state after a record; 0 is the start."""
     return f"s/{fragment}/{number}"
@@ -262,9 +299,33 @@ def numbers(name: str) -> tuple[str, int]:
 
 
 def encode(value: Any, payload: bytes = b"") -> bytes:
-    """The bytes of an object. Raises ValueError for a number that JSON does not have."""
+    """The bytes of an object.
+
+    Raises ValueError for a number that JSON does not have, TooLarge for what no reader accepts.
+    """
+    header = _header(value)
+    _require_header(type(value), len(header))
+    return header + payload
+
+
+def fits(value: Any) -> bool:
+    """Whether an object is small enough to be written and read."""
+    return len(_header(value)) <= max_header(type(value))
+
+
+def size_in_list(value: Any) -> int:
+    """The bytes that a value takes as an element of a list."""
+    return len(_JSON.encode(_plain(value))) + 1
+
+
+def _header(value: Any) -> bytes:
     text = _JSON.encode(_plain(value))
-    return f"{MAGIC} {VERSION} {type(value).__name__.lower()}\n{text}\n".encode() + payload
+    return f"{MAGIC} {VERSION} {type(value).__name__.lower()}\n{text}\n".encode()
+
+
+def _require_header(kind: type, size: int) -> None:
+    if size > (most := max_header(kind)):
+        raise TooLarge(f"a {kind.__name__.lower()} has {size} bytes, and {most} are the most")
 
 
 def digest(value: Any) -> str:
@@ -282,9 +343,10 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
 
     whole: False for the first bytes of an object. Raises Damaged with one line.
     """
-    first, _, rest = data[:MOST_HEADER].partition(b"\n")
+    of = kind_of(name)
+    first, _, rest = data[: max_header(of)].partition(b"\n")
     magic = re.fullmatch(rb"maxdiloco-islands (\d{1,9}) ([a-z]{1,20})", first)
-    kind = _OF_NAME[name[0]].__name__.lower()
+    kind = of.__name__.lower()
     if magic is None:
         raise Damaged(f"{name} is no object of an islands log: it begins with {first[:40]!r}")
     if int(magic[1]) != VERSION:
@@ -296,7 +358,7 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
     try:
         if magic[2].decode() != kind or not end:
             raise ValueError(f"it is a {magic[2].decode()} of {len(data)} bytes, no {kind}")
-        value = _typed(_OF_NAME[name[0]], json_text.parse(text))
+        value = _typed(of, json_text.parse(text))
         header = encode(value)
         if not data.startswith(header):
             raise ValueError("it is not written as this program writes it")

@@ -12,7 +12,7 @@ from typing import Any
 
 from maxdiloco.islands import blocks, records
 from maxdiloco.islands.island import Key, Pace, Seen
-from maxdiloco.islands.records import Ledger, Member, Message, Record, Reject, Run
+from maxdiloco.islands.records import Ledger, Mark, Member, Message, Record, Reject, Run
 
 MOST_UNDECIDED = 2  # messages of an island and fragment
 MOST_STALE = 2  # records
@@ -20,6 +20,16 @@ STALE_WEIGHT = 0.8  # a record
 REASONS = ("not finite", "base", "stale", "norm", "data")  # of a reject, in this order
 REPEATED = ("norm", "data")  # what an island that goes on meets with the next message, too
 MOST_NORM, NORMS, LEAST_NORMS = 4.0, 16, 4  # times the median of the last 16, once there are 4
+# A dead incarnation is forgotten after so many snapshots' records. Two later, all that it has put
+# is deleted; the others are for deletions that failed.
+REMEMBERED = 4
+# Of a record, and of a ledger, whose oldest ones are forgotten first. With marks they take at most
+# 350 kB of a ledger, unfinished blocks 480 kB, and the marks of a thousand living islands fit.
+MOST_DEATHS, MOST_DEAD = 256, 1024
+# Times what an island brought into a record on average is believed of its speed: as for norms.
+MOST_SPEEDUP = 4.0
+NEW_PERIODS = 2  # in which an island that has committed nothing is expected to bring what others do
+SMALL_SCALE = 0.5  # of a record, below which a line is logged
 
 
 def origin(run: Run) -> str:
@@ -43,6 +53,9 @@ def breach(ledger: Ledger, record: Record) -> str:
         if not is_next(marks, key_of(one)):
             return f"{one.island}.{one.incarnation}.{one.seq} is decided already, or out of turn"
         marks[one.island, one.incarnation] = one.seq
+    died = {*record.dead}
+    if len(died) < len(record.dead) or not died <= marks.keys() - {*ledger.dead}:
+        return "it has a dead island that is not known, or was dead already"
     if any((m.island, m.incarnation) in ledger.dead for m in record.members):
         return "it has a dead member"
     if not 0 < record.scale <= 1 or any(not m.weight > 0 for m in record.members):
@@ -52,12 +65,20 @@ def breach(ledger: Ledger, record: Record) -> str:
 
 def follow(run: Run, ledger: Ledger, record: Record, digest: str) -> Ledger:
     """Rule 1: the ledger after a record. digest: of the outer state after it."""
-    marks = {(m.island, m.incarnation): m for m in ledger.marks}
+    marks, number = {(m.island, m.incarnation): m for m in ledger.marks}, record.number
     for one in sorted((*record.members, *record.rejected), key=key_of):
-        old = marks.get(key_of(one)[:2], records.Mark(one.island, one.incarnation, 0, 0))
-        tokens = one.tokens if isinstance(one, Member) else 0
-        marks[key_of(one)[:2]] = old._replace(seq=one.seq, tokens=old.tokens + tokens)
+        key = key_of(one)[:2]
+        old = marks.get(key, Mark(*key, 0, 0, number, number))
+        tokens = old.tokens + (one.tokens if isinstance(one, Member) else 0)
+        marks[key] = old._replace(seq=one.seq, tokens=tokens, record=number)
+    for key in record.dead:
+        marks[key] = marks[key]._replace(record=number)
+    all_dead = (*ledger.dead, *record.dead)
+    dead = [key for key in all_dead if number - marks[key].record <= remembered(run)][-MOST_DEAD:]
     found, top = blocks.after(run, ledger, record)
+    for key in sorted({*all_dead} - {*dead}):
+        _forget(marks, key)
+        found = tuple(block for block in found if (block.island, block.incarnation) != key)
     norms = [(m.norm, m.steps) for m in record.members]
     norms += [(r.norm, r.steps) for r in record.rejected if r.reason == "norm"]
     return Ledger(
@@ -68,10 +89,40 @@ def follow(run: Run, ledger: Ledger, record: Record, digest: str) -> Ledger:
         ledger.tokens + sum(m.tokens for m in record.members),
         tuple(marks[key] for key in sorted(marks)),
         (*ledger.norms, *norms)[-NORMS:],
-        (*ledger.dead, *record.dead),
+        tuple(dead),
         found,
         top,
     )
+
+
+def _forget(marks: dict[tuple[str, int], Mark], key: tuple[str, int]) -> None:
+    """Drop an incarnation's mark; its island's next one has its tokens then."""
+    old = marks.pop(key)
+    later = [other for other in marks if other[0] == key[0] and other > key]
+    if later:
+        heir = marks[min(later)]
+        since = min(heir.since, old.since)
+        marks[min(later)] = heir._replace(tokens=heir.tokens + old.tokens, since=since)
+
+
+def remembered(run: Run) -> int:
+    """Records after which a dead incarnation is forgotten."""
+    return REMEMBERED * run.snapshot_every
+
+
+def is_forgotten(run: Run, ledger: Ledger, message: Message) -> bool:
+    """Rule 4, exactly once: whether the log no longer knows if it has decided this message.
+
+    It was stale long before, so nothing is lost that could count.
+    """
+    return not run.islands and ledger.number - message.base > remembered(run)
+
+
+def fits(run: Run, ledger: Ledger, record: Record) -> bool:
+    """Rule 13: whether a record, and a snapshot after it, can be written and read."""
+    digest = "0" * 64  # of what is not known yet: the gradient and the state
+    record = record._replace(gradient=digest)
+    return records.fits(record) and records.fits(follow(run, ledger, record, digest))
 
 
 def marks_of(ledger: Ledger) -> dict[tuple[str, int], int]:
@@ -114,15 +165,20 @@ def alive(run: Run, seen: Mapping[str, Seen], time: float, pace: Pace) -> set[st
     return {name for name, one in seen.items() if time - one.at < pace.dead}
 
 
-def newly_dead(run: Run, ledger: Ledger, living: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Rules 3 and 8, in the log of fragment 0: incarnations that have members and live no more.
+def newly_dead(
+    run: Run, ledger: Ledger, living: Mapping[str, int], *, absent: bool
+) -> tuple[tuple[str, int], ...]:
+    """Rules 3 and 8: incarnations that the log knows and that live no more.
 
-    living: {island: its newest incarnation}.
+    living: {island: its newest incarnation}; an earlier one is over. absent: whether all others
+    have been watched for long enough to be dead, too.
     """
-    if run.islands or ledger.fragment:
+    if run.islands:
         return ()
+    dead = {*ledger.dead}
     known = ((m.island, m.incarnation) for m in ledger.marks)
-    return tuple(m for m in known if m not in ledger.dead and living.get(m[0], m[1] + 1) > m[1])
+    found = (m for m in known if m not in dead and living.get(m[0], m[1] + absent) > m[1])
+    return tuple(itertools.islice(found, MOST_DEATHS))
 
 
 def is_decided(marks: Mapping[tuple[str, int], int], key: Key) -> bool:
@@ -154,6 +210,30 @@ def weight(run: Run, number: int, messages: Sequence[Message]) -> float:
     for _ in range(number - 1 - messages[0].base):
         found *= STALE_WEIGHT
     return found
+
+
+def expected_tokens(ledger: Ledger, seen: Seen, mean: float, watched: float, pace: Pace) -> float:
+    """Rule 5: what an island whose message is missing would have brought into the next record.
+
+    By the speed that it claims, as far as the log confirms it: an island brings at most
+    MOST_SPEEDUP times what it brought into a record on average. One that has committed nothing is
+    expected to bring the mean of the others, and after NEW_PERIODS nothing.
+
+    Args:
+      ledger: of the log before the record.
+      seen: the island's newest sign of life.
+      mean: tokens of an island in the record.
+      watched: Island.watched.
+      pace: of the observer.
+    """
+    beat = seen.beat
+    for mark in ledger.marks:
+        if (mark.island, mark.incarnation) == (beat.island, beat.incarnation):
+            most = MOST_SPEEDUP * mark.tokens / (ledger.number - mark.since + 1)
+            break
+    else:
+        most = mean if watched - seen.since < NEW_PERIODS * pace.period else 0.0
+    return min(beat.speed * pace.period, most)
 
 
 def scale(run: Run, committed: int, expected: float) -> float:
@@ -263,6 +343,8 @@ def sort_out(
     for key in sorted(inbox):
         if not is_next(marks, key) or key[:2] in ledger.dead:
             continue
+        if is_forgotten(run, ledger, inbox[key]):
+            continue
         if run.islands and key[0] in islands:  # one of each
             continue
         islands.add(key[0])
@@ -329,17 +411,19 @@ def asks_again(action: Any) -> bool:
 def deletable(names: Iterable[str], snapshots: Iterable[Ledger]) -> list[str]:
     """Rule 14: of names of one fragment those that no joiner needs: below the last two snapshots.
 
-    Records stay: a reader can follow their chain from the start."""
+    So are all messages of an incarnation that was dead by then. Records stay: a reader can follow
+    their chain from the start."""
     kept = sorted(snapshots, key=lambda ledger: ledger.number)[-2:]
     if len(kept) < 2:
         return []
     oldest, found = kept[0], []
-    marks = marks_of(oldest)
+    marks, dead = marks_of(oldest), {*oldest.dead}
     for name in names:
         kind, _, last = name.split("/")
         if kind == "u":
             island, incarnation, seq = last.split(".")
-            needed = not is_decided(marks, (island, int(incarnation), int(seq)))
+            key = island, int(incarnation), int(seq)
+            needed = not is_decided(marks, key) and key[:2] not in dead
         else:
             number = records.numbers(name)[1]
             needed = kind == "c" or number > oldest.number - (kind == "s")

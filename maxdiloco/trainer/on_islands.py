@@ -296,9 +296,9 @@ class OnIslands(DiLoCo):
 
     def leave(self) -> None:
         """Wait a while for what is being stored, then end the threads."""
-        self._left = True
-        if self._beside is not None:
-            self._beside.close(drain=self._beside.stop is None)
+        first, self._left = not self._left, True
+        if first and self._beside is not None:
+            self._beside.leave(drain=self._beside.stop is None)
 
     def close(self) -> None:
         """See DiLoCo."""

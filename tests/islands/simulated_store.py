@@ -62,6 +62,7 @@ class Store:
         name, body = action
         if name in self.objects:
             return island.EXISTS
+        records.encode(body)  # raises for what no reader accepts
         if name[0] == "c":
             self.check_record(body)
         self.objects[name] = body
@@ -92,6 +93,10 @@ class Store:
 
     def roll(self, program, action):
         return {name[3:]: self.objects[name] for name in self.listed("hb/")}
+
+    def starts(self, program, action):
+        names = self.listed(f"i/{action.island}/")
+        return max((records.numbers(name)[1] for name in names), default=0)
 
     def reduce(self, program, action):
         draft = action.draft
@@ -143,4 +148,5 @@ REQUESTS = {
     island.Create: Store.create, island.Put: Store.put, island.Get: Store.get,
     island.Look: Store.get, island.Roll: Store.roll, island.Reduce: Store.reduce,
     island.Fetch: Store.fetch, island.Load: Store.load, island.Delete: Store.delete,
+    island.Starts: Store.starts,
 }  # fmt: skip

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from simulated_program import Program, settings
 from simulated_store import Faults, Store
 
-from maxdiloco.islands import audit, core, records, restart, rules
+from maxdiloco.islands import audit, blocks, core, records, restart, rules
 from maxdiloco.islands.island import Apply, Begin, Done, Evaluate, Pack, Say, Step, Stop, Tick
 
 TICK = 0.5
@@ -33,12 +33,15 @@ def require(true, *what):
 class World(Store):
     """The programs over their store, and what was seen of them."""
 
-    def __init__(self, seed, fixed=None, timing=0):
+    def __init__(self, seed, fixed=None, timing=0, names=None, step_tokens=(1, 2, 3), **changes):
+        """names, step_tokens, changes: of other islands, steps and keys of the run."""
         super().__init__()
         rng = random.Random(seed)
         self.names = ["a", "b", "c", "d"][: rng.choice((1, 2, 2, 3, 3, 4))]
+        self.names = self.names if names is None else list(names)
         self.fixed = rng.random() < 0.15 if fixed is None else fixed
-        self.run = settings(rng, self.fixed, self.names)
+        self.run = settings(rng, self.fixed, self.names)._replace(**changes)
+        self.step_tokens = step_tokens
         self.rng = random.Random(f"{seed} {timing}")
         faults = Faults.drawn(self.rng)
         if self.fixed:
@@ -105,7 +108,7 @@ class World(Store):
             self.keep(program)
         if program.living and not program.stepping and core.may_step(program.state):
             program.stepping = True
-            tokens = self.rng.choice((1, 2, 3)) if not self.fixed else 2
+            tokens = self.rng.choice(self.step_tokens) if not self.fixed else 2
             self.later(program.step_time * (0.8 + 0.4 * self.random()), program, Step(tokens))
 
     def deliver(self, program, event):
@@ -216,7 +219,9 @@ class World(Store):
             message = self.objects[records.message_name(F, *key)]
             require(self.fixed or 0 <= number - 1 - message.base <= 2, key, "is too stale")
             require((F, *key) not in self.corrupt, key, "is damaged and counted")
-            for part in message.data if F == 0 else ():
+            size = self.run.block_tokens
+            parts = [one for part in message.data for one in blocks.in_blocks(part, size)]
+            for part in parts if F == 0 else ():
                 known = self.ranges.setdefault(part.block, [])
                 self.seen["second lease"] += part.lease == 2
                 apart = all(part.stop <= a or b <= part.start for a, b in known)

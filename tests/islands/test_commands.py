@@ -116,8 +116,8 @@ DAMAGES = {
     "a snapshot": (lambda f: flipped(f / "s/0/6"), "s/0/6: its state is not that of the records"),
     "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s.update(tokens=1)), "s/0/6: its tokens"),
     "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/: there is no snapshot"),
-    "a newer format": (lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 3 record\n{}\n"),
-                       "c/0/6 has format 3, and this program reads 2"),
+    "a newer format": (lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 4 record\n{}\n"),
+                       "c/0/6 has format 4, and this program reads 3"),
     "a run": (lambda f: edited(f / "run.json", lambda run: run.update(wire="int9")),
               "run.json: wire=int9 is none of float32, bfloat16, int8, float4_e3m0"),
     "a large object": (lambda f: (f / "run.json").write_bytes(b"x" * (2 << 20)),
@@ -167,6 +167,22 @@ def test_the_ledger_knows_a_token_that_was_not_read(written):
     assert audit.account(log.records, wrong).startswith("u/0/b.1.6 says ")
 
 
+def test_status_tells_an_island_that_has_ended_from_a_silent_one(folder, capsys):
+    """b has left, and ended with the run once its tokens are committed."""
+    bucket = store.local_folder(folder)
+    beat, _ = records.decode("hb/b", bucket.get("hb/b"))
+    bucket.put("hb/b", records.encode(beat._replace(beat=99, left=True)))
+
+    def states():
+        assert main(["status", str(folder), "wait=0.01"]) == 0
+        return [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:3]]
+
+    assert states() == ["silent", "left"]
+    run, _ = records.decode("run.json", bucket.get("run.json"))
+    bucket.put("run.json", records.encode(run._replace(tokens=1)))
+    assert states() == ["silent", "ended"]
+
+
 def test_status_says_who_is_there(folder, capsys):
     assert main(["status", f"file://{folder}", "wait=0.01"]) == 0
     head, a, b, zero, one = capsys.readouterr().out.splitlines()
@@ -177,13 +193,14 @@ def test_status_says_who_is_there(folder, capsys):
 
 def test_status_sees_a_living_island(folder, capsys, monkeypatch):
     bucket = store.local_folder(folder)
-    beat = records.encode(records.Beat("a", 1, 10**6, True, 12.0))
+    beat = records.encode(records.Beat("a", 1, 10**6, True, 12.0, False))
     monkeypatch.setattr("time.sleep", lambda seconds: bucket.put("hb/a", beat))
     assert main(["status", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[2:4] == ["trains", "12"]
 
 
 def test_check_of_a_folder_and_of_one_without_conditions(tmp_path, capsys, monkeypatch):
+    (tmp_path / "new").mkdir()
     assert main(["check", str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "40 races of 8 writers for a name: 40 had one winner"
@@ -198,10 +215,10 @@ def test_check_of_a_folder_and_of_one_without_conditions(tmp_path, capsys, monke
     good = store.in_memory()
     bucket = Overwrites(good._client, good._api)
     monkeypatch.setattr(objects, "open_bucket", lambda url: bucket)
-    assert main(["check", "memory"]) == 1
+    assert main(["check", "s3://memory"]) == 1
     said = capsys.readouterr()
     assert said.err.splitlines()[0] == "unfit: race 0 for one name had 8 winners, not one"
-    assert said.out.splitlines()[-1] == "memory is not fit for islands"
+    assert said.out.splitlines()[-1] == "s3://memory is not fit for islands"
 
 
 def test_check_finds_late_listings_and_stale_reads():
@@ -229,12 +246,14 @@ def test_check_finds_late_listings_and_stale_reads():
     [
         (["replay", "x"], "replay is none of audit, check, status. Give one of them first."),
         (["audit"], "audit needs a place. Write audit URL."),
-        (["audit", "{none}"], "URL=.*none is no folder. Name the store of a run."),
+        (["audit", "{none}"], "URL=.*none is not a folder"),
+        (["status", "file://{none}"], "URL=.*none is not a folder"),
+        (["check", "{none}"], "URL=.*none is not a folder"),
         (["status", "{empty}"], "URL=.* has no run.json. Name the store of a run."),
         (["audit", "hdfs://a/b"], "URL=hdfs://a/b is in a store that is not known. Use gs://, s3"),
         (["audit", "{empty}", "wait=1"], "wait=1 is not an option of audit. It has none."),
         (["check", "gs://"], "URL=gs:// names no bucket. Use gs://bucket/folder."),
-        (["check", "{file}/a"], "URL=.*/a cannot be opened: .*Not a directory.*. Name a folder"),
+        (["check", "{file}/a"], "URL=.*/a is not a folder"),
         (["status", "{empty}", "wait=-1"], "wait=-1 is no number above 0"),
     ],
 )

@@ -13,8 +13,8 @@ from together import PACE, Together, a_run, begun, movement, run_fixed, start_va
 
 from maxdiloco import DiLoCo
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import audit, driver, keys, objects, outer, records, rules
-from maxdiloco.islands.island import REPLACED
+from maxdiloco.islands import audit, core, driver, keys, objects, outer, records, rules
+from maxdiloco.islands.island import REPLACED, Apply, Stop
 from maxdiloco.islands.records import Leaf
 from maxdiloco.storage import store
 
@@ -203,8 +203,9 @@ def group():
 def test_elastic_islands_agree_and_the_ledger_adds_up(group):
     logs = [audit.replay(group.bucket, group.run, fragment) for fragment in range(2)]
     rejects = {driver.rejected(r, one) for log in logs for r in log.records for one in r.rejected}
-    for island in group.islands.values():
-        assert island.stop is None and set(island.said) <= rejects
+    rejects |= {driver.scaled(r) for log in logs for r in log.records if r.scale < 0.5}
+    for one in group.islands.values():
+        assert one.stop is None and set(one.said) <= rejects
     members = [m for record in logs[0].records for m in record.members]
     assert {m.island for m in members} == {"a", "b", "c"}
     assert logs[0].ledger.tokens == sum(m.tokens for m in members) > 0
@@ -244,13 +245,77 @@ def test_an_islands_own_progress_is_what_it_has_not_sent(group):
 
 
 def test_a_guest_is_stored_and_never_counted():
-    """Of two islands the run knows the key of one; the other signs with another."""
+    """Of two islands the run knows the keys; a message of one is signed with another."""
     secret = {name: bytes([place] * 32) for place, name in enumerate(("a", "b"))}
-    run = a_run(keys=(("a", keys.public(secret["a"])), ("b", keys.public(b"\7" * 32))))
-    log = audit.replay(begun(run, "ab", 3, keys=secret).bucket, run, 0)
+    run = a_run(keys=tuple((name, keys.public(key)) for name, key in secret.items()))
+    group = begun(run, "a", 3, keys=secret)
+    newest = max(objects.listed(group.bucket, "u/0"), key=lambda name: int(name.split(".")[-1]))
+    message, payload = objects.read(group.bucket, run, newest)
+    forged = keys.signed(message._replace(island="b", seq=1), b"\7" * 32)
+    group.bucket.put("u/0/b.1.1", records.encode(forged, payload))
+    beat = keys.signed(records.Beat("b", 1, 1, True, 1.0, False), secret["b"])
+    group.bucket.put("hb/b", records.encode(beat))
+    group.until(lambda islands: all(("b", 1) in decided_of(island) for island in islands))
+    log = audit.replay(group.bucket, run, 0)
     assert {m.island for record in log.records for m in record.members} == {"a"}
     reasons = {(r.island, r.reason) for record in log.records for r in record.rejected}
     assert reasons == {("b", "guest")}
+
+
+def test_a_sign_of_life_that_its_key_has_not_signed_is_ignored():
+    secret = {name: bytes([place] * 32) for place, name in enumerate("ab")}
+    run = a_run(keys=tuple((name, keys.public(key)) for name, key in secret.items()))
+    bucket = begun(run, "ab", 1, keys=secret).bucket
+    known = objects.beats(bucket, run)
+    assert known.keys() == {"a", "b"}
+    forged = known["b"]._replace(beat=10**6, speed=9e11)
+    bucket.put("hb/b", records.encode(forged))
+    assert objects.beats(bucket, run) == {"a": known["a"]}
+    bucket.put("hb/b", records.encode(keys.signed(forged, secret["a"])))
+    assert objects.beats(bucket, run) == {"a": known["a"]}
+
+
+def test_an_island_that_claims_much_and_sends_nothing_scales_nothing_for_long():
+    """9e11 tokens/s: at first it is expected to bring what the other does, half of the record."""
+    group = begun(a_run(), "a", 1)
+    beat = records.Beat("liar", 1, 1, True, 9e11, False)
+    (one,) = group.islands.values()
+    until = one.state.logs[0].ledger.number + 8
+    while one.state.logs[0].ledger.number < until:
+        beat = beat._replace(beat=beat.beat + 1)
+        group.bucket.put("hb/liar", records.encode(beat))
+        for _ in range(20):
+            group.event(10**6)
+    scales = [record.scale for record in audit.replay(group.bucket, group.run, 0).records]
+    assert min(scales) == 0.5 and scales[-3:] == [1, 1, 1]
+
+
+def test_a_record_that_moves_little_is_logged_once_in_a_row():
+    (one,) = begun(a_run(), "a", 3).islands.values()
+    record, _ = objects.read(one._bucket, one._run, "c/0/2")
+
+    def lines(scale):
+        del one.said[:]
+        state = one.outer[0]
+        little = record._replace(scale=scale)
+        one._after[records.gradient_name(little)] = state, state.digest()
+        one._applied(Apply(little, "shift", (), (), keep=False))
+        return len(one.said)
+
+    assert [lines(scale) for scale in (1.0, 0.5, 0.2, 0.1, 1.0, 0.49)] == [0, 0, 1, 0, 0, 1]
+
+
+def test_an_island_that_ends_leaves_and_one_that_was_replaced_does_not():
+    group = begun(a_run(), "ab", 1)
+    a, b = group.islands.values()
+    a.stop = Stop("", again=False)
+    a.leave()
+    b.stop = Stop("", again=False, why=REPLACED)
+    b.leave()
+    b.stop, beats = None, objects.beats(group.bucket, group.run)
+    assert beats["a"].left and not beats["b"].left
+    group.until(lambda _: b.state.seen["a"].beat.left)
+    assert "a" not in core._present(b.state)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +342,7 @@ def test_a_message_of_another_name_is_rejected():
     bucket = group.bucket
     name = next(objects.listed(bucket, "u/0"))
     bucket.put("u/0/c.1.1", bucket.get(name))
-    bucket.put("hb/c", records.encode(records.Beat("c", 1, 1, True, 1.0)))
+    bucket.put("hb/c", records.encode(records.Beat("c", 1, 1, True, 1.0, False)))
     group.until(lambda islands: all(("c", 1) in decided_of(island) for island in islands))
     rejected = [r for one in audit.replay(bucket, group.run, 0).records for r in one.rejected]
     assert [(r.island, r.reason) for r in rejected] == [("c", "name")]

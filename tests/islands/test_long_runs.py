@@ -2,8 +2,10 @@
 
 from together import PACE, Together, a_run, begun, beside_training, start_values
 
-from maxdiloco.islands import audit
+from maxdiloco.islands import audit, objects, records
+from maxdiloco.islands.counted import Counted
 from maxdiloco.islands.driver import Driver
+from maxdiloco.islands.island import CREATED
 from maxdiloco.storage import store
 
 
@@ -23,6 +25,23 @@ def end_after(requests, bucket, run):
     for _ in range(requests):
         one.tick()
         assert one.work()
+
+
+def test_a_start_after_many_asks_the_store_as_often_as_the_first():
+    """A listing in place of a question for each start before it."""
+    counts = []
+    for earlier in (0, 60):
+        bucket, run = Counted(store.in_memory()), a_run()
+        for number in range(1, earlier + 1):
+            name = records.incarnation_name("a", number)
+            claim = records.Claim(name, "a", number, "n")
+            assert objects.create(bucket, run, name, claim) == CREATED
+        before = bucket.counts.requests
+        group = Together(bucket, run, "a", 0)
+        group.until(lambda islands: all(one.state.phase == "in" for one in islands))
+        assert group.islands["a"].state.incarnation == earlier + 1
+        counts.append(bucket.counts.requests - before)
+    assert counts[1] <= counts[0] + 5
 
 
 def test_two_that_begin_a_run_at_once_make_one_log():

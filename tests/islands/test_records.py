@@ -38,24 +38,24 @@ EXAMPLES = {
                (Reject("b", 1, 1, "stale", 3, 2.0),), (("c", 2),), 0.75, "p", "s", "g"), b""),
     "g/0/8.a.1.0": (Gradient(0, 8, records.sha256(b"z")), b"z"),
     "s/0/8": (
-        Ledger(0, 8, "l", "s", 512, (Mark("a", 1, 2, 512),), ((0.5, 10),), (("c", 2),),
+        Ledger(0, 8, "l", "s", 512, (Mark("a", 1, 2, 512, 1, 1),), ((0.5, 10),), (("c", 2),),
                (Block(3, 1, "a", 1, 64, 60),), 3), b"\0" * 8),
-    "hb/a": (Beat("a", 1, 9, True, 12.5), b""),
-    "i/a.1": (Claim("i/a.1", "a", 1, "n"), b""),
+    "hb/a": (Beat("a", 1, 9, True, 12.5, False), b""),
+    "i/a/1": (Claim("i/a/1", "a", 1, "n"), b""),
     "k/a": (Place("a", "r", 9, 18, (Part(
-        Ledger(0, 1, "l", "s", 8, (Mark("a", 1, 1, 8),), ((0.5, 4),), (), (), 0),
+        Ledger(0, 1, "l", "s", 8, (Mark("a", 1, 1, 8, 1, 1),), ((0.5, 4),), (), (), 0),
         ((Message(0, "a", 1, 2, 1, 4, 8, 16, (), 0.5, True, "h"), 8),), 2, 1, 2),),
         records.sha256(b"xyz")), b"xyz"),
 }  # fmt: skip
 GOLDEN = {
-    "run.json": "5069d200cf18662d",
-    "u/0/a.1.2": "d5412bbe4058e3ee",
-    "c/0/8": "3ba52f61a6764057",
-    "g/0/8.a.1.0": "38d0aa32c721a5b5",
-    "s/0/8": "7e53535dbad4de52",
-    "hb/a": "1af04e9bd4754af1",
-    "i/a.1": "7b3f2c1cc83f0581",
-    "k/a": "91975b08b7e6df0b",
+    "run.json": "0ab7eb1cdf494e69",
+    "u/0/a.1.2": "3ea24756af872ef8",
+    "c/0/8": "97350c208d48a535",
+    "g/0/8.a.1.0": "8db4a2e0e85f26da",
+    "s/0/8": "1c3e05388e662eac",
+    "hb/a": "5255d68d365ebe93",
+    "i/a/1": "5b7ffe5c00156b80",
+    "k/a": "96ba370b8b18766f",
 }
 
 
@@ -69,8 +69,11 @@ def test_an_object_comes_back_from_golden_bytes(name):
 
 def test_the_bytes_of_a_sign_of_life():
     """The format in full, where it is short."""
-    line = b'{"island":"a","incarnation":1,"beat":9,"ready":true,"speed":12.5}\n'
-    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 2 beat\n" + line
+    line = (
+        b'{"island":"a","incarnation":1,"beat":9,"ready":true,"speed":12.5,"left":false,'
+        b'"signature":""}\n'
+    )
+    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 3 beat\n" + line
 
 
 def test_a_header_is_read_from_the_first_bytes():
@@ -85,17 +88,17 @@ def with_field(field, value):
     """The bytes of a message with another value of a field."""
     message, payload = EXAMPLES["u/0/a.1.2"]
     text = json.dumps({**json.loads(records.encode(message).split(b"\n")[1]), field: value})
-    return b"maxdiloco-islands 2 message\n" + text.replace(" ", "").encode() + b"\n" + payload
+    return b"maxdiloco-islands 3 message\n" + text.replace(" ", "").encode() + b"\n" + payload
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"maxdiloco-islands 3 message\n{}\n", "has format 3, and this program reads 2: install"),
-        (b"maxdiloco-islands 1 message\n{}\n", "has format 1, and this program reads 2: install"),
+        (b"maxdiloco-islands 4 message\n{}\n", "has format 4, and this program reads 3: install"),
+        (b"maxdiloco-islands 1 message\n{}\n", "has format 1, and this program reads 3: install"),
         (b"\x80\x04cos\nsystem\n", "is no object of an islands log: it begins with"),
         (b"", "is no object of an islands log"),
-        (records.encode(EXAMPLES["hb/a"][0]), "it is a beat of 91 bytes, no message"),
+        (records.encode(EXAMPLES["hb/a"][0]), "it is a beat of 119 bytes, no message"),
         (records.encode(EXAMPLES["u/0/a.1.2"][0])[:-3], "is damaged: it is a message of"),
         (with_field("seq", -1), "'-1' is out of range"),
         (with_field("seq", 2**63), "is out of range"),
@@ -108,7 +111,7 @@ def with_field(field, value):
         (with_field("data", 3), "'3' is no list"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq":2.0'), "'2.0' is no int"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq": 2'), "not written as this program"),
-        (b"maxdiloco-islands 2 message\n" + b"[" * 10**6 + b"\n", "its values are nested too"),
+        (b"maxdiloco-islands 3 message\n" + b"[" * 10**5 + b"\n", "its values are nested too"),
     ],
 )
 def test_what_is_no_message_is_refused_in_one_line(data, words):

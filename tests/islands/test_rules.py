@@ -39,7 +39,9 @@ def test_a_record_of_few_moves_less():
         ({}, ""), ({"base": 10}, "base"), ({"base": 7}, ""), ({"base": 6}, "stale"),
         ({"finite": False}, "not finite"), ({"norm": 4.0}, ""), ({"norm": 4.1}, "norm"),
         ({"norm": 20.0, "steps": 10}, ""), ({"norm": 20.1, "steps": 10}, "norm"),
-        ({"data": (GOOD,)}, ""), ({"data": (GOOD, GOOD._replace(stop=GOOD.stop + 1))}, "data"),
+        ({"data": (GOOD,)}, ""), ({"data": (GOOD, GOOD._replace(start=1, stop=1))}, "data"),
+        ({"data": (GOOD, GOOD._replace(stop=GOOD.stop + 1))}, ""),  # on into the next block
+        ({"data": (GOOD._replace(block=2**20 + 5, stop=GOOD.stop + 1),)}, "data"),
         ({"data": (GOOD._replace(start=GOOD.stop),)}, "data"),
         ({"data": (GOOD._replace(lease=3),)}, "data"),
         ({"data": (GOOD._replace(lease=0),)}, "data"),
@@ -150,16 +152,20 @@ def test_a_block_is_finished_when_all_of_it_has_come_in_any_order():
 
 
 def test_who_is_dead_by_the_ledger():
-    ledger = EMPTY._replace(marks=tuple(Mark(name, 1, 1, 8) for name in "abc"), dead=(("c", 1),))
-    assert rules.newly_dead(RUN, ledger, {"a": 1}) == (("b", 1),)
-    assert rules.newly_dead(RUN, ledger, {"a": 2, "b": 1}) == (("a", 1),)
-    assert rules.newly_dead(FIXED, ledger, {}) == ()
+    """An island that is absent is dead once it was watched; an earlier incarnation is at once."""
+    marks = tuple(Mark(name, 1, 1, 8, 1, 1) for name in "abc")
+    ledger = EMPTY._replace(marks=marks, dead=(("c", 1),))
+    assert rules.newly_dead(RUN, ledger, {"a": 1}, absent=True) == (("b", 1),)
+    assert rules.newly_dead(RUN, ledger, {"a": 2, "b": 1}, absent=True) == (("a", 1),)
+    assert rules.newly_dead(RUN, ledger, {"a": 1}, absent=False) == ()
+    assert rules.newly_dead(RUN, ledger, {"a": 2}, absent=False) == (("a", 1),)
+    assert rules.newly_dead(FIXED, ledger, {}, absent=True) == ()
 
 
 def test_what_may_be_deleted():
     """Below the second newest snapshot of three: its own gradient, what its ledger has decided."""
     names = "g/0/3.a.1 g/0/4.a.1 g/0/5.a.1 c/0/1 s/0/2 s/0/4 s/0/6 u/0/a.1.7 u/0/a.1.8".split()
-    marks = {n: (Mark("a", 1, n + 3, 0),) for n in (2, 4, 6)}
+    marks = {n: (Mark("a", 1, n + 3, 0, 1, 1),) for n in (2, 4, 6)}
     old, newer, newest = (EMPTY._replace(number=n, marks=m) for n, m in marks.items())
     found = rules.deletable(names, [newest, old, newer])
     assert found == ["g/0/3.a.1", "g/0/4.a.1", "s/0/2", "u/0/a.1.7"]

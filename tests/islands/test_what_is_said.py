@@ -69,10 +69,10 @@ def test_an_island_of_last_week_is_not_there():
     company = beside.Company("a")
 
     def lines(beat):
-        one.state.seen = {**one.state.seen, "b": Seen(beat, one.state.watched)}
+        one.state.seen = {**one.state.seen, "b": Seen(beat, one.state.watched, 0.0)}
         return company.lines(one.state, PACE)
 
-    old = Beat("b", 1, 7, True, 1.0)
+    old = Beat("b", 1, 7, True, 1.0, False)
     assert lines(old) == []
     assert lines(old._replace(beat=8)) == ["island b is there"]
 

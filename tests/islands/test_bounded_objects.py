@@ -1,0 +1,283 @@
+"""No object of a log grows beyond what its readers accept, and the run goes on."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from simulated_store import Faults
+from simulator import World
+from together import a_run
+
+from maxdiloco.islands import blocks, core, objects, records, rules, wires
+from maxdiloco.islands.island import Log, Pace, Seen
+from maxdiloco.islands.records import (
+    Beat,
+    Ledger,
+    Mark,
+    Member,
+    Message,
+    Range,
+    Record,
+    Reject,
+    TooLarge,
+)  # fmt: skip
+from maxdiloco.storage import store
+
+EMPTY = Ledger(0, 0, "", "", 0, (), (), (), (), 0)
+
+
+def churned(starts, **options):
+    """A world whose islands are killed one after the other, each once the log has its message."""
+    world = World(4, fixed=False, islands_min=1, **options)
+    world.faults, rng = Faults(), random.Random(0)
+    while world.seen["killed"] < starts:
+        world.run_events(20)
+        logs = [(p, p.state.logs[0]) for p in world.programs if p.living]
+        able = [program for program, log in logs if log.seq > len(log.own)]
+        if able:
+            world.end(one := rng.choice(able))
+            one.state = SimpleNamespace(incarnation=one.state.incarnation, read=one.state.read)
+            world.seen["killed"] += 1
+    return world
+
+
+def newest(world):
+    """Ledgers of the newest snapshots, one of each fragment."""
+    names = [max(world.listed(f"s/{F}/"), key=records.numbers) for F in world.tokens]
+    return [world.objects[name] for name in names]
+
+
+def require_little(world):
+    """Few marks whatever the number of starts; the run goes on, and its tokens add up."""
+    for ledger in newest(world):
+        assert len(ledger.marks) < 150 and len(ledger.dead) < 150 and len(ledger.blocks) < 150
+    world.check_growth()
+    world.check_ledger()
+
+
+@pytest.mark.parametrize("snapshot_every", [2, 3])
+def test_a_ledger_forgets_incarnations_that_are_over(snapshot_every):
+    world = churned(400, names="abc", block_tokens=40, snapshot_every=snapshot_every)
+    assert max(ledger.number for ledger in newest(world)) > 100
+    require_little(world)
+
+
+@pytest.mark.full
+def test_twenty_thousand_starts_leave_a_small_ledger():
+    world = churned(20_000, names="abcd", block_tokens=40, snapshot_every=3)
+    require_little(world)
+
+
+def test_a_ledger_stays_as_small_as_what_it_remembers():
+    """Snapshots each 64 records, one incarnation a record: 256 are remembered, and those living."""
+    run, ledger = a_run(block_tokens=64, snapshot_every=64), EMPTY
+    for number in range(1, 1001):
+        name = f"box{number % 300}"
+        member = Member(name, number, 1, 1.0, 2, 8, 1.0, (Range(number, 1, 0, 8),))
+        before = tuple((m.island, m.incarnation) for m in ledger.marks)
+        dead = tuple(key for key in before if key not in ledger.dead)
+        record = Record(0, number, name, "", (member,), (), dead, 1.0, ledger.link, "", "")
+        assert rules.breach(ledger, record) == ""
+        ledger = rules.follow(run, ledger, record, "")
+    assert len(ledger.marks) == 258 and len(ledger.dead) == 257 and len(ledger.blocks) == 258
+    assert ledger.tokens == 8 * 1000 and len(records.encode(ledger)) < 60_000
+
+
+def test_a_ledger_with_the_most_that_it_may_have_fits():
+    """Names of 64 letters, numbers of 19 digits; a thousand living islands."""
+    most, name = 2**63 - 1, "i" * 64
+    marks = (Mark(name, *[most] * 5),) * (rules.MOST_DEAD + 1000)
+    block = records.Block(most, 2, name, most, most, most)
+    wide = Ledger(
+        most, most, "f" * 64, "f" * 64, most, marks, ((1.2345678901234567e-300, most),) * 16,
+        ((name, most),) * rules.MOST_DEAD, (block,) * blocks.MOST_UNFINISHED, most,
+    )  # fmt: skip
+    assert records.fits(wide)
+
+
+def test_a_forgotten_incarnation_keeps_its_tokens_and_counts_no_more():
+    run = a_run(snapshot_every=2, block_tokens=64)  # remembered for eight records
+    ledger = EMPTY
+    for number in range(1, 12):
+        member = Member("a", 1 + (number > 1), max(1, number - 1), 1.0, 2, 8, 1.0, ())
+        dead = (("a", 1),) if number == 2 else ()
+        record = Record(0, number, "a", "", (member,), (), dead, 1.0, "", "", "")
+        ledger = rules.follow(run, ledger, record, "")
+        assert (("a", 1) in ledger.dead) == (2 <= number <= 10)
+    assert ledger.marks == (Mark("a", 2, 10, 88, 1, 11),)
+    old = Message(0, "a", 1, 1, 0, 2, 8, 8, (), 1.0, True, "")
+    assert rules.sort_out(run, ledger, {rules.key_of(old): old}, {}) == ([], [])
+    late = old._replace(base=3)
+    rejects = [Reject("a", 1, 1, "stale", 2, 1.0)]
+    assert rules.sort_out(run, ledger, {rules.key_of(late): late}, {}) == ([], rejects)
+
+
+def test_a_dead_island_that_the_log_does_not_know_is_refused():
+    record = Record(0, 1, "a", "", (), (), (("b", 1),), 1.0, "", "", "")
+    assert "dead" in rules.breach(EMPTY, record)
+    known = EMPTY._replace(marks=(Mark("b", 1, 1, 8, 1, 1),))
+    assert rules.breach(known, record) == ""
+    assert "dead" in rules.breach(known._replace(dead=(("b", 1),)), record)
+
+
+def test_messages_of_dead_incarnations_are_deleted():
+    ledgers = [
+        EMPTY._replace(number=n, dead=dead)
+        for n, dead in ((2, ()), (4, (("a", 1),)), (6, (("a", 1), ("b", 1))))
+    ]
+    assert rules.deletable(["u/0/a.1.9", "u/0/b.1.9", "u/0/a.2.1"], ledgers) == ["u/0/a.1.9"]
+
+
+# -- records ------------------------------------------------------------------------------------
+
+
+def crowd(islands, ranges, run):
+    """An island that is in, and the messages of all, each of so many blocks apart."""
+    s = core.start(run, Pace(), "i000", "n", ("",))
+    inbox = {}
+    for place in range(islands):
+        data = tuple(Range(2 + place + islands * n, 1, 0, 64) for n in range(ranges))
+        tokens = 64 * ranges
+        one = Message(0, f"i{place:03}", 1, 1, 0, 9, tokens, tokens, data, 1.0, True, "")
+        inbox[rules.key_of(one)] = one
+    s.phase, s.incarnation, s.watched = "in", 1, 99.0
+    s.logs = (Log(ledger=EMPTY, inbox=inbox, caught_up=True),)
+    return s
+
+
+def test_a_record_takes_as_many_messages_as_fit():
+    """300 islands with 75 blocks each: 1.3 MB. The rest is in the next record."""
+    run = a_run(fragments=a_run().fragments[:1], block_tokens=64)
+    s, taken = crowd(300, 75, run), []
+    for _ in range(2):
+        log = s.logs[0]
+        draft = core._fitting(s, log, set(), *rules.sort_out(run, log.ledger, log.inbox, {}))
+        assert len(records.encode(draft)) <= objects.max_bytes(run, "c/0/1")
+        assert rules.breach(log.ledger, draft) == ""
+        ledger = rules.follow(run, log.ledger, draft, "")
+        assert len(records.encode(ledger)) <= objects.max_bytes(run, "s/0/1")
+        inbox = {k: m for k, m in log.inbox.items() if not rules.is_decided(
+            rules.marks_of(ledger), k)}  # fmt: skip
+        s.logs = (log._replace(ledger=ledger, inbox=inbox),)
+        taken.append(len(draft.members))
+    assert sum(taken) == 300 and taken[0] > 100 and taken[1] > 0
+
+
+def test_a_record_takes_the_oldest_messages_first(monkeypatch):
+    run = a_run(fragments=a_run().fragments[:1], block_tokens=64)
+    s = crowd(20, 9, run)
+    (log,) = s.logs
+    ages = {key: m._replace(base=int(key[0] < "i010")) for key, m in log.inbox.items()}
+    log = log._replace(inbox=ages, ledger=EMPTY._replace(number=1))
+    monkeypatch.setattr(records, "_MAX_HEADER", 5000)
+    draft = core._fitting(s, log, set(), *rules.sort_out(run, log.ledger, ages, {}))
+    names = [member.island for member in draft.members]
+    assert 3 < len(names) <= 10 and min(names) == "i010" and names == sorted(names)
+
+
+def apart(names):
+    """blocks.to_claim where an island gets each N-th block, so that none are neighbours."""
+
+    def to_claim(ledger, size, claimed):
+        last = max([block for block, _ in claimed], default=0)
+        block = last + len(names) if last else next(firsts)
+        return f"d/{block}", Range(block, 1, 0, size)
+
+    firsts = iter(range(1, 10**6))
+    return to_claim
+
+
+@pytest.mark.parametrize(
+    ("names", "tokens", "least"),
+    [("abcdefgh", (5, 6, 7), 7000), ("ab", (1,) * 20 + (90,), 4000)],
+)
+def test_a_run_goes_on_whose_records_and_messages_do_not_fit(names, tokens, least, monkeypatch):
+    """Limits of a hundredth: a record takes some of the islands, or a message some of its blocks."""
+    monkeypatch.setattr(records, "_MAX_HEADER", 1 << 13)
+    monkeypatch.setattr(records, "_MAX_MESSAGE_HEADER", 1 << 12)
+    monkeypatch.setattr(blocks, "to_claim", apart(names))
+    world = World(
+        4, fixed=False, names=names, step_tokens=tokens, block_tokens=1, islands_min=1,
+        snapshot_every=3, fragments=a_run().fragments[1:],
+    )  # fmt: skip
+    world.faults = Faults()
+    while min(world.heads()) < 12:
+        world.run_events(500)
+    log = [world.objects[f"c/0/{number}"] for number in range(1, 13)]
+    largest = max(len(records.encode(record)) for record in log)
+    assert least < largest <= 1 << 13
+    assert 60 < max(len(m.data) for record in log for m in record.members) < 80  # of 4 KiB
+    world.check_growth()
+    world.check_ledger()
+
+
+# -- messages -----------------------------------------------------------------------------------
+
+
+def test_neighbouring_blocks_of_a_message_are_one_range():
+    parts = [Range(block, 1, 0, 64) for block in range(3, 5003)]
+    (one,) = core.joined((), parts, 64)
+    assert one == Range(3, 1, 0, 5000 * 64) and [*blocks.in_blocks(one, 64)] == parts
+    cut = core.joined((Range(3, 1, 8, 70),), (Range(4, 1, 6, 64), Range(6, 1, 0, 1)), 64)
+    assert cut == (Range(3, 1, 8, 128), Range(6, 1, 0, 1))
+    other = core.joined((Range(3, 1, 0, 64),), (Range(4, 2, 0, 64),), 64)
+    assert len(other) == 2  # of another lease
+
+
+def test_a_message_of_five_thousand_blocks_takes_as_many_as_fit():
+    run = a_run(fragments=a_run().fragments[:1], block_tokens=1 << 20)
+    data = tuple(Range(10**6 + 2 * n, 1, 0, 1 << 20) for n in range(5000))
+    tokens = 5000 << 20
+    s = core.start(run, Pace(), "a", "n", ("",))
+    s.phase, s.incarnation, s.read, s.now = "in", 1, tokens, 99.0
+    s.logs = (Log(ledger=EMPTY, steps=9, tokens=tokens, data=data),)
+    s, (pack,) = core._at_boundary(s, [])
+    message, (log,) = pack.message, s.logs
+    assert message.data + log.data == data and len(message.data) > 4000
+    assert message.tokens + log.tokens == message.read + log.tokens == tokens
+    assert log.tokens == len(log.data) << 20 > 0
+    worst = message._replace(
+        island="i" * 64, sha256="f" * 64, signature="f" * 128, norm=-1.2345678901234567e-300,
+        incarnation=2**62, seq=2**62, base=2**62, steps=2**62, tokens=2**62, read=2**62,
+    )  # fmt: skip
+    name = records.message_name(0, "i" * 64, 2**62, 2**62)
+    payload = bytes(wires.payload_size(run.wire, (300, 4)))
+    bucket = store.in_memory()
+    assert objects.create(bucket, run, name, worst, payload) == core.answers.CREATED
+    assert objects.look(bucket, run, name) == worst
+
+
+def test_a_writer_cannot_write_what_a_reader_refuses():
+    run, bucket = a_run(), store.in_memory()
+    wide = EMPTY._replace(marks=(Mark("a", 1, 1, 1, 1, 1),) * 20_000)
+    data = tuple(Range(n, 1, 0, 1) for n in range(1, 20_000, 2))
+    message = Message(0, "a", 1, 1, 0, 1, 1, 1, data, 1.0, True, "")
+    gradient = records.Gradient(0, 1, "")
+    for name, value, payload in (
+        ("s/0/1", wide, b""), ("u/0/a.1.1", message, b""), ("g/0/1.a.1", gradient, bytes(1 << 22)),
+    ):  # fmt: skip
+        with pytest.raises(TooLarge):
+            objects.create(bucket, run, name, value, payload)
+    assert list(bucket.list_all("")) == []
+    assert objects.create(bucket, run, "g/0/1.a.1", gradient, b"x") == core.answers.CREATED
+
+
+# -- signs of life ------------------------------------------------------------------------------
+
+
+def expected(speed, marks=(), since=0.0, number=10):
+    seen = Seen(Beat("b", 1, 9, True, speed, False), 0.0, since)
+    ledger = EMPTY._replace(number=number, marks=marks)
+    return rules.expected_tokens(ledger, seen, mean=600.0, watched=100.0, pace=Pace(period=60.0))
+
+
+def test_a_claimed_speed_counts_as_far_as_the_log_confirms_it():
+    """800 tokens in records 3 to 10 are 100 a record, of which four times as many are believed."""
+    marks = (Mark("a", 1, 9, 10**9, 1, 10), Mark("b", 1, 3, 800, 3, 5))
+    assert expected(1.0, marks) == 60 and expected(9e11, marks) == 400
+    assert expected(9e11, (Mark("b", 1, 3, 0, 3, 5),)) == 0  # all of its messages were rejected
+
+
+def test_a_new_island_is_expected_to_bring_what_others_do_for_a_while():
+    assert expected(9e11, since=50.0) == 600 and expected(1.0, since=50.0) == 60
+    assert expected(9e11, since=-50.0) == 0
