@@ -23,7 +23,7 @@ from maxdiloco.islands.records import (
     TooLarge,
 )
 from maxdiloco.storage import store
-from maxdiloco.storage.store import Bucket
+from maxdiloco.storage.store import Bucket, LocalFolder
 
 Read = Callable[[str], tuple[Any, bytes]]  # of a name: the object and its payload
 _GRADIENT = re.compile(r"g/\d+/\d+\.[A-Za-z0-9_-]{1,64}\.[0-9.]{1,40}")
@@ -31,7 +31,7 @@ _MOST_SPEED = 1e12  # tokens a second; our choice
 _LOOK_BYTES = 1 << 16  # of a message are read first; few headers are longer
 
 
-def open_bucket(url: str, key: str = "URL") -> Bucket:
+def open_bucket(url: str, key: str = "URL") -> Bucket | LocalFolder:
     """The bucket, or the folder of one, that a URL or a path names. Raises ConfigError."""
     scheme, _, rest = url.rpartition("://")
     if scheme and scheme not in (*store.SCHEMES, "file"):

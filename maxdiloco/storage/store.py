@@ -1,5 +1,7 @@
 """Buckets of objects on gs://, s3:// and az://, and files on https://: the one user of obstore.
 
+A folder of this machine serves as a bucket without it.
+
 An object appears whole or not at all. A read that follows a write sees it, in all three clouds. A
 version is what the store calls one content of an object; a conditional put names the one that it
 replaces, so of two writers one fails. Every failure is an OSError whose strerror is one line.
@@ -13,9 +15,11 @@ import http.client
 import os
 import pathlib
 import re
+import secrets
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 SCHEMES = ("gs", "s3", "az")
 # All our choice. A request is repeated after 429, 5xx and a lost connection, with growing pauses.
@@ -187,16 +191,114 @@ def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
         return Bucket(client(TIMEOUT_S), obstore, client)
 
 
-def local_folder(path: os.PathLike) -> Bucket:
-    """A folder of this machine as a bucket, made where there is none.
+class LocalFolder:
+    """A folder of this machine as a bucket, as far as islands use one. An object is a file.
 
-    Its put_if creates alone: version has to be None. Raises ModuleNotFoundError without obstore.
+    It appears whole: it is written under another name, in the same folder, and then renamed or
+    linked. So the file system needs hard links, as those of Linux and NFS have.
     """
-    import obstore
-    from obstore import store
 
-    with _as_os_errors():
-        return Bucket(store.LocalStore(pathlib.Path(path).absolute(), mkdir=True), obstore)
+    def __init__(self, path: os.PathLike | str):
+        self._root = pathlib.Path(path).absolute()
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def get(self, name: str) -> bytes:
+        """The content of an object. Raises FileNotFoundError."""
+        with self._opened(name) as file:
+            return file.read()
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        """The bytes of an object from `start` to before `end`. Raises OSError if it is shorter."""
+        with self._opened(name) as file:
+            file.seek(start)
+            return _whole(file.read(end - start), name, start, end)
+
+    def get_first(self, name: str, most: int) -> tuple[bytes, Entry]:
+        """Up to `most` bytes from the start of an object, and the object. Raises
+        FileNotFoundError."""
+        with self._opened(name) as file:
+            return file.read(most), _file_entry(name, os.fstat(file.fileno()))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object in place of any other of that name."""
+        with self._written(name, data) as part:
+            os.replace(part, self._root / name)
+
+    def put_if(self, name: str, data: bytes, version: Version | None) -> Version | None:
+        """Write an object if there is none; its version, or None where there is one. version:
+        None; another one is ENOTSUP."""
+        if version is not None:
+            raise OSError(errno.ENOTSUP, "a file is not replaced by its version")
+        with self._written(name, data) as part:
+            try:
+                os.link(part, self._root / name)
+            except FileExistsError:
+                return None
+            return _file_entry(name, os.stat(part)).version
+
+    def head(self, name: str) -> Entry | None:
+        """The object of this name, or None."""
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(self._root / name)
+            return _file_entry(name, found) if stat.S_ISREG(found.st_mode) else None
+        return None
+
+    def list_all(self, prefix: str) -> Iterator[Entry]:
+        """The objects below a folder, at any depth."""
+        for folder, _, files in os.walk(self._root / prefix, onerror=_unless_gone):
+            for name in files:
+                path = pathlib.Path(folder, name).relative_to(self._root).as_posix()
+                entry = None if _PART.fullmatch(name) else self.head(path)
+                if entry is not None:
+                    yield entry
+
+    def delete(self, names: Collection[str]) -> None:
+        """Delete objects; those that are gone already count as deleted."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._root / name)
+
+    def _opened(self, name: str) -> BinaryIO:
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        file = open(os.open(self._root / name, flags), "rb")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        return file
+
+    @contextlib.contextmanager
+    def _written(self, name: str, data: bytes) -> Iterator[pathlib.Path]:
+        """A file with these bytes; its name is gone afterwards."""
+        target = self._root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
+        try:
+            part.write_bytes(data)
+            yield part
+        finally:
+            part.unlink(missing_ok=True)
+
+
+_PART = re.compile(r"\..*\.[0-9a-f]{16}\.part")
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _file_entry(name: str, found: os.stat_result) -> Entry:
+    tag = f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
+    return Entry(name, found.st_size, {"e_tag": tag})
+
+
+def local_folder(path: os.PathLike | str) -> LocalFolder:
+    """A folder of this machine as a bucket, made where there is none. Raises OSError.
+
+    Its put_if creates alone: version has to be None.
+    """
+    return LocalFolder(path)
 
 
 def in_memory() -> Bucket:
@@ -212,10 +314,12 @@ def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:
     folder = pathlib.Path.home() / ".aws"
     profile = environ.get("AWS_PROFILE", "default")
     parser = configparser.ConfigParser(interpolation=None)
-    parser.read([
-        environ.get("AWS_CONFIG_FILE", folder / "config"),
-        environ.get("AWS_SHARED_CREDENTIALS_FILE", folder / "credentials"),
-    ])
+    parser.read(
+        [
+            environ.get("AWS_CONFIG_FILE", folder / "config"),
+            environ.get("AWS_SHARED_CREDENTIALS_FILE", folder / "credentials"),
+        ]
+    )
     found: dict[str, str] = {}
     for section in (f"profile {profile}", profile):
         found |= dict(parser[section]) if parser.has_section(section) else {}

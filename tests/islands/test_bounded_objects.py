@@ -192,7 +192,7 @@ def apart(names):
     [("abcdefgh", (5, 6, 7), 7000), ("ab", (1,) * 20 + (90,), 4000)],
 )
 def test_a_run_goes_on_whose_records_and_messages_do_not_fit(names, tokens, least, monkeypatch):
-    """Limits of a hundredth: a record takes some of the islands, or a message some of its blocks."""
+    """Limits of a hundredth: a record takes some of the islands, a message some of its blocks."""
     monkeypatch.setattr(records, "_MAX_HEADER", 1 << 13)
     monkeypatch.setattr(records, "_MAX_MESSAGE_HEADER", 1 << 12)
     monkeypatch.setattr(blocks, "to_claim", apart(names))

@@ -139,7 +139,7 @@ def test_what_a_run_deletes_beside_an_audit_is_no_difference(at, written, folder
     """As a next snapshot does, while an object is read: the audit and the status begin again."""
     going = []
 
-    class Bucket(store.Bucket):
+    class Folder(store.LocalFolder):
         def get_first(self, name, most):
             if name.startswith(at) and not going:
                 going.append(name)
@@ -149,7 +149,7 @@ def test_what_a_run_deletes_beside_an_audit_is_no_difference(at, written, folder
 
     good, run = store.local_folder(folder), written[1]
     whole = audit.replay(good, run, 0)
-    found = audit.replay(Bucket(good._client, good._api), run, 0)
+    found = audit.replay(Folder(folder), run, 0)
     assert going and found.records == whole.records
     assert found.ledger.marks == whole.ledger.marks and found.ledger.tokens == whole.ledger.tokens
     assert (whole.computed, found.computed) == (2, 0)
@@ -270,6 +270,15 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, capsy
 def test_help(capsys):
     assert main(["--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: python -m maxdiloco.islands audit URL")
+
+
+def test_islands_in_a_local_folder_need_no_package_for_buckets(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    run_fixed(objects.open_bucket(str(tmp_path)), a_run(islands=("a", "b")), 0, 12)
+    for command in ("check", "audit", "status"):
+        wait = ["wait=0.01"] * (command == "status")
+        assert main([command, str(tmp_path), *wait]) == 0, capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.part"))
 
 
 def test_a_bucket_without_its_package_is_one_line(monkeypatch, capsys):

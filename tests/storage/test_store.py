@@ -77,6 +77,21 @@ def test_a_local_bucket_creates_once_replaces_lists_and_deletes(kind, tmp_path):
         bucket.get("c/0/1")
 
 
+def test_a_local_folder_shows_no_unfinished_write_and_reads_files_alone(tmp_path):
+    folder = store.local_folder(tmp_path)
+    folder.put("u/0/a.1.1", b"x")
+    with folder._written("u/0/a.1.2", b"half"):
+        assert [entry.name for entry in folder.list_all("u")] == ["u/0/a.1.1"]
+        assert len(list((tmp_path / "u/0").iterdir())) == 2
+    assert len(list((tmp_path / "u/0").iterdir())) == 1
+    os.mkfifo(tmp_path / "run.json")
+    assert folder.head("run.json") is None
+    with pytest.raises(OSError, match="not a regular file"):
+        folder.get("run.json")
+    with pytest.raises(OSError, match="by its version"):
+        folder.put_if("a", b"", {"e_tag": "1"})
+
+
 def test_a_conditional_put_replaces_the_version_that_it_names_and_no_other(bucket):
     first = bucket.put_if("lock", b"1", None)
     assert first is not None and bucket.put_if("lock", b"2", None) is None
