@@ -71,6 +71,8 @@ MUTATIONS = (
              "(number + 1) * T // share_K[k]", "deadlines of a mixture rounded down"),
     Mutation("data/shards.py", "if size_now != size:", "if False:",
              "a shard cut short is read"),
+    Mutation("data/shards.py", "if zlib.crc32(data) != ", "if False and 0 != ",
+             "a shard that was replaced is read"),
     Mutation("processes/lane.py", "if place != self.place or size < 0:", "if False:",
              "a part of a message out of turn is taken"),
     Mutation("processes/certificates.py",

@@ -1,9 +1,10 @@
 """Documents that were tokenised once: a folder of ArrayRecord files, a table and a manifest.
 
-    # D documents  F files of the source
+    # D documents  F files of the source  N records of all parts, in order
 
 FOLDER/manifest.json        what is in the folder; written last, so an unfinished one has none
 FOLDER/lengths.npy          int64 [D], tokens of each document
+FOLDER/checksums.npy        uint32 [N], CRC-32 of each record
 FOLDER/tokenizer/           the tokenizer's files
 FOLDER/part-00000.arrayrecord   tokens of the documents end to end: records of RECORD tokens, the
                             last one of a file shorter, little-endian uint16 or uint32
@@ -16,6 +17,7 @@ import itertools
 import json
 import os
 import threading
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,9 +35,10 @@ from maxdiloco.errors import DataError
 
 # Tokens of a record: our choice. A window of 1,024 is in one record or two; reading it takes 50 us.
 RECORD = 8192
-FORMAT = 1  # of the folder; count it up when one of this program could not read the new one
+FORMAT = 2  # of the folder; count it up when one of this program could not read the new one
 MANIFEST = "manifest.json"
 LENGTHS = "lengths.npy"
+CHECKSUMS = "checksums.npy"
 TOKENIZER = "tokenizer"
 # Parts of which a start reads two records, spread over all: our choice. What was overwritten or
 # never arrived is found before anything is compiled; single bits are when their record is read.
@@ -55,6 +58,7 @@ class Manifest:
     record: int  # tokens of one
     parts: list[list]  # (tokens, bytes, sha256) of each part file
     lengths: list  # (documents, sha256) of the table
+    checksums: list  # (records, sha256) of the table
     files: list[list]  # (name, documents that begin in it) of each file of the source
     damaged: list[list]  # (place, why) of each record that was skipped
 
@@ -104,21 +108,36 @@ def read_manifest(folder: str, where: str) -> Manifest:
 
 
 class Shards:
-    """Documents of a folder of shards, as documents.ByteDocuments are of text. of_all: tokens of
-    each. chosen: numbers of those that are read; None: all. stamps: of the parts in a bucket; none:
-    they are mounted. A copy in another process opens readers of its own."""
+    """Documents of a folder of shards, as documents.ByteDocuments are of text.
+
+    A copy in another process opens readers of its own. Every record that is read is compared with
+    the table of checksums, which is in memory since the start: a part that was replaced by another
+    with records of the same sizes is refused, whenever that happened.
+
+    Args:
+      where: the flag and value of the folder, for messages.
+      manifest: of the folder.
+      of_all: int64 [D], tokens of each document.
+      checksums: uint32 [N], of the records of all parts.
+      chosen: numbers of the documents that are read; None: all.
+      stamps: of the parts in a bucket; none: they are mounted.
+    """
 
     def __init__(
         self,
+        where: str,
         folder: str,
         manifest: Manifest,
         of_all: np.ndarray,
+        checksums: np.ndarray,
         chosen: np.ndarray | None = None,
         stamps: Sequence[Stamp] = (),
     ):
-        self.folder, self.manifest, self._stamps = folder, manifest, stamps
+        self._where, self.folder, self.manifest, self._stamps = where, folder, manifest, stamps
         self.lengths = of_all if chosen is None else of_all[chosen]
-        self._of_all, self._chosen = of_all, chosen
+        self._of_all, self._checksums, self._chosen = of_all, checksums, chosen
+        records = [-(-tokens // manifest.record) for tokens, *_ in manifest.parts]
+        self._first_records = starts_of(np.array(records, np.int64))  # of each part, in the table
         self._starts = starts_of(of_all)
         self._part_starts = starts_of(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
         self._readers: dict[int, Any] = {}  # dropping one closes its file
@@ -130,8 +149,8 @@ class Shards:
         self.requests = REQUESTS if stamps else 0
 
     def __reduce__(self):
-        of_all, chosen = self._of_all, self._chosen
-        return type(self), (self.folder, self.manifest, of_all, chosen, self._stamps)
+        tables = self._of_all, self._checksums, self._chosen
+        return type(self), (self._where, self.folder, self.manifest, *tables, self._stamps)
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
         """Tokens of pieces (ByteDocuments)."""
@@ -185,8 +204,8 @@ class Shards:
     def chosen(self, files: np.ndarray) -> "Shards":
         """The documents of some files of the source. files: bool [F]."""
         documents = np.repeat(files, [documents for _, documents in self.manifest.files])
-        chosen = np.flatnonzero(documents)
-        return Shards(self.folder, self.manifest, self._of_all, chosen, self._stamps)
+        chosen, tables = np.flatnonzero(documents), (self._of_all, self._checksums)
+        return Shards(self._where, self.folder, self.manifest, *tables, chosen, self._stamps)
 
     def try_part(self, part: int) -> None:
         """Read the first and the last record of a part. Raises DataError."""
@@ -196,10 +215,11 @@ class Shards:
         self._readers.clear()  # a mixture may have many sources
 
     def _record(self, part, record):
-        path = os.path.join(self.folder, part_name(part))
+        name = part_name(part)
+        path, named = os.path.join(self.folder, name), f"{self._where}: {name}"
         size = self.manifest.record
         expected = min(size, self.manifest.parts[part][0] - record * size)
-        with reading(path):
+        with reading(named, _REMEDY):
             try:
                 if self._remote:
                     data = self._remote[part].read(record)
@@ -207,13 +227,18 @@ class Shards:
                     with self._lock:
                         (data,) = self._reader(part, path).read([record])
             except (RuntimeError, ValueError, IndexError) as error:
-                why = f"{path} record {record} cannot be read: {error}"
+                why = f"{named} record {record} cannot be read: {error}"
                 raise DataError(f"{why}. {_REMEDY}") from error
         found = np.frombuffer(data, self.manifest.dtype)
         if len(found) != expected:
             raise DataError(
-                f"{path} record {record} has {len(found)} tokens, not {expected}: the file has "
+                f"{named} record {record} has {len(found)} tokens, not {expected}: the file has "
                 f"changed. {_REMEDY}"
+            )
+        if zlib.crc32(data) != self._checksums[self._first_records[part] + record]:
+            raise DataError(
+                f"{named} record {record} has other tokens than {CHECKSUMS} of this folder says: "
+                f"the file was replaced. {_REMEDY}"
             )
         return found
 
@@ -230,8 +255,8 @@ class Shards:
 def open_shards(path: str, key: str) -> Shards:
     """The documents of a folder that maxdiloco.prepare has written.
 
-    The manifest, the sizes of all files, the table, and the first and last record of up to
-    _PARTS_TRIED parts are checked here; a record has a checksum that is checked when it is read.
+    The manifest, the sizes of all files, the tables, and the first and last record of up to
+    _PARTS_TRIED parts are checked here, every other record when it is read.
     key: the flag of the path. Raises DataError for a folder that is unfinished or damaged.
     """
     where = f"{key}={path}"
@@ -248,21 +273,28 @@ def open_shards(path: str, key: str) -> Shards:
             size_now = stamps[number].size if stamps else os.path.getsize(part)
         if size_now != size:
             raise DataError(f"{where}: {name} has {size_now} bytes, not {size}. {_REMEDY}")
-    table = os.path.join(folder, LENGTHS)
-    if file_hash(table) != manifest.lengths[1]:
-        raise DataError(f"{where}: {LENGTHS} is damaged. {_REMEDY}")
-    with reading(table, _REMEDY), places.opened(table) as file:
-        lengths = np.load(file, allow_pickle=False)
-    shards = Shards(folder, manifest, lengths, stamps=stamps)
+    lengths = _read_table(folder, LENGTHS, manifest.lengths[1], where)
+    checksums = _read_table(folder, CHECKSUMS, manifest.checksums[1], where)
+    shards = Shards(where, folder, manifest, lengths, checksums, stamps=stamps)
     tried = range(0, len(names), -(-len(names) // _PARTS_TRIED) or 1)
     list(in_threads(shards.try_part, tried, shards.requests))
     return shards
 
 
+def _read_table(folder, name, digest, where):
+    path = os.path.join(folder, name)
+    if file_hash(path) != digest:
+        raise DataError(f"{where}: {name} is damaged. {_REMEDY}")
+    with reading(path, _REMEDY), places.opened(path) as file:
+        return np.load(file, allow_pickle=False)
+
+
 def check_contents(shards: Shards) -> None:
     """Read all files and compare them with their hashes. Raises DataError for the first damage."""
-    expected = {part_name(i): digest for i, (*_, digest) in enumerate(shards.manifest.parts)}
-    for name, digest in (expected | {LENGTHS: shards.manifest.lengths[1]}).items():
+    manifest = shards.manifest
+    expected = {part_name(i): digest for i, (*_, digest) in enumerate(manifest.parts)}
+    expected |= {LENGTHS: manifest.lengths[1], CHECKSUMS: manifest.checksums[1]}
+    for name, digest in expected.items():
         path = os.path.join(shards.folder, name)
         if file_hash(path) != digest:
             raise DataError(f"{path} is damaged: its hash is not that of {MANIFEST}. {_REMEDY}")

@@ -112,6 +112,25 @@ def test_a_fault_at_any_request_leaves_no_half_and_the_same_command_goes_on(
     assert os.listdir(tmp_path / "tmp") == []
 
 
+def test_a_replaced_part_in_a_bucket_is_refused(faulty, tmp_path):
+    """By its ETag while it is read, by the table of checksums at a later start."""
+    bucket, name = faulty.connect("az", BUCKET), "part-00001.arrayrecord"
+    for out, letters in ((OUT, "ab"), (tmp_path / "other", "cd")):
+        (tmp_path / "text.txt").write_text(letters * 50_000)
+        run(tmp_path / "text.txt", out, part_bytes=50_000)
+    begun = shards.open_shards(OUT, "dataset_path")
+    assert [len(tokens) for tokens in begun.read([(0, 70_000, 70_010)])] == [10]
+    other = (tmp_path / "other" / name).read_bytes()
+    assert bucket.head(f"{FOLDER}/{name}").size == len(other)
+    bucket.put(f"{FOLDER}/{name}", other)
+    for read in (
+        lambda: list(begun.read([(0, 70_000, 70_010)])),
+        lambda: shards.open_shards(OUT, "dataset_path"),
+    ):
+        with pytest.raises(DataError, match=f"dataset_path={OUT}.*{name}"):
+            read()
+
+
 def test_a_store_that_goes_away_costs_the_parts_that_were_not_whole(faulty, source, whole):
     """At every other request: those that are there are kept."""
     bucket = faulty.connect("az", BUCKET)

@@ -152,6 +152,45 @@ def test_a_damaged_folder_is_refused_when_it_is_opened(source, tmp_path, name, d
             list(documents.read([(0, 0, 3)]))
 
 
+@pytest.fixture
+def two_folders(tmp_path):
+    """Shards of two texts, with equal manifests but for hashes: sizes of files and tokens agree."""
+    for number, letters in enumerate(("ab", "cd")):
+        (tmp_path / f"{number}.txt").write_text(letters * 50_000)
+        make(tmp_path / f"{number}.txt", tmp_path / f"{number}.out", part_bytes=50_000)
+    ours, theirs = (sorted((tmp_path / f"{n}.out").glob("part-*.arrayrecord")) for n in (0, 1))
+    assert len(ours) == 2
+    assert [path.stat().st_size for path in ours] == [path.stat().st_size for path in theirs]
+    return ours, theirs
+
+
+def test_a_replaced_part_is_refused_at_a_start(two_folders):
+    ours, theirs = two_folders
+    folder = ours[0].parent
+    assert shards.open_shards(str(folder), "dataset_path")
+    os.replace(theirs[1], ours[1])
+    with pytest.raises(DataError, match=f"dataset_path={folder}.*{ours[1].name}"):
+        shards.open_shards(str(folder), "dataset_path")
+
+
+@pytest.mark.parametrize("how", ["rename", "overwrite"])
+def test_a_part_that_is_replaced_while_it_is_read_is_refused(two_folders, how):
+    ours, theirs = two_folders
+    documents = shards.open_shards(str(ours[0].parent), "dataset_path")
+    begin, count = 70_000, 8192  # in part 1, neither its first nor its last record
+    (before,) = documents.read([(0, begin, begin + count)])
+    assert len(before) == count
+    copy = pickle.loads(pickle.dumps(documents))  # as a worker process that opens its first reader
+    if how == "rename":
+        os.replace(theirs[1], ours[1])
+    else:
+        ours[1].write_bytes(theirs[1].read_bytes())
+    (of_part_0,) = copy.read([(0, 10, 20)])
+    assert len(of_part_0) == 10
+    with pytest.raises(DataError, match=f"dataset_path={ours[0].parent}.*{ours[1].name}"):
+        list(copy.read([(0, begin, begin + count)]))
+
+
 def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
     """One more than is allowed is an error that names the last: of three, in two parts."""
     fine = json.dumps({"text": "fine " * 100})

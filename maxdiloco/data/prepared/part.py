@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -22,6 +23,7 @@ from maxdiloco.storage.run_folder import absolute
 # Documents that are given to the tokenizer at once, besides their PIECE characters. Our choice.
 _MOST_DOCUMENTS = 1024
 T = TypeVar("T")
+TABLES = ("lengths", "checksums")  # what a part adds to the tables of the folder
 _OPTIONS = "group_size:1"  # each record is found and checked on its own; compressed by zstd
 
 
@@ -43,13 +45,13 @@ def facts_name(number: int) -> str:
 
 
 def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int) -> dict:
-    """Tokenise a part and write its files; returns its facts without the lengths.
+    """Tokenise a part and write its files; returns its facts without TABLES.
 
     out: the folder, also in a bucket. todo: numbers and spans of the parts that are made; index: of
     this one there.
-    Facts: lengths of the documents [tokens], tokens, documents, bytes and sha256 of the file,
-    damaged [(place, why)], files [(number, documents that begin)]; continues: the first document
-    began in an earlier part.
+    Facts: lengths of the documents [tokens], checksums of the records, tokens, documents, bytes and
+    sha256 of the file, damaged [(place, why)], files [(number, documents that begin)]; continues:
+    the first document began in an earlier part.
     Raises DataError for unreadable text and for more damaged records than allowed, OSError.
     """
     from array_record.python.array_record_module import ArrayRecordWriter
@@ -58,6 +60,7 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     number, part = todo[index]
     damaged: list[list[str]] = []
+    checksums: list[int] = []
     pieces: list[tuple[int, bool, int]] = []  # tokens of each, whether a document begins, its file
 
     def tokens():
@@ -71,7 +74,9 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
     with durable.made_here(folder / shards.part_name(number)) as path:
         with contextlib.closing(ArrayRecordWriter(os.fspath(path), _OPTIONS)) as file:
             for record in _records(tokens(), dtype_of(work.tokenizer)):
-                file.write(record.tobytes())
+                data = record.tobytes()
+                checksums.append(zlib.crc32(data))
+                file.write(data)
         nbytes, digest = os.path.getsize(path), shards.file_hash(os.fspath(path))
     tokens_P, begins_P, file_P = np.array(pieces, np.int64).reshape(-1, 3).T
     firsts = np.flatnonzero(begins_P | (np.arange(len(pieces)) == 0))
@@ -86,7 +91,7 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
     }
     lengths = np.add.reduceat(tokens_P, firsts).tolist()
     with durable.replacing(folder / facts_name(number)) as path:
-        path.write_text(json.dumps(facts | {"lengths": lengths}))
+        path.write_text(json.dumps(facts | {"lengths": lengths, "checksums": checksums}))
     return facts
 
 

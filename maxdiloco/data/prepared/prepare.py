@@ -37,7 +37,7 @@ _PLAN = "source.json"
 _LOCK = "lock"
 # Names of what only an unfinished folder needs, and of what a kill leaves half written.
 _FACTS = r"part-\d{5,}\.json"
-_WHOLE = rf"({_FACTS}|part-\d{{5,}}\.arrayrecord|(source|manifest)\.json|lengths\.npy)"
+_WHOLE = rf"({_FACTS}|part-\d{{5,}}\.arrayrecord|(source|manifest)\.json|(lengths|checksums)\.npy)"
 _LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
@@ -134,7 +134,8 @@ def _make(work, part_bytes, target, say):
         name = part.facts_name(number)
         known = shards.read_fields(folder / name) if name in there else None
         if known and there.get(shards.part_name(number)) == known["bytes"]:
-            del known["lengths"]  # read again when the parts are joined: all may not fit in memory
+            for table in part.TABLES:  # read again when the parts are joined: all may not fit
+                del known[table]
             facts[number] = known
     sizes = [sum(span.size for span in spans) for spans in parts]
     done = sum(sizes[number] for number in facts)
@@ -199,23 +200,25 @@ def _is_complete(plan, folder):
             f"out={folder} was begun with another {' and '.join(different)}. Choose another "
             "folder, or remove this one."
         )
-    return {shards.MANIFEST, shards.LENGTHS} <= there.keys()
+    return {shards.MANIFEST, shards.LENGTHS, shards.CHECKSUMS} <= there.keys()
 
 
 def _finish(work, target, facts):
     """The table of documents, the tokenizer's files and, last, the manifest."""
     folder = target.path
-    paths = [folder / part.facts_name(number) for number in range(len(facts))]
-    lengths = [np.array(shards.read_fields(path)["lengths"], "<i8") for path in paths]
+    lengths, checksums = [], []
+    for number in range(len(facts)):
+        fields = shards.read_fields(folder / part.facts_name(number))
+        lengths.append(np.array(fields["lengths"], "<i8"))
+        checksums.append(np.array(fields["checksums"], "<u4"))
     # A document that goes on in the next part is one.
     begins = [np.arange(found["documents"]) >= found["continues"] for found in facts]
     firsts = np.flatnonzero(np.concatenate(begins))
     if not len(firsts):
         raise DataError(f"{work.name} holds no text: all documents are empty. Give text to read.")
-    with durable.made_here(folder / shards.LENGTHS) as path:
-        with path.open("wb") as file:
-            np.save(file, np.add.reduceat(np.concatenate(lengths), firsts))
-        digest = shards.file_hash(os.fspath(path))
+    of_documents, of_records = np.concatenate(lengths), np.concatenate(checksums)
+    digest = _write_table(folder / shards.LENGTHS, np.add.reduceat(of_documents, firsts))
+    of_checksums = _write_table(folder / shards.CHECKSUMS, of_records)
     work.tokenizer.save(folder / shards.TOKENIZER)
     if is_local(folder):
         durable.sync_tree(folder / shards.TOKENIZER)
@@ -229,6 +232,7 @@ def _finish(work, target, facts):
         record=shards.RECORD,
         parts=[[found["tokens"], found["bytes"], found["sha256"]] for found in facts],
         lengths=[len(firsts), digest],
+        checksums=[len(of_records), of_checksums],
         files=[[os.path.basename(f), documents[i]] for i, f in enumerate(work.source.names)],
         damaged=[record for found in facts for record in found["damaged"]],
     )
@@ -237,6 +241,14 @@ def _finish(work, target, facts):
         path.write_bytes(manifest.to_bytes())
     _remove(folder, _FACTS, _LEFT)
     return manifest
+
+
+def _write_table(path, table):
+    """Write a NumPy file; returns its SHA-256."""
+    with durable.made_here(path) as new:
+        with new.open("wb") as file:
+            np.save(file, table)
+        return shards.file_hash(os.fspath(new))
 
 
 def _sizes(folder):
