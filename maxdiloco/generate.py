@@ -5,10 +5,10 @@ standard output; which step it is of, to standard error.
 """
 
 import json
-import pathlib
 from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
 
+from maxdiloco import small_files
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     run, (options, _) = argv[0], read_options(argv[1:], OPTIONS, "generate")
     checks.refuse_store("RUN", run)
     checks.refuse_store("base_output_directory", options.base_output_directory)
-    prompts = _prompts(options)
+    prompts = read_prompts(options)
     from maxdiloco.storage import output_file
 
     output_file.check_path("output", options.output)
@@ -55,13 +55,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _prompts(options: SimpleNamespace) -> list[str]:
+def read_prompts(options: SimpleNamespace) -> list[str]:
     """The prompts, at least one. Raises ConfigError."""
     path = options.prompts_file
     if not path:
         return [options.prompt]
     try:
-        text, wrong = pathlib.Path(path).read_text(encoding="utf-8"), "is empty"
+        text, wrong = small_files.read_bytes(path).decode("utf-8"), "is empty"
     except OSError as error:
         text, wrong = "", f"cannot be read: {error.strerror}"
     except UnicodeDecodeError:

@@ -5,20 +5,26 @@ text, which are read in blocks.
 """
 
 import errno
+import io
 import os
 import stat
+from collections.abc import Callable
 from typing import BinaryIO
 
 from etils import epath
 
-_BLOCK_BYTES = 16 << 20
 MAX_BYTES = 64 << 20  # twice the largest tokenizer.json in use (Gemma 3 has 33 MB)
-
+SECRET_BYTES = 1 << 16  # far above any key of OpenSSH; one of RSA with 16,384 bits has 13 KB
+_BLOCK_BYTES = 16 << 20
 # The errors for a path that is not a small file: a device or FIFO, too large, or a folder.
 NOT_SMALL_FILE = (errno.EINVAL, errno.EFBIG, errno.EISDIR)
 
 
-def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
+def read_bytes(
+    path: epath.PathLike,
+    max_bytes: int = MAX_BYTES,
+    check: Callable[[os.stat_result], None] | None = None,
+) -> bytes:
     """Read a regular file of at most `max_bytes` bytes.
 
     A device, a FIFO or a socket is refused without waiting for it, and a file that grows while it
@@ -27,6 +33,8 @@ def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     Args:
       path: a local path, or an `epath.Path` of a bucket.
       max_bytes: the largest accepted size in bytes.
+      check: called with the status of a local file that is open, before it is read. It raises
+        to refuse the file.
 
     Returns:
       The contents.
@@ -39,20 +47,68 @@ def read_bytes(path: epath.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
         path = epath.Path(path)
         content, _ = path.bucket().get_first(path.key, max_bytes + 1)
     else:
-        content = _read_local(os.fspath(path), max_bytes)
+        content = _read_local(os.fspath(path), max_bytes, check)
     if len(content) > max_bytes:
         raise _too_large(path, max_bytes)
     return content
 
 
-def _read_local(path: str, max_bytes: int) -> bytes:
+def read_secret(path: epath.PathLike, max_bytes: int = SECRET_BYTES) -> bytes:
+    """Read a file with a secret, which no other user may read.
+
+    The rule is that of ssh for a private key: a file of this user must not have any permission for
+    its group or for others. A file of another user, such as a mounted secret of root, was given to
+    this user by its owner.
+
+    Args:
+      path: a local path.
+      max_bytes: the largest accepted size in bytes.
+
+    Returns:
+      The contents.
+
+    Raises:
+      OSError: as for `read_bytes`; EACCES for a file that others may read. Its `strerror` says how
+        to mend it.
+    """
+
+    def check(status: os.stat_result) -> None:
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid == os.geteuid() and mode & 0o077:
+            why = f"other users may read or write it (mode {mode:03o}): run chmod 600 {path}"
+            raise OSError(errno.EACCES, why, os.fspath(path))
+
+    return read_bytes(path, max_bytes, check)
+
+
+def open_regular(path: str) -> io.BufferedReader:
+    """Open a local file for reading, without waiting for one that is not a regular file.
+
+    Raises:
+      OSError: the file cannot be opened, or is not a regular file (EINVAL).
+    """
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
+    try:
         if stat.S_ISDIR(mode := os.fstat(descriptor).st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return open(descriptor, "rb")
+
+
+def _read_local(
+    path: str, max_bytes: int, check: Callable[[os.stat_result], None] | None
+) -> bytes:
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
+        if check is not None:
+            check(status)
+        if status.st_size > max_bytes:
+            raise _too_large(path, max_bytes)
         return _read_at_most(file, max_bytes + 1)
 
 

@@ -10,6 +10,7 @@ def make(folder, name, key=None):
     key = key or ed25519.Ed25519PrivateKey.generate()
     ssh, own = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     (folder / name).write_bytes(key.private_bytes(serialization.Encoding.PEM, ssh, own))
+    (folder / name).chmod(0o600)
     open_ssh = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     public = key.public_key().public_bytes(*open_ssh) + b" someone@somewhere\n"
     (folder / f"{name}.pub").write_bytes(public)

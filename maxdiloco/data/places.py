@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, NamedTuple
 
+from maxdiloco import small_files
 from maxdiloco.data.packages import require
 from maxdiloco.data.read_ahead import REQUESTS, in_threads
 from maxdiloco.storage import store
@@ -56,7 +57,7 @@ def opened(
     """A file to read; for a `with`. Of an object, stamp: the version that is wanted, None: the one
     that is there; span: the bytes that will be read, which are one request."""
     if is_local(path):
-        return open(path, "rb")
+        return small_files.open_regular(path)
     return io.BufferedReader(ObjectFile(*_bucket(path), stamp, span))
 
 

@@ -12,6 +12,7 @@ FOLDER/part-00000.arrayrecord   tokens of the documents end to end: records of R
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
@@ -45,6 +46,8 @@ TOKENIZER = "tokenizer"
 _PARTS_TRIED = 64
 # Open files of one process: our choice, well below the usual limit of 1,024.
 _MOST_OPEN = 128
+# Bytes of a manifest: one with a name of 100 bytes for each of ten million files of the source.
+_MOST_MANIFEST = 1 << 30
 _REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepare."
 
 
@@ -87,7 +90,10 @@ def read_manifest(folder: str, where: str) -> Manifest:
     it is damaged or of another version of this program."""
     try:
         with places.opened(os.path.join(folder, MANIFEST)) as file:
-            checksum, _, body = file.read().partition(b"\n")
+            content = file.read(_MOST_MANIFEST + 1)
+        if len(content) > _MOST_MANIFEST:
+            raise OSError(errno.EFBIG, f"larger than {_MOST_MANIFEST:,} bytes")
+        checksum, _, body = content.partition(b"\n")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
             f"{where} holds no {MANIFEST}: it is no folder that python -m maxdiloco.prepare has "

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from maxdiloco import json_text
+from maxdiloco import json_text, small_files
 from maxdiloco.data import packages, places
 from maxdiloco.data.places import Stamp
 from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer, to_bytes
@@ -35,7 +35,7 @@ CONFIG = "tokenizer_config.json"
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
-_MOST_BYTES = 1 << 28  # of a file, read whole; our choice: that of Gemma 3 has 33 MB
+MOST_BYTES = 1 << 28  # of a file, read whole; our choice: that of Gemma 3 has 33 MB
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
 
 
@@ -168,12 +168,12 @@ def build(values: Mapping[str, Any], rows: int | None = None) -> Tokenizer:
 def load(folder: pathlib.Path) -> Tokenizer:
     """The tokenizer that `save` wrote. Raises DataError when the folder holds none, OSError."""
     try:
-        fields = json_text.parse((folder / SETTINGS).read_bytes())
+        fields = json_text.parse(small_files.read_bytes(folder / SETTINGS))
         kind, bos, eos = fields["tokenizer_type"], fields["bos"], fields["eos"]
         if kind == ByteTokenizer.kind:
             return ByteTokenizer()
         file = folder / FILES[kind]
-        content = file.read_bytes()
+        content = small_files.read_bytes(file, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{folder} holds no saved tokenizer: {error}. Give the folder tokenizer of a run or of "
@@ -229,9 +229,11 @@ def _downloaded(name, where):
 
 def _whole(path):
     """The content of a file. Raises OSError, also for one that is too large to be a tokenizer's."""
+    if is_local(path):
+        return small_files.read_bytes(path, MOST_BYTES)
     with places.opened(path) as file:
-        if (size := Stamp.of(file).size) > _MOST_BYTES:
-            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {_MOST_BYTES:,}")
+        if Stamp.of(file).size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {MOST_BYTES:,} bytes")
         return file.read()
 
 

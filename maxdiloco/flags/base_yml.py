@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from maxdiloco import small_files
 from maxdiloco.errors import ConfigError
 
 MOST_NESTED = 10  # lists in a yml file; no key has more than 3
@@ -74,6 +75,8 @@ class Key:
         return {name: entry.default for name, entry in self.entries.items()} | dict(table)
 
 
+# Of a yml file: twenty times base.yml, which has every key and its comments.
+_MOST_BYTES = 1 << 20
 PACKAGE = pathlib.Path(__file__).parents[1]
 
 
@@ -98,38 +101,43 @@ def read_table(name: str) -> Any:
     return yaml.load(text, Loader=loader)
 
 
-def read_yml(path: pathlib.Path, loader: Any = None) -> list[tuple[str, Any, int]]:
+def read_yml(
+    path: pathlib.Path, loader: Any = None, where: str = ""
+) -> list[tuple[str, Any, int]]:
     """The keys of a yml file in its order, as (key, text or nested lists of text, line from 0).
 
     Scalars stay text, so that `1e-4` and `yes` mean what they mean on the command line. loader: of
-    a file that nobody has to mend.
+    a file that nobody has to mend. where: the key and value that name it, for messages; "": its
+    path.
     Raises ConfigError for a file that cannot be read, does not parse, is no table of keys, or
     holds a key twice.
     """
+    where = where or str(path)
     try:
-        node = yaml.compose(path.read_bytes(), Loader=loader or _Loader)
+        content = small_files.read_bytes(path, _MOST_BYTES)
+        node = yaml.compose(content, Loader=loader or _Loader)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. Give the path of a yml file, or none."
+            f"{where} cannot be read: {error.strerror}. Give the path of a yml file, or none."
         ) from error
     except yaml.YAMLError as error:
         why = "it is not text"
         if isinstance(error, yaml.MarkedYAMLError):
-            where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-            why = f"{where}{error.problem}"
+            line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+            why = f"{line}{error.problem}"
         raise ConfigError(
-            f"{path} is not a yml file: {why}. Write one `key: value` a line."
+            f"{where} is not a yml file: {why}. Write one `key: value` a line."
         ) from error
     if node is None:
         return []
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path} holds no keys. Write one `key: value` a line.")
+        raise ConfigError(f"{where} holds no keys. Write one `key: value` a line.")
     entries: dict[str, tuple[str, Any, int]] = {}
     for key_node, value_node in node.value:
         name, line = str(key_node.value), key_node.start_mark.line
         if name in entries:
             raise ConfigError(
-                f"{path} holds {name} twice, in lines {entries[name][2] + 1} and {line + 1}. "
+                f"{where} holds {name} twice, in lines {entries[name][2] + 1} and {line + 1}. "
                 f"Keep one of them."
             )
         entries[name] = (name, _plain(value_node, path), line)

@@ -229,8 +229,9 @@ def _of_another_user(
     ]
 
 
-def _from_file(path: pathlib.Path) -> dict[str, Given]:
-    return {name: Given(raw, str(path)) for name, raw, _ in base_yml.read_yml(path)}
+def _from_file(path: pathlib.Path, where: str = "") -> dict[str, Given]:
+    entries = base_yml.read_yml(path, where=where)
+    return {name: Given(raw, str(path)) for name, raw, _ in entries}
 
 
 def _edited(path: pathlib.Path, known: maxtext.Tables) -> dict[str, Given]:
@@ -305,7 +306,7 @@ def _from_model(
     model, keys, out = str(values["model_name"]), known.ours, {}
     if model == "default":
         return {}
-    of_file = maxtext.renamed(_from_file(_model_file(model)), known)
+    of_file = maxtext.renamed(_from_file(_model_file(model), f"model_name={model}"), known)
     given_by_model = maxtext.taken(of_file, known, warn)
     _refuse_unknown(given_by_model, keys)
     for name, text in given_by_model.items():

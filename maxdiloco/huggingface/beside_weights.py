@@ -5,7 +5,14 @@ import pathlib
 import types
 from typing import Any
 
-from maxdiloco.data.tokenizer import FILES, ByteTokenizer, SentencePieceTokenizer, package
+from maxdiloco import small_files
+from maxdiloco.data.tokenizer import (
+    FILES,
+    MOST_BYTES,
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    package,
+)
 from maxdiloco.data.tokenizer_base import Tokenizer, meaning
 from maxdiloco.huggingface import folders
 from maxdiloco.huggingface.folders import Folder
@@ -39,7 +46,7 @@ def copy(source: Folder, target: pathlib.Path, *, licence_alone: bool = False) -
             paths += sorted((source / "additional_chat_templates").glob("*.jinja"))
     for path in paths:
         with folders.reading(path):
-            content = path.read_bytes()
+            content = small_files.read_bytes(path, MOST_BYTES)
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         place.write_bytes(content)
@@ -95,7 +102,9 @@ def has_tokenizer(like: Folder, tokenizer: Tokenizer | None) -> bool:
     if isinstance(tokenizer, ByteTokenizer):
         return not any((like / name).is_file() for name in FILES.values())
     path = like / FILES[tokenizer.kind]
-    return path.is_file() and meaning(path.read_bytes()) == meaning(tokenizer.content)
+    if not path.is_file():
+        return False
+    return meaning(small_files.read_bytes(path, MOST_BYTES)) == meaning(tokenizer.content)
 
 
 def ends(tokenizer: Tokenizer | None) -> dict[str, int | None]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from maxdiloco import json_text
+from maxdiloco import json_text, small_files
 from maxdiloco.data import packages
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.huggingface import bucket_tensors
@@ -77,7 +77,7 @@ def tensors_of(folder: Folder) -> dict[str, Stored]:
 def _files(folder: Folder) -> list[Folder]:
     index = folder / INDEX
     if not index.exists():
-        if (folder / SINGLE).exists():
+        if (folder / SINGLE).is_file():
             return [folder / SINGLE]
         other = min((path.name for path in folder.glob("*.bin")), default=None)
         raise CheckpointError(
@@ -90,7 +90,7 @@ def _files(folder: Folder) -> list[Folder]:
             )
         )
     try:
-        names = sorted(set(json_text.parse(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json_text.parse(small_files.read_bytes(index))["weight_map"].values()))
         files = [folder / name for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged: {error!r}. Download it again.") from error

@@ -8,6 +8,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from maxdiloco import small_files
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import records
 from maxdiloco.islands.records import Beat, Message, Run
@@ -32,12 +33,17 @@ def read(path: str) -> Keys:
     """
     file = pathlib.Path(os.path.expanduser(path))
     try:
-        own = serialization.load_ssh_private_key(file.read_bytes(), None)
-        texts = {each.stem: each.read_bytes() for each in sorted(file.parent.glob("*.pub"))}
+        own = serialization.load_ssh_private_key(small_files.read_secret(file), None)
+        public_files = sorted(file.parent.glob("*.pub"))
+        texts = {
+            each.stem: small_files.read_bytes(each, small_files.SECRET_BYTES)
+            for each in public_files
+        }
         of_all = {name: serialization.load_ssh_public_key(text) for name, text in texts.items()}
     except OSError as error:
-        why = os.strerror(error.errno)
-        raise ConfigError(f"islands_key={path} cannot be read: {why}. {_REMEDY}") from error
+        raise ConfigError(
+            f"islands_key={path}: {error.filename} cannot be read: {error.strerror}. {_REMEDY}"
+        ) from error
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(
             f"islands_key={path}: it, or a .pub beside it, is no key of OpenSSH without a "

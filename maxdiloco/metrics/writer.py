@@ -19,7 +19,7 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco import json_text
+from maxdiloco import json_text, small_files
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.metrics.line_files import ChunkedLines, LocalLines, open_lines, read_parts
 from maxdiloco.processes import output
@@ -311,7 +311,7 @@ class WandbRun:
         path = folder.path / "wandb_id"  # a folder that is made anew is another run
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
-        name = path.read_text()
+        name = small_files.read_bytes(path, max_bytes=1024).decode()
         try:
             self._run = wandb.init(
                 project=PROJECT,

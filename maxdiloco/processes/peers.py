@@ -8,13 +8,12 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import jax
 
-from maxdiloco import errors
+from maxdiloco import errors, small_files
 from maxdiloco.errors import ConfigError, LostPeerError
 from maxdiloco.processes import certificates, coordination, sockets
 from maxdiloco.processes.certificates import Peer
@@ -186,6 +185,23 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
+def secret_of_file(path: str) -> bytes:
+    """The secret that exchange_secret_file names. Raises ConfigError."""
+    try:
+        secret = small_files.read_secret(path).strip()
+    except OSError as error:
+        raise ConfigError(
+            f"exchange_secret_file={path}: {error.strerror}. Put the same file on every host, or "
+            "leave the key out."
+        ) from error
+    if len(secret) < certificates.LEAST_SECRET:
+        raise ConfigError(
+            f"exchange_secret_file={path} has {len(secret)} bytes: {certificates.LEAST_SECRET} "
+            "are the least. Write a random one, as `openssl rand -hex 32` prints it."
+        )
+    return secret
+
+
 def _secret(job: Job, file: str, timeout_s: float) -> bytes:
     """The secret of the run. Raises ConfigError, LostPeerError."""
     try:
@@ -203,19 +219,7 @@ def _secret(job: Job, file: str, timeout_s: float) -> bytes:
             f"{'none' if file else 'one'}. Give all processes the same."
         )
     if file:
-        try:
-            secret = Path(file).read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"exchange_secret_file={file}: {os.strerror(error.errno)}. Put the same file on "
-                f"every host, or leave the key out."
-            ) from error
-        if len(secret) < certificates.LEAST_SECRET:
-            raise ConfigError(
-                f"exchange_secret_file={file} has {len(secret)} bytes: {certificates.LEAST_SECRET} "
-                f"are the least. Write a random one, as `openssl rand -hex 32` prints it."
-            )
-        return secret
+        return secret_of_file(file)
     secret = shared.encode()
     if len(secret) < certificates.LEAST_SECRET:
         raise LostPeerError(

@@ -48,6 +48,7 @@ def test_an_island_whose_messages_would_not_count_is_refused(two, tmp_path):
 
 def test_a_file_that_is_no_such_key_is_refused(two, tmp_path):
     (tmp_path / "text").write_text("hello")
+    (tmp_path / "text").chmod(0o600)
     elliptic = make(tmp_path / "b", "c", ec.generate_private_key(ec.SECP256R1()))
     for path, words in (
         (str(tmp_path / "none"), "cannot be read: No such file or directory"),

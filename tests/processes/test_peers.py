@@ -195,6 +195,7 @@ def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet, process
 def test_a_secret_of_a_file_is_not_in_the_store_and_has_to_be_the_same(meet, store, tmp_path):
     path = tmp_path / "secret"
     path.write_text("known to every host of the run\n")
+    path.chmod(0o600)
     ports = meet(0, True, "", secret_files=[str(path)] * 2)
     assert all(isinstance(port, int) for port in ports)
     assert store.written[peers.SECRET] == peers.OF_A_FILE
@@ -210,6 +211,7 @@ def test_a_secret_that_one_process_lacks_ends_both_with_2_and_one_line(meet, tmp
     """Its file is not there, or it alone has no key; then process 1 says so."""
     path, none = tmp_path / "secret", tmp_path / "none"
     path.write_text("known to every host of the run\n")
+    path.chmod(0o600)
     one, other = (path, "none") if process == 0 else ("", "one")
     cases = {
         str(none): (process, f"exchange_secret_file={none}: No such file or directory."),
