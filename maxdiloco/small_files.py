@@ -100,9 +100,7 @@ def open_regular(path: str) -> io.BufferedReader:
     return open(descriptor, "rb")
 
 
-def _read_local(
-    path: str, max_bytes: int, check: Callable[[os.stat_result], None] | None
-) -> bytes:
+def _read_local(path: str, max_bytes: int, check: Callable[[os.stat_result], None] | None) -> bytes:
     with open_regular(path) as file:
         status = os.fstat(file.fileno())
         if check is not None:

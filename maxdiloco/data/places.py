@@ -51,9 +51,7 @@ class Stamp(NamedTuple):
         return cls(entry.size, entry.version.get("e_tag", "").removeprefix("W/").strip('"'))
 
 
-def opened(
-    path: str, stamp: Stamp | None = None, span: tuple[int, int] | None = None
-) -> BinaryIO:
+def opened(path: str, stamp: Stamp | None = None, span: tuple[int, int] | None = None) -> BinaryIO:
     """A file to read; for a `with`. Of an object, stamp: the version that is wanted, None: the one
     that is there; span: the bytes that will be read, which are one request."""
     if is_local(path):

@@ -101,9 +101,7 @@ def read_table(name: str) -> Any:
     return yaml.load(text, Loader=loader)
 
 
-def read_yml(
-    path: pathlib.Path, loader: Any = None, where: str = ""
-) -> list[tuple[str, Any, int]]:
+def read_yml(path: pathlib.Path, loader: Any = None, where: str = "") -> list[tuple[str, Any, int]]:
     """The keys of a yml file in its order, as (key, text or nested lists of text, line from 0).
 
     Scalars stay text, so that `1e-4` and `yes` mean what they mean on the command line. loader: of
