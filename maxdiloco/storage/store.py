@@ -21,6 +21,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
+from maxdiloco import small_files
+
 SCHEMES = ("gs", "s3", "az")
 # All our choice. A request is repeated after 429, 5xx and a lost connection, with growing pauses.
 PATIENCE_S = 30.0  # until it is given up
@@ -28,6 +30,7 @@ MOST_PAUSE_S = 2.0  # between two tries: so late it notices that the store is ba
 TIMEOUT_S = 60.0  # without a byte of an answer
 MOST_S = 6 * 3600.0  # of one request with its body
 LEAST_BYTES_S = 1e5  # of a link that a whole object is written through by one request
+_MOST_INI = 1 << 20  # bytes of ~/.aws/config; thousands of profiles
 BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
 
 # Answers with an errno of their own: no such object, no rights, and shorter than it was.
@@ -310,16 +313,20 @@ def in_memory() -> Bucket:
 
 
 def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:
-    """The region and keys that `aws configure` has stored, as far as no variable names them."""
+    """The region and keys that `aws configure` has stored, as far as no variable names them.
+
+    A section that is there twice is read as one, whose last value counts, as the AWS SDKs read it.
+    A file that is absent, or that this user must not read, holds nothing. Raises OSError with the
+    path for one that is not in the format.
+    """
     folder = pathlib.Path.home() / ".aws"
     profile = environ.get("AWS_PROFILE", "default")
-    parser = configparser.ConfigParser(interpolation=None)
-    parser.read(
-        [
-            environ.get("AWS_CONFIG_FILE", folder / "config"),
-            environ.get("AWS_SHARED_CREDENTIALS_FILE", folder / "credentials"),
-        ]
-    )
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    for path in (
+        environ.get("AWS_CONFIG_FILE", folder / "config"),
+        environ.get("AWS_SHARED_CREDENTIALS_FILE", folder / "credentials"),
+    ):
+        _read_ini(parser, path)
     found: dict[str, str] = {}
     for section in (f"profile {profile}", profile):
         found |= dict(parser[section]) if parser.has_section(section) else {}
@@ -328,6 +335,27 @@ def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:
     if all(name not in environ for name in others) and "aws_access_key_id" in found:
         wanted += ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"]
     return {name: found[name] for name in wanted if name in found}
+
+
+def _read_ini(parser: configparser.ConfigParser, path: os.PathLike | str) -> None:
+    """Add what a file says. Raises OSError with the path for one that is not in the format."""
+    if os.fspath(path) == os.devnull:  # what a user names so that no file is read
+        return
+    try:
+        parser.read_string(small_files.read_bytes(path, _MOST_INI).decode("utf-8-sig"))
+        return
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    except UnicodeDecodeError as error:
+        number = error.object.count(b"\n", 0, error.start) + 1
+        why = f"line {number} is not UTF-8"
+    except configparser.MissingSectionHeaderError as error:
+        why = f"line {error.lineno} is before the first [section]"
+    except configparser.ParsingError as error:
+        why = f"line {error.errors[0][0]} is not `key = value`"
+    except OSError as error:
+        why = error.strerror
+    raise OSError(errno.EINVAL, f"{path} cannot be read: {why}")
 
 
 def _whole(data: bytes, name: str, start: int, end: int) -> bytes:

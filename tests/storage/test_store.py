@@ -196,5 +196,37 @@ def test_the_keys_of_aws_configure_are_used_where_no_variable_has_others(tmp_pat
     assert store.aws_profile(dict.fromkeys(files, "/absent")) == {}
 
 
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"region = here\n[default]\n", 1),
+        (b"[default]\nregion\n", 2),
+        (b"# caf\xe9\n[default]\nregion = here\n", 1),
+        (None, None),  # a FIFO
+    ],
+)
+def test_an_aws_file_of_another_format_is_named_in_one_line(monkeypatch, tmp_path, content, line):
+    path = tmp_path / "config"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(path))
+    monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
+    with pytest.raises(CheckpointError) as error:
+        absolute("s3://bucket/runs")
+    assert f"base_output_directory=s3://bucket/runs cannot be opened: {path} " in str(error.value)
+    assert line is None or f"line {line} " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_doubled_sections_of_an_aws_file_are_read_as_one(tmp_path):
+    path = tmp_path / "config"
+    environ = {"AWS_SHARED_CREDENTIALS_FILE": os.devnull}
+    path.write_text("[default]\nregion = old\noutput = json\n[default]\nregion = new\n")
+    assert store.aws_profile(environ | {"AWS_CONFIG_FILE": str(path)}) == {"region": "new"}
+    assert store.aws_profile(environ | {"AWS_CONFIG_FILE": os.devnull}) == {}
+
+
 def test_the_flags_admit_the_clouds_that_there_are():
     assert checks.BUCKETS == store.SCHEMES
