@@ -169,6 +169,26 @@ def test_what_crosses_devices_stays_in_their_slice(compile_run, keys):
         assert ("all-gather f32", "context") not in over
 
 
+LATENT = dict(
+    base_num_decoder_layers=1,
+    head_dim=192,
+    latent_attention="{kv_lora_rank: 32, qk_nope_head_dim: 128, qk_rope_head_dim: 64, "
+    "v_head_dim: 128}",
+    attention="flash",
+    per_device_batch_size=1,
+)
+
+
+@pytest.mark.full
+def test_a_report_on_latent_attention_knows_its_kernels(compile_run):
+    """Splash attention with keys of 192 features and values of 128."""
+    code, (report,), said = compile_run(**LATENT)
+    assert code == 0, said.err
+    (inner,) = [program for program in report["programs"] if program["name"] == "inner"]
+    assert inner["pallas_kernels_not_estimated"] == 0
+    assert inner["estimated_seconds"] > 0
+
+
 def test_the_plan_compiles_the_plain_step_and_nothing_else(tmp_path, capfd):
     path = tmp_path / "plan.json"
     own = ("diloco_sync_period", "remat_policy")

@@ -13,9 +13,9 @@ from maxdiloco.aot.hlo.reader import Computation, Instruction, Module, executed
 
 PALLAS = "tpu_custom_call"
 LANES = 128
-# Products of [L, H] and [H, L] or of that size: the kernels of the backward pass compute the
-# scores again.
-PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+# Products of each score's two tokens over the features of keys, and over those of values. The
+# kernels of the backward pass compute the scores again.
+PRODUCTS = {"fwd": (1, 1), "dkv": (2, 2), "dq": (2, 1)}
 FLOATS = ("bf16", "f16", "f32")
 _ATTENTION = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)_")
 _OWN_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
@@ -87,24 +87,55 @@ def kernel_flops(where: Computation, item: Instruction) -> float | None:
     return _attention_flops(named[1], where, item) if named else None
 
 
-def _attention_flops(name: str, where: Computation, item: Instruction) -> float:
-    """FLOPs of a causal attention kernel on one device, lanes included.
+def _attention_flops(name: str, where: Computation, item: Instruction) -> float | None:
+    """FLOPs of a causal attention kernel on one device, lanes included; None for other operands.
 
     The first operand says which blocks of scores are computed, those on and below the diagonal:
     [.., rows of blocks, at most so many a row], of dkv [.., at most so many a column, columns].
-    Queries are the first array of floats and keys the second, [B, N, ...] or of one sequence
-    [N, ...]. There are fewer queries than keys where devices share a sequence, evenly.
+    Queries, keys and values are the first three arrays of floats, [B, N, tokens, features] or of
+    one sequence [N, tokens, features]; tokens may come last. There are fewer queries than keys
+    where devices share a sequence, evenly. Values may have fewer features than keys.
     """
-    operands = _shapes(where, item)
-    queries, keys, *_ = [x.dims for x in operands if x.dtype in FLOATS and len(x.dims) > 2]
-    results = [shape(text).dims for text in arrays(item.shape)]
-    # Tokens may be in the lanes of what goes in; in what comes out they are not.
-    either = [sorted(dims[-2:]) for dims in (queries, keys)]
-    H = next(dims[-1] for dims in results if sorted(dims[-2:]) in either)
-    L, S = (dims[-1] * dims[-2] // H for dims in (queries, keys))
+    try:
+        operands = _shapes(where, item)
+        results = [shape(text) for text in arrays(item.shape)]
+    except ValueError:  # such as an operand that is a tuple
+        return None
+    floats = [x.dims for x in operands if x.dtype in FLOATS and len(x.dims) > 2]
+    if len(floats) < 3 or operands[0].dtype in FLOATS or len(operands[0].dims) < 2:
+        return None
+    q, k, v = floats[:3]
+    # Results have their features last. Scratch is a result too, with fewer dims.
+    made = [x.dims[-2:] for x in results if x.dtype in FLOATS and len(x.dims) == len(q)]
+    sizes = _attention_sizes(name, made, *(math.prod(dims[-2:]) for dims in (q, k, v)))
+    if sizes is None:
+        return None
+    L, S, *widths = sizes
     *_, rows, columns = operands[0].dims
     shards, block = S // L, S // columns if name == "dkv" else L // rows
     width = rows * shards if name == "dkv" else columns
     computed = sum(min(row + 1, width) for row in range(S // block)) / shards
-    lanes = -(-H // LANES) * LANES
-    return PRODUCTS[name] * 2.0 * math.prod(queries[:-2]) * block**2 * lanes * computed
+    lanes = (-(-features // LANES) * LANES for features in widths)
+    features = sum(n * size for n, size in zip(PRODUCTS[name], lanes, strict=True))
+    return 2.0 * math.prod(q[:-2]) * block**2 * features * computed
+
+
+def _attention_sizes(
+    name: str, made: list[tuple[int, ...]], q: int, k: int, v: int
+) -> tuple[int, int, int, int] | None:
+    """Numbers of queries and keys, features of keys and of values, from a kernel's results.
+
+    made: (tokens, features) of each result. q, k, v: tokens times features of what goes in. Returns
+    None where these do not fit each other.
+    """
+    match name, made:
+        case "fwd", [(L, V), *_]:  # the context, and the normalisers
+            H, S = q // L, v // V
+        case "dq", [(L, H)]:
+            S = k // H
+            V = v // S
+        case "dkv", [(S, H), (_, V)]:
+            L = q // H
+        case _:
+            return None
+    return (L, S, H, V) if (L * H, S * H, S * V) == (q, k, v) and S % L == 0 else None

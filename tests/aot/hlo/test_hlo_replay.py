@@ -143,6 +143,7 @@ def test_a_kernel_brings_its_own_estimate():
 
 
 PRODUCT = 2 * 2 * 8 * 1024 * 1024 * 128  # of two sequences, eight heads, all pairs, 128 lanes
+OF_KEYS = "bf16[2,8,1024,64]{3,2,1,0}"
 HALF_OF_QUERIES = [("s8[1,4,4]{2,1,0}", "s8[1,2,4]{2,1,0}"), ("%q, %q, %q)", "%r, %q, %q)")]
 
 
@@ -154,7 +155,8 @@ HALF_OF_QUERIES = [("s8[1,4,4]{2,1,0}", "s8[1,2,4]{2,1,0}"), ("%q, %q, %q)", "%r
         ([("%q = bf16[2,8,1024,64]", "%q = bf16[2,8,64,1024]")], 3 * PRODUCT * 10 / 16),
         # A batch of one sequence has no dim of its own.
         ([("%q = bf16[2,8,1024,64]{3,2,1,0}", "%q = bf16[8,1024,64]{2,1,0}"),
-          ("bf16[2,8,1024,64]{3,2,1,0}) custom", "bf16[8,1024,64]{2,1,0}) custom")],
+          ("(f32[4,512,64]{2,1,0}, bf16[2,8,1024,64]{3,2,1,0})",
+           "(f32[512,64]{1,0}, bf16[8,1024,64]{2,1,0})")],
          3 * PRODUCT * 10 / 16 / 2),
         # A window: two of four blocks a row, 1 + 2 + 2 + 2 of 16.
         ([("s8[1,4,4]", "s8[1,4,2]")], 3 * PRODUCT * 7 / 16),
@@ -162,7 +164,8 @@ HALF_OF_QUERIES = [("s8[1,4,4]{2,1,0}", "s8[1,2,4]{2,1,0}"), ("%q, %q, %q)", "%r
         # of 256. The gradients of the keys are of all 1024.
         ([*HALF_OF_QUERIES, ("bf16[2,8,1024,64]{3,2,1,0}) custom", "bf16[2,8,512,64]) custom")],
          3 * PRODUCT * 10 / 16 / 2),
-        ([*HALF_OF_QUERIES, ("_dq_", "_dkv_")], 4 * PRODUCT * 10 / 16 / 2),
+        ([*HALF_OF_QUERIES, ("_dq_", "_dkv_"), (f"{OF_KEYS})", f"{OF_KEYS}, {OF_KEYS})")],
+         4 * PRODUCT * 10 / 16 / 2),
     ],
 )  # fmt: skip
 def test_products_of_an_attention_kernel(changes, expected):
@@ -172,6 +175,36 @@ def test_products_of_an_attention_kernel(changes, expected):
     text = changed(BESIDE_LOOP, "  %send-done =", kernel + "  %send-done =")
     runs = reader.executed(reader.read(text))
     (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
+    assert products.kernel_flops(run.computation, run.instruction) == expected
+
+
+LATENT = """  %blocks = s8[1,4,4]{2,1,0} constant({...})
+  %q = bf16[8,192,1024]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %v = bf16[8,128,1024]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %splash_mha_KERNEL_segmented.1 = (f32[256,192]{1,0}, RESULTS) custom-call(%blocks, %q, %q, %v), \
+custom_call_target="tpu_custom_call"
+"""
+WIDE, NARROW = "bf16[8,1024,192]{2,1,0}", "bf16[8,1024,128]{2,1,0}"
+NORMALISERS = "f32[8,1024,128]{2,1,0}"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "results", "wide", "narrow"),
+    [
+        ("fwd", (NARROW, NORMALISERS), 1, 1),  # scores; context
+        ("dkv", (WIDE, NARROW), 2, 2),  # scores, keys; weights, values
+        ("dq", (WIDE,), 2, 1),  # scores, queries; weights
+        ("dq", (), None, None),  # of another kernel by that name
+        ("dkv", (NARROW, WIDE), None, None),
+    ],
+)
+def test_values_narrower_than_keys_have_smaller_products(kernel, results, wide, narrow):
+    """Latent attention: 192 features of keys fill 256 lanes, 128 of values 128."""
+    lines = LATENT.replace("KERNEL", kernel).replace("RESULTS", ", ".join(results))
+    text = changed(BESIDE_LOOP, "  %send-done =", lines + "  %send-done =")
+    runs = reader.executed(reader.read(text))
+    (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
+    expected = wide and 2 * 8 * 1024 * 1024 * (256 * wide + 128 * narrow) * 10 / 16
     assert products.kernel_flops(run.computation, run.instruction) == expected
 
 
