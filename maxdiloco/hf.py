@@ -30,7 +30,7 @@ IMPORT = MappingProxyType({
         1, "rows for tokens are rounded up to a multiple of it, the new ones zeros", int, 1
     ),
     "max_target_length": Option("", "as for train; of an evaluation of the import itself"),
-    "add_bos": Option("", "as for train; empty: true where the tokenizer has the token"),
+    "add_bos": Option("", "as for train; empty: as the tokenizer does in transformers"),
     "add_eos": Option("", "as for train; empty: true where the tokenizer has the token"),
 })  # fmt: skip
 EXPORT = MappingProxyType({

@@ -64,9 +64,19 @@ class HuggingFaceTokenizer(SubwordTokenizer):
 
     kind = "huggingface"
 
+    def added_first(self) -> list[int]:
+        """The tokens that the file's post-processor puts before a text."""
+        module = package(self.kind)
+        probe = module.Tokenizer(module.models.WordLevel({"a": 0}, unk_token="a"))
+        if (processor := self.engine.post_processor) is not None:
+            probe.post_processor = processor
+        encoded = probe.encode("a")
+        return encoded.ids[: encoded.sequence_ids.index(0)]
+
     def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """The tokens that start and end a document, by the file CONFIG or their usual names. null
-        in the file is none; a key that it lacks says nothing."""
+        in the file is none; a key that it lacks says nothing. The token that the post-processor
+        puts before a text starts a document whatever it is called."""
         bos_and_eos = []
         for key, usual in (("bos_token", BOS_NAMES), ("eos_token", EOS_NAMES)):
             name = names.get(key)
@@ -75,7 +85,13 @@ class HuggingFaceTokenizer(SubwordTokenizer):
             candidates = usual if key not in names else (name,) if isinstance(name, str) else ()
             tokens = map(self.engine.token_to_id, candidates)
             bos_and_eos.append(next((token for token in tokens if token is not None), None))
-        return tuple(bos_and_eos)
+        bos, eos = bos_and_eos
+        return next(reversed(self.added_first()), bos), eos
+
+    def adds_bos(self, names: Mapping[str, Any]) -> bool:
+        """Whether its post-processor puts a token first. transformers 5 reads add_bos_token of
+        CONFIG only where there is no tokenizer.json."""
+        return bool(self.added_first())
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without threads (Tokenizer)."""
@@ -116,6 +132,11 @@ class SentencePieceTokenizer(SubwordTokenizer):
         """The tokens that start and end a document, as the model says."""
         bos, eos = self.engine.bos_id(), self.engine.eos_id()
         return bos if bos >= 0 else None, eos if eos >= 0 else None
+
+    def adds_bos(self, names: Mapping[str, Any]) -> bool:
+        """By add_bos_token of CONFIG, and not where bos_token is null, as transformers 5 has it."""
+        named = names.get("bos_token", True) is not None
+        return bool(names.get("add_bos_token")) and named and self.engine.bos_id() >= 0
 
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
         """Tokens of texts (Tokenizer)."""
@@ -207,6 +228,13 @@ def read(kind: str, path: str) -> SubwordTokenizer:
     if saved is not None:
         bos, eos = saved.get("bos"), saved.get("eos")
     return dataclasses.replace(found, bos=bos, eos=eos)
+
+
+def adds_bos(found: SubwordTokenizer, folder: str) -> bool:
+    """Whether transformers puts `bos` before a text with the tokenizer of a folder. found: of
+    `read`. Raises DataError."""
+    file = os.path.join(folder, FILES[found.kind])
+    return found.bos is not None and found.adds_bos(_beside(file, CONFIG, found.kind) or {})
 
 
 def _downloaded(name, where):

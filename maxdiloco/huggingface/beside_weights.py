@@ -10,6 +10,7 @@ from maxdiloco.data.tokenizer import (
     FILES,
     MOST_BYTES,
     ByteTokenizer,
+    HuggingFaceTokenizer,
     SentencePieceTokenizer,
     package,
 )
@@ -68,31 +69,39 @@ def write(
     (folder / "generation_config.json").write_text(json.dumps(ends(tokenizer), indent=2) + "\n")
     if tokenizer is None:
         return
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        (folder / FILES["sentencepiece"]).write_bytes(tokenizer.content)
-        return
-    module = package("huggingface")
-    if isinstance(tokenizer, ByteTokenizer):
-        engine = _of_bytes(module, tokenizer.bos)
-    else:
-        engine = module.Tokenizer.from_buffer(tokenizer.content)
-    if tokenizer.bos is not None:  # put before a text, after what the model does with it
-        first, template = engine.id_to_token(tokenizer.bos), module.processors.TemplateProcessing
-        places = {"single": [first, "$A"], "pair": [first, "$A", "$B"]}
-        start = template(**places, special_tokens=[(first, tokenizer.bos)])
-        before = engine.post_processor
-        both = before is not None and not isinstance(before, template)
-        engine.post_processor = module.processors.Sequence([before, start]) if both else start
-    engine.save(str(folder / _JSON))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        (folder / FILES["sentencepiece"]).write_bytes(tokenizer.content)
+        settings["add_bos_token"] = tokenizer.bos is not None
+        name_of = tokenizer.engine.id_to_piece
+    else:
+        engine = _starting_texts(tokenizer)
+        engine.save(str(folder / _JSON))
+        name_of = engine.id_to_token
     for name, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
         if token is not None:
-            settings[name] = engine.id_to_token(token)
+            settings[name] = name_of(token)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _starting_texts(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Any:
+    """The engine of a tokenizer.json that puts bos before a text, and nothing else around it."""
+    module = package("huggingface")
+    if isinstance(tokenizer, ByteTokenizer):
+        engine = _of_bytes(module, tokenizer.bos)
+    else:
+        engine = module.Tokenizer.from_buffer(tokenizer.content)
+    first = [] if tokenizer.bos is None else [engine.id_to_token(tokenizer.bos)]
+    engine.post_processor = module.processors.TemplateProcessing(
+        single=[*first, "$A"],
+        pair=[*first, "$A", "$B"],
+        special_tokens=[(name, tokenizer.bos) for name in first],
+    )
+    return engine
 
 
 def has_tokenizer(like: Folder, tokenizer: Tokenizer | None) -> bool:

@@ -19,6 +19,7 @@ from etils import epath
 from maxdiloco.checkpoint import metadata, write
 from maxdiloco.checkpoint.arrays import PartedLeaf, Writer
 from maxdiloco.data import tokenizer
+from maxdiloco.data.tokenizer import HuggingFaceTokenizer
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, DataError
@@ -57,7 +58,7 @@ def import_model(
     stored = safetensors_files.tensors_of(source).items()
     found = {name.replace(model.family.wrapper, "", 1): tensor for name, tensor in stored}
     model = _with_own_head(model, found, say)
-    of_text = _tokenizer_keys(source, target)
+    of_text = _tokenizer_keys(source, target, say)
     given = model.keys | of_text | {"model_name": str(target / "model.yml")}
     cfg, found_tokenizer = _config(given, source, vocab_multiple, keys)
     parts = tensors.of_model(from_config(cfg, backend="cpu"), model.family)
@@ -117,15 +118,21 @@ def _config(
     return config.from_dict(cfg.as_dict() | sizes), found
 
 
-def _tokenizer_keys(source: Folder, target: pathlib.Path) -> dict[str, Any]:
+def _tokenizer_keys(source: Folder, target: pathlib.Path, say: Say) -> dict[str, Any]:
+    """add_bos is what transformers' tokenizer of the folder does; a base model was trained so."""
     kinds = [kind for kind, name in tokenizer.FILES.items() if (source / name).is_file()]
     if not kinds:
         return {"dataset_type": "synthetic"}  # tokens that are numbers alone
     found = tokenizer.read(kinds[0], str(source))
+    if isinstance(found, HuggingFaceTokenizer) and (first := found.added_first()[:-1]):
+        say(
+            f"note: the tokenizer puts {len(first) + 1} tokens before a text, of which only the "
+            f"last one is added here; left out: {', '.join(map(str, first))}."
+        )
     return {
         "tokenizer_type": kinds[0],
         "tokenizer_path": str(target / CARRIED),
-        "add_bos": found.bos is not None,
+        "add_bos": tokenizer.adds_bos(found, str(source)),
         "add_eos": found.eos is not None,
     }
 

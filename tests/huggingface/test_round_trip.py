@@ -158,23 +158,21 @@ def test_files_of_the_tokenizer_and_of_the_licence_come_along(source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "add_bos", "add_eos"),
+    ("names", "add_eos"),
     [
-        ({"bos_token": "a", "eos_token": "b"}, "true", "true"),
-        ({"bos_token": None, "eos_token": "b"}, "false", "true"),
-        ({"bos_token": None, "eos_token": None}, "false", "false"),
-        # As transformers 5 writes it for a bare tokenizer.json: the defaults of a preparation.
-        ({"model_max_length": 9}, "true", "true"),
+        ({"bos_token": "a", "eos_token": "b"}, "true"),
+        ({"bos_token": None, "eos_token": None}, "false"),
+        # As transformers 5 writes it for a bare tokenizer.json: the default of a preparation.
+        ({"model_max_length": 9}, "true"),
     ],
 )
-def test_start_yml_adds_the_tokens_that_the_tokenizer_names(
-    source, tmp_path, capfd, names, add_bos, add_eos
-):
+def test_start_yml_adds_the_end_that_the_tokenizer_names(source, tmp_path, capfd, names, add_eos):
+    """test_start_of_text.py has the start; this tokenizer.json puts none before a text."""
     byte_level_bpe(source, vocab_size=300)
     (source / "tokenizer_config.json").write_text(json.dumps(names))
     small.done("import", source, tmp_path / "ours", "vocab_multiple=300")
     keys = {name: value for name, value, _ in base_yml.read_yml(tmp_path / "ours/start.yml")}
-    assert (keys["add_bos"], keys["add_eos"]) == (add_bos, add_eos)
+    assert (keys["add_bos"], keys["add_eos"]) == ("false", add_eos)
     assert keys["tokenizer_path"] == str(tmp_path / "ours/huggingface")
     said = "names no token that ends a document" in capfd.readouterr().out
     assert said == (add_eos == "false")
