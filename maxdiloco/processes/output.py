@@ -14,8 +14,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, to standard output by default; what cannot be written is dropped."""
-    stream = stream or sys.stdout
+    """Print a line, or several, to standard output by default; what cannot be written is dropped.
+
+    Control characters are escaped, except line feeds and tabs: generated text, tokenizers and names
+    in stored files could otherwise drive the terminal.
+    """
+    stream, text = stream or sys.stdout, escaped(text, keep="\n\t")
     if stream is None:  # Python was started with the stream closed
         return
     try:
@@ -47,8 +51,16 @@ def shows_bars() -> bool:
 
 def one_line(text: str) -> str:
     """The text with its control characters escaped: a line feed as `\\n`."""
-    control = r"[\x00-\x1f\x7f-\x9f\u2028\u2029]"
-    return re.sub(control, lambda match: match[0].encode("unicode_escape").decode(), text)
+    return escaped(text)
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """The text with its control characters escaped, as in Python; those in `keep` stay."""
+    return re.sub(
+        r"[\x00-\x1f\x7f-\x9f\u2028\u2029]",
+        lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode(),
+        text,
+    )
 
 
 def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
