@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from maxdiloco import json_text
+from maxdiloco import json_text, small_files
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.base_yml import Key, Table
@@ -53,7 +53,7 @@ def read(folder: Folder) -> Read:
     """The model of a folder. Raises ConfigError for one that maxdiloco cannot compute."""
     path = folder / "config.json"
     with refusing(ConfigError, f"{path} cannot be read", "Give the folder of a downloaded model."):
-        content = path.read_bytes()
+        content = small_files.read_bytes(path)
     try:
         whole = json_text.parse(content)
     except ValueError as error:
@@ -105,6 +105,9 @@ def keys_of(
             "imported. Save the model with bfloat16 weights (transformers' from_pretrained with "
             "dtype=torch.bfloat16, dequantize(), save_pretrained) and import that."
         )
+    layers = hf.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > rules.MOST_LAYERS:
+        raise rules.refused("num_hidden_layers", layers, f"it is at most {rules.MOST_LAYERS}")
     for key, value in family.must.items():
         if hf.get(key) is not None and hf[key] != value:
             raise rules.refused(key, hf[key], f"{family.model_type} has {key}={value}")

@@ -27,7 +27,14 @@ from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
-from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
+from maxdiloco.huggingface import (
+    beside_weights,
+    config_json,
+    folders,
+    rules,
+    safetensors_files,
+    tensors,
+)
 from maxdiloco.huggingface.config_json import Read
 from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.safetensors_files import Stored
@@ -61,7 +68,9 @@ def import_model(
     of_text = _tokenizer_keys(source, target, say)
     given = model.keys | of_text | {"model_name": str(target / "model.yml")}
     cfg, found_tokenizer = _config(given, source, vocab_multiple, keys)
-    parts = tensors.of_model(from_config(cfg, backend="cpu"), model.family)
+    # A few more than there are, so that missing ones are listed by name.
+    most = len(found) + rules.MOST_LAYERS
+    parts = tensors.of_model(from_config(cfg, backend="cpu"), model.family, most)
     dtypes = _checked(parts, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
         say(f"note: the tokenizer has more tokens than the model: it adds {more} rows of zeros.")

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from maxdiloco.errors import ConfigError
 
 Values = Mapping[str, Any]
+# Layers of a model: eighty times those of the deepest published one, Llama 3 405B with 126
+# (arXiv 2407.21783, Table 3). config.json may ask for more than fits a list.
+MOST_LAYERS = 10_000
 _MSCALES = "mscale", "mscale_all_dim"
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # of layer_types
 

@@ -102,7 +102,7 @@ class Part(NamedTuple):
 def parts_of(leaf: Leaf, tensor: Tensor, rotated: int) -> Iterator[Part]:
     """The tensors that make up a leaf, in the leaf's order. rotated: features of a head."""
     rotated = rotated if tensor.in_pairs else 0
-    num_indexed = (leaf.layers is not None) + ("{expert}" in tensor.name)
+    num_indexed = _num_indexed(leaf, tensor)
     shape = leaf.shape[num_indexed:]
     if tensor.inputs:
         shape = (math.prod(shape[tensor.inputs :]), math.prod(shape[: tensor.inputs]))
@@ -150,8 +150,12 @@ def _order(part: Part) -> np.ndarray:
     return np.concatenate([rest, pairs[::2], pairs[1::2]])
 
 
-def of_model(spec: ModelSpec, family: Family) -> list[Part]:
-    """All parts of a model in the order of the leaves, without values. Raises ConfigError."""
+def of_model(spec: ModelSpec, family: Family, most: float = math.inf) -> list[Part]:
+    """All parts of a model in the order of the leaves, without values.
+
+    most: parts that a leaf may have: config.json may ask for more experts than fit a list. Raises
+    ConfigError.
+    """
     model, parts = Model(spec), []
     shapes = _named(jax.eval_shape(model.init, jax.random.key(0)))
     for (path, x), (_, axis) in zip(shapes, _named(model.layer_axis), strict=True):
@@ -164,8 +168,19 @@ def of_model(spec: ModelSpec, family: Family) -> list[Part]:
             raise ConfigError(
                 f"the parameter {path} has no counterpart in model_type={family.model_type}."
             )
-        parts += parts_of(Leaf(path, tuple(x.shape), layers), tensor, spec.rotated_dim)
+        leaf = Leaf(path, tuple(x.shape), layers)
+        if (needed := math.prod(leaf.shape[: _num_indexed(leaf, tensor)])) > most:
+            raise ConfigError(
+                f"config.json asks for {needed:,} tensors of {in_layer}, far more than the files "
+                "have. Give the config.json that belongs to them."
+            )
+        parts += parts_of(leaf, tensor, spec.rotated_dim)
     return parts
+
+
+def _num_indexed(leaf: Leaf, tensor: Tensor) -> int:
+    """Leading dims of the leaf whose entries are tensors of their own."""
+    return (leaf.layers is not None) + ("{expert}" in tensor.name)
 
 
 def _named(tree):

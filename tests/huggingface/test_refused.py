@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 
 import numpy as np
 import pytest
@@ -90,6 +91,12 @@ def refusal(tmp_path, capfd):
         ({"intermediate_size": 13}, "mlp.gate_proj.weight has shape [12, 8] in model.safetensors, "
                                     "but config.json says [13, 8]"),
         ({"vocab_size": 30}, "model.embed_tokens.weight has shape [31, 8]"),
+        # Before a list of so many is made.
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 of config.json"),
+        ({"model_type": "gemma2", "num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 of"),
+        ({"num_hidden_layers": 10_000}, "tensors of model_type=llama are missing"),
+        ({"model_type": "mixtral", "num_local_experts": 10**9}, "asks for 3,000,000,000 tensors"),
+        ({"hidden_size": 10**15}, "base_emb_dim=1000000000000000 is too large"),
     ],
 )  # fmt: skip
 def test_values_of_config_json_that_cannot_be_computed_or_do_not_fit_the_tensors(
@@ -153,6 +160,23 @@ def test_an_index_that_names_a_file_outside_its_folder(tmp_path, refusal):
     for there in ("../other.safetensors", str(tmp_path / "other.safetensors"), "sub/a"):
         index.write_text(text.replace("model-1.safetensors", there))
         assert f"{index} names {there}, which is no file of its folder" in refusal(source)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path, refusal):
+    source = small.save(tmp_path / "a", small.weights(), shards=2)
+    for name in ("model.safetensors.index.json", "config.json"):
+        (source / name).unlink()
+        os.mkfifo(source / name)
+        assert name in refusal(source)
+
+
+def test_control_characters_of_config_json_are_printed_escaped(tmp_path, capfd):
+    """In a note."""
+    name = "idea\x1b]0;title\x07"
+    source = small.save(tmp_path / "a", small.weights(), **{name: 1})
+    small.done("import", source, tmp_path / "ours")
+    said = capfd.readouterr().out
+    assert "idea\\x1b]0;title\\x07" in said and "\x1b" not in said
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(source, tmp_path, refusal):
