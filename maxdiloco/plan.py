@@ -35,15 +35,12 @@ OPTIONS = MappingProxyType({
     "sweep": Option("", "bandwidth, latency or sites: the time to the same loss against it, in "
                     "place of the answers"),
     "figure": Option("", "file for the sweep as SVG; empty: none"),
-    "sort": Option("", "time_to_loss: the rows by the time to the loss that data parallelism has "
-                   "after as many tokens; empty: what fills the link and changes training least"),
     "details": Option(False, "all rows of the table, and what its columns mean", bool),
     "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
 # Each names one link between slices: of a device, a host, a slice.
 LINKS = ("dcn_bandwidth_gbps", "host_bandwidth_gbps", "slice_bandwidth_gbps")
 LATENCIES = ("latency_ms", "link_latency_ms")
-TIME_TO_LOSS = "time_to_loss"
 SWEEPS = ("bandwidth", "latency", "sites")
 TOKENS = 20  # for each parameter, as the papers' tables of losses train (2503.09799 Tab. 3)
 
@@ -73,10 +70,6 @@ def main(argv: Sequence[str]) -> int:
     if options.figure and not options.sweep:
         raise ConfigError(
             f"figure={options.figure} is of a sweep. Add sweep={SWEEPS[0]}, or leave figure out."
-        )
-    if options.sort not in ("", TIME_TO_LOSS):
-        raise ConfigError(
-            f"sort={options.sort} is not known. Use {TIME_TO_LOSS}, or leave sort out."
         )
     from maxdiloco.evaluation import run_tokenizer
 
@@ -127,7 +120,7 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
     unrated = table.Plan(
         planned, rating.Step(options.step_time or 1.0), vars(options)[link] / share[0], share, (),
         keys, forecast.law(), latency_s, tokens, origin,
-        (options.price_per_device_hour, options.price_per_gb), bool(options.sort),
+        (options.price_per_device_hour, options.price_per_gb),
     )  # fmt: skip
     has_time, say_line = options.step_time is not None, train_compile.say_line
     plan = compiled.proposed(unrated, families, has_time=has_time, say=say_line)

@@ -117,9 +117,23 @@ def should_i(plan: Plan) -> str:
     if not best.is_known:
         return _if_it_pays(plan, best, took[:-1])
     others = [f"{span(other_s)} with {other}" for other_s, other, _ in took if other != name]
+    more = _longer_period(plan, seconds) if remedy else ""
     return (
         f"{f'no: {remedy}, ' if remedy else 'yes: '}{span(seconds)} with {name}, to a loss that "
-        f"takes {' and '.join(others)}"
+        f"takes {' and '.join(others)}{more}"
+    )
+
+
+def _longer_period(plan: Plan, seconds: float) -> str:
+    """What a choice would take that fills the link and is outside of what was measured, if less."""
+    row = plan.undemanding
+    outside = plan.gap(row.choice).outside
+    took = plan.tokens / plan.job.tokens * row.step_seconds
+    if not outside or not row.fits or took >= seconds:
+        return ""
+    return (
+        f". {row.choice.mode}, H={row.choice.H} takes {span(took)} for the tokens, and its loss is "
+        f"not known: {outside}"
     )
 
 
@@ -172,23 +186,12 @@ def how(plan: Plan) -> str:
 def _why(plan: Plan) -> str:
     """Why the first row is before the others."""
     best, *others = plan.rows
-    if plan.by_loss:
-        known = "" if plan.gap(best.choice).outside else "of what was measured "
-        return f"{known}it is soonest at the loss of data parallelism"
-    if best.choice.overlap == "none":
-        faster = [row for row in others if row.step_seconds < best.step_seconds / 1.01 and row.fits]
-        if faster and faster[0].choice.overlap != "none":
-            return f"{faster[0].choice.mode} steps faster, and by the law loses more than it gains"
-        if best.fills:
-            return "of what fills the link it changes training least"
-        return "no choice fills the link, and this one waits least"
-    plain = [row for row in others if row.choice.overlap == "none" and row.fits]
-    if not plain:
+    if not others:
         return "it is what was asked for"
-    least = max(plain, key=lambda row: row.utilisation)
+    known = "" if plan.gap(best.choice).outside else "of what was measured "
     return (
-        f"{least.choice.mode} costs less loss and computes {least.utilisation:.1%} of the time, "
-        f"which by the law takes longer to the same loss"
+        f"{known}it is soonest at the loss of data parallelism, and of what is as soon within "
+        f"{rating.TIE - 1:.0%} it changes training least"
     )
 
 
@@ -227,15 +230,17 @@ def how_good(plan: Plan) -> str:
     gap = plan.gap(plan.rows[0].choice)
     if gap.outside:
         more = ", and here it is more" if gap.is_worse else ""
-        known = "" if plan.by_loss else "; sort=time_to_loss plans with what was measured"
-        return f"outside of what was measured: {gap.outside}. Nearest: {gap.nearest}{more}{known}"
+        return f"outside of what was measured: {gap.outside}. Nearest: {gap.nearest}{more}"
     said = (
         f"{gap.share:+.1%} of the loss of data parallelism after as many tokens, {gap.least:+.1%} "
         f"to {gap.most:+.1%}"
     )
     if gap.times_tokens > 1:
         said += f"; {gap.times_tokens - 1:.0%} more tokens make up for it"
-    return f"{said}. Nearest that was measured: {gap.nearest}"
+    return (
+        f"{said}. It rests on {gap.support} with as many replicas within {forecast.NEAR:g} times "
+        f"this size. Nearest that was measured: {gap.nearest}"
+    )
 
 
 def how_sure(plan: Plan) -> str:
@@ -245,7 +250,8 @@ def how_sure(plan: Plan) -> str:
         step = f"the step's time is {plan.step.origin}"
     loss = (
         f"; the loss is a law of {len(plan.law.rows)} rows, off by {plan.law.error:.1%} of it for "
-        f"a row that it has not seen, its interval right for nine in ten"
+        f"a row that it has not seen; its interval is for nine in ten losses of another source, "
+        f"whose outer rate need not be tuned"
     )
     outside = plan.gap(plan.rows[0].choice).outside
     return f"{step}; the link is arithmetic, {MEASURED}{'' if outside else loss}"

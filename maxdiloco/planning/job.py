@@ -14,7 +14,7 @@ from maxdiloco.evaluation import on_mesh
 from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
-from maxdiloco.models import devices, transformer
+from maxdiloco.models import devices
 from maxdiloco.models.spec import from_config
 from maxdiloco.models.transformer import Model
 from maxdiloco.parallel import mesh as mesh_lib
@@ -113,7 +113,7 @@ class Job(NamedTuple):
     @property
     def num_parameters(self) -> int:
         """Of one replica."""
-        return transformer.count_parameters(self.model)
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
 
     @property
     def gradient_bytes(self) -> float:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -31,6 +31,8 @@ from maxdiloco.trainer import assemble
 PERIODS = (30, 50, 100, 300, 500)
 TAUS = (1, 2, 3, 4, 5)  # [S] section 3.3.2 advises 5 at most
 LAYERS = 3  # of a fragment, [S] section 3.2
+# Times to a loss that count as equal, as a factor: a link that is filled may cost as much.
+TIE = 1 / FULL
 GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the papers count
 
 
@@ -277,6 +279,22 @@ def _memory(job: Job, choice: Choice, step: Step) -> int:
     return step.peak + sum(map(bytes_on_device, on_device))
 
 
+def utilisations(
+    job: Job, families: list[list[Choice]], *, step: Step, gbps: float, latency_s: float = 0.0
+) -> dict[Choice, float]:
+    """The part of its time that each choice computes."""
+    link = dict(step_s=step.seconds, gbps=gbps, latency_s=latency_s)
+    waited = {
+        choice: exposed_s(job, choice, traffic(job, choice), **link)
+        for family in families
+        for choice in family
+    }
+    return {
+        choice: wait.utilisation(step.seconds, seconds, choice.H)
+        for choice, seconds in waited.items()
+    }
+
+
 def ranked(
     job: Job,
     families: list[list[Choice]],
@@ -284,66 +302,84 @@ def ranked(
     step: Step,
     gbps: float,
     latency_s: float = 0.0,
+    busy: Mapping[Choice, float],
     gap: Callable[[Choice], Gap],
-    by_loss: bool = False,
 ) -> list[Rated]:
-    """One choice of each family, best first, without those that gain nothing over another.
+    """One choice of each family, the soonest at the loss of data parallelism first.
 
-    Of a family the first that fills the link, otherwise the one that waits least. What the chip
-    does not hold comes last. Of choices that fill the link the one that changes training least is
-    first: by period, overlap and wire, the widest first. Eager, whose loss is the largest, follows
-    what reaches the loss of data parallelism as soon. The rest by speed, the fastest first.
-    gap: of the loss. by_loss: instead all by the time to the loss of data parallelism, what is
-    outside of the forecast last.
+    Choices within TIE of the soonest count as equally soon. Of these the one that changes training
+    least is first: by period, overlap and wire, the widest first. Choices that lie further outside
+    of what was measured follow the others, and choices that the chip does not hold come last. A
+    choice is left out where another one of its mode is as soon and changes training less.
+
+    Args:
+      busy: of `utilisations`.
+      gap: the forecast of the loss of a choice.
     """
     link = dict(gbps=gbps, latency_s=latency_s)
 
-    def utilisation(choice: Choice) -> float:
-        waited = exposed_s(job, choice, traffic(job, choice), step_s=step.seconds, **link)
-        return wait.utilisation(step.seconds, waited, choice.H)
-
-    def late(choice: Choice) -> tuple[bool, float]:
+    def time_to_loss(choice: Choice) -> tuple[int, float]:
         found = gap(choice)
-        return bool(found.outside), found.times_tokens / utilisation(choice)
+        return found.num_beyond, found.times_tokens / busy[choice]
+
+    times = {choice: time_to_loss(choice) for family in families for choice in family}
+    fewest, soonest = min(times.values())
+
+    def late(choice: Choice) -> tuple[int, float]:
+        beyond, time = times[choice]
+        return beyond, 0.0 if beyond == fewest and time <= TIE * soonest else time
 
     rows = []
     for family in families:
-        filling = (choice for choice in family if utilisation(choice) >= FULL)
-        choice = next(filling, None) or max(family, key=utilisation)
-        if by_loss:
-            choice = min(family, key=late)
-        row = rated(job, choice, step=step, **link)
-        if not row.fits and choice.memory == "device":
-            moved = choice._replace(memory="pinned_host")
-            row = max(row, rated(job, moved, step=step, **link), key=lambda x: x.fits)
-        rows.append(row)
-    if by_loss:
-        return sorted(rows, key=lambda row: (not row.fits, *late(row.choice), _change(row)))
-    rows = [row for row in rows if not any(_beats(other, row) for other in rows)]
-    took = {row.choice: late(row.choice)[1] for row in rows}
-    soonest = min((took[row.choice] for row in rows if row.fits and _is_late(row)), default=0.0)
-    return sorted(rows, key=lambda row: _order(row, took[row.choice] <= soonest))
+        choice = min(family, key=late)  # a family begins with what changes training least
+        row = _in_memory(job, choice, step=step, **link)
+        rows.append(((not row.fits, *late(choice)), _change(row), row))
+    rows = [each for each in rows if not any(_beats(other, each) for other in rows)]
+    return [row for *_, row in sorted(rows, key=lambda each: each[:2])]
 
 
-def _is_late(row: Rated) -> bool:
-    """Whether its outer steps take the exchange of the round before."""
-    return row.choice.overlap != "none"
+def _beats(other: tuple, each: tuple) -> bool:
+    """Whether another row of the same mode is as soon and at least as close to exact DiLoCo."""
+    (late, change, row), (later, changed, of) = other, each
+    as_close = all(a <= b for a, b in zip(change, changed, strict=True))
+    return row is not of and row.choice.mode == of.choice.mode and late <= later and as_close
 
 
-def _change(row: Rated) -> tuple[int, int, int, float]:
+def nearest_to_filling(
+    job: Job,
+    families: list[list[Choice]],
+    *,
+    step: Step,
+    gbps: float,
+    latency_s: float = 0.0,
+    busy: Mapping[Choice, float],
+) -> Rated:
+    """What fills the link and changes training least, or else needs the least bandwidth to.
+
+    busy: of `utilisations`.
+    """
+    link = dict(gbps=gbps, latency_s=latency_s)
+    rows = []
+    for family in families:
+        choice = next((each for each in family if busy[each] >= FULL), None)
+        choice = choice or max(family, key=lambda each: busy[each])
+        rows.append(_in_memory(job, choice, step=step, **link))
+    filling = [row for row in rows if row.fits and row.fills]
+    if filling:
+        return min(filling, key=_change)
+    return min(rows, key=lambda row: (not row.fits, row.least_dcn_bandwidth_gbps))
+
+
+def _in_memory(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float) -> Rated:
+    """The choice rated, with its outer state in host memory where it fits only so."""
+    link = dict(step=step, gbps=gbps, latency_s=latency_s)
+    row = rated(job, choice, **link)
+    if row.fits or choice.memory != "device":
+        return row
+    return max(row, rated(job, choice._replace(memory="pinned_host"), **link), key=lambda x: x.fits)
+
+
+def _change(row: Rated) -> tuple[bool, int, int, float]:
+    """How much a choice changes training: exact DiLoCo with a short period changes it least."""
     choice, wire = row.choice, wire_format(row.choice.wire)
-    return _is_late(row), choice.H, choice.tau, wire.error
-
-
-def _order(row: Rated, as_soon: bool) -> tuple:
-    plain = not _is_late(row)
-    groups = (row.fills and plain, as_soon and plain, row.fills, True)
-    speed = 0 if row.fills else -row.utilisation
-    return not row.fits, groups.index(True), speed, _change(row)
-
-
-def _beats(other: Rated, row: Rated) -> bool:
-    """Whether another row of the same mode fills the link and is at least as close to exact."""
-    same = other.choice.mode == row.choice.mode and other.fills and row.fills
-    pairs = zip(_change(other), _change(row), strict=True)
-    return same and other is not row and all(a <= b for a, b in pairs)
+    return choice.overlap != "none", choice.H, choice.tau, wire.error

@@ -32,7 +32,8 @@ class Plan(NamedTuple):
     gbps: one device's share of the link; share: devices of the link that the user named, and what
     it is of. keys: of the command line of the plan, without its options. law: of the losses.
     tokens: to train on, and where that number is from. prices: of an hour of a device and of a
-    gigabyte between sites. by_loss: whether the rows are by the time to the same loss.
+    gigabyte between sites. undemanding: the choice that fills the link, or else needs the least
+    bandwidth to.
     """
 
     job: Job
@@ -46,7 +47,7 @@ class Plan(NamedTuple):
     tokens: float = 0.0
     tokens_origin: str = ""
     prices: tuple[float | None, float | None] = (None, None)
-    by_loss: bool = False
+    undemanding: Rated | None = None
 
     def gap(self, choice: Choice) -> Gap:
         """The loss that a choice costs, by the law."""
@@ -80,8 +81,10 @@ class Plan(NamedTuple):
 def proposed(plan: Plan, families: list[list[Choice]]) -> Plan:
     """The plan with the choices of its link, rated."""
     link = dict(step=plan.step, gbps=plan.gbps, latency_s=plan.latency_s)
-    rows = rating.ranked(plan.job, families, gap=plan.gap, by_loss=plan.by_loss, **link)
-    return plan._replace(rows=rows)
+    busy = rating.utilisations(plan.job, families, **link)
+    rows = rating.ranked(plan.job, families, busy=busy, gap=plan.gap, **link)
+    undemanding = rating.nearest_to_filling(plan.job, families, busy=busy, **link)
+    return plan._replace(rows=rows, undemanding=undemanding)
 
 
 def lines(plan: Plan, *, details: bool) -> list[str]:
@@ -164,19 +167,11 @@ def _legend(plan: Plan) -> list[str]:
         f"step; Gbit/s: the least of a {plan.share[1]}'s link for {FULL:.0%} busy; loss: forecast "
         f"above data parallelism on as many tokens, ?: outside of what was measured"
     ]
-    first = (
-        f"what is {FULL:.0%} busy and changes training least: the shorter period, the shorter "
-        f"overlap, the wider wire. Eager costs most loss, so it follows what is as soon at the "
-        f"loss of data parallelism. Each row is the shortest such period and overlap of its mode "
-        f"and wire"
-    )
-    if plan.by_loss:
-        first = (
-            "what is soonest at the loss of data parallelism, of each mode and wire with its "
-            "period and overlap; then what is outside of what was measured"
-        )
     out.append(
-        f"best first: {first}. Times are arithmetic on bytes"
+        f"best first: what is soonest at the loss of data parallelism, of each mode and wire with "
+        f"its period and overlap; of what is as soon within {rating.TIE - 1:.0%} what changes "
+        f"training least: the shorter period, the shorter overlap, the wider wire; then what is "
+        f"outside of what was measured. Times are arithmetic on bytes"
         + (" and latency" if plan.latency_s else ": no latency (latency_ms)")
         + ", no pack and merge."
     )
@@ -232,13 +227,10 @@ def _name(argument: str) -> str:
 
 
 def refusals(plan: Plan) -> list[str]:
-    """Why no choice should be run; empty where one fills the link."""
-    if any(row.fits and row.fills for row in plan.rows):
+    """Why no choice should be run; empty where one fills the link, whatever its loss."""
+    (share, of), least = plan.share, plan.undemanding
+    if least.fits and least.fills:
         return []
-    share, of = plan.share
-    least = min(
-        (row for row in plan.rows if row.fits), key=lambda row: row.least_dcn_bandwidth_gbps
-    )
     remedy = f"{least.least_dcn_bandwidth_gbps * share:.3g} Gbit/s a {of} would do"
     if not math.isfinite(least.least_dcn_bandwidth_gbps):
         remedy = f"No bandwidth would do at a latency of {span(plan.latency_s)}; nearest"
