@@ -19,7 +19,7 @@ from benchmarks.bandwidth.simulator import GRID, H
 from benchmarks.bandwidth.tables import Size
 from maxdiloco.aot.wait import data_parallel
 from maxdiloco.errors import ConfigError
-from maxdiloco.planning import svg
+from scripts import svg
 
 SHARE = {"streaming": 0.85, "scaling": 0.7}  # of the parameters that travel; fitted, one a paper
 STEPS = 15  # of data parallelism; fitted: the last reduction is not waited for

@@ -32,16 +32,12 @@ OPTIONS = MappingProxyType({
                      "parameter", float, 0),
     "price_per_device_hour": Option(None, "of one device, in any currency", float, 0),
     "price_per_gb": Option(None, "of 1e9 bytes from one slice to another", float, 0),
-    "sweep": Option("", "bandwidth, latency or sites: the time to the same loss against it, in "
-                    "place of the answers"),
-    "figure": Option("", "file for the sweep as SVG; empty: none"),
     "details": Option(False, "all rows of the table, and what its columns mean", bool),
     "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
 # Each names one link between slices: of a device, a host, a slice.
 LINKS = ("dcn_bandwidth_gbps", "host_bandwidth_gbps", "slice_bandwidth_gbps")
 LATENCIES = ("latency_ms", "link_latency_ms")
-SWEEPS = ("bandwidth", "latency", "sites")
 TOKENS = 20  # for each parameter, as the papers' tables of losses train (2503.09799 Tab. 3)
 
 
@@ -64,12 +60,6 @@ def main(argv: Sequence[str]) -> int:
             "step_time is not given and compile_topology is empty, so the time of a step is "
             "unknown. Give step_time=0.8 (seconds), or compile_topology=v5e-16 or h100-8 with "
             "compile_topology_num_slices=2."
-        )
-    if options.sweep and options.sweep not in SWEEPS:
-        raise ConfigError(f"sweep={options.sweep} is not known. Use one of {', '.join(SWEEPS)}.")
-    if options.figure and not options.sweep:
-        raise ConfigError(
-            f"figure={options.figure} is of a sweep. Add sweep={SWEEPS[0]}, or leave figure out."
         )
     from maxdiloco.evaluation import run_tokenizer
 
@@ -98,11 +88,10 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
 
 
 def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
-    from maxdiloco.planning import answer, compiled, forecast, job, rating, sweep, table
+    from maxdiloco.planning import answer, compiled, forecast, job, rating, table
     from maxdiloco.storage import output_file
 
     output_file.check_path("report", options.report)
-    output_file.check_path("figure", options.figure)
     planned = job.of(cfg)
     sharing = ((1, "device"), (planned.per_host, "host"), (planned.per_slice, "slice"))
     share = sharing[LINKS.index(link)]
@@ -125,20 +114,11 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
     has_time, say_line = options.step_time is not None, train_compile.say_line
     plan = compiled.proposed(unrated, families, has_time=has_time, say=say_line)
     figures, views = table.as_json(plan) | {"answer": answer.as_json(plan)}, table.setting(plan)
-    if options.sweep:
-        found = sweep.points(plan, options.sweep, lambda job: rating.families(job, given))
-        figures["sweep"] = [point._asdict() for point in found]
-        views += ["", *sweep.lines(found)]
-        title = f"Time to the same loss: {cfg.model_name}, {tokens:.3g} tokens"
-        if options.figure:
-            drawing = sweep.figure(title, found).encode()
-            output_file.write_whole("figure", options.figure, drawing)
-    else:
-        views += ["", *answer.lines(plan), "", *table.lines(plan, details=options.details)]
+    views += ["", *answer.lines(plan), "", *table.lines(plan, details=options.details)]
     for line in views:
         say_line(line)
     output_file.write_json("report", options.report, figures)
-    return 0 if options.sweep else train_compile.refuse(table.refusals(plan))
+    return train_compile.refuse(table.refusals(plan))
 
 
 def _tokens(

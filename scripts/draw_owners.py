@@ -1,4 +1,6 @@
-"""Draw how slices own parts of a fragment as docs/owners.svg: `python scripts/draw_owners.py`.
+"""Draw how slices own parts of a fragment as docs/owners.svg.
+
+    PYTHONPATH=. python scripts/draw_owners.py
 
 Four slices. The bytes below the columns are those of the wire formats, for one parameter.
 """
@@ -8,7 +10,7 @@ import sys
 
 from maxdiloco.diloco import quantize
 from maxdiloco.exchange.owners import REDUCED
-from maxdiloco.planning import svg
+from scripts import svg
 
 SLICES, WIRE = 4, "float4_e3m0"
 COLOURS = ("#3b6ea5", "#c2703d", "#5a8f53", "#8a4fb0")

@@ -1,4 +1,6 @@
-"""Draw one period of each schedule as docs/schedules.svg: `python scripts/draw_schedules.py`.
+"""Draw one period of each schedule as docs/schedules.svg.
+
+    PYTHONPATH=. python scripts/draw_schedules.py
 
 It draws schedule.actions of maxdiloco.diloco, which a run carries out.
 """
@@ -18,7 +20,7 @@ from maxdiloco.diloco.schedule import (
     Schedule,
     offsets,
 )
-from maxdiloco.planning import svg
+from scripts import svg
 
 H = 12
 FIRST, LAST = H + 1, 2 * H  # the second period, in which all exchanges are under way

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.learning.table import Result
-from maxdiloco.planning import svg
+from scripts import svg
 
 LEFT, TOP, WIDTH, HEIGHT, LEGEND = 60, 50, 560, 360, 300
 TICKS = 5

@@ -21,8 +21,9 @@ from benchmarks.learning.rows import keys_of
 from benchmarks.learning.traffic import traffic
 from benchmarks.link.command import guarded
 from maxdiloco.errors import ConfigError
-from maxdiloco.planning import forecast, svg
+from maxdiloco.planning import forecast
 from maxdiloco.planning.forecast import Case
+from scripts import svg
 
 LEFT, TOP, WIDTH, HEIGHT = 60, 44, 560, 340
 REPLICAS = {2: "#2471a3", 4: "#1e8449", 8: "#c0392b"}

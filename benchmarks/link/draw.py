@@ -15,7 +15,7 @@ from benchmarks.link.figures import (
     mbit,
     result,
 )
-from maxdiloco.planning import svg
+from scripts import svg
 
 COLOURS = {
     DATA_PARALLEL: "#c4262e",

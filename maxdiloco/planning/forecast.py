@@ -23,7 +23,7 @@ SLACK = 1.5  # how far beyond its rows the law is asked, as a factor: our choice
 COVERED = 0.9  # part of the losses that lie in their interval: the customary nine in ten
 # Gap and head start at an outer rate one step of our sweeps beside the best one, over those at the
 # best: nine in ten of 25 such rows lie below ("A rate that was not tuned" in
-# benchmarks/log/2026-11-28.md).
+# benchmarks/results/loss_by_mode.md).
 UNTUNED = 2.17
 NEAR = 2.0  # factor of size of a row that is near: about that between the sizes of a table
 # Loss of data parallelism with as many tokens as pay: A N^-EXPONENT (2503.09799 Tab. 7), where

@@ -270,9 +270,6 @@ EVERY_STEP = "diloco_sync_period=1 num_communication_overlapping_steps=0"
         (f"{ON_CPU} latency_ms=5 link_latency_ms=5",
          "latency_ms and link_latency_ms name the same"),
         (f"{ON_CPU} price_per_gb=-1", "price_per_gb=-1 is no number above 0"),
-        (f"{ON_CPU} sweep=speed",
-         "sweep=speed is not known. Use one of bandwidth, latency, sites."),
-        (f"{ON_CPU} figure=a.svg", "figure=a.svg is of a sweep. Add sweep=bandwidth"),
         (f"{ON_CPU} {EVERY_STEP} enable_streaming_diloco=true", "no way to synchronise has the va"),
     ],
 )  # fmt: skip
