@@ -3,27 +3,111 @@
 # N rows of metrics.jsonl
 """
 
+import enum
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.page import timeline, verdict
-from maxdiloco.page.facts import UNKNOWN, Rows
+from maxdiloco.page import timeline
+from maxdiloco.page.facts import Rows
 from maxdiloco.page.run import Run
 from maxdiloco.processes.output import amount, span
 
 TOTAL = "dcn/bytes_sent_in_all"  # of a replica since step 1, of this page alone
-# What runs are held beside each other at: (name, metric or "" for steps, as text).
-AXES = (
-    ("steps", "", "{:,.0f}".format),
-    ("tokens", "learning/tokens", "{:,.0f}".format),
-    ("bytes", TOTAL, amount),
-    ("seconds", "perf/wall_time_s", span),
-)
+COMMITTED = "islands/committed_tokens"
 RECENT = 8  # evaluations that tell how noisy they are; our choice
 SIGMAS = 2  # of that noise, below which a difference is called none; our choice
+FLAT = 0.002  # relative change of a loss that is called flat; our choice
+# Keys that decide what eval/loss is a loss of.
+_EVAL_KEYS = (
+    "dataset_type", "dataset_path", "dataset_mixture", "eval_dataset_path", "text_column",
+    "tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "vocab_size", "max_target_length",
+    "eval_steps",
+)  # fmt: skip
+
+
+class Stands(enum.Enum):
+    """How a loss stands beside another."""
+
+    LEVEL = "no difference"
+    WORSE = "worse"
+    BETTER = "better"
+
+
+class Axis(NamedTuple):
+    """What runs are held beside each other at. of: its values [N] of a run."""
+
+    name: str
+    of: Callable[[Run], np.ndarray]
+    text: Callable[[float], str]
+
+
+class Compared(NamedTuple):
+    """Losses of theta of two runs at an equal x. noise: deviation of their difference, or NaN."""
+
+    x: float
+    at_a: float
+    at_b: float
+    noise: float
+    stands: Stands
+
+
+def is_island(run: Run) -> bool:
+    """Whether a run is an island, whose theta is that of all islands of its log."""
+    return bool(np.isfinite(run.column(COMMITTED)).any())
+
+
+def tokens(run: Run) -> np.ndarray:
+    """Tokens that the theta of each row has been trained on [N]: of an island, the committed ones.
+
+    Rows of an evaluation alone have no count; theirs is between those of the rows around them.
+    """
+    if not is_island(run):
+        return run.column("learning/tokens")
+    committed_N = run.column(COMMITTED)
+    known = np.isfinite(committed_N)
+    return np.interp(run.steps_N, run.steps_N[known], committed_N[known])
+
+
+_STEPS = Axis("steps", lambda run: run.steps_N.astype(float), "{:,.0f}".format)
+_TOKENS = Axis("tokens", tokens, "{:,.0f}".format)
+_COMMITTED = _TOKENS._replace(name="committed tokens")
+_BYTES = Axis("bytes", lambda run: with_total(run).column(TOTAL), amount)
+_SECONDS = Axis("seconds", lambda run: run.column("perf/wall_time_s"), span)
+
+
+def axes(first: Run, other: Run) -> list[Axis]:
+    """What two runs can be compared at.
+
+    An island's steps, bytes and seconds are its own, and say nothing of the theta of all.
+    """
+    if is_island(first) or is_island(other):
+        return [_COMMITTED]
+    return [_STEPS, _TOKENS, _BYTES, _SECONDS]
+
+
+def main_axis(first: Run, other: Run) -> Axis:
+    """What a sentence compares two runs at: tokens, or steps where one has no count."""
+    if is_island(first) or is_island(other):
+        return _COMMITTED
+    both = all(len(curve(run, tokens(run))) for run in (first, other))
+    return _TOKENS if both else _STEPS
+
+
+def at_equal(first: Run, other: Run, axis: Axis) -> Compared | None:
+    """Two runs where they have come equally far, or None where they never have."""
+    a, b = (curve(run, axis.of(run)) for run in (first, other))
+    if not len(a) or not len(b) or min(a[-1, 0], b[-1, 0]) < max(a[0, 0], b[0, 0]):
+        return None
+    x = float(min(a[-1, 0], b[-1, 0]))
+    at_a, at_b = (float(np.interp(x, *each.T)) for each in (a, b))
+    noise = math.hypot(noise_of(a[:, 1]), noise_of(b[:, 1]))
+    least = FLAT * abs(at_a) if math.isnan(noise) else max(FLAT * abs(at_a), SIGMAS * noise)
+    stands = Stands.WORSE if at_b > at_a else Stands.BETTER
+    return Compared(x, at_a, at_b, noise, Stands.LEVEL if abs(at_b - at_a) <= least else stands)
 
 
 def with_total(run: Run) -> Run:
@@ -42,24 +126,18 @@ def table(runs: Sequence[Run]) -> Rows:
     """A row for each run beside the first one and each axis that both have."""
     head = ["run", "at equal", "", f"theta of {runs[0].name}", "theta", "difference", "noise", ""]
     rows, numbers = [], []
-    first = with_total(runs[0])
-    for number, other in enumerate(map(with_total, runs[1:]), 1):
-        if verdict.eval_keys_that_differ(first, other):
+    for number, other in enumerate(runs[1:], 1):
+        if eval_keys_that_differ(runs[0], other):
             continue  # a sentence says so
-        for name, metric, text in AXES:
-            a, b = (_curve(run, metric) for run in (first, other))
-            if not len(a) or not len(b) or min(a[-1, 0], b[-1, 0]) < max(a[0, 0], b[0, 0]):
+        for axis in axes(runs[0], other):
+            found = at_equal(runs[0], other, axis)
+            if found is None:
                 continue
-            x = min(a[-1, 0], b[-1, 0])
-            at_a, at_b = (float(np.interp(x, *each.T)) for each in (a, b))
-            noise = math.hypot(noise_of(a[:, 1]), noise_of(b[:, 1]))
-            said = "no difference" if abs(at_b - at_a) <= SIGMAS * noise else (
-                "worse" if at_b > at_a else "better"
-            )  # fmt: skip
+            _, at_a, at_b, noise, stands = found
             shown = "not known" if math.isnan(noise) else f"{noise:.4f}"
             rows.append([
-                other.name, name, text(x), f"{at_a:.4f}", f"{at_b:.4f}", f"{at_b - at_a:+.4f}",
-                shown, said if not math.isnan(noise) else UNKNOWN,
+                other.name, axis.name, axis.text(found.x), f"{at_a:.4f}", f"{at_b:.4f}",
+                f"{at_b - at_a:+.4f}", shown, stands.value,
             ])  # fmt: skip
             numbers.append(number)
     return Rows(head, rows, numbers)
@@ -78,8 +156,39 @@ def noise_of(losses: np.ndarray) -> float:
     return math.sqrt(float(np.mean(np.square(off))) / 1.5)
 
 
-def _curve(run: Run, metric: str) -> np.ndarray:
-    """[rows, 2]: x, which increases, and the loss of theta where both are finite."""
-    points = verdict.curve(run, run.column(metric) if metric else run.steps_N)
+def curve(run: Run, x_N: np.ndarray) -> np.ndarray:
+    """[rows, 2]: x, which increases, and the loss of theta where both are finite.
+
+    Without evaluations of the initial parameters, which no training has moved.
+    """
+    points = np.stack([x_N, run.column("eval/loss")], axis=1)
+    points = points[np.isfinite(points).all(1) & _has_moved(run)]
     kept = [True, *(b[0] > a[0] for a, b in itertools.pairwise(points))]
     return points[np.array(kept[: len(points)], bool)]
+
+
+def _has_moved(run: Run) -> np.ndarray:
+    """[N]: whether theta is no longer the initial one."""
+    if is_island(run):
+        return tokens(run) > 0
+    schedule = timeline.schedule_of(run)
+    if schedule is None:
+        return run.steps_N > 0
+    # In delayed and eager rounds the first outer step is of zeros.
+    moves = (t for t in itertools.count(1 + schedule.lag) if schedule.applies(t))
+    return run.steps_N >= next(moves)
+
+
+def eval_keys_that_differ(first: Run, other: Run) -> list[str]:
+    """Keys of the held-out text; of runs with one eval_dataset_path the training text is none.
+
+    Keys that a run does not say are taken for equal.
+    """
+    if first.keys is None or other.keys is None:
+        return []
+    differing = [name for name in _EVAL_KEYS if first.keys.get(name) != other.keys.get(name)]
+    path = first.keys.get("eval_dataset_path")
+    holds_out = not path or (isinstance(path, dict) and "" in path.values())
+    if not holds_out and "eval_dataset_path" not in differing:
+        differing = [name for name in differing if name not in ("dataset_path", "dataset_mixture")]
+    return differing

@@ -10,27 +10,24 @@ from typing import NamedTuple
 import numpy as np
 
 from maxdiloco.aot.wait import FULL
-from maxdiloco.page import facts, timeline
+from maxdiloco.page import compare, facts, timeline
+from maxdiloco.page.compare import FLAT, Stands
 from maxdiloco.page.run import NOT_FINITE, Run
 from maxdiloco.processes.output import span
 
 # Of the rows of a loss, and the least where there are as many: their mean stands beside that of as
 # many before. Our choice; one row is noise.
 RECENT, LEAST = 0.1, 5
-FLAT = 0.002  # relative change of a loss that is called flat; our choice
 # Shares of the time that a link may be waited for, up to "no bottleneck", which maxdiloco.plan
 # calls a filled link, and "costs a little".
 LITTLE, SOME = 1 - FULL, 0.1
+_WHERE = MappingProxyType({
+    Stands.LEVEL: "level with", Stands.WORSE: "behind", Stands.BETTER: "ahead of",
+})  # fmt: skip
 COSINE = "Cosine of outer gradients"
 # Of exchanges that are not as usual: cosines, and the change of theta over its norm, are those of
 # docs/worse_than_data_parallel.md; a drift that grows by half within a quarter is our choice.
 ALIKE, APART, LARGE, GROWS = 0.95, 0.05, 0.4, 1.5
-# Keys that decide what eval/loss is a loss of.
-_EVAL_KEYS = (
-    "dataset_type", "dataset_path", "dataset_mixture", "eval_dataset_path", "text_column",
-    "tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "vocab_size", "max_target_length",
-    "eval_steps",
-)  # fmt: skip
 
 
 class Expected(NamedTuple):
@@ -168,43 +165,36 @@ def progress(run: Run) -> str:
 
 
 def beside(first: Run, other: Run, expected: Expected | None = None) -> str:
-    """Loss of theta of two runs after as many tokens, or inner steps where a run has no count."""
+    """How the losses of theta of two runs stand, by the computation of the table below it."""
     not_compared = f"{other.name} and {first.name} are not compared"
-    if differing := eval_keys_that_differ(first, other):
+    if differing := compare.eval_keys_that_differ(first, other):
         return (
             f"{not_compared}, since their losses may be of different held-out texts: they differ "
             f"in {', '.join(differing)}."
         )
-    of, a, b = _curves(first, other)
-    if not len(a) or not len(b):
-        return f"{not_compared}: one has no loss of theta."
-    x = min(a[-1, 0], b[-1, 0])
-    if x < max(a[0, 0], b[0, 0]):
-        return f"{not_compared}: they have no {of} in common."
-    at_a, at_b = (np.interp(x, each[:, 0], each[:, 1]) for each in (a, b))
-    where = "level with" if abs(at_b / at_a - 1) < FLAT else "behind" if at_b > at_a else "ahead of"
+    axis = compare.main_axis(first, other)
+    found = compare.at_equal(first, other, axis)
+    if found is None:
+        if not all(len(compare.curve(run, axis.of(run))) for run in (first, other)):
+            return f"{not_compared}: one has no loss of theta yet."
+        return f"{not_compared}: they have no {axis.name} in common."
+    where = _WHERE[found.stands]
     return (
-        f"{other.name} is {where} {first.name}: theta's loss is {at_b:.4f} beside {at_a:.4f} "
-        f"({at_b / at_a - 1:+.1%}) after {x:,.0f} {of}.{_as_expected(first, at_a, at_b, expected)}"
+        f"{other.name} is {where} {first.name}: theta's loss is {found.at_b:.4f} beside "
+        f"{found.at_a:.4f} ({found.at_b / found.at_a - 1:+.1%}) after {found.x:,.0f} {axis.name}."
+        f"{_as_expected(first, found.at_a, found.at_b, expected)}"
     )
-
-
-def _curves(first: Run, other: Run) -> tuple[str, np.ndarray, np.ndarray]:
-    """What two runs are compared after as many of, and their losses of theta by it."""
-    a, b = (curve(run, run.column("learning/tokens")) for run in (first, other))
-    if len(a) and len(b):
-        return "tokens", a, b
-    return "steps", *(curve(run, run.steps_N) for run in (first, other))
 
 
 def compared_at(first: Run, other: Run, run: Run) -> float:
     """The inner steps that one of two runs has where `beside` compares them; 0: nowhere."""
-    of, a, b = _curves(first, other)
-    if not len(a) or not len(b):
+    axis = compare.main_axis(first, other)
+    found = compare.at_equal(first, other, axis)
+    if found is None:
         return 0.0
-    x, tokens_N = min(a[-1, 0], b[-1, 0]), run.column("learning/tokens")
-    known = np.isfinite(tokens_N)
-    return float(x if of == "steps" else np.interp(x, tokens_N[known], run.steps_N[known]))
+    x_N = axis.of(run)
+    known = np.isfinite(x_N)
+    return float(np.interp(found.x, x_N[known], run.steps_N[known]))
 
 
 def _as_expected(first: Run, at_a: float, at_b: float, expected: Expected | None) -> str:
@@ -218,24 +208,3 @@ def _as_expected(first: Run, at_a: float, at_b: float, expected: Expected | None
         f" DiLoCo is behind by {gap:+.1%}, {stands} expected: {expected.least:+.1%} to "
         f"{expected.most:+.1%} after as many rounds ({expected.row})."
     )
-
-
-def eval_keys_that_differ(first: Run, other: Run) -> list[str]:
-    """Keys of the held-out text; of runs with one eval_dataset_path the training text is none.
-
-    Keys that a run does not say are taken for equal.
-    """
-    if first.keys is None or other.keys is None:
-        return []
-    differing = [name for name in _EVAL_KEYS if first.keys.get(name) != other.keys.get(name)]
-    path = first.keys.get("eval_dataset_path")
-    holds_out = not path or (isinstance(path, dict) and "" in path.values())
-    if not holds_out and "eval_dataset_path" not in differing:
-        differing = [name for name in differing if name not in ("dataset_path", "dataset_mixture")]
-    return differing
-
-
-def curve(run: Run, x_N: np.ndarray) -> np.ndarray:
-    """[rows, 2]: x and the loss of theta where both are finite."""
-    points_N2 = np.stack([x_N, run.column("eval/loss")], axis=1)
-    return points_N2[np.isfinite(points_N2).all(1)]

@@ -84,11 +84,13 @@ def run_of(*, name="a", columns=None, history=(), rows=ROWS, **keys):
 
 
 def evaluated(name, theta, *, tokens=10.0, sent=1e6, step_s=2.0, **keys):
-    """A row each step, of so many tokens, bytes and seconds, with theta's loss."""
+    """A row each step, of so many tokens, bytes and seconds, with theta's loss, which moves from
+    the first step on unless keys have another period."""
     steps = np.arange(1, ROWS + 1)
     columns = {"learning/loss": 10.0 / steps, "eval/loss": np.array(theta)}
     columns |= {"learning/tokens": tokens * steps, "dcn/bytes_sent": np.full(ROWS, sent)}
-    return run_of(name=name, columns=columns | {"perf/wall_time_s": step_s * steps}, **keys)
+    columns |= {"perf/wall_time_s": step_s * steps}
+    return run_of(name=name, columns=columns, **{"diloco_sync_period": 1} | keys)
 
 
 def panels(page):

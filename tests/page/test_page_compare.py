@@ -64,6 +64,48 @@ def test_a_difference_within_the_noise_of_evaluations_is_none():
         assert {(row[6], row[7]) for row in found.rows} == {("0.0115", words)}
 
 
+def test_islands_are_compared_at_equal_committed_tokens():
+    """Theta is one function of the committed tokens; c came late, and reads a tenth of them."""
+    rows = np.arange(1.0, ROWS + 1)
+
+    def island(name, committed, *, worse=0.0, tokens):
+        run = evaluated(name, 5 - committed / 1000 + worse, tokens=tokens)
+        return run._replace(columns=run.columns | {compare.COMMITTED: committed})
+
+    a = island("a", 20 * rows, tokens=18.0)
+    c = island("c", 1000 + 20 * rows, tokens=2.0)
+    assert verdict.beside(a, c).startswith("c is level with a: ")
+    found = compare.table([a, c])
+    assert [(row[1], row[2], row[-1]) for row in found.rows] == [
+        ("committed tokens", "2,000", "no difference")
+    ]
+    other = island("other", 20 * rows, worse=0.5, tokens=18.0)
+    assert verdict.beside(a, other).startswith("other is behind a: ")
+    assert compare.table([a, other]).rows[0][-1] == "worse"
+
+
+def test_evaluations_of_initial_parameters_are_left_out():
+    """Theta is applied at step 80 for the first time: those before it are of no training."""
+    theta = np.where(np.arange(1, ROWS + 1) < 80, 10.0, 2.0)
+    a, b = (evaluated(name, theta, diloco_sync_period=H) for name, H in (("a", 1), ("b", 80)))
+    (of_a, of_b) = (compare.curve(run, run.steps_N.astype(float)) for run in (a, b))
+    assert len(of_a) == ROWS and list(of_b[:, 0]) == list(range(80, ROWS + 1))
+    start = b._replace(columns=b.columns | {compare.COMMITTED: np.repeat([0.0, 9.0], ROWS // 2)})
+    assert len(compare.curve(start, start.steps_N.astype(float))) == ROWS // 2
+    early = {name: values[:79] for name, values in b.columns.items()}
+    early = b._replace(steps_N=b.steps_N[:79], columns=early)
+    assert "are not compared" in verdict.beside(a, early)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.003, 0.01, 0.02, 0.03, -0.02, -0.03, 0.2])
+def test_the_sentence_says_what_the_table_says(shift):
+    waves = 2 + 0.01 * (np.arange(ROWS) % 2)
+    a, b = evaluated("a", waves), evaluated("b", waves + shift)
+    (told,) = {row[-1] for row in compare.table([a, b]).rows if row[1] == "tokens"}
+    words = {"no difference": "level with", "worse": "behind", "better": "ahead of"}[told]
+    assert verdict.beside(a, b).startswith(f"b is {words} a: ")
+
+
 def test_of_several_runs_keys_that_differ_and_differences_are_above_the_charts():
     runs = [evaluated(name, np.full(ROWS, 2.0), learning_rate=k) for k, name in enumerate("ab")]
     page = html.page(runs, DEFAULTS)
@@ -94,12 +136,14 @@ def test_a_run_beside_data_parallelism_is_held_against_what_a_table_expects(tmp_
             f"{found.most:+.1%} after as many rounds (nearest: {found.nearest})"
         ) in said(*names)
     for number, own in enumerate((
-        {"diloco_sync_period": 1000}, {"opt_type": "muon"}, {"base_mlp_dim": 256}, {"gone": 3},
+        {"diloco_sync_period": 90}, {"opt_type": "muon"}, {"base_mlp_dim": 256}, {"gone": 3},
     )):  # fmt: skip
         synthetic_runs.write(tmp_path / f"other{number}", config=keys | own)
         beside = said(f"other{number}", "base")
         assert "is level with" in beside and "expected" not in beside
     assert "expected" not in said("a")
+    synthetic_runs.write(tmp_path / "still", config=keys | {"diloco_sync_period": 1000})
+    assert "base and still are not compared" in said("still", "base")  # its theta has not moved
     a = evaluated("a", np.full(ROWS, 2.1))
     b = evaluated("b", np.full(ROWS, 2.0), enable_diloco=False)
     for least, most, words in ((0.01, 0.06, "as expected"), (0.01, 0.02, "more than expected")):
