@@ -27,7 +27,10 @@ PACKAGE_RULES = {
 TEXT_RULES = {
     "path of one machine": (r"/wor[k]/|\.\./share[d]", "/wo" + "rk/main"),
     "unfinished merge": (r"(?m)^(<{7}|>{7}) ", "<" * 7 + " HEAD"),
-    "registry host": (r"(?i)pypi\.or[g]|pythonhoste[d]|(?<!emit-)index-ur[l]|artifactor[y]", "pypi" + ".org"),
+    "registry host": (
+        r"(?i)pypi\.or[g]|pythonhoste[d]|(?<!emit-)index-ur[l]|artifactor[y]",
+        "pypi" + ".org",
+    ),
 }
 
 

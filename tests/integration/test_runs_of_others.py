@@ -46,19 +46,20 @@ def test_evaluate_opens_no_compile_cache_that_a_checkpoint_names(
     foreign, evaluated, tmp_path, monkeypatch
 ):
     folders = []
-    compiling = job._damaged_entries_removed
+    setting = job.jax_setting
 
-    def seen(folder):
-        folders.append((folder, jax.config.values["jax_compilation_cache_dir"]))
-        return compiling(folder)
+    def seen(name, value):
+        if name == "jax_compilation_cache_dir":
+            folders.append(value)
+        return setting(name, value)
 
-    monkeypatch.setattr(job, "_damaged_entries_removed", seen)
+    monkeypatch.setattr(job, "jax_setting", seen)
     cache, own = tmp_path / "cache", tmp_path / "own"
     run = foreign(jax_cache_dir=str(cache))
     one_device = ["dcn_diloco_parallelism=1"]  # a CPU uses a cache there
     evaluated(run, *one_device)
     evaluated(run, *one_device, f"jax_cache_dir={own}")  # the positive control
-    assert folders == [(str(own), str(own))]  # of the second one only
+    assert folders == [str(own)]  # of the second one only
     assert not cache.exists() and list(own.iterdir())
 
 
