@@ -191,4 +191,13 @@ def _open(dataset, read_number, count, sequences, worker_count=0):
         "same command resumes the run."
     )
     at_once = batches_at_once(sequences) if dataset.requests else 0
-    return closing(read_ahead(read_number, count, worker_count, at_once=at_once, lost=lost))
+    batches = read_ahead(
+        read_number,
+        count,
+        worker_count,
+        at_once=at_once,
+        lost=lost,
+        setting=f"grain_worker_count={worker_count}",
+        otherwise=", or set grain_worker_count=0",
+    )
+    return closing(batches)

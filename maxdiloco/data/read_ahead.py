@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
-from maxdiloco.errors import LostPeerError
+from maxdiloco.errors import ConfigError, LostPeerError
 
 T = TypeVar("T")
 
@@ -59,13 +59,17 @@ def read_ahead(
     ahead: int = 1,
     at_once: int = 0,
     lost: str = "",
+    setting: str = "",
+    otherwise: str = "",
 ) -> Iterator[Any]:
     """read(0) to read(count - 1), each made before it is asked for. close() it after use.
 
     worker_count: processes that read, each up to `ahead` more than it reads; 0: a thread of this
     process, two batches ahead. at_once: reads under way in each process, of data that are slow to
-    come; 0: one. lost: what is said of a process that is gone.
-    Raises, from the iterator, what read raises, and LostPeerError when a process is gone.
+    come; 0: one. lost: what is said of a process that is gone. setting, otherwise: key and value
+    that ask for processes, and what else to do, for the error where none can be started.
+    Raises, from the iterator, what read raises, LostPeerError when a process is gone, and
+    ConfigError without a writable /dev/shm.
     """
     if at_once and not worker_count:
         return in_threads(read, range(count), at_once)
@@ -78,16 +82,23 @@ def read_ahead(
     batches = grain.MapDataset.range(count).map(read).to_iter_dataset(threads)
     if worker_count:
         options = grain.MultiprocessingOptions(worker_count, per_worker_buffer_size=ahead)
-        return _from_processes(batches, options, lost)
+        return _from_processes(batches, options, lost, setting, otherwise)
     # A batch is in the buffer, another in the hands of the thread.
     iterator = iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=1))
     iterator.start_prefetch()
     return iterator
 
 
-def _from_processes(batches, options, lost):
+def _from_processes(batches, options, lost, setting, otherwise):
     from absl import flags
 
+    try:
+        multiprocessing.Event()  # of the semaphores that Grain makes for each process
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}: /dev/shm cannot be written ({error.strerror}), and processes share memory "
+            f"there. Mount it writable and with free space{otherwise}."
+        ) from error
     # Grain reads absl flags to start processes, and only absl programs parse them.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()

@@ -1,5 +1,7 @@
 """Batches read ahead: their order, their errors, what close ends, who stops the processes."""
 
+import _multiprocessing
+import errno
 import functools
 import multiprocessing
 import os
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from maxdiloco.data.read_ahead import read_ahead
-from maxdiloco.errors import DataError, LostPeerError
+from maxdiloco.errors import ConfigError, DataError, LostPeerError
 
 
 def failing(number):
@@ -46,6 +48,19 @@ def test_batches_come_in_order_and_end_and_two_are_read_ahead():
         assert read == list(range(taken + 2))
         assert next(batches) == taken
     batches.close()
+
+
+def test_processes_without_shared_memory_are_refused(monkeypatch):
+    """As with a /dev/shm that is mounted read-only."""
+
+    def refused(*arguments):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(_multiprocessing, "SemLock", refused)
+    batches = read_ahead(abs, 3, 1, setting="grain_worker_count=1", otherwise=", or use 0")
+    with pytest.raises(ConfigError, match="^grain_worker_count=1: /dev/shm .*Read-only file syst"):
+        next(batches)
+    assert list(read_ahead(abs, 3)) == [0, 1, 2], "the control: a thread needs none"
 
 
 @pytest.mark.parametrize("worker_count", [0, 1])

@@ -160,7 +160,14 @@ def _make(work, part_bytes, target, say):
     )
     with _progress(sum(sizes), done, say) as advance:
         count = len(todo)  # ahead: none waits until a slow part's turn is over
-        made = read_ahead(make, count, min(processes, count), ahead=max(count, 1), lost=lost)
+        made = read_ahead(
+            make,
+            count,
+            min(processes, count),
+            ahead=max(count, 1),
+            lost=lost,
+            setting=f"processes={processes}",
+        )
         with contextlib.closing(made):
             for (number, _), found in zip(todo, made, strict=True):
                 facts[number] = found
