@@ -59,20 +59,20 @@ class Room:
     timeout_s: float
     watch: Watch
 
-    @contextlib.contextmanager
-    def naming_losses(self) -> Iterator[None]:
-        """Raise the loss of a peer in place of an error that it has caused, for a `with`.
+    def raise_cause(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """At the end of a `with`: raise the loss of a peer in place of an error that it has caused.
 
         A collective fails with an error of its library before the watch has found the loss.
         """
-        try:
-            yield
-        except OWN_ERRORS:
-            raise
-        except (OSError, RuntimeError, ValueError) as error:  # of XLA and its collectives
-            if (loss := self.watch.loss_behind(CAUSE_S)) is not None:
-                raise loss from error
-            raise
+        if error is None or isinstance(error, OWN_ERRORS):
+            return
+        if (loss := self.watch.loss_behind(CAUSE_S)) is not None:
+            raise loss from error
 
     def open(self, lane: str, ranks: Iterable[int], **limits: int) -> None:
         """Open a lane to these processes and wait until it stands. Raises LostPeerError.

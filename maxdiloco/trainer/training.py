@@ -127,7 +127,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         preemption = stack.enter_context(Preemption(say))
         history = stack.enter_context(start.history_of(folder, parts, done=done, total=total))
         if room is not None:
-            stack.enter_context(room.naming_losses())
+            stack.push(room.raise_cause)
             if history is not None:
                 room.watch.before_end(history.end)
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))

@@ -1,17 +1,22 @@
 """Several processes train as one, and end as one."""
 
+import contextlib
 import re
 import signal
 import socket
+import time
 
 import numpy as np
 import process_tools as tools
 import pytest
 import run_tools
+from etils import epath
 from tiers import full
 
 from maxdiloco import train
+from maxdiloco.checkpoint import seal
 from maxdiloco.metrics import line_files
+from maxdiloco.processes.signals import SAME_PRESS_S
 from maxdiloco.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -73,6 +78,80 @@ def test_a_signal_to_one_saves_the_same_step_in_all(started, tmp_path, number, c
     step = stopped_at(started, number, code, words)
     assert run_tools.saved_steps(tmp_path / "two") == [step]
     assert run_tools.logged_steps(tmp_path / "two") == list(range(1, step + 1))
+
+
+# A trainer that holds a phase, the second time it comes, until a signal has come and gone.
+HELD = """
+import itertools
+import os
+import time
+from maxdiloco import train
+from maxdiloco.checkpoint import write
+from maxdiloco.evaluation import held_out
+
+PHASES = {
+    "commit": (write, "commit"),  # of process 0
+    "part": (write, "write_part"),  # of process 1
+    "evaluation": (held_out.Evaluation, "batches"),
+}
+if phase := os.environ.get("PHASE"):
+    owner, name = PHASES[phase]
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def held(*args, **options):
+        if next(calls) == 2:
+            print("held", flush=True)
+            time.sleep(float(os.environ["HELD_S"]))
+        return function(*args, **options)
+
+    setattr(owner, name, held)
+train.main()
+"""
+SAVES = {"steps": 30, "checkpoint_period": 5, "eval_interval": 5, "eval_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(programs, tmp_path_factory):
+    """The folder of a run of two processes with SAVES."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    processes = tools.trainers(2, named("two", folder, SAVES), folder)
+    try:
+        tools.ends(processes, 0, 0)
+    finally:
+        for process in processes:
+            process.kill()
+    return folder / "two"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("phase", ["commit", "part", "evaluation"])
+def test_a_signal_in_a_save_or_an_evaluation_of_two_loses_nothing(
+    started, uninterrupted, tmp_path, phase, number, code, times
+):
+    """Both get it, once or again after the time in which two are one press. Every checkpoint is
+    whole or absent; the resumed run has the same rows and bits."""
+    changes, gap_s = named("two", tmp_path, SAVES), SAME_PRESS_S + 0.3
+    environ = {"PHASE": phase, "HELD_S": str(1 + times * gap_s)}
+    first = tools.trainers(2, changes, tmp_path, [environ] * 2, HELD)
+    started += first
+    first[1 if phase == "part" else 0].wait_for("held\n")
+    for _ in range(times):
+        for process in first:
+            with contextlib.suppress(ProcessLookupError):
+                process.popen.send_signal(number)
+        time.sleep(gap_s)
+    tools.ends(first, code, code)
+    checkpoints = epath.Path(tmp_path / "two" / "checkpoints")
+    steps = run_tools.saved_steps(tmp_path / "two")
+    assert steps and all(seal.damage(checkpoints / str(step)) is None for step in steps)
+    again = tools.trainers(2, changes, tmp_path)
+    started += again
+    tools.ends(again, 0, 0)
+    assert without_carrier(tmp_path / "two") == without_carrier(uninterrupted)
+    arrays = (run_tools.arrays(run, 30) for run in (tmp_path / "two", uninterrupted))
+    run_tools.assert_equal_bits(*arrays)
 
 
 @pytest.mark.full

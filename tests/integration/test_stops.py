@@ -3,11 +3,13 @@ fail, a power cut.
 """
 
 import errno
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import threading
 import time
 import types
 
@@ -16,12 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import run_tools as tools
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from power import small_ext4
-from tiers import full
+from tiers import corner, full
 
-from maxdiloco.checkpoint import write
+from maxdiloco.checkpoint import orbax_io, seal, write
 from maxdiloco.errors import NumericsError
+from maxdiloco.evaluation import held_out
 from maxdiloco.flags import config
 from maxdiloco.metrics import line_files
 from maxdiloco.metrics.monitor import Monitor
@@ -257,3 +261,70 @@ def test_a_finished_run_survives_a_power_cut_with_its_rows(tmp_path, capfd):
         assert tools.logged_steps(disk.path / "run") == list(range(1, 13))
         told = tools.told(capfd, disk.path, "run", **keys | dict(steps=13))
         assert "resumed after step 12; 13 steps in all" in told
+
+
+# What a save and an evaluation call, in the main thread or in that of the saves.
+PHASES = {
+    "start": (orbax_io, "start_writing"),
+    "arrays": (write, "wait_for_arrays"),
+    "commit": (write, "commit"),
+    "removal": (write.OwnFolder, "keep"),
+    "evaluation": (held_out.Evaluation, "batches"),
+}
+SAVES = dict(
+    steps=12, checkpoint_period=4, eval_interval=4, eval_steps=1, max_num_checkpoints_to_keep=1
+)
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(programs, tmp_path_factory):
+    """The folder of a run with SAVES."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert tools.run(folder, "run", **SAVES) == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("asynchronous", ["true", full("false")])
+@pytest.mark.parametrize(
+    ("number", "phase"),
+    corner(
+        itertools.product(CODES, PHASES),
+        [(signal.SIGTERM, "commit"), (signal.SIGINT, "evaluation")],
+    ),
+)
+def test_a_signal_in_a_save_or_an_evaluation_loses_nothing(
+    uninterrupted, tmp_path, monkeypatch, number, phase, asynchronous
+):
+    """At the second one of its kind. Every checkpoint is whole; the resumed run has the same rows
+    and bits."""
+    owner, name = PHASES[phase]
+    function, calls, sent = getattr(owner, name), itertools.count(1), threading.Event()
+    requested = Preemption.requested
+
+    def signalled(*args, **options):
+        if next(calls) == 2:
+            os.kill(os.getpid(), number)
+            sent.set()
+            time.sleep(0.3)  # the phase goes on when the signal has been heard
+        return function(*args, **options)
+
+    def requested_once_sent(preemption, step):
+        """The steps after the save of 8 would be over before its thread is there."""
+        if step > 8:
+            assert sent.wait(tools.WAIT_S)
+            while not preemption._asked:
+                time.sleep(0.01)
+        return requested(preemption, step)
+
+    keys = SAVES | dict(async_checkpointing=asynchronous)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, signalled)
+        patch.setattr(Preemption, "requested", requested_once_sent)
+        assert tools.run(tmp_path, "run", **keys) == CODES[number]
+    checkpoints = epath.Path(tmp_path / "run" / "checkpoints")
+    (step,) = tools.saved_steps(tmp_path / "run")
+    assert [path.name for path in checkpoints.iterdir()] == [str(step)] and step in (8, 9)
+    assert seal.damage(checkpoints / str(step), range(1000)) is None
+    assert tools.run(tmp_path, "run", **keys) == 0
+    tools.assert_equal_runs(tmp_path / "run", uninterrupted, steps=12)

@@ -246,7 +246,9 @@ def test_an_error_that_a_lost_peer_caused_becomes_its_loss():
     ):
         watch = SimpleNamespace(loss_behind=lambda wait_s, behind=behind: behind)
         room = peers.Room(Job(0, 2), None, b"s" * 16, 1, watch)
-        with pytest.raises(Exception) as caught, room.naming_losses():  # noqa: PT011
+        stack = contextlib.ExitStack()
+        stack.push(room.raise_cause)
+        with pytest.raises(type(raised)) as caught, stack:
             raise error
         assert caught.value is raised
 
