@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
             wanted = {BASE, *filter(None, "".join(given).split(","))}
             known = {BASE, *requirements()}
             if unknown := sorted(wanted - known):
-                return fail(f"EXTRAS={','.join(unknown)}: expected some of {', '.join(sorted(known))}.")
+                return fail(f"{','.join(unknown)}: expected extras: {', '.join(sorted(known))}.")
             print("\n".join(pin for extras, pin in read() if extras & wanted))
         case ["packages", *names] if names:
             pins = [pin for _, pin in read() if pin.partition("==")[0] in names]
@@ -71,8 +71,9 @@ def read() -> list[tuple[set[str], str]]:
 def requirements() -> dict[str, list[str]]:
     """The requirements of each extra of setup.py, in addition to those of BASE."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (call,) = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "setup"]
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (setup,) = [call for call in calls if ast.unparse(call.func) == "setup"]
+    given = {keyword.arg: keyword.value for keyword in setup.keywords}
     needed = {BASE: [*ast.literal_eval(given["install_requires"]), "setuptools"]}
     return needed | ast.literal_eval(given["extras_require"])
 
@@ -87,15 +88,13 @@ def write(options: list[str]) -> None:
         everything = [line for lines in needed.values() for line in lines]
         _compile(everything, "--generate-hashes", f"--output-file={output}", *options)
         pins = re.findall(r"(?m)^\S.*(?:\n .*)*", output.read_text(encoding="utf-8"))
-        of_extra = {
-            extra: set(re.findall(r"(?m)^[\w.-]+==[\w.+]+", _compile(
-                needed[BASE] + needed[extra], f"--constraints={output}"
-            )))
-            for extra in needed
-        }  # fmt: skip
+        found = {
+            extra: _compile(needed[BASE] + lines, f"--constraints={output}").split()
+            for extra, lines in needed.items()
+        }
     lines = [HEADER]
     for pin in pins:
-        extras = [extra for extra, found in of_extra.items() if pin.split()[0] in found]
+        extras = [extra for extra, words in found.items() if pin.split()[0] in words]
         named = [BASE] if BASE in extras else sorted(extras)
         lines.append(f"# extras: {', '.join(named)}\n{pin}\n")
     LOCK.write_text("".join(lines), encoding="utf-8")
@@ -103,8 +102,9 @@ def write(options: list[str]) -> None:
 
 def _compile(lines: list[str], *options: str) -> str:
     command = ["uv", "pip", "compile", "-", "--universal", f"--python-version={OLDEST_PYTHON}"]
-    command += ["--no-annotate", "--no-header", "--no-emit-index-url", "--quiet", *options]
-    done = subprocess.run(command, input="\n".join(lines), stdout=subprocess.PIPE, text=True, check=True)
+    command += ["--no-annotate", "--no-header", "--quiet", *options]
+    text = "\n".join(lines)
+    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 
 

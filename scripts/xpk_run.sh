@@ -11,7 +11,8 @@
 #
 #   needed, with other names that MaxText's DiLoCo scripts have:
 #     CLUSTER (CLUSTER_NAME), PROJECT (PROJECT_ID), ZONE, TPU_TYPE (DEVICE_TYPE), NUM_SLICES,
-#     IMAGE (DOCKER_IMAGE, MY_IMAGE): built from the Dockerfile with EXTRAS=tpu,buckets and pushed,
+#     IMAGE (DOCKER_IMAGE, MY_IMAGE): built from the Dockerfile with EXTRAS=tpu,buckets and pushed;
+#       with USER_ID=0 where only root opens the TPU's devices, as xpk sets no user,
 #     OUTPUT (BASE_OUTPUT_DIRECTORY): a folder on gs://
 #   optional:
 #     RUN_NAME (RUNNAME): instead of the first argument; the same name again resumes the run

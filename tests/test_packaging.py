@@ -1,6 +1,8 @@
 """What a user installs and types: the wheel, the pins, the lazy package, the scripts, the image."""
 
 import ast
+import contextlib
+import json
 import os
 import pathlib
 import re
@@ -9,7 +11,7 @@ import subprocess
 import sys
 import zipfile
 from email.parser import HeaderParser
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
 import pytest
 import yaml
@@ -118,24 +120,73 @@ def test_another_python_compiles_every_module_and_reads_a_config(wheel, tmp_path
     assert done.stdout.split() == ["35m", "False"]
 
 
+@pytest.fixture
+def lock(monkeypatch):
+    """scripts/lock.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import lock
+
+    return lock
+
+
+def pinned(pins, **environment):
+    """{name: version} of the pins whose markers fit a Python."""
+    lines = [Requirement(pin.partition(" \\")[0]) for pin in pins]
+    there = [r for r in lines if not r.marker or r.marker.evaluate(environment)]
+    found = {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in there}
+    assert len(found) == len(there)
+    assert [v for v in found.values() if not re.fullmatch(r"[0-9][0-9a-z.]*", v)] == []
+    return found
+
+
 @pytest.mark.parametrize(("python", "jax"), [("3.11", "0.10.2"), ("3.12", "0.12.0.1")])
-def test_every_requirement_has_an_exact_pin_inside_its_range(requirements, python, jax):
+def test_every_requirement_has_an_exact_pin_inside_its_range(requirements, lock, python, jax):
     """jax's extra `tpu` names one libtpu for each release. A program that lacks packages asks for
     those of setup.py."""
-    text = re.sub(r"(?m)^#.*\n", "", (ROOT / "constraints.txt").read_text(encoding="utf-8"))
-    lines = map(Requirement, text.splitlines())
-    there = [r for r in lines if not r.marker or r.marker.evaluate({"python_version": python})]
-    pinned = {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in there}
-    assert pinned["jax"] == pinned["jaxlib"] == jax and len(pinned) == len(there)
-    assert [v for v in pinned.values() if not re.fullmatch(r"[0-9][0-9a-z.]*", v)] == []
+    whole = {"python_version": python, "python_full_version": f"{python}.0"}
+    found = pinned([pin for _, pin in lock.read()], **whole)
+    assert found["jax"] == found["jaxlib"] == jax
     assert {name for r in requirements for name in r.extras} == {
         "epath", "tpu", "cuda12", "cuda13", "s3"}  # fmt: skip
     (libtpu,) = [r for r in map(Requirement, requires("jax")) if r.name == "libtpu"]
     for requirement in [*requirements, *([libtpu] if version("jax") == jax else [])]:
-        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
+        assert requirement.specifier.contains(found[canonicalize_name(requirement.name)])
     names = dict(orbax="orbax-checkpoint", yaml="pyyaml", ml_dtypes="ml-dtypes")
     asked = {canonicalize_name(names.get(name, name)) for name in maxdiloco._PACKAGES}
     assert asked == {canonicalize_name(r.name) for r in requirements if r.marker is None}
+
+
+def test_the_pins_of_extras_hold_all_that_is_needed_with_hashes(requirements, lock):
+    """`pip install --no-deps` adds nothing; what is installed here tells what it needs."""
+    entries = lock.read()
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}$", pin) for _, pin in entries)
+    checked = 0
+    for extra in lock.requirements():
+        pins = pinned(pin for extras, pin in entries if {lock.BASE, extra} & extras)
+        asked = [r for r in requirements if not r.marker or r.marker.evaluate({"extra": extra})]
+        seen = set()
+        while asked:
+            one = asked.pop()
+            name = canonicalize_name(one.name)
+            assert name in pins, (extra, name)
+            wanted = {(name, part) for part in ("", *one.extras)} - seen
+            seen |= wanted
+            for _, part in wanted:
+                with contextlib.suppress(PackageNotFoundError):
+                    needed = list(map(Requirement, requires(name) or []))
+                    here = [r for r in needed if not r.marker or r.marker.evaluate({"extra": part})]
+                    checked += len(here)
+                    asked += here
+    assert checked > 300
+    image = pinned(pin for extras, pin in entries if {lock.BASE, "tpu", "buckets"} & extras)
+    assert {"jax", "libtpu", "obstore", "setuptools"} <= image.keys()
+    assert not [name for name in image if re.match("torch|nvidia|jax-cuda", name)]
+
+
+@pytest.mark.parametrize("command", [["extras", "tpux"], ["packages", "jaxx"], ["pin"]])
+def test_the_lock_refuses_what_it_does_not_hold(command):
+    done = run([sys.executable, ROOT / "scripts/lock.py", *command])
+    assert (done.returncode, done.stdout) == (2, "") and command[-1] in done.stderr
 
 
 def test_the_package_loads_jax_only_for_what_it_exports_and_names_what_it_lacks():
@@ -241,38 +292,119 @@ def test_an_environment_is_made_with_what_python3_is(tmp_path):
 # -- the image of the Dockerfile, and what the documents tell to install ------------------------
 
 
-def test_the_image_holds_a_working_maxdiloco(tmp_path):
-    """The Dockerfile's steps as plain commands. Its pip installs into a folder of the test, only
-    what lies in the checkout. What is imported from the working folder is the installed package."""
-    site, work, pip = tmp_path / "site", tmp_path / "work", tmp_path / "bin/pip"
+PIP = """#!/bin/bash
+if [ "${{@: -1}}" = . ]; then
+  exec {python} -m pip "$@" --quiet --no-index --no-deps --upgrade --target {site}
+fi
+echo "$*" >>{log}; cat "${{@: -1}}" >>{log}
+"""
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    """The Dockerfile's steps as plain commands: (site-packages, the working folder, its variables,
+    what pip was told to install, the entry point and the user).
+
+    Its pip installs only the checkout, into a folder of the test, and notes the rest."""
+    folder = tmp_path_factory.mktemp("image")
+    site, work, programs, log = (folder / name for name in ("site", "work", "bin", "log"))
     work.mkdir()
-    pip.parent.mkdir()
-    pip.write_text(
-        '#!/bin/bash\ncase "${@: -1}" in .*) ;; *) exit 0 ;; esac\n'
-        f'exec {sys.executable} -m pip "$@" --quiet --no-index --no-deps --upgrade --target {site}'
-    )
-    pip.chmod(0o755)
-    environ = {**os.environ, "PATH": f"{pip.parent}:{os.environ['PATH']}", "EXTRAS": "tpu,buckets"}
+    programs.mkdir()
+    (programs / "pip").write_text(PIP.format(python=sys.executable, site=site, log=log))
+    (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    known, once = {"PATH": f"{programs}:{os.environ['PATH']}"}, {}
     text = re.sub(r"(?m)^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    for line in re.sub(r"\\\n", " ", text).splitlines():
+    for line in filter(None, re.sub(r"\\\n", " ", text).splitlines()):
         instruction, _, rest = line.partition(" ")
-        for name in rest.split()[:-1] if instruction == "COPY" else []:
-            assert f"!{name}" in ignored
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, work / name, dirs_exist_ok=True)
-            else:
-                shutil.copy2(ROOT / name, work / name)
-        if instruction == "RUN":
-            done = run(["bash", "-c", rest], cwd=work, env=environ)
-            assert done.returncode == 0, done.stderr
+        match instruction:
+            case "COPY":
+                *names, target = rest.split()
+                for name in names:
+                    assert f"!{name}" in ignored
+                    if (ROOT / name).is_dir():
+                        shutil.copytree(ROOT / name, work / target, dirs_exist_ok=True)
+                    else:
+                        (work / target).mkdir(exist_ok=True)
+                        shutil.copy2(ROOT / name, work / target)
+            case "RUN":
+                done = run(["bash", "-c", rest], cwd=work, env=os.environ | known)
+                assert done.returncode == 0, done.stderr
+            case "ARG" | "ENV":
+                known |= dict(word.split("=", 1) for word in rest.split())
+            case _:
+                assert instruction in ("FROM", "WORKDIR", "USER", "ENTRYPOINT")
+                once[instruction] = rest
+    known["HOME"] = known["HOME"].replace(once["WORKDIR"], str(work))
+    known["PYTHONPATH"] = str(site)
+    return site, work, known, log.read_text(), once
+
+
+def test_the_image_holds_a_working_maxdiloco(image):
+    """What is imported from the working folder is the installed package."""
+    site, work, known, installed, _ = image
     code = (
         "import maxdiloco; from maxdiloco.flags import config; print(maxdiloco.__file__); "
         "print(config.load(['model_name=35m'], {}).model_name, maxdiloco.DiLoCo.__name__)"
     )
-    done = python(code, cwd=work, env={**os.environ, "PYTHONPATH": str(site)})
+    done = python(code, cwd=work, env=os.environ | known)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(site / "maxdiloco/__init__.py"), "35m", "DiLoCo"]
+    command, *pins = installed.splitlines()
+    assert {"--require-hashes", "--no-deps"} <= set(command.split())
+    assert len([line for line in pins if "--hash=sha256:" in line]) > 500
+    assert {"libtpu", "obstore"} <= {line.partition("==")[0] for line in pins}
+    assert sorted(path.name for path in work.iterdir()) == [
+        "configs", "home", "pyproject.toml", "requirements.lock", "runs", "setup.py"
+    ]  # fmt: skip
+
+
+def as_user(user):
+    """The start of a command as a user who is in no /etc/passwd, may read all and writes only what
+    is its own; skips where it cannot be."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("another user needs root and setpriv of util-linux")
+    assert subprocess.run(["getent", "passwd", "12345"]).returncode != 0
+    ids = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    read = "+dac_read_search"  # as the checkout may be below /root
+    return ["setpriv", *ids, f"--inh-caps={read}", f"--ambient-caps={read}"] if user else []
+
+
+WRITES = """
+import os, pathlib
+from maxdiloco.storage.run_folder import open_run_folder
+with open_run_folder("{output}", f"of-{{os.getuid()}}") as folder:
+    print(os.stat(folder.path).st_uid)
+(pathlib.Path.home() / f".cache-of-{{os.getuid()}}").mkdir(exist_ok=True)
+"""
+
+
+@pytest.mark.parametrize("user", [0, 10001, 12345])
+def test_a_user_of_the_image_writes_output_home_and_mounts(image, tmp_path, user):
+    """Any user, also root; a mount of its own, which for root is anybody's."""
+    _, work, known, _, once = image
+    assert once["USER"] == "${USER_ID}:${USER_ID}" and known["USER_ID"] == "10001"
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    os.chown(mounted, user or 12345, -1)
+    for output in ("runs", mounted):
+        code = WRITES.format(output=output)
+        command = [*as_user(user), sys.executable, "-c", code]
+        done = run(command, cwd=work, env=os.environ | known)
+        assert (done.returncode, done.stdout) == (0, f"{user}\n"), done.stderr
+
+
+def test_a_mount_of_another_user_is_one_line_and_exit_code_2(image, tmp_path):
+    _, work, known, _, once = image
+    command = [*as_user(10001), *json.loads(once["ENTRYPOINT"]), "dataset_type=synthetic"]
+    command += ["hardware=cpu", "model_name=tiny", "run_name=a"]
+    command += [f"base_output_directory={tmp_path}"]
+    done = run(command, cwd=work, env=os.environ | known)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert f"base_output_directory={tmp_path}" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_citation_has_the_version_of_setup_py_and_pages_say_that_no_licence_is_given():
