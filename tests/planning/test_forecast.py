@@ -109,7 +109,7 @@ def test_the_cost_of_an_untuned_outer_rate_is_that_of_the_sweeps(law):
     ],
 )
 def test_the_interval_holds_for_another_text_and_untuned_rates(law, case, measured, exceeded):
-    """benchmarks/results/loss_by_mode.md: losses that no row has, and ends that two others exceeded."""
+    """results/loss_by_mode.md: losses that no row has, and ends that two others exceeded."""
     found = forecast.gap(law, case._replace(of_rounds=1000 / 30))
     assert found.least < measured < found.most and found.most > 1.5 * exceeded
     assert found.share - found.least < found.most - found.share
