@@ -18,7 +18,8 @@ USAGE = """usage: python -m maxdiloco.islands audit URL
 URL: gs://, s3://, az:// or file:// with a folder, or a path
 audit: replay the log; exit code 1 with the first object that differs
 status: who is there, the records, and how far the islands are behind. "left" and "ended": the
-program is over, before or with the run; "silent": it gives no sign of life
+program is over, before or with the run; "silent": it sends no heartbeat. Exit code 1 with the
+first object that is damaged
 check: is this store fit for islands; exit code 1 with what is not. It writes, and deletes that.
 A folder has to be there: no command creates one
 
