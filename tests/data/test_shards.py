@@ -1,11 +1,14 @@
 """Windows of a folder of shards are those of the text it was made from."""
 
+import errno
 import fcntl
 import json
 import os
 import pathlib
 import pickle
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -237,6 +240,48 @@ def test_a_run_waits_for_another_that_makes_the_shards_of_its_text(source, tmp_p
         file.close()
         waiting.result(60)
     assert shards.open_shards(str(out), "out") and said[-1].startswith(f"prepared {out}")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_folder_without_locks_is_not_written(source, tmp_path, monkeypatch, number):
+    """Two preparations at once could not see each other. What is there stays, and is read."""
+    documents = make(source, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
+    assert shards.MANIFEST in before
+
+    def no_locks(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for out in (tmp_path / "out", tmp_path / "new"):
+        with pytest.raises(ConfigError, match=f"^out={out} is on a file system without locks"):
+            make(source, out)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.*")} == before
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["lock"]
+    again = shards.open_shards(str(tmp_path / "out"), "dataset_path")
+    assert again.lengths.tolist() == documents.lengths.tolist()
+
+
+@pytest.mark.full
+def test_two_preparations_at_once_make_one_folder(source, tmp_path):
+    """One of two programs makes it; the other is refused, or finds it made."""
+    (source / "long.txt").write_text("many words " * 200_000)
+    make(source, tmp_path / "alone", part_bytes=1 << 20)
+    command = [sys.executable, "-m", "maxdiloco.prepare", str(source), f"out={tmp_path / 'both'}"]
+    started = [
+        subprocess.Popen([*command, "part_mb=1"], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    ends = [(process.communicate(timeout=300)[1], process.returncode) for process in started]
+    assert 0 in [code for _, code in ends]
+    for errors, code in ends:
+        assert code in (0, 2) and len(errors.splitlines()) == (code != 0), errors
+        assert code == 0 or f"out={tmp_path / 'both'}" in errors
+    alone, both = (
+        {p.name: p.read_bytes() for p in (tmp_path / name).glob("*.*")}
+        for name in ("alone", "both")
+    )
+    assert both == alone and len(both) > 5
 
 
 OTHERS = ("work.part", "part-list.json", "part-00000.old.lengths.npy", "part-00000.json.bak.part")

@@ -1,6 +1,7 @@
 """A whole source into a folder of shards: what is left to do, the processes, the manifest."""
 
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -35,6 +36,7 @@ _PARTS = 32
 _LEAST_BYTES = 1 << 20
 _PLAN = "source.json"
 _LOCK = "lock"
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # Names of what only an unfinished folder needs, and of what a kill leaves half written.
 _FACTS = r"part-\d{5,}\.json"
 _WHOLE = rf"({_FACTS}|part-\d{{5,}}\.arrayrecord|(source|manifest)\.json|(lengths|checksums)\.npy)"
@@ -120,6 +122,14 @@ def _locked(folder: epath.Path, say: Callable[[str], None], waits: bool) -> Iter
                 ) from None
             say(f"{folder} is being written by another process: waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            raise ConfigError(
+                f"out={folder} is on a file system without locks ({reason(error)}), where two "
+                "programs could write it at once. Choose a folder on another file system, and "
+                "copy it when it is complete."
+            ) from error
         yield _Target(folder, lambda: None)
 
 
