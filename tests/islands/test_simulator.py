@@ -144,15 +144,15 @@ def blocks_by_their_last_part(run, ledger, record):
 MAY_STEP = core.may_step
 FOUND = {
     "a rejected message is waited for, and its island waits": (
-        rules, "spans", lambda run, members, rejected: SPANS(run, members, ()), 200),
+        rules, "spans", lambda run, members, rejected: SPANS(run, members, ()), 288),
     "a record of rejects alone has a scale above 1": (
-        rules, "scale", lambda run, n, most: max(n, 1) / most if n < most else 1.0, 815),
+        rules, "scale", lambda run, n, most: max(n, 1) / most if n < most else 1.0, 1970),
     "a record of rejects alone passes over a good message before one": (
-        rules, "in_turn", lambda members, rejected: rejected, 3, 1500),
+        rules, "in_turn", lambda members, rejected: rejected, 88, 1500),
     "a record waits for a step of an island that waits for the record": (
         core, "may_step", may_step_whatever_is_known, 119),
     "the rest of a block is read again after a rejected part of it came late": (
-        blocks, "after", blocks_by_their_last_part, 215, 1500),
+        blocks, "after", blocks_by_their_last_part, 123, 1500),
 }  # fmt: skip
 
 
