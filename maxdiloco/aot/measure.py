@@ -1,7 +1,7 @@
 """Compiles every program of a run for devices that need not be there, and reads the results."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +49,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    calls: list[Call],
+    calls: Iterable[Call],
     state: Any,
     *,
     mesh: Mesh,

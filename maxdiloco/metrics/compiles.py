@@ -7,16 +7,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 import jax
 
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
+from maxdiloco.processes.output import span
 
 # XLA compiles without the GIL; more threads need more host memory (our choice).
 THREADS = 4
 TELL_S = 5.0  # of compiling, until a line says how far it is; our choice
+# Compile time of a program without the inner step, relative to one with it, until one is compiled:
+# 0.22 on a CPU, the mean of 6 programs of a model with 4 layers in 3 fragments.
+OF_STEP = 0.2
 
 
 class CompileLog:
@@ -53,7 +58,7 @@ class CompileLog:
 
         jax.monitoring.register_event_listener(count)
         try:
-            with self._told(len(calls)) as ended, side_by_side(calls, ended) as futures:
+            with told(self._say, len(calls)) as ended, side_by_side(calls, ended) as futures:
                 for future in as_completed(futures):
                     call = futures[future]
                     with fitting(call.program.name, room):
@@ -76,23 +81,25 @@ class CompileLog:
             self._say_memory(sorted(calls, key=lambda call: call.when == START), resident)
         return results
 
-    @contextmanager
-    def _told(self, total: int) -> Iterator[Callable[[Future], None]]:
-        """A line every TELL_S until all programs are compiled. Gives what counts one of them."""
-        ended, over, begun = [], threading.Event(), time.perf_counter()
+    def in_turn(self, calls: Sequence[Call]) -> Iterator[Call]:
+        """The calls, each to be compiled before the next; a line when each begins.
 
-        def tell():
-            while not over.wait(TELL_S) and len(ended) < total:
-                seconds = time.perf_counter() - begun
-                self._say(f"compiling: {len(ended)} of {total} programs, {seconds:.0f} s")
-
-        thread = threading.Thread(target=tell, name="compile-progress", daemon=True)
-        thread.start()
-        try:
-            yield ended.append
-        finally:
-            over.set()
-            thread.join()
+        The first is the plain inner step. The time that is left is the mean of the programs so far:
+        of those that hold the step, and of the others.
+        """
+        holds_step = [_leaves(calls[0]) <= _leaves(call) for call in calls]
+        took: dict[bool, list[float]] = {True: [], False: []}
+        for done, (call, kind) in enumerate(zip(calls, holds_step, strict=True)):
+            left = ""
+            if took[True]:
+                means = {True: fmean(took[True])}
+                means[False] = fmean(took[False] or [means[True] * OF_STEP])
+                left = f", about {span(sum(means[each] for each in holds_step[done:]))} left"
+            self._say(f"compiling {call.program.name}, {done + 1} of {len(calls)}{left}")
+            begun, known = time.perf_counter(), bool(call.program.compiled)
+            yield call
+            if not known:
+                took[kind].append(time.perf_counter() - begun)
 
     def _say_memory(self, calls: Sequence[Call], resident: str) -> None:
         plain = calls[0].program.compile(*calls[0].args).memory_analysis()
@@ -113,6 +120,30 @@ class CompileLog:
                     f"  beyond plain training [MiB a device]: {resident}, temporary "
                     f"{more / 2**20:.1f}"
                 )
+
+
+def _leaves(call: Call) -> set[int]:
+    """Identities of a call's arguments, which calls share."""
+    return set(map(id, jax.tree.leaves(call.args)))
+
+
+@contextmanager
+def told(say: Callable[[str], None], total: int) -> Iterator[Callable[[Future], None]]:
+    """A line every TELL_S until so many programs are compiled. Gives what counts one of them."""
+    ended, over, begun = [], threading.Event(), time.perf_counter()
+
+    def tell():
+        while not over.wait(TELL_S) and len(ended) < total:
+            seconds = time.perf_counter() - begun
+            say(f"compiling: {len(ended)} of {total} programs, {seconds:.0f} s")
+
+    thread = threading.Thread(target=tell, name="compile-progress", daemon=True)
+    thread.start()
+    try:
+        yield ended.append
+    finally:
+        over.set()
+        thread.join()
 
 
 def _return_free_memory() -> None:

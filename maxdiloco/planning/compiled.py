@@ -106,7 +106,8 @@ def programs(
     else:
         calls = [*assemble.calls(cfg, parts), *arrays.calls(state, on_compile=on_compile)]
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
-    found = measure.measure(calls, state, mesh=mesh, dcn=dcn, chip=chip, gbps=gbps, say=say)
+    in_turn = on_compile.in_turn(calls)
+    found = measure.measure(in_turn, state, mesh=mesh, dcn=dcn, chip=chip, gbps=gbps, say=say)
     return cfg, parts, found
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.engine.calls import memory_of
 from maxdiloco.flags import config
-from maxdiloco.metrics.compiles import side_by_side, too_big
+from maxdiloco.metrics.compiles import side_by_side, told, too_big
 from maxdiloco.models.remat import AUTO, POLICIES
 from maxdiloco.models.spec import MOST_UNROLLED
 from maxdiloco.parallel import chips
@@ -71,7 +71,7 @@ def build(
         tried = tuple(POLICIES) if _has_no_loop(cfg, mesh) else TRIED
     for policy in tried[:-1]:
         chosen, parts = made(policy)
-        needed = _needed(chosen, parts, memory)
+        needed = _needed(chosen, parts, memory, say)
         if not in_any_process(needed > memory):
             say(
                 f"remat_policy=auto: {policy}; the inner step needs {needed / MIB:,.0f} of "
@@ -89,7 +89,9 @@ def _has_no_loop(cfg, mesh):
     return split == 1 and cfg.base_num_decoder_layers <= MOST_UNROLLED
 
 
-def _needed(cfg: config.Config, parts: Parts, memory: int) -> float:
+def _needed(
+    cfg: config.Config, parts: Parts, memory: int, say: Callable[[str], None]
+) -> float:
     """Bytes on a device with the largest inner step; inf where it is known not to fit."""
     if kept_bytes(parts, cfg.gradient_accumulation_steps) > memory:
         return math.inf  # without a compile, which takes longest where the most does not fit
@@ -98,7 +100,8 @@ def _needed(cfg: config.Config, parts: Parts, memory: int) -> float:
     calls = parts.trainer.calls(parts.batch)
     steps = [call for call in calls if any(x is tokens for x in jax.tree.leaves(call.args))]
     # All are waited for: they take about as long, and nothing else compiles beside them.
-    with side_by_side(steps) as futures:
+    say(f"remat_policy=auto: compiling the step with {cfg.remat_policy}, programs: {len(steps)}")
+    with told(say, len(steps)) as ended, side_by_side(steps, ended) as futures:
         for future, call in futures.items():
             try:
                 step = memory_of(future.result(), call, parts.trainer.abstract_state)

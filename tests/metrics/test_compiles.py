@@ -81,6 +81,33 @@ def test_a_compile_that_takes_long_says_how_far_it_is(monkeypatch):
     assert told == [str(6 * count) for count in range(1, len(said))]
 
 
+def test_programs_in_turn_say_which_begins_and_what_is_left(monkeypatch):
+    """Programs with the step take 100 s, the others 10 s; what is compiled already takes none."""
+    params, batch, chunk, said, now = object(), object(), object(), [], [0.0]
+
+    def with_(name, *args, compiled=False):
+        return Call(types.SimpleNamespace(name=name, compiled=compiled), args, 1)
+
+    monkeypatch.setattr(compiles, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    calls = [
+        with_("inner", params, batch),
+        with_("inner + exchange", params, batch, chunk),
+        with_("pack", params),
+        with_("merge", params, chunk, compiled=True),
+        with_("init"),
+    ]
+    for call in CompileLog(said.append, show_memory=False).in_turn(calls):
+        now[0] += {"inner": 100, "inner + exchange": 100, "merge": 0}.get(call.program.name, 10)
+        assert said[-1].startswith(f"compiling {call.program.name}, {len(said)} of 5")
+    assert said == [
+        "compiling inner, 1 of 5",
+        "compiling inner + exchange, 2 of 5, about 2.67 min left",  # 100 s + 3 * 20 s
+        "compiling pack, 3 of 5, about 60 s left",
+        "compiling merge, 4 of 5, about 20 s left",  # 2 * 10 s
+        "compiling init, 5 of 5, about 10 s left",
+    ]
+
+
 def resident():
     """Bytes of this process that are in memory."""
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096

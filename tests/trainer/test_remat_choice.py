@@ -68,8 +68,9 @@ def test_policies_stand_from_least_computed_to_least_memory():
 
 def test_the_first_policy_that_fits_is_taken_and_said_and_full_where_none_does(choose):
     """The caller says what does not fit."""
-    policy, (line,), compiled = choose(memory=needed("minimal")[0])
+    policy, (first, *_, line), compiled = choose(memory=needed("minimal")[0])
     assert (policy, compiled) == ("minimal", ["minimal"])
+    assert first.startswith("remat_policy=auto: compiling the step with minimal")
     assert line.startswith("remat_policy=auto: minimal; the inner step needs ")
     policy, (line,), compiled = choose(memory=1)
     assert (policy, compiled) == ("full", [])
@@ -126,7 +127,7 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
         calls = [Call(program, (tokens,), 1) for program in programs]
         trainer = of(calls=lambda batch: calls, abstract_state=None)
         parts = of(batch={"tokens": tokens}, trainer=trainer)
-        return remat_choice._needed(config.load(FLAGS, {}), parts, 9)
+        return remat_choice._needed(config.load(FLAGS, {}), parts, 9, lambda line: None)
 
     monkeypatch.setattr(remat_choice, "kept_bytes", lambda *_: 0)
     given = lambda compiled, *_: types.SimpleNamespace(needed=compiled)  # noqa: E731
