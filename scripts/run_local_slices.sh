@@ -4,6 +4,7 @@
 #   usage: bash scripts/run_local_slices.sh [--restart COUNT] N [file.yml] [key=value ...]
 # Ends when all have ended, with the first exit code that was not 0. Ctrl-C and SIGTERM reach every
 # process, and they save together; a second Ctrl-C ends them at once, a third kills what is left.
+# When this script itself is killed (kill -9), its processes are killed within two seconds.
 # --restart COUNT: start all again from the last checkpoint, at most COUNT times, when the run ended
 #   for a reason that may be gone then: lost processes (5), failed saves (75), a process that was
 #   killed or told to stop (a signal's code but Ctrl-C's). What outlives a failed process by 60 s is
@@ -66,10 +67,23 @@ prefixed() { # the lines of standard input, with $1 in front; outlives the signa
   while IFS= read -r line || [ -n "$line" ]; do printf '[%s] %s\n' "$1" "$line"; done
 }
 
+kill_orphans() { # kills its process group once the parent of process $1 is not this script
+  local parent
+  trap '' INT TERM HUP
+  while read -r _ _ _ parent _ <"/proc/$1/stat" && ((parent == $$)); do
+    read -rt 1 -u "$silent" || true
+  done
+  kill -KILL 0
+}
+
 process() { # process $1 of the run; notes its exit code
-  local code=0
+  local code=0 own=$BASHPID guard
   trap : INT TERM HUP # stays to note the code; the program itself has the signals' default
+  kill_orphans "$own" </dev/null >/dev/null 2>&1 &
+  guard=$!
+  disown "$guard" # its end is not reported
   JAX_PROCESS_ID=$1 "$python" -m maxdiloco.train "${@:2}" </dev/null || code=$?
+  kill -KILL "$guard"
   echo "$1 $code" >>"$ends"
 }
 

@@ -1,7 +1,10 @@
 """When run_local_slices.sh --restart starts a run again, with a stand-in for the trainer."""
 
+import os
 import re
+import signal
 import sys
+import time
 
 import process_tools as tools
 import pytest
@@ -73,3 +76,32 @@ def test_a_run_starts_again_where_that_may_help(tmp_path, codes, arguments, code
     assert len(told) == len(lines)
     for line, words in zip(told, lines, strict=True):
         assert re.fullmatch(words, line)
+
+
+WAITS = """#!/usr/bin/env bash
+if [ "$2" != maxdiloco.train ]; then exec {python} "$@"; fi
+trap 'echo told' INT TERM HUP
+echo begun
+while :; do sleep 1; done
+"""
+
+
+def test_processes_do_not_outlive_a_script_that_was_killed(tmp_path):
+    """Nothing tells a script of SIGKILL, or its processes: they notice, and end within seconds."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(WAITS.format(python=sys.executable))
+    python.chmod(0o755)
+    command = ["bash", str(tools.ROOT / "scripts" / "run_local_slices.sh"), "2", "run_name=a"]
+    process = tools.Process(command, tmp_path / "log", {"MAXDILOCO_VENV": str(tmp_path)})
+    try:
+        for index in range(2):
+            process.wait_for(f"[{index}] begun")
+        os.kill(process.popen.pid, signal.SIGKILL)
+        # Not yet waited for: a zombie is gone, too.
+        limit = time.monotonic() + 15
+        while len(left := tools.session_members(process.popen.pid)) > 0:
+            assert time.monotonic() < limit, left
+            time.sleep(0.05)
+    finally:
+        process.kill()
