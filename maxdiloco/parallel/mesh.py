@@ -25,8 +25,11 @@ _EXTRAS = {"gpu": "cuda13", "tpu": "tpu"}  # of setup.py
 _OF_A_PEER = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "ABORTED")
 
 
-def fill(sizes: Mapping[str, int], total: int, name: str) -> dict[str, int]:
-    """The sizes with the one -1 replaced so that their product is `total`. Raises ConfigError."""
+def fill(sizes: Mapping[str, int], total: int, name: str, *, remedy: str = "") -> dict[str, int]:
+    """The sizes with the one -1 replaced so that their product is `total`. Raises ConfigError.
+
+    remedy: of the error, in place of a general one.
+    """
     known = math.prod(size for size in sizes.values() if size != -1)
     filled = {
         axis: (total // known if size == -1 and total % known == 0 else size)
@@ -37,7 +40,9 @@ def fill(sizes: Mapping[str, int], total: int, name: str) -> dict[str, int]:
         keys = " ".join(f"{name}_{a}_parallelism={s}" for a, s in sizes.items() if s != 1)
         raise ConfigError(
             f"{keys or f'{name}_*_parallelism=1'} cannot fill the mesh: {product(sizes)}, but "
-            f"there are {total} {what}. Change one of them, or set one to -1."
+            f"there {'is' if total == 1 else 'are'} {total} "
+            f"{what.replace('slices', 'slice') if total == 1 else what}. "
+            f"{remedy or 'Change one of them, or set one to -1.'}"
         )
     return filled
 
@@ -232,7 +237,16 @@ def _check_hosts(devices: list[jax.Device], slices: int) -> None:
 
 def sizes_over_slices(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, int]:
     """Size of each axis over slices, in mesh order, none left open."""
-    return fill(cfg.sizes("dcn"), count_slices(cfg, devices), "dcn")
+    sizes, slices = cfg.sizes("dcn"), count_slices(cfg, devices)
+    known, remedy = math.prod(size for size in sizes.values() if size != -1), ""
+    if devices[0].platform != "tpu" and cfg.num_slices == -1 and slices % known:
+        remedy = f"Use num_slices={known}, which makes slices of what is here."
+        if not cfg.enable_diloco and sizes["data"] == known:
+            remedy = (
+                f"Use num_slices={known}, or dcn_diloco_parallelism={known} in place of "
+                f"dcn_data_parallelism: without DiLoCo it is data parallelism too."
+            )
+    return fill(sizes, slices, "dcn", remedy=remedy)
 
 
 def _arrange(

@@ -45,6 +45,18 @@ def test_slices_are_contiguous_blocks_of_devices(devices, keys, sizes):
     assert [device.id for device in mesh.devices.flat] == list(range(8))
 
 
+@pytest.mark.parametrize("more", ["enable_diloco=false", "enable_diloco=true"])
+def test_one_slice_for_two_names_a_key_that_makes_two(devices, more):
+    keys = ("dcn_data_parallelism=2", "ici_fsdp_parallelism=-1", more)
+    with pytest.raises(ConfigError, match=r"there is 1 slice\. Use num_slices=2") as refused:
+        mesh_lib.build(load(*keys), devices)
+    assert mesh_lib.build(load(*keys, "num_slices=2"), devices).shape["data"] == 2
+    # Without DiLoCo an axis of its own is as good.
+    assert ("dcn_diloco_parallelism=2" in str(refused.value)) == (more == "enable_diloco=false")
+    other = load("dcn_diloco_parallelism=2", *keys[1:])
+    assert mesh_lib.build(other, devices).shape["diloco"] == 2
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
