@@ -349,7 +349,12 @@ def _model_file(model: str) -> pathlib.Path:
 
 
 def _nearest_key(name: str, keys: Iterable[str]) -> str:
-    """A key that may be meant: one that holds the words of the name, else one spelt alike."""
+    """A key that may be meant: one that other trainers call so, one that holds the words of the
+    name, else one spelt alike."""
+    name = name.lower().replace("-", "_")
+    for key, names in base_yml.read_table("other_trainers.yml").items():
+        if name in names:
+            return key
     holders = [key for key in keys if "_" in name and f"_{name}_" in f"_{key}_"]
     alike = difflib.get_close_matches(name, list(keys), n=1, cutoff=_ALIKE)
     return min(holders, key=len) if holders else next(iter(alike), "")

@@ -14,6 +14,13 @@ some_dtype=1 | some_dtype=1 (command line) is no key. --help lists every key.
 enable_tensorbord=1 | (command line) is no key. Did you mean enable_tensorboard? --help lists
 stepz=1 | is no key. Did you mean steps? --help lists every key.
 outer_lr=1 | is no key. Did you mean diloco_outer_lr? --help lists every key.
+# names that other trainers have
+lr=1 | is no key. Did you mean learning_rate? --help lists every key.
+grad_clip=1 | Did you mean gradient_clipping_threshold?
+num_layers=1 | Did you mean base_num_decoder_layers?
+max_to_keep=1 | Did you mean max_num_checkpoints_to_keep?
+Max-Steps=1 | Did you mean steps?
+wandb=true | Did you mean enable_wandb?
 # wrong types
 learning_rate=abc | is not a number | like the default, learning_rate=0.0004
 learning_rate= | is not a number
