@@ -35,6 +35,12 @@ OPTIONS = MappingProxyType({
     "details": Option(False, "all rows of the table, and what its columns mean", bool),
     "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
+# Without GPUs: two boxes of eight on 1 Gbit/s. And a step whose time is measured, of two slices.
+EXAMPLES = (
+    "model_name=llama3-8b compile_topology=h100-8 compile_topology_num_slices=2 "
+    "slice_bandwidth_gbps=1",
+    "model_name=tiny dcn_diloco_parallelism=2 step_time=0.4 slice_bandwidth_gbps=0.01",
+)
 # Each names one link between slices: of a device, a host, a slice.
 LINKS = ("dcn_bandwidth_gbps", "host_bandwidth_gbps", "slice_bandwidth_gbps")
 LATENCIES = ("latency_ms", "link_latency_ms")
@@ -45,7 +51,7 @@ TOKENS = 20  # for each parameter, as the papers' tables of losses train (2503.0
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if words := help.asked(argv):
-        say(train_compile.help_text("maxdiloco.plan", words[1:], OPTIONS))
+        say(train_compile.help_text("maxdiloco.plan", words[1:], OPTIONS, EXAMPLES))
         return 0
     options, keys = read_options(argv, OPTIONS, "plan", keys=True)
     cfg = config.load(keys, os.environ)

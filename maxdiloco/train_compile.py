@@ -26,12 +26,17 @@ OPTIONS = MappingProxyType({
     "report": Option("", "file to write the report to, as JSON; empty: it is only printed"),
 })  # fmt: skip
 
+EXAMPLES = (
+    "model_name=1b compile_topology=v5e-16 compile_topology_num_slices=2 dcn_bandwidth_gbps=2",
+    "model_name=tiny hardware=cpu dcn_diloco_parallelism=2 ici_fsdp_parallelism=2",
+)
+
 
 @guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     if words := help.asked(argv):
-        say(help_text("maxdiloco.train_compile", words[1:], OPTIONS))
+        say(help_text("maxdiloco.train_compile", words[1:], OPTIONS, EXAMPLES))
         return 0
     options, keys = read_options(argv, OPTIONS, "train_compile", keys=True)
     if not 0 <= options.max_exposed_fraction <= 1:
@@ -45,12 +50,16 @@ def main(argv: Sequence[str]) -> int:
     return _compile(run_tokenizer.resolved(cfg), options)
 
 
-def help_text(program: str, words: Sequence[str], options: Mapping[str, Option]) -> str:
-    """What --help prints: the keys of a run and a program's own options, or those words choose."""
+def help_text(
+    program: str, words: Sequence[str], options: Mapping[str, Option], examples: Sequence[str]
+) -> str:
+    """What --help prints: a program's own options and the keys of a run, or those words choose."""
+    if not words:
+        return help.help_text(program, own=option_lines(options), examples=examples)
+    own = {name: option for name, option in options.items() if name in words}
     keys = [word for word in words if word not in options]
-    own = {name: option for name, option in options.items() if name in words or not words}
-    lines = [help.help_text(program, keys), ""] if keys or not words else []
-    return "\n".join([*lines, f"of {program} alone", *option_lines(own)] if own else lines[:1])
+    lines = [f"of {program} alone", *option_lines(own)] if own else []
+    return "\n".join([*lines, *([help.help_text(program, keys)] if keys else [])])
 
 
 def _compile(cfg: config.Config, options: SimpleNamespace) -> int:

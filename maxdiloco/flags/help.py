@@ -1,5 +1,6 @@
 """What --help prints: the usage and the keys, all of them or those that a word chooses."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -17,10 +18,22 @@ def asked(argv: Sequence[str]) -> list[str]:
     return list(argv[places[0] :]) if places else []
 
 
-def help_text(program: str, words: Sequence[str] = ()) -> str:
+def help_text(
+    program: str,
+    words: Sequence[str] = (),
+    *,
+    own: Sequence[str] = (),
+    examples: Sequence[str] = (),
+) -> str:
     """The usage, and keys by group with their defaults and meaning, in lines of WIDTH at most.
 
-    program: such as `maxdiloco.train`. words: names of groups, keys or parts of them; none: all.
+    Args:
+      program: such as `maxdiloco.train`.
+      words: names of groups or keys, parts of them, or words of their meaning; none: all.
+      own: lines about options that the program alone has. They come first, and of the keys only
+        the names follow.
+      examples: arguments of the program.
+
     Raises ConfigError for a word that chooses nothing.
     """
     keys = list(base_yml.declared().values())
@@ -36,12 +49,24 @@ def help_text(program: str, words: Sequence[str] = ()) -> str:
     )
     lines = [
         f"usage: python -m {program} [file.yml] [key=value ...]",
-        f"       python -m {program} --help [GROUP or KEY ...]    or --version",
+        f"       python -m {program} --help [GROUP, KEY or WORD ...]    or --version",
         "",
+    ]
+    about = [
         *textwrap.wrap(intro, WIDTH, break_on_hyphens=False),
         *textwrap.wrap(f"Groups: {names}.", WIDTH),
     ]
-    return "\n".join(lines + _table(keys))
+    if not own:
+        return "\n".join([*lines, *about, *_table(keys)])
+    for example in examples:
+        lines.append(f"  python -m {program} {example}")
+    lines += ["", f"of {program} alone", *own, ""]
+    lines.append("keys of a run, as of maxdiloco.train; --help GROUP or KEY says what they mean")
+    for group in dict.fromkeys(key.group for key in keys):
+        of_group = ", ".join(key.name for key in keys if key.group == group)
+        text = f"{_name(group)}: {of_group}"
+        lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
+    return "\n".join([*lines, "", *about])
 
 
 def _table(keys: Iterable[Key]) -> list[str]:
@@ -72,12 +97,27 @@ def _lines(key: Key, name: str, indent: str, *more: str) -> list[str]:
 
 
 def _chosen(word: str, keys: Sequence[Key], names: str) -> list[Key]:
-    """The keys of a group, the key of that name, or those whose name holds the word."""
+    """The keys of a group, the key of that name, or those whose name or meaning holds the word.
+
+    Also a key that other trainers call so.
+    """
     of_group = [key for key in keys if _name(key.group) == word]
     of_name = [key for key in keys if key.name == word]
-    chosen = of_group or of_name or [key for key in keys if word in key.name]
+    called_so = [
+        name for name, others in base_yml.read_table("other_trainers.yml").items() if word in others
+    ]
+    in_text = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
+    holding = [
+        key
+        for key in keys
+        if word in key.name or key.name in called_so or in_text.search(key.meaning)
+    ]
+    chosen = of_group or of_name or holding
     if not chosen:
-        raise ConfigError(f"--help {word}: no group or key is named so. Groups: {names}.")
+        raise ConfigError(
+            f"--help {word}: no group or key is named so, and no key's meaning holds the word. "
+            f"Groups: {names}."
+        )
     return chosen
 
 

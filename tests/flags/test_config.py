@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxdiloco import __main__, train
-from maxdiloco.flags import base_yml, config, help
+from maxdiloco.flags import base_yml, config, help, maxtext
 from maxdiloco.flags.base_yml import Table
 from maxdiloco.version import __version__
 
@@ -168,12 +168,29 @@ def test_help_of_a_group_a_key_and_a_part_of_a_name(capsys):
     of_group = table(help.help_text("maxdiloco.train", ["diloco"]))
     assert list(of_group) == [key.name for key in KEYS.values() if key.group.startswith("diloco:")]
     some = table(help.help_text("maxdiloco.train", ["momentum", "run_name"]))
-    assert list(some) == ["run_name", "diloco_outer_momentum"]
+    assert list(some) == ["run_name", "diloco_outer_momentum", "diloco_outer_optimizer"]
+    found = {
+        "retention": "max_num_checkpoints_to_keep",  # a name that another trainer has
+        "biases": "enable_wandb",  # a word of the meaning
+        "nesterov": "diloco_outer_optimizer",  # Nesterov there
+    }
+    for word, key in found.items():
+        assert key in table(help.help_text("maxdiloco.train", [word])), word
     assert train.main(["steps=5", "--help", "steps"]) == 0
     assert list(table(capsys.readouterr().out)) == ["steps"]
     assert train.main(["--help", "colour"]) == 2
     line = capsys.readouterr().err
     assert re.match("ConfigError: --help colour: no group.*Groups: run, checkpoint", line)
+
+
+def test_names_of_other_trainers_are_of_keys_and_of_one_each():
+    """None is a key, was one, or is MaxText's, whose own errors and notes are better."""
+    known, others = maxtext.tables(), base_yml.read_table("other_trainers.yml")
+    names = [name for of_key in others.values() for name in of_key]
+    assert set(others) <= set(KEYS) and len(names) == len(set(names)) > 100
+    for name in names:
+        assert name not in {*KEYS, *known.removed, *known.other_names}, name
+        assert known.foreign(name) is None, name
 
 
 def test_the_package_lists_its_programs_and_each_says_its_version(capsys):

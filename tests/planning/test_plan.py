@@ -284,7 +284,16 @@ def test_help_lists_the_plan_s_options_and_keys_of_a_file_are_given(capsys, tmp_
     assert plan.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: python -m maxdiloco.plan ")
-    assert all(f"  {name}=" in said for name in (*plan.OPTIONS, "diloco_sync_period"))
+    examples = [f"\n  python -m maxdiloco.plan {example}\n" for example in plan.EXAMPLES]
+    options = [f"\n  {name}=" for name in plan.OPTIONS]
+    places = [said.index(words) for words in (*examples, *options, " diloco_sync_period,")]
+    assert places == sorted(places) and len(examples) == 2 and said.count("\n") < 120
+    for example in plan.EXAMPLES:
+        assert plan.main(example.split()) == 0
+    capsys.readouterr()
+    assert plan.main(["--help", "tokens", "retention"]) == 0
+    said = capsys.readouterr().out
+    assert "  tokens=" in said and "  max_num_checkpoints_to_keep=3" in said
     path = tmp_path / "run.yml"
     path.write_text("diloco_sync_period: 100\n")
     argv = [str(path), "model_name=tiny"]
