@@ -192,10 +192,7 @@ def first_undamaged(
             note = metadata.read_note(path)  # first: a later format may have another seal
         problem = None if path in known_good else _damage(path)
         if problem is None:
-            try:
-                note = note or metadata.read_note(path)
-            except metadata.DamagedError as error:  # the same in all processes, as it fits its seal
-                problem = f"{orbax_io.META}: {error.what}"
+            note, problem = _agreed_note(path, note)
         if problem is not None:
             say(f"warning: checkpoint {path} is damaged and is not used: {problem}.")
             damaged[path] = problem
@@ -216,6 +213,28 @@ def first_undamaged(
             f"mounted, put a copy of a checkpoint there, {otherwise}."
         )
     return None, []
+
+
+def _agreed_note(
+    path: epath.Path, note: metadata.Note | None
+) -> tuple[metadata.Note | None, str | None]:
+    """The Note of a checkpoint whose files fit their seal, or what is wrong with it.
+
+    note: as this process has read it, if it could. It counts as damaged when the first process
+    finds it damaged. Raises DamagedError where only this process does.
+    """
+    error = None
+    if note is None:
+        try:
+            note = metadata.read_note(path)
+        except metadata.DamagedError as found:
+            error = found
+    if agree.from_first_process(error is not None):
+        what = error.what if error else "see the output of process 0"
+        return None, f"{orbax_io.META}: {what}"
+    if error is not None:
+        raise error
+    return note, None
 
 
 def _damage(path: epath.Path) -> str | None:

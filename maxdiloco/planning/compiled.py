@@ -25,6 +25,7 @@ from maxdiloco.planning import table
 from maxdiloco.planning.job import EXACT, Choice, Job
 from maxdiloco.planning.rating import Step
 from maxdiloco.trainer import assemble, remat_choice
+from maxdiloco.trainer.job import own_cache
 from maxdiloco.trainer.remat_choice import make_room
 
 # Model FLOPs over the peak in a step, for GPUs whose step was not measured: Llama 3 405B trained at
@@ -44,7 +45,8 @@ def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
     compile_topology, and where its compiler is not installed.
     """
     if cfg.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
+        folder = own_cache(cfg.jax_cache_dir, "jax_cache_dir")
+        jax.config.update("jax_compilation_cache_dir", folder)
     if name := cfg.compile_topology:
         if not topology.find(name).is_gpu:
             mesh_lib.tell_libtpu(cfg)
@@ -160,7 +162,8 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
     Raises ConfigError where libtpu is missing and for a program that the chip does not hold.
     """
     if cfg.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", cfg.jax_cache_dir)
+        folder = own_cache(cfg.jax_cache_dir, "jax_cache_dir")
+        jax.config.update("jax_compilation_cache_dir", folder)
     cfg, mesh, chip = _absent(config.from_dict(cfg.as_dict() | EXACT.keys()))
     cfg, _, (found,) = programs(cfg, mesh, chip, gbps=gbps, say=say, only_step=True)
     if found.too_big:

@@ -103,9 +103,7 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
         obstacle = "" if shared_folder.is_shared(path) else NOT_SHARED
     else:
         obstacle = "" if keep_their_order(cfg, mesh) else LOSES_ORDER
-    used = None if obstacle or path is None else str(path)
-    if used:
-        _require_own(path, f"{source}={folder}")
+    used = None if obstacle or path is None else own_cache(folder, source)
     given = jax.config.values[_LEAST]
     least = KEPT_FROM_S if given == 1 else given
     with jax_setting(_LEAST, least), jax_setting("jax_compilation_cache_dir", used):
@@ -113,20 +111,30 @@ def compile_cache(cfg: Config) -> Iterator[list[str]]:
         yield [note] if obstacle else []
 
 
-def _require_own(path: epath.Path, given: str) -> None:
-    """Make the folder of the cache; raise ConfigError where others own it or may write to it.
+def own_cache(folder: str, key: str) -> str:
+    """Make the folder of a compile cache, from which JAX loads machine code.
 
-    JAX loads machine code from it. In a bucket the rights are the bucket's. given: key=value.
+    Args:
+      folder: its path; in a bucket, where nothing is made, the rights are the bucket's.
+      key: what gave it.
+
+    Returns:
+      The absolute path.
+
+    Raises:
+      ConfigError: the folder belongs to another user, or others may write to it.
     """
+    path = run_folder.absolute(folder, key=key)
     if not run_folder.is_local(path):
-        return
+        return str(path)
     other = "Use a folder of your own"
-    with run_folder.refusing(ConfigError, f"{given} cannot be used", f"{other}."):
+    with run_folder.refusing(ConfigError, f"{key}={folder} cannot be used", f"{other}."):
         # Else JAX makes it, which the group may write where the umask lets it.
         os.makedirs(path, mode=0o755, exist_ok=True)
         status = os.stat(path)
     if breach := ownership.breach(status, path, again=other):
-        raise ConfigError(f"{given} {breach}, or leave it out.")
+        raise ConfigError(f"{key}={folder} {breach}, or leave it out.")
+    return str(path)
 
 
 @contextmanager

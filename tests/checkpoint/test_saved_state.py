@@ -67,6 +67,26 @@ def test_eager_history_restarts_with_another_M(tmp_path):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(back.incoming))
 
 
+@pytest.mark.parametrize("missing", ["sizes", "update_ratio", "bad", None])
+def test_a_state_saved_before_a_diagnostic_was_added_is_restored(tmp_path, missing):
+    """To the bit in all else; the diagnostic itself begins at zero. None: all of them are new."""
+    algorithm, state = trained(2, 5)
+    items = algorithm.saved_items(state)
+    if missing is None:
+        del items["diagnostics"]
+    else:
+        del items["diagnostics"][missing]
+    with Checkpointer(tmp_path, max_to_keep=1, use_async=False) as checkpointer:
+        checkpointer.save(state.t, items, algorithm.note(state))
+    back = read(tmp_path, algorithm, layout_of(algorithm, state))
+    named = dict.fromkeys(["sizes", "update_ratio", "bad"] if missing is None else [missing])
+    zero = {name: jax.tree.map(jnp.zeros_like, vars(state)[name]) for name in named}
+    assert any(np.any(x) for x in jax.tree.leaves(state.sizes))  # the positive control
+    expected = replace(state, **zero, bad_before=zero.get("bad", state.bad))
+    jax.tree.map(np.testing.assert_array_equal, back, expected)
+    assert np.isfinite(stepped(algorithm, back, 6).params["w"]).all()
+
+
 @functools.cache
 def streaming(M, mesh, outer_memory="device"):
     """Four layers and a vector of 5, in fragments of two layers and the vector; tau=3.

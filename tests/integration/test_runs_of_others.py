@@ -12,7 +12,9 @@ from etils import epath
 
 from maxdiloco import evaluate, generate, hf, report
 from maxdiloco.checkpoint import seal
+from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
+from maxdiloco.planning import compiled
 from maxdiloco.trainer import job
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -129,6 +131,15 @@ def test_a_compile_cache_that_others_can_write_is_refused(tmp_path, capfd, monke
     code, line = tools.refused_run(capfd, tmp_path, "a", **keys)
     assert code == 2 and f"jax_cache_dir={cache}" in line
     assert not (tmp_path / "a").exists()
+
+
+def test_plan_and_train_compile_refuse_such_a_compile_cache(tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    assert job.own_cache(str(cache), "jax_cache_dir") == str(cache)  # the positive control
+    os.chmod(cache, 0o777)
+    with pytest.raises(ConfigError, match=f"jax_cache_dir={cache} may be written by others"):
+        compiled.devices(config.load([f"jax_cache_dir={cache}"], {}))
 
 
 def test_a_yml_of_another_user_that_sets_keys_of_this_host_is_told(tmp_path):
