@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
-from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
