@@ -92,7 +92,8 @@ def open_run_folder(
     warn: called with one line when the file system has no locks, or during a wait for the lock.
     The lock is an flock of the file `lock`, whose line names the holder unless the file is another
     program's; kill -9 releases it. In a bucket it is an object that is renewed (object_lock).
-    Raises CheckpointError when the folder cannot be made or written, or another run holds it.
+    Raises CheckpointError when the folder cannot be made or written, another run holds it, or it is
+    that of a run whose name differs by case only.
     """
     folder = locate(base_output_directory, run_name)
     if not primary:
@@ -102,6 +103,7 @@ def open_run_folder(
         with _holding(base_output_directory, run_name):
             if is_local(folder.path):
                 make_folder(folder.path)
+                _refuse_other_case(folder.path)
                 stack.enter_context(_locked(folder.path, run_name, warn))
                 with tempfile.TemporaryFile(dir=folder.path) as probe:  # without a name, if it can
                     probe.write(bytes(_PROBE_BYTES))
@@ -113,6 +115,23 @@ def open_run_folder(
                 stack.enter_context(lock)
                 folder = RunFolder(folder.path, lock.require)
         yield folder
+
+
+def _refuse_other_case(path):
+    """Raise CheckpointError where the folder of a name is that of one in other case."""
+    try:
+        names = os.listdir(path.parent)
+    except PermissionError:  # a folder may be entered that may not be listed
+        return
+    if path.name in names:
+        return
+    for name in names:  # a file system may change a name otherwise, as to composed characters
+        if name.casefold() == path.name.casefold():
+            raise CheckpointError(
+                f"run_name={path.name} is the folder of run_name={name}, since the file system of "
+                f"{path.parent} ignores case. Set run_name={name} to resume that run, or a name "
+                "that differs in more than case."
+            )
 
 
 def _holding(base_output_directory, run_name):

@@ -50,6 +50,23 @@ def test_a_run_name_is_one_folder(name, tmp_path):
         locate(tmp_path, name)
 
 
+def test_a_name_that_differs_by_case_is_not_the_same_run(tmp_path, monkeypatch):
+    """A link that is not listed stands in for the folder on a file system that ignores case."""
+    with open_run_folder(str(tmp_path), "Abc"):
+        pass
+    with open_run_folder(str(tmp_path), "abc"):
+        pass  # the control: another folder
+    (tmp_path / "ABc").symlink_to("Abc")
+    listed = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: [n for n in listed(path) if n[:2] != "AB"])
+    with pytest.raises(CheckpointError, match="^run_name=ABc is the folder of run_name=[Aa]bc,"):
+        with open_run_folder(str(tmp_path), "ABc"):
+            pass
+    assert listed(tmp_path / "Abc") == ["lock"]
+    with open_run_folder(str(tmp_path), "Abc"):
+        pass  # its own name resumes it
+
+
 def test_a_second_run_with_one_name_is_refused_while_the_first_one_lasts(tmp_path):
     """Only the first process of a run locks, and makes the folder."""
     with open_run_folder(str(tmp_path), "run", primary=False) as folder:
