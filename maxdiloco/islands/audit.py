@@ -152,7 +152,9 @@ def account(log: Iterable[Record], messages: Mapping[Key, Message]) -> str:
     A message says what its incarnation had read: that is what was sent before and not rejected by
     the records which it knew, and its own.
     """
-    rejected = {rules.key_of(r): record.number for record in log for r in record.rejected}
+    log = list(log)
+    # By the first record: what is unreadable may be met again once its incarnation is forgotten.
+    rejected = {rules.key_of(r): one.number for one in reversed(log) for r in one.rejected}
     counted = {rules.key_of(m): m.tokens for record in log for m in record.members}
     for key in counted.keys() & messages.keys():
         if messages[key].tokens != counted[key]:

@@ -120,6 +120,18 @@ def test_a_dead_island_that_the_log_does_not_know_is_refused():
     assert "dead" in rules.breach(known._replace(dead=(("b", 1),)), record)
 
 
+def test_many_deaths_are_declared_in_turn_and_the_oldest_are_forgotten_first():
+    run = a_run(snapshot_every=64)
+    ledger = EMPTY._replace(marks=tuple(Mark(f"i{n:04}", 1, 1, 8, 1, 1) for n in range(1500)))
+    for number in range(1, 7):
+        dead = rules.newly_dead(run, ledger, {"i0000": 1}, absent=True)
+        assert len(dead) == min(256, 1499 - 256 * (number - 1))
+        record = Record(0, number, "a", "", (), (), dead, 1.0, "", "", "")
+        ledger = rules.follow(run, ledger, record, "")
+    assert len(ledger.dead) == 1024 and len(ledger.marks) == 1025
+    assert ledger.dead[-1] == ("i1499", 1) and ledger.dead[0] == ("i0476", 1)
+
+
 def test_messages_of_dead_incarnations_are_deleted():
     ledgers = [
         EMPTY._replace(number=n, dead=dead)
