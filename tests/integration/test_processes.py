@@ -127,7 +127,7 @@ def uninterrupted(programs, tmp_path_factory):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("phase", ["commit", "part", "evaluation"])
-def test_a_signal_in_a_save_or_an_evaluation_of_two_loses_nothing(
+def test_a_signal_in_a_save_or_evaluation_of_two_loses_nothing(
     started, uninterrupted, tmp_path, phase, number, code, times
 ):
     """Both get it, once or again after the time in which two are one press. Every checkpoint is
