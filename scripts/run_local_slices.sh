@@ -4,7 +4,8 @@
 #   usage: bash scripts/run_local_slices.sh [--restart COUNT] N [file.yml] [key=value ...]
 # Ends when all have ended, with the first exit code that was not 0. Ctrl-C and SIGTERM reach every
 # process, and they save together; a second Ctrl-C ends them at once, a third kills what is left.
-# When this script itself is killed (kill -9), its processes are killed within two seconds.
+# When this script itself is killed (kill -9), its processes are killed within a few seconds, and the
+# same command resumes the run.
 # --restart COUNT: start all again from the last checkpoint, at most COUNT times, when the run ended
 #   for a reason that may be gone then: lost processes (5), failed saves (75), a process that was
 #   killed or told to stop (a signal's code but Ctrl-C's). What outlives a failed process by 60 s is

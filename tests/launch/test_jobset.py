@@ -92,6 +92,8 @@ def test_a_slice_is_a_job_on_nodes_of_its_kind_with_shared_memory_and_the_text(m
     else:
         assert counted == (2, 2, 2) and limits == {"nvidia.com/gpu": 8}
         assert labels == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+    context = pod(whole)["containers"][0].get("securityContext")  # of the image: not root
+    assert context == ({"privileged": True, "runAsUser": 0} if kind == "tpu" else None)
     mounts = {m["name"]: m["mountPath"] for m in pod(whole)["containers"][0]["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod(whole)["volumes"]}
     assert mounts == {"shm": "/dev/shm", "text": "/text"}
