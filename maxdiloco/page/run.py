@@ -111,8 +111,8 @@ def _load(path: epath.Path, name: str, given: str, defaults: Mapping[str, Any]) 
         keys, written = None, path / "config.yml"
         if written.exists():
             keys = dict(defaults)
-            for name, raw, _ in base_yml.read_yml(written):
-                keys[name] = base_yml.as_lists(_inferred(written, name, raw))
+            for key, raw, _ in base_yml.read_yml(written):
+                keys[key] = base_yml.as_lists(_inferred(written, key, raw))
         else:
             notes.append(
                 "The configuration is unknown: the folder has no config.yml. So there is no "

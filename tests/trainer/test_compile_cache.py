@@ -52,12 +52,17 @@ def cache_of(*argv):
 
 
 @pytest.mark.parametrize("source", ["jax_cache_dir=kept", "JAX_COMPILATION_CACHE_DIR=own"])
-def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(setting, monkeypatch, source):
-    """Of both sources; a line names the one that is not used. jax_cache_dir comes first."""
+def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(
+    setting, monkeypatch, tmp_path, source
+):
+    """Of both sources; a line names the one that is not used. jax_cache_dir comes first. JAX gets
+    the absolute path of the folder that was checked."""
+    monkeypatch.chdir(tmp_path)
     keys = [source if source.islower() else "jax_cache_dir="]
     monkeypatch.delattr(job.shared_folder, "is_shared")  # asked on GPUs alone
     setting("jax_compilation_cache_dir", "own")
-    assert cache_of(*TWO, "enable_diloco=true", *keys) == (source.partition("=")[2], [])
+    folder = str(tmp_path / source.partition("=")[2])
+    assert cache_of(*TWO, "enable_diloco=true", *keys) == (folder, [])
     assert jax.config.values["jax_compilation_cache_dir"] == "own"
     note = f"note: {source} is not used: {job.LOSES_ORDER}."
     in_two = "ici_fsdp_parallelism=2"
@@ -65,8 +70,9 @@ def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(setting, monke
     assert jax.config.values["jax_compilation_cache_dir"] == "own"
 
 
-def test_programs_that_compile_for_a_tenth_of_a_second_are_kept(setting):
+def test_programs_that_compile_for_a_tenth_of_a_second_are_kept(setting, monkeypatch, tmp_path):
     """Control: what the user gives JAX stays, but for its default, 1 s, which cannot be told."""
+    monkeypatch.chdir(tmp_path)
     name = "jax_persistent_cache_min_compile_time_secs"
     for given, used in ((1.0, job.KEPT_FROM_S), (5.0, 5.0), (0.0, 0.0)):
         setting(name, given)
