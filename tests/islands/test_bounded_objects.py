@@ -32,7 +32,7 @@ def churned(starts, **options):
     world.faults, rng = Faults(), random.Random(0)
     while world.seen["killed"] < starts:
         world.run_events(20)
-        logs = [(p, p.state.logs[0]) for p in world.programs if p.living]
+        logs = [(p, p.state.logs[0]) for p in world.programs[-60:] if p.living]
         able = [program for program, log in logs if log.seq > len(log.own)]
         if able:
             world.end(one := rng.choice(able))
