@@ -1,7 +1,8 @@
 """Text from a trained model: `python -m maxdiloco.generate RUN prompt="..."`.
 
 Samples from the outer parameters of a checkpoint, on one device, with a KV cache. The text goes to
-standard output; which step it is of, to standard error.
+standard output, control characters escaped (output= has it as it is); which step it is of, to
+standard error.
 """
 
 import json
