@@ -7,6 +7,7 @@ packages tokenizers and sentencepiece, the extra [text], are imported where they
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import pathlib
@@ -71,7 +72,8 @@ class HuggingFaceTokenizer(SubwordTokenizer):
         if (processor := self.engine.post_processor) is not None:
             probe.post_processor = processor
         encoded = probe.encode("a")
-        return encoded.ids[: encoded.sequence_ids.index(0)]
+        added = itertools.takewhile(lambda text: text is None, encoded.sequence_ids)
+        return encoded.ids[: len(list(added))]
 
     def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
         """The tokens that start and end a document, by the file CONFIG or their usual names. null

@@ -113,6 +113,8 @@ def _attention_flops(name: str, where: Computation, item: Instruction) -> float 
     L, S, *widths = sizes
     *_, rows, columns = operands[0].dims
     shards, block = S // L, S // columns if name == "dkv" else L // rows
+    if not block:
+        return None
     width = rows * shards if name == "dkv" else columns
     computed = sum(min(row + 1, width) for row in range(S // block)) / shards
     lanes = (-(-features // LANES) * LANES for features in widths)
@@ -133,7 +135,7 @@ def _attention_sizes(
             H, S = q // L, v // V
         case "dq", [(L, H)]:
             S = k // H
-            V = v // S
+            V = v // max(S, 1)
         case "dkv", [(S, H), (_, V)]:
             L = q // H
         case _:

@@ -208,6 +208,20 @@ def test_values_narrower_than_keys_have_smaller_products(kernel, results, wide, 
     assert products.kernel_flops(run.computation, run.instruction) == expected
 
 
+def test_an_attention_kernel_with_other_operands_is_unknown():
+    """More blocks than tokens; no table of blocks; a shape that cannot be read."""
+    lines = LATENT.replace("KERNEL", "dq").replace("RESULTS", WIDE)
+    for old, new in (
+        ("s8[1,4,4]", "s8[1,4096,4]"),
+        ("%blocks, %q, %q, %v)", "%q, %q, %v)"),
+        ("bf16[8,192,1024]{2,1,0} custom-call()", "(f32[2], f32[2]) custom-call()"),
+    ):
+        text = changed(BESIDE_LOOP, "  %send-done =", changed(lines, old, new) + "  %send-done =")
+        runs = reader.executed(reader.read(text))
+        (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
+        assert products.kernel_flops(run.computation, run.instruction) is None, new
+
+
 def test_what_goes_to_a_sparse_core_has_no_estimate():
     """Its cycles are printed as the largest number there is; the loop alone hides 10 us."""
     line = line_of(BESIDE_LOOP, "%copy.1 = ")
