@@ -6,7 +6,7 @@ experts' own sums are formed by hand, too.
 With `length` over C devices a sequence is 2 C chunks, and device i has chunks i and 2 C - 1 - i
 (Llama 3, arXiv 2407.21783, section 3.3.2): an early one that sees few keys and a late one that sees
 many. With runs in order the last of two devices would have 1.5 times the mean, by arithmetic
-(benchmarks/results/2026-11-24.md, "Sequences over devices").
+(benchmarks/results/gpu.md, "Sequences over devices").
 """
 # B sequences  L tokens of a sequence, or of one device's part of it
 
