@@ -3,7 +3,7 @@
 import contextlib
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,22 +22,16 @@ RUN: name of a run, its folder, or the folder of one of its checkpoints; also in
 The page says whether a run is healthy, whether its link is the bottleneck, and how it stands beside
 others. It shows losses of the replicas and of theta, learning rates, norms, cosine, drift, speed,
 one or two periods of the schedule, keys that differ, starts and checkpoints. It is one file and
-needs no network. --live serves it to a browser of this machine while the runs write; --text prints
-what it says at its top, and writes no file."""
+needs no network. --text prints what it says at its top, and writes no file."""
 OPTIONS = MappingProxyType({
     "out": Option("", "file to write; empty: report.html in the first run's folder, of a bucket in "
                   "this one"),
     "watch": Option(0, "seconds after which the page is written again, and a browser that shows it "
                     "reads it again, until every run has ended; 0: write it once", int, 0),
-    "live": Option(False, "serve the page on 127.0.0.1 in place of a file, made anew for each "
-                   "look, every 5 s until every run has ended (watch=SECONDS); Ctrl-C ends it",
-                   bool),
-    "port": Option(0, "of live; 0: any that is free", int, 0, 65535),
     "text": Option(False, "print the sentences at the top of the page, and nothing else", bool),
     "base_output_directory": Option("runs", "where the runs are, when RUN is a name"),
 })  # fmt: skip
-SWITCHES = ("--live", "--text")  # may stand without a value
-LIVE_S = 5  # between two looks of a browser; our choice
+SWITCHES = ("--text",)  # may stand without a value
 WIDTH = 100  # of a line of text; our choice
 
 
@@ -58,8 +52,6 @@ def main(argv: Sequence[str]) -> int:
         for line in verdict.lines(runs, _expected(runs)):
             say(textwrap.fill(line, WIDTH, subsequent_indent="  "))
         return 0
-    if options.live:
-        return _serve(named, options)
     running, said = options.watch > 0, False
     while running:
         running, line = _write(named, options, reload_s=options.watch)
@@ -70,31 +62,6 @@ def main(argv: Sequence[str]) -> int:
         said = True
     say(_write(named, options, reload_s=0)[1])
     return 0
-
-
-def _serve(names: Sequence[str], options: SimpleNamespace) -> int:
-    """Serve the page until Ctrl-C."""
-    from maxdiloco.page import live
-
-    make = page_of(names, options)
-    make()  # what cannot be read is refused before anything listens
-    with live.server(make, port=options.port) as server:
-        say(f"http://{live.HOST}:{server.server_port}/ shows {', '.join(names)}; Ctrl-C ends it")
-        server.serve_forever()
-    return 0
-
-
-def page_of(names: Sequence[str], options: SimpleNamespace) -> Callable[[], str]:
-    """A function that reads the runs and makes their page, which reads itself again while one goes
-    on."""
-    from maxdiloco.page import html
-
-    def make() -> str:
-        runs, defaults, running = _load(names, options)
-        reload_s = (options.watch or LIVE_S) if running else 0
-        return html.page(runs, defaults, reload_s=reload_s, expected=_expected(runs))
-
-    return make
 
 
 def _load(
