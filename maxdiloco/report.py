@@ -1,7 +1,5 @@
 """Draw runs as one HTML page: `python -m maxdiloco.report RUN [RUN ...] [out=FILE]`."""
 
-import contextlib
-import textwrap
 import time
 from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
@@ -13,26 +11,21 @@ from maxdiloco.processes.output import say
 
 if TYPE_CHECKING:
     from maxdiloco.page.run import Run
-    from maxdiloco.page.verdict import Expected
 
 USAGE = """usage: python -m maxdiloco.report RUN [RUN ...] [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also in a bucket
 
-The page says whether a run is healthy, whether its link is the bottleneck, and how it stands beside
-others. It shows losses of the replicas and of theta, learning rates, norms, cosine, drift, speed,
-one or two periods of the schedule, keys that differ, starts and checkpoints. It is one file and
-needs no network. --text prints what it says at its top, and writes no file."""
+The page shows losses of the replicas and of theta, learning rates, norms, cosine, drift, speed, one
+or two periods of the schedule, keys that differ, starts and checkpoints; of several runs also the
+differences of theta. It is one file and needs no network."""
 OPTIONS = MappingProxyType({
     "out": Option("", "file to write; empty: report.html in the first run's folder, of a bucket in "
                   "this one"),
     "watch": Option(0, "seconds after which the page is written again, and a browser that shows it "
                     "reads it again, until every run has ended; 0: write it once", int, 0),
-    "text": Option(False, "print the sentences at the top of the page, and nothing else", bool),
     "base_output_directory": Option("runs", "where the runs are, when RUN is a name"),
 })  # fmt: skip
-SWITCHES = ("--text",)  # may stand without a value
-WIDTH = 100  # of a line of text; our choice
 
 
 @guarded
@@ -41,17 +34,9 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
-    argv = [f"{argument}=true" if argument in SWITCHES else argument for argument in argv]
     options, named = read_options(argv, OPTIONS, "report", names=True)
     if not named:
         raise ConfigError("RUN is missing: give the name or the folder of one run or more.")
-    if options.text:
-        from maxdiloco.page import verdict
-
-        runs, *_ = _load(named, options)
-        for line in verdict.lines(runs, _expected(runs)):
-            say(textwrap.fill(line, WIDTH, subsequent_indent="  "))
-        return 0
     running, said = options.watch > 0, False
     while running:
         running, line = _write(named, options, reload_s=options.watch)
@@ -91,27 +76,6 @@ def _load(
     return runs, defaults, any(life.end is None for life in newest)  # it goes on, or was killed
 
 
-def _expected(runs: Sequence["Run"]) -> dict[int, "Expected"]:
-    """The forecast of runs beside the first one, where one of two is data parallelism."""
-    from maxdiloco.page import timeline, verdict
-
-    out = {}
-    for number, other in enumerate(runs[1:], 1):
-        pair = [run for run in (runs[0], other) if run.keys is not None]
-        ours = [run for run in pair if timeline.schedule_of(run) and run.num_replicas > 1]
-        if len(pair) != 2 or len(ours) != 1:
-            continue
-        (run,), (base,) = ours, (run for run in pair if run is not ours[0])
-        if steps := verdict.compared_at(*pair, run):
-            from maxdiloco.planning import losses  # which needs JAX
-
-            with contextlib.suppress(ConfigError):  # of a run of another version: no such sentence
-                gap = losses.of_run(run.keys, base.keys, replicas=run.num_replicas, steps=steps)
-                if gap and not gap.outside:
-                    out[number] = verdict.Expected(gap.least, gap.most, f"nearest: {gap.nearest}")
-    return out
-
-
 def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> tuple[bool, str]:
     """Write the page. Returns whether a run has not ended, and a line on the file."""
     from maxdiloco.page import html
@@ -122,7 +86,7 @@ def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> 
     folder = runs[0].folder
     out = options.out or (str(folder / "report.html") if is_local(folder) else "report.html")
     output_file.check_path("out", out)
-    content = html.page(runs, defaults, reload_s=reload_s, expected=_expected(runs)).encode()
+    content = html.page(runs, defaults, reload_s=reload_s).encode()
     output_file.write_whole("out", out, content)
     size = f"{out}: {len(content) / 1e6:.2f} MB, {sum(len(run.steps_N) for run in runs):,} rows"
     return running, size

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxdiloco.page import timeline
-from maxdiloco.page.facts import Rows
+from maxdiloco.page.facts import UNKNOWN, Rows
 from maxdiloco.page.run import Run
 from maxdiloco.processes.output import amount, span
 
@@ -20,7 +20,7 @@ TOTAL = "dcn/bytes_sent_in_all"  # of a replica since step 1, of this page alone
 COMMITTED = "islands/committed_tokens"
 RECENT = 8  # evaluations that tell how noisy they are; our choice
 SIGMAS = 2  # of that noise, below which a difference is called none; our choice
-FLAT = 0.002  # relative change of a loss that is called flat; our choice
+FLAT = 0.002  # relative difference of losses that is called none; our choice
 # Keys that decide what eval/loss is a loss of.
 _EVAL_KEYS = (
     "dataset_type", "dataset_path", "dataset_mixture", "eval_dataset_path", "text_column",
@@ -89,14 +89,6 @@ def axes(first: Run, other: Run) -> list[Axis]:
     return [_STEPS, _TOKENS, _BYTES, _SECONDS]
 
 
-def main_axis(first: Run, other: Run) -> Axis:
-    """What a sentence compares two runs at: tokens, or steps where one has no count."""
-    if is_island(first) or is_island(other):
-        return _COMMITTED
-    both = all(len(curve(run, tokens(run))) for run in (first, other))
-    return _TOKENS if both else _STEPS
-
-
 def at_equal(first: Run, other: Run, axis: Axis) -> Compared | None:
     """Two runs where they have come equally far, or None where they never have."""
     a, b = (curve(run, axis.of(run)) for run in (first, other))
@@ -123,24 +115,29 @@ def with_total(run: Run) -> Run:
 
 
 def table(runs: Sequence[Run]) -> Rows:
-    """A row for each run beside the first one and each axis that both have."""
+    """A row for each run beside the first one and each axis that both have.
+
+    Where a run has no such axis, its row says why it is not compared.
+    """
     head = ["run", "at equal", "", f"theta of {runs[0].name}", "theta", "difference", "noise", ""]
     rows, numbers = [], []
     for number, other in enumerate(runs[1:], 1):
-        if eval_keys_that_differ(runs[0], other):
-            continue  # a sentence says so
-        for axis in axes(runs[0], other):
-            found = at_equal(runs[0], other, axis)
-            if found is None:
-                continue
-            _, at_a, at_b, noise, stands = found
-            shown = "not known" if math.isnan(noise) else f"{noise:.4f}"
-            rows.append([
-                other.name, axis.name, axis.text(found.x), f"{at_a:.4f}", f"{at_b:.4f}",
-                f"{at_b - at_a:+.4f}", shown, stands.value,
-            ])  # fmt: skip
-            numbers.append(number)
+        why, found = "no loss of theta at an equal point", []
+        if differing := eval_keys_that_differ(runs[0], other):
+            why = f"the held-out texts may differ: {', '.join(differing)}"
+        else:
+            found = [(axis, at_equal(runs[0], other, axis)) for axis in axes(runs[0], other)]
+        compared = [_cells(axis, at) for axis, at in found if at is not None]
+        compared = compared or [[*[UNKNOWN] * 6, f"not compared ({why})"]]
+        rows += [[other.name, *cells] for cells in compared]
+        numbers += [number] * len(compared)
     return Rows(head, rows, numbers)
+
+
+def _cells(axis: Axis, at: Compared) -> list[str]:
+    noise = "not known" if math.isnan(at.noise) else f"{at.noise:.4f}"
+    losses = [f"{at.at_a:.4f}", f"{at.at_b:.4f}", f"{at.at_b - at.at_a:+.4f}"]
+    return [axis.name, axis.text(at.x), *losses, noise, at.stands.value]
 
 
 def noise_of(losses: np.ndarray) -> float:

@@ -13,6 +13,7 @@ import numpy as np
 from maxdiloco.flags import base_yml
 from maxdiloco.page import timeline
 from maxdiloco.page.run import NOT_FINITE, Run
+from maxdiloco.processes.output import amount, span
 
 UNKNOWN = "–"
 # Keys that say where a run is, not what it does.
@@ -28,7 +29,7 @@ class Rows(NamedTuple):
 
 
 def summary(runs: Sequence[Run]) -> Rows:
-    """One row for each run: how it ended, and its last losses."""
+    """One row for each run: how far it is, how it ended, and its last losses."""
     head = [
         "run", "state", "step", "replicas", "mode", "loss", "loss of theta", "best of theta",
         "tokens/s", "sent a step",
@@ -39,16 +40,31 @@ def summary(runs: Sequence[Run]) -> Rows:
         rows.append([
             run.name,
             next((life.how for life in lives(run)[-1:]), "not recorded"),
-            f"{run.steps_N[-1]:,}",
+            _progress(run),
             str(run.num_replicas),
             UNKNOWN if run.keys is None else timeline.describe(run),
             _last(run, "learning/loss"),
             _last(run, "eval/loss"),
             _best(run, "eval/loss"),
             f"{np.median(speed):,.0f}" if len(speed) else UNKNOWN,
-            timeline.amount(float(np.mean(sent))) if len(sent) else UNKNOWN,
+            amount(float(np.mean(sent))) if len(sent) else UNKNOWN,
         ])  # fmt: skip
     return Rows(head, rows, list(range(len(runs))))
+
+
+def _progress(run: Run) -> str:
+    """The last step; of a run with a start also how many there are, and the time that is left."""
+    step, step_s = run.steps_N[-1], run.finite("perf/step_time")
+    if not (begun := lives(run)):
+        return f"{step:,}"
+    if not np.isnan(part := tokens_done(run)):  # in whatever number of steps
+        return f"{step:,}, {min(part, 1):.1%} of the islands' tokens"
+    start, end, _ = begun[-1]
+    until = start["until"]
+    text = f"{step:,} of {until:,}"
+    if end is None and step < until and len(step_s):
+        text += f", {span((until - step) * np.median(step_s))} left"
+    return text
 
 
 def _last(run: Run, name: str) -> str:

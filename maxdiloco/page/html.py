@@ -14,14 +14,13 @@ import string
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
 from maxdiloco.flags import config
-from maxdiloco.page import compare, facts, timeline, verdict
+from maxdiloco.page import compare, facts, timeline
 from maxdiloco.page.run import NOT_FINITE, Run
 
 MOST_ROWS = 200  # of a table; our choice
@@ -40,17 +39,8 @@ UNITS = {
 THETA = "Loss of theta"  # in the panel before it where there is one run
 
 
-def page(
-    runs: Sequence[Run],
-    defaults: Mapping[str, Any],
-    *,
-    reload_s: int = 0,
-    expected: Mapping[int, verdict.Expected] = MappingProxyType({}),
-) -> str:
-    """The page; after reload_s seconds, if any, a browser reads it again. defaults: of base.yml.
-
-    expected: see verdict.sentences.
-    """
+def page(runs: Sequence[Run], defaults: Mapping[str, Any], *, reload_s: int = 0) -> str:
+    """The page; after reload_s seconds, if any, a browser reads it again. defaults: of base.yml."""
     names = ", ".join(run.name for run in runs)
     drawn = [timeline.of_run(run) for run in runs]
     subtitle = f"made {facts.date(time.time(), seconds=True)}"
@@ -73,7 +63,6 @@ def page(
         heading=escape(names if len(runs) == 1 else f"{len(runs)} runs"),
         subtitle=escape(subtitle),
         reload=f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else "",
-        verdict=_verdict(verdict.sentences(runs, expected), data["panels"]),
         summary=_table(facts.summary(runs), "cards"),
         notes=_notes(notes),
         marks=" ".join(marks),
@@ -101,35 +90,15 @@ def _notes(lines: Sequence[str]) -> str:
 
 def _compared(runs: Sequence[Run], config: str) -> str:
     """Several runs: keys that differ, and theta's loss where they have come equally far."""
-    found = compare.table(runs)
-    why = (
+    note = (
         "noise: deviation of the difference of two evaluations, by how the last ones scatter; no "
         "difference: within two of them. Between seeds runs differ by more."
     )
-    nothing = "No run has a loss of theta at an equal point beside the first one."
-    note = f'<p class="note">{why}</p>' if found.rows else ""
     return (
         f'<section aria-label="comparison"><h2>Keys that differ</h2>{config}'
-        f'<h2>Differences of theta</h2>{_table(found, "cards", empty=nothing)}{note}</section>'
+        f"<h2>Differences of theta</h2>{_table(compare.table(runs), 'cards')}"
+        f'<p class="note">{note}</p></section>'
     )
-
-
-def _verdict(said: list[list[tuple[str, str]]], panels: Sequence[Mapping[str, Any]]) -> str:
-    """The sentences, each a link to the panel that shows what it says, where the page has it."""
-    titles = {panel["title"] for panel in panels}
-
-    def linked(text: str, title: str) -> str:
-        if title not in titles:
-            return escape(text)
-        return f'<a href="#{anchor(title)}">{escape(text)}</a>'
-
-    lines = [" ".join(linked(*each) for each in line) for line in said]
-    return f'<ul class="verdict">{"".join(f"<li>{line}</li>" for line in lines[:MOST_ROWS])}</ul>'
-
-
-def anchor(title: str) -> str:
-    """The id of a panel, as page.js gives it."""
-    return re.sub("[^a-z]+", "-", title.lower())
 
 
 def _swatch(number: int | None) -> str:

@@ -132,7 +132,6 @@ class Chart {
     this.box.className = "panel" + (["Loss", "Loss of theta"].includes(panel.title) ? " first" : "");
     this.box.innerHTML = `<div class="title"><h3></h3><button type="button" aria-pressed="false">log
       </button></div><p class="note"></p><div class="plot"></div><div class="readout"></div>`;
-    this.box.id = panel.title.toLowerCase().replace(/[^a-z]+/g, "-");
     const head = this.box.querySelector("h3");
     head.textContent = panel.title + " ";
     if (panel.unit) head.append(Object.assign(document.createElement("small"),

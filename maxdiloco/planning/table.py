@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
 from maxdiloco.diloco.schedule import OWNERS
-from maxdiloco.planning import forecast, losses, rating
-from maxdiloco.planning.forecast import Gap, Law
+from maxdiloco.planning import forecast, rating
+from maxdiloco.planning.forecast import Case, Gap, Law
 from maxdiloco.planning.job import Choice, Job
 from maxdiloco.planning.rating import Rated, Step
 from maxdiloco.processes.output import aligned, span
@@ -52,8 +52,18 @@ class Plan(NamedTuple):
     def gap(self, choice: Choice) -> Gap:
         """The loss that a choice costs, by the law."""
         job, size = self.job, self.job.num_parameters
-        sizes = dict(parameters=size, replicas=job.num_replicas, tokens=self.tokens / size)
-        asked = losses.case(job.cfg, choice, **sizes, steps=self.tokens / job.tokens)
+        asked = Case(
+            size,
+            job.num_replicas,
+            choice.H,
+            choice.tau,
+            choice.wire,
+            choice.overlap,
+            inner=job.cfg.opt_type,
+            tokens=self.tokens / size,
+            layers="mixture of experts" if job.cfg.num_experts > 1 else "dense",
+            of_rounds=self.tokens / job.tokens / choice.H,
+        )
         return forecast.gap(self.law, asked)
 
     @property

@@ -11,7 +11,6 @@ from maxdiloco.flags import base_yml
 from maxdiloco.page import run as run_lib
 
 ROWS = 100
-FALLING = np.linspace(4, 2, ROWS)  # a loss
 
 CONFIG = {
     "run_name": "a",

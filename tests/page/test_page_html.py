@@ -19,7 +19,7 @@ def test_a_page_of_100000_steps_is_below_1_mb(replicas):
 
 def test_the_page_asks_for_nothing_and_explains_its_words():
     """Positive control: a style sheet of another host is found, and the policy refuses it."""
-    request = r"(?i)(\bsrc|\bhref)\s*=(?!\"#)|@import|url\(|\bfetch\("
+    request = r"(?i)(\bsrc|\bhref)\s*=|@import|url\(|\bfetch\("
     request += r"|XMLHttpRequest|WebSocket|import\("
     page = html.page([run_of()], DEFAULTS)
     assert re.findall(request, page) == []
@@ -73,6 +73,30 @@ def test_the_summary_has_last_and_best_losses():
     assert shown["best of theta"] == "1.5000 (step 50)"
     assert (shown["state"], shown["step"], shown["tokens/s"]) == ("not recorded", "100", "–")
     assert shown["mode"] == "DiLoCo, H 100, P 1, tau 0, float32"
+
+
+def test_a_run_that_goes_on_has_the_time_that_is_left():
+    """100 of 400 steps are done, 300 of 2 s are left; without an end the run goes on."""
+    columns = {"learning/loss": np.ones(ROWS), "perf/step_time": np.full(ROWS, 2.0)}
+    run = run_of(columns=columns, history=[start(0, until=400)])
+    assert summary(run)["step"] == "100 of 400, 10 min left"
+    ended = run._replace(history=[*run.history, end()])
+    assert summary(ended)["step"] == "100 of 400"
+
+
+def test_an_elastic_island_is_done_when_the_log_has_the_tokens():
+    """At 100 of 300 steps. Control: with less than all tokens, and as a fixed island."""
+    ended = [start(0, until=300), end()]
+    for islands, part, step, state in (
+        ("elastic", 1.02, "100, 100.0% of the islands' tokens", "done"),
+        ("elastic", 0.625, "100, 62.5% of the islands' tokens", "Ctrl-C"),
+        ("fixed", 1.02, "100 of 300", "Ctrl-C"),
+    ):
+        columns = {"learning/loss": np.ones(ROWS), "islands/progress": np.linspace(0, part, ROWS)}
+        shown = summary(run_of(columns=columns, history=ended, islands=islands))
+        assert (shown["step"], shown["state"]) == (step, state)
+    goes_on = run_of(columns=columns, history=ended[:1], islands="elastic")
+    assert summary(goes_on)["state"] == "running, or killed"
 
 
 def test_replicas_that_are_gone_are_not_counted_and_have_no_last_value():
