@@ -9,9 +9,7 @@ import io
 import os
 import stat
 from collections.abc import Callable
-from typing import BinaryIO
-
-from etils import epath
+from typing import Any, BinaryIO
 
 MAX_BYTES = 64 << 20  # twice the largest tokenizer.json in use (Gemma 3 has 33 MB)
 SECRET_BYTES = 1 << 16  # far above any key of OpenSSH; one of RSA with 16,384 bits has 13 KB
@@ -21,7 +19,7 @@ NOT_SMALL_FILE = (errno.EINVAL, errno.EFBIG, errno.EISDIR)
 
 
 def read_bytes(
-    path: epath.PathLike,
+    path: Any,
     max_bytes: int = MAX_BYTES,
     check: Callable[[os.stat_result], None] | None = None,
 ) -> bytes:
@@ -31,7 +29,7 @@ def read_bytes(
     is read is read up to the limit only. A path of a bucket is read with one request.
 
     Args:
-      path: a local path, or an `epath.Path` of a bucket.
+      path: a local path (os.PathLike or str), or a BucketPath of storage.object_store.
       max_bytes: the largest accepted size in bytes.
       check: called with the status of a local file that is open, before it is read. It raises
         to refuse the file.
@@ -44,7 +42,6 @@ def read_bytes(
         Its `strerror` says which.
     """
     if "://" in os.fspath(path):
-        path = epath.Path(path)
         content, _ = path.bucket().get_first(path.key, max_bytes + 1)
     else:
         content = _read_local(os.fspath(path), max_bytes, check)
@@ -53,7 +50,7 @@ def read_bytes(
     return content
 
 
-def read_secret(path: epath.PathLike, max_bytes: int = SECRET_BYTES) -> bytes:
+def read_secret(path: os.PathLike[str] | str, max_bytes: int = SECRET_BYTES) -> bytes:
     """Read a file with a secret, which no other user may read.
 
     The rule is that of ssh for a private key: a file of this user must not have any permission for
@@ -118,5 +115,5 @@ def _read_at_most(file: BinaryIO, count: int) -> bytes:
     return b"".join(parts)
 
 
-def _too_large(path: epath.PathLike, max_bytes: int) -> OSError:
+def _too_large(path: os.PathLike[str] | str, max_bytes: int) -> OSError:
     return OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes", os.fspath(path))
