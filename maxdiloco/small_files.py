@@ -29,7 +29,8 @@ def read_bytes(
     is read is read up to the limit only. A path of a bucket is read with one request.
 
     Args:
-      path: a local path (os.PathLike or str), or a BucketPath of storage.object_store.
+      path: a local path (os.PathLike or str), or a BucketPath of storage.object_store. A text with
+        the name of a bucket is a local path, too.
       max_bytes: the largest accepted size in bytes.
       check: called with the status of a local file that is open, before it is read. It raises
         to refuse the file.
@@ -41,10 +42,10 @@ def read_bytes(
       OSError: the file cannot be read, is not a regular file (EINVAL), or is too large (EFBIG).
         Its `strerror` says which.
     """
-    if "://" in os.fspath(path):
-        content, _ = path.bucket().get_first(path.key, max_bytes + 1)
-    else:
+    if isinstance(path, str) or "://" not in os.fspath(path):
         content = _read_local(os.fspath(path), max_bytes, check)
+    else:
+        content, _ = path.bucket().get_first(path.key, max_bytes + 1)
     if len(content) > max_bytes:
         raise _too_large(path, max_bytes)
     return content

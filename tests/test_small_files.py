@@ -28,8 +28,9 @@ def test_a_fifo_or_device_is_refused_at_once(tmp_path):
 def test_a_folder_and_an_absent_file_keep_their_error_types(tmp_path):
     with pytest.raises(IsADirectoryError):
         small_files.read_bytes(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        small_files.read_bytes(tmp_path / "b")
+    for path in (tmp_path / "b", "gs://bucket/a"):  # the latter: a text is a local path
+        with pytest.raises(FileNotFoundError):
+            small_files.read_bytes(path)
 
 
 def test_a_file_that_claims_no_size_is_read_up_to_the_limit_only():
