@@ -47,7 +47,7 @@ def artefacts(tmp_path_factory, finished):
 
 # {name: (folder of `artefacts`, glob of files, whether to seal again, [program, arguments])}
 def commands(root):
-    small = tools.arguments(root / "runs", "new", steps=1, checkpoint_period=-1)
+    small = tools.arguments(root / "runs", "new", steps=1)
     once = ["eval_steps=1"]
     shards = [f"dataset_path={root}/shards", "dataset_type=arrayrecord", "vocab_size=257"]
     return {
