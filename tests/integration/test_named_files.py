@@ -15,7 +15,6 @@ from maxdiloco.huggingface import beside_weights, safetensors_files
 from maxdiloco.islands import keys
 from maxdiloco.page import run as page_run
 from maxdiloco.processes import peers
-from maxdiloco.trainer import compiled_file
 
 LARGE = 1 << 36  # bytes of a sparse file: more than any limit
 
@@ -75,10 +74,6 @@ def exchange_secret_file(folder, kind):
     peers.secret_of_file(str(place(folder / "secret", kind)))
 
 
-def compiled_trainstep_file(folder, kind):
-    compiled_file.stored_keys(str(place(folder / "step.bin", kind)))
-
-
 def dataset_path(folder, kind):
     place(folder / shards.MANIFEST, kind)
     shards.open_shards(str(folder), "dataset_path")
@@ -118,7 +113,6 @@ READERS = {  # what reads a file, and what its error names
     islands_key: "islands_key=",
     public_key: "islands_key=",
     exchange_secret_file: "exchange_secret_file=",
-    compiled_trainstep_file: "compiled_trainstep_file=",
     dataset_path: "dataset_path=",
     metrics: "RUN=",
     event_file: "RUN=",
