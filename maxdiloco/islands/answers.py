@@ -140,7 +140,16 @@ def _applied(s: Island, action: Apply, digest: str) -> Transition:
         return stopped(s, "the log has gone on without its messages", again=True)
     if s.phase == "in" and not record.fragment and rules.progress(s.run, ledger) >= 1:
         return stopped(s, f"done: {ledger.tokens} tokens are committed", again=False, why=DONE)
-    return s, []
+    return s, _evaluation(s, record, log.ledger, ledger)
+
+
+def _evaluation(s: Island, record: Record, before: Ledger, after: Ledger) -> list[Any]:
+    """Rule 8: an evaluation is of the author of the record that passes its mark, of this start."""
+    own = record.author == s.name and record.nonce.startswith(f"{s.incarnation}.")
+    if s.phase != "in" or record.fragment or not own or not s.run.eval_tokens:
+        return []
+    number = after.tokens // s.run.eval_tokens
+    return [Evaluate(number)] if number > before.tokens // s.run.eval_tokens else []
 
 
 def _created(s: Island, action: Create, result: str, tries: int) -> Transition:
@@ -167,7 +176,7 @@ def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
     elif name == records.RUN:  # the first island makes the start, and what names it last
         link = rules.origin(s.run)
         for fragment, digest in enumerate(s.initial):
-            first = Ledger(fragment, 0, link, digest, 0, (), (), (), (), 0)
+            first = Ledger(fragment, 0, link, digest, 0, (), (), (), (), 0, ())
             s = want(s, Create(records.snapshot_name(fragment, 0), first))
     if name[0] == "c":
         fragment, number = fragment_of(name), records.numbers(name)[1]
@@ -266,10 +275,6 @@ def _lease_settled(s: Island, name: str, claim: Claim) -> Transition:
     return s, []
 
 
-def _evaluation_settled(s: Island, name: str, claim: Claim) -> Transition:
-    return s, [Evaluate(records.numbers(name)[1])] if rules.is_own(claim, s.nonce) else []
-
-
 def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
     """Rule 13: a message that cannot be read is decided too: rejected, by its name."""
     kind, fragment, last = action.name.split("/")
@@ -363,5 +368,5 @@ _HANDLERS = MappingProxyType({
 })  # fmt: skip
 _SETTLED = MappingProxyType({
     "r": _run_settled, "i": _incarnation_settled, "s": _snapshot_settled, "u": _message_settled,
-    "c": _record_settled, "d": _lease_settled, "e": _evaluation_settled,
+    "c": _record_settled, "d": _lease_settled,
 })  # fmt: skip

@@ -70,7 +70,7 @@ def _replay(bucket, run, fragment, log) -> Replayed:
         raise Differs(f"{names[0]}: the log ends before it")
     found, payload = _read(bucket, run, names[0])
     link = rules.origin(run)
-    ledger = Ledger(fragment, 0, link, found.digest, 0, (), (), (), (), 0)
+    ledger = Ledger(fragment, 0, link, found.digest, 0, (), (), (), (), 0, ())
     if log and first:
         ledger = ledger._replace(digest=log[0].state)
     for number in range(len(log) + 1):

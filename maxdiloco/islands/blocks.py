@@ -1,6 +1,7 @@
 """Rule 8, the data follows the log: its blocks, leased by put-if-absent. Pure, of plain values."""
 
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from maxdiloco.islands import records
 from maxdiloco.islands.records import Block, Ledger, Message, Range, Record, Run
@@ -10,6 +11,9 @@ LEAST, MOST_MORE = 2, 6  # blocks; our choice
 MOST_AHEAD = 1 << 20  # blocks above the highest one seen that may be read; our choice
 # Of a ledger, of which the lowest are dropped first: an island that reads in turn has one or two.
 MOST_UNFINISHED = 2048
+# Of a ledger: the first is four snapshots old, as long as a dead incarnation is remembered. Our
+# choice: a slow island sends what it leases much sooner, or is so late that it joins as new.
+TOPS = 5
 # Bytes of a message's header without ranges: names, sha256 and signature, and numbers of 19 digits
 # take 900 at the most.
 WITHOUT_DATA = 1 << 10
@@ -57,15 +61,39 @@ def fitting(data: Sequence[Range]) -> int:
     return len(data)
 
 
+def tops(run: Run, ledger: Ledger, number: int, top: int) -> tuple[int, ...]:
+    """Ledger.tops after a record. top: after it."""
+    return (*ledger.tops, top)[-TOPS:] if number % run.snapshot_every == 0 else ledger.tops
+
+
+def over(ledger: Ledger, blocks: Iterable[int]) -> Iterator[int]:
+    """Of blocks those that nobody may bring into the log any more, so that no lease need stay.
+
+    They are finished, or were not begun four snapshots after a higher one was. Once a block is over
+    it is in all later ledgers: an island whose ledger is so old that it leases one again, after the
+    lease was deleted, sends what no record takes.
+    """
+    highest, unfinished = floor(ledger), {one.block for one in ledger.blocks}
+    return (block for block in blocks if block <= highest and block not in unfinished)
+
+
+def floor(ledger: Ledger) -> int:
+    """The highest block that can be over, 0: none is."""
+    return ledger.tops[0] if len(ledger.tops) == TOPS else 0
+
+
 def are_parts(run: Run, ledger: Ledger, data: Sequence[Range]) -> bool:
     """Whether a message's ranges can be of blocks that an island holds."""
     size = run.block_tokens
-    return all(
+    known = all(
         0 <= part.start < min(part.stop, size)
         and part.lease in (1, 2)
         and part.block + (part.stop - 1) // size <= ledger.top + MOST_AHEAD
         for part in data
     )
+    end = floor(ledger) + 1  # of a range with very many blocks few are below
+    parts = (range(p.block, min(p.block + -(-p.stop // size), end)) for p in data)
+    return known and not any(True for _ in over(ledger, itertools.chain.from_iterable(parts)))
 
 
 def free(ledger: Ledger, size: int) -> list[Range]:

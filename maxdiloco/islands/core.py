@@ -73,7 +73,7 @@ def step(s: Island, event: Any) -> Transition:
             if log.inbox and log.record is None and log.draft is None:
                 s, new = _decide(s, fragment)
                 actions += new
-        s = _beat(_lease(_evaluate(_look(s))))
+        s = _beat(_lease(_look(s)))
     return _emit(s, actions)
 
 
@@ -327,16 +327,6 @@ def _look(s: Island) -> Island:
             if known < mark + rules.MOST_UNDECIDED and key not in log.ledger.dead:
                 s = want(s, Look(records.message_name(fragment, *key, known + 1)))
     return s
-
-
-def _evaluate(s: Island) -> Island:
-    """Rule 8: an evaluation is one island's."""
-    number = s.logs[0].ledger.tokens // s.run.eval_tokens if s.run.eval_tokens else 0
-    if number <= s.evaluated:
-        return s
-    claim = Claim(f"e/{number}", s.name, s.incarnation, s.nonce)
-    s.evaluated = number
-    return want(s, Create(claim.name, claim))
 
 
 def _lease(s: Island) -> Island:

@@ -312,7 +312,9 @@ class Driver:
             ledgers = [objects.read(self._bucket, self._run, name)[0] for name in names]
         except Damaged:  # who needs it says so
             return True
-        names = [n for kind in "ugs" for n in objects.listed(self._bucket, f"{kind}/{fragment}")]
+        folders = [f"{kind}/{fragment}" for kind in "ugs"]
+        folders += ["d"] * (fragment == 0 and self._run.block_tokens > 0)
+        names = [name for folder in folders for name in objects.listed(self._bucket, folder)]
         if doomed := rules.deletable(names, ledgers):
             self._bucket.delete(doomed)
         return True

@@ -288,7 +288,6 @@ class Island:
     claimed: frozenset[tuple[int, int]] = frozenset()
     missed: int = 0
     period_tokens: int = 0
-    evaluated: int = 0
     failing_since: float | None = None
     unwritten_since: float | None = None
     said_away: bool = False

@@ -129,8 +129,8 @@ def get(bucket: Bucket, run: Run | None, name: str) -> Any:
 
 
 def answered(read: Read, name: str) -> Any:
-    """What a read gives, as an answer: the object, None, FAILED or Damage. A lease or an evaluation
-    that is damaged is another's."""
+    """What a read gives, as an answer: the object, None, FAILED or Damage. A lease that is damaged
+    is another's."""
     try:
         return read(name)[0]
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def answered(read: Read, name: str) -> Any:
     except OSError:
         return FAILED
     except Damaged as error:
-        if name[:2] in ("d/", "e/"):
+        if name.startswith("d/"):
             return Claim(name, "", 0, "")
         return Damage(str(error))
 
@@ -200,6 +200,6 @@ def listed(bucket: Bucket, folder: str) -> Iterator[str]:
     """Names of the objects in a folder that could be of a log. Raises OSError."""
     pattern = re.compile(
         r"hb/[A-Za-z0-9_-]{1,64}|i/[A-Za-z0-9_-]{1,64}/\d{1,19}|[cs]/\d{1,9}/\d{1,19}|g/\d{1,9}/\d{1,19}\.[A-Za-z0-9_.-]{1,400}"
-        r"|u/\d{1,9}/[A-Za-z0-9_-]{1,64}(\.\d{1,19}){2}"
+        r"|d/\d{1,19}(\.2)?|u/\d{1,9}/[A-Za-z0-9_-]{1,64}(\.\d{1,19}){2}"
     )
     return (entry.name for entry in bucket.list_all(folder) if pattern.fullmatch(entry.name))

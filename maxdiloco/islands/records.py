@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from maxdiloco import json_text
 
-VERSION = 3
+VERSION = 4
 MAGIC = "maxdiloco-islands"
 # Bytes of both lines of an object, without its payload. A record of some thousand members fits, and
 # so do at least four of the largest messages in one record.
@@ -178,7 +178,8 @@ class Ledger(NamedTuple):
     """s/F/R: what the records up to R add up to; its payload is the outer state after R.
 
     link: sha256 of record R, rules.origin before the first. digest: of the outer state. norms: of
-    the last messages, and their steps. top: the highest block seen. blocks: unfinished ones.
+    the last messages, and their steps. top: the highest block seen; tops: what it was after each of
+    the last records that are divisible by snapshot_every. blocks: unfinished ones.
     """
 
     fragment: int
@@ -191,6 +192,7 @@ class Ledger(NamedTuple):
     dead: tuple[tuple[str, int], ...]
     blocks: tuple[Block, ...]
     top: int
+    tops: tuple[int, ...]
 
 
 class Gradient(NamedTuple):
@@ -217,7 +219,7 @@ class Beat(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What one program gets: i/ISLAND/INC, d/BLOCK or d/BLOCK.2, e/N. nonce: the program's."""
+    """What one program gets: i/ISLAND/INC, d/BLOCK or d/BLOCK.2. nonce: the program's."""
 
     name: str
     island: str
@@ -251,7 +253,7 @@ class Place(NamedTuple):
 
 _OF_NAME = MappingProxyType({
     "r": Run, "u": Message, "c": Record, "s": Ledger, "g": Gradient, "h": Beat,
-    "i": Claim, "d": Claim, "e": Claim, "k": Place,
+    "i": Claim, "d": Claim, "k": Place,
 })  # fmt: skip
 RUN = "run.json"
 

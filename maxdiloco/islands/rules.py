@@ -92,6 +92,7 @@ def follow(run: Run, ledger: Ledger, record: Record, digest: str) -> Ledger:
         tuple(dead),
         found,
         top,
+        blocks.tops(run, ledger, number, top),
     )
 
 
@@ -409,23 +410,27 @@ def asks_again(action: Any) -> bool:
 
 
 def deletable(names: Iterable[str], snapshots: Iterable[Ledger]) -> list[str]:
-    """Rule 14: of names of one fragment those that no joiner needs: below the last two snapshots.
+    """Rule 14: of names of one fragment those that nobody needs: below the last two snapshots.
 
-    So are all messages of an incarnation that was dead by then. Records stay: a reader can follow
-    their chain from the start."""
+    So are all messages of an incarnation that was dead by then. Of fragment 0, whose log has the
+    data, the leases of blocks that were over by then. Records stay: a reader can follow their chain
+    from the start."""
     kept = sorted(snapshots, key=lambda ledger: ledger.number)[-2:]
     if len(kept) < 2:
         return []
     oldest, found = kept[0], []
-    marks, dead = marks_of(oldest), {*oldest.dead}
+    marks, dead, names = marks_of(oldest), {*oldest.dead}, [*names]
+    leased = (records.numbers(name)[1] for name in names if name[0] == "d")
+    over = {*blocks.over(oldest, leased)}
     for name in names:
-        kind, _, last = name.split("/")
+        kind, number = name[0], records.numbers(name)[1]
         if kind == "u":
-            island, incarnation, seq = last.split(".")
+            island, incarnation, seq = name.split("/")[2].split(".")
             key = island, int(incarnation), int(seq)
             needed = not is_decided(marks, key) and key[:2] not in dead
+        elif kind == "d":
+            needed = number not in over
         else:
-            number = records.numbers(name)[1]
             needed = kind == "c" or number > oldest.number - (kind == "s")
         found += [] if needed else [name]
     return found

@@ -136,11 +136,14 @@ class Store:
 
     def delete(self, program, action):
         F = action.fragment
-        names = [n for kind in "ugcs" for n in self.listed(f"{kind}/{F}/")]
+        folders = [f"{kind}/{F}/" for kind in "ugcs"] + ["d/"] * (F == 0)
+        names = [name for folder in folders for name in self.listed(folder)]
         snapshots = [self.objects[n] for n in names if n[0] == "s"]
         for name in rules.deletable(names, snapshots):
             for table in (self.objects, self.payloads, self.folder(name)):
                 table.pop(name, None)
+        if F == 0:
+            self.check_leases(snapshots)
         return True
 
 

@@ -51,6 +51,7 @@ class World(Store):
         self.now, self.calm, self.programs = 0.0, False, []
         self.queue, self.count = [], itertools.count()
         self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
+        self.tops = [0]  # the highest block in the records of fragment 0, after each
         self.tokens = {F: [0] for F, _ in enumerate(self.run.fragments)}
         self.kept, self.xs = {}, {}  # of fixed mode: checkpoints; x before each step
         for name in self.names:
@@ -214,6 +215,7 @@ class World(Store):
             require(key not in self.decided, key, "is in two records")
             self.decided.add(key)
         self.seen.update(reject.reason for reject in record.rejected)
+        top = self.tops[-1]
         for member in record.members:
             key = rules.key_of(member)
             message = self.objects[records.message_name(F, *key)]
@@ -221,13 +223,25 @@ class World(Store):
             require((F, *key) not in self.corrupt, key, "is damaged and counted")
             size = self.run.block_tokens
             parts = [one for part in message.data for one in blocks.in_blocks(part, size)]
+            top = max([top, *(part.block for part in parts)])
             for part in parts if F == 0 else ():
                 known = self.ranges.setdefault(part.block, [])
                 self.seen["second lease"] += part.lease == 2
                 apart = all(part.stop <= a or b <= part.start for a, b in known)
                 require(apart, "tokens are counted twice of block", part.block)
                 known.append((part.start, part.stop))
+        self.tops += [top] if F == 0 else []
         self.tokens[F].append(self.tokens[F][-1] + sum(m.tokens for m in record.members))
+
+    def check_leases(self, snapshots):
+        """After a deletion few are left, however long the run: no block's that a record passed
+        four snapshots before the second last one, but for those unfinished there."""
+        old = sorted(snapshots, key=lambda ledger: ledger.number)[-2:][0]
+        passed = self.tops[max(old.number - 4 * self.run.snapshot_every, 0)]
+        leased = {records.numbers(name)[1] for name in self.listed("d/")}
+        left = {n for n in leased if n <= passed} - {one.block for one in old.blocks}
+        require(not left, "leases stay:", sorted(left))
+        self.seen["lease deleted"] += 0 < passed and 1 not in leased
 
     def check(self, program):
         s = program.state

@@ -23,7 +23,7 @@ from maxdiloco.islands.records import (
 )  # fmt: skip
 from maxdiloco.storage import store
 
-EMPTY = Ledger(0, 0, "", "", 0, (), (), (), (), 0)
+EMPTY = Ledger(0, 0, "", "", 0, (), (), (), (), 0, ())
 
 
 def churned(starts, **options):
@@ -91,6 +91,7 @@ def test_a_ledger_with_the_most_that_it_may_have_fits():
     wide = Ledger(
         most, most, "f" * 64, "f" * 64, most, marks, ((1.2345678901234567e-300, most),) * 16,
         ((name, most),) * rules.MOST_DEAD, (block,) * blocks.MOST_UNFINISHED, most,
+        (most,) * blocks.TOPS,
     )  # fmt: skip
     assert records.fits(wide)
 
@@ -138,6 +139,28 @@ def test_messages_of_dead_incarnations_are_deleted():
         for n, dead in ((2, ()), (4, (("a", 1),)), (6, (("a", 1), ("b", 1))))
     ]
     assert rules.deletable(["u/0/a.1.9", "u/0/b.1.9", "u/0/a.2.1"], ledgers) == ["u/0/a.1.9"]
+
+
+def leased(world):
+    return [records.numbers(name)[1] for name in world.folders["d/"]]
+
+
+def test_leases_stay_few_and_a_slow_island_keeps_its_own(monkeypatch):
+    """Speeds of 1 : 8; the slow one's messages have a step or two of the sixteen of a block."""
+    monkeypatch.setattr(rules, "is_too_long", lambda ledger, message: False)  # of one value each
+    world = World(4, fixed=False, names="ab", block_tokens=32, islands_min=1, snapshot_every=64)
+    world.faults = Faults()
+    for program, time in zip(world.programs, (0.25, 2.0), strict=True):
+        program.step_time = time
+    counts = []
+    for number in (500, 1000, 1500):
+        while world.heads()[0] < number:
+            world.run_events(20)
+        counts.append(len(leased(world)))
+        assert len(world.programs) == 2 and not world.seen["data"]
+    assert min(leased(world)) > 1 and max(counts) < 1.2 * min(counts)
+    marks = {mark.island: mark for mark in world.programs[0].state.logs[0].ledger.marks}
+    assert marks["b"].tokens > marks["a"].tokens / 16 > 0
 
 
 # -- records ------------------------------------------------------------------------------------

@@ -368,6 +368,22 @@ def test_a_run_ends_at_its_tokens_and_is_evaluated_once_at_each_mark():
     assert audit.replay(bucket, run, 0).ledger.tokens >= 4000
 
 
+def leases(bucket):
+    return [int(entry.name.split("/")[1].split(".")[0]) for entry in bucket.list_all("d")]
+
+
+def test_leases_of_what_was_read_long_ago_are_deleted():
+    """A snapshot each four records; those of the blocks of some 30 records are left."""
+    group, counts = begun(a_run(block_tokens=16), "ab", 40), []
+    for number in (60, 120):
+        group.until_records(number)
+        counts.append(len(leases(group.bucket)))
+    assert min(leases(group.bucket)) > 1 and counts[1] < 1.5 * counts[0]
+    log = audit.replay(group.bucket, group.run, 0)
+    assert "data" not in {one.reason for record in log.records for one in record.rejected}
+    assert log.ledger.top > 2 * counts[1]
+
+
 def test_a_restart_of_everything_goes_on_with_the_log():
     """Rule 9: no living peer. The second programs are new incarnations and begin at theta."""
     bucket, run = store.in_memory(), a_run()

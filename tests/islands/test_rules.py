@@ -10,7 +10,7 @@ from maxdiloco.islands.records import Block, Ledger, Mark, Member, Message, Rang
 
 RUN = a_run()  # H = 4, P = 2, tau = 1
 FIXED = a_run(islands=("a", "b"))
-EMPTY = Ledger(0, 9, "", "", 0, (), (), (), (), 0)
+EMPTY = Ledger(0, 9, "", "", 0, (), (), (), (), 0, ())
 GOOD = Range(1, 1, 0, 64)
 
 
@@ -170,3 +170,46 @@ def test_what_may_be_deleted():
     found = rules.deletable(names, [newest, old, newer])
     assert found == ["g/0/3.a.1", "g/0/4.a.1", "s/0/2", "u/0/a.1.7"]
     assert rules.deletable(names, [newest]) == []
+
+
+def ledgers_with_blocks():
+    """Five snapshots of every fourth record, whose highest blocks were 10, 20, ... 50; of those
+    below the first of them two are unfinished."""
+    run, ledger = a_run(block_tokens=64), EMPTY._replace(number=0)
+    for number in range(1, 21):
+        read = (Range(10 * -(-number // 4), 1, 0, 64),)
+        read += (Range(3, 1, 0, 60), Range(7, 1, 0, 60)) if number == 1 else ()
+        member = Member("a", 1, number, 1.0, 2, 8, 1.0, read)
+        record = Record(0, number, "a", "", (member,), (), (), 1.0, "", "", "")
+        yield run, (ledger := rules.follow(run, ledger, record, ""))
+
+
+def test_a_block_is_over_four_snapshots_after_a_higher_one():
+    found = {ledger.number: ledger for _, ledger in ledgers_with_blocks()}
+    assert found[20].tops == (10, 20, 30, 40, 50)
+    assert [*of_data.over(found[20], range(1, 13))] == [1, 2, 4, 5, 6, 8, 9, 10]
+    assert [*of_data.over(found[19], range(1, 13))] == []
+
+
+@pytest.mark.parametrize(
+    ("read", "reason"),
+    [
+        (Range(10, 1, 0, 8), "data"), (Range(10, 2, 0, 8), "data"), (Range(1, 1, 0, 8), "data"),
+        (Range(11, 1, 0, 8), ""), (Range(3, 1, 60, 64), ""), (Range(7, 2, 60, 64), ""),
+        (Range(7, 1, 60, 65), "data"), (Range(2, 1, 60, 70), "data"), (Range(3, 1, 60, 65), "data"),
+        (Range(10, 1, 63, 65), "data"), (Range(11, 1, 0, 640), ""),
+    ],
+)  # fmt: skip
+def test_a_message_on_a_block_that_is_over_is_rejected(read, reason):
+    *_, (run, ledger) = ledgers_with_blocks()
+    sent = message(base=ledger.number, data=(read,))
+    assert rules.reject_reason(run, ledger, sent, "") == reason
+
+
+def test_leases_of_blocks_that_are_over_are_deleted():
+    """By the second newest snapshot: the newest one knows more of them."""
+    found = {ledger.number: ledger for _, ledger in ledgers_with_blocks()}
+    newest = found[20]._replace(number=24, tops=(20, 30, 40, 50, 60))
+    names = "d/1 d/3 d/3.2 d/7 d/8 d/8.2 d/10 d/11 d/20 d/21".split()
+    assert rules.deletable(names, [newest, found[20]]) == ["d/1", "d/8", "d/8.2", "d/10"]
+    assert rules.deletable(names, [found[20]]) == []

@@ -98,7 +98,7 @@ def test_blocks_are_held_for_three_periods_and_two_at_least(held, period, missed
 
 
 def test_the_next_block_is_above_all_that_are_known():
-    ledger = Ledger(0, 9, "", "", 0, (), (), (), (), 6)
+    ledger = Ledger(0, 9, "", "", 0, (), (), (), (), 6, ())
     assert blocks.to_claim(ledger, 64, {(9, 1), (4, 2)}) == ("d/10", Range(10, 1, 0, 64))
 
 
@@ -147,7 +147,7 @@ def test_a_message_that_is_gone_is_rejected_and_the_log_goes_on():
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("s/0/4", {}), ("e/9", {"eval_tokens": 400}), ("d/60", {"block_tokens": 64})],
+    [("s/0/4", {}), ("d/60", {"block_tokens": 64})],
 )
 def test_what_is_damaged_and_not_needed_ends_no_island(name, options):
     bucket, group = three(a_run(**options), 6)
