@@ -45,7 +45,9 @@ def read_bytes(
     if isinstance(path, str) or "://" not in os.fspath(path):
         content = _read_local(os.fspath(path), max_bytes, check)
     else:
-        content, _ = path.bucket().get_first(path.key, max_bytes + 1)
+        content, entry = path.bucket().get_first(path.key, max_bytes + 1)
+        if len(content) < min(entry.size, max_bytes + 1):
+            raise OSError(errno.EIO, "the store has sent a part of it only", os.fspath(path))
     if len(content) > max_bytes:
         raise _too_large(path, max_bytes)
     return content

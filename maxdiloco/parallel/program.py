@@ -1,5 +1,6 @@
 """A program with a name, compiled at its first call; every compilation is reported."""
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ class Program:
     ):
         self.name = name
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
+        self._compiler_options = compiler_options
         self._on_compile = on_compile
         options = options | dict(donate_argnums=tuple(donate), compiler_options=compiler_options)
         self._jitted = jax.jit(fn, **options)
@@ -68,6 +70,12 @@ class Program:
             return compiled
 
         return compile_
+
+    def fingerprint(self, *args: Any) -> str:
+        """A digest of what is compiled for such arguments, to tell equal programs by."""
+        text = self._jitted.lower(*args).as_text()
+        whole = repr((text, _abstract(args), sorted((self._compiler_options or {}).items())))
+        return hashlib.sha256(whole.encode()).hexdigest()
 
     def __call__(self, *args: Any) -> Any:
         """Run the executable; compile it first if there is none yet."""

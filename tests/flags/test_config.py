@@ -70,7 +70,7 @@ VALUES = {
     float: st.floats(allow_nan=False, allow_infinity=False),
     str: st.text(),
     tuple: st.recursive(
-        st.text() | st.integers(),
+        st.text(),
         lambda inner: st.lists(inner, max_size=3).map(tuple),
         max_leaves=5,
     ).filter(lambda value: isinstance(value, tuple)),

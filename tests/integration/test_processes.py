@@ -92,7 +92,7 @@ from maxdiloco.evaluation import held_out
 PHASES = {
     "commit": (write, "commit"),  # of process 0
     "part": (write, "write_part"),  # of process 1
-    "evaluation": (held_out.Evaluation, "batches"),
+    "evaluation": (held_out.Evaluation, "_sums_by_batch"),
 }
 if phase := os.environ.get("PHASE"):
     owner, name = PHASES[phase]

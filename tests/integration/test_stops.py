@@ -269,7 +269,7 @@ PHASES = {
     "arrays": (write, "wait_for_arrays"),
     "commit": (write, "commit"),
     "removal": (write.OwnFolder, "keep"),
-    "evaluation": (held_out.Evaluation, "batches"),
+    "evaluation": (held_out.Evaluation, "_sums_by_batch"),
 }
 SAVES = dict(
     steps=12, checkpoint_period=4, eval_interval=4, eval_steps=1, max_num_checkpoints_to_keep=1

@@ -18,6 +18,7 @@ from maxdiloco.flags import config
 from maxdiloco.metrics.console import sample_lines
 from maxdiloco.models.spec import from_config
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.processes import output
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -224,7 +225,8 @@ def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(
     assert [row["prompt"] for row in rows] == ["in the ", "it was"]
     capfd.readouterr()
     assert generate.main([str(run), "prompt=it was", "max_new_tokens=12"]) == 0
-    assert capfd.readouterr() == (rows[1]["text"] + "\n", f"step 4 of {run}\n")
+    printed = output.escaped(rows[1]["text"], keep="\n\t")
+    assert capfd.readouterr() == (printed + "\n", f"step 4 of {run}\n")
 
     cfg = config.from_dict(tools.meta(run, 4)["config"] | {"attention": "flash"})
     with pytest.raises(ConfigError, match="attention=flash"):
@@ -238,6 +240,13 @@ def test_text_goes_on_from_the_prompt_the_same_way_for_the_same_seed(
     assert tools.generated(capfd, run, *options) == first
 
 
+def continued(run, path):
+    """The text of generate, with the control characters that it prints escaped."""
+    keys = ["prompt=in the ", "max_new_tokens=100", f"output={path}"]
+    assert generate.main([str(run), *keys]) == 0
+    return json.loads(path.read_text())["text"]
+
+
 def test_a_run_writes_samples_at_its_evaluations_and_keeps_its_bits(capfd, text_run, tmp_path):
     """The text that generate draws from the same checkpoint, on two slices here; the state is that
     of the run without samples."""
@@ -246,8 +255,8 @@ def test_a_run_writes_samples_at_its_evaluations_and_keeps_its_bits(capfd, text_
     said = tools.told(capfd, tmp_path, "text", **keys)
     assert [f"sample after step {t}:" in said for t in (1, 2, 3, 4)] == [False, True, False, True]
     tools.assert_equal_runs(tmp_path / "text", run, steps=4)
-    wanted = tools.generated(capfd, run, "prompt=in the ", "max_new_tokens=100")[:-1]
-    assert sample_lines(4, wanted) in said
+    wanted = continued(run, tmp_path / "texts.jsonl")
+    assert output.escaped(sample_lines(4, wanted), keep="\n\t") in said
     (board,) = (tmp_path / "text" / "tensorboard").iterdir()
     content = board.read_bytes()
     assert content.count(b"eval/sample/text_summary") == 2
@@ -267,5 +276,5 @@ def test_a_run_spread_over_lengths_evaluates_and_samples(capfd, text_run, tmp_pa
             for folder in (run, tmp_path / "text")
         )
         assert len(alone) >= 2 and spread == pytest.approx(alone, rel=1e-5)
-    wanted = tools.generated(capfd, tmp_path / "text", "prompt=in the ", "max_new_tokens=100")[:-1]
-    assert sample_lines(4, wanted) in said
+    wanted = continued(tmp_path / "text", tmp_path / "texts.jsonl")
+    assert output.escaped(sample_lines(4, wanted), keep="\n\t") in said
