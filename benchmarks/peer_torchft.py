@@ -186,9 +186,9 @@ def report(out: pathlib.Path, setup: dict[str, Any], measured: list[dict[str, An
 def job(
     replica: int, addresses: Sequence[str], row: Row, setup: Mapping[str, Any], folder: pathlib.Path
 ) -> dict[str, Any]:
-    """What a process of torchft is told.
+    """Return the job description of a torchft process.
 
-    steps: those of the row's window and a period for the checks after it.
+    Its steps are those of the row's window and of a period for the checks after it.
     """
     cpus = sorted(os.sched_getaffinity(0))
     spec = {name: int(setup["keys"][name]) for name in SPEC}
@@ -363,7 +363,7 @@ def rows_of(trainer: str, measured: Sequence[Mapping[str, Any]]) -> list[Mapping
 
 
 def conditions(measured: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
-    """What the figures have to say about how they were measured."""
+    """Describe how the figures were measured."""
     device = "real compute"
     if setup["fast_device_ms"]:
         device = f"fast device ({setup['fast_device_ms']:g} ms of sleep in place of compute)"

@@ -19,7 +19,7 @@ from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS
 from maxdiloco.errors import CheckpointError
 from maxdiloco.version import __version__
 
-# Of what a checkpoint says and how. Raised with what an earlier version cannot read.
+# The format of a checkpoint, raised with each change that an earlier version cannot read.
 FORMAT = 1
 FILE = f"{META}/{META_FILE}"  # as the seal names it
 _LARGEST = 2**63 - 1  # of int64, in which steps, tokens and sequences are counted

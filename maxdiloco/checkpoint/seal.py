@@ -163,7 +163,7 @@ def _sizes(folder: epath.Path) -> dict[epath.Path, int]:
 
 
 def _crc32(path: epath.Path, size: int) -> int:
-    """Of the first `size` bytes: a file that grows meanwhile has an end all the same."""
+    """Return the CRC-32 of the first `size` bytes, also of a file that grows meanwhile."""
     value, left = 0, size
     with path.open("rb") as file:
         while block := file.read(min(_BLOCK_BYTES, left)):

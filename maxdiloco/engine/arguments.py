@@ -192,7 +192,7 @@ def _leaves(name: str, tree: Any) -> dict[str, str]:
         leaf = f"{name}{jax.tree_util.keystr(path)}"
         if not isinstance(x, jax.Array | np.ndarray | np.generic | Number):
             raise ValueError(
-                f"inner_step returned {leaf}, which is no array but {type(x).__name__}. Return "
+                f"inner_step returned {leaf}, which is not an array but {type(x).__name__}. Return "
                 "arrays."
             )
         kind = jax.typeof(x)

@@ -75,7 +75,7 @@ class Key:
         return {name: entry.default for name, entry in self.entries.items()} | dict(table)
 
 
-# Of a yml file: twenty times base.yml, which has every key and its comments.
+# The largest yml file: twenty times base.yml, which has every key and its comments.
 _MOST_BYTES = 1 << 20
 PACKAGE = pathlib.Path(__file__).parents[1]
 

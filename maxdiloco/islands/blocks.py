@@ -9,10 +9,10 @@ from maxdiloco.islands.records import Block, Ledger, Message, Range, Record, Run
 PERIODS = 3  # that are read without the store
 LEAST, MOST_MORE = 2, 6  # blocks; our choice
 MOST_AHEAD = 1 << 20  # blocks above the highest one seen that may be read; our choice
-# Of a ledger, of which the lowest are dropped first: an island that reads in turn has one or two.
+# Unfinished blocks in a ledger, which drops the lowest first. An island has one or two of them.
 MOST_UNFINISHED = 2048
-# Of a ledger: the first is four snapshots old, as long as a dead incarnation is remembered. Our
-# choice: a slow island sends what it leases much sooner, or is so late that it joins as new.
+# Values of `top` in a ledger. The oldest is four snapshots old, as long as a dead incarnation is
+# remembered: a slow island sends what it leases much sooner, or is so late that it joins as new.
 TOPS = 5
 # Bytes of a message's header without ranges: names, sha256 and signature, and numbers of 19 digits
 # take 900 at the most.
@@ -67,7 +67,7 @@ def tops(run: Run, ledger: Ledger, number: int, top: int) -> tuple[int, ...]:
 
 
 def over(ledger: Ledger, blocks: Iterable[int]) -> Iterator[int]:
-    """Of blocks those that nobody may bring into the log any more, so that no lease need stay.
+    """Return the blocks that no message may name any more, so that their leases can go.
 
     They are finished, or were not begun four snapshots after a higher one was. Once a block is over
     it is in all later ledgers: an island whose ledger is so old that it leases one again, after the

@@ -129,8 +129,8 @@ def get(bucket: Bucket, run: Run | None, name: str) -> Any:
 
 
 def answered(read: Read, name: str) -> Any:
-    """What a read gives, as an answer: the object, None, FAILED or Damage. A lease that is damaged
-    is another's."""
+    """Return what a read gives: the object, None, FAILED or Damage. A damaged lease counts as
+    another island's."""
     try:
         return read(name)[0]
     except FileNotFoundError:

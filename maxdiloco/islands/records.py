@@ -219,7 +219,7 @@ class Beat(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What one program gets: i/ISLAND/INC, d/BLOCK or d/BLOCK.2. nonce: the program's."""
+    """A name that one program owns: i/ISLAND/INC, d/BLOCK or d/BLOCK.2. nonce: the program's."""
 
     name: str
     island: str
@@ -284,7 +284,7 @@ def gradient_name(record: Record) -> str:
 
 
 def incarnation_name(island: str, incarnation: int) -> str:
-    """Of the claim of a start of an island."""
+    """Return the name of the object that claims a start of an island."""
     return f"i/{island}/{incarnation}"
 
 

@@ -23,7 +23,7 @@ MOST_NORM, NORMS, LEAST_NORMS = 4.0, 16, 4  # times the median of the last 16, o
 # A dead incarnation is forgotten after so many snapshots' records. Two later, all that it has put
 # is deleted; the others are for deletions that failed.
 REMEMBERED = 4
-# Of a record, and of a ledger, whose oldest ones are forgotten first. With marks they take at most
+# Deaths in a record, and in a ledger, which forgets the oldest first. With marks they take at most
 # 350 kB of a ledger, unfinished blocks 480 kB, and the marks of a thousand living islands fit.
 MOST_DEATHS, MOST_DEAD = 256, 1024
 # Times what an island brought into a record on average is believed of its speed: as for norms.

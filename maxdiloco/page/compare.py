@@ -30,7 +30,7 @@ _EVAL_KEYS = (
 
 
 class Stands(enum.Enum):
-    """How a loss stands beside another."""
+    """The outcome of comparing two losses."""
 
     LEVEL = "no difference"
     WORSE = "worse"
@@ -38,7 +38,7 @@ class Stands(enum.Enum):
 
 
 class Axis(NamedTuple):
-    """What runs are held beside each other at. of: its values [N] of a run."""
+    """A quantity at equal values of which runs are compared. of: its values [N] of a run."""
 
     name: str
     of: Callable[[Run], np.ndarray]
@@ -80,9 +80,10 @@ _SECONDS = Axis("seconds", lambda run: run.column("perf/wall_time_s"), span)
 
 
 def axes(first: Run, other: Run) -> list[Axis]:
-    """What two runs can be compared at.
+    """Return the quantities at which two runs can be compared.
 
-    An island's steps, bytes and seconds are its own, and say nothing of the theta of all.
+    Steps, bytes and seconds of an island are its own. They do not describe the shared outer
+    parameters, so islands are compared at committed tokens only.
     """
     if is_island(first) or is_island(other):
         return [_COMMITTED]
@@ -115,7 +116,7 @@ def with_total(run: Run) -> Run:
 
 
 def table(runs: Sequence[Run]) -> Rows:
-    """A row for each run beside the first one and each axis that both have.
+    """Return a row for each other run and each axis that it shares with the first run.
 
     Where a run has no such axis, its row says why it is not compared.
     """

@@ -28,7 +28,7 @@ _OF_A_PEER = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "ABORTED")
 def fill(sizes: Mapping[str, int], total: int, name: str, *, remedy: str = "") -> dict[str, int]:
     """The sizes with the one -1 replaced so that their product is `total`. Raises ConfigError.
 
-    remedy: of the error, in place of a general one.
+    remedy: the remedy that the error names instead of a general one.
     """
     known = math.prod(size for size in sizes.values() if size != -1)
     filled = {

@@ -125,7 +125,7 @@ def should_i(plan: Plan) -> str:
 
 
 def _longer_period(plan: Plan, seconds: float) -> str:
-    """What a choice would take that fills the link and is outside of what was measured, if less."""
+    """Describe a sooner choice that fits the link but whose loss was not measured, or ""."""
     row = plan.undemanding
     outside = plan.gap(row.choice).outside
     took = plan.tokens / plan.job.tokens * row.step_seconds

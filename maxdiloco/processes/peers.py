@@ -65,7 +65,7 @@ class Room:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """At the end of a `with`: raise the loss of a peer in place of an error that it has caused.
+        """At the end of a `with`, raise the loss of a peer instead of an error that it has caused.
 
         A collective fails with an error of its library before the watch has found the loss.
         """

@@ -197,7 +197,7 @@ def _locked(path, run_name, warn):
 
 
 def _own_line():
-    """What tells this process from every other one, as _HOLDER reads it."""
+    """Return the line that identifies this process, as _HOLDER reads it."""
     moment = _moment(os.getpid())
     who = f"process {os.getpid()} on {socket.gethostname()}"
     return f"{who} ({moment})" if moment else who

@@ -223,7 +223,7 @@ class LocalFolder:
             return file.read(most), _file_entry(name, os.fstat(file.fileno()))
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object in place of any other of that name."""
+        """Write an object, replacing one of that name."""
         with self._written(name, data) as part:
             os.replace(part, self._root / name)
 
