@@ -23,7 +23,10 @@ bash scripts/check.sh
 
 pytest=("$python" -m pytest -q --durations=10)
 # Files are handed out in the order of collection: tests/conftest.py puts the dearest first.
-if [ "$workers" != 1 ]; then pytest+=(-n "$workers" --dist loadgroup --no-loadscope-reorder); fi
+# A worker that crashes ends the run. With a new worker instead of it, xdist waited for ever.
+if [ "$workers" != 1 ]; then
+  pytest+=(-n "$workers" --dist loadgroup --no-loadscope-reorder --max-worker-restart 0)
+fi
 chosen="not exhaustive"
 if [ "$tier" != full ]; then chosen+=" and not full"; fi
 
