@@ -60,7 +60,7 @@ def test_rows_transfer_at_most_1_1_times_their_size(faulty, bucket_run, monkeypa
             if step % (count // 20) == 0:
                 rows.sync()
     chunks = line_files.chunks_of(bucket_run.metrics)
-    assert len(chunks) > 20
+    assert len(chunks) >= 20  # one a save at the least
     content = line_files.read(bucket_run.metrics)
     assert faulty.uploaded <= 1.1 * len(content)
     assert content.count(b"\n") == count
