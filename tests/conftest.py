@@ -12,8 +12,6 @@ import jax
 import jaxlib
 import pytest
 
-pytest_plugins = ["pytester"]
-
 # In the environment too, so that programs started by a test agree. They choose their own number of
 # devices and read keys from M_*, so nothing of that kind reaches them from the caller's shell.
 os.environ["JAX_PLATFORMS"] = "cpu"
