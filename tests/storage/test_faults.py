@@ -143,6 +143,6 @@ def test_a_body_that_is_cut_is_no_content(faulty):
 
 def test_replacing_writes_under_the_name_itself(faulty):
     """An object appears whole, so none lies beside it."""
-    with durable.replacing(f"{BASE}/a") as path:
+    with durable.replacing(absolute(f"{BASE}/a")) as path:
         path.write_text("x")
     assert faulty.calls == ["put"] and faulty.content() == {"runs/a": b"x"}
