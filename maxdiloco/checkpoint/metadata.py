@@ -131,7 +131,6 @@ FIELDS: Mapping[str, Check] = MappingProxyType({
     "theta_item": _one_of(OUTER_PARAMS, OUTER_OF_EACH),
     "rule": _or_none(_table_of(_is_scalar)),
     "records": _or_none(_COUNT),
-    "island_bytes": _COUNT,
     "specs": _COUNT,
     # of a run of maxdiloco.train: see trainer.start.note and trainer.recorder
     "config": _table_of(lambda value: True),

@@ -49,12 +49,6 @@ class HostValues:
         program = self._programs.defined("theta", plan, self._take_theta)
         return self._joined(program(arrays_of(state, plan).theta, plan.starts))
 
-    def trace(self, state: State, plan: FragmentPlan) -> np.ndarray:
-        """That of the outer optimizer [N], as `params`; zero without one."""
-        kept = jax.tree.leaves(arrays_of(state, plan).outer_opt)
-        size = sum(np.prod(shape, dtype=int) for shape in self.shapes(plan))
-        return self._joined(kept) if kept else np.zeros(size, np.float32)
-
     def put(self, state: State, plan: FragmentPlan, values: Sequence[np.ndarray]) -> State:
         """The state with these values [N] of replica, theta and outer optimizer; it is donated.
 

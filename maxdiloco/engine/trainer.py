@@ -30,7 +30,7 @@ class SavedLayout(NamedTuple):
     mesh: sizes of the axes. same_rules: whether the run that saved it had the logical axis rules of
     this run. exchange: ExchangeSettings as a dict. chunk_pieces: Layout.pieces. theta_item: of
     saved.items_of. rule: alpha, merge, rate and momentum, to tell what has changed. records: of the
-    log of fragment 0 that an island knew. island_bytes: of the item of one of fixed mode.
+    log of fragment 0 that an island knew.
     """
 
     num_replicas: int
@@ -43,7 +43,6 @@ class SavedLayout(NamedTuple):
     theta_item: str = OUTER_PARAMS
     rule: dict[str, Any] | None = None
     records: int | None = None
-    island_bytes: int = 0
 
 
 class ExchangeSettings(NamedTuple):

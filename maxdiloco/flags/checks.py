@@ -131,13 +131,11 @@ def has_replicas(cfg: Any) -> bool:
 
 
 def is_island(cfg: Any) -> bool:
-    """Whether a run of this config is an island among others."""
+    """Whether a run of this config is an island among others.
+
+    It trains until the log of the islands has all tokens, in any number of steps.
+    """
     return cfg.islands != "none"
-
-
-def ends_with_log(cfg: Any) -> bool:
-    """Whether a run goes on until the log of its islands has all tokens, in any number of steps."""
-    return cfg.islands == "elastic"
 
 
 def check_replicas(num_replicas: int, slots: int, slots_name: str) -> None:

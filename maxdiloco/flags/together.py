@@ -51,7 +51,6 @@ def named_values(cfg: Any, keys: Mapping[str, Key]) -> dict[str, Any]:
     """
     rounds = cfg.steps // cfg.diloco_sync_period
     named = vars(cfg) | {
-        "island_number": int(cfg.island) if re.fullmatch("[0-9]{1,3}", cfg.island) else -1,
         "last_profiled_step": cfg.skip_first_n_steps_for_profiler + cfg.profiler_steps,
         "rounds": rounds,
         "counted": f"{rounds} round{'s' * (rounds != 1)}",

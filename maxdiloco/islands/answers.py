@@ -75,7 +75,7 @@ def _again(s: Island, action: Any, tries: int) -> Island:
 
 
 def _away(s: Island, action: Any, result: Any) -> tuple[Island, list[Any]]:
-    """Rule 13: say once that the store is away, and that it is back: a full disk that can be read
+    """Rule 12: say once that the store is away, and that it is back: a full disk that can be read
     is away until something is written."""
     own = s.pending.get(action[0])
     writes = isinstance(action, Create | Put) or (own is not None and result == own)
@@ -170,9 +170,6 @@ def _got(s: Island, action: Get, found: Any, tries: int) -> Transition:
         return _settled(s, name, found)
     if own is not None:
         s = want(s, Create(name, own), tries=tries + 1)
-    elif name == records.RUN and s.t:
-        line = f"run.json is not there, and the checkpoint of island={s.name} is at step {s.t}. Set"
-        return stopped(s, f"{line} its islands_store, or start without it", again=False)
     elif name == records.RUN:  # the first island makes the start, and what names it last
         link = rules.origin(s.run)
         for fragment, digest in enumerate(s.initial):
@@ -219,14 +216,8 @@ def _incarnation_settled(s: Island, name: str, claim: Claim) -> Transition:
     if not rules.is_own(claim, s.nonce):
         return replaced(s) if s.after else _claim(s, claim.incarnation + 1)
     s.phase, s.incarnation, s.rolled_at = "load", claim.incarnation, s.now
-    for fragment, log in enumerate(s.logs):
-        if log.ledger is None:
-            s = want(s, Load(fragment, 0 if s.run.islands else None))
-        else:
-            s = want(s, Get(records.record_name(fragment, log.ledger.number + 1)))
-        for own in log.own:  # of a checkpoint
-            name = records.message_name(fragment, *rules.key_of(own.message))
-            s = want(s, Create(name, own.message))
+    for fragment in range(len(s.logs)):
+        s = want(s, Load(fragment))
     return want(s, Roll()), []
 
 
@@ -248,9 +239,6 @@ def _message_settled(s: Island, name: str, message: Message) -> Transition:
     own = [o for o in log.own if rules.key_of(o.message) == key]
     if not own:
         return s, []
-    if message != own[0].message and s.run.islands:
-        line = f"{name} is not what island={s.name} makes of the same steps: its data, software or"
-        return stopped(s, f"{line} device is another. Restore what it ran with", again=False)
     if message != own[0].message:
         return stopped(s, f"another program writes {name}", again=True, why=REPLACED)
     kept = tuple(o._replace(stored=True) if o in own else o for o in log.own)
@@ -276,7 +264,7 @@ def _lease_settled(s: Island, name: str, claim: Claim) -> Transition:
 
 
 def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
-    """Rule 13: a message that cannot be read is decided too: rejected, by its name."""
+    """Rule 12: a message that cannot be read is decided too: rejected, by its name."""
     kind, fragment, last = action.name.split("/")
     island, incarnation, seq = last.split(".")
     key, log = (island, int(incarnation), int(seq)), s.logs[int(fragment)]
@@ -284,7 +272,7 @@ def _looked(s: Island, action: Look, found: Any, tries: int) -> Transition:
         return s, []
     if found is None:
         beat = s.seen[island].beat if island in s.seen else None
-        current = beat is not None and rules.sender(s.run, beat.incarnation) == key[1]
+        current = beat is not None and beat.incarnation == key[1]
         return (_again(s, action, tries) if current else s), []
     damaged = log.damaged
     if isinstance(found, Damage):
@@ -325,15 +313,13 @@ def _reduced(s: Island, action: Reduce, result: Any, tries: int) -> Transition:
 
 
 def _fetched(s: Island, action: Fetch, result: Any, tries: int) -> Transition:
-    """Rule 14: who is so late that a gradient is gone joins as new."""
+    """Rule 13: who is so late that a gradient is gone joins as new."""
     record, log = action.record, s.logs[action.record.fragment]
     if log.record != record:
         return s, []
     if result is not None:
         return with_log(s, record.fragment, fetched=True), []
     name = records.gradient_name(record)
-    if s.run.islands:
-        return _too_late(s, name)
     if s.phase == "in":
         return stopped(s, f"{name} is deleted already", again=True)
     times = log.gone[1] + 1 if log.gone[0] == name else 0
@@ -342,16 +328,8 @@ def _fetched(s: Island, action: Fetch, result: Any, tries: int) -> Transition:
     return _again(s, Load(record.fragment), times), [Say(lost)] if times == 1 else []
 
 
-def _too_late(s: Island, name: str) -> Transition:
-    """Rules 10 and 14."""
-    line = f"{name} is deleted already, and islands=fixed cannot do without: restore a later"
-    return stopped(s, f"{line} checkpoint of island={s.name}, or begin another run", again=False)
-
-
 def _loaded(s: Island, action: Load, ledger: Any, tries: int) -> Transition:
     """Rule 9."""
-    if ledger is None and s.run.islands:
-        return _too_late(s, records.snapshot_name(*action))
     if ledger is None:
         return _again(s, action, tries), []
     s = with_log(s, action.fragment, ledger=ledger)

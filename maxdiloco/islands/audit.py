@@ -252,7 +252,7 @@ def _next(bucket, run, ledger, record, state, messages, log) -> tuple[Ledger, Ou
 
 
 def _check_decisions(run, ledger, record, messages) -> None:
-    """Rules 4, 5 and 13: weights, and reasons that the headers show."""
+    """Rules 4, 5 and 12: weights, and reasons that the headers show."""
     name = records.record_name(record.fragment, record.number)
     own: dict[tuple[str, int], list[Message]] = collections.defaultdict(list)
     for member in record.members:
@@ -262,7 +262,7 @@ def _check_decisions(run, ledger, record, messages) -> None:
         if reason := rules.reject_reason(run, ledger, message, ""):
             raise Differs(f"{name} takes {_name(message)}, which is bad: {reason}")
     for member in record.members:
-        due = rules.weight(run, record.number, own[member.island, member.incarnation])
+        due = rules.weight(record.number, own[member.island, member.incarnation])
         if member.weight != due:
             raise Differs(f"{name} weighs {member.island} {member.weight:g}, not {due:g}")
     for reject in record.rejected:

@@ -75,11 +75,6 @@ class Beside:
             self.driver.deliver(Step(tokens))
             self._look_around()
 
-    def saved(self) -> bytes:
-        """See Driver."""
-        with self._changed:
-            return self.driver.saved()
-
     def leased(self, start: int, stop: int) -> list[Range]:
         """What the tokens from start to before stop of its own are, counted from its beginning.
 
@@ -189,8 +184,6 @@ def waits_for(s: Island) -> str:
         what, there = f"of fragment {fragment}", {island for island, *_ in log.inbox}
         if not all(own.stored for own in log.own):
             return f"its message {what} to be in the store"
-        if absent := ", ".join(sorted(set(s.run.islands) - there)):
-            return f"a message {what} of island {absent}"
         if len(there) < s.run.islands_min:
             return f"messages {what} of islands_min={s.run.islands_min}, and has {len(there)}"
         return f"the next record {what}"
@@ -208,9 +201,9 @@ class Company:
 
     def lines(self, state: Island, pace: rules.Pace) -> list[str]:
         """What has changed since the last call."""
-        if state.run.islands or state.phase != "in":
+        if state.phase != "in":
             return []
-        living = rules.alive(state.run, state.seen, core.watched(state), pace) - {self._name}
+        living = rules.alive(state.seen, core.watched(state), pace) - {self._name}
         beats = {name: state.seen[name].beat for name in living}
         there = {n: b.incarnation for n, b in beats.items() if self._first.setdefault(n, b) != b}
         if there == self._there:
@@ -238,7 +231,7 @@ def metrics(driver: Driver, pace: rules.Pace) -> dict[str, float]:
     """islands/* of a row: of the log of fragment 0, and of this island in it."""
     state: Island = driver.state
     ledger = state.logs[0].ledger
-    living = rules.alive(state.run, state.seen, core.watched(state), pace)
+    living = rules.alive(state.seen, core.watched(state), pace)
     found: dict[str, Any] = {
         "islands/alive": len(living | {state.name}),
         "islands/progress": rules.progress(state.run, ledger),

@@ -25,7 +25,6 @@ from maxdiloco.islands.island import (
     Step,
     changed,
     joined,
-    stopped,
     want,
     with_log,
 )  # fmt: skip
@@ -78,16 +77,13 @@ def step(s: Island, event: Any) -> Transition:
 
 
 def may_step(s: Island) -> bool:
-    """Rules 6, 8 and 10: whether the next inner step may begin.
+    """Rules 6 and 8: whether the next inner step may begin.
 
-    Nobody waits, but an island that is to send a third message, one that has no block of the data,
-    and in fixed mode one whose record is due.
+    An island waits only before it would send a third undecided message, or without a block of the
+    data.
     """
     if s.phase != "in" or (s.run.block_tokens and not s.leases):
         return False
-    if s.run.islands:
-        due = s.t - s.run.overlap_steps
-        return all(own.t > due for log in s.logs for own in log.own)
     for fragment, log in enumerate(s.logs):
         full = log.own and not rules.may_send(log.own)
         if full and log.record is None and _is_due(s, fragment):
@@ -102,7 +98,7 @@ def watched(s: Island) -> float:
 
 
 def _emit(s: Island, actions: list[Any]) -> Transition:
-    """Rule 12: the requests whose time has come."""
+    """Rule 11: the requests whose time has come."""
     now = s.now
     for action, (due, tries, flying) in s.asks.items():
         if not flying and due <= now:
@@ -112,9 +108,7 @@ def _emit(s: Island, actions: list[Any]) -> Transition:
 
 
 def _has_caught_up(s: Island) -> bool:
-    """Rule 9; rule 10: in fixed mode an island takes every step with what it had then."""
-    if s.run.islands:
-        return all(log.ledger is not None for log in s.logs)
+    """Rule 9."""
     return all(log.caught_up and log.record is None for log in s.logs)
 
 
@@ -124,8 +118,7 @@ def _begin(s: Island, actions: list[Any]) -> Transition:
     for fragment in range(P):  # so that messages are spread over a period
         s = with_log(s, fragment, sent_at=s.now - T * fragment / P)
     s.phase, s.beat_at = "in", s.now
-    goes_on = s.t > 0  # from its checkpoint: x is there
-    return s, actions if goes_on else [*actions, Begin(rules.moments(s.moments_of, head))]
+    return s, [*actions, Begin(rules.moments(s.moments_of, head))]
 
 
 def _with_step(s: Island, tokens: int) -> Island:
@@ -161,22 +154,22 @@ def _at_boundary(s: Island, actions: list[Any]) -> Transition:
             s = with_log(
                 s, fragment, steps=0, tokens=tokens, data=left, sent_at=s.now, seq=log.seq + 1
             )
-        elif log.record is not None and log.fetched and (s.phase == "in" or not s.run.islands):
+        elif log.record is not None and log.fetched:
             actions += _apply(s, log)
     return s, actions
 
 
 def _is_due(s: Island, fragment: int) -> bool:
     log = s.logs[fragment]
-    return rules.is_due(s.run, s.pace, fragment, s.t, log.steps, s.now - log.sent_at)
+    return rules.is_due(s.pace, log.steps, s.now - log.sent_at)
 
 
 def _message(s: Island, fragment: int, ranges: int, left: int) -> Message:
     """ranges: of log.data that it has; left: tokens of the others."""
     log = s.logs[fragment]
     return Message(
-        fragment, s.name, rules.sender(s.run, s.incarnation), log.seq + 1, log.ledger.number,
-        log.steps, log.tokens - left, s.read - left, log.data[:ranges], 0.0, True, "",
+        fragment, s.name, s.incarnation, log.seq + 1, log.ledger.number, log.steps,
+        log.tokens - left, s.read - left, log.data[:ranges], 0.0, True, "",
     )  # fmt: skip
 
 
@@ -192,8 +185,8 @@ def _apply(s: Island, log: Log) -> list[Any]:
         sent_at = max((own.t for own in committed), default=None)
         others = len(log.own) - len(committed) - len(returned)
         how = rules.how_to_apply(s.run, s.t, sent_at, others)
-    if how == "wait" or (s.run.islands and not all(own.stored for own in committed)):
-        return []  # rule 10: what is in the store has to be the own message, to the bit
+    if how == "wait":
+        return []
     seqs = (tuple(own.message.seq for own in part) for part in (committed, returned))
     own = record.author == s.name and how != "load"
     return [Apply(record, how, *seqs, own and record.number % s.run.snapshot_every == 0)]
@@ -204,7 +197,7 @@ def _present(s: Island) -> set[str]:
     log = s.logs[0]
     ready = {
         name
-        for name in rules.alive(s.run, s.seen, watched(s), s.pace)
+        for name in rules.alive(s.seen, watched(s), s.pace)
         if name in s.seen
         and s.seen[name].beat.ready
         and not s.seen[name].beat.left
@@ -221,12 +214,6 @@ def _sent(s: Island) -> bool:
 def _decide(s: Island, fragment: int) -> Transition:
     """Rule 2: begin to write the next record, if it is this island's turn."""
     log = s.logs[fragment]
-    if s.run.islands:
-        _, rejected = rules.sort_out(s.run, log.ledger, log.inbox, log.damaged)
-        if rejected:
-            key = f"{rejected[0].island}.{rejected[0].incarnation}.{rejected[0].seq}"
-            line = f"the message {key} of fragment {fragment} is bad: {rejected[0].reason}"
-            return stopped(s, line, again=False)
     present = _present(s)
     first_at = s.now if log.first_at is None else log.first_at
     found = rules.members_in(
@@ -249,13 +236,13 @@ def _decide(s: Island, fragment: int) -> Transition:
 
 
 def _fitting(s: Island, log: Log, present: set[str], members, rejected) -> Record | None:
-    """Rule 13: the record of as many messages as fit; the others wait for the next one.
+    """Rule 12: the record of as many messages as fit; the others wait for the next one.
 
     The oldest first, but an island's second message after all first ones. None: not one fits.
     """
     draft = _draft(s, log, present, members, rejected)
-    if s.run.islands or rules.fits(s.run, log.ledger, draft):
-        return draft  # in fixed mode a record takes all, or the writer says that it is too large
+    if rules.fits(s.run, log.ledger, draft):
+        return draft
     marks = rules.marks_of(log.ledger)
 
     def turn(key):
@@ -280,7 +267,7 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
     ledger, own = log.ledger, {}
     for message in members:
         own.setdefault((message.island, message.incarnation), []).append(message)
-    weights = {key: rules.weight(s.run, ledger.number + 1, found) for key, found in own.items()}
+    weights = {key: rules.weight(ledger.number + 1, found) for key, found in own.items()}
     tokens: dict[str, float] = {}
     for message in members:
         tokens[message.island] = tokens.get(message.island, 0) + message.tokens
@@ -289,7 +276,7 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
     expected = came + sum(
         rules.expected_tokens(ledger, s.seen[name], mean, time, s.pace) for name in others
     )
-    alive = rules.alive(s.run, s.seen, time, s.pace) & set(s.seen)
+    alive = rules.alive(s.seen, time, s.pace) & set(s.seen)
     living = {name: s.seen[name].beat.incarnation for name in alive} | {s.name: s.incarnation}
     return Record(
         ledger.fragment,
@@ -302,8 +289,8 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
             for m in members
         ),
         tuple(rejected),
-        rules.newly_dead(s.run, ledger, living, absent=time >= s.pace.dead),
-        rules.scale(s.run, came, expected),
+        rules.newly_dead(ledger, living, absent=time >= s.pace.dead),
+        rules.scale(came, expected),
         ledger.link,
         ledger.digest,
         "",
@@ -311,7 +298,7 @@ def _draft(s: Island, log: Log, present: set[str], members, rejected) -> Record:
 
 
 def _look(s: Island) -> Island:
-    """Rule 12: messages of others by their names; the signs of life alone are listed."""
+    """Rule 11: messages of others by their names; the signs of life alone are listed."""
     known_from = (s.seen, *(part for log in s.logs for part in (log.ledger, log.inbox)))
     if all(map(operator.is_, known_from, s.looked)):
         return s  # it has asked for all of them, with pauses that grow
@@ -320,7 +307,7 @@ def _look(s: Island) -> Island:
     for name, (beat, *_) in s.seen.items():
         if name == s.name:
             continue
-        key = name, rules.sender(s.run, beat.incarnation)
+        key = name, beat.incarnation
         for fragment, log in enumerate(s.logs):
             mark = marks[fragment].get(key, 0)
             known = max([k[2] for k in log.inbox if k[:2] == key], default=mark)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import core, island, keys, objects, outer, records, restart, rules, wires
+from maxdiloco.islands import core, island, keys, objects, outer, records, rules, wires
 from maxdiloco.islands.ahead import Ahead, ReadAhead
 from maxdiloco.islands.objects import Read
 from maxdiloco.islands.outer import Outer, Term
@@ -39,9 +39,8 @@ class Driver:
     fragment; None: kept here, and the caller may replace them between two calls. feedback: whether
     what a wire rounds off stays for the next message also where a merge replaces x (error
     feedback). moments_of: records that a checkpoint of the inner optimizer has. after: see
-    core.start. key: of 32 bytes, to sign with. saved: of fixed mode, what `saved()` gave before a
-    restart; then theta, x and trace (the outer optimizer's of each fragment, else zero) are those
-    of that time. nonce: of this start alone, None: a random one. clock: [s].
+    core.start. key: of 32 bytes, to sign with. nonce: of this start, None: a random one. clock:
+    [s].
     outer: the state of each fragment. requests: what the store is to be asked. said: lines for the
     user; evaluations: numbers of those that are this island's; moments: what becomes of those of
     the inner optimizer, "" until it has begun; norm: of the last message; finite: whether all were;
@@ -57,12 +56,10 @@ class Driver:
         theta: Sequence[np.ndarray],
         *,
         x: MutableSequence[np.ndarray] | None = None,
-        trace: Sequence[np.ndarray] | None = None,
         feedback: bool = False,
         moments_of: int | None = None,
         after: int = 0,
         key: bytes | None = None,
-        saved: bytes | None = None,
         nonce: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -70,8 +67,7 @@ class Driver:
             raise ConfigError(f"{wrong}: islands cannot run with it. Set another value.")
         self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
         self._ahead = ReadAhead(run, functools.partial(objects.read, bucket, run))
-        fresh = [outer.fresh(values) for values in theta]
-        self.outer = fresh if trace is None else list(map(Outer, theta, trace))
+        self.outer = [outer.fresh(values) for values in theta]
         self.x = [state.theta for state in self.outer] if x is None else x
         self.sent: list[dict[int, np.ndarray]] = [{} for _ in theta]
         # With feedback: what the last message has left over, and what the next one has to add.
@@ -92,8 +88,6 @@ class Driver:
         digests = tuple(state.digest() for state in self.outer)
         nonce = secrets.token_hex(8) if nonce is None else nonce
         self.state: island.Island = core.start(run, pace, name, nonce, digests, moments_of, after)
-        if saved is not None:
-            self._restore(restart.decode(run, name, saved))
 
     def tick(self, *, within: bool = False) -> None:
         """Let time pass. within: an inner step is under way, so x stays as it is."""
@@ -106,35 +100,6 @@ class Driver:
     def stepped(self, tokens: int) -> None:
         """An inner step is done, and its values are in `x`."""
         self.deliver(island.Step(tokens))
-
-    def saved(self) -> bytes:
-        """Of fixed mode, between two inner steps: what the island goes on from after a restart,
-        beside theta, trace and x."""
-        of_wire = zip(self._left, self._residual, strict=True)
-        left = [
-            [np.broadcast_to(each, state.theta.shape) for each in pair if self._feedback]
-            for state, pair in zip(self.outer, of_wire, strict=True)
-        ]
-        payloads = [
-            {own.message.seq: self._payloads[name_of(own.message)] for own in log.own}
-            for log in self.state.logs
-        ]
-        return restart.encode(self.state, left, payloads)
-
-    def _restore(self, kept: restart.Kept) -> None:
-        self.state = restart.restored(self.state, kept.place)
-        for fragment, part in enumerate(kept.place.parts):
-            if self.outer[fragment].digest() != part.ledger.digest:
-                raise ConfigError(
-                    f"theta of fragment {fragment} is not that of record {part.ledger.number}. "
-                    f"Restore another checkpoint of island={kept.place.island}."
-                )
-            if self._feedback and len(kept.left[fragment]):
-                self._left[fragment], self._residual[fragment] = kept.left[fragment]
-            sizes = outer.sizes_of(self._run, fragment)
-            for message, _ in part.own:
-                payload = self._payloads[name_of(message)] = kept.payloads[fragment][message.seq]
-                self.sent[fragment][message.seq] = wires.decode(self._run.wire, sizes, payload)
 
     def work(self) -> bool:
         """Carry out the request that was made first; False where there is none."""
@@ -261,8 +226,8 @@ class Driver:
                 return self._reduced(draft)
             case island.Fetch(record):
                 return self._fetched(record)
-            case island.Load(fragment, number):
-                return self._loaded(fragment, number)
+            case island.Load(fragment):
+                return self._loaded(fragment)
             case island.Delete(fragment):
                 return self._deleted(fragment)
         raise ValueError(f"{action} is no request")
@@ -291,8 +256,8 @@ class Driver:
         self._after[records.gradient_name(record)] = after, after.digest()
         return True
 
-    def _loaded(self, fragment: int, number: int | None) -> Ledger | None:
-        found = objects.snapshot(self._bucket, self._run, fragment, number)
+    def _loaded(self, fragment: int) -> Ledger | None:
+        found = objects.newest_snapshot(self._bucket, self._run, fragment)
         if found is None:
             return None
         ledger, payload = found
@@ -360,8 +325,6 @@ def term(bucket: Bucket, run: Run, fragment: int, member: Any) -> Term | tuple[r
         message, payload = objects.read(bucket, run, records.message_name(fragment, *key))
         values = wires.decode(run.wire, outer.sizes_of(run, fragment), payload)
     except FileNotFoundError:
-        if run.islands:  # nothing is left out; its island puts it again when it is restarted
-            raise
         return key, "gone"
     except ValueError:  # Damaged, too
         return key, "sha256"

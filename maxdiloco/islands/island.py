@@ -105,10 +105,9 @@ class Fetch(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Take over a snapshot. Answer: its Ledger. number: None: the newest that is listed."""
+    """Take over the newest snapshot that is listed. Answer: its Ledger."""
 
     fragment: int
-    number: int | None = None
 
 
 class Delete(NamedTuple):
@@ -142,10 +141,7 @@ class Apply(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """x <- theta, and train. moments: of the inner optimizer, "kept" or "zero". No answer.
-
-    Not of an island that goes on from its checkpoint (restart.py).
-    """
+    """x <- theta, and train. moments: of the inner optimizer, "kept" or "zero". No answer."""
 
     moments: str
 

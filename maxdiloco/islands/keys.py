@@ -1,4 +1,4 @@
-"""Ed25519 signatures of islands, where run.json names their keys. Rule 13."""
+"""Ed25519 signatures of islands, where run.json names their keys. Rule 12."""
 
 import os
 import pathlib

@@ -52,7 +52,7 @@ def open_bucket(url: str, key: str = "URL") -> Bucket | LocalFolder:
 
 
 def max_bytes(run: Run | None, name: str) -> int:
-    """Rule 13: the most that an object may have, payload and all. run: None for run.json."""
+    """Rule 12: the most that an object may have, payload and all. run: None for run.json."""
     header = records.max_header(records.kind_of(name))
     if run is None or name[0] not in "ugs":
         return header
@@ -66,7 +66,7 @@ def max_bytes(run: Run | None, name: str) -> int:
 
 
 def require_size(run: Run | None, name: str, size: int) -> None:
-    """Rule 13, of every object that is written or read. Raises TooLarge."""
+    """Rule 12, of every object that is written or read. Raises TooLarge."""
     if size > (most := max_bytes(run, name)):
         raise TooLarge(f"{name} has {size} bytes, and {most} are the most")
 
@@ -179,14 +179,11 @@ def starts(bucket: Bucket, island: str) -> int:
     return max((records.numbers(n)[1] for n in listed(bucket, f"i/{island}")), default=0)
 
 
-def snapshot(
-    bucket: Bucket, run: Run, fragment: int, number: int | None = None
-) -> tuple[Ledger, bytes] | None:
-    """The one of this number, or the newest that is listed. Raises OSError, Damaged."""
-    named = [] if number is None else [records.snapshot_name(fragment, number)]
-    names = named or snapshots(bucket, fragment)[-1:]
+def newest_snapshot(bucket: Bucket, run: Run, fragment: int) -> tuple[Ledger, bytes] | None:
+    """Return the newest one that is listed, None where there is none. Raises OSError, Damaged."""
+    names = snapshots(bucket, fragment)
     with contextlib.suppress(FileNotFoundError):
-        return read(bucket, run, names[0]) if names else None
+        return read(bucket, run, names[-1]) if names else None
     return None
 
 

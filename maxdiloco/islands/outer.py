@@ -38,8 +38,6 @@ def problem(run: Run) -> str:
             return f"{key}={values[key]} is below 1"
     if run.overlap_steps >= run.sync_period:
         return f"overlap_steps={run.overlap_steps} is not below sync_period={run.sync_period}"
-    if run.islands and run.block_tokens:
-        return f"block_tokens={run.block_tokens} with islands={','.join(run.islands)} is above 0"
     leaves = [leaf for fragment in run.fragments for leaf in fragment]
     if not all(run.fragments) or any(n < 1 or n % max(tensors, 1) for n, tensors in leaves):
         return "fragments has one without values, or tensors of unequal sizes"

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 from maxdiloco import json_text
 
-VERSION = 4
+VERSION = 5
 MAGIC = "maxdiloco-islands"
 # Bytes of both lines of an object, without its payload. A record of some thousand members fits, and
 # so do at least four of the largest messages in one record.
 _MAX_HEADER, _MAX_MESSAGE_HEADER = 1 << 20, 1 << 18
-_MAX_PLACE_HEADER = 1 << 26  # a checkpoint has the ledgers of all fragments
 _MOST_INT, _MOST_TEXT = 2**63, 256
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -42,9 +41,9 @@ class Leaf(NamedTuple):
 class Run(NamedTuple):
     """run.json: what has to be equal. model, tokenizer, data: fingerprints, compared as texts.
 
-    wire, wire_down: of a message and of a record's gradient. islands: of fixed mode; () is
-    elastic. islands_min: of a record. sync_period: H; overlap_steps: tau. tokens: the run's end.
-    block_tokens: of a lease, 0: none. snapshot_every: records. keys: {island: public key} as pairs.
+    wire, wire_down: of a message and of a record's gradient. islands_min: of a record.
+    sync_period: H; overlap_steps: tau. tokens: the run's end. block_tokens: of a lease, 0: none.
+    snapshot_every: records. keys: {island: public key} as pairs.
     """
 
     model: str
@@ -57,7 +56,6 @@ class Run(NamedTuple):
     outer_lr: float
     outer_momentum: float
     fragments: tuple[tuple[Leaf, ...], ...]
-    islands: tuple[str, ...]
     islands_min: int
     sync_period: int
     overlap_steps: int
@@ -227,40 +225,16 @@ class Claim(NamedTuple):
     nonce: str
 
 
-class Part(NamedTuple):
-    """A fragment's of a Place. own: undecided messages and their steps. steps, tokens: not sent."""
-
-    ledger: Ledger
-    own: tuple[tuple[Message, int], ...]
-    seq: int
-    steps: int
-    tokens: int
-
-
-class Place(NamedTuple):
-    """Where an island of fixed mode is, in its own checkpoint. run: sha256 of run.json.
-
-    t: inner steps; read: tokens. sha256: of the payload, the values of restart.Kept.
-    """
-
-    island: str
-    run: str
-    t: int
-    read: int
-    parts: tuple[Part, ...]
-    sha256: str
-
-
 _OF_NAME = MappingProxyType({
     "r": Run, "u": Message, "c": Record, "s": Ledger, "g": Gradient, "h": Beat,
-    "i": Claim, "d": Claim, "k": Place,
+    "i": Claim, "d": Claim,
 })  # fmt: skip
 RUN = "run.json"
 
 
 def max_header(kind: type) -> int:
     """The most bytes of an object of this kind before its payload, for writers and readers."""
-    return {Message: _MAX_MESSAGE_HEADER, Place: _MAX_PLACE_HEADER}.get(kind, _MAX_HEADER)
+    return _MAX_MESSAGE_HEADER if kind is Message else _MAX_HEADER
 
 
 def kind_of(name: str) -> type:
@@ -367,9 +341,9 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
     except ValueError as error:
         raise Damaged(f"{name} is damaged: {error}") from error
     payload = data[len(header) :]
-    if payload and kind not in ("message", "gradient", "ledger", "place"):
+    if payload and kind not in ("message", "gradient", "ledger"):
         raise Damaged(f"{name} is damaged: {len(payload)} bytes follow its end")
-    if whole and isinstance(value, Message | Gradient | Place) and sha256(payload) != value.sha256:
+    if whole and isinstance(value, Message | Gradient) and sha256(payload) != value.sha256:
         raise Damaged(f"{name} is damaged: its payload has another sha256")
     return value, payload
 

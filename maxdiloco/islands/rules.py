@@ -116,11 +116,11 @@ def is_forgotten(run: Run, ledger: Ledger, message: Message) -> bool:
 
     It was stale long before, so nothing is lost that could count.
     """
-    return not run.islands and ledger.number - message.base > remembered(run)
+    return ledger.number - message.base > remembered(run)
 
 
 def fits(run: Run, ledger: Ledger, record: Record) -> bool:
-    """Rule 13: whether a record, and a snapshot after it, can be written and read."""
+    """Rule 12: whether a record, and a snapshot after it, can be written and read."""
     digest = "0" * 64  # of what is not known yet: the gradient and the state
     record = record._replace(gradient=digest)
     return records.fits(record) and records.fits(follow(run, ledger, record, digest))
@@ -156,26 +156,22 @@ def watched(pace: Pace, since: float, writes: bool) -> float:
     return min(since, 1.5 * pace.roll) if writes else 0.0
 
 
-def alive(run: Run, seen: Mapping[str, Seen], time: float, pace: Pace) -> set[str]:
-    """Rule 3: islands whose sign of life has changed lately; in fixed mode all that are named.
+def alive(seen: Mapping[str, Seen], time: float, pace: Pace) -> set[str]:
+    """Rule 3: islands whose sign of life has changed lately.
 
     time: so long the observer has watched.
     """
-    if run.islands:
-        return set(run.islands)
     return {name for name, one in seen.items() if time - one.at < pace.dead}
 
 
 def newly_dead(
-    run: Run, ledger: Ledger, living: Mapping[str, int], *, absent: bool
+    ledger: Ledger, living: Mapping[str, int], *, absent: bool
 ) -> tuple[tuple[str, int], ...]:
     """Rules 3 and 8: incarnations that the log knows and that live no more.
 
     living: {island: its newest incarnation}; an earlier one is over. absent: whether all others
     have been watched for long enough to be dead, too.
     """
-    if run.islands:
-        return ()
     dead = {*ledger.dead}
     known = ((m.island, m.incarnation) for m in ledger.marks)
     found = (m for m in known if m not in dead and living.get(m[0], m[1] + absent) > m[1])
@@ -202,10 +198,8 @@ def may_send(own: Sequence[Any]) -> bool:
     return len(own) < MOST_UNDECIDED
 
 
-def weight(run: Run, number: int, messages: Sequence[Message]) -> float:
+def weight(number: int, messages: Sequence[Message]) -> float:
     """Rule 5, of one island in a record: tokens^2 / steps; rule 4: less by its staleness."""
-    if run.islands:
-        return 1.0
     tokens, steps = sum(m.tokens for m in messages), sum(m.steps for m in messages)
     found = max(tokens, 1) ** 2 / max(steps, 1)
     for _ in range(number - 1 - messages[0].base):
@@ -237,9 +231,9 @@ def expected_tokens(ledger: Ledger, seen: Seen, mean: float, watched: float, pac
     return min(beat.speed * pace.period, most)
 
 
-def scale(run: Run, committed: int, expected: float) -> float:
+def scale(committed: int, expected: float) -> float:
     """Rule 5: a record of few members moves less."""
-    return 1.0 if run.islands or not committed else min(1.0, committed / expected)
+    return min(1.0, committed / expected) if committed else 1.0
 
 
 def spans(run: Run, members: Sequence[Message], rejected: Sequence[Reject]) -> bool:
@@ -257,30 +251,18 @@ def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
 
     sent_at: the step of the own message in it, or None. others: own messages left undecided.
     """
-    if sent_at is None:  # in fixed mode an island that takes its steps again has yet to send it
-        return "wait" if run.islands else "shift"
+    if sent_at is None:
+        return "shift"
     due = sent_at + run.overlap_steps
     if t < due:
         return "wait"
-    return "merge" if run.islands or (t == due and not others) else "shift"
+    return "merge" if t == due and not others else "shift"
 
 
-def sender(run: Run, incarnation: int) -> int:
-    """Rule 10: the incarnation in the names of an island's messages.
-
-    In fixed mode a message is named by its place in the schedule: who makes it again, after a
-    restart, makes the same.
-    """
-    return 1 if run.islands else incarnation
-
-
-def is_due(run: Run, pace: Pace, fragment: int, t: int, steps: int, waited: float) -> bool:
-    """Rule 7: a message every T seconds, whatever the steps; rule 10: at the schedule's step.
+def is_due(pace: Pace, steps: int, waited: float) -> bool:
+    """Rule 7: a message every T seconds, whatever the steps.
 
     steps, waited: since the message before."""
-    P, H = len(run.fragments), run.sync_period
-    if run.islands:
-        return steps > 0 and (t - fragment * H // P) % H == 0
     return waited >= pace.period and steps >= pace.least_steps
 
 
@@ -311,15 +293,13 @@ def members_in(
     waited: float,
     pace: Pace,
 ) -> tuple[list[Message], list[Reject]] | None:
-    """Rule 2, the decision that may be written now, or None; rule 10: all islands, and no grace.
+    """Rule 2, the decision that may be written now, or None.
 
     present: ready and alive. waited: since the first message was in place [s].
     """
     members, rejected = sort_out(run, ledger, inbox, damaged)
     inside = {m.island for m in members}
     answered = inside | {r.island for r in rejected}
-    if run.islands:
-        return (members, []) if inside == set(run.islands) and not rejected else None
     late = waited >= pace.grace
     if len(inside) < run.islands_min:
         first = in_turn(members, rejected)
@@ -338,17 +318,14 @@ def in_turn(members: Sequence[Message], rejected: Sequence[Reject]) -> list[Reje
 def sort_out(
     run: Run, ledger: Ledger, inbox: Mapping[Key, Message], damaged: Mapping[Key, str]
 ) -> tuple[list[Message], list[Reject]]:
-    """Rules 4 and 13: the messages that the next record decides, in order."""
+    """Rules 4 and 12: the messages that the next record decides, in order."""
     marks = marks_of(ledger)
-    members, rejected, islands = [], [], set()
+    members, rejected = [], []
     for key in sorted(inbox):
         if not is_next(marks, key) or key[:2] in ledger.dead:
             continue
         if is_forgotten(run, ledger, inbox[key]):
             continue
-        if run.islands and key[0] in islands:  # one of each
-            continue
-        islands.add(key[0])
         marks[key[:2]] = key[2]
         message = inbox[key]
         if reason := reject_reason(run, ledger, message, damaged.get(key, "")):
@@ -359,16 +336,19 @@ def sort_out(
 
 
 def reject_reason(run: Run, ledger: Ledger, message: Message, damage: str) -> str:
-    """Rule 13: why a message cannot count, "" if it can. damage: of its payload."""
-    found = [not message.finite, message.base > ledger.number]
-    if not run.islands:
-        found += [is_stale(ledger, message), is_too_long(ledger, message)]
-        found += [not blocks.are_parts(run, ledger, message.data)]
+    """Rule 12: why a message cannot count, "" if it can. damage: of its payload."""
+    found = [
+        not message.finite,
+        message.base > ledger.number,
+        is_stale(ledger, message),
+        is_too_long(ledger, message),
+        not blocks.are_parts(run, ledger, message.data),
+    ]
     return damage or next(itertools.compress(REASONS, found), "")
 
 
 def is_too_long(ledger: Ledger, message: Message) -> bool:
-    """Rule 13: beside the last ones, as a whole and by step: a quick island's are longer, and where
+    """Rule 12: beside the last ones, as a whole and by step: a quick island's are longer, and where
     steps go to and fro one of few steps is longer by step."""
     if len(ledger.norms) < LEAST_NORMS:
         return False
@@ -378,7 +358,7 @@ def is_too_long(ledger: Ledger, message: Message) -> bool:
 
 
 def unsent(theta: Any, undecided: Iterable[Any], x: Any) -> Any:
-    """Rule 11: what an island has not sent: x = theta - (its undecided messages) - this.
+    """Rule 10: what an island has not sent: x = theta - (its undecided messages) - this.
 
     Numbers or arrays. What a wire rounds off is not sent: the next message has it."""
     for value in undecided:
@@ -387,7 +367,7 @@ def unsent(theta: Any, undecided: Iterable[Any], x: Any) -> Any:
 
 
 def shifted(x: Any, before: Any, after: Any, committed: Iterable[Any]) -> Any:
-    """Rules 6 and 11: x after a record. What was committed is in theta now; all else stays.
+    """Rules 6 and 10: x after a record. What was committed is in theta now; all else stays.
 
     before, after: theta. committed: the own messages in it."""
     x = x + (after - before)
@@ -397,20 +377,20 @@ def shifted(x: Any, before: Any, after: Any, committed: Iterable[Any]) -> Any:
 
 
 def pause(pace: Pace, tries: int, salt: str) -> float:
-    """Rule 12: how long to wait before a request is made again [s]: doubled, with jitter."""
+    """Rule 11: how long to wait before a request is made again [s]: doubled, with jitter."""
     jitter = zlib.crc32(f"{salt} {tries}".encode()) / 2**32
     return min(pace.poll * 2 ** min(tries, 20), pace.most_poll) * (0.5 + jitter / 2)
 
 
 def asks_again(action: Any) -> bool:
-    """Rule 13: whether a request that failed is made again, for however long the store is away.
+    """Rule 12: whether a request that failed is made again, for however long the store is away.
 
     A sign of life is not: the next one says more. Nor a deletion."""
     return type(action).__name__ not in ("Put", "Delete")
 
 
 def deletable(names: Iterable[str], snapshots: Iterable[Ledger]) -> list[str]:
-    """Rule 14: of names of one fragment those that nobody needs: below the last two snapshots.
+    """Rule 13: of names of one fragment those that nobody needs: below the last two snapshots.
 
     So are all messages of an incarnation that was dead by then. Of fragment 0, whose log has the
     data, the leases of blocks that were over by then. Records stay: a reader can follow their chain

@@ -112,10 +112,9 @@ def lives(run: Run) -> list[Life]:
 
 
 def tokens_done(run: Run) -> float:
-    """The part of its islands' tokens that an elastic island saw committed; NaN of other runs."""
+    """The part of its islands' tokens that an island saw committed; NaN of other runs."""
     done = run.finite("islands/progress")
-    is_elastic = run.keys is None or run.keys.get("islands") == "elastic"
-    return float(done[-1]) if len(done) and is_elastic else np.nan
+    return float(done[-1]) if len(done) else np.nan
 
 
 def starts(runs: Sequence[Run]) -> Rows:

@@ -175,11 +175,6 @@ def batch_shape(cfg: config.Config, mesh: Mesh) -> BatchShape:
     return BatchShape(num_replicas, sequences, cfg.max_target_length)
 
 
-def readers(cfg: config.Config, num_replicas: int) -> tuple[int, int]:
-    """Replicas that share the order of the data, and which of them is the first one here."""
-    return (cfg.islands_min, int(cfg.island)) if cfg.islands == "fixed" else (num_replicas, 0)
-
-
 def baseline(cfg: config.Config) -> config.Config | None:
     """Data parallelism to compile beside a DiLoCo run; None where the run is that."""
     if not cfg.enable_diloco:
@@ -224,7 +219,7 @@ def most_bytes(parts: Parts) -> int:
 def _diloco(cfg, mesh, model, step, fresh, facts, options) -> DiLoCo:
     overlap, feedback = cfg.num_communication_overlapping_steps, cfg.diloco_error_feedback
     make = DiLoCo
-    cfg = config.with_replicas(cfg, readers(cfg, options["num_replicas"])[0])
+    cfg = config.with_replicas(cfg, options["num_replicas"])
     if checks.is_island(cfg):
         # Here: other runs start without it.
         from maxdiloco.trainer import on_islands

@@ -11,11 +11,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiloco.exchange.host import Mailbox
-from maxdiloco.exchange.whole import Whole
 from maxdiloco.islands import core, rules
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import DONE
@@ -62,14 +59,14 @@ def is_over(run: Run, driver: Driver) -> bool:
     if driver.stop is not None and driver.stop.why == DONE:
         return True
     ledger = driver.state.logs[0].ledger  # None while it joins again
-    return not run.islands and ledger is not None and rules.progress(run, ledger) >= 1
+    return ledger is not None and rules.progress(run, ledger) >= 1
 
 
 def standing(run: Run, driver: Driver, *, warm_from: int | None, several: bool) -> Standing:
     """As of now. several: processes, which save a message where the next step may begin."""
     state, log = driver.state, driver.state.logs[0]
     own = log.tokens + sum(each.message.tokens for each in log.own)
-    alive = rules.alive(run, state.seen, core.watched(state), state.pace) | {state.name}
+    alive = rules.alive(state.seen, core.watched(state), state.pace) | {state.name}
     return Standing(
         records=log.ledger.number,
         tokens=log.ledger.tokens,
@@ -80,11 +77,6 @@ def standing(run: Run, driver: Driver, *, warm_from: int | None, several: bool) 
         evaluates=bool(driver.evaluations),
         may_step=several and driver.stop is None and driver.may_step(),
     )
-
-
-def bytes_of_all(mesh: Mesh, size: int) -> jax.ShapeDtypeStruct:
-    """So many bytes, which each device has."""
-    return jax.ShapeDtypeStruct((size,), np.uint8, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 class Processes:
@@ -116,16 +108,6 @@ class Processes:
             self.tell(GO)
         else:
             self.told()
-
-    def to_all(self, data: bytes | None, mesh: Mesh) -> jax.Array:
-        """Bytes of process 0 as an array of all of them; elsewhere data is not read."""
-        if self.decides:
-            parts, size = [np.frombuffer(data, np.uint8)], len(data)
-            self.tell(GO, size)
-        else:
-            parts, (_, size) = [], self.told()
-        (found,) = Whole(self._mailbox).placed(parts, [bytes_of_all(mesh, size)])
-        return found
 
     def ranges(
         self, step: int, find: Callable[[int], Ranges], over: Callable[[], bool]

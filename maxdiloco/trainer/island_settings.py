@@ -28,7 +28,6 @@ _KEYS = MappingProxyType({
     "sync_period": "diloco_sync_period",
     "overlap_steps": "num_communication_overlapping_steps",
     "alpha": "communication_overlapping_alpha",
-    "tokens": "steps",
     "tokenizer": "tokenizer_path",
     "fragments": "num_diloco_fragments",
     "eval_tokens": "eval_interval",
@@ -41,16 +40,15 @@ _OF_DATA = (
     "max_target_length", "enable_data_shuffling", "data_shuffle_seed", "packing",
     "grain_packing_type",
 )  # fmt: skip
-_ROWS, _OTHERS = "sequences_per_replica", "all"  # words that are no keys
-_REMEDIES = MappingProxyType({
-    _ROWS: "Change per_device_batch_size or gradient_accumulation_steps",
-    _OTHERS: "These are fingerprints of more keys than fit here: set those of the model and the "
-    "data, after the ones that are equal, as the others have them",
-})  # fmt: skip
+_OTHERS = "all"  # a word that is no key: a fingerprint of the keys that did not fit
+_REMEDY_OF_OTHERS = (
+    "These are fingerprints of more keys than fit here: set those of the model and the data, after "
+    "the ones that are equal, as the others have them"
+)
 # The mean of a record is sent in eight bits at least, as owners send theirs.
 _DOWN = MappingProxyType(dict.fromkeys(("float4_e3m0", "int2", "topk"), "int8"))
 _CORRECTED = ("int2", "topk")  # wires that need error feedback, as diloco.quantize has it
-# What the first island of an elastic run decides for all, as they may differ in batch and steps.
+# What the first island of a run decides for all, as they may differ in batch and steps.
 _OF_THE_FIRST = ("tokens", "block_tokens")
 
 
@@ -84,27 +82,25 @@ class Settings(NamedTuple):
 
 def of(cfg: Config, facts: Facts | None) -> Settings:
     """The island that the keys describe; facts: None where nothing is trained."""
-    fixed, wire = cfg.islands == "fixed", cfg.diloco_exchange_dtype
-    tokens = facts.steps * facts.step_tokens if facts else 1
+    wire, step_tokens = cfg.diloco_exchange_dtype, facts.step_tokens if facts else 0
     run = Run(
         model=_text(_words(cfg)),
         tokenizer=facts.tokenizer if facts else "",
         data=_text(_data(cfg, facts)),
         wire=wire,
-        wire_down="float32" if fixed else _DOWN.get(wire, wire),
+        wire_down=_DOWN.get(wire, wire),
         merge=cfg.diloco_merge,
         outer_optimizer=cfg.diloco_outer_optimizer,
         outer_lr=cfg.diloco_outer_lr,
         outer_momentum=cfg.diloco_outer_momentum,
         fragments=(),
-        islands=tuple(sorted(map(str, range(cfg.islands_min)))) if fixed else (),
         islands_min=cfg.islands_min,
         sync_period=cfg.diloco_sync_period,
         overlap_steps=cfg.num_communication_overlapping_steps,
         alpha=cfg.communication_overlapping_alpha,
-        tokens=tokens * cfg.islands_min if fixed else tokens,
-        block_tokens=STEPS_OF_A_BLOCK * facts.step_tokens if facts and not fixed else 0,
-        eval_tokens=max(cfg.eval_interval, 0) * facts.step_tokens if facts and not fixed else 0,
+        tokens=facts.steps * step_tokens if facts else 1,
+        block_tokens=STEPS_OF_A_BLOCK * step_tokens,
+        eval_tokens=max(cfg.eval_interval, 0) * step_tokens,
         snapshot_every=SNAPSHOT_EVERY,
         keys=(),
     )
@@ -117,8 +113,6 @@ def of(cfg: Config, facts: Facts | None) -> Settings:
 def _pace(cfg: Config) -> Pace:
     """Shorter times where the keys ask for short ones; those of a minute are the defaults."""
     usual, dead = Pace(), cfg.islands_dead_seconds
-    if cfg.islands == "fixed":
-        return usual._replace(poll=0.05, most_poll=2.0)
     period, scale = cfg.islands_period_seconds, min(1.0, cfg.islands_period_seconds / usual.period)
     return Pace(
         period=period,
@@ -149,11 +143,9 @@ def _data(cfg: Config, facts: Facts | None) -> dict[str, object]:
         names = [entry["name"] for entry in entries]
         share_K = order.shares([Fraction(entry.get("weight", "1")) for entry in entries])
         by_share = sorted(f"{name}:{share}" for name, share in zip(names, share_K, strict=True))
-        words["dataset_mixture"] = ",".join(names if cfg.dataset_per_replica else by_share)
+        words["dataset_mixture"] = ",".join(by_share)
     if facts is None:
         return words
-    if cfg.islands == "fixed":
-        words[_ROWS] = facts.step_tokens // facts.length
     return words | {"dataset_path": hashlib.sha256(facts.contents.encode()).hexdigest()[:16]}
 
 
@@ -173,12 +165,11 @@ def adopted(own: Run, stored: Run, url: str, step_tokens: int) -> Run:
     step_tokens: of a step of this island.
     """
     own = own._replace(keys=stored.keys)  # keys.of_run says whose they are
-    if not own.islands:
-        both = own.eval_tokens and stored.eval_tokens
-        names = (*_OF_THE_FIRST, "eval_tokens") if both else _OF_THE_FIRST
-        own = own._replace(**{name: stored._asdict()[name] for name in names})
+    both = own.eval_tokens and stored.eval_tokens
+    names = (*_OF_THE_FIRST, "eval_tokens") if both else _OF_THE_FIRST
+    own = own._replace(**{name: stored._asdict()[name] for name in names})
     for key, mine, other in _differences(own, stored, step_tokens):
-        remedy = _REMEDIES.get(key, f"Set {key}={other}")
+        remedy = _REMEDY_OF_OTHERS if key == _OTHERS else f"Set {key}={other}"
         raise ConfigError(
             f"{key}={mine} here, and {other} in the run of islands_store={url}. {remedy}, or use "
             "another islands_store."
@@ -188,17 +179,11 @@ def adopted(own: Run, stored: Run, url: str, step_tokens: int) -> Run:
 
 def _differences(own: Run, stored: Run, step_tokens: int) -> Iterator[tuple[str, str, str]]:
     """Keys with both values."""
-    if bool(own.islands) != bool(stored.islands):
-        yield "islands", *("fixed" if run.islands else "elastic" for run in (own, stored))
-    elif own.islands_min != stored.islands_min:  # others follow from it
-        yield "islands_min", str(own.islands_min), str(stored.islands_min)
     for field, mine, other in zip(own._fields, own, stored, strict=True):
         if mine == other:
             continue
         if field in ("model", "data"):
             yield from _of_words(mine, other)
-        if field == "tokens":
-            mine, other = (n // (step_tokens * own.islands_min) for n in (mine, other))
         if field == "eval_tokens":
             mine, other = (max(n // step_tokens, 1) if n else -1 for n in (mine, other))
         yield _KEYS.get(field, field), base_yml.show(mine), base_yml.show(other)

@@ -1,7 +1,7 @@
 """The steps of an island: a table of actions as those of engine/exchanges.py, and its values.
 
 A step is the inner step alone; what an island sends and applies between two of them is decided by
-islands/core.py, in fixed mode at the steps of the schedule.
+islands/core.py.
 """
 
 from collections.abc import Callable, Sequence

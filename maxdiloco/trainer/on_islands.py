@@ -26,7 +26,7 @@ from maxdiloco.islands.island import REPLACED, Damage, Stop
 from maxdiloco.islands.keys import Keys
 from maxdiloco.islands.records import Run
 from maxdiloco.trainer import island_processes, island_settings
-from maxdiloco.trainer.island_processes import GO, Processes, Ranges, Standing, bytes_of_all
+from maxdiloco.trainer.island_processes import GO, Processes, Ranges, Standing
 from maxdiloco.trainer.island_settings import Settings
 from maxdiloco.trainer.island_steps import Steps, Values, leaves_of
 from maxdiloco.trainer.leased_text import LeasedText
@@ -48,8 +48,6 @@ class OnIslands(DiLoCo):
         self._begun = 0  # inner steps before this start of the island
         self._warm_from: int | None = None  # where inner moments began at zero in a run under way
         self._moments_of: int | None = None
-        self._saved: bytes | None = None  # of fixed mode, in the checkpoint that was read
-        self._place_bytes = 0  # in the one that was written last
         self._left, self._waited_s = False, 0.0
         self._told = Counts(), 0
 
@@ -83,8 +81,7 @@ class OnIslands(DiLoCo):
             run = island_settings.adopted(run, found, settings.url, settings.facts.step_tokens)
         known = keys.of_run(self._keys, found, settings.name, settings.url)
         run = run._replace(keys=known)
-        if not run.islands:
-            island_settings.require_block(run, settings.facts)
+        island_settings.require_block(run, settings.facts)
         return run, stored
 
     def _make_carrier(self) -> Carrier:
@@ -102,19 +99,11 @@ class OnIslands(DiLoCo):
         Raises ConfigError as bind, since the run may have begun meanwhile.
         """
         settings, name = self._settings, self._settings.name
-        if settings.run.islands and state.t and self._saved is None:
-            raise ConfigError(
-                f"islands=fixed cannot go on from step {state.t} of a checkpoint of another mode. "
-                "Use another run_name: the island then takes its steps again, to the bit, with the "
-                "messages that are there."
-            )
         host, plans = HostValues(self.programs, self._mailbox), self.layout.plans
         self._values = Values(host, plans, self._processes, self._fresh)
-        theta, trace = [host.theta(state, plan) for plan in plans], None
-        if self._saved is not None:
-            trace = [host.trace(state, plan) for plan in plans]
+        theta = [host.theta(state, plan) for plan in plans]
         settings.facts.say(f"island {name} meets the others at {settings.url}")
-        state = self._decided(lambda state: self._joined(state, theta, trace), state)
+        state = self._decided(lambda state: self._joined(state, theta), state)
         if self._processes.decides:
             self._told = self._bucket.counts, state.t
         return state
@@ -128,9 +117,7 @@ class OnIslands(DiLoCo):
         self._processes.tell(GO, self._standing)
         return state
 
-    def _joined(
-        self, state: State, theta: list[np.ndarray], trace: list[np.ndarray] | None = None
-    ) -> State:
+    def _joined(self, state: State, theta: list[np.ndarray]) -> State:
         """The state once the island is in the log, as its next incarnation."""
         settings, say = self._settings, self._say
         self._values.state, self._begun = state, state.t
@@ -138,8 +125,7 @@ class OnIslands(DiLoCo):
             run, stored = self._agreed()
             driver = Driver(
                 self._bucket, run, settings.pace, settings.name, theta, x=self._values,
-                trace=trace, feedback=settings.feedback, moments_of=self._moments_of,
-                after=self._incarnation, saved=self._saved,
+                feedback=settings.feedback, moments_of=self._moments_of, after=self._incarnation,
                 key=None if self._keys is None else self._keys.own,
             )  # fmt: skip
             self._beside = Beside(driver, settings.pace, say)
@@ -165,20 +151,10 @@ class OnIslands(DiLoCo):
         self._settings.facts.say(f"{line}. The last answer: {failure}" if failure else line)
 
     def reading(self, saved_layout: SavedLayout) -> Reading:
-        """See DiLoCo; a checkpoint's inner moments are of the records that it knows. One of fixed
-        mode has the island's own place, too."""
+        """See DiLoCo; a checkpoint's inner moments are of the records that it knows."""
         if saved_layout.records is not None:
             self._moments_of = saved_layout.records
-        found = super().reading(saved_layout)
-        if not (self._run.islands and saved_layout.island_bytes):
-            return found
-        place = {"saved": bytes_of_all(self.mesh, saved_layout.island_bytes)}
-
-        def state_of(items: dict[str, Any], *, t: int) -> State:
-            self._saved = np.asarray(items.pop("island")["saved"]).tobytes()
-            return found.state_of(items, t=t)
-
-        return found._replace(items=found.items | {"island": place}, state_of=state_of)
+        return super().reading(saved_layout)
 
     # -- between two inner steps ----------------------------------------------------------------
 
@@ -201,7 +177,7 @@ class OnIslands(DiLoCo):
     def _again(self, state: State, stop: Stop) -> State:
         """Join once more where that helps. state.t is that of the step to come."""
         driver = self._beside.driver
-        if not stop.again or not driver.finite or self._run.islands:
+        if not stop.again or not driver.finite:
             raise self._error(stop)
         self._say(f"island {self._settings.name} joins again: {stop.line}")
         self._beside.close(drain=False)
@@ -212,14 +188,12 @@ class OnIslands(DiLoCo):
         return replace(state, t=t)
 
     def _stepped(self, given: Given, _: Any) -> Given:
-        """Send and apply what is due; in fixed mode all of it."""
+        """Send and apply what is due."""
         return given._replace(state=self._decided(self._sent_and_applied, given.state))
 
     def _sent_and_applied(self, state: State) -> State:
         self._values.state = state
         self._beside.stepped(self._settings.facts.step_tokens)
-        if self._run.islands:
-            self._beside.ready()
         driver = self._beside.driver
         if not driver.finite:
             raise self._error(driver.stop, state.t)
@@ -248,9 +222,7 @@ class OnIslands(DiLoCo):
     # -- what the loop asks ---------------------------------------------------------------------
 
     def reads(self, text: Any) -> Any:
-        """In elastic mode the blocks that the island leases, else the text itself."""
-        if not self._run.block_tokens:
-            return text
+        """The blocks of the text that the island leases."""
         return LeasedText(text, self._ranges, lambda: self._standing.tokens)
 
     def _ranges(self, step: int) -> Ranges:
@@ -274,18 +246,14 @@ class OnIslands(DiLoCo):
             time.sleep(_LOOK_S)
 
     def learning_rate(self, rate: Callable[[float], float], t: int) -> float:
-        """In elastic mode by the tokens that are committed, and this island's on their way."""
-        if self._run.islands:
-            return rate(t - 1)
+        """By the tokens that are committed, and this island's on their way."""
         found = rate(self._standing.with_own * (self._settings.facts.steps - 1))
         if (begun := self._standing.warm_from) is not None:
             found *= min(1.0, (t - begun) / self._run.sync_period)
         return float(np.float32(found))
 
     def evaluates(self, t: int, interval: int) -> bool:
-        """In elastic mode one island of all does, each `interval` steps of the first's tokens."""
-        if self._run.islands:
-            return super().evaluates(t, interval)
+        """One island of all does, each `interval` steps of the first's tokens."""
         if self._standing.evaluates and self._processes.decides:
             self._beside.driver.evaluations = []
         return self._standing.evaluates
@@ -307,19 +275,10 @@ class OnIslands(DiLoCo):
 
     # -- what it tells --------------------------------------------------------------------------
 
-    def saved_items(self, state: State) -> dict[str, Any]:
-        """See DiLoCo; with an island of fixed mode's own place."""
-        found = super().saved_items(state)
-        if not self._run.islands:
-            return found
-        place = self._processes.to_all(self._beside and self._beside.saved(), self.mesh)
-        self._place_bytes = place.size
-        return found | {"island": {"saved": place}}
-
     def note(self, state: State) -> dict[str, Any]:
         """See DiLoCo; with the records of fragment 0 that the state has."""
         known = self._standing.records if self._standing is not None else None
-        return super().note(state) | {"records": known, "island_bytes": self._place_bytes}
+        return super().note(state) | {"records": known}
 
     def extra_metrics(self, state: State) -> dict[str, float]:
         """Of the log, of what this island has sent, and of the last message."""
@@ -341,9 +300,8 @@ class OnIslands(DiLoCo):
     def description(self) -> Description:
         """See DiLoCo, with the island."""
         run, found = self._run, super().description
-        who = f"{len(run.islands)} fixed islands" if run.islands else "elastic islands"
         title = f"{len(self.layout.plans)} fragments, tau {run.overlap_steps}, {run.wire}"
-        return found._replace(title=f"DiLoCo of {title}, {who}")
+        return found._replace(title=f"DiLoCo of {title}, elastic islands")
 
     def closing_line(self, state: State) -> str:
         """The step, and what the log has."""

@@ -22,7 +22,7 @@ from maxdiloco.flags.config import Config
 from maxdiloco.metrics import compiles, console, line_files
 from maxdiloco.processes import agree, coordination, output
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
-from maxdiloco.trainer import assemble, optimizer
+from maxdiloco.trainer import optimizer
 from maxdiloco.trainer.assemble import BatchShape, Parts
 from maxdiloco.trainer.remat_choice import make_room
 
@@ -57,7 +57,7 @@ def look(
     data: dict[str, str],
 ) -> Start:
     """Find where the run begins, before anything is built. Raises as refuse_changes."""
-    M, B = assemble.readers(cfg, shape.num_replicas)[0], shape.sequences
+    M, B = shape.num_replicas, shape.sequences
     needs = metadata.OF_MODEL
     own = saved = checkpointer and checkpointer.restore(lambda meta: {}, needs=needs)
     if not saved and cfg.load_full_state_path:
@@ -226,7 +226,7 @@ def changes(
         old = config.from_dict(stored)
         lines += resume.change_lines(stored, cfg.as_dict())
         lines += parts.trainer.reading(_layout(cfg, saved)).lines(saved.step)
-        if not checks.ends_with_log(cfg):  # there the rate goes by the log
+        if not checks.is_island(cfg):  # there the rate goes by the log
             lines += rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps)
     parts = (part for line in lines for part in console.fit(line, console.WIDTH).split("\n"))
     return [part.replace(resume.KEEP, " ") for part in parts]

@@ -63,7 +63,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
     mesh = mesh_lib.build(cfg)
     shape = assemble.batch_shape(cfg, mesh)
     asked = cfg  # for config.yml: -1 may stand for another number when the run resumes
-    cfg = config.with_replicas(cfg, assemble.readers(cfg, shape.num_replicas)[0])
+    cfg = config.with_replicas(cfg, shape.num_replicas)
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
     if cfg.show_fragments:
@@ -101,7 +101,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         run_files.save_tokenizer(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
         total = text.last_step_of_epoch(begin.position) if total == -1 else total
-        length = None if checks.ends_with_log(cfg) else total
+        length = None if checks.is_island(cfg) else total
         if length is not None and done >= length:
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
             return 0
@@ -240,8 +240,7 @@ def _open_batches(
     """The global batches of some steps; leaving the context ends the reader."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding
     rows = feeding.local_rows(sharding, shape)
-    _, first = assemble.readers(cfg, parts.shape.num_replicas)
-    here = dict(replicas=first + rows[0], rows=rows[1], worker_count=cfg.grain_worker_count)
+    here = dict(replicas=rows[0], rows=rows[1], worker_count=cfg.grain_worker_count)
     with pipeline.batches(text, position, steps=steps, **here) as local:
         yield feeding.feed(local, rows, sharding, shape)
 
@@ -274,7 +273,7 @@ def _introduction(
     clock: StartClock,
 ) -> list[str]:
     """Lines on what begins here."""
-    how_long = "the log says how many" if checks.ends_with_log(cfg) else total
+    how_long = "the log says how many" if checks.is_island(cfg) else total
     return [
         *_sizes(cfg, parts),
         *parts.trainer.description.start,

@@ -150,8 +150,6 @@ island=a | does nothing with islands=none. Use island= or islands=elastic
 islands=elastic island=a | lacks islands_store | Set it to s3://bucket/folder
 islands=elastic islands_store=a | island= cannot name | Give each its own name of letters
 islands=elastic islands_store=a island=a/b | island=a/b cannot name an island
-islands=fixed islands_store=a island=2 islands_min=2 | is none of the islands_min=2 | to below 2
-islands=fixed islands_store=a island=x | island=x is none of | Number them from 0
 ISLAND enable_diloco=false | does not go with enable_diloco=false | Use enable_diloco=true
 ISLAND num_diloco_replicas=2 | an island is one replica | Leave it out, and start more islands
 ISLAND dcn_diloco_parallelism=2 | dcn_diloco_parallelism=2 does not go with | start more islands
@@ -163,7 +161,6 @@ ISLAND EAGER | a record of the log is applied once | Use diloco_outer_overlap=no
 ISLAND diloco_outer_optimizer=adam | hosts take the outer step | Use nesterov or sgd
 ISLAND load_full_state_path=a | the log has the state | Use load_parameters_path
 ISLAND grain_worker_count=1 | is leased in this process | Use grain_worker_count=0
-ISLAND islands=fixed island=0 islands_dead_seconds=9 | does nothing with islands=fixed | =elastic
 # a mixture of sources
 dataset_mixture=web | is not a list
 dataset_mixture=[web] | web is not a source. Write dataset_mixture=[{path

@@ -72,7 +72,7 @@ def test_keys_that_alter_the_result_are_refused_with_both_values_and_the_way_out
     with pytest.raises(CheckpointError, match=words):
         refuse(saved, sequences_per_replica=16)
     with pytest.raises(CheckpointError, match=r"anew, with load_parameters_path"):  # of an island
-        refuse(saved | {"islands": "fixed"}, islands="fixed", sequences_per_replica=16)
+        refuse(saved | {"islands": "elastic"}, islands="elastic", sequences_per_replica=16)
 
 
 def test_a_key_younger_than_the_checkpoint_had_its_default_and_one_that_is_gone_has_changed():

@@ -1,8 +1,6 @@
 """maxdiloco.train as islands over a folder: alone, side by side, killed, and later than others."""
 
-import time
 
-import numpy as np
 import process_tools
 import pytest
 import run_tools as tools
@@ -14,12 +12,12 @@ from maxdiloco.islands import audit, objects
 pytestmark = [pytest.mark.usefixtures("programs")]
 ALONE = dict(dcn_diloco_parallelism=1, islands_period_seconds=0.1, islands_dead_seconds=3)
 # One device, one layer, as of process_tools, which has two replicas.
-TINY = dict(dcn_diloco_parallelism=1, ici_fsdp_parallelism=1, diloco_sync_period=4)
-ELASTIC = TINY | dict(islands="elastic", islands_period_seconds=1, islands_dead_seconds=3)
+ELASTIC = dict(dcn_diloco_parallelism=1, ici_fsdp_parallelism=1, diloco_sync_period=4)
+ELASTIC |= dict(islands="elastic", islands_period_seconds=1, islands_dead_seconds=3)
 
 
 def island(folder, name, **changes):
-    """The keys of an island of elastic mode."""
+    """The keys of an island."""
     return dict(islands="elastic", islands_store=folder / "store", island=name) | ALONE | changes
 
 
@@ -61,48 +59,6 @@ def refused(folder, capsys, keys):
     said = capsys.readouterr()
     assert "programs ready" not in said.out, "nothing is compiled for it"
     return code, said.err.strip()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("second", "rtol"), [({}, 1e-5), (dict(ici_fsdp_parallelism=2, per_device_batch_size=1), 1e-4)]
-)
-def test_two_fixed_islands_are_two_replicas_of_the_host_carrier(started, second, rtol, tmp_path):
-    """The same losses but for the rounding of an outer step: float32, in another order; and of the
-    inner ones where one island has its parameters on two devices. Island 1 is first alone, is
-    killed while it waits with a message on its way, and goes on from its checkpoint."""
-    changes = TINY | dict(steps=20, base_output_directory=tmp_path, per_device_batch_size=2)
-    changes |= dict(num_communication_overlapping_steps=1)
-    fixed = changes | dict(islands="fixed", islands_min=2, islands_store=tmp_path / "store")
-
-    def start(log, keys):
-        started.append(process_tools.trainer(keys, tmp_path / f"{log}.log"))
-        return started[-1]
-
-    def island_of(m):
-        keys = fixed | dict(island=m, run_name=f"island{m}", checkpoint_period=4)
-        return keys | second if m else keys
-
-    alone = start("alone", island_of(1))
-    alone.wait_for("island 1 is in")
-    while not (tmp_path / "island1" / "checkpoints" / "4").exists():
-        assert alone.popen.poll() is None, alone.text()
-        time.sleep(0.05)
-    alone.kill()
-    children = [start(m, island_of(m)) for m in (0, 1)]
-    process_tools.ends(children, 0, 0)
-    assert "resumed" in children[1].text(), children[1].text()
-    both = changes | dict(num_diloco_replicas=2, exchange_carrier="host", run_name="host")
-    process_tools.ends([start("host", both)], 0)
-    host = tools.rows(tmp_path / "host")
-    for m in (0, 1):
-        own = tools.rows(tmp_path / f"island{m}")
-        for one, other in zip(own, host, strict=True):
-            np.testing.assert_allclose(
-                one["learning/loss"], other[f"learning/loss_replica_{m}"], rtol=rtol
-            )
-            assert one["learning/lr"] == other["learning/lr"]
-    assert len(log_of(tmp_path).records) == 5
 
 
 @pytest.mark.full

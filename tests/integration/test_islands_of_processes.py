@@ -7,7 +7,7 @@ import process_tools
 import pytest
 import run_tools
 import ssh_keys
-from test_island_runs import ELASTIC, TINY, log_of
+from test_island_runs import ELASTIC, log_of
 
 from maxdiloco.islands import __main__ as islands
 
@@ -33,65 +33,6 @@ def test_what_process_0_finds_wrong_with_the_store_ends_both(started, tmp_path):
         (line,) = process.errors()
         assert f"islands_store={tmp_path / 'store'}" in line
         assert "jit(init)" not in process.text()
-
-
-# What depends on the clock, or on how often the store was asked; the last is of a message of the
-# same start.
-OF_TIME = ("dcn/waited_s", "dcn/bytes_sent", "islands/requests", "islands/bytes_received")
-OF_TIME += ("islands/alive", "islands/records", "islands/progress", "islands/committed_tokens")
-OF_TIME += ("islands/own_tokens", "islands/undecided", "diloco/outer_grad_norm")
-
-
-def timeless_rows(run):
-    return [
-        {key: value for key, value in row.items() if key not in OF_TIME}
-        for row in run_tools.rows(run)
-    ]
-
-
-def values_of(run, step):
-    """Of a checkpoint, but for the place in the log, which has the authors of its records."""
-    found = run_tools.arrays(run, step)
-    return {name: x for name, x in found.items() if not name.startswith("island")}
-
-
-@pytest.mark.full
-def test_a_fixed_island_of_two_processes_trains_as_one_of_two_devices(started, tmp_path):
-    """The same rows, and the same checkpoints to the bit, though both processes are killed on the
-    way: which process owns a device changes no order of a sum."""
-    changes = TINY | dict(steps=24, islands="fixed", islands_min=2, checkpoint_period=6)
-    changes |= dict(num_communication_overlapping_steps=1, enable_streaming_diloco="true")
-    changes |= dict(num_diloco_fragments=2, diloco_exchange_dtype="int8", eval_interval=12)
-    changes |= dict(eval_steps=1, async_checkpointing="false")
-
-    def start(folder, count):
-        folder.mkdir()
-        found = process_tools.trainers(count, named(folder.parent, "0", changes | OF_TWO), folder)
-        started.extend(found)
-        return found
-
-    for way, count in (("processes", 2), ("devices", 1)):
-        (folder := tmp_path / way).mkdir()
-        keys = named(folder, "1", changes | OF_ONE)
-        other = process_tools.trainer(keys, folder / "1.log")
-        started.append(other)
-        own = start(folder / "first", count)
-        if count == 2:
-            own[0].wait_for("step 8/")
-            for process in own:
-                process.popen.kill()
-            own = start(folder / "second", count)
-            own[0].wait_for("resumed after step ")
-        process_tools.ends([other, *own], *[0] * (1 + count))
-    for name in ("0", "1"):
-        one, other = (tmp_path / way / name for way in ("processes", "devices"))
-        rows, wanted = map(timeless_rows, (one, other))
-        assert rows == wanted and len(rows) == 24
-        run_tools.assert_equal_bits(*(values_of(run, 24) for run in (one, other)))
-    gradients = [
-        [r.gradient for r in log_of(tmp_path / way).records[:5]] for way in ("processes", "devices")
-    ]  # a sixth one, of the last step, may come in time
-    assert gradients[0] == gradients[1] and len(gradients[0]) == 5
 
 
 def members(folder):

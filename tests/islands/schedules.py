@@ -10,9 +10,9 @@ from concurrent.futures import ProcessPoolExecutor
 from simulator import Broken, World
 
 
-def run_schedule(seed, length=None, fixed=None, timing=0):
-    """One schedule. Raises Broken. fixed: the mode; timing: another order of the same run."""
-    world = World(seed, fixed, timing)
+def run_schedule(seed, length=None):
+    """One schedule. Raises Broken."""
+    world = World(seed)
     world.run_events(world.rng.choice((50, 100, 200, 400)) if length is None else length)
     world.check_growth()
     world.check_ledger()

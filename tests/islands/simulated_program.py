@@ -1,21 +1,20 @@
 """A program of simulator.py: core.py with numbers of one value a fragment."""
 
-from maxdiloco.islands import core, records, restart, rules
+from maxdiloco.islands import core, records
 from maxdiloco.islands.island import Pace
 from maxdiloco.islands.records import Leaf, Run
 
 PACE = Pace(period=2.0, dead=6.0, grace=1.5, aside=0.8, beat=1.5, roll=2.0, poll=0.3, most_poll=1.5)
 
 
-def settings(rng, fixed, names):
+def settings(rng, names):
     P = rng.choice((1, 1, 2))
     H = rng.choice((2, 4, 6))
     return Run(
         "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, ((Leaf(1, 1),),) * P,
-        tuple(names) if fixed else (), 1 if len(names) == 1 else rng.choice((1, 1, 2)), H,
-        rng.randrange(H) if fixed else rng.choice((0, 1)) * (3 if H == 6 else 1),
-        rng.choice((0.0, 0.5)), 10**9, 0 if fixed else 30, rng.choice((0, 40)),
-        rng.choice((2, 3)), (),
+        1 if len(names) == 1 else rng.choice((1, 1, 2)), H,
+        rng.choice((0, 1)) * (3 if H == 6 else 1), rng.choice((0.0, 0.5)), 10**9, 30,
+        rng.choice((0, 40)), rng.choice((2, 3)), (),
     )  # fmt: skip
 
 
@@ -25,11 +24,6 @@ class Values:
     def __init__(self):
         self.theta, self.trace, self.x, self.sent, self.unsent = 0.0, 0.0, 0.0, {}, 0.0
         self.committed = 0
-
-    def copy(self):
-        new = Values()
-        vars(new).update(vars(self), sent=dict(self.sent))
-        return new
 
     def digest(self):
         return f"{self.theta!r} {self.trace!r}"
@@ -52,15 +46,6 @@ class Program:
         self.gradients, self.frozen_until = {}, 0.0
         names = (records.snapshot_name(F, 0) for F in range(len(self.values)))
         self.payloads = dict.fromkeys(names, (0.0, 0.0))
-
-    def restore(self, place, values):
-        """Fixed mode: go on from the own checkpoint."""
-        self.state, self.joined = restart.restored(self.state, place), True
-        self.values = [value.copy() for value in values]
-        for F, part in enumerate(place.parts):
-            for message, _ in part.own:
-                name = records.message_name(F, *rules.key_of(message))
-                self.payloads[name] = values[F].sent[message.seq]
 
     def moved(self, fragment):
         """An inner step, of this fragment's value."""

@@ -125,8 +125,6 @@ class Store:
 
     def load(self, program, action):
         names = self.listed(f"s/{action.fragment}/")
-        if action.number is not None:
-            names = {records.snapshot_name(*action)} & self.objects.keys()
         if not names:
             return None
         name = max(names, key=records.numbers)

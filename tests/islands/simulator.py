@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from simulated_program import Program, settings
 from simulated_store import Faults, Store
 
-from maxdiloco.islands import audit, blocks, core, records, restart, rules
+from maxdiloco.islands import audit, blocks, core, records, rules
 from maxdiloco.islands.island import Apply, Begin, Done, Evaluate, Pack, Say, Step, Stop, Tick
 
 TICK = 0.5
@@ -33,34 +33,26 @@ def require(true, *what):
 class World(Store):
     """The programs over their store, and what was seen of them."""
 
-    def __init__(self, seed, fixed=None, timing=0, names=None, step_tokens=(1, 2, 3), **changes):
+    def __init__(self, seed, names=None, step_tokens=(1, 2, 3), **changes):
         """names, step_tokens, changes: of other islands, steps and keys of the run."""
         super().__init__()
         rng = random.Random(seed)
         self.names = ["a", "b", "c", "d"][: rng.choice((1, 2, 2, 3, 3, 4))]
         self.names = self.names if names is None else list(names)
-        self.fixed = rng.random() < 0.15 if fixed is None else fixed
-        self.run = settings(rng, self.fixed, self.names)._replace(**changes)
+        self.run = settings(rng, self.names)._replace(**changes)
         self.step_tokens = step_tokens
-        self.rng = random.Random(f"{seed} {timing}")
-        faults = Faults.drawn(self.rng)
-        if self.fixed:
-            faults = faults._replace(corrupt=0, diverge=0, die=5 * faults.die)
-            self.save_every = self.rng.choice((1, (self.run.sync_period + 1) // 2))
-        self.faults, self.random = faults, self.rng.random
+        self.rng = random.Random(f"{seed} events")
+        self.faults, self.random = Faults.drawn(self.rng), self.rng.random
         self.now, self.calm, self.programs = 0.0, False, []
         self.queue, self.count = [], itertools.count()
         self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
         self.tops = [0]  # the highest block in the records of fragment 0, after each
         self.tokens = {F: [0] for F, _ in enumerate(self.run.fragments)}
-        self.kept, self.xs = {}, {}  # of fixed mode: checkpoints; x before each step
         for name in self.names:
             self.spawn(name, self.rng.random())
 
     def spawn(self, name, delay, after=0):
         program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)), after)
-        if name in self.kept:
-            program.restore(*self.kept[name])
         self.programs.append(program)
         self.later(delay, program, None)
 
@@ -96,20 +88,15 @@ class World(Store):
         elif isinstance(event, Step):
             program.stepping = False
             for fragment, value in enumerate(program.values):
-                if self.fixed:
-                    key = program.name, program.state.t, fragment
-                    require(self.xs.setdefault(key, value.x) == value.x, key, "has another x")
                 size = program.moved(fragment)
                 value.x, value.unsent = value.x + size, value.unsent - size
         logs = program.state.logs
         self.deliver(program, event)
         if program.state.logs is not logs:
             self.check(program)
-        if self.fixed and isinstance(event, Step) and program.living:
-            self.keep(program)
         if program.living and not program.stepping and core.may_step(program.state):
             program.stepping = True
-            tokens = self.rng.choice(self.step_tokens) if not self.fixed else 2
+            tokens = self.rng.choice(self.step_tokens)
             self.later(program.step_time * (0.8 + 0.4 * self.random()), program, Step(tokens))
 
     def deliver(self, program, event):
@@ -125,12 +112,6 @@ class World(Store):
                 self.request(program, action)
             elif (answer := own(self, program, action)) is not None:
                 self.deliver(program, Done(action, answer))
-
-    def keep(self, program):
-        """A checkpoint; of two programs of one name that of the later step stays."""
-        s, known = program.state, self.kept.get(program.name)
-        if s.phase == "in" and s.t % self.save_every == 0 and (not known or known[0].t <= s.t):
-            self.kept[program.name] = restart.place_of(s), [v.copy() for v in program.values]
 
     def end(self, program):
         program.living = False
@@ -156,7 +137,7 @@ class World(Store):
         F, value = record.fragment, program.values[record.fragment]
         before = value.theta
         value.outer_step(self.run, record, program.gradients.pop(record, None))
-        key = program.name, rules.sender(self.run, program.state.incarnation)
+        key = program.name, program.state.incarnation
         own = {seq: value.sent.pop(seq) for seq in committed}
         for seq, coded in own.items():
             name = records.message_name(F, *key, seq)
@@ -188,11 +169,7 @@ class World(Store):
     def stop(self, program, action):
         program.living = False
         self.say(program, action)
-        wrong = "does not follow", "is bad", "is not what"
-        require(not any(words in action.line for words in wrong), action.line)
-        if self.fixed and "is deleted" in action.line:
-            saved, _ = self.kept.get(program.name, (program.state, None))
-            require(saved.t > program.state.t, action.line, "and there is no later checkpoint")
+        require("does not follow" not in action.line, action.line)
         if action.again or not any(other.living for other in self.programs):
             self.spawn(program.name, 0.5, program.state.incarnation if action.again else 0)
 
@@ -219,7 +196,7 @@ class World(Store):
         for member in record.members:
             key = rules.key_of(member)
             message = self.objects[records.message_name(F, *key)]
-            require(self.fixed or 0 <= number - 1 - message.base <= 2, key, "is too stale")
+            require(0 <= number - 1 - message.base <= 2, key, "is too stale")
             require((F, *key) not in self.corrupt, key, "is damaged and counted")
             size = self.run.block_tokens
             parts = [one for part in message.data for one in blocks.in_blocks(part, size)]
@@ -272,10 +249,10 @@ class World(Store):
         for program in living:
             program.frozen_until = self.now
         absent = set(self.names) - {p.name for p in living}
-        if self.run.islands_min == 1 and living and not self.fixed and self.rng.random() < 0.5:
+        if self.run.islands_min == 1 and living and self.rng.random() < 0.5:
             for program in living[1:]:
                 program.living = False
-        elif absent and not self.fixed:
+        elif absent:
             for name in sorted(absent):
                 self.spawn(name, 0.1)
             newcomer = self.programs[-1]
@@ -304,7 +281,7 @@ class World(Store):
                     found[message.island, message.incarnation] += message.tokens
             read = Counter()
             for program in self.programs:
-                key = program.name, rules.sender(self.run, program.state.incarnation)
+                key = program.name, program.state.incarnation
                 read[key] = max(read[key], program.joined * program.state.read)
             for key, tokens in read.items():
                 require(tokens >= found[key], key, "has", tokens, "of", found[key])

@@ -28,7 +28,7 @@ EMPTY = Ledger(0, 0, "", "", 0, (), (), (), (), 0, ())
 
 def churned(starts, **options):
     """A world whose islands are killed one after the other, each once the log has its message."""
-    world = World(4, fixed=False, islands_min=1, **options)
+    world = World(4, islands_min=1, **options)
     world.faults, rng = Faults(), random.Random(0)
     while world.seen["killed"] < starts:
         world.run_events(20)
@@ -125,7 +125,7 @@ def test_many_deaths_are_declared_in_turn_and_the_oldest_are_forgotten_first():
     run = a_run(snapshot_every=64)
     ledger = EMPTY._replace(marks=tuple(Mark(f"i{n:04}", 1, 1, 8, 1, 1) for n in range(1500)))
     for number in range(1, 7):
-        dead = rules.newly_dead(run, ledger, {"i0000": 1}, absent=True)
+        dead = rules.newly_dead(ledger, {"i0000": 1}, absent=True)
         assert len(dead) == min(256, 1499 - 256 * (number - 1))
         record = Record(0, number, "a", "", (), (), dead, 1.0, "", "", "")
         ledger = rules.follow(run, ledger, record, "")
@@ -148,7 +148,7 @@ def leased(world):
 def test_leases_stay_few_and_a_slow_island_keeps_its_own(monkeypatch):
     """Speeds of 1 : 8; the slow one's messages have a step or two of the sixteen of a block."""
     monkeypatch.setattr(rules, "is_too_long", lambda ledger, message: False)  # of one value each
-    world = World(4, fixed=False, names="ab", block_tokens=32, islands_min=1, snapshot_every=64)
+    world = World(4, names="ab", block_tokens=32, islands_min=1, snapshot_every=64)
     world.faults = Faults()
     for program, time in zip(world.programs, (0.25, 2.0), strict=True):
         program.step_time = time
@@ -232,7 +232,7 @@ def test_a_run_goes_on_whose_records_and_messages_do_not_fit(names, tokens, leas
     monkeypatch.setattr(records, "_MAX_MESSAGE_HEADER", 1 << 12)
     monkeypatch.setattr(blocks, "to_claim", apart(names))
     world = World(
-        4, fixed=False, names=names, step_tokens=tokens, block_tokens=1, islands_min=1,
+        5, names=names, step_tokens=tokens, block_tokens=1, islands_min=1,
         snapshot_every=3, fragments=a_run().fragments[1:],
     )  # fmt: skip
     world.faults = Faults()

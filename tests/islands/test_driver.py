@@ -1,7 +1,6 @@
-"""The machine with hands, over a bucket: fixed mode to the bit, elastic mode and its ledger."""
+"""The machine with hands, over a bucket: the numbers of its steps, its ledger, and its end."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import together
 from tiers import corner
-from together import PACE, Together, a_run, begun, movement, run_fixed, start_values
+from together import PACE, Together, a_run, begun, in_lockstep, movement, start_values
 
 from maxdiloco import DiLoCo
 from maxdiloco.errors import ConfigError
@@ -61,14 +60,6 @@ def bound_of(bucket, run):
     return bounds
 
 
-def bits_of(islands):
-    """Of each island: its steps, what it has read, and the bits of its outer state and its x."""
-    return [
-        (one.state.t, one.state.read, [s.digest() for s in one.outer], [x.tobytes() for x in one.x])
-        for one in islands
-    ]
-
-
 GRID = [(M, wire, tau, P) for M in (1, 2, 3) for wire in ("float32", "int8", "float4_e3m0")
         for tau in (0, 1, 3) for P in (1, 2)]  # fmt: skip
 
@@ -77,104 +68,29 @@ GRID = [(M, wire, tau, P) for M in (1, 2, 3) for wire in ("float32", "int8", "fl
     ("M", "wire", "tau", "P"),
     corner(GRID, [(2, "float32", 0, 1), (3, "int8", 1, 2), (2, "float4_e3m0", 3, 2)]),
 )
-def test_fixed_mode_has_the_numbers_of_the_host_carrier_at_any_timing(M, wire, tau, P):
+def test_islands_in_lockstep_have_the_numbers_of_the_host_carrier(M, wire, tau, P):
     fragments = a_run().fragments if P == 2 else ((*a_run().fragments[0],),)
     run = a_run(
-        wire=wire, overlap_steps=tau, fragments=fragments, islands=tuple("abc"[:M]),
-        snapshot_every=64,
-    )  # fmt: skip
-    buckets = [store.in_memory(), store.in_memory()]
-    first, second = (run_fixed(bucket, run, seed, STEPS) for seed, bucket in enumerate(buckets))
-    assert bits_of(first) == bits_of(second)
+        wire=wire, overlap_steps=tau, fragments=fragments, snapshot_every=64, islands_min=M
+    )
+    islands = in_lockstep(bucket := store.in_memory(), run, "abc"[:M], STEPS)
     theta, replicas = on_devices(run, M, STEPS)
-    bounds = by_leaf(run, bound_of(buckets[0], run))
-    found = by_leaf(run, [state.theta for state in first[0].outer])
+    bounds = by_leaf(run, bound_of(bucket, run))
+    found = by_leaf(run, [state.theta for state in islands[0].outer])
     for name, leaf in found.items():
         assert np.all(np.abs(leaf - theta[name]) <= bounds[name]), name
         assert np.abs(leaf - by_leaf(run, start_values(run))[name]).max() > 0.1
-        for m, island in enumerate(first):
+        for m, island in enumerate(islands):
             x = by_leaf(run, island.x)[name]
             assert np.all(np.abs(x - replicas[name][m]) <= bounds[name] + 1e-6), name
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8", "float4_e3m0"])
-def test_an_island_of_fixed_mode_that_is_killed_changes_no_bit(wire):
-    run = a_run(wire=wire, wire_down=wire, islands=("a", "b"))
-    calm, killed = (run_fixed(store.in_memory(), run, 0, 26, kills=some) for some in (0.0, 0.01))
-    assert max(island.state.incarnation for island in killed) > 2
-    assert bits_of(calm) == bits_of(killed)
-    assert {island.state.t for island in killed} == {26}
-
-
-def fixed_until(steps):
-    """Two islands of fixed mode, of which a has a checkpoint from after its step 3."""
-    run = a_run(islands=("a", "b"), snapshot_every=2)
-    group = Together(store.in_memory(), run, "ab", 0)
-    group.until(lambda islands: min(island.state.t for island in islands) == 3, 3)
-    group.save("a")
-    group.until(lambda islands: min(island.state.t for island in islands) == steps, steps)
-    for _ in range(500):  # snapshots and deletions
-        group.event(steps)
-    return group
-
-
-def line_of_a_restart(group, steps):
-    group.islands["a"] = group.make("a")
-    group.until(lambda _: group.islands["a"].stop is not None, steps)
-    assert not group.islands["a"].stop.again
-    return group.islands["a"].stop.line
-
-
-def test_fixed_mode_refuses_a_checkpoint_that_is_too_old():
-    group = fixed_until(25)
-    words = (
-        "is deleted already, and islands=fixed cannot do without: restore a later checkpoint of "
-        "island=a, or begin another run"
-    )
-    assert re.fullmatch(rf"g/\S+ {words}", line_of_a_restart(group, 25))
-    del group.saved["a"]  # it begins at the start
-    assert re.fullmatch(rf"s/[01]/0 {words}", line_of_a_restart(group, 25))
-
-
-def test_fixed_mode_refuses_an_island_that_does_not_make_its_messages_again(monkeypatch):
-    group = fixed_until(7)
-    monkeypatch.setattr(together, "movement", lambda *given: [2 * x for x in movement(*given)])
-    assert line_of_a_restart(group, 25) == (
-        "u/0/a.1.1 is not what island=a makes of the same steps: its data, software or device is "
-        "another. Restore what it ran with"
-    )
-
-
-def test_a_checkpoint_of_another_run_or_island_is_refused():
-    group = fixed_until(4)
-    saved = group.saved["a"]
-    damaged = saved["saved"][:-1] + bytes([saved["saved"][-1] ^ 1])
-    for words, changes in (
-        ("island=a cannot go on from this checkpoint: it is of island=a of islands=fixed, and "
-         "every key of its run has to be as it was. Restore its own.", {"run": a_run()}),
-        ("k/a is damaged: its payload has another sha256. Restore another checkpoint of island=a.",
-         {"saved": {"a": saved | {"saved": damaged}}}),
-        (r"theta of fragment 0 is not that of record 0. Restore another checkpoint of island=a.",
-         {"saved": {"a": saved | {"theta": [2 * x for x in saved["theta"]]}}}),
-    ):  # fmt: skip
-        other = fixed_until(3)
-        vars(other).update({"saved": {"a": saved}} | changes)
-        with pytest.raises(ConfigError, match=f"^{re.escape(words)}$"):
-            other.make("a")
-    empty = Together(store.in_memory(), group.run, ("a",), 0)
-    empty.saved = {"a": saved}
-    assert line_of_a_restart(empty, 4) == (
-        "run.json is not there, and the checkpoint of island=a is at step 3. Set its "
-        "islands_store, or start without it"
-    )
-
-
 def test_a_coarser_gradient_on_the_way_down_moves_theta_by_its_rounding_alone():
     """int8 down: a / 253 of a block's largest, for each record of one fragment of one block."""
-    fine = a_run(islands=("a", "b"), fragments=a_run().fragments[1:], overlap_steps=0, alpha=0.0)
+    fine = a_run(islands_min=2, fragments=a_run().fragments[1:], overlap_steps=0, alpha=0.0)
     thetas = []
     for run in (fine, fine._replace(wire_down="int8")):
-        island = run_fixed(store.in_memory(), run, 0, 4)[0]
+        island = in_lockstep(store.in_memory(), run, "ab", 4)[0]
         thetas.append(island.outer[0].theta)
     largest = max(abs(sum(movement(m, t, fine)[0] for t in range(1, 5))).max() for m in (0, 1))
     error = np.abs(thetas[0] - thetas[1])
@@ -235,7 +151,7 @@ def test_elastic_islands_agree_in_many_orders():
 
 
 def test_an_islands_own_progress_is_what_it_has_not_sent(group):
-    """Rule 11 on arrays: x = theta - undecided - unsent, and unsent is what the next would be."""
+    """Rule 10 on arrays: x = theta - undecided - unsent, and unsent is what the next would be."""
     for island in group.islands.values():
         for F, x in enumerate(island.x):
             left = rules.unsent(island.outer[F].theta, island.sent[F].values(), x)
@@ -324,8 +240,6 @@ def test_an_island_that_ends_leaves_and_one_that_was_replaced_does_not():
         ({"wire_down": "topk"}, "wire_down=topk is none of float32, bfloat16, int8, float4_e3m0: "),
         ({"merge": "median"}, "merge=median is none of mean, rda"),
         ({"outer_optimizer": "adam"}, "outer_optimizer=adam is none of nesterov, sgd"),
-        ({"islands": ("a", "b"), "block_tokens": 64},
-         "block_tokens=64 with islands=a,b is above 0: islands cannot run with it."),
         ({"snapshot_every": 0}, "snapshot_every=0 is below 1"),
         ({"overlap_steps": 4}, "overlap_steps=4 is not below sync_period=4"),
         ({"fragments": ((Leaf(6, 4),),)}, "fragments has one without values, or tensors of uneq"),
@@ -350,8 +264,8 @@ def test_a_message_of_another_name_is_rejected():
 
 def test_a_run_of_other_keys_is_refused_by_name():
     bucket = store.in_memory()
-    run_fixed(bucket, a_run(islands=("a",)), 0, 4)
-    other = Together(bucket, a_run(islands=("a",), wire="int8"), ("a",), 0)
+    begun(a_run(), "a", 1, bucket=bucket)
+    other = Together(bucket, a_run(wire="int8"), ("a",), 0)
     other.until_stopped()
     line = other.islands["a"].stop.line
     assert line.startswith("wire=int8 here, and float32 in the run of this store. Set the same")

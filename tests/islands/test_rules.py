@@ -9,7 +9,6 @@ from maxdiloco.islands.island import Pace
 from maxdiloco.islands.records import Block, Ledger, Mark, Member, Message, Range, Record, Reject
 
 RUN = a_run()  # H = 4, P = 2, tau = 1
-FIXED = a_run(islands=("a", "b"))
 EMPTY = Ledger(0, 9, "", "", 0, (), (), (), (), 0, ())
 GOOD = Range(1, 1, 0, 64)
 
@@ -21,16 +20,14 @@ def message(island="a", seq=1, base=9, steps=2, tokens=8, **changes):
 
 def test_a_weight_is_tokens_squared_over_steps_and_fades():
     """8^2 / 2 = 32; two messages are one, (8 + 8)^2 / (2 + 6) = 32; two records late: 0.64."""
-    assert rules.weight(RUN, 10, [message()]) == 32
-    assert rules.weight(RUN, 10, [message(), message(seq=2, steps=6)]) == 32
-    assert rules.weight(RUN, 10, [message(base=7)]) == pytest.approx(32 * 0.64)
-    assert rules.weight(FIXED, 10, [message(base=7)]) == 1
+    assert rules.weight(10, [message()]) == 32
+    assert rules.weight(10, [message(), message(seq=2, steps=6)]) == 32
+    assert rules.weight(10, [message(base=7)]) == pytest.approx(32 * 0.64)
 
 
 def test_a_record_of_few_moves_less():
-    assert rules.scale(RUN, 30, 40.0) == 0.75
-    whole = [(RUN, 50, 40.0), (RUN, 0, 40.0), (FIXED, 1, 9.0)]
-    assert [rules.scale(*given) for given in whole] == [1, 1, 1]
+    assert rules.scale(30, 40.0) == 0.75
+    assert rules.scale(50, 40.0) == rules.scale(0, 40.0) == 1
 
 
 @pytest.mark.parametrize(
@@ -50,14 +47,11 @@ def test_a_record_of_few_moves_less():
     ],
 )  # fmt: skip
 def test_why_a_message_cannot_count(changes, reason):
-    """The medians of 0.5, 1, 1, 9 are 1, and by step 0.5. Fixed mode has no guard that depends on
-    others."""
+    """The medians of 0.5, 1, 1, 9 are 1, and by step 0.5."""
     ledger = EMPTY._replace(norms=((0.5, 2), (1.0, 2), (1.0, 2), (9.0, 2)), top=5)
     run = RUN._replace(block_tokens=64)
     assert rules.reject_reason(run, ledger, message(**changes), "") == reason
     assert rules.reject_reason(run, ledger, message(**changes), "sha256") == "sha256"
-    alone = "" if reason in ("stale", "data", "norm") else reason
-    assert rules.reject_reason(FIXED, ledger, message(**changes), "") == alone
     few = ledger._replace(norms=((1.0, 2),) * 3)
     assert rules.reject_reason(RUN, few, message(norm=9.0), "") == ""
 
@@ -88,24 +82,11 @@ def test_too_few_decide_what_is_bad_alone_and_in_turn():
     assert late == ([], [Reject("a", 1, 1, "stale", 2, 1.0)])
 
 
-def test_fixed_mode_takes_the_first_of_each_whatever_the_time():
-    inbox = {rules.key_of(m): m for m in (message(), message(seq=2), message("b"))}
-    members, _ = rules.members_in(FIXED, EMPTY, inbox, {}, set(), 0.0, Pace())
-    assert [rules.key_of(m) for m in members] == [("a", 1, 1), ("b", 1, 1)]
-    del inbox["b", 1, 1]
-    assert rules.members_in(FIXED, EMPTY, inbox, {}, set(), 1e9, Pace()) is None
-
-
 def test_how_a_record_is_applied():
-    """Sent at 5, tau = 1: not before 6, merged at 6, later shifted; fixed mode waits and merges.
-
-    What is not sent yet, in fixed mode, an island that goes on from a checkpoint will send.
-    """
+    """Sent at 5, tau = 1: not before 6, merged at 6, later shifted."""
     hows = [rules.how_to_apply(RUN, t, 5, 0) for t in (5, 6, 7)]
     assert hows == ["wait", "merge", "shift"]
     assert rules.how_to_apply(RUN, 6, 5, 1) == rules.how_to_apply(RUN, 6, None, 0) == "shift"
-    hows = [rules.how_to_apply(FIXED, 7, sent_at, 0) for sent_at in (5, 7, None)]
-    assert hows == ["merge", "wait", "wait"]
 
 
 def test_own_progress_stays():
@@ -155,11 +136,10 @@ def test_who_is_dead_by_the_ledger():
     """An island that is absent is dead once it was watched; an earlier incarnation is at once."""
     marks = tuple(Mark(name, 1, 1, 8, 1, 1) for name in "abc")
     ledger = EMPTY._replace(marks=marks, dead=(("c", 1),))
-    assert rules.newly_dead(RUN, ledger, {"a": 1}, absent=True) == (("b", 1),)
-    assert rules.newly_dead(RUN, ledger, {"a": 2, "b": 1}, absent=True) == (("a", 1),)
-    assert rules.newly_dead(RUN, ledger, {"a": 1}, absent=False) == ()
-    assert rules.newly_dead(RUN, ledger, {"a": 2}, absent=False) == (("a", 1),)
-    assert rules.newly_dead(FIXED, ledger, {}, absent=True) == ()
+    assert rules.newly_dead(ledger, {"a": 1}, absent=True) == (("b", 1),)
+    assert rules.newly_dead(ledger, {"a": 2, "b": 1}, absent=True) == (("a", 1),)
+    assert rules.newly_dead(ledger, {"a": 1}, absent=False) == ()
+    assert rules.newly_dead(ledger, {"a": 2}, absent=False) == (("a", 1),)
 
 
 def test_what_may_be_deleted():

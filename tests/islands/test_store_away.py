@@ -25,7 +25,7 @@ def taken_for_dead(seeds):
     """How often a living island was, over a store that is away now and then."""
     found = 0
     for seed in seeds:
-        world = World(seed, fixed=False)
+        world = World(seed)
         world.faults = Faults(away=0.002)
         world.run_events(1500)
         found += world.seen["the others took it for dead"]
@@ -119,7 +119,7 @@ def test_files_of_others_among_those_of_a_log_are_left_alone():
     others = {"u/0/README", "u/0/a.1.3.tmp", "u/0/.nfs01", "s/0/x", "g/0/x"}
     for name in others:
         bucket.put(name, b"")
-    together.run_fixed(bucket, a_run(islands=("a", "b"), snapshot_every=1), 0, 24)
+    together.in_lockstep(bucket, a_run(snapshot_every=1, islands_min=2), "ab", 24)
     names = {entry.name for entry in bucket.list_all("")}
     assert others <= names and "s/0/1" not in names and len(names & {"s/0/4", "s/0/5"}) == 2
 

@@ -1,6 +1,5 @@
 """Islands of one process over one bucket, in an order that a seed chooses."""
 
-import copy
 import random
 
 import numpy as np
@@ -19,8 +18,8 @@ def a_run(**changes):
     """Two fragments; leaves of one block and a bit, of two tensors, and of a vocabulary."""
     fragments = ((Leaf(300, 1), Leaf(4, 2)), (Leaf(6, 0),))
     run = Run(
-        "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, fragments, (), 1, 4, 1,
-        0.5, 10**9, 0, 0, 4, (),
+        "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, fragments, 1, 4, 1, 0.5,
+        10**9, 0, 0, 4, (),
     )  # fmt: skip
     return run._replace(**changes)
 
@@ -51,39 +50,41 @@ def movement(place, t, run):
 class Together:
     """Islands by name, a clock of their own, and the loop that a program would have."""
 
-    def __init__(self, bucket, run, names, seed, keys=None, kills=0.0):
+    def __init__(self, bucket, run, names, seed, keys=None, pace=PACE):
         self.rng, self.now, self.bucket, self.run = random.Random(seed), 0.0, bucket, run
-        self.keys, self.kills, self.saved = keys or {}, kills, {}
-        self.names = list(names)
+        self.keys, self.pace, self.names = keys or {}, pace, list(names)
         self.islands = {name: self.make(name) for name in names}
 
     def make(self, name):
-        kept = copy.deepcopy(self.saved.get(name)) or {"theta": start_values(self.run)}
         key, nonce = self.keys.get(name), str(self.rng.random())
         return Driver(
-            self.bucket, self.run, PACE, name, **kept, key=key, nonce=nonce, clock=lambda: self.now
-        )
+            self.bucket, self.run, self.pace, name, start_values(self.run), key=key, nonce=nonce,
+            clock=lambda: self.now,
+        )  # fmt: skip
 
-    def save(self, name):
-        """As a program's checkpoint has it."""
+    def step(self, name):
+        """Take an inner step of one island."""
         island = self.islands[name]
-        theta, trace = zip(*island.outer, strict=True)
-        self.saved[name] = dict(theta=theta, trace=trace, x=[*island.x], saved=island.saved())
+        moved = movement(self.names.index(name), island.state.t + 1, self.run)
+        island.x = [x + change for x, change in zip(island.x, moved, strict=True)]
+        island.stepped(tokens=8)
+
+    def serve(self, seconds):
+        """Let time pass, and carry out the requests of all islands."""
+        self.now += seconds
+        for island in self.islands.values():
+            island.tick()
+            while island.work():
+                pass
 
     def event(self, steps):
         """One step, request or tick of one island."""
         self.now += self.rng.random() * 0.01
         name, island = self.rng.choice(list(self.islands.items()))
-        if self.kills and self.rng.random() < self.kills:
-            self.islands[name] = island = self.make(name)
         if island.stop is not None:
             return
         if island.state.t < steps and island.may_step() and self.rng.random() < 0.3:
-            moved = movement(self.names.index(name), island.state.t + 1, self.run)
-            island.x = [x + change for x, change in zip(island.x, moved, strict=True)]
-            island.stepped(tokens=8)
-            if self.kills and island.state.t % 3 == 0:
-                self.save(name)
+            self.step(name)
         elif island.requests and self.rng.random() < 0.7:
             self.rng.shuffle(island.requests)
             island.work()
@@ -124,20 +125,25 @@ def beside_training(run, name="a", bucket=None, say=print):
     return both
 
 
-def run_fixed(bucket, run, seed, steps, kills=0.0):
-    """Fixed mode for so many steps. Returns the islands, in the order of their names.
+def in_lockstep(bucket, run, names, steps):
+    """Train islands of one speed; returns them in the order of their names.
 
-    kills: chance of an event; an island then goes on from its checkpoint, of every third step.
+    An inner step takes a second. Fragment p is sent at steps p H / P (mod H), as by DiLoCo's own
+    schedule, and what follows from it is done in the same second: each record has a message of
+    every island, and is known by the time at which it is to be merged.
     """
-    together = Together(bucket, run, run.islands, seed, kills=kills)
-    H, P = run.sync_period, len(run.fragments)
-    # Sends at t = floor(p H / P) (mod H) from step 1 on; applied after t + tau.
-    rounds = [
-        sum((t - F * H // P) % H == 0 for t in range(1, steps - run.overlap_steps + 1))
-        for F in range(P)
-    ]
-    together.until(lambda islands: heads(islands) == rounds * len(run.islands), steps)
-    together.kills = 0.0
-    for _ in range(500):  # snapshots and deletions
-        together.event(steps)
-    return list(together.islands.values())
+    # Of half a second less than H steps: the time at which an island joined delays no message.
+    pace = PACE._replace(period=run.sync_period - 0.5, most_poll=0.05)
+    assert run.islands_min == len(names)
+    group = Together(bucket, run, names, 0, pace=pace)
+    while not all(one.state.phase == "in" for one in group.islands.values()):
+        group.serve(0.001)
+        assert group.now < 0.1
+    for t in range(1, steps + 1):
+        group.now = t
+        for name in names:
+            group.islands[name].tick(within=True)
+            group.step(name)
+        while group.now < t + 0.4:
+            group.serve(0.01)
+    return list(group.islands.values())

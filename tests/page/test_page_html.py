@@ -85,17 +85,19 @@ def test_a_run_that_goes_on_has_the_time_that_is_left():
 
 
 def test_an_elastic_island_is_done_when_the_log_has_the_tokens():
-    """At 100 of 300 steps. Control: with less than all tokens, and as a fixed island."""
+    """At 100 of 300 steps. Control: with less than all tokens, and a run without islands."""
     ended = [start(0, until=300), end()]
-    for islands, part, step, state in (
-        ("elastic", 1.02, "100, 100.0% of the islands' tokens", "done"),
-        ("elastic", 0.625, "100, 62.5% of the islands' tokens", "Ctrl-C"),
-        ("fixed", 1.02, "100 of 300", "Ctrl-C"),
+    alone = {"learning/loss": np.ones(ROWS)}
+    for part, step, state in (
+        (1.02, "100, 100.0% of the islands' tokens", "done"),
+        (0.625, "100, 62.5% of the islands' tokens", "Ctrl-C"),
+        (None, "100 of 300", "Ctrl-C"),
     ):
-        columns = {"learning/loss": np.ones(ROWS), "islands/progress": np.linspace(0, part, ROWS)}
-        shown = summary(run_of(columns=columns, history=ended, islands=islands))
+        columns = alone | ({"islands/progress": np.linspace(0, part, ROWS)} if part else {})
+        shown = summary(run_of(columns=columns, history=ended))
         assert (shown["step"], shown["state"]) == (step, state)
-    goes_on = run_of(columns=columns, history=ended[:1], islands="elastic")
+    columns = alone | {"islands/progress": np.linspace(0, 1.02, ROWS)}
+    goes_on = run_of(columns=columns, history=ended[:1])
     assert summary(goes_on)["state"] == "running, or killed"
 
 

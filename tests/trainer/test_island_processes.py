@@ -11,18 +11,15 @@ import island_process
 import jax
 import numpy as np
 import pytest
-from test_on_islands import STEPS, an_island, in_threads, started, steps_of, until
+from test_on_islands import STEPS, in_threads, started, steps_of, until
 
 from maxdiloco.islands import audit, objects
 
-MODES = ("fixed", "elastic")
 
-
-def alone(folder, mode):
+def alone(folder, name):
     """Island 1, in this process."""
-    run, options = island_process.RUNS[mode], island_process.OPTIONS[mode]
-    trainer = an_island(folder / mode, "1", run, **options)
-    if mode == "fixed":
+    trainer = island_process.island(folder, name, 1)
+    if name == "lockstep":
         steps_of(trainer, 1, STEPS)
     else:
         state, batch = started(trainer)
@@ -32,26 +29,26 @@ def alone(folder, mode):
 
 
 def process(folder, address, index):
-    """Island 0 in each mode, as one of its two processes; the process once it has ended."""
+    """Island 0 in each run, as one of its two processes; the process once it has ended."""
     environ = dict(
         JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index)
     )
     environ |= dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", PYTHONPATH=os.pathsep.join(sys.path))
-    command = [sys.executable, island_process.__file__, str(folder), *MODES]
+    command = [sys.executable, island_process.__file__, str(folder), *island_process.RUNS]
     options = dict(env=os.environ | environ, capture_output=True, text=True, timeout=200)
     return subprocess.run(command, **options)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where island 0, of two processes, and island 1 have trained in each mode."""
+    """Where island 0, of two processes, and island 1 have trained in each run."""
     folder = tmp_path_factory.mktemp("islands")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     jax.config.update("jax_disable_most_optimizations", True)
     with ThreadPoolExecutor() as pool:
         ended = pool.map(functools.partial(process, folder, address), (0, 1))
-        others = pool.submit(lambda: [alone(folder, mode) for mode in MODES])
+        others = pool.submit(lambda: [alone(folder, name) for name in island_process.RUNS])
         for each in ended:
             assert each.returncode == 0, each.stdout + each.stderr
         assert others.result(60)
@@ -59,9 +56,9 @@ def folder(tmp_path_factory):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def found(folder, mode):
+def found(folder, name):
     """What each process has."""
-    return [dict(np.load(folder / f"{mode}.{process}.npz")) for process in (0, 1)]
+    return [dict(np.load(folder / f"{name}.{process}.npz")) for process in (0, 1)]
 
 
 def require_equal(one, other):
@@ -70,40 +67,40 @@ def require_equal(one, other):
         np.testing.assert_array_equal(x, other[name], err_msg=name)
 
 
-def logs_of(folder, mode):
+def logs_of(folder, name):
     """Replayed; every digest, weight and token is that of the log, or this raises."""
-    bucket = objects.open_bucket(str(folder / mode))
+    bucket = objects.open_bucket(str(folder / name))
     run = audit.read_run(bucket)
     return [audit.replay(bucket, run, fragment) for fragment in range(len(run.fragments))]
 
 
-def test_a_fixed_island_of_two_processes_is_one_of_two_devices(folder, tmp_path):
-    """To the bit: theta, replica and moments of both processes, and the records of the log; though
-    the processes have gone on from a checkpoint."""
-    first, second = found(folder, "fixed")
+def test_an_island_of_two_processes_is_one_of_two_devices(folder, tmp_path):
+    """To the bit: theta, replica and moments of both processes, and the records of the log."""
+    first, second = found(folder, "lockstep")
     require_equal(first, second)
 
     def work(m):
         if m == 1:
-            return alone(tmp_path, "fixed")
-        return island_process.trained(island_process.over_two_devices(tmp_path, "fixed"), "fixed")
+            return alone(tmp_path, "lockstep")
+        trainer = island_process.over_two_devices(tmp_path, "lockstep")
+        return island_process.trained(trainer, "lockstep")
 
     require_equal(first, in_threads(work, 2)[0])
     of_processes, of_devices = (
-        [[record.gradient for record in log.records[:3]] for log in logs_of(each, "fixed")]
+        [record.gradient for log in logs_of(each, "lockstep") for record in log.records]
         for each in (folder, tmp_path)
-    )  # a fourth one, of the last step, may come in time
-    assert of_processes == of_devices and [len(found) for found in of_processes] == [3, 3]
+    )
+    assert of_processes == of_devices and len(of_processes) == 3
 
 
-def test_an_elastic_island_of_two_processes_reads_and_steps_alike(folder):
+def test_an_island_of_two_processes_reads_and_steps_alike(folder):
     """The same rates and places of the text in both, no place of the other island's, each once;
     the log adds up, with messages of both islands."""
-    first, second = found(folder, "elastic")
+    first, second = found(folder, "free")
     require_equal(first, second)
     assert len(first["rates"]) > 10 and len(set(first["rates"])) > 3
     places = first["places"].tolist()
     assert len(places) == len(set(places)) == len(first["rates"])
-    (log,) = logs_of(folder, "elastic")
+    (log,) = logs_of(folder, "free")
     assert {m.island for r in log.records for m in r.members} == {"0", "1"}
     assert log.ledger.tokens >= 400
