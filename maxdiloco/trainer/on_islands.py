@@ -18,7 +18,7 @@ from maxdiloco.engine.host_values import HostValues
 from maxdiloco.engine.state import Layout, State
 from maxdiloco.engine.trainer import Description, Reading, SavedLayout
 from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
-from maxdiloco.islands import answers, beside, fitness, keys, objects, records, wires
+from maxdiloco.islands import beside, core, fitness, keys, objects, records, wires
 from maxdiloco.islands.beside import Beside
 from maxdiloco.islands.counted import Counted, Counts
 from maxdiloco.islands.driver import Driver
@@ -147,7 +147,7 @@ class OnIslands(DiLoCo):
         return self._values.flushed(state, driver)
 
     def _say(self, line: str) -> None:
-        failure = self._bucket.failure if line == answers.AWAY else ""
+        failure = self._bucket.failure if line == core.AWAY else ""
         self._settings.facts.say(f"{line}. The last answer: {failure}" if failure else line)
 
     def reading(self, saved_layout: SavedLayout) -> Reading:

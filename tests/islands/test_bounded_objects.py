@@ -278,7 +278,7 @@ def test_a_message_of_five_thousand_blocks_takes_as_many_as_fit():
     name = records.message_name(0, "i" * 64, 2**62, 2**62)
     payload = bytes(wires.payload_size(run.wire, (300, 4)))
     bucket = store.in_memory()
-    assert objects.create(bucket, run, name, worst, payload) == core.answers.CREATED
+    assert objects.create(bucket, run, name, worst, payload) == core.CREATED
     assert objects.look(bucket, run, name) == worst
 
 
@@ -294,7 +294,7 @@ def test_a_writer_cannot_write_what_a_reader_refuses():
         with pytest.raises(TooLarge):
             objects.create(bucket, run, name, value, payload)
     assert list(bucket.list_all("")) == []
-    assert objects.create(bucket, run, "g/0/1.a.1", gradient, b"x") == core.answers.CREATED
+    assert objects.create(bucket, run, "g/0/1.a.1", gradient, b"x") == core.CREATED
 
 
 # -- signs of life ------------------------------------------------------------------------------

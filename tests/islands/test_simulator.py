@@ -7,7 +7,7 @@ from schedules import run_schedule, verdict
 from simulator import Broken, World
 from tiers import corner
 
-from maxdiloco.islands import answers, blocks, core, records, rules
+from maxdiloco.islands import blocks, core, records, rules
 from maxdiloco.islands.island import Create, Evaluate
 
 
@@ -60,7 +60,7 @@ def parts_of_any_block(run, ledger, data):
     return ARE_PARTS(run, ledger._replace(tops=()), data)
 
 
-FOLLOW, FREE, EVALUATION = rules.follow, blocks.free, answers._evaluation
+FOLLOW, FREE, EVALUATION = rules.follow, blocks.free, core._evaluation
 DELETABLE, ARE_PARTS, REQUEST = rules.deletable, blocks.are_parts, World.request
 # {rule: (function, what stands in its place, and its module where it is not rules)}
 REMOVED = {
@@ -73,7 +73,7 @@ REMOVED = {
     "6 who is no member follows": ("shifted", lambda x, before, after, committed: x),
     "6 in time": ("how_to_apply", lambda run, t, sent_at, others: "merge" if sent_at else "shift"),
     "8 each token once": ("free", rest_from_the_start, blocks),
-    "8 one evaluation": ("_evaluation", evaluated_by_all, answers),
+    "8 one evaluation": ("_evaluation", evaluated_by_all, core),
     "10 what is not sent": ("unsent", lambda theta, undecided, x: theta - x),
     "12 ask again": ("asks_again", lambda action: False),
     "12 guards": ("reject_reason", lambda run, ledger, message, damage: ""),

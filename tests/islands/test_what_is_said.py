@@ -7,7 +7,7 @@ import pytest
 from together import PACE, a_run, begun, beside_training, heads
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import answers, beside, fitness, objects
+from maxdiloco.islands import beside, core, fitness, objects
 from maxdiloco.islands.island import Seen
 from maxdiloco.islands.records import Beat
 from maxdiloco.storage import store
@@ -33,7 +33,7 @@ def test_a_store_that_is_full_is_away_until_something_is_written():
     start = group.now
     group.until(lambda _: group.now >= start + 3 * PACE.dead)
     said = {name: list(one.said) for name, one in group.islands.items()}
-    assert all(lines.count(answers.AWAY) == 1 for lines in said.values())
+    assert all(lines.count(core.AWAY) == 1 for lines in said.values())
     bucket.full, before = False, heads(group.islands.values())
     group.until_records(max(before) + 3)
     for name, one in group.islands.items():
