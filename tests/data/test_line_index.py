@@ -15,7 +15,6 @@ from maxdiloco.storage import durable
 
 LINES = b'{"text": "abc"}\n\n{"text": "\xc3\xa9"}\n'
 OTHER = b'{"text": "abcd"}\n'
-READING = "reading 1 .jsonl files through: 0.0 MB"
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def test_the_second_start_reads_no_line_and_has_the_same_table(folder, start):
     files = ["a.jsonl", "b.txt", "c.jsonl", "d.jsonl", "e.jsonl"]
     folder({"a.jsonl": LINES, "b.txt": b"text", "c.jsonl": b"", "d.jsonl": OTHER, "e.jsonl": b"\n"})
     first, told = start(files)
-    assert told == ["reading 3 .jsonl files through: 0.0 MB"]
+    assert len(told) == 1
     written = os.stat(start.place).st_mtime_ns
     second, told = start(files)
     assert told == []
@@ -56,10 +55,10 @@ def test_the_second_start_reads_no_line_and_has_the_same_table(folder, start):
     folder({"b.jsonl": b'{"text": "abc", "body": "de"}\n'})
     assert start(["b.jsonl"])[0].size.tolist() == [3]
     table, told = start(["b.jsonl"], column="body")
-    assert (table.size.tolist(), told) == ([2], [READING])
+    assert (table.size.tolist(), len(told)) == ([2], 1)
 
 
-def test_a_file_with_another_size_or_time_is_read_again_and_the_others_are_not(folder, start):
+def test_only_a_file_with_another_size_or_time_is_read_again(folder, start):
     """A document of 4 bytes in place of 3, then one of other bytes in as many."""
     files = ["a.jsonl", "b.jsonl"]
     root = folder({"a.jsonl": b'{"text": "abc" }\n', "b.jsonl": LINES})
@@ -69,11 +68,11 @@ def test_a_file_with_another_size_or_time_is_read_again_and_the_others_are_not(f
         folder({"a.jsonl": line})
         os.utime(f"{root}/a.jsonl", ns=(0, before + later))
         table, told = start(files)
-        assert (table.size.tolist(), told) == ([size, 3, 2], [READING])
+        assert (table.size.tolist(), len(told)) == ([size, 3, 2], 1)
     assert start(files)[1] == []
 
 
-def test_a_damaged_index_is_told_and_made_anew(folder, start):
+def test_a_damaged_index_is_named_and_written_again(folder, start):
     """Cut anywhere, any byte changed, of another kind, or empty."""
     folder({"a.jsonl": LINES})
     table, _ = start(["a.jsonl"])
@@ -84,49 +83,38 @@ def test_a_damaged_index_is_told_and_made_anew(folder, start):
     for data in damaged:
         start.place.write_bytes(data)
         again, told = start(["a.jsonl"])
-        assert told[0].startswith(f"note: {start.place} is damaged or of another version")
-        assert told[1:] == [READING]
+        assert len(told) == 2 and str(start.place) in told[0]
         assert columns(again) == columns(table)
         assert start.place.read_bytes() == good
 
 
-def test_a_place_that_cannot_be_used_is_a_line_and_no_failure(folder, start, monkeypatch):
-    """A file where a folder should be, and a folder where the file should be. On a full disk, as
-    /dev/full is, the index before stays and nothing half written."""
+def test_an_index_that_cannot_be_stored_is_named_and_ends_no_run(folder, start, monkeypatch):
+    """A file where a folder should be, and a folder where the file should be. On a full disk, like
+    /dev/full, the earlier index stays and no partial file remains."""
     root = folder({"a.jsonl": LINES, "b.jsonl": OTHER, "file": b"", "folder/x": b""})
-    for name, reading, writing in (
-        ("file/index", "Not a directory", "Not a directory"),
-        ("folder", "Is a directory", "Cannot overwrite"),
-    ):
+    for name in ("file/index", "folder"):
         place = epath.Path(root) / name
         table, told = start(["a.jsonl"], path=place)
-        assert told[0].startswith(f"note: {place} cannot be read ({reading}")
-        assert told[1] == READING
-        assert told[2].startswith(f"note: {place} cannot be written ({writing}")
+        assert [str(place) in line for line in told] == [True, False, True]
         assert table.size.tolist() == [3, 2]
     start(["a.jsonl"])
     part = start.place.parent / "full"
     os.symlink("/dev/full", part)
     monkeypatch.setattr(durable, "beside", lambda path: part)
     _, told = start(["a.jsonl", "b.jsonl"])
-    assert told == [
-        READING,
-        f"note: {start.place} cannot be written (No space left on device): the next start reads "
-        ".jsonl files through again.",
-    ]
+    assert [str(start.place) in line for line in told] == [False, True]
     assert not os.path.lexists(part)
     assert start(["a.jsonl"])[1] == []
 
 
 def test_lines_without_the_text_are_left_out_up_to_a_number(folder):
-    """Each is told. The index does not learn the file: a start that allows fewer is refused."""
+    """Each one is named. The index does not include the file: a start that allows fewer fails."""
     root = folder({"a.jsonl": LINES + b"no\n" + OTHER, "b.jsonl": b"{}\n" + OTHER})
     found, told = open_source(root), []
     index = LineIndex("text", report=told.append)
     documents = read_table(found, index=index, allowed=2)
     assert documents.size.tolist() == [3, 2, 4, 4]
-    left_out = [line for line in told if line.startswith("left out: ")]
-    for line, place in zip(left_out, ("a.jsonl line 4 ", "b.jsonl line 1,"), strict=True):
-        assert place in line
-    with pytest.raises(DataError, match="b.jsonl line 1, which has no field"):
+    for named in ("a.jsonl line 4 ", "b.jsonl line 1,"):
+        assert sum(named in line for line in told) == 1
+    with pytest.raises(DataError, match=r"b\.jsonl line 1\b"):
         read_table(found, index=index, allowed=1)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from maxdiloco.data import order, pipeline
 from maxdiloco.data.order import Position
 from maxdiloco.data.synthetic import SyntheticWindows
-from maxdiloco.errors import DataError, LostPeerError
+from maxdiloco.errors import LostPeerError
 
 S = 256
 FIRST = 65  # byte of window 0: what is read as text has no control characters
@@ -57,7 +57,7 @@ def test_batches_are_what_read_gives_step_by_step(text):
     assert numbers(found[-1]) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_shuffled_epochs_read_every_window_once_in_orders_of_their_own(text):
+def test_each_shuffled_epoch_reads_every_window_once(text):
     data = text(enable_data_shuffling=True, data_shuffle_seed=4)
     position = order.first_position(2, 3)
     with pipeline.batches(data, position, steps=range(1, 11), **ROWS) as batches:
@@ -111,7 +111,7 @@ def test_worker_processes_read_the_same_and_end(text):
     with pipeline.batches(data, position, steps=range(1, 999), **mine) as batches:
         next(batches)
         multiprocessing.active_children()[0].kill()
-        with pytest.raises(LostPeerError, match=r"gone \(grain_worker_count=2\): killed"):
+        with pytest.raises(LostPeerError, match="grain_worker_count=2"):
             list(batches)
 
 
@@ -127,7 +127,7 @@ def eval_numbers(data, **arguments):
         ]
 
 
-def test_evaluation_reads_all_of_the_data_once_whatever_the_processes_and_pads_the_last_batch(text):
+def test_evaluation_reads_all_data_once_and_pads_the_last_batch(text):
     """The last batch of 30 in 8s: rows 6 and 7 are padding."""
     data = text("eval")
     found = eval_numbers(data, batch_size=8, num_sequences=-1)
@@ -149,20 +149,6 @@ def test_evaluation_is_always_the_same_and_samples_all_files(text):
     (at_once,) = eval_numbers(other, batch_size=7, num_sequences=7)
     assert eval_numbers(other, batch_size=4, num_sequences=7) == [at_once[:4], [*at_once[4:], None]]
     assert len(eval_numbers(other, batch_size=4, num_sequences=99)) == 8
-
-
-def test_data_too_short_for_a_step_or_without_an_end_are_refused(text, settings):
-    words = r"has 30 sequences of max_target_length=4, but a step reads 4 replicas \* 8 = 32\. Give"
-    for read in (text().check_size, text().last_step_of_epoch):
-        with pytest.raises(DataError, match=rf"^dataset_path=.* {words} more text, or lower"):
-            read(order.first_position(4, 8))
-    text().check_size(order.first_position(5, 6))
-    data = open_dataset(settings(dataset_type="synthetic"))
-    words = r"=-1 .*dataset_type=synthetic has no end.*Set"
-    with pytest.raises(DataError, match=rf"^steps{words} steps"):
-        data.last_step_of_epoch(order.first_position(1, 1))
-    with pytest.raises(DataError, match=rf"^eval_steps{words} eval_steps"):
-        pipeline.eval_batches(data, batch_size=1, num_sequences=-1)
 
 
 counts = st.integers(1, 5)
@@ -221,7 +207,7 @@ def test_the_shuffle_is_a_permutation_and_a_pure_function(size, seed, epoch):
     assert found.min() >= 0 and found.max() < 10**15
 
 
-def test_seeds_and_epochs_have_orders_of_their_own_the_same_between_versions():
+def test_every_seed_and_epoch_has_its_own_stable_order():
     """And none of them is near file order: the rank correlation of 10,000 places is small. A
     checkpoint's position counts on it. The mixer's first value is splitmix64's for seed 0."""
     assert order._mix_int(0) == 0xE220A8397B1DCDAF
@@ -259,7 +245,7 @@ def test_a_window_is_a_pure_function_of_seed_and_index(seed, vocab_size, window,
     assert np.all(segments == 1)
 
 
-def test_no_two_seeds_and_splits_share_a_window_and_the_splits_have_one_law():
+def test_seeds_and_splits_share_no_window_but_one_distribution():
     """Held-out loss can fall: eval has the strides of training. The windows stay the same between
     versions: a run that goes on must not meet other data."""
     train, held, other = (
@@ -275,7 +261,7 @@ def test_no_two_seeds_and_splits_share_a_window_and_the_splits_have_one_law():
     assert tokens[0].tolist() == [47, 35, 22, 10, 97, 85, 73, 61]
 
 
-def test_the_next_token_is_a_few_strides_away_with_the_chances_told():
+def test_the_next_token_is_a_few_strides_away_with_known_chances():
     """Chances 0.7, 0.15, 0.1, 0.05: entropy 0.91 nats, the lowest loss there is. A vocabulary of
     two has two strides: 0.7 and 0.15, scaled to 1."""
     windows = SyntheticWindows(0, "train", 257, 512)

@@ -58,7 +58,7 @@ def test_processes_without_shared_memory_are_refused(monkeypatch):
 
     monkeypatch.setattr(_multiprocessing, "SemLock", refused)
     batches = read_ahead(abs, 3, 1, setting="grain_worker_count=1", otherwise=", or use 0")
-    with pytest.raises(ConfigError, match="^grain_worker_count=1: /dev/shm .*Read-only file syst"):
+    with pytest.raises(ConfigError, match="^grain_worker_count=1: /dev/shm "):
         next(batches)
     assert list(read_ahead(abs, 3)) == [0, 1, 2], "the control: a thread needs none"
 
@@ -103,7 +103,7 @@ def blocked_signals(process):
     return {number for number in range(1, 65) if bits >> (number - 1) & 1}
 
 
-def test_a_process_that_reads_leaves_signals_to_the_trainer_and_is_missed_when_killed():
+def test_a_reader_ignores_signals_and_a_killed_one_is_reported():
     """Ctrl-C and a cluster's SIGTERM reach all processes; the trainer still wants its batches.
     A process that is killed with half a batch in a pipe would be waited for without an end."""
     large = functools.partial(np.full, (1, 131072))  # 1 MiB: more than a pipe holds
@@ -141,7 +141,7 @@ KILLED = """
 """
 
 
-def test_kill_9_of_the_trainer_leaves_no_process_behind_and_no_word(tmp_path):
+def test_kill_9_of_the_trainer_leaves_no_process_and_no_output(tmp_path):
     """A reader would wait for ever for someone to take its batches; multiprocessing's tracker would
     warn of the shared memory that it removes. The pipe ends with the last one that holds it."""
     program = tmp_path / "program.py"

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -51,9 +52,7 @@ def test_windows_of_shards_are_those_of_the_text(
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_any_piece_is_read_and_a_copy_in_another_process_opens_its_own_files(
-    source, tmp_path, monkeypatch
-):
+def test_any_piece_is_read_and_a_copy_opens_its_own_files(source, tmp_path, monkeypatch):
     """Each piece of the longest document, through a pickle. The table of a large vocabulary is
     wider: token 65,536 needs four bytes."""
     documents = pickle.loads(pickle.dumps(make(source, tmp_path / "out")))
@@ -77,9 +76,7 @@ def test_any_piece_is_read_and_a_copy_in_another_process_opens_its_own_files(
     assert whole.tolist() == [256, *long.encode()]
 
 
-def test_of_twenty_equal_files_every_twentieth_is_held_out_and_unequal_ones_are_divided(
-    prepared, tmp_path
-):
+def test_equal_files_are_held_out_whole_and_unequal_ones_divided(prepared, tmp_path):
     """File 0 of the unequal 20 has a third of the tokens, an empty file none: 6014 tokens are 1503
     windows of 4."""
 
@@ -130,28 +127,28 @@ def zero(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "why"),
+    ("name", "damage"),
     [
-        ("manifest.json", os.remove, "holds no manifest.json.*Run that command again"),
-        ("manifest.json", flip, "manifest.json is damaged"),
-        ("lengths.npy", cut, "lengths.npy is damaged"),
-        ("lengths.npy", swap, "lengths.npy is damaged"),
-        ("part-00000.arrayrecord", flip, "part-00000.arrayrecord record 0 cannot be read"),
-        ("part-00003.arrayrecord", zero, "part-00003.arrayrecord record 0 cannot be read"),
-        ("part-00000.arrayrecord", cut, "part-00000.arrayrecord has .* bytes, not"),
-        ("part-00001.arrayrecord", os.remove, "part-00001.arrayrecord cannot be read"),
+        ("manifest.json", os.remove),
+        ("manifest.json", flip),
+        ("lengths.npy", cut),
+        ("lengths.npy", swap),
+        ("part-00000.arrayrecord", flip),
+        ("part-00003.arrayrecord", zero),
+        ("part-00000.arrayrecord", cut),
+        ("part-00001.arrayrecord", os.remove),
     ],
 )
-def test_a_damaged_folder_is_refused_when_it_is_opened(source, tmp_path, name, damage, why):
+def test_a_damaged_file_of_shards_is_named_when_it_is_opened(source, tmp_path, name, damage):
     documents = make(source, tmp_path / "out")
     shards.check_contents(documents)
     damage(tmp_path / "out" / name)
-    with pytest.raises(DataError, match=why):
+    with pytest.raises(DataError, match=re.escape(name)):
         shards.open_shards(str(tmp_path / "out"), "dataset_path")
     if damage is flip and name.startswith("part"):  # after the start, which looks at some
-        with pytest.raises(DataError, match="part-00000.arrayrecord is damaged"):
+        with pytest.raises(DataError, match=re.escape(name)):
             shards.check_contents(documents)
-        with pytest.raises(DataError, match="part-00000.arrayrecord record 0"):
+        with pytest.raises(DataError, match=f"{re.escape(name)} record 0"):
             list(documents.read([(0, 0, 3)]))
 
 
@@ -199,8 +196,7 @@ def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
     fine = json.dumps({"text": "fine " * 100})
     (source / "a.jsonl").write_text(f'{{no\n{{"id": 2}}\n{fine}\n')
     (source / "b.txt").write_bytes(b"abc\xff")
-    words = r"b.txt byte 3: not UTF-8.*max_corrupted_records=2 damaged records"
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=r"b\.txt byte 3: .*max_corrupted_records=2"):
         make(source, tmp_path / "out", allowed=2, part_bytes=100)
     documents = make(source, tmp_path / "out", allowed=3, part_bytes=100)
     places = [os.path.basename(where) for where, _ in documents.manifest.damaged]
@@ -208,38 +204,38 @@ def test_damaged_records_are_counted_over_all_parts_and_named(source, tmp_path):
     assert len(documents.lengths) == 2 * len(TEXTS) + 1
 
 
-def test_a_folder_of_something_else_and_an_empty_source_are_refused(source, tmp_path):
+def test_another_folder_and_an_empty_source_are_named(source, tmp_path):
     make(source, tmp_path / "out")
-    with pytest.raises(ConfigError, match="was begun with another part_bytes. Choose another"):
+    with pytest.raises(ConfigError, match=f"out={tmp_path / 'out'} .*part_bytes"):
         make(source, tmp_path / "out", part_bytes=77)
     (source / "1.txt").write_text("changed")
-    with pytest.raises(ConfigError, match="was begun with another source. Choose another"):
+    with pytest.raises(ConfigError, match=f"out={tmp_path / 'out'} .*source"):
         make(source, tmp_path / "out")
-    with pytest.raises(ConfigError, match="is not empty, and was not made by maxdiloco.prepare"):
+    with pytest.raises(ConfigError, match=f"out={source} "):
         make(source, source)
     for name, content in (("a.txt", ""), ("a.jsonl", "\n\n")):
         (tmp_path / name).write_text(content)
-        with pytest.raises(DataError, match="source holds no text"):
+        with pytest.raises(DataError, match="^source"):
             make(tmp_path / name, tmp_path / f"{name}.out")
 
 
-def test_a_run_waits_for_another_that_makes_the_shards_of_its_text(source, tmp_path):
-    """As two runs of one text that start at once; the program prepare is refused."""
+def test_a_run_waits_for_another_that_makes_its_shards(source, tmp_path):
+    """Two runs of one text that start at once; the program `prepare` fails instead."""
     out, said = tmp_path / "out", []
     out.mkdir()
     work = Work(open_source(source), tokenizer.ByteTokenizer(), "source")
     with (out / "lock").open("a") as file, ThreadPoolExecutor(1) as pool:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="is being written by another process. Wait for it"):
+        with pytest.raises(ConfigError, match=f"out={out} "):
             prepare(work, str(out), said.append)
         assert not said
         waiting = pool.submit(prepare, work, str(out), said.append, waits=True)
         with pytest.raises(TimeoutError):
             waiting.result(0.3)
-        assert said == [f"{out} is being written by another process: waiting for it"]
+        assert len(said) == 1 and str(out) in said[0]
         file.close()
         waiting.result(60)
-    assert shards.open_shards(str(out), "out") and said[-1].startswith(f"prepared {out}")
+    assert shards.open_shards(str(out), "out") and str(out) in said[-1]
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -254,7 +250,7 @@ def test_a_folder_without_locks_is_not_written(source, tmp_path, monkeypatch, nu
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     for out in (tmp_path / "out", tmp_path / "new"):
-        with pytest.raises(ConfigError, match=f"^out={out} is on a file system without locks"):
+        with pytest.raises(ConfigError, match=f"^out={out} "):
             make(source, out)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.*")} == before
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["lock"]
@@ -294,7 +290,7 @@ def test_files_of_others_in_the_folder_stay(source, tmp_path):
     for name, content in ((OTHERS[0], ""), ("lock", "mine")):
         out.mkdir()
         (out / name).write_text(content)
-        with pytest.raises(ConfigError, match="is not empty, and was not made by"):
+        with pytest.raises(ConfigError, match=f"out={out} "):
             make(source, out)
         assert (out / name).read_text() == content
         shutil.rmtree(out)
@@ -315,11 +311,7 @@ def test_files_of_others_in_the_folder_stay(source, tmp_path):
     assert {path.name for path in out.glob("part*.json")} == {"part-list.json"}
 
 
-def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
-    prepared, source, tmp_path
-):
-    """The same file without its end of a document is the commonest case."""
-
+def test_shards_of_another_tokenizer_name_the_keys_that_differ(prepared, source, tmp_path):
     def bpe(size):
         (tmp_path / str(size)).mkdir()
         path = byte_level_bpe(tmp_path / str(size), vocab_size=size)
@@ -335,27 +327,20 @@ def test_shards_of_another_tokenizer_are_refused_and_what_differs_is_named(
         own = dict(add_bos=True, add_eos=True, eval_dataset_path="unused")
         return open_text(prepared(name, **own | keys))
 
-    there = f"{tmp_path / 'subword/tokenizer'}"
+    there = f"tokenizer_path={tmp_path / 'subword/tokenizer'}"
     assert opened("own") and opened("subword", **same)
     after = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     path = pathlib.Path(same["tokenizer_path"])
     exported = json.loads(path.read_text()) | {"post_processor": after}
     path.write_text(json.dumps(exported, indent=1))  # other bytes, the same tokens of a text
     assert opened("subword", **same)
-    for name, keys, words in (
-        ("byte", {}, "byte: with token 255 as bos, not 256. Prepare the text again."),
-        ("subword", {}, "byte: with tokenizer_type=huggingface, not byte, add_eos=true. Set "
-         f"tokenizer_type=huggingface add_eos=true tokenizer_path={there}, or prepare the text "
-         "again."),
-        # A path beside byte is refused.
-        ("own", same, "huggingface: with tokenizer_type=byte, not huggingface, add_eos=false. Set "
-         "tokenizer_type=byte tokenizer_path= add_eos=false, or prepare the text again."),
-        ("subword", same | {"add_eos": False},
-         "huggingface: with add_eos=true. Set add_eos=true, or prepare the text again."),
-        ("subword", other, "huggingface: with another tokenizer.json. Set "
-         f"tokenizer_path={there}, or prepare the text again."),
-    ):  # fmt: skip
-        with pytest.raises(DataError) as caught:
+    for name, keys, named in (
+        ("byte", {}, ["token 255"]),
+        ("subword", {}, ["tokenizer_type=huggingface", "add_eos=true", there]),
+        ("own", same, ["tokenizer_type=byte", "tokenizer_path= ", "add_eos=false"]),
+        ("subword", same | {"add_eos": False}, ["add_eos=true"]),
+        ("subword", other, ["tokenizer.json", there]),
+    ):
+        with pytest.raises(DataError, match=f"^dataset_path={tmp_path / name} ") as caught:
             opened(name, **keys)
-        start = f"dataset_path={tmp_path / name} was tokenised otherwise than with tokenizer_type="
-        assert str(caught.value) == start + words
+        assert all(each in str(caught.value) for each in named), caught.value

@@ -12,9 +12,8 @@ import pytest
 from data.shards_on_disk import open_source
 
 from maxdiloco.data import corpus
-from maxdiloco.data.kinds import Source, needs_tokenising
 from maxdiloco.data.sources import files
-from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.errors import DataError
 
 TEXTS = ["one", "zwei ü\r\n", "three \0 \U0001f600", "", "x" * 700, "six\nlines\nof\n\ntext"]
 
@@ -57,7 +56,7 @@ def documents(found):
 
 @pytest.mark.parametrize("limit", [1, 7, 50, 1 << 20])
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst", "parquet", "hf"])
-def test_every_source_gives_each_document_once_wherever_it_is_cut(tmp_path, kind, limit):
+def test_every_source_gives_each_document_once_however_cut(tmp_path, kind, limit):
     """The empty document has no tokens and is left out. hf reads a folder of JSON lines."""
     data, path = lines(), tmp_path / f"a.jsonl.{kind}"
     if kind == "parquet":
@@ -97,7 +96,7 @@ def test_a_text_file_is_one_document_wherever_it_is_cut(tmp_path, monkeypatch, l
 
 
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
-def test_the_cut_off_end_of_a_compressed_file_is_one_damaged_record(tmp_path, codec):
+def test_a_truncated_compressed_file_is_one_damaged_record(tmp_path, codec):
     """What was read before it stays, and the place is named."""
     path = tmp_path / f"a.jsonl.{'gz' if codec == 'gzip' else 'zst'}"
     texts = [os.urandom(500).hex() for _ in range(2000)]
@@ -132,40 +131,9 @@ def test_a_column_that_is_missing_or_no_text_is_refused(tmp_path, kind):
         path = stored(tmp_path, {"id": [1], "text": ["x"]})
     else:
         path = parquet(tmp_path / "a.parquet")
-    for column, why in (
-        ("body", "is not in .*which has id, text. Set text_column"),
-        ("id", "is int64 in .*not string. Set text_column"),
-    ):
-        with pytest.raises(DataError, match=f"^text_column={column} {why}"):
+    for column, found in (("body", "id, text"), ("id", "int64")):
+        with pytest.raises(DataError, match=f"^text_column={column} .*{found}"):
             items(kind, path, column=column)
-
-
-def test_a_file_of_another_kind_and_a_package_that_is_not_installed_are_refused(
-    tmp_path, monkeypatch
-):
-    """By its suffix, before anything is read. None in sys.modules is how Python marks a module that
-    cannot be imported."""
-    for kind, name, why in (
-        ("text", "a.txt.gz", "is no text. JSON lines may be compressed"),
-        ("parquet", "a.txt", "does not end in .parquet. Use dataset_type=text"),
-    ):
-        (tmp_path / name).write_bytes(b"x")
-        with pytest.raises(DataError, match=f"^dataset_type={kind}: {tmp_path}/{name} {why}"):
-            open_source(tmp_path / name, kind)
-    (tmp_path / "a.jsonl.gz").write_bytes(b"x")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"package pyarrow, .*pip install -e '\.\[data\]'"):
-        items("text", tmp_path / "a.jsonl.gz")
-
-
-def test_a_kind_without_text_to_tokenise_is_refused_and_an_unknown_one_is_never_read(tmp_path):
-    """Nor is one that has to be tokenised first read as bytes."""
-    (tmp_path / "a.txt").write_text("text")
-    for kind in ("arrayrecord", "synthetic", "tfds"):
-        with pytest.raises(ConfigError, match=f"={kind} has no text to read. Use one of text, par"):
-            open_source(tmp_path, kind)
-    with pytest.raises(KeyError, match="tfds"):
-        needs_tokenising(Source("tfds", str(tmp_path), "text"), "dataset_path", of_bytes=True)
 
 
 def test_a_file_that_has_changed_since_it_was_listed_is_refused(tmp_path):
@@ -175,12 +143,12 @@ def test_a_file_that_has_changed_since_it_was_listed_is_refused(tmp_path):
     for data in (b"abcd", b"xyz"):
         (tmp_path / "a.txt").write_bytes(data)
         os.utime(tmp_path / "a.txt", ns=(0, source.stamps[0].version + 1))
-        with pytest.raises(DataError, match="a.txt has changed since the run began"):
+        with pytest.raises(DataError, match=r"a\.txt has changed"):
             list(source.read(next(source.spans(10)), None))
 
 
-def test_a_hub_name_without_a_network_says_how_to_download_it(tmp_path):
-    """In a process of its own, as the package reads HF_HUB_OFFLINE when it is imported."""
+def test_a_data_set_of_the_hub_without_a_network_is_named(tmp_path):
+    """In a separate process, because the package reads HF_HUB_OFFLINE when it is imported."""
     pytest.importorskip("datasets")
     code = (
         "from maxdiloco.data.sources.tables import open_hub\n"
@@ -188,5 +156,4 @@ def test_a_hub_name_without_a_network_says_how_to_download_it(tmp_path):
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert "DataError: dataset_path=someone/some-text cannot be downloaded" in done.stderr
-    assert "hf download someone/some-text --repo-type dataset --local-dir DIR" in done.stderr
+    assert "DataError: dataset_path=someone/some-text " in done.stderr

@@ -103,10 +103,8 @@ def test_a_document_stands_between_its_start_and_end(each, tmp_path, parts_here)
         assert each.eos is None or each.eos not in found.encode("a <|end_of_text|> </s> b")
 
 
-def test_a_saved_tokenizer_is_a_tokenizer_path_too_and_a_file_is_taken_like_its_folder(
-    folder, tmp_path
-):
-    """Its tokens around a document are known without their names."""
+def test_a_saved_tokenizer_and_a_single_file_are_tokenizer_paths(folder, tmp_path):
+    """The tokens around a document are known without their names."""
     for kind, name in (("huggingface", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
         assert build(kind, folder / name) == build(kind, folder)
     config = folder / "tokenizer_config.json"
@@ -142,50 +140,45 @@ def test_a_token_around_documents_that_the_file_lacks_is_refused(folder, tmp_pat
     found = build("huggingface", tmp_path)
     assert found.decode(found.encode("abcdefgh")) == "abcdefgh"
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": null, "eos_token": "!"}')
-    with pytest.raises(ConfigError, match=r"^add_bos=true, but .*starts a document.*add_bos=fal"):
+    with pytest.raises(ConfigError, match="^add_bos=true"):
         build("huggingface", tmp_path)
     assert build("huggingface", tmp_path, add_bos=False).eos == 2
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config.json is not JSON: .*Mend it or remove"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json "):
         build("huggingface", tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["byte", "huggingface", "sentencepiece"])
-def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(kind, folder):
+def test_a_tokenizer_larger_than_the_embedding_names_vocab_size(kind, folder):
     size = 257 if kind == "byte" else 600
     build(kind, folder, rows=size)
-    message = rf"^vocab_size={size - 1} is too small .*{kind}.*{size} tokens. Set vocab_size={size}"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"^vocab_size={size - 1} .*vocab_size={size}"):
         build(kind, folder, rows=size - 1)
 
 
 @pytest.mark.parametrize(
     ("kind", "package"), [("huggingface", "tokenizers"), ("sentencepiece", "sentencepiece")]
 )
-def test_a_file_that_is_no_tokenizer_and_a_missing_package_are_refused(
-    kind, package, folder, tmp_path, monkeypatch
-):
-    words = rf"a.json is no tokenizer.* of tokenizer_type={kind}: "
+def test_a_file_that_is_not_a_tokenizer_is_named(kind, package, folder, tmp_path, monkeypatch):
     for content in (b"", b"{}", b"\xff\x00 words " * 9, b'{"model": 3}'):
         (tmp_path / "a.json").write_bytes(content)
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=rf"a\.json .*tokenizer_type={kind}"):
             build(kind, tmp_path / "a.json")
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"package {package}, .*pip install -e '\.\[text\]'"):
+    with pytest.raises(ConfigError, match=rf"\b{package}\b"):
         build(kind, folder)
 
 
-def test_a_name_of_the_hub_without_a_network_says_how_to_download_it(monkeypatch, tmp_path):
+def test_a_tokenizer_of_the_hub_without_a_network_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    words = r"^tokenizer_path=org/name is no file.*`hf download org/name .*=DIR\.\Z"  # one line
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match="^tokenizer_path=org/name "):
         build("huggingface", "org/name")
 
 
 def test_a_folder_without_a_saved_tokenizer_is_refused(folder, tmp_path):
-    with pytest.raises(DataError, match=r"holds no saved tokenizer: .*settings.json.*Give the fo"):
+    with pytest.raises(DataError, match=r"settings\.json"):
         tokenizer.load(folder)
     (tmp_path / "settings.json").write_text('{"tokenizer_type": "bits", "bos": 1, "eos": 2}')
-    with pytest.raises(DataError, match="holds no saved tokenizer: 'bits'"):
+    with pytest.raises(DataError, match="'bits'"):
         tokenizer.load(tmp_path)

@@ -53,23 +53,18 @@ def test_a_tokenizer_on_https_is_that_of_a_disk(web, folder, kind):
     assert found == tokenizer.read(kind, str(folder))
 
 
-def test_what_https_lacks_and_a_file_that_is_too_large_are_one_line(web, folder, monkeypatch):
-    """A file beside the tokenizer may be absent, but not out of reach: its tokens count."""
+def test_a_file_that_is_absent_closed_or_too_large_is_named(web, folder, monkeypatch):
+    """tokenizer_config.json may be absent, but not out of reach: its tokens count."""
     url = f"{web.url}/tokenizer.json"
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=f"tokenizer_path={web.url}/absent.json"):
         tokenizer.read("huggingface", f"{web.url}/absent.json")
-    assert str(error.value).startswith(
-        f"tokenizer_path={web.url}/absent.json: {web.url}/absent.json cannot be read (there is no "
-        "such object)"
-    )
     web.status["tokenizer.json"] = 403
-    with pytest.raises(DataError, match=r"tokenizer.json cannot be read \(Forbidden \(403\)"):
+    with pytest.raises(DataError, match=rf"{url} .*\(403\)"):
         tokenizer.read("huggingface", url)
     monkeypatch.setattr(tokenizer, "MOST_BYTES", 1000)
     web.status.clear()
-    words = r"cannot be read \(larger than 1,000 bytes\)"
     for path in (url, str(folder)):
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match="tokenizer.* 1,000 bytes"):
             tokenizer.read("huggingface", path)
 
 
@@ -90,7 +85,7 @@ def test_a_fault_of_a_bucket_is_one_line_or_nothing(faulty, folder, kind):
         except DataError as error:
             found, said = wanted, str(error)
         assert found == wanted, (kind, number)
-        assert not said or (" cannot be read (" in said and "\n" not in said)
+        assert not said or (path in said and "\n" not in said)
         assert not said or kind in ("429", "503", "lost", "cut")
 
 
@@ -100,25 +95,19 @@ def test_the_program_writes_into_a_bucket(cloud, tmp_path, capsys):
     argv, out = [str(tmp_path / "a.txt"), "vocab_size=280"], f"{cloud}://{BUCKET}/toks/tok.json"
     assert program.main([*argv, f"out={tmp_path / 'tok.json'}"]) == 0
     assert program.main([*argv, f"out={out}"]) == 0
-    assert f"Train with tokenizer_type=huggingface tokenizer_path={out}" in capsys.readouterr().out
+    assert f"tokenizer_path={out}" in capsys.readouterr().out
     bucket = store.connect(cloud, BUCKET)
     assert [entry.name for entry in bucket.list_all("")] == ["toks/tok.json"]
     assert bucket.get("toks/tok.json") == (tmp_path / "tok.json").read_bytes()
     bucket.put("toks/tok.json", b"of others")
     assert program.main([*argv, f"out={out}"]) == 2
-    assert f"out={out} exists already, and runs may use it" in capsys.readouterr().err
+    assert f"out={out} " in capsys.readouterr().err
     assert bucket.get("toks/tok.json") == b"of others"
 
 
-@pytest.mark.parametrize(
-    ("out", "words"),
-    [
-        ("https://h/tok.json", "out=https://h/tok.json cannot be on https://, which gives single"),
-        ("gs://absent/tok.json", "out=gs://absent/tok.json cannot be written: Not Found (404)"),
-    ],
-)
-def test_a_place_that_cannot_be_written_is_one_line(gcs, tmp_path, capsys, out, words):
+@pytest.mark.parametrize("out", ["https://h/tok.json", "gs://absent/tok.json"])
+def test_an_output_that_cannot_be_written_is_named(gcs, tmp_path, capsys, out):
     """Before the text is read."""
     assert program.main([str(tmp_path / "absent"), f"out={out}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
+    assert f"out={out} " in line
