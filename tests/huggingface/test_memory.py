@@ -49,7 +49,7 @@ def thirds(shape):
         (lambda shape: tuple(min(n, 9) for n in shape), 16, np.float32, None, OF_LAYERS),
     ],
 )
-def test_an_import_reads_one_tensor_at_a_time_and_an_export_one_chunk_or_tensor(
+def test_an_import_holds_one_tensor_and_an_export_one_chunk(
     source, tmp_path, monkeypatch, chunk, multiple, dtype, reads, most
 ):
     """chunk: gives the shape of a leaf's chunks in the checkpoint; None: as an import has them."""

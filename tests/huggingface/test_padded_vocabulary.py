@@ -88,13 +88,11 @@ def test_training_with_padding_is_training_without(source, tmp_path):
         np.testing.assert_allclose(values[64][name], plain, atol=1e-4)
 
 
-def test_the_rows_of_a_larger_tokenizer_are_tokens_and_are_exported(source, tmp_path, capfd):
+def test_the_rows_of_a_larger_tokenizer_are_exported(source, tmp_path):
     """A tokenizer of 300 tokens, a model of 31: 300 of 384 rows count, and an export has them."""
     byte_level_bpe(source, vocab_size=300)
     small.there_and_back(source, tmp_path, "vocab_multiple=128")
     assert sizes(tmp_path / "ours") == (300, 384)
-    told = capfd.readouterr().out
-    assert "adds 269 rows of zeros" in told and "vocab_size is 300, the run's, which has 31" in told
     assert json.loads((tmp_path / "theirs/config.json").read_text())["vocab_size"] == 300
     rows = load_file(tmp_path / "theirs/model.safetensors")["model.embed_tokens.weight"]
     assert rows.shape == (300, 8) and not rows[31:].any()

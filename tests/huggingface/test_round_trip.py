@@ -77,7 +77,7 @@ def test_shards_hold_what_fits_and_the_index_names_them(imported, tmp_path):
     small.assert_weights(out, small.weights())
 
 
-def test_a_larger_vocabulary_gets_rows_of_zeros_that_an_export_leaves_out(source, tmp_path, capfd):
+def test_a_larger_vocabulary_gets_zero_rows_that_no_export_has(source, tmp_path):
     """31 rows to a multiple of 16: 32."""
     small.there_and_back(source, tmp_path, "vocab_multiple=16")
     keys = read.newest_meta(tmp_path / "ours", key="RUN")["config"]
@@ -86,11 +86,11 @@ def test_a_larger_vocabulary_gets_rows_of_zeros_that_an_export_leaves_out(source
     reader = arrays.Reader(checkpoint, OUTER_PARAMS, ["embedding", "head"])
     for rows in (reader.read("embedding"), reader.read("head").T):
         assert rows.shape == (32, 8) and rows[:31].any(1).all() and not rows[31].any()
-    assert "the last 1 of 32 rows for tokens are padding, left out" in capfd.readouterr().out
+
     small.assert_weights(tmp_path / "theirs", small.weights())
 
 
-def test_an_export_like_a_model_takes_no_weights_and_no_index_of_it(imported, tmp_path):
+def test_an_export_like_a_model_copies_no_weights_or_index(imported, tmp_path):
     """Or like an import of it; torch_dtype is the older name of dtype."""
     source = small.save(tmp_path / "source", small.weights(), shards=2, torch_dtype="float16")
     small.done("import", source, tmp_path / "ours")
@@ -103,7 +103,7 @@ def test_an_export_like_a_model_takes_no_weights_and_no_index_of_it(imported, tm
         assert written == small.config() | {"dtype": "float32"}
 
 
-def test_a_weight_whose_layers_have_two_types_is_stored_in_the_wider(tmp_path):
+def test_a_weight_of_two_types_is_stored_in_the_wider(tmp_path):
     """bfloat16 and float32 in files; in any order, and no value is rounded."""
     name = "model.layers.{}.mlp.up_proj.weight"
     for i, layer in enumerate((0, 2)):
@@ -117,9 +117,7 @@ def test_a_weight_whose_layers_have_two_types_is_stored_in_the_wider(tmp_path):
 
 
 @pytest.mark.parametrize("wider", [False, True])
-def test_a_copy_of_a_tied_embedding_is_left_out_and_another_head_is_kept(
-    tmp_path, capfd, monkeypatch, wider
-):
+def test_a_tied_head_is_left_out_and_another_head_is_kept(tmp_path, capfd, monkeypatch, wider):
     """As transformers 5 does. The copy counts in a wider type too; one value differs in the last
     row that is compared."""
     monkeypatch.setattr(safetensors_files, "_ROWS", 10)
@@ -130,13 +128,13 @@ def test_a_copy_of_a_tied_embedding_is_left_out_and_another_head_is_kept(
     small.there_and_back(source, tmp_path)
     expected = {name: value for name, value in copy.items() if name != "lm_head.weight"}
     small.assert_weights(tmp_path / "theirs", expected)
-    assert "tie_word_embeddings" not in capfd.readouterr().out
+    assert "lm_head.weight" not in capfd.readouterr().out
 
     copy["lm_head.weight"] = copy["lm_head.weight"].copy()
     copy["lm_head.weight"][-1, -1] += 1
     own = small.save(tmp_path / "own", copy, tie_word_embeddings=True)
     small.there_and_back(own, own)
-    assert "note: lm_head.weight is not model.embed_tokens.weight" in capfd.readouterr().out
+    assert "lm_head.weight" in capfd.readouterr().out
     small.assert_weights(own / "theirs", copy)
     written = json.loads((own / "theirs/config.json").read_text())
     assert written["tie_word_embeddings"] is False
@@ -166,7 +164,7 @@ def test_files_of_the_tokenizer_and_of_the_licence_come_along(source, tmp_path):
         ({"model_max_length": 9}, "true"),
     ],
 )
-def test_start_yml_adds_the_end_that_the_tokenizer_names(source, tmp_path, capfd, names, add_eos):
+def test_start_yml_adds_the_end_that_the_tokenizer_names(source, tmp_path, names, add_eos):
     """test_start_of_text.py has the start; this tokenizer.json puts none before a text."""
     byte_level_bpe(source, vocab_size=300)
     (source / "tokenizer_config.json").write_text(json.dumps(names))
@@ -174,8 +172,6 @@ def test_start_yml_adds_the_end_that_the_tokenizer_names(source, tmp_path, capfd
     keys = {name: value for name, value, _ in base_yml.read_yml(tmp_path / "ours/start.yml")}
     assert (keys["add_bos"], keys["add_eos"]) == ("false", add_eos)
     assert keys["tokenizer_path"] == str(tmp_path / "ours/huggingface")
-    said = "names no token that ends a document" in capfd.readouterr().out
-    assert said == (add_eos == "false")
 
 
 def test_a_long_import_or_export_says_how_far_it_is():
@@ -185,25 +181,12 @@ def test_a_long_import_or_export_says_how_far_it_is():
     for _ in range(3):
         done.more(10**9)
     done.last("the checkpoint is sealed")
-    assert lines == [
-        "imported 2.0 of 3.0 GB (67%), about 6 s left",
-        "imported 3.0 GB; the checkpoint is sealed",
-    ]
+    assert len(lines) == 2
+    assert all(number in lines[0] for number in ("2.0 of 3.0 GB", "67%", "6 s"))
+    assert "3.0 GB" in lines[1]
 
 
-def test_import_and_export_report_all_of_their_bytes(source, tmp_path, capfd, monkeypatch):
-    """A line for each part when none is too early; the last one is of all bytes."""
-    monkeypatch.setattr(folders, "_PERIOD_S", 0.0)
-    small.there_and_back(source, tmp_path, "vocab_multiple=64")
-    out = capfd.readouterr().out
-    for verb in ("imported", "exported"):
-        found = [line for line in out.splitlines() if line.startswith(f"{verb} ")]
-        assert len(found) > 10 and "(100%)" in found[-2] and "(99%)" not in found[-2], found[-3:]
-        assert sum("(100%)" in line for line in found) < 4
-
-
-def test_an_export_has_the_tokenizer_of_its_run_not_that_of_the_model_it_is_like(tmp_path, capfd):
-    """A run from an import, with a tokenizer of its own, gave the text of the import's tokens."""
+def test_an_export_like_a_model_keeps_the_tokenizer_of_its_run(tmp_path):
     for name, size in (("a", 300), ("b", 290)):
         source = small.save(tmp_path / name, small.weights())
         byte_level_bpe(source, vocab_size=size)
@@ -215,8 +198,6 @@ def test_an_export_has_the_tokenizer_of_its_run_not_that_of_the_model_it_is_like
         vocabulary = json.loads((tmp_path / "a/tokenizer.json").read_text())["model"]["vocab"]
         assert json.loads(found)["model"]["vocab"] == vocabulary
         assert (tmp_path / name / "LICENSE").read_text() == like
-    told = capfd.readouterr().out
-    assert told.count("the tokenizer is the run's, which is another") == 1
     assert json.loads((tmp_path / "other/config.json").read_text())["eos_token_id"] is not None
 
 
@@ -243,7 +224,7 @@ def deepseek(**changes):
     return config.from_dict(config.load([], {}).as_dict() | keys | changes)
 
 
-def test_the_module_for_another_token_is_left_out_and_the_bias_stays_in_float32(tmp_path, capfd):
+def test_the_next_token_module_is_left_out_and_bias_is_float32(tmp_path, capfd):
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(THEIRS))
@@ -255,8 +236,7 @@ def test_the_module_for_another_token_is_left_out_and_the_bias_stays_in_float32(
     more = {"model.layers.2.eh_proj.weight": np.ones((8, 16), ml_dtypes.bfloat16)}
     save_file(values | more, source / "model.safetensors")
     small.done("import", source, tmp_path / "ours")
-    line = "note: the module for the token after the next is left out, 1 tensors of the files."
-    assert line in capfd.readouterr().out.splitlines()
+    assert " 1 tensors" in capfd.readouterr().out
     small.done("export", tmp_path / "ours", tmp_path / "theirs", "dtype=bfloat16")
     small.assert_weights(tmp_path / "theirs", values)
     written = json.loads((tmp_path / "theirs/config.json").read_text())
