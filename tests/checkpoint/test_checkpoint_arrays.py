@@ -104,16 +104,14 @@ def test_a_device_reads_only_what_it_keeps(mesh_of, step_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", ["d/*", "manifest.ocdbt"])
-def test_an_array_that_cannot_be_read_is_one_line(step_folder, lost):
-    """As when a file goes after the seal was looked at, or is too large to have a checksum."""
+def test_an_array_that_cannot_be_read_is_named(step_folder, lost):
+    """A file is removed after the seal was checked, or is too large to have a checksum."""
     for path in [*step_folder.glob(f"params/{lost}"), *step_folder.glob(f"params/*/{lost}")]:
         path.unlink()
     with pytest.raises(CheckpointError) as caught:
         read_item(step_folder, "params", wanted())
     line = str(caught.value)
-    assert line.startswith(f"leaf0 of params in checkpoint {step_folder} cannot be read: ")
-    assert line.endswith("or remove that checkpoint to go on from the one before it.")
-    assert "\n" not in line
+    assert "leaf0 of params" in line and f"{step_folder} " in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -148,12 +146,12 @@ MB = 1 << 20
         ((), ()),
     ],
 )
-def test_replicas_layers_and_experts_of_a_large_leaf_are_chunks_of_their_own(shape, dims):
+def test_replicas_layers_and_experts_of_large_leaves_are_chunks(shape, dims):
     """Of float32. Until a chunk has 32 MiB or less, and no smaller than 1 MiB."""
     assert orbax_io.split_dims(shape, 4) == dims
 
 
-def test_a_chunk_of_a_sharded_leaf_is_one_layer_of_a_devices_part(mesh_of, tmp_path, monkeypatch):
+def test_a_chunk_of_a_sharded_leaf_is_one_layer_of_a_shard(mesh_of, tmp_path, monkeypatch):
     """[2 replicas, 3 layers, 8, 4] of float32 on 2 x 2 devices: a part has 3 * 64 bytes.
 
     Beside it one of 2 layers: a part has 128 bytes, and is one chunk.

@@ -37,9 +37,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damage_of_any_file_is_reported_and_the_previous_checkpoint_used(
-    tmp_path, two_saved, damage, capsys
-):
+def test_damage_of_any_file_is_reported_and_the_older_one_used(tmp_path, two_saved, damage, capsys):
     saved, files = two_saved
     restored = restore_from(saved / "run", wanted, key="k")  # the positive control
     assert restored.step == 20 and capsys.readouterr().out == ""
@@ -56,7 +54,7 @@ def test_damage_of_any_file_is_reported_and_the_previous_checkpoint_used(
         assert restored.step == 10, name
         jax.tree.map(np.testing.assert_array_equal, restored.items, items(10))
         (said,) = capsys.readouterr().out.splitlines()
-        assert said.startswith(f"warning: checkpoint {folder_of(run)}/20 is damaged"), name
+        assert f"{folder_of(run)}/20 " in said, name
 
 
 def damaged_run(tmp_path, two_saved, *steps):
@@ -66,7 +64,7 @@ def damaged_run(tmp_path, two_saved, *steps):
     return folder_of(tmp_path)
 
 
-def test_a_resuming_run_sets_the_damaged_one_aside_and_saves_that_step_again(tmp_path, two_saved):
+def test_a_resumed_run_sets_a_damaged_one_aside_and_saves_again(tmp_path, two_saved):
     folder = damaged_run(tmp_path, two_saved, 20)
     said = []
     for _ in range(2):  # the second time 20 is there again, and is damaged again
@@ -78,37 +76,28 @@ def test_a_resuming_run_sets_the_damaged_one_aside_and_saves_that_step_again(tmp
         (folder / "20" / "outer_params" / "manifest.ocdbt").unlink()
     assert sorted(os.listdir(folder)) == ["10", "20", "20.damaged", "20.damaged-2"]
     assert len(said) == 2
-    assert "outer_params/manifest.ocdbt is missing" in said[0]
+    assert "outer_params/manifest.ocdbt" in said[0]
 
 
-def test_when_all_are_damaged_the_run_does_not_silently_start_anew(tmp_path, two_saved):
+def test_when_all_are_damaged_the_run_ends_and_names_each(tmp_path, two_saved):
     folder = damaged_run(tmp_path, two_saved, 10, 20)
-    gone = r"outer_params/manifest.ocdbt is missing"
-    message = (
-        rf"no undamaged checkpoint is left in {folder} \(20: {gone}; 10: {gone}\)\. Look whether "
-        r"the whole disk is mounted, put a copy of a checkpoint there, or set another run_name to "
-        r"start from the beginning\.$"
-    )
+    gone = "outer_params/manifest.ocdbt"
     with Checkpointer(folder, max_to_keep=None, say=lambda line: None) as checkpointer:
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=f"{folder} .*20: {gone}.*10: {gone}"):
             checkpointer.restore(wanted)
-    asked_for = "no undamaged checkpoint is left .* or give load_full_state_path another path"
-    with pytest.raises(CheckpointError, match=asked_for):
+    with pytest.raises(CheckpointError, match="load_full_state_path"):
         restore_from(folder / "20", wanted, key="load_full_state_path")
     assert sorted(os.listdir(folder)) == ["10", "20"]  # they may be whole again after a mount
 
 
-def test_a_checkpoint_of_a_later_format_is_one_line_and_no_damage(tmp_path, two_saved):
-    """Even where its seal is written in a way that this version does not know."""
+def test_a_checkpoint_of_a_later_format_is_named_and_not_damage(tmp_path, two_saved):
+    """Even if its seal is written in a way that this version does not know."""
     folder = damaged_run(tmp_path, two_saved)
     (folder / "20" / "seal.json").write_text("[]")
     meta = folder / "20" / "meta" / "metadata"
     later = json.loads(meta.read_text()) | {"format": 7, "version": "9.9", "more": 1}
     meta.write_text(json.dumps(later))
-    message = (
-        rf"checkpoint {folder}/20 has format 7, of maxdiloco 9\.9; maxdiloco \S+ reads formats up "
-        r"to 1\. Use that version or a later one\."
-    )
+    message = rf"{folder}/20 .*format 7.*9\.9"
     with Checkpointer(folder, max_to_keep=1) as checkpointer:
         for read_it in (
             lambda: restore_from(folder.parent, wanted, key="k"),
@@ -126,19 +115,17 @@ def test_a_meta_that_no_version_writes_is_damaged(tmp_path, two_saved):
     assert metadata.read_note(folder / "20").step == 20  # the positive control
     for wrong in ("[" * 100_000, "[]", "{}", '{"format": "x", "version": ""}'):
         meta.write_text(wrong)
-        with pytest.raises(metadata.DamagedError, match="meta of .* is damaged"):
+        with pytest.raises(metadata.DamagedError, match=f"{folder}/20"):
             metadata.read_note(folder / "20")
 
 
-def test_processes_share_the_examination_and_above_a_limit_only_sizes_count(
-    tmp_path, two_saved, monkeypatch
-):
+def test_processes_share_the_check_and_large_files_only_sizes(tmp_path, two_saved, monkeypatch):
     newest = damaged_run(tmp_path, two_saved) / "20"
     meta = newest / "meta" / "metadata"
     content = meta.read_bytes()
     meta.unlink()
     found = [seal.damage(newest, range(process, 100, 3)) for process in range(3)]
-    assert [one.what for one in found if one] == ["meta/metadata is missing"]
+    assert len([one for one in found if one and "meta/metadata" in one.what]) == 1
     index = next(one.index for one in found if one)
     assert seal.damage(newest, indices=[index]) in found
     assert seal.damage(newest, indices=[index + 1]) is None
@@ -150,15 +137,13 @@ def test_processes_share_the_examination_and_above_a_limit_only_sizes_count(
     tree.write_bytes(bytes(len(whole)))
     assert seal.damage(newest) is None
     tree.write_bytes(whole[1:])
-    assert "bytes instead of" in seal.damage(newest).what
+    assert "outer_params/_METADATA" in seal.damage(newest).what
     tree.write_bytes(whole)
     meta.write_bytes(bytes(len(content)))  # META has its checksum all the same
-    assert seal.damage(newest).what.startswith("meta/metadata has other contents")
+    assert "meta/metadata" in seal.damage(newest).what
 
 
-def test_where_folders_cannot_be_renamed_the_commit_file_goes_first(
-    tmp_path, two_saved, monkeypatch
-):
+def test_without_renames_the_commit_file_is_removed_first(tmp_path, two_saved, monkeypatch):
     """gs://: a folder has its final name from the start, a mark beside it says that it goes."""
     folder = damaged_run(tmp_path, two_saved)
     monkeypatch.setattr(write, "is_local", lambda path: False)
@@ -189,9 +174,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, two_sav
         checkpointer.restore(lambda meta: {})
         monkeypatch.setattr(type(folder), "rmtree", refuse)
         save_and_wait(checkpointer, 30)
-        assert said == [
-            f"warning: an old checkpoint in {folder} could not be removed: Permission denied. The "
-            "next save tries again; remove it if the disk fills up."
-        ]
+        assert len(said) == 1 and str(folder) in said[0] and "Permission denied" in said[0]
         monkeypatch.undo()
     assert sorted(os.listdir(folder)) == [f"10{write.DELETED}", "20", "30"]

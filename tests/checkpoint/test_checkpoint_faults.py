@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -61,10 +62,10 @@ def of_orbax(monkeypatch, number):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("where", [of_python, of_orbax, of_preparation])
-def test_a_failed_save_is_one_line_that_the_next_makes_up_for_and_two_in_a_row_end_the_run_with_75(
+def test_a_failed_save_is_reported_and_two_in_a_row_exit_with_75(
     opened, monkeypatch, capfd, where, number
 ):
-    """Full disk, quota, broken disk, read-only: nothing of another library is printed."""
+    """Full disk, quota, broken disk, read-only. No other library prints anything."""
     checkpointer, said = opened
     for step, broken in ((2, True), (3, False), (4, True)):  # a good one in between starts anew
         with monkeypatch.context() as patch:
@@ -79,20 +80,15 @@ def test_a_failed_save_is_one_line_that_the_next_makes_up_for_and_two_in_a_row_e
     with pytest.raises(SaveError) as error:
         save_and_wait(checkpointer, 5)
     assert error.value.exit_code == 75
-    again = "It is tried again with the next save."
-    end = "Free some space or mend the disk; then the same command goes on."
-    for line, start, failed, good, remedy in (
-        (said[0], "warning", 2, 1, again),
-        (said[1], "warning", 4, 3, again),
-        (str(error.value), "base_output_directory", 5, 3, end),
-    ):
-        assert line.startswith(f"{start}: step {failed} could not be saved in ")
-        assert line.endswith(f"{os.strerror(number)}; the last step saved is {good}. {remedy}")
+    for line, failed, good in ((said[0], 2, 1), (said[1], 4, 3), (str(error.value), 5, 3)):
+        assert f"step {failed} " in line and os.strerror(number) in line
+        assert re.search(rf"\b{good}\.", line), "the last step that was saved"
+    assert str(error.value).startswith("base_output_directory: ")
     assert checkpointer.restore(wanted).step == 3
     assert len(said) == 2 and capfd.readouterr() == ("", "")
 
 
-def test_a_save_that_fails_while_the_run_ends_is_an_error_and_hides_none(tmp_path, monkeypatch):
+def test_a_save_that_fails_at_the_end_is_an_error_and_hides_none(tmp_path, monkeypatch):
     of_python(monkeypatch, errno.EIO)
     said = []
 
@@ -102,23 +98,22 @@ def test_a_save_that_fails_while_the_run_ends_is_an_error_and_hides_none(tmp_pat
             if error is not None:
                 raise error
 
-    message = "step 1 could not be saved in .*no step was saved since the start"
-    with pytest.raises(SaveError, match=message):
+    with pytest.raises(SaveError, match="step 1 "):
         save_and_leave()
     with pytest.raises(ZeroDivisionError):
         save_and_leave(ZeroDivisionError())
-    assert "step 1" in said[-1] and "Input/output error" in said[-1]
+    assert "step 1 " in said[-1] and os.strerror(errno.EIO) in said[-1]
 
 
-def test_a_mistake_of_ours_is_no_failed_save(opened, monkeypatch):
+def test_an_error_of_our_code_is_not_a_failed_save(opened, monkeypatch):
     checkpointer, said = opened
 
     def wrong(path):
-        raise TypeError("sync_tree() takes 0 positional arguments")
+        raise TypeError("of ours")
 
     monkeypatch.setattr(durable, "sync_tree", wrong)
     checkpointer.save(2, items(2), {})
-    with pytest.raises(TypeError, match="takes 0"):
+    with pytest.raises(TypeError, match="of ours"):
         checkpointer.wait()
 
 
@@ -128,8 +123,7 @@ def test_a_save_that_takes_longer_than_its_time_has_failed(tmp_path, held_write)
     with Checkpointer(folder_of(tmp_path), **options) as checkpointer:
         save_and_wait(checkpointer, 1)
         held_write.set()
-    assert len(said) == 1
-    assert "the arrays were not written in time; no step" in said[0]
+    assert len(said) == 1 and "step 1 " in said[0]
 
 
 def test_old_checkpoints_go_in_a_thread_that_no_save_waits_for(tmp_path, monkeypatch):
@@ -183,7 +177,7 @@ def test_a_real_full_disk_and_a_real_read_only_one(tmpfs, monkeypatch, capfd):
         filler = tmpfs / "filler"
         filler.write_bytes(bytes(shutil.disk_usage(tmpfs).free - 40_000))
         save_and_wait(checkpointer, 2)
-        assert len(said) == 1 and "No space left on device; the last step saved is 1." in said[0]
+        assert len(said) == 1 and os.strerror(errno.ENOSPC) in said[0] and " 1." in said[0]
         assert checkpointer.steps() == [1]
         assert discarded == [f"2{write_lib.UNFINISHED}"]  # at once: it takes room
         late = folder / f"2{write_lib.UNFINISHED}" / "late"  # a thread of the failed save may write
@@ -199,8 +193,8 @@ def test_a_real_full_disk_and_a_real_read_only_one(tmpfs, monkeypatch, capfd):
 
         remount("ro")
         save_and_wait(checkpointer, 4)
-        assert len(said) == 2 and "Read-only file system; the last step saved is 3." in said[1]
-        with pytest.raises(SaveError, match="step 5 could not be saved .*Read-only file system"):
+        assert len(said) == 2 and os.strerror(errno.EROFS) in said[1] and " 3." in said[1]
+        with pytest.raises(SaveError, match=f"step 5 .*{os.strerror(errno.EROFS)}"):
             checkpointer.save(5, items(5), {}, last=True)
         remount("rw")
         assert checkpointer.restore(wanted).step == 3
@@ -281,7 +275,7 @@ print(json.dumps([operations, found, lasting]))
 """
 
 
-def test_whichever_file_operation_fails_the_state_is_saved_or_the_run_ends_in_one_line(tmp_path):
+def test_after_any_failed_file_operation_the_state_is_saved(tmp_path):
     """Each of the operations of a save fails once with EIO; and all from the n-th on.
 
     One that fails is made up for by the second try, so that the newest checkpoint is whole and

