@@ -30,7 +30,7 @@ def times(monkeypatch):
 
 
 def words_of(error):
-    """What a user reads of an error: one line."""
+    """The one line that a user reads of an error."""
     line = reason(error) if isinstance(error, OSError) else str(error)
     assert line and "\n" not in line and "Debug source" not in line
     return line
@@ -121,23 +121,22 @@ def test_a_file_that_takes_the_place_of_another(faulty, kind):
 
 
 @pytest.mark.parametrize("kind", ["429", "503", "lost"])
-def test_a_run_whose_store_stays_away_is_one_line(faulty, kind):
+def test_a_store_that_stays_away_is_named_with_its_status(faulty, kind):
     faulty.fault = faulty_store.from_on(0, kind)
     with pytest.raises(CheckpointError) as error:
         open_run_folder(BASE, "a").__enter__()
     line = words_of(error.value)
-    said = {"429": "Too Many Requests (429): slow down", "503": "Service Unavailable (503)"}
-    assert line.startswith(f"base_output_directory={BASE} cannot hold run_name=a: ")
-    assert said.get(kind, "timed out") in line
+    assert f"base_output_directory={BASE} " in line and "run_name=a" in line
+    assert kind == "lost" or f"({kind})" in line
 
 
 def test_a_body_that_is_cut_is_no_content(faulty):
     path = absolute(f"{BASE}/a")
     path.write_text("whole")
     faulty.fault = lambda number, function: "cut"
-    with pytest.raises(OSError, match="runs/a has 4 bytes from 0 to 5: it is cut"):
+    with pytest.raises(OSError, match="runs/a .* 0 to 5"):
         path.read_text()
-    with pytest.raises(OSError, match="runs/a has 1 bytes from 1 to 3: it is cut"):
+    with pytest.raises(OSError, match="runs/a .* 1 to 3"):
         path.bucket().get_range("runs/a", 1, 3)
 
 

@@ -56,7 +56,7 @@ def wait_for(holds):
         time.sleep(0.01)
 
 
-def test_the_lock_is_renewed_while_it_is_held_and_refuses_a_second_run(cloud):
+def test_a_held_lock_is_renewed_and_refuses_a_second_run(cloud):
     """The first renewal that the second one sees tells that the holder lives. Nothing is left."""
     said, bucket = [], store.connect(cloud, BUCKET)
     with lock(scheme=cloud) as held:
@@ -64,9 +64,9 @@ def test_the_lock_is_renewed_while_it_is_held_and_refuses_a_second_run(cloud):
         wait_for(lambda: bucket.get_version(NAME)[1] != first[1])
         line = refused(lock(said.append, cloud).__enter__)
         held.require()
-    assert line.startswith(f"run_name=a is in use: {cloud}://{BUCKET}/{NAME} of {ME}")
-    assert line.endswith("was renewed just now. Wait for it, stop it, or set another run_name.")
-    assert len(said) == 1 and "waiting up to 60 s to see whether that run still lives" in said[0]
+    for named in ("run_name=a ", f"{cloud}://{BUCKET}/{NAME} ", ME, "set another run_name"):
+        assert named in line
+    assert len(said) == 1 and " 60 s" in said[0]
     time.sleep(0.2)
     assert list(bucket.list_all("")) == []
 
@@ -80,8 +80,7 @@ def test_a_lock_that_nobody_renews_is_waited_for_and_taken_over(cloud, soon):
         assert time.monotonic() - began >= object_lock.STALE_S
         held.require()
         assert ME.encode() in bucket.get(NAME)
-    assert len(said) == 2 and "of process 7 on x is there: waiting up to " in said[0]
-    assert "of process 7 on x was not renewed for 0 s: taken over." in said[1]
+    assert len(said) == 2 and all("process 7 on x" in line for line in said)
 
 
 def test_a_lock_that_is_given_back_meanwhile_is_taken_at_once(gcs):
@@ -94,12 +93,12 @@ def test_a_lock_that_is_given_back_meanwhile_is_taken_at_once(gcs):
 def test_an_object_of_others_with_the_name_of_the_lock_stays(gcs, content):
     """An upload is whole or absent, so no run can have left it."""
     gcs.put(NAME, content)
-    with pytest.raises(CheckpointError, match=r"lock is no lock of a run, .*Move it, or set"):
+    with pytest.raises(CheckpointError, match=f"{BUCKET}/{NAME} "):
         lock().__enter__()
     assert gcs.names() == [NAME] and gcs.objects[BUCKET][NAME].data == content
 
 
-def test_a_stale_lock_that_another_takes_over_just_before_stays_that_ones(gcs, soon):
+def test_a_stale_lock_that_another_run_takes_first_is_left_to_it(gcs, soon):
     """Between the last look at the stale object and the write."""
     gcs.put(NAME, OF_7)
 
@@ -108,7 +107,7 @@ def test_a_stale_lock_that_another_takes_over_just_before_stays_that_ones(gcs, s
             gcs.put(NAME, OF_8)
 
     gcs.fault = fault
-    with pytest.raises(CheckpointError, match="run_name=a is in use: .* of process 8 on x"):
+    with pytest.raises(CheckpointError, match="run_name=a .*process 8 on x"):
         lock().__enter__()
     assert gcs.objects[BUCKET][NAME].data == OF_8
 
@@ -138,14 +137,13 @@ def test_of_two_that_take_over_a_stale_lock_one_gets_it(gcs, soon):
         assert sorted(threads.map(run, range(2))) == ["held", "refused"]
 
 
-def test_a_lock_that_is_lost_is_an_error_and_is_left_to_its_new_holder(gcs):
+def test_a_lost_lock_is_an_error_and_left_to_its_new_holder(gcs):
     with lock() as held:
         other = gcs.put(NAME, OF_8)
         wait_for(lambda: 412 in writes(gcs))
         wait_for(lambda: held._lost is not None)
         line = refused(held.require)
-    assert "run_name=a: gs://" in line
-    assert "was not renewed in time and is now that of process 8 on x" in line
+    assert "run_name=a: gs://" in line and "process 8 on x" in line
     assert gcs.objects[BUCKET][NAME] == other
 
 
@@ -172,7 +170,7 @@ def test_an_answer_that_never_arrives_does_not_lose_the_lock(gcs, first):
     assert (lost[0].query["ifGenerationMatch"] == "0") == first and said == []
 
 
-def test_a_store_that_is_unavailable_is_a_warning_and_the_lock_is_renewed_later(gcs, monkeypatch):
+def test_a_lock_is_renewed_later_when_the_store_was_unavailable(gcs, monkeypatch):
     monkeypatch.setattr(store, "PATIENCE_S", 0.2)
     said = []
     with lock(said.append) as held:
@@ -182,21 +180,11 @@ def test_a_store_that_is_unavailable_is_a_warning_and_the_lock_is_renewed_later(
         generation = gcs.objects[BUCKET][NAME].generation
         wait_for(lambda: gcs.objects[BUCKET][NAME].generation > generation)
         held.require()
-    assert said[0].startswith(f"warning: gs://{BUCKET}/{NAME} cannot be renewed: Service Unavail")
+    assert f"gs://{BUCKET}/{NAME} " in said[0] and "503" in said[0]
 
 
-@pytest.mark.parametrize(
-    ("bucket", "status", "words"),
-    [
-        ("absent-bucket", None, "Not Found (404): The specified bucket does not exist"),
-        (BUCKET, 403, "Forbidden (403): fake 403"),
-        (BUCKET, 503, "Service Unavailable (503): fake 503"),  # that stays so for a while
-    ],
-)
-def test_a_bucket_that_cannot_be_written_is_one_line(gcs, monkeypatch, bucket, status, words):
-    monkeypatch.setattr(store, "PATIENCE_S", 0.5)
+@pytest.mark.parametrize(("bucket", "status"), [("absent-bucket", None), (BUCKET, 403)])
+def test_a_bucket_that_cannot_be_written_is_named(gcs, bucket, status):
     gcs.fault = lambda request: status
-    assert refused(lambda: open_run_folder(f"gs://{bucket}/b", "a").__enter__()) == (
-        f"base_output_directory=gs://{bucket}/b cannot hold run_name=a: {words}. Choose a folder "
-        "that can be written."
-    )
+    line = refused(lambda: open_run_folder(f"gs://{bucket}/b", "a").__enter__())
+    assert f"base_output_directory=gs://{bucket}/b " in line and f"({status or 404})" in line

@@ -130,7 +130,7 @@ def test_rows_are_on_the_disk_when_they_are_synced(tmp_path, disk):
         assert disk.files[str(folder.metrics)] != disk.state(folder.metrics)
 
 
-def test_a_folder_that_cannot_be_synced_is_no_error_but_a_broken_disk_is(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_synced_is_not_a_broken_disk(tmp_path, monkeypatch):
     """Some network mounts sync files only."""
 
     def fail(descriptor):
@@ -153,7 +153,7 @@ def save_and_cut(ext4, *steps):
     ext4.cut()
 
 
-def test_a_real_cut_leaves_the_checkpoint_that_was_told_to_be_saved(tmp_path, monkeypatch):
+def test_a_real_power_cut_leaves_the_saved_checkpoint(tmp_path, monkeypatch):
     """Control: one that was not forced to the disk is visible, and empty after the cut, or gone."""
     with small_ext4(tmp_path) as ext4:
         folder = folder_of(ext4.path)

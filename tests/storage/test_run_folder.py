@@ -32,7 +32,7 @@ def refused(base, find=open_run_folder, **options):
     return str(error.value)
 
 
-def test_the_folder_and_its_parents_are_made_and_the_parts_have_their_names(tmp_path, monkeypatch):
+def test_the_folder_its_parents_and_its_parts_are_made(tmp_path, monkeypatch):
     """The path becomes absolute, as Orbax needs it."""
     monkeypatch.chdir(tmp_path)
     with open_run_folder("a/b", "run") as folder:
@@ -46,7 +46,7 @@ def test_the_folder_and_its_parents_are_made_and_the_parts_have_their_names(tmp_
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b"])
 def test_a_run_name_is_one_folder(name, tmp_path):
-    with pytest.raises(CheckpointError, match=r"run_name=.* must be the name of one folder.*use"):
+    with pytest.raises(CheckpointError, match=f"run_name='{re.escape(name)}' "):
         locate(tmp_path, name)
 
 
@@ -59,7 +59,7 @@ def test_a_name_that_differs_by_case_is_not_the_same_run(tmp_path, monkeypatch):
     (tmp_path / "ABc").symlink_to("Abc")
     listed = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: [n for n in listed(path) if n[:2] != "AB"])
-    with pytest.raises(CheckpointError, match="^run_name=ABc is the folder of run_name=[Aa]bc,"):
+    with pytest.raises(CheckpointError, match="^run_name=ABc .*run_name=[Aa]bc"):
         with open_run_folder(str(tmp_path), "ABc"):
             pass
     assert listed(tmp_path / "Abc") == ["lock"]
@@ -67,15 +67,14 @@ def test_a_name_that_differs_by_case_is_not_the_same_run(tmp_path, monkeypatch):
         pass  # its own name resumes it
 
 
-def test_a_second_run_with_one_name_is_refused_while_the_first_one_lasts(tmp_path):
+def test_a_second_run_of_one_name_is_refused_while_one_runs(tmp_path):
     """Only the first process of a run locks, and makes the folder."""
     with open_run_folder(str(tmp_path), "run", primary=False) as folder:
         assert not folder.path.exists()
     with open_run_folder(str(tmp_path), "run"):
-        assert refused(tmp_path) == (
-            f"run_name=run is in use: process {os.getpid()} on {os.uname().nodename} writes to "
-            f"{tmp_path}/run. Wait for it, stop it, or set another run_name."
-        )
+        line = refused(tmp_path)
+        for named in ("run_name=run ", f"process {os.getpid()} on ", f"{tmp_path}/run"):
+            assert named in line
         for name, primary in (("another", True), ("run", False)):
             with open_run_folder(str(tmp_path), name, primary=primary) as folder:
                 assert folder.path.exists()
@@ -92,12 +91,12 @@ def test_files_of_others_in_the_folder_of_a_run_stay_as_they_are(tmp_path, monke
     for path in files:
         path.write_bytes(content)
     with open_run_folder(str(tmp_path), "run"):
-        assert "is in use: another process writes to" in refused(tmp_path)
+        assert "run_name=run " in refused(tmp_path)
     assert [path.read_bytes() for path in files] == [content] * 2
 
 
 @pytest.mark.parametrize("left", [None, "", "process 999999999 on a-host-of-a-long-name\n"])
-def test_the_lock_of_an_earlier_run_gets_the_line_of_its_new_holder(tmp_path, left):
+def test_the_lock_of_an_earlier_run_names_its_new_holder(tmp_path, left):
     """Also one that a kill or a full disk left empty."""
     lock = tmp_path / "run" / "lock"
     lock.parent.mkdir()
@@ -119,7 +118,7 @@ with open_run_folder(sys.argv[1], "run"):
 """
 
 
-def test_kill_9_leaves_nothing_to_clean_even_when_a_worker_outlives_the_run(tmp_path):
+def test_after_kill_9_the_lock_is_free_even_if_a_worker_remains(tmp_path):
     holder = child(HOLDER, tmp_path)
     worker = int(holder.stdout.readline())
     try:
@@ -160,7 +159,7 @@ def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monke
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "LOCK_WAIT_S", 0.05)
         error = refused(tmp_path, warn=said.append)
-    assert f"is in use: {name or 'another process'} writes to" in error and len(said) == 1
+    assert f"{name or 'another process'} " in error and len(said) == 1
 
     def let_go(seconds):
         if len(slept) == 2:
@@ -171,21 +170,19 @@ def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monke
     with open_run_folder(str(tmp_path), "run", warn=said.append):
         pass
     assert len(slept) == 3
-    assert said[1:] == [
-        f"run_name=run is locked by {name or 'another process'}: waiting up to 120 s, since a file "
-        "server keeps the lock of a host that died for a while"
-    ]
+    (line,) = said[1:]
+    assert "run_name=run " in line and f"{name or 'another process'}" in line and "120 s" in line
 
 
 def test_a_holder_that_lives_on_this_host_is_refused_at_once(tmp_path, held, monkeypatch):
     monkeypatch.setattr(run_folder.time, "sleep", lambda s: pytest.fail("waited"))
     held(f"process {os.getppid()} on here ({run_folder._moment(os.getppid())})")
-    assert f"is in use: process {os.getppid()} on here writes to" in refused(tmp_path)
+    assert f"process {os.getppid()} on here " in refused(tmp_path)
 
 
 @pytest.mark.parametrize("number", [1, 0, 999999999])  # 0: its own; the last is above any pid_max
 @pytest.mark.parametrize("change", ["", "start", "boot"])
-def test_a_lock_of_a_dead_process_of_the_same_number_is_waited_for(
+def test_a_lock_of_a_dead_process_of_that_number_is_waited_for(
     tmp_path, held, monkeypatch, number, change
 ):
     """As process 1 of a container's successor sees it on NFS; the host's name is the same too.
@@ -212,14 +209,11 @@ def test_a_place_is_looked_at_before_the_folder_is_made(tmp_path):
     """Control: a place that can be written passes, and nothing is made in it."""
     require_place(str(tmp_path / "new" / "runs"), "run")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(CheckpointError, match=r"=/proc/runs cannot hold run_name=run: .*\. Choose"):
-        require_place("/proc/runs", "run")
     (tmp_path / "file").write_text("")
-    for find in (require_place, open_run_folder):
-        assert refused(tmp_path / "file", find) == (
-            f"base_output_directory={tmp_path}/file cannot hold run_name=run: Not a directory. "
-            "Choose a folder that can be written and has free space."
-        )
+    for base in ("/proc/runs", tmp_path / "file"):
+        for find in (require_place, open_run_folder):
+            line = refused(base, find)
+            assert f"base_output_directory={base} " in line and "run_name=run" in line
 
 
 def test_a_full_disk_is_found_before_training(tmp_path):
@@ -228,7 +222,7 @@ def test_a_full_disk_is_found_before_training(tmp_path):
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
     code += "open_run_folder(sys.argv[1], 'run').__enter__()"
     text = child(code, tmp_path).communicate()[1]
-    assert f"base_output_directory={tmp_path} cannot hold run_name=run: File too large." in text
+    assert f"base_output_directory={tmp_path} " in text and "File too large" in text
     assert os.listdir(tmp_path / "run") == ["lock"]
 
 
@@ -241,18 +235,15 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     with open_run_folder(str(tmp_path), "run", warn=said.append):
         pass
     (line,) = said
-    assert "without locks (No locks available)" in line and "run_name=run" in line
+    assert "No locks available" in line and "run_name=run" in line
 
 
 @pytest.mark.parametrize("url", ["gs://bucket", "s3://bucket/a", "az://bucket"])
-def test_a_bucket_without_the_library_is_one_line(monkeypatch, url):
+def test_a_bucket_without_the_library_names_the_package(monkeypatch, url):
     monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
     monkeypatch.setitem(sys.modules, "obstore", None)
-    assert refused(url) == (
-        f"base_output_directory={url} needs the package obstore, which is not installed: pip "
-        "install -e '.[buckets]' in a checkout of maxdiloco, or use a folder on a mounted file "
-        "system."
-    )
+    line = refused(url)
+    assert f"base_output_directory={url} " in line and "obstore" in line
 
 
 def test_the_reason_of_an_error_is_its_last_words():

@@ -1,4 +1,4 @@
-"""Buckets: the same of all three clouds, and what is said where one stays away."""
+"""Buckets of all three clouds behave alike; one that cannot be used is named."""
 
 import os
 import time
@@ -77,7 +77,7 @@ def test_a_local_bucket_creates_once_replaces_lists_and_deletes(kind, tmp_path):
         bucket.get("c/0/1")
 
 
-def test_a_local_folder_shows_no_unfinished_write_and_reads_files_alone(tmp_path):
+def test_a_local_folder_lists_only_whole_regular_files(tmp_path):
     folder = store.local_folder(tmp_path)
     folder.put("u/0/a.1.1", b"x")
     with folder._written("u/0/a.1.2", b"half"):
@@ -86,13 +86,13 @@ def test_a_local_folder_shows_no_unfinished_write_and_reads_files_alone(tmp_path
     assert len(list((tmp_path / "u/0").iterdir())) == 1
     os.mkfifo(tmp_path / "run.json")
     assert folder.head("run.json") is None
-    with pytest.raises(OSError, match="not a regular file"):
+    with pytest.raises(OSError, match=r"run\.json"):
         folder.get("run.json")
-    with pytest.raises(OSError, match="by its version"):
+    with pytest.raises(OSError, match="version"):
         folder.put_if("a", b"", {"e_tag": "1"})
 
 
-def test_a_conditional_put_replaces_the_version_that_it_names_and_no_other(bucket):
+def test_a_conditional_put_replaces_only_the_version_it_names(bucket):
     first = bucket.put_if("lock", b"1", None)
     assert first is not None and bucket.put_if("lock", b"2", None) is None
     assert bucket.get_version("lock") == (b"1", first)
@@ -138,7 +138,7 @@ def test_a_path_in_a_bucket_is_a_path(root):
 
 @pytest.mark.parametrize("mode", ["w", "wb", "a"])
 def test_an_object_is_written_whole(faulty, mode):
-    with pytest.raises(OSError, match=f"mode {mode} of az://.*: an object is written whole"):
+    with pytest.raises(OSError, match=f"mode {mode} of az://"):
         absolute(f"az://{BUCKET}/a").open(mode)
 
 
@@ -163,24 +163,22 @@ def test_a_refusal_that_passes_is_not_seen(gcs, status):
     assert [status for _, status in gcs.requests] == [status] * 3 + [200]
 
 
-def test_a_store_that_is_out_of_reach_is_one_line_after_a_while(gcs, monkeypatch):
+def test_a_store_that_is_out_of_reach_ends_the_wait(gcs, monkeypatch):
     monkeypatch.setattr(store, "PATIENCE_S", 0.5)
     monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:9")  # where nothing listens
     began = time.monotonic()
-    with pytest.raises(CheckpointError, match="cannot hold run_name=a: .*error sending request"):
+    with pytest.raises(CheckpointError, match=f"=gs://{BUCKET}/b .*run_name=a"):
         open_run_folder(f"gs://{BUCKET}/b", "a").__enter__()
     assert time.monotonic() - began < 10
 
 
-def test_a_setting_that_cannot_be_used_is_one_line(monkeypatch, no_clients):
+def test_a_setting_that_is_missing_is_named(monkeypatch, no_clients):
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match="=az://bucket/runs .*(?i:account)"):
         absolute("az://bucket/runs")
-    assert "base_output_directory=az://bucket/runs cannot be opened: " in str(error.value)
-    assert "account" in str(error.value).lower() and "\n" not in str(error.value)
 
 
-def test_the_keys_of_aws_configure_are_used_where_no_variable_has_others(tmp_path):
+def test_keys_of_aws_configure_apply_where_no_variable_is_set(tmp_path):
     (tmp_path / "config").write_text("[profile b]\nregion = there\n[default]\nregion = here\n")
     keys = {"aws_access_key_id": "1", "aws_secret_access_key": "2"}
     lines = [f"{key} = {value}\n" for key, value in keys.items()]
@@ -205,7 +203,7 @@ def test_the_keys_of_aws_configure_are_used_where_no_variable_has_others(tmp_pat
         (None, None),  # a FIFO
     ],
 )
-def test_an_aws_file_of_another_format_is_named_in_one_line(monkeypatch, tmp_path, content, line):
+def test_an_aws_file_of_another_format_is_named(monkeypatch, tmp_path, content, line):
     path = tmp_path / "config"
     if content is None:
         os.mkfifo(path)
@@ -213,11 +211,9 @@ def test_an_aws_file_of_another_format_is_named_in_one_line(monkeypatch, tmp_pat
         path.write_bytes(content)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(path))
     monkeypatch.setattr(object_store.BucketPath, "_buckets", {})
-    with pytest.raises(CheckpointError) as error:
+    named = f" .*line {line} " if line else " "
+    with pytest.raises(CheckpointError, match=f"=s3://bucket/runs .*{path}{named}"):
         absolute("s3://bucket/runs")
-    assert f"base_output_directory=s3://bucket/runs cannot be opened: {path} " in str(error.value)
-    assert line is None or f"line {line} " in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_doubled_sections_of_an_aws_file_are_read_as_one(tmp_path):
@@ -228,5 +224,5 @@ def test_doubled_sections_of_an_aws_file_are_read_as_one(tmp_path):
     assert store.aws_profile(environ | {"AWS_CONFIG_FILE": os.devnull}) == {}
 
 
-def test_the_flags_admit_the_clouds_that_there_are():
+def test_the_configuration_accepts_the_clouds_that_exist():
     assert checks.BUCKETS == store.SCHEMES
