@@ -39,7 +39,7 @@ def failing(text):
     return compile_
 
 
-def test_a_program_compiles_while_the_thread_that_asks_lowers_the_next_one():
+def test_a_program_compiles_while_the_next_one_is_lowered():
     """One after another, as Python holds the GIL: two at a time would only make the first compile
     later. The second is lowered once the first program compiles: otherwise it never would be."""
     compiling, lowered = threading.Event(), []
@@ -58,8 +58,8 @@ def test_a_program_compiles_while_the_thread_that_asks_lowers_the_next_one():
 
 
 def test_a_compile_that_takes_long_says_how_far_it_is(monkeypatch):
-    """By a clock of which each look takes 6 s. The second program compiles until two lines have
-    counted the first. Control: with the period of 5 s a short compile says nothing on its way."""
+    """Each reading of the clock adds 6 s. The second program compiles until two lines have counted
+    the first. Control: with the period of 5 s a short compile logs nothing on its way."""
     said, counted = [], threading.Event()
 
     def hear(line):
@@ -71,7 +71,7 @@ def test_a_compile_that_takes_long_says_how_far_it_is(monkeypatch):
         assert counted.wait(60)
 
     all_of([call("inner", lambda: None)] * 2, hear)
-    assert [line[:22] for line in said] == ["2 programs ready after"]
+    assert len(said) == 1 and said[0].startswith("2 programs ")
     del said[:]
     looks = itertools.count(0, 6)
     monkeypatch.setattr(compiles, "time", types.SimpleNamespace(perf_counter=lambda: next(looks)))
@@ -99,13 +99,10 @@ def test_programs_in_turn_say_which_begins_and_what_is_left(monkeypatch):
     for call in CompileLog(said.append, show_memory=False).in_turn(calls):
         now[0] += {"inner": 100, "inner + exchange": 100, "merge": 0}.get(call.program.name, 10)
         assert said[-1].startswith(f"compiling {call.program.name}, {len(said)} of 5")
-    assert said == [
-        "compiling inner, 1 of 5",
-        "compiling inner + exchange, 2 of 5, about 2.67 min left",  # 100 s + 3 * 20 s
-        "compiling pack, 3 of 5, about 60 s left",
-        "compiling merge, 4 of 5, about 20 s left",  # 2 * 10 s
-        "compiling init, 5 of 5, about 10 s left",
-    ]
+    # 100 s + 3 * 20 s, then 2 * 10 s after the last step's program.
+    assert [re.search(r"about (.*) left|$", line)[1] for line in said] == [
+        None, "2.67 min", "60 s", "20 s", "10 s",
+    ]  # fmt: skip
 
 
 def resident():
@@ -123,7 +120,7 @@ def test_what_compiling_freed_is_returned_to_the_system():
     assert kept > before - 50e6 and resident() < before - 150e6
 
 
-def test_programs_are_compiled_at_the_same_time_and_one_for_the_start_runs_meanwhile():
+def test_a_program_of_the_start_runs_while_others_compile():
     """The other one compiles until the first has run, in the thread that asks: its heap keeps what
     is freed. Control: a step's program is not run."""
     ran = threading.Event()
@@ -145,24 +142,22 @@ def test_programs_are_compiled_at_the_same_time_and_one_for_the_start_runs_meanw
     calls = [call("inner", other), Call(First(), (3,), 0, START)]
     said = []
     assert all_of(calls, said.append) == ["state of seed 3"]
-    assert said[-1].startswith("2 programs ready after ")
+    assert said[-1].startswith("2 programs ")
 
 
-def test_a_program_that_does_not_fit_ends_the_run_in_one_line():
+def test_a_program_that_does_not_fit_is_named_with_the_remedy():
     """When it compiles, or when it runs, as on a CPU and a GPU: 2**60 bytes are beyond any
     processor's addresses."""
     text = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 18G\nof 16G."
     with pytest.raises(ConfigError) as error:
         all_of([call("inner", lambda: None), call("merge [2 leaves]", failing(text))])
-    assert str(error.value) == (
-        "merge [2 leaves] does not fit the device: Ran out of memory in hbm. Use more."
-    )
+    line = str(error.value)
+    assert "merge [2 leaves]" in line and "Use more." in line and "\n" not in line
     init = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
     init.compile(np.float32(1))
     calls = [call("inner", lambda: None), Call(init, (np.float32(1),), 0, START)]
-    with pytest.raises(ConfigError, match="init does not fit the device: Out of .* Use m") as error:
+    with pytest.raises(ConfigError, match=r"^init .* Use more\.$"):
         all_of(calls)
-    assert "\n" not in str(error.value)
 
 
 PROGRAM = """
@@ -190,12 +185,12 @@ end_with(main)
 """
 
 
-def test_a_failure_ends_the_process_while_another_program_compiles():
+def test_a_failure_ends_the_process_during_another_compile():
     """Which would take a minute; nothing is said of it after the error."""
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ConfigError: merge does not fit the device: Too big. Use more.\n"
+    assert done.stderr.startswith("ConfigError: merge ") and done.stderr.count("\n") == 1
     assert time.monotonic() - begun < 40
 
 

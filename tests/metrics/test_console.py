@@ -49,9 +49,9 @@ VALUES = {
 }
 
 
-def test_the_line_shows_known_names_in_order_and_leaves_the_rest_to_the_files():
-    """That of a long run fits a terminal. It says how long the rest takes where there is a rest:
-    1,880 steps of 0.8123 s; a log file and a pipe have no progress bar that says so."""
+def test_the_line_of_a_row_has_the_known_metrics_in_order():
+    """The line of a long run fits a terminal. It shows the time left if steps are left: 1,880 steps
+    of 0.8123 s; a log file and a pipe have no progress bar."""
     line = "step 120/2000  loss 2.3457  lr 3.0e-04  0.812 s  12.3k tok/s  mfu 41%"
     assert console_line(120, 2000, VALUES) == line
     assert console_line(120, 2000, VALUES, left=True) == f"{line}  25.5 min left"
@@ -80,8 +80,8 @@ def test_a_line_that_is_too_long_is_cut_between_columns_or_words():
     assert max(map(len, lines)) <= 100 and len(lines) > 5
 
 
-def test_nothing_is_left_of_the_bar_and_of_the_echo_of_ctrl_c_behind_a_line(monkeypatch):
-    """Positive control: while the bar is there, it is on the screen."""
+def test_a_line_erases_the_bar_and_the_echo_of_ctrl_c(monkeypatch):
+    """Positive control: the bar is on the screen before the line."""
     written = terminal(monkeypatch)
     console = Console()
     console.say("before")
@@ -94,9 +94,7 @@ def test_nothing_is_left_of_the_bar_and_of_the_echo_of_ctrl_c_behind_a_line(monk
     assert screen(written.getvalue()) == ["before", "short", "done", ""]
 
 
-def test_elsewhere_than_on_a_terminal_only_lines_are_printed_and_by_other_processes_none(
-    capsys, monkeypatch
-):
+def test_without_a_terminal_only_process_0_prints_only_lines(capsys, monkeypatch):
     for shown in (True, False):
         console = Console(shown=shown)
         with console.progress(first_step=0, total_steps=3):
@@ -111,10 +109,8 @@ def test_elsewhere_than_on_a_terminal_only_lines_are_printed_and_by_other_proces
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_the_log_has_the_lines_before_it_and_the_error_at_the_end_and_is_appended_to(
-    tmp_path, capsys, shown
-):
-    """In the processes that print nothing too."""
+def test_the_log_has_the_lines_before_it_opened_and_the_error(tmp_path, capsys, shown):
+    """In the processes that print nothing, too."""
     path = epath.Path(tmp_path / "log.txt")
     console = Console(shown=shown)
     console.say("early\n")
@@ -135,8 +131,9 @@ def test_the_log_has_the_lines_before_it_and_the_error_at_the_end_and_is_appende
     assert found[6] == "Traceback (most recent call last):" and found[-1] == "KeyError: 'a bug'"
     shown_lines = "early\\n\ntwo\nlines\nnot logged\n" if shown else ""
     assert capsys.readouterr().out == shown_lines
-    # One that cannot be written is a note of every process.
-    with console.logging(epath.Path(tmp_path / "absent" / "log.txt")):
+    # Every process names a log that cannot be written.
+    path = tmp_path / "absent" / "log.txt"
+    with console.logging(epath.Path(path)):
         console.say("goes on")
-    note = r"note: \S+/log.txt cannot be written: No such .+\.\n"
-    assert re.fullmatch(note + "goes on\n" * shown, capsys.readouterr().out)
+    note, *rest = capsys.readouterr().out.splitlines()
+    assert str(path) in note and rest == ["goes on"] * shown

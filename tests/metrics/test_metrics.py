@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -52,14 +53,14 @@ def test_a_step_is_written_once_also_by_a_run_that_goes_on(folder):
     write(folder, [10, 20])
     with writer(folder, resume_step=20) as rows:
         for step in (20, 19):
-            with pytest.raises(ValueError, match=f"step={step} .*last row's step 20: gather all"):
+            with pytest.raises(ValueError, match=f"step={step} .* 20"):
                 rows.write(step, {})
         rows.write(30, {})
         with pytest.raises(ValueError, match="step=30"):
             rows.write(30, {})
 
 
-def test_resume_drops_the_rows_beyond_the_checkpoint_and_a_new_run_all(folder):
+def test_a_resume_drops_rows_after_the_checkpoint_a_new_run_all(folder):
     """Killed after step 50, resumed from the checkpoint of step 30: 40 and 50 come again. A clean
     resume leaves the file and says nothing."""
     write(folder, [10])
@@ -67,10 +68,8 @@ def test_resume_drops_the_rows_beyond_the_checkpoint_and_a_new_run_all(folder):
     said = []
     write(folder, [40, 50, 60], resume_step=30, say=said.append)
     assert steps_in(folder) == [10, 20, 30, 40, 50, 60]
-    assert said == [
-        "metrics.jsonl: 3 rows kept, 2 later rows and 0 broken lines of an earlier life of this "
-        "run dropped"
-    ]
+    (line,) = said
+    assert re.findall(r"\d+", line) == ["3", "2", "0"], "rows kept, dropped, broken"
     before = os.stat(folder.metrics).st_ino
     write(folder, [], resume_step=60, say=pytest.fail)
     assert os.stat(folder.metrics).st_ino == before
@@ -93,7 +92,7 @@ def test_a_torn_last_line_is_repaired(folder, torn, lost):
     said = []
     write(folder, [30], resume_step=20, say=said.append)
     assert steps_in(folder) == ([10, 30] if lost else [10, 20, 30])
-    assert [line.partition("rows and ")[2][:14] for line in said] == ["1 broken lines"] * lost
+    assert [re.findall(r"\d+", line)[-1] for line in said] == ["1"] * lost
 
 
 @pytest.fixture
@@ -112,28 +111,17 @@ def disk(monkeypatch):
     return found
 
 
-CANNOT = "base_output_directory: cannot write FILE: Full."
-WAITS = f"warning: {CANNOT} Its rows are kept for later."
-AGAIN = "FILE is written again."
-LOST = f"{CANNOT} The rows since then are lost."
-ADVICE = (
-    " The training is not: free some space, and the same command goes on from the last checkpoint."
-)
-
-
 @pytest.mark.parametrize(
-    ("until", "error", "said", "raised"),
+    ("until", "error", "lines", "raised"),
     [
-        (90, None, [WAITS, AGAIN], ""),  # one line at each turn, and a file without a gap
-        (1000, None, [WAITS], LOST + ADVICE),
+        (90, None, 2, None),  # one line when it fails and one when it works again
+        (1000, None, 1, CheckpointError),
         # A loss that is not finite ends with its own exit code, whatever the disk does.
-        (1000, ArithmeticError("not finite"), [WAITS, f"warning: {LOST}"], "not finite"),
+        (1000, ArithmeticError("not finite"), 2, ArithmeticError),
     ],
 )
-def test_on_a_full_disk_rows_wait_until_there_is_space_again(
-    folder, disk, until, error, said, raised
-):
-    """From step 20 until another; rows that stay unwritten are an error at the end."""
+def test_on_a_full_disk_rows_wait_until_there_is_space(folder, disk, until, error, lines, raised):
+    """From step 20 to step `until`; rows that stay unwritten are an error at the end."""
     told = []
 
     def run():
@@ -144,10 +132,11 @@ def test_on_a_full_disk_rows_wait_until_there_is_space_again(
             if error:
                 raise error
 
-    with pytest.raises((CheckpointError, ArithmeticError)) if raised else nullcontext() as caught:
+    with pytest.raises(raised) if raised else nullcontext() as caught:
         run()
-    assert [line.replace(str(folder.metrics), "FILE") for line in told] == said
-    assert not raised or str(caught.value).replace(str(folder.metrics), "FILE") == raised
+    assert len(told) == lines and all(str(folder.metrics) in line for line in told)
+    if raised is CheckpointError:
+        assert str(caught.value).startswith("base_output_directory: ")
     if not raised:
         assert steps_in(folder) == list(range(1, 101))
     disk.room = math.inf
@@ -155,22 +144,19 @@ def test_on_a_full_disk_rows_wait_until_there_is_space_again(
     assert steps_in(folder) == [1, 2, 3, 4, 5, 100]
 
 
-def test_rows_of_a_folder_that_was_removed_are_not_called_written(folder, capsys):
-    """The kernel would take them, for a file without a name."""
+def test_rows_of_a_file_that_was_removed_are_an_error(folder):
+    """The kernel would accept them, for a file without a name."""
     writer = MetricsWriter(folder, tensorboard=False, resume_step=None)
     writer.write(1, {"a": 1})
     folder.metrics.unlink()
     writer.write(2, {"a": 1})
     writer.write(3, {"a": 1})
-    with pytest.raises(CheckpointError, match="The rows since then are lost"):
+    with pytest.raises(CheckpointError, match=f"base_output_directory: .*{folder.metrics}"):
         writer.__exit__(None, None, None)
-    assert "written again" not in capsys.readouterr().out
 
 
-def test_a_start_and_its_end_are_two_lines_of_history_and_the_next_start_adds_to_them(
-    folder, monkeypatch
-):
-    """An error is why, and goes on."""
+def test_the_history_has_a_line_for_each_start_and_end(folder, monkeypatch):
+    """An error is the reason of an end, and is raised."""
     assert line_files.read_history(folder) == []
     times = iter([10.0, 20.0, 30.0, 40.0, 50.0])
     monkeypatch.setattr(line_files.time, "time", lambda: next(times))
@@ -187,10 +173,8 @@ def test_a_start_and_its_end_are_two_lines_of_history_and_the_next_start_adds_to
     assert line_files.read_history(folder)[-1]["why"] == "Preempted: SIGTERM after\\nstep 3"
 
 
-def test_half_a_line_of_history_spoils_no_later_line_and_a_folder_in_its_place_is_a_warning(
-    folder, capsys
-):
-    """One in the place of metrics.jsonl is an error."""
+def test_a_torn_history_is_continued_and_a_folder_named(folder, capsys):
+    """A folder in the place of metrics.jsonl is an error."""
     folder.history.write_text('{"event": "sta')
     with line_files.History(folder, {"step": 7}):
         assert [event["event"] for event in line_files.read_history(folder)] == ["start"]
@@ -198,10 +182,9 @@ def test_half_a_line_of_history_spoils_no_later_line_and_a_folder_in_its_place_i
     folder.history.mkdir()
     line_files.History(folder, {}).__exit__(None, None, None)
     said = capsys.readouterr().out.splitlines()
-    assert [line.rpartition(": ")[2] for line in said] == ["Is a directory."] * 2
-    assert said[0].startswith("warning: base_output_directory: cannot write ")
+    assert len(said) == 2 and all(str(folder.history) in line for line in said)
     folder.metrics.mkdir()
-    with pytest.raises(CheckpointError, match=r"cannot write .*metrics.jsonl: Is a directory"):
+    with pytest.raises(CheckpointError, match=str(folder.metrics)):
         writer(folder)
 
 

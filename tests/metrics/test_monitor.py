@@ -50,7 +50,7 @@ def mean(steps, R=4):
 
 
 @pytest.mark.parametrize("most", [256, 2])
-def test_the_loss_of_a_row_is_the_mean_of_the_steps_since_the_last_row(monkeypatch, most):
+def test_the_loss_of_a_row_is_the_mean_since_the_last_row(monkeypatch, most):
     """However many of them are still on the devices. One step alone keeps its bits."""
     monkeypatch.setattr(monitor_lib, "_MOST_STEPS", most)
     watcher = monitor()
@@ -60,7 +60,7 @@ def test_the_loss_of_a_row_is_the_mean_of_the_steps_since_the_last_row(monkeypat
     np.testing.assert_array_equal(watcher.take_row(1)["loss"], losses(6).astype(np.float32))
 
 
-def test_a_run_that_was_interrupted_between_two_rows_writes_the_same_row():
+def test_a_run_interrupted_between_rows_writes_the_same_row():
     """With more replicas each goes on from the one that it is a copy of: replica r takes the
     parameters of r mod M, and its losses."""
     whole, before, after = monitor(), monitor(), monitor()
@@ -86,7 +86,7 @@ def test_a_row_of_a_step_that_was_not_finite_has_no_mean():
     assert np.isnan(watcher.take_row(3)["loss"]).tolist() == [False, True, False, False]
 
 
-def test_steps_that_are_skipped_are_counted_and_are_not_in_the_mean_also_after_a_restart():
+def test_skipped_steps_are_counted_and_not_in_the_mean():
     """Replica 1 skips steps 2 and 3, replica 3 all of them."""
     skipped_tR = [[0, 0, 0, 1], [0, 1, 0, 1], [0, 1, 0, 1]]
     before, after = monitor(names=(*NAMES, "skipped")), monitor(names=(*NAMES, "skipped"))
@@ -113,7 +113,7 @@ def test_steps_that_are_skipped_are_counted_and_are_not_in_the_mean_also_after_a
     np.testing.assert_allclose(found["loss"], wanted, rtol=1e-6)
 
 
-def test_step_time_is_the_interval_between_log_points_over_its_steps_without_what_is_excluded():
+def test_step_time_is_the_log_interval_over_its_steps():
     """That counts in its interval alone, also when what the time was spent on fails."""
     hands = [100.0]  # a clock that is set by hand
     clock = StepClock(20, clock=lambda: hands[0])

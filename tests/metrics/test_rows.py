@@ -74,7 +74,7 @@ def test_a_row_has_the_bits_of_all_replicas_in_their_order(run):
     assert messages == {}
 
 
-def test_process_0_goes_on_while_another_is_late_and_writes_in_the_order_of_steps(run):
+def test_process_0_does_not_wait_and_writes_in_order_of_steps(run):
     """Row 4 has no metrics and waits for no process, but for row 2 all the same."""
     rows, messages, late, written = run
     late.add(2)
@@ -100,7 +100,7 @@ def test_process_0_goes_on_while_another_is_late_and_writes_in_the_order_of_step
     assert [step for step, *_ in written] == [1, 2, 3, 4, 5]
 
 
-def test_a_process_sends_nothing_for_a_row_without_metrics_or_of_no_replica(run):
+def test_a_process_without_metrics_or_replica_sends_nothing(run):
     rows, messages, _, _ = run
     rows[1].add(1, None, {"eval/loss": 2.0})
     rows[3].add(1, metrics(1, []), {})

@@ -1,4 +1,4 @@
-"""The line of a run's start: what the time until the end of the first step went to."""
+"""The parts of the time until the end of a run's first step."""
 
 from maxdiloco.metrics.start_time import StartClock
 
@@ -11,6 +11,7 @@ def test_all_of_the_time_is_shared_out_and_a_part_may_come_twice():
     assert [clock.lap(what) for what in ("imports", "restore", "compile", "restore")] == [
         2.0, 2.5, 6.5, 6.75,
     ]  # fmt: skip
-    assert clock.line("first step") == (
-        "started in 7.0 s: imports 2.0, restore 0.8, compile 4.0, first step 0.2"
-    )
+    line = clock.line("first step")
+    assert " 7.0 s" in line
+    for part in ("imports 2.0", "restore 0.8", "compile 4.0", "first step 0.2"):
+        assert part in line

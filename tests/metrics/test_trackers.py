@@ -15,7 +15,7 @@ from tensorboardX.proto import event_pb2
 from maxdiloco import train
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics import line_files
-from maxdiloco.metrics.writer import MetricsWriter, require_wandb
+from maxdiloco.metrics.writer import MetricsWriter
 
 
 def opened(folder, *, say=lambda line: None, **options):
@@ -53,11 +53,9 @@ def events(folder):
     return found
 
 
-def test_the_event_file_begins_with_the_first_row_and_tensorboardx_is_imported_before_it(
-    folder, monkeypatch
-):
-    """In a thread, after the first step. Rows wait for it and hold up nothing: two imports at once
-    would wait for each other's parts of the package. Without TensorBoard not at all."""
+def test_tensorboardx_is_imported_in_a_thread_before_a_row(folder, monkeypatch):
+    """Rows wait for the import and block nothing: two imports at once would wait for each other's
+    parts of the package. Without TensorBoard nothing is imported."""
     imported, ready = [], threading.Event()
 
     def slow(name):
@@ -84,7 +82,7 @@ def test_tensorboardx_that_cannot_be_imported_ends_no_run(folder, monkeypatch):
     with opened(folder, say=said.append) as writer:
         writer.import_ahead()
         writer.write(10, {"learning/loss": 1.0})
-    assert "TensorBoard is given up for this run" in said[0] and steps_in(folder) == [10]
+    assert len(said) == 1 and "TensorBoard" in said[0] and steps_in(folder) == [10]
 
 
 def test_tensorboard_is_told_which_steps_come_again(folder):
@@ -103,7 +101,7 @@ def test_tensorboard_is_told_which_steps_come_again(folder):
     assert events(folder) == [(0, "purge"), ten, twenty, thirty, (21, "purge"), thirty]
 
 
-def test_a_text_is_written_as_text_and_a_save_flushes_the_event_file(folder):
+def test_a_text_is_text_and_a_save_flushes_the_event_file(folder):
     """Tag and plugin are those that TensorBoard's tab of texts looks for. The recorder calls sync
     before each save; then kill -9 loses no row before the checkpoint."""
     with opened(folder) as writer:
@@ -122,17 +120,14 @@ def test_a_text_is_written_as_text_and_a_save_flushes_the_event_file(folder):
 
 
 def given_up(folder, why, count):
-    """Write so many rows with TensorBoard, which ends with one warning."""
+    """Write some rows with TensorBoard, which fails with one warning."""
     said = []
     write(folder, range(1, count + 1), say=said.append)
     assert steps_in(folder) == list(range(1, count + 1))
-    assert said == [
-        f"warning: TensorBoard is given up for this run: {folder.tensorboard}: {why}. "
-        "metrics.jsonl goes on."
-    ]
+    assert len(said) == 1 and str(folder.tensorboard) in said[0] and why in said[0]
 
 
-def test_a_failed_write_of_the_event_file_is_one_warning_and_the_rows_go_on(folder, monkeypatch):
+def test_a_failed_event_file_is_one_warning_and_ends_no_run(folder, monkeypatch):
     write_line, failed = line_files.LocalLines.write, []
 
     def full(self, line):
@@ -183,7 +178,7 @@ def wandb(tmp_path, monkeypatch):
 IN_WANDB = {"tensorboard": False, "wandb_config": {"steps": 9}}
 
 
-def test_the_rows_go_to_wandb_and_a_restart_goes_on_with_the_same_run(folder, wandb):
+def test_rows_go_to_wandb_and_a_restart_resumes_the_same_run(folder, wandb):
     write(folder, [2, 4], **IN_WANDB)
     write(folder, [5], resume_step=4, **IN_WANDB)
     first, *rows, second, row, _ = wandb.calls
@@ -195,25 +190,21 @@ def test_the_rows_go_to_wandb_and_a_restart_goes_on_with_the_same_run(folder, wa
     assert options["config"] == {"steps": 9} and options["id"]
 
 
-def test_a_row_that_wandb_refuses_is_one_warning_and_a_refused_run_one_line(folder, wandb):
+def test_a_row_wandb_refuses_is_one_warning_and_a_run_an_error(folder, wandb):
     wandb.refuses.add("log")
     said = []
     write(folder, [2, 4], say=said.append, **IN_WANDB)
-    assert said == ["warning: wandb is given up: quota. metrics.jsonl goes on."]
+    assert len(said) == 1 and "wandb" in said[0] and "quota" in said[0]
     assert steps_in(folder) == [2, 4]
     wandb.refuses.add("init")
-    with pytest.raises(ConfigError, match="cannot begin a run .no login.*Run `wandb login`"):
+    with pytest.raises(ConfigError, match="enable_wandb.*no login"):
         write(folder, [2], **IN_WANDB)
 
 
-def test_without_the_package_the_run_is_refused_before_it_has_a_folder(
-    tmp_path, capsys, monkeypatch
-):
+def test_without_wandb_no_folder_of_the_run_is_made(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what makes an import fail
-    with pytest.raises(ConfigError, match="enable_wandb=true needs the package wandb"):
-        require_wandb()
     keys = ["enable_wandb=true", "dataset_type=synthetic", "hardware=cpu", "run_name=w"]
     mesh = ["dcn_diloco_parallelism=2", "ici_fsdp_parallelism=1"]
     assert train.main([*keys, *mesh, f"base_output_directory={tmp_path}/runs"]) == 2
-    assert "pip install wandb; or set enable_wandb=false" in capsys.readouterr().err
+    assert "enable_wandb=true " in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()

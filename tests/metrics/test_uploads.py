@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 import time
 
@@ -131,11 +132,11 @@ def test_a_store_that_fails_is_one_line_and_loses_no_row(faulty, bucket_run, mon
             time.sleep(0.001)
         rows.sync()
         rows.sync()
-        assert len(said) == 1 and "cannot write" in said[0] and "(503)" in said[0]
+        assert len(said) == 1 and "(503)" in said[0]
         faulty.fault = lambda number, function: None
         rows.sync()
         rows.write(101, {"learning/loss": 1.0})
-    assert len(said) == 2 and said[1].endswith("is written again.")
+    assert len(said) == 2 and str(bucket_run.metrics) in said[1]
     assert steps_in(bucket_run) == list(range(1, 102))
     found = events.rows(events.files(bucket_run.path / "tensorboard"))
     assert [row["step"] for row in found] == list(range(1, 102))
@@ -158,7 +159,7 @@ def test_at_the_end_a_store_has_a_deadline(faulty, bucket_run, monkeypatch, hang
     rows.write(1, {"learning/loss": 1.0})
     faulty.fault = lambda *call: (hangs and answers.wait(WAIT_S) and None) or "503"
     begun = time.monotonic()
-    with pytest.raises(CheckpointError, match="The rows since then are lost"):
+    with pytest.raises(CheckpointError, match="^base_output_directory: "):
         rows.__exit__(None, None, None)
     assert time.monotonic() - begun < WAIT_S / 2
     answers.set()
@@ -183,7 +184,7 @@ def test_a_resume_drops_later_rows_and_continues_the_chunks(faulty, bucket_run):
     said = []
     write(bucket_run, [5, 6], resume_step=4, say=said.append)
     assert steps_in(bucket_run) == [1, 2, 3, 4, 5, 6]
-    assert len(said) == 1 and "4 rows kept, 3 later rows" in said[0]
+    assert re.findall(r"\d+", said[0])[:2] == ["4", "3"], "rows kept, dropped"
     names = [path.name for path in line_files.chunks_of(bucket_run.metrics)]
     assert names == ["000001.jsonl", "000002.jsonl", "000003.jsonl"]
     assert faulty.calls.count("put") == 2  # the cut one and the new one
@@ -245,15 +246,6 @@ def test_each_chunk_of_an_event_file_is_an_event_file(faulty, bucket_run):
     assert [(row["step"], row["learning/loss"]) for row in found] == [
         (step, pytest.approx(1.0 / step)) for step in range(1, 13)
     ]
-
-
-def test_the_history_of_a_bucket_is_read_by_its_lines(bucket_run):
-    for step in (0, 5):
-        with line_files.History(bucket_run, {"step": step}):
-            pass
-    assert [(e["event"], e.get("step")) for e in line_files.read_history(bucket_run)] == [
-        ("start", 0), ("end", None), ("start", 5), ("end", None),
-    ]  # fmt: skip
 
 
 def test_the_report_reads_chunks_and_a_copied_run_goes_on(faulty, bucket_run, tmp_path):
