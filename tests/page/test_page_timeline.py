@@ -36,12 +36,13 @@ def test_an_exchange_is_sent_carried_and_applied_as_scheduled():
         (1, 21, 23, [22, 23]),
         (0, 24, 26, []),
     ]
-    assert found["caption"] == "H = 6 inner steps, P = 2 fragments; an exchange has 2 inner steps"
+    for named in ("H = 6 ", "P = 2 ", "2 inner steps"):
+        assert named in found["caption"]
 
 
-def test_the_steps_that_carry_chunks_are_those_whose_bytes_were_told():
+def test_the_steps_that_send_chunks_are_those_with_bytes():
     """Through host memory all bytes are of the step that sends; a small fragment needs fewer steps.
-    Without a record no step carries any, and the caption says so."""
+    Without a record no step carries any."""
     for bytes_sent, chunks in (
         ([0.0, 0.0, 5.0, 0.0, 0.0, 6.0], [[]] * 5),
         ([4.0, 0.0, 0.0, 4.0, 4.0, 0.0], [[13], [16, 17], [19], [22, 23], []]),
@@ -50,10 +51,10 @@ def test_the_steps_that_carry_chunks_are_those_whose_bytes_were_told():
         assert found["bytes"] == bytes_sent * 2
         assert [carried for *_, carried in found["exchanges"]] == chunks
     found = timeline.of_run(sending(**STREAMING))
-    assert found["bytes"] == [0] * 12 and found["caption"].endswith("; its bytes are not recorded")
+    assert found["bytes"] == [0] * 12
 
 
-def test_of_owners_the_parts_and_the_means_are_drawn_and_no_other_fragment():
+def test_parts_and_means_of_owners_are_drawn():
     """H=6, P=1, tau=4: a part at t+1, nothing at t+2, means at t+3 and t+4. Through host memory the
     parts leave with the send, the means a step later; sends at 3 and 6 are of other fragments."""
     keys = {"diloco_exchange": "owners", "diloco_sync_period": 6}
@@ -76,15 +77,10 @@ def test_of_owners_the_parts_and_the_means_are_drawn_and_no_other_fragment():
 
 
 def test_the_apply_is_where_the_mode_puts_it():
-    for overlap, lag, how in (
-        ("eager", 6, "a whole period (eager)"),
-        ("delayed", 6, "a whole period (delayed)"),
-        ("none", 0, "training waits for each exchange (tau 0)"),
-    ):
+    for overlap, lag in (("eager", 6), ("delayed", 6), ("none", 0)):
         mode = {"num_communication_overlapping_steps": 0, "diloco_outer_overlap": overlap}
         found = timeline.of_run(sending(**STREAMING | mode))
         assert {apply - send for _, send, apply, _ in found["exchanges"]} == {lag}
-        assert how in found["caption"]
 
 
 def test_bytes_are_means_of_whole_periods_and_no_sawtooth():
@@ -103,14 +99,11 @@ def test_bytes_are_means_of_whole_periods_and_no_sawtooth():
     np.testing.assert_array_equal(timeline.over_whole_periods(plain), raw)
 
 
-def test_a_run_whose_schedule_cannot_be_drawn_has_a_line_and_a_long_period_is_drawn_once():
+def test_a_schedule_that_cannot_be_drawn_is_a_caption():
     assert timeline.of_run(sending(diloco_sync_period=100))["steps"] == [201, 300]
     assert not isinstance(timeline.of_run(sending(diloco_sync_period=20)), str)
-    found = timeline.of_run(sending(sent=0.0, diloco_sync_period=20))
-    assert found == "one replica sends nothing; its theta moves every H = 20 inner steps"
-    assert "H = 6,000 steps is longer" in timeline.of_run(sending(diloco_sync_period=6000))
-    assert timeline.of_run(sending(enable_diloco=False, sent=2.5e6)) == (
-        "data parallelism: every step sends 2.5 MB a slice"
-    )
+    assert "H = 20 " in timeline.of_run(sending(sent=0.0, diloco_sync_period=20))
+    assert "H = 6,000 " in timeline.of_run(sending(diloco_sync_period=6000))
+    assert "2.5 MB" in timeline.of_run(sending(enable_diloco=False, sent=2.5e6))
     amounts = {0: "0 B", 0.5: "0.5 B", 999: "999 B", 1974272: "1.97 MB", 1e18: "1e+03 PB"}
     assert {n: timeline.amount(n) for n in amounts} == amounts
