@@ -1,4 +1,4 @@
-"""When a program is one of several processes, and what it says when they cannot meet."""
+"""When a program is one of several processes, and errors when these cannot connect."""
 
 import re
 import signal
@@ -39,7 +39,7 @@ LOCAL_2 = LOCAL | LOCAL_0
         (KUBERNETES, None),  # any pod
     ],
 )
-def test_the_environment_tells_whether_there_are_several_processes(environ, expected):
+def test_the_environment_shows_whether_there_are_processes(environ, expected):
     """The variables that jax.distributed.initialize looks at; a count of one is one process."""
     assert distributed.launcher(environ, on_tpu=False) == expected
 
@@ -101,39 +101,32 @@ PORT_TAKEN = jax.errors.JaxRuntimeError("UNKNOWN: Failed to start RPC server")  
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "raised", "words"),
+    ("kind", "error", "raised", "reason"),
     [
-        ("TPU", NO_CLUSTER, ConfigError, "cannot find them: Failed to recognize coord.*=1 for"),
-        ("Slurm", PORT_TAKEN, LostPeerError, "cannot connect: UNKNOWN: Failed .*that the port"),
+        ("TPU", NO_CLUSTER, ConfigError, "Failed to recognize coordinator address job-0"),
+        ("Slurm", PORT_TAKEN, LostPeerError, "Failed to start RPC server"),
     ],
 )
-def test_what_jax_cannot_do_is_one_line_with_its_reason(asked, kind, error, raised, words):
-    """JAX's own errors have a text of several lines on some clusters."""
+def test_an_error_of_jax_is_one_line_with_its_reason(asked, kind, error, raised, reason):
+    """JAX's own errors have several lines on some clusters."""
     asked["error"] = error
-    with pytest.raises(raised, match=words) as caught:  # . matches no end of a line
+    with pytest.raises(raised, match=reason) as caught:
         initialize(kind)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("bind", "message"),
-    [
-        ("", "JAX_COORDINATOR_ADDRESS=localhost:{port} names a port that .*in use"),
-        ("127.0.0.1:{port}", "{bind} names a port that .*in use.*End what holds it"),
-        ("192.0.2.1:{port}", "{bind} .*annot assign requested address"),  # TEST-NET-1: of no host
-    ],
+    "bind",
+    ["", "127.0.0.1:{port}", "192.0.2.1:{port}"],  # the last is TEST-NET-1: of no host
 )
-def test_a_coordinator_s_port_that_cannot_be_used_is_named_before_jax_starts(
-    asked, free_port, bind, message
-):
-    """jaxlib's service sometimes crashes on one in use. JAX takes the address to bind in place of
-    every interface; the last part has a free port as the control."""
+def test_a_coordinators_port_that_cannot_be_used_is_named(asked, free_port, bind):
+    """Before JAX starts: jaxlib's service sometimes crashes on a port in use. The last part has a
+    free port as the control."""
     environ = LOCAL_0 | {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port}"}
     given = {"JAX_COORDINATOR_BIND_ADDRESS": bind.format(port=free_port)} if bind else {}
-    named = "".join(f"{key}={value}" for key, value in given.items())
-    line = message.format(port=free_port, bind=named)
+    ((key, value),) = (given or {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port}"}).items()
     with socket.create_server(("127.0.0.1" if bind else "", free_port)):
-        with pytest.raises(LostPeerError, match=line):
+        with pytest.raises(LostPeerError, match=f"{key}={value} "):
             initialize("JAX_COORDINATOR_ADDRESS", environ | given)
     assert "num_processes" not in asked
     here = {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{free_port}"} if bind else {}
@@ -142,32 +135,26 @@ def test_a_coordinator_s_port_that_cannot_be_used_is_named_before_jax_starts(
 
 
 @pytest.mark.parametrize(
-    "environ, message",
+    ("others", "key", "value"),
     [
-        *(
-            (LOCAL_0 | {"JAX_COORDINATOR_ADDRESS": at}, f"={at} has no host and port: set it to")
-            for at in ("10.0.0.1", "host:", ":80", "host:http", "host:65536")
-        ),
-        (
-            LOCAL_2 | {"JAX_COORDINATOR_BIND_ADDRESS": "0.0.0.0"},
-            "BIND_ADDRESS=0.0.0.0 has no host and port",
-        ),
-        *(
-            ({key: "2"}, f"{key}=2 is set.*Set JAX_COORDINATOR_ADDRESS=host:port.*unset {key}")
-            for key in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-        ),
-        (LOCAL_2 | {"JAX_NUM_PROCESSES": "0"}, "PROCESSES=0 is no number of processes. Use 1 or"),
-        (LOCAL_2 | {"JAX_NUM_PROCESSES": "two"}, "PROCESSES=two is not a whole number: set it to"),
-        (LOCAL_2 | {"JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID=-1 is not a whole number: set"),
-        (LOCAL_2 | {"JAX_PROCESS_ID": "2"}, "2 must be below JAX_NUM_PROCESSES=2.*Use 1 or less"),
+        (LOCAL_0, "JAX_COORDINATOR_ADDRESS", "10.0.0.1"),
+        (LOCAL_0, "JAX_COORDINATOR_ADDRESS", "host:"),
+        (LOCAL_0, "JAX_COORDINATOR_ADDRESS", ":80"),
+        (LOCAL_0, "JAX_COORDINATOR_ADDRESS", "host:http"),
+        (LOCAL_0, "JAX_COORDINATOR_ADDRESS", "host:65536"),
+        (LOCAL_2, "JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0"),
+        ({}, "JAX_NUM_PROCESSES", "2"),
+        ({}, "JAX_PROCESS_ID", "2"),
+        (LOCAL_2, "JAX_NUM_PROCESSES", "0"),
+        (LOCAL_2, "JAX_NUM_PROCESSES", "two"),
+        (LOCAL_2, "JAX_PROCESS_ID", "-1"),
+        (LOCAL_2, "JAX_PROCESS_ID", "2"),
     ],
 )
-def test_variables_of_a_local_run_that_cannot_work_are_refused(asked, environ, message):
-    with (
-        pytest.raises(ConfigError, match=message),
-        distributed.processes(environ, timeout_s=1, peer_timeout_s=1),
-    ):
-        pass
+def test_a_variable_of_a_local_run_that_cannot_work_is_named(asked, others, key, value):
+    processes = distributed.processes(others | {key: value}, timeout_s=1, peer_timeout_s=1)
+    with pytest.raises(ConfigError, match=f"{key}={value} "):
+        processes.__enter__()
     assert "num_processes" not in asked
 
 
@@ -193,18 +180,18 @@ except ConfigError as error:
 
 
 @pytest.mark.parametrize(
-    ("environ", "code", "words"),
+    ("environ", "code", "named"),
     [
-        # An address without a number of processes, and no cluster that tells it.
-        ({}, 1, "by JAX_COORDINATOR_ADDRESS, but JAX cannot find them: .*JAX_NUM_PROCESSES"),
+        # An address without a number of processes, and no cluster that has one.
+        ({}, 1, "JAX_COORDINATOR_ADDRESS.*JAX_NUM_PROCESSES"),
         # JAX's own timeout ends in an abort; ours comes before it.
-        (LOCAL_0, 5, "LostPeerError: jax_distributed_.*=1 s have passed.*raise the key"),
+        (LOCAL_0, 5, "LostPeerError: jax_distributed_.*=1 "),
     ],
 )
 def test_processes_that_are_not_found_or_never_come_end_the_wait(
-    started, free_port, environ, code, words
+    started, free_port, environ, code, named
 ):
     ended = started(ALONE, JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{free_port}", **environ)
     out, errors = ended.communicate()
     assert (ended.returncode, out) == (code, "")
-    assert re.search(words, errors)
+    assert re.search(named, errors)

@@ -79,23 +79,22 @@ def test_the_kernel_paces_bulk_alone_and_new_connections_too(network, monkeypatc
 
 def test_what_cannot_be_sent_is_refused_where_it_is_put(network):
     zero, one, _ = network.pair()
-    no_key = "the key of a message is a tuple of numbers and words"
-    for key, data, named in (
-        ((0, 1), [np.zeros(4, ml_dtypes.bfloat16)], None),
-        ((0, 1), [np.zeros((4, 4))[:, 1]], "C-contiguous"),
-        ((0, 1), [17], "bytes-like"),
-        ((0, (1, 2)), [b""], no_key),
-        ((0, 1.5), [b""], no_key),
+    for key, data in (
+        ((0, 1), [np.zeros(4, ml_dtypes.bfloat16)]),
+        ((0, 1), [np.zeros((4, 4))[:, 1]]),
+        ((0, 1), [17]),
+        ((0, (1, 2)), [b""]),
+        ((0, 1.5), [b""]),
     ):
-        with pytest.raises((TypeError, ValueError), match=named):
+        with pytest.raises((TypeError, ValueError)):
             zero.put(1, key, data)
     zero.put(1, (0, 1), [np.arange(2, dtype=np.int8), b"", np.zeros((0, 3))])
     assert one.get(0, (0, 1), soon()) == b"\0\1"
 
 
-def test_messages_of_one_key_come_in_their_order_and_late_ones_too(network):
+def test_messages_of_one_key_arrive_in_order(network):
     zero, one, _ = network.pair()
-    with pytest.raises(TimeoutError, match=r"process 1 at 127.0.0.1 port \d+ is there, but has no"):
+    with pytest.raises(TimeoutError, match=r"process 1 at 127.0.0.1 port \d+"):
         zero.get(1, ("row",), time.monotonic() + 0.01)
     for i in range(5):
         one.put(0, ("row",), [bytes([i])], WORDS)
@@ -115,13 +114,12 @@ def test_close_sends_what_is_queued_and_the_end_is_no_error(network, leaver):
     assert other.get(leaver, (0, 1), soon()) == data
     assert other.get(leaver, ("row", 1), soon()) == b"the last"
     other.put(leaver, (1, 1), [b"to nobody"])
-    line = rf"process {leaver} at .* has ended and never sent \(1, 1\)"
-    with pytest.raises(LostPeerError, match=line):
+    with pytest.raises(LostPeerError, match=rf"process {leaver} at .*\(1, 1\)"):
         other.get(leaver, (1, 1), soon())
     other.wait_until_left(WAIT_S)
     assert other.close(WAIT_S)
     for call in (lambda: other.put(leaver, (0, 1), [b""]), lambda: other.meet(WORDS, WAIT_S)):
-        with pytest.raises(RuntimeError, match="this mailbox is closed"):
+        with pytest.raises(RuntimeError, match="closed"):
             call()
 
 
@@ -134,7 +132,7 @@ def test_close_returns_in_time_and_says_what_it_could_not_send(network):
     proxy.stopped = set()
 
 
-def test_words_that_are_watched_go_to_the_watch_even_after_a_failure(network):
+def test_watched_words_reach_the_watch_even_after_a_failure(network):
     zero, one, _ = network.pair()
     heard = []
     one.watch("watch", heard=lambda *it: heard.append(it), lost=lambda *it: None)

@@ -1,6 +1,5 @@
-"""A peer that is alive and sends nothing is lost after a while, in words; a slow one is not."""
+"""A peer that is alive and sends nothing is lost after a while; a slow one is not."""
 
-import re
 from concurrent.futures import Future
 
 import numpy as np
@@ -54,20 +53,16 @@ def wait(peer, *, worked_s=0.0):
         return error, lines
 
 
-def test_a_peer_that_is_alive_and_silent_is_lost_in_words():
-    """What is waited for, from whom, since when: with other periods both waited for ever."""
+def test_a_peer_that_is_alive_and_silent_is_lost():
+    """The error names the peer and the message."""
     peer = Peer()
     error, lines = wait(peer, worked_s=2.0)
     assert isinstance(error, LostPeerError) and error.exit_code == 5
     assert peer.now - 2.0 == pytest.approx(100 + SLOWER * 2.0, abs=10)
-    assert re.match(
-        r"process 1 is alive, but fragment 0 of step 8 has not come from it since \d\d:\d\d:\d\d, "
-        r"and nothing else for 1\d\d s \(peer_timeout_seconds=100, and 4 times the 2.0 s that",
-        str(error),
-    )
-    assert "Raise peer_timeout_seconds if it was only slow." in str(error)
     (line,) = lines
-    assert re.match(r"waiting since \S+ for fragment 0 of step 8 of process 1, which", line)
+    for named in ("process 1", "fragment 0 of step 8"):
+        assert named in str(error) and named in line
+    assert "peer_timeout_seconds=100" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +94,7 @@ def test_what_was_waited_for_a_peer_is_no_work_of_this_process():
         assert peer.now - 90 - worked_s == pytest.approx(limit_s, abs=10)
 
 
-def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkeypatch, devices):
+def test_the_host_exchange_and_the_rows_end_the_wait(monkeypatch, devices):
     """As the engine sees it: the error of the thread that collects."""
     peer, make = Peer(), Patience.__init__
     monkeypatch.setattr(
@@ -110,10 +105,10 @@ def test_the_exchange_through_the_host_and_the_rows_of_a_run_end_the_wait(monkey
     carrier._routes = [routes({Shard(0, 0): 0, Shard(1, 0): 1}, 0)]
     fetched = Future()
     fetched.set_result({Shard(0, 0): [np.zeros((1, 8), np.int8)]})
-    with pytest.raises(LostPeerError, match="process 1 is alive, but fragment 0 of step 8 has not"):
+    with pytest.raises(LostPeerError, match="process 1 .*fragment 0 of step 8 "):
         carrier._collect(Passage("key", 8, 1, False, None, "fragment 0 of step 8"), fetched)
     carrier.close()
     rows = Rows(0, {0: [0], 1: [1]}, mailbox=peer, write=lambda *row: None)
     rows.add(8, {}, {})
-    with pytest.raises(LostPeerError, match="process 1 is alive, but its part of the row of ste"):
+    with pytest.raises(LostPeerError, match="process 1 .*step 8"):
         rows.write_all()

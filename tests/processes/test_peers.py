@@ -39,8 +39,8 @@ def service_fails(monkeypatch):
     return install
 
 
-def test_two_files_alone_import_what_is_private_to_jax():
-    """JAX may change it in any version: then these are the ones to mend."""
+def test_only_two_files_import_private_parts_of_jax():
+    """JAX may change them in any version: then these files need a change."""
     folder = pathlib.Path(maxdiloco.__file__).parent
     users = {path.name for path in folder.rglob("*.py") if "jax._src" in path.read_text()}
     assert users == {"coordination.py", "cudnn.py"}
@@ -57,25 +57,23 @@ The first task at the barrier: 0. Some timed out task names:
 
 
 @pytest.mark.parametrize("text, who", [(LATE, "process 2"), ("CANCELLED: gone", "a process")])
-def test_a_barrier_that_not_all_reach_says_who_is_late_with_what(service_fails, text, who):
-    """JAX's own error is a traceback of six lines."""
+def test_a_barrier_that_not_all_reach_names_who_is_late(service_fails, text, who):
     service_fails(text)
-    with pytest.raises(LostPeerError, match=rf"^{who} has not compiled its programs since \d\d:"):
+    with pytest.raises(LostPeerError, match=f"^{who} .*compiled its programs"):
         coordination.meet("x", "compiled its programs", timeout_s=2)
-    with pytest.raises(LostPeerError, match=r"^process 7 has not sent its name since .*for 2 s at"):
+    with pytest.raises(LostPeerError, match="^process 7 .*its name .* 2 s "):
         coordination.value_of(7, "x", "its name", timeout_s=2)
 
 
 def test_a_process_0_lost_while_meeting_is_named(service_fails):
     service_fails("UNAVAILABLE: Socket closed")
-    line = "process 0 at ::1 was lost before process 3 .* start the run again"
-    with pytest.raises(LostPeerError, match=line):
+    with pytest.raises(LostPeerError, match="process 0 at ::1 .*process 3 "):
         peers._secret(Job(3, 4), "", 1)
 
 
-def test_a_secret_that_no_process_wrote_is_one_line(monkeypatch):
-    """A stranger may write to the store first; 32 random bytes are 64 characters."""
-    for text, line in (("a" * 15, "store holds a secret of 15 bytes"), ("a" * 64, None)):
+def test_a_secret_that_no_process_wrote_is_refused(monkeypatch):
+    """An unauthenticated client may write to the store first; 32 random bytes are 64 characters."""
+    for text, line in (("a" * 15, "15 bytes"), ("a" * 64, None)):
         monkeypatch.setattr(coordination, "get", lambda key, timeout_s, text=text: text)
         with pytest.raises(LostPeerError, match=line) if line else contextlib.nullcontext():
             assert peers._secret(Job(3, 4), "", 1) == text.encode()
@@ -158,9 +156,7 @@ class Unwatched:
         pass
 
 
-def test_process_i_listens_on_the_port_i_after_peer_port_or_process_0_on_that_after_jax_s(
-    meet, free_port
-):
+def test_process_i_listens_on_peer_port_plus_i_or_after_jax(meet, free_port):
     with socket.create_server(("127.0.0.1", 0)) as server:
         wanted = server.getsockname()[1]
     assert meet(wanted, True, "") == [wanted, wanted + 1]
@@ -180,19 +176,17 @@ def ended_by(process, ends):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_peer_port_in_use_ends_every_process_with_2_and_one_line(meet, process):
+def test_a_peer_port_in_use_ends_every_process_with_2(meet, process):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         ends = meet(port - process, True, "")
     where = ["any address", "127.0.0.1"][process]
-    assert ended_by(process, ends) == (
-        f"exchange_interface= peer_port={port - process}: process {process} cannot listen on "
-        f"{where} port {port} of {socket.gethostname()}: Address already in use. Use an address of "
-        f"this host and free ports, or leave both keys out."
-    )
+    line = ended_by(process, ends)
+    for named in (f"peer_port={port - process}", f"process {process} ", f"{where} port {port} "):
+        assert named in line
 
 
-def test_a_secret_of_a_file_is_not_in_the_store_and_has_to_be_the_same(meet, store, tmp_path):
+def test_a_secret_file_is_not_in_the_store_and_must_agree(meet, store, tmp_path):
     path = tmp_path / "secret"
     path.write_text("known to every host of the run\n")
     path.chmod(0o600)
@@ -203,19 +197,19 @@ def test_a_secret_of_a_file_is_not_in_the_store_and_has_to_be_the_same(meet, sto
     assert len(store.written[peers.SECRET]) == 64, "the control"
     path.write_text("short")
     for error in meet(0, True, "", secret_files=[str(path)] * 2):
-        assert type(error) is ConfigError and "has 5 bytes: 16 are the least" in str(error)
+        assert type(error) is ConfigError and "5 bytes" in str(error)
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_secret_that_one_process_lacks_ends_both_with_2_and_one_line(meet, tmp_path, process):
-    """Its file is not there, or it alone has no key; then process 1 says so."""
+def test_a_secret_that_one_process_lacks_ends_both_with_2(meet, tmp_path, process):
+    """Its file is not there, or only one process has the key; then process 1 reports it."""
     path, none = tmp_path / "secret", tmp_path / "none"
     path.write_text("known to every host of the run\n")
     path.chmod(0o600)
     one, other = (path, "none") if process == 0 else ("", "one")
     cases = {
-        str(none): (process, f"exchange_secret_file={none}: No such file or directory."),
-        "": (1, f"exchange_secret_file={one} in process 1, and process 0 has {other}. Give"),
+        str(none): (process, f"exchange_secret_file={none}: "),
+        "": (1, f"exchange_secret_file={one} in process 1, and process 0 has {other}."),
     }
     for file, (by, line) in cases.items():
         files = [str(path), str(path)]
@@ -231,7 +225,7 @@ def test_who_is_reached_hears_that_another_is_not_of_the_run(store):
     mailbox = SimpleNamespace(
         open=lambda lane, peers: opened.update(peers), meet=lambda lane, within_s: met.append(lane)
     )
-    with pytest.raises(LostPeerError, match="holds nothing that process 2 of this run wrote"):
+    with pytest.raises(LostPeerError, match="process 2 "):
         peers.Room(Job(0, 3), mailbox, secret, 1, None).open("words", [2, 1])
     assert ([*opened], met) == ([1], ["words"])
 
@@ -257,10 +251,8 @@ def test_who_does_not_come_is_named(store):
     nobody_reached = SimpleNamespace(open=lambda lane, peers: None)
     with pytest.raises(LostPeerError) as caught:
         peers.Room(Job(0, 3), nobody_reached, b"s" * 16, 0.2, None).open("words", [1, 2])
-    line = str(caught.value)
-    assert "process 0 on " in line and "and processes [1, 2] did not reach each other" in line
-    assert "within 0.2 s (the lesser of jax_distributed_initialization_timeout" in line
-    assert "let the hosts open TCP connections" in line
+    for named in ("process 0 ", "[1, 2]", "0.2 s", "jax_distributed_initialization_timeout"):
+        assert named in str(caught.value)
 
 
 def compare(of_each, *, count=None, timeout_s=60):
@@ -296,6 +288,5 @@ def test_all_processes_raise_the_same_line(store):
 def test_a_process_that_never_sends_its_values_is_named(store):
     errors = compare([{}, {}], count=3, timeout_s=0.05)
     assert [type(error) for error in errors] == [LostPeerError] * 2
-    assert str(errors[0]).startswith("process 2 has not sent its keys, as the same version of")
-    assert ", for 0.05 s at most. See the end of its own output" in str(errors[0])
-    assert str(errors[1]).startswith("process 0 has not sent whether the keys are equal since ")
+    assert [str(error)[:10] for error in errors] == ["process 2 ", "process 0 "]
+    assert " 0.05 s " in str(errors[0])
