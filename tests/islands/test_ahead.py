@@ -45,7 +45,7 @@ def log():
     return group.bucket, group.run
 
 
-def test_a_newcomer_reads_the_next_records_beside_and_each_object_once(log):
+def test_a_late_joiner_prefetches_and_reads_each_object_once(log):
     bucket, run = log
     driver, slow = joined(bucket, run)
     for fragment in range(2):
@@ -58,7 +58,7 @@ def test_a_newcomer_reads_the_next_records_beside_and_each_object_once(log):
 
 
 @pytest.mark.parametrize("limit", ["MOST_RECORDS", "MOST_BYTES"])
-def test_without_room_it_reads_one_record_of_a_fragment_after_the_other(log, limit, monkeypatch):
+def test_without_room_it_reads_one_record_of_a_fragment_at_a_time(log, limit, monkeypatch):
     monkeypatch.setattr(ahead, limit, 0)
     assert joined(*log)[1].most <= 2
 

@@ -96,7 +96,7 @@ def test_a_ledger_with_the_most_that_it_may_have_fits():
     assert records.fits(wide)
 
 
-def test_a_forgotten_incarnation_keeps_its_tokens_and_counts_no_more():
+def test_a_forgotten_incarnation_keeps_only_its_tokens():
     run = a_run(snapshot_every=2, block_tokens=64)  # remembered for eight records
     ledger = EMPTY
     for number in range(1, 12):
@@ -121,7 +121,7 @@ def test_a_dead_island_that_the_log_does_not_know_is_refused():
     assert "dead" in rules.breach(known._replace(dead=(("b", 1),)), record)
 
 
-def test_many_deaths_are_declared_in_turn_and_the_oldest_are_forgotten_first():
+def test_many_deaths_are_declared_in_turn_and_the_oldest_forgotten():
     run = a_run(snapshot_every=64)
     ledger = EMPTY._replace(marks=tuple(Mark(f"i{n:04}", 1, 1, 8, 1, 1) for n in range(1500)))
     for number in range(1, 7):
@@ -313,6 +313,6 @@ def test_a_claimed_speed_counts_as_far_as_the_log_confirms_it():
     assert expected(9e11, (Mark("b", 1, 3, 0, 3, 5),)) == 0  # all of its messages were rejected
 
 
-def test_a_new_island_is_expected_to_bring_what_others_do_for_a_while():
+def test_a_new_island_is_expected_to_bring_the_mean_at_first():
     assert expected(9e11, since=50.0) == 600 and expected(1.0, since=50.0) == 60
     assert expected(9e11, since=-50.0) == 0

