@@ -103,22 +103,22 @@ MATRIX = shapes(w=(2, 3))
 
 
 @pytest.mark.parametrize(
-    ("params", "axes", "P", "k", "message"),
+    ("params", "axes", "P", "k", "named"),
     [
-        (MODEL, AXES, 7, 1, "fragments=7 does not fit 5 layers.*Use 1, or 2 to 6"),
-        (MODEL, AXES, 2, 2, "num_fragments=2 .* Use 1, or 3 to 7"),
-        (MATRIX, None, 2, 1, "num_fragments=2 is more than the 1 leaves.*Use"),
-        (MATRIX, {"w": Stacked(0, (0, 2))}, 3, 1, "fragments=3 leaves fragment 1 empty.*fewer"),
-        (MATRIX, {"w": 2}, 2, 1, "is not a dim of a leaf of shape"),
-        (MATRIX, {"w": Stacked(0, (0,))}, 2, 1, "1 layers but dim 0 .* has 2 entries. Name one"),
-        (MATRIX, [0, 1], 2, 1, r"layer_axis\['w'\] is missing, which params has. Give layer_axis"),
-        (MATRIX, {"w": 0, "v": 0}, 2, 1, r"params\['v'\] is missing, which layer_axis has"),
-        (MATRIX, {"v": 0}, 2, 1, r"layer_axis\['w'\] is missing"),
-        (MATRIX, {"w": "0"}, 2, 1, "layer_axis has '0' for a leaf of shape .* Give None, an axis"),
+        (MODEL, AXES, 7, 1, "num_fragments=7 .*2 to 6"),
+        (MODEL, AXES, 2, 2, "num_fragments=2 .*3 to 7"),
+        (MATRIX, None, 2, 1, "num_fragments=2 "),
+        (MATRIX, {"w": Stacked(0, (0, 2))}, 3, 1, "num_fragments=3 .*fragment 1 "),
+        (MATRIX, {"w": 2}, 2, 1, r"2 .*\(2, 3\)"),
+        (MATRIX, {"w": Stacked(0, (0,))}, 2, 1, "dim 0 "),
+        (MATRIX, [0, 1], 2, 1, r"layer_axis\['w'\]"),
+        (MATRIX, {"w": 0, "v": 0}, 2, 1, r"params\['v'\]"),
+        (MATRIX, {"v": 0}, 2, 1, r"layer_axis\['w'\]"),
+        (MATRIX, {"w": "0"}, 2, 1, "layer_axis .*'0'"),
     ],
 )
-def test_counts_and_axes_that_do_not_fit_are_refused(params, axes, P, k, message):
-    with pytest.raises(ValueError, match=message):
+def test_counts_and_axes_that_do_not_fit_are_named(params, axes, P, k, named):
+    with pytest.raises(ValueError, match=named):
         partition(params, axes, num_fragments=P, num_nonlayer=k)
 
 

