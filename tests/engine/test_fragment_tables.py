@@ -131,7 +131,7 @@ def test_the_number_of_programs_does_not_grow_with_the_number_of_fragments(path)
         assert programs(layers + 3, 3, sequential) <= 4 + stacks
 
 
-def test_what_only_fills_chunks_is_told_as_padding():
+def test_bytes_that_only_fill_chunks_are_padding():
     """tiny in 5 fragments: the embedding's 49,152 + 128 values and a layer's 246,080. With chunks
     of one length the first is filled up to the others; without padding a value takes its 129/256
     bytes, and each device's blocks of a leaf end with up to 128 more."""
@@ -148,12 +148,11 @@ def test_what_only_fills_chunks_is_told_as_padding():
     assert [row[5] for row in table_of(layout, exact)[0]] == [0] * 5
 
 
-def test_a_fragment_far_above_the_others_is_told_with_its_bytes_and_a_remedy():
-    """35m: the embedding is 47 % of it. Control: cut in two by rows it is no longer."""
+def test_a_fragment_far_above_the_others_is_named_with_its_bytes():
+    """35m: the embedding is 47% of it. Control: cut in two by rows it is not."""
     layout = layout_of("35m", 5)
     table, (line,) = table_of(layout)
-    assert line.startswith(f"warning: fragment 0 sends {table[0][3]:,} bytes, more than twice the ")
-    assert "larger num_nonlayer_fragments" in line
+    assert f"fragment 0 sends {table[0][3]:,} bytes" in line and "num_nonlayer_fragments" in line
     layout = layout_of("35m", 5, 2)
     assert table_of(layout)[1] == []
 
@@ -171,33 +170,28 @@ def test_show_fragments_prints_the_table_and_neither_compiles_nor_writes(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("overlap", "told"),
-    [
-        ("none", "2.0 MiB a device (1.0 MiB of it parameters), one copy on every slice"),
-        ("eager", "7.9 MiB a device (4.0 MiB of it parameters), one copy for each of 8 replicas"),
-    ],
+    ("overlap", "numbers"), [("none", ["2.0", "1.0"]), ("eager", ["7.9", "4.0"])]
 )
-def test_the_outer_state_is_told_with_its_memory_and_whose_it_is(overlap, told):
+def test_the_outer_state_is_logged_with_its_memory(overlap, numbers):
     """tiny: theta and momentum of 1,033,600 values of 4 bytes, a quarter on each device of a slice,
     and its norms, 1,408 values, on every one; eager has one of each for the 4 of a slice."""
     layout = layout_of("tiny", 1, M=8, outer_overlap=overlap)
-    assert describe.memory_lines(layout, 0)[0] == f"outer state: {told}, kept in device"
+    line = describe.memory_lines(layout, 0)[0]
+    assert line.startswith("outer state") and re.findall(r"([\d.]+) MiB", line) == numbers
 
 
-@pytest.mark.parametrize(
-    ("memory", "place"), [("device", ""), ("pinned_host", " (in pinned_host)")]
-)
-def test_what_a_run_keeps_beyond_plain_training_is_told_with_its_memory(memory, place):
+@pytest.mark.parametrize("memory", ["device", "pinned_host"])
+def test_memory_beyond_plain_training_is_logged(memory):
     """tiny in 4 bits, a quarter of 1,033,600 values on each device, the norms' 1,408 on all: theta
     and momentum 2 * 4 bytes, residuals 4; tau=1: three times the codes, half a byte and a scale
     for each 256."""
     layout = layout_of("tiny", 1, overlap_steps=1, outer_memory=memory, error_feedback=True)
-    assert describe.resident(layout) == (
-        f"outer state{place} 2.0, in flight{place} 0.4, residuals{place} 1.0"
-    )
+    line = describe.resident(layout)
+    assert re.findall(r"\d\.\d", line) == ["2.0", "0.4", "1.0"], "outer state, in flight, residuals"
+    assert line.count("pinned_host") == (3 if memory == "pinned_host" else 0)
 
 
-def test_what_is_in_flight_on_the_host_is_told_with_what_is_on_the_device():
+def test_in_flight_state_is_logged_for_the_host_and_the_device():
     """1b, eager with H=100 in 4 bits, a quarter of the values on each device: a hundredth of them
     is sent a step, and arrives of both replicas; the device has the chunks of two steps. Control:
     a line only where it is on the host, and nothing is copied where no step carries a chunk."""
@@ -208,7 +202,6 @@ def test_what_is_in_flight_on_the_host_is_told_with_what_is_on_the_device():
     sent = (0.5 + 1 / 256) * values / 100 / 2**20
     assert copied == pytest.approx(2 * 3 * sent, abs=0.06)
     assert whole == pytest.approx(300 * sent, rel=0.01)
-    assert line.endswith(" MiB at most, are on the device")
-    told = describe.memory_lines(layout, steps_on_device=0)
-    assert told[-1] == f"in flight: {whole} MiB a device, kept in pinned_host"
+    line = describe.memory_lines(layout, steps_on_device=0)[-1]
+    assert f" {whole} MiB" in line and "pinned_host" in line
     assert len(describe.memory_lines(layout_of("1b", 1, outer_overlap="eager"), 2)) == 1

@@ -37,26 +37,24 @@ def broken(algorithm, *, memory="params"):
 
 
 @pytest.mark.parametrize(
-    ("params", "opt_state", "message"),
+    ("params", "opt_state", "named"),
     [
-        ({"a": 1.0}, (), r"params\['a'\] is no array but float. Give jnp.asarray"),
-        ({"a": np.ones(2)}, {"n": 0}, r"opt_state\['n'\] is no array but int. Give"),
-        ({}, (), "params has no leaves.* Give a tree of arrays"),
-        ({"a": np.ones((0, 3))}, (), r"params\['a'\] has no elements, shape \(0, 3\). Leave"),
-        ({"n": np.zeros(3, np.int32)}, (), r"params\['n'\] is int32.*Keep .* in opt_state"),
+        ({"a": 1.0}, (), r"params\['a'\] .*float"),
+        ({"a": np.ones(2)}, {"n": 0}, r"opt_state\['n'\] .*int"),
+        ({}, (), "params "),
+        ({"a": np.ones((0, 3))}, (), r"params\['a'\] .*\(0, 3\)"),
+        ({"n": np.zeros(3, np.int32)}, (), r"params\['n'\] .*int32"),
     ],
 )
-def test_a_tree_that_cannot_be_trained_is_one_line(params, opt_state, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_tree_that_cannot_be_trained_is_named(params, opt_state, named):
+    with pytest.raises(ValueError, match=named):
         make().init(params, opt_state)
 
 
-@pytest.mark.parametrize(
-    ("x", "words"), [(np.ones((1, 3)), "leading dim 1,"), (np.float32(1), "no dim,")]
-)
-def test_a_batch_without_the_replicas_dim_is_one_line(x, words):
+@pytest.mark.parametrize("x", [np.ones((1, 3)), np.float32(1)])
+def test_a_batch_without_the_replica_dim_is_named(x):
     algorithm = make()
-    with pytest.raises(ValueError, match=rf"batch\['x'\] has {words} num_replicas=2. Stack one"):
+    with pytest.raises(ValueError, match=r"batch\['x'\] .*num_replicas=2"):
         algorithm.step(algorithm.init({"w": jnp.ones(3)}, ()), {"x": x})
 
 
@@ -76,8 +74,8 @@ BFLOAT16 = {"w": W.astype(jnp.bfloat16)}
         (({"w": W}, 1.0, {}), ["opt_state", "int32[]", "float32[]"]),
         (({"w": W}, (1,), {}), ["opt_state was int32[]", "absent"]),
         (({"w": W}, 1, {"loss": "?"}), ["metrics['loss']", "str"]),
-        (({"w": W}, 1), ["a tuple of 2"]),
-        (None, ["one value"]),
+        (({"w": W}, 1), ["2"]),
+        (None, []),
     ],
 )
 def test_a_step_that_changes_its_trees_is_refused_by_name(returned, named):
@@ -115,8 +113,8 @@ def test_a_step_with_keys_and_python_numbers_for_arrays_is_taken():
 
 
 @pytest.mark.parametrize("what", ["params", "outer"])
-def test_a_state_that_is_not_finite_is_neither_handed_out_nor_saved(tmp_path, what):
-    """Between two sends no flag knows of it; the good checkpoints stay."""
+def test_a_state_that_is_not_finite_is_neither_returned_nor_saved(tmp_path, what):
+    """Between two sends no flag shows it; the good checkpoints stay."""
     algorithm = make()
     whose = r"params\['w'\] of replica 1" if what == "params" else r"theta\['w'\]"
     with Checkpointer(tmp_path, max_to_keep=1) as saver:
@@ -128,12 +126,12 @@ def test_a_state_that_is_not_finite_is_neither_handed_out_nor_saved(tmp_path, wh
             algorithm.outer_params,
             lambda state: save_state(saver, algorithm, state),
         ):
-            with pytest.raises(NumericsError, match=f"step 1: {whose} has a NaN .* checkpoint"):
+            with pytest.raises(NumericsError, match=f"step 1: {whose} "):
                 use(bad)
         saver.wait()
         assert saver.steps() == [0]
-    make().close()  # before the first step there is nothing to tell
-    if what == "params":  # a run that asks for nothing else does not end as if all were well
+    make().close()  # before the first step there is nothing to report
+    if what == "params":  # a run that reads nothing else does not end without an error
         algorithm = make()
         state, _ = algorithm.step(broken(algorithm), BATCH)
         with pytest.raises(NumericsError, match="step 2: .* replica 1"):
@@ -141,8 +139,7 @@ def test_a_state_that_is_not_finite_is_neither_handed_out_nor_saved(tmp_path, wh
         del state
 
 
-def test_a_restore_says_which_numbers_of_the_rule_have_changed(tmp_path):
-    """alpha, merge, rate and momentum, and what the exchange has changed."""
+def test_a_restore_names_the_arguments_that_changed(tmp_path):
     first = make(alpha=0.5, outer_lr=0.7)
     state = first.init({"w": jnp.ones(3)}, ())
     said = []
@@ -152,16 +149,17 @@ def test_a_restore_says_which_numbers_of_the_rule_have_changed(tmp_path):
             second = make(**options)
             second.bind({"w": jnp.ones(3)}, ())
             assert restore_state(saver, second).t == 0
-    assert said == [
-        "changed since the checkpoint: alpha 0.5 -> 0.0, merge mean -> rda, outer_lr 0.7 -> 0.4, "
-        "sync_period 10 -> 5"
-    ]
+    (line,) = said
+    for change in ("alpha 0.5 -> 0.0", "merge mean -> rda", "outer_lr 0.7 -> 0.4"):
+        assert change in line
+    assert "sync_period 10 -> 5" in line and line.count("->") == 4
 
 
 ARGUMENTS = set(inspect.signature(DiLoCo).parameters)
 TRAINER_KEYS = {key for key in base_yml.declared() if "_" in key} - ARGUMENTS
 REFUSED = [
-    dict(num_replicas=0), dict(sync_period=0), dict(num_fragments=11), dict(num_fragments=2),
+    dict(num_replicas=0), dict(num_replicas=True), dict(num_replicas=2.0), dict(sync_period=0),
+    dict(num_fragments=11), dict(num_fragments=2), dict(outer_lr=float("nan")),
     dict(num_fragments=3, layer_axis={"w": Stacked(0, (0, 2, 3))}),
     dict(num_fragments=9, layer_axis={"w": 0}), dict(layer_axis={"w": 5}), dict(layer_axis=[0, 1]),
     dict(overlap_steps=10), dict(overlap_steps=1, outer_overlap="eager"), dict(outer_overlap="?"),
@@ -172,6 +170,14 @@ REFUSED = [
     dict(offsets=[1, 2]), dict(num_fragments=2, offsets=[1, 11]), dict(outer_memory="?"),
     dict(exchange_carrier="?"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("replicas", "axis", "named"), [(6, "diloco", "num_replicas=6 "), (4, "data", "'diloco'")]
+)
+def test_a_mesh_that_does_not_fit_the_replicas_is_named(devices, replicas, axis, named):
+    with pytest.raises(ValueError, match=named):
+        make(num_replicas=replicas, mesh=jax.sharding.Mesh(np.array(devices[:4]), (axis,)))
 
 
 @pytest.mark.parametrize("options", REFUSED, ids=str)

@@ -94,7 +94,7 @@ def test_a_trainer_goes_through_a_run_by_the_interface_alone(cls):
     assert (theta == -2).all() if cls is DataParallel else (theta < 1).all()
     assert all(isinstance(x, float) for x in trainer.extra_metrics(state).values())
     assert trainer.description.title and trainer.description.fragments
-    assert trainer.closing_line(state).startswith("done: step 3")
+    assert "step 3" in trainer.closing_line(state)
 
     items = trainer.saved_items(state)
     assert saved_state.nbytes(trainer) == sum(x.nbytes for x in jax.tree.leaves(items))
