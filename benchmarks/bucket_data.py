@@ -1,6 +1,7 @@
 """Data in a bucket whose requests take 20 ms, beside the same files on a disk, in turns.
 
-    PYTHONPATH=. python benchmarks/bucket_data.py [latency_ms=20] [turns=2] [mb=64] [key=value ...]
+    PYTHONPATH=. python benchmarks/bucket_data.py [latency_ms=20] [turns=2] [mb=64] [seconds=5]
+        [key=value ...]
 
 One bucket is tests/fake_gcs.py, a server in a process of its own on this machine, which waits so
 long before each answer; of two or more cores it has one for itself in every row, as a store has.
@@ -34,6 +35,7 @@ OWN = {
     "latency_ms": "20",
     "turns": "2",
     "mb": "64",
+    "seconds": "5",  # that the pipeline alone is read at each rate
     "runs": "bytes of text;shards",  # of KINDS, with semicolons between; empty: the pipeline alone
     "out": "runs/bucket_data",
 }
@@ -49,7 +51,6 @@ DEFAULTS = {
 }
 FIXED = {"enable_checkpointing": "false", "enable_tensorboard": "false", "enable_diloco": "false"}
 LENGTH, ROWS = 1024, 8  # of the batches of the pipeline alone
-SECONDS = 5.0  # that it is read
 RATES = (100_000, 1_000_000)  # tokens a second of a step that waits for it
 
 
@@ -74,7 +75,7 @@ def _main(argv: Sequence[str]) -> int:
         waits = [name for rate in RATES for name in (f"waits at {rate:,}/s", "CPU a window")]
         rows = [("tokens", "place", "tokens/s", *waits)]
         for (kind, place), path in places.items():
-            rows.append((kind, place, *_pipeline(path)))
+            rows.append((kind, place, *_pipeline(path, float(own["seconds"]))))
         print("\n".join(aligned(rows)), flush=True)
         return _runs(kinds, places, keys, out, int(own["turns"]))
 
@@ -161,7 +162,7 @@ def _places(folder: pathlib.Path, mb: int, latency_s: float) -> dict[tuple[str, 
     return found
 
 
-def _pipeline(path: str) -> Iterator[str]:
+def _pipeline(path: str, seconds: float) -> Iterator[str]:
     """Tokens a second of the pipeline alone; what a step of a rate waits, of its time, and the CPU
     time of this process for a window.
     """
@@ -178,7 +179,7 @@ def _pipeline(path: str) -> Iterator[str]:
         steps = range(1, 1_000_000)
         mine = dict(steps=steps, replicas=[0], rows=range(ROWS))
         with pipeline.batches(data, position, **mine) as batches:
-            while time.perf_counter() - begun < SECONDS:
+            while time.perf_counter() - begun < seconds:
                 time.sleep(tokens / rate if rate else 0)
                 asked = time.perf_counter()
                 next(batches)

@@ -1,6 +1,7 @@
 """Speed of preparing text and of reading it, beside Hugging Face datasets' map on the same file.
 
-    python benchmarks/data.py [size_mb=500] [processes=0] [vocab_size=8000] [out=FOLDER]
+    PYTHONPATH=. python benchmarks/data.py [size_mb=500] [processes=0] [vocab_size=8000]
+        [out=FOLDER]
 
 Needs the extras data and text. Makes a file of JSON lines of words drawn at random, trains a
 byte-level BPE on its first 5 MB, prepares it, opens and reads the shards in a random order, and
@@ -72,7 +73,7 @@ def _run(options: Options, folder: str) -> int:
 def _in_process(name: str, keys: dict) -> dict:
     line = [sys.executable, __file__, "step", name, json.dumps(keys)]
     cache = os.path.join(keys["folder"], "hf")
-    environ = os.environ | {"PYTHONPATH": os.getcwd(), "HF_HOME": cache}
+    environ = os.environ | {"HF_HOME": cache}
     done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True, env=environ)
     return json.loads(done.stdout.splitlines()[-1])
 

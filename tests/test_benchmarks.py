@@ -1,35 +1,91 @@
-"""The smaller benchmarks: their smallest run, and what computes a figure that is published."""
+"""A smoke run of every benchmark: its command, at the smallest size that still does its work.
 
+A run asserts the exit code and the rows and columns of the output, whose figures are finite and
+positive. It asserts no times, since they depend on the machine. The smoke runs of islands_storm.py
+and islands_loss.py are in integration/test_islands_storm.py. peer_torchft.py needs torchft, which
+this project does not install: its run reaches the first row of torchft, and the model that
+torchft's process trains runs in that of peer_torch.py. gpu_check.sh has no smoke run: it needs a
+GPU, and calls peer_torch.py and replica_cost.py.
+"""
+
+import json
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from benchmarks import bandwidth_model, link_faults, memory_by_mode, step_time
-from benchmarks.bandwidth import own, simulator, tables
+from benchmarks.bandwidth import own, simulator
 from benchmarks.bandwidth.tables import Size
-from benchmarks.link import moments
-from benchmarks.link.faults import End, Fault
 from maxdiloco.aot.wait import ENDLESS, data_parallel, least_gbps
 from maxdiloco.diloco.schedule import Schedule
-from maxdiloco.engine.calls import Call
-from maxdiloco.parallel.program import Program
 
 ROOT = pathlib.Path(__file__).parent.parent
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+ON_HOSTS = pytest.mark.xdist_group("hosts")  # network namespaces: one test at a time
+SMALL = (
+    "model_name=tiny override_model_config=true base_emb_dim=16 base_mlp_dim=16 "
+    "base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 vocab_size=64 "
+    "max_target_length=32 per_device_batch_size=2 dtype=float32 opt_type=sgd"
+).split()
+LARGER = (
+    "override_model_config=true base_emb_dim=64 base_mlp_dim=256 base_num_decoder_layers=1 "
+    "base_num_query_heads=2 base_num_kv_heads=1 head_dim=16 max_target_length=16 opt_type=sgd "
+    "diloco_sync_period=4 num_communication_overlapping_steps=1 num_diloco_fragments=2 "
+    "log_period=4"
+).split()
+
+
+@pytest.fixture
+def smoke(tmp_path):
+    """Runs a command in an empty folder, compiled quickly for a CPU; returns what it printed."""
+
+    def smoke(*command, code=0):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_TO_COMPILE}"
+        environ = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+        if command[0].endswith(".py"):
+            command = [str(ROOT / "benchmarks" / command[0]), *command[1:]]
+        ran = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=580,
+        )
+        assert ran.returncode == code, ran.stdout + ran.stderr
+        return ran
+
+    return smoke
+
+
+def positive(cells):
+    """The figures of some cells, which are all finite and positive."""
+    found = [float(cell.replace(",", "").rstrip("%")) for cell in cells]
+    assert found and all(math.isfinite(x) and x > 0 for x in found), cells
+    return found
+
+
+def markdown(text):
+    """The rows of the last table of a text, {title: cell} each."""
+    *_, table = re.findall(r"(?:^\|.*\|\n)+", text, re.M)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return [dict(zip(lines[0], row, strict=True)) for row in lines[2:]]
+
+
+def columns(text, first):
+    """The rows of a table of aligned columns, from the line that has `first` on: {name: cells}."""
+    lines = text.splitlines()
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
+    start = next(i for i, row in enumerate(rows) if first in row)
+    return {row[0]: row[1:] for row in rows[start:]}
+
 
 # -- step_time ----------------------------------------------------------------------------------
 
-SMALL = (
-    "hardware=cpu model_name=tiny override_model_config=true base_emb_dim=16 base_mlp_dim=16 "
-    "base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 vocab_size=64 "
-    "max_target_length=32 per_device_batch_size=2 dtype=float32 steps=2 "
-    "opt_type=sgd"
-).split()
 # Packages a GPU machine with a bare JAX does not have.
 WITHOUT = """
 import runpy, sys
@@ -45,45 +101,334 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def without_packages(program, *argv):
-    # Less work for the compiler; figures do not matter here.
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    command = [sys.executable, "-c", WITHOUT, str(ROOT / program), *argv]
-    return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500
-    )
-
-
-def test_both_trainers_side_by_side_without_the_packages_of_the_trainer():
+def test_step_time_without_the_packages_of_the_trainer(smoke):
     """Two emulated slices; the plain step costs no more than data parallelism on one slice. The
     control: what the trainer imports fails."""
-    ran = without_packages("benchmarks/step_time.py", *SMALL, "dcn_diloco_parallelism=2")
-    lines = ran.stdout.splitlines()
-    assert ran.stderr == "" and ran.returncode == 0
-    assert any(line.split() == ["data", "parallel", "DiLoCo"] for line in lines)
-    for name in ("tokens/s", "TFLOP/s a device", "compile [s]", "CPU time of a step, median [s]"):
-        assert len([line for line in lines if line.startswith(name)]) == 1, name
-    check = lines[-1]
-    assert check.startswith("DiLoCo / data parallel on one slice: FLOPs ")
-    assert check.endswith("no more than 2% above")
-    ran = without_packages("maxdiloco/trainer/training.py")
-    assert ran.returncode == 1 and "ModuleNotFoundError: etils is absent" in ran.stderr
+    program = str(ROOT / "benchmarks/step_time.py")
+    ran = smoke(
+        "-c", WITHOUT, program, *SMALL, "hardware=cpu", "steps=2", "dcn_diloco_parallelism=2"
+    )
+    found = columns(ran.stdout, "DiLoCo")
+    for name in (
+        "step, median [s]",
+        "CPU time of a step, median [s]",
+        "tokens/s",
+        "TFLOP/s a device",
+        "memory of the program [MiB a device]",
+        "FLOPs of the program [a device]",
+    ):
+        assert len(positive(found[name])) == 2, name
+    check = ran.stdout.splitlines()[-1]
+    assert len(positive(re.findall(r"= ([\d.]+)", check))) == 2, check
+    ran = smoke("-c", WITHOUT, str(ROOT / "maxdiloco/trainer/training.py"), code=1)
+    assert "ModuleNotFoundError: etils is absent" in ran.stderr
 
 
-def test_costs_compare_within_the_tolerance_and_flags_win_over_defaults():
-    """2 % of 100 is 2: 102 is no more, 103 is; each of the two counts, and less is welcome."""
-    alone = step_time.Cost(100.0, 100.0)
-    for flops, bytes_accessed, fine in ((102, 90, True), (103, 100, False), (100, 103, False)):
-        assert step_time.is_no_more(step_time.Cost(flops, bytes_accessed), alone) is fine
-    full, none = step_time.configs(["dtype=float32", "compare=remat_policy:full,none"])
-    assert [(full[0], full[1].remat_policy), (none[0], none[1].remat_policy)] == [
-        ("full", "full"), ("none", "none")
-    ]  # fmt: skip
-    cfg = full[1]
-    assert (cfg.dtype, cfg.model_name, cfg.max_target_length) == ("float32", "peer25m", 512)
+# -- compared with a PyTorch loop and with torchft ------------------------------------------------
+
+
+def test_peer_torch(smoke):
+    """The loop is not compiled, which takes a minute."""
+    pytest.importorskip("torch")
+    ran = smoke(
+        "peer_torch.py", *SMALL, f"python={sys.executable}", "compile=false", "steps=2", "pause_s=0"
+    )
+    found = columns(ran.stdout, "torch")
+    for name in (
+        "step, median [s]",
+        "CPU time of a step, median [s]",
+        "tokens/s",
+        "start to end of first step [s]",
+    ):
+        assert len(positive(found[name])) == 2, name
+    positive(re.search(r"tokens/s ([\d.]+) .*CPU time ([\d.]+)$", ran.stdout, re.M).groups())
+
+
+@ON_HOSTS
+@pytest.mark.full
+def test_peer_torchft_comes_to_the_first_row_of_torchft(smoke, thin_links, tmp_path):
+    """An environment that has all but torchft: the row of maxdiloco before it is measured, that of
+    torchft is named, and what torchft's process lacks."""
+    python = tmp_path / "runs/peer_torchft/venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    requirements = "torchft==0.2.0\ntorch==2.13.0\nnumpy==2.4.6"
+    (python.parents[1] / "requirements.txt").write_text(requirements)
+    ran = smoke(
+        "peer_torchft.py",
+        "rates=20",
+        "periods=1",
+        "fast_device_ms=20",
+        "opt_type=sgd",
+        "diloco_sync_period=8",
+        "num_communication_overlapping_steps=1",
+        "log_period=8",
+        "max_target_length=16",
+        code=1,
+    )
+    rows = json.loads((tmp_path / "runs/peer_torchft/rows.json").read_text())["rows"]
+    assert [(row["trainer"], row["mode"]) for row in rows] == [("maxdiloco", "plain")]
+    assert positive([str(rows[0]["step_ms"])]) and rows[0]["parameters"] == 1_033_408
+    assert "torchft-plain-unlimited" in ran.stderr and "No module named 'torch" in ran.stderr
+
+
+# -- over links -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def thin_links():
+    """Skips where this machine cannot make hosts."""
+    from benchmarks.link import hosts
+    from maxdiloco.errors import ConfigError
+
+    try:
+        with hosts.hosts(1, hosts.Link(mbit=10.0)):
+            pass
+    except ConfigError as error:
+        pytest.skip(f"no hosts on this machine: {error}")
+    yield
+    there = [hosts.NAMESPACES, hosts.ETC, hosts.PROGRAMS]
+    assert [path for folder in there for path in folder.glob(f"{hosts.PREFIX}-*")] == []
+
+
+@ON_HOSTS
+@pytest.mark.full
+def test_thin_link_measures_what_two_hosts_send(smoke, thin_links, tmp_path):
+    """Three runs of a small model: the plain step twice, and one exchange between them. Nothing is
+    left of the hosts."""
+    ran = smoke(
+        "thin_link.py",
+        "modes=overlapped",
+        "wires=float32",
+        "carriers=program",
+        "rates=20",
+        "periods=1",
+        "fast_device_ms=50",
+        "congestion=reno",
+        *LARGER,
+    )
+    out = tmp_path / "runs/thin_link"
+    plain, exchange, again = json.loads((out / "rows.json").read_text())["rows"]
+    assert (plain["mode"], again["mode"], exchange["mode"]) == ("plain", "plain", "overlapped")
+    assert plain["step_ms"] > 50 and plain["claimed_per_step"] == 0
+    assert exchange["claimed_per_step"] > 50 * plain["sent_per_step"][0]
+    for sent in exchange["sent_per_step"]:
+        assert 0.9 < sent / exchange["claimed_per_step"] < 1.5  # messages lie across its ends
+    (row,) = markdown(ran.stdout)
+    assert row["mode"] == "streaming, tau=1, float32, program"
+    assert row["Mbit/s"] == "20" and row["steps"] == "4"
+    positive(row[name] for name in ("step, ms", "utilisation", "predicted, ms", "of the claim"))
+    assert markdown((out / "table.md").read_text()) == markdown(ran.stdout)
+    for figure in ("utilisation", "period"):
+        assert (out / f"{figure}.svg").read_text().startswith("<svg ")
+
+
+@ON_HOSTS
+@pytest.mark.full
+def test_link_faults_of_a_killed_process(smoke, thin_links, tmp_path):
+    """The other process ends with the code of a lost peer; started again, the run ends with the
+    bits of the undisturbed one."""
+    ran = smoke(
+        "link_faults.py",
+        "faults=kill -9 of process 1",
+        "moments=in flight",
+        "timeout_s=8",
+        "opt_type=sgd",
+    )
+    (row,) = markdown(ran.stdout)
+    (survived,), (killed,) = (
+        re.findall(r"^(-?\d+) after [\d.]+ s$", row[f"process {i}"]) for i in range(2)
+    )
+    assert (row["fault"], row["moment"]) == ("kill -9 of process 1", "in flight")
+    assert (survived, killed) == ("5", "-9")
+    assert row["end equals undisturbed"] == "yes, restarted"
+    assert markdown((tmp_path / "runs/link_faults/table.md").read_text()) == markdown(ran.stdout)
+
+
+# -- loss -----------------------------------------------------------------------------------------
+
+
+def test_quality(smoke, tmp_path):
+    """Both rates are given, so two rows. H=30 sends float32 twice in 60 steps, data parallelism
+    bfloat16 at each: 15 times fewer bytes."""
+    sizes = "base_emb_dim=16 base_mlp_dim=16 base_num_decoder_layers=1 head_dim=8".split()
+    ran = smoke(
+        "quality.py",
+        "modes=data parallel;DiLoCo, H=30",
+        "rates=0.008:0.7",
+        "seeds=1",
+        "steps=60",
+        "eval_steps=2",
+        "out=out",
+        *sizes,
+    )
+    found = markdown((tmp_path / "out/table.md").read_text().partition("| mode | rate")[0])
+    assert [(row["outer lr"], row["times fewer"]) for row in found] == [("", "1"), ("0.7", "15")]
+    losses = positive(row["loss"] for row in found)
+    assert max(losses) < math.log(257)  # less than a guess among all bytes: it has learned
+    assert len(markdown(ran.stdout)) == 2
+    for figure in ("curves", "bytes"):
+        assert "<polyline" in (tmp_path / f"out/{figure}.svg").read_text()
+
+
+def test_the_figure_of_many_replicas(smoke, tmp_path):
+    """A line for each of three numbers of replicas and two optimizers, and the measured rows."""
+    smoke("learning/draw_replicas.py", "figure.svg")
+    text = (tmp_path / "figure.svg").read_text()
+    lines = [line for line in text.split("<polyline")[1:] if 'stroke-width="1.8"' in line]
+    assert len(lines) == 6 and all(line.split('"')[1].count(" ") >= 3 for line in lines)
+    assert text.count('width="6.0"') > 12
+
+
+def test_replica_cost(smoke):
+    """Two periods of four steps; the second one counts."""
+    ran = smoke(
+        "replica_cost.py",
+        "hardware=cpu",
+        *SMALL,
+        "num_diloco_fragments=2",
+        "replicas=2",
+        "turns=1",
+        "steps=2",
+        "diloco_sync_period=4",
+    )
+    streaming, base, ratio = ran.stdout.splitlines()
+    assert streaming.startswith("streaming, 2 replicas: ") and base.startswith("data parallel: ")
+    speeds = positive(line.split()[-2] for line in (streaming, base))
+    assert positive(ratio.split()[-1:]) == [pytest.approx(speeds[0] / speeds[1], abs=0.001)]
+
+
+# -- data and weights -----------------------------------------------------------------------------
+
+
+def test_data(smoke):
+    """One MB of text, prepared, read, and mapped by datasets."""
+    pytest.importorskip("datasets")
+    pytest.importorskip("array_record")
+    ran = smoke("data.py", "size_mb=1", "vocab_size=400", "processes=1")
+    found = columns(ran.stdout, "seconds")
+    assert list(found) == ["what", "make", "prepare", "open", "read", "map"]
+    for name, count in (("make", 2), ("prepare", 4), ("open", 2), ("read", 3), ("map", 4)):
+        positive(found[name][:count])  # seconds, with MB/s and tokens/s where the row has them
+    assert re.search(r"waits [\d.]+% of its time", found["read"][-1])
+
+
+@pytest.mark.full
+def test_bucket_data(smoke):
+    """The pipeline from each of three stores, half a second each, and a run on two of them."""
+    pytest.importorskip("obstore")
+    ran = smoke(
+        "bucket_data.py",
+        *SMALL,
+        "latency_ms=2",
+        "turns=1",
+        "mb=1",
+        "seconds=0.5",
+        "runs=shards",
+        "steps=4",
+        "log_period=2",
+        "vocab_size=384",
+    )
+    head, *rows = (re.split(r"\s{2,}", line) for line in ran.stdout.splitlines()[:7])
+    assert head[:3] == ["tokens", "place", "tokens/s"]
+    assert sorted(row[:2] for row in rows) == sorted(
+        [kind, place]
+        for kind in ("bytes of text", "shards")
+        for place in ("disk", "bucket", "memory")
+    )
+    for row in rows:
+        positive(cell.removesuffix(" ms") for cell in row[2:])
+    *speeds, ratio = ran.stdout.splitlines()[7:]
+    assert sorted(line.partition(":")[0] for line in speeds) == ["shards, bucket", "shards, disk"]
+    positive([*(line.split()[-2] for line in speeds), ratio.split()[-1]])
+
+
+def test_parity(smoke):
+    """Of one model type; huggingface/test_parity.py compares all of them."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    (row,) = markdown(smoke("parity.py", "only=mistral").stdout)
+    assert row["model type"] == "mistral" and len(positive(list(row.values())[1:])) == 5
+
+
+# -- compiled for TPUs that are absent ------------------------------------------------------------
+
+ON_TPU = (
+    "model_name=tiny override_model_config=true base_emb_dim=128 base_mlp_dim=128 "
+    "base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=2 head_dim=64 "
+    "vocab_size=4096 max_target_length=128 per_device_batch_size=2 opt_type=sgd "
+    "slices=v5e-4 fragments=2"
+).split()
+MODES = ("DiLoCo", "streaming P=2, tau 1", "streaming P=2, tau 1, 4 bits", "eager", "eager, 4 bits")
+
+
+@pytest.mark.full
+@pytest.mark.tpu_aot
+def test_memory_by_mode(smoke):
+    """Each mode with its outer state on the device and on the host; one fragment is positive, and
+    what a mode may add is more."""
+    text = smoke("memory_by_mode.py", *ON_TPU).stdout.rpartition("\n\n")[2]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+    assert rows[0] == ["outer state", "needed", "in", "adds", "one fragment", "may add"]
+    base, *modes = rows[1:]
+    assert base[0] == base[2] == "data parallel"
+    (plain,) = positive([base[1]])
+    places = [(mode, place) for mode in MODES for place in ("device", "pinned_host")]
+    assert [tuple(row[:2]) for row in modes] == places
+    for _, _, needed, _, adds, *allowed in modes:
+        assert positive([needed])[0] == pytest.approx(plain + float(adds), abs=1)
+        fragment, may_add = positive(allowed)
+        assert may_add >= fragment
+
+
+@pytest.mark.full
+@pytest.mark.tpu_aot
+def test_exposed_time(smoke):
+    """Every mode and the peers' way. All send something, and without overlap a device waits for
+    longer, the thinner the link."""
+    text = smoke("exposed_time.py", *ON_TPU).stdout.rpartition("\n\n")[2]
+    head, *rows = (re.split(r"\s{2,}", line.strip()) for line in text.splitlines())
+    assert head[:2] == ["MiB/device", "link ms at 25"]
+    found = {row[0]: [float(cell.replace(",", "")) for cell in row[1:]] for row in rows}
+    streaming = [
+        f"streaming P=2, tau {tau}, {wire}" for tau in (1, 5) for wire in ("float32", "float4_e3m0")
+    ]
+    assert list(found) == [
+        "data parallel",
+        "DiLoCo, tau 0, float32",
+        "DiLoCo, tau 0, float4_e3m0",
+        "streaming P=2, tau 0, float32",
+        *streaming,
+        "eager, float32",
+        "eager, float4_e3m0",
+        "the peers' way, P=1",
+        "the peers' way, P=2",
+    ]
+    for name, (mib, link_ms, *exposed) in found.items():
+        assert mib > 0 and link_ms >= 0 and exposed == sorted(exposed), name
+        if "tau 0" in name or "peers" in name or name == "data parallel":
+            assert exposed[-1] > 0, name
 
 
 # -- bandwidth_model ----------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_bandwidth_model_has_most_published_bandwidths(smoke):
+    """Of Table 4 of 2501.18512, whose constant is fitted; the others are within one grid point."""
+    ran = smoke("bandwidth_model.py")
+    found = [
+        tuple(map(int, line))
+        for line in re.findall(r"^Table .*: (\d+) of (\d+) equal, (\d+) within", ran.stdout, re.M)
+    ]
+    assert found[0] == (69, 75, 75) and len(found) == 3
+    base, *modes = markdown(ran.stdout)
+    titles = [title for title in base if title.endswith("Gbit/s")]
+    assert base["mode, H=100"] == "data parallel" and len(titles) == 3 and modes
+    for row in (base, *modes):
+        positive(row[title] for title in titles)
+
 
 ONE = Size("one layer", 1, 1e9, 3.0)  # 1 s forward, 2 s backward
 TWO = ONE._replace(name="two layers", layers=2)
@@ -114,13 +459,6 @@ def test_data_parallelism_of_a_plan_is_the_simulator_s(gbps):
     assert data_parallel(*size[1:], **link) == pytest.approx(found)
 
 
-@pytest.mark.full
-def test_most_published_bandwidths_come_out():
-    """Of Table 4 of 2501.18512, whose constant is fitted; the others are within one grid point."""
-    rows = [row for row in bandwidth_model.rows_of_fragments() if row[0] in tables.STREAMING]
-    assert bandwidth_model.agreement(rows) == (69, 75, 75)
-
-
 @pytest.mark.parametrize(
     ("schedule", "carrier", "replicas", "gbps"),
     [
@@ -140,88 +478,3 @@ def test_what_a_run_without_end_needs(schedule, carrier, replicas, gbps):
     mode = own.Mode("", schedule, "float32", carrier, owned=replicas == 8)
     found = least_gbps(lambda g: own.sustained(ONE, mode, replicas=replicas, gbps=g))
     assert found == pytest.approx(gbps, rel=0.002)
-
-
-# -- memory_by_mode -----------------------------------------------------------------------------
-
-MIB = 2**20
-COUNT = MIB // 4  # float32 of one MiB
-
-
-def parts(names, told=lambda name: None, kept_mib=8):
-    """Of a run whose programs multiply one MiB each, beside `kept_mib` of other state; one
-    named in capitals gives two. told: is called with the name of what is compiled."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    x, state = (
-        jax.ShapeDtypeStruct((COUNT * mib,), jnp.float32, sharding=sharding)
-        for mib in (1, kept_mib)
-    )
-
-    def program(i, name):
-        def scaled(x):
-            return jnp.concatenate([x] * (1 + name.isupper())) * (i + 2)
-
-        return Program(name, scaled, on_compile=lambda name, *_: told(name))
-
-    calls = [Call(program(i, name), (x,), 1) for i, name in enumerate(names)]
-    plans = [SimpleNamespace(fragment=SimpleNamespace(size=mib * 2 * COUNT)) for mib in (3, 5)]
-    layout = SimpleNamespace(plans=plans)
-    trainer = SimpleNamespace(calls=lambda _: calls, abstract_state=[x, state], layout=layout)
-    mesh = SimpleNamespace(size=4, shape={"diloco": 2})
-    return SimpleNamespace(trainer=trainer, batch=None, mesh=mesh)
-
-
-def test_a_mode_needs_what_its_largest_program_needs_and_may_add_a_fragment_and_five_percent():
-    """Two MiB of a program and 8 that the run keeps; a fragment of 10 MiB on two devices. Programs
-    that are alike are compiled once; state is counted for each run."""
-    assert memory_by_mode.row(parts("a"), 4 * MIB, {}) == ("10", "a", "6", "5", "5")
-    assert memory_by_mode.row(parts("a"), 100 * MIB, {})[-1] == "10"
-    assert memory_by_mode.needed(parts("aBc"), {}) == (11 * MIB, "B")
-    told, compiled = [], {}
-    first, _ = memory_by_mode.needed(parts("a", told.append), compiled)
-    second, _ = memory_by_mode.needed(parts("ab", told.append, kept_mib=9), compiled)
-    assert told == ["a", "b"] and second - first == MIB
-
-
-# -- link_faults: whole runs that meet faults are in integration/test_link_faults.py -------------
-
-GONE = "LostPeerError: process 1 on host-b is gone."
-
-
-def end(code, line="", after_s=1.0):
-    return End(code, after_s, 0.1, line)
-
-
-def test_the_moments_are_what_they_are_called():
-    """By the schedule of the keys: what is between send and apply before a step, and what a step
-    sends and saves."""
-    keys = link_faults.KEYS
-    H, P = keys["diloco_sync_period"], keys["num_diloco_fragments"]
-    sends = {t for t in range(1, keys["steps"]) for p in range(P) if (t - p * H // P) % H == 0}
-    tau, at = keys["num_communication_overlapping_steps"], link_faults.MOMENTS
-    assert set(moments.MOMENTS) == {*at, "at share"}  # which runs that gather do not come to
-    assert not {at["inner steps"] - k for k in range(1, tau + 1)} & sends
-    assert {at["in flight"] - k for k in range(1, tau + 1)} & sends
-    assert at["at apply"] in sends
-    assert at["checkpoint"] % keys["checkpoint_period"] == 0
-
-
-def test_a_lasting_fault_must_end_the_others_with_5_and_a_line_and_a_short_one_nobody():
-    """The table has times, codes and whether what was computed was equal."""
-    short, kill, killed = Fault("stop", seconds=5.0), Fault("kill"), end(-9)
-    assert link_faults._wrong(short, [end(0), end(0)], 8) == []
-    problem = f"process 0 ended with 5: {GONE}"
-    assert link_faults._wrong(short, [end(5, GONE), end(0)], 8) == [problem]
-    assert link_faults._wrong(kill, [end(5, GONE), killed], 8) == []
-    for survivor in (end(0), end(-6, "Aborted"), end(5, "Traceback"), end(1, GONE)):
-        (problem,) = link_faults._wrong(kill, [survivor, killed], 8)
-        assert problem.startswith(f"process 0 ended with {survivor.code}")
-    ends = [end(5, GONE, after_s=1.25), end(-9, after_s=0.1)]
-    cases = [
-        link_faults.Case("kill", "in flight", ends, True, []),
-        link_faults.Case("cut", "at apply", [end(0), end(0)], False, []),
-    ]
-    assert link_faults.table(cases).splitlines()[2:] == [
-        "| kill | in flight | 5 after 1.2 s | -9 after 0.1 s | yes, restarted |",
-        "| cut | at apply | goes on after 0.1 s | goes on after 0.1 s | NO |",
-    ]
