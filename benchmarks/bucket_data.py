@@ -25,10 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.link.command import divided, guarded, help_text
+from benchmarks.link.command import choices, divided, guarded, help_text, number
 from benchmarks.link.rows import ROOT
 from benchmarks.replica_cost import measure
-from maxdiloco.errors import ConfigError
 from maxdiloco.processes.output import aligned
 
 OWN = {
@@ -61,23 +60,20 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     own, given = divided(argv, OWN)
-    for name in ("latency_ms", "turns", "mb"):
-        if not own[name].isdecimal() or int(own[name]) < 1:
-            raise ConfigError(f"{name}={own[name]} is no whole number of 1 or more. Use {name}=2.")
-    kinds = [kind for kind in own["runs"].split(";") if kind]
-    if not set(kinds) <= set(KINDS):
-        raise ConfigError(f"runs={own['runs']} is unknown. Use {';'.join(KINDS)}, or one of them.")
+    latency_ms, turns, mb = (number(name, own) for name in ("latency_ms", "turns", "mb"))
+    seconds = number("seconds", own, float, least=0)
+    kinds = choices("runs", own, KINDS, separator=";") if own["runs"] else []
     keys = DEFAULTS | given | FIXED
     out = pathlib.Path(own["out"]).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as folder, _server(int(own["latency_ms"])):
-        places = _places(pathlib.Path(folder), int(own["mb"]), int(own["latency_ms"]) / 1000)
+    with tempfile.TemporaryDirectory(dir=out) as folder, _server(latency_ms):
+        places = _places(pathlib.Path(folder), mb, latency_ms / 1000)
         waits = [name for rate in RATES for name in (f"waits at {rate:,}/s", "CPU a window")]
         rows = [("tokens", "place", "tokens/s", *waits)]
         for (kind, place), path in places.items():
-            rows.append((kind, place, *_pipeline(path, float(own["seconds"]))))
+            rows.append((kind, place, *_pipeline(path, seconds)))
         print("\n".join(aligned(rows)), flush=True)
-        return _runs(kinds, places, keys, out, int(own["turns"]))
+        return _runs(kinds, places, keys, out, turns)
 
 
 def _runs(kinds, places, keys: Mapping[str, str], out: pathlib.Path, turns: int) -> int:
@@ -144,9 +140,9 @@ def _places(folder: pathlib.Path, mb: int, latency_s: float) -> dict[tuple[str, 
     text, shards = folder / "text", folder / "shards"
     text.mkdir()
     draw = np.random.default_rng(0)
-    for number in range(20):
+    for part in range(20):
         letters = draw.choice(np.frombuffer(b"etaoin shrdlu\n", np.uint8), mb * 50_000)
-        (text / f"{number:02}.txt").write_bytes(letters.tobytes())
+        (text / f"{part:02}.txt").write_bytes(letters.tobytes())
     with contextlib.redirect_stdout(sys.stderr):
         assert prepare.main([str(text), f"out={shards}"]) == 0
     buckets = [store.connect("gs", "fake-bucket"), _in_memory(latency_s)]

@@ -26,10 +26,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.learning.modes import SCALES
-from benchmarks.link.command import divided, guarded, help_text
-from maxdiloco.errors import ConfigError
+from benchmarks.link.command import choices, divided, guarded, help_text, number, numbers
+from benchmarks.link.rows import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 OWN = {
     "rows": "equal,unlike,storm",
     "seeds": "3",
@@ -107,16 +106,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     own, given = divided(argv, OWN)
-    try:
-        sleeps, seeds = [float(one) for one in own["step_ms"].split(",")], int(own["seeds"])
-    except ValueError:
-        raise ConfigError(
-            f"step_ms={own['step_ms']}, seeds={own['seeds']}: not numbers. Use {OWN['step_ms']} "
-            f"and {OWN['seeds']}."
-        ) from None
-    rows, out = own["rows"].split(","), pathlib.Path(own["out"]).resolve()
-    if wrong := set(rows) - set(OWN["rows"].split(",")):
-        raise ConfigError(f"rows={own['rows']}: {min(wrong)} is none. Use some of {OWN['rows']}.")
+    sleeps, seeds = numbers("step_ms", own), number("seeds", own)
+    rows, out = choices("rows", own, OWN["rows"].split(",")), pathlib.Path(own["out"]).resolve()
     scale = SCALES["cpu"]
     steps = scale.steps * scale.batch // BATCH
     keys = dict(scale.keys) | KEYS | {"steps": steps, "eval_interval": steps}

@@ -27,11 +27,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.link import hosts, storm_figures
-from benchmarks.link.command import divided, guarded, help_text
+from benchmarks.link.command import divided, guarded, help_text, number, numbers
+from benchmarks.link.rows import ROOT
 from benchmarks.link.storm_figures import Fault, Start
 from maxdiloco.errors import ConfigError
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 OWN = {
     "seconds": "300",
     "faults_per_hour": "120",
@@ -91,7 +91,7 @@ class Storm:
         self.names = [f"box{i}" for i in range(int(own["boxes"]))]
         self.out.mkdir(parents=True, exist_ok=True)
         self.rng, self.starts = random.Random(int(own["seed"])), {name: [] for name in self.names}
-        sleeps = own["step_ms"].split(",")
+        sleeps = numbers("step_ms", own)
         self.sleeps = {name: sleeps[i % len(sleeps)] for i, name in enumerate(self.names)}
         self.frozen_s = dict.fromkeys(self.names, 0.0)
         address = made.addresses[0] if made else "127.0.0.1"
@@ -124,7 +124,7 @@ class Storm:
         words = [f"{key}={value}" for key, value in keys.items()]
         file = f"{name}.{len(self.starts[name])}"
         log, trace = (self.out / f"{file}.{kind}" for kind in ("log", "steps"))
-        traced = ["benchmarks.link.process", str(trace), "-1", self.sleeps[name]]
+        traced = ["benchmarks.link.process", str(trace), "-1", str(self.sleeps[name])]
         command = [sys.executable, "-m", *traced, *words]
         process = self._launch(self.names.index(name) + 1, command, file, self.environ)
         self.starts[name].append(Start(process, log, trace))
@@ -186,13 +186,10 @@ def main(argv: Sequence[str]) -> int:
 def _main(argv: Sequence[str]) -> int:
     own, given = divided(argv, OWN)
     keys = KEYS | given
-    if not re.fullmatch(r"[0-9.]+(,[0-9.]+)*", own["step_ms"]):
-        raise ConfigError(f"step_ms={own['step_ms']} is no list of numbers. Use step_ms=50,100,200")
-    if float(own["mbit"]) == 0:
+    mbit, count = number("mbit", own, float, least=0), number("boxes", own)
+    if mbit == 0:
         return run(own, keys, None)
-    hosts.check()
-    count = int(own["boxes"]) + 1  # the store has a host of its own
-    with hosts.hosts(count, hosts.Link(float(own["mbit"]))) as made:
+    with hosts.hosts(count + 1, hosts.Link(mbit)) as made:  # the store has a host of its own
         return run(own, keys, made)
 
 

@@ -25,7 +25,7 @@ from benchmarks.learning.modes import BY_NAME, MODES, SCALES, Mode, Scale
 from benchmarks.learning.plan import FIRST_SEED, Row, decided, is_over
 from benchmarks.learning.rows import Run, keys_of
 from benchmarks.learning.traffic import Traffic, traffic
-from benchmarks.link.command import divided, guarded, help_text
+from benchmarks.link.command import choices, divided, guarded, help_text, number
 from benchmarks.link.rows import RowError
 from maxdiloco.errors import ConfigError
 
@@ -34,7 +34,6 @@ OWN = {
     "modes": "",  # names with semicolons between; empty: those of the table; all: every one
     "seeds": "",  # of every mode; empty: the scale's for those of its table, 1 for the others
     "steps": "",  # likewise
-    "batch": "",  # sequences a step, likewise
     "rates": "",  # inner:outer, of every mode; empty: tuned
     "jobs": "",  # rows at once; empty: one a core on a CPU, else 1
     "out": "runs/quality",
@@ -102,22 +101,18 @@ def _main(argv: Sequence[str]) -> int:
 def arguments(argv: Sequence[str]) -> Asked:
     """What a command line asks for. Raises ConfigError."""
     own, keys = divided(argv, OWN)
-    if own["scale"] not in SCALES:
-        raise ConfigError(f"scale={own['scale']} is unknown. Use {' or '.join(SCALES)}.")
-    scale = SCALES[own["scale"]]
-    for name in ("seeds", "steps", "batch"):
-        if own[name]:
-            scale = scale._replace(**{name: _number(name, own[name])})
-    scale = scale._replace(all_alike=bool(own["seeds"]))
-    names = [name.strip() for name in own["modes"].split(";") if name.strip()]
-    if not names or names == ["all"]:
-        names = [mode.name for mode in MODES if names or not mode.extra]
-    for name in names:
-        if name not in BY_NAME:
-            raise ConfigError(f"modes={name!r} is unknown. Use all, {'; '.join(BY_NAME)}.")
+    (name,) = choices("scale", own, list(SCALES))
+    scale = SCALES[name]
+    if own["steps"]:
+        scale = scale._replace(steps=number("steps", own))
+    if own["seeds"]:
+        scale = scale._replace(seeds=number("seeds", own), all_alike=True)
+    names = [mode.name for mode in MODES if not mode.extra]
+    if own["modes"]:
+        names = choices("modes", own, list(BY_NAME), separator=";")
     on_cpu = scale.keys["hardware"] == "cpu"
     default = len(os.sched_getaffinity(0)) if on_cpu else 1
-    jobs = _number("jobs", own["jobs"]) if own["jobs"] else default
+    jobs = number("jobs", own) if own["jobs"] else default
     modes = [_at_rates(BY_NAME[name], own["rates"]) for name in names]
     return Asked(own["scale"], scale, modes, keys, jobs, pathlib.Path(own["out"]).resolve())
 
@@ -130,12 +125,6 @@ def _at_rates(mode: Mode, text: str) -> Mode:
     except ValueError as error:
         raise ConfigError(f"rates={text} is not inner:outer. Use rates=0.008:0.7.") from error
     return mode._replace(inner_lr=inner, outer_lr=mode.outer_lr and outer)
-
-
-def _number(name: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{name}={text} is no whole number of 1 or more. Use {name}=1.")
-    return int(text)
 
 
 def _traffic(mode: Mode, asked: Asked) -> Traffic:

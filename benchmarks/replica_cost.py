@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from benchmarks.link.command import divided, guarded, help_text
+from benchmarks.link.command import divided, guarded, help_text, number
 from benchmarks.link.rows import ROOT, RowError
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
@@ -49,7 +49,7 @@ def _main(argv: Sequence[str]) -> int:
     own, cases = arguments(argv)
     out = pathlib.Path(own["out"]).resolve()
     speeds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(int(own["turns"])):
+    for turn in range(number("turns", own)):
         for name in list(cases)[:: 1 if turn % 2 else -1]:
             speeds[name].append(measure(cases[name], out, f"{name}-{turn}-{os.getpid()}"))
             print(f"{name}: {speeds[name][-1]:,.0f} tokens/s", flush=True)
@@ -60,19 +60,16 @@ def _main(argv: Sequence[str]) -> int:
 def arguments(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """Own arguments, and the trainer's keys of both cases. Raises ConfigError."""
     own, given = divided(argv, OWN)
-    for name in ("replicas", "turns"):
-        if not own[name].isdecimal() or int(own[name]) < 1:
-            raise ConfigError(f"{name}={own[name]} is no whole number of 1 or more. Use {name}=2.")
+    count = number("replicas", own)
     keys = DEFAULTS | given | FIXED
     # What the command line says of the exchange is for the replicas alone.
     streaming = STREAMING | {name: keys.pop(name) for name in STREAMING if name in keys}
     cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
-    each, rest = divmod(cfg.per_device_batch_size, int(own["replicas"]))
+    each, rest = divmod(cfg.per_device_batch_size, count)
     if rest:
         raise ConfigError(
-            f"per_device_batch_size={cfg.per_device_batch_size} is no multiple of "
-            f"replicas={own['replicas']}: the replicas share a batch. Use "
-            f"per_device_batch_size={(each + 1) * int(own['replicas'])}."
+            f"per_device_batch_size={cfg.per_device_batch_size}: expected a multiple of "
+            f"replicas={count}, which share the batch."
         )
     H = cfg.diloco_sync_period
     keys |= {"steps": str(cfg.steps * H), "log_period": str(H)}
@@ -81,8 +78,6 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, 
         "data parallel": keys | {"enable_diloco": "false"},
         f"streaming, {own['replicas']} replicas": keys | streaming | replicas,
     }
-    for case in cases.values():
-        config.load([f"{name}={value}" for name, value in case.items()], {})
     return own, cases
 
 

@@ -1,11 +1,11 @@
 """The command line of the benchmark: its own names, the trainer's keys, and grids of both."""
 
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.link import figures
-from benchmarks.link.command import divided
+from benchmarks.link.command import choices, divided, number
 from benchmarks.link.grid import GRIDS, Row
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
@@ -32,7 +32,6 @@ OWN = {
     "row_limit_s": "1800",  # then a row has failed
     "out": "runs/thin_link",
 }
-PRODUCT = ("modes", "wires", "carriers")  # what `lines` stands in for
 KEYS = {
     "hardware": "cpu",
     "model_name": "tiny",
@@ -89,25 +88,22 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
     Raises ConfigError.
     """
     own, given = divided(argv, OWN, SET_HERE)
-    named = {argument.partition("=")[0] for argument in argv}
     own["other_periods"] = own["other_periods"] or own["periods"]
     setup: dict[str, Any] = {
-        "hosts": _number("hosts", own, int, 2),
-        "periods": _number("periods", own, int, 1),
-        "other_periods": _number("other_periods", own, int, 1),
-        "delay_ms": _number("delay_ms", own, float, 0),
-        "loss_pct": _number("loss_pct", own, float, 0),
-        "fast_device_ms": _number("fast_device_ms", own, float, 0),
-        "queue_ms": _number("queue_ms", own, float, 1),
-        "row_seconds": _number("row_seconds", own, float, 1),
-        "row_limit_s": _number("row_limit_s", own, float, 1),
+        "hosts": number("hosts", own, least=2),
+        "periods": number("periods", own),
+        "other_periods": number("other_periods", own),
+        "delay_ms": number("delay_ms", own, float, least=0),
+        "loss_pct": number("loss_pct", own, float, least=0),
+        "fast_device_ms": number("fast_device_ms", own, float, least=0),
+        "queue_ms": number("queue_ms", own, float),
+        "row_seconds": number("row_seconds", own, float),
+        "row_limit_s": number("row_limit_s", own, float),
         "congestion": own["congestion"],
     }
     small = SMALL_STEP if setup["fast_device_ms"] else {}
     keys = KEYS | small | given
-    H, log = (_number(name, keys, int, 1) for name in ("diloco_sync_period", "log_period"))
-    _number("num_diloco_fragments", keys, int, 1)
-    _number(figures.TAU, keys, int, 0)
+    H, log = number("diloco_sync_period", keys), number("log_period", keys)
     if H % log:
         raise ConfigError(
             f"log_period={log} does not divide diloco_sync_period={H}: a period would not be as "
@@ -115,86 +111,42 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
         )
     out = pathlib.Path(own["out"]).resolve()
     setup["keys"] = keys | {"jax_cache_dir": str(out / "jax_cache")}
-    rates = _rates(own["rates"])
+    rates = _rates(own)
     setup["thinnest"] = min(rates, key=lambda rate: figures.mbit({"rate": rate}))
-    rows = [Row(*line, rate) for rate in rates for line in _lines(own, named)]
+    rows = [Row(*line, rate) for rate in rates for line in _lines(own)]
     # The plain step again: how far two measurements of one thing differ.
     return setup, [Row(figures.PLAIN), *rows, Row(figures.PLAIN, turn=1)], out
 
 
-def _lines(own: dict[str, str], named: Collection[str]) -> list[tuple[str, str, str]]:
-    """(mode, wire, carrier) of every row at one rate. named: on the command line."""
+def _lines(own: dict[str, str]) -> list[tuple[str, str, str]]:
+    """(mode, wire, carrier) of every row at one rate."""
     if not own["lines"]:
-        modes, wires, carriers = (
-            _choices(name, own, offered)
-            for name, offered in zip(PRODUCT, (MODES, WIRES, CARRIERS), strict=True)
+        return _product(
+            choices("modes", own, MODES),
+            choices("wires", own, WIRES),
+            choices("carriers", own, CARRIERS),
         )
-        exchanges = [(wire, carrier) for wire in wires for carrier in carriers]
-        return [
-            (mode, *exchange)
-            for mode in modes
-            for exchange in (exchanges if figures.MODES[mode].exchanges else [("", "")])
-        ]
-    both = [name for name in PRODUCT if name in named]
-    if both:
-        raise ConfigError(
-            f"{both[0]}={own[both[0]]} and lines={own['lines']}: lines names mode, wire and "
-            f"carrier of every row. Leave one of the two out."
-        )
-    lines = []
-    for line in own["lines"].split(","):
-        mode, *exchange = line.split(":")
-        if mode in MODES and not figures.MODES[mode].exchanges and not exchange:
-            lines.append((mode, "", ""))
-        elif (mode in MODES and figures.MODES[mode].exchanges and len(exchange) == 2
-              and exchange[0] in WIRES and exchange[1] in CARRIERS):  # fmt: skip
-            lines.append((mode, *exchange))
-        else:
-            raise ConfigError(
-                f"lines={own['lines']}: {line!r} is not {figures.DATA_PARALLEL} or mode:wire:"
-                f"carrier with a wire of {','.join(WIRES)} and a carrier of {','.join(CARRIERS)}. "
-                f"Use {figures.DATA_PARALLEL},eager:float4_e3m0:host, say."
-            )
-    return list(dict.fromkeys(lines))
+    offered = {":".join(filter(None, line)): line for line in _product(MODES, WIRES, CARRIERS)}
+    return [offered[name] for name in choices("lines", own, list(offered))]
 
 
-def _number(name: str, own: dict[str, str], kind: type, least: float) -> Any:
-    try:
-        value = kind(own[name])
-    except ValueError:
-        value = None
-    if value is None or not least <= value < float("inf"):
-        raise ConfigError(
-            f"{name}={own[name]} is not {'a whole' if kind is int else 'a'} number of {least} or "
-            f"more. Use {(OWN | KEYS)[name] or least}, say."
-        )
-    return value
+def _product(
+    modes: Sequence[str], wires: Sequence[str], carriers: Sequence[str]
+) -> list[tuple[str, str, str]]:
+    """Every mode with every wire and carrier, where it exchanges."""
+    exchanges = [(wire, carrier) for wire in wires for carrier in carriers]
+    return [
+        (mode, *exchange)
+        for mode in modes
+        for exchange in (exchanges if figures.MODES[mode].exchanges else [("", "")])
+    ]
 
 
-def _choices(name: str, own: dict[str, str], offered: Sequence[str]) -> list[str]:
-    chosen = offered if own[name] == "all" else own[name].split(",")
-    for one in chosen:
-        if one not in offered:
-            raise ConfigError(
-                f"{name}={own[name]}: {one!r} is not offered. Use all, or some of "
-                f"{','.join(offered)}."
-            )
-    return list(dict.fromkeys(chosen))
-
-
-def _rates(text: str) -> list[str]:
+def _rates(own: dict[str, str]) -> list[str]:
     """Each once, as the rows name it."""
     rates = []
-    for one in text.split(","):
-        if one != figures.UNLIMITED:
-            try:
-                one = f"{float(one):g}"
-            except ValueError:
-                one = "0"
-        if one != figures.UNLIMITED and not 0.1 <= float(one) <= 100_000:
-            raise ConfigError(
-                f"rates={text}: every rate is a number of Mbit/s from 0.1 to 100000 or "
-                f"{figures.UNLIMITED}. Use {OWN['rates']}, say."
-            )
-        rates.append(one)
+    for rate in own["rates"].split(","):
+        if rate != figures.UNLIMITED:
+            rate = f"{number('rates', {'rates': rate}, float, least=0.1):g}"
+        rates.append(rate)
     return list(dict.fromkeys(rates))

@@ -36,6 +36,41 @@ def divided(
     return mine, {name: value for name, value in given.items() if name not in own}
 
 
+def number(name: str, own: Mapping[str, str], kind: type = int, *, least: float = 1) -> Any:
+    """A number among a benchmark's own arguments. Raises ConfigError."""
+    try:
+        value = kind(own[name])
+    except ValueError:
+        value = None
+    if value is None or not least <= value < float("inf"):
+        words = "an integer" if kind is int else "a number"
+        raise ConfigError(f"{name}={own[name]}: expected {words} >= {least:g}.")
+    return value
+
+
+def numbers(name: str, own: Mapping[str, str]) -> list[float]:
+    """The numbers of a list, 0 or more, among a benchmark's own arguments. Raises ConfigError."""
+    return [number(name, {name: each}, float, least=0) for each in own[name].split(",")]
+
+
+def choices(
+    name: str, own: Mapping[str, str], offered: Sequence[str], *, separator: str = ","
+) -> list[str]:
+    """The values of a list among a benchmark's own arguments; all that are offered for `all`.
+
+    Raises ConfigError.
+    """
+    chosen = list(offered) if own[name] == "all" else own[name].split(separator)
+    chosen = [value.strip() for value in chosen]
+    for value in chosen:
+        if value not in offered:
+            raise ConfigError(
+                f"{name}={own[name]}: {value!r} is unknown. Use all, or some of "
+                f"{separator.join(offered)}."
+            )
+    return list(dict.fromkeys(chosen))
+
+
 def guarded(
     run: Callable[[Sequence[str]], int],
     argv: Sequence[str],
