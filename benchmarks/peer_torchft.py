@@ -18,7 +18,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,9 +26,9 @@ from typing import Any
 from benchmarks.environment import environment
 from benchmarks.link import arguments as link_arguments
 from benchmarks.link import counters, figures, rows
-from benchmarks.link.command import guarded, help_text
-from benchmarks.link.hosts import Hosts, Link, check, hosts
-from benchmarks.link.rows import ROOT, Row, RowError, link_of, tails
+from benchmarks.link.command import choices, guarded, help_text, number
+from benchmarks.link.hosts import Link, hosts
+from benchmarks.link.rows import Row, RowError, link_of
 from maxdiloco.errors import ConfigError
 
 OURS, THEIRS = "maxdiloco", "torchft"
@@ -40,8 +39,6 @@ SPEC = (  # of the trainer's keys, what torchft's process needs; whole numbers
     "head_dim", "base_num_decoder_layers", "num_diloco_fragments", "diloco_sync_period",
     figures.TAU, "max_target_length", "per_device_batch_size",
 )  # fmt: skip
-TAIL = 12  # lines of a log
-POLL_S = 0.2
 OWN = {
     "hosts": "2",
     "rates": "unlimited,20,5",  # Mbit/s, each direction
@@ -76,7 +73,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     setup, turns, out = arguments(argv)
-    check()
     thin = any(row.rate != figures.UNLIMITED for _, row in turns)
     with hosts(setup["hosts"], Link(1.0 if thin else None, congestion=setup["congestion"])):
         pass  # refused now rather than in the midst of the rows
@@ -111,14 +107,10 @@ def arguments(
     """
     given = dict(argument.partition("=")[::2] for argument in argv)
     for name in sorted(set(given) & set(CHOSEN)):
-        raise ConfigError(
-            f"{name}={given[name]}: {name} is chosen here: {CHOSEN[name]}, beside torchft's "
-            f"float32. Leave it out, or use thin_link.py."
-        )
+        raise ConfigError(f"{name}={given[name]}: expected {CHOSEN[name]}. Leave it out.")
     all_given = OWN | MODEL | given
-    bucketization = all_given.pop("bucketization")
-    if bucketization not in ("false", "true"):
-        raise ConfigError(f"bucketization={bucketization} is neither. Use true or false.")
+    (bucketization,) = choices("bucketization", all_given, ("false", "true"))
+    del all_given["bucketization"]
     pairs = [f"{name}={value}" for name, value in (all_given | CHOSEN).items()]
     setup, found, out = link_arguments.arguments(pairs)
     setup["bucketization"] = bucketization == "true"
@@ -133,27 +125,14 @@ def arguments(
 
 def _check_spec(keys: dict[str, str]) -> None:
     """Raise ConfigError for what torchft or its driver cannot do."""
-    for name in SPEC:
-        if not keys[name].isdecimal():
-            raise ConfigError(
-                f"{name}={keys[name]} is no whole number: torchft's driver needs one. Use "
-                f"{(MODEL | link_arguments.KEYS)[name]}, say."
-            )
-    P, L, H, tau = (
-        int(keys[name])
-        for name in ("num_diloco_fragments", "base_num_decoder_layers", "diloco_sync_period",
-                     figures.TAU)
-    )  # fmt: skip
-    if not 2 <= P <= L + 1 or H % P:
+    spec = {name: number(name, keys, least=0) for name in SPEC}
+    P, H = spec["num_diloco_fragments"], spec["diloco_sync_period"]
+    # A fragment for the ends and at least one for the layers; one exchange at a time.
+    if not 2 <= P <= spec["base_num_decoder_layers"] + 1 or H % P or spec[figures.TAU] >= H // P:
         raise ConfigError(
-            f"num_diloco_fragments={P} does not suit torchft: its driver has a fragment for the "
-            f"ends and 1 to {L} for {L} layers, and diloco_sync_period={H} has to be a multiple "
-            f"of it. Use 2, or 4 with H=20."
-        )
-    if tau >= H // P:
-        raise ConfigError(
-            f"{figures.TAU}={tau} must be below diloco_sync_period / num_diloco_fragments = "
-            f"{H // P}: torchft exchanges one fragment at a time. Use {H // P - 1} or less."
+            f"num_diloco_fragments={P}, diloco_sync_period={H}, {figures.TAU}={spec[figures.TAU]}: "
+            f"torchft needs 2 to base_num_decoder_layers + 1 fragments, a period that is a "
+            f"multiple of them, and an overlap below period / fragments."
         )
 
 
@@ -220,12 +199,17 @@ def measure(
         congestion = made.congestion()
         jobs = [job(i, made.addresses, row, setup, folder) for i in range(setup["hosts"])]
         with counters.Sampler(made) as sampler:
-            _run(made, jobs, python, folder, setup["row_limit_s"])
+            # -I: the script's folder is not searched for modules.
+            commands = [[str(python), "-I", str(PROCESS), json.dumps(one)] for one in jobs]
+            processes = rows.start(made, commands, folder, rows.environment(made))
+            rows.wait(processes, folder, setup["row_limit_s"])
     reports = [json.loads(pathlib.Path(one["report"]).read_text()) for one in jobs]
     if row.mode != figures.PLAIN:
         check_exchanges(reports, jobs[0])
     begun = [list(map(float, pathlib.Path(one["trace"]).read_text().split())) for one in jobs]
-    return row._asdict() | _figures(begun, sampler.samples, row, setup) | {
+    span, H = rows.window(row, setup, None), int(setup["keys"]["diloco_sync_period"])
+    return row._asdict() | {
+        **rows.measured(rows.together(begun), sampler.samples, span, H),
         "claimed_per_step": payload(reports[0], setup) if row.mode != figures.PLAIN else None,
         "parameters": reports[0]["parameters"],
         "fragment_bytes": reports[0]["fragment_bytes"],
@@ -233,36 +217,7 @@ def measure(
         "congestion": congestion,
         "commit": rows.commit(),
         "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }  # fmt: skip
-
-
-def _run(
-    made: Hosts,
-    jobs: Sequence[Mapping[str, Any]],
-    python: pathlib.Path,
-    folder: pathlib.Path,
-    limit_s: float,
-) -> None:
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("TORCH", "PYTHON")) and not name.lower().endswith("_proxy")
     }
-    for one in jobs:
-        # -I: the script's folder is not searched for modules.
-        command = [str(python), "-I", str(PROCESS), json.dumps(one)]
-        options = dict(cwd=ROOT, env=environ, stderr=subprocess.STDOUT)
-        with rows.log_path(folder, one["replica"]).open("w") as log:
-            made.start(one["replica"], command, stdout=log, **options)
-    processes, limit = made.processes[-len(jobs) :], time.monotonic() + limit_s
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes) or time.monotonic() > limit:
-            break  # the others would wait for the one that failed
-        time.sleep(POLL_S)
-    codes = [process.poll() for process in processes]
-    if any(code != 0 for code in codes):
-        ends = f"{codes} (None: ended here)"
-        raise RowError(f"{folder}: torchft's exit codes are {ends}. {tails(folder)}")
 
 
 def check_exchanges(reports: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> None:
@@ -294,29 +249,6 @@ def payload(report: Mapping[str, Any], setup: Mapping[str, Any]) -> float:
     """Bytes a step and host of gloo's ring over float32: 2 (M - 1) / M of the model a period."""
     M, H = setup["hosts"], int(setup["keys"]["diloco_sync_period"])
     return 4 * report["parameters"] * 2 * (M - 1) / M / H
-
-
-def _figures(
-    begun: Sequence[Sequence[float]],
-    samples: Sequence[counters.Sample],
-    row: Row,
-    setup: Mapping[str, Any],
-) -> dict[str, Any]:
-    """begun: when each replica's inner steps began [s]; as for our rows, the last one counts."""
-    span, H = rows.window(row, setup, None), int(setup["keys"]["diloco_sync_period"])
-    job = rows.together(begun)
-    start, end = job[span.first], job[span.last]
-    count = span.last - span.first
-    marks = job[span.first : span.last + 1 : H]
-    sent, received = counters.between(samples, start, end)
-    return {
-        "step_ms": 1000 * (end - start) / count,
-        "period_ms": [1000 * (b - a) / H for a, b in zip(marks, marks[1:], strict=False)],
-        "steps": count,
-        "sent_per_step": [value / count for value in sent],
-        "received_per_step": [value / count for value in received],
-        "peak_mbit": 8e-6 * counters.peak(samples, start, end),
-    }
 
 
 COLUMNS = (
@@ -364,9 +296,6 @@ def rows_of(trainer: str, measured: Sequence[Mapping[str, Any]]) -> list[Mapping
 
 def conditions(measured: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
     """Describe how the figures were measured."""
-    device = "real compute"
-    if setup["fast_device_ms"]:
-        device = f"fast device ({setup['fast_device_ms']:g} ms of sleep in place of compute)"
     plain = []
     for who in (OURS, THEIRS):
         steps = [row["step_ms"] for row in rows_of(who, measured) if row["mode"] == figures.PLAIN]
@@ -374,9 +303,9 @@ def conditions(measured: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) 
     keys, theirs = setup["keys"], rows_of(THEIRS, measured)[0]
     sizes = " + ".join(f"{size / 1e6:.2f}" for size in theirs["fragment_bytes"])
     return (
-        f"{device}; {setup['hosts']} hosts, {theirs['parameters']:,} parameters in fragments of "
-        f"{sizes} MB in float32, H={keys['diloco_sync_period']}, tau={keys[figures.TAU]}; "
-        f"plain step {', '.join(plain)}; "
+        f"{figures.device(setup)}; {setup['hosts']} hosts, {theirs['parameters']:,} parameters in "
+        f"fragments of {sizes} MB in float32, H={keys['diloco_sync_period']}, "
+        f"tau={keys[figures.TAU]}; plain step {', '.join(plain)}; "
         f"{', '.join(f'{name} {version}' for name, version in theirs['versions'].items())}, "
         f"bucketization {'on' if setup['bucketization'] else 'off'}; TCP "
         f"{', '.join(sorted({row['congestion'] for row in measured}))}; delay "

@@ -25,7 +25,7 @@ from benchmarks.link import draw, figures, grid
 from benchmarks.link.arguments import KEYS, OWN, Part, parts
 from benchmarks.link.command import guarded, help_text
 from benchmarks.link.grid import Row
-from benchmarks.link.hosts import Link, check, hosts
+from benchmarks.link.hosts import Link, hosts
 from benchmarks.link.rows import RowError, measure
 from maxdiloco.errors import ConfigError
 
@@ -40,7 +40,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     all_parts = parts(argv)
-    check()
     done = [stored(part) for part in all_parts]
     setup = all_parts[0].setup
     thin = any(row.rate != figures.UNLIMITED for part in all_parts for row in part.rows)

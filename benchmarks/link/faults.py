@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.link.hosts import DEVICE, Hosts, Link, hosts
-from benchmarks.link.rows import PORT, ROOT, RowError, environment
+from benchmarks.link.rows import PORT, RowError, environment, start, tails, wait
 from maxdiloco.errors import ConfigError
 
 NOBODY = "02:00:00:00:00:99"  # a locally administered address that no host has
@@ -86,24 +86,16 @@ def train(
     made: Hosts, folder: pathlib.Path, keys: Mapping[str, Any], where: Sequence[object]
 ) -> list[subprocess.Popen]:
     """Start a process of the run on every host. where: VICTIM MOMENT T of fault_process."""
-    count = len(made.names)
-    environ = environment(made)
     module = [sys.executable, "-m", "benchmarks.link.fault_process", str(folder)]
     command = [*module, *map(str, where), *(f"{key}={value}" for key, value in keys.items())]
     folder.mkdir(parents=True)
-    for i in range(count):
-        with (folder / f"process_{i}.log").open("w") as log:
-            options = dict(cwd=ROOT, env=environ | {"JAX_PROCESS_ID": str(i)}, stdout=log)
-            made.start(i, command, stderr=subprocess.STDOUT, **options)
-    return made.processes[-count:]
+    return start(made, [command] * len(made.names), folder, environment(made))
 
 
 def undisturbed(count: int, link: Link, folder: pathlib.Path, keys: Mapping[str, Any]) -> None:
-    """Train to the end on new hosts. Raises CaseError."""
+    """Train to the end on new hosts. Raises RowError."""
     with hosts(count, link) as made:
-        for process in train(made, folder, keys, (-1, "none", 0)):
-            if _ended(process, START_S) != 0:
-                raise CaseError(f"{folder}: a run without a fault failed. {tail(folder)}")
+        wait(train(made, folder, keys, (-1, "none", 0)), folder, START_S)
 
 
 def meet(
@@ -141,7 +133,7 @@ def meet(
                     ends.setdefault(i, now)
             if now > begun + limit_s:
                 hang = sorted(set(range(count)) - set(ends))
-                raise CaseError(f"{folder}: processes {hang} hang. {tail(folder)}")
+                raise CaseError(f"{folder}: processes {hang} hang. {tails(folder)}")
         return [
             End(
                 processes[i].returncode,
@@ -204,15 +196,8 @@ def _wait_for(
     limit = time.monotonic() + START_S
     while not file.exists():
         if time.monotonic() > limit or any(p.poll() is not None for p in processes):
-            raise CaseError(f"{folder}: never came to {file.name}. {tail(folder)}")
+            raise CaseError(f"{folder}: never came to {file.name}. {tails(folder)}")
         time.sleep(POLL_S)
-
-
-def _ended(process: subprocess.Popen, limit_s: float) -> int | None:
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def _stall(path: pathlib.Path, begun: float) -> float:
@@ -224,13 +209,6 @@ def _stall(path: pathlib.Path, begun: float) -> float:
 def last_line(text: str) -> str:
     """The error of ours, else the last line."""
     return (ERROR.findall(text) or text.splitlines() or [""])[-1]
-
-
-def tail(folder: pathlib.Path) -> str:
-    """The ends of all logs."""
-    logs = sorted(folder.glob("process_*.log"))
-    ends = ["\n  ".join(log.read_text(errors="replace").splitlines()[-8:]) for log in logs]
-    return "\n".join(f"End of {log.name}:\n  {end}" for log, end in zip(logs, ends, strict=True))
 
 
 def digests(run: pathlib.Path, step: int) -> dict[str, str]:

@@ -61,32 +61,6 @@ def label(row: Mapping[str, Any], tau: int) -> str:
     return ", ".join(word for word in words if word)
 
 
-def exposed_s(
-    sizes: Sequence[int],
-    *,
-    H: int,
-    lag: int,
-    step_s: float,
-    mbit: float,
-    num_hosts: int = 2,
-    latency_s: float = 0.0,
-    shared: float = 0.0,
-) -> float:
-    """Seconds a period of H steps waits for the link, by arithmetic alone.
-
-    sizes: bytes of each fragment's payload, which cross the host's link num_hosts - 1 times. Used
-    `lag` steps of step_s after it is sent; see wait.exposed_s. shared: the part of them that owners
-    send; 0 without any. No header, no congestion control.
-    """
-    seconds = [size * (num_hosts - 1) * 8e-6 / mbit for size in sizes]
-    timing, means = dict(H=H, lag=lag, step_s=step_s, latency_s=latency_s), []
-    if shared:
-        steps = Schedule(H, lag, offsets(len(sizes), H)).max_chunks
-        timing["scatter_steps"] = steps_to_owners(steps, to_owners=1 - shared, shared=shared)
-        means = [shared * each for each in seconds]
-    return wait.exposed_s(seconds, (), means, **timing)
-
-
 def shared_part(wire: str) -> float:
     """Of the bytes that owners make a replica send those of the means."""
     there, back = (
@@ -120,22 +94,32 @@ def mbit(row: Mapping[str, Any]) -> float:
 
 
 def predicted_ms(row: Mapping[str, Any], setup: Mapping[str, Any], plain_ms: float) -> float:
-    """Milliseconds a step that a row's mode waits for the link, by arithmetic."""
-    link = dict(mbit=mbit(row), num_hosts=setup["hosts"])
+    """Milliseconds a step that a row's mode waits for the link, by arithmetic.
+
+    No header and no congestion control; see wait.exposed_s.
+    """
     if row["mode"] == DATA_PARALLEL:  # nothing hides; a ring has 2 (M - 1) turns
         sent = all_reduce_bytes(gradient_bytes(row, setup), setup["hosts"])
         return sent * 8e-3 / mbit(row) + 2 * (setup["hosts"] - 1) * setup["delay_ms"]
     H, tau = int(setup["keys"]["diloco_sync_period"]), int(setup["keys"][TAU])
-    seconds = exposed_s(
-        row["fragment_bytes"],
+    # A fragment's payload crosses the host's link once for each other host.
+    seconds = [size * (setup["hosts"] - 1) * 8e-6 / mbit(row) for size in row["fragment_bytes"]]
+    means, scatter_steps = [], 0
+    if row["mode"] == "owners":
+        shared = shared_part(row["wire"])
+        means = [shared * each for each in seconds]
+        steps = Schedule(H, tau, offsets(len(seconds), H)).max_chunks
+        scatter_steps = steps_to_owners(steps, to_owners=1 - shared, shared=shared)
+    waited = wait.exposed_s(
+        seconds,
+        shared=means,
         H=H,
         lag=lag(row["mode"], H=H, tau=tau),
+        scatter_steps=scatter_steps,
         step_s=plain_ms / 1000,
         latency_s=setup["delay_ms"] / 1000,
-        shared=shared_part(row["wire"]) if row["mode"] == "owners" else 0.0,
-        **link,
     )
-    return 1000 * seconds / H
+    return 1000 * waited / H
 
 
 class Result(NamedTuple):
@@ -247,17 +231,21 @@ def cells(
     ]
 
 
+def device(setup: Mapping[str, Any]) -> str:
+    """What computes a step."""
+    if setup["fast_device_ms"]:
+        return f"fast device ({setup['fast_device_ms']:g} ms of sleep in place of compute)"
+    return "real compute"
+
+
 def conditions(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> tuple[str, str]:
     """What a figure has to say about how it was measured, in two lines."""
-    device = "real compute"
-    if setup["fast_device_ms"]:
-        device = f"fast device ({setup['fast_device_ms']:g} ms of sleep in place of compute)"
     keys = setup["keys"]
     spread = [row["step_ms"] for row in rows if row["mode"] == PLAIN]
     return (
-        f"{device}; {setup['hosts']} hosts, {keys['model_name']}, H={keys['diloco_sync_period']}, "
-        f"P={keys['num_diloco_fragments']}, tau={keys[TAU]}, a log every {keys['log_period']} "
-        f"steps",
+        f"{device(setup)}; {setup['hosts']} hosts, {keys['model_name']}, "
+        f"H={keys['diloco_sync_period']}, P={keys['num_diloco_fragments']}, "
+        f"tau={keys[TAU]}, a log every {keys['log_period']} steps",
         f"TCP {', '.join(sorted({row['congestion'] for row in rows}))}; delay "
         f"{setup['delay_ms']:g} ms one way, {setup['loss_pct']:g}% of frames lost; plain step "
         f"{', '.join(f'{x:.1f}' for x in spread)} "

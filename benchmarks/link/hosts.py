@@ -21,7 +21,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -125,16 +124,12 @@ def hosts(count: int, link: Link) -> Iterator[Hosts]:
         atexit.unregister(_remove_all)
 
 
-def sweep() -> list[str]:
-    """Remove what processes that are gone have left; returns the names of the namespaces."""
-    gone = {
-        name
-        for name in _names(PREFIX)
-        if (made := re.fullmatch(NAME, name)) and not _is_alive(int(made[1]), made[2])
-    }
-    for name in gone:
-        _remove(name)
-    return sorted(gone)
+def sweep() -> None:
+    """Remove what processes that are gone have left."""
+    for name in _names(PREFIX):
+        made = re.fullmatch(NAME, name)
+        if made and not _is_alive(int(made[1]), made[2]):
+            _remove(name)
 
 
 def _is_alive(pid: int, started: str) -> bool:
@@ -181,10 +176,7 @@ def _remove(name: str) -> None:
 
 @contextlib.contextmanager
 def _deaf() -> Iterator[None]:
-    """Ignore signals that would end the process. Elsewhere than in the main thread: do nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Ignore signals that would end the process."""
     before = [(number, signal.signal(number, signal.SIG_IGN)) for number in SIGNALS]
     try:
         yield

@@ -61,11 +61,11 @@ def link_of(row: Row, setup: Mapping[str, Any]) -> Link:
 
 
 def environment(made: Hosts) -> dict[str, str]:
-    """Variables of the trainer's processes on hosts; each needs its JAX_PROCESS_ID too."""
+    """Variables of processes on hosts, the trainer's and torchft's; `start` adds JAX_PROCESS_ID."""
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("M_", "JAX_")) and not name.lower().endswith("_proxy")
+        if not name.startswith(("M_", "JAX_", "TORCH")) and not name.lower().endswith("_proxy")
     }
     return kept | {
         "PYTHONPATH": str(ROOT),
@@ -80,32 +80,45 @@ def _train(
 ) -> None:
     keys = trainer_keys(row, setup, folder, steps)
     cpus = sorted(os.sched_getaffinity(0))
-    environ = environment(made)
+    module, fast_ms = "benchmarks.link.process", f"{setup['fast_device_ms']:g}"
+    commands = []
     for i in range(setup["hosts"]):
-        cpu = str(cpus[i % len(cpus)])
-        module = [sys.executable, "-m", "benchmarks.link.process"]
-        command = [*module, str(trace_path(folder, i)), cpu, f"{setup['fast_device_ms']:g}", *keys]
+        where = [str(trace_path(folder, i)), str(cpus[i % len(cpus)]), fast_ms]
+        commands.append([sys.executable, "-m", module, *where, *keys])
+    wait(start(made, commands, folder, environment(made)), folder, setup["row_limit_s"])
+
+
+def start(
+    made: Hosts,
+    commands: Sequence[Sequence[str]],
+    folder: pathlib.Path,
+    environ: Mapping[str, str],
+) -> list[subprocess.Popen]:
+    """Start a command on each host, with a log in the folder."""
+    for i, command in enumerate(commands):
         with log_path(folder, i).open("w") as log:
             made.start(
                 i,
                 command,
                 cwd=ROOT,
-                env=environ | {"JAX_PROCESS_ID": str(i)},
+                env={**environ, "JAX_PROCESS_ID": str(i)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-    _wait(made.processes[-setup["hosts"] :], folder, setup["row_limit_s"])
+    return made.processes[-len(commands) :]
 
 
-def _wait(processes: Sequence[subprocess.Popen], folder: pathlib.Path, limit_s: float) -> None:
+def wait(processes: Sequence[subprocess.Popen], folder: pathlib.Path, limit_s: float) -> None:
+    """Wait until all processes have ended with 0. Raises RowError, at once when one has failed."""
     limit = time.monotonic() + limit_s
     while any(process.poll() is None for process in processes):
-        if time.monotonic() > limit:
-            raise RowError(f"{folder}: not over after row_limit_s={limit_s:g}. {tails(folder)}")
+        if any(process.poll() for process in processes) or time.monotonic() > limit:
+            break  # the others would wait for the one that failed
         time.sleep(POLL_S)
-    codes = [process.returncode for process in processes]
-    if any(codes):
-        raise RowError(f"{folder}: exit codes {codes}. {tails(folder)}")
+    codes = [process.poll() for process in processes]
+    if any(code != 0 for code in codes):
+        words = f"exit codes {codes} (None: not over after {limit_s:g} s, or ended here)"
+        raise RowError(f"{folder}: {words}. {tails(folder)}")
 
 
 def tails(folder: pathlib.Path) -> str:
@@ -158,27 +171,35 @@ def _figures(
                 f"trainer's programs still called as benchmarks.link.process.INNER says?"
             )
         begun.append(times)
-    count = span.last - span.first
     job = together(begun)
-    start, end = job[span.first], job[span.last]
-    sent, received = counters.between(samples, start, end)
-    H = min(int(setup["keys"]["diloco_sync_period"]), count)
-    marks = job[span.first : span.last + 1 : H]
+    H = min(int(setup["keys"]["diloco_sync_period"]), span.last - span.first)
     parameters, fragment_bytes = parse_log(log_path(folder, 0))
     if row.mode != figures.DATA_PARALLEL and not fragment_bytes:
         raise RowError(f"{log_path(folder, 0)} has no table of fragments, as parse_log reads it.")
     return row._asdict() | {
+        **measured(job, samples, span, H),
+        "ran_s": job[-1] - job[0],
+        "claimed_per_step": claimed(folder / "run" / "metrics.jsonl", span),
+        "bars": counters.bars(samples, job[span.last - H], job[span.last]),
+        "parameters": parameters,
+        "fragment_bytes": fragment_bytes,
+    }
+
+
+def measured(
+    job: Sequence[float], samples: Sequence[counters.Sample], span: Window, H: int
+) -> dict[str, Any]:
+    """Times and bytes of the steps of a window. job: of `together`; H: steps of a period."""
+    start, end, count = job[span.first], job[span.last], span.last - span.first
+    marks = job[span.first : span.last + 1 : H]
+    sent, received = counters.between(samples, start, end)
+    return {
         "step_ms": 1000 * (end - start) / count,
         "period_ms": [1000 * (b - a) / H for a, b in zip(marks, marks[1:], strict=False)],
         "steps": count,
-        "ran_s": job[-1] - job[0],
         "sent_per_step": [value / count for value in sent],
         "received_per_step": [value / count for value in received],
-        "claimed_per_step": claimed(folder / "run" / "metrics.jsonl", span),
         "peak_mbit": 8e-6 * counters.peak(samples, start, end),
-        "bars": counters.bars(samples, job[span.last - H], end),
-        "parameters": parameters,
-        "fragment_bytes": fragment_bytes,
     }
 
 
