@@ -1,6 +1,6 @@
 """How much bandwidth a schedule needs: the papers' simulator, and the same for our schedules.
 
-    PYTHONPATH=. python benchmarks/bandwidth_model.py [out=runs/bandwidth] [replicas=2]
+    PYTHONPATH=. python benchmarks/bandwidth_model.py
 
 Pure arithmetic; nothing is measured. First the published tables beside the computed ones
 (bandwidth/tables.py names the papers). Then what our own programs need, sustained: this is the
@@ -8,7 +8,6 @@ figure for a run without end, which eager's published one is not. Writes table.m
 """
 
 import pathlib
-import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -18,7 +17,6 @@ from benchmarks.bandwidth import tables as published
 from benchmarks.bandwidth.simulator import GRID, H
 from benchmarks.bandwidth.tables import Size
 from maxdiloco.aot.wait import data_parallel
-from maxdiloco.errors import ConfigError
 from scripts import svg
 
 SHARE = {"streaming": 0.85, "scaling": 0.7}  # of the parameters that travel; fitted, one a paper
@@ -26,6 +24,8 @@ STEPS = 15  # of data parallelism; fitted: the last reduction is not waited for
 PERIODS = 5  # of the other schedules but eager's
 EAGER_PERIODS = 2  # fitted: half of its exchanges are then never waited for
 BITS = {"bfloat16": 16.0, "4 bits": 4.0}
+REPLICAS = 2  # of our own programs
+OUT = pathlib.Path("runs/bandwidth")
 COLOURS = ("#c4262e", "#e0901c", "#8a4fb0", "#2b6cb0", "#2e9155", "#555555", "#000000", "#7a5c2e")
 
 Row = tuple[str, str, list[str], list[float]]  # its name, the size, published, computed
@@ -84,7 +84,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"
 
 
-def figure(size: Size, replicas: int) -> str:
+def figure(size: Size) -> str:
     """Utilisation against bandwidth of the modes with 4 bits and of data parallelism."""
     left, top, width, height = 60, 40, 560, 320
     at = np.logspace(-2, 3, 120)
@@ -95,9 +95,9 @@ def figure(size: Size, replicas: int) -> str:
         if mode.wire == "float4_e3m0":
             name = mode.name + (", host" if mode.carrier == "host" else "")
             curves[f"{name}, 4 bits"] = lambda g, m=mode: own.sustained(
-                size, m, replicas=replicas, gbps=g
+                size, m, replicas=REPLICAS, gbps=g
             )
-    title = f"{size.name}: compute utilisation against bandwidth, sustained, {replicas} replicas"
+    title = f"{size.name}: compute utilisation against bandwidth, sustained, {REPLICAS} replicas"
     parts = [svg.text(8, 20, title, size=14, bold=True)]
     for percent in range(0, 101, 20):
         y = top + height * (1 - percent / 100)
@@ -118,14 +118,8 @@ def figure(size: Size, replicas: int) -> str:
     return svg.figure(left + width + 260, top + height + 50, parts)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; returns its exit code."""
-    given = dict(argument.partition("=")[::2] for argument in argv)
-    try:
-        out, replicas = _arguments(given)
-    except ConfigError as error:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        return error.exit_code
+def main() -> None:
+    """Print the tables, and write them and the figure into OUT."""
     rows = rows_of_fragments()
     tables = {
         "Table 4 of 2501.18512": [row for row in rows if row[0] in published.STREAMING],
@@ -141,25 +135,14 @@ def main(argv: Sequence[str]) -> int:
             for name, size, texts, found in some
         ]
         parts.append(markdown([("row", "size", "published", "computed"), *body]))
-    parts.append(f"Sustained, 99 %, {replicas} replicas\n")
-    parts.append(markdown(own.rows(replicas)))
+    parts.append(f"Sustained, 99 %, {REPLICAS} replicas\n")
+    parts.append(markdown(own.rows(REPLICAS)))
     text = "\n".join(parts)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.md").write_text(text, encoding="utf-8")
-    (out / "bandwidth.svg").write_text(figure(published.SIZES[1], replicas), encoding="utf-8")
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / "table.md").write_text(text, encoding="utf-8")
+    (OUT / "bandwidth.svg").write_text(figure(published.SIZES[1]), encoding="utf-8")
     print(text)
-    return 0
-
-
-def _arguments(given: dict[str, str]) -> tuple[pathlib.Path, int]:
-    for name in given:
-        if name not in ("out", "replicas"):
-            raise ConfigError(f"{name}={given[name]}: {name} is unknown. Use out or replicas.")
-    replicas = given.get("replicas", "2")
-    if not replicas.isdecimal() or int(replicas) < 2:
-        raise ConfigError(f"replicas={replicas} is no whole number of 2 or more. Use replicas=2.")
-    return pathlib.Path(given.get("out", "runs/bandwidth")), int(replicas)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -9,6 +9,7 @@ tokenises the same file with datasets.map. Each is a process of its own, whose p
 that of its children, is printed.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -139,7 +140,7 @@ def _prepare(keys):
     from maxdiloco.data import shards
 
     begun = time.perf_counter()
-    with _stdout_to_stderr():
+    with contextlib.redirect_stdout(sys.stderr):
         code = prepare.main([keys["path"], *_arguments(keys)])
     assert code == 0
     seconds = time.perf_counter() - begun
@@ -147,12 +148,6 @@ def _prepare(keys):
     size = sum(part[1] for part in found.manifest.parts)
     note = f"{int(found.lengths.sum()):,} tokens, {size / 1e6:.0f} MB on disk"
     return {"tokens": int(found.lengths.sum()), "seconds": seconds}, note
-
-
-def _stdout_to_stderr():
-    import contextlib
-
-    return contextlib.redirect_stdout(sys.stderr)
 
 
 def _windows(keys):

@@ -13,12 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from benchmarks.exposed_time import asked
+from benchmarks.exposed_time import asked, bound, changed
 from maxdiloco.command_line import guarded
 from maxdiloco.engine.calls import memory_of
-from maxdiloco.flags import config
 from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import assemble
 
@@ -51,27 +48,18 @@ def modes(fragments: int) -> dict[str, dict[str, Any]]:
 def main(argv: Sequence[str]) -> int:
     options, cfg, mesh = asked(argv, DEFAULTS)
     compiled: dict[str, Any] = {}
-    plain, name = needed(bound(cfg, {"enable_diloco": False}, mesh), compiled)
+    plain, name = needed(bound(changed(cfg, {"enable_diloco": False}), mesh), compiled)
     where = f"{cfg.model_name}, 2 x {options['slices']}, remat_policy={cfg.remat_policy}"
     print(f"{where}: MiB a device")
     rows = [COLUMNS, ("data parallel", "", f"{plain / MIB:,.0f}", name, "", "", "")]
     print("\n".join(aligned(rows)), flush=True)
     for mode, keys in modes(int(options["fragments"])).items():
         for place in PLACES:
-            parts = bound(cfg, keys | {"diloco_outer_memory": place}, mesh)
+            parts = bound(changed(cfg, keys | {"diloco_outer_memory": place}), mesh)
             rows.append((mode, place, *row(parts, plain, compiled)))
             print(aligned(rows)[-1], flush=True)
     print("\n".join(["", *aligned(rows)]))
     return 0
-
-
-def bound(cfg: config.Config, keys: dict[str, Any], mesh: Any) -> assemble.Parts:
-    cfg = config.from_dict(cfg.as_dict() | keys)
-    return assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_say)
-
-
-def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
-    print(f"  compiled {name} in {seconds:.1f} s", flush=True)
 
 
 def needed(parts: assemble.Parts, compiled: dict[str, Any]) -> tuple[int, str]:

@@ -1,6 +1,6 @@
 """Logits and gradients of each model type beside those of Hugging Face's transformers.
 
-    PYTHONPATH=. python benchmarks/parity.py [out=parity.md] [only=gemma]
+    PYTHONPATH=. python benchmarks/parity.py [only=gemma]
 
 A random small model of each type is saved by transformers, imported by maxdiloco.hf, and both
 compute float32 logits of the same texts: one longer than the window, one padded, three packed into
@@ -310,7 +310,7 @@ def their_gradients(model: Any) -> dict[str, np.ndarray]:
 
 
 def table(found: dict[str, Found]) -> str:
-    """The rows for benchmarks/README.md."""
+    """A row for each case, as Markdown."""
     lines = [
         "| model type | longer than the window | padded | packed | greatest logit | gradient |",
         "|---|---|---|---|---|---|",
@@ -327,7 +327,7 @@ def table(found: dict[str, Found]) -> str:
 def main(argv: Sequence[str]) -> int:
     """Compare every case, or those of a model type; 1 when one is off by more than TOLERANCE."""
     options = dict(argument.split("=", 1) for argument in argv)
-    out, only = options.get("out", ""), options.get("only", "")
+    only = options.get("only", "")
     found = {}
     for name, case in CASES.items():
         if not name.startswith(only):
@@ -335,10 +335,7 @@ def main(argv: Sequence[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             found[name] = compare(case, pathlib.Path(folder), gradient=True)
         print(name, found[name], flush=True)
-    text = table(found)
-    print(text)
-    if out:
-        pathlib.Path(out).write_text(text, encoding="utf-8")
+    print(table(found))
     return int(any(row.greatest > TOLERANCE for row in found.values()))
 
 

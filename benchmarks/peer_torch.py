@@ -26,12 +26,11 @@ from typing import Any
 
 from benchmarks import step_time
 from benchmarks.environment import environment
-from benchmarks.link.command import divided, guarded, help_text
+from benchmarks.link.command import choices, divided, guarded, help_text, number
 from benchmarks.link.rows import ROOT, RowError
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics.speed import flops_per_token, performance
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.output import aligned
@@ -118,7 +117,9 @@ def _main(argv: Sequence[str]) -> int:
         if own["start"] == "true":
             starts["torch"] = torch.ready["first_step_s"]
         ours = our_case(cfg)
-        check_size(count_parameters(ours.parts.model), torch.ready["parameters"])
+        size, theirs = count_parameters(ours.parts.model), torch.ready["parameters"]
+        if size != theirs:
+            raise RowError(f"the models differ: {size:,} parameters here, {theirs:,} in torch.")
         walls, cpus = in_turns(ours, torch, cfg, float(own["pause_s"]))
     finally:
         torch.close()
@@ -131,19 +132,14 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, str], list[str], Config]:
     own, given = divided(argv, OWN)
     keys = DEFAULTS | given
     for name in ("compile", "start"):
-        if own[name] not in ("true", "false"):
-            raise ConfigError(f"{name}={own[name]} is neither. Use true or false.")
-    if own["torch_dtype"] not in ("", "bfloat16", "float32"):
-        raise ConfigError(f"torch_dtype={own['torch_dtype']} is none. Use bfloat16 or float32.")
-    if not own["threads"].isdecimal():
-        raise ConfigError(f"threads={own['threads']} is no whole number. Use threads=0.")
+        choices(name, own, ("true", "false"))
+    choices("torch_dtype", own, ("", "bfloat16", "float32"))
     pairs = [f"{name}={value}" for name, value in keys.items()]
     cfg = config.load(pairs, os.environ)
     if cfg.steps < 1 or list(cfg.mlp_activations) not in (["silu", "linear"], ["gelu"]):
         raise ConfigError(
-            f"steps={cfg.steps}, mlp_activations={','.join(cfg.mlp_activations)}: torch's loop "
-            f"times some steps of a decoder with silu gates or gelu. Use steps of 1 or more and a "
-            f"model such as 180m."
+            f"steps={cfg.steps}, mlp_activations={','.join(cfg.mlp_activations)}: expected steps "
+            f"of 1 or more, and [silu, linear] or [gelu], which torch's loop has."
         )
     return own, pairs, cfg
 
@@ -159,7 +155,7 @@ def torch_job(cfg: Config, own: dict[str, str]) -> dict[str, Any]:
         "batch": cfg.per_device_batch_size,
         "device": "cuda" if cfg.hardware == "gpu" else "cpu",
         "compile": own["compile"] == "true",
-        "threads": int(own["threads"]),
+        "threads": number("threads", own, least=0),
     }
 
 
@@ -203,35 +199,22 @@ def our_case(cfg: Config) -> step_time.Case:
     return ours
 
 
-def check_size(ours: int, theirs: int) -> None:
-    """Raise RowError for models of different size."""
-    if ours != theirs:
-        raise RowError(f"the models differ: {ours:,} parameters here, {theirs:,} in torch.")
-
-
 def in_turns(
     ours: step_time.Case, torch: Torch, cfg: Config, pause_s: float
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Seconds of each timed step, wall and CPU. The order is reversed every turn."""
     batch = step_time.make_batch(cfg, ours.parts)
-    walls: dict[str, list[float]] = {"maxdiloco": [], "torch": []}
-    cpus: dict[str, list[float]] = {"maxdiloco": [], "torch": []}
-
-    def our_turn() -> None:
-        ours.timed_step(batch)
-        walls["maxdiloco"].append(ours.wall[-1])
-        cpus["maxdiloco"].append(ours.cpu[-1])
-
-    def their_turn() -> None:
-        figures = torch.step()
-        walls["torch"].append(figures["wall"])
-        cpus["torch"].append(figures["cpu"])
-
+    walls, cpus = [], []
     for turn in range(cfg.steps):
-        for take in (our_turn, their_turn)[:: 1 if turn % 2 else -1]:
+        for trainer in ("maxdiloco", "torch")[:: 1 if turn % 2 else -1]:
             time.sleep(pause_s)
-            take()
-    return walls, cpus
+            if trainer == "torch":
+                figures = torch.step()
+                walls.append(figures["wall"])
+                cpus.append(figures["cpu"])
+            else:
+                ours.timed_step(batch)
+    return {"maxdiloco": ours.wall, "torch": walls}, {"maxdiloco": ours.cpu, "torch": cpus}
 
 
 def report(
@@ -255,8 +238,9 @@ def report(
     add("CPU time of a step, median [s]", lambda name: f"{median(cpus[name]):.3f}")
     add("tokens/s", lambda name: f"{tokens / median(walls[name]):,.0f}")
     add("start to end of first step [s]", lambda name: f"{starts.get(name, math.nan):.1f}")
-    if share := peak_share(cfg, ours, median(walls["maxdiloco"])):
-        rows.append(("part of the device's peak", share, ""))
+    speed = ours.speed()
+    if "perf/mfu" in speed:
+        rows.append(("part of the device's peak", f"{speed['perf/mfu']:.3f}", ""))
     lines = [
         f"{cfg.model_name}, {ready['parameters']:,} parameters, {tokens:,} tokens a step, "
         f"{cfg.dtype}, {cfg.hardware}; torch {ready['torch']}, {ready['dtype']}, "
@@ -267,19 +251,6 @@ def report(
         f"{median(cpus['maxdiloco']) / median(cpus['torch']):.3f}",
     ]
     return "\n".join(lines)
-
-
-def peak_share(cfg: Config, ours: step_time.Case, seconds: float) -> str:
-    """Our model FLOPs as a part of the device's peak; empty where that is not known."""
-    parts = ours.parts
-    speed = performance(
-        step_time=seconds,
-        tokens_per_step=parts.shape.tokens,
-        flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
-        num_devices=1,
-        device_kind=parts.mesh.devices.flat[0].device_kind,
-    )
-    return f"{speed['perf/mfu']:.3f}" if "perf/mfu" in speed else ""
 
 
 def quartiles(walls: dict[str, list[float]]) -> list[float]:

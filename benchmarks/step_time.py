@@ -93,6 +93,17 @@ class Case:
         self.wall.append(time.perf_counter() - wall)
         self.cpu.append(time.process_time() - cpu)
 
+    def speed(self) -> dict[str, float]:
+        """Tokens/s and FLOP/s of the median step, as the trainer logs them."""
+        parts = self.parts
+        return performance(
+            step_time=statistics.median(self.wall),
+            tokens_per_step=parts.shape.tokens,
+            flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
+            num_devices=parts.mesh.size,
+            device_kind=parts.mesh.devices.flat[0].device_kind,
+        )
+
 
 @guarded
 def main(argv: Sequence[str]) -> int:
@@ -142,8 +153,8 @@ def configs(argv: Sequence[str]) -> list[tuple[str, Config]]:
     for _, cfg in variants:
         if cfg.steps < 1 or not cfg.enable_diloco:
             raise ConfigError(
-                f"steps={cfg.steps}, enable_diloco={cfg.enable_diloco}: the benchmark times some "
-                f"steps of both trainers. Use steps of 1 or more, and leave enable_diloco out."
+                f"steps={cfg.steps}, enable_diloco={cfg.enable_diloco}: expected steps of 1 or "
+                f"more, and no enable_diloco."
             )
     return variants
 
@@ -250,14 +261,7 @@ def table(cases: Sequence[Case]) -> list[str]:
 
 def column(case: Case) -> dict[str, str]:
     """The figures of a case by name."""
-    parts, median = case.parts, statistics.median
-    speed = performance(
-        step_time=median(case.wall),
-        tokens_per_step=parts.shape.tokens,
-        flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
-        num_devices=parts.mesh.size,
-        device_kind=parts.mesh.devices.flat[0].device_kind,
-    )
+    speed, median = case.speed(), statistics.median
     [(seconds, compiled)] = case.compiles
     figures = {
         "step, median [s]": f"{median(case.wall):.4f}",

@@ -19,8 +19,6 @@ from benchmarks.learning.modes import DILOCO, FOUR_BITS, SCALES, WIRE
 from benchmarks.learning.plan import FIRST_SEED, Row
 from benchmarks.learning.rows import keys_of
 from benchmarks.learning.traffic import traffic
-from benchmarks.link.command import guarded
-from maxdiloco.errors import ConfigError
 from maxdiloco.planning import forecast
 from maxdiloco.planning.forecast import Case
 from scripts import svg
@@ -34,14 +32,9 @@ SIZE, TOKENS, STEPS = 279_296, 5.5, 1500  # parameters, and tokens for each
 OFFSET = {"adamw": 0.0, "muon": 1.2262 / 1.2629 - 1}  # of data parallelism, three seeds
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the figure; returns its exit code."""
-    return guarded(_main, argv, usage=__doc__ or "", interrupted="Interrupted. Nothing is written.")
-
-
-def _main(argv: Sequence[str]) -> int:
-    if len(argv) != 1:
-        raise ConfigError(f"{len(argv)} arguments: it takes one, the file to write.")
+def main(argv: Sequence[str]) -> None:
+    """Write the figure."""
+    (path,) = argv
     jax.config.update("jax_platforms", "cpu")
     law = forecast.law()
     parts = [svg.text(LEFT, 22, "Loss over data parallelism (AdamW)", size=14, bold=True)]
@@ -72,8 +65,7 @@ def _main(argv: Sequence[str]) -> int:
                 parts.append(svg.box(x - 1.5, y - 1.5, 3, 3, "white"))
     parts.append(svg.text(LEFT + WIDTH + 16, TOP + 140, "marks: measured; hollow: muon"))
     text = svg.figure(LEFT + WIDTH + 200, TOP + HEIGHT + 50, parts)
-    pathlib.Path(argv[0]).write_text(text, encoding="utf-8")
-    return 0
+    pathlib.Path(path).write_text(text, encoding="utf-8")
 
 
 def _over(case: Case, gap: float) -> float:
@@ -100,4 +92,4 @@ def _at(times: float, over: float) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
