@@ -49,6 +49,7 @@ DEFAULTS = {
     "log_period": "4",
 }
 FIXED = {"enable_checkpointing": "false", "enable_tensorboard": "false", "enable_diloco": "false"}
+LEAST = 4  # batches that are read whatever the seconds; two do not count
 LENGTH, ROWS = 1024, 8  # of the batches of the pipeline alone
 RATES = (100_000, 1_000_000)  # tokens a second of a step that waits for it
 
@@ -175,7 +176,7 @@ def _pipeline(path: str, seconds: float) -> Iterator[str]:
         steps = range(1, 1_000_000)
         mine = dict(steps=steps, replicas=[0], rows=range(ROWS))
         with pipeline.batches(data, position, **mine) as batches:
-            while time.perf_counter() - begun < seconds:
+            while len(waits) < LEAST or time.perf_counter() - begun < seconds:
                 time.sleep(tokens / rate if rate else 0)
                 asked = time.perf_counter()
                 next(batches)

@@ -337,8 +337,10 @@ def test_bucket_data(smoke):
         for kind in ("bytes of text", "shards")
         for place in ("disk", "bucket", "memory")
     )
-    for row in rows:
-        positive(cell.removesuffix(" ms") for cell in row[2:])
+    for _, _, speed, *of_rates in rows:
+        positive([speed, *(cell.removesuffix(" ms") for cell in of_rates[1::2])])
+        waits = [float(cell.removesuffix("%")) for cell in of_rates[::2]]
+        assert len(waits) == 2 and all(0 <= wait < math.inf for wait in waits)
     *speeds, ratio = ran.stdout.splitlines()[7:]
     assert sorted(line.partition(":")[0] for line in speeds) == ["shards, bucket", "shards, disk"]
     positive([*(line.split()[-2] for line in speeds), ratio.split()[-1]])
