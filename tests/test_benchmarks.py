@@ -178,7 +178,7 @@ def test_peer_torchft_comes_to_the_first_row_of_torchft(smoke, thin_links, tmp_p
 
 @pytest.fixture
 def thin_links():
-    """Skips where this machine cannot make hosts."""
+    """Skips where this machine cannot make hosts; nothing is left of those that a run made."""
     from benchmarks.link import hosts
     from maxdiloco.errors import ConfigError
 
@@ -188,15 +188,13 @@ def thin_links():
     except ConfigError as error:
         pytest.skip(f"no hosts on this machine: {error}")
     yield
-    there = [hosts.NAMESPACES, hosts.ETC, hosts.PROGRAMS]
-    assert [path for folder in there for path in folder.glob(f"{hosts.PREFIX}-*")] == []
+    assert hosts.sweep() == []
 
 
 @ON_HOSTS
 @pytest.mark.full
 def test_thin_link_measures_what_two_hosts_send(smoke, thin_links, tmp_path):
-    """Three runs of a small model: the plain step twice, and one exchange between them. Nothing is
-    left of the hosts."""
+    """Three runs of a small model: the plain step twice, and one exchange between them."""
     ran = smoke(
         "thin_link.py",
         "modes=overlapped",
@@ -296,7 +294,7 @@ def test_replica_cost(smoke):
     streaming, base, ratio = ran.stdout.splitlines()
     assert streaming.startswith("streaming, 2 replicas: ") and base.startswith("data parallel: ")
     speeds = positive(line.split()[-2] for line in (streaming, base))
-    assert positive(ratio.split()[-1:]) == [pytest.approx(speeds[0] / speeds[1], abs=0.001)]
+    assert positive(ratio.split()[-1:]) == [pytest.approx(speeds[0] / speeds[1], abs=0.01)]
 
 
 # -- data and weights -----------------------------------------------------------------------------

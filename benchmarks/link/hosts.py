@@ -124,12 +124,15 @@ def hosts(count: int, link: Link) -> Iterator[Hosts]:
         atexit.unregister(_remove_all)
 
 
-def sweep() -> None:
-    """Remove what processes that are gone have left."""
-    for name in _names(PREFIX):
+def sweep() -> list[str]:
+    """Remove what processes that are gone have left, and return its names."""
+    gone = []
+    for name in sorted(_names(PREFIX)):
         made = re.fullmatch(NAME, name)
         if made and not _is_alive(int(made[1]), made[2]):
             _remove(name)
+            gone.append(name)
+    return gone
 
 
 def _is_alive(pid: int, started: str) -> bool:
