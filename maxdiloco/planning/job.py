@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
     @property
     def mode(self) -> str:
-        """Its name in the table of modes of the README."""
+        """Its name in the table of docs/concepts/modes.md."""
         if self.overlap != "none":
             return self.overlap
         return "overlapped" if self.tau else "streaming" if self.streaming else "DiLoCo"

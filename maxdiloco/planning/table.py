@@ -103,7 +103,7 @@ def lines(plan: Plan, *, details: bool) -> list[str]:
     if not details:
         shown, more = shown[:FEW], len(shown[FEW:])
         rest = f"{more} more rows and " if more else ""
-        legend = [f"details=true has {rest}what the columns mean; so has docs/two_slices.md"]
+        legend = [f"details=true has {rest}what the columns mean; so has docs/howto/plan-bandwidth.md"]
     return [*_table(plan._replace(rows=shown)), "", *_wrapped(legend), "", *_commands(plan)]
 
 
@@ -188,7 +188,7 @@ def _legend(plan: Plan) -> list[str]:
     if any(map(plan.has_owners, plan.rows)):
         out.append(
             "owners: a slice takes the mean of its part of a fragment for all, and so sends less "
-            "than with diloco_exchange=gather, see docs/slow_link.md"
+            "than with diloco_exchange=gather, see docs/concepts/wire-formats.md"
         )
     if any(map(plan.is_moved, plan.rows)):
         out.append(

@@ -1,5 +1,5 @@
-"""The commands of README's "Your own text", docs/huggingface.md and docs/two_slices.md run as they
-stand, but for their places and their size; so does the example of the library class.
+"""The commands of your-data.md, huggingface.md and laptop-to-tpu-slices.md run as they stand,
+except for their paths and their size; so does the example of the library class.
 """
 
 import importlib
@@ -69,7 +69,7 @@ def test_the_commands_of_your_own_text_run(tmp_path, monkeypatch, capsys):
     for name, value in as_variables(keys).items():
         monkeypatch.setenv(name, value)
     more = {"generate": "max_new_tokens=3", "eval_interval": "steps=100"}
-    lines = blocks(page("README.md").split("## Your own text")[1].partition("\n## ")[0])
+    lines = blocks(page("docs/howto/your-data.md"))
     for line in lines:
         words = [value for key, value in more.items() if key in line]
         said = run(line.replace("/data/", f"{data}/").replace("=32000", "=300"), capsys, *words)
@@ -123,7 +123,7 @@ def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch, capsys)
     assert (tmp_path / "qwen3-more/tokenizer.json").is_file()
 
 
-SLICES = blocks(page("docs/two_slices.md"))
+SLICES = blocks(page("docs/tutorials/laptop-to-tpu-slices.md"))
 # A command that is not run; its keys are read all the same.
 NOT_RUN = (
     "bash scripts/xpk_run.sh",  # needs a cluster; its dry run is run
@@ -153,7 +153,7 @@ def in_a_shell(line, folder, environ):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("few_compiler_passes")
-def test_each_command_of_two_slices_that_can_run_here_does_what_the_page_says(
+def test_each_command_of_the_tutorial_that_can_run_here_does_what_it_says(
     tmp_path, monkeypatch, capsys
 ):
     """And the runs of the page have the keys that the plans above them print."""
