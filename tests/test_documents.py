@@ -1,0 +1,63 @@
+"""The documents: their links lead somewhere, and their figures are those of benchmarks/results."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_relative_link_and_anchor_exists(capsys):
+    assert script("check_links").main() == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[a](other.md#a-b) [b](#here) `[no](link)` [w](https://x.y/z)\n# Here", None),
+        ("[a](missing.md)", "missing.md: no such file"),
+        ("[a](other.md#b)", "other.md#b: no such heading"),
+        ("[two\nlines](#there)", "#there: no such heading"),
+    ],
+)
+def test_a_broken_link_is_found(tmp_path, text, problem):
+    (tmp_path / "other.md").write_text("# A `b`!\n")
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    expected = [] if problem is None else [f"page.md: {problem}"]
+    assert script("check_links").broken(tmp_path, [page]) == expected
+
+
+def test_the_results_page_has_the_tables_of_the_results():
+    """And the script notices a figure that differs."""
+    results = script("results_page")
+    page = results.PAGE.read_text(encoding="utf-8")
+    assert results.written(page) == page
+    assert results.written(page.replace("1.2864", "1.2865")) == page
+    assert len(results.MARKER.findall(page)) > 20
+
+
+def test_the_readme_s_table_is_that_of_the_results_page():
+    """Reduction and loss of three modes; the papers' losses at 1B are relative to 2.49."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    published = re.search(r"^\| 1B \| (.*) \|$", page, re.M)[1].split(" | ")
+    parallel, diloco, streaming, _, eager = map(float, published)
+    for name, ours, paper in (
+        ("DiLoCo, float32", "DiLoCo, H=30", diloco),
+        ("Streaming DiLoCo, overlap of one step, 4 bits", "streaming, tau=1, 4 bits", streaming),
+        ("eager updates, 4 bits", "eager, 4 bits", eager),
+    ):
+        row = re.search(rf"^\| {re.escape(name)} \| (\d+)x \| (\S+%) \| (\S+)% \|$", readme, re.M)
+        source = re.search(rf"^\| {re.escape(ours)} \| .*? \| (\S+%) .* (\d+) \|$", page, re.M)
+        assert row.groups()[:2] == (source[2], source[1]), name
+        assert float(row[3]) == pytest.approx(100 * (paper / parallel - 1), abs=0.05), name
