@@ -2,7 +2,7 @@
 
 Takes the flags of maxdiloco.train and the bandwidth of the link between slices. The plain step is
 compiled for compile_topology, or its time is given as step_time and nothing is compiled; that of
-GPUs, and of TPUs without libtpu, is guessed from the chip. Exit code 1 when no choice fills the
+GPUs, and of TPUs without libtpu, is guessed from the chip. Exit code 1 if no choice fits the
 link.
 """
 

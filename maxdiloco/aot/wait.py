@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from maxdiloco.diloco.schedule import offsets
 
-FULL = 0.99  # of compute utilisation: a link that gives it is filled (arXiv 2501.18512, Table 4)
+FULL = 0.99  # compute utilisation at which a choice fits a link (arXiv 2501.18512, Table 4)
 PERIODS = 12  # that are simulated: every period is as long as the last by then
 HIDDEN = 0.02  # of a transfer's time: with less of it hidden, none is hidden by design. Our choice
 BFLOAT16 = 16.0  # bits of a gradient of data parallelism, as the papers count

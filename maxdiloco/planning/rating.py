@@ -31,7 +31,7 @@ from maxdiloco.trainer import assemble
 PERIODS = (30, 50, 100, 300, 500)
 TAUS = (1, 2, 3, 4, 5)  # [S] section 3.3.2 advises 5 at most
 LAYERS = 3  # of a fragment, [S] section 3.2
-# Times to a loss that count as equal, as a factor: a link that is filled may cost as much.
+# Times to a loss that count as equal, as a factor: fitting the link may cost as much.
 TIE = 1 / FULL
 GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the papers count
 
@@ -166,8 +166,8 @@ class Rated(NamedTuple):
     least_dcn_bandwidth_gbps: float
 
     @property
-    def fills(self) -> bool:
-        """Whether next to nothing is waited for."""
+    def fits_link(self) -> bool:
+        """Whether the devices compute nearly all of the time (FULL), so the link suffices."""
         return self.utilisation >= FULL
 
 
@@ -345,7 +345,7 @@ def _beats(other: tuple, each: tuple) -> bool:
     return row is not of and row.choice.mode == of.choice.mode and late <= later and as_close
 
 
-def nearest_to_filling(
+def nearest_to_fitting(
     job: Job,
     families: list[list[Choice]],
     *,
@@ -354,7 +354,7 @@ def nearest_to_filling(
     latency_s: float = 0.0,
     busy: Mapping[Choice, float],
 ) -> Rated:
-    """What fills the link and changes training least, or else needs the least bandwidth to.
+    """The choice that fits the link and changes training least, or else needs the least bandwidth.
 
     busy: of `utilisations`.
     """
@@ -364,9 +364,9 @@ def nearest_to_filling(
         choice = next((each for each in family if busy[each] >= FULL), None)
         choice = choice or max(family, key=lambda each: busy[each])
         rows.append(_in_memory(job, choice, step=step, **link))
-    filling = [row for row in rows if row.fits and row.fills]
-    if filling:
-        return min(filling, key=_change)
+    fitting = [row for row in rows if row.fits and row.fits_link]
+    if fitting:
+        return min(fitting, key=_change)
     return min(rows, key=lambda row: (not row.fits, row.least_dcn_bandwidth_gbps))
 
 

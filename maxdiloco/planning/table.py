@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     gbps: one device's share of the link; share: devices of the link that the user named, and what
     it is of. keys: of the command line of the plan, without its options. law: of the losses.
     tokens: to train on, and where that number is from. prices: of an hour of a device and of a
-    gigabyte between sites. undemanding: the choice that fills the link, or else needs the least
+    gigabyte between sites. undemanding: the choice that fits the link, or else needs the least
     bandwidth to.
     """
 
@@ -93,7 +93,7 @@ def proposed(plan: Plan, families: list[list[Choice]]) -> Plan:
     link = dict(step=plan.step, gbps=plan.gbps, latency_s=plan.latency_s)
     busy = rating.utilisations(plan.job, families, **link)
     rows = rating.ranked(plan.job, families, busy=busy, gap=plan.gap, **link)
-    undemanding = rating.nearest_to_filling(plan.job, families, busy=busy, **link)
+    undemanding = rating.nearest_to_fitting(plan.job, families, busy=busy, **link)
     return plan._replace(rows=rows, undemanding=undemanding)
 
 
@@ -103,7 +103,7 @@ def lines(plan: Plan, *, details: bool) -> list[str]:
     if not details:
         shown, more = shown[:FEW], len(shown[FEW:])
         rest = f"{more} more rows and " if more else ""
-        legend = [f"details=true has {rest}what the columns mean; so has docs/howto/plan-bandwidth.md"]
+        legend = [f"details=true has {rest}what the columns mean; see docs/howto/plan-bandwidth.md"]
     return [*_table(plan._replace(rows=shown)), "", *_wrapped(legend), "", *_commands(plan)]
 
 
@@ -237,15 +237,15 @@ def _name(argument: str) -> str:
 
 
 def refusals(plan: Plan) -> list[str]:
-    """Why no choice should be run; empty where one fills the link, whatever its loss."""
+    """Return why no choice should be run; empty if one fits the link, whatever its loss."""
     (share, of), least = plan.share, plan.undemanding
-    if least.fits and least.fills:
+    if least.fits and least.fits_link:
         return []
-    remedy = f"{least.least_dcn_bandwidth_gbps * share:.3g} Gbit/s a {of} would do"
+    remedy = f"{least.least_dcn_bandwidth_gbps * share:.3g} Gbit/s a {of} would suffice"
     if not math.isfinite(least.least_dcn_bandwidth_gbps):
-        remedy = f"No bandwidth would do at a latency of {span(plan.latency_s)}; nearest"
+        remedy = f"No bandwidth suffices at a latency of {span(plan.latency_s)}; nearest"
     return [
-        f"no choice fills a link of {plan.gbps * share:g} Gbit/s a {of}: the best one trains for "
+        f"no choice fits a link of {plan.gbps * share:g} Gbit/s a {of}: the best one computes for "
         f"{plan.rows[0].utilisation:.2%} of the time, not {FULL:.0%}. {remedy}, with "
         f"{least.choice.mode}: {' '.join(least.choice.arguments())}"
     ]

@@ -64,7 +64,7 @@ def test_the_exposure_is_that_of_the_thin_link_s_table(wire, tau, P, millisecond
 
 
 def test_a_fast_link_is_left_exact_and_a_slow_one_gets_overlap_then_fewer_bits(planned):
-    """Best first: what fills the link and changes training least."""
+    """Best first: the choice that fits the link and changes training least."""
     best = []
     for gbps in (1000, 0.2, 0.05):
         code, found, _ = planned(*ONE_B, "step_time=0.8", f"dcn_bandwidth_gbps={gbps}")
@@ -81,25 +81,25 @@ def test_a_fast_link_is_left_exact_and_a_slow_one_gets_overlap_then_fewer_bits(p
         assert found["dcn_bandwidth_gbps"] == 1000 and found["choices"][0] == best[0]
 
 
-def test_at_the_least_bandwidth_the_choice_fills_the_link_and_below_it_not(planned):
-    """A link that cannot be filled is exit code 1, and the bandwidth that would do."""
+def test_at_the_least_bandwidth_the_choice_fits_the_link_and_below_it_not(planned):
+    """If no choice fits, the exit code is 1, and the error names a bandwidth that suffices."""
     keys = ("step_time=0.2", "diloco_sync_period=20")
     _, found, _ = planned(*TINY, *keys, "dcn_bandwidth_gbps=0.004")
     row = next(row for row in found["choices"] if row["mode"] == "overlapped")
     names = ("num_diloco", "num_nonlayer", "num_comm", "diloco_exchange")
     given = (f"{key}={value}" for key, value in row.items() if key.startswith(names))
     given = [*TINY, *keys, *given, "enable_streaming_diloco=true"]
-    for factor, filled in ((1.002, True), (0.99, False)):
+    for factor, fits in ((1.002, True), (0.99, False)):
         gbps = factor * row["least_dcn_bandwidth_gbps"]
         code, again, _ = planned(*given, f"dcn_bandwidth_gbps={gbps:.12f}")
-        assert (again["choices"][0]["utilisation"] >= 0.99) == filled == (code == 0)
+        assert (again["choices"][0]["utilisation"] >= 0.99) == fits == (code == 0)
     code, found, said = planned(*TINY, "step_time=0.2", "host_bandwidth_gbps=1e-5")
     assert code == 1
     (line,) = said.err.splitlines()
-    assert line.startswith("refused: no choice fills a link of 1e-05 Gbit/s a host")
+    assert line.startswith("refused: ") and "1e-05 Gbit/s a host" in line
     assert "run it:" not in said.out and found["refused"] == [line.removeprefix("refused: ")]
     assert said.out.splitlines()[-1].startswith("the first row all the same: python -m maxdiloco.")
-    assert " Gbit/s a host would do, with eager: diloco_sync_period=500" in line
+    assert "eager: diloco_sync_period=500" in line
 
 
 def test_a_key_that_is_given_stays_even_with_the_value_of_base_yml(planned):
@@ -132,7 +132,7 @@ def test_the_traffic_is_counted_against_bfloat16_gradients_in_every_step(planned
 
 def test_a_latency_is_waited_for_once_an_exchange_and_hidden_as_its_bytes_are(planned):
     """50 ms one way. DiLoCo waits for them; two fragments with an overlap of five steps of 0.2 s do
-    not. Where every step waits for them no bandwidth fills the link."""
+    not. If every step waits for them, no choice fits the link."""
     keys = (*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1", "diloco_sync_period=20")
     waits = []
     for more in ([], ["latency_ms=50"]):
@@ -143,7 +143,7 @@ def test_a_latency_is_waited_for_once_an_exchange_and_hidden_as_its_bytes_are(pl
     every = [key for key in keys if "sync_period" not in key] + ["diloco_sync_period=1"]
     code, found, said = planned(*every, "latency_ms=50", "diloco_outer_overlap=none")
     assert code == 1 and found["choices"][0]["least_dcn_bandwidth_gbps"] is None
-    assert "No bandwidth would do at a latency of 50 ms; nearest, with DiLoCo" in said.err
+    assert "a latency of 50 ms" in said.err and "with DiLoCo: " in said.err
 
 
 def test_the_step_of_gpus_is_guessed_from_their_peak_and_said_to_be(planned):
@@ -224,7 +224,7 @@ def test_the_loss_of_a_row_is_the_forecast_and_outside_of_it_no_figure(planned):
 
 
 def test_a_mode_has_the_period_that_is_soonest_at_the_loss(planned):
-    """At a link that a period of 500 alone fills: it stands behind what there is a forecast for,
+    """With a link that only a period of 500 fits: it stands behind what there is a forecast for,
     in the order of the time to the same loss."""
     given = ("model_name=330m", "hardware=gpu", "dcn_diloco_parallelism=2", "step_time=0.5",
              "slice_bandwidth_gbps=0.006")  # fmt: skip

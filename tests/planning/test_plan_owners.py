@@ -58,7 +58,7 @@ def test_a_plan_that_is_given_owners_keeps_them_and_one_that_is_given_gather_too
 
 @pytest.mark.parametrize("slices", [2, 3, 8, full(16)])
 def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(planned, slices):
-    """On a link that fills with fewer steps of overlap, or at all, when slices own parts: by name
+    """On a link that fits with fewer steps of overlap, or at all, when slices own parts: by name
     of three slices and 8 bits, by auto of more. Control: on a fat one auto comes first, and of two
     slices every row gathers."""
     keys = ("model_name=1b", "compile_topology=v5e-16", f"compile_topology_num_slices={slices}")
@@ -80,7 +80,7 @@ def test_owners_are_proposed_where_a_thin_link_gains_by_them_alone(planned, slic
 
 @pytest.mark.parametrize("merge", ["mean", "rda"])
 def test_eager_is_proposed_where_the_trainer_takes_it(planned, merge):
-    """On a link that it alone fills; the norms of rda are of whole outer gradients."""
+    """On a link that only eager fits; the norms of rda are of whole outer gradients."""
     keys = ("model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2", f"diloco_merge={merge}")
     _, found, _ = planned(*keys, "step_time=0.2", "slice_bandwidth_gbps=0.001")
     modes = {row["mode"] for row in found["choices"]}
@@ -103,7 +103,7 @@ def test_auto_is_owners_from_four_slots_on_where_they_go_and_do_not_wait():
 
 
 def rating_of(row):
-    """What a plan puts first: a filled link, then a short period, a short overlap, a wide wire."""
+    """The order of a plan: fits the link, a short period, a short overlap, a wide wire format."""
     wire = WIRES.index(row["diloco_exchange_dtype"])
     times = row["diloco_sync_period"], row["num_communication_overlapping_steps"]
     return row["utilisation"] < 0.99, *times, wire
