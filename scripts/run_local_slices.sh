@@ -50,7 +50,7 @@ from maxdiloco.flags import config
 @guarded
 def check(argv):
     cfg = config.load(argv, os.environ)
-    why = "a restart goes on from the last checkpoint of the run with this name"
+    why = "a restart resumes from the last checkpoint of the run with this name"
     if not cfg.run_name:
         raise ConfigError(f"run_name is not set, but {why}. Set run_name, or drop --restart.")
     if not cfg.enable_checkpointing:

@@ -297,7 +297,7 @@ class Checkpointer:
         if limit is not None and self._failures >= limit:
             raise SaveError(
                 f"base_output_directory: {line} Free some space or mend the disk; then the same "
-                "command goes on."
+                "command resumes."
             ) from error
         self.say(f"warning: {line} It is tried again with the next save.")
         return False

@@ -71,8 +71,8 @@ class MetricsWriter(contextlib.AbstractContextManager):
             line = f"{self._cannot_write(error)} The rows since then are lost."
             if exception is None:
                 raise CheckpointError(
-                    f"{line} The training is not: free some space, and the same command goes on "
-                    "from the last checkpoint."
+                    f"{line} The training is not: free some space, and start the same command "
+                    "again to resume from the last checkpoint."
                 ) from error
             self._say(f"warning: {line}")  # the exception under way goes on
 

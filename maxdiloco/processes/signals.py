@@ -20,7 +20,7 @@ from maxdiloco.processes.output import last_words
 # of processes, and a launcher passes it on. A person who wants to quit is slower. Our choice.
 SAME_PRESS_S = 1.0
 WATCH = "maxdiloco-watch"  # the name of the thread of watch.py
-SECOND_SIGTERM = "SIGTERM again: ended at once. A run with a name goes on from its last checkpoint."
+SECOND_SIGTERM = "SIGTERM again: ended at once. Start a named run again to resume it."
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         run_texts.agree(held_out)
         log_path = run_files.log_path(folder)
         stack.enter_context(console.logging(log_path, require_lock=folder.require_lock))
-        again = "The same command goes on." if cfg.run_name else f"run_name={name} goes on."
+        again = "The same command resumes it." if cfg.run_name else f"run_name={name} resumes it."
         stack.push(functools.partial(_on_error, "" if cfg.run_name else again, say))
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
         clock.lap("folder")
@@ -335,7 +335,7 @@ def _on_error(again: str, say: Say, kind, error, trace) -> None:
 
 
 def _stopped(cfg: Config, t: int, ctrl_c: bool, say: Say, *, again: str) -> int:
-    """The exit code after Ctrl-C; after SIGTERM raise Preempted. again: how the run goes on."""
+    """The exit code after Ctrl-C; after SIGTERM raise Preempted. again: how to resume the run."""
     saved = f"saved. {again}"
     if not cfg.enable_checkpointing:
         saved = "nothing is saved, since enable_checkpointing=false."

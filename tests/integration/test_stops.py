@@ -57,7 +57,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
         assert "or set another run_name" in line
         child.send_signal(number)
         assert child.end() == code, child.text
-    step = int(re.search(words + " The same command goes on", child.text)[1])
+    step = int(re.search(words + " The same command resumes it", child.text)[1])
     assert 8 <= step < tools.STEPS
     assert tools.saved_steps(tmp_path / "stopped") == [step]
 
@@ -88,7 +88,7 @@ def test_ctrl_c_any_number_of_times_ends_with_130_and_no_traceback(tmp_path):
         assert child.end() == 130, child.text
     assert "Traceback" not in child.text
     assert "Ctrl-C: stopping after this step; press it again to quit now." in child.text
-    assert child.text.endswith(("\nInterrupted.\n", "saved. The same command goes on.\n"))
+    assert child.text.endswith(("\nInterrupted.\n", "saved. The same command resumes it.\n"))
 
 
 @pytest.mark.full  # test_signals.py has a program whose output nobody reads
@@ -174,8 +174,8 @@ def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_ro
     nothing = "SIGTERM after step 6: nothing is saved, since enable_checkpointing=false."
     assert nothing in capfd.readouterr().err
     (folder,) = tmp_path.glob("run-1234-????")  # four digits of its own beside the second
-    assert f"run folder: {folder}; run_name={folder.name} goes on." in told.out
-    saved = f"SIGTERM after step 6: saved. run_name={folder.name} goes on."
+    assert f"run folder: {folder}; run_name={folder.name} resumes it." in told.out
+    saved = f"SIGTERM after step 6: saved. run_name={folder.name} resumes it."
     assert saved in told.err
 
     assert training.run(config.load([str(folder / "config.yml")], {}), StartClock()) == 0

@@ -94,7 +94,7 @@ def prepare(work: Work, out: str, say: Callable[[str], None], *, waits: bool = F
         mend = "Put the disk in order" if is_local(folder) else "See that it can be"
         raise DataError(
             f"out={folder} cannot be written ({reason(error)}). {mend}, or choose another folder; "
-            "the same command goes on where it was."
+            "the same command resumes."
         ) from error
 
 
@@ -165,8 +165,8 @@ def _make(work, part_bytes, target, say):
     check()
     make = functools.partial(part.make_part, work, os.fspath(folder), todo)
     lost = (
-        "a process that tokenises text is gone: killed, or out of memory. The same command goes on "
-        "where it was; processes=1 needs less memory."
+        "a process that tokenises text is gone: killed, or out of memory. The same command "
+        "resumes; processes=1 needs less memory."
     )
     with _progress(sum(sizes), done, say) as advance:
         count = len(todo)  # ahead: none waits until a slow part's turn is over
