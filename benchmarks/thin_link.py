@@ -7,8 +7,8 @@ process of maxdiloco.train on each. For every mode, wire, carrier and rate a run
 the mean step over whole periods after a warm-up, logs included, by the process that is last.
 Utilisation is the plain step (no exchange, an unlimited link) / that mean. OWN in
 link/arguments.py has the names and their defaults; further keys are the trainer's.
-grid=published measures the rows of README.md in two folders, fast_device and real; other arguments
-go before its own.
+grid=published measures the rows of results/thin_link.md in two folders, fast_device and real;
+other arguments go before its own.
 
 Writes rows.json, table.md and two figures into `out`. A run that was ended goes on at its next row.
 Exit code 1: a row failed, or the link carried other bytes than the trainer claims.

@@ -1,6 +1,6 @@
 """Products of activations and weights: einsum, with other types or gradients where faster.
 
-The gains: on a CPU the rows of benchmarks/README.md, "Compared with a PyTorch loop" (float32 sums
+The gains: on a CPU the rows of docs/results.md, "Compared with a PyTorch loop" (float32 sums
 and factors take 0.885 of a step's time); on a TPU half of the gradients' bytes (benchmarks/results,
 "The step of 1b").
 """

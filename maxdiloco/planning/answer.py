@@ -10,7 +10,7 @@ from maxdiloco.planning.forecast import Gap
 from maxdiloco.planning.table import WIDTH, Plan, few_digits
 from maxdiloco.processes.output import aligned, amount, span
 
-# Waits of the thin link over those of this arithmetic: benchmarks/README.md, "A thin link".
+# Measured waits over those of this arithmetic: docs/results.md, "Training over a thin link".
 MEASURED = "waits measured on thin links were 7 to 12% longer"
 LABEL = 12  # characters
 

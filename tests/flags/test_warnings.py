@@ -112,7 +112,7 @@ def test_what_works_but_is_seldom_meant_is_said(kind, keys, facts, expected):
     ],
 )
 def test_the_outer_rate_and_momentum_are_those_of_the_table(keys, replicas, rate, momentum):
-    """benchmarks/README.md, what a mode costs in loss. And they are stored."""
+    """docs/results.md, loss by mode. And they are stored."""
     cfg = config.with_replicas(config.load(keys.split(), {}), replicas)
     assert (cfg.diloco_outer_lr, cfg.diloco_outer_momentum) == pytest.approx((rate, momentum))
     assert config.from_dict(cfg.as_dict()).diloco_outer_lr == rate
