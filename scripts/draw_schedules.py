@@ -29,13 +29,13 @@ COLOURS = ("#3b6ea5", "#c2703d", "#5a8f53")
 # send, reduce, apply
 MARKS = {PACK: "S", REDUCE: "R", MERGE: "A", SYNCHRONISE: "SA", OUTER_STEP: "SA"}
 CARRY = {INNER_EXCHANGE: "f", SCATTER: "o", SHARE: "m"}
-OWNERS = "streaming, P=3, tau=3, owners"
+OWNERS = "streaming, tau=3, reduce-scatter"
 MODES = (
     ("DiLoCo", 1, 0, "none", "training waits for the exchange of everything"),
     ("streaming, P=3", 3, 0, "none", "three shorter waits"),
-    ("streaming, P=3, tau=3", 3, 3, "none", "a chunk rides beside each of three steps"),
-    ("eager or delayed, P=3", 3, 0, "eager", "an exchange has the whole time to the next one"),
-    (OWNERS, 3, 3, "none", "parts go to owners (o), then their means to all (m)"),
+    ("streaming, P=3, tau=3", 3, 3, "none", "one chunk during each of three steps"),
+    ("eager or delayed, P=3", 3, 0, "eager", "an exchange has until the next one"),
+    (OWNERS, 3, 3, "none", "parts to their owners (o), means to all (m)"),
 )
 SCATTER_STEPS = {OWNERS: 1}
 
@@ -54,7 +54,7 @@ def draw() -> str:
         parts += [svg.text(8, y + 16, name, size=12, bold=True), svg.text(8, y + 36, note, size=9)]
         parts += _mode(schedule, y)
         y += 4 * ROW
-    legend = "step: inner step;  link: fragment on the wire;  S send, R reduce, A apply;  "
+    legend = "grey: inner step;  coloured: fragment on the link;  S send, R reduce, A apply;  "
     legend += "red: training waits"
     parts.append(svg.text(8, y + 4, legend, size=11))
     width, height = LEFT + H * CELL + 12, y + 16
