@@ -4,8 +4,9 @@
     python scripts/run_pages.py docs/faq.md ...   # some pages
 
 Works in a temporary folder with a copy of the repository's tracked and new files, and with the
-environment of the Python that runs it. `/data` and `/shared` are folders in there. A command
-without `steps=` gets `M_STEPS=4` in its environment. What a command needs decides how it is run:
+environment of the Python that runs it. `/data` and `/shared` are folders in there. The
+environment makes what a command leaves open small: four steps of short sequences. What a command
+needs decides how it is run:
 
     run      as written
     dry      GPUs, TPUs or a model too large for a CPU: with hardware=cpu show_fragments=true, which
@@ -137,7 +138,8 @@ def run(page: str, folder: pathlib.Path) -> bool:
         if how == "skipped" or (command in apart and command != apart[0]):
             print(f"{how if how == 'skipped' else 'with it':8}      {page}: {shown}", flush=True)
             continue
-        extra = {} if "steps=" in command else {"M_STEPS": "4", "M_LOG_PERIOD": "2"}
+        extra = {"M_MAX_TARGET_LENGTH": "64", "M_PER_DEVICE_BATCH_SIZE": "1", "M_EVAL_STEPS": "1"}
+        extra |= {} if "steps=" in command else {"M_STEPS": "4", "M_LOG_PERIOD": "2"}
         line = adapted(command, how, folder)
         if command in apart:
             line = " & ".join(f"{{ {adapted(each, how, folder)}; }}" for each in apart)
