@@ -5,9 +5,9 @@ import json
 
 import jax
 import pytest
-import run_tools
 from cloud_fixtures import faulty, gcs, no_clients, s3, s3_server  # noqa: F401  fixtures
 from jax.experimental.compilation_cache import compilation_cache
+from run import train
 
 from maxdiloco import evaluate, train_compile
 
@@ -51,7 +51,7 @@ def finished(tmp_path_factory):
     """The folder of a run that nothing interrupted: 62 steps, with the saves of 40, 60, 62."""
     folder = tmp_path_factory.mktemp("finished")
     with shared_programs(tmp_path_factory):  # pytest makes this before what a module asks for
-        assert run_tools.run(folder, "finished", checkpoint_period=20) == 0
+        assert train(folder / "finished", checkpoint_period=20).code == 0
     return folder / "finished"
 
 
@@ -70,7 +70,7 @@ def text_run(tmp_path_factory):
         opt_type="sgd",
     )
     with shared_programs(tmp_path_factory):
-        assert run_tools.run(folder, "text", **keys) == 0
+        assert train(folder / "text", **keys).code == 0
     return folder / "text", keys
 
 

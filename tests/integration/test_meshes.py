@@ -5,7 +5,8 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import run_tools as tools
+from run import train, train_arguments
+from run_files import assert_equal_runs, checkpoint_arrays, item_arrays, metrics_rows
 from tiers import corner
 
 from maxdiloco.engine.calls import is_on_device
@@ -25,20 +26,20 @@ BASE = KEYS | dict(per_device_batch_size=4)
 def base(tmp_path_factory):
     """Two replicas of four rows, each on one device."""
     folder = tmp_path_factory.mktemp("base")
-    assert tools.run(folder, "base", **BASE) == 0
+    assert train(folder / "base", **BASE).code == 0
     return folder / "base"
 
 
 def assert_close_runs(run, other, items=("outer_params", "params")):
     """Losses and parameters agree up to float32 rounding: sums in another order, six steps long."""
-    losses, others = ([row["learning/loss"] for row in tools.rows(r)] for r in (run, other))
+    losses, others = ([row["learning/loss"] for row in metrics_rows(r)] for r in (run, other))
     assert len(losses) == STEPS
     np.testing.assert_allclose(losses, others, rtol=2e-6)
-    found, wanted = tools.arrays(run, STEPS), tools.arrays(other, STEPS)
+    found, wanted = checkpoint_arrays(run, STEPS), checkpoint_arrays(other, STEPS)
     for name in items:
-        for path, x in tools.item(wanted, name).items():
+        for path, x in item_arrays(wanted, name).items():
             np.testing.assert_allclose(
-                tools.item(found, name)[path], x, rtol=1e-5, atol=1e-6, err_msg=name + path
+                item_arrays(found, name)[path], x, rtol=1e-5, atol=1e-6, err_msg=name + path
             )
 
 
@@ -56,16 +57,16 @@ OTHER_WAYS = {
 @pytest.mark.parametrize("way", corner(OTHER_WAYS, ["tensor"]))
 def test_another_way_computes_what_one_device_for_each_replica_does(base, tmp_path, way):
     keys = KEYS | dict(per_device_batch_size=2) | OTHER_WAYS[way]
-    assert tools.run(tmp_path, "way", **keys) == 0
+    assert train(tmp_path / "way", **keys).code == 0
     assert_close_runs(tmp_path / "way", base)
 
 
 def test_data_parallel_over_slices_computes_what_one_device_does(base, tmp_path):
     """Two slices of four rows, one device of eight; and it is not what DiLoCo computes."""
     keys = BASE | dict(enable_diloco="false")
-    assert tools.run(tmp_path, "slices", **keys) == 0
+    assert train(tmp_path / "slices", **keys).code == 0
     one = keys | dict(dcn_diloco_parallelism=1, per_device_batch_size=8)
-    assert tools.run(tmp_path, "one", **one) == 0
+    assert train(tmp_path / "one", **one).code == 0
     assert_close_runs(tmp_path / "slices", tmp_path / "one", items=["outer_params"])
     with pytest.raises(AssertionError):
         assert_close_runs(tmp_path / "slices", base, items=["outer_params"])
@@ -76,14 +77,14 @@ def test_a_run_that_moves_the_state_out_and_back_has_the_bits_of_one_on_the_devi
     tmp_path, diloco
 ):
     keys = dict(enable_diloco=diloco, ici_fsdp_parallelism=2, checkpoint_period=3)
-    assert tools.run(tmp_path, "device", steps=7, **keys) == 0
+    assert train(tmp_path / "device", steps=7, **keys).code == 0
     shutil.copytree(tmp_path / "device", tmp_path / "moved")
     for step in (6, 7):
         shutil.rmtree(tmp_path / "moved" / "checkpoints" / str(step))
     for steps, offload in ((5, "true"), (7, "false")):
         keys["optimizer_memory_host_offload"] = offload
-        assert tools.run(tmp_path, "moved", steps=steps, **keys) == 0
-    tools.assert_equal_runs(tmp_path / "moved", tmp_path / "device", steps=7)
+        assert train(tmp_path / "moved", steps=steps, **keys).code == 0
+    assert_equal_runs(tmp_path / "moved", tmp_path / "device", steps=7)
 
 
 @pytest.mark.full
@@ -93,7 +94,7 @@ def test_the_state_lies_on_the_host_before_and_after_a_step_and_counts_there(dil
     kinds, arguments = {}, {}
     for offload in ("true", "false"):
         keys = dict(enable_diloco=diloco, optimizer_memory_host_offload=offload)
-        cfg = config.load(tools.arguments("unused", "unused", **keys), {})
+        cfg = config.load(train_arguments("unused" / "unused", **keys), {})
         mesh = mesh_lib.build(cfg)
         parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
         call = parts.trainer.calls(parts.batch)[0]

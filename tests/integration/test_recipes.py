@@ -4,10 +4,9 @@ import math
 import re
 
 import pytest
-from run_tools import ROOT, arguments, rows
+from run import ROOT, train
 from tiers import corner
 
-from maxdiloco import train
 from maxdiloco.flags import base_yml, config
 
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yml"))
@@ -68,8 +67,9 @@ def test_recipes_differ_in_the_mode_alone():
 def test_a_recipe_trains(name, tmp_path):
     """Nine steps; rounds of four, so that each has exchanged twice, eager's first in vain."""
     keys = dict(steps=9, diloco_sync_period=4, enable_checkpointing="false")
-    assert train.main([f"configs/recipes/{name}.yml", *arguments(tmp_path, "a", **keys)]) == 0
-    last = rows(tmp_path / "a")[-1]
+    run = train(tmp_path / "a", f"configs/recipes/{name}.yml", **keys)
+    assert run.code == 0
+    last = run.rows[-1]
     assert last["step"] == 9 and math.isfinite(last["learning/loss"])
     assert ("diloco/outer_grad_norm" in last) == (name != "data_parallel")
 
