@@ -25,7 +25,7 @@ MODELS = base_yml.model_names()
 CHOOSE_MODEL = {"model_name", "override_model_config"}
 
 
-def test_every_key_says_what_it_is_where_its_default_comes_from_and_what_is_allowed():
+def test_every_key_has_a_meaning_a_source_and_limits():
     """Numbers have limits; what a wording admits is tested below. Other programs read the file."""
     loaded = yaml.safe_load((FOLDER / "base.yml").read_text())
     assert list(loaded) == list(KEYS)
@@ -67,7 +67,7 @@ def test_every_key_says_what_it_is_where_its_default_comes_from_and_what_is_allo
 def test_limits_mean_what_they_say(allowed, inside, outside):
     assert all(checks.allows(allowed, value) for value in inside)
     assert not any(checks.allows(allowed, value) for value in outside)
-    with pytest.raises(ValueError, match=r"Allowed: about 5 in base.yml.*Use one that allows"):
+    with pytest.raises(ValueError, match="about 5"):
         checks.allows("about 5", 5)
 
 
@@ -77,7 +77,7 @@ FACTS = """num_replicas num_tokens unused_rows platform num_devices num_paramete
 
 
 @pytest.mark.parametrize("row", together.rows())
-def test_a_row_of_keys_that_do_not_go_together_names_keys_and_values_that_there_are(row):
+def test_a_row_of_together_yml_names_existing_keys_and_values(row):
     """One that does not would never count, or end in a traceback."""
     conditions, line = [*row.when.items(), *row.unless.items()], row.error + row.warning + row.note
     assert conditions and bool(row.use) != bool(line) and (row.keys or not row.use)
@@ -126,14 +126,14 @@ def test_configs_are_found_installed_and_in_a_checkout_and_are_valid(tmp_path):
         (configs / "base.yml").write_text("steps: 1\n")
     assert base_yml.config_folder(installed) == installed / "configs"
     assert base_yml.config_folder(checkout) == checkout.parent / "configs"
-    with pytest.raises(ConfigError, match=r"configs=.*holds no base.yml.*Install maxdiloco again"):
+    with pytest.raises(ConfigError, match="^configs="):
         base_yml.config_folder(tmp_path / "elsewhere" / "maxdiloco")
     for path in FOLDER.glob("*.yml"):  # quickstart.yml and its like, which the scripts start
         assert isinstance(config.load([str(path)], {}), config.Config)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_file_sets_model_keys_only_and_states_its_number_of_parameters(name):
+def test_a_model_file_sets_model_keys_and_states_its_parameters(name):
     """What a run is like stays with the user; a decoder's size is never left to base.yml, which is
     free to change."""
     group = KEYS["base_emb_dim"].group
@@ -174,7 +174,7 @@ def reads(source: str) -> tuple[set[str], set[str]]:
     return attributes, subscripts
 
 
-def test_every_declared_key_is_read_and_every_key_that_is_read_is_declared():
+def test_the_declared_keys_are_those_that_the_package_reads():
     """A key that is only checked is not yet used. Positive control: the scan sees every way."""
     source = """
 import jax

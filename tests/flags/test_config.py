@@ -8,8 +8,10 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run import names_key, output_of, refused
 
-from maxdiloco import __main__, train
+from maxdiloco import __main__
+from maxdiloco import train as train_program
 from maxdiloco.flags import base_yml, config, help, maxtext
 from maxdiloco.flags.base_yml import Table
 from maxdiloco.version import __version__
@@ -35,9 +37,9 @@ def test_each_layer_overrides_those_before_it_and_nothing_the_config(tmp_path):
     # MaxText's commands name base.yml; it is the first layer already, not a third one.
     base = base_yml.config_folder() / "base.yml"
     assert config.load([str(base), "model_name=35m"], {}).base_emb_dim == 512
-    with pytest.raises(AttributeError, match=r"steps=5 cannot be set.*Load another"):
+    with pytest.raises(AttributeError, match="steps=5"):
         cfg.steps = 5
-    with pytest.raises(AttributeError, match=r"steps cannot be deleted.*Load another"):
+    with pytest.raises(AttributeError, match="steps"):
         del cfg.steps
     assert cfg.steps == 33
 
@@ -147,7 +149,7 @@ def table(text):
     return found
 
 
-def test_help_lists_every_key_under_its_group_with_default_and_meaning():
+def test_help_lists_every_key_with_group_default_and_meaning():
     text = help.help_text("maxdiloco.train")
     assert text.splitlines()[0] == "usage: python -m maxdiloco.train [file.yml] [key=value ...]"
     assert "Model names: default, 10b, " in text
@@ -164,7 +166,7 @@ def test_help_lists_every_key_under_its_group_with_default_and_meaning():
         assert max(map(len, lines)) <= help.WIDTH
 
 
-def test_help_of_a_group_a_key_and_a_part_of_a_name(capsys):
+def test_help_of_a_group_a_key_and_a_part_of_a_name():
     of_group = table(help.help_text("maxdiloco.train", ["diloco"]))
     assert list(of_group) == [key.name for key in KEYS.values() if key.group.startswith("diloco:")]
     some = table(help.help_text("maxdiloco.train", ["momentum", "run_name"]))
@@ -176,11 +178,9 @@ def test_help_of_a_group_a_key_and_a_part_of_a_name(capsys):
     }
     for word, key in found.items():
         assert key in table(help.help_text("maxdiloco.train", [word])), word
-    assert train.main(["steps=5", "--help", "steps"]) == 0
-    assert list(table(capsys.readouterr().out)) == ["steps"]
-    assert train.main(["--help", "colour"]) == 2
-    line = capsys.readouterr().err
-    assert re.match("ConfigError: --help colour: no group.*Groups: run, checkpoint", line)
+    assert list(table(output_of(train_program.main, "steps=5", "--help", "steps"))) == ["steps"]
+    code, line = refused(train_program.main, "--help", "colour")
+    assert code == 2 and names_key(line, "colour")
 
 
 def test_names_of_other_trainers_are_of_keys_and_of_one_each():
@@ -193,17 +193,15 @@ def test_names_of_other_trainers_are_of_keys_and_of_one_each():
         assert known.foreign(name) is None, name
 
 
-def test_the_package_lists_its_programs_and_each_says_its_version(capsys):
-    """That of setup.py."""
-    assert train.main(["steps=5", "--version"]) == 0
-    assert capsys.readouterr().out == f"maxdiloco {__version__}\n"
+def test_the_package_lists_its_programs_and_prints_its_version():
+    """The version of setup.py."""
+    assert output_of(train_program.main, "steps=5", "--version") == f"maxdiloco {__version__}\n"
     setup = pathlib.Path(__file__).parents[2] / "setup.py"
     assert f'version="{__version__}"' in setup.read_text(encoding="utf-8")
-    assert __main__.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(__main__.main).splitlines()
     assert max(map(len, lines)) <= help.WIDTH
     for name in ("train", "train_compile", "generate", "evaluate", "prepare", "tokenizer"):
         (line,) = [line for line in lines if f" -m maxdiloco.{name} " in line]
         assert re.search(rf"maxdiloco\.{name} +[A-Z]\w* .+", line)
-    assert __main__.main(["train"]) == 2
-    assert "Run `python -m maxdiloco.train`" in capsys.readouterr().err
+    code, line = refused(__main__.main, "train")
+    assert code == 2 and names_key(line, "maxdiloco.train")

@@ -1,12 +1,14 @@
-"""Values as people write them, wherever they are written, and what is said of those that are none.
-The table of what is refused on the command line is in test_config_errors.py."""
+"""Values as people write them on the command line, in yml files and in the environment.
+
+test_refused.py has the values that the command line refuses.
+"""
 
 import json
 import types
 
 import pytest
+from run import names_key, train
 
-from maxdiloco import train
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config
 
@@ -43,12 +45,9 @@ SOURCES = (
         ("dataset_mixture", json.dumps([dict(source) for source in SOURCES]), SOURCES),
     ],
 )
-def test_values_are_taken_as_people_write_them_wherever_they_are_written(
-    tmp_path, name, written, value
-):
-    """Other programs write yes, 1e3, 12.0, --key=value and null; null is no choice of one's own.
-    yml 1.1 alone would read 1e-4 as text. What is shown and what a checkpoint stores is the same.
-    """
+def test_values_are_read_as_people_write_them(tmp_path, name, written, value):
+    """Other programs write yes, 1e3, 12.0, --key=value and null; null means the default. yml 1.1
+    by itself would read 1e-4 as text. Shown and stored values are read back as the same."""
     path = tmp_path / "run.yml"
     path.write_text(f"{name}: {written}\n")
     cfg = config.load([str(path)], {})
@@ -61,84 +60,77 @@ def test_values_are_taken_as_people_write_them_wherever_they_are_written(
         assert config.load([], {f"M_{name.upper()}": written}) == cfg
 
 
-def test_of_a_key_that_is_given_twice_the_last_one_counts_with_a_warning(refusal):
-    """So that a script may append to the flags of another; not so within a {table}."""
-    told = []
-    assert config.load(["steps=1", "log_period=2", "steps=3"], {}, warn=told.append).steps == 3
-    assert told == [
-        "warning: steps=3 comes after steps=1 on the command line, and the last one counts."
-    ]
-    config.load(["steps=1", "log_period=2"], {"M_STEPS": "4"}, warn=told.append)
-    assert len(told) == 1
-    given = "eval_dataset_path={name: /a, name: /b}"
-    assert refusal(given) == f"{given}: name stands twice in one {{table}}. Keep one of them."
+def test_the_last_value_of_a_repeated_key_counts_with_a_warning(refusal):
+    """So that a script may append to the arguments of another; a {table} may not repeat a key."""
+    notes = []
+    assert config.load(["steps=1", "log_period=2", "steps=3"], {}, warn=notes.append).steps == 3
+    (note,) = notes
+    assert "steps=3" in note and "steps=1" in note
+    config.load(["steps=1", "log_period=2"], {"M_STEPS": "4"}, warn=notes.append)
+    assert len(notes) == 1
+    assert names_key(refusal("eval_dataset_path={name: /a, name: /b}"), "name")
 
 
-def test_all_unknown_keys_are_named_at_once_and_where_they_stand(refusal, tmp_path):
+def test_all_unknown_keys_are_named_with_their_source(refusal, tmp_path):
     (tmp_path / "run.yml").write_text("qqq: 2\n")
-    assert refusal(str(tmp_path / "run.yml"), "steps=5", "log_perod=3") == (
-        f"qqq=2 ({tmp_path}/run.yml) is no key. log_perod=3 (command line) is no key. Did you mean "
-        "log_period? --help lists every key."
-    )
+    line = refusal(str(tmp_path / "run.yml"), "steps=5", "log_perod=3")
+    for name in ("qqq", f"{tmp_path}/run.yml", "log_perod", "log_period"):
+        assert names_key(line, name)
     for name in ("M_LEARNIN_RATE", "M_learning_rate"):
-        assert f"{name}=1 is no key. Did you mean M_LEARNING_RATE?" in refusal(environ={name: "1"})
+        line = refusal(environ={name: "1"})
+        assert names_key(line, name) and names_key(line, "M_LEARNING_RATE")
     line = refusal(environ={"M_QQQ": "1", "M_STEPZ": "2"})
-    assert "M_QQQ=1 is no key. Unset it." in line and "mean M_STEPS?" in line
-    assert "steps=x (environment M_STEPS) is not a whole" in refusal(environ={"M_STEPS": "x"})
+    assert names_key(line, "M_QQQ") and names_key(line, "M_STEPS")
+    assert names_key(refusal(environ={"M_STEPS": "x"}), "M_STEPS")
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (b"steps: [1\n", ["is not a yml file: line ", "Write one `key: value` a line"]),
-        (b"a: b: c\n", ["is not a yml file: line 1: ", "Write one"]),
-        (b"\xff\xfe\xfa", ["is not a yml file: it is not text", "Write one"]),
-        (b"\x00", ["is not a yml file: it is not text", "Write one"]),
-        (b"- steps\n", ["holds no keys", "Write one"]),
-        (b"steps: 1\nlog_period: 2\nsteps: 3\n", ["steps twice, in lines 1 and 3", "Keep one"]),
-        (b"steps:\n  inner: 1\n", ["steps={inner: 1}", "is a table", "keys are not nested"]),
-        (b"eval_dataset_path: [a]\n", ["eval_dataset_path=[a]", "is a list"]),
-        (b"eval_dataset_path: {a: b, a: c}\n", ["a stands twice in one {table}", "Keep one"]),
-        (b"steps: [1]\n", ["steps=[1]", "run.yml) is a list", "steps=1000"]),
-        (b"mlp_activations: silu\n", ["mlp_activations=silu", "is not a list"]),
-        (b"step: 5\n", ["step=5", "run.yml) is no key", "Did you mean steps?"]),
-        (b"base_emb_dim: 64\nmodel_name: 1b\n", ["base_emb_dim=64", "override_model_config=true"]),
-    ],
-)
-def test_a_yml_file_that_does_not_work_is_named(refusal, tmp_path, content, words):
+# The content of a yml file, and what the error names besides the file.
+YML = [
+    (b"steps: [1\n", ""),
+    (b"a: b: c\n", ""),
+    (b"\xff\xfe\xfa", ""),
+    (b"\x00", ""),
+    (b"- steps\n", ""),
+    (b"steps: 1\nlog_period: 2\nsteps: 3\n", "steps"),
+    (b"steps:\n  inner: 1\n", "steps"),
+    (b"eval_dataset_path: [a]\n", "eval_dataset_path"),
+    (b"eval_dataset_path: {a: b, a: c}\n", "a"),
+    (b"steps: [1]\n", "steps"),
+    (b"mlp_activations: silu\n", "mlp_activations"),
+    (b"step: 5\n", "step"),
+    (b"base_emb_dim: 64\nmodel_name: 1b\n", "base_emb_dim"),
+]
+
+
+@pytest.mark.parametrize("content, key", YML)
+def test_a_wrong_yml_file_is_named(refusal, tmp_path, content, key):
     path = tmp_path / "run.yml"
     path.write_bytes(content)
     line = refusal(str(path))
-    assert str(path) in line
-    assert [word for word in words if word not in line] == []
+    assert str(path) in line and (not key or names_key(line, key))
 
 
-def test_a_yml_file_that_cannot_be_read_or_comes_late_is_named(refusal, tmp_path):
-    line = refusal(f"{tmp_path}/missing.yml")
-    assert "missing.yml cannot be read: No such file" in line
-    assert "Give the path of a yml file" in line
+def test_an_unreadable_or_late_yml_file_is_named(refusal, tmp_path):
     (tmp_path / "folder.yml").mkdir()
-    assert "folder.yml cannot be read: Is a directory" in refusal(f"{tmp_path}/folder.yml")
-    line = refusal("steps=1", "run.yml")
-    assert "run.yml is not key=value" in line and "a yml file comes first" in line
+    for argv in (["missing.yml"], [f"{tmp_path}/folder.yml"], ["steps=1", "run.yml"]):
+        assert names_key(refusal(*argv), argv[-1])
 
 
 @pytest.mark.parametrize(
-    "name, value, words",
+    "name, value",
     [
-        ("steps", "5", "=5 (stored config) is not of type int"),
-        ("steps", True, "=true (stored config) is not of type int"),
-        ("learning_rate", "1", "=1 (stored config) is not of type float"),
-        ("enable_diloco", 1, "=1 (stored config) is not of type bool"),
-        ("run_name", 5, "=5 (stored config) is not of type text"),
-        ("mlp_activations", "silu", "=silu (stored config) is not of type list"),
-        ("stepz", 5, "=5 (stored config) is no key. Did you mean steps?"),
+        ("steps", "5"),
+        ("steps", True),
+        ("learning_rate", "1"),
+        ("enable_diloco", 1),
+        ("run_name", 5),
+        ("mlp_activations", "silu"),
+        ("stepz", 5),
     ],
 )
-def test_a_stored_config_of_another_kind_is_refused(name, value, words):
-    with pytest.raises(ConfigError) as caught:
+def test_a_stored_value_of_another_type_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"^{name}="):
         config.from_dict({name: value})
-    assert str(caught.value).startswith(name + words)
 
 
 def test_every_whole_number_has_an_upper_limit():
@@ -150,7 +142,7 @@ def test_every_whole_number_has_an_upper_limit():
         for number in (2**32, 2**63):
             cfg = types.SimpleNamespace(**{n: key.default for n, key in keys.items()})
             vars(cfg)[name] = number
-            with pytest.raises(ConfigError, match=f"{name}={number} (is too large|must be)"):
+            with pytest.raises(ConfigError, match=f"^{name}={number} "):
                 checks.check(cfg, keys)
 
 
@@ -164,7 +156,6 @@ def test_a_number_of_any_length_is_refused_in_one_line(refusal, tmp_path, digits
         refusal(str(tmp_path / "run.yml")),
     ):
         assert f"base_mlp_dim={digits[:100]}" in line and len(line) < 500
-        assert "is too large" in line or "must be >= 1" in line
 
 
 @pytest.mark.parametrize(
@@ -172,16 +163,13 @@ def test_a_number_of_any_length_is_refused_in_one_line(refusal, tmp_path, digits
               "[" * 100_000, "[[*a,*a],&a x]"]
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["mlp_activations", "logical_axis_rules"])
-def test_a_list_without_an_end_is_refused(refusal, tmp_path, name, value):
+def test_a_nested_list_or_an_alias_is_refused(refusal, tmp_path, name, value):
     """Aliases and nested lists, of which few letters make a value of any size."""
-    assert "is not a list" in refusal(f"{name}={value}")
+    assert names_key(refusal(f"{name}={value}"), name)
     (tmp_path / "run.yml").write_text(f"steps: 5\n{name}: {value}\n")
-    assert "run.yml is not a yml file: line " in refusal(str(tmp_path / "run.yml"))
+    assert names_key(refusal(str(tmp_path / "run.yml")), "run.yml")
 
 
-def test_a_value_with_a_line_feed_makes_a_message_of_one_line(capsys):
-    assert train.main(["run_name=a\nb\x1b[2J"]) == 2
-    assert capsys.readouterr().err == (
-        r"ConfigError: run_name=a\nb\x1b[2J cannot name a folder. Use letters, digits, '.', '_' "
-        "and '-'; base_output_directory says where the folder is.\n"
-    )
+def test_control_characters_of_a_value_are_escaped_in_its_error():
+    run = train("a", run_name="a\nb\x1b[2J")
+    assert run.code == 2 and r"run_name=a\nb\x1b[2J" in run.error

@@ -1,11 +1,10 @@
-"""What works but is seldom meant, and what -1 stands for in the outer rate and momentum."""
+"""Warnings about keys that are seldom meant; defaults of the outer learning rate and momentum."""
 
-import re
 import shlex
 
 import pytest
+from run import names_key, train
 
-from maxdiloco import train
 from maxdiloco.diloco import outer
 from maxdiloco.flags import config, together
 
@@ -21,62 +20,62 @@ RECIPE = "configs/recipes/many_replicas.yml"
 FEW = "steps={} diloco_sync_period=20 ".format
 LAG = "diloco_outer_momentum=0.9"
 NORMALISED = "'router={normalise_weights: true}'"
-# The kind of line, keys, a name of FACTS, and what each line has. A condition has its other side,
-# of which nothing is said, in the rows after it.
-SAID = [
+# The kind of line, keys, a name of FACTS, and the name that each line has. The rows after a warning
+# are the other side of its condition, without a line.
+LINES = [
     ("warning", "diloco_outer_overlap=eager diloco_outer_optimizer=adam", "no devices",
-     ["=adam with .*Use nesterov"]),
+     ["diloco_outer_optimizer"]),
     ("warning", "diloco_outer_overlap=eager", "no devices", []),
     ("warning", "diloco_outer_optimizer=adam", "no devices", []),
     ("warning", "enable_streaming_diloco=true", "no devices",
-     ["num_diloco_fragments=1.*every three layers"]),
+     ["num_diloco_fragments"]),
     ("warning", "enable_streaming_diloco=true num_diloco_fragments=3", "no devices", []),
-    ("warning", "steps=99", "no devices", ["steps=99.*diloco_sync_period=100.*shorter period"]),
+    ("warning", "steps=99", "no devices", ["diloco_sync_period"]),
     ("warning", "steps=100", "no devices", []),
     ("warning", "steps=99 enable_diloco=false", "no devices", []),
     ("warning", "steps=-1", "no devices", []),
     ("warning", "compile_topology=v5e-16", "no devices",
-     ["compile_topology=v5e-16.*train_compile.*Leave it out"]),
+     ["compile_topology"]),
     ("warning", "", "no devices", []),
-    ("warning", "opt_type=sgd adam_b2=0.5", "no devices", ["adam_b2=0.5 .* opt_type=sgd.*Leave"]),
+    ("warning", "opt_type=sgd adam_b2=0.5", "no devices", ["adam_b2"]),
     ("warning", "opt_type=sgd optimizer_memory_host_offload=true", "no devices",
-     ["_offload=true does nothing with opt_type=sgd"]),
+     ["optimizer_memory_host_offload"]),
     ("warning", "opt_type=sgd", "no devices", []),
-    ("warning", "muon_beta=0.5", "no devices", ["muon_beta=0.5 .* opt_type=adamw.*opt_type=muon"]),
+    ("warning", "muon_beta=0.5", "no devices", ["muon_beta"]),
     ("warning", "muon_beta=0.5 opt_type=muon", "no devices", []),
-    ("warning", f"num_experts=4 {NORMALISED}", "no devices", ["_per_tok=1 .*Use num_exp"]),
+    ("warning", f"num_experts=4 {NORMALISED}", "no devices", ["num_experts_per_tok"]),
     ("warning", f"num_experts=4 num_experts_per_tok=2 {NORMALISED}", "no devices", []),
     ("warning", "num_experts=4", "no devices", []),
-    ("", "", "M=1", ["makes this the Lookahead optimizer.*enable_diloco=false"]),
+    ("", "", "M=1", ["enable_diloco"]),
     ("", "enable_diloco=false", "M=1", []),
     ("", "", "M=2", []),
     # A vocabulary of more than twice the tokenizer's tokens.
     ("", "vocab_size=32768", "M=2",
-     ["has 257 tokens: 99% of the embedding's rows are never trained.*Use vocab_size=-1"]),
-    ("", "vocab_size=514", "M=2", [""]),
+     ["vocab_size"]),
+    ("", "vocab_size=514", "M=2", ["vocab_size"]),
     ("", "vocab_size=513", "M=2", []),
     ("", "vocab_size=514 dataset_type=synthetic", "M=2", []),
     # A large model on a CPU that nobody asked for: MaxText's default is tpu; eight emulated devices
     # were taken for 7B without a word.
     ("", "", "7B on a CPU",
-     ["as 8 devices, for 7,000,000,000 parameters.*Set hardware=tpu or hardware=gpu"]),
+     ["hardware"]),
     ("", "hardware=cpu", "7B on a CPU", []),
     ("", "", "7B on a TPU", []),
     ("", "", "100M on a CPU", []),
     # Many replicas at the defaults are pointed to their recipe.
-    ("", "", "M=4", [f"^note: 4 replicas cost more loss.*{RECIPE}"]),
+    ("", "", "M=4", [RECIPE]),
     ("", "", "M=3", []),
     ("", "diloco_sync_period=19", "M=8", []),
     ("", RECIPE, "M=8", []),
     ("", "enable_diloco=false", "M=8", []),
     # A run of few rounds says what to expect.
-    ("note", FEW(200), "no devices", ["10 rounds of diloco_sync_period=20, few to judge"]),
-    ("note", FEW(20), "no devices", ["1 round of"]),
-    ("note", FEW(1980), "no devices", ["99 rounds of diloco_sync_period=20, few to judge"]),
+    ("note", FEW(200), "no devices", ["diloco_sync_period"]),
+    ("note", FEW(20), "no devices", ["diloco_sync_period"]),
+    ("note", FEW(1980), "no devices", ["diloco_sync_period"]),
     ("note", FEW(2000), "no devices", []),
-    ("note", FEW(1980) + LAG, "no devices", ["few to judge", "few for diloco_outer_mom"]),
-    ("note", FEW(2000) + LAG, "no devices", ["100 rounds .*_momentum=0.9: .*Set .*_lr=0.7"]),
-    ("note", FEW(3980) + LAG, "no devices", ["199 rounds .*_momentum=0.9"]),
+    ("note", FEW(1980) + LAG, "no devices", ["diloco_sync_period", "diloco_outer_momentum"]),
+    ("note", FEW(2000) + LAG, "no devices", ["diloco_outer_momentum"]),
+    ("note", FEW(3980) + LAG, "no devices", ["diloco_outer_momentum"]),
     ("note", FEW(4000) + LAG, "no devices", []),
     ("note", FEW(2000) + "diloco_outer_momentum=0.7", "no devices", []),
     ("note", FEW(19), "no devices", []),  # a warning of its own
@@ -85,12 +84,12 @@ SAID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "keys", "facts", "expected"), SAID)
-def test_what_works_but_is_seldom_meant_is_said(kind, keys, facts, expected):
+@pytest.mark.parametrize(("kind", "keys", "facts", "expected"), LINES)
+def test_keys_that_are_seldom_meant_are_named_in_a_line(kind, keys, facts, expected):
     lines = together.lines(config.load(shlex.split(keys), {}), **FACTS[facts])
     found = [line for line in lines if line.startswith(kind)]
     assert len(found) == len(expected)
-    assert all(re.search(words, line) for words, line in zip(expected, found, strict=True))
+    assert all(names_key(line, key) for line, key in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_what_works_but_is_seldom_meant_is_said(kind, keys, facts, expected):
         ("diloco_outer_lr=0 diloco_outer_momentum=0.3", 8, 0.0, 0.3),  # what is given stays
     ],
 )
-def test_the_outer_rate_and_momentum_are_those_of_the_table(keys, replicas, rate, momentum):
+def test_outer_rate_and_momentum_follow_mode_and_replicas(keys, replicas, rate, momentum):
     """docs/results.md, loss by mode. And they are stored."""
     cfg = config.with_replicas(config.load(keys.split(), {}), replicas)
     assert (cfg.diloco_outer_lr, cfg.diloco_outer_momentum) == pytest.approx((rate, momentum))
@@ -119,9 +118,9 @@ def test_the_outer_rate_and_momentum_are_those_of_the_table(keys, replicas, rate
 
 
 @pytest.mark.parametrize(("slices", "rate"), [(2, 0.7), (4, 1.0)])
-def test_the_replicas_that_the_mesh_has_are_counted(slices, rate, capfd, monkeypatch):
-    """num_diloco_replicas=-1: the user is told the rate, and the outer optimizer gets it, which
-    takes none below 0."""
+def test_the_outer_rate_follows_the_replicas_of_the_mesh(slices, rate, monkeypatch):
+    """With num_diloco_replicas=-1 the log has the rate, and the outer optimizer uses it; it accepts
+    no rate below 0."""
     given = []
     build = outer.outer_optimizer
 
@@ -130,9 +129,9 @@ def test_the_replicas_that_the_mesh_has_are_counted(slices, rate, capfd, monkeyp
         return build(name, lr=lr, momentum=momentum)
 
     monkeypatch.setattr(outer, "outer_optimizer", seen)
-    argv = [f"dcn_diloco_parallelism={slices}", "model_name=tiny", "dataset_type=synthetic"]
-    assert train.main([*argv, "hardware=cpu", "steps=4", "show_fragments=true"]) == 0
-    assert f"diloco_outer_lr={rate} (default -1.0)" in capfd.readouterr().out
+    keys = dict(steps=4, show_fragments="true")
+    run = train("a", dcn_diloco_parallelism=slices, **keys)
+    assert f"diloco_outer_lr={rate} " in run.output
     assert given == [rate]
-    with pytest.raises(ValueError, match="diloco_outer_lr=-1.0 .*must not be below 0"):
+    with pytest.raises(ValueError, match="diloco_outer_lr=-1.0 "):
         build("nesterov", lr=-1.0, momentum=0.9)
