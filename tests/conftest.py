@@ -36,7 +36,7 @@ hypothesis.settings.load_profile("tests")
 def pytest_sessionstart(session):
     """In the default tier XLA:CPU's older code generation, which later versions than 0.10 lack: it
     compiles in about half the time, and has wrong values for what some full tests compute with rda,
-    and other last bits for int2. A process with AS_USERS of process_tools has the newer one, too.
+    and other last bits for int2. DEFAULT_CODE_GENERATION of run.py gives a process the newer one.
     """
     if jaxlib.__version__.startswith("0.10.") and "not full" in session.config.option.markexpr:
         os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"

@@ -7,7 +7,7 @@ import jax
 import pytest
 from cloud_fixtures import faulty, gcs, no_clients, s3, s3_server  # noqa: F401  fixtures
 from jax.experimental.compilation_cache import compilation_cache
-from run import train
+from run import run_program, train
 
 from maxdiloco import evaluate, train_compile
 
@@ -87,16 +87,15 @@ def evaluated(tmp_path):
 
 
 @pytest.fixture
-def compile_run(request, tmp_path, capfd, monkeypatch):
-    """Exit code, reports and printed lines of train_compile, with KEYS of the module."""
+def compile_run(request, tmp_path, monkeypatch):
+    """Call train_compile with KEYS of the module; return its reports, or None, and its Run."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "")  # train_compile adds a flag
 
     def compile_run(*, small=request.module.KEYS, **keys):
         path = tmp_path / "report.json"
         argv = [f"{key}={value}" for key, value in (small | {"report": path} | keys).items()]
-        code = train_compile.main(argv)
-        reports = json.loads(path.read_text())["reports"] if path.exists() else None
-        return code, reports, capfd.readouterr()
+        run = run_program(train_compile.main, *argv)
+        return json.loads(path.read_text())["reports"] if path.exists() else None, run
 
     return compile_run
 
@@ -107,4 +106,4 @@ def started():
     processes = []
     yield processes
     for process in processes:
-        process.kill()
+        process.kill_session()

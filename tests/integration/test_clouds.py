@@ -2,14 +2,23 @@
 
 import threading
 
-import process_tools
 import pytest
-import run_tools as tools
 from etils import epath
+from run import (
+    CLUSTER_KEYS,
+    STEPS,
+    assert_exit_codes,
+    kill_train_at,
+    names_key,
+    refused,
+    start_cluster,
+    train,
+)
+from run_files import assert_equal_runs, logged_steps, metrics_rows, saved_steps
 from s3_server import BUCKET
 from tiers import full
 
-from maxdiloco import hf, report, train
+from maxdiloco import hf, report
 from maxdiloco.checkpoint import staging
 from maxdiloco.metrics import line_files
 from maxdiloco.storage import object_lock, object_store, store
@@ -17,7 +26,15 @@ from maxdiloco.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("programs")
 
-LONGER = tools.STEPS + 2
+LONGER = STEPS + 2
+# The trainer, for which a lock is stale after three seconds.
+STALE_AFTER_3_S = """
+from maxdiloco import train
+from maxdiloco.storage import object_lock
+
+object_lock.STALE_S = 3.0
+train.main()
+"""
 
 
 def here(run, folder):
@@ -27,23 +44,23 @@ def here(run, folder):
 
 
 @pytest.mark.parametrize("scheme, server", [("gs", "gcs"), ("s3", "s3"), full("az", "faulty")])
-def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(
-    finished, scheme, server, request, tmp_path, capfd, evaluated
+def test_a_run_in_a_bucket_has_the_bits_and_files_of_one_on_a_disk(
+    finished, scheme, server, request, tmp_path, evaluated
 ):
-    """Saves of 20, 40, 60 and 62 beside the training, of which one is kept; the run is resumed,
-    drawn, evaluated by its name and by its path, and exported."""
+    """Saves of 20, 40, 60 and 62 during the training, of which one is kept; the run is resumed,
+    reported, evaluated by its name and by its path, and exported."""
     request.getfixturevalue(server)
     base = f"{scheme}://{BUCKET}/runs"
     keys = dict(async_checkpointing="true", enable_tensorboard="true")
     keys |= dict(checkpoint_period=20, max_num_checkpoints_to_keep=1)
-    assert tools.run(base, "a", **keys) == 0
+    assert train(f"{base}/a", **keys).code == 0
     run = object_store.BucketPath(base) / "a"
     files = {"metrics", "history", "log", "config.yml", "environment.json"}
     names = [entry.name.split("/") for entry in store.connect(scheme, BUCKET).list_all("")]
     assert {name[2] for name in names} == {"checkpoints", "tensorboard"} | files
-    assert {name[3] for name in names if name[2] == "checkpoints"} == {str(tools.STEPS)}
-    assert f"step {tools.STEPS}/{tools.STEPS}  loss" in line_files.read(run / "log.txt").decode()
-    tools.assert_equal_runs(here(run, tmp_path / "copy"), finished, steps=tools.STEPS)
+    assert {name[3] for name in names if name[2] == "checkpoints"} == {str(STEPS)}
+    assert f"step {STEPS}/{STEPS}  loss" in line_files.read(run / "log.txt").decode()
+    assert_equal_runs(here(run, tmp_path / "copy"), finished, steps=STEPS)
 
     runs = (["a", f"base_output_directory={base}"], [run], [finished])
     by_name, by_path, on_disk = (evaluated(*argv, "eval_steps=1")["texts"] for argv in runs)
@@ -55,18 +72,17 @@ def test_a_run_has_the_bits_of_one_on_a_disk_and_leaves_nothing_else(
         assert hf.main(["export", str(source), out]) == 0
         exports.append({p.name: p.read_bytes() for p in epath.Path(out).iterdir()})
     assert exports[0] == exports[1] and "config.json" in exports[0]
-    code, line = tools.refused(capfd, hf.main, ["export", finished, f"{base}/of_bucket"])
-    assert code == 2 and f"DST={base}/of_bucket exists already" in line
+    code, line = refused(hf.main, "export", finished, f"{base}/of_bucket")
+    assert code == 2 and names_key(line, "DST")
     assert report.main([str(run), f"out={tmp_path / 'page.html'}"]) == 0
     assert report.main([str(run), f"out={base}/page.html"]) == 0
     assert (run.parent / "page.html").read_text().startswith("<!doctype html>")
 
-    told = tools.told(capfd, base, "a", **keys | dict(steps=LONGER))
-    assert f"resumed after step {tools.STEPS};" in told
-    assert tools.run(tmp_path, "b", load_parameters_path=run, steps=1, learning_rate=0.0) == 0
+    assert f"resumed after step {STEPS};" in train(f"{base}/a", **keys | dict(steps=LONGER)).output
+    assert train(tmp_path / "b", load_parameters_path=run, steps=1, learning_rate=0.0).code == 0
 
 
-def test_a_folder_of_an_earlier_version_on_gs_goes_on(finished, gcs, monkeypatch, capfd):
+def test_a_folder_of_an_earlier_version_on_gs_resumes(finished, gcs, monkeypatch):
     """The objects as gcsfs wrote them, and a lock without a beat that a killed run has left."""
     monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
     monkeypatch.setattr(object_lock, "STALE_S", 0.5)
@@ -75,70 +91,65 @@ def test_a_folder_of_an_earlier_version_on_gs_goes_on(finished, gcs, monkeypatch
             gcs.put(f"runs/a/{path.relative_to(finished)}", path.read_bytes())
     gcs.put("runs/a/lock", b'{"holder": "process 7 on x", "nonce": "7"}')
     base = f"gs://{BUCKET}/runs"
-    told = tools.told(capfd, base, "a", steps=LONGER)
-    assert f"resumed after step {tools.STEPS};" in told and ": taken over." in told
+    assert f"resumed after step {STEPS};" in train(f"{base}/a", steps=LONGER).output
     run = object_store.BucketPath(base) / "a"
-    assert tools.logged_steps(run) == list(range(1, LONGER + 1))
+    assert logged_steps(run) == list(range(1, LONGER + 1))
 
 
 @pytest.mark.full
-def test_a_killed_run_on_s3_is_taken_over_and_resumes_to_the_same_bits(
-    finished, s3, monkeypatch, tmp_path, capfd
-):
+def test_a_killed_run_on_s3_resumes_to_the_same_bits(finished, s3, monkeypatch, tmp_path):
     base = f"s3://{BUCKET}/runs"
-    tools.killed(base, "a", "step 25/", checkpoint_period=10)
+    kill_train_at(f"{base}/a", "step 25/", checkpoint_period=10)
     run = object_store.BucketPath(base) / "a"
     assert (run / "lock").exists()
     monkeypatch.setattr(object_lock, "STALE_S", 1.0)
-    told = tools.told(capfd, base, "a", checkpoint_period=20)
-    assert "resumed after step 20;" in told and "was not renewed for 1 s: taken over." in told
-    tools.assert_equal_runs(here(run, tmp_path / "copy"), finished, steps=tools.STEPS)
+    assert "resumed after step 20;" in train(f"{base}/a", checkpoint_period=20).output
+    assert_equal_runs(here(run, tmp_path / "copy"), finished, steps=STEPS)
     assert not (run / "lock").exists()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("scheme, server", [("gs", "gcs"), ("s3", "s3")])
-def test_two_processes_wait_for_a_lock_to_go_stale_save_together_and_resume(
-    scheme, server, request, started, tmp_path
-):
+def test_two_processes_wait_for_a_stale_lock_save_and_resume(scheme, server, request, started):
     """The lock of a first process that was killed: the second process waits with the first.
     Process 0 puts the parts of both together."""
     request.getfixturevalue(server)
     base = f"{scheme}://{BUCKET}/runs"
-    changes = dict(base_output_directory=base, run_name="a", max_num_checkpoints_to_keep=2)
-    assert train.main(process_tools.flags(changes | dict(steps=2))) == 0
+    keys = dict(max_num_checkpoints_to_keep=2)
+    assert train(f"{base}/a", **CLUSTER_KEYS | keys | dict(steps=2)).code == 0
     run = object_store.BucketPath(base) / "a"
-    assert tools.saved_steps(run) == [2] and not (run / "lock").exists()
+    assert saved_steps(run) == [2] and not (run / "lock").exists()
     (run / "lock").write_text('{"holder": "process 7 on x", "nonce": "7"}')
     for steps, period, kept in ((6, 2, [4, 6]), (8, 8, [6, 8])):
-        changes |= dict(steps=steps, checkpoint_period=period)
-        both = process_tools.trainers(2, changes, tmp_path, program=process_tools.IMPATIENT)
+        keys |= dict(steps=steps, checkpoint_period=period)
+        both = start_cluster(2, f"{base}/a", program=STALE_AFTER_3_S, **keys)
         started += both
-        process_tools.ends(both, 0, 0)
-        assert ("waiting up to" in both[0].text()) == (steps == 6)
-        assert f"resumed after step {2 if steps == 6 else 6};" in both[0].text()
-        assert tools.saved_steps(run) == kept
+        assert_exit_codes(both, 0, 0)
+        assert ("waiting up to" in both[0].output) == (steps == 6)
+        assert f"resumed after step {2 if steps == 6 else 6};" in both[0].output
+        assert saved_steps(run) == kept
         if steps == 6:
             assert (run / "checkpoints/6/params/ocdbt.process_1").exists()
     files = {"metrics", "history", "log", "log_1", "config.yml"}
     assert {path.name for path in run.iterdir()} == {"checkpoints", "environment.json", *files}
-    assert tools.logged_steps(run) == list(range(1, 9))
+    assert logged_steps(run) == list(range(1, 9))
 
 
 @pytest.mark.parametrize("workers", [0, full(1)])
-def test_a_run_reads_its_text_from_a_bucket(s3, text_run, workers, tmp_path, capfd):
-    """The rows of a run on a file of the disk, evaluations too; in two starts. A bucket that there
-    is not is a line and exit code 3."""
+def test_a_run_reads_its_text_from_a_bucket(s3, text_run, workers, tmp_path):
+    """The rows of a run on a file of the disk, evaluations too; in two starts. A bucket that does
+    not exist is refused with exit code 3."""
     run, keys = text_run
     store.connect("s3", BUCKET).put("text/text.txt", run.parent / "text.txt")
     keys = keys | dict(dataset_path=f"s3://{BUCKET}/text", grain_worker_count=workers)
     for steps in (2, 4):
-        assert tools.run(tmp_path, "bucket", **keys | {"steps": steps}) == 0
-    rows = tools.rows(tmp_path / "bucket")
-    assert rows == tools.rows(run) and len(rows) == 4 and "eval/loss" in rows[3]
+        assert train(tmp_path / "bucket", **keys | {"steps": steps}).code == 0
+    rows = metrics_rows(tmp_path / "bucket")
+    assert rows == metrics_rows(run) and len(rows) == 4 and "eval/loss" in rows[3]
     keys |= dict(dataset_path="s3://none/text")
-    code, line = tools.refused_run(capfd, tmp_path, "none", **keys)
-    assert code == 3 and "dataset_path=s3://none/text cannot be read (Not Found (404): " in line
+    absent = train(tmp_path / "none", **keys)
+    assert absent.code == 3
+    assert names_key(absent.error, "dataset_path") and "(404)" in absent.error
 
 
 def test_the_steps_of_a_run_make_no_request_in_their_thread(faulty, monkeypatch):
@@ -159,8 +170,8 @@ def test_the_steps_of_a_run_make_no_request_in_their_thread(faulty, monkeypatch)
     faulty.fault = note
     base = f"az://{BUCKET}/runs"
     keys = dict(async_checkpointing="true", enable_tensorboard="true")
-    assert tools.run(base, "a", steps=30, checkpoint_period=10, **keys) == 0
+    assert train(f"{base}/a", steps=30, checkpoint_period=10, **keys).code == 0
     assert len(after_step) == 30 and after_step[0] == after_step[-1] > 0
     run = object_store.BucketPath(base) / "a"
-    assert tools.logged_steps(run) == list(range(1, 31))
+    assert logged_steps(run) == list(range(1, 31))
     assert len(line_files.chunks_of(run / "metrics.jsonl")) > 3

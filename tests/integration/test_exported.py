@@ -3,11 +3,13 @@
 
 import numpy as np
 import pytest
-import run_tools as tools
+from run import KEYS, output_of, run_program, train
+from run_files import assert_equal_bits, checkpoint_arrays
 from safetensors.numpy import load_file
 
-from maxdiloco import hf, train
+from maxdiloco import generate, hf
 from maxdiloco import tokenizer as tokenizer_program
+from maxdiloco import train as train_program
 from maxdiloco.checkpoint import read
 from maxdiloco.data import pipeline
 from maxdiloco.evaluation import run_texts, run_tokenizer, stored
@@ -19,7 +21,7 @@ pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.usefixtures("program
 
 TEXT = "".join(f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" for i in range(400))
 PROMPT = "the cat number 3"
-RUN = tools.TINY | dict(dataset_type="text", vocab_size=-1, tokenizer_type="huggingface")
+RUN = KEYS | dict(dataset_type="text", vocab_size=-1, tokenizer_type="huggingface")
 RUN |= dict(max_target_length=48, per_device_batch_size=4, diloco_sync_period=5, eval_steps=4)
 RUN |= dict(base_num_kv_heads=1, log_period=11, max_num_checkpoints_to_keep=1)
 RUN |= dict(steps=22)  # between rounds: the replicas differ
@@ -42,7 +44,7 @@ def run(place, name, **keys):
     """A run of 22 steps over two replicas; its folder."""
     paths = dict(dataset_path=place / "text", eval_dataset_path=place / "text")
     paths |= dict(tokenizer_path=place / "tok.json")
-    assert tools.run(place, name, **RUN | paths | keys) == 0
+    assert train(place / name, **RUN | paths | keys).code == 0
     return place / name
 
 
@@ -76,21 +78,19 @@ def greedy(folder, prompt, count):
     return tokenizer.decode(found[0], skip_special_tokens=True)
 
 
-def our_greedy(folder, prompt, count, capfd):
+def our_greedy(folder, prompt, count):
     options = [f"prompt={prompt}", f"max_new_tokens={count}", "temperature=0"]
-    return tools.generated(capfd, folder, *options).removesuffix("\n")
+    return output_of(generate.main, folder, *options).removesuffix("\n")
 
 
-def test_transformers_continue_a_prompt_with_the_same_text(trained, exported, capfd):
-    ours = our_greedy(trained, PROMPT, 24, capfd)
+def test_transformers_continue_a_prompt_with_the_same_text(trained, exported):
+    ours = our_greedy(trained, PROMPT, 24)
     assert greedy(exported, PROMPT, 24) == ours
     assert len(ours) > len(PROMPT) + 20
 
 
 @pytest.mark.full
-def test_the_evaluation_loss_is_that_of_transformers_on_the_same_tokens(
-    trained, exported, evaluated
-):
+def test_the_evaluation_loss_is_that_of_transformers(trained, exported, evaluated):
     """eval_steps=4 batches of 8 windows; each document of a window is a text of its own there.
     Float32 sums of some 1,500 losses: 1e-5 of the mean."""
     ours = evaluated(trained)["texts"][0]
@@ -121,7 +121,7 @@ def test_parameters_of_a_replica_and_the_mean_on_request(trained, exported, tmp_
     for parameters in ("replica_1", "mean"):
         out = export(trained, tmp_path / parameters, f"parameters={parameters}")
         found[parameters] = load_file(out / "model.safetensors")[name].T
-    saved = tools.arrays(trained, 22)
+    saved = checkpoint_arrays(trained, 22)
     first, second = saved["params['layers']['mlp']['w_out']"][:, 1]
     np.testing.assert_array_equal(found["replica_1"], second)
     np.testing.assert_array_equal(found["mean"], (first + second) / np.float32(2))
@@ -131,7 +131,7 @@ def test_parameters_of_a_replica_and_the_mean_on_request(trained, exported, tmp_
     assert hf.main(["export", str(trained), str(tmp_path / "x"), "parameters=replica_2"]) == 2
 
 
-def test_a_run_goes_on_from_an_import_with_its_tokenizer(exported, place, capfd):
+def test_a_run_trains_from_an_import_with_its_tokenizer(exported, place, capfd):
     """The one command of the documentation; its export is like the import."""
     ours = place / "imported"
     assert hf.main(["import", str(exported), str(ours), "max_target_length=48"]) == 0
@@ -139,20 +139,19 @@ def test_a_run_goes_on_from_an_import_with_its_tokenizer(exported, place, capfd)
     keys = {k: v for k, v in RUN.items() if k not in same | {"tokenizer_type", "head_dim"}}
     keys |= {"dataset_path": place / "text", "base_output_directory": place, "run_name": "more"}
     keys |= {"learning_rate": 0.0, "adam_weight_decay": 0.0, "steps": 2}
-    command = [str(ours / "start.yml"), *(f"{k}={v}" for k, v in keys.items())]
+    pairs = [f"{key}={value}" for key, value in keys.items()]
+    more = run_program(train_program.main, ours / "start.yml", *pairs)
+    assert more.code == 0 and "with the outer parameters of" in more.output
+    assert "another tokenizer" not in more.output + more.errors
     capfd.readouterr()
-    assert train.main(command) == 0
-    output = capfd.readouterr()
-    assert "with the outer parameters of" in output.out
-    assert "another tokenizer" not in output.out + output.err
     again = export(place / "more", place / "again")
     assert f"are those of {ours / 'huggingface'}" in capfd.readouterr().out
-    tools.assert_equal_bits(*(load_file(f / "model.safetensors") for f in (again, exported)))
+    assert_equal_bits(*(load_file(f / "model.safetensors") for f in (again, exported)))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (again / name).read_bytes() == (exported / name).read_bytes()
 
 
-def test_a_run_on_bytes_is_exported_with_a_tokenizer_of_bytes(place, capfd):
+def test_a_run_on_bytes_is_exported_with_a_tokenizer_of_bytes(place):
     keys = dict(tokenizer_type="byte", tokenizer_path="", steps=3, vocab_size=384)
     folder = run(place, "bytes", **keys)
     out = export(folder, place / "bytes-exported")
@@ -160,16 +159,16 @@ def test_a_run_on_bytes_is_exported_with_a_tokenizer_of_bytes(place, capfd):
     text = "Grüße \U0001f600\n\x00 end"
     assert tokenizer(text)["input_ids"] == [256, *text.encode()]
     assert tokenizer.decode(list(text.encode())) == text
-    ours = our_greedy(folder, "the", 8, capfd)
+    ours = our_greedy(folder, "the", 8)
     assert greedy(out, "the", 8) == ours
 
 
 @pytest.mark.full
-def test_an_eager_run_is_exported_as_the_mean_of_its_replicas_thetas(place):
+def test_an_eager_run_is_exported_as_the_mean_of_its_replicas(place):
     """The tied table is written as it is for the head. Seven steps of H=5: the thetas differ."""
     folder = run(place, "eager", diloco_outer_overlap="eager", steps=7)
     out = export(folder, place / "eager_out")
-    theta_R = tools.arrays(folder, 7)["outer['embedding']"]
+    theta_R = checkpoint_arrays(folder, 7)["outer['embedding']"]
     assert np.any(theta_R[0] != theta_R[1])
     head = load_file(out / "model.safetensors")["lm_head.weight"]
     mean = (theta_R[0] + theta_R[1]) / np.float32(2)

@@ -10,12 +10,14 @@ import shutil
 import sys
 
 import pytest
-import run_tools as tools
 from etils import epath
 from mutated_files import HOSTILE, OUTSIDE, mutate, rng_of
+from run import refused, run_program, train, train_arguments
+from run_files import saved_steps
 from tiers import corner
 
-from maxdiloco import evaluate, generate, hf, prepare, report, train
+from maxdiloco import evaluate, generate, hf, prepare, report
+from maxdiloco import train as train_program
 from maxdiloco.checkpoint import seal
 from maxdiloco.flags import base_yml
 from maxdiloco.islands import __main__ as islands
@@ -31,8 +33,8 @@ def artefacts(tmp_path_factory, finished):
     """A folder with a run, an islands store, prepared shards and a Hugging Face model."""
     root = tmp_path_factory.mktemp("artefacts")
     shutil.copytree(finished, root / "run")
-    step = tools.saved_steps(root / "run")[0]
-    for other in tools.saved_steps(root / "run")[1:]:  # the newest one is the only one
+    step = saved_steps(root / "run")[0]
+    for other in saved_steps(root / "run")[1:]:  # the newest one is the only one
         shutil.rmtree(root / "run" / "checkpoints" / str(other))
     assert step == 40
     assert hf.main(["export", str(root / "run"), str(root / "model")]) == 0
@@ -41,13 +43,13 @@ def artefacts(tmp_path_factory, finished):
     assert prepare.main([f"{root}/text", f"out={root}/shards"]) == 0
     keys = dict(islands="elastic", islands_store=root / "store", island="a", steps=40,
                 dcn_diloco_parallelism=1, islands_period_seconds=0.1)  # fmt: skip
-    assert tools.run(root / "islands", "a", **keys) == 0
+    assert train(root / "islands" / "a", **keys).code == 0
     return root
 
 
 # {name: (folder of `artefacts`, glob of files, whether to seal again, [program, arguments])}
 def commands(root):
-    small = tools.arguments(root / "runs", "new", steps=1)
+    small = train_arguments(root / "runs" / "new", steps=1)
     once = ["eval_steps=1"]
     shards = [f"dataset_path={root}/shards", "dataset_type=arrayrecord", "vocab_size=257"]
     return {
@@ -59,16 +61,16 @@ def commands(root):
                                   ["export", "run", "exported"]),
         "generate of sealed META": ("run", "checkpoints/*/meta/metadata", True, generate,
                                     ["run", "prompt=a"]),
-        "resume of sealed META": ("run", "checkpoints/*/meta/metadata", True, train,
-                                  tools.arguments(root, "run", steps=41)),
+        "resume of sealed META": ("run", "checkpoints/*/meta/metadata", True, train_program,
+                                  train_arguments(root / "run", steps=41)),
         "evaluate of seal": ("run", f"checkpoints/*/{seal.FILE}", False, evaluate, ["run", *once]),
-        "resume of seal": ("run", f"checkpoints/*/{seal.FILE}", False, train,
-                           tools.arguments(root, "run", steps=41)),
+        "resume of seal": ("run", f"checkpoints/*/{seal.FILE}", False, train_program,
+                           train_arguments(root / "run", steps=41)),
         "report of files": ("run", "*.*", False, report, ["run"]),
-        "train of config": ("run", "config.yml", False, train, ["config.yml", *small]),
+        "train of config": ("run", "config.yml", False, train_program, ["config.yml", *small]),
         "status of islands": ("store", "**/*", False, islands, ["status", "store"]),
         "audit of islands": ("store", "**/*", False, islands, ["audit", "store"]),
-        "train on shards": ("shards", "*", False, train, [*small, *shards]),
+        "train on shards": ("shards", "*", False, train_program, [*small, *shards]),
         "import of model": ("model", "*", False, hf, ["import", "model", "imported"]),
     }  # fmt: skip
 
@@ -81,12 +83,12 @@ DEFAULT = [(name, 0) for name in NAMES if name != "generate of sealed META"]
 CODES = dict.fromkeys(["audit of islands", "status of islands"], (0, 1, 2, 3))
 
 
-def check(code, said, before, root, outside, allowed=(0, 2, 3)):
-    """What holds for every program, whatever it has read."""
-    assert code in allowed, said.err
-    assert "Traceback" not in said.out + said.err
-    lines = [line for line in said.err.splitlines() if not line.startswith(("warning:", "note:"))]
-    assert len(lines) <= 1 and (code in (0, 1) or len(lines) == 1), said.err
+def check(run, before, root, outside, allowed=(0, 2, 3)):
+    """Assert what holds for every program, whatever it has read."""
+    assert run.code in allowed, run.errors
+    assert "Traceback" not in run.output + run.errors
+    lines = [x for x in run.errors.splitlines() if not x.startswith(("warning:", "note:"))]
+    assert len(lines) <= 1 and (run.code in (0, 1) or len(lines) == 1), run.errors
     assert not before - files(root), "deleted"
     assert str(outside) not in map(str, OPENED), "opened a file outside of the run"
 
@@ -100,7 +102,7 @@ def files(root):
     ("name", "seed"), corner([(name, seed) for name in NAMES for seed in SEEDS], DEFAULT)
 )
 def test_a_mutated_file_ends_no_program_in_a_traceback(
-    name, seed, artefacts, tmp_path, monkeypatch, capfd
+    name, seed, artefacts, tmp_path, monkeypatch
 ):
     part, pattern, seals, program, argv = commands(tmp_path)[name]
     root, outside = tmp_path, tmp_path.parent / f"{tmp_path.name}-outside"
@@ -119,16 +121,15 @@ def test_a_mutated_file_ends_no_program_in_a_traceback(
     argv = [str(root / word) if word == part and program is not hf else word for word in argv]
     before = files(root)
     OPENED.clear()
-    capfd.readouterr()
-    code = program.main(argv)
-    check(code, capfd.readouterr(), before, root, outside, CODES.get(name, (0, 2, 3)))
+    run = run_program(program.main, *argv)
+    check(run, before, root, outside, CODES.get(name, (0, 2, 3)))
 
 
 LINES = range(40)
 
 
 @pytest.mark.parametrize("seed", corner(LINES, [0, 1]))
-def test_a_hostile_command_line_is_one_line(seed, tmp_path, monkeypatch, capfd):
+def test_a_hostile_command_line_is_refused_in_one_line(seed, tmp_path, monkeypatch):
     rng, outside = rng_of("command line", seed), tmp_path / "outside"
     outside.write_text("a: b")
     monkeypatch.chdir(tmp_path)
@@ -139,11 +140,9 @@ def test_a_hostile_command_line_is_one_line(seed, tmp_path, monkeypatch, capfd):
         for key, value in zip(keys, values, strict=True)
     ]
     # steps=abc comes last, so that no line is accepted and trains.
-    capfd.readouterr()
-    code = train.main([*tools.arguments(tmp_path / "runs", "new"), *pairs, "steps=abc"])
-    said = capfd.readouterr()
-    assert code == 2 and "Traceback" not in said.err
-    assert len(said.err.splitlines()) == 1
+    arguments = train_arguments(tmp_path / "runs" / "new")
+    code, _ = refused(train_program.main, *arguments, *pairs, "steps=abc")
+    assert code == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outside"]
 
 

@@ -7,11 +7,20 @@ import signal
 import sys
 import time
 
-import process_tools as tools
 import pytest
-import run_tools
+from run import (
+    CLUSTER_KEYS,
+    DEFAULT_CODE_GENERATION,
+    ROOT,
+    WAIT_S,
+    Process,
+    cluster_environs,
+    names_key,
+    train_arguments,
+)
+from run_files import assert_equal_bits, checkpoint_arrays
 
-SCRIPT = tools.ROOT / "scripts" / "run_local_slices.sh"
+SCRIPT = ROOT / "scripts" / "run_local_slices.sh"
 KILLED = pathlib.Path(__file__).with_name("killed_process.py")
 # Of a virtual environment: starts killed_process.py in place of maxdiloco.train.
 PYTHON = """#!/bin/sh
@@ -20,7 +29,7 @@ exec {0} "$@"
 """
 
 STEPS = 24
-KEYS = {"steps": STEPS, "checkpoint_period": 5, "log_period": 4, "ici_fsdp_parallelism": 1}
+KEYS = dict(steps=STEPS, checkpoint_period=5, log_period=4, ici_fsdp_parallelism=1)
 STREAMING = {
     "enable_streaming_diloco": "true",
     "num_diloco_fragments": 2,
@@ -39,13 +48,13 @@ def started(programs):
     """Starts a program that sees the compiled programs of this module; none outlives it."""
     processes = []
 
-    def start(command, log, environ):
-        processes.append(tools.Process(command, log, tools.AS_USERS | environ))
+    def start(command, environ):
+        processes.append(Process(command, DEFAULT_CODE_GENERATION | environ))
         return processes[-1]
 
     yield start
     for process in processes:
-        process.kill()
+        process.kill_session()
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +69,17 @@ def run(started, tmp_path_factory):
         python.write_text(PYTHON.format(sys.executable, KILLED, folder / "kills"))
         python.chmod(0o755)
         restart = ["--restart", str(len(kills))] if kills else []
-        command = ["bash", str(SCRIPT), *restart, "2", *flags(changes, folder)]
-        process = started(command, folder / "log", {"MAXDILOCO_VENV": str(folder)})
-        code = process.popen.wait(timeout=tools.WAIT_S * (1 + len(kills)))
-        assert code == 0, process.text()
-        return folder / "run", process.text()
+        command = ["bash", str(SCRIPT), *restart, "2", *arguments(changes, folder)]
+        process = started(command, {"MAXDILOCO_VENV": str(folder)})
+        code = process.wait_for_exit(timeout_s=WAIT_S * (1 + len(kills)))
+        assert code == 0, process.output
+        return folder / "run", process.output
 
     return run
 
 
-def flags(changes, folder):
-    return tools.flags(KEYS | changes | {"run_name": "run", "base_output_directory": folder})
+def arguments(changes, folder):
+    return train_arguments(folder / "run", **CLUSTER_KEYS | KEYS | changes)
 
 
 def random_kills(count, *, seed):
@@ -85,10 +94,10 @@ def random_kills(count, *, seed):
     return kills
 
 
-def ends(run_folder, steps=STEPS):
-    """Parameters, optimizers' states and what was sent and not applied, at a run's end. Without
-    what has arrived: places that wait for their next exchange may still hold the last one."""
-    arrays = run_tools.arrays(run_folder, steps)
+def last_arrays(run_folder, steps=STEPS):
+    """Return the parameters, optimizer states and in-flight exchanges at a run's end. The receive
+    buffers are left out: slots that wait for their next exchange may still hold the last one."""
+    arrays = checkpoint_arrays(run_folder, steps)
     arrived = ("flight['incoming']", "flight['arrived']")
     return {name: x for name, x in arrays.items() if not name.startswith(arrived)}
 
@@ -106,23 +115,21 @@ def undisturbed(run):
     """What the streaming run ends with when nothing happens."""
     folder, text = run(STREAMING)
     assert "run_local_slices: " not in text
-    return ends(folder)
+    return last_arrays(folder)
 
 
 @pytest.mark.full
-def test_processes_that_are_killed_in_flight_told_to_stop_and_killed_in_a_save_change_no_bit(
-    run, undisturbed
-):
+def test_kills_in_flight_and_in_a_save_and_a_stop_change_no_bit(run, undisturbed):
     """Before step 4, between a send and its apply; SIGTERM before step 9, which saves; and as the
     arrays of step 20 are saved."""
     kills = ["1 KILL in flight:4", "0 TERM inner steps:9", "0 KILL checkpoint:20"]
     folder, text = run(STREAMING, kills)
     assert_restarts(text, kills)
-    run_tools.assert_equal_bits(ends(folder), undisturbed)
+    assert_equal_bits(last_arrays(folder), undisturbed)
 
 
 @pytest.mark.full
-def test_owners_that_are_killed_before_they_share_what_they_have_reduced_change_no_bit(run):
+def test_kills_between_the_parts_and_the_means_change_no_bit(run):
     """After the parts of a fragment have met and before its means have left: process 1 with those
     of step 6, process 0 with those of step 12. Resumed after step 5, where the means of step 3 have
     arrived, and after 10, where those of step 9 are on their way; the other process ends by itself
@@ -130,20 +137,20 @@ def test_owners_that_are_killed_before_they_share_what_they_have_reduced_change_
     at_once = OWNERS | {"async_checkpointing": "false"}
     folder, text = run(at_once)
     assert "run_local_slices: " not in text
-    undisturbed = ends(folder)
+    undisturbed = last_arrays(folder)
     assert any(x.any() for name, x in undisturbed.items() if name.startswith("flight['parts']"))
     kills = ["1 KILL at share:6", "0 KILL at share:12"]
     killed, text = run(at_once, kills)
     assert_restarts(text, kills)
     assert re.findall(r"^\[0\] resumed after step (\d+)", text, re.M) == ["5", "10"]
-    run_tools.assert_equal_bits(ends(killed), undisturbed)
+    assert_equal_bits(last_arrays(killed), undisturbed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("changes", [STREAMING, OWNERS, EAGER, DATA_PARALLEL])
 def test_twenty_kills_at_random_steps_change_no_bit(run, changes):
-    """SIGKILL and SIGTERM, against an undisturbed run of as many processes."""
+    """SIGKILL and SIGTERM, compared with an undisturbed run of as many processes."""
     changes = changes | {"steps": 120}
     folder, _ = run(changes)
     kills = random_kills(20, seed=0)
@@ -151,7 +158,7 @@ def test_twenty_kills_at_random_steps_change_no_bit(run, changes):
     assert int(kills[-1].partition(":")[2]) < 112, "the last one has steps to come to its save"
     killed, text = run(changes, kills)
     assert_restarts(text, kills)
-    run_tools.assert_equal_bits(ends(killed, 120), ends(folder, 120))
+    assert_equal_bits(last_arrays(killed, 120), last_arrays(folder, 120))
 
 
 @pytest.fixture
@@ -160,19 +167,16 @@ def stopped(started, tmp_path):
     number 0 waits for that."""
 
     def stopped(timeout_s):
-        environ = {"PYTHONPATH": str(tools.ROOT)}
+        environ = {"PYTHONPATH": str(ROOT)}
         module = [sys.executable, "-m", "benchmarks.link.fault_process", str(tmp_path)]
         changes = STREAMING | {"num_slices": 2, "peer_timeout_seconds": timeout_s}
-        command = [*module, "1", "at apply", "6", *flags(changes, tmp_path)]
-        both = [
-            started(command, tmp_path / f"{i}.log", environ | mine)
-            for i, mine in enumerate(tools.variables(2))
-        ]
-        limit = time.monotonic() + tools.WAIT_S
+        command = [*module, "1", "at apply", "6", *arguments(changes, tmp_path)]
+        both = [started(command, environ | own) for own in cluster_environs(2)]
+        limit = time.monotonic() + WAIT_S
         for name in ("held", "take.0"):
             while not (tmp_path / name).exists():
-                assert time.monotonic() < limit, both[0].text()
-                assert [p.popen.poll() for p in both] == [None] * 2, both[0].text()
+                assert time.monotonic() < limit, both[0].output
+                assert [p.popen.poll() for p in both] == [None] * 2, both[0].output
                 time.sleep(0.05)
         both[1].popen.send_signal(signal.SIGSTOP)
         (tmp_path / "go").touch()
@@ -182,25 +186,23 @@ def stopped(started, tmp_path):
 
 
 @pytest.mark.full
-def test_a_process_that_is_stopped_for_less_than_the_timeout_changes_no_bit(
-    stopped, tmp_path, undisturbed
-):
+def test_a_process_stopped_for_less_than_the_timeout_changes_no_bit(stopped, tmp_path, undisturbed):
     """Longer than the silence after which its connections are made anew, a quarter of it."""
     zero, one = stopped(timeout_s=20)
     time.sleep(6)
     assert zero.popen.poll() is None
     one.popen.send_signal(signal.SIGCONT)
-    assert [zero.end(), one.end()] == [0, 0], zero.text() + one.text()
-    run_tools.assert_equal_bits(ends(tmp_path / "run"), undisturbed)
+    assert [zero.wait_for_exit(), one.wait_for_exit()] == [0, 0], zero.output + one.output
+    assert_equal_bits(last_arrays(tmp_path / "run"), undisturbed)
 
 
 @pytest.mark.full
-def test_a_process_that_is_stopped_for_longer_ends_the_other_with_5_and_then_itself(stopped):
-    """The other one waits for an exchange, and names it; woken up, it finds that it is alone."""
+def test_processes_exit_with_5_when_one_is_stopped_for_too_long(stopped):
+    """The other one waits for an exchange, and names it; continued, it finds the other gone."""
     zero, one = stopped(timeout_s=10)
-    assert zero.end() == 5, zero.text()
+    assert zero.wait_for_exit() == 5, zero.output
     one.popen.send_signal(signal.SIGCONT)
-    assert one.end() == 5, one.text()
-    (line,), (of_one,) = zero.errors(), one.errors()
-    assert line.startswith("LostPeerError: process 1 ") and "peer_timeout_seconds=10" in line
+    assert one.wait_for_exit() == 5, one.output
+    (line,), (of_one,) = zero.error_lines(), one.error_lines()
+    assert line.startswith("LostPeerError: process 1 ") and names_key(line, "peer_timeout_seconds")
     assert of_one.startswith("LostPeerError: process 0 ")

@@ -5,9 +5,11 @@ import threading
 import time
 
 import pytest
-import run_tools as tools
 from fake_gcs import BUCKET, FakeGcs
+from run import STEPS, WAIT_S, names_key, output_of, start_train, train
+from run_files import assert_equal_bits, assert_equal_runs, checkpoint_arrays, logged_steps
 
+from maxdiloco import generate
 from maxdiloco import tokenizer as program
 from maxdiloco.data import tokenizer
 from maxdiloco.storage import object_lock, object_store
@@ -38,7 +40,7 @@ def store(server):
 
 
 @pytest.mark.full
-def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, capfd, monkeypatch):
+def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, monkeypatch):
     """The objects of the unfinished save count for nothing and are removed. The store is slow and
     at times unavailable while the run resumes and saves."""
     reached, opened = threading.Event(), threading.Event()
@@ -47,15 +49,16 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, ca
         if "/checkpoints/20/outer_params/" not in request.name or opened.is_set():
             return None
         reached.set()
-        opened.wait(tools.WAIT_S)
+        opened.wait(WAIT_S)
         return 503  # whoever asked is gone
 
     store.fault = hold
-    with tools.Child(BASE, "a", async_checkpointing="true", checkpoint_period=10) as child:
-        child.until("step 20/")
-        assert reached.wait(tools.WAIT_S)
-        child.kill()
-        assert child.end() == -signal.SIGKILL
+    keys = dict(async_checkpointing="true", checkpoint_period=10)
+    with start_train(f"{BASE}/a", paced=True, **keys) as process:
+        process.wait_for_output("step 20/")
+        assert reached.wait(WAIT_S)
+        process.popen.kill()
+        assert process.wait_for_exit() == -signal.SIGKILL
     opened.set()
     assert "runs/a/lock" in store.names()
     assert store.names("runs/a/checkpoints/20/")
@@ -73,35 +76,28 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, ca
         return None
 
     store.fault = burst
-    capfd.readouterr()
-    keys = dict(checkpoint_period=10**6, max_num_checkpoints_to_keep=1)
-    assert tools.run(BASE, "a", **keys) == 0
-    told = capfd.readouterr()
-    assert "resumed after step 10;" in told.out
-    assert "gs://fake-bucket/runs/a/lock of process " in told.out and ": taken over." in told.out
+    run = train(f"{BASE}/a", checkpoint_period=10**6, max_num_checkpoints_to_keep=1)
+    assert run.code == 0 and "resumed after step 10;" in run.output
     assert max(left.values()) <= 0
-    assert "Traceback" not in told.err
-    tools.assert_equal_runs(RUN, finished, steps=tools.STEPS)
-    assert {name.split("/")[3] for name in store.names("runs/a/checkpoints/")} == {str(tools.STEPS)}
+    assert "Traceback" not in run.errors
+    assert_equal_runs(RUN, finished, steps=STEPS)
+    assert {name.split("/")[3] for name in store.names("runs/a/checkpoints/")} == {str(STEPS)}
 
 
 @pytest.mark.full  # test_checkpoint_damage.py has those of a disk
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(finished, store, capfd):
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(finished, store):
     """An object that is too short. The store has no folder to rename: its objects move."""
     keys = dict(checkpoint_period=60)
-    assert tools.run(BASE, "a", **keys) == 0
-    name = f"runs/a/checkpoints/{tools.STEPS}/meta/metadata"
+    assert train(f"{BASE}/a", **keys).code == 0
+    name = f"runs/a/checkpoints/{STEPS}/meta/metadata"
     store.put(name, store.objects[BUCKET][name].data[:-1])
-    capfd.readouterr()
-    assert tools.run(BASE, "a", **keys) == 0
-    told = capfd.readouterr().out
-    assert f"warning: checkpoint {BASE}/a/checkpoints/{tools.STEPS} is damaged" in told
-    assert "resumed after step 60;" in told
-    assert f"runs/a/checkpoints/{tools.STEPS}.damaged/meta/metadata" in store.names()
-    tools.assert_equal_runs(RUN, finished, steps=tools.STEPS)
+    run = train(f"{BASE}/a", **keys)
+    assert run.code == 0 and "resumed after step 60;" in run.output
+    assert f"runs/a/checkpoints/{STEPS}.damaged/meta/metadata" in store.names()
+    assert_equal_runs(RUN, finished, steps=STEPS)
 
 
-def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeypatch):
+def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, monkeypatch):
     """Another process takes the lock, as it may after a long silence of this one."""
     monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
     taken = []
@@ -112,24 +108,24 @@ def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, capfd, monkeyp
         return None
 
     store.fault = take
-    assert tools.run(BASE, "a", steps=10**6, learning_rate_schedule_steps=100) == 2
-    (line,) = capfd.readouterr().err.strip().splitlines()[-1:]
-    assert line.startswith("CheckpointError: run_name=a: gs://fake-bucket/runs/a/lock was not rene")
-    assert "is now that of process 1 on b" in line
+    run = train(f"{BASE}/a", steps=10**6, learning_rate_schedule_steps=100)
+    assert run.code == 2
+    (line,) = run.errors.strip().splitlines()[-1:]
+    assert line.startswith("CheckpointError: run_name=a: ") and "process 1 on b" in line
     assert store.objects[BUCKET]["runs/a/lock"] == taken[0]
-    assert tools.logged_steps(RUN) == [1, 2, 3, 4, 5]  # written before the save, and not again
+    assert logged_steps(RUN) == [1, 2, 3, 4, 5]  # written before the save, and not again
     assert store.names("runs/a/metrics/") and not store.names("runs/a/log/")
 
 
 @pytest.mark.full  # test_clouds.py reads text from another store
-def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path, capfd):
+def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path):
     """The same as from a disk; nothing there is changed. The tokenizer, of 264 tokens, is in the
     run's folder and in a checkpoint: the file that the run was given is gone."""
     (tmp_path / "text.txt").write_text("the cat and the hat " * 100)
     given = tmp_path / "tok.json"
     assert program.main([str(tmp_path / "text.txt"), f"out={given}", "vocab_size=264"]) == 0
     keys = dict(tokenizer_type="huggingface", tokenizer_path=given, vocab_size=-1)
-    assert tools.run(BASE, "a", steps=2, **keys) == 0
+    assert train(f"{BASE}/a", steps=2, **keys).code == 0
     given.unlink()
     before = dict(store.objects[BUCKET])
     for name, item in before.items():
@@ -139,25 +135,25 @@ def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path, 
     for source in (RUN, copy):
         for folder in (source, source / "checkpoints" / "2"):
             assert tokenizer.load(folder / "tokenizer").vocab_size == 264
-        texts.append(tools.generated(capfd, source, "prompt=the cat", "max_new_tokens=8"))
+        texts.append(output_of(generate.main, source, "prompt=the cat", "max_new_tokens=8"))
         keys |= dict(load_parameters_path=source, tokenizer_path=copy / "tokenizer")
         runs.append(f"new-{len(runs)}")
-        assert tools.run(tmp_path, runs[-1], **keys | dict(steps=1, learning_rate=0.0)) == 0
+        assert train(tmp_path / runs[-1], **keys | dict(steps=1, learning_rate=0.0)).code == 0
     assert texts[0] == texts[1] and texts[0].startswith("the cat")
-    tools.assert_equal_bits(*(tools.arrays(tmp_path / run, 1) for run in runs))
+    assert_equal_bits(*(checkpoint_arrays(tmp_path / run, 1) for run in runs))
     assert store.objects[BUCKET] == before
 
 
 @pytest.mark.parametrize(
-    ("keys", "status", "words"),
+    ("key", "value", "status"),
     [
-        ({"load_parameters_path": "gs://absent/runs/a"}, None, "holds no checkpoint"),
-        ({"load_full_state_path": f"{BASE}/absent"}, None, "holds no checkpoint"),
-        ({"load_full_state_path": f"{BASE}/a"}, 403, "cannot be read: Forbidden (403)."),
+        ("load_parameters_path", "gs://absent/runs/a", None),
+        ("load_full_state_path", f"{BASE}/absent", None),
+        ("load_full_state_path", f"{BASE}/a", 403),
     ],
 )
-def test_a_place_that_cannot_be_used_is_one_line(store, tmp_path, capfd, keys, status, words):
+def test_a_path_that_cannot_be_read_is_refused_by_key(store, tmp_path, key, value, status):
     store.fault = lambda request: status
-    code, line = tools.refused_run(capfd, tmp_path, "a", **keys)
-    ((key, value),) = keys.items()
-    assert code == 2 and key in line and value in line and words in line
+    run = train(tmp_path / "a", **{key: value})
+    assert run.code == 2 and names_key(run.error, key) and value in run.error
+    assert ("(403)" in run.error) == (status == 403)

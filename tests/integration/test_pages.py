@@ -14,7 +14,8 @@ import sys
 import pytest
 from data.tokenizers_on_disk import byte_level_bpe
 from huggingface import small_models as small
-from run_tools import ROOT, rows
+from run import ROOT, output_of
+from run_files import metrics_rows
 
 from maxdiloco import evaluate, generate, prepare, train_compile
 from maxdiloco.command_line import read_options
@@ -43,17 +44,15 @@ def as_variables(keys):
     return {f"M_{name.upper()}": str(value) for name, value in keys.items()}
 
 
-def run(line, capsys, *more):
-    """What a command prints, which runs in this process with more arguments."""
+def output_of_command(line, *more):
+    """Run a command in this process with more arguments, and return what it prints."""
     python, flag, module, *arguments = shlex.split(line)
     assert (python, flag) == ("python", "-m")
-    main = importlib.import_module(module).main
-    assert main([*arguments, *more]) == 0, (line, capsys.readouterr())
-    return capsys.readouterr().out
+    return output_of(importlib.import_module(module).main, *arguments, *more)
 
 
 @pytest.mark.usefixtures("programs")
-def test_the_commands_of_your_own_text_run(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_your_own_text_run(tmp_path, monkeypatch):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     data = tmp_path / "data"
     for name, words in (("text", "the cat and the hat "), ("code", "def f(x): return x ")):
@@ -72,16 +71,17 @@ def test_the_commands_of_your_own_text_run(tmp_path, monkeypatch, capsys):
     lines = blocks(page("docs/howto/your-data.md"))
     for line in lines:
         words = [value for key, value in more.items() if key in line]
-        said = run(line.replace("/data/", f"{data}/").replace("=32000", "=300"), capsys, *words)
+        line = line.replace("/data/", f"{data}/").replace("=32000", "=300")
+        said = output_of_command(line, *words)
         assert ("Once upon" in said) == ("Once upon" in line)
     programs = "tokenizer prepare prepare train evaluate evaluate generate train train train"
     assert [line.split()[2].partition(".")[2] for line in lines] == programs.split()
     (text,) = json.loads((tmp_path / "a.json").read_text())["texts"]
     assert text["tokens"] > 0 and text["bytes"] > text["tokens"]  # a subword has several
-    last = rows(tmp_path / "runs/c")[-1]
+    last = metrics_rows(tmp_path / "runs/c")[-1]
     assert last["data/tokens_web"] == 3 * last["data/tokens_code"] > 0
     names = {"eval/loss", "eval/code/loss", "eval/code/bits_per_byte"}
-    assert names <= set(rows(tmp_path / "runs/d")[-1])
+    assert names <= set(metrics_rows(tmp_path / "runs/d")[-1])
 
 
 @pytest.mark.parametrize(
@@ -92,18 +92,17 @@ def test_the_commands_of_your_own_text_run(tmp_path, monkeypatch, capsys):
         (generate.main, "generate RUN [key=value ...]", generate.OPTIONS),
     ],
 )
-def test_help_lists_the_options(capsys, main, usage, words):
-    """Without arguments too."""
+def test_help_lists_the_options(main, usage, words):
+    """Without arguments, too."""
     for arguments in ([], ["--help"]):
-        assert main(arguments) == 0
-        text = capsys.readouterr().out
+        text = output_of(main, *arguments)
         assert f"usage: python -m maxdiloco.{usage}" in text
         assert all(word in text for word in words)
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("programs")
-def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch):
     """The test's model has 31 rows."""
     monkeypatch.chdir(tmp_path)
     source = small.save(tmp_path / "Qwen3-0.6B", small.weights())
@@ -119,7 +118,7 @@ def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch, capsys)
     for name, line in zip(names, lines, strict=True):
         line = line.replace("/data/text", f"{tmp_path}/text.txt").replace("/data/", f"{tmp_path}/")
         more = ["vocab_multiple=300"] if " import " in line else []
-        run(line, capsys, *(smaller if name == "train" else more))
+        output_of_command(line, *(smaller if name == "train" else more))
     assert (tmp_path / "qwen3-more/tokenizer.json").is_file()
 
 
@@ -153,10 +152,8 @@ def in_a_shell(line, folder, environ):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("few_compiler_passes")
-def test_each_command_of_the_tutorial_that_can_run_here_does_what_it_says(
-    tmp_path, monkeypatch, capsys
-):
-    """And the runs of the page have the keys that the plans above them print."""
+def test_the_commands_of_the_two_slices_page_run(tmp_path, monkeypatch):
+    """Those that can run here. The runs of the page have the keys that its plans print."""
     monkeypatch.chdir(tmp_path)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
     dry = clean | {"MAXDILOCO_VENV": sys.prefix}
@@ -170,13 +167,14 @@ def test_each_command_of_the_tutorial_that_can_run_here_does_what_it_says(
         if line.startswith(NOT_RUN):
             continue
         if ".plan " in line:  # of the real models; what compiling 1b for v5e-16 gives
-            said[line] = run(line, capsys, *([] if "step_time" in line else ["step_time=0.86"]))
+            more = [] if "step_time" in line else ["step_time=0.86"]
+            said[line] = output_of_command(line, *more)
         elif line.startswith("python"):
             with monkeypatch.context() as patch:
                 for name, value in small.items():
                     patch.setenv(name, value)
                 more = ["max_new_tokens=3"] if ".generate " in line else []
-                said[line] = run(shortened(line), capsys, *more)
+                said[line] = output_of_command(shortened(line), *more)
         else:
             environ = dry if "xpk" in line or "export" in line else local
             said[line] = in_a_shell(line, tmp_path, environ)
@@ -200,7 +198,7 @@ def test_each_command_of_the_tutorial_that_can_run_here_does_what_it_says(
         assert len(chosen) == 5 and set(chosen) <= set(line.split()), (line, command)
 
 
-def test_the_keys_of_what_is_not_run_are_read_too():
+def test_the_keys_of_commands_that_are_not_run_are_valid():
     found = [line for line in SLICES if line.startswith(NOT_RUN)]
     assert len(found) == len(NOT_RUN)
     for line in found:
@@ -210,7 +208,7 @@ def test_the_keys_of_what_is_not_run_are_read_too():
         assert cfg.model_name == "1b"
 
 
-def test_library_example_learns_and_goes_on_from_what_it_has_saved(tmp_path):
+def test_library_example_learns_and_resumes(tmp_path):
     """scripts/library_example.py: a user's own HSDP-sharded step; the loss falls every round. Three
     rounds and, from the saved state, a fourth are four rounds to the bit."""
     main = runpy.run_path(ROOT / "scripts" / "library_example.py")["main"]

@@ -12,13 +12,15 @@ import math
 import re
 
 import pytest
-import run_tools as tools
 from allpairspy import AllPairs
 from data.shards_on_disk import prepare_in_this_process
+from run import run_program
+from run_files import metrics_rows, saved_steps
 from tiers import corner
 
-from maxdiloco import evaluate, generate, hf, prepare, report, train
+from maxdiloco import evaluate, generate, hf, prepare, report
 from maxdiloco import tokenizer as tokenizer_program
+from maxdiloco import train as train_program
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.flags import base_yml
 
@@ -55,8 +57,11 @@ FACTORS = {
     "model": {
         "small": SIZES,
         "named": dict(model_name="tiny", override_model_config="true", base_emb_dim=32),
-        "gemma": SIZES | dict(
-            model_name="gemma3-1b", override_model_config="true", vocab_size=384,
+        "gemma": SIZES
+        | dict(
+            model_name="gemma3-1b",
+            override_model_config="true",
+            vocab_size=384,
             attention_pattern="[local, global]",
         ),
         "experts": SIZES | dict(num_experts=4, num_experts_per_tok=2),
@@ -65,9 +70,8 @@ FACTORS = {
     "mode": {
         "diloco": {},
         "data_parallel": dict(enable_diloco="false"),
-        "overlapped": STREAMING | dict(
-            num_communication_overlapping_steps=1, communication_overlapping_alpha=0.5
-        ),
+        "overlapped": STREAMING
+        | dict(num_communication_overlapping_steps=1, communication_overlapping_alpha=0.5),
         "eager": dict(diloco_outer_overlap="eager"),
         "delayed": dict(diloco_outer_overlap="delayed"),
     },  # fmt: skip
@@ -113,7 +117,8 @@ FACTORS = {
         "best_fit": dict(grain_packing_type="best_fit"),
         "unpacked": dict(packing="false"),
         "evaluated": dict(
-            eval_interval=2, sample_prompt="a",
+            eval_interval=2,
+            sample_prompt="a",
             eval_dataset_path="{held_out: , more: PLACE/text}",
         ),  # fmt: skip
         "one_epoch": dict(steps=-1),
@@ -162,7 +167,7 @@ def name_of(row):
 DEFAULT = [row for row in ROWS if name_of(row) in DEFAULT_IDS]
 
 
-def test_every_two_values_meet_and_the_default_tier_has_each_reader_source_and_carrier():
+def test_every_two_values_meet_in_a_row():
     for i, first in enumerate(FACTORS):
         for second in list(FACTORS)[:i]:
             met = {(getattr(row, first), getattr(row, second)) for row in ROWS}
@@ -198,7 +203,7 @@ def place(tmp_path_factory, programs):
         prepare_in_this_process(patch)
         assert prepare.main([text, f"out={folder / 'shards'}"]) == 0
         keys = BASE | FACTORS["tokenizer"]["bpe"] | SIZES | MESH | dict(dataset_path=text)
-        assert start(folder, keys | dict(run_name="run", base_output_directory=folder)) == 0
+        assert start(folder, keys | dict(run_name="run", base_output_directory=folder)).code == 0
     exported, imported = str(folder / "exported"), str(folder / "imported")
     assert hf.main(["export", str(folder / "run"), exported]) == 0
     assert hf.main(["import", exported, imported]) == 0
@@ -219,18 +224,19 @@ def values_of(row, output):
 
 
 def start(place, values):
-    """Train with these keys; the exit code."""
+    """Train with these keys; return the Run."""
     keys = {key: str(value).replace("PLACE", str(place)) for key, value in values.items()}
     yml = [keys.pop("yml")] if "yml" in keys else []
-    return train.main([*yml, *[f"{key}={value}" for key, value in keys.items()]])
+    pairs = [f"{key}={value}" for key, value in keys.items()]
+    return run_program(train_program.main, *yml, *pairs)
 
 
-def refusal(code, err, known):
-    """The keys that the one line of a refusal names, in its order, and its remedy."""
-    (line,) = err.strip().splitlines()
+def refusal(run, known):
+    """Return the keys that the error of a refused run names, in its order, and the remedy."""
+    line = run.error
     match = re.match(r"(\w+): (.*)", line)
     kinds = {kind.__name__: kind for kind in (ConfigError, CheckpointError, DataError)}
-    assert match and match[1] in kinds and code == kinds[match[1]].exit_code, line
+    assert match and match[1] in kinds and run.code == kinds[match[1]].exit_code, line
     named = re.findall(rf"\b({'|'.join(known)})\b", match[2])
     remedy = re.search(rf"(?:[.;:] )((?:{IMPERATIVES})\b.*)", match[2])
     assert named and remedy, f"no key or no remedy: {line}"
@@ -252,48 +258,44 @@ def mended(values, named, remedy, number):
     return BASE | {key: value for key, value in values.items() if key != own[0]}
 
 
-def trained(place, values, number, capfd):
-    """Start until it trains, with the remedy of each refusal; the keys it trained with."""
-    said = []
+def trained(place, values, number):
+    """Apply the remedy of each refusal until the run trains; return the keys it trained with."""
+    errors = []
     for _ in range(ROUNDS):
-        capfd.readouterr()
-        code = start(place, values)
-        err = capfd.readouterr().err
-        if code == 0:
+        run = start(place, values)
+        if run.code == 0:
             return values
-        said.append(err.strip())
-        values = mended(values, *refusal(code, err, KEYS), number)
-    raise AssertionError("no remedy helps:\n" + "\n".join(said))
+        errors.append(run.error)
+        values = mended(values, *refusal(run, KEYS), number)
+    raise AssertionError("no remedy helps:\n" + "\n".join(errors))
 
 
-def read(reader, run, capfd):
-    """Read a run with a program: it works, or says in a line why not."""
-    folder, out = str(run), run.parent / "read"
-    capfd.readouterr()
-    code = {
-        "evaluate": lambda: evaluate.main([folder, f"report={out}"]),
-        "generate": lambda: generate.main([folder, "max_new_tokens=3", f"output={out}"]),
-        "export": lambda: hf.main(["export", folder, str(out)]),
-        "report": lambda: report.main([folder, f"out={out}"]),
-    }[reader]()
-    if code:
-        refusal(code, capfd.readouterr().err, KEYS + OPTIONS)
-    assert out.exists() == (code == 0)
+def read(reader, folder):
+    """Read a run with a program: it works, or names a key or option and a remedy."""
+    out = folder.parent / "read"
+    program, *arguments = {
+        "evaluate": (evaluate, folder, f"report={out}"),
+        "generate": (generate, folder, "max_new_tokens=3", f"output={out}"),
+        "export": (hf, "export", folder, out),
+        "report": (report, folder, f"out={out}"),
+    }[reader]
+    run = run_program(program.main, *arguments)
+    if run.code:
+        refusal(run, KEYS + OPTIONS)
+    assert out.exists() == (run.code == 0)
 
 
 @pytest.mark.parametrize("row", corner(ROWS, DEFAULT), ids=name_of)
-def test_a_row_trains_and_is_read_or_is_refused_with_a_remedy(
-    row, place, tmp_path, monkeypatch, capfd
-):
+def test_a_row_trains_and_is_read_or_is_refused_with_a_remedy(row, place, tmp_path, monkeypatch):
     prepare_in_this_process(monkeypatch)
     number = ROWS.index(row)
-    values = trained(place, values_of(row, tmp_path), number, capfd)
+    values = trained(place, values_of(row, tmp_path), number)
     change = FACTORS["again"][row.again]
     if change is not None:
         more = {} if values["steps"] == -1 else dict(steps=5)
-        values = trained(place, values | change | more, number, capfd)
+        values = trained(place, values | change | more, number)
     run = tmp_path / values["run_name"]
-    rows = tools.rows(run)
+    rows = metrics_rows(run)
     assert rows and all(math.isfinite(each["learning/loss"]) for each in rows)
-    assert tools.saved_steps(run)[-1] == rows[-1]["step"]
-    read(row.reader, run, capfd)
+    assert saved_steps(run)[-1] == rows[-1]["step"]
+    read(row.reader, run)

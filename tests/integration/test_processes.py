@@ -1,4 +1,4 @@
-"""Several processes train as one, and end as one."""
+"""Several processes that train one run, and end together."""
 
 import contextlib
 import re
@@ -7,13 +7,23 @@ import socket
 import time
 
 import numpy as np
-import process_tools as tools
 import pytest
-import run_tools
 from etils import epath
+from run import (
+    CLUSTER_KEYS,
+    DEFAULT_CODE_GENERATION,
+    FEW_OPTIMIZATIONS,
+    assert_exit_codes,
+    names_key,
+    session_members,
+    start_cluster,
+    start_local_slices,
+    start_train,
+    train,
+)
+from run_files import assert_equal_bits, checkpoint_arrays, logged_steps, metrics_rows, saved_steps
 from tiers import full
 
-from maxdiloco import train
 from maxdiloco.checkpoint import seal
 from maxdiloco.metrics import line_files
 from maxdiloco.processes.signals import SAME_PRESS_S
@@ -29,9 +39,9 @@ AXES = {
     "context": ({}, "dcn_context_parallelism", 2),
 }
 STEPS = 200  # far more than run before the signal comes
-LONG = {"steps": 100000, "checkpoint_period": 100000, "learning_rate_schedule_steps": 1000}
+LONG = dict(steps=100000, checkpoint_period=100000, learning_rate_schedule_steps=1000)
 # For errors, which do not depend on the devices of a slice: with one each programs are shared.
-ONE_EACH = LONG | {"ici_fsdp_parallelism": 1}
+ONE_EACH = LONG | dict(ici_fsdp_parallelism=1)
 HOST = socket.gethostname()
 # A trainer whose learning rate is RATE, which no key could be in one process alone.
 OWN_RATE = """
@@ -44,27 +54,23 @@ train.main()
 """
 
 
-def named(run_name, folder, changes):
-    """The changes with a run's name and place."""
-    return changes | {"run_name": run_name, "base_output_directory": folder}
-
-
-def without_carrier(run):
-    """The rows of a run; processes exchange through host memory, without padding."""
+def without_transport(run):
+    """Return the rows of a run without what depends on the transport: processes exchange through
+    host memory, without padding."""
     return [
         {name: x for name, x in row.items() if name not in ("dcn/bytes_sent", "dcn/waited_s")}
-        for row in run_tools.rows(run)
+        for row in metrics_rows(run)
     ]
 
 
-def stopped_at(processes, number, code, words):
-    """The step of which all of a run say that they have saved it after a signal to the second; of
-    Ctrl-C the first one alone does."""
-    processes[0].wait_for("step 2/")
+def step_saved_after(processes, number, code, words):
+    """Send a signal to the second process; return the step that all processes log as saved. Only
+    the first process logs it after Ctrl-C."""
+    processes[0].wait_for_output("step 2/")
     processes[1].popen.send_signal(number)
-    tools.ends(processes, code, code)
-    tell = processes[:1] if number == signal.SIGINT else processes
-    (step,) = {re.search(words + r" after step (\d+): saved", p.text())[1] for p in tell}
+    assert_exit_codes(processes, code, code)
+    logging = processes[:1] if number == signal.SIGINT else processes
+    (step,) = {re.search(words + r" after step (\d+): saved", p.output)[1] for p in logging}
     return int(step)
 
 
@@ -74,10 +80,10 @@ def stopped_at(processes, number, code, words):
 )
 def test_a_signal_to_one_saves_the_same_step_in_all(started, tmp_path, number, code, words):
     """JAX's preemption service names a step that no process has passed."""
-    started += tools.trainers(2, named("two", tmp_path, ONE_EACH), tmp_path)
-    step = stopped_at(started, number, code, words)
-    assert run_tools.saved_steps(tmp_path / "two") == [step]
-    assert run_tools.logged_steps(tmp_path / "two") == list(range(1, step + 1))
+    started += start_cluster(2, tmp_path / "two", **ONE_EACH)
+    step = step_saved_after(started, number, code, words)
+    assert saved_steps(tmp_path / "two") == [step]
+    assert logged_steps(tmp_path / "two") == list(range(1, step + 1))
 
 
 # A trainer that holds a phase, the second time it comes, until a signal has come and gone.
@@ -107,19 +113,19 @@ if phase := os.environ.get("PHASE"):
     setattr(owner, name, held)
 train.main()
 """
-SAVES = {"steps": 30, "checkpoint_period": 5, "eval_interval": 5, "eval_steps": 1}
+SAVES = dict(steps=30, checkpoint_period=5, eval_interval=5, eval_steps=1)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(programs, tmp_path_factory):
     """The folder of a run of two processes with SAVES."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    processes = tools.trainers(2, named("two", folder, SAVES), folder)
+    processes = start_cluster(2, folder / "two", **SAVES)
     try:
-        tools.ends(processes, 0, 0)
+        assert_exit_codes(processes, 0, 0)
     finally:
         for process in processes:
-            process.kill()
+            process.kill_session()
     return folder / "two"
 
 
@@ -130,56 +136,54 @@ def uninterrupted(programs, tmp_path_factory):
 def test_a_signal_in_a_save_or_evaluation_of_two_loses_nothing(
     started, uninterrupted, tmp_path, phase, number, code, times
 ):
-    """Both get it, once or again after the time in which two are one press. Every checkpoint is
-    whole or absent; the resumed run has the same rows and bits."""
-    changes, gap_s = named("two", tmp_path, SAVES), SAME_PRESS_S + 0.3
+    """Both processes receive it, once or again after the time in which two count as one. Every
+    checkpoint is whole or absent; the resumed run has the same rows and bits."""
+    gap_s = SAME_PRESS_S + 0.3
     environ = {"PHASE": phase, "HELD_S": str(1 + times * gap_s)}
-    first = tools.trainers(2, changes, tmp_path, [environ] * 2, HELD)
+    first = start_cluster(2, tmp_path / "two", environs=[environ] * 2, program=HELD, **SAVES)
     started += first
-    first[1 if phase == "part" else 0].wait_for("held\n")
+    first[1 if phase == "part" else 0].wait_for_output("held\n")
     for _ in range(times):
         for process in first:
             with contextlib.suppress(ProcessLookupError):
                 process.popen.send_signal(number)
         time.sleep(gap_s)
-    tools.ends(first, code, code)
+    assert_exit_codes(first, code, code)
     checkpoints = epath.Path(tmp_path / "two" / "checkpoints")
-    steps = run_tools.saved_steps(tmp_path / "two")
+    steps = saved_steps(tmp_path / "two")
     assert steps and all(seal.damage(checkpoints / str(step)) is None for step in steps)
-    again = tools.trainers(2, changes, tmp_path)
+    again = start_cluster(2, tmp_path / "two", **SAVES)
     started += again
-    tools.ends(again, 0, 0)
-    assert without_carrier(tmp_path / "two") == without_carrier(uninterrupted)
-    arrays = (run_tools.arrays(run, 30) for run in (tmp_path / "two", uninterrupted))
-    run_tools.assert_equal_bits(*arrays)
+    assert_exit_codes(again, 0, 0)
+    assert without_transport(tmp_path / "two") == without_transport(uninterrupted)
+    assert_equal_bits(*(checkpoint_arrays(run, 30) for run in (tmp_path / "two", uninterrupted)))
 
 
 @pytest.mark.full
-def test_two_processes_that_are_stopped_and_go_on_equal_one_bit_for_bit(started, tmp_path):
+def test_two_processes_that_stop_and_resume_equal_one_bit_for_bit(started, tmp_path):
     """The same programs on the same mesh; which process owns a device changes no order of a sum,
-    but for the evaluation: it sums over four devices. A slice has two, and a + b is b + a."""
-    keys = {"steps": STEPS, "eval_interval": 100, "eval_steps": 1, "checkpoint_period": 1000}
-    changes = named("two", tmp_path, keys)
-    alone = named("alone", tmp_path, keys)
-    started.append(tools.trainer(alone, tmp_path / "log", tools.AS_USERS))
-    tools.ends(started, 0)
-    first = tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
+    except in the evaluation, which sums over four devices. A slice has two, and a + b is b + a."""
+    keys = dict(steps=STEPS, eval_interval=100, eval_steps=1, checkpoint_period=1000)
+    environ = FEW_OPTIMIZATIONS | DEFAULT_CODE_GENERATION
+    alone = start_train(tmp_path / "alone", environ=environ, **CLUSTER_KEYS | keys)
+    started.append(alone)
+    assert_exit_codes([alone], 0)
+    first = start_cluster(2, tmp_path / "two", environs=[environ] * 2, **keys)
     started += first
-    step = stopped_at(first, signal.SIGTERM, 143, "SIGTERM")
+    step = step_saved_after(first, signal.SIGTERM, 143, "SIGTERM")
     assert step < STEPS
-    again = tools.trainers(2, changes, tmp_path, [tools.AS_USERS] * 2)
+    again = start_cluster(2, tmp_path / "two", environs=[environ] * 2, **keys)
     started += again
-    tools.ends(again, 0, 0)
-    assert f"resumed after step {step}" in again[0].text()
+    assert_exit_codes(again, 0, 0)
+    assert f"resumed after step {step}" in again[0].output
 
-    found, wanted = (without_carrier(tmp_path / run) for run in ("two", "alone"))
+    found, wanted = (without_transport(tmp_path / run) for run in ("two", "alone"))
     for row, expected in zip(found, wanted, strict=True):
         of_text = [name for name in row if name.startswith("eval/")]
         summed, wanted_sums = ([each.pop(n) for n in of_text] for each in (row, expected))
         np.testing.assert_allclose(summed, wanted_sums, rtol=1e-5)
         assert row == expected
-    arrays = (run_tools.arrays(tmp_path / run, STEPS) for run in ("two", "alone"))
-    run_tools.assert_equal_bits(*arrays)
+    assert_equal_bits(*(checkpoint_arrays(tmp_path / run, STEPS) for run in ("two", "alone")))
 
 
 @pytest.mark.parametrize(
@@ -191,19 +195,18 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(
 ):
     """Process 0 holds JAX's coordination service: JAX aborts without it, here while it compiles
     and no error of a collective can come first. With `program` one does; history.jsonl has the
-    words of the terminal all the same."""
-    changes = {"exchange_carrier": carrier}
+    error of the terminal in both cases."""
+    keys = ONE_EACH | dict(exchange_carrier=carrier)
     if victim == 0:
-        changes["jax_cache_dir"] = tmp_path / "programs"
-    changes = named("lost", tmp_path, ONE_EACH | changes)
-    started += tools.trainers(2, changes, tmp_path)
-    started[0].wait_for(when)
+        keys["jax_cache_dir"] = tmp_path / "programs"
+    started += start_cluster(2, tmp_path / "lost", **keys)
+    started[0].wait_for_output(when)
     started[victim].popen.kill()
     other = started[1 - victim]
-    assert other.end() == 5, other.text()
-    (line,) = other.errors()
-    assert line.startswith(f"LostPeerError: process {victim} on {HOST} is gone")
-    assert "Start the run again with the same run_name" in line
+    assert other.wait_for_exit() == 5, other.output
+    (line,) = other.error_lines()
+    assert line.startswith(f"LostPeerError: process {victim} on {HOST} ")
+    assert names_key(line, "run_name")
     if victim != 0:  # process 0 writes it
         events = line_files.read_history(RunFolder(tmp_path / "lost"))
         assert [event["event"] for event in events] == ["start", "end"]
@@ -212,18 +215,17 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(
 
 @pytest.mark.full
 def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
-    """Three CPU processes bring a device each; every process is a slice. The rows are those of one
-    process with three devices and the same carrier, bit for bit: this one, with the compiler that
-    the others have."""
-    short = {"steps": 5, "enable_checkpointing": "false"}
-    sizes = {"hardware": "auto", "dcn_diloco_parallelism": -1, "ici_fsdp_parallelism": -1}
-    started += tools.trainers(3, named("open", tmp_path, short | sizes), tmp_path)
-    tools.ends(started, 0, 0, 0)
-    assert "mesh: 3 x cpu; diloco 3 (over slices: diloco 3 = 3)" in started[0].text()
-    assert "done: step 5" in started[0].text()
-    sizes = {"dcn_diloco_parallelism": 3, "ici_fsdp_parallelism": 1, "exchange_carrier": "host"}
-    assert train.main(tools.flags(named("alone", tmp_path, short | sizes))) == 0
-    found, wanted = (without_carrier(tmp_path / run) for run in ("open", "alone"))
+    """Three CPU processes have a device each; every process is a slice. The rows are those of one
+    process with three devices and the same transport, bit for bit: this process, with the compiler
+    settings of the others."""
+    short = dict(steps=5, enable_checkpointing="false")
+    sizes = dict(hardware="auto", dcn_diloco_parallelism=-1, ici_fsdp_parallelism=-1)
+    started += start_cluster(3, tmp_path / "open", **short | sizes)
+    assert_exit_codes(started, 0, 0, 0)
+    assert "mesh: 3 x cpu; diloco 3" in started[0].output
+    sizes = dict(dcn_diloco_parallelism=3, ici_fsdp_parallelism=1, exchange_carrier="host")
+    assert train(tmp_path / "alone", **CLUSTER_KEYS | short | sizes).code == 0
+    found, wanted = (without_transport(tmp_path / run) for run in ("open", "alone"))
     assert found == wanted
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
     assert found[-1].keys() >= {"learning/loss_replica_2", "diloco/drift", "learning/z_loss"}
@@ -231,54 +233,49 @@ def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("blind", [0, 1])
-def test_a_folder_that_one_host_cannot_read_ends_all_with_3_and_the_reason(
-    started, tmp_path, blind
-):
-    """The host says why; the others say who and why. JAX aborts them with process 0, unless they
-    end first."""
-    changes = named("one", tmp_path, ONE_EACH | {"dataset_type": "text"})
+def test_a_folder_that_one_host_cannot_read_ends_all_with_3(started, tmp_path, blind):
+    """The host logs the reason; the others log the host and the reason. JAX aborts them with
+    process 0, unless they exit first."""
+    keys = ONE_EACH | dict(dataset_type="text", vocab_size=257)
     environs = [{"M_DATASET_PATH": "docs"}] * 2
     environs[blind] = {"M_DATASET_PATH": str(tmp_path / "absent")}
-    started += tools.trainers(2, changes, tmp_path, environs)
-    tools.ends(started, 3, 3)
-    (own,) = started[blind].errors()
-    assert own.startswith("DataError: ")
-    (line,) = started[1 - blind].errors()
-    ended = f"process {blind} on {HOST} ended with exit code 3, and so does this process: {own}"
-    assert ended in line
+    started += start_cluster(2, tmp_path / "one", environs=environs, **keys)
+    assert_exit_codes(started, 3, 3)
+    (own,) = started[blind].error_lines()
+    assert own.startswith("DataError: ") and names_key(own, "dataset_path")
+    (line,) = started[1 - blind].error_lines()
+    assert f"process {blind} on {HOST} " in line and own in line
 
 
-def test_processes_with_other_keys_all_end_with_2_and_both_values(started, tmp_path):
+def test_processes_with_other_keys_all_exit_with_2_and_name_them(started, tmp_path):
     """Two commands typed by hand, of which one has a variable more; meshes differ with M. Without
-    the comparison a rate trains to the end as two runs that mix, and a period waits for ever."""
-    short = ONE_EACH | {"steps": 4, "diloco_outer_lr": 0.7}
-    own = {"M_EXCHANGE_INTERFACE": "127.0.0.1", "M_SHOW_MEMORY": "true"}  # a host's own
-    others = {"M_NUM_DILOCO_REPLICAS": "4", "M_LEARNING_RATE": "1e-3"}
-    started += tools.trainers(2, named("two", tmp_path, short), tmp_path, [own, others])
-    tools.ends(started, 2, 2)
+    the comparison two learning rates train two runs that mix, and two periods wait for ever."""
+    keys = ONE_EACH | dict(steps=4, diloco_outer_lr=0.7)
+    own = {"M_EXCHANGE_INTERFACE": "127.0.0.1", "M_SHOW_MEMORY": "true"}  # keys that may differ
+    others = {"M_NUM_DILOCO_REPLICAS": "4", "M_ADAM_B1": "0.5"}
+    started += start_cluster(2, tmp_path / "two", environs=[own, others], **keys)
+    assert_exit_codes(started, 2, 2)
     for process in started:
-        (line,) = process.errors()
-        assert line.startswith(
-            "ConfigError: learning_rate is 0.0004 in process 0, 0.001 in process 1; "
-            "num_diloco_replicas is -1 in process 0, 4 in process 1. All processes"
-        )
-        assert "mesh:" not in process.text()
+        (line,) = process.error_lines()
+        assert line.startswith("ConfigError: ")
+        assert names_key(line, "adam_b1") and names_key(line, "num_diloco_replicas")
+        assert not names_key(line, "show_memory")
+        assert "mesh:" not in process.output
 
 
 @pytest.mark.full
 def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_path):
     """Nothing is exchanged before: process 0, whose own steps are finite, learns of it from the
-    watch. No row of that step or a later one is written."""
-    changes = ONE_EACH | {"diloco_sync_period": 1000, "gradient_clipping_threshold": 0}
+    failure detector. No row of that step or a later one is written."""
+    keys = ONE_EACH | dict(diloco_sync_period=1000, gradient_clipping_threshold=0)
     environs = [{}, {"RATE": "1e30"}]
-    started += tools.trainers(2, named("nan", tmp_path, changes), tmp_path, environs, OWN_RATE)
-    tools.ends(started, 4, 4)
-    (own,) = started[1].errors()
-    assert own.startswith("NumericsError: step ") and " of replica 1 is not finite" in own
-    (line,) = started[0].errors()
-    ended = f"process 1 on {HOST} ended with exit code 4, and so does this process"
-    assert f"{ended}: {own[:-1]}" in line
-    steps = run_tools.logged_steps(tmp_path / "nan")
+    started += start_cluster(2, tmp_path / "nan", environs=environs, program=OWN_RATE, **keys)
+    assert_exit_codes(started, 4, 4)
+    (own,) = started[1].error_lines()
+    assert own.startswith("NumericsError: step ") and " replica 1 " in own
+    (line,) = started[0].error_lines()
+    assert f"process 1 on {HOST} " in line and own[:-1] in line
+    steps = logged_steps(tmp_path / "nan")
     bad = int(re.match(r"NumericsError: step (\d+)", own)[1])
     assert steps == list(range(1, len(steps) + 1)) and len(steps) < bad
 
@@ -286,32 +283,23 @@ def test_a_loss_that_is_not_finite_in_one_process_stops_all_with_4(started, tmp_
 @pytest.mark.full
 def test_ctrl_c_saves_the_same_step_in_all_processes(started, tmp_path):
     """Through the script, as from a terminal; the session that it leads is empty afterwards."""
-    changes = named("interrupted", tmp_path, LONG)
-    started.append(tools.local_slices(2, changes, tmp_path / "log"))
-    started[0].wait_for("[0] step 2/")
-    started[0].popen.send_signal(signal.SIGINT)
-    tools.ends(started, 130)
-    text = started[0].text()
-    assert "[0] Ctrl-C: stopping after this step; press it again to quit now." in text
-    (step,) = re.findall(r"^\[0\] Ctrl-C after step (\d+): saved\.", text, re.MULTILINE)
-    assert run_tools.saved_steps(tmp_path / "interrupted") == [int(step)]
-    assert "Traceback" not in text
-    assert tools.session_members(started[0].popen.pid) == []
+    script = start_local_slices(2, tmp_path / "interrupted", **LONG)
+    started.append(script)
+    script.wait_for_output("[0] step 2/")
+    script.popen.send_signal(signal.SIGINT)
+    assert_exit_codes([script], 130)
+    (step,) = re.findall(r"^\[0\] Ctrl-C after step (\d+): saved\.", script.output, re.MULTILINE)
+    assert saved_steps(tmp_path / "interrupted") == [int(step)]
+    assert "Traceback" not in script.output
+    assert session_members(script.popen.pid) == []
 
 
-@pytest.mark.parametrize(
-    "count, words",
-    [
-        ("two", ["N=two is not a number of processes. usage: bash"]),
-        (2, ["[0] ConfigError: diloco_sync_perod", "[1] ConfigError: diloco_sync_perod"]),
-    ],
-)
-def test_the_local_script_ends_with_the_exit_code_of_its_processes(started, tmp_path, count, words):
+@pytest.mark.parametrize("count, key, lines", [("two", "N", 0), (2, "diloco_sync_perod", 2)])
+def test_the_local_script_exits_with_the_code_of_its_processes(started, count, key, lines):
     """A misspelt key is refused by each process before JAX is imported; a count by the script."""
-    started.append(tools.local_slices(count, {"diloco_sync_perod": 2}, tmp_path / "log"))
-    assert started[0].end() == 2
-    for word in words:
-        assert word in started[0].text()
+    started.append(start_local_slices(count, "a", diloco_sync_perod=2))
+    assert_exit_codes(started, 2)
+    assert names_key(started[0].output, key) and len(started[0].error_lines()) == lines
 
 
 @pytest.mark.full
@@ -323,13 +311,13 @@ def test_an_axis_over_two_processes_equals_one_device(started, tmp_path, axis):
     keys, over_slices, sequences = AXES[axis]
     keys = keys | dict(steps=2, enable_checkpointing="false")
     keys |= dict(dcn_diloco_parallelism=1, ici_fsdp_parallelism=1)
-    alone = named("alone", tmp_path, keys | dict(per_device_batch_size=2))
-    shared = named("shared", tmp_path, keys | {over_slices: 2, "per_device_batch_size": sequences})
-    started.append(tools.trainer(alone, tmp_path / "alone.log"))
-    started += tools.trainers(2, shared, tmp_path)
-    tools.ends(started, 0, 0, 0)
-    assert f"{axis} 2 (over slices: {axis} 2 = 2)" in started[1].text()
-    found, expected = (run_tools.rows(tmp_path / name) for name in ("shared", "alone"))
+    alone = CLUSTER_KEYS | keys | dict(per_device_batch_size=2)
+    started.append(start_train(tmp_path / "alone", **alone))
+    keys |= {over_slices: 2, "per_device_batch_size": sequences}
+    started += start_cluster(2, tmp_path / "shared", **keys)
+    assert_exit_codes(started, 0, 0, 0)
+    assert f"over slices: {axis} 2" in started[1].output
+    found, expected = (metrics_rows(tmp_path / name) for name in ("shared", "alone"))
     compared = [n for n in expected[0] if n.startswith(("learning/loss", "learning/grad", "moe/"))]
     assert len(compared) >= 2
     values, others = ([[row[n] for n in compared] for row in rows] for rows in (found, expected))

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import run_tools
 import tpu_programs
+from run import train
 from tiers import corner
 
 from maxdiloco import DiLoCo
@@ -276,11 +276,8 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
     request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))
     jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is of this thread alone
     with caplog.at_level(logging.WARNING, logger="jax"):
-        code = run_tools.run(
-            tmp_path, "run", steps=9, log_period=2, eval_interval=3, eval_steps=2,
-            checkpoint_period=4,
-        )  # fmt: skip
-    assert code == 0
+        keys = dict(steps=9, log_period=2, eval_interval=3, eval_steps=2, checkpoint_period=4)
+        assert train(tmp_path / "run", **keys).code == 0
     assert len(bound) == 1
     assert collected == {"compile": False, "step": True} and gc.isenabled()
     assert ready and ready[0] >= 4  # the control: compiles are seen

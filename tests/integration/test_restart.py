@@ -1,4 +1,4 @@
-"""When run_local_slices.sh --restart starts a run again, with a stand-in for the trainer."""
+"""Which exits run_local_slices.sh --restart starts again, with a stand-in for the trainer."""
 
 import os
 import re
@@ -6,8 +6,8 @@ import signal
 import sys
 import time
 
-import process_tools as tools
 import pytest
+from run import ROOT, Process, session_members
 
 # Ends with the code that CODES has for this life and process: "life 0 process 0,...;life 1 ...".
 STAND_IN = """#!/usr/bin/env bash
@@ -67,11 +67,11 @@ def test_a_run_starts_again_where_that_may_help(tmp_path, codes, arguments, code
     python.parent.mkdir()
     python.write_text(STAND_IN.format(python=sys.executable))
     python.chmod(0o755)
-    command = ["bash", str(tools.ROOT / "scripts" / "run_local_slices.sh"), *arguments.split()]
+    command = ["bash", str(ROOT / "scripts" / "run_local_slices.sh"), *arguments.split()]
     environ = {"MAXDILOCO_VENV": str(tmp_path), "FOLDER": str(tmp_path), "CODES": codes}
-    process = tools.Process(command, tmp_path / "log", environ)
-    assert str(process.end()) in code.split(",")
-    told = process.text().splitlines()
+    process = Process(command, environ)
+    assert str(process.wait_for_exit()) in code.split(",")
+    told = process.output.splitlines()
     told = [line for line in told if line.startswith((SAYS, "ConfigError: "))]
     assert len(told) == len(lines)
     for line, words in zip(told, lines, strict=True):
@@ -92,16 +92,16 @@ def test_processes_do_not_outlive_a_script_that_was_killed(tmp_path):
     python.parent.mkdir()
     python.write_text(WAITS.format(python=sys.executable))
     python.chmod(0o755)
-    command = ["bash", str(tools.ROOT / "scripts" / "run_local_slices.sh"), "2", "run_name=a"]
-    process = tools.Process(command, tmp_path / "log", {"MAXDILOCO_VENV": str(tmp_path)})
+    command = ["bash", str(ROOT / "scripts" / "run_local_slices.sh"), "2", "run_name=a"]
+    process = Process(command, {"MAXDILOCO_VENV": str(tmp_path)})
     try:
         for index in range(2):
-            process.wait_for(f"[{index}] begun")
+            process.wait_for_output(f"[{index}] begun")
         os.kill(process.popen.pid, signal.SIGKILL)
         # Not yet waited for: a zombie is gone, too.
         limit = time.monotonic() + 15
-        while len(left := tools.session_members(process.popen.pid)) > 0:
+        while len(left := session_members(process.popen.pid)) > 0:
             assert time.monotonic() < limit, left
             time.sleep(0.05)
     finally:
-        process.kill()
+        process.kill_session()

@@ -3,12 +3,14 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 
 import jax
 import pytest
-import run_tools as tools
 from etils import epath
+from run import names_key, refused, train
+from run_files import saved_steps
 
 from maxdiloco import evaluate, generate, hf, report
 from maxdiloco.checkpoint import seal
@@ -32,7 +34,7 @@ def foreign(text_run, tmp_path, monkeypatch):
         folder = tmp_path / "text"
         if not folder.exists():
             shutil.copytree(text_run[0], folder)
-        for step in tools.saved_steps(folder):
+        for step in saved_steps(folder):
             meta = folder / "checkpoints" / str(step) / "meta" / "metadata"
             stored = json.loads(meta.read_text())
             stored["meta"]["config"].update(keys)
@@ -101,24 +103,24 @@ def test_every_key_of_free_text_says_whether_a_checkpoint_gives_it():
     assert all(base_yml.declared()[name].stored.startswith(base_yml.IS_READ) for name in READ)
 
 
-def test_a_text_that_only_the_checkpoint_of_another_user_names_is_told(
+def test_a_text_named_only_by_another_users_checkpoint_is_logged(
     foreign, evaluated, capfd, text_run
 ):
     if os.geteuid() != 0:
         pytest.skip("needs root, to give a file to another user")
     run, path = foreign(), text_run[1]["dataset_path"]
-    words = f"which belongs to user {STRANGER}, names the text: dataset_path={path}."
+    words = rf"user {STRANGER}\b.*dataset_path={path}\b"
     capfd.readouterr()
     evaluated(run)
-    assert words not in capfd.readouterr().out  # the positive control: one's own
+    assert not re.search(words, capfd.readouterr().out)  # the control: one's own run
     for file in run.rglob("*"):
         os.chown(file, STRANGER, STRANGER)
     evaluated(run)
-    assert words in capfd.readouterr().out
+    assert re.search(words, capfd.readouterr().out)
 
 
 @pytest.mark.parametrize("breach", ["other owner", "others write", "group writes", "a file"])
-def test_a_compile_cache_that_others_can_write_is_refused(tmp_path, capfd, monkeypatch, breach):
+def test_a_compile_cache_that_others_can_write_is_refused(tmp_path, monkeypatch, breach):
     cache = tmp_path / "cache"
     cache.touch() if breach == "a file" else cache.mkdir(mode=0o755)
     if breach == "other owner":
@@ -128,8 +130,8 @@ def test_a_compile_cache_that_others_can_write_is_refused(tmp_path, capfd, monke
     elif breach != "a file":
         os.chmod(cache, 0o757 if breach == "others write" else 0o775)
     keys = dict(steps=1, jax_cache_dir=cache)
-    code, line = tools.refused_run(capfd, tmp_path, "a", **keys)
-    assert code == 2 and f"jax_cache_dir={cache}" in line
+    run = train(tmp_path / "a", **keys)
+    assert run.code == 2 and names_key(run.error, "jax_cache_dir")
     assert not (tmp_path / "a").exists()
 
 
@@ -138,11 +140,11 @@ def test_plan_and_train_compile_refuse_such_a_compile_cache(tmp_path):
     cache.mkdir()
     assert job.own_cache(str(cache), "jax_cache_dir") == str(cache)  # the positive control
     os.chmod(cache, 0o777)
-    with pytest.raises(ConfigError, match=f"jax_cache_dir={cache} may be written by others"):
+    with pytest.raises(ConfigError, match=f"jax_cache_dir={cache}"):
         compiled.devices(config.load([f"jax_cache_dir={cache}"], {}))
 
 
-def test_a_yml_of_another_user_that_sets_keys_of_this_host_is_told(tmp_path):
+def test_host_keys_in_a_yml_of_another_user_are_logged(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root, to give a file to another user")
     path = tmp_path / "config.yml"
@@ -172,20 +174,20 @@ WRONG = {
 
 
 @pytest.mark.parametrize("keys", WRONG.values(), ids=WRONG)
-def test_a_config_in_a_checkpoint_that_cannot_be_is_one_line(foreign, capfd, tmp_path, keys):
+def test_an_impossible_config_in_a_checkpoint_names_its_key(foreign, tmp_path, keys):
     run = foreign(**keys)
     for program, argv in (
         (evaluate, [run, "per_device_batch_size=2"]),
         (generate, [run]),
         (hf, ["export", run, tmp_path / "out"]),
     ):
-        code, line = tools.refused(capfd, program.main, argv)
-        assert code == 2 and any(key in line for key in keys)
+        code, line = refused(program.main, *argv)
+        assert code == 2 and any(names_key(line, key) for key in keys)
 
 
-def test_a_number_of_5000_digits_in_config_yml_is_one_line(foreign, capfd):
+def test_a_number_of_5000_digits_in_config_yml_is_refused(foreign):
     run = foreign()
     path = pathlib.Path(run) / "config.yml"
     path.write_text(path.read_text().replace("steps: 4\n", f"steps: {'9' * 5000}\n", 1))
-    code, line = tools.refused(capfd, report.main, [run])
-    assert code == 2 and "steps=" in line and len(line) < 400
+    code, line = refused(report.main, run)
+    assert code == 2 and names_key(line, "steps") and len(line) < 400

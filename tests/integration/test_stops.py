@@ -1,6 +1,4 @@
-"""How a run ends before its end, and goes on: signals, numbers that are not finite, saves that
-fail, a power cut.
-"""
+"""Runs that stop early and resume: signals, infinite losses, failed saves, a power cut."""
 
 import errno
 import itertools
@@ -17,10 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import run_tools as tools
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from power import small_ext4
+from run import STEPS, WAIT_S, names_key, start_train, train
+from run_files import (
+    assert_equal_runs,
+    checkpoint_arrays,
+    item_arrays,
+    logged_steps,
+    metrics_rows,
+    saved_steps,
+)
 from tiers import corner, full
 
 from maxdiloco.checkpoint import orbax_io, seal, write
@@ -44,80 +50,72 @@ pytestmark = pytest.mark.usefixtures("programs")
         full(signal.SIGINT, 130, r"Ctrl-C after step (\d+): saved\."),
     ],
 )
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
-    finished, tmp_path, capfd, number, code, words
-):
-    """While it runs, a second one with its name is refused. The step is no multiple of 5.
-    history.jsonl has both starts and how each ended."""
+def test_a_run_that_is_asked_to_stop_saves_and_resumes(finished, tmp_path, number, code, words):
+    """While it runs, another run with its name is refused. history.jsonl has both starts and how
+    each ended."""
     keys = dict(checkpoint_period=10**6)
-    with tools.Child(tmp_path, "stopped", **keys) as child:
-        child.until("step 8/")
-        refused, line = tools.refused_run(capfd, tmp_path, "stopped", **keys)
-        assert refused == 2 and "run_name=stopped is in use: process " in line
-        assert "or set another run_name" in line
-        child.send_signal(number)
-        assert child.end() == code, child.text
-    step = int(re.search(words + " The same command resumes it", child.text)[1])
-    assert 8 <= step < tools.STEPS
-    assert tools.saved_steps(tmp_path / "stopped") == [step]
+    with start_train(tmp_path / "stopped", paced=True, **keys) as process:
+        process.wait_for_output("step 8/")
+        second = train(tmp_path / "stopped", **keys)
+        assert second.code == 2 and names_key(second.error, "run_name")
+        process.popen.send_signal(number)
+        assert process.wait_for_exit() == code, process.output
+    step = int(re.search(words, process.output)[1])
+    assert 8 <= step < STEPS
+    assert saved_steps(tmp_path / "stopped") == [step]
 
     files = [tmp_path / "stopped" / name for name in ("config.yml", "metrics.jsonl")]
     kept = [path.read_text() for path in files]
     for key, value in {"adam_b1": 0.5, "enable_checkpointing": "false"}.items():
-        refused, line = tools.refused_run(capfd, tmp_path, "stopped", **keys, **{key: value})
-        assert refused == 2 and f"{key}={value} " in line
+        changed = train(tmp_path / "stopped", **keys, **{key: value})
+        assert changed.code == 2 and names_key(changed.error, key)
     assert [path.read_text() for path in files] == kept
 
-    assert f"resumed after step {step};" in tools.told(capfd, tmp_path, "stopped", **keys)
-    tools.assert_equal_runs(tmp_path / "stopped", finished, steps=tools.STEPS)
+    assert f"resumed after step {step};" in train(tmp_path / "stopped", **keys).output
+    assert_equal_runs(tmp_path / "stopped", finished, steps=STEPS)
     events = line_files.read_history(RunFolder(tmp_path / "stopped"))
     assert [event["event"] for event in events] == ["start", "end"] * 2
     starts = [(event["step"], event["until"]) for event in events[::2]]
-    assert starts == [(0, tools.STEPS), (step, tools.STEPS)]
+    assert starts == [(0, STEPS), (step, STEPS)]
     assert re.match(words if code == 143 else "$", events[1]["why"]) and events[3]["why"] == ""
 
 
 def test_ctrl_c_any_number_of_times_ends_with_130_and_no_traceback(tmp_path):
     """Beginning in the training, through the last save. The second one quits, unless all of it
     was so quick that the run had ended."""
-    with tools.Child(tmp_path, "stopped", checkpoint_period=10**6) as child:
-        child.until("step 8/")
-        while child.poll() is None:
-            child.send_signal(signal.SIGINT)
+    with start_train(tmp_path / "stopped", paced=True, checkpoint_period=10**6) as process:
+        process.wait_for_output("step 8/")
+        while process.popen.poll() is None:
+            process.popen.send_signal(signal.SIGINT)
             time.sleep(0.02)
-        assert child.end() == 130, child.text
-    assert "Traceback" not in child.text
-    assert "Ctrl-C: stopping after this step; press it again to quit now." in child.text
-    assert child.text.endswith(("\nInterrupted.\n", "saved. The same command resumes it.\n"))
+        assert process.wait_for_exit() == 130, process.output
+    assert "Traceback" not in process.output
+    assert "Ctrl-C" in process.output
 
 
 @pytest.mark.full  # test_signals.py has a program whose output nobody reads
-def test_a_run_whose_output_nobody_reads_goes_on_to_the_same_end(finished, tmp_path):
+def test_a_run_whose_output_is_not_read_trains_to_the_same_end(finished, tmp_path):
     """As behind `| head`: the pipe is closed while the programs compile."""
-    with tools.Child(tmp_path, "unread") as child:
-        child.until("ready to compile")
-        child.stdout.close()
-        assert child.end() == 0
-    tools.assert_equal_runs(tmp_path / "unread", finished, steps=tools.STEPS)
+    with start_train(tmp_path / "unread", paced=True) as process:
+        process.wait_for_output("ready to compile")
+        process.popen.stdout.close()
+        assert process.wait_for_exit() == 0
+    assert_equal_runs(tmp_path / "unread", finished, steps=STEPS)
 
 
-def test_a_loss_that_is_not_finite_ends_with_4_step_replica_and_checkpoint(
-    finished, tmp_path, capfd
-):
+def test_a_loss_that_is_not_finite_exits_with_4_and_names_the_step(finished, tmp_path):
     """lr 1e30 from step 63 on: the loss of 64 is not finite, though nobody looks before 65."""
     shutil.copytree(finished, tmp_path / "finished")
     keys = dict(learning_rate=1e30, steps=80, log_period=10**6)
-    assert tools.refused_run(capfd, tmp_path, "finished", **keys) == (
-        4,
-        "NumericsError: step 64: the loss or gradient of replica 0 is not finite; the last good "
-        "checkpoint is that of step 62. Resume with a lower learning_rate, or with "
-        "nan_policy=skip.",
-    )
-    assert tools.saved_steps(tmp_path / "finished")[-1] == 62
+    run = train(tmp_path / "finished", **keys)
+    assert run.code == 4
+    assert "step 64:" in run.error and "replica 0 " in run.error and "step 62." in run.error
+    assert names_key(run.error, "learning_rate") and names_key(run.error, "nan_policy")
+    assert saved_steps(tmp_path / "finished")[-1] == 62
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_though_the_loss_is():
-    """nan_policy=stop speaks of both: the parameters of the next step would be NaN."""
+def test_an_infinite_gradient_ends_the_run_though_the_loss_is_finite():
+    """nan_policy=stop is about both: the parameters of the next step would be NaN."""
     mesh = jax.make_mesh((1,), ("diloco",), devices=jax.devices()[:1])
     placed = NamedSharding(mesh, PartitionSpec())
     like = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=placed)
@@ -136,51 +134,48 @@ def test_a_gradient_that_is_not_finite_ends_the_run_though_the_loss_is():
     monitor.check(None, list)
     add(8, 1.0, 1.0, np.inf)
     add(9, 1.0, 1.0, 1.0)
-    words = "step 8: .* replica 2 .* no checkpoint was saved. .* lower learning_rate"
-    with pytest.raises(NumericsError, match=words):
+    with pytest.raises(NumericsError, match="step 8: .* replica 2 .*learning_rate"):
         monitor.check(None, list)
 
 
-def test_nan_policy_skip_leaves_the_parameters_and_goes_on(tmp_path, capfd):
-    """lr 1e30 in step 1: from step 2 on no update is taken, and the run ends as planned."""
+def test_nan_policy_skip_keeps_the_parameters_and_continues(tmp_path):
+    """The learning rate is 1e30 in step 1: from step 2 on every update is skipped."""
     keys = dict(learning_rate=1e30, warmup_steps_fraction=0.0, nan_policy="skip", steps=6)
-    assert tools.run(tmp_path, "skip", **keys) == 0
-    rows = tools.rows(tmp_path / "skip")
+    run = train(tmp_path / "skip", **keys)
+    assert run.code == 0
+    rows = run.rows
     assert [row["learning/skipped"] for row in rows] == [0, 1, 1, 1, 1, 1]
     # Not finite is null in JSON; the loss is the mean of the steps that were taken.
     assert rows[0]["learning/loss"] is not None
     assert rows[1]["learning/loss"] is rows[1]["learning/grad_norm"] is None
-    assert "grad nan  skipped 1  " in capfd.readouterr().out
-    params = tools.item(tools.arrays(tmp_path / "skip", 6), "params")
+    assert "grad nan  skipped 1  " in run.output
+    params = item_arrays(checkpoint_arrays(tmp_path / "skip", 6), "params")
     assert all(np.all(np.isfinite(x)) for x in params.values())
 
 
 ROWS = dict(steps=8, log_period=4, checkpoint_period=100)
 
 
-def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_rows(
-    tmp_path, capfd, monkeypatch
-):
-    """Stopped after step 6 of rows at 4 and 8; without a name at first, so it says the name."""
-    assert tools.run(tmp_path, "whole", **ROWS) == 0
+def test_a_run_stopped_between_two_rows_resumes_from_its_config(tmp_path, monkeypatch):
+    """Stopped after step 6, with rows at 4 and 8; it has no name at first, so it prints the one
+    that it gets."""
+    assert train(tmp_path / "whole", **ROWS).code == 0
 
     monkeypatch.setattr(Preemption, "requested", lambda preemption, t: t == 6)
     clock = types.SimpleNamespace(time=lambda: 1234.0, perf_counter=time.perf_counter)
     monkeypatch.setattr(training, "time", clock)
-    assert tools.run(tmp_path, "", **ROWS) == 143
-    told = capfd.readouterr()
-    assert tools.run(tmp_path, "unsaved", **ROWS, enable_checkpointing="false") == 143
+    unnamed = train(tmp_path / "unnamed", **ROWS, run_name="")
+    assert unnamed.code == 143
+    unsaved = train(tmp_path / "unsaved", **ROWS, enable_checkpointing="false")
+    assert unsaved.code == 143 and names_key(unsaved.error, "enable_checkpointing")
     monkeypatch.undo()
-    nothing = "SIGTERM after step 6: nothing is saved, since enable_checkpointing=false."
-    assert nothing in capfd.readouterr().err
-    (folder,) = tmp_path.glob("run-1234-????")  # four digits of its own beside the second
-    assert f"run folder: {folder}; run_name={folder.name} resumes it." in told.out
-    saved = f"SIGTERM after step 6: saved. run_name={folder.name} resumes it."
-    assert saved in told.err
+    (folder,) = tmp_path.glob("run-1234-????")  # four random digits after the second
+    assert f"run_name={folder.name}" in unnamed.output
+    assert f"run_name={folder.name}" in unnamed.error
 
     assert training.run(config.load([str(folder / "config.yml")], {}), StartClock()) == 0
-    assert tools.logged_steps(folder) == [4, 8]
-    assert tools.rows(folder) == tools.rows(tmp_path / "whole")
+    assert logged_steps(folder) == [4, 8]
+    assert metrics_rows(folder) == metrics_rows(tmp_path / "whole")
 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["learning/tokens"] for row in rows] == [4 * 64, 8 * 64]
@@ -189,8 +184,8 @@ def test_a_run_stopped_between_two_rows_goes_on_from_its_config_with_the_same_ro
     log = (folder / "log.txt").read_text()
     lines = [line.partition(" ")[2] for line in log.splitlines()]
     assert len([line for line in lines if line.startswith("-- ")]) == 2
-    assert f"Preempted: {saved}" in lines
-    assert re.search(r"resumed after step 6; 8 steps in all\n", log)
+    assert unnamed.error in lines
+    assert "resumed after step 6;" in log
     assert json.loads((folder / "environment.json").read_text())["devices"] == {"cpu": 8}
 
 
@@ -214,25 +209,20 @@ def failing(monkeypatch):
 
 
 @pytest.mark.parametrize("steps, at", [((4, 8), 8), full((12, 12), 12)])
-def test_two_failed_saves_in_a_row_end_the_run_with_75_and_one_line(
-    tmp_path, capfd, failing, steps, at
-):
-    """In the middle of a run, and at its end. Given again, the command goes on."""
+def test_two_failed_saves_in_a_row_end_the_run_with_75(tmp_path, failing, steps, at):
+    """In the middle of a run, and at its end. The same command resumes it."""
     failing(*steps)
-    assert tools.run(tmp_path, "run", **LAST) == 75
-    told = capfd.readouterr()
-    warned = [line for line in told.out.splitlines() if line.startswith("warning: step")]
+    run = train(tmp_path / "run", **LAST)
+    assert run.code == 75
+    warned = [line for line in run.output.splitlines() if line.startswith("warning: step")]
     assert [line.split()[2] for line in warned] == [str(steps[0])]
-    assert told.err.count("\n") == 1
-    assert told.err.startswith(f"SaveError: base_output_directory: step {at} could not be saved")
-    assert "done" not in told.out
-    assert tools.run(tmp_path, "run", **LAST) == 0
-    assert tools.saved_steps(tmp_path / "run")[-1] == 12
+    assert run.error.startswith(f"SaveError: base_output_directory: step {at} ")
+    assert "done" not in run.output
+    assert train(tmp_path / "run", **LAST).code == 0
+    assert saved_steps(tmp_path / "run")[-1] == 12
 
 
-def test_a_run_told_to_stop_does_not_say_saved_when_it_is_not(
-    tmp_path, capfd, failing, monkeypatch
-):
+def test_a_stopped_run_whose_save_fails_does_not_report_a_save(tmp_path, failing, monkeypatch):
     requested = Preemption.requested
 
     def at_five(self, step):
@@ -242,25 +232,25 @@ def test_a_run_told_to_stop_does_not_say_saved_when_it_is_not(
 
     monkeypatch.setattr(Preemption, "requested", at_five)
     failing(5, 5)
-    assert tools.run(tmp_path, "run", **LAST) == 75
-    told = capfd.readouterr()
-    assert "saved. The same command" not in told.out + told.err
-    assert "step 5 could not be saved" in told.err and "the last step saved is 4." in told.err
+    run = train(tmp_path / "run", **LAST)
+    assert run.code == 75
+    assert "step 5: saved" not in run.output + run.errors
+    assert "step 5 " in run.error and " 4." in run.error
     failing(5)
-    assert tools.run(tmp_path, "run", **LAST) == 143  # the second try saves it
-    assert tools.saved_steps(tmp_path / "run") == [4, 5]
+    assert train(tmp_path / "run", **LAST).code == 143  # the second try saves it
+    assert saved_steps(tmp_path / "run") == [4, 5]
 
 
 @pytest.mark.full  # test_power_cut.py has a checkpoint of a cut disk
-def test_a_finished_run_survives_a_power_cut_with_its_rows(tmp_path, capfd):
+def test_a_finished_run_survives_a_power_cut_with_its_rows(tmp_path):
     with small_ext4(tmp_path) as disk:
         keys = LAST | dict(async_checkpointing="true", max_num_checkpoints_to_keep=1)
-        assert tools.run(disk.path, "run", **keys) == 0
+        assert train(disk.path / "run", **keys).code == 0
         disk.cut()
-        assert tools.saved_steps(disk.path / "run") == [12]
-        assert tools.logged_steps(disk.path / "run") == list(range(1, 13))
-        told = tools.told(capfd, disk.path, "run", **keys | dict(steps=13))
-        assert "resumed after step 12; 13 steps in all" in told
+        assert saved_steps(disk.path / "run") == [12]
+        assert logged_steps(disk.path / "run") == list(range(1, 13))
+        run = train(disk.path / "run", **keys | dict(steps=13))
+        assert run.code == 0 and "resumed after step 12;" in run.output
 
 
 # What a save and an evaluation call, in the main thread or in that of the saves.
@@ -281,7 +271,7 @@ CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 def uninterrupted(programs, tmp_path_factory):
     """The folder of a run with SAVES."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    assert tools.run(folder, "run", **SAVES) == 0
+    assert train(folder / "run", **SAVES).code == 0
     return folder / "run"
 
 
@@ -312,7 +302,7 @@ def test_a_signal_in_a_save_or_an_evaluation_loses_nothing(
     def requested_once_sent(preemption, step):
         """The steps after the save of 8 would be over before its thread is there."""
         if step > 8:
-            assert sent.wait(tools.WAIT_S)
+            assert sent.wait(WAIT_S)
             while not preemption._asked:
                 time.sleep(0.01)
         return requested(preemption, step)
@@ -321,10 +311,10 @@ def test_a_signal_in_a_save_or_an_evaluation_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, signalled)
         patch.setattr(Preemption, "requested", requested_once_sent)
-        assert tools.run(tmp_path, "run", **keys) == CODES[number]
+        assert train(tmp_path / "run", **keys).code == CODES[number]
     checkpoints = epath.Path(tmp_path / "run" / "checkpoints")
-    (step,) = tools.saved_steps(tmp_path / "run")
+    (step,) = saved_steps(tmp_path / "run")
     assert [path.name for path in checkpoints.iterdir()] == [str(step)] and step in (8, 9)
     assert seal.damage(checkpoints / str(step), range(1000)) is None
-    assert tools.run(tmp_path, "run", **keys) == 0
-    tools.assert_equal_runs(tmp_path / "run", uninterrupted, steps=12)
+    assert train(tmp_path / "run", **keys).code == 0
+    assert_equal_runs(tmp_path / "run", uninterrupted, steps=12)

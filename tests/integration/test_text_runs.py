@@ -1,6 +1,4 @@
-"""Runs on text, on a mixture and with a tokenizer of one's own: what a restart reads, goes on with
-to the bit, and refuses by name.
-"""
+"""Runs on text, on a mixture and with a user's tokenizer: resumes, and refusals of other data."""
 
 import json
 import os
@@ -8,9 +6,10 @@ import shutil
 
 import numpy as np
 import pytest
-import run_tools as tools
+from run import names_key, output_of, refused, train
+from run_files import assert_equal_runs, checkpoint_meta, metrics_rows
 
-from maxdiloco import generate, train
+from maxdiloco import generate
 from maxdiloco import tokenizer as program
 from maxdiloco.checkpoint import read
 from maxdiloco.data import tokenizer
@@ -18,48 +17,45 @@ from maxdiloco.data import tokenizer
 pytestmark = pytest.mark.usefixtures("programs")
 
 
-def test_a_restart_reads_no_jsonl_file_through_and_trusts_no_changed_line(capfd, tmp_path):
-    """The index is in the run's folder. Lines changed behind it end the run with 3, in one line."""
+def test_a_resume_uses_the_line_index_and_detects_changed_lines(tmp_path):
+    """The index is in the run's folder. A file changed behind it ends the run with 3."""
     line = json.dumps({"text": "in the beginning there was a byte, and it was even."}) + "\n"
     text = tmp_path / "text.jsonl"
     text.write_text(line * 60)
     keys = dict(dataset_type="text", dataset_path=text, vocab_size=257)
     keys |= dict(eval_interval=2, eval_steps=2, opt_type="sgd")
 
-    told = tools.told(capfd, tmp_path, "run", steps=1, **keys)
-    assert told.count("reading 1 .jsonl files through") == 1
+    run = train(tmp_path / "run", steps=1, **keys)
+    assert run.output.count("reading 1 .jsonl files through") == 1
     assert (tmp_path / "run" / "line_index").exists()
 
-    told = tools.told(capfd, tmp_path, "run", steps=2, **keys)
-    assert "resumed after step 1" in told and ".jsonl" not in told.replace(str(text), "")
+    output = train(tmp_path / "run", steps=2, **keys).output
+    assert "resumed after step 1" in output and ".jsonl" not in output.replace(str(text), "")
 
     before = os.stat(text)
     text.write_text(("x" * (len(line) - 1) + "\n") * 60)
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
-    code, error = tools.refused_run(capfd, tmp_path, "run", steps=3, **keys)
-    assert code == 3 and error.startswith(f"DataError: {text} has changed since the run began")
+    run = train(tmp_path / "run", steps=3, **keys)
+    assert run.code == 3 and str(text) in run.error
 
 
-def test_the_same_text_by_another_path_resumes_and_other_text_in_its_place_does_not(
-    text_run, tmp_path, capfd
-):
+def test_the_text_may_move_on_resume_but_not_change(text_run, tmp_path):
     run, keys = text_run
     shutil.copytree(run, tmp_path / "text")
     moved = tmp_path / "moved.txt"
     moved.write_bytes(keys["dataset_path"].read_bytes())
     keys = keys | dict(dataset_path=moved)
-    told = tools.told(capfd, tmp_path, "text", **keys | dict(steps=5))
-    assert "resumed after step 4" in told and "dataset_path /" in told
+    output = train(tmp_path / "text", **keys | dict(steps=5)).output
+    assert "resumed after step 4" in output and "dataset_path /" in output
     moved.write_bytes(moved.read_bytes()[::-1])
-    code, line = tools.refused_run(capfd, tmp_path, "text", **keys | dict(steps=6))
-    assert code == 2
-    assert f"dataset_path={moved}: the text is not that of the checkpoint of step 5" in line
-    assert f"load_parameters_path={tmp_path}/text/checkpoints/5" in line
+    run = train(tmp_path / "text", **keys | dict(steps=6))
+    assert run.code == 2 and f"dataset_path={moved}" in run.error
+    assert f"load_parameters_path={tmp_path}/text/checkpoints/5" in run.error
 
 
-def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path):
-    """Steps 1 to 3, then to 6; a step reads 4 sequences of 16, best-fit packed. Then other weights
-    go on where the sources are, and another text is refused with its name."""
+def test_a_resumed_mixture_equals_one_that_was_not_interrupted(tmp_path):
+    """Steps 1 to 3, then to 6; a step reads 4 sequences of 16, best-fit packed. Other weights then
+    continue from the position of each source, and another text is refused by its source."""
     for name, size in (("web", 400), ("code", 90)):
         (tmp_path / name).mkdir()
         for number in range(21):
@@ -67,7 +63,7 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path):
             (tmp_path / name / f"{number:02}.txt").write_bytes(text)
     folder = tmp_path / "parts"
 
-    def argv(name, steps, web=3):
+    def run(name, steps, web=3):
         entries = [
             {"path": str(tmp_path / "web"), "weight": str(web), "name": "web"},
             {"path": str(tmp_path / "code"), "weight": "1", "name": "code"},
@@ -75,22 +71,20 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path):
         keys = dict(dataset_type="text", vocab_size=257, grain_packing_type="best_fit")
         keys |= dict(opt_type="sgd")
         keys |= dict(dataset_mixture=json.dumps(entries), steps=steps)
-        return tools.arguments(tmp_path, name, **keys)
+        return train(tmp_path / name, **keys)
 
     def tokens_read():
-        row = tools.rows(folder)[-1]
+        row = metrics_rows(folder)[-1]
         return row["data/tokens_web"] / 16, row["data/tokens_code"] / 16
 
-    told = tools.printed(capfd, train.main, argv("whole", 6))
-    assert "source web:" in told and "; 75.0000% of what is read" in told
-    assert "of them padding" in told
-    assert train.main(argv("parts", 3)) == train.main(argv("parts", 6)) == 0
-    tools.assert_equal_runs(folder, tmp_path / "whole", steps=6)
+    assert "; 75.0000% " in run("whole", 6).output
+    assert run("parts", 3).code == run("parts", 6).code == 0
+    assert_equal_runs(folder, tmp_path / "whole", steps=6)
     assert tokens_read() == (18, 6)
-    assert 0 <= tools.rows(folder)[-1]["data/padding"] < 0.5
+    assert 0 <= metrics_rows(folder)[-1]["data/padding"] < 0.5
 
-    assert train.main(argv("parts", 8, web=1)) == 0
-    assert tools.meta(folder, 8)["position"]["sources"] == {
+    assert run("parts", 8, web=1).code == 0
+    assert checkpoint_meta(folder, 8)["position"]["sources"] == {
         "begun": 24,
         "read": {"web": 18, "code": 6},
         "shares": {"web": 1, "code": 1},
@@ -99,9 +93,9 @@ def test_a_resumed_mixture_equals_one_that_was_not_interrupted(capfd, tmp_path):
     assert tokens_read() == (22, 10)
 
     (tmp_path / "code" / "01.txt").write_bytes(b"another text")
-    code, line = tools.refused(capfd, train.main, argv("parts", 9, web=1))
-    words = "CheckpointError: dataset_mixture, sources code: the text is not that"
-    assert code == 2 and line.startswith(words)
+    changed = run("parts", 9, web=1)
+    assert changed.code == 2
+    assert names_key(changed.error, "dataset_mixture") and names_key(changed.error, "code")
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +108,12 @@ def trained(tmp_path_factory):
         assert program.main(arguments) == 0
     keys = dict(tokenizer_type="huggingface", vocab_size=-1, steps=2)
     mine = keys | dict(tokenizer_path=folder / "mine.json")
-    assert tools.run(folder, "run", **mine) == 0
+    assert train(folder / "run", **mine).code == 0
     (folder / "mine.json").unlink()
     return folder / "run", keys, folder / "other.json"
 
 
-def test_the_run_folder_and_a_checkpoint_copied_elsewhere_have_the_tokenizer(
-    trained, tmp_path, capfd
-):
+def test_a_run_and_each_checkpoint_hold_the_tokenizer(trained, tmp_path):
     """264 tokens; 3 * 128 = 384 rows, of which the last 120 are padding. The copy generates alone.
     Text ends with its document; the byte tokenizer has no end but the start of the next one."""
     run, copy = trained[0], tmp_path / "copy"
@@ -138,29 +130,26 @@ def test_the_run_folder_and_a_checkpoint_copied_elsewhere_have_the_tokenizer(
     assert byte.continuation([256], np.array([104, 1, 256, 104])) == "h\x01"
 
     argv = [copy, "prompt=the cat", "max_new_tokens=5"]
-    assert tools.printed(capfd, generate.main, argv).startswith("the cat")
+    assert output_of(generate.main, *argv).startswith("the cat")
     (copy / "tokenizer" / "tokenizer.json").write_text("{}")
-    assert generate.main([str(copy), "prompt=the cat"]) == 2
-    assert "no undamaged checkpoint is left" in capfd.readouterr().err
+    assert refused(generate.main, *argv)[0] == 2
 
 
-def test_another_tokenizer_is_refused_where_a_run_goes_on_and_told_where_parameters_are_loaded(
-    trained, tmp_path, capfd
-):
-    """It goes on with the saved one, of which nothing is told either."""
+def test_another_tokenizer_is_refused_on_resume_and_logged_on_load(trained, tmp_path):
+    """A run resumes with the saved tokenizer, and loads parameters with it without a warning."""
     run, keys, other = trained
     shutil.copytree(run, tmp_path / "run")
     more = keys | dict(steps=3)
-    code, line = tools.refused_run(capfd, tmp_path, "run", **more, tokenizer_path=other)
+    refusal = train(tmp_path / "run", **more, tokenizer_path=other)
     saved = tmp_path / "run" / "checkpoints" / "2" / "tokenizer"
-    assert code == 2 and f"tokenizer_path={other}: the tokenizer is not that of checkpoint" in line
-    assert f"Set tokenizer_path={saved}, or set another run_name" in line
-    told = tools.told(capfd, tmp_path, "run", **more, tokenizer_path=saved)
-    assert "resumed after step 2" in told
-    assert tools.run(tmp_path, "run", **more, tokenizer_path=saved, add_eos="false") == 2
-    assert "add_eos=False (the checkpoint has True)" in capfd.readouterr().err
+    assert refusal.code == 2
+    assert f"tokenizer_path={other}" in refusal.error and f"tokenizer_path={saved}" in refusal.error
+    resumed = train(tmp_path / "run", **more, tokenizer_path=saved)
+    assert "resumed after step 2" in resumed.output
+    refusal = train(tmp_path / "run", **more, tokenizer_path=saved, add_eos="false")
+    assert refusal.code == 2 and names_key(refusal.error, "add_eos")
     for path, warned in ((saved, False), (other, True)):
         loaded = keys | dict(load_parameters_path=run, tokenizer_path=path)
-        assert tools.run(tmp_path, f"run-{warned}", **loaded) == 0
-        output = capfd.readouterr()
-        assert ("is of a run with another tokenizer" in output.out + output.err) == warned
+        new = train(tmp_path / f"run-{warned}", **loaded)
+        assert new.code == 0
+        assert ("another tokenizer" in new.output + new.errors) == warned

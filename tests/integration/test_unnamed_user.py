@@ -13,9 +13,10 @@ import tempfile
 
 import jax
 import pytest
-import run_tools as tools
+from run import ROOT, output_of, train, train_arguments
+from run_files import saved_steps
 
-from maxdiloco import hf, report
+from maxdiloco import generate, hf, report
 from maxdiloco.huggingface import folders
 
 USER = 54321  # beyond what distributions and containers give to users
@@ -47,22 +48,22 @@ def owned(folder):
 
 
 def test_every_program_works_on_a_run_of_a_user_without_a_name(
-    capfd, tmp_path, evaluated, nobody_has_a_name
+    tmp_path, evaluated, nobody_has_a_name
 ):
     (tmp_path / "text.txt").write_text("in the beginning there was a byte. " * 60)
     keys = MODEL | dict(dataset_type="text", dataset_path=tmp_path / "text.txt", eval_steps=1)
-    assert tools.run(tmp_path, "a", steps=2, **keys) == 0
+    assert train(tmp_path / "a", steps=2, **keys).code == 0
     folder = tmp_path / "a"
     owned(folder)
-    assert tools.saved_steps(folder) == [2]
+    assert saved_steps(folder) == [2]
     assert evaluated(folder)["step"] == 2
-    assert tools.generated(capfd, folder, "prompt=in", "max_new_tokens=1").startswith("in")
+    assert output_of(generate.main, folder, "prompt=in", "max_new_tokens=1").startswith("in")
     page = tmp_path / "page.html"
     assert report.main([str(folder), f"out={page}"]) == 0 and page.stat().st_size
     assert hf.main(["export", str(folder), str(tmp_path / "model")]) == 0
     assert (tmp_path / "model" / "config.json").exists()
-    assert tools.run(tmp_path, "a", steps=3, **keys) == 0
-    assert tools.saved_steps(folder) == [2, 3]
+    assert train(tmp_path / "a", steps=3, **keys).code == 0
+    assert saved_steps(folder) == [2, 3]
 
 
 def test_a_home_that_nobody_has_is_a_plain_name(nobody_has_a_name):
@@ -82,12 +83,12 @@ def test_a_process_of_a_user_without_a_name_trains_and_resumes(open_folder):
         pytest.skip("needs root and setpriv, to become another user")
     python = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", sys.executable]
     environ = {"JAX_NUM_CPU_DEVICES": str(jax.device_count()), "PATH": os.environ["PATH"]}
-    where = {"env": environ | {"PYTHONPATH": str(tools.ROOT)}, "cwd": open_folder}
+    where = {"env": environ | {"PYTHONPATH": str(ROOT)}, "cwd": open_folder}
     if subprocess.run([*python, "-c", "import maxdiloco"], **where, check=False).returncode:
         pytest.skip(f"{sys.executable} is not open to other users")
     os.chown(open_folder, USER, USER)
     for steps in (2, 3):
-        argv = ["-m", "maxdiloco.train", *tools.arguments(open_folder, "a", steps=steps)]
+        argv = ["-m", "maxdiloco.train", *train_arguments(open_folder / "a", steps=steps)]
         subprocess.run([*python, *argv], **where, check=True, timeout=300)
-    assert tools.saved_steps(open_folder / "a") == [2, 3]
+    assert saved_steps(open_folder / "a") == [2, 3]
     assert os.stat(open_folder / "a").st_uid == USER
