@@ -110,7 +110,8 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
     families = rating.families(planned, given)
     if not families:
         raise ConfigError(
-            "no way to synchronise has the values that are given for H, P and tau. Leave one out."
+            "diloco_sync_period, num_diloco_fragments and num_communication_overlapping_steps: no "
+            "mode allows this combination of values. Leave one of the keys out."
         )
     unrated = table.Plan(
         planned, rating.Step(options.step_time or 1.0), vars(options)[link] / share[0], share, (),

@@ -1,20 +1,21 @@
-"""Plans as a user asks for them."""
+"""Plans from the command line."""
 
 import json
 
 import pytest
+from run import run_program
 
 from maxdiloco import plan
 
 
 @pytest.fixture
-def planned(tmp_path, capsys):
-    """Exit code, the plan as JSON (None where there is none) and what was printed."""
+def planned(tmp_path):
+    """Call the planner; return the plan of its report, or None, and its Run."""
 
     def planned(*argv):
         path = tmp_path / "plan.json"
         path.unlink(missing_ok=True)
-        code = plan.main([*argv, f"report={path}"])
-        return code, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr()
+        run = run_program(plan.main, *argv, f"report={path}")
+        return json.loads(path.read_text()) if path.exists() else None, run
 
     return planned
