@@ -41,7 +41,7 @@ def faults(whole):
     return [fault.message for fault in jsonschema.Draft202012Validator(SCHEMA).iter_errors(whole)]
 
 
-def test_a_manifest_fits_the_schema_of_jobset_and_one_with_a_mistake_does_not(manifest, tmp_path):
+def test_the_manifest_fits_the_schema_of_jobset(manifest, tmp_path):
     """With every optional variable and without."""
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     assert faults(manifest[1]) == faults(launched(tmp_path, tools.TPU)) == []
@@ -56,7 +56,7 @@ def test_a_manifest_fits_the_schema_of_jobset_and_one_with_a_mistake_does_not(ma
         assert len(faults(broken)) == 1
 
 
-def test_codes_that_would_come_again_end_the_jobset_and_others_restart_it(manifest):
+def test_only_exit_codes_that_may_pass_restart_the_jobset(manifest):
     """A Job with such a code fails by its policy, and any other by its backoff limit of 0."""
     spec, container = manifest[1]["spec"], pod(manifest[1])["containers"][0]
     policy = spec["failurePolicy"]
@@ -74,7 +74,7 @@ def test_codes_that_would_come_again_end_the_jobset_and_others_restart_it(manife
     assert not (final | {1}) & again
 
 
-def test_a_slice_is_a_job_on_nodes_of_its_kind_with_shared_memory_and_the_text(manifest):
+def test_a_slice_is_a_job_on_nodes_of_its_kind(manifest):
     kind, whole = manifest
     (replicated,) = whole["spec"]["replicatedJobs"]
     job, labels = replicated["template"]["spec"], pod(whole)["nodeSelector"]

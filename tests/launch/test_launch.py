@@ -1,9 +1,8 @@
-"""The launch scripts: what is refused before anything is created, what is called, and the flags of
-scripts/launch/xla_flags.env, which the compilers know.
+"""The launch scripts: refusals before anything is created, the commands of the cluster's programs,
+and the flags of scripts/launch/xla_flags.env.
 """
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -11,14 +10,14 @@ import sys
 
 import launch_tools as tools
 import pytest
+from run import names_key
 
 from maxdiloco import errors
 
 
 @pytest.mark.parametrize("script", tools.SCRIPTS)
 def test_the_program_is_called_once_with_what_a_dry_run_prints(script, tmp_path):
-    """The control of every refusal below: these variables are enough. One that is not there is
-    named."""
+    """The control of every refusal below: these variables suffice. An absent program is named."""
     program, variables = tools.SCRIPTS[script]
     arguments = ["first", "model_name=tiny", "mlp_activations=[silu, linear]"]
     dry = tools.run(script, arguments, tmp_path, **variables, DRY_RUN="1")
@@ -35,77 +34,76 @@ def test_the_program_is_called_once_with_what_a_dry_run_prints(script, tmp_path)
         (tmp_path / "bin" / name).symlink_to(shutil.which(name))
     nowhere = {"PATH": str(tmp_path / "bin")}
     done = tools.run(script, ["a"], tmp_path, **variables | nowhere)
-    assert done.returncode == 2
-    assert re.search(rf"{program} is not on PATH\. (Install|Run)", done.stderr)
+    assert done.returncode == 2 and names_key(done.stderr, program)
 
 
-FAULTS = [
-    ("CLUSTER", "My_Cluster", r"CLUSTER=My_Cluster is not the GKE cluster's name \(lower case"),
-    ("PROJECT", "p", r"PROJECT=p is not the Google Cloud project's ID.*PROJECT=my-project"),
-    ("ZONE", "us", r"ZONE=us is not the cluster's zone or region.*ZONE=us-west4-a"),
-    ("TPU_TYPE", "v5e16", r"TPU_TYPE=v5e16 is not a type of TPU slice"),
-    ("NUM_SLICES", "two", r"NUM_SLICES=two is not the number of slices.*NUM_SLICES=2"),
-    ("IMAGE", "an image", r"IMAGE=an image is not an image that the cluster can pull"),
-    ("OUTPUT", "runs", r"OUTPUT=runs is not a folder on gs://, as a pod's disk goes"),
-    ("PRIORITY", "urgent", r"PRIORITY=urgent is not one of very-low, low, medium"),
-    ("MAX_RESTARTS", "-1", r"MAX_RESTARTS=-1 is not how often the run may start again"),
-    ("GRACE_SECONDS", "3m", r"GRACE_SECONDS=3m is not the seconds from SIGTERM to the saved"),
-    ("RESERVATION", "a b", r"RESERVATION=a b is not the name of a reservation, or NONE"),
-    ("STORAGE", "a b", r"STORAGE=a b is not the name of an xpk storage"),
-    ("WORKLOAD_NAME", "First", r"WORKLOAD_NAME=First is not a name for the workload"),
-    ("DILOCO_FRAGMENTS", "4", r"DILOCO_FRAGMENTS=4 is no variable .* knows DILOCO_SYNC_PERIOD"),
-    ("STEPS", "x", r"steps=x .*is not a whole number\. .* STEPS gives it\."),
-    ("XLA_FLAGS_FILE", "/none", r"XLA_FLAGS_FILE=/none does not exist\. Name a file, or set it"),
-]
+# Variables with wrong values, and the name that the error has.
+WRONG = {
+    "CLUSTER": ("My_Cluster", "CLUSTER"),
+    "PROJECT": ("p", "PROJECT"),
+    "ZONE": ("us", "ZONE"),
+    "TPU_TYPE": ("v5e16", "TPU_TYPE"),
+    "NUM_SLICES": ("two", "NUM_SLICES"),
+    "IMAGE": ("an image", "IMAGE"),
+    "OUTPUT": ("runs", "OUTPUT"),
+    "PRIORITY": ("urgent", "PRIORITY"),
+    "MAX_RESTARTS": ("-1", "MAX_RESTARTS"),
+    "GRACE_SECONDS": ("3m", "GRACE_SECONDS"),
+    "RESERVATION": ("a b", "RESERVATION"),
+    "STORAGE": ("a b", "STORAGE"),
+    "WORKLOAD_NAME": ("First", "WORKLOAD_NAME"),
+    "DILOCO_FRAGMENTS": ("4", "DILOCO_FRAGMENTS"),
+    "STEPS": ("x", "steps"),
+    "XLA_FLAGS_FILE": ("/none", "XLA_FLAGS_FILE"),
+}
 
 
-def test_every_fault_is_told_in_one_line_each_and_nothing_is_created(tmp_path):
-    wrong = tools.XPK | {name: value for name, value, _ in FAULTS}
+def test_each_wrong_variable_is_named_and_nothing_is_created(tmp_path):
+    wrong = tools.XPK | {variable: value for variable, (value, _) in WRONG.items()}
     done = tools.run("xpk_run", ["first"], tmp_path, **wrong)
     assert done.returncode == 2
     assert tools.called(tmp_path, "xpk") is None
     lines = done.stderr.splitlines()
-    assert len(lines) == len(FAULTS), done.stderr
-    for _, _, message in FAULTS:
-        (line,) = [line for line in lines if re.search(message, line)]
-        assert line.startswith("xpk_run: ")
+    assert len(lines) == len(WRONG), done.stderr
+    for value, name in WRONG.values():
+        assert [line for line in lines if line.startswith(f"xpk_run: {name}={value} ")], name
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "changes", "message"),
-    [
-        ("xpk_run", [], {}, r"the run has no name: .*Give the name as the first argument, or set"),
-        ("xpk_run", ["a"], {"MAXDILOCO_VENV": "/no"}, r"/bin/python does not exist\. Make it with"),
-        ("xpk_run", ["a"], {"ZONE": ""}, r"ZONE is not set: it is .*Set it, as in ZONE=us-west4"),
-        ("xpk_run", ["a"], {"CLUSTER": ""}, r"CLUSTER or CLUSTER_NAME is not set: it is"),
-        ("xpk_run", ["a"], {"PROJECT_ID": "other-one"}, r"PROJECT=my-project and PROJECT_ID=other"),
-        ("xpk_run", ["a", "run_name=b"], {}, r"run_name is set by this script, to a\. Leave"),
-        ("xpk_run", ["a", "dataset_path=hf://b/t"], {}, r"dataset_path=hf://b/t is an address"),
-        ("xpk_run", ["a", "stepz=3"], {}, r"stepz"),
-        ("xpk_run", ["a", "dataset_path=/b\nc"], {}, r"dataset_path has a line break, which a com"),
-        ("xpk_run", ["a", "dcn_diloco_parallelism=4"], {}, r"num_slices=2 does not fit .* 4 = 4"),
-        ("xpk_run", ["a", "my.yml"], {}, r"my\.yml is not in the image, which holds configs/"),
-        ("xpk_run", ["a", "configs/none.yml"], {}, r"configs/none\.yml does not exist\. Name a"),
-        ("jobset_run", ["a"], {"GPU_TYPE": "h"}, r"TPU_TYPE and GPU_TYPE are both set.*Unset one"),
-        ("jobset_run", ["a"], {"TPU_TYPE": "v5e-12"}, r"v5e-12 has no topology.* Use v5e- and"),
-        ("jobset_run", ["a"], {"TPU_TYPE": "v5p-9"}, r"v5p-9 has no topology here\. .* 8, 16, 32"),
-        ("slurm_run", ["a"], {"PARTITIONS": "x y z"}, r"3 partitions, which 2 slices cannot share"),
-        ("slurm_run", ["a"], {"OUTPUT": "runs"}, r"OUTPUT=runs is not a folder that all nodes see"),
-        ("slurm_run", ["a"], {"OUTPUT": "hdfs://b/a"}, r"or gs://, s3:// or az://bucket/fold"),
-        ("slurm_run", ["a"], {"TIME": "soon"}, r"TIME=soon is not a time limit as sbatch takes it"),
-    ],
-)  # fmt: skip
-def test_a_launch_that_cannot_work_is_refused(script, arguments, changes, message, tmp_path):
+# A script, its arguments, changes to its variables, and the name that the error has.
+REFUSED = [
+    ("xpk_run", [], {}, "RUN_NAME"),
+    ("xpk_run", ["a"], {"MAXDILOCO_VENV": "/no"}, "/no/bin/python"),
+    ("xpk_run", ["a"], {"ZONE": ""}, "ZONE"),
+    ("xpk_run", ["a"], {"CLUSTER": ""}, "CLUSTER_NAME"),
+    ("xpk_run", ["a"], {"PROJECT_ID": "other-one"}, "PROJECT_ID"),
+    ("xpk_run", ["a", "run_name=b"], {}, "run_name"),
+    ("xpk_run", ["a", "dataset_path=hf://b/t"], {}, "dataset_path"),
+    ("xpk_run", ["a", "stepz=3"], {}, "stepz"),
+    ("xpk_run", ["a", "dataset_path=/b\nc"], {}, "dataset_path"),
+    ("xpk_run", ["a", "dcn_diloco_parallelism=4"], {}, "num_slices"),
+    ("xpk_run", ["a", "my.yml"], {}, "my.yml"),
+    ("xpk_run", ["a", "configs/none.yml"], {}, "configs/none.yml"),
+    ("jobset_run", ["a"], {"GPU_TYPE": "h"}, "GPU_TYPE"),
+    ("jobset_run", ["a"], {"TPU_TYPE": "v5e-12"}, "v5e-12"),
+    ("jobset_run", ["a"], {"TPU_TYPE": "v5p-9"}, "v5p-9"),
+    ("slurm_run", ["a"], {"PARTITIONS": "x y z"}, "PARTITIONS"),
+    ("slurm_run", ["a"], {"OUTPUT": "runs"}, "OUTPUT"),
+    ("slurm_run", ["a"], {"OUTPUT": "hdfs://b/a"}, "OUTPUT"),
+    ("slurm_run", ["a"], {"TIME": "soon"}, "TIME"),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "changes", "name"), REFUSED)
+def test_a_refused_launch_names_what_is_wrong(script, arguments, changes, name, tmp_path):
     program, variables = tools.SCRIPTS[script]
     done = tools.run(script, arguments, tmp_path, **variables | changes)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"{script}: ")
-    assert re.search(message, line)
+    assert line.startswith(f"{script}: ") and names_key(line, name)
     assert tools.called(tmp_path, program) is None
 
 
-def test_the_variables_of_maxtexts_diloco_scripts_are_taken(tmp_path):
+def test_the_variables_of_maxtexts_diloco_scripts_are_accepted(tmp_path):
     """Names and values of src/maxtext/trainers/diloco/scripts/run_spmd_streaming_diloco.sh, but for
     the model, and a data set on gs://."""
     variables = {
@@ -136,7 +134,7 @@ def test_the_variables_of_maxtexts_diloco_scripts_are_taken(tmp_path):
     ]  # fmt: skip
 
 
-def test_xpk_gets_the_training_command_whole(tmp_path):
+def test_xpk_receives_the_whole_training_command(tmp_path):
     """xpk hands --command to a shell in the pod: what arrives there is what was written. Before,
     Kubernetes makes $$ a $."""
     arguments = ["first", "configs/quickstart.yml", "mlp_activations=[silu, linear]"]
@@ -158,7 +156,7 @@ def test_xpk_gets_the_training_command_whole(tmp_path):
 
 
 @pytest.mark.parametrize("output", ["gs://bucket/runs", "s3://bucket/runs", "az://container/runs"])
-def test_slurm_takes_a_folder_in_a_bucket(tmp_path, output):
+def test_slurm_accepts_a_folder_in_a_bucket(tmp_path, output):
     command, _ = tools.launch("slurm_run", ["a"], tmp_path, **tools.SLURM | {"OUTPUT": output})
     assert f"base_output_directory={output}" in command
 
@@ -178,8 +176,8 @@ def test_slurm_gets_a_component_for_each_partition(tmp_path):
     ]  # fmt: skip
 
 
-def test_on_slurm_the_environment_of_the_trainer_counts_and_in_pods_it_does_not(tmp_path):
-    """sbatch hands the environment on; a pod has its own."""
+def test_the_environment_counts_on_slurm_and_not_in_pods(tmp_path):
+    """sbatch passes the environment on; a pod has its own."""
     wrong = {"M_STEPS": "x", "DRY_RUN": "1"}
     done = tools.run("slurm_run", ["a"], tmp_path, **tools.SLURM, **wrong)
     assert (done.returncode, "steps=x" in done.stderr) == (2, True)
@@ -207,7 +205,7 @@ def python(code, **environ):
 
 
 def test_bash_and_the_launch_scripts_read_the_same_flags(compiler_flags, tmp_path):
-    """A line that is no flag is named."""
+    """A line without a flag is named."""
     for hardware, name in compiler_flags.OF.items():
         faults = []
         found = compiler_flags.read(str(FILE), hardware, faults)
@@ -217,7 +215,7 @@ def test_bash_and_the_launch_scripts_read_the_same_flags(compiler_flags, tmp_pat
     (tmp_path / "f").write_text('# a\nXLA_FLAGS+=" --a=b"\nXLA_FLAGS=--c=d\n')
     assert compiler_flags.read(str(tmp_path / "f"), "gpu", faults) == "--a=b"
     (fault,) = faults
-    assert re.search(r"line 3 is no flag: XLA_FLAGS=--c=d\. Write it as", fault)
+    assert "line 3" in fault and "XLA_FLAGS=--c=d" in fault
     assert compiler_flags.read("none", "gpu", []) == ""
 
 
