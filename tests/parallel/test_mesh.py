@@ -19,11 +19,10 @@ def load(*argv):
     return config.load(argv, {})
 
 
-def test_one_open_size_takes_what_the_others_leave():
-    """Sizes that do not fill are an equation."""
+def test_one_open_size_gets_the_devices_that_the_others_leave():
     assert mesh_lib.fill({"data": 2, "fsdp": -1}, 8, "ici") == {"data": 2, "fsdp": 4}
     for sizes in ({"data": 3, "fsdp": -1}, {"data": 2, "fsdp": 2}):
-        with pytest.raises(ConfigError, match=r"ici_data_parallelism=.* = \d, but there are 8"):
+        with pytest.raises(ConfigError, match="ici_data_parallelism="):
             mesh_lib.fill(sizes, 8, "ici")
 
 
@@ -48,26 +47,24 @@ def test_slices_are_contiguous_blocks_of_devices(devices, keys, sizes):
 @pytest.mark.parametrize("more", ["enable_diloco=false", "enable_diloco=true"])
 def test_one_slice_for_two_names_a_key_that_makes_two(devices, more):
     keys = ("dcn_data_parallelism=2", "ici_fsdp_parallelism=-1", more)
-    with pytest.raises(ConfigError, match=r"there is 1 slice\. Use num_slices=2") as refused:
+    with pytest.raises(ConfigError, match="num_slices=2") as refused:
         mesh_lib.build(load(*keys), devices)
     assert mesh_lib.build(load(*keys, "num_slices=2"), devices).shape["data"] == 2
-    # Without DiLoCo an axis of its own is as good.
+    # Without DiLoCo the diloco axis is an alternative.
     assert ("dcn_diloco_parallelism=2" in str(refused.value)) == (more == "enable_diloco=false")
     other = load("dcn_diloco_parallelism=2", *keys[1:])
     assert mesh_lib.build(other, devices).shape["diloco"] == 2
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "product"),
     [
-        ("dcn_diloco_parallelism=2 ici_data_parallelism=3 ici_fsdp_parallelism=-1",
-         r"diloco 2 \* data 3 = 6 devices, but 8 are visible"),
-        ("dcn_diloco_parallelism=4 ici_fsdp_parallelism=4",
-         r"diloco 4 \* fsdp 4 = 16 devices, but 8 are visible.*; hardware=cpu emulates devices"),
+        ("dcn_diloco_parallelism=2 ici_data_parallelism=3 ici_fsdp_parallelism=-1", 6),
+        ("dcn_diloco_parallelism=4 ici_fsdp_parallelism=4", 16),
     ],
-)  # fmt: skip
-def test_a_product_that_does_not_match_names_both_sides(devices, keys, message):
-    with pytest.raises(ConfigError, match=message):
+)
+def test_a_product_that_does_not_match_names_both_sides(devices, keys, product):
+    with pytest.raises(ConfigError, match=f"= {product} devices, .* 8 "):
         mesh_lib.build(load(*keys.split()), devices)
 
 
@@ -86,7 +83,7 @@ def test_a_product_that_does_not_match_names_both_sides(devices, keys, message):
 )
 def test_open_sizes_give_every_process_as_many_devices(keys, processes, expected):
     assert mesh_lib.emulated_devices(load(*keys.split()), processes) == expected
-    with pytest.raises(ConfigError, match=r"2 emulated devices, which 3 .* multiple of 3"):
+    with pytest.raises(ConfigError, match="2 emulated devices, .* 3 "):
         mesh_lib.emulated_devices(load("dcn_diloco_parallelism=2", "ici_fsdp_parallelism=1"), 3)
 
 
@@ -116,10 +113,10 @@ def test_devices_are_emulated_where_jax_uses_the_cpu_alone(
     assert set_to["jax_num_cpu_devices"] == expected
 
 
-def test_hardware_that_does_not_start_is_refused_with_jax_s_reason(monkeypatch):
+def test_absent_hardware_is_refused_with_the_reason_of_jax(monkeypatch):
     """Training would start on the CPU: JAX passes over a platform that is not installed."""
     for hardware in ("gpu", "tpu"):
-        with pytest.raises(ConfigError, match=f"hardware={hardware} but JAX finds only cpu dev"):
+        with pytest.raises(ConfigError, match=f"hardware={hardware} "):
             mesh_lib.visible_devices(load(f"hardware={hardware}"))
     assert len(mesh_lib.visible_devices(load("hardware=cpu"))) == 8
 
@@ -128,7 +125,7 @@ def test_hardware_that_does_not_start_is_refused_with_jax_s_reason(monkeypatch):
 
     why = "no device found"
     monkeypatch.setattr(jax, "devices", fails)
-    message = r"hardware=tpu does not work here: .*no device found\. See that.*'.\[tpu\]'.*=cpu"
+    message = r"hardware=tpu .*no device found\..*hardware=cpu"
     for joined in (False, True):
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: joined)  # noqa: B023
         with pytest.raises(ConfigError, match=message):
@@ -142,7 +139,7 @@ def test_devices_of_processes_that_were_not_joined_are_refused(monkeypatch):
     """libtpu forms the pod by itself; nobody would notice a lost process."""
     cfg = load("hardware=auto")
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    message = r"hardware=auto: the devices belong to 4 processes.*On a TPU pod set hardware=tpu"
+    message = "hardware=auto: .*4 processes.*hardware=tpu"
     with pytest.raises(ConfigError, match=message):
         mesh_lib.visible_devices(cfg)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
@@ -197,7 +194,7 @@ def test_a_slice_of_gpus_is_a_part_of_a_host_or_whole_hosts(slices, hosts, ids, 
     mesh = mesh_lib.build(load(f"num_slices={slices}"), gpus(*hosts))
     assert [device.id for device in mesh.devices.flat] == ids
     assert [{device.slice_index for device in slot.flat} for slot in mesh.devices] == of_slices
-    with pytest.raises(ConfigError, match=r"2 slices of 3 GPUs cut .* have 2, 2, 2\. Choose"):
+    with pytest.raises(ConfigError, match="2 slices of 3 GPUs .* 2, 2, 2"):
         mesh_lib.build(load("num_slices=2"), gpus(0, 0, 1, 1, 2, 2))
 
 
@@ -205,7 +202,7 @@ SIZES = [{"tensor": size} for size in (1, 2, 4, 8)] + [{"diloco": 2}]
 
 
 @pytest.mark.tpu_aot
-def test_every_topology_takes_ordinary_sizes_and_a_replica_stays_in_its_slice():
+def test_in_every_topology_a_replica_stays_in_its_slice():
     """One slice, whose devices have no slice_index, and two."""
     shared, built, configs = set(), 0, []
     for sizes in SIZES:
@@ -248,9 +245,7 @@ BOTH = {OPTION: "32768"} | APART
         ("cpu", "", None),
     ],
 )
-def test_a_step_on_v5e_leaves_more_memory_to_an_operation_and_products_apart(
-    device_kind, flags, expected, monkeypatch
-):
+def test_compiler_options_of_a_v5e_step(device_kind, flags, expected, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", flags)
     assert chips.step_options(device_kind) == expected
 

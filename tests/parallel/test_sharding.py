@@ -19,7 +19,7 @@ def test_rules_are_overridable_and_a_mesh_axis_serves_one_dim():
     assert sharding.spec(("embed", "mlp"), rules) == P(("fsdp", "context"), None)
     rules = sharding.rules_with([["vocab", ["fsdp", "tensor"]], ["embed", []]])
     assert sharding.spec(("vocab", "embed"), rules) == P(("fsdp", "tensor"), None)
-    with pytest.raises(ConfigError, match=r"logical_axis_rules entry .*headz.* Names: batch"):
+    with pytest.raises(ConfigError, match="logical_axis_rules .*headz"):
         sharding.rules_with([["headz", "tensor"]])
 
 
@@ -44,7 +44,7 @@ def test_constrain_leaves_out_manual_axes(devices):
 
 def test_dims_that_do_not_divide_are_refused(devices):
     mesh, shapes = mesh_of(devices, fsdp=2), {"w": jax.ShapeDtypeStruct((3, 4), np.float32)}
-    with pytest.raises(ConfigError, match=r"fsdp parallelism 2 does not divide dim 0 \(embed=3\)"):
+    with pytest.raises(ConfigError, match=r"fsdp parallelism 2 .*embed=3"):
         sharding.parameter_shardings({"w": ("embed", "mlp")}, shapes, mesh, sharding.DEFAULT_RULES)
 
 

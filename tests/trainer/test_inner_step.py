@@ -72,10 +72,13 @@ def test_a_micro_batch_holds_consecutive_rows():
     assert float(run(1, batch, loss=squared_sum, accumulation=2)[1]["loss"]) == 58 / 2
 
 
-def test_a_batch_of_padding_changes_nothing_and_the_norm_shown_is_that_before_clipping():
+def test_a_batch_of_padding_changes_no_parameter():
     w, metrics = run(3, BATCH | {"segment_ids": np.zeros((4, 2), np.int32)})
     assert w == 3
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == float(metrics["tokens"]) == 0
+
+
+def test_the_logged_gradient_norm_is_that_before_clipping():
     clipped = optax.chain(optax.clip_by_global_norm(0.25), optax.sgd(0.5))
     w, metrics = run(3, BATCH, optimizer=clipped)
     assert float(metrics["grad_norm"]) == pytest.approx(1.0)
@@ -116,7 +119,7 @@ EXPERTS = dict(
 )  # fmt: skip
 
 
-def test_a_step_moves_the_routed_bias_by_the_sign_of_the_load_of_all_micro_batches():
+def test_the_routed_bias_moves_by_the_sign_of_the_whole_load():
     """Two micro-batches of two sequences; AdamW with decay moves the bias by nothing itself. Both
     micro-batches balance for themselves, so their loss is the mean of two."""
     model = tiny_model.build(**EXPERTS)

@@ -1,9 +1,7 @@
-"""An island of two processes beside an island of one, over one store."""
+"""An island of two processes and an island of one, over one store."""
 
-import functools
+import contextlib
 import os
-import socket
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +9,7 @@ import island_process
 import jax
 import numpy as np
 import pytest
+from run import FEW_OPTIMIZATIONS, Process, assert_exit_codes, cluster_environs
 from test_on_islands import STEPS, in_threads, started, steps_of, until
 
 from maxdiloco.islands import audit, objects
@@ -28,29 +27,19 @@ def alone(folder, name):
     return True
 
 
-def process(folder, address, index):
-    """Island 0 in each run, as one of its two processes; the process once it has ended."""
-    environ = dict(
-        JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index)
-    )
-    environ |= dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", PYTHONPATH=os.pathsep.join(sys.path))
-    command = [sys.executable, island_process.__file__, str(folder), *island_process.RUNS]
-    options = dict(env=os.environ | environ, capture_output=True, text=True, timeout=200)
-    return subprocess.run(command, **options)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where island 0, of two processes, and island 1 have trained in each run."""
     folder = tmp_path_factory.mktemp("islands")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
     jax.config.update("jax_disable_most_optimizations", True)
-    with ThreadPoolExecutor() as pool:
-        ended = pool.map(functools.partial(process, folder, address), (0, 1))
+    environ = FEW_OPTIMIZATIONS | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, island_process.__file__, str(folder), *island_process.RUNS]
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor())
+        both = [Process(command, environ | own) for own in cluster_environs(2)]
+        processes = [stack.enter_context(process) for process in both]
         others = pool.submit(lambda: [alone(folder, name) for name in island_process.RUNS])
-        for each in ended:
-            assert each.returncode == 0, each.stdout + each.stderr
+        assert_exit_codes(processes, 0, 0)
         assert others.result(60)
     yield folder
     jax.config.update("jax_disable_most_optimizations", False)

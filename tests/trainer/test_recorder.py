@@ -71,7 +71,7 @@ def test_the_step_time_covers_all_that_a_log_costs(monkeypatch, part):
     assert (first, later) == (1 if part == "write" else 1.25, [1.25, 1.25])
 
 
-def test_an_evaluation_and_a_save_are_left_out_but_not_the_wait_for_others_before(monkeypatch):
+def test_the_step_time_excludes_evaluations_and_saves(monkeypatch):
     """Each of the two waits in `check` until all processes are there. A save writes the rows before
     it."""
     run = Run(monkeypatch, evaluate=50, save=70)
@@ -86,7 +86,7 @@ def test_an_evaluation_and_a_save_are_left_out_but_not_the_wait_for_others_befor
     assert times == [1.25, 1.5] and waited
 
 
-def test_a_row_has_the_time_of_all_lives_of_the_run_and_the_memory_of_the_device(monkeypatch):
+def test_a_row_has_the_time_of_all_sessions_and_device_memory(monkeypatch):
     """1000 s before; CPU devices have no figures of memory."""
     run = Run(monkeypatch, memory={"bytes_in_use": 5, "peak_bytes_in_use": 7, "other": 9})
     run.times(2)

@@ -66,15 +66,14 @@ def test_policies_stand_from_least_computed_to_least_memory():
     assert remat_choice.LAST == "full"
 
 
-def test_the_first_policy_that_fits_is_taken_and_said_and_full_where_none_does(choose):
-    """The caller says what does not fit."""
+def test_the_first_policy_that_fits_is_chosen_or_else_full(choose):
+    """The caller reports a program that does not fit."""
     policy, (first, *_, line), compiled = choose(memory=needed("minimal")[0])
     assert (policy, compiled) == ("minimal", ["minimal"])
-    assert first.startswith("remat_policy=auto: compiling the step with minimal")
-    assert line.startswith("remat_policy=auto: minimal; the inner step needs ")
+    assert first.startswith("remat_policy=auto: ") and "minimal" in first
+    assert line.startswith("remat_policy=auto: minimal; ")
     policy, (line,), compiled = choose(memory=1)
-    assert (policy, compiled) == ("full", [])
-    assert "no other policy fits" in line
+    assert (policy, compiled) == ("full", []) and line.startswith("remat_policy=auto: full")
 
 
 def gpus(**shape):
@@ -86,39 +85,35 @@ GPU = gpus(diloco=2, data=2, fsdp=1)
 
 
 @pytest.mark.full
-def test_what_keeps_more_than_the_memory_is_not_compiled_and_a_tenth_of_a_gpus_is_left(choose):
-    """Where there is room a GPU with whole weights keeps everything; others never try to."""
+def test_a_policy_that_cannot_fit_is_not_compiled(choose):
+    """A tenth of a GPU's memory is left. A GPU with whole weights keeps everything that fits."""
     enough, kept = needed("minimal")
     assert "minimal" not in choose(memory=kept - 1)[2]
     assert "minimal" in choose(memory=kept)[2]
     enough, most = math.ceil(enough / 0.9) + 1, math.ceil(needed("none")[0] / 0.9) + 1
     policy, (line,), _ = choose(memory=enough, mesh=GPU)
-    assert policy == "minimal" and " MiB, 0.9 of the GPU's, with the rest" in line
+    assert policy == "minimal" and " 0.9 of the GPU's" in line
     assert choose(memory=enough - 2, mesh=GPU)[0] != "minimal"
     assert choose(memory=enough - 2)[0] == "minimal"
     found = [choose(memory=most, mesh=mesh)[0] for mesh in (GPU, gpus(diloco=2, fsdp=2), None)]
     assert found == ["none", "minimal", "minimal"]
 
 
-SAYS = "remat_policy=auto: "
-
-
 @pytest.mark.parametrize(
-    ("argv", "keys", "policy", "lines"),
+    ("argv", "keys", "policy", "num_lines"),
     [
-        ((), dict(memory=None, mesh=GPU), "full",
-         [SAYS + "full, since nothing says how much memory a device has"]),
-        ((), dict(memory=None), "save_context",
-         [SAYS + "save_context, which is the fastest on a CPU"]),
-        (("remat_policy=save_context",), dict(memory=1), "save_context", []),
+        ((), dict(memory=None, mesh=GPU), "full", 1),
+        ((), dict(memory=None), "save_context", 1),
+        (("remat_policy=save_context",), dict(memory=1), "save_context", 0),
     ],
-)  # fmt: skip
-def test_what_needs_no_compile_has_none(choose, argv, keys, policy, lines):
-    assert choose(*argv, **keys) == (policy, lines, [])
+)
+def test_a_policy_that_needs_no_measurement_compiles_nothing(choose, argv, keys, policy, num_lines):
+    found, lines, compiled = choose(*argv, **keys)
+    assert (found, len(lines), compiled) == (policy, num_lines, [])
 
 
 def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
-    """The other one is waited for. Control: another error is raised."""
+    """The other compile is still waited for. Control: another error is raised."""
 
     def needed_by(*compiles):
         """What _needed says of steps with these bodies; each gives its bytes."""
