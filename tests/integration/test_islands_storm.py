@@ -22,7 +22,7 @@ def test_a_storm_of_a_minute_leaves_a_log_that_adds_up(tmp_path, capsys):
     assert float(share) > 50 and "3 faults in" in text
 
 
-def test_islands_of_unlike_speed_train_to_the_end_and_their_loss_is_said_once(tmp_path, capsys):
+def test_islands_of_unequal_speed_train_to_the_end(tmp_path, capsys):
     argv = ["rows=equal,unlike", "seeds=1", "step_ms=40,20", "steps=300", f"out={tmp_path}"]
     argv += ["islands_period_seconds=1", "base_num_decoder_layers=1"]
     assert islands_loss.main(argv) == 0

@@ -73,9 +73,7 @@ def test_data_parallel_over_slices_computes_what_one_device_does(base, tmp_path)
 
 
 @pytest.mark.parametrize("diloco", corner(["true", "false"], ["true"]))
-def test_a_run_that_moves_the_state_out_and_back_has_the_bits_of_one_on_the_device(
-    tmp_path, diloco
-):
+def test_an_offloaded_optimizer_state_changes_no_bit(tmp_path, diloco):
     keys = dict(enable_diloco=diloco, ici_fsdp_parallelism=2, checkpoint_period=3)
     assert train(tmp_path / "device", steps=7, **keys).code == 0
     shutil.copytree(tmp_path / "device", tmp_path / "moved")
@@ -89,7 +87,7 @@ def test_a_run_that_moves_the_state_out_and_back_has_the_bits_of_one_on_the_devi
 
 @pytest.mark.full
 @pytest.mark.parametrize("diloco", ["true", "false"])
-def test_the_state_lies_on_the_host_before_and_after_a_step_and_counts_there(diloco):
+def test_an_offloaded_state_is_in_host_memory_around_a_step(diloco):
     """The numbers of a step, which are scalars of a replica, stay on the device."""
     kinds, arguments = {}, {}
     for offload in ("true", "false"):

@@ -67,7 +67,7 @@ CORNER = [("one step", "float4_e3m0", 4), ("two steps", "int2", 3), ("eager", "b
 
 
 @pytest.mark.parametrize("mode, wire, M", corner(CASES, CORNER))
-def test_both_carriers_have_the_same_bits_and_resume_what_either_has_saved(mode, wire, M):
+def test_both_transports_have_equal_bits_and_resume_each_other(mode, wire, M):
     """Saved with parts on their way, with what their owners have made of them on its way, and
     between."""
     make = functools.partial(trainer, mode, wire, M)
@@ -133,24 +133,24 @@ def test_error_feedback_of_the_senders_is_that_of_gathering():
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, named",
     [
-        (dict(merge="rda"), "exchange=owners does not go with merge=rda: .*another merge"),
-        (dict(exchange_dtype="topk"), "exchange=owners does not go with exchange_dtype=topk: "),
-        (dict(exchange="some"), "exchange='some' is unknown. Use one of gather, owners"),
+        (dict(merge="rda"), "exchange=owners .* merge=rda"),
+        (dict(exchange_dtype="topk"), "exchange=owners .* exchange_dtype=topk"),
+        (dict(exchange="some"), "exchange='some'"),
     ],
 )
-def test_what_owners_cannot_do_is_refused_by_name(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_options_that_owners_do_not_support_are_named(options, named):
+    with pytest.raises(ValueError, match=named):
         DiLoCo(jax_inner_step, num_replicas=2, sync_period=4, **dict(exchange="owners") | options)
 
 
 @pytest.mark.parametrize("mode", ["two steps", full("eager")])
-def test_a_value_that_is_not_finite_stops_the_run_and_names_its_replica(mode):
-    """Its part has one owner, who passes the flag on to all; theta stays finite."""
+def test_a_value_that_is_not_finite_names_its_replica(mode):
+    """Its part has one owner, which passes the flag on; the outer parameters stay finite."""
     algorithm, start = trainer(mode, "float4_e3m0", 4)
-    seen, said = [], "the outer gradient of replica 2 has a NaN or infinity in params.'kernel'."
-    with pytest.raises(NumericsError, match=said):
+    seen = []
+    with pytest.raises(NumericsError, match="replica 2 .*'kernel'"):
         seen.extend(np.array(x.outer["kernel"]) for x in poisoned(algorithm, start(), np.nan))
     assert len(seen) > 12 and np.isfinite(seen).all()
 

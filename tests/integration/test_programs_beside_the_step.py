@@ -129,9 +129,7 @@ def test_no_program_of_a_log_step_sends_to_another_slice(devices):
     ids=["one replica a slice", "two", "in host memory"],
 )
 @pytest.mark.usefixtures("few_compiler_passes")
-def test_an_evaluation_and_a_save_of_eager_thetas_send_nothing_to_another_slice(
-    devices, keys, programs
-):
+def test_an_evaluation_and_a_save_of_an_eager_run_stay_in_a_slice(devices, keys, programs):
     """A save runs no program: its items are what the state has. Control: the mean of all thetas,
     which `outer_params` gives a library user, crosses."""
     keys = SMALL | TWO_SLICES | dict(diloco_outer_overlap="eager") | keys

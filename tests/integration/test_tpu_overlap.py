@@ -214,7 +214,7 @@ OWNERS = dict(exchange_dtype="float4_e3m0", exchange="owners")
 
 
 @pytest.mark.parametrize("num_slices", corner([2, 4], [2]))
-def test_owners_send_parts_and_means_each_beside_a_step_that_hides_them(trainer, num_slices):
+def test_a_step_hides_the_parts_and_the_means_of_owners(trainer, num_slices):
     """u8 both ways, nothing of it padding, all of it hidden; pack, reduce and merge send nothing.
     Bytes of two layers: half a byte of a parameter to owners and one of means, with scales and
     tiles."""
