@@ -10,10 +10,11 @@ import re
 import jax
 import numpy as np
 import pytest
+from run import output_of
 from tiers import corner
 
 import maxdiloco
-from maxdiloco import train
+from maxdiloco import train as train_program
 from maxdiloco.diloco import fragments
 from maxdiloco.engine import describe
 from maxdiloco.exchange.payload import payload_bytes
@@ -157,11 +158,11 @@ def test_a_fragment_far_above_the_others_is_named_with_its_bytes():
     assert table_of(layout)[1] == []
 
 
-def test_show_fragments_prints_the_table_and_neither_compiles_nor_writes(tmp_path, capfd):
+def test_show_fragments_prints_the_table_and_writes_nothing(tmp_path):
     flags = "model_name=tiny enable_streaming_diloco=true num_diloco_fragments=5"
     flags = [*FLAGS, *flags.split(), f"base_output_directory={tmp_path}/runs"]
-    assert train.main([*flags, "num_nonlayer_fragments=2", "show_fragments=true"]) == 0
-    shown = capfd.readouterr().out.splitlines()
+    flags += ["num_nonlayer_fragments=2", "show_fragments=true"]
+    shown = output_of(train_program.main, *flags).splitlines()
     layout = layout_of("tiny", 5, 2)
     table = describe.fragment_table(layout, wire_bytes(layout))
     assert shown[-len(table) :] == table

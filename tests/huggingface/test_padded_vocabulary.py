@@ -8,10 +8,11 @@ import pytest
 import small_models as small
 from data.tokenizers_on_disk import byte_level_bpe
 from models.tiny_model import mesh_of
+from run import run_program
 from safetensors.numpy import load_file
 from tiers import full
 
-from maxdiloco import train
+from maxdiloco import train as train_program
 from maxdiloco.checkpoint import read
 from maxdiloco.evaluation import stored
 from maxdiloco.flags import config
@@ -70,8 +71,9 @@ def test_training_with_padding_is_training_without(source, tmp_path):
         ours, run, out = (tmp_path / f"{name}-{multiple}" for name in ("ours", "run", "out"))
         small.done("import", source, ours, f"vocab_multiple={multiple}")
         keys = TRAIN | {"base_output_directory": tmp_path, "run_name": run.name}
-        start = [str(ours / "start.yml"), *(f"{key}={value}" for key, value in keys.items())]
-        assert train.main(start) == 0 and sizes(run) == (31, padded)
+        pairs = [f"{key}={value}" for key, value in keys.items()]
+        assert run_program(train_program.main, ours / "start.yml", *pairs).code == 0
+        assert sizes(run) == (31, padded)
         lines = (run / "metrics.jsonl").read_text().splitlines()
         rows[multiple] = [json.loads(line) for line in lines]
         small.done("export", run, out)

@@ -9,10 +9,10 @@ import sys
 import threading
 
 import pytest
+from run import names_key, train
 from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2
 
-from maxdiloco import train
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics import line_files
 from maxdiloco.metrics.writer import MetricsWriter
@@ -201,10 +201,8 @@ def test_a_row_wandb_refuses_is_one_warning_and_a_run_an_error(folder, wandb):
         write(folder, [2], **IN_WANDB)
 
 
-def test_without_wandb_no_folder_of_the_run_is_made(tmp_path, capsys, monkeypatch):
+def test_without_wandb_no_folder_of_the_run_is_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # what makes an import fail
-    keys = ["enable_wandb=true", "dataset_type=synthetic", "hardware=cpu", "run_name=w"]
-    mesh = ["dcn_diloco_parallelism=2", "ici_fsdp_parallelism=1"]
-    assert train.main([*keys, *mesh, f"base_output_directory={tmp_path}/runs"]) == 2
-    assert "enable_wandb=true " in capsys.readouterr().err
+    run = train(tmp_path / "runs" / "w", enable_wandb="true")
+    assert run.code == 2 and names_key(run.error, "enable_wandb")
     assert not (tmp_path / "runs").exists()
