@@ -21,6 +21,7 @@ setup(
     },
     install_requires=[
         "jax>=0.10.2,!=0.11.*,<0.13",
+        "flax>=0.12.8,<0.13",
         "optax>=0.2.8,<0.4",
         "orbax-checkpoint>=0.12.8,<0.14",
         "tensorstore>=0.1.84",

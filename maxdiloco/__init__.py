@@ -31,7 +31,7 @@ _MODULES = {
 }
 # Packages of setup.py by the names under which they are imported.
 _PACKAGES = (
-    "jax", "optax", "orbax", "tensorstore", "grain", "etils", "ml_dtypes", "numpy", "yaml",
+    "jax", "flax", "optax", "orbax", "tensorstore", "grain", "etils", "ml_dtypes", "numpy", "yaml",
     "tensorboardX", "tqdm", "aiohttp", "cryptography",
 )  # fmt: skip
 _REMEDY = (

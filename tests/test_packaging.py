@@ -213,7 +213,7 @@ def test_a_program_run_by_a_wrong_python_ends_in_one_line_and_the_library_in_an_
         done = run([sys.executable, "-S", "-m", module, "--help"], cwd=ROOT)
         (line,) = done.stderr.splitlines()
         assert done.returncode == 2 and done.stdout == "" and remedy in line
-        assert line.startswith(f"{sys.executable} has no jax, optax, orbax, ")
+        assert line.startswith(f"{sys.executable} has no jax, flax, optax, ")
     old = "import sys; sys.version_info = (3, 9, 2); sys.argv = {}; import maxdiloco"
     done = python(old.format(["-m"]), cwd=ROOT)
     words = f"{sys.executable} is Python 3.9, and maxdiloco needs 3.11 or newer. {remedy}"

@@ -29,8 +29,8 @@ from maxdiloco.version import __version__
 _PACKAGES = (
     "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12",
     "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13",
-    "optax", "orbax-checkpoint", "tensorstore", "grain", "numpy", "ml_dtypes", "tokenizers",
-    "sentencepiece", "datasets", "pyarrow", "tensorboardX", "wandb",
+    "flax", "optax", "orbax-checkpoint", "tensorstore", "grain", "numpy", "ml_dtypes",
+    "tokenizers", "sentencepiece", "datasets", "pyarrow", "tensorboardX", "wandb",
 )  # fmt: skip
 _HOSTS_S = 300.0  # a process puts its name right after all have met; our choice
 
