@@ -17,6 +17,7 @@ from huggingface import small_models as small
 from run import ROOT, output_of
 from run_files import metrics_rows
 
+import maxdiloco
 from maxdiloco import evaluate, generate, prepare, train_compile
 from maxdiloco.command_line import read_options
 from maxdiloco.flags import config
@@ -208,12 +209,33 @@ def test_the_keys_of_commands_that_are_not_run_are_valid():
         assert cfg.model_name == "1b"
 
 
-def test_library_example_learns_and_resumes(tmp_path):
-    """scripts/library_example.py: a user's own HSDP-sharded step; the loss falls every round. Three
-    rounds and, from the saved state, a fourth are four rounds to the bit."""
+@pytest.fixture
+def built(monkeypatch):
+    """The instances of maxdiloco.DiLoCo that a test builds."""
+    found = []
+
+    class Recorded(maxdiloco.DiLoCo):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            found.append(self)
+
+    monkeypatch.setattr(maxdiloco, "DiLoCo", Recorded)
+    return found
+
+
+@pytest.mark.usefixtures("programs")
+def test_the_library_example_learns_and_resumes_to_the_bit(tmp_path, built):
+    """Six rounds in one call, and five and a sixth from the checkpoint. The loss always falls."""
     main = runpy.run_path(ROOT / "scripts" / "library_example.py")["main"]
     losses = main()
-    assert len(losses) == 4
+    assert len(losses) == 6 and losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.6 * losses[0]
-    assert main(str(tmp_path / "saved"), steps=30) == losses[:3]
-    assert main(str(tmp_path / "saved"), steps=40) == losses[3:]
+    assert main(str(tmp_path / "saved"), steps=50) == losses[:5]
+    assert main(str(tmp_path / "saved")) == losses[5:]
+
+    settings, layout = built[0].settings, built[0].layout
+    assert (settings.exchange_dtype, settings.overlap_steps) == ("float4_e3m0", 2)
+    assert [plan.fragment.layers for plan in layout.plans] == [(), (0, 2), (1, 3)]
+    kernel = layout.state.params["blocks"]["up"]["kernel"]
+    assert kernel.shape == (4, 4, 32, 128)  # replicas, layers, inputs, outputs
+    assert kernel.sharding.shard_shape(kernel.shape) == (1, 4, 16, 128)
