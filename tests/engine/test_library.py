@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import maxdiloco
 from maxdiloco import Checkpointer, DiLoCo, Stacked, restore_state, save_state
@@ -262,10 +265,113 @@ def test_the_dropout_masks_of_replicas_differ():
     assert len({tuple(mask) for mask in masks}) == 4
 
 
-def test_the_example_of_the_page_runs():
-    """Statistics of the replicas are finite, and near those of its inputs."""
+class Dropped(nnx.Module):
+    """What dropout leaves of its input; `w` is the parameter that DiLoCo needs."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones(3))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(x)
+
+
+@pytest.mark.parametrize("kept_in_opt_state", [True, False])
+def test_masks_of_an_nnx_model_differ_where_opt_state_holds_its_keys(kept_in_opt_state):
+    """Two replicas, the same data, two steps. A step that closes over the keys draws one mask."""
+    graphdef, params, rest = nnx.split(Dropped(nnx.Rngs(0)), nnx.Param, ...)
+    params, rest = nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+
+    def dropped(params, opt_state, batch):
+        model = nnx.merge(graphdef, params, opt_state if kept_in_opt_state else rest)
+        kept = model(batch) > 0
+        new = nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[2])
+        return params, new if kept_in_opt_state else opt_state, kept
+
+    algorithm = DiLoCo(dropped, num_replicas=2, sync_period=10)
+    state = algorithm.init(params, rest)
+    masks = []
+    for _ in range(2):
+        state, kept = algorithm.step(state, np.ones((2, 64), np.float32))
+        masks += np.asarray(kept).tolist()
+    assert len({tuple(mask) for mask in masks}) == (4 if kept_in_opt_state else 1)
+
+
+KERNEL = nnx.initializers.ones_init()
+RULES = [("embed", "fsdp"), ("mlp", None)]
+
+
+def nnx_params(names, rules, mesh):
+    """The parameters of an NNX layer that is created on a mesh."""
+    init = nnx.with_partitioning(KERNEL, names)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        layer = nnx.Linear(8, 4, use_bias=False, kernel_init=init, rngs=nnx.Rngs(0))
+    return nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+
+
+def linen_params(names, rules, mesh):
+    """The parameters of the same layer in Linen."""
+    init = linen.with_logical_partitioning(KERNEL, names)
+    layer = linen.Dense(4, use_bias=False, kernel_init=init)
+
+    def boxed():
+        return layer.init(jax.random.key(0), jnp.zeros((1, 8)))["params"]
+
+    specs = linen.get_partition_spec(jax.eval_shape(boxed))
+    shardings = linen.logical_to_mesh_sharding(specs, mesh, rules)
+    return jax.jit(lambda: linen.unbox(boxed()), out_shardings=shardings)()
+
+
+@pytest.mark.parametrize(
+    ("create", "names", "rules"),
+    [
+        (nnx_params, ("fsdp", None), []),
+        (nnx_params, ("embed", "mlp"), RULES),
+        (linen_params, ("embed", "mlp"), RULES),
+    ],
+)
+def test_shardings_from_rules_of_flax_are_kept(create, names, rules):
+    """Mesh axes and logical names; the step constrains an activation of one replica."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("diloco", "fsdp"))
+
+    def constrained(params, opt_state, batch):
+        y = jax.lax.with_sharding_constraint(batch @ params["kernel"], P("fsdp"))
+        return params, opt_state, y
+
+    algorithm = DiLoCo(constrained, num_replicas=2, sync_period=10, mesh=mesh)
+    state = algorithm.init(create(names, rules, mesh), ())
+    state, y = algorithm.step(state, np.ones((2, 6, 8), np.float32))
+    assert state.params["kernel"].sharding.spec == P("diloco", "fsdp", None)
+    assert algorithm.outer_params(state)["kernel"].sharding.spec == P("fsdp", None)
+    np.testing.assert_array_equal(y, np.full((2, 6, 4), 8))
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The names that the example of the page defines."""
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     names = {}
     exec(program, names)
-    var = np.asarray(names["mean_of_replicas"]["var"])
-    assert names["state"].t == 10 and np.isfinite(var).all() and (var > 0).all()
+    return names
+
+
+def test_the_example_of_the_page_learns(example):
+    """The prediction is the sum of eight ones. Before the training it is near 0."""
+    assert example["state"].t == 60
+    assert np.mean(example["losses"][-10:]) < 0.2 * example["losses"][0]
+    (var,) = [x["var"] for x in example["batch_stats"].values()]
+    assert (np.asarray(var) > 0).all()
+    assert 4 < example["prediction"].item() < 12
+
+
+@pytest.mark.parametrize(
+    ("make_key", "differ"), [(jax.random.key, True), (jax.random.PRNGKey, False)]
+)
+def test_masks_of_the_example_of_the_page_differ_for_typed_keys(example, make_key, differ):
+    """With the same parameters and data, masks decide the loss. A raw key is copied."""
+    algorithm, x = example["algorithm"], jax.random.normal(jax.random.key(3), (32, 8))
+    state = algorithm.init(example["params"], example["opt_state"] | {"key": make_key(1)})
+    x = jnp.stack([x, x])
+    _, metrics = algorithm.step(state, {"x": x, "y": x.sum(-1, keepdims=True)})
+    first, second = np.asarray(metrics["loss"])
+    assert (first != second) == differ
