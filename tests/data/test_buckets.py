@@ -85,13 +85,13 @@ def test_a_damaged_part_of_shards_in_a_bucket_is_named(places_of, opened, bucket
     name = "a/shards/part-00001.arrayrecord"
     whole = bytes(obstore.get(bucket.client, name).bytes())
     last = len(whole) - (1 << 16)
-    for data in (
-        whole[:3000] + b"0123" + whole[3004:],
-        whole[:last] + bytes(1 << 16),
-        whole[1:],
+    for data, named in (
+        (whole[:3000] + b"0123" + whole[3004:], "record 0"),
+        (whole[:last] + bytes(1 << 16), "record 0"),
+        (whole[1:], f"{len(whole) - 1} bytes"),
     ):
         obstore.put(bucket.client, name, data)
-        with pytest.raises(DataError, match=r"part-00001\.arrayrecord "):
+        with pytest.raises(DataError, match=rf"part-00001\.arrayrecord .*{named}"):
             opened(address)
     obstore.put(bucket.client, name, whole)
     data = opened(address)

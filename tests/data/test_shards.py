@@ -143,7 +143,10 @@ def test_a_damaged_file_of_shards_is_named_when_it_is_opened(source, tmp_path, n
     documents = make(source, tmp_path / "out")
     shards.check_contents(documents)
     damage(tmp_path / "out" / name)
-    with pytest.raises(DataError, match=re.escape(name)):
+    named = re.escape(name)
+    if damage is cut and name.startswith("part"):  # noticed before any record is read
+        named += f" .*{(tmp_path / 'out' / name).stat().st_size} bytes"
+    with pytest.raises(DataError, match=named):
         shards.open_shards(str(tmp_path / "out"), "dataset_path")
     if damage is flip and name.startswith("part"):  # after the start, which looks at some
         with pytest.raises(DataError, match=re.escape(name)):
