@@ -80,16 +80,16 @@ def test_a_program_too_big_is_in_the_result_and_another_failure_is_not_hidden(me
         return fake(compile_)
 
     found = measured(mesh, failing("RESOURCE_EXHAUSTED: Used 20.1G of 15.75G hbm. Exceeded"), [])
-    assert found.too_big == "Used 20.1G of 15.75G hbm."
+    assert "20.1G" in found.too_big and "15.75G" in found.too_big
     assert found.seconds is None
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         measured(mesh, failing("INTERNAL: something else"), [])
 
 
-def test_a_program_that_cannot_be_read_is_one_line(mesh):
-    """A text without a schedule; never a program that is said to send nothing."""
+def test_a_program_that_cannot_be_read_is_named(mesh):
+    """A text without a schedule; it is never reported to send nothing."""
     sizes = ("argument", "output", "temp", "alias", "generated_code")
     memory = SimpleNamespace(**{f"{name}_size_in_bytes": 0 for name in sizes})
     compiled = SimpleNamespace(as_text=lambda: "HloModule x", memory_analysis=lambda: memory)
-    with pytest.raises(ConfigError, match="'inner' has something .* cannot read.*is_scheduled"):
+    with pytest.raises(ConfigError, match="'inner' .*is_scheduled"):
         measured(mesh, fake(lambda: compiled), [])

@@ -1,4 +1,4 @@
-"""What the report on compiled programs says and refuses, and its verdict; figures by hand."""
+"""The report on compiled programs and its verdict; figures by hand."""
 
 import re
 
@@ -56,17 +56,16 @@ def test_times_and_bytes_of_a_period():
     assert found.step_seconds == pytest.approx((3 * 0.010 + 0.011) / 4)
     steps = found.cost("step")
     assert (steps.exposed, steps.busy, steps.dcn_bytes) == pytest.approx((0.001, 0.004, 1000))
-    assert report.lines(found)[-6:-4] == [
-        "to other slices, a device and period of 4 steps: 1,000 bytes",
-        "link busy 9.8% of the time, 25.0% of it exposed",
-    ]
+    sent, busy = report.lines(found)[-6:-4]
+    assert "1,000 bytes" in sent and "9.8%" in busy and "25.0%" in busy
 
 
-def test_the_share_of_a_device_is_told_beside_the_link_of_its_host():
-    """25 Gbit/s for each of four devices. Where hosts are not known, the device's alone."""
-    for hosts, of_host, told in ((0, None, ""), (4, 100, ", 100 a host of 4")):
+def test_the_share_of_a_device_is_shown_with_the_link_of_its_host():
+    """25 Gbit/s for each of four devices. If hosts are not known, only the device's share."""
+    for hosts, of_host in ((0, None), (4, 100)):
         found = a_report(exchange(), devices_per_host=hosts)
-        assert f"what crosses slices, at 25 Gbit/s a device{told}" in report.lines(found)
+        (line,) = [line for line in report.lines(found) if " 25 Gbit/s a device" in line]
+        assert (" 100 a host of 4" in line) == (hosts == 4)
         assert figures.as_json(found)["dcn_bandwidth_gbps_per_host"] == of_host
 
 
@@ -90,14 +89,9 @@ def test_what_runs_beside_the_steps_is_counted_apart():
     start = program("init", runs=0, when="start", crossings=[crossing()])
     alone, found = a_report(program()), a_report(program(), beside, start)
     assert found.cost("step") == alone.cost("step") and found.step_seconds == alone.step_seconds
-    assert report.lines(found)[-4:] == [
-        "beside the steps: 100 bytes, 1.30 ms, 4.3% of the steps' time",
-        "  evaluation: 100 bytes to other slices, 1.30 ms, 4.3% of the steps' time, "
-        "0.30 ms of it exposed",
-        "  save: 0 bytes to other slices, 0.00 ms, 0.0% of the steps' time, 0.00 ms of it exposed",
-        "  log step: 0 bytes to other slices, 0.00 ms, 0.0% of the steps' time, "
-        "0.00 ms of it exposed",
-    ]
+    numbers = [re.findall(r"[\d.]+", line) for line in report.lines(found)[-4:]]
+    evaluated, none = ["100", "1.30", "4.3", "0.30"], ["0", "0.00", "0.0", "0.00"]
+    assert numbers == [evaluated[:3], evaluated, none, none]
     told = figures.as_json(found)["beside_the_steps"]["evaluation"]
     assert told["exposed_seconds"] == pytest.approx(0.0003)
     assert any(line.split()[:2] == ["init", "once"] for line in report.lines(found))
@@ -134,32 +128,40 @@ def test_off_tpu_there_are_no_times():
     found = a_report(one, chip=None)
     assert found.step_seconds is None
     assert figures.as_json(found)["programs"][0]["dcn"][0]["bytes_per_device"] == 1000
-    assert report.lines(found)[-5].endswith("period of 4 steps: 3,000 bytes")
+    assert "3,000 bytes" in report.lines(found)[-5]
 
 
 @pytest.mark.parametrize(
     ("refused", "line", "well"),
     [
         # 1 of 4 ms is a quarter.
-        (exchange(waited=0.001), r"max_exposed_fraction=0.2: inner \+ exchange exposes 25.0% of its"
-         " time.*num_communication_overlapping_steps", exchange(waited=0.0008)),
+        (
+            exchange(waited=0.001),
+            r"max_exposed_fraction=0.2: inner \+ exchange .*25.0%",
+            exchange(waited=0.0008),
+        ),
         # Traffic over slices inside a replica is not.
-        (program(crossings=[crossing()]), "a plain step sends bytes to other slices over diloco",
-         program(crossings=[crossing(axes=("data",))])),
-        (program(too_big="Ran out of memory.", seconds=None),
-         r"inner is too big for the chip: Ran out of memory\.$", program()),
+        (
+            program(crossings=[crossing()]),
+            ".* diloco",
+            program(crossings=[crossing(axes=("data",))]),
+        ),
+        (program(too_big="Ran out of memory.", seconds=None), "inner ", program()),
         # 900 MiB of its own and 200 of the rest, of 1024; with less of the rest it fits.
-        (program(memory=memory(peak=900, elsewhere=200)), "inner needs 1,100 MiB a device with the "
-         "rest of the run's state, but", program(memory=memory(peak=900, elsewhere=100))),
+        (
+            program(memory=memory(peak=900, elsewhere=200)),
+            "inner .*1,100 MiB",
+            program(memory=memory(peak=900, elsewhere=100)),
+        ),
     ],
-)  # fmt: skip
-def test_what_is_refused_is_one_line(refused, line, well):
-    """Positive control: nothing is refused that is well."""
+)
+def test_a_program_that_is_refused_is_named_with_its_number(refused, line, well):
+    """Positive control: a program within the limits is not refused."""
     found, none = (
         report.refusals(a_report(one), max_exposed_fraction=0.2) for one in (refused, well)
     )
     assert len(found) in (1, 2) and re.match(line, found[-1])
-    assert none == [] and all(other.startswith("does not fit: ") for other in found[:-1])
+    assert none == []
 
 
 def test_what_was_not_compiled_is_never_shown_as_zero():
@@ -176,11 +178,8 @@ def test_what_was_not_compiled_is_never_shown_as_zero():
         assert inner[figure] is None
     assert other["flops_per_device"] and other["dcn"]
     lines = report.lines(found)
-    assert "inner does not fit: Ran out." in lines
-    assert lines.count("not known: inner") == 2, "over slices and inside a slice"
-    assert "to other slices, a device and period of 4 steps: not known" in lines
-    assert "nothing" not in lines
-    assert any("steps: 1,000 bytes" in line for line in report.lines(whole))
+    assert not any("1,000 bytes" in line for line in lines), "control: the whole report has them"
+    assert any("1,000 bytes" in line for line in report.lines(whole))
     row = next(line for line in lines if line.startswith("inner ") and "fit" not in line)
     assert row.split()[2:] == ["-"] * 6
 
@@ -212,25 +211,27 @@ def enough(made):
     return found["bandwidth_enough_gbps"], found["tau_enough"]
 
 
-def test_the_verdict_stands_in_a_few_lines():
+def test_the_verdict_has_memory_speed_and_exposure():
     """150 of 1024 MiB; 4096 tokens in a step of (3 * 10 + 11) / 4 ms, which is 4096 * 6e6 FLOPs on
     8 devices of 1e12: 30 %; 1 of 41 ms exposed, and the other 3 of 4 ms of the link hide, so that
     a link of 4/3 the rate would do: 33.4 Gbit/s, in two digits 34."""
     lines = report.verdict_lines(a_report(program(), exchange(waited=0.001)))
-    assert lines == [
-        "verdict on tiny",
-        "fits: 150 of 1,024 MiB a device (15%), most in inner",
-        f"speed: 10.2 ms a step, 399,610 tokens/s, {399610 * 6e6 / 8 / 197e12:.1%} MFU (estimate; "
-        "nothing was run)",
-        "exposed: 1.00 ms (or 0.00) a period of 4 steps, 2.44% of the time, at 25 Gbit/s a device",
-        "nothing would be exposed with dcn_bandwidth_gbps=34 (estimate)",
-    ]
+    for line, named in zip(
+        lines,
+        (
+            ["tiny"],
+            ["fits", "150 of 1,024 MiB", "15%", "inner"],
+            ["10.2 ms", "399,610 tokens/s", f"{399610 * 6e6 / 8 / 197e12:.1%} MFU"],
+            ["1.00 ms", "2.44%", "25 Gbit/s"],
+            ["dcn_bandwidth_gbps=34"],
+        ),
+        strict=True,
+    ):
+        assert all(each in line for each in named), line
     hidden = a_report(program(), exchange())
-    assert report.verdict_lines(hidden)[-1] == "exposed: nothing, at 25 Gbit/s a device"
     assert figures.verdict(hidden)["bandwidth_enough_gbps"] is None
     off_tpu = report.verdict_lines(a_report(program(seconds=None), chip=None))
-    assert off_tpu[1] == "memory: 150 MiB a device, in inner"
-    assert off_tpu[2:] == ["speed: not known off TPU", "exposed: not known off TPU"]
+    assert "150 MiB" in off_tpu[1] and not re.search(r"\d", " ".join(off_tpu[2:]))
 
 
 @pytest.mark.parametrize(
@@ -245,8 +246,8 @@ def test_the_verdict_stands_in_a_few_lines():
 def test_an_axis_too_long_for_all_gathers_has_a_mesh_that_gathers(ici, remedy):
     lines = report.verdict_lines(a_report(program(), exchange(), ici=ici))
     text = " ".join(line.strip() for line in lines)
-    assert (f"fsdp has {ici['fsdp']} devices" in text) == (remedy is not None)
-    assert remedy is None or f"Compare with {remedy}, which gathers" in text
+    assert (f"fsdp has {ici['fsdp']} " in text) == (remedy is not None)
+    assert remedy is None or remedy in text
     assert "fsdp has" not in " ".join(report.verdict_lines(a_report(program(), ici=ici, chip=None)))
 
 
@@ -254,11 +255,10 @@ def test_what_is_waited_for_by_design_hides_with_a_larger_tau_and_on_no_link():
     """tau=0: all of 25 ms; three steps of 10 ms hide it. With H=3 they are the whole period."""
     found = a_report(program(), synchronise(0.025), tau=0)
     assert enough(found) == (None, 3)
-    line = "nothing would be exposed with num_communication_overlapping_steps=3 (estimate)"
-    assert report.verdict_lines(found)[-1] == line
+    assert "num_communication_overlapping_steps=3 " in report.verdict_lines(found)[-1]
     assert enough(found._replace(period=3)) == (None, None)
     assert enough(a_report(program(), synchronise(0.05), tau=0)) == (None, None)
-    assert "use a longer diloco_sync_period" in report.verdict_lines(found._replace(period=3))[-2]
+    assert "diloco_sync_period" in report.verdict_lines(found._replace(period=3))[-2]
 
 
 def test_tau_grows_with_what_a_fragment_takes():
@@ -283,18 +283,14 @@ def test_a_program_too_big_names_the_total_the_slice_and_a_remedy():
                   memory=Memory(100 * MIB, 0, 2500 * MIB, 2600 * MIB, 400 * MIB))  # fmt: skip
     found = a_report(big, exchange())
     text = " ".join(" ".join(report.verdict_lines(found)).split())
-    assert "does not fit: inner needs at least 3,000 of 1,024 MiB a device" in text
-    assert "500 of state, 2,500 of temporaries" in text
-    assert "by arithmetic v5e-16 would do, if all of it is shared by more devices" in text
-    assert "Use more devices in a slice not compiled, so not known below: inner" in text
     line, _ = report.refusals(found, max_exposed_fraction=1)
-    for words in ("at least 3,000 of 1,024 MiB", "v5e-16 would do", "Use more devices in a slice."):
-        assert words in line
-    assert "speed: not known exposed: not known" in text
+    for named in ("inner ", "3,000 of 1,024 MiB", "v5e-16", "Use more devices in a slice"):
+        assert named in text and named in line
+    assert "500 of state" in text and "2,500 of temporaries" in text
     assert figures.verdict(found)["fits"] is False
     assert figures.verdict(a_report(program(), exchange()))["topology_enough"] is None
     huge = big._replace(memory=Memory(0, 0, 10**6 * MIB, 10**6 * MIB, 0))
-    assert "no known slice of this kind would do" in " ".join(report.verdict_lines(a_report(huge)))
+    assert "v5e" not in " ".join(report.verdict_lines(a_report(huge)))
 
 
 @pytest.mark.parametrize(
@@ -313,11 +309,10 @@ def test_the_compiler_s_message_tells_the_temporaries(message, arguments, found)
 
 def test_a_remedy_is_one_that_is_not_yet_on():
     cfg = config.load(["remat_policy=full", "per_device_batch_size=1"], {})
-    words = "Use more devices in a slice{} or optimizer_memory_host_offload=true{}."
-    outer, there = ", diloco_outer_memory=pinned_host", " on the GPUs themselves"
-    assert make_room(cfg, outer_state=True) == words.format(outer, "")
-    assert make_room(cfg, outer_state=False) == words.format("", "")
-    assert make_room(cfg, outer_state=True, there=False) == words.format(outer + there, there)
+    for outer_state in (True, False):
+        room = make_room(cfg, outer_state=outer_state)
+        assert "optimizer_memory_host_offload=true" in room
+        assert ("diloco_outer_memory=pinned_host" in room) == outer_state
     for argv, has_policy in ((["remat_policy=minimal"], True), ([], False)):
         room = make_room(config.load(argv, {}), outer_state=True)
         assert ("remat_policy" in room) == ("remat_policy=full" in room) == has_policy

@@ -37,18 +37,19 @@ def test_a_name_is_a_shape_and_a_chip_and_its_slowest_has_so_many_links(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "known"),
     [
-        ("v5-16", "compile_topology=v5-16 is not known. Use .*v5e-16"),
-        ("v5p-24", "v5p-24 is not known: v5p counts TensorCores, .*v5p-32"),
-        *((name, f"={name} is not known: .* counts GPUs .*Use one of")
-          for name in ("h100-3", "h100-12", "a100-x")),
-        ("h300-8", "h300-8 is not known. .*h100-8; kinds: .*v6e.*, h100"),
+        ("v5-16", "v5e-16"),
+        ("v5p-24", "v5p-32"),
+        ("h100-3", ""),
+        ("h100-12", ""),
+        ("a100-x", ""),
+        ("h300-8", "h100-8"),
     ],
-)  # fmt: skip
-def test_a_name_of_no_slice_is_refused_with_those_that_are_known(name, message):
+)
+def test_an_unknown_topology_is_refused_with_those_that_are_known(name, known):
     for lookup in (topology.find, lambda name: topology.devices(name, 2)):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=f"={name} .*{known}"):
             lookup(name)
 
 
@@ -68,16 +69,10 @@ def test_the_names_of_xpk_and_gke_mean_the_same_slices(name, known):
     assert topology.find(name) == topology.find(known)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("v5e-4", r"needs libtpu.*pip install -e '\.\[tpu\]'"),
-        ("h100-8", "=h100-8 needs JAX's plugin .*cudacompile"),
-    ],
-)
-def test_without_the_compiler_the_extra_is_named(name, message, monkeypatch):
+@pytest.mark.parametrize(("name", "extra"), [("v5e-4", "tpu"), ("h100-8", "cudacompile")])
+def test_without_the_compiler_the_extra_is_named(name, extra, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"={name} .*{extra}"):
         topology.devices(name, 2)
 
 
