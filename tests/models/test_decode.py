@@ -104,15 +104,15 @@ def test_tokens_are_drawn_by_their_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        (dict(max_new_tokens=0), "max_new_tokens=0 asks for no text. Use 1 or more"),
-        (dict(temperature=-0.5), "temperature=-0.5 is negative. Use 0 for greedy"),
-        (dict(temperature=1e39), r"temperature=1e\+39 is beyond float32. Use 1, or near it."),
-        (dict(top_k=-1), "top_k=-1 is negative. Use 0 for the whole vocabulary"),
-        (dict(prompts=np.zeros((1, 0), np.int32)), "prompt is empty: .* Give at least one"),
+        (dict(max_new_tokens=0), "max_new_tokens=0"),
+        (dict(temperature=-0.5), "temperature=-0.5"),
+        (dict(temperature=1e39), r"temperature=1e\+39"),
+        (dict(top_k=-1), "top_k=-1"),
+        (dict(prompts=np.zeros((1, 0), np.int32)), "prompt"),
     ],
 )
-def test_impossible_requests_are_refused(changes, message, model_and_params):
-    with pytest.raises(ConfigError, match=message):
+def test_an_impossible_request_is_named(changes, named, model_and_params):
+    with pytest.raises(ConfigError, match=named):
         sample(*model_and_params, **dict(prompts=tiny_model.tokens((1, 2))) | changes)

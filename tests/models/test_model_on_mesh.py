@@ -150,19 +150,15 @@ def test_layers_whose_weights_are_gathered_stay_a_loop(devices, sizes, at_once):
     assert scans == {at_once}
 
 
-def test_experts_that_no_device_can_have_are_refused_before_a_compile(devices):
-    """An open axis that does not divide them, and rules: a device gathers experts over the axes
-    after those of `expert`, and no others."""
+def test_experts_that_no_device_can_hold_are_refused(devices):
+    """Before a compile. A device gathers experts over the axes after those of `expert` only."""
     model = tiny_model.build(num_experts=3)
     mesh = tiny_model.mesh_of(devices, expert=2)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    with pytest.raises(ConfigError, match=r"expert parallelism 2 does not divide .*expert=3.*Use"):
+    with pytest.raises(ConfigError, match=r"expert parallelism 2 .*expert=3"):
         parameter_shardings(model.logical_axes, shapes, mesh, model.spec.rules)
-    for name, axis, message in (
-        ("expert", "tensor", "expert over tensor.*does not split the batch.*Use"),
-        ("stored_expert", "fsdp", "stored_expert over fsdp, but expert over expert.*Use"),
-    ):
-        with pytest.raises(ConfigError, match=message):
+    for name, axis in (("expert", "tensor"), ("stored_expert", "fsdp")):
+        with pytest.raises(ConfigError, match=f"{name} over {axis}"):
             tiny_model.build(num_experts=4, logical_axis_rules=((name, (axis,)),))
 
 
@@ -175,16 +171,15 @@ def test_experts_that_no_device_can_have_are_refused_before_a_compile(devices):
         ((("mlp", ("fsdp", "tensor")), ("embed", ())), dict(fsdp=2), {}, ""),
     ],
 )
-def test_rules_that_would_add_up_what_belongs_to_different_tokens_are_refused(
+def test_rules_that_would_sum_over_different_tokens_are_refused(
     devices, rules, sizes, changes, named
 ):
-    """With one device on the axis they are as good as others; so is `mlp` without experts."""
+    """With one device on the axis they are valid, and so is `mlp` without experts."""
     model = tiny_model.build(**changes, logical_axis_rules=rules)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     args = model.logical_axes, shapes
     place = functools.partial(parameter_shardings, *args, rules=model.spec.rules)
     place(mesh=tiny_model.mesh_of(devices, data=2))
-    words = rf"puts {named}, as it puts batch or length.*Give (vocab|mlp) other axes, or none: \["
-    refused = pytest.raises(ConfigError, match=words) if named else contextlib.nullcontext()
+    refused = pytest.raises(ConfigError, match=named) if named else contextlib.nullcontext()
     with refused:
         place(mesh=tiny_model.mesh_of(devices, **sizes))

@@ -202,23 +202,23 @@ def test_a_model_learns_its_packed_documents_and_keeps_float32_parameters(quanti
         ("AMD Instinct MI300X", "gfx942", []),
     ],
 )
-def test_a_device_without_such_products_is_refused_with_what_it_has(kind, capability, has):
+def test_a_device_without_such_products_is_refused(kind, capability, has):
     backend = "gpu" if capability else "tpu"
     for quantization in ("none", "int8", "fp8"):
         if quantization in ("none", *has):
             quantized.check_device(quantization, backend, kind, capability)
             continue
-        remedy = f"Use quantization={' or '.join([*has, 'none'])}."
-        with pytest.raises(ConfigError, match=rf"quantization={quantization}: {kind} .* {remedy}"):
+        remedy = f"quantization={' or '.join([*has, 'none'])}"
+        with pytest.raises(ConfigError, match=f"quantization={quantization}: {kind} .*{remedy}"):
             quantized.check_device(quantization, backend, kind, capability)
         quantized.check_device(quantization, "cpu", "cpu", "")
 
 
-def test_a_machine_without_qwix_is_told_which_extra_it_lacks(monkeypatch):
-    """Where a program's model is built, and of the key alone."""
+def test_a_machine_without_qwix_names_the_package(monkeypatch):
+    """When a model is built, and only with this key."""
     monkeypatch.setitem(sys.modules, "qwix", None)
     cfg = config.load(["quantization=int8", "hardware=cpu", "dcn_diloco_parallelism=1"], {})
     mesh = mesh_lib.build(cfg)
-    with pytest.raises(ConfigError, match=r"quantization=int8 needs .*qwix.*'\.\[quantization\]'"):
+    with pytest.raises(ConfigError, match="quantization=int8 .*qwix"):
         on_mesh.build(cfg, mesh)
     on_mesh.build(config.from_dict(cfg.as_dict() | {"quantization": "none"}), mesh)
