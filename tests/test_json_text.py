@@ -16,13 +16,13 @@ OWN_WORDS = {
 }
 
 
-def test_nesting_without_end_is_a_value_error_of_the_parser_that_all_use():
+def test_endless_nesting_is_a_value_error_of_the_parser_of_all():
     """json raises RecursionError, which callers that expect a broken text do not catch."""
     assert json_text.parse(b'{"a": [1, null]}') == {"a": [1, None]}
     for text in ("[" * 100_000, '{"a":' * 100_000, b"[" * 100_000):
-        with pytest.raises(ValueError, match="its values are nested too deeply"):
+        with pytest.raises(ValueError, match="nested"):
             json_text.parse(text)
-    with pytest.raises(ValueError, match="Expecting value"):
+    with pytest.raises(ValueError, match="char 0"):
         json_text.parse("")
     # By every file: tests of each reader show that it catches a ValueError.
     texts = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}

@@ -201,26 +201,24 @@ def test_the_package_loads_jax_only_for_what_it_exports_and_names_what_it_lacks(
     assert maxdiloco.Stacked.__module__ == "maxdiloco.diloco.fragments"
     names = [maxdiloco.__getattr__(name).__name__ for name in maxdiloco.__all__]
     assert names == maxdiloco.__all__
-    with pytest.raises(AttributeError, match=r"'Diloco': it exports Checkpointer, .*\. Import"):
+    with pytest.raises(AttributeError, match="'Diloco'.*DiLoCo"):
         _ = maxdiloco.Diloco
 
 
-def test_a_program_run_by_a_wrong_python_ends_in_one_line_and_the_library_in_an_import_error():
-    """-S: no site-packages, as where no environment was activated. An old Python reads the files
-    that say so, and not the rest of the package."""
-    remedy = "Activate the environment of maxdiloco (`source .venv/bin/activate`)"
+def test_a_program_run_by_a_wrong_python_ends_in_one_line():
+    """-S: no site-packages, as without an activated environment. An old Python reads the files that
+    report this, and not the rest of the package. The library raises an ImportError."""
     for module in ("maxdiloco", "maxdiloco.train"):
         done = run([sys.executable, "-S", "-m", module, "--help"], cwd=ROOT)
         (line,) = done.stderr.splitlines()
-        assert done.returncode == 2 and done.stdout == "" and remedy in line
-        assert line.startswith(f"{sys.executable} has no jax, flax, optax, ")
+        assert done.returncode == 2 and done.stdout == ""
+        assert sys.executable in line and "flax" in line and ".venv" in line
     old = "import sys; sys.version_info = (3, 9, 2); sys.argv = {}; import maxdiloco"
     done = python(old.format(["-m"]), cwd=ROOT)
-    words = f"{sys.executable} is Python 3.9, and maxdiloco needs 3.11 or newer. {remedy}"
-    assert done.returncode == 2 and done.stderr.startswith(words)
-    assert len(done.stderr.splitlines()) == 1
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and sys.executable in line and "3.9" in line and "3.11" in line
     done = python(old.format([""]), cwd=ROOT)
-    assert done.returncode == 1 and f"ImportError: {words}" in done.stderr
+    assert done.returncode == 1 and f"ImportError: {line}" in done.stderr
     for name in ("maxdiloco/__init__.py", "maxdiloco/version.py"):
         ast.parse((ROOT / name).read_text(), feature_version=(3, 7))
     with pytest.raises(SyntaxError):

@@ -24,15 +24,15 @@ def source(tmp_path):
     return folder
 
 
-def test_the_same_text_gives_the_same_file_and_every_text_comes_back(source, tmp_path, capsys):
-    """A file that exists is left alone."""
+def test_the_same_text_gives_the_same_file_and_texts_round_trip(source, tmp_path, capsys):
+    """A file that exists is not changed."""
     other = tmp_path / "a.json.unfinished"
     other.write_text("a file of others")
     for name in ("a.json", "b.json"):
         arguments = [str(source), f"out={tmp_path / name}", "vocab_size=280", "text_column=body"]
         assert program.main(arguments) == 0
     line = capsys.readouterr().out.splitlines()[-1]
-    assert "280 tokens from 2 documents, 0.0 MB. Train with tokenizer_type=huggingface" in line
+    assert "280 tokens" in line and "2 documents" in line
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     assert other.read_text() == "a file of others"
     keys = dict(tokenizer_type="huggingface", tokenizer_path=str(tmp_path / "a.json"))
@@ -42,7 +42,7 @@ def test_the_same_text_gives_the_same_file_and_every_text_comes_back(source, tmp
     assert len(found.encode(" the")) == 1 < len(found.encode(" qxz"))
     other.rename(tmp_path / "a.json")
     assert program.main([str(source), f"out={tmp_path / 'a.json'}"]) == 2
-    assert "exists already, and runs may use it. Give another name" in capsys.readouterr().err
+    assert f"out={tmp_path / 'a.json'} " in capsys.readouterr().err
     assert (tmp_path / "a.json").read_text() == "a file of others"
 
 
@@ -76,7 +76,7 @@ def test_every_kind_of_source_gives_the_same_tokenizer(tmp_path):
     assert made == [made[0]] * 4
 
 
-def test_a_folder_is_read_as_in_training_and_says_what_it_leaves_out(tmp_path, capsys):
+def test_a_folder_is_read_as_in_training_and_counts_other_files(tmp_path, capsys):
     """Compressed lines lie beside text; tables are of another dataset_type."""
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(as_lines(["one", "two"])))
     (tmp_path / "b.txt").write_text("three")
@@ -84,36 +84,33 @@ def test_a_folder_is_read_as_in_training_and_says_what_it_leaves_out(tmp_path, c
         (tmp_path / name).write_bytes(b"?")
     assert program.main([str(tmp_path), f"out={tmp_path}/tok.json", "vocab_size=258"]) == 0
     said = capsys.readouterr().out
-    assert (
-        f"warning: 3 other files in SOURCE={tmp_path} are not read: 2 .parquet, 1 .gz; "
-        "dataset_type=parquet reads those." in said
-    )
-    assert "258 tokens from 3 documents" in said
+    for named in (f"SOURCE={tmp_path} ", "2 .parquet", "1 .gz", "258 tokens", "3 documents"):
+        assert named in said
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "code", "named"),
     [
-        (["text"], 2, "out is empty: it says which file to write. Set out=tok.json."),
-        (["text", "out=a.json", "vocab_size=257"], 2, "vocab_size=257 is no whole number of 258"),
-        (["text", "out=a.json", "vocab_size=1e18"], 2, "vocab_size=1e18 is no whole number"),
-        (["text", "out=a.json", "vocab_size=16777217"], 2, "number of 16777216 or less: number"),
-        (["text", "out=a.json", "vocab_size=many"], 2, "vocab_size=many is no whole number"),
-        (["text", "out=a.json", "out=b.json"], 2, "out=b.json: out is given twice"),
-        (["text", "out=a.json", "size=3"], 2, "Use key=value with one of out, vocab_size"),
-        (["text", "out=no/a.json"], 2, "out=no/a.json: its folder does not exist. Make it first."),
-        (["text", "out=a.json", "dataset_type=arrayrecord"], 2, "has no text to read. Use one of"),
-        (["text", "out=a.json", "max_corrupted_records=x"], 2, "is no whole number of 0 or more"),
-        (["text", "out=a.json", "text_column=none"], 3, "text_column=none is not in text/b.jsonl"),
-        (["bad.txt", "out=a.json"], 3, "bad.txt byte 1: not UTF-8"),
-        (["a.txt.gz", "out=a.json"], 3, "a.txt.gz is no text. JSON lines may be compressed"),
-        (["empty.txt", "out=a.json"], 3, "SOURCE=empty.txt holds no text"),
-        (["shards", "out=a.json"], 3, "SOURCE=shards is prepared already: it holds tokens"),
-        (["nowhere", "out=a.json"], 3, "SOURCE=nowhere does not exist"),
+        (["text"], 2, "out "),
+        (["text", "out=a.json", "vocab_size=257"], 2, "vocab_size=257"),
+        (["text", "out=a.json", "vocab_size=1e18"], 2, "vocab_size=1e18"),
+        (["text", "out=a.json", "vocab_size=16777217"], 2, "vocab_size=16777217"),
+        (["text", "out=a.json", "vocab_size=many"], 2, "vocab_size=many"),
+        (["text", "out=a.json", "out=b.json"], 2, "out=b.json"),
+        (["text", "out=a.json", "size=3"], 2, "size=3"),
+        (["text", "out=no/a.json"], 2, "out=no/a.json"),
+        (["text", "out=a.json", "dataset_type=arrayrecord"], 2, "dataset_type=arrayrecord"),
+        (["text", "out=a.json", "max_corrupted_records=x"], 2, "max_corrupted_records=x"),
+        (["text", "out=a.json", "text_column=none"], 3, "text_column=none"),
+        (["bad.txt", "out=a.json"], 3, "bad.txt byte 1"),
+        (["a.txt.gz", "out=a.json"], 3, "a.txt.gz"),
+        (["empty.txt", "out=a.json"], 3, "SOURCE=empty.txt"),
+        (["shards", "out=a.json"], 3, "SOURCE=shards"),
+        (["nowhere", "out=a.json"], 3, "SOURCE=nowhere"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(
-    arguments, code, words, source, tmp_path, monkeypatch, capsys
+def test_an_argument_that_cannot_work_is_named(
+    arguments, code, named, source, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     for name, data in (("bad.txt", b"a\xffb"), ("a.txt.gz", b"?"), ("empty.txt", b"")):
@@ -123,5 +120,5 @@ def test_what_cannot_work_is_refused_in_one_line(
         (tmp_path / "shards" / name).touch()
     assert program.main(arguments) == code
     line = capsys.readouterr().err.strip()
-    assert words in line and "\n" not in line
+    assert named in line and "\n" not in line
     assert not (tmp_path / "a.json").exists()
