@@ -84,11 +84,10 @@ def test_pieces_of_one_asynchronous_collective_count_once():
 @pytest.mark.parametrize(
     ("old", "new", "sizes", "message"),
     [
-        ("", "", {"fsdp": 2}, "reaches device 3, but its mesh has 2 devices"),
-        (" all-gather(", " collective-broadcast(", {"fsdp": 4},
-         "%g is a collective-broadcast, whose bytes are not known"),
+        ("", "", {"fsdp": 2}, "device 3"),
+        (" all-gather(", " collective-broadcast(", {"fsdp": 4}, "%g .*collective-broadcast"),
     ],
-)  # fmt: skip
+)
 def test_what_it_cannot_count(old, new, sizes, message):
     with pytest.raises(ValueError, match=message):
         found(fused(7).replace(old, new), sizes)
@@ -144,12 +143,12 @@ def test_a_convolution_of_a_tpu(out, lhs, kernel, attributes, expected):
     text = product(f"%c = {out} convolution(%a, %b), {attributes}", {"a": lhs, "b": kernel})
     assert products.matmul_flops(reader.read(text)) == 8 * expected
     unknown = text.replace("dim_labels=", "dim_labels=?")
-    with pytest.raises(ValueError, match="%c has dim_labels .*, which this reader cannot read"):
+    with pytest.raises(ValueError, match="%c .*dim_labels"):
         products.matmul_flops(reader.read(unknown))
 
 
 def test_a_window_of_no_product_is_refused():
     line = "%c = f32[1,5,4] convolution(%a, %b), dim_labels=b0f_0io->b0f"
     text = product(line, {"a": "f32[1,5,2]", "b": "f32[3,2,4]"})
-    with pytest.raises(ValueError, match="%c is no matrix product: its window has sizes"):
+    with pytest.raises(ValueError, match="%c .*window"):
         products.matmul_flops(reader.read(text))

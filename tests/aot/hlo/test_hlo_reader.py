@@ -1,5 +1,7 @@
 """The text of a scheduled module, line by line; its shapes and replica groups; values by hand."""
 
+import re
+
 import pytest
 from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
 
@@ -47,11 +49,11 @@ def test_branches_are_called():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("is_scheduled=true", "x=1", "lacks is_scheduled=true.*Give the text of a compiled"),
-        ("ENTRY ", "", "no whole ENTRY computation. Give the whole module"),
-        ("  %add.5 = ", "  add ", "cannot read this line as an HLO instruction: 'add s32"),
-        ("add(%get-tuple-element.10, %constant.7)", "add", "cannot read this line"),
-        ("parameter(1)", "parameter(1", "a parenthesis is never closed"),
+        ("is_scheduled=true", "x=1", "is_scheduled=true"),
+        ("ENTRY ", "", "ENTRY"),
+        ("  %add.5 = ", "  add ", "'add s32"),
+        ("add(%get-tuple-element.10, %constant.7)", "add", "%add.5"),
+        ("parameter(1)", "parameter(1", "parenthesis"),
     ],
 )
 def test_a_text_it_cannot_read(old, new, message):
@@ -61,12 +63,12 @@ def test_a_text_it_cannot_read(old, new, message):
 
 def test_what_was_cut_out_is_missed():
     module = reader.read(changed(BESIDE_LOOP, "calls=%fused.1", "calls=%fused.2"))
-    with pytest.raises(ValueError, match="%fused.2 is called but not in the text. Give the whole"):
+    with pytest.raises(ValueError, match="%fused.2 "):
         list(reader.executed(module))
-    with pytest.raises(ValueError, match=r"main.1_spmd has no %send.9: the text was cut. Give"):
+    with pytest.raises(ValueError, match=r"main.1_spmd .*%send.9"):
         module.entry["send.9"]
     module = reader.read(changed(BESIDE_LOOP, "  ROOT %tuple.7", "  %tuple.7"))
-    with pytest.raises(ValueError, match=r"main.1_spmd has no ROOT: the text was cut. Give"):
+    with pytest.raises(ValueError, match=r"main.1_spmd .*ROOT"):
         module.entry.root()
 
 
@@ -90,17 +92,17 @@ def test_trips_of_a_loop(old, new, expected):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "why"),
+    ("old", "new"),
     [
-        ("direction=LT", "direction=NE", "its condition is not `counter < bound`"),
-        ("constant(8)", "parameter(1)", "its condition is not `counter < bound`"),
-        ("constant(0)", "partition-id()", "the counter's start or step is not in the text"),
-        (" add(", " multiply(", "the counter's start or step is not in the text"),
-        ("while(%tuple.6)", "while(%param.1)", "its initial value is not a tuple"),
+        ("direction=LT", "direction=NE"),
+        ("constant(8)", "parameter(1)"),
+        ("constant(0)", "partition-id()"),
+        (" add(", " multiply("),
+        ("while(%tuple.6)", "while(%param.1)"),
     ],
 )
-def test_a_loop_whose_trips_are_unknown(old, new, why):
-    with pytest.raises(ValueError, match=f"trips of .* are unknown: {why}.*Only counted loops"):
+def test_a_loop_whose_trips_are_unknown(old, new):
+    with pytest.raises(ValueError, match="trips of "):
         trips(changed(BESIDE_LOOP, old, new))
 
 
@@ -128,16 +130,14 @@ def test_bytes_with_and_without_tile_padding(text, logical, laid_out):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        *((text, "cannot read .* as the shape of one array")
-          for text in ("token[]", "(f32[2])", "f9[2]", "f32[2", "f32[<=8]{0}")),
-        *((f"f32[2,2]{{1,0{layout}}}", "tiles that this reader does not know")
-          for layout in (":T(*,128)", ":T(8,128)L(2)", ":D(D)")),
+        *("token[]", "(f32[2])", "f9[2]", "f32[2", "f32[<=8]{0}"),
+        *(f"f32[2,2]{{1,0{layout}}}" for layout in (":T(*,128)", ":T(8,128)L(2)", ":D(D)")),
     ],
-)  # fmt: skip
-def test_a_shape_that_it_cannot_read(text, message):
-    with pytest.raises(ValueError, match=message):
+)
+def test_a_shape_that_it_cannot_read(text):
+    with pytest.raises(ValueError, match=re.escape(text)):
         notation.shape(text)
 
 

@@ -59,25 +59,28 @@ def test_a_call_is_known_by_its_target():
     start = ' custom-call-start(%param.1), custom_call_target="HostExecute"'
     text = changed(BESIDE_LOOP, " copy(%param.1)", start)
     assert len(found(text)) == len(found(changed(text, "HostExecute", "SliceId"))) == 1
-    with pytest.raises(ValueError, match="%copy.1 calls 'Odd', which may be traffic"):
+    with pytest.raises(ValueError, match="%copy.1 .*'Odd'"):
         found(changed(text, "HostExecute", "Odd"))
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("xla_megascale_runtime", "other", "%send is a send of 'other', not of 'xla_megascale_run"),
-        ("_xla_host_transfer_rendezvous", "_x", "%send names no .* it cannot be paired"),
-        ("_xla_megascale_transfer_type", "_x", "%send names no .*its bytes are unknown"),
-        ("_xla_megascale_target", "_x", "%send names no .*: which slices exchange is unknown"),
-        ("{1,2}x{0:3}", "all", "slices of a transfer, 'all', are in a spelling"),
-        ("ALL_GATHER", "MULTICAST", "%send is a multicast, whose bytes are not known"),
-        ("send-done(%send)", "send-done(%x)", "is not done where it starts, in main.1_spmd"),
-        (" recv(%after-all)", " send(%after-all)", "is not one send and one recv in main.1_spmd"),
-        (" copy(%param.1)", ' custom-call(%param.1), custom_call_target="Odd"',
-         "%copy.1 calls 'Odd', which may be traffic .* Add it to LOCAL_CALLS"),
+        ("xla_megascale_runtime", "other", "%send .*'other'"),
+        ("_xla_host_transfer_rendezvous", "_x", "%send .*_xla_host_transfer_rendezvous"),
+        ("_xla_megascale_transfer_type", "_x", "%send .*_xla_megascale_transfer_type"),
+        ("_xla_megascale_target", "_x", "%send .*_xla_megascale_target"),
+        ("{1,2}x{0:3}", "all", "'all'"),
+        ("ALL_GATHER", "MULTICAST", "%send .*multicast"),
+        ("send-done(%send)", "send-done(%x)", "main.1_spmd"),
+        (" recv(%after-all)", " send(%after-all)", "main.1_spmd"),
+        (
+            " copy(%param.1)",
+            ' custom-call(%param.1), custom_call_target="Odd"',
+            "%copy.1 .*'Odd'.*LOCAL_CALLS",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_construct_it_does_not_know(old, new, message):
     with pytest.raises(ValueError, match=message):
         [transfer.bytes_sent for transfer in found(changed(BESIDE_LOOP, old, new))]
@@ -90,5 +93,5 @@ def test_a_rendezvous_in_two_places():
         '_xla_host_transfer_handler_name="xla_megascale_runtime",'
         '_xla_host_transfer_rendezvous="all-reduce.2_0", backend_config='
     )
-    with pytest.raises(ValueError, match="all-reduce.2_0 starts in branch_. and in branch_.: a re"):
+    with pytest.raises(ValueError, match="all-reduce.2_0 .*branch_. .*branch_."):
         found(changed(IN_CONDITIONAL, old, new))
