@@ -93,7 +93,7 @@ def figure(size: Size) -> str:
     }
     for mode in own.modes(size):
         if mode.wire == "float4_e3m0":
-            name = mode.name + (", host" if mode.carrier == "host" else "")
+            name = mode.name + (", host" if mode.transport == "host" else "")
             curves[f"{name}, 4 bits"] = lambda g, m=mode: own.sustained(
                 size, m, replicas=REPLICAS, gbps=g
             )

@@ -53,8 +53,8 @@ def modes(fragments: int) -> dict[str, dict[str, Any]]:
         f"streaming P={fragments}, tau 1, float4_e3m0": many | one_step | four_bits,
         f"streaming P={fragments}, tau 5, float32": many | five,
         f"streaming P={fragments}, tau 5, float4_e3m0": many | five | four_bits,
-        "eager, float32": {"diloco_outer_overlap": "eager"},
-        "eager, float4_e3m0": {"diloco_outer_overlap": "eager"} | four_bits,
+        "eager, float32": {"diloco_round_overlap": "eager"},
+        "eager, float4_e3m0": {"diloco_round_overlap": "eager"} | four_bits,
     }
 
 
@@ -149,7 +149,7 @@ def peers(cfg: config.Config, mesh: Any, fragments: int) -> list[tuple[Any, int]
 def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.stages.Compiled:
     """The inner step, then a fragment's exchange and outer step in a conditional."""
     layout = parts.trainer.layout
-    state, rule = layout.state, parts.trainer.optimizer
+    state, rule = layout.state, layout.settings.make_outer_optimizer()
     step = map_fn(inner_step(cfg, parts), mesh=layout.mesh)
 
     def program(params, opt_state, batch, theta, outer_opt, send):
@@ -178,14 +178,14 @@ def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any
     """Mean of the outer gradients in array code, outer step; every replica takes theta."""
     leaves, theta = list(leaves), list(theta)
     starts = list(zip(plan.slices, plan.starts, strict=True))
-    x_R = [slices.take(leaves[s.leaf], s, start, lead=1) for s, start in starts]
-    old = [slices.take(theta[s.leaf], s, start) for s, start in starts]
+    x_R = [slices.gather_slice(leaves[s.leaf], s, start, lead=1) for s, start in starts]
+    old = [slices.gather_slice(theta[s.leaf], s, start) for s, start in starts]
     mean = [jnp.mean(o[None] - x, axis=0) for o, x in zip(old, x_R, strict=True)]
     new, outer_opt = outer.outer_update(rule, old, outer_opt, mean)
     for (s, start), value, x in zip(starts, new, x_R, strict=True):
-        theta[s.leaf] = slices.put(theta[s.leaf], s, start, value)
+        theta[s.leaf] = slices.scatter_slice(theta[s.leaf], s, start, value)
         spread = jnp.broadcast_to(value, x.shape)
-        leaves[s.leaf] = slices.put(leaves[s.leaf], s, start, spread, lead=1)
+        leaves[s.leaf] = slices.scatter_slice(leaves[s.leaf], s, start, spread, lead=1)
     return leaves, theta, outer_opt
 
 

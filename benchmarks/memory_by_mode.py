@@ -34,7 +34,7 @@ def modes(fragments: int) -> dict[str, dict[str, Any]]:
         "num_diloco_fragments": fragments,
         "num_communication_overlapping_steps": 1,
     }
-    eager = {"diloco_outer_overlap": "eager"}
+    eager = {"diloco_round_overlap": "eager"}
     return {
         "DiLoCo": {},
         f"streaming P={fragments}, tau 1": streaming,

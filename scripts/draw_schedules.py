@@ -9,13 +9,13 @@ import pathlib
 import sys
 
 from maxdiloco.diloco.schedule import (
+    EAGER_STEP,
     INNER_EXCHANGE,
+    INNER_SCATTER,
+    INNER_SHARE,
     MERGE,
-    OUTER_STEP,
     PACK,
     REDUCE,
-    SCATTER,
-    SHARE,
     SYNCHRONISE,
     Schedule,
     offsets,
@@ -27,17 +27,17 @@ FIRST, LAST = H + 1, 2 * H  # the second period, in which all exchanges are unde
 CELL, ROW, LEFT, TOP = 46, 22, 270, 34
 COLOURS = ("#3b6ea5", "#c2703d", "#5a8f53")
 # send, reduce, apply
-MARKS = {PACK: "S", REDUCE: "R", MERGE: "A", SYNCHRONISE: "SA", OUTER_STEP: "SA"}
-CARRY = {INNER_EXCHANGE: "f", SCATTER: "o", SHARE: "m"}
-OWNERS = "streaming, tau=3, reduce-scatter"
+MARKS = {PACK: "S", REDUCE: "R", MERGE: "A", SYNCHRONISE: "SA", EAGER_STEP: "SA"}
+CARRY = {INNER_EXCHANGE: "f", INNER_SCATTER: "p", INNER_SHARE: "m"}
+REDUCE_SCATTER = "streaming, tau=3, reduce-scatter"
 MODES = (
     ("DiLoCo", 1, 0, "none", "training waits for the exchange of everything"),
     ("streaming, P=3", 3, 0, "none", "three shorter waits"),
     ("streaming, P=3, tau=3", 3, 3, "none", "one chunk during each of three steps"),
     ("eager or delayed, P=3", 3, 0, "eager", "an exchange has until the next one"),
-    (OWNERS, 3, 3, "none", "parts to their owners (o), means to all (m)"),
+    (REDUCE_SCATTER, 3, 3, "none", "parts to be averaged (p), means to all (m)"),
 )
-SCATTER_STEPS = {OWNERS: 1}
+SCATTER_STEPS = {REDUCE_SCATTER: 1}
 
 
 def draw() -> str:
@@ -68,14 +68,14 @@ def _mode(schedule: Schedule, y: float) -> list[str]:
         parts.append(svg.box(x, y, CELL - 8, ROW - 4, "#e4e4e4"))
         marks = []
         for action in schedule.actions(t):
-            if action.program in CARRY:
+            if action.name in CARRY:
                 parts.append(svg.box(x, y + ROW, CELL - 8, ROW - 4, COLOURS[action.fragment]))
-                label = f"{CARRY[action.program]}{action.fragment}.{action.chunk}"
+                label = f"{CARRY[action.name]}{action.fragment}.{action.chunk}"
                 parts.append(svg.text(x + 5, y + ROW + 14, label, fill="white", size=10))
-            if action.program == SYNCHRONISE:
+            if action.name == SYNCHRONISE:
                 parts.append(svg.box(x + CELL - 8, y, 8, ROW - 4, "#cc2222"))
                 parts.append(svg.box(x + CELL - 8, y + ROW, 8, ROW - 4, COLOURS[action.fragment]))
-            marks += [f"{letter}{action.fragment}" for letter in MARKS.get(action.program, "")]
+            marks += [f"{letter}{action.fragment}" for letter in MARKS.get(action.name, "")]
         if marks:
             below = y + 2 * ROW + 12
             parts.append(svg.text(x + CELL - 4, below, " ".join(marks), anchor="end", size=9))

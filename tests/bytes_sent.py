@@ -57,25 +57,20 @@ def measured(M, axis, wire):
     """One case as a dict."""
     algorithm, batch = bound(M, axis, wire)
     layout = algorithm.layout
-    state, found = layout.state, []
-    for plan in layout.plans[:2]:
-        program = algorithm.programs.inner_exchange(plan)
-        places = layout.places(plan, [0])
-        chunk, replaced = (tuple(x[i] for i in places) for x in (state.outgoing, state.incoming[0]))
-        compiled = program.compile(state.params, (), batch, chunk, replaced)
-        found.append(collectives(compiled.as_text()))
+    state = layout.state
+    (chunk,), (replaced,) = state.outgoing.read(0, [0]), state.incoming.read(0, [0])
+    program = algorithm.programs.inner_exchange
+    compiled = program.compile(state.params, (), batch, chunk, replaced)
+    found = collectives(compiled.as_text())
     # Every device ends with the chunks of all M; of its own one it has sent M - 1 copies.
-    short, long = (
-        sum(IN_SLICE * n // M * (M - 1) * WORDS[dtype] for _, dtype, n, _ in of_chunk)
-        for of_chunk in found
-    )
+    sent = sum(IN_SLICE * n // M * (M - 1) * WORDS[dtype] for _, dtype, n, _ in found)
     return {
         "M": M,
         "axis": axis,
         "wire": wire,
-        "kinds": sorted({kind for of_chunk in found for kind, *_ in of_chunk}),
-        "groups": sorted({groups for of_chunk in found for *_, groups in of_chunk}),
-        "of_slice": {"short": short, "long": long},
+        "kinds": sorted({kind for kind, *_ in found}),
+        "groups": sorted({groups for *_, groups in found}),
+        "of_slice": sent,
         "bytes_sent": [algorithm.bytes_sent(t) for t in range(7, 13)],
     }
 

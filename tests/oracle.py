@@ -33,9 +33,9 @@ class Settings:
     outer_momentum: float = 0.9  # b, and Adam's b1
     adam_b2: float = 0.999
     adam_eps: float = 1e-8
-    outer_overlap: str = "none"  # none | delayed | eager
+    round_overlap: str = "none"  # none | delayed | eager
     error_feedback: bool = False
-    merge: str = "mean"  # mean | rda
+    aggregation: str = "mean"  # mean | radial_directional_mean
     offsets: tuple[int, ...] | None = None
     sequential: bool = False
     num_nonlayer: int = 1
@@ -179,7 +179,7 @@ class Oracle:
         self.t = 0
         self.replicas = [[leaf.copy() for leaf in start] for _ in range(s.num_replicas)]
         self.opt_states = [opt_state for _ in range(s.num_replicas)]
-        copies = s.num_replicas if s.outer_overlap == "eager" else 1
+        copies = s.num_replicas if s.round_overlap == "eager" else 1
         self.thetas = [[leaf.copy() for leaf in start] for _ in range(copies)]
 
         def zeros():
@@ -198,7 +198,7 @@ class Oracle:
 
     def theta_of(self, m: int) -> Leaves:
         """The outer parameters of replica m: its own in eager mode, else the shared ones."""
-        return self.thetas[m] if self.s.outer_overlap == "eager" else self.thetas[0]
+        return self.thetas[m] if self.s.round_overlap == "eager" else self.thetas[0]
 
     def outer_params(self) -> Leaves:
         """theta, in eager mode the mean over replicas."""
@@ -216,7 +216,7 @@ class Oracle:
             metrics.append(metric)
         fragments = range(self.s.num_fragments)
         fresh = {p: self._outer_gradients(p) for p in fragments if is_sent(p, self.t, self.s)}
-        if self.s.outer_overlap == "none":
+        if self.s.round_overlap == "none":
             for p, gradients in fresh.items():
                 self.sent[p] = gradients
             for p in fragments:
@@ -260,7 +260,7 @@ class Oracle:
         mean = self._mean(gradients)
         if self.reduced:
             return [self.reduced(leaf) if leaf.size else leaf for leaf in mean]
-        if self.s.merge == "mean":
+        if self.s.aggregation == "mean":
             return mean
         kinds = self.s.kinds if self.s.kinds is not None else (None,) * len(mean)
         for i, (kind, own) in enumerate(zip(kinds, self.masks[p], strict=True)):
@@ -282,7 +282,7 @@ class Oracle:
         delayed: the mean of the round before. eager (2502.12996 Algorithm 3): replica m's own
         value of this round and the others' of the round before, over M.
         """
-        if self.s.outer_overlap == "delayed":
+        if self.s.round_overlap == "delayed":
             return [self._merged(p, stale)]
         M = self.s.num_replicas
         if self.reduced:  # in the owners' mean of the round before, m's term is replaced

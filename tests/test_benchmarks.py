@@ -464,18 +464,18 @@ def test_data_parallelism_of_a_plan_is_the_simulator_s(gbps):
     ("schedule", "carrier", "replicas", "gbps"),
     [
         # One fragment of 32e9 bits in a period of 300 s; 3.03 s may be waited for.
-        (Schedule(100, 0, (0,)), "program", 2, 32 / (300 / 0.99 - 300)),
+        (Schedule(100, 0, (0,)), "xla", 2, 32 / (300 / 0.99 - 300)),
         # Every other replica gets a copy.
-        (Schedule(100, 0, (0,)), "program", 4, 3 * 32 / (300 / 0.99 - 300)),
-        (Schedule(100, 0, (0,), overlap="eager"), "host", 2, 32 / (300 / 0.99)),
+        (Schedule(100, 0, (0,)), "xla", 4, 3 * 32 / (300 / 0.99 - 300)),
+        (Schedule(100, 0, (0,), round_overlap="eager"), "host", 2, 32 / (300 / 0.99)),
         # A chunk a step: the step takes as long as its 32e9 / 4 bits.
-        (Schedule(100, 4, (0,)), "program", 2, 8 / (3 + 3.0303 / 4)),
-        # Owners: to each of 7 others an eighth of it, in two steps, and as much back, in two.
-        (Schedule(100, 4, (0,)), "program", 8, 7 * 4 / 2 / (3 + 3.0303 / 4)),
-        (Schedule(100, 0, (0,), overlap="eager"), "host", 8, 7 * 2 * 4 / (300 / 0.99)),
+        (Schedule(100, 4, (0,)), "xla", 2, 8 / (3 + 3.0303 / 4)),
+        # Reduce-scatter: to each of 7 others an eighth of it, in two steps, and as much back.
+        (Schedule(100, 4, (0,)), "xla", 8, 7 * 4 / 2 / (3 + 3.0303 / 4)),
+        (Schedule(100, 0, (0,), round_overlap="delayed"), "host", 8, 7 * 2 * 4 / (300 / 0.99)),
     ],
 )
 def test_what_a_run_without_end_needs(schedule, carrier, replicas, gbps):
-    mode = own.Mode("", schedule, "float32", carrier, owned=replicas == 8)
+    mode = own.Mode("", schedule, "float32", carrier, reduce_scatter=replicas == 8)
     found = least_gbps(lambda g: own.sustained(ONE, mode, replicas=replicas, gbps=g))
     assert found == pytest.approx(gbps, rel=0.002)

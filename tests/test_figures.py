@@ -19,8 +19,8 @@ def drawn(name):
 
 def test_the_figure_of_owners_is_current_and_has_the_bytes_of_the_table():
     """Of four slices, with 4 bits there and 8 back: 1.12 in the table of wire-formats.md."""
-    figure = drawn("draw_owners")
-    assert (ROOT / "docs" / "owners.svg").read_text(encoding="utf-8") == figure
+    figure = drawn("draw_reduce_scatter")
+    assert (ROOT / "docs" / "reduce_scatter.svg").read_text(encoding="utf-8") == figure
     sent = [float(x) for x in re.findall(r">([\d.]+) in \d bits<", figure)]
     table = (ROOT / "docs" / "concepts" / "wire-formats.md").read_text(encoding="utf-8")
     gathered, owned = re.search(r"^\| 4 \| ([\d.]+) \| ([\d.]+) ", table, re.M).groups()

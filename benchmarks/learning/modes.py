@@ -11,7 +11,7 @@ FEWEST = "DiLoCo, muon, int2, H=166, momentum 0.3"
 STREAMING = {"enable_streaming_diloco": True, "num_diloco_fragments": 3}
 TAU = "num_communication_overlapping_steps"
 ALPHA = "communication_overlapping_alpha"
-OVERLAP = "diloco_outer_overlap"
+OVERLAP = "diloco_round_overlap"
 WIRE = "diloco_exchange_dtype"
 FOUR_BITS = {WIRE: "float4_e3m0"}
 FEEDBACK = "diloco_error_feedback"
@@ -85,7 +85,7 @@ def _few_bits() -> list[Mode]:
     far = {FEEDBACK: "always", "diloco_sync_period": 166, WIRE: "int2"}
     rows += [
         _diloco(FEWEST, "muon", every_seed=False, **far, **{MOMENTUM: 0.3}),
-        _diloco(f"{FEWEST}, rda", "muon", diloco_merge="rda", **far, **{MOMENTUM: 0.3}),
+        _diloco(f"{FEWEST}, rda", "muon", diloco_aggregation="rda", **far, **{MOMENTUM: 0.3}),
         _diloco("DiLoCo, muon, int2, H=166", "muon", extra=True, **far),
         _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", extra=True,
                 rates=(0.98, 1.372, 1.92), **far, **{MOMENTUM: 0.0}),
@@ -101,13 +101,13 @@ def _few_bits() -> list[Mode]:
     return rows  # fmt: skip
 
 
-def _owners() -> list[Mode]:
-    """4 bits to everyone, or to owners who send the mean back in 8: at the rates of 32 bits."""
+def _reduce_scatter() -> list[Mode]:
+    """4 bits by all-gather, or by reduce-scatter with 8-bit means: at the rates of 32 bits."""
     return [
         _diloco(f"DiLoCo, M={M}, 4 bits{said}", outer_lr=0.98, inner_lr=0.008, extra=True,
-                num_diloco_replicas=M, diloco_exchange=exchange, **FOUR_BITS)
+                num_diloco_replicas=M, diloco_collective=exchange, **FOUR_BITS)
         for M in (4, 8)
-        for exchange, said in (("gather", ""), ("owners", ", owners"))
+        for exchange, said in (("all_gather", ""), ("reduce_scatter", ", reduce-scatter"))
     ]  # fmt: skip
 
 
@@ -183,14 +183,14 @@ MODES = (
     _streaming("streaming, tau=1, P=5", tau=1, num_diloco_fragments=5, outer_lr=AS_STREAMING,
                every_seed=False),
     *_few_bits(),
-    *_owners(),
+    *_reduce_scatter(),
     *_many_replicas(),
     *_half_a_moment(),
     *_eight_bits(),
     # It keeps the norm that the mean loses, so that its steps are longer.
-    _diloco("DiLoCo, rda", extra=True, diloco_merge="rda"),
-    _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, extra=True, diloco_merge="rda"),
-    _diloco("DiLoCo, M=8, rda", num_diloco_replicas=8, every_seed=False, diloco_merge="rda"),
+    _diloco("DiLoCo, rda", extra=True, diloco_aggregation="rda"),
+    _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, extra=True, diloco_aggregation="rda"),
+    _diloco("DiLoCo, M=8, rda", num_diloco_replicas=8, every_seed=False, diloco_aggregation="rda"),
     _diloco("DiLoCo, H=30, momentum 0.9", **LONG),
     _diloco("DiLoCo, H=10, momentum 0.9", diloco_sync_period=10, **LONG),
     _diloco("DiLoCo, H=100, momentum 0.9", diloco_sync_period=100, **LONG),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from maxdiloco.exchange.payload import Payload
+from maxdiloco.engine.payload import Payload
 from maxdiloco.flags import config
 from maxdiloco.models.transformer import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
@@ -42,7 +42,7 @@ def traffic(keys: Mapping[str, Any]) -> Traffic:
 def _of_exchange(sent: Payload, mesh: Mesh, replicas: int) -> int:
     """Bytes of one replica to one other, each on a slice of its own."""
     in_slice = mesh.size // mesh.shape["diloco"]
-    if not sent.owned:
+    if not sent.parts:
         return in_slice * sent.size * sent.dtype.itemsize
-    both = sent.first_size * sent.first_dtype.itemsize + sent.size * sent.dtype.itemsize
+    both = sent.sent_size * sent.sent_dtype.itemsize + sent.size * sent.dtype.itemsize
     return in_slice * both * mesh.shape["diloco"] // replicas

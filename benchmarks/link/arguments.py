@@ -12,11 +12,11 @@ from maxdiloco.flags import config
 
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
 MODES = tuple(mode for mode in figures.MODES if mode != figures.PLAIN)
-CARRIERS = ("program", "host")
+CARRIERS = ("xla", "host")
 OWN = {
-    "grid": "",  # rows that have a name: published, owners
+    "grid": "",  # rows that have a name: published, reduce_scatter
     "hosts": "2",
-    "modes": ",".join(mode for mode in MODES if mode != "owners"),
+    "modes": ",".join(mode for mode in MODES if mode != "reduce_scatter"),
     "wires": "float32,float4_e3m0",  # of all WIRES
     "carriers": "all",  # of CARRIERS
     "lines": "",  # mode or mode:wire:carrier, in place of modes, wires and carriers
@@ -47,8 +47,8 @@ KEYS = {
 }
 SMALL_STEP = {"max_target_length": "64", "per_device_batch_size": "1"}  # beside a fast device
 SET_HERE = {
-    "steps", "run_name", "base_output_directory", "num_slices", "enable_diloco", "exchange_carrier",
-    "enable_streaming_diloco", "diloco_outer_overlap", "diloco_exchange_dtype",
+    "steps", "run_name", "base_output_directory", "num_slices", "enable_diloco", "diloco_transport",
+    "enable_streaming_diloco", "diloco_round_overlap", "diloco_exchange_dtype",
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ COLOURS = {
     "diloco": "#e0901c",
     "streaming": "#8a4fb0",
     "overlapped": "#2b6cb0",
-    "owners": "#0f8b8d",
+    "reduce_scatter": "#0f8b8d",
     "eager": "#2e9155",
 }
 DASHES = {"": "", "float32": "", "bfloat16": "8 3", "int8": "3 3", "float4_e3m0": "10 3 2 3"}

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from maxdiloco.aot import wait
 from maxdiloco.diloco import quantize
 from maxdiloco.diloco.schedule import Schedule, offsets
-from maxdiloco.engine.chunks import steps_to_owners
-from maxdiloco.exchange.owners import REDUCED
+from maxdiloco.engine.layout import divide_steps
+from maxdiloco.engine.reduce_scatter import MEAN_DTYPE
 
 UNLIMITED = "unlimited"
 # Bytes on the link above those that the trainer claims, once the chatter is taken off. Headers of
@@ -39,10 +39,13 @@ MODES = {
     DATA_PARALLEL: Mode("data parallel", {"enable_diloco": "false"}, exchanges=False),
     "diloco": Mode("DiLoCo", {}),
     "streaming": Mode("streaming, tau=0", STREAMING | {TAU: 0}),
-    # By name: auto would be owners for many hosts.
-    "overlapped": Mode("streaming, tau={tau}", STREAMING | {"diloco_exchange": "gather"}),
-    "eager": Mode("eager", {"diloco_outer_overlap": "eager"}),
-    "owners": Mode("streaming, tau={tau}, owners", STREAMING | {"diloco_exchange": "owners"}),
+    # By name: auto would be reduce_scatter for many hosts.
+    "overlapped": Mode("streaming, tau={tau}", STREAMING | {"diloco_collective": "all_gather"}),
+    "eager": Mode("eager", {"diloco_round_overlap": "eager"}),
+    "reduce_scatter": Mode(
+        "streaming, tau={tau}, reduce-scatter",
+        STREAMING | {"diloco_collective": "reduce_scatter"},
+    ),
 }
 
 
@@ -62,10 +65,10 @@ def label(row: Mapping[str, Any], tau: int) -> str:
 
 
 def shared_part(wire: str) -> float:
-    """Of the bytes that owners make a replica send those of the means."""
+    """Return the part of the bytes of reduce-scatter that is means."""
     there, back = (
         quantize.encoded_size(name, 1 << 20) * quantize.wire_format(name).dtype.itemsize
-        for name in (wire, quantize.finer(wire, REDUCED))
+        for name in (wire, quantize.finer(wire, MEAN_DTYPE))
     )
     return back / (there + back)
 
@@ -85,7 +88,7 @@ def gradient_bytes(row: Mapping[str, Any], setup: Mapping[str, Any]) -> int:
 
 def lag(mode: str, *, H: int, tau: int) -> int:
     """Inner steps from a send to its use."""
-    return {"diloco": 0, "streaming": 0, "overlapped": tau, "owners": tau, "eager": H}[mode]
+    return {"diloco": 0, "streaming": 0, "overlapped": tau, "reduce_scatter": tau, "eager": H}[mode]
 
 
 def mbit(row: Mapping[str, Any]) -> float:
@@ -105,11 +108,11 @@ def predicted_ms(row: Mapping[str, Any], setup: Mapping[str, Any], plain_ms: flo
     # A fragment's payload crosses the host's link once for each other host.
     seconds = [size * (setup["hosts"] - 1) * 8e-6 / mbit(row) for size in row["fragment_bytes"]]
     means, scatter_steps = [], 0
-    if row["mode"] == "owners":
+    if row["mode"] == "reduce_scatter":
         shared = shared_part(row["wire"])
         means = [shared * each for each in seconds]
         steps = Schedule(H, tau, offsets(len(seconds), H)).max_chunks
-        scatter_steps = steps_to_owners(steps, to_owners=1 - shared, shared=shared)
+        scatter_steps = divide_steps(steps, scattered=1 - shared, gathered=shared)
     waited = wait.exposed_s(
         seconds,
         shared=means,

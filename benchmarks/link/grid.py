@@ -37,12 +37,12 @@ GRIDS = {
             "congestion=reno",
         ],
     },
-    # Gathering sends four times what owners do: more than the link carries in a period.
-    "owners": {
-        "owners": [
+    # All-gather sends four times what reduce-scatter does: more than the link carries in a period.
+    "reduce_scatter": {
+        "reduce_scatter": [
             "hosts=8",
             "rates=20,unlimited",
-            "lines=overlapped:int8:host,owners:int8:host",
+            "lines=overlapped:int8:host,reduce_scatter:int8:host",
             "fast_device_ms=400",
             "override_model_config=true",
             "base_num_decoder_layers=12",
@@ -101,7 +101,7 @@ def expected_step_ms(row: Row, setup: Mapping[str, Any], plain: Mapping[str, Any
     streams = "enable_streaming_diloco" in figures.MODES[row.mode].keys
     P = int(keys["num_diloco_fragments"]) if streams else 1
     width = WIDTH[row.wire]
-    if row.mode == "owners":  # a part each way
+    if row.mode == "reduce_scatter":  # a part each way
         width = (width + max(width, WIDTH["int8"])) / setup["hosts"]
     size = int(parameters * width / P)
     like = row._asdict() | {"parameters": parameters, "fragment_bytes": [size] * P}

@@ -3,8 +3,8 @@
 Moments are exact whatever the machine does beside, since the process itself comes by them:
 inner steps: before inner step t, when nothing was sent. in flight: the same, for a t between a
 send and its apply. at apply: what step t sends has not left yet, so that the others come to wait
-for it. checkpoint: the arrays of step t are about to be complete. at share: parts of what step t
-sends are at their owners, and the means have not left.
+for it. checkpoint: the arrays of step t are about to be complete. at share: reduce-scatter: the
+parts that step t sends have arrived, and the means have not left.
 """
 
 import functools
@@ -22,20 +22,20 @@ def act_at(moment: str, t: int, act: Callable[[], None]) -> None:
     from maxdiloco.checkpoint import write
     from maxdiloco.engine.data_parallel import DataParallel
     from maxdiloco.engine.diloco import DiLoCo
-    from maxdiloco.exchange.host import HostCarrier
+    from maxdiloco.engine.host_transfer import HostTransfers
 
     act = once(act)
     if moment in ("inner steps", "in flight"):
         for trainer in (DiLoCo, DataParallel):
             before(trainer, "step", lambda _, state, batch: state.t + 1 == t, act)
     elif moment == "at apply":
-        before(HostCarrier, "start", lambda _, passage, chunks: sent_after(passage) == t, act)
+        before(HostTransfers, "start", lambda _, transfer, chunks: sent_after(transfer) == t, act)
     elif moment == "at share":
 
-        def shares(_, passage, chunks):
-            return sent_after(passage) == t and not passage.to_owners
+        def shares(_, transfer, chunks):
+            return sent_after(transfer) == t and not transfer.scatters
 
-        before(HostCarrier, "start", shares, act)
+        before(HostTransfers, "start", shares, act)
     elif moment == "checkpoint":
         for part in ("commit", "write_part"):  # of process 0, and of the others
             before(write, part, lambda save, *rest: save.target.name == str(t), act)
@@ -44,15 +44,15 @@ def act_at(moment: str, t: int, act: Callable[[], None]) -> None:
 
 
 def act_at_take(t: int, act: Callable[[], None]) -> None:
-    """Call `act` each time that the process comes to wait for what was sent after step t."""
-    from maxdiloco.engine.exchanges import ThroughHost
+    """Call `act` each time that the process begins to wait for chunks that step t has sent."""
+    from maxdiloco.engine.transports import HostTransport
 
-    before(ThroughHost, "_take", lambda _, given, lag, *rest: given.state.t - lag == t, act)
+    before(HostTransport, "receive", lambda _, leg: leg.send_step == t, act)
 
 
-def sent_after(passage: Any) -> int:
-    """The step after which a passage of exchange.host was sent."""
-    _, _, t, _ = passage.key
+def sent_after(transfer: Any) -> int:
+    """Return the step after which a transfer was sent."""
+    _, _, t, _ = transfer.key
     return t
 
 

@@ -141,7 +141,7 @@ def trainer_keys(row: Row, setup: Mapping[str, Any], folder: pathlib.Path, steps
     if row.wire:
         keys["diloco_exchange_dtype"] = row.wire
     if row.carrier:
-        keys["exchange_carrier"] = row.carrier
+        keys["diloco_transport"] = row.carrier
     return [f"{key}={value}" for key, value in keys.items()]
 
 

@@ -23,9 +23,9 @@ class Report(NamedTuple):
     compiled for is this machine. topology: name of a slice. gbps: one device's share of the DCN
     [Gbit/s]. devices_per_host: they share its link; 0 where that is not known. flags: of the
     compiler; the job needs the same. tokens_per_step: of all replicas. flops_per_token: of the
-    model, see metrics/speed.py. overlap: diloco_outer_overlap; "" without DiLoCo. room: what makes
+    model, see metrics/speed.py. overlap: diloco_round_overlap; "" without DiLoCo. room: what makes
     room on a device and is not yet on. ici: sizes of the mesh axes inside a slice. by_hosts: bytes
-    that a slice sends to others in a period beside its programs, exchange_carrier=host.
+    that a slice sends to others in a period beside its programs, diloco_transport=host.
     """
 
     title: str

@@ -234,7 +234,7 @@ def _summary(report: Report) -> list[str]:
     if report.by_hosts:
         gbps = report.gbps * report.devices_per_slice
         out += [
-            f"beside the programs the hosts of a slice send (exchange_carrier=host) "
+            f"beside the programs the hosts of a slice send (diloco_transport=host) "
             f"{report.by_hosts:,.0f} bytes a period,",
             f"  {report.by_hosts * 8e-9 / gbps:.2f} s at {gbps:g} Gbit/s a slice",
         ]

@@ -54,8 +54,9 @@ def exposed_s(
     t = floor(p H / P) (mod H) and used `lag` steps later. chunks: the seconds of each chunk that
     compiled programs exchange, one beside a step, which ends when the chunk has arrived. Without
     chunks an exchange goes through host memory, behind those on the link. shared: of the seconds of
-    each fragment those of its means, which owners send when its parts have arrived, `scatter_steps`
-    steps after the send; () without owners. alone: what no step of compiled programs hides.
+    each fragment those of its means with reduce-scatter, which are sent when its parts have
+    arrived, `scatter_steps` steps after the send; () with all-gather. alone: seconds that no step
+    of the compiled programs hides.
     """
     if not lag:
         return sum(seconds + latency_s for seconds in fragments) + latency_s * len(shared)

@@ -14,7 +14,7 @@ from etils import epath
 from maxdiloco import json_text, small_files
 from maxdiloco.checkpoint import seal
 from maxdiloco.checkpoint.orbax_io import META, META_FILE, shapes
-from maxdiloco.diloco.schedule import OVERLAPS
+from maxdiloco.diloco.schedule import ROUND_OVERLAPS
 from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS
 from maxdiloco.errors import CheckpointError
 from maxdiloco.version import __version__
@@ -65,10 +65,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) <= _LARGEST)
 
 
-def _is_scalar(value: Any) -> bool:
-    return value is None or isinstance(value, str | bool) or _is_number(value)
-
-
 def _whole(least: int) -> Check:
     return lambda value: type(value) is int and least <= value <= _LARGEST
 
@@ -108,16 +104,30 @@ _SOURCES = _fields(
     {"begun": _COUNT, "read": _table_of(_COUNT), "shares": _table_of(_COUNT)},
     {"order": _list_of(_is_text)},  # added after the others
 )
-_EXCHANGE = {
-    "sync_period": _SIZE,
-    "overlap_steps": _COUNT,
-    "offsets": _list_of(_COUNT, least=1),
-    "outer_overlap": _one_of(*OVERLAPS),
-    "exchange_dtype": _is_text,
-    "num_nonlayer_fragments": _COUNT,
-    "sequential_layers": _is_bool,
-}
-_is_exchange = _fields(_EXCHANGE, {"error_feedback": _is_bool, "exchange": _is_text})
+# Fields of engine.settings.ExchangeSettings.to_json.
+_is_exchange = _fields(
+    {
+        "num_replicas": _SIZE,
+        "sync_period": _SIZE,
+        "num_fragments": _SIZE,
+        "overlap_steps": _COUNT,
+        "alpha": _is_number,
+        "round_overlap": _one_of(*ROUND_OVERLAPS),
+        "outer_optimizer": _is_text,
+        "outer_lr": _or_none(_is_number),
+        "outer_momentum": _or_none(_is_number),
+        "exchange_dtype": _is_text,
+        "error_feedback": _is_bool,
+        "aggregation": _is_text,
+        "collective": _is_text,
+        "transport": _is_text,
+        "sequential_layers": _is_bool,
+        "num_nonlayer_fragments": _SIZE,
+        "offsets": _list_of(_COUNT, least=1),
+        "outer_memory": _is_text,
+    },
+    {},
+)
 # {field of Note.meta that a reader uses: what it has to be}. A caller of Checkpointer.save may
 # write other fields, and leave these out: see `require`.
 FIELDS: Mapping[str, Check] = MappingProxyType({
@@ -127,9 +137,8 @@ FIELDS: Mapping[str, Check] = MappingProxyType({
     "exchange": lambda value: value == {} or _is_exchange(value),  # {}: data parallelism
     "dropped_until": _COUNT,
     "schedule_since": _COUNT,
-    "chunk_pieces": _list_of(_COUNT),
+    "chunk_lengths": _list_of(_COUNT),
     "theta_item": _one_of(OUTER_PARAMS, OUTER_OF_EACH),
-    "rule": _or_none(_table_of(_is_scalar)),
     "records": _or_none(_COUNT),
     "specs": _COUNT,
     # of a run of maxdiloco.train: see trainer.start.note and trainer.recorder

@@ -1,6 +1,6 @@
 """The state of a trainer into a checkpoint and back, also with another number of replicas.
 
-    # R replicas
+# R replicas
 """
 
 import math
@@ -23,8 +23,8 @@ def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None
     The caller may donate the state at once. Raises NumericsError for one that is not finite.
     """
     require_finite(trainer, state)
-    note = trainer.note(state) | {"specs": _specs(trainer)}
-    checkpointer.save(state.t, trainer.saved_items(state), note)
+    items, metadata = trainer.checkpoint(state)
+    checkpointer.save(state.t, items, metadata | {"specs": _specs(trainer)})
 
 
 def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
@@ -44,12 +44,10 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     if found is None:
         return None
     saved = layout(found.meta)
-    reading = trainer.reading(saved)
-    state = reading.state_of(found.items, t=found.step)
-    before, now = (
-        note.get("exchange", {}) | note.get("rule", {})
-        for note in (found.meta, trainer.note(state))
-    )
+    plan = trainer.restore_plan(saved)
+    state = plan.state_of(found.items, t=found.step)
+    _, own = trainer.checkpoint(trainer.abstract_state)
+    before, now = found.meta["exchange"], own["exchange"]
     changed = [
         f"{name} {before[name]} -> {now[name]}"
         for name in sorted(before.keys() & now.keys())
@@ -57,7 +55,7 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     ]
     if changed:
         checkpointer.say(f"changed since the checkpoint: {', '.join(changed)}")
-    for line in reading.lines(state.t):
+    for line in plan.lines(state.t):
         checkpointer.say(line)
     return state
 
@@ -89,17 +87,17 @@ def _specs(trainer: Trainer) -> int:
 
 def nbytes(trainer: Trainer) -> int:
     """Bytes of the arrays of a checkpoint, uncompressed."""
-    here = layout_of(trainer.note(trainer.abstract_state), same_rules=True)
-    leaves = jax.tree.leaves(trainer.reading(here).items)
+    items, _ = trainer.checkpoint(trainer.abstract_state)
+    leaves = jax.tree.leaves(items)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
 def abstract_items(trainer: Trainer, saved: SavedLayout) -> dict[str, Any]:
     """{item: tree of ShapeDtypeStruct or Cycled}: replica r takes that of old r mod the old M."""
-    reading = trainer.reading(saved)
+    plan = trainer.restore_plan(saved)
     if saved.num_replicas == trainer.num_replicas:
-        return reading.items
-    return reading.items | {
-        name: jax.tree.map(lambda x: Cycled(x, stored=saved.num_replicas), reading.items[name])
-        for name in reading.replica_items
+        return plan.items
+    return plan.items | {
+        name: jax.tree.map(lambda x: Cycled(x, stored=saved.num_replicas), plan.items[name])
+        for name in plan.replica_items
     }

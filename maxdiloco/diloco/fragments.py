@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco.diloco.slices import LeafSlice, along
+from maxdiloco.diloco.slices import LeafSlice, slice_along
 
 
 class Stacked(NamedTuple):
@@ -135,11 +135,11 @@ def _by_layer(leaves, kinds, L, P, k, sequential):
                 layers = enumerate(kind.layers)
                 entries = [entry for entry, layer in layers if fragment_of[layer] == p]
                 if entries:
-                    slices[p].append(along(i, kind.axis, entries, leaf.shape))
+                    slices[p].append(slice_along(i, kind.axis, entries, leaf.shape))
         elif isinstance(kind, Vocabulary) and k > 1:
             rows = leaf.shape[kind.axis]
             for p in range(min(k, rows)):
-                slices[p].append(along(i, kind.axis, range(p, rows, k), leaf.shape))
+                slices[p].append(slice_along(i, kind.axis, range(p, rows, k), leaf.shape))
         else:
             slices[0].append(LeafSlice(i, "whole"))
     return [(slices[p], tuple(i for i in range(L) if fragment_of[i] == p)) for p in range(P)]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-MERGES = ("mean", "rda")
+AGGREGATIONS = ("mean", "radial_directional_mean")
 ADAM_B2 = 0.95  # our choice: a mean over about 20 rounds, each of H inner steps
 # Our choice. An outer gradient is a distance in parameter space, mostly below 0.01. With a small
 # eps Adam moves every parameter by about the outer learning rate, however little the replicas
@@ -33,23 +33,37 @@ def outer_gradient(outer_p: Any, inner_p: Any) -> Any:
     return jax.tree.map(lambda o, i: _float32(o) - _float32(i), outer_p, inner_p)
 
 
-def fed_back(g: Any, residual: Any) -> Any:
-    """What a replica sends with error feedback: g and what earlier sends have left over.
+def add_residual(g: Any, residual: Any) -> Any:
+    """Add the error-feedback residual of earlier sends to an outer gradient.
 
     1-bit SGD (Seide et al. 2014) and arXiv 1901.09847; for outer gradients MuLoCo (arXiv
-    2505.23725) and SparseLoCo (2508.15706), which lets it decay. It does not decay here: the sum of
-    what has arrived is that of all g, less the residual. Leaves float32.
+    2505.23725) and SparseLoCo (2508.15706), which lets the residual decay. It does not decay here:
+    all values that were received add up to all outer gradients minus the residual.
+
+    Args:
+      g: outer gradient of a fragment, float32.
+      residual: what earlier sends of this replica lost, same shapes, float32.
+
+    Returns:
+      What the replica encodes and sends, same shapes, float32.
     """
     return jax.tree.map(jnp.add, g, residual)
 
 
-def left_over(wanted: Any, sent: Any, residual: Any, bad: Any) -> Any:
-    """The residual after a send: wanted, of fed_back, minus the decoded values that all take.
+def new_residual(wanted: Any, decoded: Any, residual: Any, bad: Any) -> Any:
+    """Compute the error-feedback residual after a send.
 
-    bad: whether `wanted` has a value that is not finite, of shapes that broadcast; then nobody
-    takes in what was sent, and the residual stays.
+    Args:
+      wanted: values before they were encoded, the result of `add_residual`.
+      decoded: values that every receiver decodes, same shapes.
+      residual: the residual before the send, same shapes.
+      bad: bool leaves that broadcast to these shapes: True where `wanted` is not finite. Receivers
+        drop such a send, and the residual stays as it was.
+
+    Returns:
+      wanted - decoded, or the old residual where `bad`.
     """
-    return jax.tree.map(lambda w, s, e, b: jnp.where(b, e, w - s), wanted, sent, residual, bad)
+    return jax.tree.map(lambda w, d, e, b: jnp.where(b, e, w - d), wanted, decoded, residual, bad)
 
 
 def ordered_mean(term: Callable[[Any], tuple[Any, Any]], num_replicas: int) -> tuple[Any, Any]:
@@ -81,7 +95,7 @@ def radial_directional_mean(
     norm: Callable[[Any], Any],
     spread: Callable[[Any], Any],
 ) -> Any:
-    """The merge `rda`: mean of the norms times the direction of the mean of unit vectors.
+    """Average norms and directions separately.
 
     Decoupled DiLoCo (arXiv 2604.21428): a tensor v of M replicas becomes mean(|v|) * u / |u| with
     u = mean(v / |v|), 0 / 0 = 0. Outer gradients of replicas are nearly orthogonal, so their mean
@@ -113,30 +127,20 @@ def radial_directional_mean(
     ))  # fmt: skip
 
 
-def own_fresh(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int) -> Any:
-    """The term of replica r in the mean that replica m uses in eager mode.
+def eager_own_term(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int) -> Any:
+    """Choose the term of replica r in the mean that replica m uses in eager mode.
 
-    Eager updates (arXiv 2502.12996) Algorithm 3: replica m uses the mean (g_m(t) + sum over j != m
-    of g_j(t-H)) / M, the ordered mean with the fresh term of m in place m; nothing is subtracted.
-    stale: replica r's of the round before; own: m's fresh one; both after encode and decode, or the
-    replicas drift apart. r, m: 0..M-1, may be traced.
+    Eager updates (arXiv 2502.12996), Algorithm 3: replica m uses (g_m(t) + sum over j != m of
+    g_j(t-H)) / M. It is the ordered mean in which term m is the fresh one; nothing is subtracted.
+
+    Args:
+      stale: outer gradient of replica r of the round before, after encode and decode.
+      own: outer gradient of replica m of this round, after encode and decode too: with a value that
+        was not encoded, the outer parameters of the replicas drift apart.
+      r: replica of the term, 0..M-1; may be traced.
+      m: replica that computes the mean, 0..M-1; may be traced.
     """
     return jax.tree.map(lambda old, fresh: jnp.where(m == r, fresh, old), stale, own)
-
-
-def own_renewed(mean: Any, stale: Any, own: Any, num_replicas: int) -> Any:
-    """The mean that replica m uses in eager mode where it has that of all replicas alone.
-
-    As own_fresh, but for rounding: mean: of the round before, the same for all. stale, own: m's
-    terms of that round and of this one, decoded. Over the rounds m's terms cancel but for the last
-    one, so theta of two replicas differ by these alone, whatever rounding is in `mean`.
-    """
-
-    def renewed(x, old, new):
-        # A compiler may contract product and sum, in some programs only.
-        return x + jax.lax.optimization_barrier((new - old) * jnp.float32(1 / num_replicas))
-
-    return jax.tree.map(renewed, mean, stale, own)
 
 
 def outer_update(

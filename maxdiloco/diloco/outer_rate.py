@@ -12,9 +12,15 @@ LATE_RATE = 0.4
 MANY, RATE_OF_MANY = 4, 1.0
 
 
-def rate(num_replicas: int, *, overlap: str, merge: str) -> float:
-    """The outer learning rate. overlap, merge: outer_overlap and merge of maxdiloco.DiLoCo."""
-    if num_replicas >= MANY and overlap == "none" and merge == "mean":
+def rate(num_replicas: int, *, round_overlap: str, aggregation: str) -> float:
+    """Return the outer learning rate for so many replicas.
+
+    Args:
+      num_replicas: M.
+      round_overlap: one of schedule.ROUND_OVERLAPS.
+      aggregation: one of outer.AGGREGATIONS.
+    """
+    if num_replicas >= MANY and round_overlap == "none" and aggregation == "mean":
         return RATE_OF_MANY
-    is_late = overlap == "delayed" or (overlap == "eager" and num_replicas >= MANY)
+    is_late = round_overlap == "delayed" or (round_overlap == "eager" and num_replicas >= MANY)
     return LATE_RATE if is_late else RATE

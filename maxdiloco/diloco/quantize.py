@@ -48,7 +48,7 @@ topk: of each block the 8 values of largest magnitude (of equal ones the first),
     short block has 13 bytes, too. Top-k alone loses most of what it is given: it is meant for
     error feedback, where what is not sent now is added to what is sent next (arXiv 2508.15706).
 
-`feedback` of a format says whether that is so; see outer.fed_back.
+`feedback` of a format says whether that is so; see outer.add_residual.
 
 The same bits everywhere: each step of encoding and decoding is integer arithmetic, a selection, or
 a float32 operation with one correctly rounded result. So the arrays do not depend on jit, vmap or

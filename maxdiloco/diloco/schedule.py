@@ -16,13 +16,16 @@ import dataclasses
 import functools
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any, NamedTuple
 
-OVERLAPS = ("none", "delayed", "eager")
-# Every slot takes all that the replicas send, or a part of it, whose mean it sends to all.
-GATHER, OWNERS = "gather", "owners"
+# Which exchange an outer step uses: that of its own round, or (delayed, eager) the one before.
+ROUND_OVERLAPS = ("none", "delayed", "eager")
+# With all_gather every slice receives what all replicas send and averages it. With reduce_scatter
+# every slice averages one part of a fragment, and sends the mean of that part to the others.
+ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
+COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER)
 
 
 class Event(NamedTuple):
@@ -41,30 +44,47 @@ class Event(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One program that the host runs, of PROGRAMS.
+    """One thing that the host does in a step, of ACTIONS.
 
-    fragment: None for the inner step alone. slot: the receive slot that INNER_EXCHANGE or SHARE
-    fills, and that MERGE and OUTER_STEP read. chunk: the one that a step carries.
+    Attributes:
+      name: one of ACTIONS.
+      fragment: index of the fragment; None for INNER.
+      slot: the receive slot that an arriving chunk is written to, and that MERGE, DELAYED_STEP and
+        EAGER_STEP read.
+      chunk: the chunk that an inner step carries, from 0.
     """
 
-    program: str
+    name: str
     fragment: int | None = None
     slot: int = 0
     chunk: int = 0
 
 
-INNER = "inner"  # lines 3-5
-INNER_EXCHANGE = "inner + exchange"  # the same, with a chunk beside it: lines 8 and 10
-SCATTER = "inner + scatter"  # owners: the same, each part of the chunk to the slot that owns it
-SHARE = "inner + share"  # owners: the same, a chunk of what the owners have reduced
-PACK = "pack"  # lines 7-8
-REDUCE = "reduce"  # owners: the sum of line 8, where its parts have met
-MERGE = "merge"  # lines 10-12
-SYNCHRONISE = "synchronise"  # lines 7-12 at once, for tau = 0
-OUTER_STEP = "outer_step"  # the same with the mean of the round before, for delayed and eager
-PROGRAMS = (
-    INNER, INNER_EXCHANGE, SCATTER, SHARE, PACK, REDUCE, MERGE, SYNCHRONISE, OUTER_STEP,
-)  # fmt: skip
+# Lines of Streaming DiLoCo, Algorithm 2, in brackets.
+INNER = "inner"  # the inner step [3-5]
+INNER_EXCHANGE = "inner + exchange"  # the inner step with a chunk of an all-gather [8, 10]
+INNER_SCATTER = "inner + scatter"  # reduce_scatter: with a chunk on its way to be averaged
+INNER_SHARE = "inner + share"  # reduce_scatter: with a chunk of the means
+PACK = "pack"  # form and encode the outer gradients [7-8]
+REDUCE = "reduce"  # reduce_scatter: average the part of this slice [8]
+REDUCE_AND_SHARE = "reduce + share"  # the same where no inner step is left to carry the means
+MERGE = "merge"  # decode, average, outer step, mix into the replicas [10-12]
+SYNCHRONISE = "synchronise"  # tau = 0: pack, exchange and merge in one program [7-12]
+DELAYED_STEP = "delayed_step"  # pack, and merge the exchange of the round before
+EAGER_STEP = "eager_step"  # the same, with the own outer gradient of this round
+ACTIONS = (
+    INNER,
+    INNER_EXCHANGE,
+    INNER_SCATTER,
+    INNER_SHARE,
+    PACK,
+    REDUCE,
+    REDUCE_AND_SHARE,
+    MERGE,
+    SYNCHRONISE,
+    DELAYED_STEP,
+    EAGER_STEP,
+)
 
 
 def offsets(P: int, H: int) -> tuple[int, ...]:
@@ -76,20 +96,20 @@ def offsets(P: int, H: int) -> tuple[int, ...]:
 
 
 class Names(NamedTuple):
-    """What messages call H, P, tau and the overlap: the arguments of maxdiloco.DiLoCo."""
+    """What messages call H, P, tau and the round overlap: by default keywords of DiLoCo."""
 
     H: str = "sync_period"
     P: str = "num_fragments"
     tau: str = "overlap_steps"
-    overlap: str = "outer_overlap"
+    round_overlap: str = "round_overlap"
 
 
 ARGUMENTS = Names()
 
 
-def check(*, H: int, P: int, tau: int, offsets: Iterable[int], overlap: str) -> None:
+def check(*, H: int, P: int, tau: int, offsets: Iterable[int], round_overlap: str) -> None:
     """Raise ValueError as `check_counts`, and unless offsets are P integers distinct mod H."""
-    check_counts(H=H, P=P, tau=tau, overlap=overlap)
+    check_counts(H=H, P=P, tau=tau, round_overlap=round_overlap)
     offsets = tuple(offsets)
     if len(offsets) != P or not all(map(is_count, offsets)):
         raise ValueError(
@@ -108,8 +128,8 @@ def is_count(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_counts(*, H: int, P: int, tau: int, overlap: str, names: Names = ARGUMENTS) -> None:
-    """Raise ValueError for counts that no offsets fit, and for an overlap that has no such tau."""
+def check_counts(*, H: int, P: int, tau: int, round_overlap: str, names: Names = ARGUMENTS) -> None:
+    """Raise ValueError for counts that no offsets fit, and for tau with a round overlap."""
     if not is_count(H) or H < 1:
         raise ValueError(
             f"{names.H}={H} must be a positive integer: it counts the inner steps between two "
@@ -125,15 +145,15 @@ def check_counts(*, H: int, P: int, tau: int, overlap: str, names: Names = ARGUM
             f"{names.tau}={tau} must be below {names.H}={H}, an integer from 0: a fragment has to "
             f"be applied before it is sent again. Use 0 to {H - 1}."
         )
-    if overlap not in OVERLAPS:
+    if round_overlap not in ROUND_OVERLAPS:
         raise ValueError(
-            f"{names.overlap}={overlap!r} is unknown: the outer step uses the exchange of its own "
-            f"round or of the one before. Use one of {', '.join(OVERLAPS)}."
+            f"{names.round_overlap}={round_overlap!r} is unknown: the outer step uses the exchange "
+            f"of its own round or of the one before. Use one of {', '.join(ROUND_OVERLAPS)}."
         )
-    if overlap != "none" and tau > 0:
+    if round_overlap != "none" and tau > 0:
         raise ValueError(
-            f"{names.tau}={tau} cannot go with {names.overlap}={overlap}: that exchange already "
-            f"has a whole period. Use {names.tau}=0."
+            f"{names.tau}={tau} cannot be combined with {names.round_overlap}={round_overlap}: "
+            f"that exchange already has a whole period. Use {names.tau}=0."
         )
 
 
@@ -153,24 +173,41 @@ def check_replicas(M: int, slots: int, *, name: str, slots_name: str) -> None:
 class Schedule:
     """The whole schedule of a run.
 
-    tau: inner steps from a send to its apply. offsets: one integer per fragment, taken mod H.
-    overlap: 'none' applies a send after tau steps; 'delayed' and 'eager' (arXiv 2502.12996) use it
-    at the next send of the fragment, H steps later. num_chunks: of each fragment; None:
-    `max_chunks` of each. scatter_steps: of the `max_chunks` steps in which a fragment travels those
-    that bring its parts to their owners; the means follow in the others. 0: every slot gathers all.
-    num_scattered: chunks of each fragment in them; None: as many. Raises ValueError as `check`.
+    Raises ValueError as `check`.
+
+    Attributes:
+      H: inner steps between two sends of a fragment.
+      tau: inner steps from a send to its apply.
+      offsets: one integer for each fragment, taken mod H.
+      round_overlap: 'none' applies a send after tau steps. 'delayed' and 'eager' (arXiv 2502.12996)
+        use it at the next send of the fragment, H steps later.
+      num_chunks: chunks of each fragment that reach all slices; None: `max_chunks` of each.
+      scatter_steps: reduce_scatter: the first steps of the `max_chunks` in which a fragment
+        travels, in which its parts go to the slices that average them. 0 for all_gather.
+      num_scatter_chunks: chunks of each fragment in these steps; None: one a step.
+      in_programs: whether the programs of the inner steps carry the chunks (transport xla). If not
+        (transport host), no step carries a chunk and no exchange is fused with its sender.
+      collective: one of COLLECTIVES.
     """
 
     H: int
     tau: int
     offsets: tuple[int, ...]
-    overlap: str = "none"
+    round_overlap: str = "none"
     num_chunks: tuple[int, ...] | None = None
     scatter_steps: int = 0
-    num_scattered: tuple[int, ...] | None = None
+    num_scatter_chunks: tuple[int, ...] | None = None
+    in_programs: bool = True
+    collective: str = ALL_GATHER
 
     def __post_init__(self):
-        check(H=self.H, P=self.P, tau=self.tau, offsets=self.offsets, overlap=self.overlap)
+        check(
+            H=self.H,
+            P=self.P,
+            tau=self.tau,
+            offsets=self.offsets,
+            round_overlap=self.round_overlap,
+        )
 
     @property
     def P(self) -> int:
@@ -180,7 +217,7 @@ class Schedule:
     @property
     def lag(self) -> int:
         """Inner steps from a send to the apply that uses it."""
-        return self.tau if self.overlap == "none" else self.H
+        return self.tau if self.round_overlap == "none" else self.H
 
     @functools.cached_property
     def _order(self) -> tuple[tuple[int, int], ...]:
@@ -200,7 +237,7 @@ class Schedule:
 
     @property
     def share_steps(self) -> int:
-        """Steps that bring to all what a merge takes; 0: none are left for what owners share."""
+        """Steps whose chunks reach all slices; 0: none is left for the means of reduce_scatter."""
         return self.max_chunks - self.scatter_steps
 
     @functools.cached_property
@@ -240,35 +277,58 @@ class Schedule:
         round 1 the outer optimizer is called with the zeros of round 0.
         """
         send_step = t - self.lag
-        return () if self.overlap == "none" and send_step < 1 else self.sends(send_step)
+        return () if self.round_overlap == "none" and send_step < 1 else self.sends(send_step)
 
     def actions(self, t: int, *, dropped_until: int = 0) -> tuple[Action, ...]:
-        """What the host runs in inner step t >= 1, in this order: Algorithm 2, lines 3-12.
+        """Return what the host does in inner step t >= 1, in order: Algorithm 2, lines 3-12.
 
-        dropped_until: exchanges that were in flight after this step are dropped.
+        Args:
+          t: the inner step.
+          dropped_until: exchanges that were in flight after this step are dropped.
         """
-        out, carried = [Action(INNER)], self.carrying(t)
-        if carried is not None:
-            send, step = carried
-            program, chunk, counts = INNER_EXCHANGE, step, self.num_chunks
-            if step < self.scatter_steps:
-                program, counts = SCATTER, self.num_scattered
-            elif self.scatter_steps:
-                program, chunk = SHARE, step - self.scatter_steps
-            if counts is None or chunk < counts[send.fragment]:
-                out = [Action(program, send.fragment, send.slot, chunk)]
-            if step == self.scatter_steps - 1 and send.send_step > dropped_until:
-                out.append(Action(REDUCE, send.fragment, send.slot))
-        for send in self.sends(t):
-            if self.overlap != "none":
-                out.append(Action(OUTER_STEP, send.fragment, send.slot))
-            else:
-                out.append(Action(PACK if self.tau else SYNCHRONISE, send.fragment))
-        if self.overlap == "none" and self.tau > 0:
+        step, *reduces = self._inner_actions(t, dropped_until)
+        sends = [action for send in self.sends(t) for action in self._send_actions(send)]
+        merges = []
+        if self.round_overlap == "none" and self.tau > 0:
             for apply in self.applies(t):
                 if apply.send_step > dropped_until:
-                    out.append(Action(MERGE, apply.fragment, apply.slot))
-        return tuple(out)
+                    merges.append(Action(MERGE, apply.fragment, apply.slot))
+        return (step, *reduces, *sends, *merges)
+
+    def _inner_actions(self, t: int, dropped_until: int) -> Iterator[Action]:
+        """Yield the inner step with what it carries, and what follows on its last chunk."""
+        carried = self.carrying(t)
+        if carried is None:
+            yield Action(INNER)
+            return
+        send, step = carried
+        name, chunk, counts = INNER_EXCHANGE, step, self.num_chunks
+        if step < self.scatter_steps:
+            name, counts = INNER_SCATTER, self.num_scatter_chunks
+        elif self.scatter_steps:
+            name, chunk = INNER_SHARE, step - self.scatter_steps
+        if self.in_programs and (counts is None or chunk < counts[send.fragment]):
+            yield Action(name, send.fragment, send.slot, chunk)
+        else:
+            yield Action(INNER)
+        if step == self.scatter_steps - 1 and send.send_step > dropped_until:
+            fused = self.in_programs and self.share_steps == 0
+            yield Action(REDUCE_AND_SHARE if fused else REDUCE, send.fragment, send.slot)
+
+    def _send_actions(self, send: Event) -> Iterator[Action]:
+        """Yield what the host does when a fragment is sent."""
+        if self.round_overlap != "none":
+            name = DELAYED_STEP if self.round_overlap == "delayed" else EAGER_STEP
+            yield Action(name, send.fragment, send.slot)
+        elif self.tau > 0:
+            yield Action(PACK, send.fragment)
+        elif self.in_programs:
+            yield Action(SYNCHRONISE, send.fragment)
+        else:
+            yield Action(PACK, send.fragment)
+            if self.collective == REDUCE_SCATTER:
+                yield Action(REDUCE, send.fragment)
+            yield Action(MERGE, send.fragment)
 
     def carrying(self, t: int) -> tuple[Event, int] | None:
         """The send, and which of its steps inner step t = send_step + 1 + chunk is."""

@@ -16,8 +16,8 @@ MOST_SINGLE_SLICES = 64
 Move = Callable[[jax.Array], jax.Array]
 
 
-def keep(x: jax.Array) -> jax.Array:
-    """x where it is."""
+def identity(x: jax.Array) -> jax.Array:
+    """Return x unchanged."""
     return x
 
 
@@ -57,7 +57,7 @@ class LeafSlice(NamedTuple):
         return (*leaf_shape[: self.axis], self.count, *leaf_shape[self.axis + 1 :])
 
 
-def along(leaf: int, axis: int, entries: Sequence[int], shape: Sequence[int]) -> LeafSlice:
+def slice_along(leaf: int, axis: int, entries: Sequence[int], shape: Sequence[int]) -> LeafSlice:
     """The slice that takes `entries`, ascending, of dim `axis` of a leaf of one replica's shape."""
     first, count = entries[0], len(entries)
     stride = entries[1] - first if count > 1 else 1
@@ -69,13 +69,13 @@ def along(leaf: int, axis: int, entries: Sequence[int], shape: Sequence[int]) ->
     return LeafSlice(leaf, "list", axis, count, 1, tuple(entries))
 
 
-def take(
+def gather_slice(
     x: jax.Array,
     leaf_slice: LeafSlice,
     start_or_indices: jax.Array,
     *,
     lead: int = 0,
-    load: Move = keep,
+    load: Move = identity,
 ) -> jax.Array:
     """The slice's entries of leaf x, in order; `lead` dims (R) come before the leaf's own.
 
@@ -98,16 +98,16 @@ def take(
     return jnp.concatenate(single, axis)
 
 
-def put(
+def scatter_slice(
     x: jax.Array,
     leaf_slice: LeafSlice,
     start_or_indices: jax.Array,
     values: jax.Array,
     *,
     lead: int = 0,
-    store: Move = keep,
+    store: Move = identity,
 ) -> jax.Array:
-    """Leaf x with the slice's entries replaced by `values`, shaped as `take` returns them.
+    """Leaf x with the slice's entries replaced by `values`, shaped as `gather_slice` returns them.
 
     store: moves each contiguous piece to where x is.
     """

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine import finite, trainer
 from maxdiloco.engine.calls import Call
-from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout, Trainer
+from maxdiloco.engine.trainer import OUTER_PARAMS, Description, SavedLayout
 from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program, throttle_cpu
 from maxdiloco.parallel.sharding import shardings_of, spec_on
@@ -43,7 +43,7 @@ def gradient_bytes(params: Any, dtype: Any, *, slices: int, accumulation: int) -
     return accumulation * values * jnp.dtype(dtype).itemsize * 2 * (slices - 1) / slices
 
 
-class DataParallel(Trainer):
+class DataParallel:
     """The trainer of data parallelism. inner_step, on_compile: as of DiLoCo.
 
     The batch keeps its leading R, which is folded into the rows; metrics get a leading dim of 1.
@@ -82,7 +82,7 @@ class DataParallel(Trainer):
         self.mesh = mesh
         self.abstract_state = State(0, *jax.tree.map(struct, (params, opt_state)))
         params = self.abstract_state.params
-        self.exported = self.evaluated = trainer.ThetaView(params, lambda state: state.params)
+        self.exported = self.evaluated = trainer.OuterParamsView(params, lambda state: state.params)
         self._accumulation, self._gradient_dtype = accumulation, gradient_dtype
         self._on_compile = on_compile
         kept = shardings_of(self.abstract_state)
@@ -116,33 +116,44 @@ class DataParallel(Trainer):
         params, opt_state, metrics = self.inner(state.params, state.opt_state, batch)
         return State(state.t + 1, params, opt_state), metrics
 
-    def check_finite(self, state: State) -> None:
-        """As check_exchanges, which has nothing to add: the loss tells of bad gradients."""
-        finite.check_params(state.params, state.t, replicas=False)
+    def check_finite(self, state: State, *, exchanges_only: bool = False) -> None:
+        """See Trainer; there are no exchanges: the loss shows gradients that are not finite."""
+        if not exchanges_only:
+            finite.check_params(state.params, state.t, replicas=False)
 
     def bytes_sent(self, t: int) -> float:
         """Bytes of gradients that one slice sends to the others in a step; see gradient_bytes."""
         sizes = dict(slices=self.mesh.shape["diloco"], accumulation=self._accumulation)
         return gradient_bytes(self.abstract_state.params, self._gradient_dtype, **sizes)
 
-    def saved_items(self, state: State) -> dict[str, Any]:
-        """Parameters and optimizer state, the same on any mesh."""
-        return {OUTER_PARAMS: state.params, "opt_state": state.opt_state}
+    def extra_metrics(self, state: State) -> dict[str, float]:
+        """Return {}."""
+        return {}
 
-    def note(self, state: State) -> dict[str, Any]:
-        """One set of parameters; nothing is ever dropped."""
-        return {
+    def closing_line(self, state: State) -> str:
+        """Return the step."""
+        return f"done: step {state.t}"
+
+    def checkpoint(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See Trainer: parameters and optimizer state, the same on any mesh."""
+        metadata = {
             "num_replicas": 1,
             "mesh": dict(self.mesh.shape),
             "exchange": {},
             "dropped_until": 0,
             "schedule_since": 0,
         }
+        return {OUTER_PARAMS: state.params, "opt_state": state.opt_state}, metadata
 
-    def reading(self, saved_layout: SavedLayout) -> trainer.Reading:
-        """Of any other run of data parallelism."""
+    def restore_plan(self, saved: SavedLayout) -> trainer.RestorePlan:
+        """See Trainer; of any other run of data parallelism."""
+        del saved
 
         def state_of(items, *, t):
             return State(t, items[OUTER_PARAMS], items["opt_state"])
 
-        return trainer.Reading(self.saved_items(self.abstract_state), state_of)
+        items, _ = self.checkpoint(self.abstract_state)
+        return trainer.RestorePlan(items, state_of)
+
+    def close(self) -> None:
+        """Nothing: it has no threads."""

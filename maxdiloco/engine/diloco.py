@@ -1,59 +1,49 @@
-"""DiLoCo, Streaming DiLoCo and eager updates around anybody's training step.
+"""DiLoCo, Streaming DiLoCo and eager updates for any training step.
 
-DiLoCo: arXiv 2311.08105 Algorithm 1. Streaming DiLoCo: arXiv 2501.18512 Algorithm 2. Eager
-updates: arXiv 2502.12996 Algorithm 3. No language model is known here.
+DiLoCo: arXiv 2311.08105, Algorithm 1. Streaming DiLoCo: arXiv 2501.18512, Algorithm 2. Eager
+updates: arXiv 2502.12996, Algorithm 3. Nothing here knows a language model.
 
     # R replicas  F leaves
 """
 
+import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
-from maxdiloco.diloco import fragments, outer_rate, quantize, schedule
-from maxdiloco.engine import arguments, describe, exchanges, finite, saved
+from maxdiloco.diloco import fragments, schedule
+from maxdiloco.diloco.schedule import Action
+from maxdiloco.engine import describe, finite, library_checks
 from maxdiloco.engine.calls import Call
-from maxdiloco.engine.exchanges import Carrier
-from maxdiloco.engine.programs import Programs, Rule
-from maxdiloco.engine.state import Layout, State, lay_out
-from maxdiloco.engine.trainer import Description, ExchangeSettings, Reading, SavedLayout, Trainer
-from maxdiloco.exchange.host import Mailbox
+from maxdiloco.engine.collective import Chunks, Sent
+from maxdiloco.engine.fragment_values import arrays_of
+from maxdiloco.engine.host_transfer import Mailbox
+from maxdiloco.engine.layout import Layout, State, lay_out, with_fragment, with_items
+from maxdiloco.engine.programs import Programs
+from maxdiloco.engine.restore import Restorer, saved_items, theta_item
+from maxdiloco.engine.settings import RADIAL, ExchangeSettings
+from maxdiloco.engine.trainer import Description, RestorePlan, SavedLayout
+from maxdiloco.engine.transports import TRANSPORTS, DryTransport, Leg, Transport
 from maxdiloco.parallel.program import Program, throttle_cpu
 
+InnerStep = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
-class DiLoCo(Trainer):
+
+class DiLoCo:
     """M replicas that train apart and synchronise fragment by fragment.
 
-    inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), one replica's view, any
-      JAX code that keeps the structure, shapes and dtypes of the first two.
-    num_replicas M; sync_period H [inner steps]; num_fragments P; overlap_steps tau [inner steps];
-      alpha: weight of the replica's own values in the merge.
-    outer_lr, outer_momentum: of SGD with Nesterov momentum; None: those of diloco.outer_rate.
-    outer_optimizer: any optax transformation in its place (a fragment is a list of float32 arrays).
-    outer_overlap: none | delayed | eager. exchange_dtype: of quantize.NAMES. error_feedback: send
-      what earlier sends have left over, too; None: with int2 and topk.
-    merge: mean | rda, how the outer gradients become one: see outer.radial_directional_mean.
-    exchange: gather | owners: each slot of the mesh takes all that is sent, or a part whose mean it
-      sends to all, in 8 bits at least: see exchange.owners. owners has no rda or topk.
-    offsets: inner step (mod H) at which each fragment is sent; default floor(p*H/P).
-    layer_axis: which leaves stack layers: None, or a pytree like params of None, int,
-      `fragments.Stacked` or `fragments.Vocabulary`.
-    mesh: M is a multiple of the size of its axis `diloco`; None: one device holds all replicas.
-    outer_memory: device | pinned_host, where theta, the outer optimizer state, residuals and what
-      is in flight are kept.
-    exchange_carrier: program | host, see engine.exchanges; mailbox: for host in several processes,
-      their messages (processes.mailbox).
-    on_compile(name, seconds, compiled): called after each compilation.
-    layout, programs: exist from `init` or `bind` on. See Trainer for what a training run calls.
-    Raises ValueError for values outside the contract, before anything is compiled.
+    Attributes:
+      settings: the settings, without 'auto'.
+      layout, programs: exist after `init` or `bind`.
+      For the others see engine.trainer.Trainer.
     """
 
     layout: Layout
@@ -61,205 +51,361 @@ class DiLoCo(Trainer):
 
     def __init__(
         self,
-        inner_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]],
+        inner_step: InnerStep,
         *,
-        num_replicas: int,
-        sync_period: int,
-        num_fragments: int = 1,
-        overlap_steps: int = 0,
-        alpha: float = 0.0,
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        outer_optimizer: optax.GradientTransformation | None = None,
-        outer_overlap: str = "none",
-        exchange_dtype: str = "float32",
-        error_feedback: bool | None = None,
-        merge: str = "mean",
-        exchange: str = schedule.GATHER,
-        sequential_layers: bool = False,
-        num_nonlayer_fragments: int = 1,
-        offsets: Sequence[int] | None = None,
         layer_axis: Any = None,
         mesh: Mesh | None = None,
-        outer_memory: str = "device",
-        exchange_carrier: str = "program",
         mailbox: Mailbox | None = None,
-        on_compile: Callable[[str, float, jax.stages.Compiled], None] = lambda *_: None,
+        on_compile: OnCompile = lambda *_: None,
+        **settings: Any,
     ):
+        """Check the settings; nothing is allocated or compiled.
+
+        Args:
+          inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), one replica's
+            view: any JAX code that keeps the structure, shapes and dtypes of the first two.
+          layer_axis: which leaves stack layers: None, or a pytree like params of None, int,
+            `fragments.Stacked` or `fragments.Vocabulary`.
+          mesh: M must be a multiple of the size of its axis `diloco`. None: one device holds all
+            replicas.
+          mailbox: messages between processes, for transport='host' in several processes.
+          on_compile: called as on_compile(name, seconds, compiled) after each compilation.
+          **settings: fields of `ExchangeSettings`: num_replicas, sync_period, num_fragments,
+            overlap_steps, alpha, outer_lr, exchange_dtype ...
+
+        Raises:
+          ValueError: a value that is not allowed.
+        """
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
-        choices = dict(merge=merge, exchange=exchange, exchange_dtype=exchange_dtype)
-        choices |= dict(outer_memory=outer_memory, exchange_carrier=exchange_carrier)
-        arguments.check(num_replicas, mesh, alpha, num_nonlayer_fragments, outer_overlap, choices)
-        counts = dict(H=sync_period, P=num_fragments, tau=overlap_steps, overlap=outer_overlap)
-        schedule.check_counts(**counts)
-        if offsets is None:
-            offsets = schedule.offsets(num_fragments, sync_period)
-        schedule.check(offsets=offsets, **counts)
-        wire = quantize.wire_format(exchange_dtype)
-        self.settings = ExchangeSettings(
-            sync_period=sync_period,
-            overlap_steps=overlap_steps,
-            offsets=tuple(offsets),
-            outer_overlap=outer_overlap,
-            exchange_dtype=exchange_dtype,
-            num_nonlayer_fragments=num_nonlayer_fragments,
-            sequential_layers=sequential_layers,
-            error_feedback=arguments.feedback(error_feedback, wire),
-            exchange=exchange,
+        library_checks.check_mesh(mesh)
+        devices = mesh.devices.reshape(mesh.shape["diloco"], -1)
+        processes = {frozenset(device.process_index for device in slice_) for slice_ in devices}
+        self.settings = ExchangeSettings(**settings).resolve(
+            num_slices=mesh.shape["diloco"],
+            platform=mesh.devices.flat[0].platform,
+            joins_processes=len(processes) > 1,
         )
-        self.schedule, self.period = self.settings.schedule, sync_period
-        self.mesh, self.num_replicas = mesh, num_replicas
-        rate = outer_rate.rate(num_replicas, overlap=outer_overlap, merge=merge)
-        given = outer_optimizer, outer_lr, outer_momentum
-        self.optimizer, numbers = arguments.outer_optimizer(*given, rate)
-        self._noted_rule = numbers | {"alpha": float(alpha), "merge": merge}
-        self._alpha, self._merge = alpha, merge
-        self._inner_step, self._layer_axis = arguments.checked_step(inner_step), layer_axis
-        self._outer_memory = None if outer_memory == "device" else outer_memory
-        self._carrier_name, self._mailbox, self._on_compile = exchange_carrier, mailbox, on_compile
-        self._carrier: Carrier | None = None
+        self.mesh, self.num_replicas = mesh, self.settings.num_replicas
+        self.schedule, self.period = self.settings.schedule, self.settings.sync_period
+        self._inner_step, self._layer_axis = library_checks.checked_step(inner_step), layer_axis
+        self._mailbox, self._on_compile = mailbox, on_compile
+        self._transport: Transport | None = None
+        self._run: Callable[..., Any] = lambda program, *args: program(*args)
         self._last_state: Callable[[], State | None] = lambda: None  # for `close`
+
+    @classmethod
+    def from_settings(
+        cls, inner_step: InnerStep, settings: ExchangeSettings, **options: Any
+    ) -> "DiLoCo":
+        """Return the same from a record of settings. options: the other arguments of DiLoCo."""
+        return cls(inner_step, **options, **vars(settings))
 
     def bind(self, params: Any, opt_state: Any) -> Layout:
         """Set layout and programs for one replica's pytrees (arrays or ShapeDtypeStructs).
 
-        For a run that may restore a state, in place of `init`. Raises ValueError for fragments or
-        leaves that do not fit.
+        It takes the place of `init` in a run that may restore a state.
+
+        Raises:
+          ValueError: fragments or leaves do not fit.
         """
-        arguments.check_trees(params, opt_state)
+        library_checks.check_trees(params, opt_state)
         self.layout = lay_out(
-            params,
-            opt_state,
-            self.settings,
-            layer_axis=self._layer_axis,
-            num_replicas=self.num_replicas,
-            mesh=self.mesh,
-            optimizer=self.optimizer,
-            outer_memory=self._outer_memory,
+            params, opt_state, self.settings, layer_axis=self._layer_axis, mesh=self.mesh
         )
-        self.schedule = replace(
-            self.schedule,
-            num_chunks=tuple(plan.num_chunks for plan in self.layout.plans),
-            scatter_steps=self.layout.scatter_steps,
-            num_scattered=tuple(plan.scattered[0] for plan in self.layout.plans),
-        )
-        kinds = fragments.kinds_of(params, self._layer_axis) if self._merge == "rda" else None
-        rule = Rule(self.optimizer, self._alpha, self.settings.outer_overlap, kinds)
-        self.programs = Programs(self.layout, self._inner_step, rule, self._on_compile)
+        self.schedule = self.layout.schedule
+        radial = self.settings.aggregation == RADIAL
+        kinds = fragments.kinds_of(params, self._layer_axis) if radial else None
+        self.programs = Programs(self.layout, self._inner_step, kinds, self._on_compile)
         self.abstract_state = self.layout.state
-        # An evaluation never sends theta to another slice.
         self.exported, self.evaluated = self.programs.exported, self.programs.evaluated
-        self._carrier = self._make_carrier()
+        make_transport = TRANSPORTS[self.settings.transport]
+        self._transport = make_transport(self.programs, self._mailbox)
         self._last_step = None
         return self.layout
 
-    def _make_carrier(self) -> Carrier:
-        """What carries out the actions; layout and programs are there."""
-        make = exchanges.CARRIERS[self._carrier_name]
-        return make(self.programs, self.schedule, self._mailbox)
-
     def init(self, params: Any, opt_state: Any) -> State:
-        """One replica's pytrees, copied to all; shardings are kept, with `diloco` prepended.
+        """Copy one replica's pytrees to all; shardings are kept, with `diloco` prepended.
 
-        Into typed PRNG keys of opt_state (jax.random.key) each replica's number is folded.
+        Typed PRNG keys in opt_state (jax.random.key) get each replica's number folded in.
         """
         self.bind(params, opt_state)
         return self.init_program(lambda *given: given)(params, opt_state)
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
-        """The program that copies one replica's (params, opt_state) to all."""
+        """Return the program that copies one replica's (params, opt_state) to all."""
         return self.programs.init(make, **options)
 
-    def calls(self, batch: Any) -> list[Call]:
-        """See Trainer; after `bind`."""
-        return self._carrier.calls(batch)
+    # -- one step --------------------------------------------------------------------------------
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """One inner step of every replica, and the sends and applies of this step.
+        """Take one inner step of every replica, with the sends and merges of this step.
 
-        Streaming DiLoCo Algorithm 2, line 2 for one t: lines 3-12 in the order of schedule.actions.
-        state: donated. batch: leaves [R, ...], as of the metrics. Not itself jittable. Raises
-        ValueError for a batch without R; NumericsError when a replica's outer gradient was not
-        finite, after the next synchronisation.
+        Streaming DiLoCo, Algorithm 2, line 2 for one t: lines 3-12, in the order of
+        schedule.actions.
+
+        Args:
+          state: of the step before; donated.
+          batch: leaves [R, ...].
+
+        Returns:
+          (state, metrics with leaves [R, ...]). The call cannot be inside jit.
+
+        Raises:
+          ValueError: the batch lacks R.
+          NumericsError: after the next merge, if a replica's outer gradient was not finite.
         """
-        arguments.check_batch(batch, self.num_replicas)
+        library_checks.check_batch(batch, self.num_replicas)
         if state.t != self._last_step:  # the first step, or another state
-            self._carrier.begin(state)
+            self._transport.begin(state)
         actions = self.schedule.actions(state.t + 1, dropped_until=state.dropped_until)
         if len(actions) > 1:
-            # The host would wait for the flags of the last synchronisation.
+            # The flags of the last merge would make the host wait.
             finite.check_flags(self.layout, state.bad_before, state.t)
-        state, metrics = replace(state, t=state.t + 1), None
+        bad, metrics = state.bad, None
+        state = replace(state, t=state.t + 1)
         for action in actions:
             busy = (state.params, state.incoming, state.outer, state.residual_norm_R)
             throttle_cpu(self.mesh, busy)
-            state, new = self._carrier.run(action, state, batch)
-            metrics = metrics if new is None else new
+            state, new_metrics = self._act(action, state, batch)
+            metrics = metrics if new_metrics is None else new_metrics
+        if state.bad is not bad:
+            state.bad.copy_to_host_async()
         self._last_step, self._last_state = state.t, weakref.ref(state)
         return state, metrics
 
-    def close(self) -> None:
-        """End the threads, and check_finite of the last state unless an error is under way."""
-        if self._carrier is not None:
-            self._carrier.close()
-        if (state := self._last_state()) is not None and sys.exception() is None:
+    def _act(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
+        """Carry out one action: (state, metrics of an inner step or None)."""
+        match action.name:
+            case (
+                schedule.INNER
+                | schedule.INNER_EXCHANGE
+                | schedule.INNER_SCATTER
+                | schedule.INNER_SHARE
+            ):
+                return self._transport.inner_step(self._run, state, action, batch)
+            case schedule.PACK:
+                return self._pack(action, state), None
+            case schedule.REDUCE:
+                return self._reduce(action, state), None
+            case schedule.REDUCE_AND_SHARE:
+                return self._reduce_and_share(action, state), None
+            case schedule.MERGE:
+                return self._merge(action, state), None
+            case schedule.SYNCHRONISE:
+                return self._synchronise(action, state), None
+            case schedule.DELAYED_STEP:
+                return self._delayed_step(action, state), None
+            case schedule.EAGER_STEP:
+                return self._eager_step(action, state), None
+        raise AssertionError(action)
+
+    def _pack(self, action: Action, state: State) -> State:
+        """Encode the outer gradients of a fragment and start to send them: lines 7-8."""
+        plan = self.layout.plans[action.fragment]
+        leaves = arrays_of(state, plan)
+        program = self.programs.pack(plan)
+        args = leaves._replace(outer_opt=(), residual=()), plan.starts, leaves.residual
+        return self._sent(action, state, self._run(program, *args))
+
+    def _reduce(self, action: Action, state: State) -> State:
+        """Reduce-scatter: average the part of each slice and start to send the mean: line 8."""
+        plan = self.layout.plans[action.fragment]
+        send_step = state.t - self.layout.scatter_steps
+        parts = self._received(Leg(plan, send_step, scatters=True), state, action)
+        chunks = self._run(self.programs.reduce(plan), parts)
+        if state.outgoing.chunks:
+            outgoing = state.outgoing.write(0, range(plan.gather.count), chunks)
+            state = replace(state, outgoing=outgoing)
+        self._transport.start_send(Leg(plan, send_step), chunks)
+        return state
+
+    def _reduce_and_share(self, action: Action, state: State) -> State:
+        """Do the same where no inner step is left to carry the mean to the other slices."""
+        plan = self.layout.plans[action.fragment]
+        parts = state.scatter_incoming.read(0, range(plan.scatter.count))
+        chunks = self._run(self.programs.reduce_and_share(plan), parts)
+        incoming = state.incoming.write(action.slot, range(plan.gather.count), chunks)
+        return replace(state, incoming=incoming)
+
+    def _merge(self, action: Action, state: State) -> State:
+        """Apply an exchange that was sent tau steps ago: lines 10-12."""
+        plan = self.layout.plans[action.fragment]
+        leg = Leg(plan, state.t - self.schedule.lag)
+        leaves = arrays_of(state, plan)._replace(residual=())
+        args = leaves, state.bad, plan.starts, self._received(leg, state, action)
+        return self._merged(action, state, self._run(self.programs.merge(plan), *args))
+
+    def _synchronise(self, action: Action, state: State) -> State:
+        """Send, exchange and merge in one program: lines 7-12 with tau = 0."""
+        plan = self.layout.plans[action.fragment]
+        args = arrays_of(state, plan), state.bad, plan.starts
+        return self._merged(action, state, self._run(self.programs.synchronise(plan), *args))
+
+    def _delayed_step(self, action: Action, state: State) -> State:
+        """Merge the exchange of the round before, and send this round's."""
+        plan = self.layout.plans[action.fragment]
+        return self._step_of_round(action, state, self.programs.delayed_step(plan))
+
+    def _eager_step(self, action: Action, state: State) -> State:
+        """Do the same with each replica's own outer gradient of this round."""
+        plan = self.layout.plans[action.fragment]
+        return self._step_of_round(action, state, self.programs.eager_step(plan))
+
+    def _step_of_round(self, action: Action, state: State, program: Program) -> State:
+        plan = self.layout.plans[action.fragment]
+        incoming = self._received(Leg(plan, state.t - self.schedule.lag), state, action)
+        args = arrays_of(state, plan), state.bad, plan.starts, incoming
+        return self._merged(action, state, self._run(program, *args))
+
+    def _received(self, leg: Leg, state: State, action: Action) -> Chunks:
+        """Return the chunks of a leg; where nothing was sent, those of a new state: zeros."""
+        chunks = self._transport.receive(leg)
+        if chunks is not None:
+            return chunks
+        if leg.scatters:
+            return state.scatter_incoming.read(0, range(leg.plan.scatter.count))
+        return state.incoming.read(action.slot, range(leg.plan.gather.count))
+
+    def _merged(self, action: Action, state: State, results: Any) -> State:
+        """Return the state with the results of a program that replaces a fragment's values."""
+        leaves, bad, sizes, update_ratio, sent = results
+        plan = self.layout.plans[action.fragment]
+        new_state = replace(
+            state,
+            params=with_fragment(state.params, plan, leaves.params),
+            outer=with_fragment(state.outer, plan, leaves.theta),
+            outer_opt=with_items(state.outer_opt, [plan.index], [leaves.outer_opt]),
+            bad=bad,
+            bad_before=state.bad,
+            sizes=sizes,
+            update_ratio=update_ratio,
+        )
+        return self._sent(action, new_state, sent)
+
+    def _sent(self, action: Action, state: State, sent: Sent) -> State:
+        """Return the state after a send, whose chunks begin to travel."""
+        plan = self.layout.plans[action.fragment]
+        if sent.residual:
+            residual = with_fragment(state.residual, plan, sent.residual)
+            state = replace(state, residual=residual, residual_norm_R=sent.norm_R)
+        if not sent.chunks:
+            return state
+        scatters, numbers = plan.scatter is not None, range(plan.sent.count)
+        # Without overlap the state keeps no chunks.
+        if scatters and state.scatter_outgoing.chunks:
+            outgoing = state.scatter_outgoing.write(0, numbers, sent.chunks)
+            state = replace(state, scatter_outgoing=outgoing)
+        elif not scatters and state.outgoing.chunks:
+            state = replace(state, outgoing=state.outgoing.write(0, numbers, sent.chunks))
+        self._transport.start_send(Leg(plan, state.t, scatters), sent.chunks)
+        return state
+
+    # -- what a run compiles and sends -----------------------------------------------------------
+
+    def calls(self, batch: Any) -> list[Call]:
+        """Return every program that the steps call, `inner` first; after `bind`.
+
+        The actions of one period are carried out with shapes in place of arrays. It is the third
+        period, in which everything is in flight.
+
+        Args:
+          batch: ShapeDtypeStructs, leaves [R, ...].
+        """
+        H, found = self.period, {}
+        shapes: dict[int, Any] = {}
+
+        def record(program: Program, *args: Any) -> Any:
+            call = found.setdefault(id(program), Call(program, args, 0))
+            found[id(program)] = call._replace(runs=call.runs + 1)
+            if id(program) not in shapes:
+                shapes[id(program)] = program.out_shapes(*args)
+            return shapes[id(program)]
+
+        dry = copy.copy(self)
+        dry._run, dry._transport = record, DryTransport(self._transport, self.layout)
+        state = replace(self.abstract_state, t=2 * H)
+        dry._act(Action(schedule.INNER), state, batch)
+        found[id(self.programs.inner)] = found[id(self.programs.inner)]._replace(runs=0)
+        actions = [each for t in range(2 * H + 1, 3 * H + 1) for each in self.schedule.actions(t)]
+        actions.sort(key=lambda action: (schedule.ACTIONS.index(action.name), action.fragment or 0))
+        for action in actions:
+            dry._act(action, state, batch)
+        return list(found.values())
+
+    def bytes_sent(self, t: int) -> int:
+        """Return the bytes that inner step t makes one replica send to other slices."""
+        plans, in_programs = self.layout.plans, self._transport.in_programs
+        sent = sum(
+            plans[action.fragment].bytes_sent(action, in_programs=in_programs)
+            for action in self.schedule.actions(t)
+            if action.fragment is not None
+        )
+        return sent * (self.mesh.shape["diloco"] - 1)
+
+    # -- what a run reads of a state -------------------------------------------------------------
+
+    def check_finite(self, state: State, *, exchanges_only: bool = False) -> None:
+        """See Trainer. The flags travel with the exchange, so all processes raise alike."""
+        if exchanges_only:
+            finite.check_flags(self.layout, state.bad, state.t)
+        else:
             finite.check(self.layout, state)
 
-    def check_exchanges(self, state: State) -> None:
-        """See Trainer. The flags travel with the exchange, so all processes raise alike."""
-        finite.check_flags(self.layout, state.bad, state.t)
-
-    def check_finite(self, state: State) -> None:
-        """As check_exchanges, and if parameters or theta that are held here are not finite now."""
-        finite.check(self.layout, state)
-
     def replica_params(self, state: State) -> Any:
-        """The replicas' parameters, leaves [R, ...]."""
+        """Return the replicas' parameters, leaves [R, ...]."""
         return state.params
 
     def outer_params(self, state: State) -> Any:
-        """theta, float32, leaves [...], on the devices; eager: the mean. Raises NumericsError."""
-        self.check_finite(state)
-        return self.exported.of(state)
+        """Return the outer parameters, float32, leaves [...]; eager: their mean.
 
-    def bytes_sent(self, t: int) -> int:
-        """Bytes that inner step t makes one replica send to other slices."""
-        sent = sum(map(self._carrier.action_bytes, self.schedule.actions(t)))
-        return sent * (self.mesh.shape["diloco"] - 1)
+        Raises:
+          NumericsError: a value is not finite.
+        """
+        self.check_finite(state)
+        return self.exported.read(state)
 
     def extra_metrics(self, state: State) -> dict[str, float]:
-        """Of the last exchange, and of the carrier."""
-        return describe.state_metrics(state) | self._carrier.extra_metrics()
+        """Return metrics of the last exchange, and the time waited for exchanges [s]."""
+        found = describe.state_metrics(state)
+        if self._transport.waited_s is not None:
+            found["dcn/waited_s"] = self._transport.waited_s
+            self._transport.waited_s = 0.0
+        return found
 
     @property
     def description(self) -> Description:
         """Replicas, fragments and the memory of the outer state."""
-        return describe.description(self.layout, self.schedule, self._carrier)
+        return describe.description(self.layout)
 
     def closing_line(self, state: State) -> str:
-        """The step, and how old theta's values are."""
+        """Return the step, and how old the values of the outer parameters are."""
         return describe.closing_line(self.schedule, state)
 
-    def saved_items(self, state: State) -> dict[str, Any]:
-        """Everything in the state as it lies; theta is an item of its own."""
-        return saved.items_of(self._carrier.settled(state), self.layout)
+    # -- checkpoints -----------------------------------------------------------------------------
 
-    def note(self, state: State) -> dict[str, Any]:
-        """What SavedLayout asks for."""
-        return {
+    def checkpoint(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See Trainer: all of the state as it is kept."""
+        metadata = {
             "num_replicas": self.num_replicas,
             "mesh": dict(self.mesh.shape),
-            "exchange": self.settings._asdict() | {"offsets": list(self.settings.offsets)},
-            "rule": self._noted_rule,
+            "exchange": self.settings.to_json(),
             "dropped_until": state.dropped_until,
             "schedule_since": state.schedule_since,
-            "chunk_pieces": list(self.layout.all_pieces),
-            "theta_item": saved.theta_item(self.layout),
+            "chunk_lengths": list(self.layout.chunk_lengths),
+            "theta_item": theta_item(self.layout),
         }
+        state = self._transport.state_for_checkpoint(state)
+        return saved_items(state, self.layout), metadata
 
-    def reading(self, saved_layout: SavedLayout) -> Reading:
-        """See Trainer; with another M, mesh or exchange, nothing in flight."""
-        of_run = (self.layout, self.settings, self.optimizer, self._layer_axis)
-        reader = saved.Reader(*of_run, self.exported.like, saved_layout)
-        lines = functools.partial(describe.restore_lines, reader)
-        return Reading(reader.items(), reader.state_of, reader.replica_items, lines)
+    def restore_plan(self, saved: SavedLayout) -> RestorePlan:
+        """See Trainer; with another M, mesh or exchange, nothing in flight is restored."""
+        restorer = Restorer(self.layout, self.exported.like, saved)
+        lines = functools.partial(describe.restore_lines, restorer)
+        return RestorePlan(restorer.items(), restorer.state_of, restorer.replica_items, lines)
+
+    def close(self) -> None:
+        """End the threads, and check_finite of the last state unless an error is under way."""
+        if self._transport is not None:
+            self._transport.close()
+        if (state := self._last_state()) is not None and sys.exception() is None:
+            finite.check(self.layout, state)

@@ -1,6 +1,6 @@
-"""Whether a state is finite, asked of what this process holds of it; nothing is sent.
+"""Check the arrays of a state that this process holds for NaN and infinity; nothing is sent.
 
-    # R replicas  F leaves
+# R replicas  F leaves
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxdiloco.engine.state import Layout, State
+from maxdiloco.engine.layout import Layout, State
 from maxdiloco.errors import NumericsError
 
 
@@ -19,25 +19,32 @@ def check_flags(layout: Layout, flags_RF: jax.Array, t: int) -> None:
         m, leaf = np.argwhere(bad_RF)[0]
         raise NumericsError(
             f"step {t}: the outer gradient of replica {m} has a NaN or infinity in "
-            f"params{layout.paths[leaf]}. No replica took it in. Go on from the last "
+            f"params{layout.paths[leaf]}. No replica applied it. Resume from the last "
             f"checkpoint with a lower learning rate, or skip inner steps that are not finite."
         )
 
 
 def check(layout: Layout, state: State) -> None:
-    """Raise NumericsError for a set flag or a bad value; a state that was donated has none."""
+    """Raise NumericsError for a set flag or a bad value, unless the state was donated."""
     looked_at = state.params, state.outer, state.bad
     if any(x.is_deleted() for x in jax.tree.leaves(looked_at)):
         return
     check_flags(layout, state.bad, state.t)
     check_params(state.params, state.t)
-    check_params(state.outer, state.t, name="theta", replicas=False)
+    check_params(state.outer, state.t, name="outer parameters", replicas=False)
 
 
 def check_params(params: Any, t: int, *, name: str = "params", replicas: bool = True) -> None:
-    """Raise NumericsError for a value that is not finite. replicas: whether to name the first dim.
+    """Raise NumericsError for a value that is not finite.
 
-    Read on the host, where a save needs them too: a program would compile in the middle of a run.
+    The values are read on the host, where a save needs them too: a program would have to be
+    compiled in the middle of a run.
+
+    Args:
+      params: the arrays.
+      t: the inner step that is done.
+      name: of the arrays, for the message.
+      replicas: whether the first dim is the replica, to be named.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         for shard in {str(shard.index): shard for shard in x.addressable_shards}.values():
@@ -50,5 +57,5 @@ def check_params(params: Any, t: int, *, name: str = "params", replicas: bool = 
                 whose = f" of replica {first}"
             raise NumericsError(
                 f"step {t}: {name}{jax.tree_util.keystr(path)}{whose} has a NaN or infinity: this "
-                "state is of no use. Go on from the last checkpoint with a lower learning rate."
+                "state cannot be used. Resume from the last checkpoint with a lower learning rate."
             )

@@ -1,8 +1,8 @@
-"""A fragment's values to host memory and back, for what is computed there.
+"""Copy the values of a fragment of one replica to host memory and back.
 
-On the host a fragment is one float32 array [N]: its leaves in tree order, whole, flattened and put
-end to end, whatever the mesh is. Of one replica. Several processes call the same in the same order,
-and process 0 has the values.
+On the host a fragment is one float32 array [N]: its leaves in tree order, flattened and
+concatenated, whatever the mesh is. All processes call the same methods in the same order, and
+process 0 has the values.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,50 +14,56 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxdiloco.engine.calls import Call
-from maxdiloco.engine.fragment_arrays import FragmentArrays, FragmentView, arrays_of
-from maxdiloco.engine.plans import FragmentPlan
-from maxdiloco.engine.programs import Definition, Programs
-from maxdiloco.engine.state import State, fragment_leaves, with_fragment, with_items
-from maxdiloco.exchange.host import Mailbox
-from maxdiloco.exchange.whole import Whole
+from maxdiloco.engine.fragment_values import FragmentArrays, FragmentView, arrays_of
+from maxdiloco.engine.gather_to_host import HostGather
+from maxdiloco.engine.host_transfer import Mailbox
+from maxdiloco.engine.layout import (
+    FragmentPlan,
+    State,
+    fragment_leaves,
+    with_fragment,
+    with_items,
+)
+from maxdiloco.engine.programs import Programs
+from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import shardings_of
 
 
 class HostValues:
-    """Takes and puts the values of fragments, by two programs each.
-
-    mailbox: of several processes, with its bulk.
-    """
+    """Reads and writes the values of fragments, by one program each."""
 
     def __init__(self, programs: Programs, mailbox: Mailbox | None = None):
+        """Keep the programs. mailbox: messages between processes; None: one process."""
         self._programs, self._layout = programs, programs.layout
-        self._whole = Whole(mailbox)
+        self._gather = HostGather(mailbox)
 
     def shapes(self, plan: FragmentPlan) -> list[tuple[int, ...]]:
-        """Of the leaves' parts, without R."""
+        """Return the shapes of a fragment's leaves, without R."""
         leaves = fragment_leaves(self._layout.state.outer, plan)
         return [s.shape(x.shape) for s, x in zip(plan.slices, leaves, strict=True)]
 
     def params(self, state: State, plan: FragmentPlan) -> np.ndarray:
-        """The replica's values [N], in process 0; elsewhere [0]. Waits for them."""
+        """Return the replica's values [N] in process 0, [0] in others. Waits for them."""
         leaves = arrays_of(state, plan).params
-        program = self._programs.defined("values", plan, self._take)
-        return self._joined(program(leaves, plan.starts))
+        return self._joined(self._read_params(plan)(leaves, plan.starts))
 
     def theta(self, state: State, plan: FragmentPlan) -> np.ndarray:
-        """Those of theta [N], as `params`."""
-        program = self._programs.defined("theta", plan, self._take_theta)
+        """Return the outer parameters [N], as `params`."""
+        read = FragmentView(self._layout, plan).theta.read
+        program = self._programs.of_fragment("theta", plan, read)
         return self._joined(program(arrays_of(state, plan).theta, plan.starts))
 
     def put(self, state: State, plan: FragmentPlan, values: Sequence[np.ndarray]) -> State:
-        """The state with these values [N] of replica, theta and outer optimizer; it is donated.
+        """Return the state with new values [N] of replica, outer parameters and momentum.
 
-        Those of process 0 count: other processes may give none.
+        Args:
+          state: donated.
+          plan: of the fragment.
+          values: the three arrays, in process 0; other processes may pass none.
         """
         values = self._placed(plan, values)
         leaves = arrays_of(state, plan)._replace(residual=())
-        program = self._programs.defined("replace", plan, self._put)
-        leaves = program(leaves, plan.starts, *values)
+        leaves = self._write(plan)(leaves, plan.starts, *values)
         return replace(
             state,
             params=with_fragment(state.params, plan, leaves.params),
@@ -66,47 +72,43 @@ class HostValues:
         )
 
     def calls(self, runs: float) -> Iterable[Call]:
-        """The programs, with runs of each fragment's in a period; once for each program."""
+        """Return each program once. runs: how often a period reads and writes each fragment."""
         by_program: dict[int, Call] = {}
         for plan in self._layout.plans:
             leaves = arrays_of(self._layout.state, plan)._replace(residual=())
             like = self._like(plan)
-            take = self._programs.defined("values", plan, self._take)
-            put = self._programs.defined("replace", plan, self._put)
             for call in (
-                Call(take, (leaves.params, plan.starts), runs),
-                Call(put, (leaves, plan.starts, like, like, like), runs),
+                Call(self._read_params(plan), (leaves.params, plan.starts), runs),
+                Call(self._write(plan), (leaves, plan.starts, like, like, like), runs),
             ):
                 old = by_program.get(id(call.program), call._replace(runs=0))
                 by_program[id(call.program)] = old._replace(runs=old.runs + runs)
         return by_program.values()
 
-    def _take(self, plan: FragmentPlan) -> Definition:
+    def _read_params(self, plan: FragmentPlan) -> Program:
         view = FragmentView(self._layout, plan)
 
-        def take(leaves, starts):
-            return [x[0].astype(jnp.float32) for x in view.params.take(leaves, starts)]
+        def read(leaves, starts):
+            return [x[0].astype(jnp.float32) for x in view.params.read(leaves, starts)]
 
-        return dict(fn=take, out_shardings=self._shardings(plan))
+        out = self._shardings(plan)
+        return self._programs.of_fragment("values", plan, read, out_shardings=out)
 
-    def _take_theta(self, plan: FragmentPlan) -> Definition:
-        return dict(fn=FragmentView(self._layout, plan).theta.take)
-
-    def _put(self, plan: FragmentPlan) -> Definition:
+    def _write(self, plan: FragmentPlan) -> Program:
         view = FragmentView(self._layout, plan)
 
-        def put(leaves, starts, x, theta, trace):
+        def write(leaves, starts, x, theta, trace):
             dtypes = [leaf.dtype for leaf in leaves.params]
             x = [value[None].astype(dtype) for value, dtype in zip(x, dtypes, strict=True)]
             kept, structure = jax.tree.flatten(leaves.outer_opt)
             outer_opt = jax.tree.unflatten(structure, trace if kept else [])
-            return view.put(leaves, starts, FragmentArrays(x, theta, outer_opt))
+            return view.write(leaves, starts, FragmentArrays(x, theta, outer_opt))
 
-        kept = arrays_of(self._layout.state, plan)._replace(residual=())
-        return dict(fn=put, donate=(0,), out_shardings=shardings_of(kept))
+        kept = shardings_of(arrays_of(self._layout.state, plan)._replace(residual=()))
+        return self._programs.of_fragment("replace", plan, write, donate=(0,), out_shardings=kept)
 
     def _placed(self, plan: FragmentPlan, values: Sequence[np.ndarray]) -> list[list[jax.Array]]:
-        """Replica, theta and outer optimizer: the leaves of each."""
+        """Put the values on the devices: the leaves of replica, outer parameters, momentum."""
         like, shapes = self._like(plan), self.shapes(plan)
         ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])[:-1]
         parts = [
@@ -114,7 +116,7 @@ class HostValues:
             for each in values
             for part, shape in zip(np.split(each, ends), shapes, strict=True)
         ]
-        placed, n = self._whole.placed(parts, 3 * like), len(like)
+        placed, n = self._gather.scatter(parts, 3 * like), len(like)
         return [placed[start : start + n] for start in (0, n, 2 * n)]
 
     def _like(self, plan: FragmentPlan) -> list[jax.ShapeDtypeStruct]:
@@ -127,5 +129,5 @@ class HostValues:
         return [NamedSharding(self._layout.mesh, shard.spec) for shard in plan.payload.shards]
 
     def _joined(self, parts: Sequence[jax.Array]) -> np.ndarray:
-        whole = [part.reshape(-1) for part in self._whole.fetched(parts)]
-        return np.concatenate(whole or [np.zeros(0, np.float32)])
+        flat = [part.reshape(-1) for part in self._gather.gather(parts)]
+        return np.concatenate(flat or [np.zeros(0, np.float32)])

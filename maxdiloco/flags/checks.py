@@ -22,7 +22,7 @@ _SCHEDULE = schedule.Names(
     H="diloco_sync_period",
     P="num_diloco_fragments",
     tau="num_communication_overlapping_steps",
-    overlap="diloco_outer_overlap",
+    round_overlap="diloco_round_overlap",
 )
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*://"
 # A path of text, and what is said of others.

@@ -151,8 +151,11 @@ def outer_lr(keys: Mapping[str, Any], num_replicas: int) -> float:
     """The outer learning rate of a DiLoCo run with these keys and so many replicas."""
     if keys["diloco_outer_lr"] != _AUTO:
         return keys["diloco_outer_lr"]
-    overlap, merge = keys["diloco_outer_overlap"], keys["diloco_merge"]
-    return outer_rate.rate(num_replicas, overlap=overlap, merge=merge)
+    return outer_rate.rate(
+        num_replicas,
+        round_overlap=keys["diloco_round_overlap"],
+        aggregation=keys["diloco_aggregation"],
+    )
 
 
 def changed(

@@ -21,14 +21,14 @@ from maxdiloco.islands import wires
 from maxdiloco.islands.records import Leaf, Run
 
 OPTIMIZERS = ("nesterov", "sgd")  # diloco/outer.py has their formulas
-MERGES = ("mean", "rda")
+AGGREGATIONS = ("mean", "radial_directional_mean")
 
 
 def problem(run: Run) -> str:
     """What is wrong with a run.json, "" if it can be computed with."""
     values = run._asdict()
     for key, known in (
-        ("wire", wires.WIRES), ("wire_down", wires.DOWN), ("merge", MERGES),
+        ("wire", wires.WIRES), ("wire_down", wires.DOWN), ("aggregation", AGGREGATIONS),
         ("outer_optimizer", OPTIMIZERS),
     ):  # fmt: skip
         if values[key] not in known:
@@ -82,7 +82,7 @@ def merged(run: Run, fragment: int, terms: Sequence[Term]) -> np.ndarray:
     """The gradient of a record: the weighted mean of the islands, [N]. Rule 5.
 
     Messages of one island follow each other, and their sum is its progress. Of equal weights it is
-    diloco.outer.ordered_mean; `rda` is its radial_directional_mean with weights.
+    diloco.outer.ordered_mean; the other aggregation is its radial_directional_mean with weights.
     """
     islands: dict[tuple[str, int], tuple[float, np.ndarray]] = {}
     for source, weight, values in terms:
@@ -92,13 +92,15 @@ def merged(run: Run, fragment: int, terms: Sequence[Term]) -> np.ndarray:
     for weight, _ in islands.values():
         total += weight
     mean = _weighted_sum(islands.values(), most) * np.float32(most / total)
-    if run.merge == "mean":
+    if run.aggregation == "mean":
         return mean
     parts, start = [], 0
     for leaf in run.fragments[fragment]:
         own = slice(start, start + leaf.size)
         values = [(weight, values[own]) for weight, values in islands.values()]
-        parts.append(_rda(leaf, values, mean[own], most, np.float32(most / total)))
+        parts.append(
+            _radial_directional_mean(leaf, values, mean[own], most, np.float32(most / total))
+        )
         start += leaf.size
     return np.concatenate(parts)
 
@@ -112,7 +114,7 @@ def _weighted_sum(terms, most) -> np.ndarray:
     return total
 
 
-def _rda(leaf: Leaf, terms, mean, most, inverse) -> np.ndarray:
+def _radial_directional_mean(leaf: Leaf, terms, mean, most, inverse) -> np.ndarray:
     if leaf.tensors == 0:  # rows of a vocabulary: the mean
         return mean
 

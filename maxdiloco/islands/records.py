@@ -51,7 +51,7 @@ class Run(NamedTuple):
     data: str
     wire: str
     wire_down: str
-    merge: str
+    aggregation: str
     outer_optimizer: str
     outer_lr: float
     outer_momentum: float

@@ -322,9 +322,9 @@ class History(contextlib.AbstractContextManager):
     """Adds two lines to history.jsonl of a run's folder: for its start, and for how it ended.
 
         {"event": "start", "time": seconds since 1970, "step": inner steps done before, "until": the
-         last step, "processes", "devices", "replicas", "owners": whether slots own parts of the
-         fragments, "bytes_sent": of each inner step of a period in which all exchanges are under
-         way, by a replica to all other slices; of MOST_STEPS at most}
+         last step, "processes", "devices", "replicas", "reduce_scatter": whether slices average
+         parts of the fragments, "bytes_sent": of each inner step of a period in which all exchanges
+         are under way, by a replica to all other slices; of MOST_STEPS at most}
         {"event": "end", "time": ..., "why": the error that ended it, or "" for none}
     A start without an end was killed, or runs. Lines of earlier starts stay. A failed write is a
     warning. facts: the rest of the first line.

@@ -1,6 +1,6 @@
 """The replicas' metrics at a log step, whether any step up to it went wrong, and the way to a row.
 
-    # R replicas  S replicas that devices of this process hold
+# R replicas  S replicas that devices of this process hold
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxdiloco.engine.calls import BESIDE, Call
-from maxdiloco.engine.trainer import Trainer
+from maxdiloco.engine.trainer import Trainer, abstract_metrics
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.program import Program
 from maxdiloco.processes import agree
@@ -59,7 +59,7 @@ class Monitor:
     @functools.cached_property
     def _metrics(self) -> Any:
         # On first use: tracing the step takes seconds.
-        return self._trainer.abstract_metrics(self._batch)
+        return abstract_metrics(self._trainer, self._batch)
 
     @functools.cached_property
     def _summed(self) -> list[str]:
@@ -138,7 +138,7 @@ class Monitor:
                 f"{last or 'no checkpoint was saved'}. Resume with a lower learning_rate, or with "
                 f"nan_policy=skip."
             )
-        self._trainer.check_exchanges(state)
+        self._trainer.check_finite(state, exchanges_only=True)
         return {name: values_S[self._own] for name, values_S in last.items()}
 
     def take_row(self, steps: int) -> dict[str, np.ndarray]:

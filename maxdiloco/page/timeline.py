@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from maxdiloco.diloco.schedule import OWNERS, Schedule, offsets
+from maxdiloco.diloco.schedule import REDUCE_SCATTER, Schedule, offsets
 from maxdiloco.page.run import Run
 from maxdiloco.processes.output import amount
 
 # Of the schedule, beside enable_diloco and enable_streaming_diloco.
 KEYS = (
     "diloco_sync_period", "num_diloco_fragments", "num_communication_overlapping_steps",
-    "diloco_outer_overlap",
+    "diloco_round_overlap",
 )  # fmt: skip
 BYTES = "dcn/bytes_sent"
 WAITED = "dcn/waited_s"  # of exchanges through host memory alone
@@ -83,7 +83,7 @@ def schedule_of(run: Run) -> Schedule | None:
         return None
     H, tau = keys["diloco_sync_period"], keys["num_communication_overlapping_steps"]
     P = keys["num_diloco_fragments"] if keys["enable_streaming_diloco"] else 1
-    return Schedule(H, tau, offsets(P, H), keys["diloco_outer_overlap"])
+    return Schedule(H, tau, offsets(P, H), keys["diloco_round_overlap"])
 
 
 def describe(run: Run) -> str:
@@ -92,23 +92,23 @@ def describe(run: Run) -> str:
     if schedule is None:
         return "data parallelism"
     name = "streaming, " if run.keys["enable_streaming_diloco"] else ""
-    overlap = f"tau {schedule.tau}" if schedule.overlap == "none" else schedule.overlap
+    overlap = f"tau {schedule.tau}" if schedule.round_overlap == "none" else schedule.round_overlap
     wire = run.keys["diloco_exchange_dtype"]
-    wire += ", owners" if _has_owners(run) else ""
+    wire += ", reduce-scatter" if _reduce_scatters(run) else ""
     return f"DiLoCo, {name}H {schedule.H}, P {schedule.P}, {overlap}, {wire}"
 
 
-def _has_owners(run: Run) -> bool:
-    """As its last start says, which knows what auto was; of older runs by the key."""
-    told = [event["owners"] for event in run.history if "owners" in event]
-    return told[-1] if told else run.keys["diloco_exchange"] == OWNERS
+def _reduce_scatters(run: Run) -> bool:
+    """Read the collective from the last start, which knows what 'auto' was, or from the key."""
+    starts = [event["reduce_scatter"] for event in run.history if "reduce_scatter" in event]
+    return starts[-1] if starts else run.keys["diloco_collective"] == REDUCE_SCATTER
 
 
 def _drawn(run: Run, schedule: Schedule, sent_H: list[float]) -> dict[str, Any]:
     H = schedule.H
-    # Owners: a step may be left out between parts and means. In a step of a send through host
-    # memory it is the new fragment that leaves.
-    has_gaps, by_hosts = _has_owners(run), WAITED in run.columns
+    # Reduce-scatter: a step may be left out between parts and means. In a step of a send through
+    # host memory it is the new fragment that leaves.
+    has_gaps, by_hosts = _reduce_scatters(run), WAITED in run.columns
     # From the third period on all exchanges are under way, also those of delayed and eager.
     first = 2 * H + 1
     steps = range(first, first + (2 * H if H <= TWO_PERIODS else H))
@@ -126,8 +126,8 @@ def _drawn(run: Run, schedule: Schedule, sent_H: list[float]) -> dict[str, Any]:
             chunks = [c for c in full if c in steps]
             exchanges.append([send.fragment, t, t + schedule.lag, chunks])
     how = f"an exchange has {schedule.tau} inner steps"
-    if schedule.overlap != "none":
-        how = f"an exchange has a whole period ({schedule.overlap})"
+    if schedule.round_overlap != "none":
+        how = f"an exchange has a whole period ({schedule.round_overlap})"
     elif not schedule.tau:
         how = "training waits for each exchange (tau 0)"
     caption = f"H = {H} inner steps, P = {schedule.P} fragments; {how}"

@@ -138,7 +138,7 @@ def report(
         tokens_per_step=parts.shape.tokens,
         flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
         tau=cfg.num_communication_overlapping_steps,
-        overlap=cfg.diloco_outer_overlap if exchanges else "",
+        overlap=cfg.diloco_round_overlap if exchanges else "",
         room=make_room(cfg, outer_state=exchanges, there=not (named and named.is_gpu)),
         ici={axis: size // dcn[axis] for axis, size in mesh.shape.items()},
         by_hosts=_by_hosts(cfg, parts, mesh),

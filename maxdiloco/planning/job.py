@@ -29,17 +29,24 @@ KEYS = {
     "num_diloco_fragments": "P",
     "num_nonlayer_fragments": "nonlayer",
     "num_communication_overlapping_steps": "tau",
-    "diloco_outer_overlap": "overlap",
+    "diloco_round_overlap": "overlap",
     "diloco_exchange_dtype": "wire",
     "diloco_outer_memory": "memory",
-    "diloco_exchange": "exchange",
+    "diloco_collective": "collective",
 }
 
 
 class Choice(NamedTuple):
-    """One way to synchronise. nonlayer: fragments of what belongs to no layer.
+    """One way to synchronise.
 
-    memory: where the outer state is kept. exchange: auto, gather or owners.
+    Attributes:
+      H, P, tau: inner steps between two sends of a fragment, fragments, overlap steps.
+      nonlayer: fragments of leaves that belong to no layer.
+      wire: wire format.
+      overlap: round overlap, one of schedule.ROUND_OVERLAPS.
+      streaming: enable_streaming_diloco.
+      memory: where the outer state is kept.
+      collective: auto, all_gather or reduce_scatter.
     """
 
     H: int
@@ -50,7 +57,7 @@ class Choice(NamedTuple):
     overlap: str
     streaming: bool
     memory: str = "device"
-    exchange: str = "auto"
+    collective: str = "auto"
 
     @property
     def mode(self) -> str:
@@ -62,7 +69,7 @@ class Choice(NamedTuple):
     @property
     def schedule(self) -> Schedule:
         """Its sends and applies."""
-        return Schedule(self.H, self.tau, offsets(self.P, self.H), overlap=self.overlap)
+        return Schedule(self.H, self.tau, offsets(self.P, self.H), self.overlap)
 
     def keys(self) -> dict[str, Any]:
         """The keys of a run."""
@@ -88,7 +95,7 @@ class Job(NamedTuple):
 
     mesh: of one replica a slice. per_slice, per_host: devices; a slice counts as a host where hosts
     are not known. num_replicas: of all slices. params, opt_state: of one replica,
-    ShapeDtypeStructs. tokens: of a step. carrier: program or host. chip: None without
+    ShapeDtypeStructs. tokens: of a step. transport: xla or host. chip: None without
     compile_topology.
     """
 
@@ -102,7 +109,7 @@ class Job(NamedTuple):
     params: Any
     opt_state: Any
     tokens: int
-    carrier: str
+    transport: str
     chip: Chip | None
 
     @property
@@ -175,9 +182,14 @@ def of(cfg: Config) -> Job:
         params=params,
         opt_state=opt_state,
         tokens=replicas * rows * cfg.max_target_length,
-        carrier=assemble.carrier(cfg.exchange_carrier, backend, joins_processes=True),
+        transport=_transport(cfg, replicas, slices, backend),
         chip=chip,
     )
+
+
+def _transport(cfg: Config, replicas: int, slices: int, backend: str) -> str:
+    settings = assemble.exchange_settings(cfg, replicas)
+    return settings.resolve(num_slices=slices, platform=backend, joins_processes=True).transport
 
 
 def _check(cfg: Config, slices: int) -> None:

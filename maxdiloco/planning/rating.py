@@ -1,5 +1,6 @@
 """The ways to synchronise that a plan looks at, what each costs on a link, which comes first."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -9,19 +10,13 @@ import jax
 
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
-from maxdiloco.diloco import outer
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.quantize import wire_format
-from maxdiloco.diloco.schedule import GATHER, OWNERS
-from maxdiloco.engine.arguments import refuses_owners
+from maxdiloco.diloco.schedule import ALL_GATHER, REDUCE_SCATTER
+from maxdiloco.engine import payload
 from maxdiloco.engine.calls import bytes_on_device, is_on_device
-from maxdiloco.engine.describe import in_flight
-from maxdiloco.engine.exchanges import CARRIERS, chunks_on_device
-from maxdiloco.engine.plans import plan_fragments
-from maxdiloco.engine.state import lay_out
-from maxdiloco.engine.trainer import ExchangeSettings
-from maxdiloco.exchange import payload
-from maxdiloco.flags import checks, config
+from maxdiloco.engine.layout import lay_out, plan_fragments, scatter_steps
+from maxdiloco.engine.settings import AUTO, HOST, RADIAL, XLA, ExchangeSettings
 from maxdiloco.parallel.mesh import devices_of_slice
 from maxdiloco.planning.forecast import Gap
 from maxdiloco.planning.job import Choice, Job
@@ -64,38 +59,52 @@ def families(job: Job, given: Collection[str]) -> list[list[Choice]]:
 
 
 def _exchanges(job: Job, given: Collection[str], choice: Choice) -> list[Choice]:
-    """With what diloco_exchange may be, auto first. Of two slices owners send as much or more, and
-    with some merges and wires they do not go.
+    """Return the choice with each collective, auto first.
+
+    With two slices reduce-scatter sends as much as all-gather or more, and some settings refuse it.
     """
-    refused = refuses_owners(job.cfg.diloco_merge, choice.wire)
-    if "diloco_exchange" in given or refused or job.slices < 3:
+    settings = settings_of(job, choice)
+    if "diloco_collective" in given or settings.no_reduce_scatter or job.slices < 3:
         return [choice]
-    auto = choice._replace(exchange="auto")
-    return [auto, auto._replace(exchange=GATHER if exchange(job, auto) == OWNERS else OWNERS)]
+    auto = choice._replace(collective=AUTO)
+    chosen = settings_of(job, auto).collective
+    return [auto, auto._replace(collective=ALL_GATHER if chosen != ALL_GATHER else REDUCE_SCATTER)]
 
 
-def exchange(job: Job, choice: Choice) -> str:
-    """gather or owners, of a choice."""
-    return assemble.exchange(
-        choice.exchange,
-        slots=job.slices,
-        merge=job.cfg.diloco_merge,
-        wire=choice.wire,
-        schedule=choice.schedule,
+def settings_of(job: Job, choice: Choice) -> ExchangeSettings:
+    """Return the exchange settings of a choice, without 'auto'."""
+    asked = assemble.exchange_settings(job.cfg, job.num_replicas)
+    wire = wire_format(choice.wire)
+    settings = dataclasses.replace(
+        asked,
+        sync_period=choice.H,
+        num_fragments=choice.P,
+        overlap_steps=choice.tau,
+        round_overlap=choice.overlap,
+        outer_lr=None,  # the default depends on the mode; it does not change the cost
+        exchange_dtype=choice.wire,
+        error_feedback=asked.error_feedback if wire.error else None,
+        collective=choice.collective,
+        transport=job.transport,
+        num_nonlayer_fragments=choice.nonlayer,
+        offsets=None,
+        outer_memory=choice.memory,
     )
+    return settings.resolve(num_slices=job.slices)
 
 
 def _modes(job: Job, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
     """(overlap, streaming, taus): exact DiLoCo, fragments with some overlap, eager.
 
     Eager updates do best on the whole model at once (arXiv 2502.12996, Table 3), and need a plain
-    mean: the trainer refuses them with diloco_merge=rda.
+    mean: the trainer refuses them with the radial-directional mean.
     """
     asked = job.asked
     fixed_tau = "num_communication_overlapping_steps" in given
     overlaps = [asked.overlap]
-    if "diloco_outer_overlap" not in given:
-        no_eager = (fixed_tau and asked.tau) or job.cfg.diloco_merge == "rda"
+    if "diloco_round_overlap" not in given:
+        no_eager = (fixed_tau and asked.tau) or job.cfg.diloco_aggregation == RADIAL
+        no_eager = no_eager or asked.collective == REDUCE_SCATTER
         overlaps = ["none"] if no_eager else ["none", "eager"]
     fixed_streaming = "enable_streaming_diloco" in given or "num_diloco_fragments" in given
     for overlap in overlaps:
@@ -136,9 +145,13 @@ class Step(NamedTuple):
 class Traffic(NamedTuple):
     """Bytes that a device sends in a period, for one replica to one other slice.
 
-    Of each fragment, and of each chunk that a period carries (program). shared: of those of each
-    fragment what owners send, `scatter_steps` steps after the rest; () without. alone: of the bytes
-    of a program those that no step hides.
+    Attributes:
+      fragments: of each fragment.
+      chunks: of each chunk that a program carries in a period (transport xla).
+      shared: reduce-scatter: the part of `fragments` that is means, sent `scatter_steps` steps
+        after the rest; () with all-gather.
+      alone: the part of the programs' bytes that no inner step hides.
+      scatter_steps: see engine.layout.scatter_steps.
     """
 
     fragments: tuple[int, ...]
@@ -172,46 +185,36 @@ class Rated(NamedTuple):
 
 
 def traffic(job: Job, choice: Choice) -> Traffic:
-    """The bytes that the trainer puts on the wire, as its table of fragments has them."""
+    """Return the bytes that the trainer sends, as its table of fragments has them."""
     specs = tuple(x.sharding.spec for x in jax.tree.leaves(job.params))
-    settings, layer_axis = _settings(job, choice), job.model.layer_axis
-    travel = plan_fragments(job.params, settings, layer_axis, specs, job.mesh, job.num_replicas)
-    plans, steps, owned = travel.plans, travel.scatter_steps, travel.plans[0].payload.owned
+    settings = settings_of(job, choice)
+    plans = plan_fragments(
+        job.params, settings, layer_axis=job.model.layer_axis, specs=specs, mesh=job.mesh
+    )
+    max_chunks = settings.schedule.max_chunks
+    steps = scatter_steps(max_chunks, [plan.payload for plan in plans])
 
     def of_device(bytes_of_slice):
         return bytes_of_slice // devices_of_slice(job.mesh)
 
-    if job.carrier == "host":
-        parts, shared = (
-            [(of_device(payload.sent_bytes(plan.payload, first)),) for plan in plans]
-            for first in (True, False)
-        )
+    if job.transport == HOST:
+        parts = [(of_device(payload.scattered_bytes(plan.payload)),) for plan in plans]
+        shared = [(of_device(payload.gathered_bytes(plan.payload)),) for plan in plans]
     else:
-        parts = [(of_device(travel.part_bytes(plan)),) * plan.scattered[0] for plan in plans]
-        shared = [(of_device(travel.chunk_bytes(plan)),) * plan.num_chunks for plan in plans]
+        parts = [
+            (of_device(plan.scatter_chunk_bytes),) * (plan.scatter.count if plan.scatter else 0)
+            for plan in plans
+        ]
+        shared = [(of_device(plan.gather_chunk_bytes),) * plan.gather.count for plan in plans]
     whole = tuple(sum(a) + sum(b) for a, b in zip(parts, shared, strict=True))
-    of_owners, chunks, alone = tuple(map(sum, shared)) if owned else (), [], ()
-    if job.carrier == "program" and travel.pieces:
+    means = tuple(map(sum, shared)) if settings.collective == REDUCE_SCATTER else ()
+    chunks, alone = [], ()
+    if job.transport == XLA and max_chunks:
         chunks = [*parts, *shared]
-        if steps == choice.schedule.max_chunks:  # none is left for what owners share
-            chunks, alone = parts, of_owners
+        if steps == max_chunks:  # no step is left for the means
+            chunks, alone = parts, means
     chunks = tuple(filter(None, itertools.chain(*chunks)))
-    return Traffic(whole, chunks, of_owners, alone, steps)
-
-
-def _settings(job: Job, choice: Choice) -> ExchangeSettings:
-    wire, wanted = wire_format(choice.wire), checks.FEEDBACK[job.cfg.diloco_error_feedback]
-    return ExchangeSettings(
-        sync_period=choice.H,
-        overlap_steps=choice.tau,
-        offsets=choice.schedule.offsets,
-        outer_overlap=choice.overlap,
-        exchange_dtype=choice.wire,
-        num_nonlayer_fragments=choice.nonlayer,
-        sequential_layers=job.cfg.use_sequential_layers,
-        error_feedback=wire.feedback if wanted is None else wanted and wire.error > 0,
-        exchange=exchange(job, choice),
-    )
+    return Traffic(whole, chunks, means, alone, steps)
 
 
 def exposed_s(
@@ -257,26 +260,19 @@ def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float
 
 
 def _memory(job: Job, choice: Choice, step: Step) -> int:
-    """Bytes of a device: the compiled step's, if there is one, and the rest of the state."""
-    cfg = config.with_replicas(job.cfg, job.num_replicas)
-    lr, momentum = cfg.diloco_outer_lr, cfg.diloco_outer_momentum
+    """Return the bytes of a device: the compiled step's, if there is one, and the other state."""
     layout = lay_out(
         job.params,
         job.opt_state,
-        _settings(job, choice),
+        settings_of(job, choice),
         layer_axis=job.model.layer_axis,
-        num_replicas=job.num_replicas,
         mesh=job.mesh,
-        optimizer=outer.outer_optimizer(cfg.diloco_outer_optimizer, lr=lr, momentum=momentum),
-        outer_memory=None if choice.memory == "device" else choice.memory,
     )
     state = layout.state
-    kept = [state.outer, state.outer_opt, state.residual, in_flight(state)]
+    kept = [state.outer, state.outer_opt, state.residual, state.in_flight]
     if not step.peak:
         kept += [state.params, state.opt_state]
-    on_device = [x for x in jax.tree.leaves(kept) if is_on_device(x)]
-    on_device += chunks_on_device(layout, CARRIERS[job.carrier].steps_on_device)
-    return step.peak + sum(map(bytes_on_device, on_device))
+    return step.peak + sum(map(bytes_on_device, filter(is_on_device, jax.tree.leaves(kept))))
 
 
 def utilisations(

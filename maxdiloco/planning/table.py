@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
-from maxdiloco.diloco.schedule import OWNERS
+from maxdiloco.diloco.schedule import REDUCE_SCATTER
 from maxdiloco.planning import forecast, rating
 from maxdiloco.planning.forecast import Case, Gap, Law
 from maxdiloco.planning.job import Choice, Job
@@ -79,9 +79,9 @@ class Plan(NamedTuple):
         micro_s = self.step.seconds / micro_batches
         return wait.data_parallel(job.model.spec.num_layers, count, micro_s, **link)
 
-    def has_owners(self, row: Rated) -> bool:
-        """Whether slices own parts of the fragments."""
-        return rating.exchange(self.job, row.choice) == OWNERS
+    def reduce_scatters(self, row: Rated) -> bool:
+        """Tell whether slices average parts of the fragments."""
+        return rating.settings_of(self.job, row.choice).collective == REDUCE_SCATTER
 
     def is_moved(self, row: Rated) -> bool:
         """Whether a choice fits the chip only with its outer state in host memory."""
@@ -126,7 +126,7 @@ def setting(plan: Plan) -> list[str]:
         f"replicas on {job.slices} slices of {where}",
         f"step: {span(plan.step.seconds)} without an exchange ({plan.step.origin}), {job.tokens:,} "
         f"tokens, {job.tokens / plan.step.seconds:,.0f} tokens/s",
-        f"link: {link}; exchange by {job.carrier}",
+        f"link: {link}; transport {job.transport}",
     ])  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
         choice.H,
         choice.P,
         choice.tau,
-        choice.wire + " owners" * plan.has_owners(row),
+        choice.wire + " rs" * plan.reduce_scatters(row),
         span(row.exposed_seconds_per_period),
         span(row.step_seconds),
         f"{row.utilisation:.1%}",
@@ -185,10 +185,10 @@ def _legend(plan: Plan) -> list[str]:
         + (" and latency" if plan.latency_s else ": no latency (latency_ms)")
         + ", no pack and merge."
     )
-    if any(map(plan.has_owners, plan.rows)):
+    if any(map(plan.reduce_scatters, plan.rows)):
         out.append(
-            "owners: a slice takes the mean of its part of a fragment for all, and so sends less "
-            "than with diloco_exchange=gather, see docs/concepts/wire-formats.md"
+            "rs: reduce-scatter: a slice averages a part of a fragment for all slices, so it sends "
+            "less than with diloco_collective=all_gather (docs/concepts/wire-formats.md)"
         )
     if any(map(plan.is_moved, plan.rows)):
         out.append(
@@ -258,7 +258,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "num_parameters": plan.job.num_parameters,
         "num_slices": plan.job.slices,
         "devices_per_slice": plan.job.per_slice,
-        "exchange_carrier": plan.job.carrier,
+        "diloco_transport": plan.job.transport,
         "plain_step_seconds": plan.step.seconds,
         "plain_step_origin": plan.step.origin,
         "dcn_bandwidth_gbps": plan.gbps,

@@ -1,9 +1,8 @@
 """From the config to the parts of a run: the one place that chooses the trainer.
 
-    # R replicas  B sequences per replica  L tokens
+# R replicas  B sequences per replica  L tokens
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,18 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.data.tokenizer import build
 from maxdiloco.data.tokenizer_base import Tokenizer
-from maxdiloco.diloco import outer
-from maxdiloco.diloco.schedule import GATHER, OWNERS, Schedule, offsets
-from maxdiloco.engine.arguments import refuses_owners
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
-from maxdiloco.engine.exchanges import CARRIERS
+from maxdiloco.engine.host_transfer import Mailbox
+from maxdiloco.engine.settings import HOST, ExchangeSettings
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, Sampler
-from maxdiloco.exchange.host import Mailbox
 from maxdiloco.flags import checks, config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.transformer import Model, count_parameters
@@ -34,9 +30,8 @@ from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.trainer import inner_step, island_settings, optimizer
 from maxdiloco.trainer.island_settings import Facts
+from maxdiloco.trainer.run_control import RunControl, StepControl
 
-# Slots from which on diloco_exchange=auto is owners: there a replica sends less with each wire.
-OWNERS_FROM = 4
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
 
@@ -66,6 +61,7 @@ class Parts(NamedTuple):
     model: Model
     learning_rate: Callable
     trainer: Trainer
+    control: RunControl
     shape: BatchShape
     batch: dict[str, jax.ShapeDtypeStruct]
     params: Any
@@ -115,6 +111,7 @@ def assemble(
         model=model,
         learning_rate=optimizer.learning_rate_schedule(cfg, total_steps),
         trainer=trainer,
+        control=trainer if checks.is_island(cfg) else StepControl(),
         shape=shape,
         batch=batch,
         params=params,
@@ -182,33 +179,40 @@ def baseline(cfg: config.Config) -> config.Config | None:
     return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
 
 
-def exchange(chosen: str, *, slots: int, merge: str, wire: str, schedule: Schedule) -> str:
-    """gather or owners: what diloco_exchange chooses for so many slots; see base.yml."""
-    if chosen != "auto":
-        return chosen
-    waits = schedule.max_chunks == 1  # the parts have that step, and the means none
-    return GATHER if slots < OWNERS_FROM or waits or refuses_owners(merge, wire) else OWNERS
-
-
-def carrier(chosen: str, platform: str, *, joins_processes: bool) -> str:
-    """program or host: what exchange_carrier chooses. XLA hides an exchange on TPU alone."""
-    if chosen != "auto":
-        return chosen
-    return "host" if platform != "tpu" and joins_processes else "program"
-
-
-def _carrier(cfg: config.Config, mesh: Mesh) -> tuple[str, bool]:
-    """The carrier, and whether slots of the mesh axis diloco are in different processes."""
-    slots = mesh.devices.reshape(mesh.shape["diloco"], -1)
-    joins = len({frozenset(device.process_index for device in slot) for slot in slots}) > 1
-    platform = mesh.devices.flat[0].platform
-    return carrier(cfg.exchange_carrier, platform, joins_processes=joins), joins
+def exchange_settings(cfg: config.Config, num_replicas: int) -> ExchangeSettings:
+    """Return the exchange settings of a run; 'auto' values stay."""
+    keys = config.with_replicas(cfg, num_replicas)
+    return ExchangeSettings(
+        num_replicas=num_replicas,
+        sync_period=cfg.diloco_sync_period,
+        num_fragments=cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1,
+        overlap_steps=cfg.num_communication_overlapping_steps,
+        alpha=cfg.communication_overlapping_alpha,
+        round_overlap=cfg.diloco_round_overlap,
+        outer_optimizer=cfg.diloco_outer_optimizer,
+        outer_lr=keys.diloco_outer_lr,
+        outer_momentum=keys.diloco_outer_momentum,
+        exchange_dtype=cfg.diloco_exchange_dtype,
+        error_feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
+        aggregation=cfg.diloco_aggregation,
+        collective=cfg.diloco_collective,
+        transport=cfg.diloco_transport,
+        sequential_layers=cfg.use_sequential_layers,
+        num_nonlayer_fragments=cfg.num_nonlayer_fragments,
+        outer_memory=cfg.diloco_outer_memory,
+    )
 
 
 def needs_bulk(cfg: config.Config, mesh: Mesh) -> bool:
-    """Whether outer gradients travel between processes in a mailbox with bulk."""
-    name, joins_processes = _carrier(cfg, mesh)
-    return cfg.enable_diloco and joins_processes and CARRIERS[name].through_mailbox
+    """Tell whether outer gradients travel between processes in a mailbox with bulk."""
+    slices = mesh.devices.reshape(mesh.shape["diloco"], -1)
+    joins = len({frozenset(device.process_index for device in each) for each in slices}) > 1
+    if not (cfg.enable_diloco and joins):
+        return False
+    settings = exchange_settings(cfg, batch_shape(cfg, mesh).num_replicas)
+    platform = mesh.devices.flat[0].platform
+    settings = settings.resolve(num_slices=len(slices), platform=platform, joins_processes=joins)
+    return settings.transport == HOST
 
 
 def most_bytes(parts: Parts) -> int:
@@ -216,49 +220,17 @@ def most_bytes(parts: Parts) -> int:
     return 12 * count_parameters(parts.model) * parts.shape.num_replicas + 2**20
 
 
-def _diloco(cfg, mesh, model, step, fresh, facts, options) -> DiLoCo:
-    overlap, feedback = cfg.num_communication_overlapping_steps, cfg.diloco_error_feedback
-    make = DiLoCo
-    cfg = config.with_replicas(cfg, options["num_replicas"])
+def _diloco(cfg, mesh, model, step, fresh, facts, options) -> Trainer:
+    options = options | {"mesh": mesh, "layer_axis": model.layer_axis}
+    num_replicas = options.pop("num_replicas")
     if checks.is_island(cfg):
-        # Here: other runs start without it.
-        from maxdiloco.trainer import on_islands
+        # Imported here: other runs start without it.
+        from maxdiloco.trainer.island_trainer import IslandTrainer
 
-        settings = island_settings.of(cfg, facts)
-        make = functools.partial(on_islands.OnIslands, settings=settings, fresh=fresh)
-        overlap, feedback = 0, "never"  # its log has both
-    P = cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1
-    H, when = cfg.diloco_sync_period, cfg.diloco_outer_overlap
-    return make(
-        step,
-        sync_period=H,
-        num_fragments=P,
-        overlap_steps=overlap,
-        alpha=cfg.communication_overlapping_alpha,
-        outer_optimizer=outer.outer_optimizer(
-            cfg.diloco_outer_optimizer,
-            lr=cfg.diloco_outer_lr,
-            momentum=cfg.diloco_outer_momentum,
-        ),
-        outer_overlap=when,
-        exchange_dtype=cfg.diloco_exchange_dtype,
-        error_feedback=checks.FEEDBACK[feedback],
-        merge=cfg.diloco_merge,
-        exchange=exchange(
-            cfg.diloco_exchange,
-            slots=mesh.shape["diloco"],
-            merge=cfg.diloco_merge,
-            wire=cfg.diloco_exchange_dtype,
-            schedule=Schedule(H, overlap, offsets(P, H), when),
-        ),
-        sequential_layers=cfg.use_sequential_layers,
-        num_nonlayer_fragments=cfg.num_nonlayer_fragments,
-        layer_axis=model.layer_axis,
-        mesh=mesh,
-        outer_memory=cfg.diloco_outer_memory,
-        exchange_carrier=_carrier(cfg, mesh)[0],
-        **options,
-    )
+        settings = island_settings.of(config.with_replicas(cfg, num_replicas), facts)
+        exchange = exchange_settings(cfg, num_replicas)
+        return IslandTrainer(step, exchange, settings=settings, fresh=fresh, **options)
+    return DiLoCo.from_settings(step, exchange_settings(cfg, num_replicas), **options)
 
 
 def _init_program(cfg, trainer, model, inner_optimizer) -> Program:
@@ -309,7 +281,7 @@ def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, An
 def with_learning_rate(parts: Parts, batch: dict[str, jax.Array], t: int) -> dict[str, jax.Array]:
     """The batch of step t with the learning rate of that step."""
     like = parts.batch["learning_rate"]
-    rate = parts.trainer.learning_rate(parts.learning_rate, t)
+    rate = parts.control.learning_rate(parts.learning_rate, t)
     rate_R1 = np.full(like.shape, rate)
     array = jax.make_array_from_callback(like.shape, like.sharding, lambda part: rate_R1[part])
     return batch | {"learning_rate": array}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from maxdiloco.exchange.host import Mailbox
+from maxdiloco.engine.host_transfer import Mailbox
 from maxdiloco.islands import core, rules
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import DONE
@@ -109,9 +109,7 @@ class Processes:
         else:
             self.told()
 
-    def ranges(
-        self, step: int, find: Callable[[int], Ranges], over: Callable[[], bool]
-    ) -> Ranges:
+    def ranges(self, step: int, find: Callable[[int], Ranges], over: Callable[[], bool]) -> Ranges:
         """What process 0 finds for a step; nothing once no step follows. For readers, any thread.
 
         over: whether none does.

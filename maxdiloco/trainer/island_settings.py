@@ -21,7 +21,7 @@ _MOST_TEXT = 240  # characters of a text in run.json
 _KEYS = MappingProxyType({
     "wire": "diloco_exchange_dtype",
     "wire_down": "diloco_exchange_dtype",
-    "merge": "diloco_merge",
+    "aggregation": "diloco_aggregation",
     "outer_optimizer": "diloco_outer_optimizer",
     "outer_lr": "diloco_outer_lr",
     "outer_momentum": "diloco_outer_momentum",
@@ -45,7 +45,7 @@ _REMEDY_OF_OTHERS = (
     "These are fingerprints of more keys than fit here: set those of the model and the data, after "
     "the ones that are equal, as the others have them"
 )
-# The mean of a record is sent in eight bits at least, as owners send theirs.
+# The mean of a record is sent in eight bits at least, as with reduce-scatter.
 _DOWN = MappingProxyType(dict.fromkeys(("float4_e3m0", "int2", "topk"), "int8"))
 _CORRECTED = ("int2", "topk")  # wires that need error feedback, as diloco.quantize has it
 # What the first island of a run decides for all, as they may differ in batch and steps.
@@ -89,7 +89,7 @@ def of(cfg: Config, facts: Facts | None) -> Settings:
         data=_text(_data(cfg, facts)),
         wire=wire,
         wire_down=_DOWN.get(wire, wire),
-        merge=cfg.diloco_merge,
+        aggregation=cfg.diloco_aggregation,
         outer_optimizer=cfg.diloco_outer_optimizer,
         outer_lr=cfg.diloco_outer_lr,
         outer_momentum=cfg.diloco_outer_momentum,
@@ -156,7 +156,7 @@ def _text(values: Mapping[str, object]) -> str:
     if len(text) <= _MOST_TEXT:
         return text
     whole = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return f"{text[:_MOST_TEXT - 40].rpartition(' ')[0]} {_OTHERS}={whole}"
+    return f"{text[: _MOST_TEXT - 40].rpartition(' ')[0]} {_OTHERS}={whole}"
 
 
 def adopted(own: Run, stored: Run, url: str, step_tokens: int) -> Run:

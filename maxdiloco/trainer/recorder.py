@@ -70,7 +70,7 @@ class Recorder:
         self._metrics |= parts.monitor.take_row(len(steps))
         sent = sum(map(parts.trainer.bytes_sent, steps)) / len(steps)
         self._values |= {"dcn/bytes_sent": sent} | parts.trainer.extra_metrics(state)
-        self._values["learning/lr"] = parts.trainer.learning_rate(parts.learning_rate, t)
+        self._values["learning/lr"] = parts.control.learning_rate(parts.learning_rate, t)
         self._values |= self._data_metrics(t)
         self._values |= performance(
             step_time=self._clock.lap(t),
@@ -87,7 +87,7 @@ class Recorder:
         self._check(state, together=True)
         with self._clock.excluded():
             parts = self._parts
-            theta = parts.trainer.evaluated.of(state)
+            theta = parts.trainer.evaluated.read(state)
             totals = {name: parts.evaluation(theta, text) for name, text in held_out.items()}
             first = next(iter(totals))
             for name in totals:
@@ -115,7 +115,8 @@ class Recorder:
         with self._clock.excluded():
             trainer = self._parts.trainer
             saved_state.require_finite(trainer, state)
-            items, note = trainer.saved_items(state), self._note | trainer.note(state)
+            items, metadata = trainer.checkpoint(state)
+            note = self._note | metadata
             note["since_row"] = {"row": self._logged, **self._parts.monitor.sums()}
             self.rows.write_all()  # a checkpoint on the disk has its rows there too
             if self._writer is not None:

@@ -1,6 +1,6 @@
 """How a run begins: from nothing, from where it stopped, or from another run's checkpoint.
 
-    # R replicas
+# R replicas
 """
 
 import functools
@@ -194,7 +194,7 @@ def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | N
     else:
         # By its path: the other run may have saved a newer checkpoint meanwhile.
         restored = read.restore_from(start.saved.path, abstract_of, key="load_full_state_path")
-    return trainer.reading(layout).state_of(restored.items, t=restored.step)
+    return trainer.restore_plan(layout).state_of(restored.items, t=restored.step)
 
 
 def meet(state: Any, say: Callable[[str], None]) -> int:
@@ -225,7 +225,7 @@ def changes(
         stored, before = saved.meta["config"], saved.meta["schedule_steps"]
         old = config.from_dict(stored)
         lines += resume.change_lines(stored, cfg.as_dict())
-        lines += parts.trainer.reading(_layout(cfg, saved)).lines(saved.step)
+        lines += parts.trainer.restore_plan(_layout(cfg, saved)).lines(saved.step)
         if not checks.is_island(cfg):  # there the rate goes by the log
             lines += rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps)
     parts = (part for line in lines for part in console.fit(line, console.WIDTH).split("\n"))
@@ -265,7 +265,7 @@ def history_of(
         "processes": jax.process_count(),
         "devices": parts.mesh.size,
         "replicas": trainer.num_replicas,
-        "owners": trainer.description.owners,
+        "reduce_scatter": trainer.description.reduce_scatter,
         "bytes_sent": [trainer.bytes_sent(t) for t in period],
     }
     return line_files.History(folder, facts)

@@ -1,6 +1,6 @@
 """A training run: from the config to the exit code.
 
-    # R replicas  B sequences per replica  L tokens
+# R replicas  B sequences per replica  L tokens
 """
 
 import functools
@@ -119,9 +119,9 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
         fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
         clock.lap("compile")
         state = fresh[0] if fresh else start.load(chosen, parts, begin, checkpointer)
-        done, state = start.meet(state, say), trainer.join(state)
+        done, state = start.meet(state, say), parts.control.join(state)
         clock.lap("restore")
-        if trainer.ended():
+        if parts.control.ended():
             say(f"nothing to do: {trainer.closing_line(state).removeprefix('done: ')}")
             return 0
         preemption = stack.enter_context(Preemption(say))
@@ -132,9 +132,9 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
                 room.watch.before_end(history.end)
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
         stack.enter_context(console.progress(first_step=done, total_steps=length))
-        steps, text = range(done + 1, (length or checks.LARGEST) + 1), trainer.reads(text)
+        steps, text = range(done + 1, (length or checks.LARGEST) + 1), parts.control.reads(text)
         batches = stack.enter_context(_open_batches(cfg, parts, text, begin.position, steps))
-        stack.callback(trainer.leave)
+        stack.callback(parts.control.leave)
         profiled = stack.enter_context(profile(folder, _profiled_steps(cfg, done)))
         recorder = Recorder(
             parts,
@@ -154,10 +154,10 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
             if t == steps.start:
                 _started(clock, metrics, checkpointer, writer, say)
             parts.monitor.add(t, metrics)
-            last = t == length or trainer.ended()
+            last = t == length or parts.control.ended()
             if last or t % cfg.log_period == 0:
                 recorder.log(t, state)
-            if held_out and (last or trainer.evaluates(t, cfg.eval_interval)):
+            if held_out and (last or parts.control.evaluates(t, cfg.eval_interval)):
                 recorder.evaluate(t, state, held_out)
             console.advance()
             recorder.write(t)

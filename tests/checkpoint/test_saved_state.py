@@ -38,7 +38,7 @@ def trained(M, steps, **options):
 
 
 def layout_of(source, state):
-    return SavedLayout(**source.note(state), same_rules=True)
+    return SavedLayout(**source.checkpoint(state)[1], same_rules=True)
 
 
 def moved(folder, source, state, target):
@@ -49,19 +49,19 @@ def moved(folder, source, state, target):
 
 def save(folder, trainer, state):
     with Checkpointer(folder, max_to_keep=1, use_async=False) as checkpointer:
-        checkpointer.save(state.t, trainer.saved_items(state), trainer.note(state))
+        checkpointer.save(state.t, trainer.checkpoint(state)[0], trainer.checkpoint(state)[1])
 
 
 def read(folder, trainer, layout):
     with Checkpointer(folder, max_to_keep=1) as checkpointer:
         restored = checkpointer.restore(lambda meta: saved_state.abstract_items(trainer, layout))
-    return trainer.reading(layout).state_of(restored.items, t=restored.step)
+    return trainer.restore_plan(layout).state_of(restored.items, t=restored.step)
 
 
 def test_eager_history_restarts_with_another_M(tmp_path):
     """theta is per replica: replica r takes that of old r mod M; what was in flight is zeros."""
-    algorithm, state = trained(2, 5, outer_overlap="eager")
-    larger, _ = trained(4, 0, outer_overlap="eager")
+    algorithm, state = trained(2, 5, round_overlap="eager")
+    larger, _ = trained(4, 0, round_overlap="eager")
     back = moved(tmp_path, algorithm, state, larger)
     np.testing.assert_array_equal(back.outer["w"][3], state.outer["w"][1])
     assert any(np.asarray(x).any() for x in jax.tree.leaves(state.incoming))
@@ -72,13 +72,13 @@ def test_eager_history_restarts_with_another_M(tmp_path):
 def test_a_state_saved_before_a_diagnostic_was_added_is_restored(tmp_path, missing):
     """To the bit in all else; the diagnostic itself begins at zero. None: all of them are new."""
     algorithm, state = trained(2, 5)
-    items = algorithm.saved_items(state)
+    items = algorithm.checkpoint(state)[0]
     if missing is None:
         del items["diagnostics"]
     else:
         del items["diagnostics"][missing]
     with Checkpointer(tmp_path, max_to_keep=1, use_async=False) as checkpointer:
-        checkpointer.save(state.t, items, algorithm.note(state))
+        checkpointer.save(state.t, items, algorithm.checkpoint(state)[1])
     back = read(tmp_path, algorithm, layout_of(algorithm, state))
     named = dict.fromkeys(["sizes", "update_ratio", "bad"] if missing is None else [missing])
     zero = {name: jax.tree.map(jnp.zeros_like, vars(state)[name]) for name in named}
@@ -217,34 +217,34 @@ def test_the_log_names_the_fragments_that_were_dropped(mesh_of):
 
     def sent(trainer, layout):
         return re.findall(
-            r"(\d) \(sent after step (\d)\)", " ".join(trainer.reading(layout).lines(8))
+            r"(\d) \(sent after step (\d)\)", " ".join(trainer.restore_plan(layout).lines(8))
         )
 
     assert sent(target, layout) == [("0", "6"), ("1", "8")]
-    assert source.reading(layout).lines(8) == []
+    assert source.restore_plan(layout).lines(8) == []
     assert sent(source, layout._replace(same_rules=False)) == [("0", "6"), ("1", "8")]
     assert sent(target, layout._replace(dropped_until=6)) == [("1", "8")]
     assert sent(target, layout._replace(dropped_until=8)) == []
-    assert "replicas 2 -> 4" in target.reading(layout).lines(8)[0]
+    assert "replicas 2 -> 4" in target.restore_plan(layout).lines(8)[0]
 
 
 def test_the_log_names_the_replicas_whose_work_is_lost(mesh_of):
     """Fragment 0 was first sent after step 6. With H=3 all is merged after step 3."""
     source, state = streaming(2, mesh_of(2, 1, 2))
     fewer, _ = streaming(1, mesh_of(1, 1, 2))
-    first, _ = fewer.reading(layout_of(source, state)).lines(8)
+    first, _ = fewer.restore_plan(layout_of(source, state)).lines(8)
     assert "replicas 2 -> 1" in first and "replica 1 up to 8 steps ago" in first
     plain, state = trained(4, 0)
     one, _ = trained(1, 0)
-    (line,) = one.reading(layout_of(plain, state)).lines(3)
+    (line,) = one.restore_plan(layout_of(plain, state)).lines(3)
     assert "replicas 1 to 3" in line and "ago" not in line
-    (line,) = one.reading(layout_of(plain, state)).lines(4)
+    (line,) = one.restore_plan(layout_of(plain, state)).lines(4)
     assert "replicas 1 to 3 up to 1 step ago" in line
 
 
 def test_an_eager_run_is_read_as_its_mean_and_resumes_without(tmp_path):
     """In float32, then rounded. Control: the two thetas differ."""
-    algorithm, state = trained(2, 5, sync_period=2, outer_overlap="eager")
+    algorithm, state = trained(2, 5, sync_period=2, round_overlap="eager")
     w_R = np.asarray(state.outer["w"])
     assert np.any(w_R[0] != w_R[1])
     mean = (w_R[0] + w_R[1]) / np.float32(2)
@@ -262,7 +262,7 @@ def test_an_eager_run_is_read_as_its_mean_and_resumes_without(tmp_path):
         tmp_path, lambda meta: saved_state.abstract_items(target, layout(meta)), key="RUN"
     )
     assert "outer_params" not in restored.items
-    back = target.reading(layout(restored.meta)).state_of(restored.items, t=5)
+    back = target.restore_plan(layout(restored.meta)).state_of(restored.items, t=5)
     np.testing.assert_array_equal(back.outer["w"], mean)
 
 

@@ -52,7 +52,7 @@ def test_the_eager_mean_adds_the_own_term_in_its_slot():
     """Replica 2 of 4 in float32: ((1e8 + 1) - 1e8) + 1 = 1; own term first would give 0 or 2. Its
     own stale 7 is unused."""
     stale, own = jnp.array([[1e8], [1.0], [7.0], [1.0]], f32), jnp.array([-1e8], f32)
-    mean, _ = outer.ordered_mean(lambda r: (outer.own_fresh(stale[r], own, r, 2), ()), 4)
+    mean, _ = outer.ordered_mean(lambda r: (outer.eager_own_term(stale[r], own, r, 2), ()), 4)
     assert mean.tolist() == [0.25]
 
 

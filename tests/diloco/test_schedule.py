@@ -16,7 +16,7 @@ def schedules(draw):
     """Any H up to 24, P, tau or outer overlap, default or explicit offsets."""
     H = draw(st.integers(1, 24))
     P = draw(st.integers(1, min(H, 8)))
-    overlap = draw(st.sampled_from(schedule.OVERLAPS))
+    overlap = draw(st.sampled_from(schedule.ROUND_OVERLAPS))
     tau = draw(st.integers(0, H - 1)) if overlap == "none" else 0
     chosen = offsets(P, H)
     if draw(st.booleans()):
@@ -37,7 +37,7 @@ def brute_sends(s, steps):
 
 
 def brute_lag(s):
-    return s.tau if s.overlap == "none" else s.H
+    return s.tau if s.round_overlap == "none" else s.H
 
 
 def in_flight(s, sent, t):
@@ -71,7 +71,7 @@ def test_overlap_longer_than_the_gap_holds_several_fragments():
     assert s.ages(8) == (8, 6, 8)
     for dropped, merged in ((0, [7, 9, 11]), (4, [11])):
         found = {t: s.actions(t, dropped_until=dropped) for t in range(5, 12)}
-        assert [t for t in found if any(a.program == schedule.MERGE for a in found[t])] == merged
+        assert [t for t in found if any(a.name == schedule.MERGE for a in found[t])] == merged
 
 
 @settings(max_examples=150)
@@ -94,7 +94,7 @@ def test_events_are_those_of_the_contract_and_one_send_at_a_time_is_carried(s):
         assert [key(e) for e in s.sends(t)] == now
         assert {p for p in range(s.P) if s.is_sent(p, t)} == {p for _, p, _ in now}
         due = [x for x in sent if x[0] + brute_lag(s) == t]
-        if s.overlap != "none":  # the first send of a fragment calls the outer optimizer too
+        if s.round_overlap != "none":  # the first send of a fragment calls the outer optimizer too
             due += [(t - s.H, p, 0) for step, p, n in sent if step == t and n == 1]
         assert [key(e) for e in s.applies(t)] == due
 
@@ -115,8 +115,9 @@ def test_actions_are_the_inner_step_then_sends_then_applies(s, data):
         else:
             send, chunk = carried
             assert inner == Action(schedule.INNER_EXCHANGE, send.fragment, send.slot, chunk)
-        if s.overlap != "none":
-            wanted = [Action(schedule.OUTER_STEP, e.fragment, e.slot) for e in s.sends(t)]
+        if s.round_overlap != "none":
+            name = schedule.DELAYED_STEP if s.round_overlap == "delayed" else schedule.EAGER_STEP
+            wanted = [Action(name, e.fragment, e.slot) for e in s.sends(t)]
         elif s.tau == 0:
             wanted = [Action(schedule.SYNCHRONISE, e.fragment) for e in s.sends(t)]
         else:
@@ -129,25 +130,42 @@ def test_parts_go_to_their_owners_before_the_means_come_back():
     """H=8, P=2, tau=4 by hand: 4 steps, of which 1 brings the parts of the fragment sent at 4 and 2
     those of the one sent at 8; the last of 2 steps of means is left out. Dropped: nothing to
     reduce."""
-    s = Schedule(8, 4, offsets(2, 8), num_chunks=(2, 1), scatter_steps=2, num_scattered=(2, 1))
+    s = Schedule(8, 4, offsets(2, 8), num_chunks=(2, 1), scatter_steps=2, num_scatter_chunks=(2, 1))
     assert (s.max_chunks, s.share_steps, s.slots) == (4, 2, 1)
     inner, A = Action(schedule.INNER), Action
     assert [s.actions(t) for t in range(4, 13)] == [
         (inner, A(schedule.PACK, 1)),
-        (A(schedule.SCATTER, 1, chunk=0),),
+        (A(schedule.INNER_SCATTER, 1, chunk=0),),
         (inner, A(schedule.REDUCE, 1)),
-        (A(schedule.SHARE, 1, chunk=0),),
+        (A(schedule.INNER_SHARE, 1, chunk=0),),
         (inner, A(schedule.PACK, 0), A(schedule.MERGE, 1)),
-        (A(schedule.SCATTER, 0, chunk=0),),
-        (A(schedule.SCATTER, 0, chunk=1), A(schedule.REDUCE, 0)),
-        (A(schedule.SHARE, 0, chunk=0),),
-        (A(schedule.SHARE, 0, chunk=1), A(schedule.PACK, 1), A(schedule.MERGE, 0)),
+        (A(schedule.INNER_SCATTER, 0, chunk=0),),
+        (A(schedule.INNER_SCATTER, 0, chunk=1), A(schedule.REDUCE, 0)),
+        (A(schedule.INNER_SHARE, 0, chunk=0),),
+        (A(schedule.INNER_SHARE, 0, chunk=1), A(schedule.PACK, 1), A(schedule.MERGE, 0)),
     ]
     assert s.actions(6, dropped_until=5) == (inner,)
-    one = dataclasses.replace(s, tau=1, scatter_steps=1, num_chunks=None, num_scattered=None)
+    one = dataclasses.replace(s, tau=1, scatter_steps=1, num_chunks=None, num_scatter_chunks=None)
     assert one.share_steps == 0
-    parts = A(schedule.SCATTER, 1, chunk=0)
-    assert one.actions(5) == (parts, A(schedule.REDUCE, 1), A(schedule.MERGE, 1))
+    parts = A(schedule.INNER_SCATTER, 1, chunk=0)
+    fused, apart = schedule.REDUCE_AND_SHARE, schedule.REDUCE
+    assert one.actions(5) == (parts, A(fused, 1), A(schedule.MERGE, 1))
+    host = dataclasses.replace(one, in_programs=False)
+    assert host.actions(5) == (inner, A(apart, 1), A(schedule.MERGE, 1))
+
+
+def test_a_transport_outside_programs_has_no_chunks_and_no_fused_exchange():
+    """tau = 0: pack, merge; with reduce-scatter a reduction between them."""
+    s = Schedule(4, 0, (0,), in_programs=False)
+    pack, merge, reduce = (Action(n, 0) for n in (schedule.PACK, schedule.MERGE, schedule.REDUCE))
+    assert s.actions(4) == (Action(schedule.INNER), pack, merge)
+    scattered = dataclasses.replace(s, collective=schedule.REDUCE_SCATTER)
+    assert scattered.actions(4) == (Action(schedule.INNER), pack, reduce, merge)
+    tau_1 = dataclasses.replace(s, tau=1)
+    assert [tau_1.actions(t) for t in (4, 5)] == [
+        (Action(schedule.INNER), pack),
+        (Action(schedule.INNER), merge),
+    ]
 
 
 @settings(max_examples=150)
@@ -157,7 +175,7 @@ def test_slots_are_as_few_as_possible_and_never_shared(s):
     steps = 4 * s.H
     sent = brute_sends(s, steps)
     assert s.slots == max(len(in_flight(s, sent, t)) for t in range(1, steps + 1))
-    if s.overlap == "none":
+    if s.round_overlap == "none":
         assert (s.slots == 0) == (s.tau == 0)
     else:
         assert s.slots == s.P
@@ -198,7 +216,7 @@ def test_pending_and_ages_follow_from_the_events(s, dropped_until):
             assert s.ages(t, dropped_until=dropped_until) == tuple(t - kept[p] for p in range(s.P))
 
 
-GOOD = {"H": 10, "P": 2, "tau": 3, "offsets": (0, 5), "overlap": "none"}
+GOOD = {"H": 10, "P": 2, "tau": 3, "offsets": (0, 5), "round_overlap": "none"}
 
 
 @pytest.mark.parametrize(
@@ -212,9 +230,9 @@ GOOD = {"H": 10, "P": 2, "tau": 3, "offsets": (0, 5), "overlap": "none"}
         ({"P": 11}, "num_fragments=11"),
         ({"tau": 10}, "overlap_steps=10"),
         ({"tau": -1}, "overlap_steps=-1"),
-        ({"overlap": "late"}, "outer_overlap='late'"),
-        ({"overlap": "eager"}, "overlap_steps=3"),
-        ({"overlap": "delayed"}, "outer_overlap=delayed"),
+        ({"round_overlap": "late"}, "round_overlap='late'"),
+        ({"round_overlap": "eager"}, "overlap_steps=3"),
+        ({"round_overlap": "delayed"}, "round_overlap=delayed"),
         ({"offsets": (0,)}, r"offsets=\(0,\)"),
         ({"offsets": (0, 0.5)}, r"offsets=\(0, 0.5\)"),
         ({"offsets": (1, 11)}, r"offsets=\(1, 11\)"),

@@ -48,42 +48,42 @@ def cases():
 @pytest.mark.parametrize("wire", WIRES)
 def test_bytes_sent_is_what_the_compiled_exchange_moves(cases, wire, M, axis):
     """All-gathers across slices alone, M of devices 4 m to 4 m + 3: of device i of every slice.
-    Sends at 2, 4 and 6, the last of which needs one short chunk: of steps 7 to 12 all but the
-    eighth carry one. Each byte of a payload leaves a slice once for every other slice, of leaves
+    Sends at 2, 4 and 6, the last of which needs one chunk: of steps 7 to 12 all but the eighth
+    carry one. Each byte of a payload leaves a slice once for every other slice, of leaves
     that four devices hold alike (data) and of leaves they share (fsdp)."""
     found = cases[M, axis, wire]
     across = [[4 * m + i for m in range(M)] for i in range(4)]
     assert (found["kinds"], found["groups"]) == (["all-gather"], [across])
     sent = found["of_slice"]
-    assert found["bytes_sent"] == [sent["short"], 0, *[sent["long"]] * 4]
+    assert found["bytes_sent"] == [sent, 0, *[sent] * 4]
     tile = 4 * 1024 * ITEM[wire] * (M - 1)  # on each device of a slice
-    few = wire in ("int2", "topk")  # too few bytes for a second length of chunks
-    assert sent["short"] == (sent["long"] if few else tile)
     payload = LARGEST * BYTES[wire] * (M - 1)
-    assert payload <= 2 * sent["long"] <= payload + 2 * tile  # two chunks, both rounded up
+    assert payload <= 2 * sent <= payload + 2 * tile  # two chunks, both rounded up
     assert payload > tile  # else four times the payload would pass for rounding
 
 
-@pytest.mark.parametrize("carrier", ["program", "host"])
+@pytest.mark.parametrize("carrier", ["xla", "host"])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("slots", "parameter"), [(2, 0.75), (4, 1.125), (8, 1.3125)])
-def test_owners_send_half_a_byte_there_and_one_back(devices, slots, parameter, replicas, carrier):
+def test_reduce_scatter_sends_half_a_byte_there_and_one_back(
+    devices, slots, parameter, replicas, carrier
+):
     """(M-1)/M of a parameter, for one replica a slot; two share what their slot sends back. Scales
     and padding are 2 % of it at most. Control: to gather (M-1)/2, more from four slots on."""
     mesh = jax.sharding.Mesh(np.array(devices[:slots]), ("diloco",))
     like = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     params = {"w": jax.ShapeDtypeStruct((3, 1 << 20), np.float32, sharding=like)}
-    options = dict(exchange_dtype="float4_e3m0", exchange_carrier=carrier, mesh=mesh)
+    options = dict(exchange_dtype="float4_e3m0", transport=carrier, mesh=mesh)
     options |= dict(num_replicas=replicas * slots, sync_period=10, overlap_steps=5)
     sent, values = {}, 3 << 20
-    for exchange in ("owners", "gather"):
-        algorithm = DiLoCo(lambda p, o, b: (p, o, {}), exchange=exchange, **options)
+    for exchange in ("reduce_scatter", "all_gather"):
+        algorithm = DiLoCo(lambda p, o, b: (p, o, {}), collective=exchange, **options)
         algorithm.bind(params, ())
         sent[exchange] = sum(algorithm.bytes_sent(t) for t in range(21, 31)) / values
         algorithm.close()
     wanted = parameter * (0.5 + 1 / replicas) / 1.5
-    assert wanted <= sent["owners"] <= 1.02 * wanted
-    assert (slots - 1) / 2 <= sent["gather"] <= 1.02 * (slots - 1) / 2
+    assert wanted <= sent["reduce_scatter"] <= 1.02 * wanted
+    assert (slots - 1) / 2 <= sent["all_gather"] <= 1.02 * (slots - 1) / 2
 
 
 @pytest.mark.parametrize("slices, micro_batches", [full(2, 1), (4, 2)])

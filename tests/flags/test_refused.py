@@ -84,7 +84,7 @@ FIVE diloco_sync_period=4 | num_diloco_fragments diloco_sync_period
 num_diloco_fragments=6 STREAMING | num_diloco_fragments num_nonlayer_fragments
 num_nonlayer_fragments=2 num_diloco_fragments=2 STREAMING | num_nonlayer_fragments
 num_nonlayer_fragments=3 FIVE vocab_size=2 SYNTHETIC | num_nonlayer_fragments vocab_size
-num_communication_overlapping_steps=1 EAGER | diloco_outer_overlap
+num_communication_overlapping_steps=1 EAGER | diloco_round_overlap
 load_parameters_path=a load_full_state_path=b | load_parameters_path load_full_state_path
 num_diloco_replicas=3 SLOTS | num_diloco_replicas
 # evaluation
@@ -140,8 +140,8 @@ wsd_decay_steps_fraction=0.2 | wsd_decay_steps_fraction
 warmup_steps_fraction=0.5 WSD wsd_decay_steps_fraction=0.6 | warmup_steps_fraction
 # exchanges
 diloco_error_feedback=always | diloco_error_feedback diloco_exchange_dtype
-diloco_merge=rda EAGER | diloco_merge diloco_outer_overlap
-diloco_merge=rda enable_diloco=false | diloco_merge enable_diloco
+diloco_aggregation=radial_directional_mean EAGER | diloco_aggregation diloco_round_overlap
+diloco_aggregation=radial_directional_mean enable_diloco=false | diloco_aggregation enable_diloco
 # islands
 island=a | island islands
 islands=elastic island=a | islands islands_store
@@ -151,10 +151,10 @@ ISLAND enable_diloco=false | islands enable_diloco
 ISLAND num_diloco_replicas=2 | islands island num_diloco_replicas
 ISLAND dcn_diloco_parallelism=2 | islands dcn_diloco_parallelism island
 ISLAND ici_diloco_parallelism=2 | islands ici_diloco_parallelism island
-ISLAND diloco_outer_overlap=delayed | islands diloco_outer_overlap
-ISLAND diloco_exchange=owners | islands diloco_exchange
-ISLAND exchange_carrier=host | islands exchange_carrier
-ISLAND EAGER | islands diloco_outer_overlap
+ISLAND diloco_round_overlap=delayed | islands diloco_round_overlap
+ISLAND diloco_collective=reduce_scatter | islands diloco_collective
+ISLAND diloco_transport=host | islands diloco_transport
+ISLAND EAGER | islands diloco_round_overlap
 ISLAND diloco_outer_optimizer=adam | islands diloco_outer_optimizer
 ISLAND load_full_state_path=a | islands load_parameters_path load_full_state_path
 ISLAND grain_worker_count=1 | islands grain_worker_count
@@ -208,7 +208,7 @@ SHORT = {
     "FIVE": "num_diloco_fragments=5 enable_streaming_diloco=true",
     "SLOTS": "dcn_diloco_parallelism=2 ici_diloco_parallelism=1",
     "SYNTHETIC": "dataset_type=synthetic",
-    "EAGER": "diloco_outer_overlap=eager",
+    "EAGER": "diloco_round_overlap=eager",
     "ISLAND": "islands=elastic islands_store=a island=a",
     "WINDOW": "sliding_window_size=8",
     "ODD": "kv_lora_rank: 4, qk_nope_head_dim: 9, qk_rope_head_dim: 7, v_head_dim: 4",
@@ -233,8 +233,8 @@ OUTSIDE = """
     jax_distributed_initialization_timeout=0
     dtype=bf16 weight_dtype=float16 attention=flush remat_policy=minimum matmul_precision=low
     opt_type=adam lr_schedule_type=linear norm_placement=peri diloco_outer_optimizer=nestrov
-    diloco_outer_overlap=early diloco_exchange_dtype=fp4 diloco_outer_memory=host
-    diloco_merge=median diloco_error_feedback=on dataset_type=grains tokenizer_type=bytes
+    diloco_round_overlap=early diloco_exchange_dtype=fp4 diloco_outer_memory=host
+    diloco_aggregation=median diloco_error_feedback=on dataset_type=grains tokenizer_type=bytes
     diloco_outer_momentum=1.0 warmup_steps_fraction=1.1 adam_eps=0.0 max_target_length=1
 """.split()
 
@@ -246,7 +246,7 @@ num_diloco_fragments=4 diloco_sync_period=4 STREAMING
 num_diloco_fragments=3 num_nonlayer_fragments=2 STREAMING
 num_communication_overlapping_steps=99
 communication_overlapping_alpha=1
-diloco_outer_overlap=delayed FIVE
+diloco_round_overlap=delayed FIVE
 num_diloco_replicas=4 dcn_diloco_parallelism=2
 # the number of slices is not known yet
 num_diloco_replicas=3
@@ -266,7 +266,7 @@ eval_fraction=0 eval_interval=9 eval_dataset_path={a: /data}
 WSD warmup_steps_fraction=0.5 wsd_decay_steps_fraction=0.5
 WSD wsd_decay_style=cosine
 diloco_error_feedback=always diloco_exchange_dtype=int8
-diloco_merge=rda diloco_outer_overlap=delayed
+diloco_aggregation=radial_directional_mean diloco_round_overlap=delayed
 """
 
 

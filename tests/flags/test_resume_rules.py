@@ -47,7 +47,8 @@ def test_a_key_may_change_on_resume_only_with_the_fact(tmp_path, monkeypatch):
 def test_replicas_rates_steps_and_exchanges_may_change():
     free = """num_diloco_replicas learning_rate diloco_outer_lr steps checkpoint_period dataset_path
         diloco_sync_period enable_streaming_diloco num_diloco_fragments num_nonlayer_fragments
-        use_sequential_layers num_communication_overlapping_steps diloco_outer_overlap diloco_merge
+        use_sequential_layers num_communication_overlapping_steps diloco_round_overlap
+        diloco_aggregation
         communication_overlapping_alpha diloco_exchange_dtype diloco_error_feedback
         dataset_mixture"""
     assert refuse(**dict.fromkeys(free.split(), 12345)) is None

@@ -23,9 +23,9 @@ NORMALISED = "'router={normalise_weights: true}'"
 # The kind of line, keys, a name of FACTS, and the name that each line has. The rows after a warning
 # are the other side of its condition, without a line.
 LINES = [
-    ("warning", "diloco_outer_overlap=eager diloco_outer_optimizer=adam", "no devices",
+    ("warning", "diloco_round_overlap=eager diloco_outer_optimizer=adam", "no devices",
      ["diloco_outer_optimizer"]),
-    ("warning", "diloco_outer_overlap=eager", "no devices", []),
+    ("warning", "diloco_round_overlap=eager", "no devices", []),
     ("warning", "diloco_outer_optimizer=adam", "no devices", []),
     ("warning", "enable_streaming_diloco=true", "no devices",
      ["num_diloco_fragments"]),
@@ -99,11 +99,11 @@ def test_keys_that_are_seldom_meant_are_named_in_a_line(kind, keys, facts, expec
         ("", 3, 0.7, 0.6),
         ("", 4, 1.0, 0.6),
         ("", 8, 1.0, 0.6),
-        ("diloco_merge=rda", 8, 0.7, 0.6),
+        ("diloco_aggregation=radial_directional_mean", 8, 0.7, 0.6),
         ("diloco_sync_period=500", 2, 0.7, 0.6),
-        ("diloco_outer_overlap=eager", 2, 0.7, 0.6),
-        ("diloco_outer_overlap=eager", 8, 0.4, 0.6),
-        ("diloco_outer_overlap=delayed", 8, 0.4, 0.6),
+        ("diloco_round_overlap=eager", 2, 0.7, 0.6),
+        ("diloco_round_overlap=eager", 8, 0.4, 0.6),
+        ("diloco_round_overlap=delayed", 8, 0.4, 0.6),
         ("opt_type=muon", 2, 0.7, 0.6),
         ("diloco_outer_optimizer=adam", 2, 0.7, 0.9),
         ("diloco_outer_lr=-1 diloco_outer_momentum=-1", 2, 0.7, 0.6),
@@ -132,6 +132,6 @@ def test_the_outer_rate_follows_the_replicas_of_the_mesh(slices, rate, monkeypat
     keys = dict(steps=4, show_fragments="true")
     run = train("a", dcn_diloco_parallelism=slices, **keys)
     assert f"diloco_outer_lr={rate} " in run.output
-    assert given == [rate]
+    assert set(given) == {rate}
     with pytest.raises(ValueError, match="diloco_outer_lr=-1.0 "):
         build("nesterov", lr=-1.0, momentum=0.9)

@@ -24,8 +24,8 @@ WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
 MODES = {
     "at once": dict(alpha=0.0),
     "overlapped": dict(alpha=0.25, overlap_steps=3),  # two fragments between send and apply
-    "delayed": dict(alpha=0.0, outer_overlap="delayed"),
-    "eager": dict(alpha=0.25, outer_overlap="eager"),
+    "delayed": dict(alpha=0.0, round_overlap="delayed"),
+    "eager": dict(alpha=0.25, round_overlap="eager"),
 }
 # A fragment of `kernel` has 2800 values on each device of a slice: two chunks on every wire.
 SHAPES = {"embed": (6, 40), "kernel": (4, 2, 1400)}
@@ -124,22 +124,22 @@ def assert_carriers_agree_and_resume(trainer, saved_at, check=lambda *_: None):
     """`digests` compares the copies on all slots after every step, and either carrier goes on from
     what either has saved. trainer(carrier): as with_start. check: of every state."""
     states, saved = {}, {}
-    for carrier in ("program", "host"):
+    for carrier in ("xla", "host"):
         algorithm, start = trainer(carrier)
         states[carrier] = []
         for state in steps(algorithm, start()):
             states[carrier].append(digests(state))
             check(algorithm, state)
             if state.t in saved_at:
-                saved[carrier, state.t] = copied(algorithm.saved_items(state))
-    assert states["host"] == states["program"]
+                saved[carrier, state.t] = copied(algorithm.checkpoint(state)[0])
+    assert states["host"] == states["xla"]
     assert len({str(state) for state in states["host"]}) == STEPS
-    layout = SavedLayout(**algorithm.note(state), same_rules=True)
+    layout = SavedLayout(**algorithm.checkpoint(state)[1], same_rules=True)
     for saver, resumer, t in itertools.product(states, states, saved_at):
         algorithm, _ = trainer(resumer)
-        again = algorithm.reading(layout).state_of(copied(saved[saver, t]), t=t)
+        again = algorithm.restore_plan(layout).state_of(copied(saved[saver, t]), t=t)
         found = list(map(digests, steps(algorithm, again)))
-        assert found == states["program"][t:], f"{saver} -> {resumer} at {t}"
+        assert found == states["xla"][t:], f"{saver} -> {resumer} at {t}"
 
 
 def copied(items):

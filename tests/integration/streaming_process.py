@@ -1,6 +1,6 @@
 """One of several processes that train the trainers of streaming.py.
 
-usage: streaming_process.py SLOTS REPLICAS [MODE:WIRE[:OUTER_MEMORY[:EXCHANGE]] ...]
+usage: streaming_process.py SLOTS REPLICAS [MODE:WIRE[:OUTER_MEMORY[:COLLECTIVE]] ...]
 
 Each case with both carriers, whose bits are compared after every step. Without one, every mode
 until its NaN stops it: a JSON object for each has the error, and digests of what this process's
@@ -33,21 +33,21 @@ def main(argv):
     return 0
 
 
-def compared(slots, replicas, mailbox, mode, wire, memory="device", exchange="gather"):
+def compared(slots, replicas, mailbox, mode, wire, memory="device", collective="all_gather"):
     """Print what `take` has brought and whether it is the same, step by step."""
     found = {}
-    for carrier in ("program", "host"):
-        options = dict(exchange_carrier=carrier, mailbox=mailbox, num_replicas=replicas)
-        options |= dict(outer_memory=memory, exchange=exchange)
+    for carrier in ("xla", "host"):
+        options = dict(transport=carrier, mailbox=mailbox, num_replicas=replicas)
+        options |= dict(outer_memory=memory, collective=collective)
         algorithm = streaming.made(mode, wire, slots, **options)
         first, found[carrier] = algorithm.init(streaming.placed(algorithm.mesh), ()), []
         for state in streaming.steps(algorithm, first):
             found[carrier].append(streaming.digests(state))
-        algorithm.saved_items(state)  # waits for what is under way: the next case has its keys, too
+        algorithm.checkpoint(state)  # waits for exchanges under way: the next case has their keys
         algorithm.close()
-    assert found["host"] == found["program"], (mode, wire)
+    assert found["host"] == found["xla"], (mode, wire)
     count = sum(mailbox.received_bytes(peer) for peer in range(jax.process_count()))
-    print(f"equal {mode} {wire} {memory} {exchange}: {count} bytes received", flush=True)
+    print(f"equal {mode} {wire} {memory} {collective}: {count} bytes received", flush=True)
 
 
 def stopped(mode):

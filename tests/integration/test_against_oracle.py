@@ -131,7 +131,7 @@ def of_both(c: Case) -> dict[str, Any]:
         num_fragments=c.P,
         overlap_steps=c.tau % c.H,
         alpha=c.alpha,
-        outer_overlap=c.overlap,
+        round_overlap=c.overlap,
         offsets=None if c.offsets == "even" else given_offsets(c.P, c.H),
     )
 
@@ -209,7 +209,7 @@ CHANGED = dict(num_replicas=3, sync_period=8, num_fragments=3, num_nonlayer=1, o
 CHANGED |= dict(alpha=0.3, outer="sgd", outer_lr=0.55, outer_momentum=0.55, sequential=True)
 CHANGED |= dict(offsets=(0, 1, 3, 6))
 ONE_OFF = [AT_ONCE, *({name: value} for name, value in CHANGED.items())]
-ONE_OFF += [AT_ONCE | dict(outer_overlap=overlap) for overlap in ("delayed", "eager")]
+ONE_OFF += [AT_ONCE | dict(round_overlap=overlap) for overlap in ("delayed", "eager")]
 
 
 @pytest.mark.parametrize("changed", ONE_OFF, ids=str)

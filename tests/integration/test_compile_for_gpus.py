@@ -46,7 +46,7 @@ def test_hosts_carry_the_exchange_and_steps_send_no_byte(compile_run):
 def test_an_exchange_inside_the_programs_is_in_the_table(compile_run):
     """The control of the absence above: two devices a slice share what is sent, 4 bits each and
     the scales of blocks of 256."""
-    keys = dict(exchange_carrier="program", diloco_exchange_dtype="float4_e3m0")
+    keys = dict(diloco_transport="xla", diloco_exchange_dtype="float4_e3m0")
     (report,), run = compile_run(**keys)
     assert run.code == 0
     assert report["dcn_bytes_by_hosts_per_slice_and_period"] == 0

@@ -96,7 +96,7 @@ def test_alpha_one_is_no_communication(overlap):
     moved = [[own, *([b + 1 for b in leaves] for leaves in rest)] for own, *rest in tiny.targets]
     others = tiny._replace(targets=moved)
     for alpha in (1.0, 0.25):
-        settings = dict(num_fragments=3, alpha=alpha, outer_overlap=overlap)
+        settings = dict(num_fragments=3, alpha=alpha, round_overlap=overlap)
         (replicas, theta), (after, theta_after) = (
             run(tiny=data, **settings)[-1] for data in (tiny, others)
         )
@@ -117,7 +117,7 @@ def test_eager_with_one_replica_equals_diloco_bit_for_bit(wire, P, alpha):
     delayed is another trajectory."""
     settings = dict(num_replicas=1, num_fragments=P, alpha=alpha, exchange_dtype=wire)
     diloco, eager, delayed = (
-        run(outer_overlap=overlap, **settings) for overlap in ("none", "eager", "delayed")
+        run(round_overlap=overlap, **settings) for overlap in ("none", "eager", "delayed")
     )
     assert bits(diloco[-1][1]) != bits(delayed[-1][1])
     for (x, theta), (eager_x, eager_theta) in zip(diloco, eager, strict=True):

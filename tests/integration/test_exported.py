@@ -166,7 +166,7 @@ def test_a_run_on_bytes_is_exported_with_a_tokenizer_of_bytes(place):
 @pytest.mark.full
 def test_an_eager_run_is_exported_as_the_mean_of_its_replicas(place):
     """The tied table is written as it is for the head. Seven steps of H=5: the thetas differ."""
-    folder = run(place, "eager", diloco_outer_overlap="eager", steps=7)
+    folder = run(place, "eager", diloco_round_overlap="eager", steps=7)
     out = export(folder, place / "eager_out")
     theta_R = checkpoint_arrays(folder, 7)["outer['embedding']"]
     assert np.any(theta_R[0] != theta_R[1])

@@ -38,8 +38,11 @@ STREAMING = {
     "diloco_exchange_dtype": "float4_e3m0",
 }
 # Parts leave beside the step after a send, means beside the next two.
-OWNERS = STREAMING | {"diloco_exchange": "owners", "num_communication_overlapping_steps": 3}
-EAGER = {"diloco_outer_overlap": "eager", "diloco_sync_period": 4}
+OWNERS = STREAMING | {
+    "diloco_collective": "reduce_scatter",
+    "num_communication_overlapping_steps": 3,
+}
+EAGER = {"diloco_round_overlap": "eager", "diloco_sync_period": 4}
 DATA_PARALLEL = {"enable_diloco": "false"}
 
 

@@ -72,8 +72,8 @@ FACTORS = {
         "data_parallel": dict(enable_diloco="false"),
         "overlapped": STREAMING
         | dict(num_communication_overlapping_steps=1, communication_overlapping_alpha=0.5),
-        "eager": dict(diloco_outer_overlap="eager"),
-        "delayed": dict(diloco_outer_overlap="delayed"),
+        "eager": dict(diloco_round_overlap="eager"),
+        "delayed": dict(diloco_round_overlap="delayed"),
     },  # fmt: skip
     "wire": {
         "float32_wire": {},
@@ -84,12 +84,14 @@ FACTORS = {
     },
     "carrier": {
         "auto": {},
-        "program": dict(exchange_carrier="program"),
-        "host": dict(exchange_carrier="host"),
+        "xla": dict(diloco_transport="xla"),
+        "host": dict(diloco_transport="host"),
     },
     "outer": {
         "nesterov": {},
-        "rda": dict(diloco_merge="rda", diloco_outer_optimizer="sgd"),
+        "radial": dict(
+            diloco_aggregation="radial_directional_mean", diloco_outer_optimizer="sgd"
+        ),
         "outer_adam": dict(diloco_outer_optimizer="adam"),
         "alpha": dict(communication_overlapping_alpha=0.25),
         "outer_on_host": dict(diloco_outer_memory="pinned_host"),

@@ -188,7 +188,7 @@ def test_two_processes_that_stop_and_resume_equal_one_bit_for_bit(started, tmp_p
 
 @pytest.mark.parametrize(
     "victim, when, carrier",
-    [full(0, "ready to compile", "auto"), (1, "step 2/", "program"), full(1, "step 2/", "host")],
+    [full(0, "ready to compile", "auto"), (1, "step 2/", "xla"), full(1, "step 2/", "host")],
 )
 def test_a_killed_process_ends_the_others_with_5_and_its_name(
     started, tmp_path, victim, when, carrier
@@ -196,7 +196,7 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(
     """Process 0 holds JAX's coordination service: JAX aborts without it, here while it compiles
     and no error of a collective can come first. With `program` one does; history.jsonl has the
     error of the terminal in both cases."""
-    keys = ONE_EACH | dict(exchange_carrier=carrier)
+    keys = ONE_EACH | dict(transport=carrier)
     if victim == 0:
         keys["jax_cache_dir"] = tmp_path / "programs"
     started += start_cluster(2, tmp_path / "lost", **keys)
@@ -223,7 +223,7 @@ def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
     started += start_cluster(3, tmp_path / "open", **short | sizes)
     assert_exit_codes(started, 0, 0, 0)
     assert "mesh: 3 x cpu; diloco 3" in started[0].output
-    sizes = dict(dcn_diloco_parallelism=3, ici_fsdp_parallelism=1, exchange_carrier="host")
+    sizes = dict(dcn_diloco_parallelism=3, ici_fsdp_parallelism=1, transport="host")
     assert train(tmp_path / "alone", **CLUSTER_KEYS | short | sizes).code == 0
     found, wanted = (without_transport(tmp_path / run) for run in ("open", "alone"))
     assert found == wanted

@@ -69,12 +69,12 @@ def test_every_program_of_a_model_traces(devices, model):
         model_name=model,
         dcn_diloco_parallelism=2,
         ici_fsdp_parallelism=4,
-        diloco_outer_overlap="eager",
+        diloco_round_overlap="eager",
     )
     seen = {}
     for call in assemble.calls(cfg, parts):
         seen[call.program.name.partition(" [")[0]] = call.program.out_shapes(*call.args)
-    names = {"inner", "inner + exchange", "outer_step", "watch", "evaluate", "init"}
+    names = {"inner", "inner + exchange", "eager_step", "watch", "evaluate", "init"}
     assert set(seen) == names
     theta = sum(x.size for x in jax.tree.leaves(parts.params))
     assert sum(x.size for x in jax.tree.leaves(seen["init"].params)) == 2 * theta
@@ -132,7 +132,7 @@ def test_no_program_of_a_log_step_sends_to_another_slice(devices):
 def test_an_evaluation_and_a_save_of_an_eager_run_stay_in_a_slice(devices, keys, programs):
     """A save runs no program: its items are what the state has. Control: the mean of all thetas,
     which `outer_params` gives a library user, crosses."""
-    keys = SMALL | TWO_SLICES | dict(diloco_outer_overlap="eager") | keys
+    keys = SMALL | TWO_SLICES | dict(diloco_round_overlap="eager") | keys
     cfg, parts = parts_of(devices=devices[:4], **keys)
     trainer = parts.trainer
     calls = [c for c in assemble.calls(cfg, parts) if c.when == "beside"]
@@ -142,14 +142,14 @@ def test_an_evaluation_and_a_save_of_an_eager_run_stay_in_a_slice(devices, keys,
     *nothing, crossing = bytes_across(parts, [*calls, control])
     assert set(nothing) == {0} and crossing > 1000
     in_state = {id(x) for x in jax.tree.leaves(like)}
-    assert all(id(x) in in_state for x in jax.tree.leaves(trainer.saved_items(like)))
+    assert all(id(x) in in_state for x in jax.tree.leaves(trainer.checkpoint(like)[0]))
 
 
 OUTER_MODES = {
     "at once": dict(),
     "overlapped": dict(overlap_steps=1, exchange_dtype="float4_e3m0"),
-    "delayed": dict(outer_overlap="delayed"),
-    "eager": dict(outer_overlap="eager"),
+    "delayed": dict(round_overlap="delayed"),
+    "eager": dict(round_overlap="eager"),
 }
 CUTS = {"stride": (4, 4), "list": (5, 4), "run": (4, 6)}  # layers, fragments
 GRID = itertools.product(["device", "pinned_host"], OUTER_MODES, CUTS)

@@ -13,9 +13,9 @@ RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yml"))
 # What makes each the mode that its name says.
 MODES = {
     "data_parallel": {"enable_diloco": False},
-    "delayed": {"diloco_outer_overlap": "delayed"},
-    "diloco": {"enable_diloco": True, "diloco_outer_overlap": "none"},
-    "eager": {"diloco_outer_overlap": "eager"},
+    "delayed": {"diloco_round_overlap": "delayed"},
+    "diloco": {"enable_diloco": True, "diloco_round_overlap": "none"},
+    "eager": {"diloco_round_overlap": "eager"},
     "many_replicas": {"opt_type": "muon", "diloco_sync_period": 10},
     "muon": {"opt_type": "muon"},
     "muon_int2": {"opt_type": "muon", "diloco_exchange_dtype": "int2"},
@@ -77,8 +77,8 @@ def test_a_recipe_trains(name, tmp_path):
 def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
     """As an installed package has it; a file of the same name in the working directory wins."""
     monkeypatch.chdir(tmp_path)
-    assert config.load(["configs/recipes/eager.yml"], {}).diloco_outer_overlap == "eager"
+    assert config.load(["configs/recipes/eager.yml"], {}).diloco_round_overlap == "eager"
     (tmp_path / "configs" / "recipes").mkdir(parents=True)
     (tmp_path / "configs" / "recipes" / "eager.yml").write_text("steps: 5\n")
     cfg = config.load(["configs/recipes/eager.yml"], {})
-    assert (cfg.steps, cfg.diloco_outer_overlap) == (5, "none")
+    assert (cfg.steps, cfg.diloco_round_overlap) == (5, "none")

@@ -50,16 +50,16 @@ SHARDED = {
 }  # fmt: skip
 
 
-OWNERS = dict(diloco_exchange="owners", diloco_exchange_dtype="float4_e3m0")
+OWNERS = dict(diloco_collective="reduce_scatter", diloco_exchange_dtype="float4_e3m0")
 
 
 @pytest.mark.parametrize(
     "keys",
-    [STREAMING, *map(full, [dict(diloco_outer_overlap="eager"), STREAMING | OWNERS])],
+    [STREAMING, *map(full, [dict(diloco_round_overlap="eager"), STREAMING | OWNERS])],
 )
 def test_a_run_killed_with_an_exchange_in_flight_keeps_its_bits(tmp_path, keys):
     """Offsets 0, 2, 4 and tau 2, or eager updates: after every step something is in flight. With
-    owners the means of step 4 are where they were reduced after step 5, which is saved."""
+    reduce-scatter the means of step 4 are where they were reduced after step 5, which is saved."""
     assert train(tmp_path / "whole", **keys, **AT_THE_END).code == 0
     kill_train_at(tmp_path / "killed", "step 8/", **keys)
     newest = saved_steps(tmp_path / "killed")[-1]
@@ -175,7 +175,7 @@ def test_a_finished_run_has_nothing_to_do(finished, tmp_path):
     assert_equal_runs(tmp_path / "finished", finished, steps=STEPS)
 
 
-EAGER = dict(diloco_outer_overlap="eager", diloco_exchange_dtype="int8", diloco_sync_period=9)
+EAGER = dict(diloco_round_overlap="eager", diloco_exchange_dtype="int8", diloco_sync_period=9)
 # Sends at 2, 4, 6, ..., each applied three steps later.
 ALWAYS = dict(enable_streaming_diloco="true", num_diloco_fragments=2, diloco_sync_period=4)
 ALWAYS |= dict(num_communication_overlapping_steps=3)
@@ -192,13 +192,13 @@ def test_a_mode_changed_before_the_first_exchange_changes_no_bit(finished, tmp_p
     assert train(tmp_path / "run", **EAGER, **begin, steps=1).code == 0
     said = train(tmp_path / "run", **ALWAYS, **begin, steps=9).output
     assert max(len(line) for line in said.splitlines() if "->" in line) <= 100
-    for key in ("diloco_exchange_dtype", "diloco_outer_overlap", "diloco_sync_period"):
+    for key in ("diloco_exchange_dtype", "diloco_round_overlap", "diloco_sync_period"):
         assert f"{key} " in said
     assert "dropped:" not in said
     run, whole = tmp_path / "run", tmp_path / "whole"
     assert_equal_bits(checkpoint_arrays(run, 9), checkpoint_arrays(whole, 9))
 
-    longer = ALWAYS | dict(diloco_sync_period=6, exchange_carrier="host")
+    longer = ALWAYS | dict(diloco_sync_period=6, diloco_transport="host")
     said = train(tmp_path / "run", **longer, **begin, steps=15).output
     assert "\ndropped: " in said
     assert re.search("age of each fragment .*: 3, 6 or more", said)

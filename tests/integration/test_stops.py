@@ -119,10 +119,13 @@ def test_an_infinite_gradient_ends_the_run_though_the_loss_is_finite():
     mesh = jax.make_mesh((1,), ("diloco",), devices=jax.devices()[:1])
     placed = NamedSharding(mesh, PartitionSpec())
     like = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=placed)
+    metrics = {"loss": like, "grad_norm": like}
+    program = types.SimpleNamespace(out_shapes=lambda: (None, None, metrics))
+    plain = types.SimpleNamespace(program=program, args=())
     trainer = types.SimpleNamespace(
         mesh=mesh,
-        check_exchanges=lambda state: None,
-        abstract_metrics=lambda batch: {"loss": like, "grad_norm": like},
+        check_finite=lambda state, **_: None,
+        calls=lambda batch: [plain],
     )
     monitor = Monitor(trainer, None, stop_on_nan=True, on_compile=lambda *_: None)
 

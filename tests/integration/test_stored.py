@@ -184,7 +184,7 @@ def test_two_processes_log_samples_and_losses_of_an_eager_run(started, tmp_path,
     3 steps the outer parameters of the slices are near each other."""
     (tmp_path / "a.txt").write_text("in the beginning there was a byte. " * 40)
     keys = dict(dataset_type="text", vocab_size=257)
-    keys |= dict(dataset_path=tmp_path / "a.txt", diloco_outer_overlap="eager", steps=3)
+    keys |= dict(dataset_path=tmp_path / "a.txt", diloco_round_overlap="eager", steps=3)
     keys |= dict(eval_interval=3, eval_steps=1, sample_prompt="in the ")
     started += start_cluster(2, tmp_path / "a", **keys)
     assert_exit_codes(started, 0, 0)

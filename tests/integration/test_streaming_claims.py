@@ -47,10 +47,10 @@ CORNER += [("eager", "topk")]
 
 
 @functools.cache
-def trainer(mode, wire, carrier="program", slots=2):
+def trainer(mode, wire, carrier="xla", slots=2):
     """A trainer and what gives its first state."""
-    merge = "rda" if (mode, wire) in FEEDBACK and mode != "eager" else "mean"
-    return with_start(made(mode, wire, slots, exchange_carrier=carrier, merge=merge))
+    merge = "radial_directional_mean" if (mode, wire) in FEEDBACK and mode != "eager" else "mean"
+    return with_start(made(mode, wire, slots, transport=carrier, aggregation=merge))
 
 
 def assert_replicas_hold_what_was_applied(algorithm, state):
@@ -98,7 +98,7 @@ def test_four_replicas_compute_the_same_bits_on_one_slice_and_on_two(mode, wire)
 def test_no_program_of_the_host_carrier_sends_to_another_slice(mode):
     """Positive control: the programs of the other carrier do."""
     sends = {}
-    for carrier in ("program", "host"):
+    for carrier in ("xla", "host"):
         algorithm, _ = trainer(mode, "int8", carrier)
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
@@ -111,7 +111,7 @@ def test_no_program_of_the_host_carrier_sends_to_another_slice(mode):
             if " all-gather" in line and "replica_groups" in line
         ]
         sends[carrier] = any((0, 2) in notation.groups_of(line) for line in lines)
-    assert sends == {"program": True, "host": False}
+    assert sends == {"xla": True, "host": False}
 
 
 def host_of_others(state):
@@ -167,19 +167,18 @@ def together(started):
 @pytest.mark.parametrize(
     ("count", "slots", "replicas", "cases"),
     [
-        (2, 2, 4, ["eager:int8", "overlapped:float4_e3m0:pinned_host:owners"]),
+        (2, 2, 4, ["eager:int8", "overlapped:float4_e3m0:pinned_host:reduce_scatter"]),
         full(2, 2, 4, ["at once:float32", "overlapped:float4_e3m0:pinned_host",
                        "delayed:bfloat16"]),
         full(3, 3, 3, ["overlapped:int2", "eager:float4_e3m0:pinned_host",
-                       "at once:int8:device:owners"]),
-        full(4, 2, 2, ["at once:int8", "overlapped:float32", "delayed:int2:device:owners"]),
+                       "at once:int8:device:reduce_scatter"]),
+        full(4, 2, 2, ["at once:int8", "overlapped:float32", "delayed:int2:device:reduce_scatter"]),
     ],
 )  # fmt: skip
 def test_several_processes_exchange_the_bits_that_programs_do(
     together, count, slots, replicas, cases
 ):
-    """Two devices in a slice: in one process each but for the last, where two share a slice. With
-    pinned_host the chunks of a process's own devices are moved to them and back."""
+    """Two devices in a slice: in one process each but for the last, where two share a slice."""
     codes, texts = together(count, str(slots), str(replicas), *cases)
     assert codes == [0] * count, texts[0]
     for text in texts:

@@ -20,8 +20,8 @@ from tiers import corner, full
 
 from maxdiloco.aot import wait
 from maxdiloco.aot.hlo import notation, reader, replay, traffic
+from maxdiloco.engine import collective
 from maxdiloco.engine.calls import bytes_on_device
-from maxdiloco.exchange import collective
 from maxdiloco.parallel.chips import CHIPS
 from maxdiloco.parallel.replicas import map_fn
 
@@ -75,8 +75,8 @@ BY_DATA = STREAMING | dict(axis="data")
         ("inner", FOUR_BITS),
         ("pack", FOUR_BITS),
         ("merge", FOUR_BITS),
-        full("outer_step", LATE | dict(outer_overlap="eager")),
-        full("outer_step", LATE | dict(outer_overlap="delayed")),
+        full("eager_step", LATE | dict(round_overlap="eager")),
+        full("delayed_step", LATE | dict(round_overlap="delayed")),
         # With collectives inside a slice: by `data` the parts of a residual are gathered.
         full("pack", BY_DATA | dict(exchange_dtype="int2")),
         full("pack", BY_DATA | dict(exchange_dtype="topk")),
@@ -85,20 +85,19 @@ BY_DATA = STREAMING | dict(axis="data")
 )
 def test_a_program_without_an_exchange_sends_nothing(trainer, kind, options):
     small = trainer(**options)
-    assert sent_by(small.inner if kind == "inner" else small.of(kind, 1)) == []
+    assert sent_by(small.inner if kind == "inner" else small.program(kind, 1)) == []
 
 
 @pytest.mark.parametrize("memory", corner(["device", "pinned_host"], ["device"]))
 @pytest.mark.parametrize("wire", corner(["float32", "float4_e3m0"], ["float4_e3m0"]))
 def test_the_step_hides_its_exchange(trainer, wire, memory):
-    """Also where chunks are kept in host memory: the copies are no part of the program. What
-    arrives takes the memory of what it replaces: nothing else of the program shares more than in
-    the plain step, which is the control."""
+    """Also with outer parameters in host memory. What arrives takes the memory of what it replaces:
+    nothing else of the program shares more than in the plain step, which is the control."""
     in_memory = {} if memory == "device" else dict(outer_memory=memory)
     small = trainer(**STREAMING | dict(exchange_dtype=wire) | in_memory)
     module = reader.read(small.inner_exchange.as_text())
     pieces = sent_by(small.inner_exchange)
-    assert len(pieces) == small.algorithm.layout.plans[1].num_pieces
+    assert len(pieces) == 1
     entry = module.entry.instructions
     loops = [i for i, item in enumerate(entry) if item.opcode == "while"]
     for transfer in pieces:
@@ -113,10 +112,8 @@ def test_the_step_hides_its_exchange(trainer, wire, memory):
         program.memory_analysis().alias_size_in_bytes
         for program in (small.inner, small.inner_exchange)
     )
-    layout = small.algorithm.layout
-    slot = layout.state.incoming[0]
-    arrives = sum(bytes_on_device(slot[i]) for i in layout.places(layout.plans[1], [0]))
-    assert plain > 0 and (beside - plain == arrives > 0 or memory == "pinned_host")
+    (arriving,) = small.algorithm.layout.state.incoming.read(0, [0])
+    assert plain > 0 and beside - plain == bytes_on_device(arriving) > 0
 
 
 def gathering_step(params, momentum, batch):
@@ -172,7 +169,7 @@ def test_an_exchange_in_a_conditional_is_exposed(trainer):
     lies = NamedSharding(slices, collective.incoming_spec(slices))
 
     def exchange(params, opt_state, batch, chunk, wanted):
-        absent = jnp.zeros(state.incoming[0][0].shape, chunk.dtype)
+        absent = jnp.zeros(state.incoming.chunks[0].shape, chunk.dtype)
         absent = jax.lax.with_sharding_constraint(absent, lies)
         arrived = jax.lax.cond(
             wanted, lambda: collective.all_gather_chunk(chunk, slices), lambda: absent
@@ -180,7 +177,7 @@ def test_an_exchange_in_a_conditional_is_exposed(trainer):
         return *step(params, opt_state, batch), arrived
 
     wanted = tpu_programs.struct(slices, (), dtype=jnp.bool_)
-    args = (state.params, state.opt_state, small.batch, state.outgoing[0], wanted)
+    args = (state.params, state.opt_state, small.batch, state.outgoing.chunks[0], wanted)
     program = compiled(exchange, *args)
     assert any(transfer.in_conditional for transfer in sent_by(program))
     assert exposed(reader.read(program.as_text())) > MOST_EXPOSED
@@ -194,7 +191,7 @@ CROSSING = [(wire, n, axis) for wire in WIRES for n in (2, 4) for axis in ("data
 )
 def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
     """Two layers of 2 * 128 * 512 values, in two chunks, over the four devices of a slice. The head
-    has 128 * 128: where a short chunk saves enough, it rides in one."""
+    has 128 * 128, in one chunk of the same length."""
     small = trainer(num_slices, axis, step=tpu_programs.tiny_step, exchange_dtype=wire, **STREAMING)
     programs = [small.inner_with(index) for index in (0, 1)]
     found = [sent_by(program, num_slices) for program in programs]
@@ -202,25 +199,25 @@ def test_the_wire_crosses_as_it_is_and_once(trainer, wire, num_slices, axis):
         assert (transfer.dtype, transfer.padding) == (WIRES[wire], 0)
     assert {len(dims) for program in programs for dims in payload_dims(program)} == {1}
     of_head, per_device = (sum(transfer.bytes_sent for transfer in each) for each in found)
-    assert (of_head < per_device) == (len(small.algorithm.layout.pieces) == 2)
+    assert of_head == per_device
     per_step = [small.algorithm.bytes_sent(t) for t in range(9, 17)]
-    assert set(per_step) == {0, 4 * of_head, 4 * per_device}
+    assert set(per_step) == {0, 4 * per_device}
     payload = 2 * 2 * 128 * 512 * BYTES[wire] * (num_slices - 1)
     tiles = 2 * 4 * 1024 * 4 * (num_slices - 1)
     assert payload <= 2 * 4 * per_device <= payload + tiles
 
 
-OWNERS = dict(exchange_dtype="float4_e3m0", exchange="owners")
+OWNERS = dict(exchange_dtype="float4_e3m0", collective="reduce_scatter")
 
 
 @pytest.mark.parametrize("num_slices", corner([2, 4], [2]))
-def test_a_step_hides_the_parts_and_the_means_of_owners(trainer, num_slices):
+def test_reduce_scatter_hides_its_parts_and_its_means(trainer, num_slices):
     """u8 both ways, nothing of it padding, all of it hidden; pack, reduce and merge send nothing.
     Bytes of two layers: half a byte of a parameter to owners and one of means, with scales and
     tiles."""
     small = trainer(num_slices, **STREAMING, **OWNERS)
     for kind in ("pack", "reduce", "merge"):
-        assert not sent_by(small.of(kind, 1), num_slices)
+        assert not sent_by(small.program(kind, 1), num_slices)
     sent, values = 0, 2 * 2 * 128 * 512
     for name, kind in (("scatter", "all-to-all"), ("share", "all-gather")):
         program = small.inner_with(1, f"inner + {name}")
@@ -238,14 +235,14 @@ def test_a_step_hides_the_parts_and_the_means_of_owners(trainer, num_slices):
 
 @pytest.mark.full
 @pytest.mark.parametrize("wire", WIRES)
-def test_owners_that_no_step_is_left_for_send_the_same_in_one_program(trainer, wire):
+def test_reduce_scatter_without_a_step_for_means_sends_the_same(trainer, wire):
     """tau=0, and the means of tau=1, which are waited for."""
     options = OWNERS | dict(exchange_dtype=wire)
     unsigned = {"float32": "u32", "bfloat16": "u16"}.get(wire, "u8")
     at_once = trainer(step=tpu_programs.tiny_step, sync_period=8, **options)
     one = trainer(step=tpu_programs.tiny_step, **STREAMING | dict(overlap_steps=1), **options)
     kinds = []
-    for program in (at_once.of("synchronise", 0), one.of("reduce and share", 1)):
+    for program in (at_once.program("synchronise", 0), one.program("reduce_and_share", 1)):
         found = sent_by(program)
         assert {(x.dtype, x.padding) for x in found} == {(unsigned, 0)}
         kinds.append(list(dict.fromkeys(x.kind for x in found)))
@@ -295,16 +292,12 @@ def test_a_mean_that_crosses_its_dtype_and_its_padding_are_seen(trainer):
     ],
 )
 def test_outer_state_in_host_memory_compiles(trainer, kind, options, on_host):
-    """Arguments lie in host memory, nothing more crosses, and nothing of theta stays outside it. So
-    do the chunks: pack's results, and of both replicas merge's arguments."""
+    """Outer parameters and optimizer state are arguments and results in host memory, nothing else
+    is, and nothing more crosses."""
     small = trainer(**dict(exchange_dtype="bfloat16", outer_memory="pinned_host") | options)
     fragment = 1 if kind != "synchronise" else 0
-    program = small.of(kind, fragment)
+    program = small.program(kind, fragment)
     memory = program.memory_analysis()
-    layout = small.algorithm.layout
-    places = [] if kind == "synchronise" else layout.places(layout.plans[fragment])
-    sent = sum(bytes_on_device(layout.state.outgoing[i]) for i in places)
-    arrived = 2 * sent if kind == "merge" else 0
-    assert memory.host_argument_size_in_bytes == on_host + arrived
-    assert memory.host_output_size_in_bytes == (sent if kind == "pack" else on_host)
+    assert memory.host_argument_size_in_bytes == on_host
+    assert memory.host_output_size_in_bytes == (0 if kind == "pack" else on_host)
     assert len(sent_by(program)) == (kind == "synchronise")

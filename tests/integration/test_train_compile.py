@@ -56,7 +56,7 @@ def streaming(fragments, tau, wire, **keys):
 IN_TWO = dict(ici_fsdp_parallelism=2, ici_tensor_parallelism=2, max_exposed_fraction=0.01)
 OF_FOUR = dict(compile_topology_num_slices=4, diloco_outer_memory="pinned_host")
 SLOW = dict(max_exposed_fraction=0.05, dcn_bandwidth_gbps=0.5)
-EAGER = dict(diloco_outer_overlap="eager", diloco_exchange_dtype="bfloat16")
+EAGER = dict(diloco_round_overlap="eager", diloco_exchange_dtype="bfloat16")
 # The keys of each, and the values of its fragments.
 MODES = {
     "vanilla": (dict(diloco_exchange_dtype="float32"), [PARAMETERS]),
@@ -117,7 +117,7 @@ def test_only_the_fragments_are_sent_between_slices(compile_run, mode):
     cfg = config.load([f"{key}={value}" for key, value in of_run.items()], {})
     H, P = cfg.diloco_sync_period, cfg.num_diloco_fragments
     tau = cfg.num_communication_overlapping_steps
-    choice = job.Choice(H, P, 1, tau, wire, cfg.diloco_outer_overlap, P > 1)
+    choice = job.Choice(H, P, 1, tau, wire, cfg.diloco_round_overlap, P > 1)
     found = job.of(cfg)
     (inner,) = [program for program in report["programs"] if program["name"] == "inner"]
     sizes = dict(step_s=inner["estimated_seconds"], gbps=keys.get("dcn_bandwidth_gbps", 25.0))

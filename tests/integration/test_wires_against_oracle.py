@@ -27,8 +27,8 @@ H, MIXED = 4, TREES["mixed"]
 MODES = {
     "at once": dict(),
     "overlapped": dict(overlap_steps=1),
-    "delayed": dict(outer_overlap="delayed"),
-    "eager": dict(outer_overlap="eager"),
+    "delayed": dict(round_overlap="delayed"),
+    "eager": dict(round_overlap="eager"),
 }
 
 
@@ -125,11 +125,12 @@ def test_rounds_on_every_wire_equal_the_oracle(wire, mode, feedback):
 def test_the_norm_preserving_merge_equals_the_oracle(mode, P):
     """Three replicas, whatever fragments cut the layers apart; the plain mean is far from it."""
     steps = 3 * H + 2
-    settings, arguments = both("float32", mode, P=P, M=3, merge="rda", outer_lr=0.5)
+    radial = dict(aggregation="radial_directional_mean", outer_lr=0.5)
+    settings, arguments = both("float32", mode, P=P, M=3, **radial)
     problem = make_problem(MIXED, steps)
     expected = list(simulate(settings, problem, steps))
     compare(maxdiloco.DiLoCo(jax_inner_step, **arguments), problem, expected)
-    plain = dataclasses.replace(settings, merge="mean")
+    plain = dataclasses.replace(settings, aggregation="mean")
     _, *apart = distances(simulate(plain, problem, steps), expected)
     assert min(apart) > FAR  # kernel and norm; the embedding is averaged
 

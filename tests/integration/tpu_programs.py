@@ -15,9 +15,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco import DiLoCo
 from maxdiloco.aot import topology
 from maxdiloco.diloco.schedule import INNER_EXCHANGE, Action
-from maxdiloco.engine import actions
-from maxdiloco.engine.fragment_arrays import FragmentArrays
-from maxdiloco.engine.state import fragment_leaves
+from maxdiloco.engine.fragment_values import arrays_of
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 4, 128, 512, 256
 
@@ -76,35 +74,39 @@ class Trainer:
         """The inner step beside the first chunk of fragment 1."""
         return self.inner_with(1)
 
-    def inner_with(self, index: int, program: str = INNER_EXCHANGE):
-        """The inner step beside the first chunk of a fragment."""
-        action = Action(program, index, chunk=0, slot=0)
-        state = self.algorithm.layout.state
-        given = actions.Given(self.algorithm.layout, action, state, self.batch)
-        program, args = actions.KINDS[program].call(self.algorithm.programs, given)
+    def inner_with(self, index: int, name: str = INNER_EXCHANGE):
+        """The inner step with the first chunk of a fragment, by the name of its action."""
+        state, found = self.algorithm.layout.state, []
+        transport = self.algorithm._transport
+
+        def record(program, *args):
+            found.append((program, args))
+            return program.out_shapes(*args)
+
+        transport.inner_step(record, state, Action(name, index), self.batch)
+        ((program, args),) = found
         return program.compile(*args)
 
-    def of(self, kind: str, index: int):
-        """pack, reduce, merge, outer_step or synchronise of one fragment."""
+    def program(self, name: str, index: int):
+        """pack, reduce, reduce_and_share, merge, synchronise or a step of one fragment."""
         layout, programs = self.algorithm.layout, self.algorithm.programs
-        plan = layout.plans[index]
-        leaves = FragmentArrays(
-            fragment_leaves(layout.state.params, plan),
-            fragment_leaves(layout.state.outer, plan),
-            layout.state.outer_opt[index],
-        )
-        residual = fragment_leaves(layout.state.residual, plan)
-        args = {
-            "pack": (leaves._replace(outer_opt=()), plan.starts, *([residual] if residual else ())),
-            "synchronise": (leaves, layout.state.bad, plan.starts),
-        }
-        if kind in ("merge", "outer_step"):
-            slot = layout.state.incoming[0]
-            incoming = tuple(slot[i] for i in layout.places(plan))
-            args[kind] = (*args["synchronise"], incoming)
-        if kind.startswith("reduce"):
-            args[kind] = (tuple(layout.state.arrived[i] for i in layout.part_places(plan)),)
-        return programs.of(kind, plan).compile(*args[kind])
+        plan, state = layout.plans[index], layout.state
+        leaves = arrays_of(state, plan)
+        incoming = layout.incoming_chunks(plan)
+        merging = leaves, state.bad, plan.starts
+        match name:
+            case "pack":
+                bare = leaves._replace(outer_opt=(), residual=())
+                args = (bare, plan.starts, leaves.residual)
+            case "reduce" | "reduce_and_share":
+                args = (layout.scattered_chunks(plan),)
+            case "synchronise":
+                args = merging
+            case "merge":
+                args = (leaves._replace(residual=()), *merging[1:], incoming)
+            case _:
+                args = (*merging, incoming)
+        return getattr(programs, name)(plan).compile(*args)
 
 
 def trainer(mesh: Mesh, *, step=inner_step, batch_size: int = 64, **options) -> Trainer:

@@ -35,7 +35,7 @@ def on_devices(run, M, steps):
         lambda params, opt, batch: (jax.tree.map(jnp.add, params, batch), opt, {}),
         num_replicas=M, sync_period=run.sync_period, num_fragments=len(run.fragments),
         overlap_steps=run.overlap_steps, alpha=run.alpha, outer_lr=run.outer_lr,
-        outer_momentum=run.outer_momentum, exchange_dtype=run.wire, exchange_carrier="host",
+        outer_momentum=run.outer_momentum, exchange_dtype=run.wire, transport="host",
     )  # fmt: skip
     state = algorithm.init(by_leaf(run, start_values(run)), {})
     for t in range(1, steps + 1):
@@ -104,7 +104,8 @@ def decided_of(island):
 
 def elastic(seed):
     """Three islands, one of which is killed and starts again; its log has some records."""
-    run = a_run(block_tokens=64, wire="int8", wire_down="int8", merge="rda")
+    radial = "radial_directional_mean"
+    run = a_run(block_tokens=64, wire="int8", wire_down="int8", aggregation=radial)
     group = begun(run, "abc", 3, seed)
     group.islands["c"] = group.make("c")
     group.until(lambda _: ("c", 2) in decided_of(group.islands["a"]))

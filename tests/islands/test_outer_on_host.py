@@ -56,7 +56,7 @@ def terms(weights, seed=0, n=7):
 @pytest.mark.parametrize("optimizer", ["nesterov", "sgd"])
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0), (4096.0, 51.2, 733.0, 8.0)])
 def test_a_step_is_the_oracles_and_the_devices_within_the_bound(optimizer, weights):
-    run = RUN._replace(merge="mean", outer_optimizer=optimizer)
+    run = RUN._replace(aggregation="mean", outer_optimizer=optimizer)
     given = terms(weights)
     before = outer.Outer(*(np.float32(np.random.default_rng(s).normal(size=7)) for s in (8, 9)))
     scale = 1.0 if len(set(weights)) == 1 else 0.75
@@ -81,7 +81,7 @@ def test_a_step_is_the_oracles_and_the_devices_within_the_bound(optimizer, weigh
 
 def test_two_messages_of_an_island_are_one_progress():
     """A mean over islands of what each has moved: (1 + 2 + 3 * 5) / (1 + 3) with weights 1, 3."""
-    run = RUN._replace(merge="mean")
+    run = RUN._replace(aggregation="mean")
     a, b = ("a", 1), ("b", 1)
     one = [Term(a, 1.0, np.float32([1])), Term(a, 1.0, np.float32([2])),
            Term(b, 3.0, np.float32([5]))]  # fmt: skip

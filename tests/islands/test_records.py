@@ -24,8 +24,8 @@ from maxdiloco.islands.records import (
 
 PART = Range(3, 1, 0, 64)
 RUN = Run(
-    "m", "t", "d", "int8", "float32", "rda", "nesterov", 0.7, 0.6, ((Leaf(4, 2), Leaf(3, 0)),),
-    1, 30, 2, 0.5, 1000, 64, 0, 64, (("a", "ff"),),
+    "m", "t", "d", "int8", "float32", "radial_directional_mean", "nesterov", 0.7, 0.6,
+    ((Leaf(4, 2), Leaf(3, 0)),), 1, 30, 2, 0.5, 1000, 64, 0, 64, (("a", "ff"),),
 )  # fmt: skip
 EXAMPLES = {
     "run.json": (RUN, b""),

@@ -192,10 +192,10 @@ def test_a_torn_history_is_continued_and_a_folder_named(folder, capsys):
 def test_the_line_of_a_start_has_the_bytes_of_the_third_period(folder, H, sent):
     """From the third on all exchanges of a period before are under way; a long one is cut."""
     trainer = SimpleNamespace(period=H, num_replicas=2, bytes_sent=lambda t: t)
-    trainer.description = Description("", (), owners=True)
+    trainer.description = Description("", (), reduce_scatter=True)
     parts = SimpleNamespace(trainer=trainer, mesh=SimpleNamespace(size=4))
     with start.history_of(folder, parts, done=5, total=9):
         (line,) = line_files.read_history(folder)
     assert (line["step"], line["until"], line["replicas"], line["devices"]) == (5, 9, 2, 4)
-    assert line["owners"] is True
+    assert line["reduce_scatter"] is True
     assert line["bytes_sent"] == sent or len(line["bytes_sent"]) == line_files.MOST_STEPS

@@ -54,22 +54,23 @@ def test_the_steps_that_send_chunks_are_those_with_bytes():
     assert found["bytes"] == [0] * 12
 
 
-def test_parts_and_means_of_owners_are_drawn():
+def test_parts_and_means_of_reduce_scatter_are_drawn():
     """H=6, P=1, tau=4: a part at t+1, nothing at t+2, means at t+3 and t+4. Through host memory the
     parts leave with the send, the means a step later; sends at 3 and 6 are of other fragments."""
-    keys = {"diloco_exchange": "owners", "diloco_sync_period": 6}
+    keys = {"diloco_collective": "reduce_scatter", "diloco_sync_period": 6}
     keys |= {"num_communication_overlapping_steps": 4}
     run = sending(history=[start(0, bytes_sent=[4.0, 0.0, 8.0, 8.0, 0.0, 0.0])], **keys)
     assert [carried for *_, carried in timeline.of_run(run)["exchanges"]] == [
         [13, 15, 16], [19, 21, 22], [],
     ]  # fmt: skip
-    assert timeline.describe(run).endswith(", owners")
-    for owners in (True, False):  # a run with diloco_exchange=auto says at its start which it was
-        auto = run._replace(keys=run.keys | {"diloco_exchange": "auto"})
-        auto = auto._replace(history=[run.history[0] | {"owners": owners}])
-        assert (timeline.of_run(auto) == timeline.of_run(run)) == owners
-        assert timeline.describe(auto).endswith(", owners") == owners
-    keys = STREAMING | {"diloco_exchange": "owners", "num_communication_overlapping_steps": 3}
+    assert timeline.describe(run).endswith(", reduce-scatter")
+    for scatters in (True, False):  # a start with diloco_collective=auto has which it was
+        auto = run._replace(keys=run.keys | {"diloco_collective": "auto"})
+        auto = auto._replace(history=[run.history[0] | {"reduce_scatter": scatters}])
+        assert (timeline.of_run(auto) == timeline.of_run(run)) == scatters
+        assert timeline.describe(auto).endswith(", reduce-scatter") == scatters
+    keys = STREAMING | {"diloco_collective": "reduce_scatter"}
+    keys |= {"num_communication_overlapping_steps": 3}
     run = sending(history=[start(0, bytes_sent=[8.0, 0.0, 4.0, 8.0, 0.0, 4.0])], **keys)
     run = run._replace(columns=run.columns | {"dcn/waited_s": np.zeros(10)})
     carried = [carried for *_, carried in timeline.of_run(run)["exchanges"]]
@@ -78,7 +79,7 @@ def test_parts_and_means_of_owners_are_drawn():
 
 def test_the_apply_is_where_the_mode_puts_it():
     for overlap, lag in (("eager", 6), ("delayed", 6), ("none", 0)):
-        mode = {"num_communication_overlapping_steps": 0, "diloco_outer_overlap": overlap}
+        mode = {"num_communication_overlapping_steps": 0, "diloco_round_overlap": overlap}
         found = timeline.of_run(sending(**STREAMING | mode))
         assert {apply - send for _, send, apply, _ in found["exchanges"]} == {lag}
 

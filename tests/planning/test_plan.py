@@ -33,19 +33,19 @@ def job_of(*argv):
     return job.of(config.load(argv, {}))
 
 
-@pytest.mark.parametrize("carrier", ["program", "host"])
+@pytest.mark.parametrize("carrier", ["xla", "host"])
 @pytest.mark.parametrize(
     "choice",
     [
         job.Choice(20, 1, 1, 0, "int8", "none", streaming=False),
         job.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True),
         job.Choice(20, 1, 1, 0, "bfloat16", "eager", streaming=False),
-        job.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True, exchange="owners"),
+        job.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True, collective="reduce_scatter"),
     ],
 )
 def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier):
     """The trainer counts them on emulated devices, the plan without devices."""
-    argv = [*TINY, "ici_fsdp_parallelism=2", f"exchange_carrier={carrier}", "steps=20"]
+    argv = [*TINY, "ici_fsdp_parallelism=2", f"diloco_transport={carrier}", "steps=20"]
     sent = rating.traffic(job_of(*argv), choice)
     argv += [*choice.arguments(), "show_fragments=true"]
     rows = [line.split() for line in output_of(train_program.main, *argv).splitlines()]
@@ -90,7 +90,7 @@ def test_a_choice_fits_the_link_from_its_least_bandwidth_on(planned):
     keys = ("step_time=0.2", "diloco_sync_period=20")
     found, _ = planned(*TINY, *keys, "dcn_bandwidth_gbps=0.004")
     row = next(row for row in found["choices"] if row["mode"] == "overlapped")
-    names = ("num_diloco", "num_nonlayer", "num_comm", "diloco_exchange")
+    names = ("num_diloco", "num_nonlayer", "num_comm", "diloco_collective")
     given = (f"{key}={value}" for key, value in row.items() if key.startswith(names))
     given = [*TINY, *keys, *given, "enable_streaming_diloco=true"]
     for factor, fits in ((1.002, True), (0.99, False)):
@@ -121,7 +121,7 @@ def test_traffic_is_compared_with_bfloat16_gradients_each_step(planned, slices, 
     """float32 once in 100 steps: 100 * 2 bytes / 4; in every step twice bfloat16's bytes."""
     keys = ("step_time=0.2", "dcn_bandwidth_gbps=1", f"diloco_sync_period={H}",
             "num_communication_overlapping_steps=0", "diloco_exchange_dtype=float32",
-            "diloco_outer_overlap=none", "enable_streaming_diloco=false")  # fmt: skip
+            "diloco_round_overlap=none", "enable_streaming_diloco=false")  # fmt: skip
     argv = [key for key in TINY if not key.startswith("dcn_")]
     found, run = planned(*argv, f"dcn_diloco_parallelism={slices}", *keys)
     (row,) = found["choices"]
@@ -143,7 +143,7 @@ def test_an_exchange_waits_once_for_the_latency_unless_it_is_hidden(planned):
     for mode, latency in (("DiLoCo", 0.05), ("overlapped", 0), ("eager", 0)):
         assert waits[1][mode] - waits[0][mode] == pytest.approx(latency, abs=1e-9)
     every = [key for key in keys if "sync_period" not in key] + ["diloco_sync_period=1"]
-    found, run = planned(*every, "latency_ms=50", "diloco_outer_overlap=none")
+    found, run = planned(*every, "latency_ms=50", "diloco_round_overlap=none")
     assert run.code == 1 and found["choices"][0]["least_dcn_bandwidth_gbps"] is None
     assert "50 ms" in run.error
 
@@ -210,7 +210,7 @@ def test_a_row_has_the_forecast_loss_or_none_outside_of_it(planned):
     found, run = planned(*given, "diloco_sync_period=20")
     law, size, tau = forecast.law(), found["num_parameters"], "num_communication_overlapping_steps"
     for row in found["choices"]:
-        wire, overlap = row["diloco_exchange_dtype"], row["diloco_outer_overlap"]
+        wire, overlap = row["diloco_exchange_dtype"], row["diloco_round_overlap"]
         expected = forecast.gap(law, Case(size, 2, 20, row[tau], wire, overlap, of_rounds=500))
         assert row["loss"]["share"] == pytest.approx(expected.share) and not row["loss"]["outside"]
         printed = [line for line in run.output.splitlines() if line.startswith(f"{row['mode']} ")]
@@ -295,7 +295,7 @@ def test_help_lists_the_examples_options_and_keys(tmp_path, monkeypatch):
     assert found >= {"diloco_sync_period", "model_name", "diloco_exchange_dtype"}
     assert "home" not in found and "steps" not in found
     monkeypatch.chdir(tmp_path)
-    assert "diloco_outer_overlap" in plan.given_keys(["configs/recipes/eager.yml"], {})
+    assert "diloco_round_overlap" in plan.given_keys(["configs/recipes/eager.yml"], {})
 
 
 def test_only_commands_are_wider_than_a_terminal(planned):
@@ -308,15 +308,11 @@ def test_only_commands_are_wider_than_a_terminal(planned):
     assert waited == ["0 s", "0.4 ms", "744 ms", "5.91 s", "6.8 min", "2 h", "3 days"]
 
 
-@pytest.mark.parametrize(
-    ("memory", "carrier", "models"),
-    [("pinned_host", "program", 0.06), ("pinned_host", "host", 0), ("device", "program", 5)],
-)
-def test_of_an_exchange_in_host_memory_two_chunks_are_on_the_device(memory, carrier, models):
-    """Eager with H=100 sends a hundredth of the model's float32 a step, and gets two replicas';
-    through host memory no step does. Control: on the device the outer parameters, their momentum
-    and three whole models are added to the step."""
-    found = job_of(*ONE_B, f"exchange_carrier={carrier}")
+@pytest.mark.parametrize(("memory", "models"), [("pinned_host", 3), ("device", 5)])
+def test_a_plan_counts_the_memory_of_what_is_in_flight(memory, models):
+    """Eager with float32: one model that is sent and two that arrive; on the device also the outer
+    parameters and their momentum."""
+    found = job_of(*ONE_B)
     model = 4 * found.num_parameters / 16
     choice = job.Choice(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
     row = rating.rated(found, choice, step=rating.Step(1.5, 10**9), gbps=25)

@@ -69,7 +69,7 @@ def test_hours_bytes_and_money_are_those_of_arithmetic_by_hand(planned):
     30 steps: 9,492.2 s. 2 sites * 333 1/3 periods * 738.3 MB = 492.2 GB."""
     keys = ("model_name=180m", *TWO_OF_8, "step_time=0.9", "slice_bandwidth_gbps=4", "steps=10000",
             "diloco_sync_period=30", "diloco_exchange_dtype=float32",
-            "enable_streaming_diloco=false", "diloco_outer_overlap=none")  # fmt: skip
+            "enable_streaming_diloco=false", "diloco_round_overlap=none")  # fmt: skip
     found, run = planned(*keys, "price_per_device_hour=3", "price_per_gb=0.5")
     ways = {way["name"]: way for way in found["answer"]["ways"]}
     best = ways["DiLoCo, H=30"]
@@ -158,7 +158,7 @@ def test_rows_are_ordered_by_time_to_the_loss_and_then_by_change(planned):
 
     def late(found, row):
         keys = ("diloco_sync_period", "num_communication_overlapping_steps",
-                "diloco_exchange_dtype", "diloco_outer_overlap")  # fmt: skip
+                "diloco_exchange_dtype", "diloco_round_overlap")  # fmt: skip
         values, rounds = [row[key] for key in keys], rounds_of(found, row["diloco_sync_period"])
         case = forecast.Case(found["num_parameters"], 2, *values, of_rounds=rounds)
         gap = forecast.gap(law, case)
@@ -238,7 +238,7 @@ def test_the_answers_use_the_forecast_of_the_first_row(planned):
 def test_outside_of_the_measured_rows_the_loss_is_unknown(planned):
     """H=400: the loss up to which DiLoCo pays, by hand from the seconds; control above."""
     found, run = planned(*TWO_SITES, "slice_bandwidth_gbps=0.1", "diloco_sync_period=400",
-                             "diloco_outer_overlap=none")  # fmt: skip
+                             "diloco_round_overlap=none")  # fmt: skip
     said, ways = " ".join(run.output.split()), found["answer"]["ways"]
     assert "H=400 (10 to 100 measured)" in said
     assert ways[0]["seconds_to_same_loss"] is None and ways[2]["seconds_to_same_loss"]
@@ -258,7 +258,7 @@ def test_the_plan_reports_whether_a_latency_is_hidden(planned):
     for more, words in (
         (("num_communication_overlapping_steps=5", "enable_streaming_diloco=true"),
          "200 ms is hidden"),
-        (("enable_streaming_diloco=false", "diloco_outer_overlap=none"),
+        (("enable_streaming_diloco=false", "diloco_round_overlap=none"),
          "adds 200 ms"),
     ):  # fmt: skip
         _, run = planned(*keys, *more)

@@ -1,4 +1,4 @@
-"""What a period waits for, and the plan where slots own parts of a fragment."""
+"""Time that a period waits for the link, and the plan with reduce-scatter."""
 
 import pytest
 from run import output_of
@@ -7,8 +7,7 @@ from tiers import full
 from maxdiloco import train as train_program
 from maxdiloco.aot import wait
 from maxdiloco.diloco.quantize import NAMES as WIRES
-from maxdiloco.diloco.schedule import Schedule, offsets
-from maxdiloco.trainer import assemble
+from maxdiloco.engine.settings import RADIAL, ExchangeSettings
 
 
 @pytest.mark.parametrize(
@@ -47,14 +46,13 @@ def test_a_plan_keeps_the_exchange_that_is_given(planned):
     keys = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=8")
     keys += ("step_time=0.8", "dcn_bandwidth_gbps=0.04", "diloco_sync_period=30")
     waits = {}
-    for exchange in ("gather", "owners"):
-        found, run = planned(*keys, f"diloco_exchange={exchange}")
+    for exchange in ("all_gather", "reduce_scatter"):
+        found, run = planned(*keys, f"diloco_collective={exchange}")
         rows = [row for row in found["choices"] if row["mode"] == "overlapped"]
-        assert {row["diloco_exchange"] for row in rows} == {exchange}
+        assert {row["diloco_collective"] for row in rows} == {exchange}
         waits[exchange] = min(row["exposed_seconds_per_period"] for row in rows)
-        assert "eager" in {row["mode"] for row in found["choices"]}
-        assert f"diloco_exchange={exchange}" in run.output
-    assert waits["owners"] < 0.5 * waits["gather"]
+        assert f"diloco_collective={exchange}" in run.output
+    assert waits["reduce_scatter"] < 0.5 * waits["all_gather"]
 
 
 @pytest.mark.parametrize("slices", [2, 3, 8, full(16)])
@@ -69,38 +67,48 @@ def test_owners_are_proposed_only_where_a_thin_link_gains(planned, slices):
         keys, thin = (*keys, "diloco_exchange_dtype=int8"), "dcn_bandwidth_gbps=0.03"
     found, run = planned(*keys, thin)
     best, owned = found["choices"][0], slices > 2
-    assert best["diloco_exchange"] == ("owners" if slices == 3 else "auto")
-    assert ("diloco_exchange=owners" in found["train_command"]) == (slices == 3)
-    assert ("\nowners: " in run.output) == (" owners " in run.output) == owned
-    gathered, _ = planned(*keys, thin, "diloco_exchange=gather")
+    assert best["diloco_collective"] == ("reduce_scatter" if slices == 3 else "auto")
+    assert ("diloco_collective=reduce_scatter" in found["train_command"]) == (slices == 3)
+    assert (" rs " in run.output) == owned
+    gathered, _ = planned(*keys, thin, "diloco_collective=all_gather")
     after = rating_of(best), rating_of(gathered["choices"][0])
     assert after[0] < after[1] if owned else after[0] == after[1]
     found, _ = planned(*keys, "dcn_bandwidth_gbps=1000")
-    assert found["choices"][0]["diloco_exchange"] == "auto"
+    assert found["choices"][0]["diloco_collective"] == "auto"
 
 
-@pytest.mark.parametrize("merge", ["mean", "rda"])
+@pytest.mark.parametrize("merge", ["mean", "radial_directional_mean"])
 def test_eager_is_proposed_where_the_trainer_accepts_it(planned, merge):
     """On a link that only eager fits; rda needs the norms of whole outer gradients."""
-    keys = ("model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2", f"diloco_merge={merge}")
+    keys = ("model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2")
+    keys += (f"diloco_aggregation={merge}",)
     found, _ = planned(*keys, "step_time=0.2", "slice_bandwidth_gbps=0.001")
     modes = {row["mode"] for row in found["choices"]}
     assert {"DiLoCo", "overlapped"} <= modes and ("eager" in modes) == (merge == "mean")
     output_of(train_program.main, *found["train_command"][3:], "show_fragments=true")
 
 
-def test_auto_is_owners_from_four_slots_on_unless_they_wait():
-    """Runs that owners refuse, and those with one step of overlap, gather; a named value stays."""
+def test_auto_is_reduce_scatter_from_four_slices_on():
+    """Not with settings that refuse it, nor with one step to travel. What is named stays."""
 
-    def chosen(exchange="auto", slots=4, merge="mean", wire="int8", tau=0, P=2, overlap="none"):
-        schedule = Schedule(8, tau, offsets(P, 8), overlap)
-        return assemble.exchange(exchange, slots=slots, merge=merge, wire=wire, schedule=schedule)
+    def chosen(collective="auto", slices=4, tau=0, P=2, **options):
+        settings = ExchangeSettings(
+            num_replicas=slices,
+            sync_period=8,
+            num_fragments=P,
+            overlap_steps=tau,
+            collective=collective,
+            **{"exchange_dtype": "int8"} | options,
+        )
+        return settings.resolve(num_slices=slices).collective
 
-    assert (chosen(), chosen(tau=2), chosen("owners", slots=2)) == ("owners",) * 3
-    assert chosen(slots=3) == chosen("gather") == chosen(tau=1) == "gather"
-    a_fragment_each_step = chosen(tau=2, P=8), chosen(P=8, overlap="eager"), chosen(P=8)
-    assert a_fragment_each_step == ("gather", "gather", "owners")
-    assert chosen(merge="rda") == chosen(wire="topk") == "gather"
+    scattered = chosen(), chosen(tau=2), chosen("reduce_scatter", slices=2)
+    assert scattered == ("reduce_scatter",) * 3
+    assert chosen(slices=3) == chosen("all_gather") == chosen(tau=1) == "all_gather"
+    assert (chosen(tau=2, P=8), chosen(P=8)) == ("all_gather", "reduce_scatter")
+    assert chosen(aggregation=RADIAL) == chosen(exchange_dtype="topk") == "all_gather"
+    assert chosen(round_overlap="delayed") == "reduce_scatter"
+    assert chosen(round_overlap="eager") == "all_gather"
 
 
 def rating_of(row):

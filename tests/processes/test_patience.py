@@ -5,8 +5,8 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from maxdiloco.engine.host_transfer import HostTransfers, Shard, Transfer, routes
 from maxdiloco.errors import LostPeerError
-from maxdiloco.exchange.host import HostCarrier, Passage, Shard, routes
 from maxdiloco.metrics.monitor import Rows
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.patience import SLOWER, Patience
@@ -101,12 +101,12 @@ def test_the_host_exchange_and_the_rows_end_the_wait(monkeypatch, devices):
         Patience, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
     )
     mesh = mesh_lib.Mesh([[devices[0]], [devices[1]]], ("diloco", "fsdp"))
-    carrier = HostCarrier(mesh, mailbox=peer)
+    carrier = HostTransfers(mesh, mailbox=peer)
     carrier._routes = [routes({Shard(0, 0): 0, Shard(1, 0): 1}, 0)]
     fetched = Future()
     fetched.set_result({Shard(0, 0): [np.zeros((1, 8), np.int8)]})
     with pytest.raises(LostPeerError, match="process 1 .*fragment 0 of step 8 "):
-        carrier._collect(Passage("key", 8, 1, False, None, "fragment 0 of step 8"), fetched)
+        carrier._collect(Transfer("key", 8, 1, False, None, "fragment 0 of step 8"), fetched)
     carrier.close()
     rows = Rows(0, {0: [0], 1: [1]}, mailbox=peer, write=lambda *row: None)
     rows.add(8, {}, {})

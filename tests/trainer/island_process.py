@@ -15,7 +15,7 @@ import tiny_problem
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_on_islands import ELASTIC, FAST, LOCKSTEP, STEPS, an_island, decided
+from test_island_trainer import ELASTIC, FAST, LOCKSTEP, STEPS, an_island, decided
 
 from maxdiloco.command_line import guarded
 from maxdiloco.processes import distributed
@@ -52,7 +52,8 @@ def trained(trainer, name):
 
     params = problem.named(problem.params)
     start = placed(params, LIES), placed(jax.tree.map(np.zeros_like, params), LIES)
-    state = trainer.join(trainer.init(*start))
+    trainer.bind(*start)
+    state = trainer.join(trainer.init_program(lambda *given: given)(*start))
     found = dict(places=[], rates=[])
     while state.t < STEPS if name == "lockstep" else not trainer.ended():
         if name == "free":

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from run import FEW_OPTIMIZATIONS, Process, assert_exit_codes, cluster_environs
-from test_on_islands import STEPS, in_threads, started, steps_of, until
+from test_island_trainer import STEPS, in_threads, started, steps_of, until
 
 from maxdiloco.islands import audit, objects
 

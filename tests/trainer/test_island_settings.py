@@ -1,7 +1,7 @@
 """What islands of a run agree on, and the keys that are named when they do not."""
 
 import pytest
-from test_on_islands import ELASTIC
+from test_island_trainer import ELASTIC
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config

@@ -25,15 +25,14 @@ class Run:
         parts.model.spec = mock.Mock(num_query_heads=1, head_dim=1, num_layers=1, latent=None)
         parts.mesh.devices = np.array([mock.Mock(device_kind="cpu")])
         parts.mesh.local_devices = [mock.Mock(**{"memory_stats.return_value": memory})]
-        parts.trainer.learning_rate = lambda rate, t: 0.1
+        parts.control.learning_rate = lambda rate, t: 0.1
         parts.monitor.replicas = {0: [0]}
         parts.monitor.check = self._takes("check", {"loss": np.float32([1.5])})
         parts.monitor.take_row.return_value = {"loss": np.float32([1.5])}
         parts.monitor.sums.return_value = {}
         parts.trainer.extra_metrics = self._takes("extra", {})
         parts.trainer.bytes_sent = lambda t: 0.0
-        parts.trainer.saved_items = self._takes("save", {})
-        parts.trainer.note.return_value = {}
+        parts.trainer.checkpoint = self._takes("save", ({}, {}))
         parts.evaluation = self._takes("evaluate", mock.Mock(metrics=lambda *_: {"eval/loss": 2}))
         writer = mock.Mock(wall_time_s=1000.0, sync=self._takes("save", None))
         writer.write = lambda t, row: self._takes("write", self.written.append(row))()

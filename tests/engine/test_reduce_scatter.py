@@ -1,4 +1,4 @@
-"""Parts that slots own: the mean to the bit, whatever the slots, its notes, and what is sent.
+"""Reduce-scatter: the mean to the bit, whatever the slices, its flags and sizes.
 
 # R replicas
 """
@@ -16,7 +16,7 @@ from tiers import corner, full
 from wire_codecs import CODECS
 
 from maxdiloco.diloco import quantize
-from maxdiloco.exchange import collective, owners, payload
+from maxdiloco.engine import collective, payload, reduce_scatter
 
 pytestmark = pytest.mark.usefixtures("few_compiler_passes")
 
@@ -39,8 +39,8 @@ def values(M, seed=0):
 def program(mesh, wire, M, *, reduced, num_chunks, gathers):
     """Leaves [R, ...] -> what arrives of owners, and what everyone would have gathered."""
     whole = payload.for_leaves(*zip(*LEAVES.values(), strict=True), wire=wire, mesh=mesh)
-    fragment = owners.cut(
-        whole, reduced=quantize.finer(wire, reduced), replicas=M // mesh.shape["diloco"]
+    fragment = reduce_scatter.cut_payload(
+        whole, replicas=M // mesh.shape["diloco"], mean_dtype=reduced
     )
 
     def lengths(size):
@@ -48,7 +48,7 @@ def program(mesh, wire, M, *, reduced, num_chunks, gathers):
 
     @jax.jit
     def run(leaves_R):
-        sent = collective.send(fragment, leaves_R, lengths(fragment.first_size)).chunks
+        sent = collective.send(fragment, leaves_R, lengths(fragment.sent_size)).chunks
         parts = [collective.all_to_all_chunk(chunk, mesh) for chunk in sent]
         shared = collective.reduce(fragment, parts, lengths(fragment.size), num_replicas=M)
         arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in shared]

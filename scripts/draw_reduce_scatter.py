@@ -1,6 +1,6 @@
-"""Draw how slices own parts of a fragment as docs/owners.svg.
+"""Draw a reduce-scatter exchange as docs/reduce_scatter.svg.
 
-    PYTHONPATH=. python scripts/draw_owners.py
+    PYTHONPATH=. python scripts/draw_reduce_scatter.py
 
 Four slices. The bytes below the columns are those of the wire formats, for one parameter.
 """
@@ -9,7 +9,7 @@ import pathlib
 import sys
 
 from maxdiloco.diloco import quantize
-from maxdiloco.exchange.owners import REDUCED
+from maxdiloco.engine.reduce_scatter import MEAN_DTYPE
 from scripts import svg
 
 SLICES, WIRE = 4, "float4_e3m0"
@@ -39,12 +39,12 @@ def draw() -> str:
     for j in range(SLICES):
         parts += _slice(j, *starts)
     share, y = (SLICES - 1) / SLICES, TOP + SLICES * ROW + 12
-    there, back = bytes_of(WIRE), bytes_of(quantize.finer(WIRE, REDUCED))
+    there, back = bytes_of(WIRE), bytes_of(quantize.finer(WIRE, MEAN_DTYPE))
     sent = ["", f"{there * share:.3g} in {8 * there:.0f} bits", "none"]
     sent.append(f"{back * share:.3g} in {8 * back:.0f} bits")
     parts.append(svg.text(8, y, "bytes a parameter that leave a slice:", size=11))
     parts += [svg.text(x, y, words, size=11) for x, words in zip(starts, sent, strict=True)]
-    gathered = f"to gather, each sends all it has to all: {there * (SLICES - 1):.3g}"
+    gathered = f"all-gather: each slice sends all it has to all: {there * (SLICES - 1):.3g}"
     parts.append(svg.text(8, y + 18, gathered, size=11))
     width, height = starts[-1] + WIDE + 60, y + 30
     return svg.figure(width, height, parts)
@@ -73,7 +73,7 @@ def _line(x: float, y: float, to_x: float, to_y: float, colour: str) -> str:
 
 
 if __name__ == "__main__":
-    default = pathlib.Path(__file__).parents[1] / "docs" / "owners.svg"
+    default = pathlib.Path(__file__).parents[1] / "docs" / "reduce_scatter.svg"
     target = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else default
     target.write_text(draw(), encoding="utf-8")
     print(target)

@@ -1,22 +1,29 @@
-"""DiLoCo whose exchange is a log in an object store: one replica, an island among others.
+"""The trainer of an island: one replica, which exchanges through a log in an object store.
 
-theta and the outer optimizer are with the island's driver, in host memory; the state has a copy of
-them, for evaluations, checkpoints and exports.
+Outer parameters and outer optimizer are in the host memory of the island's driver. The state has a
+copy of them, for evaluations, checkpoints and exports.
 """
 
+import dataclasses
+import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
-from maxdiloco.engine.actions import Given
-from maxdiloco.engine.diloco import DiLoCo
-from maxdiloco.engine.exchanges import Carrier
+from maxdiloco.engine import describe
+from maxdiloco.engine.calls import Call
+from maxdiloco.engine.diloco import DiLoCo, InnerStep
+from maxdiloco.engine.host_transfer import Mailbox
 from maxdiloco.engine.host_values import HostValues
-from maxdiloco.engine.state import Layout, State
-from maxdiloco.engine.trainer import Description, Reading, SavedLayout
+from maxdiloco.engine.layout import Layout, State
+from maxdiloco.engine.settings import ExchangeSettings
+from maxdiloco.engine.trainer import Description, RestorePlan, SavedLayout
+from maxdiloco.engine.transports import plain_inner_step
 from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
 from maxdiloco.islands import beside, core, fitness, keys, objects, records, wires
 from maxdiloco.islands.beside import Beside
@@ -25,22 +32,55 @@ from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import REPLACED, Damage, Stop
 from maxdiloco.islands.keys import Keys
 from maxdiloco.islands.records import Run
+from maxdiloco.parallel.program import Program, throttle_cpu
 from maxdiloco.trainer import island_processes, island_settings
 from maxdiloco.trainer.island_processes import GO, Processes, Ranges, Standing
 from maxdiloco.trainer.island_settings import Settings
-from maxdiloco.trainer.island_steps import Steps, Values, leaves_of
+from maxdiloco.trainer.island_values import Values, leaves_of
 from maxdiloco.trainer.leased_text import LeasedText
 
-_LOOK_S = 0.05  # of a reader for the island that takes the place of one; our choice
+_LOOK_S = 0.05  # time between two looks of a reader for the island that replaces one [s]
 
 
-class OnIslands(DiLoCo):
-    """See DiLoCo; of one replica. settings: of the island; fresh: of Values. Process 0 decides."""
+def _run(program: Program, *args: Any) -> Any:
+    return program(*args)
 
-    def __init__(self, inner_step: Callable, *, settings: Settings, fresh: Callable, **options):
-        super().__init__(inner_step, **options)
+
+class IslandTrainer:
+    """The trainer (engine.trainer.Trainer) and the run control of an island.
+
+    It has a DiLoCo of one replica for layout, programs and checkpoints. Process 0 decides what the
+    processes of the island do.
+    """
+
+    num_replicas = 1
+
+    def __init__(
+        self,
+        inner_step: InnerStep,
+        exchange: ExchangeSettings,
+        *,
+        settings: Settings,
+        fresh: Callable[[Any], Any],
+        layer_axis: Any,
+        mailbox: Mailbox | None,
+        **options: Any,
+    ):
+        """Make the parts; nothing is compiled.
+
+        Args:
+          inner_step: of the replica.
+          exchange: settings of the run; the log has those of its exchanges.
+          settings: of the island.
+          fresh: parameters of one replica -> the first state of its inner optimizer.
+          layer_axis, mailbox, **options: of DiLoCo.
+        """
+        exchange = dataclasses.replace(exchange, overlap_steps=0, error_feedback=False)
+        self._diloco = DiLoCo.from_settings(inner_step, exchange, layer_axis=layer_axis, **options)
+        self.mesh, self.period = self._diloco.mesh, self._diloco.period
+        self._layer_axis, self._mailbox = layer_axis, mailbox
         self._settings, self._run, self._fresh = settings, settings.run, fresh
-        self._processes = Processes(self._mailbox)
+        self._processes = Processes(mailbox)
         self._standing: Standing | None = None
         self._keys: Keys | None = None  # of process 0
         self._beside: Beside | None = None
@@ -50,20 +90,25 @@ class OnIslands(DiLoCo):
         self._moments_of: int | None = None
         self._left, self._waited_s = False, 0.0
         self._told = Counts(), 0
+        self._running: Any = ()
+        self._last_state: Callable[[], State | None] = lambda: None  # for `close`
 
     def bind(self, params: Any, opt_state: Any) -> Layout:
-        """See DiLoCo; before anything is compiled, where the island is to train.
+        """Set the layout for one replica's pytrees, and open the store if the island is to train.
 
-        Raises ConfigError for a store that cannot be used, and a run in it that is another.
+        Raises:
+          ConfigError: the store cannot be used, or has another run.
         """
-        layout, settings = super().bind(params, opt_state), self._settings
+        layout, settings = self._diloco.bind(params, opt_state), self._settings
+        self.abstract_state = self._diloco.abstract_state
+        self.exported, self.evaluated = self._diloco.exported, self._diloco.evaluated
         self._run = settings.run._replace(fragments=leaves_of(layout, self._layer_axis))
         if settings.facts is not None:
             self._processes.first(self._open)
         return layout
 
     def _open(self) -> None:
-        """Open the store. As bind."""
+        """Open the store; raises as bind."""
         url, key = self._settings.url, self._settings.key
         self._keys = keys.read(key) if key else None
         self._bucket = Counted(objects.open_bucket(url, "islands_store"))
@@ -71,7 +116,7 @@ class OnIslands(DiLoCo):
         self._agreed()
 
     def _agreed(self) -> tuple[Run, Any]:
-        """The run as this island takes part in it, and what the store has of it. As bind."""
+        """Return the run of this island, and the run that the store has; raises as bind."""
         settings = self._settings
         stored, run = objects.get(self._bucket, None, records.RUN), self._run
         if isinstance(stored, Damage):
@@ -84,12 +129,29 @@ class OnIslands(DiLoCo):
         island_settings.require_block(run, settings.facts)
         return run, stored
 
-    def _make_carrier(self) -> Carrier:
-        sizes = [
-            wires.payload_size(self._run.wire, tuple(leaf.size for leaf in leaves))
-            for leaves in leaves_of(self.layout, self._layer_axis)
-        ]
-        return Steps(self.programs, self.schedule, sizes, self._ready, self._stepped)
+    def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
+        """See Trainer."""
+        return self._diloco.init_program(make, **options)
+
+    def calls(self, batch: Any) -> list[Call]:
+        """See Trainer; each fragment is read and replaced once in a period."""
+        like = self.abstract_state
+        inner = Call(self._diloco.programs.inner, (like.params, like.opt_state, batch), self.period)
+        return [inner, *HostValues(self._diloco.programs).calls(1)]
+
+    def step(self, state: State, batch: Any) -> tuple[State, Any]:
+        """See Trainer; it waits for the log, and sends and applies what is due."""
+        state = replace(state, t=state.t + 1)
+        if not self._standing.may_step:
+            state = self._decided(self._waited, state)
+        throttle_cpu(self.mesh, (state.params, state.outer))
+        state, metrics = plain_inner_step(_run, self._diloco.programs.inner, state, batch)
+        # A host that runs ahead would send at steps that are far from done.
+        jax.block_until_ready(self._running)
+        self._running = metrics
+        state = self._decided(self._sent_and_applied, state)
+        self._last_state = weakref.ref(state)
+        return state, metrics
 
     # -- the start ------------------------------------------------------------------------------
 
@@ -99,7 +161,8 @@ class OnIslands(DiLoCo):
         Raises ConfigError as bind, since the run may have begun meanwhile.
         """
         settings, name = self._settings, self._settings.name
-        host, plans = HostValues(self.programs, self._mailbox), self.layout.plans
+        host = HostValues(self._diloco.programs, self._mailbox)
+        plans = self._diloco.layout.plans
         self._values = Values(host, plans, self._processes, self._fresh)
         theta = [host.theta(state, plan) for plan in plans]
         settings.facts.say(f"island {name} meets the others at {settings.url}")
@@ -150,19 +213,7 @@ class OnIslands(DiLoCo):
         failure = self._bucket.failure if line == core.AWAY else ""
         self._settings.facts.say(f"{line}. The last answer: {failure}" if failure else line)
 
-    def reading(self, saved_layout: SavedLayout) -> Reading:
-        """See DiLoCo; a checkpoint's inner moments are of the records that it knows."""
-        if saved_layout.records is not None:
-            self._moments_of = saved_layout.records
-        return super().reading(saved_layout)
-
     # -- between two inner steps ----------------------------------------------------------------
-
-    def _ready(self, given: Given, _: Any) -> Given:
-        """Wait until the inner step may be taken."""
-        if self._standing.may_step:
-            return given
-        return given._replace(state=self._decided(self._waited, given.state))
 
     def _waited(self, state: State) -> State:
         self._values.state = state
@@ -186,10 +237,6 @@ class OnIslands(DiLoCo):
         t, state = state.t, replace(state, t=state.t - 1)
         state = self._joined(state, [each.theta for each in driver.outer])
         return replace(state, t=t)
-
-    def _stepped(self, given: Given, _: Any) -> Given:
-        """Send and apply what is due."""
-        return given._replace(state=self._decided(self._sent_and_applied, given.state))
 
     def _sent_and_applied(self, state: State) -> State:
         self._values.state = state
@@ -269,26 +316,44 @@ class OnIslands(DiLoCo):
             self._beside.leave(drain=self._beside.stop is None)
 
     def close(self) -> None:
-        """See DiLoCo."""
+        """End the threads, and check_finite of the last state unless an error is under way."""
         self.leave()
-        super().close()
+        self._diloco.close()
+        if (state := self._last_state()) is not None and sys.exception() is None:
+            self._diloco.check_finite(state)
 
-    # -- what it tells --------------------------------------------------------------------------
+    # -- what a run reads of a state ------------------------------------------------------------
 
-    def note(self, state: State) -> dict[str, Any]:
-        """See DiLoCo; with the records of fragment 0 that the state has."""
+    def check_finite(self, state: State, *, exchanges_only: bool = False) -> None:
+        """See Trainer."""
+        self._diloco.check_finite(state, exchanges_only=exchanges_only)
+
+    def bytes_sent(self, t: int) -> float:
+        """Return 0: an island sends when it is time, not by the step; see extra_metrics."""
+        return 0.0
+
+    def checkpoint(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See Trainer; with the number of records of fragment 0 that the state has."""
+        items, metadata = self._diloco.checkpoint(state)
         known = self._standing.records if self._standing is not None else None
-        return super().note(state) | {"records": known}
+        return items, metadata | {"records": known}
+
+    def restore_plan(self, saved: SavedLayout) -> RestorePlan:
+        """See Trainer; the inner moments of a checkpoint are of the records that it knows."""
+        if saved.records is not None:
+            self._moments_of = saved.records
+        return self._diloco.restore_plan(saved)
 
     def extra_metrics(self, state: State) -> dict[str, float]:
-        """Of the log, of what this island has sent, and of the last message."""
+        """Return metrics of the log, of what this island has sent, and of the last message."""
         if not self._processes.decides:
             return {}
         (before, t), self._told = self._told, (self._bucket.counts, state.t)
         waited, self._waited_s = self._waited_s, 0.0
         counts, steps = self._bucket.counts, max(state.t - t, 1)
-        driver, pace = self._beside.driver, self._settings.pace
-        found = super().extra_metrics(state) | beside.metrics(driver, pace) | {
+        driver = self._beside.driver
+        found = describe.state_metrics(state) | beside.metrics(driver, self._settings.pace)
+        found |= {
             "dcn/waited_s": waited,
             "dcn/bytes_sent": (counts.sent - before.sent) / steps,
             "islands/bytes_received": (counts.received - before.received) / steps,
@@ -298,11 +363,16 @@ class OnIslands(DiLoCo):
 
     @property
     def description(self) -> Description:
-        """See DiLoCo, with the island."""
-        run, found = self._run, super().description
-        title = f"{len(self.layout.plans)} fragments, tau {run.overlap_steps}, {run.wire}"
+        """Fragments with the bytes of their messages, and the memory of the outer state."""
+        layout, run = self._diloco.layout, self._run
+        sizes = [
+            wires.payload_size(run.wire, tuple(leaf.size for leaf in leaves))
+            for leaves in leaves_of(layout, self._layer_axis)
+        ]
+        title = f"{len(layout.plans)} fragments, tau {run.overlap_steps}, {run.wire}"
+        found = describe.description(layout, sizes=sizes)
         return found._replace(title=f"DiLoCo of {title}, elastic islands")
 
     def closing_line(self, state: State) -> str:
-        """The step, and what the log has."""
+        """Return the step, and the progress of the log."""
         return f"done: step {state.t}; {self._standing.line}"

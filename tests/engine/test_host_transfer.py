@@ -1,4 +1,4 @@
-"""The host carrier brings what `all_gather_chunk` brings, to the bit; who sends what to whom."""
+"""Transfers over the host bring the bits of the collectives; the routes between processes."""
 
 import contextlib
 import itertools
@@ -14,8 +14,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
 
-from maxdiloco.exchange import collective, owners, payload
-from maxdiloco.exchange.host import HostCarrier, Passage, Routes, Shard, owners_of, routes
+from maxdiloco.engine import collective, payload, reduce_scatter
+from maxdiloco.engine.host_transfer import (
+    HostTransfers,
+    Routes,
+    Shard,
+    Transfer,
+    process_of_shards,
+    routes,
+)
 
 
 def chunks_of(mesh, M, dtype, lengths):
@@ -28,12 +35,12 @@ def chunks_of(mesh, M, dtype, lengths):
     )
 
 
-def passage(size, rows, *, to_owners=False, within_s=None):
-    return Passage("k", size, rows, to_owners, within_s, what="")
+def transfer(size, rows, *, scatters=False, within_s=None):
+    return Transfer("k", size, rows, scatters, within_s, what="")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "to_owners"),
+    ("dtype", "scatters"),
     [
         *((dtype, False) for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8)),
         *((dtype, True) for dtype in (jnp.uint16, jnp.uint8)),
@@ -42,12 +49,12 @@ def passage(size, rows, *, to_owners=False, within_s=None):
 @pytest.mark.parametrize(
     ("sizes", "M"), [({}, 1), (dict(diloco=2, fsdp=2), 2), (dict(diloco=2, data=2, fsdp=2), 4)]
 )
-def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype, to_owners):
+def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype, scatters):
     mesh = mesh_of(devices, **sizes)
-    carrier, slots = HostCarrier(mesh, mailbox=None), mesh.shape["diloco"]
-    move = collective.all_to_all_chunk if to_owners else collective.all_gather_chunk
-    sent = chunks_of(mesh, M * slots if to_owners else M, dtype, [1024, 1024])
-    arriving = carrier.start(passage(2000, M // slots, to_owners=to_owners), sent)
+    carrier, slots = HostTransfers(mesh, mailbox=None), mesh.shape["diloco"]
+    move = collective.all_to_all_chunk if scatters else collective.all_gather_chunk
+    sent = chunks_of(mesh, M * slots if scatters else M, dtype, [1024, 1024])
+    arriving = carrier.start(transfer(2000, M // slots, scatters=scatters), sent)
     for chunk, arrived in zip(sent, arriving.result(), strict=True):
         expected = move(chunk, mesh)
         assert arrived.sharding.is_equivalent_to(expected.sharding, 1)
@@ -58,19 +65,19 @@ def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype, to_owners
 
 
 @pytest.mark.parametrize(
-    ("to_owners", "of_2"),
+    ("scatters", "of_2"),
     [
         (False, Routes({1: (Shard(2, 0),)}, {1: (Shard(0, 0), Shard(1, 0))}, (Shard(2, 0),))),
-        # Each sends to an owner the part that it owns, of its own place, and nothing else.
+        # Each sends a slice the part that it averages, of its own device, and nothing else.
         (True, Routes({1: (Shard(2, 0, to=0), Shard(2, 0, to=1))},
                       {1: (Shard(0, 0, to=2), Shard(1, 0, to=2))}, (Shard(2, 0, to=2),))),
     ],
-    ids=["gather", "owners"],
+    ids=["all_gather", "reduce_scatter"],
 )  # fmt: skip
-def test_what_one_sends_another_gets_in_the_same_order(to_owners, of_2):
+def test_what_one_sends_another_gets_in_the_same_order(scatters, of_2):
     """Three slices of two places; process 1 holds two slices, the others share the third."""
     holders = {Shard(s, p): 1 if s < 2 else 2 + p for s in range(3) for p in range(2)}
-    tables = {process: routes(holders, process, to_owners=to_owners) for process in (1, 2, 3)}
+    tables = {process: routes(holders, process, scatters=scatters) for process in (1, 2, 3)}
     for a, b in itertools.permutations(tables, 2):
         assert tables[a].sends.get(b) == tables[b].gets.get(a)
     assert tables[2] == of_2
@@ -103,9 +110,9 @@ class Loop:
 @contextlib.contextmanager
 def of_slot_0(mesh, mailbox):
     """The carrier of the process with the first slot, where each slot has a process."""
-    carrier = HostCarrier(mesh, mailbox=mailbox)
-    holders = {shard: shard.slot for shard in owners_of(mesh)}
-    carrier._routes = [routes(holders, 0, to_owners=to_owners) for to_owners in (False, True)]
+    carrier = HostTransfers(mesh, mailbox=mailbox)
+    holders = {shard: shard.slice_index for shard in process_of_shards(mesh)}
+    carrier._routes = [routes(holders, 0, scatters=scatters) for scatters in (False, True)]
     yield carrier
     carrier.close()
 
@@ -113,12 +120,12 @@ def of_slot_0(mesh, mailbox):
 @pytest.mark.parametrize(
     ("M", "within_s", "pace"), [(2, 2.0, 750.0), (4, 2.0, 1500.0), (2, None, None)]
 )
-@pytest.mark.parametrize("to_owners", [False, True])
-def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace, to_owners):
+@pytest.mark.parametrize("scatters", [False, True])
+def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace, scatters):
     """1,500 bytes of each replica here, in two seconds."""
     mailbox = Loop()
     with of_slot_0(mesh_of(devices, diloco=2), mailbox) as carrier:
-        carrier._pace(passage(1500, M // 2, to_owners=to_owners, within_s=within_s), 1)
+        carrier._pace(transfer(1500, M // 2, scatters=scatters, within_s=within_s), 1)
     assert mailbox.paces == [pace]
 
 
@@ -129,10 +136,10 @@ def test_padding_stays_here(devices):
     with of_slot_0(mesh, mailbox) as carrier:
         own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
         here = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
-        fetched = carrier._fetch(passage(1500, 1), here)
+        fetched = carrier._fetch(transfer(1500, 1), here)
         assert mailbox.messages.queue[0][2] == own[:1500].tobytes()
         done = SimpleNamespace(result=lambda: fetched)
-        arrived = carrier._collect(passage(1500, 1), done)
+        arrived = carrier._collect(transfer(1500, 1), done)
     twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])
     np.testing.assert_array_equal(twin[:1500], own[:1500])
     assert not twin[1500:].any()
@@ -152,14 +159,14 @@ def bytes_held(devices, M, exchange, monkeypatch):
     has come of a fragment of 2^19 values in int8."""
     mesh, mailbox = mesh_of(devices, diloco=M), Silent()
     sent = payload.for_leaves([(1 << 19,)], [P()], wire="int8", mesh=mesh)
-    passages = [passage(sent.size, 1)]
-    if exchange == "owners":
-        sent = owners.cut(sent, reduced="int8", replicas=1)
-        passages = [passage(sent.first_size, 1, to_owners=True), passage(sent.size, 1)]
+    transfers = [transfer(sent.size, 1)]
+    if exchange == "reduce_scatter":
+        sent = reduce_scatter.cut_payload(sent, replicas=1)
+        transfers = [transfer(sent.sent_size, 1, scatters=True), transfer(sent.size, 1)]
     held = 0
     with of_slot_0(mesh, mailbox) as carrier:
-        monkeypatch.setattr(carrier, "_on_devices", lambda codes, to_owners: None)
-        for each in passages:
+        monkeypatch.setattr(carrier, "_to_devices", lambda codes, scatters: None)
+        for each in transfers:
             own = {Shard(0, 0): [np.ones((1, each.size), np.uint8)]}
             mailbox.size = each.size
             tracemalloc.start()
@@ -169,14 +176,14 @@ def bytes_held(devices, M, exchange, monkeypatch):
     return held
 
 
-def test_what_a_process_holds_of_arrivals_grows_with_the_replicas_that_are_gathered_alone(
-    devices, monkeypatch
-):
-    """Owners: a part of each replica, then a part of the mean of each, and beside them two messages
-    of a part. Control: of what is gathered all replicas, and two messages of one."""
+def test_memory_of_arrivals_grows_with_replicas_in_an_all_gather_only(devices, monkeypatch):
+    """Reduce-scatter: a part of each replica, then a part of the mean of each, and two messages
+    of a part. Control: an all-gather has all replicas, and two messages of one."""
     held = {
         exchange: [bytes_held(devices, M, exchange, monkeypatch) / 2**19 for M in (2, 4, 8)]
-        for exchange in ("owners", "gather")
+        for exchange in ("reduce_scatter", "all_gather")
     }
-    np.testing.assert_allclose(held["owners"], [2 + 2 * 1 / 2, 2 + 4 / 4, 2 + 4 / 8], rtol=0.06)
-    np.testing.assert_allclose(held["gather"], [2 + 1, 4 + 2, 8 + 2], rtol=0.06)
+    np.testing.assert_allclose(
+        held["reduce_scatter"], [2 + 2 * 1 / 2, 2 + 4 / 4, 2 + 4 / 8], rtol=0.06
+    )
+    np.testing.assert_allclose(held["all_gather"], [2 + 1, 4 + 2, 8 + 2], rtol=0.06)

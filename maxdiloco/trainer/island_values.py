@@ -1,68 +1,19 @@
-"""The steps of an island: a table of actions as those of engine/exchanges.py, and its values.
+"""The values of an island, by fragment, as its driver reads and writes them."""
 
-A step is the inner step alone; what an island sends and applies between two of them is decided by
-islands/core.py.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
 from maxdiloco.diloco import fragments
-from maxdiloco.diloco import schedule as names
-from maxdiloco.diloco.schedule import Schedule
-from maxdiloco.engine import actions
-from maxdiloco.engine.actions import Given, Kind
-from maxdiloco.engine.calls import Call
-from maxdiloco.engine.exchanges import Carrier
 from maxdiloco.engine.host_values import HostValues
-from maxdiloco.engine.plans import FragmentPlan
-from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.state import Layout, State
+from maxdiloco.engine.layout import FragmentPlan, Layout, State
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.records import Leaf
 from maxdiloco.trainer import island_processes
 from maxdiloco.trainer.island_processes import Processes, Standing
-
-
-class Steps(Carrier):
-    """The table: the inner step, `ready` before it and `stepped` after it.
-
-    sizes: bytes of a message of each fragment.
-    """
-
-    def __init__(
-        self,
-        programs: Programs,
-        schedule: Schedule,
-        sizes: Sequence[int],
-        ready: Callable[[Given, Any], Given],
-        stepped: Callable[[Given, Any], Given],
-    ):
-        super().__init__(programs, schedule, None)
-        self._host, self._sizes = HostValues(programs), sizes
-        self._running: Any = ()
-
-        def paced(given, _):
-            """A host that ran ahead would send at steps that are far from done."""
-            jax.block_until_ready(self._running)
-            self._running = given.metrics
-            return given
-
-        inner = (Kind(ready), actions.INNER, Kind(paced), Kind(stepped))
-        self.table = MappingProxyType({names.INNER: inner, names.SYNCHRONISE: ()})
-
-    def calls(self, batch: Any) -> list[Call]:
-        """See Carrier; each fragment is taken and replaced once in a period."""
-        return [*super().calls(batch), *self._host.calls(1)]
-
-    def fragment_bytes(self, plan: FragmentPlan) -> int:
-        """Of a message."""
-        return self._sizes[plan.index]
 
 
 class Values:

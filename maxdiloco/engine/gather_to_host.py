@@ -1,7 +1,7 @@
-"""Arrays of a mesh over several processes: whole in the memory of process 0, and back.
+"""Gather arrays of a mesh over several processes in the memory of process 0, and scatter them.
 
-Nothing is made whole on a device. Process 0 gets the shards that it does not hold by the mailbox,
-each once, and sends to each other process the shards that this one holds.
+No device ever holds a whole array. Process 0 receives every shard that it does not hold once, and
+sends to each other process the shards that this process holds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from maxdiloco.exchange.host import Mailbox
+from maxdiloco.engine.host_transfer import Mailbox
 from maxdiloco.processes.patience import Patience
 
 Index = tuple[slice, ...]
@@ -18,15 +18,16 @@ Index = tuple[slice, ...]
 _UP, _DOWN = ("whole",), ("shards",)  # keys; messages of a key keep their order
 
 
-class Whole:
-    """All processes call the same, in the same order. mailbox: None in a run of one process."""
+class HostGather:
+    """Gathers and scatters; all processes call the same methods in the same order."""
 
     def __init__(self, mailbox: Mailbox | None):
+        """Keep the mailbox; None in a run of one process."""
         self._mailbox = mailbox
         self._here = 0 if mailbox is None else jax.process_index()
 
-    def fetched(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
-        """Their values, in process 0; elsewhere nothing. Waits for them. Raises LostPeerError."""
+    def gather(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+        """Return the values in process 0, and [] in others. Waits; raises LostPeerError."""
         if self._mailbox is None:
             return jax.device_get(list(arrays))
         for x in arrays:
@@ -51,12 +52,14 @@ class Whole:
                     data = _filled(values, index, data)
         return found
 
-    def placed(
+    def scatter(
         self, values: Sequence[np.ndarray], like: Sequence[jax.ShapeDtypeStruct]
     ) -> list[jax.Array]:
-        """Arrays like these of the values of process 0; elsewhere `values` is not read.
+        """Return arrays with the values of process 0. Raises LostPeerError.
 
-        values: must not change any more. like: with shardings. Raises LostPeerError.
+        Args:
+          values: in process 0; they must not change afterwards. Other processes may pass [].
+          like: ShapeDtypeStructs with shardings.
         """
         if self._mailbox is None:
             return jax.device_put(list(values), [x.sharding for x in like])
@@ -85,7 +88,7 @@ class Whole:
 
 
 def _held(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, list[Index]]:
-    """{process: the parts of an array that its devices hold}, each once, in one order."""
+    """Return {process: the parts of an array that its devices hold}, each part once, in order."""
     found: dict[int, dict[str, Index]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         found.setdefault(device.process_index, {})[str(index)] = index
@@ -93,7 +96,7 @@ def _held(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, list[Index
 
 
 def _owned(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, list[Index]]:
-    """As _held; each part of the first process that holds it."""
+    """Like `_held`, but assign each part to one process, the lowest-numbered holder."""
     held, seen, found = _held(sharding, shape), set[str](), {}
     for process in sorted(held):
         found[process] = [index for index in held[process] if str(index) not in seen]
@@ -107,7 +110,7 @@ def _part(x: jax.Array, index: Index) -> np.ndarray:
 
 
 def _filled(values: np.ndarray, index: Index, data: np.ndarray) -> np.ndarray:
-    """Take a part from the front of the bytes; those that are left."""
+    """Fill one part from the front of the bytes; return the remaining bytes."""
     part = values[index]
     values[index] = data[: part.nbytes].view(values.dtype).reshape(part.shape)
     return data[part.nbytes :]

@@ -12,12 +12,13 @@ from tiers import corner
 
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint.saved_state import layout_of
+from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.errors import NumericsError
 from maxdiloco.islands import audit, objects
 from maxdiloco.islands.records import Run
 from maxdiloco.islands.rules import Pace
 from maxdiloco.trainer.island_settings import Facts, Settings
-from maxdiloco.trainer.on_islands import OnIslands
+from maxdiloco.trainer.island_trainer import IslandTrainer
 
 H, STEPS = 4, 14
 FAST = Pace(
@@ -38,13 +39,29 @@ def an_island(url, name, run, *, feedback=False, said=None, pace=FAST, **options
     place = int(name) if name.isdecimal() else 0
     mesh = options.pop("mesh", None)
     mesh = mesh or Mesh(np.array(jax.devices()[place : place + 1]), ("diloco",))
-    return OnIslands(
-        tiny_problem.jax_inner_step, settings=Settings(str(url), name, run, pace, feedback, facts),
-        fresh=lambda params: jax.tree.map(lambda x: 0 * x - 3, params), mesh=mesh,
-        num_replicas=1, sync_period=H, exchange_dtype=run.wire, error_feedback=False,
-        layer_axis=tiny_problem.layer_axis(tree), outer_lr=0.7, outer_momentum=0.6,
-        **options,
-    )  # fmt: skip
+    exchange = ExchangeSettings(
+        num_replicas=1,
+        sync_period=H,
+        num_fragments=options.pop("num_fragments", 1),
+        exchange_dtype=run.wire,
+        outer_lr=0.7,
+        outer_momentum=0.6,
+    )
+    return IslandTrainer(
+        tiny_problem.jax_inner_step,
+        exchange,
+        settings=Settings(str(url), name, run, pace, feedback, facts),
+        fresh=lambda params: jax.tree.map(lambda x: 0 * x - 3, params),
+        mesh=mesh,
+        layer_axis=tiny_problem.layer_axis(tree),
+        **{"mailbox": None} | options,
+    )
+
+
+def first_state(trainer, problem):
+    values = first_values(problem)
+    trainer.bind(*values)
+    return trainer.init_program(lambda *given: given)(*values)
 
 
 def first_values(problem):
@@ -60,7 +77,7 @@ def batch_of(problem, t, place=0):
 def steps_of(trainer, place, steps, problem=None):
     """Train from the start; the state after the last step."""
     problem = problem or tiny_problem.problem("layers")
-    state = trainer.join(trainer.init(*first_values(problem)))
+    state = trainer.join(first_state(trainer, problem))
     for t in range(1, steps + 1):
         state, _ = trainer.step(state, batch_of(problem, t, place))
         if trainer._settings.pace == LOCKSTEP:
@@ -86,7 +103,7 @@ def decided(trainer):
 def started(trainer):
     """The state from which it goes on, and its next batches."""
     problem = tiny_problem.problem("layers", steps=2000)
-    state = trainer.join(trainer.init(*first_values(problem)))
+    state = trainer.join(first_state(trainer, problem))
     return state, lambda t, place=0: batch_of(problem, t % 2000 + 1, place)
 
 
@@ -152,7 +169,7 @@ def through_host(M, run, *, feedback):
     algorithm = DiLoCo(
         tiny_problem.jax_inner_step, num_replicas=M, sync_period=H, exchange_dtype=run.wire,
         overlap_steps=run.overlap_steps, alpha=run.alpha, outer_lr=0.7, outer_momentum=0.6,
-        merge=run.merge, error_feedback=feedback, exchange_carrier="host",
+        aggregation=run.aggregation, error_feedback=feedback, transport="host",
         layer_axis=tiny_problem.layer_axis(tree),
     )  # fmt: skip
     problem = tiny_problem.problem("layers")
@@ -168,22 +185,29 @@ GRID = [
     for wire in ("float32", "bfloat16", "int8", "float4_e3m0")
     for tau in (0, 2)
     for feedback in ((False, True) if wire != "float32" else (False,))
-    for merge in ("mean", "rda")
+    for merge in ("mean", "radial_directional_mean")
 ]
 # A value that replica 2 sends at step 12 lies 3e-8 from the middle of two bfloat16, 2^-13 apart: a
 # sum in another order takes the other one.
-ON_AN_EDGE = (3, "bfloat16", 2, True, "rda")
+ON_AN_EDGE = (3, "bfloat16", 2, True, "radial_directional_mean")
 
 
 @pytest.mark.parametrize(
     ("M", "wire", "tau", "feedback", "merge"),
-    corner(GRID, [(2, "float32", 0, False, "mean"), (2, "float4_e3m0", 2, True, "rda")]),
+    corner(
+        GRID,
+        [
+            (2, "float32", 0, False, "mean"),
+            (2, "float4_e3m0", 2, True, "radial_directional_mean"),
+        ],
+    ),
 )
 def test_islands_in_lockstep_have_the_numbers_of_the_host_carrier(
     M, wire, tau, feedback, merge, tmp_path, few_compiler_passes
 ):
     """Both round float32 sums, each in its order: some 2^-24 of each value a record."""
-    run = ELASTIC._replace(wire=wire, overlap_steps=tau, alpha=0.25 if tau else 0.0, merge=merge)
+    alpha = 0.25 if tau else 0.0
+    run = ELASTIC._replace(wire=wire, overlap_steps=tau, alpha=alpha, aggregation=merge)
     off = 2e-4 if (M, wire, tau, feedback, merge) == ON_AN_EDGE else 1e-5
     found = in_lockstep(tmp_path / "store", M, run, feedback=feedback)
     theta, replicas = through_host(M, run, feedback=feedback)
@@ -239,14 +263,15 @@ def test_who_comes_back_keeps_its_moments_where_it_is_not_late(tmp_path, few_com
     state, batch = started(first)
     assert first.learning_rate(lambda _: 1.0, 1) == 1.0
     state = until(first, state, batch, lambda: records_of(first) >= 4)
-    note = first.note(state)
+    note = first.checkpoint(state)[1]
     head = note["records"]
     first.leave()
     values, _ = first_values(problem := tiny_problem.problem("layers"))
     for records, rates in ((head, [1, 1]), (head - 2, [1, 1]), (head - 3, [0.25, 0.5])):
         again = an_island(tmp_path / "store", "a", ELASTIC)
-        state = again.init(values, values)
-        again.reading(layout_of(note | {"records": records}, same_rules=True))
+        again.bind(values, values)
+        state = again.init_program(lambda *given: given)(values, values)
+        again.restore_plan(layout_of(note | {"records": records}, same_rules=True))
         state = again.join(state)
         assert [again.learning_rate(lambda _: 1.0, t) for t in (1, 2)] == rates
         for moments, x in zip(leaves(state.opt_state), problem.params, strict=True):

@@ -1,7 +1,7 @@
-"""Slots that own parts of a fragment: one contract for both carriers, all wires and modes.
+"""Reduce-scatter: the same results with both transports, in all wire formats and modes.
 
-Which bits are the same: those of both carriers, whatever the number of slots; those of owners and
-of gathering with float32, whose means lose nothing. Against the oracle that encodes means again.
+Bits are equal with both transports and any number of slices, and with float32, whose means lose
+nothing, those of all-gather. Results equal the oracle that encodes the means again.
 
 # R replicas
 """
@@ -41,16 +41,15 @@ MODES = {
     "one step": dict(alpha=0.25, overlap_steps=1),  # which brings the parts; the means wait
     "two steps": dict(alpha=0.25, overlap_steps=3),  # one each, and two fragments in flight
     "five steps": dict(alpha=0.25, overlap_steps=5, num_fragments=1),  # chunks, with float32
-    "delayed": dict(alpha=0.0, outer_overlap="delayed"),
-    "eager": dict(alpha=0.25, outer_overlap="eager"),
+    "delayed": dict(alpha=0.0, round_overlap="delayed"),
 }
 
 
 @functools.lru_cache(16)
-def trainer(mode, wire, M, carrier="program", slots=None, exchange="owners"):
+def trainer(mode, wire, M, carrier="xla", slots=None, collective="reduce_scatter"):
     """A trainer and what gives its first state."""
-    options = dict(num_replicas=M, in_slice=2 if M < 8 else 1, exchange_carrier=carrier)
-    options |= MODES[mode] | dict(exchange=exchange)
+    options = dict(num_replicas=M, in_slice=2 if M < 8 else 1, transport=carrier)
+    options |= MODES[mode] | dict(collective=collective)
     return with_start(streaming.made("at once", wire, slots or M, **options))
 
 
@@ -63,35 +62,34 @@ def values(states):
 
 
 CASES = list(itertools.product(MODES, WIRES, (2, 3, 4, 8)))
-CORNER = [("one step", "float4_e3m0", 4), ("two steps", "int2", 3), ("eager", "bfloat16", 2)]
+CORNER = [("one step", "float4_e3m0", 4), ("two steps", "int2", 3), ("delayed", "bfloat16", 2)]
 
 
 @pytest.mark.parametrize("mode, wire, M", corner(CASES, CORNER))
 def test_both_transports_have_equal_bits_and_resume_each_other(mode, wire, M):
-    """Saved with parts on their way, with what their owners have made of them on its way, and
-    between."""
+    """Saved with parts in flight, with means in flight, and between."""
     make = functools.partial(trainer, mode, wire, M)
     streaming.assert_carriers_agree_and_resume(make, (7, 8, 9, 10))
 
 
-CARRIERS, EXCHANGES = ("program", "host"), ("gather", "owners")
-CONTRACT = [("five steps", "float32", 2), ("eager", "bfloat16", 2)]
+OVERLAPPING = [name for name in streaming.MODES if name != "eager"]
+CARRIERS, EXCHANGES = ("xla", "host"), ("all_gather", "reduce_scatter")
+CONTRACT = [("five steps", "float32", 2), ("delayed", "bfloat16", 2)]
 
 
 @pytest.mark.parametrize("mode, wire, M", corner(CASES, CONTRACT))
-def test_which_of_carriers_and_exchanges_share_bits(mode, wire, M):
-    """The two carriers always, and one slot with many. Owners and gathering with float32: with
-    other wires what comes back was encoded again. Not eager, which puts a replica's own term into a
-    mean: that is added up in another order."""
+def test_transports_share_bits_and_collectives_with_float32(mode, wire, M):
+    """Both transports always, and one slice with many. All-gather with float32 only: in other wire
+    formats the means are encoded again."""
     found = {
         (carrier, exchange): values(steps(algorithm, start()))
         for carrier, exchange in itertools.product(CARRIERS, EXCHANGES)
-        for algorithm, start in [trainer(mode, wire, M, carrier, exchange=exchange)]
+        for algorithm, start in [trainer(mode, wire, M, carrier, collective=exchange)]
     }
     for exchange in EXCHANGES:
-        assert found["program", exchange] == found["host", exchange]
-    many, gathered = found["host", "owners"], found["host", "gather"]
-    assert (many == gathered) == (wire == "float32" and mode != "eager")
+        assert found["xla", exchange] == found["host", exchange]
+    many, gathered = found["host", "reduce_scatter"], found["host", "all_gather"]
+    assert (many == gathered) == (wire == "float32")
     algorithm, start = trainer(mode, wire, M, slots=1)
     assert many == values(steps(algorithm, start()))
 
@@ -99,8 +97,8 @@ def test_which_of_carriers_and_exchanges_share_bits(mode, wire, M):
 @pytest.mark.parametrize(
     "mode, wire, M",
     corner(
-        itertools.product(streaming.MODES, [name for name in CODECS if name != "topk"], (2, 4)),
-        [("overlapped", "float4_e3m0", 2), ("eager", "int2", 2)],
+        itertools.product(OVERLAPPING, [name for name in CODECS if name != "topk"], (2, 4)),
+        [("overlapped", "float4_e3m0", 2), ("delayed", "int2", 2)],
     ),
 )
 def test_rounds_equal_the_oracle_that_encodes_the_means_again(mode, wire, M):
@@ -114,16 +112,16 @@ def test_rounds_equal_the_oracle_that_encodes_the_means_again(mode, wire, M):
     reducer = reduced if exact else guarded(reduced, delta)
     codec = guarded(CODECS[wire], delta)
     problem, expected = clear_of_edges(settings, length, codec, reduced=reducer)
-    compare(DiLoCo(jax_inner_step, exchange="owners", **arguments), problem, expected)
+    compare(DiLoCo(jax_inner_step, collective="reduce_scatter", **arguments), problem, expected)
     plain = distances(simulate(settings, problem, length, CODECS[wire]), expected)
     assert wire == "float32" or max(plain) > FAR
 
 
-def test_error_feedback_of_the_senders_is_that_of_gathering():
+def test_error_feedback_is_that_of_all_gather():
     """Residuals of the first send, to the bit; a later one is of other outer gradients."""
     residuals = []
-    for exchange in ("gather", "owners"):
-        options = dict(num_replicas=2, error_feedback=True, exchange=exchange)
+    for exchange in ("all_gather", "reduce_scatter"):
+        options = dict(num_replicas=2, error_feedback=True, collective=exchange)
         algorithm = streaming.made("at once", "float4_e3m0", 2, **options)
         (*_, state) = steps(algorithm, algorithm.init(placed(algorithm.mesh), ()), until=2)
         residuals.append([np.array(x) for x in jax.tree.leaves(state.residual)])
@@ -132,22 +130,9 @@ def test_error_feedback_of_the_senders_is_that_of_gathering():
     assert any(x.any() for x in residuals[0])
 
 
-@pytest.mark.parametrize(
-    "options, named",
-    [
-        (dict(merge="rda"), "exchange=owners .* merge=rda"),
-        (dict(exchange_dtype="topk"), "exchange=owners .* exchange_dtype=topk"),
-        (dict(exchange="some"), "exchange='some'"),
-    ],
-)
-def test_options_that_owners_do_not_support_are_named(options, named):
-    with pytest.raises(ValueError, match=named):
-        DiLoCo(jax_inner_step, num_replicas=2, sync_period=4, **dict(exchange="owners") | options)
-
-
-@pytest.mark.parametrize("mode", ["two steps", full("eager")])
-def test_a_value_that_is_not_finite_names_its_replica(mode):
-    """Its part has one owner, which passes the flag on; the outer parameters stay finite."""
+@pytest.mark.parametrize("mode", ["two steps", full("delayed")])
+def test_a_bad_value_stops_the_run_and_names_its_replica(mode):
+    """One slice has its part, and passes the flag on to all; outer parameters stay finite."""
     algorithm, start = trainer(mode, "float4_e3m0", 4)
     seen = []
     with pytest.raises(NumericsError, match="replica 2 .*'kernel'"):
@@ -155,15 +140,15 @@ def test_a_value_that_is_not_finite_names_its_replica(mode):
     assert len(seen) > 12 and np.isfinite(seen).all()
 
 
-def test_another_exchange_drops_what_is_in_flight_and_says_so():
-    """Sent after step 8, and resumed there by a run that gathers; the other way round too."""
-    for before, after in itertools.permutations(("gather", "owners")):
-        algorithm, start = trainer("two steps", "int8", 2, exchange=before)
+def test_another_collective_drops_what_is_in_flight():
+    """Sent after step 8, and resumed there with the other collective, both ways."""
+    for before, after in itertools.permutations(("all_gather", "reduce_scatter")):
+        algorithm, start = trainer("two steps", "int8", 2, collective=before)
         *_, state = steps(algorithm, start(), until=8)
-        layout = SavedLayout(**algorithm.note(state), same_rules=True)
-        reader, _ = trainer("two steps", "int8", 2, exchange=after)
-        reading = reader.reading(layout)
+        layout = SavedLayout(**algorithm.checkpoint(state)[1], same_rules=True)
+        reader, _ = trainer("two steps", "int8", 2, collective=after)
+        reading = reader.restore_plan(layout)
         assert [line.partition(":")[0] for line in reading.lines(8)] == ["dropped"]
-        items = copied(algorithm.saved_items(state))
+        items = copied(algorithm.checkpoint(state)[0])
         again = reading.state_of({name: items[name] for name in reading.items}, t=8)
         assert again.dropped_until == 8 and len(list(steps(reader, again, until=16))) == 8

@@ -1,5 +1,5 @@
 """The exchange: what a payload holds, that its bytes leave a slice once, and the mean it brings;
-the merge rda and error feedback where the devices of a slice divide the leaves.
+the radial-directional mean and error feedback where the devices of a slice divide the leaves.
 
     # R replicas
 """
@@ -15,7 +15,7 @@ from tiers import corner, full
 
 from maxdiloco.diloco import quantize
 from maxdiloco.diloco.fragments import Stacked, Vocabulary
-from maxdiloco.exchange import collective, payload
+from maxdiloco.engine import collective, payload
 
 # One sharded over fsdp, one replicated in the slice, one of a size that they do not divide.
 PLAIN = {"fsdp": ((4, 6), P("fsdp", None), None), "alike": ((5,), P(), None)}
@@ -48,14 +48,16 @@ def exchange(mesh, wire, arrays, *, leaves=PLAIN, num_chunks=1, kinds=None, resi
     shapes, specs, _ = zip(*leaves.values(), strict=True)
     fragment = payload.for_leaves(shapes, specs, wire=wire, mesh=mesh)
     lengths = (payload.pad_to_tile(-(-fragment.size // num_chunks)),) * num_chunks
-    options = dict(num_replicas=len(arrays[0]), kinds=kinds)
+    options = dict(num_replicas=len(arrays[0]))
 
     @jax.jit
     def run(arrays, residual, fresh):
         sent = collective.send(fragment, arrays, lengths, residual)
         arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in sent.chunks]
-        own = collective.send(fragment, fresh, lengths).chunks if fresh else ()
-        return sent, collective.receive(fragment, arrived, own, **options)
+        if not fresh:
+            return sent, collective.receive(fragment, arrived, kinds=kinds, **options)
+        own = collective.send(fragment, fresh, lengths).chunks
+        return sent, collective.receive_eager(fragment, arrived, own, **options)
 
     return run(*(on_mesh(mesh, leaves, tree) for tree in (arrays, residual, fresh)))
 
@@ -114,14 +116,18 @@ def test_eager_mean_has_the_own_value_fresh(devices):
             np.testing.assert_array_equal(np.asarray(mean_R)[m], expected)
 
 
-def rda_of(x_R, kind):
+def radial_directional_mean_of(x_R, kind):
     """mean(|v|) * u / |u|, u = mean(v / |v|), of each tensor in float64; the mean of a table."""
     x_R = x_R.astype(np.float64)
     if isinstance(kind, Vocabulary):
         return x_R.mean(0)
     if kind is not None:
         layers = np.moveaxis(x_R, 1 + kind.axis, 0)
-        return np.moveaxis(np.stack([rda_of(layer_R, None) for layer_R in layers]), 0, kind.axis)
+        return np.moveaxis(
+            np.stack([radial_directional_mean_of(layer_R, None) for layer_R in layers]),
+            0,
+            kind.axis,
+        )
     norms = [np.linalg.norm(x) for x in x_R]
     u = np.mean([x / norm for x, norm in zip(x_R, norms, strict=True)], axis=0)
     return np.mean(norms) * u / np.linalg.norm(u)
@@ -134,14 +140,16 @@ of_divided_leaves = pytest.mark.parametrize(
 
 @of_divided_leaves
 @pytest.mark.usefixtures("few_compiler_passes")
-def test_rda_takes_the_norms_of_whole_tensors_whoever_has_their_values(devices, sizes):
+def test_radial_directional_mean_uses_norms_of_whole_tensors(devices, sizes):
     """Of each layer, of each other tensor; the table is averaged. The sizes that the metrics show
     are of the plain mean."""
     mesh, arrays = mesh_of(devices, **sizes), values(DIVIDED)
     kinds = [kind for *_, kind in DIVIDED.values()]
     _, found = exchange(mesh, "float32", arrays, leaves=DIVIDED, kinds=kinds)
     for name, x_R, kind, mean in zip(DIVIDED, arrays, kinds, found.mean, strict=True):
-        np.testing.assert_allclose(mean, rda_of(x_R, kind), atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            mean, radial_directional_mean_of(x_R, kind), atol=1e-6, err_msg=name
+        )
     plain = np.concatenate([x_R.mean(0).ravel() for x_R in arrays])
     assert float(found.sizes.mean_norm) == pytest.approx(np.linalg.norm(plain), rel=1e-5)
 

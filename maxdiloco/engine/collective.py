@@ -1,0 +1,342 @@
+"""The mean over replicas inside compiled programs, over the mesh axis `diloco`.
+
+Streaming DiLoCo (arXiv 2501.18512), Algorithm 2, lines 8 and 10, in parts that can be in different
+programs: `send` encodes, `all_gather_chunk` moves codes between slices and does nothing else,
+`receive` decodes and averages. Reduce-scatter has two parts more (reduce_scatter.py):
+`all_to_all_chunk` moves codes to the slice that averages them, `reduce` averages there, and
+`all_gather_chunk` then moves means.
+
+What crosses the link is in wire format already, as a rank-1 array or in whole tiles, so no compiler
+can widen or pad it.
+
+    # R replicas  S replicas of this slice  C wire elements of a replica on one device
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.diloco import outer
+from maxdiloco.engine import reduce_scatter
+from maxdiloco.engine.payload import (
+    Payload,
+    ValueSums,
+    assemble,
+    bad_flags,
+    decode,
+    encode,
+    flags,
+    new_residual,
+    spread_norms,
+    tensor_norms,
+    value_sums,
+)
+from maxdiloco.parallel.mesh import devices_of_slice, in_slice_axes
+
+LARGEST_INDEX = 2**31 - 1  # JAX indexes with 32 bits
+LANES = 128  # of a TPU's tile; a chunk is whole tiles of eight such rows
+
+Chunks = tuple[jax.Array, ...]
+
+
+class Sizes(NamedTuple):
+    """L2 norms of the outer gradients of one exchange, as decoded, and mean |theta - x_m|.
+
+    Attributes:
+      norm_R: of each replica's outer gradient.
+      drift_R: mean distance of each replica from the outer parameters.
+      mean_norm: of the mean outer gradient.
+    """
+
+    norm_R: jax.Array
+    drift_R: jax.Array
+    mean_norm: jax.Array
+
+
+class Sent(NamedTuple):
+    """The result of a send.
+
+    Attributes:
+      chunks: the encoded outer gradients, sharded by `outgoing_spec`.
+      residual: error-feedback residual after the send, leaves [R, ...]; () without error feedback.
+      norm_R: L2 norm of the residual; () without error feedback.
+    """
+
+    chunks: Chunks
+    residual: Sequence[jax.Array] = ()
+    norm_R: jax.Array | tuple[()] = ()
+
+
+class Received(NamedTuple):
+    """The result of an exchange.
+
+    Attributes:
+      mean: of the outer gradients, leaves [...]; eager: [R, ...], each replica has its own.
+      bad_RF: whether a replica's leaf was not finite.
+      sizes: for the metrics.
+      own_bad_RF: eager: the same as bad_RF, of the values of this round; () otherwise.
+    """
+
+    mean: list[jax.Array]
+    bad_RF: jax.Array
+    sizes: Sizes
+    own_bad_RF: jax.Array | tuple[()] = ()
+
+
+def outgoing_spec(mesh: Mesh) -> P:
+    """Sharding of a chunk before it is sent: rank 1, a part on every device."""
+    return P(("diloco", *in_slice_axes(mesh)))
+
+
+def incoming_spec(mesh: Mesh) -> P:
+    """Sharding of a chunk that has arrived: every slice holds the chunks of all replicas."""
+    axes = in_slice_axes(mesh)
+    return P(axes) if axes else P()
+
+
+def _on_every_device(fn, mesh, in_specs, out_specs):
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+# -- lines 7 and 8 ---------------------------------------------------------------------------------
+
+
+def send(
+    payload: Payload,
+    leaves_R: Sequence[jax.Array],
+    lengths: Sequence[int],
+    residual_R: Sequence[jax.Array] = (),
+) -> Sent:
+    """Encode a fragment's outer gradients and cut the codes into chunks: Algorithm 2, line 8.
+
+    There is no traffic over `diloco`, and inside a slice only with error feedback.
+
+    Args:
+      payload: of the fragment.
+      leaves_R: outer gradients, [R, ...] float32 each.
+      lengths: of the chunks [wire elements of a replica and device, and of a slice that receives
+        its own part]. Zeros pad the last chunk.
+      residual_R: error-feedback residuals, shaped like leaves_R; () without error feedback.
+    """
+    mesh, specs = payload.mesh, [P("diloco", *shard.spec) for shard in payload.shards]
+    ends = list(itertools.accumulate(lengths))
+
+    def on_device(g_S, residual_S):
+        wanted_S = outer.add_residual(g_S, residual_S) if residual_S else g_S
+        if payload.parts:
+            codes_SDC, decoded_SN, bad_SF = reduce_scatter.encode(payload, wanted_S)
+        else:
+            codes_SDC = encode(payload, wanted_S)[:, None]  # the same for every slice
+        padding = (0, ends[-1] - payload.sent_size)
+        padded_DSC = jnp.pad(codes_SDC, ((0, 0), (0, 0), padding)).swapaxes(0, 1)
+        chunks = tuple(
+            padded_DSC[..., end - length : end].reshape(-1)
+            for end, length in zip(ends, lengths, strict=True)
+        )
+        if not residual_S:
+            return Sent(chunks)
+        if not payload.parts:
+            decoded_SN, bad_SF = jax.vmap(lambda c: (decode(payload, c), flags(payload, c)))(
+                codes_SDC[:, 0]
+            )
+        residual_S, squares_S = new_residual(payload, decoded_SN, bad_SF, wanted_S, residual_S)
+        return Sent(chunks, residual_S, jnp.sqrt(jax.lax.psum(squares_S, in_slice_axes(mesh))))
+
+    residual_specs = specs if residual_R else []
+    sent_specs = Sent((outgoing_spec(mesh),) * len(lengths))
+    if residual_R:
+        sent_specs = sent_specs._replace(residual=specs, norm_R=P("diloco"))
+    program = _on_every_device(on_device, mesh, (specs, residual_specs), sent_specs)
+    return program(list(leaves_R), list(residual_R))
+
+
+def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
+    """Bring one chunk of every replica to every slice: Algorithm 2, line 8, over the link."""
+
+    def on_device(codes):
+        dtype = codes.dtype
+        if dtype == jnp.bfloat16:
+            # As integers: CPU widens collectives of bfloat16 to float32.
+            codes = jax.lax.bitcast_convert_type(codes, jnp.uint16)
+        gathered = jax.lax.all_gather(codes, "diloco", tiled=True)
+        return jax.lax.bitcast_convert_type(gathered, dtype)
+
+    return _on_every_device(on_device, mesh, outgoing_spec(mesh), incoming_spec(mesh))(chunk)
+
+
+def all_to_all_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
+    """Bring every slice its part of one chunk of all replicas: Algorithm 2, line 8."""
+
+    def on_device(codes):
+        # XLA:TPU pads a rank-1 payload of bytes x2 to x4, and rows of whole tiles not at all.
+        parts = codes.reshape(mesh.shape["diloco"], -1, LANES)
+        return jax.lax.all_to_all(parts, "diloco", 0, 0, tiled=True).reshape(-1)
+
+    return _on_every_device(on_device, mesh, outgoing_spec(mesh), outgoing_spec(mesh))(chunk)
+
+
+def reduce(
+    payload: Payload, parts: Sequence[jax.Array], lengths: Sequence[int], *, num_replicas: int
+) -> Chunks:
+    """Average this slice's part of a fragment in float32, and encode the mean. No traffic.
+
+    Args:
+      payload: of the fragment.
+      parts: the chunks that arrived by `all_to_all_chunk`.
+      lengths: of the chunks of the mean [wire elements of a device].
+      num_replicas: M.
+    """
+    spec, ends = outgoing_spec(payload.mesh), list(itertools.accumulate(lengths))
+
+    def on_device(chunks):
+        row = functools.partial(_row, chunks, num_replicas, payload.sent_size)
+        mean = reduce_scatter.reduce(payload, row, num_replicas)
+        mean = jnp.pad(mean, (0, ends[-1] - payload.size))
+        pairs = zip(ends, lengths, strict=True)
+        return tuple(mean[end - length : end] for end, length in pairs)
+
+    in_specs, out_specs = ([spec] * len(parts),), (spec,) * len(lengths)
+    return _on_every_device(on_device, payload.mesh, in_specs, out_specs)(list(parts))
+
+
+# -- line 10 ---------------------------------------------------------------------------------------
+
+
+def receive(
+    payload: Payload,
+    incoming: Sequence[jax.Array],
+    *,
+    num_replicas: int,
+    kinds: Sequence[Any] | None = None,
+) -> Received:
+    """Decode and average all replicas' outer gradients of a fragment: Algorithm 2, line 10.
+
+    The mean of line 8 is taken here, on arrival, in float32 and in replica order.
+
+    Args:
+      payload: of the fragment.
+      incoming: its chunks from all slices, sharded by `incoming_spec`; reduce-scatter: of the mean.
+      num_replicas: M.
+      kinds: of the fragment's leaves (fragments.kinds_of) for outer.radial_directional_mean; None:
+        the plain mean. The sizes are always those of the plain mean.
+    """
+
+    def average(chunks):
+        term = _decoded_terms(payload, chunks, num_replicas)
+        mean_N, sums_R = outer.ordered_mean(term, num_replicas)
+        received = _without_mean(payload, sums_R, mean_N)
+        if kinds is not None:
+            mean_N = outer.radial_directional_mean(
+                lambda r: term(r)[0],
+                mean_N,
+                num_replicas,
+                norm=functools.partial(tensor_norms, payload, kinds),
+                spread=functools.partial(spread_norms, payload, kinds),
+            )
+        return _with_mean(payload, received, mean_N)
+
+    def take_shared(chunks):
+        slices = payload.mesh.shape["diloco"]
+        shared = [_row(chunks, slices, payload.size, j) for j in range(slices)]
+        mean_N, sums_R = reduce_scatter.receive(payload, jnp.stack(shared))
+        return _with_mean(payload, _without_mean(payload, sums_R, mean_N), mean_N)
+
+    in_specs = ([incoming_spec(payload.mesh)] * len(incoming),)
+    out_specs = Received([shard.spec for shard in payload.shards], P(), P())
+    on_device = take_shared if payload.parts else average
+    return _on_every_device(on_device, payload.mesh, in_specs, out_specs)(list(incoming))
+
+
+def receive_eager(
+    payload: Payload,
+    incoming: Sequence[jax.Array],
+    own: Sequence[jax.Array],
+    *,
+    num_replicas: int,
+) -> Received:
+    """Average with each replica's own outer gradient of this round: arXiv 2502.12996, Algorithm 3.
+
+    Args:
+      payload: of the fragment.
+      incoming: all replicas' chunks of the round before, sharded by `incoming_spec`. The sizes are
+        those of this round.
+      own: the chunks of this round before they are sent, sharded by `outgoing_spec`.
+      num_replicas: M.
+    """
+    mesh = payload.mesh
+    num_here = num_replicas // mesh.shape["diloco"]
+
+    def on_device(chunks, own):
+        fresh = [_decoded_terms(payload, own, num_here)(s) for s in range(num_here)]
+        first = jax.lax.axis_index("diloco") * num_here
+        stale_term = _decoded_terms(payload, chunks, num_replicas)
+
+        def term(r):
+            stale, sums = stale_term(r)
+            mixed = [
+                outer.eager_own_term(stale, x_N, r, first + s) for s, (x_N, _) in enumerate(fresh)
+            ]
+            return (stale, mixed), sums
+
+        (stale_mean_N, mixed_S), sums_R = outer.ordered_mean(term, num_replicas)
+        received = _without_mean(payload, sums_R, stale_mean_N)
+        mean = [
+            assemble(shard, jnp.stack(x_S))
+            for shard, *x_S in zip(payload.shards, *mixed_S, strict=True)
+        ]
+        own_SF = jnp.stack([sums.bad_F for _, sums in fresh])
+        return received._replace(mean=mean, own_bad_RF=bad_flags(payload, own_SF))
+
+    in_specs = ([incoming_spec(mesh)] * len(incoming), [outgoing_spec(mesh)] * len(own))
+    mean_specs = [P("diloco", *shard.spec) for shard in payload.shards]
+    out_specs = Received(mean_specs, P(), P(), P("diloco"))
+    return _on_every_device(on_device, mesh, in_specs, out_specs)(list(incoming), list(own))
+
+
+def _row(chunks: Sequence[jax.Array], rows: int, size: int, r: Any) -> jax.Array:
+    """Row r, `size` wire elements, of the chunks [rows * chunk] of one device."""
+    pieces = []
+    for chunk in chunks:
+        length = chunk.shape[0] // rows
+        if chunk.shape[0] <= LARGEST_INDEX:
+            pieces.append(jax.lax.dynamic_slice_in_dim(chunk, r * length, length))
+        else:  # slower, but r fits an index
+            pieces.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, length), r, 0, False))
+    return jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, size)
+
+
+def _decoded_terms(
+    payload: Payload, chunks: Sequence[jax.Array], rows: int
+) -> Callable[[Any], tuple[list[jax.Array], ValueSums]]:
+    """Return r -> (values of row r of the chunks of one device, their sums)."""
+
+    def term(r):
+        code_C = _row(chunks, rows, payload.size, r)
+        x_N = decode(payload, code_C)
+        return x_N, value_sums(x_N, flags(payload, code_C))
+
+    return term
+
+
+def _without_mean(payload: Payload, sums_R: ValueSums, mean_N: list[jax.Array]) -> Received:
+    """The flags and sizes of an exchange. mean_N: this device's values of the plain mean."""
+    sums = (sums_R.squares, sums_R.magnitudes, sum(jnp.sum(x * x) for x in mean_N))
+    squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
+    devices, shards = devices_of_slice(payload.mesh), payload.shards
+    values = sum(math.prod(shard.local) * (devices // shard.copies) for shard in shards)
+    drift_R = total_R / float(values)  # may exceed what int32 holds
+    sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
+    return Received([], bad_flags(payload, sums_R.bad_F), sizes)
+
+
+def _with_mean(payload: Payload, received: Received, mean_N: list[jax.Array]) -> Received:
+    """The same with a mean that all replicas share."""
+    pairs = zip(payload.shards, mean_N, strict=True)
+    return received._replace(mean=[assemble(shard, x_N[None])[0] for shard, x_N in pairs])

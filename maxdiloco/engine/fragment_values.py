@@ -1,0 +1,136 @@
+"""One fragment's arrays: whole leaves outside a program, the fragment's values inside it.
+
+Outer parameters and outer optimizer state may be kept in host memory. They are moved to the device
+and back here, so that the programs compute on device arrays only.
+
+    # R replicas
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.diloco import slices
+from maxdiloco.engine.layout import FragmentPlan, Layout, State, fragment_leaves
+from maxdiloco.parallel import offload
+
+
+class FragmentArrays(NamedTuple):
+    """The arrays that an outer step reads and replaces: whole leaves, or a fragment's values.
+
+    Attributes:
+      params: of the replicas, [R, ...].
+      theta: outer parameters, float32, [...]; eager: [R, ...].
+      outer_opt: state of the outer optimizer for the fragment; () where a program does not need it.
+      residual: error-feedback residuals, float32, [R, ...]; () where a program does not need them.
+    """
+
+    params: Sequence[jax.Array]
+    theta: Sequence[jax.Array]
+    outer_opt: Any
+    residual: Sequence[jax.Array] = ()
+
+
+def arrays_of(state: State, plan: FragmentPlan) -> FragmentArrays:
+    """Return the leaves that a fragment has values of, and its outer optimizer state."""
+    params, theta, residual = (
+        fragment_leaves(tree, plan) for tree in (state.params, state.outer, state.residual)
+    )
+    return FragmentArrays(params, theta, state.outer_opt[plan.index], residual)
+
+
+class FragmentLeaves:
+    """Reads a fragment's values of some leaves, and writes them back, inside a program."""
+
+    def __init__(self, layout: Layout, plan: FragmentPlan, like: Sequence[Any], *, lead: int):
+        """Keep what is static.
+
+        Args:
+          layout: of the run.
+          plan: of the fragment.
+          like: the leaves, as ShapeDtypeStructs; may be empty.
+          lead: dims (R) before a leaf's own.
+        """
+        self._plan, self._lead = plan, lead
+        self._kept = [x.sharding for x in like]
+        specs = [P(*("diloco",) * lead, *shard.spec) for shard in plan.payload.shards]
+        self._on_device = [NamedSharding(layout.mesh, spec) for spec in specs]
+        self._on_host = any(map(offload.on_host, like))
+
+    def read(self, leaves: Sequence[jax.Array], starts: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Return the fragment's values in device memory. starts: of the plan, traced."""
+        values, parts = [], (leaves, self._plan.slices, starts, self._on_device)
+        for x, s, start, on_device in zip(*parts, strict=bool(leaves)):
+            if self._moves_data(x, s):
+                x = self.load(x)
+            value = slices.gather_slice(x, s, start, lead=self._lead, load=self.load)
+            if self._on_host:
+                value = jax.lax.with_sharding_constraint(value, on_device)
+            values.append(value)
+        return values if leaves else ()
+
+    def write(
+        self,
+        leaves: Sequence[jax.Array],
+        starts: Sequence[jax.Array],
+        values: Sequence[jax.Array],
+    ) -> Sequence[jax.Array]:
+        """Return the leaves with the fragment's values replaced, in the memory they were in."""
+        out, parts = [], (leaves, self._plan.slices, starts, self._kept, values)
+        for x, s, start, kept, new in zip(*parts, strict=bool(leaves)):
+            if self._moves_data(x, s):
+                x = slices.scatter_slice(self.load(x), s, start, new, lead=self._lead)
+            else:
+                x = slices.scatter_slice(x, s, start, new, lead=self._lead, store=self.store)
+            out.append(jax.device_put(x, kept) if self._on_host else x)
+        return out if leaves else ()
+
+    def load(self, x: jax.Array) -> jax.Array:
+        """Move x to device memory."""
+        return jax.device_put(x, jax.memory.Space.Device) if self._on_host else x
+
+    def store(self, x: jax.Array) -> jax.Array:
+        """Move x to the memory of the leaves."""
+        return jax.device_put(x, jax.memory.Space.Host) if self._on_host else x
+
+    def _moves_data(self, x, leaf_slice) -> bool:
+        # A TPU tiles the last two dims. To cut or gather along one of them moves data, which it can
+        # do in device memory only.
+        if not self._on_host or leaf_slice.pattern == "whole":
+            return False
+        tiled = leaf_slice.axis + self._lead >= x.ndim - 2
+        gathers = leaf_slice.pattern == "list" and leaf_slice.count > slices.MOST_SINGLE_SLICES
+        return tiled or gathers
+
+
+class FragmentView:
+    """Reads and writes all arrays of a fragment inside a program."""
+
+    def __init__(self, layout: Layout, plan: FragmentPlan):
+        like, lead = arrays_of(layout.state, plan), 1 if layout.settings.is_eager else 0
+        self.params = FragmentLeaves(layout, plan, like.params, lead=1)
+        self.theta = FragmentLeaves(layout, plan, like.theta, lead=lead)
+        self.residual = FragmentLeaves(layout, plan, like.residual, lead=1)
+
+    def read(self, leaves: FragmentArrays, starts: Sequence[jax.Array]) -> FragmentArrays:
+        """Return the fragment's values in device memory. starts: of the plan, traced."""
+        return FragmentArrays(
+            params=self.params.read(leaves.params, starts),
+            theta=self.theta.read(leaves.theta, starts),
+            outer_opt=jax.tree.map(self.theta.load, leaves.outer_opt),
+            residual=self.residual.read(leaves.residual, starts),
+        )
+
+    def write(
+        self, leaves: FragmentArrays, starts: Sequence[jax.Array], values: FragmentArrays
+    ) -> FragmentArrays:
+        """Return the leaves with the fragment's values replaced."""
+        return FragmentArrays(
+            params=self.params.write(leaves.params, starts, values.params),
+            theta=self.theta.write(leaves.theta, starts, values.theta),
+            outer_opt=jax.tree.map(self.theta.store, values.outer_opt),
+            residual=self.residual.write(leaves.residual, starts, values.residual),
+        )

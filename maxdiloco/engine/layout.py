@@ -1,0 +1,534 @@
+"""Shapes and shardings of a DiLoCo run's state, and the plan of every fragment: all that is static.
+
+leaf          one array of a replica's parameters
+ | diloco/slices.py: the entries of it that a fragment has
+LeafSlice  -> Fragment: one slice of each leaf that it has values of (diloco/fragments.py)
+ | payload.py: the part of the slice that one device encodes
+WireShard  -> Payload: one shard of each slice of a fragment, and flags
+FragmentPlan  a Fragment, its Payload, and the chunks in which its payload is sent
+Layout        all FragmentPlans, and the State as shapes with shardings
+
+    # R replicas  F leaves
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxdiloco.diloco import quantize, schedule
+from maxdiloco.diloco.fragments import Fragment
+from maxdiloco.diloco.schedule import Action, Schedule
+from maxdiloco.diloco.slices import LeafSlice
+from maxdiloco.engine import collective, payload, reduce_scatter
+from maxdiloco.engine.payload import Payload
+from maxdiloco.engine.settings import ExchangeSettings
+from maxdiloco.parallel import offload
+from maxdiloco.parallel.mesh import devices_of_slice
+from maxdiloco.parallel.sharding import axes_of, optimizer_shardings, spec_on
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ChunkBuffer:
+    """Chunks in flight in one direction: the same number for every slot.
+
+    Attributes:
+      chunks: one array for each chunk, those of slot 0 first.
+      per_slot: chunks of a slot.
+    """
+
+    chunks: tuple[jax.Array, ...] = ()
+    per_slot: int = field(default=0, metadata={"static": True})
+
+    def indices(self, slot: int, numbers: Iterable[int]) -> list[int]:
+        """Return the positions in `chunks` of a slot's chunks with these numbers."""
+        return [slot * self.per_slot + number for number in numbers]
+
+    def read(self, slot: int, numbers: Iterable[int]) -> tuple[jax.Array, ...]:
+        """Return a slot's chunks with these numbers."""
+        return tuple(self.chunks[i] for i in self.indices(slot, numbers))
+
+    def write(
+        self, slot: int, numbers: Iterable[int], chunks: Sequence[jax.Array]
+    ) -> "ChunkBuffer":
+        """Return the buffer with a slot's chunks with these numbers replaced."""
+        return replace(self, chunks=with_items(self.chunks, self.indices(slot, numbers), chunks))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """The state of a run after inner step t: a pytree of arrays, and t as a Python int.
+
+    Attributes:
+      t: inner steps done.
+      params: parameters of the replicas, leaves [R, ...].
+      opt_state: states of their inner optimizers, leaves [R, ...].
+      outer: outer parameters (theta), float32, leaves [...]; eager: [R, ...].
+      outer_opt: state of the outer optimizer, one entry for each fragment.
+      outgoing: chunks of the fragment that is being sent; one slot.
+      incoming: chunks that have arrived at all slices, one slot for each exchange in flight.
+      scatter_outgoing, scatter_incoming: reduce-scatter: the same for the parts that a slice
+        averages; one slot each.
+      bad: [R, F], whether a replica's leaf was not finite in an exchange so far.
+      bad_before: the same before the last merge.
+      sizes: of the outer gradients of the last merge, for the metrics.
+      update_ratio: relative size of the last outer update; eager: [R].
+      residual: error-feedback residuals, float32, leaves [R, ...]; () without error feedback.
+      residual_norm_R: L2 norm of the residual of the fragment sent last; () without.
+      dropped_until: exchanges that were in flight after this step are never applied.
+      schedule_since: the present schedule began after this step.
+    """
+
+    t: int = field(metadata={"static": True})
+    params: Any
+    opt_state: Any
+    outer: Any
+    outer_opt: tuple[Any, ...]
+    outgoing: ChunkBuffer
+    incoming: ChunkBuffer
+    scatter_outgoing: ChunkBuffer
+    scatter_incoming: ChunkBuffer
+    bad: jax.Array
+    bad_before: jax.Array
+    sizes: collective.Sizes
+    update_ratio: jax.Array
+    residual: Any = ()
+    residual_norm_R: Any = ()
+    dropped_until: int = field(default=0, metadata={"static": True})
+    schedule_since: int = field(default=0, metadata={"static": True})
+
+    @property
+    def in_flight(self) -> tuple[ChunkBuffer, ...]:
+        """All chunks in flight."""
+        return self.outgoing, self.incoming, self.scatter_outgoing, self.scatter_incoming
+
+
+# -- fragments -------------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """How a payload is cut into chunks.
+
+    Attributes:
+      count: number of chunks.
+      length: of a chunk [wire elements of a row and device].
+    """
+
+    count: int
+    length: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of every chunk."""
+        return (self.length,) * self.count
+
+
+@dataclass(frozen=True)
+class FragmentPlan:
+    """How one fragment is exchanged. Fragments of equal `form` share their compiled programs.
+
+    Attributes:
+      index: of the fragment.
+      fragment: its slices of the leaves.
+      payload: what one device encodes.
+      gather: the chunks that reach all slices.
+      scatter: reduce-scatter: the chunks that bring each slice its part; None with all-gather.
+    """
+
+    index: int
+    fragment: Fragment
+    payload: Payload
+    gather: Cut
+    scatter: Cut | None = None
+
+    @property
+    def slices(self) -> tuple[LeafSlice, ...]:
+        """Slices of the leaves, in tree order."""
+        return self.fragment.slices
+
+    @property
+    def sent(self) -> Cut:
+        """The chunks that `pack` makes."""
+        return self.gather if self.scatter is None else self.scatter
+
+    @functools.cached_property
+    def form(self) -> tuple[LeafSlice, ...]:
+        """What its programs are compiled for."""
+        return tuple(s.form for s in self.slices)
+
+    @functools.cached_property
+    def starts(self) -> tuple[np.ndarray, ...]:
+        """Arguments of its programs: the start, or the indices, of each slice."""
+        return tuple(np.array(s.start_or_indices, np.int32) for s in self.slices)
+
+    # Bytes that one replica sends to one other slice, headers, scales and padding included.
+
+    @property
+    def gather_chunk_bytes(self) -> int:
+        """Bytes of one chunk of `gather`. A slice sends a mean once for all its replicas."""
+        sent = self.gather.length * self.payload.dtype.itemsize
+        if self.payload.parts:
+            sent = quantize.ceil_div(sent, self.payload.parts.replicas)
+        return sent * devices_of_slice(self.payload.mesh)
+
+    @property
+    def scatter_chunk_bytes(self) -> int:
+        """Bytes of one chunk of `scatter`; 0 with all-gather."""
+        if self.scatter is None:
+            return 0
+        itemsize = self.payload.sent_dtype.itemsize
+        return self.scatter.length * itemsize * devices_of_slice(self.payload.mesh)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of the whole exchange in chunks."""
+        scattered = self.scatter.count * self.scatter_chunk_bytes if self.scatter else 0
+        return self.gather.count * self.gather_chunk_bytes + scattered
+
+    @property
+    def unpadded_bytes(self) -> int:
+        """Bytes of the whole exchange without the padding of chunks."""
+        return payload.gathered_bytes(self.payload) + payload.scattered_bytes(self.payload)
+
+    def bytes_sent(self, action: Action, *, in_programs: bool) -> int:
+        """Return the bytes that an action makes one replica send to one other slice.
+
+        Args:
+          action: of the schedule, for this fragment.
+          in_programs: whether compiled programs carry padded chunks (transport xla). If not, an
+            exchange is sent at once by the action that encodes it.
+        """
+        if not in_programs:
+            match action.name:
+                case schedule.PACK | schedule.DELAYED_STEP | schedule.EAGER_STEP:
+                    scatters = self.scatter is not None
+                    sent = payload.scattered_bytes if scatters else payload.gathered_bytes
+                    return sent(self.payload)
+                case schedule.REDUCE:
+                    return payload.gathered_bytes(self.payload)
+            return 0
+        match action.name:
+            case schedule.INNER_EXCHANGE | schedule.INNER_SHARE:
+                return self.gather_chunk_bytes
+            case schedule.INNER_SCATTER:
+                return self.scatter_chunk_bytes
+            case schedule.REDUCE_AND_SHARE:
+                return self.gather.count * self.gather_chunk_bytes
+            case schedule.SYNCHRONISE:
+                return self.padded_bytes
+        return 0
+
+
+def _slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
+    """Return the in-slice sharding of a leaf slice: the leaf's, if its entries still divide."""
+    axis = leaf_slice.axis
+    if leaf_slice.pattern == "whole" or axis >= len(spec):
+        return spec
+    devices = np.prod([mesh.shape[name] for name in axes_of(spec[axis])], dtype=int)
+    if leaf_slice.pattern == "stride" and leaf_slice.count % devices == 0:
+        return spec
+    return P(*spec[:axis], None, *spec[axis + 1 :])
+
+
+def scatter_steps(steps: int, payloads: Sequence[Payload]) -> int:
+    """Return the steps of the first leg of reduce-scatter; 0 without it, or without steps.
+
+    Args:
+      steps: inner steps in which a fragment travels.
+      payloads: of the fragments; the largest one decides.
+    """
+    if not payloads[0].parts or steps == 0:
+        return 0
+    largest = max(payloads, key=lambda sent: sent.sent_size)
+    scattered = largest.parts.replicas * largest.sent_size * largest.sent_dtype.itemsize
+    return divide_steps(
+        steps, scattered=scattered, gathered=largest.size * largest.dtype.itemsize
+    )
+
+
+def divide_steps(steps: int, *, scattered: float, gathered: float) -> int:
+    """Divide steps between the legs of reduce-scatter, so that both load the link alike.
+
+    Each leg gets a step if there are two.
+
+    Args:
+      steps: inner steps in which a fragment travels.
+      scattered: bytes of the first leg.
+      gathered: bytes of the second leg.
+
+    Returns:
+      Steps of the first leg.
+    """
+    even = round(steps * scattered / (scattered + gathered))
+    return max(1, min(even, steps - 1))
+
+
+def plan_fragments(
+    params: Any,
+    settings: ExchangeSettings,
+    *,
+    layer_axis: Any,
+    specs: Sequence[P],
+    mesh: Mesh,
+) -> tuple[FragmentPlan, ...]:
+    """Return the plan of every fragment.
+
+    All chunks of a leg have one length: the largest fragment divided by the steps of the leg, in
+    whole tiles. Smaller fragments have fewer chunks. A fragment that has no steps to travel in
+    (tau = 0) is one chunk.
+
+    Args:
+      params: one replica's parameters, arrays or ShapeDtypeStructs.
+      settings: resolved.
+      layer_axis: see maxdiloco.DiLoCo.
+      specs: sharding of each leaf inside a slice.
+      mesh: the mesh.
+
+    Raises:
+      ValueError: as fragments.partition.
+    """
+    leaves, payloads = jax.tree.leaves(params), []
+    fragments = settings.partition(params, layer_axis)
+    for fragment in fragments:
+        shapes = [s.shape(leaves[s.leaf].shape) for s in fragment.slices]
+        slice_specs = [_slice_spec(s, specs[s.leaf], mesh) for s in fragment.slices]
+        sent = payload.for_leaves(shapes, slice_specs, wire=settings.exchange_dtype, mesh=mesh)
+        if settings.collective == schedule.REDUCE_SCATTER:
+            replicas = settings.num_replicas // mesh.shape["diloco"]
+            sent = reduce_scatter.cut_payload(sent, replicas=replicas)
+        payloads.append(sent)
+    steps = settings.schedule.max_chunks
+    first_leg = scatter_steps(steps, payloads)
+    gathers = _cuts([sent.size for sent in payloads], max(1, steps - first_leg) if steps else 0)
+    scatters = [None] * len(payloads)
+    if settings.collective == schedule.REDUCE_SCATTER:
+        scatters = _cuts([sent.sent_size for sent in payloads], first_leg)
+    parts = zip(fragments, payloads, gathers, scatters, strict=True)
+    return tuple(FragmentPlan(p, *part) for p, part in enumerate(parts))
+
+
+def _cuts(sizes: Sequence[int], steps: int) -> list[Cut]:
+    """Cut payloads of these sizes [wire elements] into chunks for so many steps."""
+    if steps == 0:
+        return [Cut(1, payload.pad_to_tile(size)) for size in sizes]
+    length = payload.pad_to_tile(quantize.ceil_div(max(sizes), steps))
+    return [Cut(quantize.ceil_div(size, length), length) for size in sizes]
+
+
+# -- layout ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Shapes and shardings of a run's state, and the plans of its fragments.
+
+    Attributes:
+      mesh: the mesh.
+      settings: resolved.
+      plans: one for each fragment.
+      scatter_steps: see the function `scatter_steps`.
+      paths: of one replica's parameter leaves, in tree order.
+      specs: sharding of each of them inside a slice.
+      state: ShapeDtypeStructs with shardings.
+    """
+
+    mesh: Mesh
+    settings: ExchangeSettings
+    plans: tuple[FragmentPlan, ...]
+    scatter_steps: int
+    paths: tuple[str, ...]
+    specs: tuple[P, ...]
+    state: State
+
+    @property
+    def num_replicas(self) -> int:
+        """M."""
+        return self.settings.num_replicas
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule, with the number of chunks of every fragment."""
+        scatters = [plan.scatter.count if plan.scatter else 1 for plan in self.plans]
+        return replace(
+            self.settings.schedule,
+            num_chunks=tuple(plan.gather.count for plan in self.plans),
+            scatter_steps=self.scatter_steps,
+            num_scatter_chunks=tuple(scatters),
+        )
+
+    @property
+    def chunk_lengths(self) -> tuple[int, ...]:
+        """Identify how in-flight payloads are cut; () where none is in flight between steps."""
+        if self.settings.schedule.max_chunks == 0:
+            return ()
+        plan = self.plans[0]
+        return tuple(cut.length for cut in (plan.scatter, plan.gather) if cut)
+
+    def incoming_chunks(self, plan: FragmentPlan) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes of all chunks of a fragment that reach a slice."""
+        return _incoming(self.mesh, self.num_replicas, plan)
+
+    def scattered_chunks(self, plan: FragmentPlan) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return the shapes of all chunks of the parts that a slice averages."""
+        return _scattered(self.mesh, self.num_replicas, plan)
+
+
+def _chunk_structs(mesh: Mesh, spec: P, rows: int, cut: Cut, dtype: Any):
+    size = rows * devices_of_slice(mesh) * cut.length
+    return (_struct(mesh, (size,), spec, dtype),) * cut.count
+
+
+def _outgoing(mesh: Mesh, num_replicas: int, plan: FragmentPlan):
+    rows = mesh.shape["diloco"] if plan.payload.parts else num_replicas
+    spec = collective.outgoing_spec(mesh)
+    return _chunk_structs(mesh, spec, rows, plan.gather, plan.payload.dtype)
+
+
+def _incoming(mesh: Mesh, num_replicas: int, plan: FragmentPlan):
+    rows = mesh.shape["diloco"] if plan.payload.parts else num_replicas
+    spec = collective.incoming_spec(mesh)
+    return _chunk_structs(mesh, spec, rows, plan.gather, plan.payload.dtype)
+
+
+def _scattered(mesh: Mesh, num_replicas: int, plan: FragmentPlan):
+    rows, spec = num_replicas * mesh.shape["diloco"], collective.outgoing_spec(mesh)
+    return _chunk_structs(mesh, spec, rows, plan.scatter, plan.payload.sent_dtype)
+
+
+def lay_out(
+    params: Any,
+    opt_state: Any,
+    settings: ExchangeSettings,
+    *,
+    layer_axis: Any,
+    mesh: Mesh,
+) -> Layout:
+    """Return the layout for one replica's params and opt_state (arrays or ShapeDtypeStructs).
+
+    Args:
+      params: one replica's parameters.
+      opt_state: state of its inner optimizer.
+      settings: resolved.
+      layer_axis: see maxdiloco.DiLoCo.
+      mesh: the mesh.
+    """
+    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
+    specs, M = tuple(spec_on(x, mesh) for x in leaves), settings.num_replicas
+    plans = plan_fragments(params, settings, layer_axis=layer_axis, specs=specs, mesh=mesh)
+    struct = functools.partial(_struct, mesh)
+    outer_memory = None if settings.outer_memory == "device" else settings.outer_memory
+
+    def replicas(x):
+        spec = P("diloco", *spec_on(x, mesh))
+        return struct((M, *x.shape), spec, x.dtype, offload.kind_of(x))
+
+    def residual(x):
+        return struct((M, *x.shape), P("diloco", *spec_on(x, mesh)))
+
+    def outer(shape, spec, dtype=jnp.float32, memory=outer_memory):
+        if settings.is_eager:
+            shape, spec = (M, *shape), P("diloco", *spec)
+        return struct(shape, spec, dtype, memory)
+
+    norms_R, flags = struct((M,), P()), struct((M, len(leaves)), P(), jnp.bool_)
+    theta = [outer(x.shape, spec) for x, spec in zip(leaves, specs, strict=True)]
+    optimizer, feeds_back = settings.make_outer_optimizer(), settings.feeds_back
+    state = State(
+        t=0,
+        params=jax.tree.map(replicas, params),
+        opt_state=jax.tree.map(replicas, opt_state),
+        outer=jax.tree.unflatten(jax.tree.structure(params), theta),
+        outer_opt=tuple(_outer_opt(plan, leaves, optimizer, mesh, outer) for plan in plans),
+        bad=flags,
+        bad_before=flags,
+        sizes=collective.Sizes(norms_R, norms_R, struct((), P())),
+        update_ratio=outer((), P(), memory=None),
+        residual=jax.tree.map(residual, params) if feeds_back else (),
+        residual_norm_R=struct((M,), P("diloco")) if feeds_back else (),
+        **_buffers(settings.schedule, mesh, M, plans),
+    )
+    return Layout(
+        mesh=mesh,
+        settings=settings,
+        plans=plans,
+        scatter_steps=scatter_steps(settings.schedule.max_chunks, [plan.payload for plan in plans]),
+        paths=tuple(jax.tree_util.keystr(path) for path in paths),
+        specs=specs,
+        state=state,
+    )
+
+
+def _buffers(
+    schedule_: Schedule, mesh: Mesh, num_replicas: int, plans: Sequence[FragmentPlan]
+) -> dict[str, ChunkBuffer]:
+    """Return the chunk buffers of a state, by field: as many chunks as the largest fragment has."""
+    names = ("outgoing", "incoming", "scatter_outgoing", "scatter_incoming")
+    buffers = dict.fromkeys(names, ChunkBuffer())
+    if schedule_.max_chunks == 0:
+        return buffers
+    largest = max(plans, key=lambda plan: plan.gather.count)
+    outgoing = _outgoing(mesh, num_replicas, largest)
+    incoming = _incoming(mesh, num_replicas, largest) * schedule_.slots
+    buffers["outgoing"] = ChunkBuffer(outgoing, len(outgoing))
+    buffers["incoming"] = ChunkBuffer(incoming, len(outgoing))
+    if largest.scatter:
+        largest = max(plans, key=lambda plan: plan.scatter.count)
+        chunks = _scattered(mesh, num_replicas, largest)
+        buffers["scatter_outgoing"] = ChunkBuffer(chunks, len(chunks))
+        buffers["scatter_incoming"] = ChunkBuffer(chunks, len(chunks))
+    return buffers
+
+
+def _struct(mesh, shape, spec, dtype=jnp.float32, memory=None) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(mesh, spec, memory_kind=memory)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _outer_opt(plan, leaves, optimizer, mesh, outer):
+    """Return ShapeDtypeStructs of one fragment's state of the outer optimizer."""
+    fragment = fragment_structs(plan, leaves)
+    shardings = [NamedSharding(mesh, shard.spec) for shard in plan.payload.shards]
+    specs = optimizer_shardings(optimizer, fragment, shardings, mesh)
+    state = jax.eval_shape(optimizer.init, fragment)
+    return jax.tree.map(lambda x, s: outer(x.shape, s.spec, x.dtype), state, specs)
+
+
+# -- parts of a state ------------------------------------------------------------------------------
+
+
+def fragment_structs(plan: FragmentPlan, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes of a fragment's outer parameters, given the leaves of one replica."""
+    shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def fragment_leaves(tree: Any, plan: FragmentPlan) -> Sequence[jax.Array]:
+    """Return the leaves that a fragment has values of, in tree order; () for an empty tree."""
+    leaves = jax.tree.leaves(tree)
+    return [leaves[s.leaf] for s in plan.slices] if leaves else ()
+
+
+def with_fragment(tree: Any, plan: FragmentPlan, values: Sequence[jax.Array]) -> Any:
+    """Return the tree with the leaves of `fragment_leaves` replaced; an empty tree as it is."""
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
+    for s, value in zip(plan.slices, values, strict=True):
+        leaves[s.leaf] = value
+    return jax.tree.unflatten(structure, leaves)
+
+
+def with_items(items: tuple, indices: Sequence[int], values: Sequence[Any]) -> tuple:
+    """Return `items` with those at `indices` replaced by `values`."""
+    new = dict(zip(indices, values, strict=True))
+    return tuple(new.get(i, item) for i, item in enumerate(items))

@@ -1,0 +1,287 @@
+"""How the chunks of a fragment travel between slices: inside compiled programs, or over the host.
+
+Both transports run the same schedule with the same payloads, decoding and ordered mean, to the same
+bits.
+
+`xla`: the inner steps after a send carry one chunk each, in the same compiled program. XLA hides
+the exchange behind the computation on TPU only.
+`host`: a fragment travels through host memory and TCP, from its send until it is merged.
+"""
+
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from maxdiloco.diloco import schedule
+from maxdiloco.diloco.schedule import Action, Event
+from maxdiloco.engine.collective import Chunks
+from maxdiloco.engine.host_transfer import HostTransfers, Mailbox, Transfer
+from maxdiloco.engine.layout import FragmentPlan, Layout, State
+from maxdiloco.engine.programs import Programs
+from maxdiloco.engine.settings import HOST, XLA
+from maxdiloco.parallel.program import Program
+
+# The median time of so many steps tells when a fragment is needed.
+TIMED_STEPS = 9
+# Part of the time until a fragment is needed over which its bytes are spread. The rest is a reserve
+# for a peer that is behind.
+PACED_PART = 0.6
+
+Run = Callable[..., Any]  # (program, *args) -> its results
+
+
+class Leg(NamedTuple):
+    """One leg of one exchange; it names what `Transport.start_send` and `receive` agree on.
+
+    Attributes:
+      plan: of the fragment.
+      send_step: inner step after which the outer gradients were formed.
+      scatters: reduce-scatter: whether parts go to the slices that average them.
+    """
+
+    plan: FragmentPlan
+    send_step: int
+    scatters: bool = False
+
+
+class Transport(Protocol):
+    """Carries chunks between slices.
+
+    Attributes:
+      in_programs: whether the inner steps carry chunks, so that `State` has those that have
+        arrived. If not, `receive` returns them.
+      waited_s: time that `receive` has waited so far [s]; None where it never waits.
+    """
+
+    in_programs: bool
+    waited_s: float | None = None
+
+    def begin(self, state: State) -> None:
+        """Send again what was in flight in a restored state. All processes restore the same."""
+
+    def start_send(self, leg: Leg, chunks: Chunks) -> None:
+        """Begin to send the chunks of a fragment; returns at once."""
+
+    def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
+        """Run the inner step with the chunk that the action names, if any: (state, metrics)."""
+
+    def receive(self, leg: Leg) -> Chunks | None:
+        """Return the chunks of all slices. None: they are in the state, or there were none."""
+
+    def state_for_checkpoint(self, state: State) -> State:
+        """Return the state with all chunks that have arrived by this step."""
+
+    def close(self) -> None:
+        """End the threads."""
+
+
+def plain_inner_step(run: Run, program: Program, state: State, batch: Any) -> tuple[State, Any]:
+    """Run the inner step of every replica: Algorithm 2, lines 3-5."""
+    params, opt_state, metrics = run(program, state.params, state.opt_state, batch)
+    return replace(state, params=params, opt_state=opt_state), metrics
+
+
+class XlaTransport:
+    """The transport `xla`: chunks travel inside the programs of the inner steps."""
+
+    in_programs = True
+    waited_s = None
+
+    def __init__(self, programs: Programs, mailbox: Mailbox | None = None):
+        """Keep the programs. mailbox: not used."""
+        del mailbox
+        self._programs, self._plans = programs, programs.layout.plans
+
+    def begin(self, state: State) -> None:
+        """Nothing: the state has all that is in flight."""
+
+    def start_send(self, leg: Leg, chunks: Chunks) -> None:
+        """Nothing: the chunks are in the state, from where the inner steps carry them."""
+
+    def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
+        """See Transport."""
+        programs, chunk = self._programs, [action.chunk]
+        match action.name:
+            case schedule.INNER:
+                return plain_inner_step(run, programs.inner, state, batch)
+            case schedule.INNER_SCATTER:
+                outgoing = state.scatter_outgoing.read(0, chunk)
+                replaced = state.scatter_incoming.read(0, chunk)
+                args = (state.params, state.opt_state, batch, *outgoing, *replaced)
+                params, opt_state, metrics, arrived = run(programs.inner_scatter, *args)
+                incoming = state.scatter_incoming.write(0, chunk, [arrived])
+                new = {"scatter_incoming": incoming}
+            case schedule.INNER_EXCHANGE | schedule.INNER_SHARE:
+                shares = action.name == schedule.INNER_SHARE
+                program = programs.inner_share if shares else programs.inner_exchange
+                outgoing = state.outgoing.read(0, chunk)
+                replaced = state.incoming.read(action.slot, chunk)
+                args = (state.params, state.opt_state, batch, *outgoing, *replaced)
+                params, opt_state, metrics, arrived = run(program, *args)
+                new = {"incoming": state.incoming.write(action.slot, chunk, [arrived])}
+        return replace(state, params=params, opt_state=opt_state, **new), metrics
+
+    def receive(self, leg: Leg) -> Chunks | None:
+        """See Transport: the state has them."""
+        return None
+
+    def state_for_checkpoint(self, state: State) -> State:
+        """See Transport: the state has them."""
+        return state
+
+    def close(self) -> None:
+        """Nothing: it has no threads."""
+
+
+class HostTransport:
+    """The transport `host`: a fragment leaves when it is packed, and is waited for when needed."""
+
+    in_programs = False
+
+    def __init__(self, programs: Programs, mailbox: Mailbox | None):
+        """Make the threads. mailbox: messages between processes; None in a run of one process."""
+        self._programs, self._layout = programs, programs.layout
+        self._schedule = programs.layout.schedule
+        self._transfers = HostTransfers(self._layout.mesh, mailbox=mailbox)
+        self._step_ends: deque[float] = deque(maxlen=TIMED_STEPS)
+        # A part of every key, so that what was sent for another state is never received.
+        self._begun = 0
+        self._in_flight: dict[tuple[int, int, bool], Future] = {}
+        self.waited_s = 0.0
+
+    def begin(self, state: State) -> None:
+        """See Transport."""
+        self._begun += 1
+        self._transfers.patience.begin()
+        self._in_flight.clear()
+        for event, plan in self._pending(state):
+            steps = state.t - event.send_step
+            scattered, gathered = self._arrived_after(plan, steps)
+            if plan.scatter and scattered < plan.scatter.count:
+                chunks = state.scatter_outgoing.read(0, range(plan.scatter.count))
+                self.start_send(Leg(plan, event.send_step, scatters=True), chunks)
+            elif steps >= self._layout.scatter_steps and gathered < plan.gather.count:
+                chunks = state.outgoing.read(0, range(plan.gather.count))
+                self.start_send(Leg(plan, event.send_step), chunks)
+
+    def start_send(self, leg: Leg, chunks: Chunks) -> None:
+        """See Transport."""
+        payload, settings = leg.plan.payload, self._layout.settings
+        replicas = settings.num_replicas // self._layout.mesh.shape["diloco"]
+        means = payload.parts is not None and not leg.scatters
+        name = f"fragment {leg.plan.index} of step {leg.send_step}"
+        transfer = Transfer(
+            (self._begun, leg.plan.index, leg.send_step, leg.scatters),
+            size=payload.sent_size if leg.scatters else payload.size,
+            rows=1 if means else replicas,
+            scatters=leg.scatters,
+            within_s=self._within_s(leg),
+            what=f"parts of {name}" if leg.scatters else name,
+        )
+        self._in_flight[_key(leg)] = self._transfers.start(transfer, chunks)
+
+    def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
+        """See Transport; the schedule of this transport names no chunks."""
+        self._step_ends.append(time.monotonic())
+        return plain_inner_step(run, self._programs.inner, state, batch)
+
+    def receive(self, leg: Leg) -> Chunks | None:
+        """See Transport. Waits for the peers; raises LostPeerError."""
+        started, future = time.perf_counter(), self._in_flight.pop(_key(leg), None)
+        chunks = future and future.result()
+        self.waited_s += time.perf_counter() - started
+        return chunks
+
+    def state_for_checkpoint(self, state: State) -> State:
+        """See Transport. Waits for the exchanges that are under way."""
+        for event, plan in self._pending(state):
+            scattered, gathered = self._arrived_after(plan, state.t - event.send_step)
+            if future := self._in_flight.get(_key(Leg(plan, event.send_step, scatters=True))):
+                numbers = range(scattered)
+                chunks = future.result()[:scattered]
+                incoming = state.scatter_incoming.write(0, numbers, chunks)
+                state = replace(state, scatter_incoming=incoming)
+            if future := self._in_flight.get(_key(Leg(plan, event.send_step))):
+                numbers, chunks = range(gathered), future.result()[:gathered]
+                incoming = state.incoming.write(event.slot, numbers, chunks)
+                state = replace(state, incoming=incoming)
+        return state
+
+    def close(self) -> None:
+        """End the threads."""
+        self._transfers.close()
+
+    def _pending(self, state: State) -> list[tuple[Event, FragmentPlan]]:
+        events = self._schedule.pending(state.t, dropped_until=state.dropped_until)
+        return [(event, self._layout.plans[event.fragment]) for event in events]
+
+    def _arrived_after(self, plan: FragmentPlan, steps: int) -> tuple[int, int]:
+        """Return the chunks (scattered, gathered) that programs would have carried by then.
+
+        A checkpoint has the same chunks with either transport. steps: since the send.
+        """
+        if plan.scatter is None:
+            return 0, min(plan.gather.count, steps)
+        first_leg = self._layout.scatter_steps
+        if steps < first_leg:
+            return min(plan.scatter.count, steps), 0
+        shares = steps - first_leg if self._schedule.share_steps else plan.gather.count
+        return plan.scatter.count, min(plan.gather.count, shares)
+
+    def _within_s(self, leg: Leg) -> float | None:
+        """Return part of the time until the chunks are needed [s], if it is known."""
+        ends = list(self._step_ends)
+        steps = self._schedule.scatter_steps if leg.scatters else self._schedule.share_steps
+        if len(ends) < TIMED_STEPS or not steps:
+            return None
+        step_s = statistics.median(b - a for a, b in itertools.pairwise(ends))
+        return PACED_PART * steps * step_s
+
+
+def _key(leg: Leg) -> tuple[int, int, bool]:
+    return leg.plan.index, leg.send_step, leg.scatters
+
+
+class DryTransport:
+    """Stands for another transport where only shapes are known: nothing is sent."""
+
+    waited_s = None
+
+    def __init__(self, transport: Transport, layout: Layout):
+        """Keep the transport whose inner steps are asked for."""
+        self._transport, self._layout = transport, layout
+        self.in_programs = transport.in_programs
+
+    def begin(self, state: State) -> None:
+        """Nothing."""
+
+    def start_send(self, leg: Leg, chunks: Chunks) -> None:
+        """Nothing."""
+
+    def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
+        """See Transport."""
+        return self._transport.inner_step(run, state, action, batch)
+
+    def receive(self, leg: Leg) -> Chunks | None:
+        """Return the shapes of the chunks."""
+        if self.in_programs:
+            return None
+        layout = self._layout
+        return (layout.scattered_chunks if leg.scatters else layout.incoming_chunks)(leg.plan)
+
+    def state_for_checkpoint(self, state: State) -> State:
+        """Return the state."""
+        return state
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+MakeTransport = Callable[[Programs, Mailbox | None], Transport]
+TRANSPORTS: Mapping[str, MakeTransport] = MappingProxyType({XLA: XlaTransport, HOST: HostTransport})

@@ -1,1 +1,0 @@
-"""How a mean over the replicas travels."""
