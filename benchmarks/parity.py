@@ -220,16 +220,8 @@ def our_logits(found: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
     """Float32 logits [B, L, V] of a training window, with the model's own soft-cap."""
     import jax
 
-    from maxdiloco.models.loss import head_logits
-    from maxdiloco.models.transformer import head_weight
-
-    def logits(params, tokens_BL, segments_BL):
-        x_BLD, _ = found.model._hidden_states(params, tokens_BL, segments_BL)
-        spec = found.model.spec
-        return head_logits(spec, x_BLD, head_weight(spec, params))
-
     options = {"xla_backend_optimization_level": 0}  # compiles in half the time
-    compiled = jax.jit(logits, compiler_options=options)
+    compiled = jax.jit(found.model.logits, compiler_options=options)
     return np.asarray(compiled(found.params, batch["tokens"], batch["segment_ids"]))
 
 
@@ -286,7 +278,7 @@ def gradient_error(model: Any, found: Any, batch: dict[str, np.ndarray]) -> floa
     torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").backward()
     theirs = their_gradients(model)
     family, worst = config_json.family_of(model.config.model_type), 0.0
-    for part in tensors.of_model(found.model.spec, family):
+    for part in tensors.of_model(found.model.config, family):
         ours = leaves[part.leaf.path][part.index]
         expected = tensors.to_part(theirs[part.name], part)
         greatest = np.abs(expected).max() or 1.0  # zeros of an expert that no token chose

@@ -31,7 +31,7 @@ from benchmarks.link.rows import ROOT, RowError
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
-from maxdiloco.models.transformer import count_parameters
+from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.output import aligned
 

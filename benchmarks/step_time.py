@@ -35,7 +35,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.speed import flops_per_token, performance
-from maxdiloco.models.transformer import count_parameters
+from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.output import aligned
@@ -99,7 +99,7 @@ class Case:
         return performance(
             step_time=statistics.median(self.wall),
             tokens_per_step=parts.shape.tokens,
-            flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
+            flops_per_token=flops_per_token(parts.model.config, parts.params, parts.shape.length),
             num_devices=parts.mesh.size,
             device_kind=parts.mesh.devices.flat[0].device_kind,
         )

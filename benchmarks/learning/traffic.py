@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.engine.payload import Payload
 from maxdiloco.flags import config
-from maxdiloco.models.transformer import count_parameters
+from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 

@@ -18,7 +18,7 @@ from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.models import sampling
 from maxdiloco.models.devices import token_shards
 from maxdiloco.models.loss import next_tokens
-from maxdiloco.models.transformer import Model
+from maxdiloco.models.model import Model
 from maxdiloco.parallel import feeding, replicas
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import spec
@@ -84,7 +84,7 @@ class Evaluation:
         self.model, self._mesh = model, mesh
         self._shape, self._num_sequences = (rows, length), num_sequences
         # Rows over every batch axis, `diloco` included.
-        self._sharding = NamedSharding(mesh, spec(("batch", "length"), model.spec.rules))
+        self._sharding = NamedSharding(mesh, spec(("batch", "length"), model.config.rules))
         self._bytes_V, self._replicated = token_bytes, NamedSharding(mesh, P())
         self._of_slots = of_slots
         self._program = _of_theta("evaluate", self._sums, mesh, of_slots, on_compile)
@@ -166,7 +166,7 @@ class Sampler:
     def _sample(self, params, *_):
         """Tokens [1, T]."""
         # One prompt cannot be divided: each part of a batch continues a copy, the first counts.
-        B, _ = token_shards(self._model.spec.rules)
+        B, _ = token_shards(self._model.config.rules)
         return sampling.sample(
             self._model,
             params,

@@ -9,8 +9,10 @@ from jax.sharding import Mesh
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.flags import config
-from maxdiloco.models import devices, quantized, spec
-from maxdiloco.models.transformer import Model
+from maxdiloco.models import devices
+from maxdiloco.models.build import build_model
+from maxdiloco.models.kernels import cudnn, quantized
+from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.sharding import parameter_shardings, rules_with
 
@@ -30,17 +32,17 @@ def build(cfg: config.Config, mesh: Mesh) -> Model:
     on_gpus = mesh_lib.on_gpus(mesh)
     shards = length_shards(cfg, mesh)
     devices.check(cfg.max_target_length, shards)
-    of_devices = spec.from_config(
+    model = build_model(
         cfg,
         backend="gpu" if on_gpus else device.platform,
         length_shards=shards,
         compute_capability=device.compute_capability if on_gpus else "",
         device_kind=device.device_kind,
     )
-    if of_devices.attention.startswith("cudnn"):
-        spec.check_cudnn(cfg.attention)
+    if model.kernels.attention.startswith("cudnn"):
+        cudnn.check_installed(cfg.attention)
     quantized.check_package(cfg.quantization)
-    return Model(of_devices)
+    return model
 
 
 def for_decoding(cfg: config.Config, mesh: Mesh, model: Model) -> Model:
@@ -48,8 +50,8 @@ def for_decoding(cfg: config.Config, mesh: Mesh, model: Model) -> Model:
 
     These cannot be shared: devices that share sequences take prompts of their own.
     """
-    table = dict(model.spec.rules)
-    if devices.shards_on(mesh, model.spec.rules) == 1:
+    table = dict(model.config.rules)
+    if devices.shards_on(mesh, model.config.rules) == 1:
         return model
     batch = ("batch", (*table["batch"], *table["length"]))
     rules = (*cfg.logical_axis_rules, batch, ("length", ()))
@@ -59,7 +61,7 @@ def for_decoding(cfg: config.Config, mesh: Mesh, model: Model) -> Model:
 def parameters(model: Model, mesh: Mesh) -> Any:
     """One set of parameters as ShapeDtypeStructs, sharded within a slice, alike in all slices."""
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    shardings = parameter_shardings(model.logical_axes, shapes, mesh, model.spec.rules)
+    shardings = parameter_shardings(model.logical_axes, shapes, mesh, model.config.rules)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

@@ -17,7 +17,7 @@ from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.flags import base_yml, config
 from maxdiloco.metrics.compiles import CompileLog
-from maxdiloco.models.transformer import Model
+from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import output
 from maxdiloco.storage.store import is_local

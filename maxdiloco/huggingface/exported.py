@@ -21,7 +21,7 @@ from maxdiloco.huggingface import beside_weights, config_json, folders, safetens
 from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.imported import CARRIED, Say
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
-from maxdiloco.models.spec import from_config
+from maxdiloco.models.config import from_keys
 
 # Beside "stored", the one that the checkpoint has.
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -134,11 +134,11 @@ def _parts(
             return (0 if part.leaf.path == EMBEDDING else 2, 0)
         return (1, part.leaf.layers[part.index[0]])
 
-    spec = from_config(cfg, backend="cpu")
-    tied = spec.tied_head and hf.get("tie_word_embeddings", True)
-    model = dataclasses.replace(spec, tied_head=tied)
+    of_run = from_keys(cfg)
+    tied = of_run.tied_head and hf.get("tie_word_embeddings", True)
+    model = dataclasses.replace(of_run, tied_head=tied)
     parts = sorted(tensors.of_model(model, family), key=place)
-    if tied == spec.tied_head:
+    if tied == of_run.tied_head:
         return parts, {}
     scale = math.sqrt(cfg.base_emb_dim)
     say(

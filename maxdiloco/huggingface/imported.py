@@ -39,7 +39,7 @@ from maxdiloco.huggingface.config_json import Read
 from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.safetensors_files import Stored
 from maxdiloco.huggingface.tensors import Part
-from maxdiloco.models.spec import from_config
+from maxdiloco.models.config import from_keys
 
 CARRIED = "huggingface"  # folder in DST with the files that are carried along
 # Keys of base.yml that an import may be given.
@@ -70,7 +70,7 @@ def import_model(
     cfg, found_tokenizer = _config(given, source, vocab_multiple, keys)
     # A few more than there are, so that missing ones are listed by name.
     most = len(found) + rules.MOST_LAYERS
-    parts = tensors.of_model(from_config(cfg, backend="cpu"), model.family, most)
+    parts = tensors.of_model(from_keys(cfg), model.family, most)
     dtypes = _checked(parts, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
         say(f"note: the tokenizer has more tokens than the model: it adds {more} rows of zeros.")

@@ -15,8 +15,8 @@ import numpy as np
 from maxdiloco.diloco.fragments import Stacked
 from maxdiloco.errors import ConfigError
 from maxdiloco.huggingface.rules import Rule
-from maxdiloco.models.spec import ModelSpec
-from maxdiloco.models.transformer import Model
+from maxdiloco.models.config import ModelConfig
+from maxdiloco.models.model import Model
 
 Shape = tuple[int, ...]
 
@@ -150,13 +150,13 @@ def _order(part: Part) -> np.ndarray:
     return np.concatenate([rest, pairs[::2], pairs[1::2]])
 
 
-def of_model(spec: ModelSpec, family: Family, most: float = math.inf) -> list[Part]:
+def of_model(sizes: ModelConfig, family: Family, most: float = math.inf) -> list[Part]:
     """All parts of a model in the order of the leaves, without values.
 
     most: parts that a leaf may have: config.json may ask for more experts than fit a list. Raises
     ConfigError.
     """
-    model, parts = Model(spec), []
+    model, parts = Model(sizes), []
     shapes = _named(jax.eval_shape(model.init, jax.random.key(0)))
     for (path, x), (_, axis) in zip(shapes, _named(model.layer_axis), strict=True):
         layers = axis.layers if isinstance(axis, Stacked) else None
@@ -174,7 +174,7 @@ def of_model(spec: ModelSpec, family: Family, most: float = math.inf) -> list[Pa
                 f"config.json asks for {needed:,} tensors of {in_layer}, far more than the files "
                 "have. Give the config.json that belongs to them."
             )
-        parts += parts_of(leaf, tensor, spec.rotated_dim)
+        parts += parts_of(leaf, tensor, sizes.rotated_dim)
     return parts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from maxdiloco.models.spec import ModelSpec
+from maxdiloco.models.config import ModelConfig
 from maxdiloco.parallel import chips
 
 # Our names, and those of jax.Device.memory_stats.
@@ -18,7 +18,7 @@ _MEMORY = {
 }
 
 
-def flops_per_token(spec: ModelSpec, params: Any, length: int) -> float:
+def flops_per_token(model: ModelConfig, params: Any, length: int) -> float:
     """Model FLOPs of forward and backward for one token, without recomputation.
 
     PaLM (arXiv 2204.02311) App. B: 6 N + 12 L H Q T, with attention counted as if it were not
@@ -28,28 +28,28 @@ def flops_per_token(spec: ModelSpec, params: Any, length: int) -> float:
     those that a token uses. length: T, tokens of a sequence.
     """
     matmul = sum(
-        math.prod(x.shape) * _active_share(spec, path)
+        math.prod(x.shape) * _active_share(model, path)
         for path, x in jax.tree_util.tree_leaves_with_path(params)
         if len(x.shape) > 1
     )
-    if not spec.tied_head:
+    if not model.tied_head:
         matmul -= math.prod(params["embedding"].shape)  # it is looked up
-    of_values = spec.head_dim if spec.latent is None else spec.latent.v_head_dim
-    attention = spec.num_query_heads * (spec.head_dim + of_values) * length
-    return 6.0 * (matmul + spec.num_layers * attention)
+    of_values = model.head_dim if model.latent is None else model.latent.v_head_dim
+    attention = model.num_query_heads * (model.head_dim + of_values) * length
+    return 6.0 * (matmul + model.num_layers * attention)
 
 
-def active_parameters(spec: ModelSpec, params: Any) -> int:
+def active_parameters(model: ModelConfig, params: Any) -> int:
     """Parameters that one token uses: of the experts num_experts_per_tok in each layer."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return round(sum(math.prod(x.shape) * _active_share(spec, path) for path, x in leaves))
+    return round(sum(math.prod(x.shape) * _active_share(model, path) for path, x in leaves))
 
 
-def _active_share(spec: ModelSpec, path: tuple[Any, ...]) -> float:
+def _active_share(model: ModelConfig, path: tuple[Any, ...]) -> float:
     """Which part of a parameter one token uses."""
     names = [entry.key for entry in path]
     of_experts = "moe" in names and names[-1].startswith("w_") and "shared" not in names
-    return spec.num_experts_per_tok / spec.num_experts if of_experts else 1.0
+    return model.num_experts_per_tok / model.num_experts if of_experts else 1.0
 
 
 def performance(

@@ -1,12 +1,12 @@
-"""What each device has of an array, inside a program that XLA partitions.
+"""The part of an array that each device has, inside a program that XLA partitions.
 
-XLA cannot split a kernel over an automatic axis; scattered gradients (models/product.py) and the
-experts' own sums are formed by hand, too.
+XLA cannot split a kernel over an automatic axis. Scattered gradients (kernels/matmul.py) and the
+sums of a mixture of experts are written out by hand as well.
 
-With `length` over C devices a sequence is 2 C chunks, and device i has chunks i and 2 C - 1 - i
-(Llama 3, arXiv 2407.21783, section 3.3.2): an early one that sees few keys and a late one that sees
-many. With runs in order the last of two devices would have 1.5 times the mean, by arithmetic
-(benchmarks/results/gpu.md, "Sequences over devices").
+With `length` over C devices a sequence is cut into 2 C chunks, and device i has the chunks i and
+2 C - 1 - i (Llama 3, arXiv 2407.21783, section 3.3.2): an early one that sees few keys and a late
+one that sees many. With chunks in order the last of two devices would have 1.5 times the mean work,
+by arithmetic (benchmarks/results/gpu.md, "Sequences over devices").
 """
 # B sequences  L tokens of a sequence, or of one device's part of it
 
@@ -24,31 +24,47 @@ from maxdiloco.parallel.sharding import Names, Rules, automatic_spec, axes_of, c
 
 
 def split_axes(names: Names, rules: Rules) -> list[tuple[str, ...]]:
-    """Of each dim the automatic axes of several devices that split it."""
+    """Find the mesh axes that split an array on the mesh of the context.
+
+    Args:
+      names: logical axis name of each dimension.
+      rules: logical axis name -> mesh axes.
+
+    Returns:
+      For each dimension its axes that are automatic and have several devices.
+    """
     sizes = jax.sharding.get_abstract_mesh().shape
     single = [axis for axis, size in sizes.items() if size == 1]
     return [axes_of(entry) for entry in automatic_spec(names, rules, without=single)]
 
 
 def token_shards(rules: Rules) -> tuple[int, int]:
-    """Numbers of devices that batch and length are spread over, on the mesh of the context."""
+    """Return the numbers of devices that batch and length are spread over, in this context."""
     sizes = jax.sharding.get_abstract_mesh().shape
     batch, length = split_axes(("batch", "length"), rules)
     return math.prod(sizes[axis] for axis in batch), math.prod(sizes[axis] for axis in length)
 
 
 def is_gathered(names: Names, rules: Rules) -> bool:
-    """Whether a weight with these dims is split over devices that split the tokens, too."""
+    """Tell whether a weight with these names is split over devices that split the tokens, too."""
     of_tokens = {axis for axes in split_axes(("batch", "length"), rules) for axis in axes}
     return any(not of_tokens.isdisjoint(axes) for axes in split_axes(names, rules))
 
 
 def on_each_device(fn: Callable, *, in_names: list[Any], out_names: Any, rules: Rules) -> Callable:
-    """Make fn, a function of one device's parts, a function of whole arrays.
+    """Make a function of one device's parts a function of whole arrays.
 
-    All axes of the mesh that are still automatic become manual around fn.
-    in_names, out_names: logical names of the dims of each argument and of the result, as tuples, in
-    lists or dicts like the arrays.
+    All axes of the mesh that are still automatic become manual around it.
+
+    Args:
+      fn: function of the parts.
+      in_names: logical axis names of the dimensions of each argument, as tuples, in containers like
+        the arguments.
+      out_names: the same for the result.
+      rules: logical axis name -> mesh axes.
+
+    Returns:
+      The function of whole arrays.
     """
 
     def specs(tree):
@@ -61,7 +77,17 @@ def on_each_device(fn: Callable, *, in_names: list[Any], out_names: Any, rules: 
 
 
 def by_parts(fn: Callable, in_specs: Any, out_specs: Any, manual: set[str]) -> Callable:
-    """jax.shard_map over these axes of the context's mesh; fn itself without any."""
+    """Apply jax.shard_map over axes of the context's mesh.
+
+    Args:
+      fn: function of one device's parts.
+      in_specs: PartitionSpec of each argument.
+      out_specs: PartitionSpec of the result.
+      manual: the axes. Without any, fn itself is returned.
+
+    Returns:
+      The function of whole arrays.
+    """
     if not manual:
         return fn
     return jax.shard_map(
@@ -75,7 +101,7 @@ def by_parts(fn: Callable, in_specs: Any, out_specs: Any, manual: set[str]) -> C
 
 
 def shards_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, rules: Rules) -> int:
-    """Number of devices of a mesh that a sequence is spread over."""
+    """Return the number of devices of a mesh that a sequence is spread over."""
     return math.prod(mesh.shape[axis] for axis in axes_of(spec(("batch", "length"), rules)[1]))
 
 
@@ -92,7 +118,7 @@ def check(length: int, shards: int) -> None:
 
 
 def spread(x_BL: jax.Array, rules: Rules) -> jax.Array:
-    """[B, L] from the order of the text to that of the devices, sharded; as it is with one."""
+    """Reorder [B, L] from the order of the text to that of the devices, and shard it."""
     _, shards = token_shards(rules)
     if shards == 1:
         return x_BL
@@ -101,12 +127,12 @@ def spread(x_BL: jax.Array, rules: Rules) -> jax.Array:
 
 
 def whole(x_BL: jax.Array, rules: Rules) -> jax.Array:
-    """[B, L] of a few bytes with all tokens of a sequence on each of its devices."""
+    """Put all tokens of a sequence [B, L] on each of its devices."""
     return constrain(x_BL, ("batch", None), rules) if token_shards(rules)[1] > 1 else x_BL
 
 
 def positions(length: int, shards: int) -> np.ndarray:
-    """Position in the text of each token in the order of the devices, int32 [L]."""
+    """Return the position in the text of each token in the order of the devices, int32 [L]."""
     if shards == 1:  # which need not be even
         return np.arange(length, dtype=np.int32)
     chunks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
@@ -114,13 +140,13 @@ def positions(length: int, shards: int) -> np.ndarray:
 
 
 def positions_here(length: int, rules: Rules) -> jax.Array:
-    """`positions` on the mesh of the context."""
+    """Return `positions` on the mesh of the context."""
     _, shards = token_shards(rules)
     return jnp.arange(length) if shards == 1 else jnp.array(positions(length, shards))
 
 
 def by_text(x_BL: jax.Array, shards: int) -> jax.Array:
-    """[B, L, ...] from the order of the devices to that of the text: `positions` undone."""
+    """Reorder [B, L, ...] from the order of the devices to that of the text."""
     B, L, *rest = x_BL.shape
     pairs = x_BL.reshape(B, shards, 2, L // (2 * shards), *rest)
     chunks = jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1)
@@ -128,9 +154,14 @@ def by_text(x_BL: jax.Array, shards: int) -> jax.Array:
 
 
 def gathered_text(x_BL: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A device's part [B, L, ...] as the whole sequences, in the order of the text.
+    """Gather whole sequences in the order of the text, in a function of each device's parts.
 
-    axes: that length is over. Call in a function of each device's parts.
+    Args:
+      x_BL: a device's part [B, L, ...].
+      axes: mesh axes that length is spread over.
+
+    Returns:
+      [B, all L, ...].
     """
     all_BL = jax.lax.all_gather(x_BL, axes, axis=1, tiled=True)
     return by_text(all_BL, all_BL.shape[1] // x_BL.shape[1])

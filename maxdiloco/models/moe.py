@@ -1,6 +1,6 @@
-"""Mixture of experts: a feed-forward layer of many, of which each token uses a few.
+"""Mixture of experts: many feed-forward layers, of which each token uses a few.
 
-On a device tokens are sorted by expert, or in slots of a capacity.
+On a device, tokens are sorted by expert, or placed in slots of a capacity.
 """
 # B sequences  L tokens  T tokens of a device  D model  F hidden width of an expert  E experts
 # K experts of a token  A = K T choices, in order of k, then of t; rows, sorted by expert
@@ -12,131 +12,78 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxdiloco.models import router
+from maxdiloco.models.config import ModelConfig
 from maxdiloco.models.devices import on_each_device, split_axes
-from maxdiloco.models.layers import Table, activated, feed_forward_table, mlp
+from maxdiloco.models.kernels.choice import Kernels
+from maxdiloco.models.linear import Names, constant, matrix
+from maxdiloco.models.mlp import MLP, activation
+from maxdiloco.models.params import is_names, leaves, map_weights, names_of
 from maxdiloco.models.remat import MLP_IN, ROUTED, keep
-from maxdiloco.models.router import Usage
-from maxdiloco.models.spec import ModelSpec
-from maxdiloco.models.weights import Weight, factor
+from maxdiloco.models.router import Router, Usage
 from maxdiloco.parallel.sharding import is_expert
 
 f32 = jnp.float32
-# Usage of a device has a leading dim of 1, a row for each part of the batch.
-SUMS = [("batch", None) if name in ("counts", "share") else ("batch",) for name in Usage._fields]
-# Rows of a tile of the kernel, as many as XLA:TPU's own kernels take: an expert's first and last
-# tile are computed in full. The other sides fill less than half of a core's fast memory on v5e.
-TILE_ROWS, TILE_SIDE = 128, 1024
+# Names of the dimensions of a device's Usage: each leaf has a leading dimension of 1, which is a
+# row for each part of the batch.
+USAGE_NAMES = [
+    ("batch", None) if name in ("counts", "share") else ("batch",) for name in Usage._fields
+]
 
 
-def moe_table(spec: ModelSpec) -> Table:
-    """Weights of a router, of E experts alike an MLP, and of shared experts for every token.
+class ExpertLinear(nnx.Module):
+    """A linear layer of each expert.
 
-    The shared experts are one MLP of their joint width (arXiv 2401.06066, section 3.2).
+    Attributes:
+      kernel: [E, D, F].
+      bias: [E, F], or None.
     """
-    E, F = spec.num_experts, spec.moe_mlp_dim
-    table = {"router": factor("td,de->te", d=spec.emb_dim, e=E)}
-    table |= feed_forward_table(spec, F, num_experts=E)
-    if spec.router.logit_bias:
-        table["router_bias"] = Weight((E,), ("router",))
-    if spec.router.balance_bias:  # float32: bfloat16 has no room for its small steps
-        table["routed_bias"] = Weight((E,), ("router",), dtype=f32)
-    if spec.shared_experts:
-        table["shared"] = feed_forward_table(spec, spec.shared_experts * F)
-    return table
 
+    def __init__(
+        self,
+        config: ModelConfig,
+        in_size: int,
+        out_size: int,
+        names: Names,
+        *,
+        gain: float = 1.0,
+        bias_name: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Create the kernels, and the biases if they have a name.
 
-def moe(spec, w, x_BLD, real_BL) -> tuple[jax.Array, Usage]:
-    """([B, L, D], Usage of the batch); x is normed. Padding gets nothing from the experts.
-
-    real_BL: which tokens are not padding; None in generation: all are, and none is dropped.
-    """
-    drops_none = real_BL is None or spec.capacity_factor == -1
-    if real_BL is None:
-        real_BL = jnp.ones(x_BLD.shape[:2], bool)
-    names = {name: entry.names for name, entry in moe_table(spec).items() if name != "shared"}
-    # The experts come as they are stored; a router is gathered, see sharding.gathered.
-    as_passed = {k: dims if is_expert(dims) else (None,) * len(dims) for k, dims in names.items()}
-    rows = ("batch", "length", None)
-    y_BLD, *sums = on_each_device(
-        functools.partial(_on_device, spec, _splits(spec, names), drops_none),
-        in_names=[rows, rows[:2], as_passed],
-        out_names=[rows, *SUMS],
-        rules=spec.rules,
-    )(x_BLD, real_BL, {name: w[name] for name in names})
-    if "shared" in w:
-        y_BLD = y_BLD + mlp(spec, w["shared"], x_BLD)
-    return y_BLD, Usage(*(jnp.sum(x_G, axis=0) for x_G in sums))
-
-
-def _splits(spec, names):
-    """Mesh axes of several devices over which experts, hidden dim and length are split.
-
-    And weight -> [(dim, axes)], to gather. Called where the axes are not manual yet.
-    """
-    expert, mlp, length = (
-        split_axes((name,), spec.rules)[0] for name in ("expert", "mlp", "length")
-    )
-    whole = {}
-    for name, dims in names.items():
-        if "stored_expert" in dims:
-            stored = split_axes(dims, spec.rules)
-            stored[dims.index("mlp")] = ()
-            left = [tuple(axis for axis in over if axis not in expert) for over in stored]
-            whole[name] = [(dim, over) for dim, over in enumerate(left) if over]
-    return expert, mlp, length, whole
-
-
-def _on_device(spec, splits, drops_none, x_BLD, real_BL, w):
-    """One device's tokens through all experts, its own and those of other devices."""
-    over_experts, over_mlp, over_length, whole = splits
-    w = _gathered(w, whole, over_mlp)
-    x_TD, real_T = x_BLD.reshape(-1, x_BLD.shape[-1]), real_BL.reshape(-1)
-    # float32: a choice between experts must not hang on bfloat16's rounding.
-    factors = x_TD.astype(f32), w["router"].astype(f32)
-    logits_TE = jnp.einsum("td,de->te", *factors, precision="highest")
-    if "router_bias" in w:
-        logits_TE = logits_TE + w["router_bias"].astype(f32)
-    choice = router.choose(spec, logits_TE, w.get("routed_bias"))
-    experts_TK = jnp.where(real_T[:, None], choice.experts_TK, spec.num_experts)
-    tokens, dropped = (x_TD, experts_TK, choice.weights_TK), jnp.int32(0)
-    if not drops_none:
-        y_TD, dropped = in_slots(spec, w, *tokens, over_experts)
-    elif not over_experts:
-        y_TD = _dropless(spec, w, *tokens, 0)
-    else:
-        tokens = [jax.lax.all_gather(x, over_experts, tiled=True) for x in tokens]
-        first = jax.lax.axis_index(over_experts) * w["w_up"].shape[0]
-        y_TD = _dropless(spec, w, *tokens, first)
-        y_TD = jax.lax.psum_scatter(y_TD, over_experts, tiled=True)
-    if over_mlp:
-        y_TD = jax.lax.psum(y_TD, over_mlp)
-    used = router.usage(choice, logits_TE, real_T, dropped)
-    if over_length:
-        used = jax.lax.psum(used, over_length)
-    return [y_TD.reshape(x_BLD.shape), *(x[None] for x in used)]
-
-
-def _gathered(w, whole, over_mlp):
-    """The experts' weights, whole but for the split over experts and over the hidden dim.
-
-    The gradient of the gather is a reduce-scatter. The last bias is with the first of the partial
-    sums over the hidden dim.
-    """
-    for name, dims in whole.items():
-        for dim, axes in dims:
-            w[name] = jax.lax.all_gather(w[name], axes, axis=dim, tiled=True)
-    if over_mlp and "w_out_bias" in w:
-        w["w_out_bias"] = jnp.where(jax.lax.axis_index(over_mlp) == 0, w["w_out_bias"], 0)
-    return w
+        Args:
+          config: the model.
+          in_size: width of the input.
+          out_size: width of the output.
+          names: logical axis names of both.
+          gain: factor on the initial values.
+          bias_name: logical axis name of a bias. None: no bias.
+          rngs: draws from the stream `params`.
+        """
+        E = config.num_experts
+        self.kernel = matrix(
+            (E, in_size, out_size),
+            ("stored_expert", *names),
+            fan_in=in_size,
+            gain=gain,
+            dtype=config.weight_dtype,
+            rngs=rngs,
+        )
+        dtype, names = config.weight_dtype, ("expert", bias_name)
+        self.bias = constant((E, out_size), names, dtype=dtype) if bias_name else None
 
 
 class Rows(NamedTuple):
-    """Choices sorted by expert, earlier tokens first; after them those of experts elsewhere.
+    """Choices sorted by expert, earlier tokens first, then those of experts on other devices.
 
-    order_A: choice of each row. inverse_A: row of each choice. sizes_E: rows of each expert here.
+    Attributes:
+      order_A: choice of each row.
+      inverse_A: row of each choice.
+      sizes_E: rows of each expert on this device.
     """
 
     order_A: jax.Array
@@ -144,8 +91,280 @@ class Rows(NamedTuple):
     sizes_E: jax.Array
 
 
-def _by_expert(experts_TK, first, E):
-    """The expert of each choice, from `first`, E for one that is not here; and their Rows."""
+class Axes(NamedTuple):
+    """Mesh axes of several devices over which experts, hidden dimension and length are split."""
+
+    experts: tuple[str, ...]
+    hidden: tuple[str, ...]
+    length: tuple[str, ...]
+
+
+class RoutedExperts(nnx.Module):
+    """A router and its experts.
+
+    Attributes:
+      router: [D] -> [E].
+      w_gate: [D] -> [F] of each expert, or None without a gate.
+      w_up: [D] -> [F] of each expert.
+      w_out: [F] -> [D] of each expert.
+      routed_bias: [E], moved by the load after each step (arXiv 2412.19437, section 2.1.2), or
+        None. It is float32: bfloat16 has no room for its small steps.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, *, rngs: nnx.Rngs):
+        """Create the router and the experts.
+
+        Args:
+          config: the model.
+          kernels: grouped products and the activation function.
+          rngs: draws from the stream `params`.
+        """
+        self.config, self.kernels = config, kernels
+        self.activation = activation(config, kernels)
+        D, F = config.emb_dim, config.moe_mlp_dim
+        hidden_bias, out_bias = ("mlp", "bias") if config.mlp_bias else (None, None)
+        hidden = functools.partial(
+            ExpertLinear, config, D, F, ("embed", "mlp"), bias_name=hidden_bias
+        )
+        self.router = Router(config, rngs=rngs)
+        self.w_gate = hidden(rngs=rngs) if len(config.mlp_activations) == 2 else None
+        self.w_up = hidden(rngs=rngs)
+        self.w_out = ExpertLinear(
+            config,
+            F,
+            D,
+            ("mlp", "embed"),
+            gain=config.residual_gain,
+            bias_name=out_bias,
+            rngs=rngs,
+        )
+        E, has_bias = config.num_experts, config.router.balance_bias
+        self.routed_bias = constant((E,), ("router",), dtype=f32) if has_bias else None
+
+    def __call__(
+        self, x_BLD: jax.Array, real_BL: jax.Array, *, axes: Axes, drops_none: bool
+    ) -> tuple[jax.Array, Usage]:
+        """Send one device's tokens through all experts, its own and those of other devices.
+
+        Args:
+          x_BLD: normed tokens of this device.
+          real_BL: tokens that are not padding, bool.
+          axes: mesh axes that are manual here.
+          drops_none: ignore the capacity.
+
+        Returns:
+          [B, L, D], and the Usage by these tokens.
+        """
+        config = self.config
+        x_TD, real_T = x_BLD.reshape(-1, x_BLD.shape[-1]), real_BL.reshape(-1)
+        logits_TE = self.router(x_TD)
+        routed_bias_E = None if self.routed_bias is None else self.routed_bias[...]
+        selection = router.select(config, logits_TE, routed_bias_E)
+        experts_TK = jnp.where(real_T[:, None], selection.experts_TK, config.num_experts)
+        tokens, dropped = (x_TD, experts_TK, selection.weights_TK), jnp.int32(0)
+        if not drops_none:
+            y_TD, dropped = self.in_slots(*tokens, axes=axes.experts)
+        elif not axes.experts:
+            y_TD = self._dropless(*tokens, first=0)
+        else:
+            tokens = [jax.lax.all_gather(x, axes.experts, tiled=True) for x in tokens]
+            first = jax.lax.axis_index(axes.experts) * self.w_up.kernel.shape[0]
+            y_TD = self._dropless(*tokens, first=first)
+            y_TD = jax.lax.psum_scatter(y_TD, axes.experts, tiled=True)
+        if axes.hidden:
+            y_TD = jax.lax.psum(y_TD, axes.hidden)
+        used = router.usage(selection, logits_TE, real_T, dropped)
+        if axes.length:
+            used = jax.lax.psum(used, axes.length)
+        return y_TD.reshape(x_BLD.shape), used
+
+    def _dropless(self, x_TD, experts_TK, weights_TK, *, first):
+        """[T, D]: the weighted sum of the outputs of this device's experts for each token.
+
+        The experts of this device have the numbers from `first` on; choices of others give 0.
+        Hidden values are weighted instead of the outputs, so that no gradient needs the latter.
+        """
+        (T, K), E = experts_TK.shape, self.w_up.kernel.shape[0]
+        keys_A, rows = _by_expert(experts_TK, first, E)
+        sorted_A = jnp.minimum(keys_A[rows.order_A], E - 1)
+        here_A1 = (jnp.arange(T * K) < jnp.sum(rows.sizes_E))[:, None]
+        weights_A1 = _to_rows(1, weights_TK.T.reshape(-1), rows)[:, None]
+
+        def product(linear, x_AD, weights=1):
+            out = self.kernels.grouped_product(x_AD, linear.kernel[...], rows.sizes_E)
+            return _plus_bias(out, linear, sorted_A, here_A1, weights)
+
+        for_up_AD, for_gate_AD = _for_both(_to_rows(K, x_TD, rows))
+        inputs = [keep(product(self.w_up, for_up_AD), MLP_IN)]
+        if self.w_gate is not None:
+            inputs.append(keep(product(self.w_gate, for_gate_AD), MLP_IN))
+        hidden_AF = (self.activation(*inputs) * weights_A1).astype(x_TD.dtype)
+        return _from_rows(K, product(self.w_out, hidden_AF, weights_A1), rows)
+
+    def in_slots(
+        self,
+        x_TD: jax.Array,
+        experts_TK: jax.Array,
+        weights_TK: jax.Array,
+        *,
+        axes: tuple[str, ...],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute the weighted sum with at most `capacity` choices of each device for an expert.
+
+        First choices come before second ones, earlier tokens before later ones. Choices after the
+        capacity give 0.
+
+        Args:
+          x_TD: normed tokens of this device.
+          experts_TK: experts of each token; E for padding.
+          weights_TK: weights of the experts.
+          axes: mesh axes over which an all-to-all sends tokens to the devices of their experts, and
+            another one sends them back.
+
+        Returns:
+          [T, D], and how many choices of experts were dropped.
+        """
+        T, E, C = len(x_TD), self.config.num_experts, capacity(self.config, len(x_TD))
+        keys_A, (order_A, inverse_A, sizes_E) = _by_expert(experts_TK, 0, E)  # E for padding
+        starts_E = jnp.cumsum(sizes_E) - sizes_E
+        filled_EC = jnp.arange(C) < sizes_E[:, None]
+        rows_EC = jnp.where(filled_EC, starts_E[:, None] + jnp.arange(C), 0)
+        tokens_EC = order_A[rows_EC] % T
+        x_ECD = jnp.where(filled_EC[..., None], x_TD[tokens_EC], 0)
+        if axes:
+            x_ECD = jax.lax.all_to_all(x_ECD, axes, split_axis=0, concat_axis=1, tiled=True)
+
+        def product(linear, x_ECI):
+            products = self.kernels.products
+            out = jnp.einsum(
+                "eci,eio->eco",
+                x_ECI,
+                linear.kernel[...],
+                precision=products.precision,
+                preferred_element_type=products.result_type,
+            ).astype(x_ECI.dtype)
+            return _plus_bias(out, linear, (slice(None), None))
+
+        inputs = [keep(product(self.w_up, x_ECD), MLP_IN)]
+        if self.w_gate is not None:
+            inputs.append(keep(product(self.w_gate, x_ECD), MLP_IN))
+        out_ECD = product(self.w_out, self.activation(*inputs))
+        if axes:
+            out_ECD = jax.lax.all_to_all(out_ECD, axes, split_axis=1, concat_axis=0, tiled=True)
+        safe_A = jnp.minimum(keys_A, E - 1)
+        rank_A = inverse_A - starts_E[safe_A]
+        kept_A = (keys_A < E) & (rank_A < C)
+        out_AD = out_ECD[safe_A, jnp.where(kept_A, rank_A, 0)]
+        out_AD = jnp.where(kept_A[:, None], out_AD, 0)
+        out_KTD = out_AD.reshape(*weights_TK.T.shape, -1).astype(f32)
+        y_TD = jnp.sum(out_KTD * weights_TK.T[..., None], axis=0)
+        return y_TD.astype(x_TD.dtype), jnp.sum((keys_A < E) & ~kept_A)
+
+
+class MoE(nnx.Module):
+    """Routed experts, and shared experts that every token uses.
+
+    Attributes:
+      routed: the router and its experts.
+      shared: one MLP of the joint width of the shared experts (arXiv 2401.06066, section 3.2), or
+        None.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, *, rngs: nnx.Rngs):
+        """Create the experts.
+
+        Args:
+          config: the model.
+          kernels: products and activation functions.
+          rngs: draws from the stream `params`.
+        """
+        self.config = config
+        self.routed = RoutedExperts(config, kernels, rngs=rngs)
+        width = config.shared_experts * config.moe_mlp_dim
+        self.shared = MLP(config, kernels, width, rngs=rngs) if width else None
+
+    def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None) -> tuple[jax.Array, Usage]:
+        """Transform each token.
+
+        Args:
+          x_BLD: the normed residual stream.
+          real_BL: tokens that are not padding, which the experts ignore. None in generation, where
+            no token is padding and none is dropped.
+
+        Returns:
+          [B, L, D] to be added to the residual stream, and the Usage by the batch.
+        """
+        config = self.config
+        drops_none = real_BL is None or config.capacity_factor == -1
+        if real_BL is None:
+            real_BL = jnp.ones(x_BLD.shape[:2], bool)
+        layer, weights = nnx.split(self.routed, nnx.Param)
+        names, axes = names_of(weights), _axes(config)
+        to_gather = {of_weight: _axes_to_gather(config, of_weight) for of_weight in leaves(names)}
+
+        def on_device(x_BLD, real_BL, weights):
+            weights = map_weights(functools.partial(_gathered, to_gather, axes.hidden), weights)
+            experts = nnx.merge(layer, weights)
+            y_BLD, used = experts(x_BLD, real_BL, axes=axes, drops_none=drops_none)
+            return [y_BLD, *(x[None] for x in used)]
+
+        rows = ("batch", "length", None)
+        y_BLD, *sums = on_each_device(
+            on_device,
+            in_names=[rows, rows[:2], jax.tree.map(_as_passed, names, is_leaf=is_names)],
+            out_names=[rows, *USAGE_NAMES],
+            rules=config.rules,
+        )(x_BLD, real_BL, weights)
+        if self.shared is not None:
+            y_BLD = y_BLD + self.shared(x_BLD)
+        return y_BLD, Usage(*(jnp.sum(x_G, axis=0) for x_G in sums))
+
+
+def _axes(config: ModelConfig) -> Axes:
+    """The mesh axes of the context; called where they are not manual yet."""
+    return Axes(*(split_axes((name,), config.rules)[0] for name in ("expert", "mlp", "length")))
+
+
+def _as_passed(names: Names) -> tuple[str | None, ...]:
+    """Experts come as they are stored; a router is on every device, see sharding.gathered."""
+    return names if is_expert(names) else (None,) * len(names)
+
+
+def _axes_to_gather(config: ModelConfig, names: Names) -> list[tuple[int, tuple[str, ...]]]:
+    """Pairs (dimension, mesh axes) that a device lacks of a weight with these names.
+
+    It computes with its part of the experts and of the hidden dimension.
+    """
+    if "stored_expert" not in names:
+        return []
+    expert = split_axes(("expert",), config.rules)[0]
+    stored = split_axes(names, config.rules)
+    stored[names.index("mlp")] = ()
+    left = [tuple(axis for axis in over if axis not in expert) for over in stored]
+    return [(dim, over) for dim, over in enumerate(left) if over]
+
+
+def _gathered(to_gather, over_hidden, x, names):
+    """A weight as a device computes with it; the gradient of a gather is a reduce-scatter.
+
+    The last bias stays with the first of the partial sums over the hidden dimension.
+    """
+    for dim, axes in to_gather[names]:
+        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    if over_hidden and names == ("expert", "bias"):
+        x = jnp.where(jax.lax.axis_index(over_hidden) == 0, x, 0)
+    return x
+
+
+def _by_expert(
+    experts_TK: jax.Array, first: int | jax.Array, num_experts: int
+) -> tuple[jax.Array, Rows]:
+    """Sort choices by expert.
+
+    Returns the expert of each choice, counted from `first`, num_experts for one that is not on this
+    device; and the Rows.
+    """
+    E = num_experts
     keys_A = experts_TK.T.reshape(-1) - first
     keys_A = jnp.where((keys_A >= 0) & (keys_A < E), keys_A, E)
     order_A = jnp.argsort(keys_A, stable=True)
@@ -156,7 +375,7 @@ def _by_expert(experts_TK, first, E):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _to_rows(K, x_TD, rows):
-    """[A, D] or [A]: what each row's choice is of, where each of x has K choices.
+    """[A, D] or [A]: the value that each row's choice belongs to, where each of x has K choices.
 
     The gradient gathers by the inverse, where that of an index would be a scatter.
     """
@@ -168,7 +387,7 @@ def _from_rows(K, x_AD, rows):
     """[T, D] or [T]: the sum of the rows of K choices, without those of experts elsewhere.
 
     One by one: XLA:TPU takes a reduction over K for five times as long (benchmarks/results). It
-    would turn every row in memory to where the residual stream lies; so only their sum is turned.
+    would lay out every row in memory as the residual stream is; so only their sum is turned.
     """
     x_KTD = x_AD[rows.inverse_A].reshape(K, -1, *x_AD.shape[1:])
     here_A = rows.inverse_A < jnp.sum(rows.sizes_E)
@@ -189,7 +408,7 @@ _from_rows.defvjp(
 
 @jax.custom_vjp
 def _for_both(x_AD):
-    """For two products. XLA:TPU adds their gradients in half the time in float32."""
+    """Copy x for two products. Adding their gradients in float32 takes half the time."""
     return x_AD, x_AD
 
 
@@ -199,149 +418,15 @@ _for_both.defvjp(
 )
 
 
-def _plus_bias(out, w, name, places, here=True, weights=1):
-    """places: the expert of each row of the output. here: which rows have one. weights: of them."""
-    if f"{name}_bias" not in w:
+def _plus_bias(out, linear, experts, here=True, weights=1):
+    """Add each row's bias. experts: index of each row's expert. here: rows that have an expert."""
+    if linear.bias is None:
         return out
-    return out + jnp.where(here, w[f"{name}_bias"][places] * weights, 0).astype(out.dtype)
+    bias = jnp.where(here, linear.bias[...][experts] * weights, 0)
+    return out + bias.astype(out.dtype)
 
 
-def _dropless(spec, w, x_TD, experts_TK, weights_TK, first):
-    """[T, D]: the weighted sum of what this device's experts make of each token.
-
-    Experts first to first + E are here, E = w["w_up"].shape[0]; choices of others give 0. Hidden
-    values are weighted in place of what comes of them, so no gradient needs the latter.
-    """
-    (T, K), E = experts_TK.shape, w["w_up"].shape[0]
-    keys_A, rows = _by_expert(experts_TK, first, E)
-    sorted_A = jnp.minimum(keys_A[rows.order_A], E - 1)
-    here_A1 = (jnp.arange(T * K) < jnp.sum(rows.sizes_E))[:, None]
-    weights_A1 = _to_rows(1, weights_TK.T.reshape(-1), rows)[:, None]
-
-    def product(x_AD, name, weights=1):
-        out = ragged(spec, x_AD, w[name], rows.sizes_E)
-        return _plus_bias(out, w, name, sorted_A, here_A1, weights)
-
-    x_AD = dict(zip(("w_up", "w_gate"), _for_both(_to_rows(K, x_TD, rows)), strict=True))
-    hidden_AF = activated(spec, lambda name: keep(product(x_AD[name], name), MLP_IN))
-    hidden_AF = (hidden_AF * weights_A1).astype(x_TD.dtype)
-    return _from_rows(K, product(hidden_AF, "w_out", weights_A1), rows)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ragged(spec: ModelSpec, x_AD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """[A, F]: consecutive rows, sizes_E of them, times the matrix of their expert.
-
-    Rows after the last group come out as anything.
-    spec.ragged_kernel: "megablox" takes JAX's Pallas kernels for the gradients. XLA:TPU of jax 0.10
-    has a kernel for the product. It takes it for the gradient in x too, but copies the matrices for
-    it, and multiplies every row by every expert in the other gradient (benchmarks/results).
-    "triton" takes the kernels of triton_ragged.py for all three, where they fit. "" takes XLA's,
-    which on a CPU and a GPU multiply every row by every expert.
-    """
-    return _one_by_one(functools.partial(_plain, spec))(x_AD, w_EDF, sizes_E)
-
-
-# Of the replicas of a slot: XLA:TPU of jax 0.10 compiles no ragged product with a batch dim.
-_one_by_one = jax.custom_batching.sequential_vmap
-
-
-def _triton(spec, x_AD, w_EDF):
-    """The module where its kernels are to be used, else None; Pallas takes long to import."""
-    if spec.ragged_kernel != "triton":
-        return None
-    from maxdiloco.models import triton_ragged
-
-    return triton_ragged if triton_ragged.fits(x_AD, w_EDF) else None
-
-
-def _plain(spec, x_AD, w_EDF, sizes_E):
-    if triton := _triton(spec, x_AD, w_EDF):
-        return triton.rows_by_matrices(x_AD, w_EDF, sizes_E)
-    preferred = f32 if spec.float32_products else None  # see models/product.py
-    out = jax.lax.ragged_dot(
-        x_AD, w_EDF, sizes_E, precision=spec.precision, preferred_element_type=preferred
-    )
-    return out.astype(x_AD.dtype)
-
-
-def _ragged_backward(spec, factors, d_AF):
-    @_one_by_one
-    def backward(x_AD, w_EDF, sizes_E, d_AF):
-        if triton := _triton(spec, x_AD, w_EDF):
-            dx_AD = triton.rows_by_matrices(d_AF, w_EDF, sizes_E, transposed=True)
-            return dx_AD, triton.matrices_gradient(x_AD, d_AF, sizes_E, w_EDF.dtype)
-        if spec.ragged_kernel == "megablox":
-            return gradients_by_kernel(spec.precision, x_AD, w_EDF, sizes_E, d_AF)
-        _, pull = jax.vjp(lambda x, w: _plain(spec, x, w, sizes_E), x_AD, w_EDF)
-        return pull(d_AF)
-
-    return (*backward(*factors, d_AF), None)
-
-
-ragged.defvjp(lambda spec, *factors: (ragged(spec, *factors), factors), _ragged_backward)
-
-
-def gradients_by_kernel(
-    precision, x_AD, w_EDF, sizes_E, d_AF, *, interpret=False
-) -> tuple[jax.Array, jax.Array]:
-    """[A, D]: each row of d times its expert's matrix, transposed, anything after the last group;
-    and [E, D, F]: of each group of rows the sum of x times d, zeros of a group without rows.
-
-    interpret: run the kernels as array code, for tests without a TPU.
-    """
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
-
-    (A, D), F = x_AD.shape, d_AF.shape[1]
-    side_D, side_F = min(D, TILE_SIDE), min(F, TILE_SIDE)
-    x_AD, d_AF = (jnp.pad(a, ((0, -A % TILE_ROWS), (0, 0))) for a in (x_AD, d_AF))  # whole tiles
-    of_x = dict(tiling=(TILE_ROWS, side_F, side_D), transpose_rhs=True, interpret=interpret)
-    of_w = dict(tiling=(TILE_ROWS, side_D, side_F), interpret=interpret)
-    with jax.default_matmul_precision(precision):
-        dx_AD = gmm(d_AF, w_EDF, sizes_E, d_AF.dtype, **of_x)[:A]
-        dw_EDF = tgmm(x_AD.T, d_AF, sizes_E, x_AD.dtype, **of_w)
-    return dx_AD, dw_EDF.astype(w_EDF.dtype)
-
-
-def capacity(spec: ModelSpec, tokens: int) -> int:
-    """Slots of an expert for the tokens of one device (arXiv 2101.03961, eq. 3)."""
-    even = tokens * spec.num_experts_per_tok / spec.num_experts
-    return min(tokens, max(1, math.ceil(even * spec.capacity_factor)))
-
-
-def in_slots(spec, w, x_TD, experts_TK, weights_TK, axes):
-    """The same sum, but an expert takes `capacity` choices of each device; those after them give 0.
-
-    First choices come before second ones, earlier tokens before later ones. axes: of the mesh,
-    over which an all-to-all takes tokens to the devices of their experts, and one takes them back.
-    Returns the sum and how many choices of real experts were dropped.
-    """
-    T, E, C = len(x_TD), spec.num_experts, capacity(spec, len(x_TD))
-    keys_A, (order_A, inverse_A, sizes_E) = _by_expert(experts_TK, 0, E)  # E for padding
-    starts_E = jnp.cumsum(sizes_E) - sizes_E
-    filled_EC = jnp.arange(C) < sizes_E[:, None]
-    places_EC = jnp.where(filled_EC, starts_E[:, None] + jnp.arange(C), 0)
-    tokens_EC = order_A[places_EC] % T
-    x_ECD = jnp.where(filled_EC[..., None], x_TD[tokens_EC], 0)
-    if axes:
-        x_ECD = jax.lax.all_to_all(x_ECD, axes, split_axis=0, concat_axis=1, tiled=True)
-
-    def product(x, name):
-        preferred = f32 if spec.float32_products else None
-        out = jnp.einsum(
-            "eci,eio->eco", x, w[name], precision=spec.precision, preferred_element_type=preferred
-        ).astype(x.dtype)
-        return _plus_bias(out, w, name, (slice(None), None))
-
-    hidden_ECF = activated(spec, lambda name: keep(product(x_ECD, name), MLP_IN))
-    out_ECD = product(hidden_ECF, "w_out")
-    if axes:
-        out_ECD = jax.lax.all_to_all(out_ECD, axes, split_axis=1, concat_axis=0, tiled=True)
-    safe_A = jnp.minimum(keys_A, E - 1)
-    rank_A = inverse_A - starts_E[safe_A]
-    kept_A = (keys_A < E) & (rank_A < C)
-    out_AD = out_ECD[safe_A, jnp.where(kept_A, rank_A, 0)]
-    out_AD = jnp.where(kept_A[:, None], out_AD, 0)
-    out_KTD = out_AD.reshape(*weights_TK.T.shape, -1).astype(f32)
-    y_TD = jnp.sum(out_KTD * weights_TK.T[..., None], axis=0)
-    return y_TD.astype(x_TD.dtype), jnp.sum((keys_A < E) & ~kept_A)
+def capacity(config: ModelConfig, tokens: int) -> int:
+    """Return the slots of an expert for the tokens of one device (arXiv 2101.03961, equation 3)."""
+    even = tokens * config.num_experts_per_tok / config.num_experts
+    return min(tokens, max(1, math.ceil(even * config.capacity_factor)))

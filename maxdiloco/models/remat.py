@@ -1,20 +1,20 @@
-"""Rematerialisation: what a layer keeps for its backward pass; the rest is computed again."""
+"""Rematerialisation: which values a layer keeps for its backward pass; the rest is recomputed."""
 
 from collections.abc import Callable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-QKV = "qkv"  # the matmuls to queries, keys and values; norm and rotation are cheap to redo
-CONTEXT = "context"  # the output of attention, and what its backward pass needs
-ATTENTION_OUT = "attention_out"  # the attention block's output matmul
+QKV = "qkv"  # projections to queries, keys and values; norm and rotation are cheap to redo
+CONTEXT = "context"  # the output of attention, and the residuals of its backward pass
+ATTENTION_OUT = "attention_out"  # the output projection of attention
 NORM_FACTOR = "norm_factor"  # one number a row; forming it again reads the whole row
-MLP_IN = "mlp_in"  # the matmuls before the MLP's activation
-ROUTED = "routed"  # what sorts a token's choices by expert: a few integers a token
-ROUNDED = "rounded"  # the activations of a product in 8 bits; without quantization there are none
+MLP_IN = "mlp_in"  # the projections before the activation function
+ROUTED = "routed"  # the order of a token's choices by expert: a few integers a token
+ROUNDED = "rounded"  # 8-bit activations of a product; without quantization there are none
 
 AUTO = "auto"  # chosen by trainer.remat_choice; a model that no step trains takes it as `full`
-# Policy -> names kept, from the one that computes least twice to the one that needs least memory.
+# Policy -> names kept, from the least recomputation to the least memory.
 # The layer's input and ROUTED are kept by all of them; `none` keeps everything.
 POLICIES: dict[str, tuple[str, ...] | None] = {
     "none": None,
@@ -26,15 +26,21 @@ POLICIES: dict[str, tuple[str, ...] | None] = {
 
 
 def keep(x: jax.Array, name: str) -> jax.Array:
-    """Mark x as a value that policies may keep under `name`."""
+    """Mark x as a value that policies may keep under a name."""
     return checkpoint_name(x, name)
 
 
 def checkpointed(layer_fn: Callable, policy: str, *, in_loop: bool = True) -> Callable:
-    """layer_fn with the named policy for its backward pass.
+    """Apply a policy to the backward pass of a layer.
 
-    policy: AUTO or a key of POLICIES. in_loop: it runs inside a scan of several iterations, which
-    keeps the two passes apart.
+    Args:
+      layer_fn: the layer.
+      policy: AUTO or a key of POLICIES.
+      in_loop: whether the layer runs inside a scan of several iterations, which keeps the two
+        passes apart.
+
+    Returns:
+      A function like layer_fn.
     """
     names = POLICIES["full" if policy == AUTO else policy]
     if names is None:

@@ -12,9 +12,19 @@ f32 = jnp.float32
 
 
 class RopeConfig(NamedTuple):
-    """Frequencies of a rotation: the key rope_max_timescale and the entries of rope_scaling.
+    """Frequencies of a rotation: the key `rope_max_timescale` and the entries of `rope_scaling`.
 
-    rope_type: empty without the table. attention_factor: 0 is yarn's own.
+    Attributes:
+      max_timescale: wavelength of the slowest pair, over 2 pi.
+      rope_type: `linear`, `llama3` or `yarn`; empty without scaling.
+      factor: slow pairs turn 1 / factor as fast.
+      original_max_position_embeddings: length of the sequences of the first training.
+      low_freq_factor: of llama3: pairs with fewer turns in that length are slow.
+      high_freq_factor: of llama3: pairs with more turns are fast.
+      beta_fast: of yarn: as high_freq_factor.
+      beta_slow: of yarn: as low_freq_factor.
+      truncate: of yarn: round the borders to whole pairs.
+      attention_factor: of yarn: factor on sine and cosine. 0 is 0.1 ln(factor) + 1.
     """
 
     max_timescale: float
@@ -30,14 +40,30 @@ class RopeConfig(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Sine and cosine of the angle of each position and pair, float32, times yarn's factor."""
+    """Sine and cosine of the angle of each position and pair, float32, times yarn's factor.
+
+    Attributes:
+      sin_BLI: the sines.
+      cos_BLI: the cosines.
+    """
 
     sin_BLI: jax.Array
     cos_BLI: jax.Array
 
 
 def rotation(positions_BL: jax.Array, head_dim: int, rope: RopeConfig) -> Rotation:
-    """Angle of pair i at a position: position / max_timescale^(2i/H), stretched by rope_type."""
+    """Compute the rotation of positions.
+
+    The angle of pair i at a position is position / max_timescale^(2i/H), scaled by rope_type.
+
+    Args:
+      positions_BL: int; B may be 1.
+      head_dim: H, the number of features that are rotated.
+      rope: the frequencies.
+
+    Returns:
+      Sines and cosines.
+    """
     exponents_I = jnp.arange(0, head_dim, 2, dtype=f32) / head_dim
     angles_BLI = positions_BL[..., None].astype(f32) / rope.max_timescale**exponents_I
     if not rope.rope_type:
@@ -55,7 +81,7 @@ def _stretch(head_dim: int, rope: RopeConfig) -> np.ndarray:
     if rope.rope_type == "linear":
         divided_I = np.ones(head_dim // 2)
     elif rope.rope_type == "llama3":
-        # Of a pair: its rotations in a text of the first training (arXiv 2407.21783, section 3.4).
+        # Turns of a pair in a sequence of the first training (arXiv 2407.21783, section 3.4).
         wavelengths_I = 2 * math.pi * rope.max_timescale ** (2 * pairs_I / head_dim)
         rotations_I = rope.original_max_position_embeddings / wavelengths_I
         width = rope.high_freq_factor - rope.low_freq_factor
@@ -80,41 +106,19 @@ def _yarn_ramp(pairs_I, head_dim, rope):
     return np.clip((pairs_I - first) / width, 0, 1)
 
 
-def rotate(x_BLNH: jax.Array, rope: Rotation, swap: str = "split") -> jax.Array:
-    """Rotate pair (i, i + H/2) of every head; computed in float32, returned in x's type.
+def rotate(x_BLNH: jax.Array, rope: Rotation) -> jax.Array:
+    """Rotate pairs (i, i + H/2) of every head.
 
-    swap: how the halves change places, to the same bits: by `split` and concatenation; by a
-    `reverse`, which XLA:GPU fuses in both passes where it puts the others' halves through memory;
-    or in a `product` with a permutation, also in the gradient, which XLA:TPU fuses with what is
-    around it. A product is for bfloat16, whose products with 1 and 0 are exact, and for finite x
-    (benchmarks/results).
+    Args:
+      x_BLNH: queries or keys.
+      rope: sines and cosines of the positions.
+
+    Returns:
+      An array like x, computed in float32.
     """
-    if swap == "product":
-        return _by_product(x_BLNH, rope)
     sin_BL1I, cos_BL1I = rope.sin_BLI[..., None, :], rope.cos_BLI[..., None, :]
-    if swap == "reverse":
-        halves = x_BLNH.astype(f32).reshape(*x_BLNH.shape[:-1], 2, -1)
-        signed_BL12I = jnp.stack([-sin_BL1I, sin_BL1I], axis=-2)
-        rotated = halves * cos_BL1I[..., None, :] + jnp.flip(halves, axis=-2) * signed_BL12I
-        return rotated.reshape(x_BLNH.shape).astype(x_BLNH.dtype)
     first, second = jnp.split(x_BLNH.astype(f32), 2, axis=-1)
     rotated = jnp.concatenate(
         [first * cos_BL1I - second * sin_BL1I, second * cos_BL1I + first * sin_BL1I], axis=-1
     )
     return rotated.astype(x_BLNH.dtype)
-
-
-@jax.custom_vjp
-def _by_product(x_BLNH, rope):
-    H = x_BLNH.shape[-1]
-    swap_HH = jnp.roll(jnp.eye(H, dtype=x_BLNH.dtype), H // 2, axis=1)
-    swapped = jnp.einsum("blnh,hg->blng", x_BLNH, swap_HH, preferred_element_type=f32)
-    sin_BL1H = jnp.concatenate([-rope.sin_BLI, rope.sin_BLI], axis=-1)[..., None, :]
-    cos_BL1H = jnp.concatenate([rope.cos_BLI, rope.cos_BLI], axis=-1)[..., None, :]
-    return (x_BLNH.astype(f32) * cos_BL1H + swapped * sin_BL1H).astype(x_BLNH.dtype)
-
-
-_by_product.defvjp(
-    lambda x_BLNH, rope: (_by_product(x_BLNH, rope), rope),
-    lambda rope, d_BLNH: (_by_product(d_BLNH, rope._replace(sin_BLI=-rope.sin_BLI)), None),
-)

@@ -1,16 +1,18 @@
-"""Which experts a token goes to, with which weights; and how evenly they are used.
+"""The router: which experts a token goes to, with which weights, and how evenly they are used.
 
-The choices that DeepSeek-V3 (arXiv 2412.19437), Qwen3-MoE (arXiv 2505.09388), Mixtral (arXiv
-2401.04088) and gpt-oss (arXiv 2508.10925) make are options of one router.
+The selections of DeepSeek-V3 (arXiv 2412.19437), Qwen3-MoE (arXiv 2505.09388), Mixtral (arXiv
+2401.04088) and gpt-oss (arXiv 2508.10925) are options of one router.
 """
-# T tokens  E experts  K experts of a token  G groups of experts
+# T tokens  D model  E experts  K experts of a token  G groups of experts  l layers
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from maxdiloco.models.spec import ModelSpec
+from maxdiloco.models.config import ModelConfig
+from maxdiloco.models.linear import add_bias, constant, matrix
 
 f32 = jnp.float32
 SMALLEST = 1e-20  # added to the sum of the chosen scores, as DeepSeek-V3 does
@@ -20,8 +22,48 @@ COUNTS = "expert_counts"
 GROUP_SCORES = 2  # a group's score is the sum of so many best experts (arXiv 2412.19437, 2.1.2)
 
 
-class Choice(NamedTuple):
-    """experts_TK: int32. weights_TK, float32. share_TE: of each expert in a token's scores."""
+class Router(nnx.Module):
+    """Logits of the experts for each token.
+
+    Attributes:
+      kernel: [D, E].
+      bias: [E], or None.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        """Create the kernel, and the bias if the config has one.
+
+        Args:
+          config: the model.
+          rngs: draws from the stream `params`.
+        """
+        D, E = config.emb_dim, config.num_experts
+        dtype = config.weight_dtype
+        self.kernel = matrix((D, E), ("embed", "router"), fan_in=D, dtype=dtype, rngs=rngs)
+        has_bias = config.router.logit_bias
+        self.bias = constant((E,), ("router",), dtype=dtype) if has_bias else None
+
+    def __call__(self, x_TD: jax.Array) -> jax.Array:
+        """Compute logits in float32: a selection must not depend on the rounding of bfloat16.
+
+        Args:
+          x_TD: normed tokens.
+
+        Returns:
+          [T, E], float32.
+        """
+        factors = x_TD.astype(f32), self.kernel[...].astype(f32)
+        return add_bias(jnp.einsum("td,de->te", *factors, precision="highest"), self.bias)
+
+
+class Selection(NamedTuple):
+    """Experts of each token.
+
+    Attributes:
+      experts_TK: their numbers, int32.
+      weights_TK: their weights in the token's sum, float32.
+      share_TE: share of each expert in the token's scores, float32.
+    """
 
     experts_TK: jax.Array
     weights_TK: jax.Array
@@ -31,9 +73,12 @@ class Choice(NamedTuple):
 class Usage(NamedTuple):
     """Sums over the tokens that are not padding, float32.
 
-    counts: [..., E], choices of each expert, dropped ones included. share: [..., E], of Choice.
-    squared_lse: of the squared log normaliser of the logits. entropy: of the shares [nats].
-    dropped: choices without a place in their expert.
+    Attributes:
+      counts: tokens of each expert, dropped ones included, [..., E].
+      share: sum of Selection.share_TE, [..., E].
+      squared_lse: sum of the squared log normaliser of the logits.
+      entropy: sum of the entropies of the shares [nats].
+      dropped: number of choices that found no room in their expert.
     """
 
     counts: jax.Array
@@ -43,16 +88,24 @@ class Usage(NamedTuple):
     dropped: jax.Array
 
 
-def choose(spec: ModelSpec, logits_TE: jax.Array, routed_bias_E: jax.Array | None) -> Choice:
-    """The K experts of each token.
+def select(config: ModelConfig, logits_TE: jax.Array, routed_bias_E: jax.Array | None) -> Selection:
+    """Select the K experts of each token.
 
-    score_function makes scores of the logits, in float32. The best K count, with their scores
-    as weights; normalise_weights divides the weights by their sum. A softmax over the K best logits
-    (Mixtral, gpt-oss) is the same as softmax, choice and division.
-    routed_bias: added to the scores for the choice alone. num_groups: only the experts of the
-    groups_per_token best groups are eligible (arXiv 2412.19437, section 2.1.2).
+    The score function makes scores of the logits, in float32. The best K experts are selected, with
+    their scores as weights; `normalise_weights` divides the weights by their sum. A softmax over
+    the K best logits (Mixtral, gpt-oss) equals softmax, selection and division. With groups, only
+    the experts of the `groups_per_token` best groups are eligible (arXiv 2412.19437, section
+    2.1.2).
+
+    Args:
+      config: the model; `config.router` has the options.
+      logits_TE: float32.
+      routed_bias_E: added to the scores for the selection only, or None.
+
+    Returns:
+      Experts, weights and shares.
     """
-    router = spec.router
+    router = config.router
     if router.score_function == "sigmoid":
         scores_TE = jax.nn.sigmoid(logits_TE)
         share_TE = scores_TE / (jnp.sum(scores_TE, axis=-1, keepdims=True) + SMALLEST)
@@ -63,11 +116,11 @@ def choose(spec: ModelSpec, logits_TE: jax.Array, routed_bias_E: jax.Array | Non
         rank_TE = rank_TE + jax.lax.stop_gradient(routed_bias_E).astype(f32)
     if router.num_groups > 1:
         rank_TE = _in_best_groups(rank_TE, router.num_groups, router.groups_per_token)
-    experts_TK = jax.lax.top_k(rank_TE, spec.num_experts_per_tok)[1]
+    experts_TK = jax.lax.top_k(rank_TE, config.num_experts_per_tok)[1]
     weights_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
     if router.normalise_weights:
         weights_TK = weights_TK / (jnp.sum(weights_TK, axis=-1, keepdims=True) + SMALLEST)
-    return Choice(experts_TK, weights_TK * router.scaling_factor, share_TE)
+    return Selection(experts_TK, weights_TK * router.scaling_factor, share_TE)
 
 
 def _in_best_groups(rank_TE, num_groups, kept):
@@ -80,11 +133,23 @@ def _in_best_groups(rank_TE, num_groups, kept):
     return jnp.where(eligible_TG[..., None], rank_TGE, -jnp.inf).reshape(T, E)
 
 
-def usage(choice: Choice, logits_TE: jax.Array, real_T: jax.Array, dropped: jax.Array) -> Usage:
-    """The sums over the tokens that real_T marks. dropped: their choices without a place."""
+def usage(
+    selection: Selection, logits_TE: jax.Array, real_T: jax.Array, dropped: jax.Array
+) -> Usage:
+    """Sum up how the experts are used.
+
+    Args:
+      selection: experts of each token.
+      logits_TE: the logits that it was made from.
+      real_T: tokens that are not padding, bool.
+      dropped: number of their choices that found no room.
+
+    Returns:
+      The sums.
+    """
     E = logits_TE.shape[-1]
-    chosen_TE = jnp.sum(choice.experts_TK[..., None] == jnp.arange(E), axis=-2)
-    share_TE = choice.share_TE
+    chosen_TE = jnp.sum(selection.experts_TK[..., None] == jnp.arange(E), axis=-2)
+    share_TE = selection.share_TE
     lse_T = jax.nn.logsumexp(logits_TE, axis=-1)
     entropy_T = -jnp.sum(share_TE * jnp.log(jnp.maximum(share_TE, SMALLEST)), axis=-1)
     return Usage(
@@ -96,38 +161,60 @@ def usage(choice: Choice, logits_TE: jax.Array, real_T: jax.Array, dropped: jax.
     )
 
 
-def losses(spec: ModelSpec, used: Usage) -> dict[str, jax.Array]:
-    """Mean over the layers of the two losses, times their weights; those of weight 0 left out.
+def losses(config: ModelConfig, used: Usage) -> dict[str, jax.Array]:
+    """Compute the routers' losses, means over the layers times their weights.
 
-    used: leaves [layers, ...]. load_balance_loss: E sum_e f_e P_e (arXiv 2101.03961, eq. 4), where
-    f_e counts choices per token and P_e is the mean share of expert e; K where all are used alike.
-    router_z_loss: mean squared log normaliser of the logits (arXiv 2202.08906, eq. 5).
+    The load balance loss is E sum_e f_e P_e (arXiv 2101.03961, equation 4), where f_e counts
+    choices per token and P_e is the mean share of expert e; it is K if all experts are used alike.
+    The router z-loss is the mean squared log normaliser of the logits (arXiv 2202.08906, equation
+    5).
+
+    Args:
+      config: the model, which has the weights.
+      used: leaves [layers, ...].
+
+    Returns:
+      The losses by name; those of weight 0 are left out.
     """
-    tokens_l = jnp.maximum(jnp.sum(used.counts, axis=-1) / spec.num_experts_per_tok, 1)
+    tokens_l = jnp.maximum(jnp.sum(used.counts, axis=-1) / config.num_experts_per_tok, 1)
     found = {}
-    if spec.load_balance_loss_weight:
+    if config.load_balance_loss_weight:
         f_lE, P_lE = used.counts / tokens_l[:, None], used.share / tokens_l[:, None]
         balance = jnp.mean(jnp.sum(jax.lax.stop_gradient(f_lE) * P_lE, axis=-1))
-        found[LOSSES[0]] = spec.load_balance_loss_weight * (spec.num_experts * balance)
-    if spec.router_z_loss_weight:
-        found[LOSSES[1]] = spec.router_z_loss_weight * jnp.mean(used.squared_lse / tokens_l)
+        found[LOSSES[0]] = config.load_balance_loss_weight * (config.num_experts * balance)
+    if config.router_z_loss_weight:
+        found[LOSSES[1]] = config.router_z_loss_weight * jnp.mean(used.squared_lse / tokens_l)
     return found
 
 
-def sums(spec: ModelSpec, used: Usage) -> dict[str, jax.Array]:
-    """What the metrics need, sums that add up over micro-batches. used: leaves [layers, ...]."""
+def sums(config: ModelConfig, used: Usage) -> dict[str, jax.Array]:
+    """Collect the sums that the metrics need, which add up over micro-batches.
+
+    Args:
+      config: the model.
+      used: leaves [layers, ...].
+
+    Returns:
+      Entries of the loss's aux.
+    """
     found = {COUNTS: used.counts, "router_entropy": jnp.mean(used.entropy)}
-    if spec.capacity_factor > 0:
+    if config.capacity_factor > 0:
         found["dropped_tokens"] = jnp.sum(used.dropped)
     return found
 
 
 def metrics(aux: dict[str, jax.Array], num_experts_per_tok: int) -> dict[str, jax.Array]:
-    """The metrics moe/* of a step, float32 scalars. aux: with what `sums` gave.
+    """Compute the metrics moe/* of a step.
 
-    max_expert_share, min_expert_share: tokens of the fullest and of the emptiest expert over the
-    mean of all, averaged over the layers; 1 where all are used alike. router_entropy: of a token
-    [nats]. dropped_tokens: part of the choices without a place, with a capacity alone.
+    Args:
+      aux: contains what `sums` returned.
+      num_experts_per_tok: K.
+
+    Returns:
+      Float32 scalars. max_expert_share and min_expert_share: tokens of the most and the least used
+      expert over the mean of all experts, averaged over the layers; 1 if all are used alike.
+      router_entropy: of a token [nats]. dropped_tokens: share of the choices that found no room,
+      only with a capacity.
     """
     counts_lE = aux[COUNTS]
     mean_l1 = jnp.maximum(jnp.mean(counts_lE, axis=-1, keepdims=True), SMALLEST)

@@ -3,76 +3,121 @@
 # V vocabulary  N query heads  K key/value heads  H head dim
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models.attention import Queries, dot_product
-from maxdiloco.models.layers import rms_norm
+from maxdiloco.models.attention import scores
+from maxdiloco.models.kernels import blockwise
+from maxdiloco.models.kernels.blockwise import Queries
 from maxdiloco.models.loss import head_logits, head_names
-from maxdiloco.models.transformer import Model, head_weight
+from maxdiloco.models.model import Model
+from maxdiloco.models.params import Params
 from maxdiloco.parallel.sharding import gathered
 
 
-def prefill(model, params, tokens_BP, length, *, cache_length):
-    """Run the prompts and fill the caches, one of each stack of layers.
+def prefill(
+    model: Model, params: Params, tokens_BP: jax.Array, length: int | jax.Array, *,
+    cache_length: int,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """Run the prompts and fill the caches, one for each stack of layers.
 
-    tokens: int32, of which the first `length` count: decode_step writes over the slots of the
-    others before it reads them. cache_length: slots, at least P, and `length` plus the tokens to
-    come.
-    Returns float32 logits [B, V] of the next token, and the caches: keys and values [layers, B, C,
-    K, H], slot i for position i.
+    Args:
+      model: the decoder.
+      params: its parameters.
+      tokens_BP: int32, of which the first `length` count. decode_step overwrites the slots of the
+        others before it reads them.
+      length: tokens of a prompt.
+      cache_length: slots, at least P, and `length` plus the tokens to come.
+
+    Returns:
+      Float32 logits [B, V] of the next token, and the caches: keys and values [layers, B, C, K, H],
+      slot i for position i.
     """
     P = tokens_BP.shape[1]
     segment_ids_BP = jnp.ones_like(tokens_BP)
     padding = [(0, 0), (0, cache_length - P), (0, 0), (0, 0)]
 
     def attend(kind, _, q, k, v, sinks_N):
-        context = dot_product(model.spec, kind.window, q, k, v, segment_ids_BP, sinks_N)
+        how = scores(model.config, model.kernels, kind.window)
+        context = blockwise.attention(how, q, k, v, segment_ids_BP, sinks_N)
         return context, (jnp.pad(k, padding), jnp.pad(v, padding))
 
-    x_BPD, caches, _ = model.through_layers(params, tokens_BP, jnp.arange(P)[None], attend)
-    return _logits(model, params, x_BPD[:, length - 1]), caches
+    decoder = model.decoder(params)
+    x_BPD, caches, _ = decoder(tokens_BP, jnp.arange(P)[None], attend)
+    return _logits(model, decoder, x_BPD[:, length - 1]), caches
 
 
-def decode_step(model, params, caches, tokens_B, position):
-    """One more token of each sequence.
+def decode_step(
+    model: Model, params: Params, caches: Any, tokens_B: jax.Array, position: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Run one more token of each sequence.
 
-    tokens: int32, the token at `position`, whose slot is written first; later slots are masked.
-    Returns float32 logits [B, V] of the next token, and the caches.
+    Args:
+      model: the decoder.
+      params: its parameters.
+      caches: of prefill, or of the last step.
+      tokens_B: int32, the token at `position`, whose slot is written first.
+      position: its position; later slots are masked.
+
+    Returns:
+      Float32 logits [B, V] of the next token, and the caches.
     """
 
     def attend(kind, cache, q, k, v, sinks_N):
+        how = scores(model.config, model.kernels, kind.window)
         keys, values = cache
         filled = keys.at[:, position].set(k[:, 0]), values.at[:, position].set(v[:, 0])
         segment_ids_BC = jnp.ones(keys.shape[:2], jnp.int32)
         queries = Queries(position[None], segment_ids_BC[:, :1])
-        arrays = q, *filled, segment_ids_BC, sinks_N, queries
-        return dot_product(model.spec, kind.window, *arrays), filled
+        return blockwise.attention(how, q, *filled, segment_ids_BC, sinks_N, queries), filled
 
-    x_B1D, caches, _ = model.through_layers(
-        params, tokens_B[:, None], position[None, None], attend, caches
-    )
-    return _logits(model, params, x_B1D[:, 0]), caches
+    decoder = model.decoder(params)
+    x_B1D, caches, _ = decoder(tokens_B[:, None], position[None, None], attend, caches)
+    return _logits(model, decoder, x_B1D[:, 0]), caches
 
 
-def _logits(model, params, x_BD):
-    spec = model.spec
-    x_BD = rms_norm(spec, params["final_norm"], x_BD)
-    w = head_weight(spec, params).astype(x_BD.dtype)
-    return head_logits(spec, x_BD, gathered(w, head_names(spec), spec.rules))
+def _logits(model, decoder, x_BD):
+    config = model.config
+    x_BD = decoder.final_norm(x_BD)
+    w = decoder.head_weight().astype(x_BD.dtype)
+    w = gathered(w, head_names(config), config.rules)
+    return head_logits(config, model.kernels, x_BD, w)
 
 
-def sample(model, params, prompt_tokens, *, max_new_tokens, temperature, top_k, key) -> jax.Array:
-    """Continue prompts: int32 [B, L] -> the new tokens, int32 [B, T].
+def sample(
+    model: Model,
+    params: Params,
+    prompt_tokens: jax.Array,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    key: jax.Array,
+) -> jax.Array:
+    """Continue prompts.
 
-    temperature: 0 takes the likeliest token, 1 samples from the model's distribution. top_k: only
-    the k likeliest tokens are sampled; 0: all. Compiled for L up to a power of two; the cache has a
-    slot for each of these and of T.
-    Raises ConfigError for an empty prompt, no new tokens, a temperature that is negative or beyond
-    float32, or a negative top_k.
+    The program is compiled for L up to a power of two. The cache has a slot for each of these
+    tokens and of the new ones.
+
+    Args:
+      model: the decoder.
+      params: its parameters.
+      prompt_tokens: int32 [B, L].
+      max_new_tokens: T.
+      temperature: 0 takes the likeliest token, 1 samples from the model's distribution.
+      top_k: only the k likeliest tokens are sampled. 0: all.
+      key: of jax.random.
+
+    Returns:
+      The new tokens, int32 [B, T].
+
+    Raises:
+      ConfigError: an empty prompt, no new tokens, a temperature that is negative or exceeds
+        float32, or a negative top_k.
     """
     if prompt_tokens.shape[1] < 1:
         raise ConfigError("prompt is empty: there is no token to continue. Give at least one.")
@@ -94,7 +139,7 @@ def sample(model, params, prompt_tokens, *, max_new_tokens, temperature, top_k, 
         key,
         jnp.float32(temperature),
         max_new_tokens=max_new_tokens,
-        top_k=min(top_k, model.spec.vocab_size),
+        top_k=min(top_k, model.config.vocab_size),
         greedy=temperature < np.finfo(np.float32).tiny,
     )
 
@@ -117,8 +162,21 @@ def _generate(
     return tokens_TB.T
 
 
-def next_token(logits_BV, key, *, temperature, top_k, greedy) -> jax.Array:
-    """One token of each row, int32 [B]; see sample for temperature and top_k."""
+def next_token(
+    logits_BV: jax.Array, key: jax.Array, *, temperature: jax.Array, top_k: int, greedy: bool
+) -> jax.Array:
+    """Draw one token of each row.
+
+    Args:
+      logits_BV: float32.
+      key: of jax.random.
+      temperature: divides the logits.
+      top_k: only the k likeliest tokens are drawn. 0: all.
+      greedy: take the likeliest token instead.
+
+    Returns:
+      int32 [B].
+    """
     if greedy:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     if top_k:

@@ -133,7 +133,7 @@ def gathered(w: jax.Array, names: Names, rules: Rules, *, scattered: bool = Fals
     Without the constraint the partitioner may cut the product into as many pieces as the axis has
     devices, which took twice the time on TPU (benchmarks/results). The weight stays sharded over
     `tensor`. Experts stay as they are: models/moe.py gathers them. scattered: the gradient comes in
-    parts, as of models.product, and is not gathered too.
+    parts, as of models/kernels/matmul.py, and is not gathered too.
     """
     if is_expert(names):
         return w

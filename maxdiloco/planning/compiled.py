@@ -136,7 +136,7 @@ def report(
         gbps=gbps,
         flags=chips.compiler_flags(),
         tokens_per_step=parts.shape.tokens,
-        flops_per_token=flops_per_token(parts.model.spec, parts.params, parts.shape.length),
+        flops_per_token=flops_per_token(parts.model.config, parts.params, parts.shape.length),
         tau=cfg.num_communication_overlapping_steps,
         overlap=cfg.diloco_round_overlap if exchanges else "",
         room=make_room(cfg, outer_state=exchanges, there=not (named and named.is_gpu)),
@@ -223,13 +223,13 @@ def estimated_step(cfg: Config, job: Job) -> Step:
     Nothing is compiled. Each micro-batch reads the gathered weights twice, in the type of the
     products; the update reads and writes weights and optimizer state; gradients pass once each way.
     """
-    chip, mesh, spec = job.chip, job.mesh.shape, job.model.spec
-    flops = job.tokens * flops_per_token(spec, job.params, cfg.max_target_length)
+    chip, mesh, model = job.chip, job.mesh.shape, job.model.config
+    flops = job.tokens * flops_per_token(model, job.params, cfg.max_target_length)
     products_s = flops / (MFU * chip.peak_flops * job.slices * job.per_slice)
     weights, state = (
         sum(map(bytes_on_device, jax.tree.leaves(x))) for x in (job.params, job.opt_state)
     )
-    gathered = job.num_parameters / (mesh["tensor"] * mesh["expert"]) * spec.dtype.itemsize
+    gathered = job.num_parameters / (mesh["tensor"] * mesh["expert"]) * model.dtype.itemsize
     of_replica = 4 * weights + 2 * state + 2 * gathered * cfg.gradient_accumulation_steps
     moved = of_replica * job.num_replicas / job.slices
     origin = (

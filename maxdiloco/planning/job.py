@@ -15,8 +15,8 @@ from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.models import devices
-from maxdiloco.models.spec import from_config
-from maxdiloco.models.transformer import Model
+from maxdiloco.models.build import build_model
+from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.trainer import assemble, optimizer
@@ -126,7 +126,7 @@ class Job(NamedTuple):
     def gradient_bytes(self) -> float:
         """Bytes that a slice sends in a step of data parallelism, enable_diloco=false."""
         sizes = dict(slices=self.slices, accumulation=self.cfg.gradient_accumulation_steps)
-        return gradient_bytes(self.params, self.model.spec.gradient_dtype, **sizes)
+        return gradient_bytes(self.params, self.model.gradient_dtype, **sizes)
 
     @property
     def copies(self) -> int:
@@ -157,14 +157,13 @@ def of(cfg: Config) -> Job:
     mesh = AbstractMesh(tuple(dcn[axis] * ici[axis] for axis in AXES), AXES)
     backend = platform if platform in ("tpu", "gpu") else "cpu"
     devices.check(cfg.max_target_length, mesh.shape["context"])
-    spec = from_config(
+    model = build_model(
         cfg,
         backend=backend,
         length_shards=mesh.shape["context"],
         compute_capability=capability,
         device_kind=chip.kinds[0] if chip else "",
     )
-    model = Model(spec)
     params = on_mesh.parameters(model, mesh)
     rule = optimizer.build(cfg, model=model)
     opt_state = optimizer.abstract_state(cfg, rule, params, mesh)

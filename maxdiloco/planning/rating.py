@@ -120,11 +120,11 @@ def _fragments(job: Job, given: Collection[str]) -> tuple[int, int]:
     """P, and how many of them hold what belongs to no layer: none larger than LAYERS layers."""
     if "num_diloco_fragments" in given:
         return job.asked.P, job.asked.nonlayer
-    layers = job.model.spec.num_layers
+    layers = job.model.config.num_layers
     in_layers = sum(math.prod(x.shape) for x in jax.tree.leaves(job.params["layers"]))
     each = in_layers / layers * min(LAYERS, layers)
     nonlayer = math.ceil((job.num_parameters - in_layers) / each)
-    nonlayer = min(nonlayer, job.model.spec.vocab_size)
+    nonlayer = min(nonlayer, job.model.config.vocab_size)
     if "num_nonlayer_fragments" in given:
         nonlayer = job.asked.nonlayer
     return math.ceil(layers / LAYERS) + nonlayer, nonlayer

@@ -77,7 +77,7 @@ class Plan(NamedTuple):
         link = dict(gbps=self.gbps * job.per_slice, latency_s=self.latency_s)
         link["bits"] = 8 * job.gradient_bytes / micro_batches / count
         micro_s = self.step.seconds / micro_batches
-        return wait.data_parallel(job.model.spec.num_layers, count, micro_s, **link)
+        return wait.data_parallel(job.model.config.num_layers, count, micro_s, **link)
 
     def reduce_scatters(self, row: Rated) -> bool:
         """Tell whether slices average parts of the fragments."""
@@ -132,7 +132,7 @@ def setting(plan: Plan) -> list[str]:
 
 def _table(plan: Plan) -> list[str]:
     busy, job = plan.data_parallel, plan.job
-    step_s, summed_in = plan.step.seconds / busy, job.model.spec.gradient_dtype
+    step_s, summed_in = plan.step.seconds / busy, job.model.gradient_dtype
     less = few_digits(rating.GRADIENT * job.num_parameters / job.gradient_bytes)
     rows = [COLUMNS, *(_cells(plan, row) for row in plan.rows)]
     rows.append((

@@ -25,7 +25,7 @@ from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, Sampler
 from maxdiloco.flags import checks, config
 from maxdiloco.metrics.monitor import Monitor
-from maxdiloco.models.transformer import Model, count_parameters
+from maxdiloco.models.model import Model, count_parameters
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.trainer import inner_step, island_settings, optimizer
@@ -101,11 +101,11 @@ def assemble(
         trainer = _diloco(cfg, mesh, model, step, inner_optimizer.init, facts, options)
         trainer.bind(params, opt_state)
     else:
-        options = dict(gradient_dtype=model.spec.gradient_dtype, on_compile=on_compile)
+        options = dict(gradient_dtype=model.gradient_dtype, on_compile=on_compile)
         trainer = DataParallel(
             step, params, opt_state, mesh=mesh, accumulation=accumulation, **options
         )
-    batch = _abstract_batch(shape, mesh, model.spec.rules)
+    batch = _abstract_batch(shape, mesh, model.config.rules)
     return Parts(
         mesh=mesh,
         model=model,

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxdiloco.models import router, transformer
+from maxdiloco.models import router
+from maxdiloco.models.model import Model
 from maxdiloco.parallel import replicas, sharding
 
 f32 = jnp.float32
 
 
 def make(
-    model: transformer.Model,
+    model: Model,
     optimizer: optax.GradientTransformation,
     *,
     accumulation: int,
@@ -45,7 +46,7 @@ def make(
         if accumulation == 1:
             (_, aux), grads = gradient(params, batch)
         else:
-            aux, grads = _accumulate(gradient, params, batch, accumulation, model.spec.rules)
+            aux, grads = _accumulate(gradient, params, batch, accumulation, model.config.rules)
         scale = 1 / jnp.maximum(aux["tokens"], 1)
         grads = jax.tree.map(lambda g: g.astype(f32) * scale, grads)
         metrics = {
@@ -58,8 +59,8 @@ def make(
         updates, new_opt_state = update(grads, opt_state, params, learning_rate=learning_rate)
         new_params = optax.apply_updates(params, updates)
         if router.COUNTS in aux:
-            metrics |= router.metrics(aux, model.spec.num_experts_per_tok)
-            if model.spec.router.balance_bias:
+            metrics |= router.metrics(aux, model.config.num_experts_per_tok)
+            if model.config.router.balance_bias:
                 new_params = model.rebalanced(new_params, aux[router.COUNTS])
         new = new_params, new_opt_state
         if nan_policy == "skip":

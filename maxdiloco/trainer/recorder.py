@@ -48,7 +48,9 @@ class Recorder:
         self._parts, self._total = parts, total
         self._console, self._writer, self._checkpointer = console, writer, checkpointer
         self._note, self._data_metrics = note, data_metrics
-        self._flops_per_token = flops_per_token(parts.model.spec, parts.params, parts.shape.length)
+        self._flops_per_token = flops_per_token(
+            parts.model.config, parts.params, parts.shape.length
+        )
         self._clock = StepClock(done)
         self._logged = done
         if since_row is not None:

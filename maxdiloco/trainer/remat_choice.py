@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from maxdiloco.engine.calls import memory_of
 from maxdiloco.flags import config
 from maxdiloco.metrics.compiles import side_by_side, told, too_big
+from maxdiloco.models.kernels.choice import MOST_UNROLLED
 from maxdiloco.models.remat import AUTO, POLICIES
-from maxdiloco.models.spec import MOST_UNROLLED
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.agree import in_any_process
@@ -84,7 +84,7 @@ def build(
 
 
 def _has_no_loop(cfg, mesh):
-    """Whether a GPU's layers are none, since its weights are whole; see models/transformer.py."""
+    """Whether a GPU's layers are none, since its weights are whole; see models/decoder.py."""
     split = math.prod(n for axis, n in mesh.shape.items() if axis not in ("diloco", "data"))
     return split == 1 and cfg.base_num_decoder_layers <= MOST_UNROLLED
 

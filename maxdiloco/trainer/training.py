@@ -26,7 +26,7 @@ from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.speed import active_parameters
 from maxdiloco.metrics.start_time import StartClock
 from maxdiloco.metrics.writer import MetricsWriter, require_wandb
-from maxdiloco.models.transformer import count_parameters
+from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes.agree import from_first_process, in_any_process
@@ -250,7 +250,9 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
     R, B, L = parts.shape
     active = ""
     if cfg.num_experts > 1:
-        active = f", {active_parameters(parts.model.spec, parts.params):,} of them used by a token"
+        active = (
+            f", {active_parameters(parts.model.config, parts.params):,} of them used by a token"
+        )
     return [
         *together.lines(
             cfg,
@@ -259,6 +261,7 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
             num_parameters=count_parameters(parts.model),
         ),
         f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters{active}",
+        f"kernels: {parts.model.kernels.describe()}",
         f"batch: {R} replicas * {B} sequences * {L} tokens = {parts.shape.tokens:,} tokens a step",
     ]
 

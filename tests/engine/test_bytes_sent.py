@@ -18,7 +18,7 @@ from maxdiloco import DiLoCo
 from maxdiloco.aot.hlo import reader, traffic
 from maxdiloco.engine import data_parallel
 from maxdiloco.flags import config
-from maxdiloco.models.spec import from_config
+from maxdiloco.models.build import build_model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 
@@ -119,6 +119,6 @@ def test_gradients_are_summed_as_the_products_are_rounded(backend, dtype, item):
     """Compiled for two slices of v5e 1.08 times 2 bytes a parameter; XLA:CPU sums in float32. Of
     100 values three quarters leave one of four slices twice, for each of two micro-batches."""
     cfg = config.load(["model_name=tiny", f"dtype={dtype}"], {})
-    found = from_config(cfg, backend=backend, compute_capability="9.0").gradient_dtype
+    found = build_model(cfg, backend=backend, compute_capability="9.0").gradient_dtype
     sent = data_parallel.gradient_bytes([np.zeros(100)], found, slices=4, accumulation=2)
     assert sent == 2 * 100 * item * 1.5

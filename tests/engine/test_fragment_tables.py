@@ -88,13 +88,13 @@ def test_the_table_of_every_model_file_holds_all_parameters_once(path, P, k):
     equal."""
     expected = int(re.search(r"Parameters: ([\d,]+)", path.read_text())[1].replace(",", ""))
     parts = parts_of(path.stem)
-    layers_in_all = parts.model.spec.num_layers
+    layers_in_all = parts.model.config.num_layers
     each = P == "each"
     P = layers_in_all + 1 if each else P
     layout = layout_of(path.stem, P, k)
     table, _ = table_of(layout)
     if each:
-        assert len({row[2] for row in table[1:]}) == len(parts.model.stacks)
+        assert len({row[2] for row in table[1:]}) == len(parts.model.config.stacks)
     assert [row[0] for row in table] == list(range(P))
     assert sum(row[2] for row in table) == expected
     assert all(np.all(count == 1) for count in holders(parts.params, layout.plans))
@@ -118,7 +118,7 @@ def test_the_number_of_programs_does_not_grow_with_the_number_of_fragments(path)
     with k > 1 with and without the leaves that are not split, and one row more or less. With dense
     layers before those of experts, each of these with none, one or more of the dense ones."""
     parts = parts_of(path.stem)
-    layers, stacks = parts.model.spec.num_layers, len(parts.model.stacks)
+    layers, stacks = parts.model.config.num_layers, len(parts.model.config.stacks)
 
     def programs(P, k, sequential):
         counts = dict(num_fragments=P, num_nonlayer=k, sequential=sequential)

@@ -1,7 +1,6 @@
 """base.yml documents every key, and the package reads each of them and no others."""
 
 import ast
-import dataclasses
 import re
 
 import pytest
@@ -12,10 +11,10 @@ from maxdiloco.diloco import outer, quantize, schedule
 from maxdiloco.engine.settings import TRANSPORTS
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, checks, config, together
-from maxdiloco.models import layers, remat, spec
+from maxdiloco.models import mlp, remat
+from maxdiloco.models.config import LatentConfig, RouterConfig, from_keys
+from maxdiloco.models.model import Model, count_parameters
 from maxdiloco.models.rope import RopeConfig
-from maxdiloco.models.spec import from_config
-from maxdiloco.models.transformer import Model, count_parameters
 
 PACKAGE = base_yml.PACKAGE
 FOLDER = base_yml.config_folder()
@@ -102,12 +101,12 @@ def test_what_base_yml_allows_and_says_is_what_the_code_knows():
         "diloco_exchange_dtype": quantize.NAMES,
         "diloco_transport": ("auto", *TRANSPORTS),
         "remat_policy": (remat.AUTO, *remat.POLICIES),
-        "mlp_activations": layers.ACTIVATIONS,
+        "mlp_activations": mlp.ACTIVATIONS,
         "dataset_type": kinds.KINDS,
         "grain_packing_type": (packing.CONCATENATED, packing.BEST_FIT),
     }.items():
         assert sorted(checks.choices(KEYS[key].allowed)) == sorted(names), key
-    tables = {"rope_scaling": RopeConfig, "router": spec.Router, "latent_attention": spec.Latent}
+    tables = {"rope_scaling": RopeConfig, "router": RouterConfig, "latent_attention": LatentConfig}
     for key, kind in tables.items():
         known = {name: kind._field_defaults.get(name) for name in kind._fields}
         known.pop("max_timescale", None)  # a key of its own
@@ -146,16 +145,16 @@ def test_a_model_file_sets_model_keys_and_states_its_parameters(name):
     assert given >= sizes | {"head_dim", "vocab_size", "mlp_activations", "logits_via_embedding"}
     stated = re.search(r"# Parameters: ([\d,]+) =\n# ([^:]+):\n", path.read_text())
     cfg = config.load([f"model_name={name}"], {})
-    count = count_parameters(Model(from_config(cfg, backend="cpu")))
+    count = count_parameters(Model(from_keys(cfg)))
     assert int(stated[1].replace(",", "")) == count
     assert eval(stated[2].replace("^", "**")) == count  # the equation beside it
 
 
-def reads(source: str) -> tuple[set[str], set[str]]:
+def reads(source: str, configs: tuple[str, ...] = ("cfg", "config")) -> tuple[set[str], set[str]]:
     """Keys that a module reads from a config: as attributes, and as subscripts.
 
-    A config is a name or an attribute called `cfg` or `config`, unless `config` is a module or
-    jax's own. A subscript may be an f-string; it comes back as a pattern.
+    A config is a name or an attribute in `configs`, unless `config` is a module, jax's own or a
+    model's. A subscript may be an f-string; it comes back as a pattern.
     """
     nodes = list(ast.walk(ast.parse(source)))
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -164,7 +163,8 @@ def reads(source: str) -> tuple[set[str], set[str]]:
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
             owner = ast.unparse(node.value)
-            if owner.split(".")[-1] in ("cfg", "config") and owner not in {"jax.config", *modules}:
+            is_other = owner in {"jax.config", *modules} or owner.endswith("model.config")
+            if owner.split(".")[-1] in configs and not is_other:
                 attributes.add(node.attr)
         at = node.slice if isinstance(node, ast.Subscript) else None
         if isinstance(at, ast.Constant | ast.JoinedStr):
@@ -181,6 +181,7 @@ import jax
 from maxdiloco.flags import config
 cfg = config.load(argv, environ)
 jax.config.update("a", cfg.steps)
+parts.model.config.head_dim
 self.cfg.log_period + run.config.eval_steps
 values["hardware"] + values[f"dcn_{axis}_parallelism"]
 """
@@ -189,10 +190,12 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     assert subscripts == {"hardware", "dcn_.+_parallelism"}
     names = ("checks.py", "together.py")
     checking = {PACKAGE / "flags" / name for name in names}
-    found = [reads(path.read_text()) for path in set(PACKAGE.rglob("*.py")) - checking]
+    of_models = set((PACKAGE / "models").rglob("*.py"))  # whose `config` is a ModelConfig
+    others = set(PACKAGE.rglob("*.py")) - checking - of_models
+    found = [reads(path.read_text()) for path in others]
+    found += [reads(path.read_text(), ("cfg",)) for path in of_models]
     attributes, subscripts = (set().union(*each) for each in zip(*found, strict=True))
-    by_name = {field.name for field in dataclasses.fields(spec.ModelSpec)}
-    by_name.update(tokenizer.KEYS)
+    by_name = set(tokenizer.KEYS)
     unread = [name for name in KEYS if name not in attributes | by_name]
     assert [n for n in unread if not any(re.fullmatch(one, n) for one in subscripts)] == []
     assert attributes - set(KEYS) == {"as_dict", "eval_paths", "holds_out", "sizes"}

@@ -89,7 +89,7 @@ def test_a_key_that_the_checkpoint_lacks_had_its_default():
 
 
 def test_the_keys_that_shape_the_parameters_are_in_the_remedy():
-    """A decoder's parameters follow from them, see models/transformer.py. adam_b1 differs, too, but
+    """A decoder's parameters follow from them, see models/model.py. adam_b1 differs, too, but
     shapes nothing."""
     shapes = """base_emb_dim base_num_decoder_layers base_mlp_dim base_num_query_heads
         base_num_kv_heads head_dim vocab_size padded_vocab_size mlp_activations logits_via_embedding

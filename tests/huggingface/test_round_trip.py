@@ -16,7 +16,7 @@ from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.tensors import Leaf, Tensor
-from maxdiloco.models.spec import from_config
+from maxdiloco.models.config import from_keys
 
 
 @pytest.fixture(scope="module")
@@ -228,8 +228,7 @@ def test_the_next_token_module_is_left_out_and_bias_is_float32(tmp_path, capfd):
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(THEIRS))
-    spec = from_config(deepseek(), backend="cpu")
-    parts = tensors.of_model(spec, config_json.family_of("deepseek_v3"))
+    parts = tensors.of_model(from_keys(deepseek()), config_json.family_of("deepseek_v3"))
     rng = np.random.default_rng(0)
     values = {part.name: rng.normal(size=part.shape).astype("bfloat16") for part in parts}
     values[BIAS] = rng.normal(size=4).astype(np.float32)

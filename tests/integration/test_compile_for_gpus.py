@@ -16,9 +16,8 @@ from tiers import corner
 
 from maxdiloco import plan
 from maxdiloco.aot import topology
-from maxdiloco.flags import config
-from maxdiloco.models import attention, triton_ragged
-from maxdiloco.models.spec import from_config
+from maxdiloco.models.kernels import blockwise, cudnn, triton_grouped
+from maxdiloco.models.kernels.blockwise import Scores
 
 # The default tier has no cuDNN, so attention is plain.
 KEYS = compile_tools.KEYS | dict(compile_topology="h100-2")
@@ -81,19 +80,18 @@ def test_attention_is_cudnns_and_has_no_weights_of_every_head(kind):
     lies = NamedSharding(Mesh(np.array(topology.devices(f"{kind}-1", 1)), ("x",)), P())
     dims = {(B, L, N, H): jnp.bfloat16, (B, L, K, H): jnp.bfloat16, (B, L): jnp.int32}
     q, k, segments = (jax.ShapeDtypeStruct(*one, sharding=lies) for one in dims.items())
-    spec = from_config(config.load(["model_name=tiny"], {}), backend="cpu")
 
     def compiled(kernel):
         def total(*arrays):
-            return kernel(spec, 0, *arrays).astype(jnp.float32).sum()
+            return kernel(Scores(8.0), *arrays).astype(jnp.float32).sum()
 
         gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
         return gradient.lower(q, k, k, segments).compile()
 
     masks = 5 * B * L * L * 2  # made, laid out, and what is of heads
-    assert compiled(attention.dot_product).memory_analysis().temp_size_in_bytes > masks
+    assert compiled(blockwise.attention).memory_analysis().temp_size_in_bytes > masks
     for by_offsets in {False, kind in ("h100", "b200")}:
-        fused = compiled(functools.partial(attention.cudnn, by_offsets=by_offsets))
+        fused = compiled(functools.partial(cudnn.attention, by_offsets=by_offsets))
         calls = fused.as_text().count('custom_call_target="__cudnn$fmha')
         assert calls == (8 if by_offsets else 2)
         assert fused.memory_analysis().temp_size_in_bytes < masks
@@ -116,9 +114,9 @@ def test_products_of_experts_fit_every_gpu_and_leave_other_rows_out(kind):
             return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
     def by_triton(x, w, sizes, d):
-        product = triton_ragged.rows_by_matrices
+        product = triton_grouped.rows_by_matrices
         dx = product(d, w, sizes, transposed=True)
-        return product(x, w, sizes), dx, triton_ragged.matrices_gradient(x, d, sizes, w.dtype)
+        return product(x, w, sizes), dx, triton_grouped.matrices_gradient(x, d, sizes, w.dtype)
 
     assert temporary(by_triton) < 2**20
     if kind == "h100":

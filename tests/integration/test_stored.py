@@ -31,7 +31,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import stored
 from maxdiloco.flags import config
 from maxdiloco.metrics.console import sample_lines
-from maxdiloco.models.spec import from_config
+from maxdiloco.models.build import build_model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.processes import output
 
@@ -234,7 +234,7 @@ def test_equal_seeds_generate_equal_text(text_run, tmp_path, monkeypatch):
 
     cfg = config.from_dict(checkpoint_meta(run, 4)["config"] | {"attention": "flash"})
     with pytest.raises(ConfigError, match="attention=flash"):
-        from_config(cfg, backend="cpu")
+        build_model(cfg, backend="cpu")
     load = stored.load
 
     def of_flash(folder, configure):

@@ -1,13 +1,14 @@
 """Array code in the place of JAX's primitives of cuDNN's attention, which needs a GPU."""
-# As models/cudnn.py; D rows of log normalisers, one for each document that there is room for
+# Letters as in models/kernels/cudnn.py; D rows of log normalisers, one for each document with room
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
-def bound(choice, qkv, kept=(), *, mask=None, found=None):
-    """Like cudnn.bound."""
+def bound(scale, qkv, kept=(), *, mask=None, documents=None):
+    """Like private_jax.cudnn_attention."""
+    found = documents
     (q_BLNH, k_BLKH, v_BLKH), (B, L, K, H) = qkv, qkv[1].shape
     see_BLL = np.ones((B, L, L), bool) if mask is None else mask[:, 0]
     if found is not None:
@@ -15,7 +16,7 @@ def bound(choice, qkv, kept=(), *, mask=None, found=None):
     see_BLL &= np.tril(np.ones((L, L), bool))
     share = q_BLNH.shape[2] // K
     k_BLNH, v_BLNH = (jnp.repeat(x, share, axis=2) for x in (k_BLKH, v_BLKH))
-    logits_BNLS = choice.scale * jnp.einsum("blnh,bsnh->bnls", q_BLNH, k_BLNH)
+    logits_BNLS = scale * jnp.einsum("blnh,bsnh->bnls", q_BLNH, k_BLNH)
     logits_BNLS = jnp.where(see_BLL[:, None], logits_BNLS, -jnp.inf)
     if not kept:
         lse_BNL = jax.nn.logsumexp(logits_BNLS, axis=-1)
@@ -28,7 +29,7 @@ def bound(choice, qkv, kept=(), *, mask=None, found=None):
     weights_BNLS = jnp.exp(logits_BNLS - lse_BNL[..., None])
     d_BNLS = jnp.einsum("blnh,bsnh->bnls", d_BLNH, v_BLNH)
     d_BNLS -= jnp.sum(d_BLNH * context_BLNH, axis=-1).swapaxes(1, 2)[..., None]
-    d_BNLS = choice.scale * weights_BNLS * d_BNLS
+    d_BNLS = scale * weights_BNLS * d_BNLS
     of_keys = (
         jnp.einsum("bnls,blnh->bsnh", *pair).reshape(B, L, K, share, H).sum(3)
         for pair in ((d_BNLS, q_BLNH), (weights_BNLS, d_BLNH))

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_model
 
-from maxdiloco.models import attention, cudnn
+from maxdiloco.models.kernels import cudnn, private_jax
+from maxdiloco.models.kernels.blockwise import Scores
 
-SPEC = tiny_model.build().spec
 MASK, WHOLE = ("ScaleBiasSoftmax", "CAUSAL"), ("Softmax", "CAUSAL")
 OFFSETS = ("Softmax", "PADDING_CAUSAL")
 
@@ -27,7 +26,7 @@ OFFSETS = ("Softmax", "PADDING_CAUSAL")
 def test_jax_takes_the_operands_of_its_primitives(window, by_offsets, kinds):
     """Which are private to it. A forward and a backward kernel for a mask, which is a bias, and for
     each room for documents."""
-    kernel = functools.partial(attention.cudnn, SPEC, window, by_offsets=by_offsets)
+    kernel = functools.partial(cudnn.attention, Scores(8.0, window=window), by_offsets=by_offsets)
     dims = {(2, 1024, 4, 64): jnp.bfloat16, (2, 1024, 2, 64): jnp.bfloat16, (2, 1024): jnp.int32}
     q, k, segments = (jax.ShapeDtypeStruct(*one) for one in dims.items())
     gradient = jax.grad(lambda *arrays: kernel(*arrays).astype(jnp.float32).sum(), (0, 1, 2))
@@ -38,22 +37,28 @@ def test_jax_takes_the_operands_of_its_primitives(window, by_offsets, kinds):
     )
 
 
+def test_the_installed_jax_was_checked():
+    """Whoever raises the version runs this file and names the version there."""
+    assert private_jax.cudnn_module() is not None
+    assert jax.__version__ in private_jax.CHECKED
+
+
 def test_offsets_that_jax_cannot_count_are_not_given(monkeypatch):
     """As many queries as there may be, and one sequence more."""
     used = []
 
-    def bound(choice, qkv, kept=(), *, mask=None, found=None):
-        used.append("mask" if found is None and mask is not None else "offsets")
+    def bound(scale, qkv, kept=(), *, mask=None, documents=None):
+        used.append("mask" if documents is None and mask is not None else "offsets")
         B, L, N, _ = qkv[0].shape
-        rows = B if found is None else found.lengths_BM.size
+        rows = B if documents is None else documents.lengths_BM.size
         return [qkv[0], jnp.zeros((rows, N, L), jnp.float32)]
 
-    monkeypatch.setattr(cudnn, "bound", bound)
+    monkeypatch.setattr(cudnn, "cudnn_attention", bound)
     for sequences, kinds in ((15, {"offsets", "mask"}), (16, {"mask"})):
         used.clear()
         q = jax.ShapeDtypeStruct((sequences, 2**15, 32, 128), jnp.bfloat16)
         segments = jax.ShapeDtypeStruct((sequences, 2**15), jnp.int32)
-        kernel = functools.partial(attention.cudnn, SPEC, 0, by_offsets=True)
+        kernel = functools.partial(cudnn.attention, Scores(11.0), by_offsets=True)
         jax.eval_shape(kernel, q, q, q, segments)
         assert set(used) == kinds
 
@@ -62,7 +67,7 @@ def test_offsets_that_jax_cannot_count_are_not_given(monkeypatch):
     ("length", "found"), [(128, [4]), (2048, [4, 8, 32]), (8192, [16, 32, 64]), (65536, [64])]
 )
 def test_room_for_documents_follows_the_window_within_bounds(length, found):
-    assert cudnn.rooms(length) == [1, *found]
+    assert cudnn.document_capacities(length) == [1, *found]
 
 
 @pytest.mark.parametrize("K", [4, 2])

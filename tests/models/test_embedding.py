@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import full
 
-from maxdiloco.models.layers import look_up
+from maxdiloco.models.embedding import look_up
 
 V, D, B, L = 8, 16, 8, 96  # many tokens for each row: their sum does not fit bfloat16
 RULES = (("vocab", ("tensor",)), ("embed", ("fsdp",)), ("batch", ("fsdp",)), ("length", ()))
@@ -29,7 +29,7 @@ def inputs(mesh):
 def program(mesh, dtype, scale=1.0):
     """Of (table, tokens, weights): rows in bfloat16, and the gradient of a sum of them."""
     spec = dataclasses.replace(
-        tiny_model.build().spec, rules=RULES, dtype=jnp.dtype(dtype), embedding_multiplier=scale
+        tiny_model.build().config, rules=RULES, dtype=jnp.dtype(dtype), embedding_multiplier=scale
     )
 
     def weighted(table, tokens, weights):

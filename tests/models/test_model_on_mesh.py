@@ -1,7 +1,6 @@
 """The model laid out over a mesh computes what it computes on one device."""
 
 import contextlib
-import dataclasses
 import functools
 import re
 
@@ -15,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from tiers import corner, full
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models.transformer import Model
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import parameter_shardings
 from maxdiloco.parallel.sharding import spec as spec_of
@@ -32,7 +30,7 @@ def replicas(model, M):
 
 def place(model, mesh, params_R, batch_R):
     """Parameters and sequences as the rules have them, replicas over diloco."""
-    one, rules = jax.tree.map(lambda x_R: x_R[0], params_R), model.spec.rules
+    one, rules = jax.tree.map(lambda x_R: x_R[0], params_R), model.config.rules
     shardings = parameter_shardings(model.logical_axes, one, mesh, rules)
 
     def over_replicas(x_R, sharding):
@@ -94,11 +92,11 @@ def test_replicas_on_a_mesh_are_replicas_alone(devices, sizes, M, changes, scatt
     model = tiny_model.build(remat_policy="minimal", **changes)
     mesh = tiny_model.mesh_of(devices, **sizes)
     both_R = replicas(model, M)
-    spec = dataclasses.replace(model.spec, scattered_gradients=scattered)
-    as_on_tpu = jax.value_and_grad(Model(spec).loss, has_aux=True)
+    as_on_tpu = tiny_model.with_kernels(model, scattered_gradients=scattered)
+    as_on_tpu = jax.value_and_grad(as_on_tpu.loss, has_aux=True)
     on_mesh = tiny_model.compiled(map_fn(as_on_tpu, mesh=mesh))
     placed = place(model, mesh, *both_R)
-    if model.spec.num_experts > 1:  # half of them on a device, or a quarter: [R, layers, E, D, F]
+    if model.config.num_experts > 1:  # half of them on a device, or a quarter: [R, layers, E, D, F]
         here = placed[0]["layers"]["moe"]["w_up"].addressable_shards[0].data.shape[2]
         assert here == (1 if "logical_axis_rules" in changes else 2)
     found = jax.device_get(on_mesh(*placed))
@@ -138,8 +136,7 @@ def test_vocabulary_sized_weights_cross_devices_once_a_step(devices):
 )
 def test_layers_whose_weights_are_gathered_stay_a_loop(devices, sizes, at_once):
     """So that a device never has the whole weights or gradients of all; others are written out."""
-    spec = tiny_model.build(base_num_decoder_layers=3).spec
-    model = Model(dataclasses.replace(spec, unrolled=True))
+    model = tiny_model.with_kernels(tiny_model.build(base_num_decoder_layers=3), unroll_layers=True)
     mesh = tiny_model.mesh_of(devices, **sizes)
     step = map_fn(jax.value_and_grad(model.loss, has_aux=True), mesh=mesh)
     scans = {
@@ -156,7 +153,7 @@ def test_experts_that_no_device_can_hold_are_refused(devices):
     mesh = tiny_model.mesh_of(devices, expert=2)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     with pytest.raises(ConfigError, match=r"expert parallelism 2 .*expert=3"):
-        parameter_shardings(model.logical_axes, shapes, mesh, model.spec.rules)
+        parameter_shardings(model.logical_axes, shapes, mesh, model.config.rules)
     for name, axis in (("expert", "tensor"), ("stored_expert", "fsdp")):
         with pytest.raises(ConfigError, match=f"{name} over {axis}"):
             tiny_model.build(num_experts=4, logical_axis_rules=((name, (axis,)),))
@@ -178,7 +175,7 @@ def test_rules_that_would_sum_over_different_tokens_are_refused(
     model = tiny_model.build(**changes, logical_axis_rules=rules)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     args = model.logical_axes, shapes
-    place = functools.partial(parameter_shardings, *args, rules=model.spec.rules)
+    place = functools.partial(parameter_shardings, *args, rules=model.config.rules)
     place(mesh=tiny_model.mesh_of(devices, data=2))
     refused = pytest.raises(ConfigError, match=named) if named else contextlib.nullcontext()
     with refused:

@@ -13,11 +13,15 @@ import moe_oracle
 import numpy as np
 import pytest
 import tiny_model
+from flax import nnx
 from tiers import full
 
-from maxdiloco.models import moe as moe_lib
-from maxdiloco.models import router, sampling, triton_ragged
-from maxdiloco.models.moe import capacity, in_slots, moe, moe_table
+from maxdiloco.models import router, sampling
+from maxdiloco.models.kernels import grouped_matmul, triton_grouped
+from maxdiloco.models.kernels.matmul import Products
+from maxdiloco.models.model import Model
+from maxdiloco.models.moe import MoE, capacity
+from maxdiloco.models.params import to_dict, with_values
 from maxdiloco.models.remat import POLICIES
 
 BALANCE = dict(load_balance_loss_weight=0.1, router_z_loss_weight=0.02)
@@ -44,16 +48,32 @@ REAL = np.array([[1] * 5 + [0], [1] * 6], bool)
 
 
 def module(changes):
-    """(spec, weights, x [2, 6, D]) of one layer of experts."""
-    spec = tiny_model.build(**changes).spec
+    """(model, weights, x [2, 6, D]) of one layer of experts."""
+    model = tiny_model.build(**changes)
     rng = np.random.default_rng(5)
-    weights = jax.tree.map(lambda x: rng.normal(0, 0.4, x.shape).astype(x.dtype), moe_table(spec))
-    return spec, weights, rng.standard_normal((2, 6, 16)).astype(np.float32)
+    shapes = to_dict(abstract(model)[1])
+    weights = jax.tree.map(lambda x: rng.normal(0, 0.4, x.shape).astype(x.dtype), shapes)
+    return model, weights, rng.standard_normal((2, 6, 16)).astype(np.float32)
 
 
-def parts(spec, used):
+def abstract(model):
+    """Graph and state of one layer of experts, without values."""
+    layer = nnx.eval_shape(lambda: MoE(model.config, model.kernels, rngs=nnx.Rngs(params=0)))
+    return nnx.split(layer, nnx.Param)
+
+
+def layer_of(model, weights):
+    graph, state = abstract(model)
+    return nnx.merge(graph, with_values(state, weights))
+
+
+def moe(model, weights, x_BLD, real_BL):
+    return layer_of(model, weights)(x_BLD, real_BL)
+
+
+def parts(model, used):
     """The losses of one layer's Usage."""
-    found = router.losses(spec, jax.tree.map(lambda x: x[None], used))
+    found = router.losses(model.config, jax.tree.map(lambda x: x[None], used))
     return [found.get(name, 0.0) for name in router.LOSSES]
 
 
@@ -63,12 +83,12 @@ def test_values_losses_and_gradients_are_those_of_the_oracle(name):
     weight; that of the routed bias is 0. One token is padding."""
     changes = FAMILIES[name]
     cfg = tiny_model.config(**changes)
-    spec, weights, x_BLD = module(changes)
+    model, weights, x_BLD = module(changes)
     towards = np.random.default_rng(6).standard_normal(x_BLD.shape)
 
     def total(weights, x_BLD):
-        y_BLD, used = moe(spec, weights, x_BLD, REAL)
-        return jnp.sum(y_BLD * towards) + sum(parts(spec, used)), (y_BLD, used)
+        y_BLD, used = moe(model, weights, x_BLD, REAL)
+        return jnp.sum(y_BLD * towards) + sum(parts(model, used)), (y_BLD, used)
 
     run = tiny_model.compiled(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
     (_, (y_BLD, used)), gradient = run(weights, x_BLD)
@@ -84,7 +104,7 @@ def test_values_losses_and_gradients_are_those_of_the_oracle(name):
     _, y, counts, entropy, losses = oracle(*exact)
     np.testing.assert_allclose(y_BLD.reshape(12, 16), y, atol=2e-5)
     np.testing.assert_array_equal(used.counts, counts)
-    np.testing.assert_allclose(parts(spec, used), losses, rtol=1e-5)
+    np.testing.assert_allclose(parts(model, used), losses, rtol=1e-5)
     np.testing.assert_allclose(used.entropy / 11, entropy, rtol=1e-5)
     bias = gradient[0].get("routed_bias", np.zeros(1))
     assert not np.any(bias)
@@ -110,25 +130,25 @@ SLOTS = [
 @pytest.mark.parametrize(("changes", "chosen", "expected", "lost"), SLOTS)
 def test_a_capacity_drops_later_choices_and_no_others(changes, chosen, expected, lost):
     """Token t has the value t + 1, expert e multiplies it by (e + 1)^2; the sum of its choices."""
-    spec = tiny_model.build(mlp_activations=("linear",), **changes).spec
-    w = {"w_up": np.arange(1, spec.num_experts + 1, dtype=np.float32)[:, None, None]}
-    w["w_out"] = w["w_up"]
+    model = tiny_model.build(mlp_activations=("linear",), **changes)
+    w = np.arange(1, model.config.num_experts + 1, dtype=np.float32)[:, None, None]
+    weights = {"router": np.zeros((16, model.config.num_experts)), "w_up": w, "w_out": w}
     experts_TK = np.array(chosen)
     x_TD = np.arange(1, len(chosen) + 1, dtype=np.float32)[:, None]
-    run = jax.jit(functools.partial(in_slots, spec))
-    y_TD, dropped = run(w, x_TD, experts_TK, np.ones(experts_TK.shape, np.float32), axes=())
+    run = jax.jit(lambda *args: layer_of(model, weights).routed.in_slots(*args, axes=()))
+    y_TD, dropped = run(x_TD, experts_TK, np.ones(experts_TK.shape, np.float32))
     np.testing.assert_allclose(y_TD[:, 0], expected)
     assert dropped == lost
 
 
 def test_a_capacity_for_all_is_no_capacity():
     changes = FAMILIES["deepseek-v3"]
-    spec, weights, x_BLD = module(changes)
-    limited = dataclasses.replace(spec, capacity_factor=8.0)
-    assert capacity(limited, 12) == 12, "a token comes to an expert once, if at all"
-    two = tiny_model.build(num_experts=2, capacity_factor=1.0).spec
+    model, weights, x_BLD = module(changes)
+    limited = Model(dataclasses.replace(model.config, capacity_factor=8.0))
+    assert capacity(limited.config, 12) == 12, "a token comes to an expert once, if at all"
+    two = tiny_model.build(num_experts=2, capacity_factor=1.0).config
     assert [capacity(two, tokens) for tokens in (1, 2, 3, 4)] == [1, 1, 2, 2]
-    y_BLD, used = moe(spec, weights, x_BLD, REAL)
+    y_BLD, used = moe(model, weights, x_BLD, REAL)
     found, found_used = moe(limited, weights, x_BLD, REAL)
     np.testing.assert_allclose(found, y_BLD, atol=1e-5)
     tiny_model.assert_close(found_used, used, rtol=1e-6)
@@ -142,7 +162,7 @@ def test_both_gradients_from_the_kernels_are_those_of_the_product():
     w_EDF = rng.standard_normal((4, 24, 16)).astype(np.float32)
     sizes_E = np.array([1, 3, 0, 2], np.int32)
     factors = x_AD, w_EDF, sizes_E, d_AF
-    of_x, of_w = moe_lib.gradients_by_kernel("highest", *factors, interpret=True)
+    of_x, of_w = grouped_matmul.megablox_gradients("highest", *factors, interpret=True)
     expected_w, expected_x = np.zeros_like(w_EDF), np.zeros_like(x_AD[:6])
     for row, expert in enumerate((0, 1, 1, 1, 3, 3)):
         expected_w[expert] += np.outer(x_AD[row], d_AF[row])
@@ -168,11 +188,11 @@ def test_products_by_triton_are_those_of_ragged_dot(A, widths, sizes):
     x_AD, d_AF = (rng.standard_normal((A, n)).astype(np.float32) for n in widths)
     w_EDF = rng.standard_normal((len(sizes), *widths)).astype(np.float32)
     sizes_E = np.array(sizes, np.int32)
-    product = functools.partial(triton_ragged.rows_by_matrices, interpret=True)
+    product = functools.partial(triton_grouped.rows_by_matrices, interpret=True)
     found = (
         product(x_AD, w_EDF, sizes_E),
         product(d_AF, w_EDF, sizes_E, transposed=True),
-        triton_ragged.matrices_gradient(x_AD, d_AF, sizes_E, np.float32, interpret=True),
+        triton_grouped.matrices_gradient(x_AD, d_AF, sizes_E, np.float32, interpret=True),
     )
     out_AF, pull = jax.vjp(lambda x, w: jax.lax.ragged_dot(x, w, sizes_E), x_AD, w_EDF)
     tiny_model.assert_close(found, (out_AF, *pull(d_AF)), rtol=1e-5, atol=1e-3)
@@ -180,7 +200,7 @@ def test_products_by_triton_are_those_of_ragged_dot(A, widths, sizes):
 
 def test_tiles_of_rows_cover_each_expert_once():
     """Tiles of 4: experts of 5, 0, 4 and 1 rows have 2, 0, 1 and 1; two are left over."""
-    tiles = triton_ragged.tiles_of(jnp.array([5, 0, 4, 1]), num_rows=10, rows=4)
+    tiles = triton_grouped.tiles_of(jnp.array([5, 0, 4, 1]), num_rows=10, rows=4)
     assert tiles[0][:4].tolist() == [0, 0, 2, 3]
     assert tiles[1].tolist() == [0, 4, 5, 9, 0, 0]
     assert tiles[2].tolist() == [5, 5, 9, 10, 0, 0]
@@ -199,9 +219,9 @@ def test_replicas_of_a_slot_take_the_kernels_one_by_one(kernel, width, dtype, ca
     """As on a TPU and a GPU, interpreted: gradients of both factors are those without kernels.
     calls: kernels in the loop over replicas."""
     for module, name in (
-        (moe_lib, "gradients_by_kernel"),
-        (triton_ragged, "rows_by_matrices"),
-        (triton_ragged, "matrices_gradient"),
+        (grouped_matmul, "megablox_gradients"),
+        (triton_grouped, "rows_by_matrices"),
+        (triton_grouped, "matrices_gradient"),
     ):
         interpreted = functools.partial(getattr(module, name), interpret=True)
         monkeypatch.setattr(module, name, interpreted)
@@ -209,11 +229,11 @@ def test_replicas_of_a_slot_take_the_kernels_one_by_one(kernel, width, dtype, ca
     x_RAD = jnp.asarray(rng.standard_normal((2, 6, width)), dtype)
     w_REDF = jnp.asarray(rng.standard_normal((2, 3, width, 16)), dtype)
     sizes_RE = np.array([[1, 5, 0], [2, 2, 2]], np.int32)
-    without = tiny_model.build(num_experts=3).spec
 
-    def gradients(spec):
+    def gradients(kernel):
         def total(x, w, sizes):
-            return jnp.sum(jnp.square(moe_lib.ragged(spec, x, w, sizes).astype(jnp.float32)))
+            out = grouped_matmul.grouped_matmul(kernel, Products(), x, w, sizes)
+            return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
         run = jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1))))
         args = x_RAD, w_REDF, sizes_RE
@@ -221,8 +241,8 @@ def test_replicas_of_a_slot_take_the_kernels_one_by_one(kernel, width, dtype, ca
         found = jax.tree.map(lambda x: np.asarray(x, np.float32), run(*args))
         return found, used.count("pallas_call")
 
-    expected, none = gradients(without)
-    found, used = gradients(dataclasses.replace(without, ragged_kernel=kernel))
+    expected, none = gradients("xla")
+    found, used = gradients(kernel)
     assert (none, used) == (0, calls)
     rounding = 0.01 if dtype == jnp.bfloat16 else 1e-5
     atol = rounding * max(np.abs(x).max() for x in expected)
@@ -255,30 +275,32 @@ def test_padding_changes_neither_loss_nor_counts_nor_balance():
 def test_what_a_kernel_leaves_in_rows_of_nobody_reaches_nothing(name, monkeypatch):
     """Two of the choices are of padding. Their rows are NaN after every product and every gradient;
     values and gradients of the layer are those with zeros there."""
-    spec, weights, x_BLD = module(FAMILIES[name])
-    plain = moe_lib._plain
+    model, weights, x_BLD = module(FAMILIES[name])
+    plain = grouped_matmul._forward
 
-    def run(spec):
+    def run(model):
         def total(weights, x_BLD):
-            return jnp.sum(jnp.square(moe(spec, weights, x_BLD, REAL)[0]))
+            return jnp.sum(jnp.square(moe(model, weights, x_BLD, REAL)[0]))
 
         return tiny_model.compiled(jax.value_and_grad(total, argnums=(0, 1)))(weights, x_BLD)
 
     def filled(x_AD, sizes_E, value):
         return jnp.where((jnp.arange(len(x_AD)) < jnp.sum(sizes_E))[:, None], x_AD, value)
 
-    def product(spec, x_AD, w_EDF, sizes_E):
-        return filled(plain(spec, filled(x_AD, sizes_E, 0), w_EDF, sizes_E), sizes_E, jnp.nan)
+    def product(kernel, products, x_AD, w_EDF, sizes_E):
+        out = plain(kernel, products, filled(x_AD, sizes_E, 0), w_EDF, sizes_E)
+        return filled(out, sizes_E, jnp.nan)
 
     def gradients(precision, x_AD, w_EDF, sizes_E, d_AF):
         x_AD, d_AF = filled(x_AD, sizes_E, 0), filled(d_AF, sizes_E, 0)
-        dx_AD, dw_EDF = jax.vjp(lambda x, w: plain(spec, x, w, sizes_E), x_AD, w_EDF)[1](d_AF)
+        _, pull = jax.vjp(lambda x, w: plain("xla", Products(), x, w, sizes_E), x_AD, w_EDF)
+        dx_AD, dw_EDF = pull(d_AF)
         return filled(dx_AD, sizes_E, jnp.nan), dw_EDF
 
-    expected = run(spec)
-    monkeypatch.setattr(moe_lib, "gradients_by_kernel", gradients)
-    monkeypatch.setattr(moe_lib, "_plain", product)
-    found = run(dataclasses.replace(spec, ragged_kernel="megablox"))
+    expected = run(model)
+    monkeypatch.setattr(grouped_matmul, "megablox_gradients", gradients)
+    monkeypatch.setattr(grouped_matmul, "_forward", product)
+    found = run(tiny_model.with_kernels(model, grouped_matmul="megablox"))
     tiny_model.assert_close(found, expected, rtol=1e-6, atol=1e-5)
 
 

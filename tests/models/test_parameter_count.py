@@ -3,8 +3,8 @@
 import pytest
 
 from maxdiloco.flags import config
-from maxdiloco.models.spec import from_config
-from maxdiloco.models.transformer import Model, count_parameters
+from maxdiloco.models.config import from_keys
+from maxdiloco.models.model import Model, count_parameters
 
 # arXiv 2503.09799 Tab. 3: layers, heads (of 64), width, feed-forward width; vocabulary 32,768.
 LADDER = {
@@ -55,4 +55,4 @@ def test_model_files_have_the_parameters_of_the_papers_and_of_checkpoints(name):
         expected = 32768 * width + layers * a_layer + width
         assert (cfg.base_num_decoder_layers, cfg.base_num_query_heads) == (layers, heads)
         assert (cfg.head_dim, cfg.vocab_size) == (64, 32768)
-    assert count_parameters(Model(from_config(cfg, backend="cpu"))) == expected
+    assert count_parameters(Model(from_keys(cfg))) == expected

@@ -2,7 +2,6 @@
 device has none."""
 
 import collections
-import dataclasses
 import functools
 import sys
 
@@ -17,38 +16,40 @@ from tiers import full
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
 from maxdiloco.flags import config
-from maxdiloco.models import quantized
-from maxdiloco.models.product import product
+from maxdiloco.models.kernels import matmul, quantized
+from maxdiloco.models.kernels.matmul import Products
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.parallel.sharding import DEFAULT_RULES
 from maxdiloco.trainer import inner_step
 
 # Of the root mean square. int8: the largest of 64 normal values is about 2.5, so a step is
 # 2.5 / 127 and its error 0.0057, in both factors 0.008; twice that where rows differ in size.
 # float8_e4m3fn: three bits behind the first, 0.026 in each factor.
 ERRORS = {"int8": (0.004, 0.02), "fp8": (0.02, 0.05)}
-EQUATIONS = {  # shapes of the factors
-    "bld,df->blf": ((2, 32, 64), (64, 96)),
-    "blnh,nhd->bld": ((2, 32, 4, 16), (4, 16, 64)),
-    "bls,snp->blnp": ((2, 32, 64), (64, 4, 24)),
+EQUATIONS = {  # shapes of the factors, and the names of the weight's dims
+    "bld,df->blf": ((2, 32, 64), (64, 96), ("embed", "mlp")),
+    "blnh,nhd->bld": ((2, 32, 4, 16), (4, 16, 64), ("heads", "head_dim", "embed")),
+    "bls,snp->blnp": ((2, 32, 64), (64, 4, 24), ("lora", "heads", "head_dim")),
 }
 FORMATS = sorted(quantized.FORMATS)
 
 
-def spec(quantization, *, scattered=False):
-    return dataclasses.replace(
-        tiny_model.build().spec, quantization=quantization, scattered_gradients=scattered
-    )
+def products(quantization, *, scattered=False):
+    return Products(quantization=quantization, scattered_gradients=scattered)
 
 
 def factors(equation, seed=0):
     rng = np.random.default_rng(seed)
-    return [rng.normal(size=shape).astype(np.float32) for shape in EQUATIONS[equation]]
+    return [rng.normal(size=shape).astype(np.float32) for shape in EQUATIONS[equation][:2]]
 
 
 def value_and_gradients(equation, how, x, w):
     """The product, and its gradients for a cotangent whose rows and columns differ in size."""
-    out, pull = jax.vjp(lambda x, w: product(equation, x, w, how), x, w)
+    n = 2 if equation.startswith("blnh") else 1  # dims that are summed over
+    dims = tuple(range(x.ndim - n, x.ndim)), tuple(range(n))
+    dot_general = matmul.dot_general(how, EQUATIONS[equation][2], DEFAULT_RULES, x.dtype)
+    out, pull = jax.vjp(lambda x, w: dot_general(x, w, (dims, ((), ()))), x, w)
     rng = np.random.default_rng(1)
     rows, columns = (np.exp(rng.normal(size=out.shape[i])) for i in (1, -1))
     d_out = rng.normal(size=out.shape) * columns
@@ -68,7 +69,7 @@ def test_value_and_gradients_are_near_those_of_float32_and_not_the_same(equation
     x, w = factors(equation)
     x[:, 3] = 0
     run = functools.partial(tiny_model.compiled, value_and_gradients, static_argnums=(0, 1))
-    exact, found = (run()(equation, spec(name), x, w) for name in ("none", quantization))
+    exact, found = (run()(equation, products(name), x, w) for name in ("none", quantization))
     least, most = ERRORS[quantization]
     for one, wanted in zip(found, exact, strict=True):
         assert one.dtype == wanted.dtype and one.shape == wanted.shape
@@ -85,7 +86,7 @@ def test_every_replica_has_scales_of_its_own(sizes, devices):
     mesh = tiny_model.mesh_of(devices, **sizes)
 
     def step(x, w):
-        return value_and_gradients(equation, spec("int8"), x, w)
+        return value_and_gradients(equation, products("int8"), x, w)
 
     alone = tiny_model.compiled(step)(x, w)
     x_R, w_R = np.stack([x, 2**20 * x]), np.stack([w, w])
@@ -104,7 +105,7 @@ def test_on_a_mesh_gradients_are_as_near(scattered, devices):
     mesh = tiny_model.mesh_of(devices, fsdp=2, tensor=2)
 
     def step(quantization, x, w):
-        how = spec(quantization, scattered=scattered and quantization != "none")
+        how = products(quantization, scattered=scattered and quantization != "none")
         return value_and_gradients(equation, how, x, w)
 
     found, exact = (

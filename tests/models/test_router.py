@@ -15,9 +15,11 @@ NO = -9.0  # sigmoid(-9) is 1e-4
 def test_a_group_is_worth_its_two_best_experts():
     """Of three each. Sigmoids of 3 and of 0.4, 0.3: 0.95 and 1.17. Of 0.4, 0.3 and of 0.1, 0, -0.1:
     1.17 and, without the third, 1.02."""
-    spec = tiny_model.build(num_experts=6, router=dict(score_function="sigmoid", num_groups=2)).spec
+    config = tiny_model.build(
+        num_experts=6, router=dict(score_function="sigmoid", num_groups=2)
+    ).config
     logits_TE = np.float32([[3, NO, NO, 0.4, 0.3, NO], [0.4, 0.3, NO, 0.1, 0, -0.1]])
-    assert router.choose(spec, logits_TE, None).experts_TK.tolist() == [[3], [0]]
+    assert router.select(config, logits_TE, None).experts_TK.tolist() == [[3], [0]]
 
 
 def test_losses_and_metrics_are_means_over_the_layers():
@@ -27,10 +29,10 @@ def test_losses_and_metrics_are_means_over_the_layers():
     Shares of the mean, 4 choices: 6/4 and 5/4 at most, 0 and 3/4 at least. Entropy of a token: 1
     and 0.5. Three of 24 choices are dropped.
     """
-    spec = tiny_model.build(
+    config = tiny_model.build(
         num_experts=3, num_experts_per_tok=2, capacity_factor=1.0,
         load_balance_loss_weight=0.5, router_z_loss_weight=0.1,
-    ).spec  # fmt: skip
+    ).config  # fmt: skip
     used = router.Usage(
         counts=np.float32([[6, 6, 0], [3, 4, 5]]),
         share=np.float32([[3, 3, 0], [1, 2, 3]]),
@@ -38,10 +40,10 @@ def test_losses_and_metrics_are_means_over_the_layers():
         entropy=np.float32([6, 3]),
         dropped=np.float32([1, 2]),
     )
-    found = router.losses(spec, used)
+    found = router.losses(config, used)
     assert found["load_balance_loss"] == pytest.approx(0.5 * (3 + 13 / 6) / 2, rel=1e-6)
     assert found["router_z_loss"] == pytest.approx(0.1 * 1.5, rel=1e-6)
-    metrics = router.metrics(router.sums(spec, used), 2)
+    metrics = router.metrics(router.sums(config, used), 2)
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx({
         "moe/max_expert_share": 1.375,
         "moe/min_expert_share": 0.375,

@@ -1,6 +1,6 @@
 """The decoder against an independent float64 NumPy oracle, and what its layout promises."""
 
-import dataclasses
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +9,16 @@ import numpy as np
 import options
 import pytest
 import tiny_model
+from flax import nnx
 from tiers import corner
 
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.flags import config
-from maxdiloco.models import layers
+from maxdiloco.models.build import build_model
+from maxdiloco.models.decoder import DecoderLayer
+from maxdiloco.models.kernels.rotation import rotate
 from maxdiloco.models.remat import POLICIES
-from maxdiloco.models.rope import RopeConfig, rotate, rotation
-from maxdiloco.models.spec import from_config
-from maxdiloco.models.transformer import Model, decoder_layer, head_weight
+from maxdiloco.models.rope import RopeConfig, rotation
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 
@@ -110,7 +111,10 @@ def test_a_gpus_program_computes_the_same(policy, pattern, iterations):
     change places in a reversal, activations are formed again, logits are reduced at once."""
     keys = dict(base_num_decoder_layers=7, attention_pattern=pattern, sliding_window_size=4)
     scanned = tiny_model.build(**keys, remat_policy=policy)
-    of_gpu = Model(dataclasses.replace(scanned.spec, unrolled=True, on_gpu=True))
+    of_gpu = tiny_model.with_kernels(
+        scanned, unroll_layers=True, rotation="reverse", recompute_activations=True,
+        one_pass_logsumexp=True,
+    )  # fmt: skip
     params, batch = tiny_model.params_of(scanned), tiny_model.batch()
     found, expected = (
         tiny_model.value_and_gradient(model)(params, batch) for model in (of_gpu, scanned)
@@ -178,22 +182,36 @@ def test_types_and_kernels_of_products_follow_the_backend():
     """dtype=auto; grouped products have kernels on a TPU and on a GPU that can have them. Weights
     have weight_dtype."""
     for backend, capability, dtype, kernel in (
-        ("cpu", "", "float32", ""), ("gpu", "8.6", "bfloat16", "triton"),
-        ("gpu", "7.5", "bfloat16", ""), ("tpu", "", "bfloat16", "megablox"),
+        ("cpu", "", "float32", "xla"), ("gpu", "8.6", "bfloat16", "triton"),
+        ("gpu", "7.5", "bfloat16", "xla"), ("tpu", "", "bfloat16", "megablox"),
     ):  # fmt: skip
         cfg = tiny_model.config(dtype="auto")
-        spec = from_config(cfg, backend=backend, compute_capability=capability)
-        assert (spec.dtype, spec.ragged_kernel) == (jnp.dtype(dtype), kernel)
-        assert spec.unrolled == spec.on_gpu == (backend == "gpu")
+        model = build_model(cfg, backend=backend, compute_capability=capability)
+        kernels = model.kernels
+        assert (model.config.dtype, kernels.grouped_matmul) == (jnp.dtype(dtype), kernel)
+        of_gpu = {kernels.unroll_layers, kernels.one_pass_logsumexp, kernels.recompute_activations}
+        assert of_gpu == {backend == "gpu"}
+        assert (kernels.rotation == "reverse") == (backend == "gpu")
+        assert kernels.products.scattered_gradients == (backend == "tpu")
     for keys, unrolled, chunk in (
         (dict(base_num_decoder_layers=48, vocab_size=2**15), True, 2**12),
         (dict(base_num_decoder_layers=49, vocab_size=2**18), False, 2**10),
     ):
-        spec = from_config(tiny_model.config(**keys), backend="gpu")
-        assert (spec.unrolled, spec.head_chunk) == (unrolled, chunk)
+        kernels = build_model(tiny_model.config(**keys), backend="gpu").kernels
+        assert (kernels.unroll_layers, kernels.head_chunk) == (unrolled, chunk)
     init = tiny_model.build(weight_dtype="bfloat16").init
     shapes = jax.eval_shape(init, jax.random.key(0))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"bfloat16"}
+
+
+def test_the_choice_of_kernels_is_logged(caplog):
+    """Once for each model, with the backend; and the line of a run has the same words."""
+    caplog.set_level(logging.INFO, logger="maxdiloco.models")
+    kernels = build_model(tiny_model.config(dtype="auto", num_experts=2), backend="tpu").kernels
+    (record,) = caplog.records
+    assert "tpu" in record.getMessage() and kernels.describe() in record.getMessage()
+    for chosen in (kernels.attention, kernels.grouped_matmul):
+        assert chosen in kernels.describe()
 
 
 def test_logical_axes_name_every_dim():
@@ -228,8 +246,9 @@ def test_first_activations_and_logits_have_unit_variance_and_layers_start_differ
             logits_via_embedding=tied, base_emb_dim=128, vocab_size=512, base_mlp_dim=256
         )
         params = tiny_model.compiled(model.init)(jax.random.key(0))
-        x = layers.look_up(model.spec, params["embedding"], np.arange(512, dtype=np.int32)[None])
-        w = head_weight(model.spec, params)
+        decoder = model.decoder(params)
+        x = decoder.embedding(np.arange(512, dtype=np.int32)[None])
+        w = decoder.head_weight()
         assert np.std(x) == pytest.approx(1, abs=0.02)
         assert np.std(w) * np.sqrt(128) == pytest.approx(1, abs=0.02)
         mlp = params["layers"]["mlp"]
@@ -259,19 +278,19 @@ def test_yarn_divides_between_the_borders_and_within_the_head(borders, ramp):
     np.testing.assert_allclose(stretched, 1 - 0.75 * np.array(ramp), rtol=1e-4)
 
 
-@pytest.mark.parametrize("swap", ["product", "reverse"])
-def test_halves_change_places_to_the_same_bits(swap):
+@pytest.mark.parametrize("form", ["permute", "reverse"])
+def test_halves_change_places_to_the_same_bits(form):
     """Result and gradient by autodiff of the plain way; another angle is the control."""
     rng = np.random.default_rng(0)
     x_BLNH, d_BLNH = (jnp.asarray(rng.normal(size=(2, 5, 3, 8)), jnp.bfloat16) for _ in range(2))
 
-    def both(swap, first_position):
+    def both(form, first_position):
         rope = rotation(first_position + jnp.arange(5)[None], 8, RopeConfig(100.0))
-        out, back = jax.vjp(lambda x: rotate(x, rope, swap), x_BLNH)
+        out, back = jax.vjp(lambda x: rotate(form, x, rope), x_BLNH)
         return np.asarray([out, *back(d_BLNH)], np.float32)
 
-    np.testing.assert_array_equal(both(swap, 0), both("split", 0))
-    assert np.any(both(swap, 0) != both("split", 1))
+    np.testing.assert_array_equal(both(form, 0), both("concatenate", 0))
+    assert np.any(both(form, 0) != both("concatenate", 1))
 
 
 @pytest.mark.parametrize(
@@ -280,18 +299,20 @@ def test_halves_change_places_to_the_same_bits(swap):
 def test_the_product_rotates_where_it_is_exact_and_fuses(backend, dtype):
     """On a TPU in bfloat16: its products of float32 are rounded, and elsewhere slices fuse."""
     cfg = tiny_model.config(dtype=dtype, max_target_length=128, attention="autoselected")
-    model = Model(from_config(cfg, backend=backend))
-    assert model.spec.attention == ("splash" if backend == "tpu" else "dot_product")
-    x = jax.ShapeDtypeStruct((1, 128, model.spec.emb_dim), model.spec.dtype)
-    weights = jax.eval_shape(model.init, jax.random.key(0))["layers"]
-    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], model.spec.dtype), weights)
+    model = build_model(cfg, backend=backend)
+    assert model.kernels.attention == ("splash" if backend == "tpu" else "dot_product")
+    x = jax.ShapeDtypeStruct((1, 128, model.config.emb_dim), model.config.dtype)
 
-    def layer(weights, x_BLD):
-        rope = rotation(jnp.arange(128)[None], model.spec.head_dim, RopeConfig(100.0))
+    def layer(x_BLD):
+        rope = rotation(jnp.arange(128)[None], model.config.head_dim, RopeConfig(100.0))
         attend = lambda q, k, v, sinks: (q, None)  # noqa: E731
-        return decoder_layer(model.spec, weights, x_BLD, rope, attend)[0]
+        rngs = nnx.Rngs(params=0)
+        layer = DecoderLayer(model.config, model.kernels, has_experts=False, rngs=rngs)
+        graph, weights = nnx.split(layer, nnx.Param)
+        weights = jax.tree.map(lambda w: w.astype(model.config.dtype), weights)
+        return nnx.merge(graph, weights)(x_BLD, rope, attend)[0]
 
-    swaps = str(jax.make_jaxpr(layer)(weights, x)).count("name=_by_product")
+    swaps = str(jax.make_jaxpr(layer)(x)).count("name=_by_permutation")
     assert swaps == (2 if (backend, dtype) == ("tpu", "bfloat16") else 0)
 
 

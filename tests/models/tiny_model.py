@@ -3,6 +3,7 @@
 # B sequences  L tokens
 """
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -12,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxdiloco.flags import config as base
-from maxdiloco.models.spec import from_config
-from maxdiloco.models.transformer import Model
+from maxdiloco.models.build import build_model
+from maxdiloco.models.model import Model
 from maxdiloco.parallel.mesh import AXES
 
 # Packed: documents of 5, 4 and 3 tokens; one of 7 and padding; one that fills the window;
@@ -47,7 +48,16 @@ def config(**changes):
 
 
 def build(**changes):
-    return Model(from_config(config(**changes), backend="cpu"))
+    return build_model(config(**changes), backend="cpu")
+
+
+def with_kernels(model, **changes):
+    """The same model with other kernels; those of `products` by their own names."""
+    kernels = model.kernels
+    of_products = {field.name for field in dataclasses.fields(kernels.products)} & changes.keys()
+    products = {name: changes.pop(name) for name in of_products}
+    changes["products"] = dataclasses.replace(kernels.products, **products)
+    return Model(model.config, dataclasses.replace(kernels, **changes))
 
 
 def params_of(model, seed=0):

@@ -13,8 +13,8 @@ from models.tiny_model import mesh_of
 from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.flags import config
-from maxdiloco.models.spec import from_config
-from maxdiloco.models.transformer import Model
+from maxdiloco.models.config import from_keys
+from maxdiloco.models.model import Model
 
 SIZES = (
     "base_emb_dim=8 base_num_decoder_layers=1 base_mlp_dim=8 head_dim=4 base_num_query_heads=2 "
@@ -42,7 +42,7 @@ def evaluate(tmp_path):
     """(model, evaluate): the totals of parameters on a text; more keys are Evaluation's."""
     path = tmp_path / "a.txt"
     cfg = config.load([*SIZES, "vocab_size=257", f"eval_dataset_path={path}"], {})
-    model = Model(from_config(cfg, backend="cpu"))
+    model = Model(from_keys(cfg))
 
     def totals(params, text, mesh, **keys):
         path.write_text(text)

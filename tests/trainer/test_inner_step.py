@@ -14,8 +14,8 @@ from models import tiny_model
 from maxdiloco.flags import config
 from maxdiloco.metrics.monitor import learning_metrics
 from maxdiloco.metrics.speed import active_parameters, flops_per_token
-from maxdiloco.models.spec import from_config
-from maxdiloco.models.transformer import Model, count_parameters
+from maxdiloco.models.config import from_keys
+from maxdiloco.models.model import Model, count_parameters
 from maxdiloco.parallel.sharding import DEFAULT_RULES
 from maxdiloco.trainer import inner_step, optimizer
 
@@ -39,7 +39,7 @@ def squared_sum(params, batch):
 def run(params, batch, *, loss=squares, accumulation=1, optimizer=None):
     """(parameters, metrics) after one step."""
     rule = optimizer or optax.sgd(0.5)
-    model = SimpleNamespace(loss=loss, spec=SimpleNamespace(rules=DEFAULT_RULES))
+    model = SimpleNamespace(loss=loss, config=SimpleNamespace(rules=DEFAULT_RULES))
     step = inner_step.make(model, rule, accumulation=accumulation, nan_policy="stop")
     params = {"w": jnp.float32(params)}
     params, _, metrics = jax.jit(step)(params, rule.init(params), batch)
@@ -91,7 +91,7 @@ def test_skip_leaves_a_bad_replica_as_it_was_and_no_other(bad):
     count stay too. With stop the step is taken."""
     batch_R = jax.tree.map(lambda x: np.stack([x, x]), BATCH)
     params_R = {"w": jnp.array([3.0, bad])}
-    model = SimpleNamespace(loss=squares, spec=SimpleNamespace(rules=DEFAULT_RULES))
+    model = SimpleNamespace(loss=squares, config=SimpleNamespace(rules=DEFAULT_RULES))
     for policy in ("skip", "stop"):
         rule = optax.adam(0.5)
         step = jax.jit(inner_step.make(model, rule, accumulation=1, nan_policy=policy))
@@ -195,12 +195,12 @@ def test_flops_and_active_parameters_are_those_of_a_tokens_experts():
     moe = ["num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=32"]
 
     def built(keys):
-        model = Model(from_config(config.load([*sizes, *keys], {}), backend="cpu"))
+        model = Model(from_keys(config.load([*sizes, *keys], {})))
         return model, jax.eval_shape(model.init, jax.random.key(0))
 
     (model, params), (dense, dense_params) = built(moe), built(["base_mlp_dim=64"])
-    flops = flops_per_token(model.spec, params, 8)
-    of_router = flops - flops_per_token(dense.spec, dense_params, 8)
+    flops = flops_per_token(model.config, params, 8)
+    of_router = flops - flops_per_token(dense.config, dense_params, 8)
     assert of_router == 6 * 2 * 16 * 8
     unused = 2 * 6 * 3 * 16 * 32
-    assert active_parameters(model.spec, params) == count_parameters(model) - unused
+    assert active_parameters(model.config, params) == count_parameters(model) - unused

@@ -22,7 +22,7 @@ class Run:
         monkeypatch.setattr(recorder.time, "perf_counter", lambda: self.now)
         parts = mock.Mock(params={"w": np.zeros((2, 2))}, sampler=None)
         parts.shape.tokens, parts.shape.length, parts.mesh.size = 8, 8, 1
-        parts.model.spec = mock.Mock(num_query_heads=1, head_dim=1, num_layers=1, latent=None)
+        parts.model.config = mock.Mock(num_query_heads=1, head_dim=1, num_layers=1, latent=None)
         parts.mesh.devices = np.array([mock.Mock(device_kind="cpu")])
         parts.mesh.local_devices = [mock.Mock(**{"memory_stats.return_value": memory})]
         parts.control.learning_rate = lambda rate, t: 0.1

@@ -35,7 +35,7 @@ def choose(devices):
             cfg, functools.partial(parts_of, compiled=compiled), mesh,
             memory=memory, say=lines.append,
         )  # fmt: skip
-        assert parts.model.spec.remat_policy == chosen.remat_policy
+        assert parts.model.config.remat_policy == chosen.remat_policy
         return chosen.remat_policy, lines, list(dict.fromkeys(compiled))
 
     return choose

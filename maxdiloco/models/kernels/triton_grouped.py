@@ -1,7 +1,8 @@
-"""Products of rows that are sorted by expert, as Triton kernels for GPUs; see moe.py.
+"""Products of rows that are sorted by expert, as Triton kernels for GPUs.
 
-XLA:GPU of jax 0.10 multiplies every row by every expert's matrix. Here a tile of rows is of one
-expert, as in MegaBlocks (arXiv 2211.15841); where the groups begin is known when the kernel runs.
+XLA:GPU of jax 0.10 multiplies every row by every expert's matrix. Here a tile of rows belongs to
+one expert, as in MegaBlocks (arXiv 2211.15841). The kernel learns at run time where the groups
+begin.
 """
 # A rows  E experts  D width in  F width out  T tiles of rows  r, d, f sides of a tile
 
@@ -15,23 +16,29 @@ from jax.experimental.pallas import triton
 
 f32 = jnp.float32
 SMALLEST = 16  # side of a tile that a GPU's matrix units take
-# Sides of a tile: of the results, and of the sums. Our choice from the registers and the shared
+# Sides of a tile: of the results, and of the sums. They follow from the registers and the shared
 # memory that the compiler reports (benchmarks/results).
 SIDE, INNER = 128, 64
-MANY_ROWS = 256  # of a mean expert, from which on its tiles have SIDE rows and not half of them
+MANY_ROWS = 256  # rows of a mean expert from which on tiles have SIDE rows instead of half
 
 
 def fits(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> bool:
-    """Whether the kernels take rows [A, D] and matrices [E, D, F] of these types and widths."""
+    """Tell whether the kernels accept rows [A, D] and matrices [E, D, F] of these shapes."""
     half = all(a.dtype in (jnp.bfloat16, jnp.float16) for a in (x, w))
     return half and all(side % SMALLEST == 0 for side in w.shape[1:])
 
 
 def tiles_of(sizes_E: jax.Array, num_rows: int, rows: int) -> tuple[jax.Array, ...]:
-    """Tiles of at most `rows` rows, the first of each expert at its first row.
+    """Cut the rows of each expert into tiles, the first tile at its first row.
 
-    There are num_rows // rows + E, enough for any sizes_E; those left over have no rows.
-    Returns of each its expert, its first row and the row after its expert's last; int32 [T].
+    Args:
+      sizes_E: rows of each expert.
+      num_rows: A.
+      rows: rows of a tile.
+
+    Returns:
+      The expert of each tile, its first row and the row after its expert's last row; int32 [T].
+      There are num_rows // rows + E tiles, enough for any sizes_E; unused ones have no rows.
     """
     E = sizes_E.shape[0]
     index_T = jnp.arange(num_rows // rows + E, dtype=jnp.int32)
@@ -46,10 +53,17 @@ def tiles_of(sizes_E: jax.Array, num_rows: int, rows: int) -> tuple[jax.Array, .
 
 
 def rows_by_matrices(x_AD, w_EDF, sizes_E, *, transposed=False, interpret=False) -> jax.Array:
-    """[A, F]: consecutive rows, sizes_E of them, times their expert's matrix; 0 after the last.
+    """Multiply consecutive groups of rows by the matrices of their experts.
 
-    transposed: rows are [A, F], the matrix of each is taken transposed, and [A, D] comes out.
-    interpret: run the kernel as array code, for tests without a GPU. Shapes: see fits.
+    Args:
+      x_AD: rows, sorted by expert; sizes and types as in `fits`.
+      w_EDF: matrices.
+      sizes_E: rows of each expert.
+      transposed: rows are [A, F], the matrices are transposed, and the result is [A, D].
+      interpret: run the kernel as array code, for tests without a GPU.
+
+    Returns:
+      [A, F], 0 after the last group.
     """
     A, (E, *sides) = x_AD.shape[0], w_EDF.shape
     inner, outer = reversed(sides) if transposed else sides
@@ -69,7 +83,7 @@ def rows_by_matrices(x_AD, w_EDF, sizes_E, *, transposed=False, interpret=False)
 
 def _rows_kernel(rows, side, step, inner, transposed, expert_ref, start_ref, end_ref, x_ref, w_ref,
                  out_ref):  # fmt: skip
-    """One tile of rows, `side` columns of the result."""
+    """Compute one tile of rows, `side` columns of the result."""
     tile = pl.program_id(1)
     expert, start, end = expert_ref[tile], start_ref[tile], end_ref[tile]
     inside_r1 = (start + jnp.arange(rows) < end)[:, None]
@@ -91,9 +105,17 @@ def _rows_kernel(rows, side, step, inner, transposed, expert_ref, start_ref, end
 
 
 def matrices_gradient(x_AD, d_AF, sizes_E, dtype, *, interpret=False) -> jax.Array:
-    """[E, D, F]: of each group of rows the sum of x times d, zeros of a group without rows.
+    """Compute the gradient of the matrices.
 
-    interpret: as of rows_by_matrices.
+    Args:
+      x_AD: rows, sorted by expert.
+      d_AF: gradient of their products.
+      sizes_E: rows of each expert.
+      dtype: type of the result.
+      interpret: run the kernel as array code, for tests without a GPU.
+
+    Returns:
+      [E, D, F], zeros for a group without rows.
     """
     (A, D), F, E = x_AD.shape, d_AF.shape[1], sizes_E.shape[0]
     side_d, side_f = math.gcd(D, SIDE), math.gcd(F, SIDE)
@@ -116,7 +138,7 @@ def matrices_gradient(x_AD, d_AF, sizes_E, dtype, *, interpret=False) -> jax.Arr
 
 
 def _gradient_kernel(side_d, side_f, start_ref, end_ref, x_ref, d_ref, out_ref):
-    """One tile of an expert's gradient, over all rows of the expert."""
+    """Compute one tile of an expert's gradient, over all rows of the expert."""
     expert = pl.program_id(2)
     start, end = start_ref[expert], end_ref[expert]
 

@@ -1,6 +1,5 @@
 """Products of bfloat16 factors on a CPU: the same values, with float32 factors where faster."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -14,9 +13,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import full
 
-from maxdiloco.models import spec as spec_lib
-from maxdiloco.models.layers import activated
-from maxdiloco.models.product import product
+from maxdiloco.models.build import build_model
+from maxdiloco.models.kernels import matmul
+from maxdiloco.models.kernels.choice import Kernels
+from maxdiloco.models.kernels.matmul import Products
+from maxdiloco.models.mlp import activate
 from maxdiloco.parallel import processor
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import DEFAULT_RULES
@@ -30,11 +31,14 @@ EQUATIONS = {  # shapes of the factors, and the names of the weight's dims
 }
 
 
-def spec(wide, *, scattered=False, float32_factors=False, activations=(), limit=0.0):
-    return dataclasses.replace(
-        tiny_model.build().spec, float32_products=wide, float32_factors=float32_factors,
-        scattered_gradients=scattered, mlp_activations=activations, mlp_activations_limit=limit,
-    )  # fmt: skip
+def product(equation, x, w, **options):
+    """The product of the equation, whose last letters of x are the first of w."""
+    _, w_in, _ = re.split(",|->", equation)
+    num_summed = sum(letter not in equation.split("->")[1] for letter in w_in)
+    dims = tuple(range(x.ndim - num_summed, x.ndim)), tuple(range(num_summed))
+    names = EQUATIONS[equation][2]
+    dot_general = matmul.dot_general(Products(**options), names, DEFAULT_RULES, x.dtype)
+    return dot_general(x, w, (dims, ((), ())))
 
 
 def factors(equation):
@@ -42,19 +46,22 @@ def factors(equation):
     return [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in EQUATIONS[equation][:2]]
 
 
-def value_and_gradients(equation, wide, x, w, **choices):
-    out, back = jax.vjp(lambda x, w: product(equation, x, w, spec(wide, **choices)), x, w)
+def value_and_gradients(equation, wide, x, w, **options):
+    def of_factors(x, w):
+        return product(equation, x, w, float32_results=wide, **options)
+
+    out, back = jax.vjp(of_factors, x, w)
     whole = (jnp.arange(out.size) % 7 - 3).astype(out.dtype)  # the same in both types
     return out, *back(whole.reshape(out.shape))
 
 
-@pytest.mark.parametrize("float32_factors", [False, full(True)])
+@pytest.mark.parametrize("float32_operands", [False, full(True)])
 @pytest.mark.parametrize("equation", EQUATIONS)
-def test_value_and_gradients_are_float32_sums_rounded_once(equation, float32_factors):
+def test_value_and_gradients_are_float32_sums_rounded_once(equation, float32_operands):
     """Against einsum of the factors in float32; half a unit in the last of 8 bits."""
     x, w = factors(equation)
     exact = value_and_gradients(equation, False, x.astype(jnp.float32), w.astype(jnp.float32))
-    found = value_and_gradients(equation, True, x, w, float32_factors=float32_factors)
+    found = value_and_gradients(equation, True, x, w, float32_operands=float32_operands)
     for one, wanted, like in zip(found, exact, (None, x, w), strict=True):
         assert one.dtype == jnp.bfloat16
         assert like is None or one.shape == like.shape
@@ -75,7 +82,7 @@ def dots_of_float32(wide, **choices):
 def test_no_factor_becomes_float32_or_every_one_where_that_is_faster(devices):
     """Positive control: einsum alone has such products on a CPU, to jax 0.10."""
     assert dots_of_float32(wide=True) == (0, 3)
-    assert dots_of_float32(wide=True, float32_factors=True) == (3, 3)
+    assert dots_of_float32(wide=True, float32_operands=True) == (3, 3)
     assert (dots_of_float32(wide=False)[0] > 0) == (jax.__version_info__ < (0, 11))
 
 
@@ -112,9 +119,9 @@ def test_the_processor_says_whether_float32_is_faster(cpuinfo, expected, monkeyp
         processor.CPUINFO.write_text(cpuinfo)
     for backend, dtype in (("cpu", "bfloat16"), ("cpu", "float32"), ("tpu", "bfloat16")):
         on_cpu = (backend, dtype) == ("cpu", "bfloat16")
-        found = spec_lib.from_config(tiny_model.config(dtype=dtype), backend=backend)
-        assert found.float32_products is on_cpu
-        assert found.float32_factors is (on_cpu and expected)
+        found = build_model(tiny_model.config(dtype=dtype), backend=backend).kernels
+        assert found.products.float32_results is on_cpu
+        assert found.products.float32_operands is (on_cpu and expected)
         assert found.head_chunk == (256 if on_cpu and not expected else 1024)
 
 
@@ -126,11 +133,9 @@ def test_hidden_values_and_gradients_are_rounded_once(activations, limit):
     inputs = [jnp.asarray(2 * rng.normal(size=(8, 64)), jnp.bfloat16) for _ in activations]
 
     def value_and_gradients(wide, *inputs):
-        how = spec(wide, activations=activations, limit=limit)
-        names = ("w_up", "w_gate")
-        value, pull = jax.vjp(
-            lambda *x: activated(how, dict(zip(names, x, strict=False)).get), *inputs
-        )
+        kernels = Kernels(products=Products(float32_results=wide))
+        fn = kernels.elementwise(functools.partial(activate, activations, limit))
+        value, pull = jax.vjp(fn, *inputs)
         return value, *pull(jnp.ones_like(value))
 
     exact = value_and_gradients(False, *(x.astype(jnp.float32) for x in inputs))
@@ -155,7 +160,7 @@ def test_scattered_gradients_are_sums_that_each_device_gets_its_part_of(equation
 
     def gradients(scattered):
         def total(x, w):
-            out = product(equation, x, w, spec(False, scattered=scattered))
+            out = product(equation, x, w, scattered_gradients=scattered)
             return jnp.sum(jnp.sin(out))
 
         return tiny_model.compiled(map_fn(jax.grad(total, argnums=(0, 1)), mesh=mesh))
