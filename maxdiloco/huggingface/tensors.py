@@ -157,7 +157,7 @@ def of_model(sizes: ModelConfig, family: Family, most: float = math.inf) -> list
     ConfigError.
     """
     model, parts = Model(sizes), []
-    shapes = _named(jax.eval_shape(model.init, jax.random.key(0)))
+    shapes = _named(model.shapes)
     for (path, x), (_, axis) in zip(shapes, _named(model.layer_axis), strict=True):
         layers = axis.layers if isinstance(axis, Stacked) else None
         if isinstance(axis, int):

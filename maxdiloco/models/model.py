@@ -4,7 +4,6 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +58,11 @@ class Model:
         """Return the NNX module with the values of a nested dict like that of `init`."""
         graph, state = self._structure
         return nnx.merge(graph, with_values(state, params))
+
+    @functools.cached_property
+    def shapes(self) -> Params:
+        """A ShapeDtypeStruct for each parameter, in a dict like that of `init`."""
+        return to_dict(self._structure[1])
 
     @property
     def logical_axes(self) -> Params:
@@ -180,5 +184,4 @@ class Model:
 
 def count_parameters(model: Model) -> int:
     """Return the number of parameters of a model; nothing is allocated."""
-    shapes: Any = jax.eval_shape(model.init, jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.shapes))
