@@ -1,6 +1,6 @@
 """MaxText's command lines: what is accepted and what is dropped with a note, as in docs/maxtext.md.
 
-test_refused.py has the values that are refused.
+test_refused_keys.py has the values that are refused.
 """
 
 import pathlib

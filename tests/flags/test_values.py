@@ -1,6 +1,6 @@
 """Values as people write them on the command line, in yml files and in the environment.
 
-test_refused.py has the values that the command line refuses.
+test_refused_keys.py has the values that the command line refuses.
 """
 
 import json

@@ -153,9 +153,9 @@ DOCUMENTS = [f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" * 3 f
 # imports, refusals with their remedies, and a second start on another mesh.
 DEFAULT_IDS = (
     "plain",
-    "shards+per_replica+bpe_any_rows+experts+data_parallel+int2+host+rda+sgd+stacked+float32"
+    "shards+per_replica+bpe_any_rows+experts+data_parallel+int2+host+radial+sgd+stacked+float32"
     "+best_fit+export",
-    "mixture+bpe_any_rows+imported+data_parallel+float4+program+alpha+sgd+stacked+bfloat16+report",
+    "mixture+bpe_any_rows+imported+data_parallel+float4+xla+alpha+sgd+stacked+bfloat16+report",
     "jsonl+per_replica+bpe_any_rows+gemma+eager+topk+host+bfloat16+unpacked",
     "parquet+per_replica+bpe_any_rows+imported+overlapped+float4+host+sgd+stacked+float32+other_mesh"
     "+generate",

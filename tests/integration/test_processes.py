@@ -196,7 +196,7 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(
     """Process 0 holds JAX's coordination service: JAX aborts without it, here while it compiles
     and no error of a collective can come first. With `program` one does; history.jsonl has the
     error of the terminal in both cases."""
-    keys = ONE_EACH | dict(transport=carrier)
+    keys = ONE_EACH | dict(diloco_transport=carrier)
     if victim == 0:
         keys["jax_cache_dir"] = tmp_path / "programs"
     started += start_cluster(2, tmp_path / "lost", **keys)
@@ -223,7 +223,7 @@ def test_hardware_auto_and_no_mesh_sizes_train_to_the_end(started, tmp_path):
     started += start_cluster(3, tmp_path / "open", **short | sizes)
     assert_exit_codes(started, 0, 0, 0)
     assert "mesh: 3 x cpu; diloco 3" in started[0].output
-    sizes = dict(dcn_diloco_parallelism=3, ici_fsdp_parallelism=1, transport="host")
+    sizes = dict(dcn_diloco_parallelism=3, ici_fsdp_parallelism=1, diloco_transport="host")
     assert train(tmp_path / "alone", **CLUSTER_KEYS | short | sizes).code == 0
     found, wanted = (without_transport(tmp_path / run) for run in ("open", "alone"))
     assert found == wanted

@@ -239,7 +239,7 @@ def test_an_island_that_ends_leaves_and_a_replaced_one_does_not():
     ("changes", "named"),
     [
         ({"wire_down": "topk"}, "wire_down=topk"),
-        ({"merge": "median"}, "merge=median"),
+        ({"aggregation": "median"}, "aggregation=median"),
         ({"outer_optimizer": "adam"}, "outer_optimizer=adam"),
         ({"snapshot_every": 0}, "snapshot_every=0"),
         ({"overlap_steps": 4}, "overlap_steps=4 .*sync_period=4"),

@@ -42,7 +42,7 @@ EXAMPLES = {
     "i/a/1": (Claim("i/a/1", "a", 1, "n"), b""),
 }  # fmt: skip
 GOLDEN = {
-    "run.json": "2b8b0b1519f547a7",
+    "run.json": "a9df8f8a88d0b012",
     "u/0/a.1.2": "c60034d4ff5747a2",
     "c/0/8": "68cff1a23c787107",
     "g/0/8.a.1.0": "24404db8695c77ba",
