@@ -36,9 +36,9 @@ def test_nobody_is_thought_dead_because_the_store_was_away(monkeypatch):
     pace = simulated_program.PACE
     usual = pace._replace(beat=pace.dead / 10, roll=pace.dead / 10)
     monkeypatch.setattr(simulated_program, "PACE", usual)
-    assert taken_for_dead(range(10)) == 0
+    assert taken_for_dead(range(30)) == 0
     monkeypatch.setattr(rules, "watched", lambda pace, since, writes: since)  # by its clock alone
-    assert taken_for_dead(range(10))
+    assert taken_for_dead(range(30))
 
 
 def test_an_island_trains_until_two_messages_are_undecided(monkeypatch):
