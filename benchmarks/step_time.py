@@ -2,7 +2,7 @@
 
     python benchmarks/step_time.py [file.yml] [key=value ...] [compare=key:value,value]
 
-Needs jax, optax, numpy and pyyaml; `PYTHONPATH=.` where maxdiloco is not installed. One
+Needs jax, flax, optax, numpy and pyyaml; `PYTHONPATH=.` where maxdiloco is not installed. One
 process. Without a yml file the keys start from DEFAULTS. Both trainers have the same mesh and model
 and read the same synthetic batch at every step. They take `steps` timed steps each in turns, in an
 order that is reversed every turn, so both meet the same load. The plain step has no exchange, as

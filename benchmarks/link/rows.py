@@ -213,7 +213,7 @@ def together(begun: Sequence[Sequence[float]]) -> list[float]:
 
 
 def parse_log(path: pathlib.Path) -> tuple[int, list[int]]:
-    """Parameters of the model and bytes on the wire of every fragment, as the trainer prints them.
+    """Parameters of the model and bytes sent of every fragment, as the trainer prints them.
 
     No fragments for data parallelism. Raises RowError for a log without the line of the model.
     """
@@ -222,7 +222,7 @@ def parse_log(path: pathlib.Path) -> tuple[int, list[int]]:
     if model is None:
         raise RowError(f"{path} has no line of the model, as parse_log reads it.")
     sizes = []
-    head = re.search(r"(?m)^fragment .*bytes on the wire .*\n", text)
+    head = re.search(r"(?m)^fragment .*bytes sent .*\n", text)
     for line in text[head.end() :].splitlines() if head else ():
         cells = re.fullmatch(r"\d+ .* ([\d,]+) +[\d.]+%", line)
         if cells is None:
