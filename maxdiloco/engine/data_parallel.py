@@ -2,7 +2,7 @@
 
 The same mesh, batches and inner step as DiLoCo; the mesh axis `diloco` carries rows of the batch.
 
-    # R replicas whose rows of the batch are put together
+    # R replicas whose rows of the batch are concatenated
 """
 
 import math
@@ -34,21 +34,25 @@ class State:
 
 
 def gradient_bytes(params: Any, dtype: Any, *, slices: int, accumulation: int) -> float:
-    """Bytes of the gradients that one of S slices sends to the others in a step, by a ring.
+    """Return the bytes of gradients that one slice sends to the others in a step, by a ring.
 
-    2 (S - 1) / S of them for each micro-batch. A compiler may send some in another dtype, or sum
-    the two parts of a tied embedding apart (CPU).
+    It is 2 (S - 1) / S of the gradients for each micro-batch. A compiler may send some in another
+    dtype, or sum the two parts of a tied embedding apart (CPU).
+
+    Args:
+      params: of the model.
+      dtype: in which gradients are summed.
+      slices: S.
+      accumulation: micro-batches of a step.
     """
     values = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     return accumulation * values * jnp.dtype(dtype).itemsize * 2 * (slices - 1) / slices
 
 
 class DataParallel:
-    """The trainer of data parallelism. inner_step, on_compile: as of DiLoCo.
+    """The trainer (engine.trainer.Trainer) of data parallelism.
 
     The batch keeps its leading R, which is folded into the rows; metrics get a leading dim of 1.
-    accumulation: micro-batches of a step; the gradients of each are summed over the devices, in
-    gradient_dtype.
     """
 
     num_replicas = 1
@@ -68,6 +72,17 @@ class DataParallel:
         gradient_dtype: Any = jnp.float32,
         on_compile: Callable,
     ):
+        """Lay out the state; nothing is allocated or compiled.
+
+        Args:
+          inner_step: see DiLoCo.
+          params: one copy, as ShapeDtypeStructs.
+          opt_state: the same, of the optimizer.
+          mesh: the mesh.
+          accumulation: micro-batches of a step.
+          gradient_dtype: in which the gradients of a micro-batch are summed over the devices.
+          on_compile: see Program.
+        """
         def struct(x):
             sharding = NamedSharding(mesh, spec_on(x, mesh), memory_kind=offload.kind_of(x))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -106,12 +121,12 @@ class DataParallel:
         )
 
     def calls(self, batch: Any) -> list[Call]:
-        """The one program."""
+        """Return the one program."""
         like = self.abstract_state
         return [Call(self.inner, (like.params, like.opt_state, batch), 1)]
 
     def step(self, state: State, batch: Any) -> tuple[State, Any]:
-        """One step; state is donated, batch leaves [R, ...], metrics leaves [1]."""
+        """Take one step; state is donated, batch leaves [R, ...], metrics leaves [1]."""
         throttle_cpu(self.mesh, state.params)
         params, opt_state, metrics = self.inner(state.params, state.opt_state, batch)
         return State(state.t + 1, params, opt_state), metrics
@@ -122,7 +137,7 @@ class DataParallel:
             finite.check_params(state.params, state.t, replicas=False)
 
     def bytes_sent(self, t: int) -> float:
-        """Bytes of gradients that one slice sends to the others in a step; see gradient_bytes."""
+        """Return the bytes that one slice sends to the others in a step; see gradient_bytes."""
         sizes = dict(slices=self.mesh.shape["diloco"], accumulation=self._accumulation)
         return gradient_bytes(self.abstract_state.params, self._gradient_dtype, **sizes)
 

@@ -110,6 +110,7 @@ class FragmentView:
     """Reads and writes all arrays of a fragment inside a program."""
 
     def __init__(self, layout: Layout, plan: FragmentPlan):
+        """Keep what is static."""
         like, lead = arrays_of(layout.state, plan), 1 if layout.settings.is_eager else 0
         self.params = FragmentLeaves(layout, plan, like.params, lead=1)
         self.theta = FragmentLeaves(layout, plan, like.theta, lead=lead)

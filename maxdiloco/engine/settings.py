@@ -85,6 +85,7 @@ class ExchangeSettings:
     outer_memory: str = "device"
 
     def __post_init__(self):
+        """Check the values, and fill in the defaults of the named outer optimizers."""
         self._check_choices()
         self._check_counts()
         self._check_outer_optimizer()
