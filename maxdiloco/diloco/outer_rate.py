@@ -12,6 +12,14 @@ LATE_RATE = 0.4
 MANY, RATE_OF_MANY = 4, 1.0
 
 
+ADAM_B1 = 0.9  # optax's default
+
+
+def momentum(outer_optimizer: str) -> float:
+    """Return the momentum of an outer optimizer, one of outer.OPTIMIZERS; of Adam its b1."""
+    return ADAM_B1 if outer_optimizer == "adam" else MOMENTUM
+
+
 def rate(num_replicas: int, *, round_overlap: str, aggregation: str) -> float:
     """Return the outer learning rate for so many replicas.
 

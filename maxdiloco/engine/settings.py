@@ -51,7 +51,7 @@ class ExchangeSettings:
       outer_optimizer: one of outer.OPTIMIZERS, or any optax transformation. A fragment is a list of
         float32 arrays for it.
       outer_lr: of a named outer optimizer; None: diloco.outer_rate chooses.
-      outer_momentum: of a named outer optimizer; None: diloco.outer_rate.MOMENTUM.
+      outer_momentum: of a named outer optimizer; None: diloco.outer_rate chooses.
       exchange_dtype: wire format, one of quantize.NAMES.
       error_feedback: whether a replica adds to an outer gradient what earlier ones lost in
         encoding; None: with int2 and topk only.
@@ -169,7 +169,7 @@ class ExchangeSettings:
                 aggregation=self.aggregation,
             )
         if momentum is None:
-            momentum = outer_rate.MOMENTUM
+            momentum = outer_rate.momentum(self.outer_optimizer)
         if not (isinstance(lr, Real) and 0 <= lr < math.inf):
             raise ValueError(
                 f"outer_lr={lr!r} must be a number >= 0: with a negative one the outer parameters "

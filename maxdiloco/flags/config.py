@@ -19,7 +19,6 @@ ENVIRONMENT_PREFIX = "M_"  # MaxText's
 # another key that shares some words. Our choice.
 _ALIKE = 0.8
 _AUTO = -1.0  # of diloco_outer_lr and diloco_outer_momentum
-_ADAM_B1 = 0.9  # optax's
 Warn = Callable[[str], None]
 
 
@@ -141,8 +140,7 @@ def with_replicas(cfg: Config, num_replicas: int) -> Config:
     keys = vars(cfg)
     momentum = cfg.diloco_outer_momentum
     if momentum == _AUTO:
-        is_adam = cfg.diloco_outer_optimizer == "adam"
-        momentum = _ADAM_B1 if is_adam else outer_rate.MOMENTUM
+        momentum = outer_rate.momentum(cfg.diloco_outer_optimizer)
     rates = {"diloco_outer_lr": outer_lr(keys, num_replicas), "diloco_outer_momentum": momentum}
     return Config(**keys | rates)
 
