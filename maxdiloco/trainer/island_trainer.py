@@ -19,7 +19,6 @@ from maxdiloco.engine import describe
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.diloco import DiLoCo, InnerStep
 from maxdiloco.engine.host_transfer import Mailbox
-from maxdiloco.engine.host_values import HostValues
 from maxdiloco.engine.layout import Layout, State
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.engine.trainer import Description, RestorePlan, SavedLayout
@@ -34,6 +33,7 @@ from maxdiloco.islands.keys import Keys
 from maxdiloco.islands.records import Run
 from maxdiloco.parallel.program import Program, throttle_cpu
 from maxdiloco.trainer import island_processes, island_settings
+from maxdiloco.trainer.host_values import HostValues
 from maxdiloco.trainer.island_processes import GO, Processes, Ranges, Standing
 from maxdiloco.trainer.island_settings import Settings
 from maxdiloco.trainer.island_values import Values, leaves_of

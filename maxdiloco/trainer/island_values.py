@@ -8,11 +8,11 @@ import jax
 import numpy as np
 
 from maxdiloco.diloco import fragments
-from maxdiloco.engine.host_values import HostValues
 from maxdiloco.engine.layout import FragmentPlan, Layout, State
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.records import Leaf
 from maxdiloco.trainer import island_processes
+from maxdiloco.trainer.host_values import HostValues
 from maxdiloco.trainer.island_processes import Processes, Standing
 
 

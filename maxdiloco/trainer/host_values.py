@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.fragment_values import FragmentArrays, FragmentView, arrays_of
-from maxdiloco.engine.gather_to_host import HostGather
 from maxdiloco.engine.host_transfer import Mailbox
 from maxdiloco.engine.layout import (
     FragmentPlan,
@@ -27,6 +26,7 @@ from maxdiloco.engine.layout import (
 from maxdiloco.engine.programs import Programs
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import shardings_of
+from maxdiloco.trainer.gather_to_host import HostGather
 
 
 class HostValues:
