@@ -108,7 +108,7 @@ class DiLoCo:
         Raises:
           ValueError: fragments or leaves do not fit.
         """
-        library_checks.check_trees(params, opt_state)
+        library_checks.check_trees(params, opt_state, self.mesh)
         self.layout = lay_out(
             params, opt_state, self.settings, layer_axis=self._layer_axis, mesh=self.mesh
         )

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -24,8 +24,8 @@ def check_mesh(mesh: Mesh) -> None:
         )
 
 
-def check_trees(params: Any, opt_state: Any) -> None:
-    """Refuse leaves that are not arrays, and parameters that cannot be averaged."""
+def check_trees(params: Any, opt_state: Any, mesh: Mesh) -> None:
+    """Refuse leaves that are not arrays or on another mesh, and parameters without a mean."""
     if not jax.tree.leaves(params):
         raise ValueError("params has no leaves: there is nothing to train. Use a pytree of arrays.")
     both = {"params": params, "opt_state": opt_state}
@@ -35,6 +35,11 @@ def check_trees(params: Any, opt_state: Any) -> None:
             raise ValueError(
                 f"{name} is not an array but {type(x).__name__}. Use jnp.asarray of it."
             )
+        if _is_sharded_elsewhere(x, mesh):
+            raise ValueError(
+                f"{name} is sharded as {x.sharding}, but not over the axes {mesh.axis_names} of "
+                "DiLoCo's mesh. Use jax.device_put with a NamedSharding of that mesh."
+            )
         if path[0].key == "params" and not math.prod(x.shape):
             raise ValueError(f"{name} has no elements, shape {x.shape}. Leave it out.")
         if path[0].key == "params" and not jnp.issubdtype(x.dtype, jnp.floating):
@@ -42,6 +47,14 @@ def check_trees(params: Any, opt_state: Any) -> None:
                 f"{name} is {x.dtype}, which cannot be averaged. "
                 f"Keep what is not floating point in opt_state."
             )
+
+
+def _is_sharded_elsewhere(x: Any, mesh: Mesh) -> bool:
+    """Tell whether an array is divided over devices in a way that DiLoCo's mesh cannot express."""
+    sharding = x.sharding if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else None
+    if sharding is None or sharding.is_fully_replicated:
+        return False
+    return not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names
 
 
 def checked_step(inner_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Callable:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import maxdiloco
@@ -54,6 +54,24 @@ def broken(algorithm, *, memory="params"):
 def test_a_tree_that_cannot_be_trained_is_named(params, opt_state, named):
     with pytest.raises(ValueError, match=named):
         make().init(params, opt_state)
+
+
+@pytest.mark.parametrize("tree", ["params", "opt_state"])
+def test_a_leaf_that_is_sharded_over_another_mesh_is_refused(tree):
+    """Control: a copy on every device of that mesh is no loss, nor is the mesh of DiLoCo."""
+    devices = np.array(jax.devices()[:2])
+    mesh, other = Mesh(devices[None], ("diloco", "fsdp")), Mesh(devices, ("model",))
+    algorithm = DiLoCo(inner_step, num_replicas=1, sync_period=10, mesh=mesh)
+
+    def bind(mesh, spec):
+        w = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, spec))
+        trees = {"params": {"w": jnp.ones((4, 2))}, "opt_state": {"w": jnp.ones((4, 2))}}
+        return algorithm.bind(**trees | {tree: {"w": w}})
+
+    with pytest.raises(ValueError, match=rf"{tree}\['w'\] .*'model'.*'diloco', 'fsdp'"):
+        bind(other, P("model"))
+    bind(other, P())
+    assert bind(mesh, P("fsdp")).state.params["w"].sharding.spec[0] == "diloco"
 
 
 @pytest.mark.parametrize("x", [np.ones((1, 3)), np.float32(1)])
