@@ -83,6 +83,7 @@ class DataParallel:
           gradient_dtype: in which the gradients of a micro-batch are summed over the devices.
           on_compile: see Program.
         """
+
         def struct(x):
             sharding = NamedSharding(mesh, spec_on(x, mesh), memory_kind=offload.kind_of(x))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -399,7 +399,7 @@ class DiLoCo:
 
     def restore_plan(self, saved: SavedLayout) -> RestorePlan:
         """See Trainer; with another M, mesh or exchange, nothing in flight is restored."""
-        restorer = Restorer(self.layout, self.exported.like, saved)
+        restorer = Restorer(self.layout, saved)
         lines = functools.partial(describe.restore_lines, restorer)
         return RestorePlan(restorer.items(), restorer.state_of, restorer.replica_items, lines)
 

@@ -42,6 +42,20 @@ def arrays_of(state: State, plan: FragmentPlan) -> FragmentArrays:
     return FragmentArrays(params, theta, state.outer_opt[plan.index], residual)
 
 
+def initial_outer_opt(layout: Layout, theta: Any) -> tuple[Any, ...]:
+    """Return the state of an outer optimizer that has taken no step, for each fragment.
+
+    Args:
+      layout: of the run.
+      theta: outer parameters, without R and on the device.
+    """
+    optimizer, states = layout.settings.make_outer_optimizer(), []
+    for plan in layout.plans:
+        parts = zip(fragment_leaves(theta, plan), plan.slices, plan.starts, strict=True)
+        states.append(optimizer.init([slices.gather_slice(*part) for part in parts]))
+    return tuple(states)
+
+
 class FragmentLeaves:
     """Reads a fragment's values of some leaves, and writes them back, inside a program."""
 

@@ -251,9 +251,7 @@ def scatter_steps(steps: int, payloads: Sequence[Payload]) -> int:
         return 0
     largest = max(payloads, key=lambda sent: sent.sent_size)
     scattered = largest.parts.replicas * largest.sent_size * largest.sent_dtype.itemsize
-    return divide_steps(
-        steps, scattered=scattered, gathered=largest.size * largest.dtype.itemsize
-    )
+    return divide_steps(steps, scattered=scattered, gathered=largest.size * largest.dtype.itemsize)
 
 
 def divide_steps(steps: int, *, scattered: float, gathered: float) -> int:

@@ -21,15 +21,26 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import outer, slices
+from maxdiloco.diloco import outer
 from maxdiloco.engine import collective
 from maxdiloco.engine.collective import Chunks, Received, Sent
-from maxdiloco.engine.fragment_values import FragmentArrays, FragmentView, arrays_of
+from maxdiloco.engine.fragment_values import (
+    FragmentArrays,
+    FragmentView,
+    arrays_of,
+    initial_outer_opt,
+)
 from maxdiloco.engine.layout import FragmentPlan, Layout, fragment_leaves
 from maxdiloco.engine.trainer import OuterParamsView
 from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program
-from maxdiloco.parallel.replicas import broadcast, map_fn, mean_of_all, mean_of_each_slot
+from maxdiloco.parallel.replicas import (
+    broadcast,
+    fold_in_replica,
+    map_fn,
+    mean_of_all,
+    mean_of_each_slot,
+)
 from maxdiloco.parallel.sharding import shardings_of, zeros
 
 NOTHING_SENT = Sent(())
@@ -264,17 +275,17 @@ class Programs:
         def all_replicas(tree):
             return jax.tree.map(lambda x: broadcast(x, layout.num_replicas), tree)
 
-        def own_keys(x, copies_R):
-            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            return _fold_in_replica(x, layout.num_replicas) if is_key else copies_R
+        def own_keys(x_R):
+            if not jnp.issubdtype(x_R.dtype, jax.dtypes.prng_key):
+                return x_R
+            x_R = jax.device_put(x_R, jax.memory.Space.Device)
+            return fold_in_replica(x_R, jnp.arange(layout.num_replicas))
 
         def init(*args):
             params, opt_state = make(*args)
             params = jax.lax.with_sharding_constraint(params, self._one_theta)
             theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            outer_opt = tuple(
-                self._optimizer.init(_fragment_values(theta, plan)) for plan in layout.plans
-            )
+            outer_opt = initial_outer_opt(layout, theta)
             if layout.settings.is_eager:
                 theta, outer_opt = all_replicas((theta, outer_opt))
             state = layout.state
@@ -282,7 +293,7 @@ class Programs:
             return replace(
                 jax.tree.map(zeros, empty),
                 params=all_replicas(params),
-                opt_state=jax.tree.map(own_keys, opt_state, all_replicas(opt_state)),
+                opt_state=jax.tree.map(own_keys, all_replicas(opt_state)),
                 outer=theta,
                 outer_opt=outer_opt,
             )
@@ -392,19 +403,3 @@ class Programs:
     def _outgoing(self, count: int) -> tuple[NamedSharding, ...]:
         mesh = self.layout.mesh
         return (NamedSharding(mesh, collective.outgoing_spec(mesh)),) * count
-
-
-def _fragment_values(theta: Any, plan: FragmentPlan) -> list[jax.Array]:
-    """Return a fragment's values of outer parameters without a replica dim."""
-    leaves = fragment_leaves(theta, plan)
-    parts = zip(leaves, plan.slices, plan.starts, strict=True)
-    return [slices.gather_slice(*part) for part in parts]
-
-
-def _fold_in_replica(keys: jax.Array, num_replicas: int) -> jax.Array:
-    """Derive the keys of each replica [R, ...] by folding in its number."""
-
-    def of_replica(number):
-        return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.ravel())
-
-    return jax.vmap(of_replica)(jnp.arange(num_replicas)).reshape(num_replicas, *keys.shape)

@@ -3,6 +3,8 @@
 # R replicas
 """
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.diloco import slices
-from maxdiloco.engine.layout import ChunkBuffer, Layout, State
+from maxdiloco.engine.fragment_values import initial_outer_opt
+from maxdiloco.engine.layout import Layout, State
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.engine.trainer import DIAGNOSTICS, OUTER_OF_EACH, OUTER_PARAMS, SavedLayout
 from maxdiloco.parallel.replicas import broadcast, reduce_mean
@@ -64,43 +66,43 @@ class Restorer:
       replica_items: those of `items` whose leaves begin with R of this run.
     """
 
-    def __init__(self, layout: Layout, theta: Any, saved: SavedLayout):
+    def __init__(self, layout: Layout, saved: SavedLayout):
         """Compare the settings.
 
         Args:
           layout: of this run.
-          theta: the outer parameters as ShapeDtypeStructs, one copy, on the device.
           saved: layout of the checkpoint.
 
         Raises:
           CheckpointError: the settings of the checkpoint cannot be read.
         """
-        self.layout, self.saved, self._theta = layout, saved, theta
+        self.layout, self.saved = layout, saved
         self.before = before = ExchangeSettings.from_json(saved.exchange)
         now = layout.settings
         self.same_fragments = _partition_of(before) == _partition_of(now)
         self.same_schedule = self.same_fragments and _schedule_of(before) == _schedule_of(now)
         same_wire = before.exchange_dtype == now.exchange_dtype
         self.keeps_residual = same_wire and before.feeds_back and now.feeds_back
-        same_replicas = saved.num_replicas == now.num_replicas
         same_mesh = saved.mesh == dict(layout.mesh.shape) and saved.same_rules
         same_chunks = (
-            self.same_schedule
+            same_mesh
             and same_wire
             and before.collective == now.collective
             and tuple(saved.chunk_lengths) == layout.chunk_lengths
         )
-        nothing_in_flight = self.same_schedule and now.schedule.max_chunks == 0
         self.keeps_flight = (
-            same_replicas
+            self.same_schedule
+            and saved.num_replicas == now.num_replicas
             and before.feeds_back == now.feeds_back
-            and (nothing_in_flight or (same_mesh and same_chunks))
+            and (same_chunks or now.schedule.max_chunks == 0)
         )
-        residual = (RESIDUAL,) * self.keeps_residual
-        of_each = ()
+        self.replica_items = ("params", "opt_state")
+        if self.keeps_residual:
+            self.replica_items += (RESIDUAL,)
         if before.is_eager and now.is_eager:
-            of_each = (OUTER_OF_EACH, *((OUTER_OPT,) * self.same_fragments))
-        self.replica_items = ("params", "opt_state", *residual, *of_each)
+            self.replica_items += (OUTER_OF_EACH,)
+            if self.same_fragments:
+                self.replica_items += (OUTER_OPT,)
         kept = {
             RESIDUAL: self.keeps_residual,
             FLIGHT: self.keeps_flight,
@@ -112,19 +114,13 @@ class Restorer:
 
     def items(self) -> dict[str, Any]:
         """Return the items to read, as ShapeDtypeStructs."""
-        items, eager = saved_items(self.layout.state, self.layout), self.layout.settings.is_eager
+        items = saved_items(self.layout.state, self.layout)
         items = {name: tree for name, tree in items.items() if name not in self._fresh}
-        if self.before.is_eager == eager:
-            return items
-        del items[theta_item(self.layout)]
-        if eager:
-            items[OUTER_PARAMS] = self._theta
-            change = self._without_replicas
-        else:
-            items[OUTER_OF_EACH] = self._with_saved_replicas(self.layout.state.outer)
-            change = self._with_saved_replicas
-        if OUTER_OPT in items:
-            items[OUTER_OPT] = change(items[OUTER_OPT])
+        if self.before.is_eager != self.layout.settings.is_eager:
+            change = self._with_saved_replicas if self.before.is_eager else _without_replicas
+            items[self._saved_theta] = jax.tree.map(change, items.pop(theta_item(self.layout)))
+            if OUTER_OPT in items:
+                items[OUTER_OPT] = jax.tree.map(change, items[OUTER_OPT])
         return items
 
     def state_of(self, items: dict[str, Any], *, t: int) -> State:
@@ -134,22 +130,26 @@ class Restorer:
         then starts again as in round 1. A residual keeps its value even where the values that were
         sent with it are dropped.
         """
-        items = dict(items)
+        like = self.layout.state
         fresh = {name: tree for name, tree in self._fresh.items() if name != OUTER_OPT}
         zeroed = jax.jit(lambda: jax.tree.map(zeros, fresh), out_shardings=shardings_of(fresh))
-        items |= zeroed()
-        outer = self._outer(items)
-        diagnostics, like = dict(items[DIAGNOSTICS]), vars(self.layout.state)
+        items = items | zeroed()
+        outer = self._converted(items[self._saved_theta], like.outer)
+        if OUTER_OPT in self._fresh:
+            outer_opt = self._initial_outer_opt(outer)
+        else:
+            outer_opt = self._converted(items[OUTER_OPT], like.outer_opt)
+        diagnostics = dict(items[DIAGNOSTICS])
         residual_norm_R = diagnostics.pop("residual_norm", ())
         flight = {
-            name: ChunkBuffer(tuple(items[FLIGHT][name]), like[name].per_slot) for name in _BUFFERS
+            name: replace(vars(like)[name], chunks=tuple(items[FLIGHT][name])) for name in _BUFFERS
         }
         return State(
             t=t,
             params=items["params"],
             opt_state=items["opt_state"],
             outer=outer,
-            outer_opt=self._outer_opt(items, outer),
+            outer_opt=outer_opt,
             **flight,
             **diagnostics,
             bad_before=diagnostics["bad"],
@@ -159,26 +159,16 @@ class Restorer:
             schedule_since=self.saved.schedule_since if self.same_schedule else t,
         )
 
-    def _outer(self, items: dict[str, Any]) -> Any:
-        """Return the outer parameters of this run."""
-        was_eager, eager = self.before.is_eager, self.layout.settings.is_eager
-        theta = items[OUTER_OF_EACH if was_eager else OUTER_PARAMS]
-        if was_eager == eager:
-            return theta
-        return self._converted(theta, self.layout.state.outer)
-
-    def _outer_opt(self, items: dict[str, Any], theta: Any) -> Any:
-        """Return the state of the outer optimizer of this run."""
-        like = self.layout.state.outer_opt
-        if OUTER_OPT in self._fresh:
-            return self._initial_outer_opt(theta)
-        if self.before.is_eager == self.layout.settings.is_eager:
-            return items[OUTER_OPT]
-        return self._converted(items[OUTER_OPT], like)
+    @property
+    def _saved_theta(self) -> str:
+        """The item of the checkpoint that has the outer parameters."""
+        return OUTER_OF_EACH if self.before.is_eager else OUTER_PARAMS
 
     def _converted(self, tree: Any, like: Any) -> Any:
-        """Average over the replicas, or copy to them; arrays like `like`."""
+        """Where only one of the runs is eager: average over the replicas, or copy to them."""
         M, eager = self.layout.num_replicas, self.layout.settings.is_eager
+        if self.before.is_eager == eager:
+            return tree
 
         def convert(tree):
             tree = jax.device_put(tree, jax.memory.Space.Device)
@@ -189,47 +179,31 @@ class Restorer:
 
     def _initial_outer_opt(self, theta: Any) -> Any:
         """Return the state of an outer optimizer that has taken no step."""
-        layout = self.layout
-        optimizer = layout.settings.make_outer_optimizer()
+        init = functools.partial(initial_outer_opt, self.layout)
+        if self.layout.settings.is_eager:
+            init = jax.vmap(init)
 
-        def init(theta):
-            theta = jax.device_put(theta, jax.memory.Space.Device)
-            leaves = jax.tree.leaves(theta)
-            return tuple(_initial_of_fragment(optimizer, plan, leaves, eager) for plan in plans)
+        def on_device(theta):
+            return init(jax.device_put(theta, jax.memory.Space.Device))
 
-        plans, eager = layout.plans, layout.settings.is_eager
-        return jax.jit(init, out_shardings=shardings_of(layout.state.outer_opt))(theta)
+        shardings = shardings_of(self.layout.state.outer_opt)
+        return jax.jit(on_device, out_shardings=shardings)(theta)
 
-    def _with_saved_replicas(self, tree: Any) -> Any:
+    def _with_saved_replicas(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Prepend the R of the saved run: a mean is over all of its replicas."""
-        M, mesh = self.saved.num_replicas, self.layout.mesh
-        front = "diloco" if M % mesh.shape["diloco"] == 0 else None
-
-        def struct(x):
-            spec, kind = P(front, *x.sharding.spec), x.sharding.memory_kind
-            sharding = NamedSharding(mesh, spec, memory_kind=kind)
-            return jax.ShapeDtypeStruct((M, *x.shape), x.dtype, sharding=sharding)
-
-        return jax.tree.map(struct, tree)
-
-    def _without_replicas(self, tree: Any) -> Any:
-        """Drop R, the first dim of every leaf."""
-
-        def struct(x):
-            spec, kind = P(*x.sharding.spec[1:]), x.sharding.memory_kind
-            sharding = NamedSharding(self.layout.mesh, spec, memory_kind=kind)
-            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
-
-        return jax.tree.map(struct, tree)
+        M = self.saved.num_replicas
+        front = "diloco" if M % self.layout.mesh.shape["diloco"] == 0 else None
+        return _resized(x, (M, *x.shape), P(front, *x.sharding.spec))
 
 
-def _initial_of_fragment(optimizer, plan, leaves, eager):
-    def values(x, s, start):
-        return slices.gather_slice(x, s, start, lead=int(eager))
+def _without_replicas(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Drop R, the first dim."""
+    return _resized(x, x.shape[1:], P(*x.sharding.spec[1:]))
 
-    pairs = zip(plan.slices, plan.starts, strict=True)
-    found = [values(leaves[s.leaf], s, start) for s, start in pairs]
-    return jax.vmap(optimizer.init)(found) if eager else optimizer.init(found)
+
+def _resized(x: jax.ShapeDtypeStruct, shape: tuple[int, ...], spec: P) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(x.sharding.mesh, spec, memory_kind=x.sharding.memory_kind)
+    return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
 
 
 def _mean_of_replicas(x_R: jax.Array) -> jax.Array:

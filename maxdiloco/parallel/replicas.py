@@ -57,6 +57,16 @@ def broadcast(x: jax.Array, num_replicas: int) -> jax.Array:
     return jnp.broadcast_to(x[None], (num_replicas, *x.shape))
 
 
+def fold_in_replica(keys_R: jax.Array, numbers_R: jax.Array) -> jax.Array:
+    """Fold the number of each replica into its typed PRNG keys, [R, ...]."""
+
+    def of_replica(keys, number):
+        folded = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.ravel())
+        return folded.reshape(keys.shape)
+
+    return jax.vmap(of_replica)(keys_R, numbers_R)
+
+
 def reduce_mean(x_R: jax.Array) -> jax.Array:
     """[R, ...] -> [...]: the unweighted mean, summed in float32 in replica order.
 
