@@ -16,7 +16,7 @@ from maxdiloco.engine.fragment_values import initial_outer_opt
 from maxdiloco.engine.layout import Layout, State
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.engine.trainer import DIAGNOSTICS, OUTER_OF_EACH, OUTER_PARAMS, SavedLayout
-from maxdiloco.parallel.replicas import broadcast, reduce_mean
+from maxdiloco.parallel.replicas import broadcast, fold_in_replica, reduce_mean
 from maxdiloco.parallel.sharding import shardings_of, zeros
 
 FLIGHT, RESIDUAL, OUTER_OPT = "flight", "residual", "outer_opt"
@@ -147,7 +147,7 @@ class Restorer:
         return State(
             t=t,
             params=items["params"],
-            opt_state=items["opt_state"],
+            opt_state=self._with_own_keys(items["opt_state"]),
             outer=outer,
             outer_opt=outer_opt,
             **flight,
@@ -188,6 +188,23 @@ class Restorer:
 
         shardings = shardings_of(self.layout.state.outer_opt)
         return jax.jit(on_device, out_shardings=shardings)(theta)
+
+    def _with_own_keys(self, opt_state: Any) -> Any:
+        """Give replica r >= M_old other typed PRNG keys than replica r mod M_old."""
+        M, old = self.layout.num_replicas, self.saved.num_replicas
+        leaves, structure = jax.tree.flatten(opt_state)
+        keys = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+        if M <= old or not keys:
+            return opt_state
+
+        def own(keys_R):
+            keys_R = jax.device_put(keys_R, jax.memory.Space.Device)
+            is_new = (jnp.arange(M) >= old).reshape(-1, *[1] * (keys_R.ndim - 1))
+            return jnp.where(is_new, fold_in_replica(keys_R, jnp.arange(M)), keys_R)
+
+        for i in keys:
+            leaves[i] = jax.jit(own, out_shardings=leaves[i].sharding)(leaves[i])
+        return jax.tree.unflatten(structure, leaves)
 
     def _with_saved_replicas(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Prepend the R of the saved run: a mean is over all of its replicas."""
