@@ -1,0 +1,61 @@
+"""Write the tables of docs/metrics.md from maxdiloco/metrics/definitions.py.
+
+    PYTHONPATH=. python scripts/metrics_page.py            # rewrites the page
+    PYTHONPATH=. python scripts/metrics_page.py --check    # exit code 1 if the page is not current
+
+The page's prose is written by hand. The tables are between START and END, one for each prefix.
+"""
+
+import pathlib
+import sys
+
+from maxdiloco.metrics.definitions import METRICS
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+START, END = "<!-- tables of scripts/metrics_page.py -->\n", "<!-- end -->\n"
+TITLES = {
+    "learning": "Training",
+    "eval": "Held-out text",
+    "data": "Data",
+    "moe": "Experts",
+    "diloco": "Outer optimization",
+    "perf": "Speed",
+    "dcn": "Communication",
+    "islands": "Islands",
+    "device": "Memory",
+}
+
+
+def tables() -> str:
+    """Return a section with a table for each prefix."""
+    lines = []
+    for prefix, title in TITLES.items():
+        lines += ["", f"## {title}", "", "| metric | unit | meaning | look at it when |"]
+        lines.append("|---|---|---|---|")
+        for metric in METRICS:
+            if metric.name.startswith(f"{prefix}/"):
+                cells = [f"`{metric.name}`", metric.unit, metric.meaning, metric.look_when]
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", ""])
+
+
+def written(page: str) -> str:
+    """Return the page with current tables."""
+    before, _, rest = page.partition(START)
+    return before + START + tables() + END + rest.partition(END)[2]
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrite the page, or with --check compare it."""
+    page = PAGE.read_text(encoding="utf-8")
+    current = written(page)
+    if "--check" in arguments:
+        if current != page:
+            print("docs/metrics.md is not current: run `python scripts/metrics_page.py`.")
+        return int(current != page)
+    PAGE.write_text(current, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
