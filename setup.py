@@ -16,7 +16,7 @@ setup(
     package_data={
         CONFIGS: ["*.yml", "models/*.yml", "recipes/*.yml"],
         "maxdiloco.flags": ["*.yml"],
-        "maxdiloco.page": ["page.*", "panels.yml", "timeline.js", "uplot/*"],
+        "maxdiloco.report": ["static/*.*", "static/uplot/*"],
         "maxdiloco.planning": ["*.yml"],
     },
     install_requires=[
@@ -80,7 +80,7 @@ setup(
             "maxdiloco-prepare = maxdiloco.prepare:main",
             "maxdiloco-tokenizer = maxdiloco.tokenizer:main",
             "maxdiloco-evaluate = maxdiloco.evaluate:main",
-            "maxdiloco-report = maxdiloco.report:main",
+            "maxdiloco-report = maxdiloco.report.__main__:main",
             "maxdiloco-hf = maxdiloco.hf:main",
             "maxdiloco-islands = maxdiloco.islands.__main__:main",
         ]

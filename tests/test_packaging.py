@@ -65,10 +65,10 @@ def requirements(wheel):
 
 def test_the_wheel_holds_every_module_config_and_console_command(wheel):
     package, configs = ROOT / "maxdiloco", ROOT / "configs"
-    page = {path for path in (package / "page").rglob("*.*") if path.suffix in SHOWN}
+    page = {path for path in (package / "report").rglob("*.*") if path.suffix in SHOWN}
     assert len(page) == 6
     page |= {path for path in package.rglob("*") if path.suffix in (".py", ".yml")}
-    expected = {path.relative_to(ROOT) for path in {*page, package / "page/uplot/LICENSE"}}
+    expected = {path.relative_to(ROOT) for path in {*page, package / "report/static/uplot/LICENSE"}}
     expected |= {"maxdiloco" / path.relative_to(ROOT) for path in configs.rglob("*.yml")}
     with zipfile.ZipFile(wheel) as archive:
         held = {pathlib.Path(name) for name in archive.namelist() if ".dist-info/" not in name}

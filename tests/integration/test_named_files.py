@@ -13,8 +13,8 @@ from maxdiloco.errors import USER_ERRORS, CheckpointError, ConfigError
 from maxdiloco.flags import config
 from maxdiloco.huggingface import beside_weights, safetensors_files
 from maxdiloco.islands import keys
-from maxdiloco.page import run as page_run
 from maxdiloco.processes import peers
+from maxdiloco.report import run_data
 
 LARGE = 1 << 36  # bytes of a sparse file: more than any limit
 
@@ -81,12 +81,12 @@ def dataset_path(folder, kind):
 
 def metrics(folder, kind):
     place(folder / "metrics.jsonl", kind)
-    page_run.load([str(folder)], base_output_directory="runs", defaults={})
+    run_data.load([str(folder)], base_output_directory="runs", defaults={})
 
 
 def event_file(folder, kind):
     place(folder / "events.out.tfevents.1", kind)
-    page_run.load([str(folder)], base_output_directory="runs", defaults={})
+    run_data.load([str(folder)], base_output_directory="runs", defaults={})
 
 
 def index(folder, kind):

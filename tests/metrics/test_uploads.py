@@ -15,7 +15,7 @@ from maxdiloco.metrics import line_files
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.line_files import ChunkedLines
 from maxdiloco.metrics.writer import MetricsWriter
-from maxdiloco.page import events, run
+from maxdiloco.report import event_files, run_data
 from maxdiloco.storage.run_folder import locate
 
 BASE = "az://bucket/runs"
@@ -138,7 +138,7 @@ def test_a_store_that_fails_is_one_line_and_loses_no_row(faulty, bucket_run, mon
         rows.write(101, {"learning/loss": 1.0})
     assert len(said) == 2 and str(bucket_run.metrics) in said[1]
     assert steps_in(bucket_run) == list(range(1, 102))
-    found = events.rows(events.files(bucket_run.path / "tensorboard"))
+    found = event_files.rows(event_files.find(bucket_run.path / "tensorboard"))
     assert [row["step"] for row in found] == list(range(1, 102))
 
 
@@ -242,7 +242,7 @@ def test_each_chunk_of_an_event_file_is_an_event_file(faulty, bucket_run):
         length = int.from_bytes(content[name][:8], "little")
         first = event_pb2.Event.FromString(content[name][12 : 12 + length])
         assert first.file_version == "brain.Event:2"
-    found = events.rows(events.files(bucket_run.path / "tensorboard"))
+    found = event_files.rows(event_files.find(bucket_run.path / "tensorboard"))
     assert [(row["step"], row["learning/loss"]) for row in found] == [
         (step, pytest.approx(1.0 / step)) for step in range(1, 13)
     ]
@@ -257,8 +257,8 @@ def test_the_report_reads_chunks_and_a_copied_run_goes_on(faulty, bucket_run, tm
         (tmp_path / name).write_bytes(content)
     copy = locate(tmp_path / "runs", "a")
     for folder in (bucket_run, copy):
-        (found,) = run.load([str(folder.path)], base_output_directory="runs", defaults={})
-        assert found.steps_N.tolist() == [1, 2, 3]
+        (found,) = run_data.load([str(folder.path)], base_output_directory="runs", defaults={})
+        assert found.steps.tolist() == [1, 2, 3]
     write(copy, [3, 4], resume_step=2)
     assert [json.loads(line)["step"] for line in copy.metrics.read_text().splitlines()] == [
         1, 2, 3, 4,

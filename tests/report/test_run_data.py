@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import synthetic_runs
 
-from maxdiloco import report
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
-from maxdiloco.page import run as run_lib
+from maxdiloco.report import __main__ as report
+from maxdiloco.report import run_data
 
 DEFAULTS = {"diloco_sync_period": 100, "enable_diloco": True}
 
 
 def load(*runs, base="runs"):
     found = [str(each) for each in runs]
-    return run_lib.load(found, base_output_directory=str(base), defaults=DEFAULTS)
+    return run_data.load(found, base_output_directory=str(base), defaults=DEFAULTS)
 
 
 def lines(*rows):
@@ -25,15 +25,15 @@ def lines(*rows):
 def test_null_is_infinite_and_an_absent_metric_is_nan():
     """Half a line at the end is ignored."""
     text = lines({"step": 1, "a": 1.5, "b": 2}, {"step": 2, "a": None}, {"step": 5, "b": 3, "c": 4})
-    steps, columns, notes = run_lib.parse(text.replace(b"null", b"NaN") + b'{"step": 6, "a"')
+    steps, columns, notes = run_data.parse(text.replace(b"null", b"NaN") + b'{"step": 6, "a"')
     nan, bad = np.nan, np.inf
     assert steps.tolist() == [1, 2, 5] and notes == []
     np.testing.assert_array_equal(columns["a"], [1.5, bad, nan])
-    np.testing.assert_array_equal(run_lib.parse(text)[1]["a"], [1.5, bad, nan])
+    np.testing.assert_array_equal(run_data.parse(text)[1]["a"], [1.5, bad, nan])
     np.testing.assert_array_equal(columns["b"], [2, nan, 3])
     np.testing.assert_array_equal(columns["c"], [nan, nan, 4])
     text = b'{"st\n[1]\n' + lines({"step": 3, "a": 1}, {"step": 3, "a": 2}, {"step": 4, "a": 3})
-    steps, columns, notes = run_lib.parse(text)
+    steps, columns, notes = run_data.parse(text)
     assert steps.tolist() == [3, 4] and columns["a"].tolist() == [1, 3]
     assert [note[:2] for note in notes] == ["2 ", "1 "], "broken lines, repeated steps"
 
@@ -42,7 +42,7 @@ def test_numbers_that_no_float_and_no_step_can_be_end_no_page():
     """A value that no float32 holds is not finite; a step below 0 or above 2^40 is broken."""
     values = {1: 10**400, 2: -(10**39), 3: 10**38, 2**40 + 1: 1, -1: 1, 4: 1}
     text = lines(*({"step": step, "a": value} for step, value in values.items()))
-    steps, columns, notes = run_lib.parse(text)
+    steps, columns, notes = run_data.parse(text)
     assert steps.tolist() == [1, 2, 3, 4]
     assert columns["a"].tolist() == [np.inf, np.inf, 1e38, 1]
     assert len(notes) == 1 and notes[0].startswith("2 ") and "metrics.jsonl" in notes[0]
@@ -68,12 +68,12 @@ def test_a_run_is_found_by_its_name_folder_or_checkpoint(tmp_path):
         (run,) = load(given, base=tmp_path)
         assert (run.name, str(run.folder)) == ("a", str(folder))
         assert list(run.checkpoints) == [50]
-    assert run.keys["diloco_sync_period"] == 20
-    assert run.keys["enable_streaming_diloco"] is True
-    assert run.keys["enable_diloco"] is True  # not in the file
+    assert run.config["diloco_sync_period"] == 20
+    assert run.config["enable_streaming_diloco"] is True
+    assert run.config["enable_diloco"] is True  # not in the file
     other = synthetic_runs.write(tmp_path / "x" / "a", config=None)
     run, unknown = load(folder, other)
-    assert (run.name, unknown.name) == (f"{tmp_path.name}/a", "x/a") and unknown.keys is None
+    assert (run.name, unknown.name) == (f"{tmp_path.name}/a", "x/a") and unknown.config is None
     assert "config.yml" in unknown.notes[0]
 
 

@@ -7,8 +7,7 @@ import re
 import numpy as np
 from etils import epath
 
-from maxdiloco.flags import base_yml
-from maxdiloco.page import run as run_lib
+from maxdiloco.report import run_data
 
 ROWS = 100
 
@@ -71,7 +70,7 @@ def checkpoint(folder, step):
 
 
 # {key: value} of base.yml; a run's config has no -1.
-DEFAULTS = {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
+DEFAULTS = run_data.default_config()
 DEFAULTS["diloco_outer_lr"] = 0.7
 
 
@@ -79,7 +78,7 @@ def run_of(*, name="a", columns=None, history=(), rows=ROWS, **keys):
     steps = np.arange(1, rows + 1)
     columns = {"learning/loss": 10.0 / steps} if columns is None else columns
     folder = epath.Path("/runs") / name
-    return run_lib.Run(name, folder, steps, columns, DEFAULTS | keys, list(history), {}, [])
+    return run_data.RunData(name, folder, steps, columns, DEFAULTS | keys, list(history), {}, [])
 
 
 def evaluated(name, theta, *, tokens=10.0, sent=1e6, step_s=2.0, **keys):

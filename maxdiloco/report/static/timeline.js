@@ -23,7 +23,7 @@ function drawLanes(host, timeline, { css, colour, short, whole }) {
     const ratio = uPlot.pxRatio;
     const half = (lane * ratio) / 2;
     const at = (step) => u.valToPos(step, "x", true);
-    const size = Math.max(3 * ratio, Math.min(half * 0.6, 0.5 * (at(first + 1) - at(first))));
+    const size = Math.max(4 * ratio, Math.min(half * 0.6, 0.5 * (at(first + 1) - at(first))));
     ctx.save();
     ctx.beginPath();
     ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);

@@ -11,8 +11,8 @@ import synthetic_runs
 from etils import epath
 from tensorboardX.proto import event_pb2
 
-from maxdiloco import report
-from maxdiloco.page import events, run
+from maxdiloco.report import __main__ as report
+from maxdiloco.report import event_files, run_data
 
 pytestmark = pytest.mark.filterwarnings("error")
 MOST = 3.4e38  # of a float32
@@ -50,14 +50,14 @@ def test_a_bad_record_of_an_event_file_is_left_out(kind, tmp_path, capsys):
     folder.mkdir()
     (folder / "events.out.tfevents.1.x").write_bytes(HEALTHY + BAD_EVENTS[kind])
     assert reported(folder, capsys) == (0, "")
-    (found,) = run.load([str(folder)], base_output_directory="runs", defaults={})
-    assert found.steps_N.tolist() == [7, 9]
+    (found,) = run_data.load([str(folder)], base_output_directory="runs", defaults={})
+    assert found.steps.tolist() == [7, 9]
     assert found.columns["learning/loss"].tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, MOST, -MOST, 0.0])
 def test_no_value_of_an_event_file_ends_the_report(value, tmp_path, capsys):
-    tags = [*NAMES, *events.NAMES, *events.TOKENS, events.WALL_TIME, "<b>", ""]
+    tags = [*NAMES, *event_files.NAMES, event_files.STEP_TOKENS, event_files.WALL_TIME, "<b>", ""]
     times = (1.0, value, -1.7e308, 1.7e308)
     content = b"".join(
         event(step, dict.fromkeys(tags, value) | {"learning/loss": 1.0}, wall_time)
@@ -85,7 +85,7 @@ def test_no_value_of_a_row_ends_the_report(value, config, tmp_path, capsys):
 @pytest.mark.parametrize("line", ["9" * 6000, "[" * 100_000, json.dumps({"step": True}), "\0" * 99])
 def test_a_hostile_line_is_a_broken_line(line, tmp_path):
     content = f'{{"step": {line}}}\n{line}\n{{"step": 1}}\n'.encode()
-    steps, _, notes = run.parse(content)
+    steps, _, notes = run_data.parse(content)
     assert steps.tolist() == [1] and notes[0].startswith("2 ")
 
 
