@@ -18,8 +18,8 @@ RUN: name of a run, its folder, or the folder of one of its checkpoints; also in
 
 The page shows the losses of the replicas and of the outer parameters, learning rates, norms,
 cosine, drift, speed, one or two periods of the schedule, differing keys, sessions and checkpoints.
-Several runs are compared at equal tokens, steps, bytes and seconds. The page is one file and works
-offline.
+Several runs are compared at equal tokens. Every curve can be drawn against steps, tokens, bytes and
+seconds. The page is one file and works offline.
 
 examples:
   python -m maxdiloco.report laptop

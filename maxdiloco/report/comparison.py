@@ -1,19 +1,21 @@
-"""Compare the outer parameters of two runs by loss at equal tokens, steps, bytes and seconds."""
+"""Compare the outer parameters of two runs by their loss at equal tokens.
+
+There is one comparison for each run, and one verdict. Equal steps are not equal work where batches
+differ; what a run sends and how long it takes is in the charts, which have these as x axes.
+"""
 
 import enum
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.processes.output import amount, span
 from maxdiloco.report import timeline
 from maxdiloco.report.run_data import RunData
 from maxdiloco.report.tables import UNKNOWN, Table
 
-TOTAL_BYTES = "dcn/bytes_sent_in_all"  # of a replica since step 1; a column of the report only
 RECENT = 8  # evaluations that the noise is estimated from; few, as it falls with the learning rate
 SIGMAS = 2  # of the noise; a smaller difference is called none, as in a 95% interval
 FLAT = 0.002  # relative difference that is called none: two modes vary by 0.005 between seeds
@@ -33,25 +35,14 @@ class Verdict(enum.Enum):
     BETTER = "better"
 
 
-class Axis(NamedTuple):
-    """A quantity at equal values of which runs are compared.
-
-    values: from a run to the quantity of each row, [N]. text: formats a value.
-    """
-
-    name: str
-    values: Callable[[RunData], np.ndarray]
-    text: Callable[[float], str]
-
-
 class Comparison(NamedTuple):
-    """The losses of two runs where they have come equally far.
+    """The losses of two runs after equally many tokens.
 
-    x: how far. first, other: the losses [nats/token]. noise: standard deviation of the difference
-    of two evaluations, or NaN where it is unknown.
+    tokens: of both. first, other: the losses [nats/token]. noise: standard deviation of the
+    difference of two evaluations, or NaN where it is unknown.
     """
 
-    x: float
+    tokens: float
     first: float
     other: float
     noise: float
@@ -67,66 +58,42 @@ class Comparison(NamedTuple):
         return Verdict.WORSE if self.other > self.first else Verdict.BETTER
 
 
-def tokens(run: RunData) -> np.ndarray:
-    """Return the tokens that the outer parameters of each row were trained on, [N].
+def compare(first: RunData, other: RunData) -> Comparison | str:
+    """Compare two runs at the most tokens that both have reached.
 
-    Of an island these are the committed tokens. A row that has an evaluation only gets a value
-    between those of the rows around it.
+    Returns:
+      The comparison, or why there is none, in a few words.
     """
-    if not timeline.is_island(run):
-        return run.column("learning/tokens")
-    committed = run.column(timeline.COMMITTED)
-    known = np.isfinite(committed)
-    return np.interp(run.steps, run.steps[known], committed[known])
-
-
-def total_bytes(run: RunData) -> np.ndarray:
-    """Return the bytes that a replica has sent since step 1, [N]; NaN where they are unknown."""
-    sent = run.column(timeline.BYTES)
-    rows = np.flatnonzero(np.isfinite(sent))
-    if not len(rows):
-        return sent
-    ends = np.concatenate([[0], run.steps[rows]])
-    sums = np.concatenate([[0.0], np.cumsum(sent[rows] * np.diff(ends))])
-    return np.interp(run.steps, ends, sums)
-
-
-_TOKENS = Axis("tokens", tokens, "{:,.0f}".format)
-_AXES = [
-    _TOKENS,
-    Axis("steps", lambda run: run.steps.astype(float), "{:,.0f}".format),
-    Axis("bytes", total_bytes, amount),
-    Axis("seconds", lambda run: run.column("perf/wall_time_s"), span),
-]
-
-
-def axes(first: RunData, other: RunData) -> list[Axis]:
-    """Return the quantities at which two runs can be compared.
-
-    Steps, bytes and seconds of an island are its own. They do not describe the shared outer
-    parameters, so islands are compared at committed tokens only.
-    """
-    if timeline.is_island(first) or timeline.is_island(other):
-        return [_TOKENS._replace(name="committed tokens")]
-    return _AXES
-
-
-def compare(first: RunData, other: RunData, axis: Axis) -> Comparison | None:
-    """Compare two runs at the largest value that both have reached; None if there is none."""
-    a, b = (curve(run, axis.values(run)) for run in (first, other))
+    if names := differing_eval_keys(first, other):
+        return f"the held-out texts may differ: {', '.join(names)}"
+    a, b = loss_curve(first), loss_curve(other)
     if not len(a) or not len(b) or min(a[-1, 0], b[-1, 0]) < max(a[0, 0], b[0, 0]):
-        return None
+        return "no evaluations after equally many tokens"
     x = float(min(a[-1, 0], b[-1, 0]))
     losses = [float(np.interp(x, *points.T)) for points in (a, b)]
     return Comparison(x, *losses, math.hypot(noise_of(a[:, 1]), noise_of(b[:, 1])))
 
 
-def curve(run: RunData, x: np.ndarray) -> np.ndarray:
-    """Return [rows, 2]: x, which increases, and the loss where both are finite.
+def tokens(run: RunData) -> np.ndarray:
+    """Return the tokens that the outer parameters of each row were trained on, [N].
+
+    Of an island these are the committed tokens: its outer parameters are those of all islands. A
+    row that has an evaluation only gets a value between those of the rows around it, or NaN before
+    the first of them.
+    """
+    counts = run.column(timeline.COMMITTED if timeline.is_island(run) else "learning/tokens")
+    known = np.isfinite(counts)
+    if not known.any():
+        return counts
+    return np.interp(run.steps, run.steps[known], counts[known], left=np.nan)
+
+
+def loss_curve(run: RunData) -> np.ndarray:
+    """Return [rows, 2]: tokens, which increase, and the loss where both are finite.
 
     Evaluations of the initial parameters, before any outer update, are left out.
     """
-    points = np.stack([x, run.column("eval/loss")], axis=1)
+    points = np.stack([tokens(run), run.column("eval/loss")], axis=1)
     points = points[np.isfinite(points).all(1) & _is_trained(run)]
     increases = [True, *(b[0] > a[0] for a, b in itertools.pairwise(points))]
     return points[np.array(increases[: len(points)], bool)]
@@ -176,29 +143,16 @@ def differing_eval_keys(first: RunData, other: RunData) -> list[str]:
 
 
 def table(runs: Sequence[RunData]) -> Table:
-    """Return a row for each other run and each axis that it shares with the first run.
-
-    A run that cannot be compared has one row, which says why.
-    """
+    """Return a row for each other run: its comparison with the first one, or why there is none."""
     first = runs[0]
-    head = ["run", "at equal", "value", f"loss of {first.name}", "loss", "difference", "noise",
-            "verdict"]  # fmt: skip
-    rows, numbers = [], []
-    for number, other in enumerate(runs[1:], 1):
-        if names := differing_eval_keys(first, other):
-            cells, why = [], f"the held-out texts may differ: {', '.join(names)}"
-        else:
-            found = [(axis, compare(first, other, axis)) for axis in axes(first, other)]
-            cells = [_cells(axis, result) for axis, result in found if result is not None]
-            why = "no evaluations at an equal point"
-        cells = cells or [[*[UNKNOWN] * 6, f"not compared ({why})"]]
-        rows += [[other.name, *each] for each in cells]
-        numbers += [number] * len(cells)
-    return Table(head, rows, numbers)
+    head = ["run", "tokens", f"loss of {first.name}", "loss", "difference", "noise", "verdict"]
+    rows = [[other.name, *_cells(compare(first, other))] for other in runs[1:]]
+    return Table(head, rows, list(range(1, len(runs))))
 
 
-def _cells(axis: Axis, result: Comparison) -> list[str]:
+def _cells(result: Comparison | str) -> list[str]:
+    if isinstance(result, str):
+        return [*[UNKNOWN] * 5, f"not compared ({result})"]
     noise = "unknown" if math.isnan(result.noise) else f"{result.noise:.4f}"
-    difference = f"{result.other - result.first:+.4f}"
-    losses = [f"{result.first:.4f}", f"{result.other:.4f}", difference]
-    return [axis.name, axis.text(result.x), *losses, noise, result.verdict.value]
+    losses = [f"{result.first:.4f}", f"{result.other:.4f}", f"{result.other - result.first:+.4f}"]
+    return [f"{result.tokens:,.0f}", *losses, noise, result.verdict.value]

@@ -102,10 +102,10 @@ def _config(runs: Sequence[RunData], defaults: Mapping[str, Any]) -> str:
 
 def _comparison(runs: Sequence[RunData]) -> str:
     note = (
-        "Losses of the outer parameters on held-out text. Noise is the standard deviation of the "
-        "difference of two evaluations, from the scatter of the last ones. A difference within "
-        f"{comparison.SIGMAS} of them, or below {comparison.FLAT:.1%}, is called none. Runs with "
-        "another seed differ by more."
+        "Losses of the outer parameters on held-out text after equally many tokens. Noise "
+        "is the standard deviation of the difference of two evaluations, from the scatter of the "
+        f"last ones. A difference within {comparison.SIGMAS} of them, or below "
+        f"{comparison.FLAT:.1%}, is called none. Runs with another seed differ by more."
     )
     return (
         f"<section><h2>Comparison</h2>{to_html(comparison.table(runs))}"

@@ -7,7 +7,7 @@ import numpy as np
 
 from maxdiloco.flags import config
 from maxdiloco.metrics import definitions
-from maxdiloco.report import comparison, timeline
+from maxdiloco.report import series, timeline
 from maxdiloco.report.run_data import REPLICA_LOSS, RunData
 from maxdiloco.report.series import Curves
 
@@ -38,7 +38,7 @@ class Panel(NamedTuple):
 
 
 TOTAL_BYTES = definitions.Metric(
-    comparison.TOTAL_BYTES, "B", "Bytes that a replica has sent since step 1."
+    series.TOTAL_BYTES, "B", "Bytes that a replica has sent since step 1."
 )
 _ROLES = ("replica", "line", "mean", "outer")  # drawn in this order, the last one on top
 
@@ -93,6 +93,8 @@ def _panel(runs: Sequence[RunData], title: str, lines: list[Line], *, is_main: b
     note = known[0].meaning.replace("`", "")
     if known[0].name == "learning/lr":
         note += _outer_rates(runs)
+    elif known[0].name == timeline.BYTES:
+        note += " Drawn as a mean over whole periods."
     return Panel(title, known[0].unit, note, is_main, lines)
 
 

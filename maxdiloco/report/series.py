@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.report import comparison, timeline
+from maxdiloco.report import timeline
 from maxdiloco.report.run_data import NOT_FINITE, RunData
 
+TOTAL_BYTES = "dcn/bytes_sent_in_all"  # of a replica since step 1; a column of the report only
 # Points of all curves together. A point has 4 bytes, 5.3 in base64: 0.6 MB, below a page of 1 MB.
 MAX_POINTS = 110_000
 # Points of one curve. 20,000 are two for each pixel of a wide screen that shows a tenth of the run;
@@ -34,12 +35,22 @@ def of_runs(runs: Sequence[RunData]) -> list[Curves]:
     for number, run in enumerate(runs):
         columns = run.columns
         if timeline.BYTES in columns:
-            total = comparison.total_bytes(run)
             columns = columns | {timeline.BYTES: timeline.mean_bytes(run)}
-            columns |= {comparison.TOTAL_BYTES: total} if np.isfinite(total).any() else {}
+            columns |= {TOTAL_BYTES: total_bytes(run)}
         for steps, group in by_rows(run.steps, columns):
             found.append(Curves(number, *thin(steps, group, limit=limit)))
     return found
+
+
+def total_bytes(run: RunData) -> np.ndarray:
+    """Return the bytes that a replica has sent since step 1, [N]; NaN where they are unknown."""
+    sent = run.column(timeline.BYTES)
+    rows = np.flatnonzero(np.isfinite(sent))
+    if not len(rows):
+        return np.full(len(sent), np.nan)
+    ends = np.concatenate([[0], run.steps[rows]])
+    sums = np.concatenate([[0.0], np.cumsum(sent[rows] * np.diff(ends))])
+    return np.interp(run.steps, ends, sums)
 
 
 def by_rows(

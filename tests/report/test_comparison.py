@@ -1,4 +1,4 @@
-"""Runs side by side: theta at equal steps, tokens, bytes and seconds; runs of other trainers."""
+"""Runs side by side: the outer parameters at equal tokens; runs of other trainers."""
 
 import math
 
@@ -10,24 +10,33 @@ from synthetic_runs import DEFAULTS, ROWS, evaluated, run_of
 from tensorboardX import SummaryWriter
 
 from maxdiloco.report import __main__ as report
-from maxdiloco.report import comparison, event_files, html, run_data, timeline
+from maxdiloco.report import comparison, event_files, html, run_data, series, timeline
+from maxdiloco.report.comparison import Verdict
 
 
-def test_runs_are_compared_at_equal_steps_tokens_bytes_and_time():
-    """a falls from 3 by 0.01 a step and b by 0.02. b reads half the tokens of a step, sends a tenth
-    of the bytes and takes half the seconds: at a's step 50, b's step 100; at a's 10, b's 100."""
+def test_runs_are_compared_at_equal_tokens():
+    """a falls from 3 by 0.01 a step and b by 0.02. b reads half the tokens of a step: at its step
+    100, 500 tokens, it has 1.0, and a after 500 tokens, at its step 50, has 2.5."""
     fall = 0.01 * np.arange(1, ROWS + 1)
     a = evaluated("a", 3 - fall)
-    b = evaluated("b", 3 - 2 * fall, tokens=5.0, sent=1e5, step_s=1.0)
+    b = evaluated("b", 3 - 2 * fall, tokens=5.0)
     found = comparison.table([a, b])
-    assert [row[1:6] for row in found.rows] == [
-        ["tokens", "500", "2.5000", "1.0000", "-1.5000"],
-        ["steps", "100", "2.0000", "1.0000", "-1.0000"],
-        ["bytes", "10 MB", "2.9000", "1.0000", "-1.9000"],
-        ["seconds", "1.67 min", "2.5000", "1.0000", "-1.5000"],
-    ]
-    assert {row[-1] for row in found.rows} == {"better"} and found.runs == [1] * 4
-    assert comparison.table([b, a]).rows[0][-1] == "worse"
+    assert [row[:5] for row in found.rows] == [["b", "500", "2.5000", "1.0000", "-1.5000"]]
+    assert found.rows[0][-1] == "better" and found.runs == [1]
+    assert comparison.compare(b, a).verdict is Verdict.WORSE
+    no_count = a._replace(columns={"eval/loss": a.column("eval/loss")})
+    assert isinstance(comparison.compare(no_count, b), str)
+
+
+def test_an_evaluation_between_two_rows_has_tokens_between_theirs():
+    """Log rows at 10, 20, ..., each of 100 tokens; evaluations at 5, 15, ... in between. The one at
+    5 is before the first count."""
+    steps = np.arange(5, 105, 5)
+    counts = np.where(steps % 10 == 0, 10.0 * steps, np.nan)
+    losses = np.where(steps % 10 == 0, np.nan, 3.0)
+    columns = {"learning/tokens": counts, "eval/loss": losses}
+    run = run_of(columns=columns, rows=20, enable_diloco=False)._replace(steps=steps)
+    assert list(comparison.loss_curve(run)[:, 0]) == list(range(150, 1000, 100))
 
 
 def test_rows_of_evaluations_alone_take_no_bytes_from_the_others():
@@ -39,7 +48,7 @@ def test_rows_of_evaluations_alone_take_no_bytes_from_the_others():
     columns = {"dcn/bytes_sent": np.where(logs, 1e6, np.nan)}
     columns["eval/loss"] = np.where(logs, np.nan, 3.0)
     run = run_of(columns=columns, rows=20)._replace(steps=steps)
-    np.testing.assert_allclose(comparison.total_bytes(run), 1e6 * steps)
+    np.testing.assert_allclose(series.total_bytes(run), 1e6 * steps)
 
 
 def test_a_difference_within_the_noise_of_evaluations_is_none():
@@ -49,13 +58,14 @@ def test_a_difference_within_the_noise_of_evaluations_is_none():
     assert comparison.noise_of(waves) == pytest.approx(0.01 / math.sqrt(1.5))
     assert comparison.noise_of(np.linspace(3, 2, 9)) == pytest.approx(0, abs=1e-12)
     assert math.isnan(comparison.noise_of(waves[:3]))
-    for shift, words in ((0.02, "no difference"), (0.03, "worse"), (-0.03, "better")):
-        found = comparison.table([evaluated("a", waves), evaluated("b", waves + shift)])
-        assert {(row[6], row[7]) for row in found.rows} == {("0.0115", words)}
+    for shift, verdict in ((0.02, Verdict.SAME), (0.03, Verdict.WORSE), (-0.03, Verdict.BETTER)):
+        found = comparison.compare(evaluated("a", waves), evaluated("b", waves + shift))
+        assert found.noise == pytest.approx(0.0115, abs=5e-5) and found.verdict is verdict
 
 
 def test_islands_are_compared_at_equal_committed_tokens():
-    """Theta is one function of the committed tokens; c came late, and reads a tenth of them."""
+    """The outer parameters are one function of the committed tokens; c came late, and reads a tenth
+    of them."""
     rows = np.arange(1.0, ROWS + 1)
 
     def island(name, committed, *, worse=0.0, tokens):
@@ -64,26 +74,24 @@ def test_islands_are_compared_at_equal_committed_tokens():
 
     a = island("a", 20 * rows, tokens=18.0)
     c = island("c", 1000 + 20 * rows, tokens=2.0)
-    found = comparison.table([a, c])
-    assert [(row[1], row[2], row[-1]) for row in found.rows] == [
-        ("committed tokens", "2,000", "no difference")
-    ]
+    found = comparison.compare(a, c)
+    assert (found.tokens, found.verdict) == (2000, Verdict.SAME)
     other = island("other", 20 * rows, worse=0.5, tokens=18.0)
-    assert comparison.table([a, other]).rows[0][-1] == "worse"
+    assert comparison.compare(a, other).verdict is Verdict.WORSE
 
 
 def test_evaluations_of_initial_parameters_are_left_out():
-    """Theta is applied at step 80 for the first time: those before it are of no training."""
+    """The first outer update is at step 80; evaluations before it are of no training."""
     theta = np.where(np.arange(1, ROWS + 1) < 80, 10.0, 2.0)
     a, b = (evaluated(name, theta, diloco_sync_period=H) for name, H in (("a", 1), ("b", 80)))
-    (of_a, of_b) = (comparison.curve(run, run.steps.astype(float)) for run in (a, b))
-    assert len(of_a) == ROWS and list(of_b[:, 0]) == list(range(80, ROWS + 1))
-    start = b._replace(columns=b.columns | {timeline.COMMITTED: np.repeat([0.0, 9.0], ROWS // 2)})
-    assert len(comparison.curve(start, start.steps.astype(float))) == ROWS // 2
+    (of_a, of_b) = (comparison.loss_curve(run) for run in (a, b))
+    assert len(of_a) == ROWS and list(of_b[:, 0]) == list(range(800, 10 * ROWS + 1, 10))
+    committed = np.maximum(np.arange(ROWS) - 50.0, 0)  # of an island: the first 51 rows have none
+    start = b._replace(columns=b.columns | {timeline.COMMITTED: committed})
+    assert len(comparison.loss_curve(start)) == 49
     early = {name: values[:79] for name, values in b.columns.items()}
     early = b._replace(steps=b.steps[:79], columns=early)
-    (row,) = comparison.table([a, early]).rows
-    assert row[0] == "b" and "not compared" in row[-1]
+    assert isinstance(comparison.compare(a, early), str)
 
 
 def test_runs_of_other_held_out_texts_have_a_row_with_the_keys():
@@ -92,16 +100,14 @@ def test_runs_of_other_held_out_texts_have_a_row_with_the_keys():
     a = evaluated("a", theta, dataset_path="/data/x")
     b = evaluated("b", theta, dataset_path="/data/y", eval_steps=3)
     found = comparison.table([a, b, a._replace(name="c")])
-    assert found.runs == [1, 2, 2, 2, 2]
-    assert found.rows[0][0] == "b" and "dataset_path, eval_steps" in found.rows[0][-1]
-    assert {(row[0], row[-1]) for row in found.rows[1:]} == {("c", "no difference")}
+    assert [row[0] for row in found.rows] == ["b", "c"] and found.runs == [1, 2]
+    assert "dataset_path, eval_steps" in found.rows[0][-1]
+    assert comparison.compare(a, a._replace(name="c")).verdict is Verdict.SAME
     assert found.rows[0][-1] in html.page([a, b], DEFAULTS)
     same = dict(eval_dataset_path="/data/held_out")
-    a, b = (
-        a._replace(config=a.config | same),
-        b._replace(config=b.config | same | {"eval_steps": 10}),
-    )
-    assert {row[-1] for row in comparison.table([a, b]).rows} == {"no difference"}
+    a = a._replace(config=a.config | same)
+    b = b._replace(config=b.config | same | {"eval_steps": 10})
+    assert comparison.compare(a, b).verdict is Verdict.SAME
 
 
 def test_keys_and_losses_that_differ_are_above_the_charts():

@@ -10,7 +10,7 @@ function drawLanes(host, timeline, { css, colour, short, whole }) {
   const steps = { ...axis, values: (u, found) => found.map(String), size: 30, space: 60,
     incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] };
   const side = { ...axis, size: 76, labelSize: 20, labelFont: axis.font };
-  const x = { time: false, range: () => [first - 1, lastStep + 1] };
+  const x = { time: false, range: () => [first - 1.5, lastStep + 1] };
   const cursor = { sync: { key: `lanes${host.dataset.timeline}`, setSeries: false },
     drag: { x: false, y: false }, points: { show: false }, y: false };
   const width = Math.max(host.clientWidth, 100);
