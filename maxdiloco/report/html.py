@@ -44,7 +44,7 @@ def page(runs: Sequence[RunData], defaults: Mapping[str, Any], *, reload_s: int 
         marks=_marks(runs),
         timelines=_timelines(runs, timelines),
         config=config if is_single else "",
-        comparison="" if is_single else config + _comparison(runs),
+        comparison="" if is_single else _comparison(runs) + config,
         sessions=to_html(run_info.session_table(runs), empty="No start is recorded."),
         checkpoints=to_html(
             run_info.checkpoint_table(runs), cards=False, empty="No checkpoint is kept."
@@ -96,7 +96,7 @@ def _config(runs: Sequence[RunData], defaults: Mapping[str, Any]) -> str:
         body = "<p>The configuration is unknown.</p>"
     else:
         same = "Every key has its default." if len(runs) == 1 else "The runs have the same keys."
-        body = to_html(run_info.config_table(runs, defaults), cards=False, empty=same)
+        body = to_html(run_info.config_table(runs, defaults), cards=len(runs) > 1, empty=same)
     return f"<section><h2>{title}</h2>{body}</section>"
 
 

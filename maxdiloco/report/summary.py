@@ -10,13 +10,13 @@ from maxdiloco.report.run_data import NOT_FINITE, RunData
 from maxdiloco.report.tables import UNKNOWN, Table
 
 HEAD = [
-    "run", "state", "step", "replicas", "mode", "training loss", "outer loss", "best outer loss",
+    "run", "state", "step", "replicas", "mode", "training loss", "held-out loss", "best held-out",
     "tokens/s", "sent/step",
 ]  # fmt: skip
 
 
 def table(runs: Sequence[RunData]) -> Table:
-    """Return one row for each run. Outer loss: that of the outer parameters on held-out text."""
+    """Return one row for each run. The held-out loss is that of the outer parameters."""
     rows = [
         [
             run.name,

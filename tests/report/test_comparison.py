@@ -113,7 +113,7 @@ def test_runs_of_other_held_out_texts_have_a_row_with_the_keys():
 def test_keys_and_losses_that_differ_are_above_the_charts():
     runs = [evaluated(name, np.full(ROWS, 2.0), learning_rate=k) for k, name in enumerate("ab")]
     page = html.page(runs, DEFAULTS)
-    at = [page.index(words) for words in (">learning_rate<", "no difference", 'id="panels"')]
+    at = [page.index(words) for words in ("no difference", ">learning_rate<", 'id="panels"')]
     assert at == sorted(at)
     assert '"dcn/bytes_sent_in_all"' in page  # for the x axis
     assert "no difference" not in html.page(runs[:1], DEFAULTS)

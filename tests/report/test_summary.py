@@ -17,8 +17,8 @@ def test_the_summary_has_last_and_best_losses():
     outer[[9, 49, 89]] = 3.0, 1.5, 2.0
     loss = 10.0 / np.arange(1, ROWS + 1)
     shown = row_of(run_of(columns={"learning/loss": loss, "eval/loss": outer}))
-    assert (shown["training loss"], shown["outer loss"]) == ("0.1000", "2.0000 (step 90)")
-    assert shown["best outer loss"] == "1.5000 (step 50)"
+    assert (shown["training loss"], shown["held-out loss"]) == ("0.1000", "2.0000 (step 90)")
+    assert shown["best held-out"] == "1.5000 (step 50)"
     assert shown["step"] == "100"
 
 
