@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from etils import epath
 
 from maxdiloco.errors import USER_ERRORS, CheckpointError
-from maxdiloco.metrics.line_files import ChunkedLines, LocalLines, open_lines
+from maxdiloco.metrics.line_files import open_lines
+from maxdiloco.metrics.line_writer import LineWriter
 from maxdiloco.processes.output import one_line, say, shows_bars, span
 from maxdiloco.storage.run_folder import reason
 
@@ -94,7 +95,7 @@ class Console:
         self._shown = shown
         self._bar = None
         self._early: list[str] | None = []  # lines before there is a log
-        self._log: LocalLines | ChunkedLines | None = None
+        self._log: LineWriter | None = None
         self._path: epath.Path | None = None  # of the log
         self._failing = False  # the log
         self._lock = threading.Lock()  # of all that is the log's

@@ -13,6 +13,7 @@ from maxdiloco.checkpoint import read, seal
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml
 from maxdiloco.metrics import line_files
+from maxdiloco.metrics.history import read_history
 from maxdiloco.report import event_files
 from maxdiloco.report.event_files import MAX_STEP
 from maxdiloco.storage.run_folder import RunFolder, is_local
@@ -124,7 +125,7 @@ def _load(path: epath.Path, name: str, argument: str, defaults: Mapping[str, Any
                 "The configuration is unknown: the folder has no config.yml. Therefore there is "
                 "no timeline, and keys cannot be compared."
             )
-        history = line_files.read_history(folder)
+        history = read_history(folder)
         complete = [event for event in history if _is_complete(event)]
         if broken := len(history) - len(complete):
             notes.append(f"{broken} broken lines of {folder.history.name} are left out.")

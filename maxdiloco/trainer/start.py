@@ -19,7 +19,8 @@ from maxdiloco.errors import CheckpointError
 from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.flags import base_yml, checks, config, resume
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics import compiles, console, line_files
+from maxdiloco.metrics import compiles, console
+from maxdiloco.metrics import history as history_lib
 from maxdiloco.processes import agree, coordination, output
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
 from maxdiloco.trainer import optimizer
@@ -252,13 +253,13 @@ def rate_lines(
 
 def history_of(
     folder: RunFolder, parts: Parts, *, done: int, total: int
-) -> AbstractContextManager[line_files.History | None]:
+) -> AbstractContextManager[history_lib.History | None]:
     """Adds a line for this start to history.jsonl, and one when the context is left."""
     if jax.process_index() != 0:
         return nullcontext()
     trainer, H = parts.trainer, parts.trainer.period
     # A steady state: an exchange of the period before the first H steps is under way.
-    period = range(2 * H + 1, 2 * H + 1 + min(H, line_files.MOST_STEPS))
+    period = range(2 * H + 1, 2 * H + 1 + min(H, history_lib.MAX_STEPS))
     facts = {
         "step": done,
         "until": total,
@@ -268,7 +269,7 @@ def history_of(
         "reduce_scatter": trainer.description.reduce_scatter,
         "bytes_sent": [trainer.bytes_sent(t) for t in period],
     }
-    return line_files.History(folder, facts)
+    return history_lib.History(folder, facts)
 
 
 def note(

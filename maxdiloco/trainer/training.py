@@ -25,7 +25,8 @@ from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.speed import active_parameters
 from maxdiloco.metrics.start_time import StartClock
-from maxdiloco.metrics.writer import MetricsWriter, require_wandb
+from maxdiloco.metrics.wandb_run import require_wandb
+from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib

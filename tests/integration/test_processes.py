@@ -25,7 +25,7 @@ from run_files import assert_equal_bits, checkpoint_arrays, logged_steps, metric
 from tiers import full
 
 from maxdiloco.checkpoint import seal
-from maxdiloco.metrics import line_files
+from maxdiloco.metrics import history
 from maxdiloco.processes.signals import SAME_PRESS_S
 from maxdiloco.storage.run_folder import RunFolder
 
@@ -208,7 +208,7 @@ def test_a_killed_process_ends_the_others_with_5_and_its_name(
     assert line.startswith(f"LostPeerError: process {victim} on {HOST} ")
     assert names_key(line, "run_name")
     if victim != 0:  # process 0 writes it
-        events = line_files.read_history(RunFolder(tmp_path / "lost"))
+        events = history.read_history(RunFolder(tmp_path / "lost"))
         assert [event["event"] for event in events] == ["start", "end"]
         assert events[1]["why"] == line
 

@@ -33,7 +33,7 @@ from maxdiloco.checkpoint import orbax_io, seal, write
 from maxdiloco.errors import NumericsError
 from maxdiloco.evaluation import held_out
 from maxdiloco.flags import config
-from maxdiloco.metrics import line_files
+from maxdiloco.metrics import history
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.metrics.start_time import StartClock
 from maxdiloco.processes.signals import Preemption
@@ -73,7 +73,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_resumes(finished, tmp_path, numbe
 
     assert f"resumed after step {step};" in train(tmp_path / "stopped", **keys).output
     assert_equal_runs(tmp_path / "stopped", finished, steps=STEPS)
-    events = line_files.read_history(RunFolder(tmp_path / "stopped"))
+    events = history.read_history(RunFolder(tmp_path / "stopped"))
     assert [event["event"] for event in events] == ["start", "end"] * 2
     starts = [(event["step"], event["until"]) for event in events[::2]]
     assert starts == [(0, STEPS), (step, STEPS)]

@@ -14,7 +14,7 @@ import pytest
 
 from maxdiloco.engine.trainer import Description
 from maxdiloco.errors import CheckpointError, Preempted
-from maxdiloco.metrics import line_files
+from maxdiloco.metrics import history, line_files
 from maxdiloco.metrics.writer import MetricsWriter, row
 from maxdiloco.trainer import start
 
@@ -108,6 +108,7 @@ def disk(monkeypatch):
             return super().write(line[:taken])
 
     monkeypatch.setattr(line_files, "open", lambda path, mode, **_: File(path, mode), raising=False)
+    monkeypatch.setattr(line_files, "STALL_S", 60.0)  # as long as a busy machine needs
     return found
 
 
@@ -157,30 +158,30 @@ def test_rows_of_a_file_that_was_removed_are_an_error(folder):
 
 def test_the_history_has_a_line_for_each_start_and_end(folder, monkeypatch):
     """An error is the reason of an end, and is raised."""
-    assert line_files.read_history(folder) == []
+    assert history.read_history(folder) == []
     times = iter([10.0, 20.0, 30.0, 40.0, 50.0])
-    monkeypatch.setattr(line_files.time, "time", lambda: next(times))
-    with line_files.History(folder, {"step": 0, "processes": 2}):
-        assert len(line_files.read_history(folder)) == 1
-    line_files.History(folder, {"step": 5, "processes": 1})
-    assert line_files.read_history(folder) == [
+    monkeypatch.setattr(history.time, "time", lambda: next(times))
+    with history.History(folder, {"step": 0, "processes": 2}):
+        assert len(history.read_history(folder)) == 1
+    history.History(folder, {"step": 5, "processes": 1})
+    assert history.read_history(folder) == [
         {"event": "start", "time": 10.0, "step": 0, "processes": 2},
         {"event": "end", "time": 20.0, "why": ""},
         {"event": "start", "time": 30.0, "step": 5, "processes": 1},
     ]
-    with pytest.raises(Preempted), line_files.History(folder, {}):
+    with pytest.raises(Preempted), history.History(folder, {}):
         raise Preempted("SIGTERM after\nstep 3")
-    assert line_files.read_history(folder)[-1]["why"] == "Preempted: SIGTERM after\\nstep 3"
+    assert history.read_history(folder)[-1]["why"] == "Preempted: SIGTERM after\\nstep 3"
 
 
 def test_a_torn_history_is_continued_and_a_folder_named(folder, capsys):
     """A folder in the place of metrics.jsonl is an error."""
     folder.history.write_text('{"event": "sta')
-    with line_files.History(folder, {"step": 7}):
-        assert [event["event"] for event in line_files.read_history(folder)] == ["start"]
+    with history.History(folder, {"step": 7}):
+        assert [event["event"] for event in history.read_history(folder)] == ["start"]
     folder.history.unlink()
     folder.history.mkdir()
-    line_files.History(folder, {}).__exit__(None, None, None)
+    history.History(folder, {}).__exit__(None, None, None)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and all(str(folder.history) in line for line in said)
     folder.metrics.mkdir()
@@ -195,7 +196,7 @@ def test_the_line_of_a_start_has_the_bytes_of_the_third_period(folder, H, sent):
     trainer.description = Description("", (), reduce_scatter=True)
     parts = SimpleNamespace(trainer=trainer, mesh=SimpleNamespace(size=4))
     with start.history_of(folder, parts, done=5, total=9):
-        (line,) = line_files.read_history(folder)
+        (line,) = history.read_history(folder)
     assert (line["step"], line["until"], line["replicas"], line["devices"]) == (5, 9, 2, 4)
     assert line["reduce_scatter"] is True
-    assert line["bytes_sent"] == sent or len(line["bytes_sent"]) == line_files.MOST_STEPS
+    assert line["bytes_sent"] == sent or len(line["bytes_sent"]) == history.MAX_STEPS

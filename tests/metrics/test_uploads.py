@@ -11,9 +11,10 @@ from tensorboardX.proto import event_pb2
 from tiers import full
 
 from maxdiloco.errors import CheckpointError
-from maxdiloco.metrics import line_files
+from maxdiloco.metrics import line_files, line_writer
 from maxdiloco.metrics.console import Console
-from maxdiloco.metrics.line_files import ChunkedLines
+from maxdiloco.metrics.line_files import ChunkTarget
+from maxdiloco.metrics.line_writer import LineWriter
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.report import event_files, run_data
 from maxdiloco.storage.run_folder import locate
@@ -25,7 +26,7 @@ WAIT_S = 60.0  # far longer than anything here takes
 @pytest.fixture
 def bucket_run(faulty, monkeypatch):
     """The folder of a run in the bucket."""
-    monkeypatch.setattr(line_files, "RETRY_S", 0.01)
+    monkeypatch.setattr(line_writer, "RETRY_S", 0.01)
     return locate(BASE, "a")
 
 
@@ -153,7 +154,7 @@ def test_every_end_of_a_run_uploads_the_rest(bucket_run, error):
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_at_the_end_a_store_has_a_deadline(faulty, bucket_run, monkeypatch, hangs):
-    monkeypatch.setattr(line_files, "WAIT_S", 0.2)
+    monkeypatch.setattr(line_files, "PATIENCE_S", 0.2)
     answers = threading.Event()
     rows = writer(bucket_run)
     rows.write(1, {"learning/loss": 1.0})
@@ -207,7 +208,7 @@ def test_a_run_that_has_lost_its_lock_uploads_no_more(faulty, bucket_run):
             raise CheckpointError("lost")
 
     folder = bucket_run.path / "metrics"
-    sink = ChunkedLines(folder, require_lock, suffix=".jsonl")
+    sink = LineWriter(ChunkTarget(folder, require_lock, suffix=".jsonl"), require_lock)
     sink.write(b"a\n")
     sink.sync()
     sink.write(b"b\n")
@@ -220,9 +221,9 @@ def test_a_run_that_has_lost_its_lock_uploads_no_more(faulty, bucket_run):
 
 def test_while_a_store_is_away_the_newest_lines_stay(faulty, bucket_run, monkeypatch):
     """In a memory that does not grow. The lines of an upload under way are kept besides."""
-    monkeypatch.setattr(line_files, "MAX_PENDING_BYTES", 100)
+    monkeypatch.setattr(line_writer, "MAX_PENDING_BYTES", 100)
     monkeypatch.setattr(line_files, "CHUNK_S", WAIT_S)
-    sink = ChunkedLines(bucket_run.path / "log", lambda: None)
+    sink = LineWriter(ChunkTarget(bucket_run.path / "log", lambda: None))
     for number in range(1000):
         sink.write(b"%9d\n" % number)
     sink.close()

@@ -11,8 +11,8 @@ import pytest
 from fake_gcs import BUCKET
 
 from maxdiloco.errors import CheckpointError, ConfigError
-from maxdiloco.metrics import line_files
-from maxdiloco.metrics.line_files import History, read_history
+from maxdiloco.metrics import line_files, line_writer
+from maxdiloco.metrics.history import History, read_history
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.storage import durable, object_lock, output_file
 from maxdiloco.storage.object_lock import ObjectLock
@@ -26,7 +26,7 @@ def times(monkeypatch):
     monkeypatch.setattr(object_lock, "RENEW_S", 0.01)
     monkeypatch.setattr(object_lock, "STALE_S", 0.05)
     monkeypatch.setattr(line_files, "CHUNK_S", 0.0)
-    monkeypatch.setattr(line_files, "RETRY_S", 0.01)
+    monkeypatch.setattr(line_writer, "RETRY_S", 0.01)
 
 
 def words_of(error):
