@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.link.command import choices, divided, guarded, help_text, number
 from benchmarks.link.rows import ROOT
 from benchmarks.replica_cost import measure
-from maxdiloco.processes.output import aligned
+from maxdiloco.output import aligned
 
 OWN = {
     "latency_ms": "20",

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.processes.output import aligned
+from maxdiloco.output import aligned
 
 WORDS = 50_000  # distinct ones, of Zipf's frequencies: our choice
 LENGTH = 1024  # tokens of a window that is read

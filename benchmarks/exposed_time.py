@@ -27,10 +27,10 @@ from maxdiloco.command_line import guarded
 from maxdiloco.diloco import outer, slices
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
+from maxdiloco.output import aligned
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
-from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import assemble
 
 GBPS = (25.0, 2.0, 0.5)  # of one device

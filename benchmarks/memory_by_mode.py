@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.exposed_time import asked, bound, changed
 from maxdiloco.command_line import guarded
 from maxdiloco.engine.calls import memory_of
-from maxdiloco.processes.output import aligned
+from maxdiloco.output import aligned
 from maxdiloco.trainer import assemble
 
 MIB = 2**20

@@ -32,8 +32,8 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.models.model import count_parameters
+from maxdiloco.output import aligned
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes.output import aligned
 
 OWN = {
     "python": "",  # of an environment with torch; empty: one is made in `out`

@@ -36,9 +36,9 @@ from maxdiloco.flags import config
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics.speed import flops_per_token, performance
 from maxdiloco.models.model import count_parameters
+from maxdiloco.output import aligned
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes.output import aligned
 from maxdiloco.trainer import assemble, remat_choice
 
 DEFAULTS = {

@@ -4,9 +4,9 @@ import ast
 import pathlib
 from collections.abc import Sequence
 
+from maxdiloco import output
 from maxdiloco.command_line import HELP, guarded
 from maxdiloco.errors import ConfigError
-from maxdiloco.processes import output
 
 
 @guarded

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
+from maxdiloco import output
+from maxdiloco.cluster.signals import DETECTOR, hearing, quit_now
 from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS, ConfigError, Preempted
-from maxdiloco.processes import output
-from maxdiloco.processes.signals import WATCH, hearing, quit_now
 from maxdiloco.version import __version__
 
 HELP = ("-h", "--help", "help")
@@ -147,8 +147,8 @@ def end_with(main: Program) -> NoReturn:
         if code == INTERRUPTED:  # it is ending already: another Ctrl-C must not change the code
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         output.finish()
-        # One of several processes is ended by its watch, which may wait for peers.
-        if all(thread.name != WATCH for thread in threading.enumerate()):
+        # One of several processes is ended by its failure detector, which may wait for peers.
+        if all(thread.name != DETECTOR for thread in threading.enumerate()):
             # Python joins its threads first, and after a save that a disk has refused those of
             # Orbax wait for each other for minutes.
             leave = threading.Timer(LEAVE_S, os._exit, (code,))

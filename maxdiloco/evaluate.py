@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
-from maxdiloco.processes.output import one_line, say
+from maxdiloco.output import one_line, say
 
 USAGE = """usage: python -m maxdiloco.evaluate RUN [key=value ...]
 

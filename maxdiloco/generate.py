@@ -13,7 +13,7 @@ from maxdiloco import small_files
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
-from maxdiloco.processes.output import say, say_error
+from maxdiloco.output import say, say_error
 
 OPTIONS = MappingProxyType({
     "prompt": Option("\n", "text to continue"),

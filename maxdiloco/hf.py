@@ -11,7 +11,7 @@ from types import MappingProxyType
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks
-from maxdiloco.processes.output import say
+from maxdiloco.output import say
 from maxdiloco.storage.run_folder import absolute
 from maxdiloco.storage.store import is_local
 

@@ -15,7 +15,7 @@ from maxdiloco import train_compile
 from maxdiloco.command_line import Option, guarded, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks, config, help, maxtext
-from maxdiloco.processes.output import say
+from maxdiloco.output import say
 
 OPTIONS = MappingProxyType({
     "step_time": Option(None, "seconds of an inner step without an exchange, measured; then "

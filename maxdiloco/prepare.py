@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
-from maxdiloco.processes.output import say
+from maxdiloco.output import say
 from maxdiloco.storage.store import is_local
 
 USAGE = """usage: python -m maxdiloco.prepare SOURCE out=FOLDER [file.yml] [key=value ...]

@@ -17,7 +17,7 @@ from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import checks
-from maxdiloco.processes.output import say, shows_bars
+from maxdiloco.output import say, shows_bars
 from maxdiloco.storage.store import is_local
 
 USAGE = """usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]

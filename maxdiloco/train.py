@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from maxdiloco.command_line import guarded
 from maxdiloco.metrics.start_time import StartClock
-from maxdiloco.processes.output import say
+from maxdiloco.output import say
 
 
 @guarded

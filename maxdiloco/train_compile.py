@@ -12,7 +12,7 @@ from types import MappingProxyType, SimpleNamespace
 from maxdiloco.command_line import Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config, help
-from maxdiloco.processes.output import one_line, say, say_error
+from maxdiloco.output import one_line, say, say_error
 
 REFUSED = 1
 OPTIONS = MappingProxyType({

@@ -23,9 +23,7 @@ def line(
     return f'<polyline points="{places}" fill="none" {look}/>'
 
 
-def box(
-    x: float, y: float, width: float, height: float, fill: str, *, opacity: float = 1
-) -> str:
+def box(x: float, y: float, width: float, height: float, fill: str, *, opacity: float = 1) -> str:
     """A rectangle with its upper left corner at x, y."""
     see_through = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'

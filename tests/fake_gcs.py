@@ -186,8 +186,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _write(self, store, request, body):
         stored = _stored(store, request, body)
-        return (200, headers_of(stored), b"") if request.is_xml else json_of(
-            described(request.name, stored)
+        return (
+            (200, headers_of(stored), b"")
+            if request.is_xml
+            else json_of(described(request.name, stored))
         )
 
     def _part(self, store, request, body):

@@ -1,6 +1,6 @@
 """Files on https:// for tests: HEAD, GET, ranges and ETags, and no listing.
 
-    with HttpsServer({"a.txt": b"text"}, tmp_path) as server:  # server.environ in the environment
+with HttpsServer({"a.txt": b"text"}, tmp_path) as server:  # server.environ in the environment
 """
 
 import datetime

@@ -72,31 +72,64 @@ def _few_bits() -> list[Mode]:
         for feedback, said in (("always", ""), ("never", ", no feedback")):
             keys = {WIRE: wire, FEEDBACK: feedback, "every_seed": False}
             rows.append(_diloco(f"DiLoCo, {wire}{said}", outer_lr=(DILOCO, 1.0), **keys))
-            rows.append(_streaming(f"streaming, tau=1, {wire}{said}", tau=1,
-                                   outer_lr=AS_STREAMING, **keys))
-            rows.append(_diloco(f"eager, {wire}{said}", outer_lr=AS_EAGER,
-                                **{OVERLAP: "eager"}, **keys))
-    rows.append(_diloco("eager, 4 bits, feedback", outer_lr=AS_EAGER, every_seed=False,
-                        **{OVERLAP: "eager", FEEDBACK: "always"}, **FOUR_BITS))
+            rows.append(
+                _streaming(f"streaming, tau=1, {wire}{said}", tau=1, outer_lr=AS_STREAMING, **keys)
+            )
+            rows.append(
+                _diloco(f"eager, {wire}{said}", outer_lr=AS_EAGER, **{OVERLAP: "eager"}, **keys)
+            )
+    rows.append(
+        _diloco(
+            "eager, 4 bits, feedback",
+            outer_lr=AS_EAGER,
+            every_seed=False,
+            **{OVERLAP: "eager", FEEDBACK: "always"},
+            **FOUR_BITS,
+        )
+    )
     # SparseLoCo (arXiv 2508.15706) has no outer momentum: the residual is one.
-    rows.append(_diloco("DiLoCo, topk, no momentum", every_seed=False, **{WIRE: "topk",
-                        MOMENTUM: 0.0}))
+    rows.append(
+        _diloco("DiLoCo, topk, no momentum", every_seed=False, **{WIRE: "topk", MOMENTUM: 0.0})
+    )
     # Over 1,177 times fewer bytes than data parallelism: topk at H=33, int2 at H=166.
     far = {FEEDBACK: "always", "diloco_sync_period": 166, WIRE: "int2"}
     rows += [
         _diloco(FEWEST, "muon", every_seed=False, **far, **{MOMENTUM: 0.3}),
         _diloco(f"{FEWEST}, rda", "muon", diloco_aggregation="rda", **far, **{MOMENTUM: 0.3}),
         _diloco("DiLoCo, muon, int2, H=166", "muon", extra=True, **far),
-        _diloco("DiLoCo, muon, int2, H=166, no momentum", "muon", extra=True,
-                rates=(0.98, 1.372, 1.92), **far, **{MOMENTUM: 0.0}),
-        _diloco("DiLoCo, muon, topk, H=33", "muon", extra=True,
-                **far | {"diloco_sync_period": 33, WIRE: "topk"}),
+        _diloco(
+            "DiLoCo, muon, int2, H=166, no momentum",
+            "muon",
+            extra=True,
+            rates=(0.98, 1.372, 1.92),
+            **far,
+            **{MOMENTUM: 0.0},
+        ),
+        _diloco(
+            "DiLoCo, muon, topk, H=33",
+            "muon",
+            extra=True,
+            **far | {"diloco_sync_period": 33, WIRE: "topk"},
+        ),
         _diloco("DiLoCo, int2, H=166", every_seed=False, **far),
-        _streaming("streaming, tau=1, muon, int2, H=166, momentum 0.3", tau=1, inner="muon",
-                   outer_lr=(FEWEST, 1.0), extra=True, **far, **{MOMENTUM: 0.3}),
+        _streaming(
+            "streaming, tau=1, muon, int2, H=166, momentum 0.3",
+            tau=1,
+            inner="muon",
+            outer_lr=(FEWEST, 1.0),
+            extra=True,
+            **far,
+            **{MOMENTUM: 0.3},
+        ),
         # What H alone costs, at the rate of the same rounds in int2.
-        _diloco("DiLoCo, muon, H=166, momentum 0.3", "muon", diloco_sync_period=166,
-                outer_lr=(FEWEST, 1.0), every_seed=False, **{MOMENTUM: 0.3}),
+        _diloco(
+            "DiLoCo, muon, H=166, momentum 0.3",
+            "muon",
+            diloco_sync_period=166,
+            outer_lr=(FEWEST, 1.0),
+            every_seed=False,
+            **{MOMENTUM: 0.3},
+        ),
     ]
     return rows  # fmt: skip
 

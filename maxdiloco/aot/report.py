@@ -10,7 +10,7 @@ from typing import Any
 from maxdiloco.aot import wait
 from maxdiloco.aot.figures import Report, as_json, verdict
 from maxdiloco.engine.calls import BESIDE, START, STEP
-from maxdiloco.processes.output import aligned
+from maxdiloco.output import aligned
 
 MIB = 2**20
 WIDTH = 100  # columns of a line of prose, and of the tables unless a number is very long

@@ -22,9 +22,10 @@ from typing import Any
 import jax
 from etils import epath
 
+from maxdiloco import output
 from maxdiloco.checkpoint import metadata, orbax_io, read, staging, write
+from maxdiloco.cluster import agree
 from maxdiloco.errors import CheckpointError, SaveError
-from maxdiloco.processes import agree, output
 from maxdiloco.storage import durable, shared_folder
 from maxdiloco.storage.run_folder import absolute, is_local, reason, refusing
 

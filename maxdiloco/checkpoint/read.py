@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 from etils import epath
 
+from maxdiloco import output
 from maxdiloco.checkpoint import arrays, metadata, orbax_io, seal
+from maxdiloco.cluster import agree
 from maxdiloco.engine.trainer import DIAGNOSTICS
 from maxdiloco.errors import CheckpointError
-from maxdiloco.processes import agree, output
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import AGAIN, absolute, refusing
 

@@ -12,9 +12,9 @@ import jax
 from maxdiloco.checkpoint import metadata
 from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.cluster import agree
 from maxdiloco.engine.trainer import SavedLayout, Trainer
 from maxdiloco.errors import NumericsError
-from maxdiloco.processes import agree
 
 
 def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None:

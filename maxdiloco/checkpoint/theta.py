@@ -1,6 +1,6 @@
 """Parameters of a checkpoint: theta, whichever way the run kept it, or those of its replicas.
 
-    # R replicas
+# R replicas
 """
 
 import re

@@ -23,8 +23,8 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint import metadata, orbax_io, read, seal, staging
+from maxdiloco.cluster import coordination
 from maxdiloco.errors import CheckpointError
-from maxdiloco.processes import coordination
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import free_bytes, is_local, megabytes, reason
 

@@ -71,9 +71,7 @@ def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
         )
 
 
-def find(
-    path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES
-) -> dict[str, Stamp | None]:
+def find(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Stamp | None]:
     """Files of a data set, sorted by path, and the stamps of objects.
 
     path: a folder (searched with its subfolders for suffixes, hidden ones left out), a file or a

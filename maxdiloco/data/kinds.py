@@ -7,10 +7,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
+from maxdiloco import output
 from maxdiloco.data import corpus, places, shards
 from maxdiloco.data.sources import files, tables
 from maxdiloco.errors import ConfigError, DataError
-from maxdiloco.processes import output
 
 Reader = files.Files | tables.Hub  # of text that is not yet tokenised
 

@@ -18,7 +18,7 @@ from maxdiloco.engine.layout import Layout, State
 from maxdiloco.engine.restore import Restorer
 from maxdiloco.engine.settings import HOST
 from maxdiloco.engine.trainer import Description, SavedLayout
-from maxdiloco.processes.output import aligned
+from maxdiloco.output import aligned
 
 MOST_NAMED = 6  # fragments in a line
 

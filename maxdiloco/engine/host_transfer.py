@@ -12,7 +12,7 @@ do not wait for another slice.
     # R replicas  S replicas of a slice  C wire elements of a replica on one device
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -20,19 +20,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from maxdiloco.cluster import deadlines
+from maxdiloco.cluster.deadlines import Deadlines
+from maxdiloco.cluster.payloads import Key, put_payload
 from maxdiloco.engine.collective import incoming_spec, outgoing_spec
-from maxdiloco.processes import patience
-from maxdiloco.processes.patience import Patience
 
 
-class Mailbox(patience.Mailbox, Protocol):
-    """Messages between processes; see processes.mailbox.Mailbox."""
+class Mailbox(deadlines.Mailbox, Protocol):
+    """Messages between processes; see cluster.messages.Mailbox."""
 
-    def put(self, peer: int, key: Hashable, data: Sequence[memoryview]) -> None:
+    def put(self, peer: int, key: Key, buffers: Sequence[object]) -> None:
         """Queue a message; never blocks."""
-
-    def pace(self, bytes_per_second: float | None) -> bool:
-        """Limit the rate at which bytes are sent to each peer; None: no limit."""
 
 
 class Shard(NamedTuple):
@@ -65,15 +63,13 @@ class Transfer(NamedTuple):
       size: wire elements of a row on one device, without padding.
       rows: rows for one slice on each device.
       scatters: whether it brings each slice its part to average, and not all chunks to all slices.
-      within_s: time to spread the bytes over [s]; None: no limit of the rate.
       what: the fragment in words, for messages.
     """
 
-    key: Hashable
+    key: Key
     size: int
     rows: int
     scatters: bool
-    within_s: float | None
     what: str
 
 
@@ -120,7 +116,7 @@ class HostTransfers:
     """Transfers between processes, in the order in which they start.
 
     Attributes:
-      patience: how long a result waits for a peer; starts again when no transfer is under way.
+      deadlines: how long a result waits for a peer.
     """
 
     def __init__(self, mesh: Mesh, *, mailbox: Mailbox | None):
@@ -135,7 +131,7 @@ class HostTransfers:
         # One thread each: transfers leave and arrive in the order in which they start.
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="fetch")
         self._collector = ThreadPoolExecutor(1, thread_name_prefix="collect")
-        self.patience = Patience()
+        self.deadlines = Deadlines()
 
     def start(self, transfer: Transfer, chunks: Sequence[jax.Array]) -> Future:
         """Begin to exchange the chunks of a fragment, and return at once.
@@ -146,10 +142,8 @@ class HostTransfers:
 
         Returns:
           A future with the chunks of all slices, sharded by incoming_spec (if it scatters:
-          outgoing_spec), or LostPeerError as from Patience.
+          outgoing_spec), or LostPeerError as from Deadlines.
         """
-        if self._mailbox is not None:
-            self._pace(transfer, chunks[0].dtype.itemsize)
         for chunk in chunks:
             chunk.copy_to_host_async()
         fetched = self._fetcher.submit(self._fetch, transfer, tuple(chunks))
@@ -159,13 +153,6 @@ class HostTransfers:
         """End the threads; one that waits for a peer ends when the mailbox is closed."""
         self._fetcher.shutdown(wait=False, cancel_futures=True)
         self._collector.shutdown(wait=False, cancel_futures=True)
-
-    def _pace(self, transfer: Transfer, itemsize: int) -> None:
-        """Load the link evenly: a burst delays all other traffic on it."""
-        sends, within_s = self._routes[transfer.scatters].sends.values(), transfer.within_s
-        shards = max((len(shards) for shards in sends), default=0)
-        sent = shards * transfer.rows * transfer.size * itemsize
-        self._mailbox.pace(sent / within_s if within_s and sent else None)
 
     def _fetch(self, transfer: Transfer, chunks) -> dict[Shard, list[np.ndarray]]:
         """Send the shards for other processes; return the others, [rows, length] a chunk."""
@@ -184,13 +171,13 @@ class HostTransfers:
         for peer, shards in routes.sends.items():
             views = [view for shard in shards for view in _unpadded(rows_of(shard), transfer.size)]
             flat = [np.ascontiguousarray(view).reshape(-1).view(np.uint8) for view in views]
-            self._mailbox.put(peer, transfer.key, [memoryview(codes) for codes in flat])
+            put_payload(self._mailbox, peer, transfer.key, flat)
         return {shard: rows_of(shard) for shard in routes.keeps}
 
     def _collect(self, transfer: Transfer, fetched: Future) -> tuple[jax.Array, ...]:
         """Wait for the shards of the peers; return the chunks of all slices, on the devices."""
         own, routes = fetched.result(), self._routes[transfer.scatters]
-        self.patience.worked()
+        self.deadlines.worked()
         like, targets = next(iter(own.values())), {(shard.to, shard.device) for shard in own}
         rows = self._slices * transfer.rows
         codes = [{at: np.zeros((rows, x.shape[1]), x.dtype) for at in targets} for x in like]
@@ -204,8 +191,10 @@ class HostTransfers:
             for target, chunk in zip(rows_of(shard), chunks, strict=True):
                 target[:] = chunk
         for peer, shards in routes.gets.items():
-            received = self.patience.receive(self._mailbox, peer, transfer.key, transfer.what)
-            data = np.frombuffer(received, np.uint8).view(like[0].dtype)
+            received = self.deadlines.receive_payload(
+                self._mailbox, peer, transfer.key, transfer.what
+            )
+            data = received.view(like[0].dtype)
             for view in (v for s in shards for v in _unpadded(rows_of(s), transfer.size)):
                 view[:] = data[: view.size].reshape(view.shape)
                 data = data[view.size :]

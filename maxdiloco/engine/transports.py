@@ -8,10 +8,7 @@ the exchange behind the computation on TPU only.
 `host`: a fragment travels through host memory and TCP, from its send until it is merged.
 """
 
-import itertools
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,12 +23,6 @@ from maxdiloco.engine.layout import FragmentPlan, Layout, State
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.settings import HOST, XLA
 from maxdiloco.parallel.program import Program
-
-# The median time of so many steps tells when a fragment is needed.
-TIMED_STEPS = 9
-# Part of the time until a fragment is needed over which its bytes are spread. The rest is a reserve
-# for a peer that is behind.
-PACED_PART = 0.6
 
 Run = Callable[..., Any]  # (program, *args) -> its results
 
@@ -149,7 +140,6 @@ class HostTransport:
         self._programs, self._layout = programs, programs.layout
         self._schedule = programs.layout.schedule
         self._transfers = HostTransfers(self._layout.mesh, mailbox=mailbox)
-        self._step_ends: deque[float] = deque(maxlen=TIMED_STEPS)
         # A part of every key, so that what was sent for another state is never received.
         self._begun = 0
         self._in_flight: dict[tuple[int, int, bool], Future] = {}
@@ -158,7 +148,7 @@ class HostTransport:
     def begin(self, state: State) -> None:
         """See Transport."""
         self._begun += 1
-        self._transfers.patience.begin()
+        self._transfers.deadlines.begin()
         self._in_flight.clear()
         for event, plan in self._pending(state):
             steps = state.t - event.send_step
@@ -181,14 +171,12 @@ class HostTransport:
             size=payload.sent_size if leg.scatters else payload.size,
             rows=1 if means else replicas,
             scatters=leg.scatters,
-            within_s=self._within_s(leg),
             what=f"parts of {name}" if leg.scatters else name,
         )
         self._in_flight[_key(leg)] = self._transfers.start(transfer, chunks)
 
     def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
         """See Transport; the schedule of this transport names no chunks."""
-        self._step_ends.append(time.monotonic())
         return plain_inner_step(run, self._programs.inner, state, batch)
 
     def receive(self, leg: Leg) -> Chunks | None:
@@ -233,15 +221,6 @@ class HostTransport:
             return min(plan.scatter.count, steps), 0
         shares = steps - first_leg if self._schedule.share_steps else plan.gather.count
         return plan.scatter.count, min(plan.gather.count, shares)
-
-    def _within_s(self, leg: Leg) -> float | None:
-        """Return part of the time until the chunks are needed [s], if it is known."""
-        ends = list(self._step_ends)
-        steps = self._schedule.scatter_steps if leg.scatters else self._schedule.share_steps
-        if len(ends) < TIMED_STEPS or not steps:
-            return None
-        step_s = statistics.median(b - a for a, b in itertools.pairwise(ends))
-        return PACED_PART * steps * step_s
 
 
 def _key(leg: Leg) -> tuple[int, int, bool]:

@@ -1,6 +1,6 @@
 """What an evaluation says of theta: losses on held-out sequences, and a sample of text.
 
-    # R replicas  B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
+# R replicas  B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
 """
 
 import math

@@ -1,6 +1,6 @@
 """The data of a run: the sources and texts that its keys name, as data/ takes them.
 
-    # R replicas  B sequences per replica  L tokens
+# R replicas  B sequences per replica  L tokens
 """
 
 import hashlib
@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from etils import epath
 
+from maxdiloco.cluster import coordination
+from maxdiloco.cluster.agree import from_first_process, in_any_process
 from maxdiloco.data import kinds, mixture, order, packing, pipeline, shards
 from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.mixture import TrainingData
@@ -30,8 +32,6 @@ from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import line_files
-from maxdiloco.processes import coordination
-from maxdiloco.processes.agree import from_first_process, in_any_process
 from maxdiloco.storage import shared_folder, store
 from maxdiloco.storage.run_folder import RunFolder, absolute
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from etils import epath
 from jax.sharding import Mesh
 
-from maxdiloco import ownership
+from maxdiloco import output, ownership
 from maxdiloco.checkpoint import metadata, theta
 from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.tokenizer_base import ByteTokenizer
@@ -19,7 +19,6 @@ from maxdiloco.flags import base_yml, config
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import output
 from maxdiloco.storage.store import is_local
 
 # Keys of the run that an evaluation may set anew, besides those of the mesh.

@@ -27,8 +27,7 @@ _BESIDE = {
 _DERIVED = {
     "sequences_per_replica": "per_device_batch_size * devices of a mesh slot / context * "
     "gradient_accumulation_steps",
-    "sequences_per_step": "per_device_batch_size * devices / context * "
-    "gradient_accumulation_steps",
+    "sequences_per_step": "per_device_batch_size * devices / context * gradient_accumulation_steps",
 }
 
 

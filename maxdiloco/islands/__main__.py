@@ -9,7 +9,7 @@ from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_opt
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import audit, fitness, objects, records, rules
 from maxdiloco.islands.audit import Differs
-from maxdiloco.processes.output import aligned, say, say_error
+from maxdiloco.output import aligned, say, say_error
 
 USAGE = """usage: python -m maxdiloco.islands audit URL
        python -m maxdiloco.islands status URL [wait=5.0]

@@ -14,7 +14,7 @@ import jax
 
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
-from maxdiloco.processes.output import span
+from maxdiloco.output import span
 
 # XLA compiles without the GIL; more threads need more host memory (our choice).
 THREADS = 4

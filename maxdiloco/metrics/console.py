@@ -14,7 +14,7 @@ from etils import epath
 from maxdiloco.errors import USER_ERRORS, CheckpointError
 from maxdiloco.metrics.line_files import open_lines
 from maxdiloco.metrics.line_writer import LineWriter
-from maxdiloco.processes.output import one_line, say, shows_bars, span
+from maxdiloco.output import one_line, say, shows_bars, span
 from maxdiloco.storage.run_folder import reason
 
 WIDTH = 100  # of a terminal, in characters; our choice

@@ -7,10 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from maxdiloco import json_text
+from maxdiloco import json_text, output
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics.line_files import open_lines, read
-from maxdiloco.processes import output
 from maxdiloco.storage.run_folder import RunFolder, reason
 
 MAX_STEPS = 10_000  # of a period in the line of a start: 100 kB

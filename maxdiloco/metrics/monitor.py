@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxdiloco.cluster import agree
+from maxdiloco.cluster.deadlines import Deadlines
+from maxdiloco.cluster.payloads import CONTROL
 from maxdiloco.engine.calls import BESIDE, Call
 from maxdiloco.engine.trainer import Trainer, abstract_metrics
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.program import Program
-from maxdiloco.processes import agree
-from maxdiloco.processes.lane import WORDS
-from maxdiloco.processes.patience import Patience
 
 if TYPE_CHECKING:
-    from maxdiloco.processes.mailbox import Mailbox
+    from maxdiloco.cluster.messages import Mailbox
 
 Metrics = Mapping[str, np.ndarray]  # of replicas
 Values = Mapping[str, float]
@@ -228,19 +228,19 @@ class Rows:
         self._mailbox = mailbox
         self._write = write
         self._waiting: deque[tuple[int, Metrics | None, Values]] = deque()
-        self._patience = Patience()  # from one row to the next
+        self._deadlines = Deadlines()  # of the work from one row to the next
 
     def add(self, step: int, metrics: Metrics | None, values: Values) -> None:
         """Add the metrics of this process's replicas in their order; process 0 adds `values`.
 
         Never waits. Raises LostPeerError.
         """
-        self._patience.worked()
+        self._deadlines.worked()
         if self._process == 0:
             self._waiting.append((step, metrics, values))
         elif metrics is not None and self._process in self._replicas:
             parts = [metrics[name].tobytes() for name in sorted(metrics)]
-            self._mailbox.put(0, _key(step), parts, WORDS)
+            self._mailbox.put(0, _key(step), parts, CONTROL)
 
     def write_complete(self) -> None:
         """Write the rows that are complete, up to the first that is not. Raises LostPeerError."""
@@ -251,7 +251,7 @@ class Rows:
             self._write_first()
 
     def write_all(self) -> None:
-        """Wait for what is missing and write all rows. Raises LostPeerError (see Patience)."""
+        """Wait for what is missing and write all rows. Raises LostPeerError (see Deadlines)."""
         while self._waiting:
             self._write_first()
 
@@ -262,7 +262,7 @@ class Rows:
         step, metrics, values = self._waiting[0]
         what = f"its part of the row of step {step}"
         parts = {
-            peer: self._patience.receive(self._mailbox, peer, _key(step), what)
+            peer: self._deadlines.receive(self._mailbox, peer, _key(step), what)
             for peer in self._peers(metrics)
         }
         self._waiting.popleft()

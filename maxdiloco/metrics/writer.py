@@ -12,12 +12,11 @@ from typing import Any
 
 from etils import epath
 
-from maxdiloco import json_text
+from maxdiloco import json_text, output
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics.line_files import open_lines, read_parts
 from maxdiloco.metrics.tensorboard import EventFile
 from maxdiloco.metrics.wandb_run import WandbRun
-from maxdiloco.processes import output
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import RunFolder, reason, refusing
 

@@ -1,6 +1,6 @@
 """From the rows a process reads to arrays that span the mesh.
 
-    # R replicas  B sequences per replica  L tokens  N rows that this process reads
+# R replicas  B sequences per replica  L tokens  N rows that this process reads
 """
 
 import functools

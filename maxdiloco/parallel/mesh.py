@@ -10,11 +10,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from maxdiloco.cluster.start import launcher
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import chips, processor
-from maxdiloco.processes import distributed
 
 # CPU devices in one process. Our choice: on two cores collectives of 128 devices ended within
 # XLA's 40 s, those of 512 did not.
@@ -82,7 +82,7 @@ def set_up_cpu(cfg: Config) -> None:
         return
     count = jax.config.jax_num_cpu_devices
     count = emulated_devices(cfg, num_processes=1) if count == -1 else count
-    in_caller = count == 1 and not distributed.launcher(os.environ, on_tpu=False)
+    in_caller = count == 1 and not launcher(os.environ, on_tpu=False)
     if in_caller:
         run_in_caller()
     processor.keep_freed_memory(in_caller=in_caller)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.processes import agree
+from maxdiloco.cluster import agree
 
 
 def map_fn(fn: Callable, *, mesh: Mesh) -> Callable:

@@ -5,10 +5,10 @@ import math
 import textwrap
 from typing import NamedTuple
 
+from maxdiloco.output import aligned, amount, span
 from maxdiloco.planning import forecast, rating
 from maxdiloco.planning.forecast import Gap
 from maxdiloco.planning.table import WIDTH, Plan, few_digits
-from maxdiloco.processes.output import aligned, amount, span
 
 # Measured waits over those of this arithmetic: docs/results.md, "Training over a thin link".
 MEASURED = "waits measured on thin links were 7 to 12% longer"

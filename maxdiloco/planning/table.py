@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from maxdiloco.aot import wait
 from maxdiloco.aot.wait import FULL
 from maxdiloco.diloco.schedule import REDUCE_SCATTER
+from maxdiloco.output import aligned, span
 from maxdiloco.planning import forecast, rating
 from maxdiloco.planning.forecast import Case, Gap, Law
 from maxdiloco.planning.job import Choice, Job
 from maxdiloco.planning.rating import Rated, Step
-from maxdiloco.processes.output import aligned, span
 
 MIB, GIB = 2**20, 2**30
 WIDTH = 100  # of a line but for the commands, in characters; our choice

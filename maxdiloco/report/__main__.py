@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
-from maxdiloco.processes.output import say
+from maxdiloco.output import say
 
 if TYPE_CHECKING:
     from maxdiloco.report.run_data import RunData

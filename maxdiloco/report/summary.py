@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxdiloco.processes.output import amount, span
+from maxdiloco.output import amount, span
 from maxdiloco.report import run_info, timeline
 from maxdiloco.report.run_data import NOT_FINITE, RunData
 from maxdiloco.report.tables import UNKNOWN, Table

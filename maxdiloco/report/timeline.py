@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxdiloco.diloco.schedule import REDUCE_SCATTER, Schedule, offsets
-from maxdiloco.processes.output import amount
+from maxdiloco.output import amount
 from maxdiloco.report.run_data import RunData
 
 # The keys of the schedule, besides enable_diloco and enable_streaming_diloco.

@@ -7,8 +7,8 @@ import time
 import jax
 from etils import epath
 
+from maxdiloco.cluster import agree, coordination
 from maxdiloco.errors import CheckpointError
-from maxdiloco.processes import agree, coordination
 from maxdiloco.storage.run_folder import reason
 
 # All our choice.
@@ -21,7 +21,7 @@ PATIENCE_S = 1800.0  # until the first process has the lock and has removed what
 def meet() -> None:
     """Barrier for as long as the first may wait for a lock; a collective gives up after 30 s."""
     if jax.process_count() > 1:
-        coordination.meet("maxdiloco/folder", "opened its folders", timeout_s=PATIENCE_S)
+        coordination.barrier("maxdiloco/folder", "opened its folders", timeout_s=PATIENCE_S)
 
 
 def require(folder: epath.Path) -> None:

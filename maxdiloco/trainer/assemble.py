@@ -25,7 +25,7 @@ from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, Sampler
 from maxdiloco.flags import checks, config
 from maxdiloco.metrics.monitor import Monitor
-from maxdiloco.models.model import Model, count_parameters
+from maxdiloco.models.model import Model
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.trainer import inner_step, island_settings, optimizer
@@ -213,11 +213,6 @@ def needs_bulk(cfg: config.Config, mesh: Mesh) -> bool:
     platform = mesh.devices.flat[0].platform
     settings = settings.resolve(num_slices=len(slices), platform=platform, joins_processes=joins)
     return settings.transport == HOST
-
-
-def most_bytes(parts: Parts) -> int:
-    """More than any message has: all replicas in float32, or an island's values, and padding."""
-    return 12 * count_parameters(parts.model) * parts.shape.num_replicas + 2**20
 
 
 def _diloco(cfg, mesh, model, step, fresh, facts, options) -> Trainer:

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from maxdiloco.cluster.deadlines import Deadlines
+from maxdiloco.cluster.payloads import put_payload
 from maxdiloco.engine.host_transfer import Mailbox
-from maxdiloco.processes.patience import Patience
 
 Index = tuple[slice, ...]
 
@@ -40,7 +41,7 @@ class HostGather:
         ]
         if self._here:
             if own:
-                self._mailbox.put(0, _UP, [part for _, _, part in own])
+                put_payload(self._mailbox, 0, _UP, [part for _, _, part in own])
             return []
         found = [np.empty(x.shape, x.dtype) for x in arrays]
         for place, index, part in own:
@@ -76,7 +77,7 @@ class HostGather:
                     for array, of_process in zip(values, held, strict=True)
                     for index in of_process[peer]
                 ]
-                self._mailbox.put(peer, _DOWN, parts)
+                put_payload(self._mailbox, peer, _DOWN, parts)
         return [
             jax.make_array_from_callback(x.shape, x.sharding, array.__getitem__)
             for x, array in zip(like, values, strict=True)
@@ -84,7 +85,7 @@ class HostGather:
 
     def _received(self, peer: int, key: tuple[str]) -> np.ndarray:
         what = "its part of a fragment" if key == _UP else "a fragment"
-        return np.frombuffer(Patience().receive(self._mailbox, peer, key, what), np.uint8)
+        return Deadlines().receive_payload(self._mailbox, peer, key, what)
 
 
 def _held(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, list[Index]]:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from maxdiloco.cluster.payloads import CONTROL
 from maxdiloco.engine.host_transfer import Mailbox
 from maxdiloco.islands import core, rules
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import DONE
 from maxdiloco.islands.records import Run
-from maxdiloco.processes.lane import WORDS
 
 _WORD = ("island",)  # the key of what process 0 does, in order
 _LOOK_S = 0.05  # of a reader for the end of its run; our choice
@@ -130,7 +130,7 @@ class Processes:
         if self.several:
             data = [json.dumps(value).encode()]
             for peer in range(1, jax.process_count()):
-                self._mailbox.put(peer, key, data, WORDS)
+                self._mailbox.put(peer, key, data, CONTROL)
 
     def _get(self, key: tuple[str | int, ...], within_s: float) -> Any:
         return json.loads(self._mailbox.get(0, key, time.monotonic() + within_s))

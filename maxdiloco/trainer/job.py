@@ -11,16 +11,16 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from maxdiloco import ownership
+from maxdiloco.cluster import agree, coordination, start
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import checks, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import agree, coordination, distributed
 from maxdiloco.storage import run_folder, shared_folder
 from maxdiloco.version import __version__
 
 if TYPE_CHECKING:
-    from maxdiloco.processes.peers import Room
+    from maxdiloco.cluster.peers import Cluster
 
 LOSES_ORDER = (
     "a CPU loses the order of collectives in a saved program, and devices that share a replica "
@@ -40,7 +40,7 @@ _LEAST = "jax_persistent_cache_min_compile_time_secs"
 
 
 @contextmanager
-def joined(cfg: Config) -> Iterator["Room | None"]:
+def joined(cfg: Config) -> Iterator["Cluster | None"]:
     """This process with its devices, beside the others of the job, for a `with`.
 
     Raises ConfigError for keys or versions that differ between the processes and for devices that
@@ -48,27 +48,27 @@ def joined(cfg: Config) -> Iterator["Room | None"]:
     """
     mesh_lib.choose_platform(cfg)
     mesh_lib.set_up_cpu(cfg)
-    with distributed.processes(
+    with start.joined(
         os.environ,
         timeout_s=cfg.jax_distributed_initialization_timeout,
         peer_timeout_s=cfg.peer_timeout_seconds,
         peer_port=cfg.peer_port,
         interface=cfg.exchange_interface,
         secret_file=cfg.exchange_secret_file,
-    ) as room:
-        if room is not None:
+    ) as cluster:
+        if cluster is not None:
             installed = {"maxdiloco": __version__, "jax": jax.__version__}
             installed["jaxlib"] = importlib.metadata.version("jaxlib")
             versions = {f"version of {name}": version for name, version in installed.items()}
             coordination.require_equal(
-                room.job,
+                cluster.job,
                 resume.shared(cfg.as_dict()) | versions,
                 difference=resume.difference,
                 timeout_s=cfg.peer_timeout_seconds,
             )
-        mesh_lib.emulate_devices(cfg, num_processes=room.job.num_processes if room else 1)
+        mesh_lib.emulate_devices(cfg, num_processes=cluster.job.num_processes if cluster else 1)
         mesh_lib.visible_devices(cfg)  # those that are not there are refused before JAX is used
-        yield room
+        yield cluster
 
 
 def keep_their_order(cfg: Config, mesh: Mesh) -> bool:

@@ -1,6 +1,6 @@
 """The sequences of a text in the order in which an island leases blocks of them.
 
-    # B sequences of a step  L tokens
+# B sequences of a step  L tokens
 """
 
 from collections.abc import Callable

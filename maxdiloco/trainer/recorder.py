@@ -18,7 +18,7 @@ from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer.assemble import Parts
 
 if TYPE_CHECKING:
-    from maxdiloco.processes.mailbox import Mailbox
+    from maxdiloco.cluster.messages import Mailbox
 
 
 class Recorder:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from maxdiloco.cluster.agree import in_any_process
 from maxdiloco.engine.calls import memory_of
 from maxdiloco.flags import config
 from maxdiloco.metrics.compiles import side_by_side, told, too_big
@@ -15,7 +16,6 @@ from maxdiloco.models.kernels.choice import MOST_UNROLLED
 from maxdiloco.models.remat import AUTO, POLICIES
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes.agree import in_any_process
 from maxdiloco.trainer.assemble import Parts
 
 MIB = 2**20
@@ -89,9 +89,7 @@ def _has_no_loop(cfg, mesh):
     return split == 1 and cfg.base_num_decoder_layers <= MOST_UNROLLED
 
 
-def _needed(
-    cfg: config.Config, parts: Parts, memory: int, say: Callable[[str], None]
-) -> float:
+def _needed(cfg: config.Config, parts: Parts, memory: int, say: Callable[[str], None]) -> float:
     """Bytes on a device with the largest inner step; inf where it is known not to fit."""
     if kept_bytes(parts, cfg.gradient_accumulation_steps) > memory:
         return math.inf  # without a compile, which takes longest where the most does not fit

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 from etils import epath
 
+from maxdiloco.cluster import coordination
 from maxdiloco.data.tokenizer import ByteTokenizer
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import base_yml
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import line_files
-from maxdiloco.processes import coordination
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.version import __version__
 

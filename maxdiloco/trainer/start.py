@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from maxdiloco import output
 from maxdiloco.checkpoint import metadata, read, saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.cluster import agree, coordination
 from maxdiloco.data import mixture, order, tokenizer_base
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
@@ -21,7 +23,6 @@ from maxdiloco.flags import base_yml, checks, config, resume
 from maxdiloco.flags.config import Config
 from maxdiloco.metrics import compiles, console
 from maxdiloco.metrics import history as history_lib
-from maxdiloco.processes import agree, coordination, output
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
 from maxdiloco.trainer import optimizer
 from maxdiloco.trainer.assemble import BatchShape, Parts
@@ -211,7 +212,7 @@ def meet(state: Any, say: Callable[[str], None]) -> int:
     note.start()
     what = "compiled its programs and made its state"
     try:
-        coordination.meet("maxdiloco/ready", what, timeout_s=PATIENCE_S)
+        coordination.barrier("maxdiloco/ready", what, timeout_s=PATIENCE_S)
     finally:
         note.cancel()
     return state.t

@@ -15,6 +15,8 @@ import jax
 from etils import epath
 
 from maxdiloco.checkpoint.checkpointer import Checkpointer
+from maxdiloco.cluster.agree import from_first_process, in_any_process
+from maxdiloco.cluster.signals import Preemption
 from maxdiloco.data import mixture, order, pipeline, tokenizer_base
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
@@ -30,8 +32,6 @@ from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes.agree import from_first_process, in_any_process
-from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
 from maxdiloco.trainer import assemble, job, remat_choice, run_files, start
 from maxdiloco.trainer.assemble import Parts
@@ -39,7 +39,7 @@ from maxdiloco.trainer.island_settings import Facts
 from maxdiloco.trainer.recorder import Recorder, profile
 
 if TYPE_CHECKING:
-    from maxdiloco.processes.peers import Room
+    from maxdiloco.cluster.peers import Cluster
 
 Say = Callable[[str], None]
 
@@ -51,12 +51,12 @@ def run(cfg: Config, clock: StartClock, notes: Sequence[str] = ()) -> int:
     """
     if cfg.enable_wandb:
         require_wandb()
-    with job.joined(cfg) as room, job.compile_cache(cfg) as lines:
+    with job.joined(cfg) as cluster, job.compile_cache(cfg) as lines:
         clock.lap("devices")
-        return train(cfg, room, clock, [*notes, *lines])
+        return train(cfg, cluster, clock, [*notes, *lines])
 
 
-def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[str]) -> int:
+def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequence[str]) -> int:
     """The run in this process, see `run`: mesh, data, folder, parts, programs, state, loop."""
     primary = jax.process_index() == 0
     console = Console(shown=primary)
@@ -107,14 +107,14 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")
             return 0
         run_files.write(config.from_dict(asked.as_dict() | {"run_name": name}), folder, say)
-        mailbox = None if room is None else room.mailbox
+        mailbox = None if cluster is None else cluster.mailbox
         compiles = CompileLog(say, show_memory=cfg.show_memory)
         facts = Facts(**data, steps=total, step_tokens=shape.tokens, length=shape.length, say=say)
         chosen, parts = _build(cfg, mesh, compiles, mailbox, tokenizer, facts)
         trainer = parts.trainer
         stack.callback(trainer.close)
-        if room is not None and (checks.is_island(cfg) or assemble.needs_bulk(chosen, mesh)):
-            room.open_bulk(assemble.most_bytes(parts))
+        if cluster is not None and (checks.is_island(cfg) or assemble.needs_bulk(chosen, mesh)):
+            cluster.open_bulk()
         for line in _introduction(cfg, parts, begin, checkpointer, total=total, clock=clock):
             say(line)
         fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
@@ -127,10 +127,10 @@ def train(cfg: Config, room: "Room | None", clock: StartClock, notes: Sequence[s
             return 0
         preemption = stack.enter_context(Preemption(say))
         history = stack.enter_context(start.history_of(folder, parts, done=done, total=total))
-        if room is not None:
-            stack.push(room.raise_cause)
+        if cluster is not None:
+            stack.push(cluster.raise_cause)
             if history is not None:
-                room.watch.before_end(history.end)
+                cluster.failure_detector.before_end(history.end)
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
         stack.enter_context(console.progress(first_step=done, total_steps=length))
         steps, text = range(done + 1, (length or checks.LARGEST) + 1), parts.control.reads(text)

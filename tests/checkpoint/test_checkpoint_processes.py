@@ -29,7 +29,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from jax.sharding import NamedSharding, PartitionSpec as P
 from maxdiloco.checkpoint import read, seal
-from maxdiloco.processes import agree
+from maxdiloco.cluster import agree
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.errors import CheckpointError, SaveError

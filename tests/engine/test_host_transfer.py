@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
 
+from maxdiloco.cluster import payloads
 from maxdiloco.engine import collective, payload, reduce_scatter
 from maxdiloco.engine.host_transfer import (
     HostTransfers,
@@ -35,8 +36,8 @@ def chunks_of(mesh, M, dtype, lengths):
     )
 
 
-def transfer(size, rows, *, scatters=False, within_s=None):
-    return Transfer("k", size, rows, scatters, within_s, what="")
+def transfer(size, rows, *, scatters=False):
+    return Transfer(("k",), size, rows, scatters, what="")
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,9 @@ def test_what_one_sends_another_gets_in_the_same_order(scatters, of_2):
     assert tables[2] == of_2
 
 
+SIZE = (1500).to_bytes(8, "big")
+
+
 class Loop:
     """The mailbox of one process; its twin, with the other slot, sends back what it gets."""
 
@@ -90,13 +94,6 @@ class Loop:
 
     def __init__(self):
         self.messages = queue.Queue()
-        self.paces = []
-
-    def received_bytes(self, peer):
-        return 0
-
-    def pace(self, bytes_per_second):
-        self.paces.append(bytes_per_second)
 
     def put(self, peer, key, data):
         self.messages.put((peer, key, b"".join(data)))
@@ -117,18 +114,6 @@ def of_slot_0(mesh, mailbox):
     carrier.close()
 
 
-@pytest.mark.parametrize(
-    ("M", "within_s", "pace"), [(2, 2.0, 750.0), (4, 2.0, 1500.0), (2, None, None)]
-)
-@pytest.mark.parametrize("scatters", [False, True])
-def test_a_fragment_is_spread_over_the_time_it_has(devices, M, within_s, pace, scatters):
-    """1,500 bytes of each replica here, in two seconds."""
-    mailbox = Loop()
-    with of_slot_0(mesh_of(devices, diloco=2), mailbox) as carrier:
-        carrier._pace(transfer(1500, M // 2, scatters=scatters, within_s=within_s), 1)
-    assert mailbox.paces == [pace]
-
-
 def test_padding_stays_here(devices):
     """Of 2 x 1024 elements 1,500 are a payload: those travel, and zeros stand for the rest."""
     mesh, mailbox = mesh_of(devices, diloco=2), Loop()
@@ -137,7 +122,7 @@ def test_padding_stays_here(devices):
         own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
         here = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
         fetched = carrier._fetch(transfer(1500, 1), here)
-        assert mailbox.messages.queue[0][2] == own[:1500].tobytes()
+        assert [data for _, _, data in mailbox.messages.queue] == [SIZE, own[:1500].tobytes()]
         done = SimpleNamespace(result=lambda: fetched)
         arrived = carrier._collect(transfer(1500, 1), done)
     twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])
@@ -146,12 +131,14 @@ def test_padding_stays_here(devices):
 
 
 class Silent(Loop):
-    """Every message of a peer is zeros, `size` bytes."""
+    """Every payload of a peer is zeros, `size` bytes."""
 
     size = 0
 
     def get(self, peer, key, deadline):
-        return bytearray(self.size)
+        if key[-1] == "size":
+            return self.size.to_bytes(8, "big")
+        return bytearray(min(payloads.MESSAGE_BYTES, self.size - key[-1] * payloads.MESSAGE_BYTES))
 
 
 def bytes_held(devices, M, exchange, monkeypatch):
@@ -164,6 +151,8 @@ def bytes_held(devices, M, exchange, monkeypatch):
         sent = reduce_scatter.cut_payload(sent, replicas=1)
         transfers = [transfer(sent.sent_size, 1, scatters=True), transfer(sent.size, 1)]
     held = 0
+    # As with large fragments: only one message of a payload is in memory twice.
+    monkeypatch.setattr(payloads, "MESSAGE_BYTES", 1 << 12)
     with of_slot_0(mesh, mailbox) as carrier:
         monkeypatch.setattr(carrier, "_to_devices", lambda codes, scatters: None)
         for each in transfers:

@@ -14,9 +14,9 @@ import sys
 import jax
 import streaming
 
+from maxdiloco.cluster import start
 from maxdiloco.command_line import guarded
 from maxdiloco.errors import NumericsError
-from maxdiloco.processes import distributed
 
 
 @guarded
@@ -24,12 +24,12 @@ def main(argv):
     """0 when both carriers had the same bits in every case."""
     slots, replicas, *cases = argv
     jax.config.update("jax_num_cpu_devices", 2 * int(slots) // int(os.environ["JAX_NUM_PROCESSES"]))
-    with distributed.processes(os.environ, timeout_s=200, peer_timeout_s=100) as room:
+    with start.joined(os.environ, timeout_s=200, peer_timeout_s=100) as cluster:
         if not cases:
             raise [stopped(mode) for mode in streaming.STOPS][-1]
-        room.open_bulk(2**30)
+        cluster.open_bulk()
         for case in cases:
-            compared(int(slots), int(replicas), room.mailbox, *case.split(":"))
+            compared(int(slots), int(replicas), cluster.mailbox, *case.split(":"))
     return 0
 
 
@@ -46,7 +46,7 @@ def compared(slots, replicas, mailbox, mode, wire, memory="device", collective="
         algorithm.checkpoint(state)  # waits for exchanges under way: the next case has their keys
         algorithm.close()
     assert found["host"] == found["xla"], (mode, wire)
-    count = sum(mailbox.received_bytes(peer) for peer in range(jax.process_count()))
+    count = mailbox.received_bytes
     print(f"equal {mode} {wire} {memory} {collective}: {count} bytes received", flush=True)
 
 

@@ -8,12 +8,12 @@ import pytest
 from ssh_keys import make
 
 from maxdiloco import generate
+from maxdiloco.cluster import peers
 from maxdiloco.data import shards, tokenizer
 from maxdiloco.errors import USER_ERRORS, CheckpointError, ConfigError
 from maxdiloco.flags import config
 from maxdiloco.huggingface import beside_weights, safetensors_files
 from maxdiloco.islands import keys
-from maxdiloco.processes import peers
 from maxdiloco.report import run_data
 
 LARGE = 1 << 36  # bytes of a sparse file: more than any limit

@@ -89,9 +89,7 @@ FACTORS = {
     },
     "outer": {
         "nesterov": {},
-        "radial": dict(
-            diloco_aggregation="radial_directional_mean", diloco_outer_optimizer="sgd"
-        ),
+        "radial": dict(diloco_aggregation="radial_directional_mean", diloco_outer_optimizer="sgd"),
         "outer_adam": dict(diloco_outer_optimizer="adam"),
         "alpha": dict(communication_overlapping_alpha=0.25),
         "outer_on_host": dict(diloco_outer_memory="pinned_host"),

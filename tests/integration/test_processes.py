@@ -25,8 +25,8 @@ from run_files import assert_equal_bits, checkpoint_arrays, logged_steps, metric
 from tiers import full
 
 from maxdiloco.checkpoint import seal
+from maxdiloco.cluster.signals import SAME_PRESS_S
 from maxdiloco.metrics import history
-from maxdiloco.processes.signals import SAME_PRESS_S
 from maxdiloco.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("programs")

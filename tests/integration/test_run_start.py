@@ -11,10 +11,10 @@ import pytest
 from run import ROOT, names_key, train
 from run_files import metrics_rows
 
+from maxdiloco import output
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics import console
 from maxdiloco.metrics.compiles import CompileLog
-from maxdiloco.processes import output
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def loaded():
 
 from maxdiloco.trainer import training
 loaded()
-from maxdiloco.processes import peers
+from maxdiloco.cluster import peers
 loaded()
 """
     done = subprocess.run(

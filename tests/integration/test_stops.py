@@ -30,13 +30,13 @@ from run_files import (
 from tiers import corner, full
 
 from maxdiloco.checkpoint import orbax_io, seal, write
+from maxdiloco.cluster.signals import Preemption
 from maxdiloco.errors import NumericsError
 from maxdiloco.evaluation import held_out
 from maxdiloco.flags import config
 from maxdiloco.metrics import history
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.metrics.start_time import StartClock
-from maxdiloco.processes.signals import Preemption
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.trainer import training
 

@@ -25,7 +25,7 @@ from run_files import (
     metrics_rows,
 )
 
-from maxdiloco import evaluate, generate
+from maxdiloco import evaluate, generate, output
 from maxdiloco.checkpoint import arrays
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import stored
@@ -33,7 +33,6 @@ from maxdiloco.flags import config
 from maxdiloco.metrics.console import sample_lines
 from maxdiloco.models.build import build_model
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes import output
 
 pytestmark = pytest.mark.usefixtures("programs")
 

@@ -70,9 +70,7 @@ GRID = [(M, wire, tau, P) for M in (1, 2, 3) for wire in ("float32", "int8", "fl
 )
 def test_islands_in_lockstep_have_the_numbers_of_the_host_carrier(M, wire, tau, P):
     fragments = a_run().fragments if P == 2 else ((*a_run().fragments[0],),)
-    run = a_run(
-        wire=wire, overlap_steps=tau, fragments=fragments, snapshot_every=64, islands_min=M
-    )
+    run = a_run(wire=wire, overlap_steps=tau, fragments=fragments, snapshot_every=64, islands_min=M)
     islands = in_lockstep(bucket := store.in_memory(), run, "abc"[:M], STEPS)
     theta, replicas = on_devices(run, M, STEPS)
     bounds = by_leaf(run, bound_of(bucket, run))

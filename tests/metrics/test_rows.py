@@ -20,15 +20,12 @@ class Mailbox:
     def __init__(self, messages, late, rank):
         self._messages, self._late, self._rank = messages, late, rank
 
-    def put(self, peer, key, data, lane):
+    def put(self, peer, key, buffers, channel):
         assert (peer, self._rank, key) not in self._messages
-        self._messages[peer, self._rank, key] = bytearray(b"".join(data))
+        self._messages[peer, self._rank, key] = bytearray(b"".join(buffers))
 
     def arrived(self, peer, key):
         return (self._rank, peer, key) in self._messages and peer not in self._late
-
-    def received_bytes(self, peer):
-        return 0
 
     def get(self, peer, key, deadline):
         if (self._rank, peer, key) not in self._messages:

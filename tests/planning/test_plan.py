@@ -10,14 +10,13 @@ import jax
 import pytest
 from run import names_key, output_of, refused, run_program
 
-from maxdiloco import plan
+from maxdiloco import output, plan
 from maxdiloco import train as train_program
 from maxdiloco.aot import measure, topology
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.flags import config, together
 from maxdiloco.planning import compiled, forecast, job, rating, table
 from maxdiloco.planning.forecast import Case
-from maxdiloco.processes import output
 
 TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
 ONE_B = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=2")

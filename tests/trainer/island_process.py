@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_island_trainer import ELASTIC, FAST, LOCKSTEP, STEPS, an_island, decided
 
+from maxdiloco.cluster import start
 from maxdiloco.command_line import guarded
-from maxdiloco.processes import distributed
 
 # Parts of `bias` are on both devices alike, and halves of `kernel` on each.
 LIES = {"bias": P(), "kernel": P(None, "fsdp")}
@@ -77,10 +77,10 @@ def main(argv):
     """0 once it has trained in each run."""
     folder, *names = argv
     jax.config.update("jax_num_cpu_devices", 1)
-    with distributed.processes(os.environ, timeout_s=200, peer_timeout_s=100) as room:
-        room.open_bulk(1 << 20)
+    with start.joined(os.environ, timeout_s=200, peer_timeout_s=100) as cluster:
+        cluster.open_bulk()
         for name in names:
-            trainer = over_two_devices(pathlib.Path(folder), name, mailbox=room.mailbox)
+            trainer = over_two_devices(pathlib.Path(folder), name, mailbox=cluster.mailbox)
             np.savez(f"{folder}/{name}.{jax.process_index()}.npz", **trained(trainer, name))
     return 0
 

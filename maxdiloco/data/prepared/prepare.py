@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
+from maxdiloco import output
 from maxdiloco.data import shards
 from maxdiloco.data.corpus import check_damage
 from maxdiloco.data.kinds import Reader
@@ -22,7 +23,6 @@ from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.part import Work
 from maxdiloco.data.read_ahead import read_ahead
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
-from maxdiloco.processes import output
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_lock import ObjectLock
 from maxdiloco.storage.run_folder import absolute, reason

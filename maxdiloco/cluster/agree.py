@@ -1,4 +1,4 @@
-"""Small values exchanged between all processes of a run; nothing is sent with one process."""
+"""Small values exchanged between all processes of a run; one process exchanges nothing."""
 
 import jax
 import numpy as np
@@ -6,31 +6,33 @@ from jax.experimental import multihost_utils
 
 
 def from_first_process(value: int) -> int:
-    """The first process's value, in all processes."""
+    """Return the first process's value in all processes."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def from_all(value: int) -> list[int]:
-    """The values of all processes, in all processes."""
+    """Return the values of all processes in all processes."""
     if jax.process_count() == 1:
         return [int(value)]
     return multihost_utils.process_allgather(np.int32(value)).tolist()
 
 
 def in_any_process(flag: bool) -> bool:
-    """Whether flag is true in at least one process."""
+    """Return whether flag is true in at least one process."""
     return any(from_all(flag))
 
 
 def from_owners(values: np.ndarray, owned: np.ndarray) -> np.ndarray:
-    """Each value from the process that owns it, in all processes.
+    """Return each value from the process that owns it, in all processes.
 
-    values: float64 [n]. owned: bool [n], which of them are this process's; each has one owner.
+    Args:
+      values: float64 [n].
+      owned: bool [n], which of them this process owns; each has one owner.
     """
     if jax.process_count() == 1:
         return values
-    # As integers: JAX would make float32 of them. What is not owned is zero, and so are its bits.
+    # As integers: JAX would convert them to float32. Values of other processes count as zero bits.
     bits = np.where(owned, values, 0.0).view(np.int32)
     return multihost_utils.process_allgather(bits).sum(axis=0, dtype=np.int32).view(np.float64)

@@ -1,4 +1,4 @@
-"""Losses and ends of peers, as the watch handles them."""
+"""Losses and ends of peers, as the failure detector handles them."""
 
 import contextlib
 import json
@@ -11,23 +11,25 @@ import time
 import pytest
 from mailbox_tools import WAIT_S
 
-from maxdiloco.processes import output, watch
+from maxdiloco import output
+from maxdiloco.cluster import failure_detector
+from maxdiloco.cluster.failure_detector import FailureDetector
 
 HOST = socket.gethostname()
 NAMES = {0: "host-a", 1: "host-b", 2: "host-c"}
 
 
 class Box:
-    """A mailbox whose peers the test speaks for. said: what the watch has told whom."""
+    """A mailbox whose peers the test speaks for. said: what each peer was told."""
 
     def __init__(self, *peers):
-        self.names = {peer: NAMES[peer] for peer in peers}
+        self.machines = {peer: NAMES[peer] for peer in peers}
         self.said, self.left = queue.Queue(), threading.Event()
         self.closed, self.failure, self.misses_a_peer = False, None, False
 
-    def watch(self, word, heard, lost):
-        self.hear, self.lose = (lambda peer, loss: heard(peer, json.dumps(loss).encode())), lost
-        self.raw = heard
+    def watch(self, word, on_message, on_loss):
+        self.hear = lambda peer, loss: on_message(peer, json.dumps(loss).encode())
+        self.lose, self.raw = on_loss, on_message
 
     def tell(self, peer, word, data):
         self.said.put((peer, json.loads(data)))
@@ -43,16 +45,16 @@ class Box:
 
 
 class Room(contextlib.ExitStack):
-    """Watches, whose threads would keep pytest alive, and what they would have ended with."""
+    """Failure detectors, whose threads would keep pytest alive, and their exit codes."""
 
     def __init__(self):
         super().__init__()
         self._ends = queue.Queue()
 
     def guard(self, process_id, *peers, **options):
-        """The box and the watch of a process."""
+        """The box and the failure detector of a process."""
         box = Box(*peers)
-        made = watch.Watch(process_id, end=lambda *it: self._ends.put(it), **options)
+        made = FailureDetector(process_id, end=lambda *it: self._ends.put(it), **options)
         self.callback(made.close)
         made.begin(box)
         return box, made
@@ -66,8 +68,8 @@ class Room(contextlib.ExitStack):
 
 @pytest.fixture
 def room(monkeypatch):
-    for name in ("PATIENCE_S", "GRACE_S"):
-        monkeypatch.setattr(watch, name, 0.05)
+    for name in ("CLEAN_UP_S", "GRACE_S"):
+        monkeypatch.setattr(failure_detector, name, 0.05)
     with Room() as made:
         yield made
 
@@ -84,7 +86,7 @@ def test_a_lost_peer_ends_the_process_with_5_and_its_name(room, capfd):
     """Process 0 tells the others, which have no words for each other, and the peer who has lost it:
     its line must not name itself alone. The stack that JAX prints without process 0 is announced,
     and without another one there is none."""
-    gone = "is gone: it closed its connections without a word."
+    gone = "is gone: it closed its connections without a goodbye."
     box, _ = room.guard(0, 1, 2)
     box.lose(1, gone)
     code, line = room.end()
@@ -97,7 +99,7 @@ def test_a_lost_peer_ends_the_process_with_5_and_its_name(room, capfd):
     box, _ = room.guard(1, 0)
     box.lose(0, gone)
     room.end()
-    assert capfd.readouterr().err == f"process 0 on host-a is gone. {watch.STACK}\n"
+    assert capfd.readouterr().err == f"process 0 on host-a is gone. {failure_detector.STACK}\n"
 
 
 def test_an_error_that_a_loss_caused_waits_for_the_loss(room):
@@ -125,7 +127,7 @@ def test_an_error_waits_once_for_a_loss_that_may_be_behind_it(room):
     assert 0.3 <= time.monotonic() - begun < 0.3 * 10
 
 
-def test_what_the_watch_ends_the_process_with_is_noted_before(room):
+def test_the_loss_is_noted_before_the_process_ends(room):
     """With the words of the terminal; a note that hangs does not keep the process."""
     noted, stuck = [], threading.Event()
     box, guard = room.guard(1, 0)
@@ -181,7 +183,7 @@ def test_ends_that_all_processes_share_are_no_losses(room, code):
 
 def test_process_0_leaves_last(room, monkeypatch):
     """JAX aborts the others once process 0 is gone: it waits until they have said goodbye."""
-    monkeypatch.setattr(watch, "GRACE_S", WAIT_S)
+    monkeypatch.setattr(failure_detector, "GRACE_S", WAIT_S)
     box, guard = room.guard(0, 1, main=over())
     guard.leave(3)
     assert box.said.get(timeout=WAIT_S)[0] == 1
@@ -192,22 +194,23 @@ def test_process_0_leaves_last(room, monkeypatch):
 
 
 END = """
-import sys; from maxdiloco.processes import watch; print('last step', end='')
-watch.end_process(5, 'process 1 on host-b is gone')
+import sys; from maxdiloco.cluster import failure_detector; print('last step', end='')
+failure_detector.end_process(5, 'process 1 on host-b is gone')
 """
 FULL = """
 import os, sys, threading, time
-from maxdiloco.processes import output, signals
+from maxdiloco import output
+from maxdiloco.cluster import signals
 threading.Thread(target=output.say, args=("x" * (1 << 22),), daemon=True).start()
 time.sleep(0.5)
 signals.quit_now("Interrupted.", 130)
 """
 ABORT = """
 import ctypes, os, resource, sys, threading, time
-from maxdiloco.processes import watch
+from maxdiloco.cluster import failure_detector
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 if sys.argv[1] == "delayed":
-    watch.delay_aborts()
+    failure_detector.delay_aborts()
 threading.Thread(target=ctypes.CDLL(None).abort).start()  # without the GIL, as in C++
 time.sleep(1.0)
 os._exit(5)
@@ -229,8 +232,8 @@ def test_a_full_pipe_that_nobody_reads_keeps_no_process(started):
 
 
 @pytest.mark.parametrize("what, code", [("delayed", 5), ("at once", -signal.SIGABRT)])
-def test_an_abort_in_another_thread_waits_for_the_watch(started, what, code):
-    """As the watch: it sees the lost peer, and ends the process after its patience of 1 s."""
+def test_an_abort_in_another_thread_waits_for_the_detector(started, what, code):
+    """The failure detector ends the process 1 s after a loss."""
     assert started(ABORT, what).wait(WAIT_S) == code
 
 

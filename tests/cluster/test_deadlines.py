@@ -5,50 +5,49 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from maxdiloco.cluster.deadlines import SLOWER, Deadlines
+from maxdiloco.cluster.payloads import MESSAGE_BYTES
 from maxdiloco.engine.host_transfer import HostTransfers, Shard, Transfer, routes
 from maxdiloco.errors import LostPeerError
 from maxdiloco.metrics.monitor import Rows
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.processes.patience import SLOWER, Patience
 
 
 class Peer:
     """A mailbox with a process that is alive: its message comes at a time, its bytes before it.
 
-    A clock of its own. busy_until: bytes come until then. stopped_s: this process is, at first.
+    Its own clock. message_s: time between the messages of its payloads.
     """
 
     timeout_s = 100.0
 
-    def __init__(self, *, comes_at=float("inf"), busy_until=0.0, stopped_s=0.0):
-        self.now, self._comes_at, self._busy_until = 0.0, comes_at, busy_until
-        self._stopped_s = stopped_s
+    def __init__(self, *, comes_at=float("inf"), message_s=0.0):
+        self.now, self._comes_at, self._message_s = 0.0, comes_at, message_s
 
     def clock(self):
         return self.now
-
-    def received_bytes(self, peer):
-        return int(min(self.now, self._busy_until))
 
     def arrived(self, peer, key):
         return self.now >= self._comes_at
 
     def get(self, peer, key, deadline):
         if self._comes_at > deadline:
-            self.now, self._stopped_s = max(deadline, self._stopped_s), 0.0
+            self.now = max(deadline, self.now)
             raise TimeoutError("not in time")
         self.now = max(self.now, self._comes_at)
-        return bytearray(b"here")
+        self._comes_at += self._message_s
+        size = (4 * MESSAGE_BYTES).to_bytes(8, "big")
+        return bytearray(size if key[-1] == "size" else MESSAGE_BYTES)
 
 
 def wait(peer, *, worked_s=0.0):
     """What comes, or the error, and the lines said."""
     lines = []
-    patience = Patience(say=lines.append, clock=peer.clock)
+    deadlines = Deadlines(say=lines.append, clock=peer.clock)
     peer.now = worked_s
-    patience.worked()
+    deadlines.worked()
     try:
-        return patience.receive(peer, 1, ("key",), "fragment 0 of step 8"), lines
+        return deadlines.receive_payload(peer, 1, ("key",), "fragment 0 of step 8"), lines
     except LostPeerError as error:
         return error, lines
 
@@ -69,36 +68,36 @@ def test_a_peer_that_is_alive_and_silent_is_lost():
     "peer, worked_s",
     [
         (Peer(comes_at=99), 0.0),
-        (Peer(comes_at=1900), 500.0),  # 500 steps of a second, and a peer of thrice the time
-        (Peer(comes_at=5000, busy_until=4990), 0.0),  # a fragment on a thin link
-        (Peer(comes_at=1050, stopped_s=1000.0), 0.0),  # the time is not the peer's
+        (Peer(comes_at=2500), 500.0),  # 500 steps of a second, and a peer of five times that
+        (Peer(comes_at=50, message_s=90), 0.0),  # four messages of a fragment on a thin link
     ],
 )
 def test_a_slow_peer_is_not_lost(peer, worked_s):
-    """Control: after the stop of this process, too, its patience has an end."""
-    assert wait(peer, worked_s=worked_s)[0] == b"here"
-    assert isinstance(wait(Peer(comes_at=1250, stopped_s=1000.0))[0], LostPeerError)
+    """Control: each message has a deadline."""
+    assert len(wait(peer, worked_s=worked_s)[0]) == 4 * MESSAGE_BYTES
+    for late in (Peer(comes_at=101), Peer(comes_at=50, message_s=101)):
+        assert isinstance(wait(late)[0], LostPeerError)
 
 
 def test_what_was_waited_for_a_peer_is_no_work_of_this_process():
     """Else each wait would make the next limit several times as long. Control: work counts."""
     for worked_s, limit_s in ((2.0, 100 + SLOWER * 2.0), (50.0, 100 + SLOWER * 50.0)):
         peer = Peer(comes_at=90)
-        patience = Patience(say=lambda line: None, clock=peer.clock)
-        patience.receive(peer, 1, ("key",), "fragment 0 of step 8")
+        deadlines = Deadlines(say=lambda line: None, clock=peer.clock)
+        deadlines.receive(peer, 1, ("key",), "fragment 0 of step 8")
         peer.now += worked_s
-        patience.worked()
+        deadlines.worked()
         peer._comes_at = float("inf")
         with pytest.raises(LostPeerError):
-            patience.receive(peer, 1, ("key",), "fragment 0 of step 16")
+            deadlines.receive(peer, 1, ("key",), "fragment 0 of step 16")
         assert peer.now - 90 - worked_s == pytest.approx(limit_s, abs=10)
 
 
 def test_the_host_exchange_and_the_rows_end_the_wait(monkeypatch, devices):
     """As the engine sees it: the error of the thread that collects."""
-    peer, make = Peer(), Patience.__init__
+    peer, make = Peer(), Deadlines.__init__
     monkeypatch.setattr(
-        Patience, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
+        Deadlines, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
     )
     mesh = mesh_lib.Mesh([[devices[0]], [devices[1]]], ("diloco", "fsdp"))
     carrier = HostTransfers(mesh, mailbox=peer)
@@ -106,7 +105,7 @@ def test_the_host_exchange_and_the_rows_end_the_wait(monkeypatch, devices):
     fetched = Future()
     fetched.set_result({Shard(0, 0): [np.zeros((1, 8), np.int8)]})
     with pytest.raises(LostPeerError, match="process 1 .*fragment 0 of step 8 "):
-        carrier._collect(Transfer("key", 8, 1, False, None, "fragment 0 of step 8"), fetched)
+        carrier._collect(Transfer(("key",), 8, 1, False, "fragment 0 of step 8"), fetched)
     carrier.close()
     rows = Rows(0, {0: [0], 1: [1]}, mailbox=peer, write=lambda *row: None)
     rows.add(8, {}, {})

@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 from mailbox_tools import WAIT_S, close_all, later, meet, soon, until
 
+from maxdiloco.cluster.channel import Channel
+from maxdiloco.cluster.payloads import CONTROL, MESSAGE_BYTES, get_payload, put_payload
 from maxdiloco.errors import LostPeerError
-from maxdiloco.processes import sockets
-from maxdiloco.processes.lane import Lane
-from maxdiloco.processes.mailbox import BULK, WORDS
 
 
-def test_a_lane_stands_between_those_that_open_it(network):
-    """As in a run: bulk between counterparts, words to process 0."""
+def test_a_channel_connects_those_that_open_it(network):
+    """As in a run: bulk between counterparts, control to process 0."""
     before = threading.active_count()
     zero, one, two = network.mailboxes(3, bulk=[{0, 2}])
     meet(zero, one, two)
     assert threading.active_count() - before == 3, "one thread each"
-    one.put(0, ("row", 1), [b"loss"], WORDS)
+    one.put(0, ("row", 1), [b"loss"], CONTROL)
     two.put(0, (0, 1), [b"gradient"])
     assert zero.get(1, ("row", 1), soon()) == b"loss"
     assert zero.get(2, (0, 1), soon()) == b"gradient"
@@ -34,47 +33,34 @@ def test_a_lane_stands_between_those_that_open_it(network):
         one.put(0, (0, 1), [b"gradient"])
 
 
-def test_put_never_waits_and_a_row_overtakes_the_bulk(network):
-    """10 MB at 100 KB/s would take 100 s; then the limit is lifted, in mid-message."""
-    zero, one, _ = network.pair()
-    one.pace(100_000)
-    one.put(0, (0, 1), [bytes(10_000_000)])
-    one.put(0, ("row", 1), [b"loss"], WORDS)
+def test_put_never_waits_and_control_overtakes_bulk(network):
+    """The connection of the bulk stops after 100 KB; the other one passes."""
+    zero, one, proxy = network.pair()
+    proxy.limit = 100_000
+    before = time.monotonic()
+    for number in range(20):
+        one.put(0, (0, number), [bytes(MESSAGE_BYTES)])
+    one.put(0, ("row", 1), [b"loss"], CONTROL)
+    assert time.monotonic() - before < 1
     assert zero.get(1, ("row", 1), soon()) == b"loss"
-    assert not zero.arrived(1, (0, 1))
-    one.pace(None)
-    assert len(zero.get(1, (0, 1), soon())) == 10_000_000
+    assert not zero.arrived(1, (0, 19))
+    proxy.limit = float("inf")
+    assert len(zero.get(1, (0, 19), soon())) == MESSAGE_BYTES
 
 
-def paces(side, name=BULK):
-    """What the kernel says of the sockets of a lane of a side."""
-    sockets = [lane._connection for (_, each), lane in side._lanes.items() if each == name]
-    read = [each.getsockopt(socket.SOL_SOCKET, 47, 8) for each in sockets if each.fileno() >= 0]
-    return {int.from_bytes(data, sys.byteorder) for data in read}
-
-
-def test_the_kernel_paces_bulk_alone_and_new_connections_too(network, monkeypatch):
-    """And one that cannot sends at once."""
-    off = (1 << 64) - 1
-    zero, one, proxy = network.pair(timeout_s=20)
-    for side in (zero, one):
-        assert paces(side) == {off}
-        side.pace(2e5)
-        until(lambda side=side: paces(side) == {200_000})
-        assert paces(side, WORDS) == {off}
-    old = len(proxy.pairs)
-    for pair in list(proxy.pairs):
-        pair.end()
-    until(lambda: len(proxy.pairs) == old + 2 and paces(zero) == {200_000} == paces(one))
-    zero.pace(1.0)  # four records of TLS come in a quarter of the timeout
-    until(lambda: paces(zero) == {4 * 16384 // 5})
-    zero.pace(None)
-    until(lambda: paces(zero) == {off})
-    monkeypatch.setattr(sockets, "_SO_MAX_PACING_RATE", 9999)
+@pytest.mark.parametrize("size", [0, 1, MESSAGE_BYTES, MESSAGE_BYTES + 1, 3 * MESSAGE_BYTES - 7])
+def test_a_payload_is_several_messages_of_a_bounded_size(network, size):
+    """In buffers that end inside a message. A message itself is refused if it is larger."""
     zero, one, _ = network.pair()
-    zero.pace(100_000)
-    zero.put(1, (0, 1), [b"gradient"])
-    assert one.get(0, (0, 1), soon()) == b"gradient" and paces(zero) == {off}
+    data = random.Random(1).randbytes(size)
+    buffers = [data[: size // 3], b"", np.frombuffer(data[size // 3 :], np.uint8)]
+    put_payload(one, 0, ("fragment", 1), buffers)
+    put_payload(one, 0, ("fragment", 1), [b"the next one"])
+    for expected in (data, b"the next one"):
+        found = get_payload(lambda key: zero.get(1, key, soon()), ("fragment", 1))
+        assert found.tobytes() == expected
+    with pytest.raises(ValueError, match=str(MESSAGE_BYTES + 1)):
+        one.put(0, ("fragment", 2), [bytes(MESSAGE_BYTES), b"x"])
 
 
 def test_what_cannot_be_sent_is_refused_where_it_is_put(network):
@@ -85,6 +71,7 @@ def test_what_cannot_be_sent_is_refused_where_it_is_put(network):
         ((0, 1), [17]),
         ((0, (1, 2)), [b""]),
         ((0, 1.5), [b""]),
+        ((), [b""]),
     ):
         with pytest.raises((TypeError, ValueError)):
             zero.put(1, key, data)
@@ -97,7 +84,7 @@ def test_messages_of_one_key_arrive_in_order(network):
     with pytest.raises(TimeoutError, match=r"process 1 at 127.0.0.1 port \d+"):
         zero.get(1, ("row",), time.monotonic() + 0.01)
     for i in range(5):
-        one.put(0, ("row",), [bytes([i])], WORDS)
+        one.put(0, ("row",), [bytes([i])], CONTROL)
     assert [zero.get(1, ("row",), soon())[0] for _ in range(5)] == [0, 1, 2, 3, 4]
     assert not zero.arrived(1, ("row",))
 
@@ -107,18 +94,22 @@ def test_close_sends_what_is_queued_and_the_end_is_no_error(network, leaver):
     """Of the process that is dialled, and of the one that dials."""
     pair = network.pair()
     side, other, left = pair[leaver], pair[1 - leaver], 1 - leaver
-    data = random.randbytes(8_000_000)
-    side.put(left, (0, 1), [data])
-    side.put(left, ("row", 1), [b"the last"], WORDS)
+    data = random.randbytes(MESSAGE_BYTES)
+    for number in range(8):
+        side.put(left, (0, number), [data])
+    side.put(left, ("row", 1), [b"the last"], CONTROL)
     assert side.close(WAIT_S)
-    assert other.get(leaver, (0, 1), soon()) == data
+    assert all(other.get(leaver, (0, number), soon()) == data for number in range(8))
     assert other.get(leaver, ("row", 1), soon()) == b"the last"
     other.put(leaver, (1, 1), [b"to nobody"])
     with pytest.raises(LostPeerError, match=rf"process {leaver} at .*\(1, 1\)"):
         other.get(leaver, (1, 1), soon())
     other.wait_until_left(WAIT_S)
     assert other.close(WAIT_S)
-    for call in (lambda: other.put(leaver, (0, 1), [b""]), lambda: other.meet(WORDS, WAIT_S)):
+    for call in (
+        lambda: other.put(leaver, (0, 1), [b""]),
+        lambda: other.wait_until_met(CONTROL, WAIT_S),
+    ):
         with pytest.raises(RuntimeError, match="closed"):
             call()
 
@@ -132,14 +123,14 @@ def test_close_returns_in_time_and_says_what_it_could_not_send(network):
     proxy.stopped = set()
 
 
-def test_watched_words_reach_the_watch_even_after_a_failure(network):
+def test_a_watched_message_arrives_even_after_a_failure(network):
     zero, one, _ = network.pair()
     heard = []
-    one.watch("watch", heard=lambda *it: heard.append(it), lost=lambda *it: None)
+    one.watch("end", on_message=lambda *it: heard.append(it), on_loss=lambda *it: None)
     zero.fail(LostPeerError("process 7 is gone"))
-    zero.tell(1, "watch", b"end")
-    until(lambda: heard == [(0, b"end")])
-    assert not one.arrived(0, ("watch",))
+    zero.tell(1, "end", b"why")
+    until(lambda: heard == [(0, b"why")])
+    assert not one.arrived(0, ("end",))
 
 
 def test_no_thread_and_no_descriptor_is_left():
@@ -151,18 +142,18 @@ def test_no_thread_and_no_descriptor_is_left():
     for _ in range(2):
         with mailbox_tools.Network() as network:
             zero, one, proxy = network.pair(timeout_s=20)
-            stranger = socket.create_connection(proxy.target)
+            client = socket.create_connection(proxy.target)
             proxy.fault = "end", 1
             one.put(0, (0, 1), [bytes(100_000)])
             zero.get(1, (0, 1), soon())
             assert threading.active_count() > threads and count()[1] > descriptors
             assert close_all([zero, one]) == [True, True]
-            stranger.close()
+            client.close()
     now = count()
     assert now[0] <= threads and now[1] <= descriptors
 
 
-@pytest.mark.parametrize(("name", "sender"), [("fill", 1), ("begin", 0), ("hear", 1)])
+@pytest.mark.parametrize(("name", "sender"), [("receive", 1), ("receive", 0), ("heard", 1)])
 def test_any_error_of_the_thread_reaches_the_callers(network, monkeypatch, capfd, name, sender):
     """Of either side, and nothing is printed: the caller raises it."""
     pair = network.pair()
@@ -171,7 +162,7 @@ def test_any_error_of_the_thread_reaches_the_callers(network, monkeypatch, capfd
         raise ZeroDivisionError("in the thread")
 
     waiting = later(lambda: pair[1 - sender].get(sender, (0, 1), soon()))
-    monkeypatch.setattr(Lane, name, fail)
+    monkeypatch.setattr(Channel, name, fail)
     pair[sender].put(1 - sender, (0, 2), [b"x"])
     with pytest.raises(ZeroDivisionError, match="in the thread"):
         waiting.result(WAIT_S)
@@ -181,6 +172,6 @@ def test_any_error_of_the_thread_reaches_the_callers(network, monkeypatch, capfd
 
 
 def test_a_mailbox_needs_no_jax(started):
-    code = "import sys; from maxdiloco.processes import mailbox; sys.exit('jax' in sys.modules)"
+    code = "import sys; from maxdiloco.cluster import messages; sys.exit('jax' in sys.modules)"
     assert started(code).wait(WAIT_S) == 0
     assert "jax" in sys.modules, "the positive control: it would be seen"

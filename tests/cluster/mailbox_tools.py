@@ -9,9 +9,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from maxdiloco.processes import certificates, sockets
-from maxdiloco.processes.certificates import Peer
-from maxdiloco.processes.mailbox import BULK, WORDS, Mailbox
+from maxdiloco.cluster import certificates, sockets
+from maxdiloco.cluster.messages import Mailbox, Peer
+from maxdiloco.cluster.payloads import BULK, CONTROL, MESSAGE_BYTES
 
 WAIT_S = 60  # far above what anything here takes
 TICK_S = 0.02
@@ -24,6 +24,7 @@ class Pair:
     near: socket.socket
     far: socket.socket
     ended: bool = False
+    passed: int = 0
 
     def end(self):
         self.ended = True
@@ -37,11 +38,12 @@ class Proxy:
 
     stopped: directions that do, "to" the target and "from" it. fault: ("end" or "flip", after how
     many more bytes in any direction), happens once and is None then. seen: a bytearray records.
+    limit: bytes after which a connection stops.
     """
 
     def __init__(self, target):
         self.target = target
-        self.stopped, self.fault, self.seen = set(), None, None
+        self.stopped, self.fault, self.seen, self.limit = set(), None, None, float("inf")
         self.pairs = []
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -75,7 +77,7 @@ class Proxy:
                     data = bytearray(source.recv(65536))
                 except TimeoutError:
                     continue
-                while direction in self.stopped and not pair.ended:
+                while (direction in self.stopped or pair.passed > self.limit) and not pair.ended:
                     time.sleep(TICK_S)
                 if not data:
                     break
@@ -83,6 +85,7 @@ class Proxy:
         pair.end()
 
     def _pass_on(self, data, sink, pair):
+        pair.passed += len(data)
         if self.seen is not None:
             self.seen += data
         fault = self._due(len(data))
@@ -116,35 +119,46 @@ class Proxy:
             pair.far.close()
 
 
-IDENTITIES = [certificates.make_identity() for _ in range(9)]
+AUTHORITY = certificates.authority_key(b"the secret of the run")
+START_ID = "start"
+
+
+@contextlib.contextmanager
+def key_files(process, authority=AUTHORITY):
+    """Certificate files of a process."""
+    with certificates.key_files(authority, certificates.name_of(process)) as paths:
+        yield paths
+
+
+def mailbox(process, listener, *, timeout_s=WAIT_S, start_id=START_ID):
+    with key_files(process) as keys:
+        return Mailbox(process, keys, listener=listener, timeout_s=timeout_s, start_id=start_id)
 
 
 class Network(contextlib.ExitStack):
     """Makes mailboxes, and closes them and their proxies at its end."""
 
-    def mailboxes(self, count, *, proxies=(), timeout_s=WAIT_S, bulk=None, most_bytes=1 << 30):
+    def mailboxes(self, count, *, proxies=(), timeout_s=WAIT_S, bulk=None, start_ids=None):
         """One for each of `count` processes; the others reach those of `proxies` through one.
 
-        bulk: pairs with that lane; all where it is None. All have WORDS.
+        bulk: pairs with that channel; all if it is None. All have CONTROL.
         """
         listeners = [sockets.listen("127.0.0.1") for _ in range(count)]
         addresses = [listener.getsockname() for listener in listeners]
         self.proxies = {}
-        for rank in proxies:
-            self.proxies[rank] = Proxy(addresses[rank])
-            addresses[rank] = self.proxies[rank].address
-            self.callback(self.proxies[rank].close)
-        who = {
-            rank: Peer(*address, "host", IDENTITIES[rank].certificate.decode())
-            for rank, address in enumerate(addresses)
-        }
+        for process in proxies:
+            self.proxies[process] = Proxy(addresses[process])
+            addresses[process] = self.proxies[process].address
+            self.callback(self.proxies[process].close)
+        peers = {process: Peer(*address, "host") for process, address in enumerate(addresses)}
         made = []
-        for rank, listener in enumerate(listeners):
-            one = Mailbox(rank, IDENTITIES[rank], listener=listener, timeout_s=timeout_s)
-            others = {peer: it for peer, it in who.items() if peer != rank}
-            one.open(WORDS, others)
-            paired = {p: it for p, it in others.items() if bulk is None or {rank, p} in bulk}
-            one.open(BULK, paired, most_bytes=most_bytes)
+        for process, listener in enumerate(listeners):
+            start_id = start_ids[process] if start_ids else START_ID
+            one = mailbox(process, listener, timeout_s=timeout_s, start_id=start_id)
+            others = {peer: where for peer, where in peers.items() if peer != process}
+            one.open(CONTROL, others)
+            paired = {p: each for p, each in others.items() if bulk is None or {process, p} in bulk}
+            one.open(BULK, paired)
             made.append(one)
         self.callback(close_all, made)
         return made
@@ -157,8 +171,12 @@ class Network(contextlib.ExitStack):
 
 
 def meet(*made):
-    """Wait until all lanes stand."""
-    waits = [functools.partial(each.meet, name, WAIT_S) for name in (WORDS, BULK) for each in made]
+    """Wait until all channels are connected."""
+    waits = [
+        functools.partial(each.wait_until_met, name, WAIT_S)
+        for name in (CONTROL, BULK)
+        for each in made
+    ]
     assert not any(together(*waits))
 
 
@@ -194,7 +212,7 @@ def until(condition):
         time.sleep(0.005)
 
 
-def contents(seed, count, most=5_000_000):
+def contents(seed, count, most=MESSAGE_BYTES):
     """{key: bytes}: sizes from none to `most`, as many small as large ones."""
     chance = random.Random(seed)
     sizes = [0, 1, most] + [int(most ** chance.random()) for _ in range(count - 3)]

@@ -1,4 +1,4 @@
-"""Several processes as one run: what started them, jax.distributed and links for them."""
+"""The start of several processes as one run: their launcher, jax.distributed and connections."""
 
 import contextlib
 import socket
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from maxdiloco.cluster import coordination, sockets
+from maxdiloco.cluster.signals import ending_at_second_sigterm
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import coordination, sockets
-from maxdiloco.processes.signals import ending_at_second_sigterm
 
 if TYPE_CHECKING:
-    from maxdiloco.processes.peers import Room
+    from maxdiloco.cluster.peers import Cluster
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
@@ -23,16 +23,20 @@ TPU = "TPU"
 SLURM = "Slurm"
 OPEN_MPI = "Open MPI"
 
-JAX_PATIENCE_S = 60  # JAX's timeouts end in an abort, so they are this much longer; our choice
+JAX_EXTRA_S = 60  # JAX's timeouts end in an abort, so ours end a minute earlier
 
 
 def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
-    """What started several processes, as the environment says; None for a run of one process.
+    """Return what started several processes; None for a run of one process.
 
-    The variables are those that jax.distributed.initialize reads, and JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID, which it does not. on_tpu: JAX's first platform is a TPU; JAX finds the number
-    of its hosts, which may be one, in the metadata of the TPU.
-    Raises ConfigError when the variables of a local run are incomplete.
+    Args:
+      environ: the variables that jax.distributed.initialize reads, and JAX_NUM_PROCESSES and
+        JAX_PROCESS_ID, which it does not.
+      on_tpu: whether JAX's first platform is a TPU. JAX finds the number of its hosts, which may be
+        one, in the metadata of the TPU.
+
+    Raises:
+      ConfigError: the variables of a local run are incomplete.
     """
     if environ.get(COUNT) == "1":
         return None
@@ -56,7 +60,7 @@ def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def processes(
+def joined(
     environ: Mapping[str, str],
     *,
     timeout_s: float,
@@ -64,24 +68,32 @@ def processes(
     peer_port: int = 0,
     interface: str = "",
     secret_file: str = "",
-) -> Iterator["Room | None"]:
-    """Context manager around jax.distributed; a no-op for one process, where it gives None.
+) -> Iterator["Cluster | None"]:
+    """Join the other processes of the run for the time of a `with`; None in a run of one process.
 
     Enter it in the main thread before any JAX call that starts a backend, and use devices only
     inside. A lost peer ends this process with exit code 5; a peer that ends with 2, 3, 4 or 75
-    ends it with the same code. Either prints one line; for other errors see peers.watched.
-    timeout_s: until all processes have started. peer_timeout_s: a process that is silent for so
-    long is lost. peer_port, interface: see peers.Place. secret_file: see peers.watched.
-    Raises ConfigError, LostPeerError.
+    ends it with the same code. Both print one line; for other errors see peers.connected.
+
+    Args:
+      environ: see launcher.
+      timeout_s: until all processes have started [s].
+      peer_timeout_s: a process that is silent for longer is lost [s].
+      peer_port: see peers.Address.
+      interface: see peers.Address.
+      secret_file: see peers.connected.
+
+    Raises:
+      ConfigError, LostPeerError: the processes cannot connect.
     """
     kind = launcher(environ, on_tpu=(jax.config.jax_platforms or "").startswith("tpu"))
     if kind is None:
         yield None
         return
     # Here: a program of one process starts without aiohttp and cryptography.
-    from maxdiloco.processes import peers, watch
+    from maxdiloco.cluster import failure_detector, peers
 
-    watch.delay_aborts()
+    failure_detector.delay_aborts()
     _initialize(kind, environ, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
     job = coordination.job()
     with contextlib.ExitStack() as stack:
@@ -90,22 +102,22 @@ def processes(
             stack.callback(jax.distributed.shutdown)
             yield None
             return
-        room = stack.enter_context(
-            peers.watched(
+        cluster = stack.enter_context(
+            peers.connected(
                 job,
-                # Where another starts the processes, the next job's JAX listens on the next port.
-                peers.Place(peer_port, kind not in (SLURM, OPEN_MPI), interface),
+                # If a scheduler starts the processes, the next job's JAX listens on the next port.
+                peers.Address(peer_port, kind not in (SLURM, OPEN_MPI), interface),
                 secret_file=secret_file,
                 timeout_s=min(timeout_s, peer_timeout_s),  # all have started: JAX has connected
                 silence_s=peer_timeout_s,
             )
         )
-        yield room
+        yield cluster
 
 
 def _local(environ: Mapping[str, str]) -> dict[str, object]:
-    """Arguments for jax.distributed.initialize from the variables of a local run."""
-    _place(ADDRESS, environ)
+    """Return arguments for jax.distributed.initialize from the variables of a local run."""
+    _host_and_port(ADDRESS, environ)
     numbers = {}
     for key, name, words in (
         (COUNT, "num_processes", "the number of processes"),
@@ -116,7 +128,7 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
                 raise ConfigError(f"{key}={environ[key]} is not a whole number: set it to {words}.")
             numbers[name] = int(environ[key])
     if numbers.get("num_processes") == 0:
-        raise ConfigError(f"{COUNT}=0 is no number of processes. Use 1 or more.")
+        raise ConfigError(f"{COUNT}=0: expected 1 or more processes.")
     if len(numbers) == 2 and numbers["process_id"] >= numbers["num_processes"]:
         raise ConfigError(
             f"{INDEX}={numbers['process_id']} must be below {COUNT}={numbers['num_processes']}: "
@@ -129,8 +141,8 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
     return numbers
 
 
-def _place(key: str, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port that a variable names. Raises ConfigError."""
+def _host_and_port(key: str, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Return the host and port in a variable. Raises ConfigError."""
     host, _, port = environ[key].rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise ConfigError(
@@ -142,7 +154,7 @@ def _place(key: str, environ: Mapping[str, str]) -> tuple[str, int]:
 def _check_free(environ: Mapping[str, str]) -> None:
     """Refuse a port in use: JAX's coordination service may crash on it."""
     key = BIND_ADDRESS if BIND_ADDRESS in environ else ADDRESS
-    host, port = _place(key, environ)
+    host, port = _host_and_port(key, environ)
     try:
         sockets.listen(host.strip("[]") if key == BIND_ADDRESS else "", port).close()
     except OSError as error:
@@ -153,7 +165,7 @@ def _check_free(environ: Mapping[str, str]) -> None:
 
 
 def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
-    """Arguments for jax.distributed.initialize that leave a process all the GPUs it sees.
+    """Return arguments for jax.distributed.initialize that leave a process all GPUs that it sees.
 
     Under Slurm and Open MPI JAX gives process i of a host its GPU i. That is wrong where a host has
     one process, and where the launcher hides the GPUs of the other processes.
@@ -171,8 +183,8 @@ def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
 def _initialize(
     kind: str, environ: Mapping[str, str], *, timeout_s: float, peer_timeout_s: float
 ) -> None:
-    from maxdiloco.processes import watch
-    from maxdiloco.processes.peers import one_line
+    from maxdiloco.cluster.failure_detector import end_process
+    from maxdiloco.cluster.peers import one_line
 
     arguments = _local(environ) if kind == ADDRESS else _gpus(kind, environ)
     line = (
@@ -180,14 +192,14 @@ def _initialize(
         f"have started (launched by {kind}). See the output of the others; raise the key if they "
         f"only start slowly."
     )
-    alarm = threading.Timer(timeout_s, watch.end_process, (LostPeerError.exit_code, line))
+    alarm = threading.Timer(timeout_s, end_process, (LostPeerError.exit_code, line))
     alarm.daemon = True
     alarm.start()
     try:
         jax.distributed.initialize(
             **arguments,
-            initialization_timeout=int(timeout_s) + JAX_PATIENCE_S,
-            heartbeat_timeout_seconds=int(peer_timeout_s) + JAX_PATIENCE_S,
+            initialization_timeout=int(timeout_s) + JAX_EXTRA_S,
+            heartbeat_timeout_seconds=int(peer_timeout_s) + JAX_EXTRA_S,
         )
     except jax.errors.JaxRuntimeError as error:
         raise LostPeerError(

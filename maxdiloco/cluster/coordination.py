@@ -1,4 +1,4 @@
-"""JAX's coordination service: who is in the run, a key-value store, and barriers.
+"""JAX's coordination service: this process's number, a key-value store, and barriers.
 
 Process 0 runs it, before any device is used. It has no public name; no other file imports from
 jax._src.
@@ -28,12 +28,12 @@ class Job(NamedTuple):
 
 
 def job() -> Job:
-    """What jax.distributed.initialize has found out; does not start JAX's backends."""
+    """Return what jax.distributed.initialize has found; does not start JAX's backends."""
     return Job(distributed.global_state.process_id, distributed.global_state.num_processes)
 
 
 def address() -> tuple[str, int]:
-    """Host and port of the service."""
+    """Return the host and port of the service."""
     host, _, port = distributed.global_state.coordinator_address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -48,8 +48,8 @@ def get(key: str, *, timeout_s: float) -> str:
     return distributed.global_state.client.blocking_key_value_get(key, _milliseconds(timeout_s))
 
 
-def barrier(name: str, *, timeout_s: float) -> None:
-    """Wait until all processes are here. Raises JaxRuntimeError."""
+def wait_for_all(name: str, *, timeout_s: float) -> None:
+    """Wait until all processes call this. Raises JaxRuntimeError."""
     distributed.global_state.client.wait_at_barrier(name, _milliseconds(timeout_s))
 
 
@@ -58,7 +58,17 @@ def _milliseconds(seconds: float) -> int:
 
 
 def value_of(process: int, key: str, what: str, *, timeout_s: float) -> str:
-    """`get` of what a process puts there. what: it is, in words. Raises LostPeerError."""
+    """Wait for the value that a process stores.
+
+    Args:
+      process: number of the process.
+      key: see `get`.
+      what: the value in words.
+      timeout_s: longest wait [s].
+
+    Raises:
+      LostPeerError: it was not stored in time.
+    """
     begun = time.strftime("%H:%M:%S")
     try:
         return get(key, timeout_s=timeout_s)
@@ -69,11 +79,20 @@ def value_of(process: int, key: str, what: str, *, timeout_s: float) -> str:
         ) from error
 
 
-def meet(name: str, what: str, *, timeout_s: float) -> None:
-    """`barrier`. what: they have done, as `compiled its programs`. Raises LostPeerError."""
+def barrier(name: str, what: str, *, timeout_s: float) -> None:
+    """Wait until all processes have done something.
+
+    Args:
+      name: of the barrier, used once.
+      what: what they have done, such as `compiled its programs`.
+      timeout_s: longest wait [s].
+
+    Raises:
+      LostPeerError: a process has not done it in time.
+    """
     begun = time.strftime("%H:%M:%S")
     try:
-        barrier(name, timeout_s=timeout_s)
+        wait_for_all(name, timeout_s=timeout_s)
     except jax.errors.JaxRuntimeError as error:
         late = re.search(r"timed out task names:\s*(\d+)", str(error))
         who = f"process {late[1]}" if late else "a process"
@@ -89,11 +108,19 @@ def require_equal(
     difference: Callable[[Mapping[tuple[int, ...], Values]], str],
     timeout_s: float,
 ) -> None:
-    """Raise ConfigError in all processes unless all of them have the same values.
+    """Raise the same ConfigError in all processes unless all of them have the same values.
 
-    Enter it in every process, once its peers are watched. values: what JSON takes. difference:
-    gets {processes: their values} in process 0 and says in words what differs. timeout_s: until
-    the others have come so far. Raises LostPeerError.
+    Enter it in every process, once lost peers are detected.
+
+    Args:
+      job: this process among those of the run.
+      values: what JSON can hold.
+      difference: called with {processes: their values} in process 0; returns the difference in
+        words.
+      timeout_s: until the other processes have called this [s].
+
+    Raises:
+      ConfigError, LostPeerError: the values differ, or a process is late.
     """
     if job.num_processes == 1:
         return
@@ -106,6 +133,6 @@ def require_equal(
             groups.setdefault(text, []).append(process)
         of_all = {tuple(processes): json.loads(text) for text, processes in groups.items()}
         put(f"{key}/line", json.dumps(difference(of_all) if len(groups) > 1 else ""))
-    told = value_of(0, f"{key}/line", "whether the keys are equal", timeout_s=timeout_s)
-    if line := json.loads(told):
+    line = json.loads(value_of(0, f"{key}/line", "whether the keys are equal", timeout_s=timeout_s))
+    if line:
         raise ConfigError(line)

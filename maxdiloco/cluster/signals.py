@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and a closed terminal: what acts at once, and what asks to save and leave.
+"""Ctrl-C, SIGTERM and SIGHUP: the first one asks the run to save and exit, the second one exits.
 
-What acts at once does so also while the main thread waits inside native code. Programs use it
-before JAX loads, so only what follows JAX's start imports JAX.
+The second one also acts while the main thread is inside native code. Programs use this module
+before JAX loads, so only functions that follow JAX's start import JAX.
 """
 
 import contextlib
@@ -14,24 +14,29 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from maxdiloco.errors import INTERRUPTED, Preempted
-from maxdiloco.processes.output import last_words
+from maxdiloco.output import last_words
 
 # One press reaches a process twice behind timeout, mpirun or srun: a terminal sends it to a group
-# of processes, and a launcher passes it on. A person who wants to quit is slower. Our choice.
+# of processes, and a launcher passes it on within milliseconds. A person is slower than 1 s.
 SAME_PRESS_S = 1.0
-WATCH = "maxdiloco-watch"  # the name of the thread of watch.py
+DETECTOR = "maxdiloco-failure-detector"  # the name of the thread of failure_detector.py
 SECOND_SIGTERM = "SIGTERM again: ended at once. Start a named run again to resume it."
 
 
 @contextlib.contextmanager
-def hearing(number: int, heard: Callable[[], None]) -> Iterator[None]:
-    """Call `heard` in a thread of its own at every signal of this number inside the `with`.
+def hearing(number: int, on_signal: Callable[[], None]) -> Iterator[None]:
+    """Call `on_signal` in a thread of its own at every signal of this number inside the `with`.
 
-    Python runs signal handlers in the main thread between two bytecodes: after a compilation or
-    a wait for devices is over, and in code that may turn a KeyboardInterrupt into any traceback.
-    The C handler itself writes the wakeup file descriptor, which the thread reads. Contexts nest:
-    of one signal the innermost one is called. Outside the main thread, and where the signal is
-    ignored, as SIGINT in a script's background job, nothing changes.
+    Python runs signal handlers in the main thread between two bytecodes: only after a compilation
+    or a wait for devices, and in code that may turn a KeyboardInterrupt into any traceback. The C
+    handler itself writes to the wakeup file descriptor, which the thread reads.
+
+    Contexts nest: the innermost one of a signal is called. Outside the main thread, and where the
+    signal is ignored, as SIGINT is in a script's background job, nothing changes.
+
+    Args:
+      number: of the signal.
+      on_signal: called without arguments, one call at a time.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(number) is signal.SIG_IGN:
@@ -41,11 +46,14 @@ def hearing(number: int, heard: Callable[[], None]) -> Iterator[None]:
     os.set_blocking(writing, False)
     outer = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     thread = threading.Thread(
-        target=_listen, args=(reading, number, heard, outer), name="maxdiloco-signal", daemon=True
+        target=_listen,
+        args=(reading, number, on_signal, outer),
+        name="maxdiloco-signal",
+        daemon=True,
     )
     thread.start()
     # None: a handler that Python has not installed and cannot restore.
-    handler = signal.signal(number, _heard_elsewhere) or signal.SIG_DFL
+    handler = signal.signal(number, _do_nothing) or signal.SIG_DFL
     try:
         yield
     finally:
@@ -58,31 +66,31 @@ def hearing(number: int, heard: Callable[[], None]) -> Iterator[None]:
 
 
 def quit_now(line: str = "Interrupted.", code: int = INTERRUPTED) -> None:
-    """End the process at once with one line and a code; a save under way leaves no checkpoint."""
+    """End the process at once with one line and a code; an unfinished save leaves no checkpoint."""
     last_words(line)
     os._exit(code)
 
 
-def _listen(reading: int, number: int, heard: Callable[[], None], outer: int) -> None:
+def _listen(reading: int, number: int, on_signal: Callable[[], None], outer: int) -> None:
     while byte := os.read(reading, 1):  # b"": the context has ended
         if byte[0] == number:
-            heard()
+            on_signal()
         elif outer != -1:
             with contextlib.suppress(BlockingIOError):  # it is full of signals already
                 os.write(outer, byte)
 
 
-def _heard_elsewhere(number: int, frame: FrameType | None) -> None:
-    """The handler: it keeps KeyboardInterrupt, and the end by SIGTERM, away."""
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Prevent KeyboardInterrupt, and the end by SIGTERM."""
 
 
 class _Presses:
-    """Counts the presses of a signal, which may each come twice. For one thread."""
+    """Counts the presses of a signal; each may arrive twice. For one thread."""
 
     _first_s: float | None = None
 
     def count(self) -> int:
-        """1 for the first press, 0 for what comes within SAME_PRESS_S of it, 2 for any other."""
+        """Return 1 for the first press, 0 within SAME_PRESS_S of it, and 2 for any other."""
         now = time.monotonic()
         if self._first_s is None:
             self._first_s = now
@@ -92,10 +100,10 @@ class _Presses:
 
 @contextlib.contextmanager
 def ending_at_second_sigterm() -> Iterator[None]:
-    """Leave the first SIGTERM to JAX's preemption service, and end the process at another one.
+    """Leave the first SIGTERM to JAX's preemption service, and end the process at the second one.
 
-    Enter it in the main thread after jax.distributed.initialize, whose C handler of SIGTERM takes a
-    note for the next step: a process that compiles or waits for a peer would never end. Without
+    Enter it in the main thread after jax.distributed.initialize. JAX's C handler of SIGTERM sets a
+    flag for the next step, so a process that compiles or waits for a peer would not end. Without
     that handler nothing changes.
     """
     libc = ctypes.CDLL(None)
@@ -126,25 +134,29 @@ def ending_at_second_sigterm() -> Iterator[None]:
 class Preemption:
     """Whether SIGTERM, SIGHUP or Ctrl-C has asked the run to stop, at a step all processes share.
 
-    A context manager, entered in the main thread after jax.distributed.initialize.
-    One process: a signal sets a flag. Several: JAX's preemption service, which has its own
-    handler of SIGTERM, names a step that no process has passed; SIGHUP and Ctrl-C are sent on to
-    it as SIGTERM. SIGHUP does nothing where it is ignored, as under nohup.
-    report: called with one line for the user at the first Ctrl-C. Another one, or another SIGTERM
-    (of several processes by ending_at_second_sigterm), ends the process at once.
+    A context manager, entered in the main thread after jax.distributed.initialize. In a run of one
+    process a signal sets a flag. In a run of several, JAX's preemption service has its own handler
+    of SIGTERM, and names a step that no process has passed; SIGHUP and Ctrl-C are converted to
+    SIGTERM. SIGHUP does nothing where it is ignored, as under nohup. A second Ctrl-C or SIGTERM
+    ends the process at once (of several processes by ending_at_second_sigterm).
+
+    Attributes:
+      by_ctrl_c: whether Ctrl-C, and no other signal before it, asked this process.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None]):
+        """Install nothing yet. report: called with one line for the user at the first Ctrl-C."""
         import jax
 
         self._report = report
         self._several = jax.process_count() > 1
         self._asked = False
         self._ctrl_c, self._sigterm = _Presses(), _Presses()
-        self.by_ctrl_c = False  # whether Ctrl-C, and no other signal before it, asked this process
+        self.by_ctrl_c = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Preemption":
+        """Install the handlers."""
         self._stack.enter_context(hearing(signal.SIGINT, self._on_ctrl_c))
         if not self._several:
             self._stack.enter_context(hearing(signal.SIGTERM, self._on_sigterm))
@@ -154,10 +166,11 @@ class Preemption:
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
+        """Restore the earlier handlers."""
         self._stack.close()
 
     def requested(self, step: int) -> bool:
-        """Whether to save and leave after this step; all processes ask and get the same."""
+        """Return whether to save and exit after this step; the same in all processes."""
         if self._several:
             from jax.experimental import multihost_utils
 

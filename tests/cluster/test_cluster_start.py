@@ -8,8 +8,8 @@ import threading
 import jax
 import pytest
 
+from maxdiloco.cluster import failure_detector, start
 from maxdiloco.errors import ConfigError, LostPeerError
-from maxdiloco.processes import distributed, watch
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "a,b"}
 SLURM |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -41,20 +41,20 @@ LOCAL_2 = LOCAL | LOCAL_0
 )
 def test_the_environment_shows_whether_there_are_processes(environ, expected):
     """The variables that jax.distributed.initialize looks at; a count of one is one process."""
-    assert distributed.launcher(environ, on_tpu=False) == expected
+    assert start.launcher(environ, on_tpu=False) == expected
 
 
 def test_a_tpu_host_without_a_cluster_is_one_process(monkeypatch):
     """jax.distributed.initialize finds no coordinator, as on the machine behind a notebook."""
-    assert distributed.launcher({}, on_tpu=True) == distributed.TPU == "TPU"
+    assert start.launcher({}, on_tpu=True) == start.TPU == "TPU"
 
     def finds_none(**arguments):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", finds_none)
-    monkeypatch.setattr(watch, "delay_aborts", lambda: None)
-    monkeypatch.setattr(distributed, "launcher", lambda environ, on_tpu: distributed.TPU)
-    with distributed.processes({}, timeout_s=1, peer_timeout_s=1) as job:
+    monkeypatch.setattr(failure_detector, "delay_aborts", lambda: None)
+    monkeypatch.setattr(start, "launcher", lambda environ, on_tpu: start.TPU)
+    with start.joined({}, timeout_s=1, peer_timeout_s=1) as job:
         assert job is None
 
 
@@ -73,7 +73,7 @@ def asked(monkeypatch):
 
 
 def initialize(kind, environ=None):
-    distributed._initialize(kind, environ or {}, timeout_s=60, peer_timeout_s=60)
+    start._initialize(kind, environ or {}, timeout_s=60, peer_timeout_s=60)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_a_coordinators_port_that_cannot_be_used_is_named(asked, free_port, bind
     ],
 )
 def test_a_variable_of_a_local_run_that_cannot_work_is_named(asked, others, key, value):
-    processes = distributed.processes(others | {key: value}, timeout_s=1, peer_timeout_s=1)
-    with pytest.raises(ConfigError, match=f"{key}={value} "):
+    processes = start.joined(others | {key: value}, timeout_s=1, peer_timeout_s=1)
+    with pytest.raises(ConfigError, match=f"{key}={value}[ :]"):
         processes.__enter__()
     assert "num_processes" not in asked
 
@@ -161,18 +161,18 @@ def test_a_variable_of_a_local_run_that_cannot_work_is_named(asked, others, key,
 def test_one_process_is_left_alone():
     """No service, no thread, no signal handler."""
     before = signal.getsignal(signal.SIGABRT), signal.getsignal(signal.SIGTERM)
-    with distributed.processes({}, timeout_s=1, peer_timeout_s=1) as job:
+    with start.joined({}, timeout_s=1, peer_timeout_s=1) as job:
         assert job is None
-        assert "maxdiloco-watch" not in [thread.name for thread in threading.enumerate()]
+        assert "maxdiloco-failure-detector" not in [thread.name for thread in threading.enumerate()]
         assert (signal.getsignal(signal.SIGABRT), signal.getsignal(signal.SIGTERM)) == before
 
 
 ALONE = """
 import os, sys
 from maxdiloco.errors import ConfigError
-from maxdiloco.processes import distributed
+from maxdiloco.cluster import failure_detector, start
 try:
-    with distributed.processes(os.environ, timeout_s=1, peer_timeout_s=1):
+    with start.joined(os.environ, timeout_s=1, peer_timeout_s=1):
         print("met")
 except ConfigError as error:
     sys.exit(str(error))

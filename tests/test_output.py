@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxdiloco.processes import output
+from maxdiloco import output
 
 
 @pytest.mark.parametrize("say", [output.say, output.say_error])

@@ -20,9 +20,9 @@ import time
 import pytest
 from mailbox_tools import WAIT_S, until
 
-from maxdiloco.processes import output
-from maxdiloco.processes import signals as signals_lib
-from maxdiloco.processes.signals import Preemption, hearing
+from maxdiloco import output
+from maxdiloco.cluster import signals as signals_lib
+from maxdiloco.cluster.signals import Preemption, hearing
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -186,9 +186,9 @@ def test_ctrl_c_after_sigterm_does_not_change_why_the_run_stops():
 # Both take note of the first SIGTERM; then each is in one native call of many minutes.
 WAITING = """
 import hashlib, os, sys
-from maxdiloco.processes import distributed
-from maxdiloco.processes.signals import Preemption
-with distributed.processes(os.environ, timeout_s=60, peer_timeout_s=60), Preemption(print) as it:
+from maxdiloco.cluster import start
+from maxdiloco.cluster.signals import Preemption
+with start.joined(os.environ, timeout_s=60, peer_timeout_s=60), Preemption(print) as it:
     print("begun", flush=True)
     step = 0
     while not it.requested(step := step + 1):
@@ -217,7 +217,7 @@ def test_a_second_sigterm_ends_a_process_that_waits_forever(started, free_port):
 PRINTING = """
 import os
 from maxdiloco.command_line import end_with
-from maxdiloco.processes.output import say, say_error
+from maxdiloco.output import say, say_error
 
 def program(argv):
     for number in range(10_000):  # more than a pipe holds

@@ -13,10 +13,9 @@ import pytest
 from mailbox_tools import WAIT_S, together
 
 import maxdiloco
+from maxdiloco.cluster import certificates, coordination, peers
+from maxdiloco.cluster.coordination import Job
 from maxdiloco.errors import CheckpointError, ConfigError, DataError, LostPeerError
-from maxdiloco.processes import certificates, coordination, peers
-from maxdiloco.processes.certificates import Peer
-from maxdiloco.processes.coordination import Job
 
 
 def test_exit_codes():
@@ -60,7 +59,7 @@ The first task at the barrier: 0. Some timed out task names:
 def test_a_barrier_that_not_all_reach_names_who_is_late(service_fails, text, who):
     service_fails(text)
     with pytest.raises(LostPeerError, match=f"^{who} .*compiled its programs"):
-        coordination.meet("x", "compiled its programs", timeout_s=2)
+        coordination.barrier("x", "compiled its programs", timeout_s=2)
     with pytest.raises(LostPeerError, match="^process 7 .*its name .* 2 s "):
         coordination.value_of(7, "x", "its name", timeout_s=2)
 
@@ -68,15 +67,20 @@ def test_a_barrier_that_not_all_reach_names_who_is_late(service_fails, text, who
 def test_a_process_0_lost_while_meeting_is_named(service_fails):
     service_fails("UNAVAILABLE: Socket closed")
     with pytest.raises(LostPeerError, match="process 0 at ::1 .*process 3 "):
-        peers._secret(Job(3, 4), "", 1)
+        peers._start_of_run(Job(3, 4), "", 1)
 
 
-def test_a_secret_that_no_process_wrote_is_refused(monkeypatch):
-    """An unauthenticated client may write to the store first; 32 random bytes are 64 characters."""
-    for text, line in (("a" * 15, "15 bytes"), ("a" * 64, None)):
+def test_a_start_that_process_0_did_not_publish_is_refused(monkeypatch):
+    """An unauthenticated client may write to the store first. The last case is the control."""
+    good = {"id": "7", "secret": "a" * 64}
+    wrong = [good | {"secret": "a" * 15}, good | {"secret": 7}, {"id": "7"}, [1], "[" * 100_000]
+    for value in (*wrong, good):
+        text = value if isinstance(value, str) else json.dumps(value)
         monkeypatch.setattr(coordination, "get", lambda key, timeout_s, text=text: text)
-        with pytest.raises(LostPeerError, match=line) if line else contextlib.nullcontext():
-            assert peers._secret(Job(3, 4), "", 1) == text.encode()
+        if value is not good:
+            with pytest.raises(LostPeerError, match="process 0 "):
+                peers._start_of_run(Job(3, 4), "", 1)
+    assert peers._start_of_run(Job(3, 4), "", 1) == ("7", b"a" * 64)
 
 
 class Store:
@@ -112,36 +116,36 @@ def store(monkeypatch, free_port):
 
 
 @pytest.fixture
-def meet(store, monkeypatch):
-    """meet(Place): the ports that two processes in two threads have, or the error of each.
+def connect(store, monkeypatch):
+    """connect(*address): the ports that two processes in two threads have, or the error of each.
 
     secret_files: of each.
     """
-    monkeypatch.setattr(peers, "Watch", Unwatched)
+    monkeypatch.setattr(peers, "FailureDetector", NoDetector)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
 
-    def meet(*place, secret_files=("", "")):
+    def connect(*address, secret_files=("", "")):
         store.written.clear()
-        place = peers.Place(*place)
+        address = peers.Address(*address)
 
         def enter(index):
             try:
                 options = dict(secret_file=secret_files[index], timeout_s=5, silence_s=5)
-                with peers.watched(Job(index, 2), place, **options) as it:
-                    it.open_bulk(1000)
-                    port = json.loads(store.written[f"maxdiloco/peer/{index}"])[1]
-                    it.mailbox.close(WAIT_S)
+                with peers.connected(Job(index, 2), address, **options) as cluster:
+                    cluster.open_bulk()
+                    port = json.loads(store.written[f"maxdiloco/peer/{index}"])["port"]
+                    cluster.mailbox.close(WAIT_S)
                     return port
             except (ConfigError, LostPeerError) as error:
                 return error
 
         return together(lambda: enter(0), lambda: enter(1))
 
-    return meet
+    return connect
 
 
-class Unwatched:
-    """In the place of a watch, which would end this process."""
+class NoDetector:
+    """In place of a failure detector, which would end this process."""
 
     def __init__(self, process_id):
         pass
@@ -156,14 +160,14 @@ class Unwatched:
         pass
 
 
-def test_process_i_listens_on_peer_port_plus_i_or_after_jax(meet, free_port):
+def test_process_i_listens_on_peer_port_plus_i_or_after_jax(connect, free_port):
     with socket.create_server(("127.0.0.1", 0)) as server:
         wanted = server.getsockname()[1]
-    assert meet(wanted, True, "") == [wanted, wanted + 1]
-    assert meet(0, True, "")[0] == free_port + 1
+    assert connect(wanted, True, "") == [wanted, wanted + 1]
+    assert connect(0, True, "")[0] == free_port + 1
     with socket.create_server(("", free_port + 1)):
-        assert meet(0, True, "127.0.0.1")[0] != free_port + 1
-    assert meet(0, False, "")[0] != free_port + 1
+        assert connect(0, True, "127.0.0.1")[0] != free_port + 1
+    assert connect(0, False, "")[0] != free_port + 1
 
 
 def ended_by(process, ends):
@@ -176,32 +180,32 @@ def ended_by(process, ends):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_peer_port_in_use_ends_every_process_with_2(meet, process):
+def test_a_peer_port_in_use_ends_every_process_with_2(connect, process):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        ends = meet(port - process, True, "")
+        ends = connect(port - process, True, "")
     where = ["any address", "127.0.0.1"][process]
     line = ended_by(process, ends)
     for named in (f"peer_port={port - process}", f"process {process} ", f"{where} port {port} "):
         assert named in line
 
 
-def test_a_secret_file_is_not_in_the_store_and_must_agree(meet, store, tmp_path):
+def test_a_secret_file_is_not_in_the_store_and_must_agree(connect, store, tmp_path):
     path = tmp_path / "secret"
     path.write_text("known to every host of the run\n")
     path.chmod(0o600)
-    ports = meet(0, True, "", secret_files=[str(path)] * 2)
+    ports = connect(0, True, "", secret_files=[str(path)] * 2)
     assert all(isinstance(port, int) for port in ports)
-    assert store.written[peers.SECRET] == peers.OF_A_FILE
-    meet(0, True, "")
-    assert len(store.written[peers.SECRET]) == 64, "the control"
+    assert json.loads(store.written[peers.START])["secret"] == ""
+    connect(0, True, "")
+    assert len(json.loads(store.written[peers.START])["secret"]) == 64, "the control"
     path.write_text("short")
-    for error in meet(0, True, "", secret_files=[str(path)] * 2):
+    for error in connect(0, True, "", secret_files=[str(path)] * 2):
         assert type(error) is ConfigError and "5 bytes" in str(error)
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_a_secret_that_one_process_lacks_ends_both_with_2(meet, tmp_path, process):
+def test_a_secret_that_one_process_lacks_ends_both_with_2(connect, tmp_path, process):
     """Its file is not there, or only one process has the key; then process 1 reports it."""
     path, none = tmp_path / "secret", tmp_path / "none"
     path.write_text("known to every host of the run\n")
@@ -214,20 +218,43 @@ def test_a_secret_that_one_process_lacks_ends_both_with_2(meet, tmp_path, proces
     for file, (by, line) in cases.items():
         files = [str(path), str(path)]
         files[process] = file
-        assert ended_by(by, meet(0, True, "", secret_files=files)).startswith(line)
+        assert ended_by(by, connect(0, True, "", secret_files=files)).startswith(line)
 
 
-def test_who_is_reached_hears_that_another_is_not_of_the_run(store):
-    """Its lane is opened before the error, or JAX would abort it without a word."""
-    secret, opened, met = b"s" * 16, {}, []
-    certificates.tell(1, Peer("127.0.0.1", 1, "host-b", "pem"), secret, coordination.put)
-    certificates.tell(2, Peer("127.0.0.1", 2, "host-c", "pem"), b"t" * 16, coordination.put)
+def published(process, secret):
+    """Store the address of a process with this secret."""
+    authority = certificates.fingerprint(certificates.authority_key(secret))
+    address = {"host": "127.0.0.1", "port": process, "machine": "host", "authority": authority}
+    coordination.put(f"maxdiloco/peer/{process}", json.dumps(address))
+    return authority
+
+
+def test_a_process_with_another_secret_is_named(store):
+    """The channels to the others are opened before the error, or JAX would abort them."""
+    opened, waited = {}, []
+    authority = published(1, b"s" * 16)
+    published(2, b"t" * 16)
     mailbox = SimpleNamespace(
-        open=lambda lane, peers: opened.update(peers), meet=lambda lane, within_s: met.append(lane)
+        open=lambda channel, peers: opened.update(peers),
+        wait_until_met=lambda channel, within_s: waited.append(channel),
     )
+    with pytest.raises(LostPeerError, match="process 2 .*exchange_secret_file"):
+        peers.Cluster(Job(0, 3), mailbox, None, authority, 1).open("control", [2, 1])
+    assert ([*opened], waited) == ([1], ["control"])
+
+
+@pytest.mark.parametrize("text", ["?", "[1]", "{}", "[" * 100_000, '{"host": 1}', '{"port": "1"}'])
+def test_an_address_that_a_process_did_not_publish_is_refused(store, text):
+    """A client of JAX's store may write there. Control: the address of process 1."""
+    authority = published(1, b"s" * 16)
+    coordination.put("maxdiloco/peer/2", text)
+    mailbox = SimpleNamespace(
+        open=lambda channel, peers: None, wait_until_met=lambda channel, within_s: []
+    )
+    cluster = peers.Cluster(Job(0, 3), mailbox, None, authority, 1)
+    cluster.open("control", [1])
     with pytest.raises(LostPeerError, match="process 2 "):
-        peers.Room(Job(0, 3), mailbox, secret, 1, None).open("words", [2, 1])
-    assert ([*opened], met) == ([1], ["words"])
+        cluster.open("control", [2])
 
 
 def test_an_error_that_a_lost_peer_caused_becomes_its_loss():
@@ -238,19 +265,19 @@ def test_an_error_that_a_lost_peer_caused_becomes_its_loss():
         (own := RuntimeError("Gloo AllGather failed"), None, own),
         (data := DataError("no text"), loss, data),
     ):
-        watch = SimpleNamespace(loss_behind=lambda wait_s, behind=behind: behind)
-        room = peers.Room(Job(0, 2), None, b"s" * 16, 1, watch)
+        detector = SimpleNamespace(loss_behind=lambda wait_s, behind=behind: behind)
+        cluster = peers.Cluster(Job(0, 2), None, detector, "", 1)
         stack = contextlib.ExitStack()
-        stack.push(room.raise_cause)
+        stack.push(cluster.raise_cause)
         with pytest.raises(type(raised)) as caught, stack:
             raise error
         assert caught.value is raised
 
 
 def test_who_does_not_come_is_named(store):
-    nobody_reached = SimpleNamespace(open=lambda lane, peers: None)
+    nobody_reached = SimpleNamespace(open=lambda channel, peers: None)
     with pytest.raises(LostPeerError) as caught:
-        peers.Room(Job(0, 3), nobody_reached, b"s" * 16, 0.2, None).open("words", [1, 2])
+        peers.Cluster(Job(0, 3), nobody_reached, None, "", 0.2).open("control", [1, 2])
     for named in ("process 0 ", "[1, 2]", "0.2 s", "jax_distributed_initialization_timeout"):
         assert named in str(caught.value)
 

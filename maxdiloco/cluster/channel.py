@@ -1,0 +1,231 @@
+"""A channel to one peer: whole messages, in order, each delivered once.
+
+A channel outlives its connections. A message is kept until the peer acknowledges it. After a broken
+connection every message that is not acknowledged is sent again, from its first byte.
+
+Both sides of a connection write records. A record is a line of JSON, which in the second case is
+followed by SIZE bytes:
+
+    ["received", NUMBER]              all messages up to this one have arrived; also the heartbeat
+    ["message", NUMBER, SIZE, KEY]    the next message
+
+The first record of each side says where the other side starts. Messages follow each other without a
+reply, so the latency of the link counts once.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import aiohttp
+from aiohttp import http_exceptions
+
+from maxdiloco import json_text
+from maxdiloco.cluster.payloads import MESSAGE_BYTES, Key, Message
+from maxdiloco.errors import LostPeerError
+
+READ_BYTES = 1 << 20  # aiohttp reads this far ahead
+_WRITE_BYTES = 1 << 18  # larger writes took 20% more CPU time in benchmarks/results/thin_link.md
+_LINE_BYTES = 1 << 16  # of a record's line; the keys of this package have less than 100 bytes
+
+_GOODBYE: Key = ()  # the key of the last message
+
+
+class Channel:
+    """The state of a channel, which its connections share. For the thread of the event loop.
+
+    Attributes:
+      peer: the peer in words.
+      problem: why there is no connection, in words.
+      times_heard: how often bytes have arrived.
+      left: whether the peer has said goodbye, or is lost.
+      silence_s: time since the last byte was received [s].
+      closed_at: when the peer closed its last connection [time.monotonic()]; None: it is open.
+      refused: whether the peer's port refuses connections, which it once accepted.
+      owes_acknowledgement: whether a message has arrived that the peer does not know of.
+    """
+
+    def __init__(self, peer: str, deliver: Callable[[Key, bytearray], None]):
+        """Create an open channel. deliver: called with the key and bytes of each message."""
+        self.peer, self._deliver = peer, deliver
+        self.problem = "it has not connected"
+        self.times_heard = 0
+        self.left = self.refused = False
+        self.silence_s = 0.0
+        self.closed_at: float | None = None
+        self._outgoing: deque[Message] = deque()
+        self._ended = False  # no message follows
+        self._acknowledged = 0  # messages that the peer has
+        self._received = 0
+        self.owes_acknowledgement = False
+        self._changed = asyncio.Event()
+
+    @property
+    def met(self) -> bool:
+        """Whether the peer was ever reached."""
+        return self.times_heard > 0
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the peer has received everything, or has itself left."""
+        return self.left or (self._ended and not self._outgoing)
+
+    def add(self, new: Message) -> None:
+        """Queue a message. Does nothing after the goodbye of either side."""
+        if not self._ended and not self.left:
+            self._outgoing.append(new)
+            self._changed.set()
+
+    def say_goodbye(self) -> None:
+        """Queue the last message."""
+        self.add(Message(_GOODBYE, ()))
+        self._ended = True
+
+    def leave(self) -> None:
+        """Stop: the peer sends and receives nothing more."""
+        self.left = True
+        self._outgoing.clear()
+        self._changed.set()
+
+    def heard(self) -> None:
+        """Note that bytes have arrived."""
+        self.times_heard += 1
+        self.silence_s, self.closed_at = 0.0, None
+
+    def closed_by_peer(self) -> None:
+        """Note that the peer has closed its last connection."""
+        self.closed_at = time.monotonic()
+
+    def protocol_error(self, line: object) -> LostPeerError:
+        """Return the error for a record that a process of this run does not send."""
+        return LostPeerError(f"{self.peer} has sent an invalid record: {line!r:.60}")
+
+    # For connections:
+
+    def acknowledge(self, number: int) -> None:
+        """Drop the messages up to this one. Raises LostPeerError for a number that was not sent."""
+        if self.left:
+            return
+        if not self._acknowledged <= number <= self._acknowledged + len(self._outgoing):
+            raise self.protocol_error(["received", number])
+        for _ in range(number - self._acknowledged):
+            self._outgoing.popleft()
+        self._acknowledged = number
+
+    def receive(self, number: int, key: Key, data: bytearray) -> None:
+        """Deliver the next message. Raises LostPeerError for any other."""
+        if number != self._received + 1:
+            raise self.protocol_error(["message", number])
+        self._received, self.owes_acknowledgement = number, True
+        self._changed.set()
+        if key == _GOODBYE:
+            self.leave()
+        else:
+            self._deliver(key, data)
+
+    async def next(self, number: int, within_s: float) -> Message | None:
+        """Return message `number`; None: it is not there yet, or an acknowledgement is due."""
+        if number > self._acknowledged + len(self._outgoing) and not self.owes_acknowledgement:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._changed.wait()
+        index = number - self._acknowledged - 1
+        return self._outgoing[index] if index < len(self._outgoing) else None
+
+    def acknowledgement(self) -> bytes:
+        """Return the record with the number of messages that have arrived."""
+        self.owes_acknowledgement = False
+        return _line(["received", self._received])
+
+
+class Connection:
+    """One connection of a channel; `outgoing` and `incoming` run concurrently."""
+
+    def __init__(self, channel: Channel, heartbeat_s: float):
+        """Start a connection. heartbeat_s: longest time between two records."""
+        self._channel, self._heartbeat_s = channel, heartbeat_s
+        self._start = asyncio.get_running_loop().create_future()  # what the peer has
+        self._over = False
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._over = True
+        if not self._start.done():
+            self._start.set_result(0)
+
+    async def outgoing(self) -> AsyncIterator[bytes | memoryview]:
+        """Yield the bytes to send, until the peer has left."""
+        channel = self._channel
+        yield channel.acknowledgement()
+        number = 1 + await self._start
+        while not (channel.left or self._over):
+            new = await channel.next(number, self._heartbeat_s)
+            if new is None or channel.owes_acknowledgement:
+                yield channel.acknowledgement()
+            if new is not None:
+                yield _line(["message", number, new.size, new.key])
+                for block in _blocks(new):
+                    yield block
+                number += 1
+        yield channel.acknowledgement()
+
+    async def incoming(self, content: aiohttp.StreamReader) -> None:
+        """Receive records until the goodbye of the peer.
+
+        Raises:
+          OSError, aiohttp.ClientError: the connection is broken.
+          LostPeerError: the peer has sent an invalid record.
+        """
+        channel = self._channel
+        while not channel.left:
+            try:
+                line = await content.readline(max_line_length=_LINE_BYTES)
+            except (ValueError, http_exceptions.LineTooLong) as error:
+                raise channel.protocol_error("a line without an end") from error
+            if not line:
+                raise ConnectionAbortedError("it has closed the connection")
+            channel.heard()
+            match _parsed(line):
+                case ["received", int(number)]:
+                    channel.acknowledge(number)
+                    if not self._start.done():
+                        self._start.set_result(number)
+                case ["message", int(number), int(size), list(key)] if (
+                    0 <= size <= MESSAGE_BYTES and all(isinstance(x, str | int) for x in key)
+                ):
+                    data = bytearray(size)
+                    await self._fill(content, memoryview(data))
+                    channel.receive(number, tuple(key), data)
+                case _:
+                    raise channel.protocol_error(line)
+
+    async def _fill(self, content: aiohttp.StreamReader, data: memoryview) -> None:
+        filled = 0
+        while filled < data.nbytes:
+            block = await content.read(data.nbytes - filled)
+            if not block:
+                raise ConnectionAbortedError("it has closed the connection")
+            data[filled : filled + len(block)] = block
+            filled += len(block)
+            self._channel.heard()
+
+
+def _line(record: list) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        return json_text.parse(line)
+    except ValueError:
+        return None
+
+
+def _blocks(new: Message) -> Iterator[memoryview]:
+    for buffer in new.buffers:
+        for start in range(0, buffer.nbytes, _WRITE_BYTES):
+            yield buffer[start : start + _WRITE_BYTES]

@@ -1,0 +1,158 @@
+"""The server of the channels: it accepts processes of this start only.
+
+A connection is TLS in which the client shows a certificate of the run's authority. An
+unauthenticated client therefore cannot send a request. It occupies one of a few handshakes for some
+seconds.
+"""
+
+import asyncio
+import collections
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Coroutine, Mapping
+
+import aiohttp
+from aiohttp import web
+
+from maxdiloco.cluster.certificates import subject
+from maxdiloco.cluster.channel import READ_BYTES, Channel, Connection
+from maxdiloco.cluster.deadlines import Times
+from maxdiloco.cluster.sockets import set_timeouts
+
+# Handshakes at once, in addition to one for each channel. 64 leave a system with 1,024 file
+# descriptors room for the run's own files.
+_HANDSHAKES = 64
+_HANDSHAKE_S = 10.0  # several round trips of a slow link
+_RETRY_S = 0.2  # after the system had no file descriptor left
+_LINGER_S = 1.0  # for peers to read a goodbye and close
+
+Channels = Mapping[tuple[str, str], Channel]  # by the name of the peer's certificate, and the path
+
+
+class Server(web.Server):
+    """Serves channels. For the thread of the event loop."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        channels: Channels,
+        times: Times,
+        *,
+        start_task: Callable[[Coroutine], asyncio.Task],
+    ):
+        """Serve channels.
+
+        Args:
+          listener: a listening socket, which `close` closes.
+          context: this process's certificate and its authority.
+          channels: those that clients may open; the mapping may grow.
+          times: limits of the links.
+          start_task: runs a coroutine.
+        """
+        super().__init__(self._answer, read_bufsize=READ_BYTES, access_log=None, lingering_time=0)
+        self._listener, self._context = listener, context
+        self._channels, self._times, self._start_task = channels, times, start_task
+        self._handshakes: dict[asyncio.Task, str] = {}  # address of the client; oldest first
+        self._newest: dict[Channel, asyncio.Task] = {}
+
+    async def serve(self) -> None:
+        """Accept connections until this task is cancelled."""
+        self._listener.setblocking(False)
+        while True:
+            try:
+                connection, address = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError:
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if len(self._handshakes) >= _HANDSHAKES + len(self._channels):
+                await self._drop_a_handshake()
+            task = self._start_task(self._handshake(connection))
+            self._handshakes[task] = address[0]
+            task.add_done_callback(lambda task: self._handshakes.pop(task, None))
+
+    async def close(self) -> None:
+        """Stop to accept, and close the connections after peers had time to do so."""
+        for task in self._handshakes:
+            task.cancel()
+        self._listener.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while self.connections:
+                    await asyncio.sleep(_LINGER_S / 50)
+        await self.shutdown(_LINGER_S / 50)  # 0 would wait without a limit
+
+    async def _drop_a_handshake(self) -> None:
+        """Drop the oldest handshake of the busiest address, so that a flood drops its own.
+
+        Returns after its socket is closed: otherwise a flood would use up the file descriptors,
+        because sock_accept does not pause while clients wait.
+        """
+        ((busiest, _),) = collections.Counter(self._handshakes.values()).most_common(1)
+        oldest = next(task for task, host in self._handshakes.items() if host == busiest)
+        oldest.cancel()
+        await asyncio.wait([oldest])
+        await asyncio.sleep(0)  # asyncio closes the socket in the next iteration of its loop
+
+    async def _handshake(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # ssl.SSLError and TimeoutError are subclasses
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self, connection, ssl=self._context, ssl_handshake_timeout=_HANDSHAKE_S
+            )
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Use this connection for its channel, in place of an older one."""
+        secured, connection = map(request.get_extra_info, ("ssl_object", "socket"))
+        if secured is None or connection is None:
+            raise ConnectionResetError("it has been closed")
+        name = subject(secured.getpeercert())
+        channel = self._channels.get((name, request.path.removeprefix("/")))
+        if channel is None:
+            return web.Response(status=503)  # it may be opened later
+        if request.method != "POST":
+            return web.Response(status=405)
+        set_timeouts(connection, self._times.quiet_s)
+        if older := self._newest.get(channel):
+            older.cancel()
+            await asyncio.wait([older])
+        response = web.StreamResponse()
+        response.force_close()
+        await response.prepare(request)
+        task = self._start_task(self._run(channel, request.content, response))
+        self._newest[channel] = task
+        await asyncio.wait([task])
+        if self._newest[channel] is task and not task.cancelled():
+            self._note_end(channel, task.exception())
+        return response
+
+    async def _run(
+        self, channel: Channel, content: aiohttp.StreamReader, response: web.StreamResponse
+    ) -> None:
+        """Send and receive until the peer has left, or one of both fails."""
+        connection = Connection(channel, self._times.heartbeat_s)
+
+        async def send() -> None:
+            async for block in connection.outgoing():
+                await response.write(block)
+
+        both = [asyncio.ensure_future(each) for each in (connection.incoming(content), send())]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            connection.close()
+            for task in both:
+                task.cancel()
+            ends = await asyncio.gather(*both, return_exceptions=True)
+        for error in ends:
+            if isinstance(error, Exception):
+                raise error
+
+    def _note_end(self, channel: Channel, error: BaseException | None) -> None:
+        """Note that the peer has closed its last connection.
+
+        A peer that was silent for long has not heard this process either. It has given the
+        connection up, and is alive.
+        """
+        if isinstance(error, ConnectionResetError) and channel.silence_s < self._times.quiet_s / 2:
+            channel.closed_by_peer()

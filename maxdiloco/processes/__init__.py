@@ -1,1 +1,0 @@
-"""Output, signals, several processes as one run, lost peers."""
