@@ -16,7 +16,7 @@ from benchmarks.bandwidth import own, simulator
 from benchmarks.bandwidth import tables as published
 from benchmarks.bandwidth.simulator import GRID, H
 from benchmarks.bandwidth.tables import Size
-from maxdiloco.aot.wait import data_parallel
+from maxdiloco.planning.link_model import data_parallel
 from scripts import svg
 
 SHARE = {"streaming": 0.85, "scaling": 0.7}  # of the parameters that travel; fitted, one a paper

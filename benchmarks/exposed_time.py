@@ -21,8 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxdiloco.aot import topology
-from maxdiloco.aot.hlo import reader, replay
 from maxdiloco.command_line import guarded
 from maxdiloco.diloco import outer, slices
 from maxdiloco.flags import config
@@ -31,6 +29,8 @@ from maxdiloco.output import aligned
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.planning import topology
+from maxdiloco.planning.hlo import reader, replay
 from maxdiloco.trainer import assemble
 
 GBPS = (25.0, 2.0, 0.5)  # of one device

@@ -94,7 +94,7 @@ def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
 
 
 def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
-    from maxdiloco.planning import answer, compiled, forecast, job, rating, table
+    from maxdiloco.planning import compile_run, forecast, job, rating, recommendation, table
     from maxdiloco.storage import output_file
 
     output_file.check_path("report", options.report)
@@ -119,9 +119,12 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
         (options.price_per_device_hour, options.price_per_gb),
     )  # fmt: skip
     has_time, say_line = options.step_time is not None, train_compile.say_line
-    plan = compiled.proposed(unrated, families, has_time=has_time, say=say_line)
-    figures, views = table.as_json(plan) | {"answer": answer.as_json(plan)}, table.setting(plan)
-    views += ["", *answer.lines(plan), "", *table.lines(plan, details=options.details)]
+    plan = compile_run.proposed(unrated, families, has_time=has_time, say=say_line)
+    figures, views = (
+        table.as_json(plan) | {"answer": recommendation.as_json(plan)},
+        table.setting(plan),
+    )
+    views += ["", *recommendation.lines(plan), "", *table.lines(plan, details=options.details)]
     for line in views:
         say_line(line)
     output_file.write_json("report", options.report, figures)

@@ -63,33 +63,32 @@ def help_text(
 
 
 def _compile(cfg: config.Config, options: SimpleNamespace) -> int:
-    from maxdiloco.aot import figures, report
     from maxdiloco.parallel import mesh as mesh_lib
-    from maxdiloco.planning import compiled
+    from maxdiloco.planning import compile_report, compile_run, report_text
     from maxdiloco.storage import output_file
     from maxdiloco.trainer import assemble
 
     gbps = options.dcn_bandwidth_gbps
     output_file.check_path("report", options.report)
-    cfg, mesh, chip = compiled.devices(cfg)
+    cfg, mesh, chip = compile_run.devices(cfg)
     cfg = config.with_replicas(cfg, assemble.batch_shape(cfg, mesh).num_replicas)
     for line in config.describe_differences(cfg):
         say_line(line)
     say_line(mesh_lib.describe(mesh, cfg))
-    parts, result = compiled.report(cfg, mesh, chip, gbps=gbps, say=say_line)
+    parts, result = compile_run.report(cfg, mesh, chip, gbps=gbps, say=say_line)
     results = [result]
     baseline = assemble.baseline(cfg) if options.compile_data_parallel else None
     if baseline is not None:
-        results.append(compiled.report(baseline, mesh, chip, gbps=gbps, say=say_line)[-1])
-    texts = [line for each in results for line in report.verdict_lines(each)]
+        results.append(compile_run.report(baseline, mesh, chip, gbps=gbps, say=say_line)[-1])
+    texts = [line for each in results for line in report_text.verdict_lines(each)]
     for line in ["", *texts, "", *parts.trainer.description.fragments]:
         say_line(line)
     for each in results:
-        for line in ["", *report.lines(each)]:
+        for line in ["", *report_text.lines(each)]:
             say_line(line)
-    reports = [figures.as_json(each) for each in results] if options.report else []
+    reports = [compile_report.as_json(each) for each in results] if options.report else []
     output_file.write_json("report", options.report, {"reports": reports})
-    return refuse(report.refusals(result, max_exposed_fraction=options.max_exposed_fraction))
+    return refuse(report_text.refusals(result, max_exposed_fraction=options.max_exposed_fraction))
 
 
 def refuse(reasons: Sequence[str]) -> int:

@@ -47,7 +47,7 @@ if [ $# = 0 ] && [ "$tier" != quick ]; then
       --require-hashes --target "$plugin" -r "$MAXDILOCO_VENV/cuda-plugin.txt"
   fi
   PYTHONPATH=$plugin "${pytest[@]}" -m "gpu_aot and $chosen" \
-    tests/aot/test_gpus.py tests/integration/test_compile_for_gpus.py
+    tests/planning/test_gpu_topologies.py tests/integration/test_compile_for_gpus.py
 fi
 case $tier in
   quick) set -- -m "$chosen and not tpu_aot" tests/diloco tests/flags tests/engine/test_oracle.py \

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
-from maxdiloco.aot.hlo import notation
 from maxdiloco.diloco import quantize
+from maxdiloco.planning.hlo import notation
 
 IN_SLICE = 4
 LAYERS, ROWS, COLUMNS = 4, 128, 1536  # of the leaf `w`; `b` has 37 values, which nothing divides

@@ -20,8 +20,8 @@ import pytest
 
 from benchmarks.bandwidth import own, simulator
 from benchmarks.bandwidth.tables import Size
-from maxdiloco.aot.wait import ENDLESS, data_parallel, least_gbps
 from maxdiloco.diloco.schedule import Schedule
+from maxdiloco.planning.link_model import ENDLESS, data_parallel, least_gbps
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

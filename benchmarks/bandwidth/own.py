@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from benchmarks.bandwidth.simulator import LAYERS, H
 from benchmarks.bandwidth.tables import SIZES, Size
-from maxdiloco.aot.wait import data_parallel, exposed_s, least_gbps, utilisation
 from maxdiloco.diloco import quantize
 from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.engine.layout import divide_steps
 from maxdiloco.engine.reduce_scatter import MEAN_DTYPE
+from maxdiloco.planning.link_model import data_parallel, exposed_s, least_gbps, utilisation
 
 
 class Mode(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.bandwidth.tables import TARGETS, Size
-from maxdiloco.aot.wait import Clock
+from maxdiloco.planning.link_model import Clock
 
 GRID = np.logspace(-1, 3, 50)  # every published value is one of these, printed with one decimal
 H = 100

@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from maxdiloco.aot import wait
 from maxdiloco.diloco import quantize
 from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.engine.layout import divide_steps
 from maxdiloco.engine.reduce_scatter import MEAN_DTYPE
+from maxdiloco.planning import link_model
 
 UNLIMITED = "unlimited"
 # Bytes on the link above those that the trainer claims, once the chatter is taken off. Headers of
@@ -99,7 +99,7 @@ def mbit(row: Mapping[str, Any]) -> float:
 def predicted_ms(row: Mapping[str, Any], setup: Mapping[str, Any], plain_ms: float) -> float:
     """Milliseconds a step that a row's mode waits for the link, by arithmetic.
 
-    No header and no congestion control; see wait.exposed_s.
+    No header and no congestion control; see link_model.exposed_s.
     """
     if row["mode"] == DATA_PARALLEL:  # nothing hides; a ring has 2 (M - 1) turns
         sent = all_reduce_bytes(gradient_bytes(row, setup), setup["hosts"])
@@ -113,7 +113,7 @@ def predicted_ms(row: Mapping[str, Any], setup: Mapping[str, Any], plain_ms: flo
         means = [shared * each for each in seconds]
         steps = Schedule(H, tau, offsets(len(seconds), H)).max_chunks
         scatter_steps = divide_steps(steps, scattered=1 - shared, gathered=shared)
-    waited = wait.exposed_s(
+    waited = link_model.exposed_s(
         seconds,
         shared=means,
         H=H,

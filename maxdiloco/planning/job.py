@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh
 
-from maxdiloco.aot import topology
 from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.engine.data_parallel import gradient_bytes
 from maxdiloco.errors import ConfigError
@@ -19,6 +18,7 @@ from maxdiloco.models.build import build_model
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
+from maxdiloco.planning import topology
 from maxdiloco.trainer import assemble, optimizer
 
 MOST_PERIOD = 100_000  # a plan follows each step of a period, seconds for so many; our choice

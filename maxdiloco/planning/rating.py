@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import jax
 
-from maxdiloco.aot import wait
-from maxdiloco.aot.wait import FULL
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.quantize import wire_format
 from maxdiloco.diloco.schedule import ALL_GATHER, REDUCE_SCATTER
@@ -18,8 +16,10 @@ from maxdiloco.engine.calls import bytes_on_device, is_on_device
 from maxdiloco.engine.layout import lay_out, plan_fragments, scatter_steps
 from maxdiloco.engine.settings import AUTO, HOST, RADIAL, XLA, ExchangeSettings
 from maxdiloco.parallel.mesh import devices_of_slice
+from maxdiloco.planning import link_model
 from maxdiloco.planning.forecast import Gap
 from maxdiloco.planning.job import Choice, Job
+from maxdiloco.planning.link_model import FULL
 from maxdiloco.trainer import assemble
 
 # [L] arXiv 2503.09799 and [S] 2501.18512 train with 30, [S] with 100, DiLoCo 2311.08105 with 500.
@@ -222,7 +222,7 @@ def exposed_s(
 ) -> float:
     """Seconds that a period waits for the link. gbps: one device's share [Gbit/s]."""
     per_byte = job.copies * 8 / (gbps * 1e9)
-    return wait.exposed_s(
+    return link_model.exposed_s(
         *([size * per_byte for size in sizes] for sizes in sent[:4]),
         H=choice.H,
         lag=choice.schedule.lag,
@@ -240,7 +240,7 @@ def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float
         return exposed_s(job, choice, sent, step_s=step.seconds, gbps=at, latency_s=latency_s)
 
     def utilisation(at: float) -> float:
-        return wait.utilisation(step.seconds, waited(at), choice.H)
+        return link_model.utilisation(step.seconds, waited(at), choice.H)
 
     memory, hbm = _memory(job, choice, step), job.chip and job.chip.hbm
     seconds = step.seconds + waited(gbps) / choice.H
@@ -255,7 +255,7 @@ def rated(job: Job, choice: Choice, *, step: Step, gbps: float, latency_s: float
         fits=hbm is None or memory <= hbm,
         staleness_steps=choice.schedule.lag,
         times_less_traffic=whole / (sum(sent.fragments) * job.per_slice * job.copies),
-        least_dcn_bandwidth_gbps=wait.least_gbps(utilisation),
+        least_dcn_bandwidth_gbps=link_model.least_gbps(utilisation),
     )
 
 
@@ -286,7 +286,7 @@ def utilisations(
         for choice in family
     }
     return {
-        choice: wait.utilisation(step.seconds, seconds, choice.H)
+        choice: link_model.utilisation(step.seconds, seconds, choice.H)
         for choice, seconds in waited.items()
     }
 

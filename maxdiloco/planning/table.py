@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from maxdiloco.aot import wait
-from maxdiloco.aot.wait import FULL
 from maxdiloco.diloco.schedule import REDUCE_SCATTER
 from maxdiloco.output import aligned, span
-from maxdiloco.planning import forecast, rating
+from maxdiloco.planning import forecast, link_model, rating
 from maxdiloco.planning.forecast import Case, Gap, Law
 from maxdiloco.planning.job import Choice, Job
+from maxdiloco.planning.link_model import FULL
 from maxdiloco.planning.rating import Rated, Step
 
 MIB, GIB = 2**20, 2**30
@@ -77,7 +76,7 @@ class Plan(NamedTuple):
         link = dict(gbps=self.gbps * job.per_slice, latency_s=self.latency_s)
         link["bits"] = 8 * job.gradient_bytes / micro_batches / count
         micro_s = self.step.seconds / micro_batches
-        return wait.data_parallel(job.model.config.num_layers, count, micro_s, **link)
+        return link_model.data_parallel(job.model.config.num_layers, count, micro_s, **link)
 
     def reduce_scatters(self, row: Rated) -> bool:
         """Tell whether slices average parts of the fragments."""

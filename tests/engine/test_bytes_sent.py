@@ -15,11 +15,11 @@ import pytest
 from tiers import full
 
 from maxdiloco import DiLoCo
-from maxdiloco.aot.hlo import reader, traffic
 from maxdiloco.engine import data_parallel
 from maxdiloco.flags import config
 from maxdiloco.models.build import build_model
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.planning.hlo import reader, traffic
 from maxdiloco.trainer import assemble
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -15,9 +15,9 @@ from run import names_key, output_of
 from tiers import corner
 
 from maxdiloco import plan
-from maxdiloco.aot import topology
 from maxdiloco.models.kernels import blockwise, cudnn, triton_grouped
 from maxdiloco.models.kernels.blockwise import Scores
+from maxdiloco.planning import topology
 
 # The default tier has no cuDNN, so attention is plain.
 KEYS = compile_tools.KEYS | dict(compile_topology="h100-2")

@@ -21,12 +21,12 @@ from run import train
 from tiers import corner
 
 from maxdiloco import DiLoCo
-from maxdiloco.aot import measure, topology
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.engine.calls import Call
 from maxdiloco.flags import config
 from maxdiloco.metrics import compiles
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.planning import program_costs, topology
 from maxdiloco.trainer import assemble
 
 # Layers of one kind, of two, beside dense ones, with experts; the largest last.
@@ -43,7 +43,7 @@ def parts_of(*, devices=None, **keys):
 def measured(parts, calls):
     """Programs of two slices that hold one replica each."""
     one_slice = {axis: 1 for axis in mesh_lib.AXES if axis != "diloco"}
-    return measure.measure(
+    return program_costs.measure(
         calls,
         parts.trainer.abstract_state,
         mesh=parts.mesh,

@@ -16,7 +16,7 @@ from maxdiloco import evaluate, generate, hf, report
 from maxdiloco.checkpoint import seal
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
-from maxdiloco.planning import compiled
+from maxdiloco.planning import compile_run
 from maxdiloco.trainer import job
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -141,7 +141,7 @@ def test_plan_and_train_compile_refuse_such_a_compile_cache(tmp_path):
     assert job.own_cache(str(cache), "jax_cache_dir") == str(cache)  # the positive control
     os.chmod(cache, 0o777)
     with pytest.raises(ConfigError, match=f"jax_cache_dir={cache}"):
-        compiled.devices(config.load([f"jax_cache_dir={cache}"], {}))
+        compile_run.devices(config.load([f"jax_cache_dir={cache}"], {}))
 
 
 def test_host_keys_in_a_yml_of_another_user_are_logged(tmp_path):

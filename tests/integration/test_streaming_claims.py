@@ -32,8 +32,8 @@ from streaming import (
 )  # fmt: skip
 from tiers import corner, full
 
-from maxdiloco.aot.hlo import notation
 from maxdiloco.errors import NumericsError
+from maxdiloco.planning.hlo import notation
 
 # As in test_against_oracle.py nearly all the time goes into compiling.
 pytestmark = pytest.mark.usefixtures("few_compiler_passes")

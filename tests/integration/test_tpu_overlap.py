@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import corner, full
 
-from maxdiloco.aot import wait
-from maxdiloco.aot.hlo import notation, reader, replay, traffic
 from maxdiloco.engine import collective
 from maxdiloco.engine.calls import bytes_on_device
 from maxdiloco.parallel.chips import CHIPS
 from maxdiloco.parallel.replicas import map_fn
+from maxdiloco.planning import link_model
+from maxdiloco.planning.hlo import notation, reader, replay, traffic
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -57,7 +57,7 @@ def payload_dims(compiled):
 def exposed(module):
     """The exposed part of a program's time on the link."""
     played = replay.replay(module, CHIPS["v5e"], 25.0)
-    return wait.share(played.waited, played.busy)
+    return link_model.share(played.waited, played.busy)
 
 
 def compiled(fn, *args, **options):

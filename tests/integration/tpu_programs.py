@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
-from maxdiloco.aot import topology
 from maxdiloco.diloco.schedule import INNER_EXCHANGE, Action
 from maxdiloco.engine.fragment_values import arrays_of
+from maxdiloco.planning import topology
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 4, 128, 512, 256
 

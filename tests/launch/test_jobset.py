@@ -106,7 +106,7 @@ def test_the_topologies_are_those_the_project_compiles_for(monkeypatch):
     monkeypatch.syspath_prepend(str(tools.ROOT / "scripts/launch"))
     import with_kubectl
 
-    from maxdiloco.aot import topology
+    from maxdiloco.planning import topology
 
     known = [(kind, *one) for kind in topology.TPUS for one in topology.names(kind).items()]
     for kind, name, shape in known:

@@ -229,7 +229,7 @@ def test_the_pinned_jaxlib_knows_the_flags_of_gpus(compiler_flags):
 
 @pytest.mark.tpu_aot
 def test_the_pinned_libtpu_knows_the_flags_of_tpus(compiler_flags):
-    code = "from maxdiloco.aot import topology; print(len(topology.devices('v5e-4', 2)))"
+    code = "from maxdiloco.planning import topology; print(len(topology.devices('v5e-4', 2)))"
     known = python(code, LIBTPU_INIT_ARGS=compiler_flags.read(str(FILE), "tpu", []))
     assert known.stdout == "8\n", known.stderr
     unknown = python(code, LIBTPU_INIT_ARGS="--megascale_no_such_flag=1")

@@ -19,7 +19,7 @@ from scripts import metrics_page
 ROOT = pathlib.Path(__file__).parents[2]
 GROUPS = "learning|moe|data|diloco|perf|device|dcn|islands|eval"
 NAME = re.compile(rf"({GROUPS})/[a-z*][\w*]*(/[\w*]+)?")
-READERS = ("report", "aot")  # of rows, also of those of other trainers
+READERS = ("report", "planning")  # of rows, also of those of other trainers
 VALUES = dict(
     num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=8, base_num_decoder_layers=1,
     capacity_factor=1.0, load_balance_loss_weight=0.1, router_z_loss_weight=0.1,

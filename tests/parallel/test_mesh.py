@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import config
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.planning import topology
 
 
 def load(*argv):

@@ -12,10 +12,9 @@ from run import names_key, output_of, refused, run_program
 
 from maxdiloco import output, plan
 from maxdiloco import train as train_program
-from maxdiloco.aot import measure, topology
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.flags import config, together
-from maxdiloco.planning import compiled, forecast, job, rating, table
+from maxdiloco.planning import compile_run, forecast, job, program_costs, rating, table, topology
 from maxdiloco.planning.forecast import Case
 
 TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
@@ -189,11 +188,11 @@ def test_the_table_marks_choices_that_need_host_memory(planned):
 
 def test_a_compiled_step_too_big_for_the_chip_is_refused(monkeypatch):
     """The state fits, the step does not: the error has the reason of the compiler."""
-    too_big = measure.Measured(
-        "inner", 1, "step", "", 1.0, measure.Memory(0, 0, 0, 0, 0), "it needs 40 GiB."
+    too_big = program_costs.Measured(
+        "inner", 1, "step", "", 1.0, program_costs.Memory(0, 0, 0, 0, 0), "it needs 40 GiB."
     )
     monkeypatch.setattr(topology, "devices", lambda *_: jax.devices())
-    monkeypatch.setattr(compiled.measure, "measure", lambda *_, **__: [too_big])
+    monkeypatch.setattr(compile_run.program_costs, "measure", lambda *_, **__: [too_big])
     argv = ("model_name=tiny", "compile_topology=v5e-4", "compile_topology_num_slices=2",
             "num_slices=2", "dcn_bandwidth_gbps=1", "remat_policy=full")  # fmt: skip
     run = run_program(plan.main, *argv)

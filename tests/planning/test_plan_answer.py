@@ -9,7 +9,7 @@ import pytest
 from maxdiloco import plan
 from maxdiloco.flags import base_yml, config
 from maxdiloco.parallel import mesh
-from maxdiloco.planning import answer, compiled, forecast, job, rating, table
+from maxdiloco.planning import compile_run, forecast, job, rating, recommendation, table
 from maxdiloco.trainer import assemble
 
 # Two sites of eight H100, 100 Mbit/s and 200 ms between them, 1.3B parameters.
@@ -32,8 +32,8 @@ def test_one_screen_answers_all_questions_without_a_gpu(planned):
     shown = [line for line in lines if "-m maxdiloco." not in line]
     assert len(lines) <= 45 and max(map(len, shown)) <= table.WIDTH
     for question in QUESTIONS:
-        (line,) = [line for line in lines if line.startswith(question.ljust(answer.LABEL))]
-        assert line[answer.LABEL :].strip()
+        (line,) = [line for line in lines if line.startswith(question.ljust(recommendation.LABEL))]
+        assert line[recommendation.LABEL :].strip()
     assert "8 rows" in " ".join(run.output.split())
     names = [way["name"] for way in found["answer"]["ways"]]
     assert names[1:] == ["data parallel", "one site alone", "both sites as one"]
@@ -268,12 +268,12 @@ def test_the_plan_reports_whether_a_latency_is_hidden(planned):
 def test_without_a_compiler_a_tpu_step_is_estimated_by_arithmetic(monkeypatch):
     """v5e: 197 TFLOP/s and 800 GB/s. 1b, float32: weights, two moments and gradients pass once each
     way, 32 bytes a parameter over 16 chips; bfloat16 weights, gathered, twice."""
-    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
-    assert not compiled.can_compile("v5e-16") and not compiled.can_compile("h100-8")
+    monkeypatch.setattr(compile_run.importlib.util, "find_spec", lambda name: None)
+    assert not compile_run.can_compile("v5e-16") and not compile_run.can_compile("h100-8")
     keys = ["model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=2"]
     cfg = config.load(keys, {})
     planned = job.of(cfg)
-    step = compiled.estimated_step(cfg, planned)
+    step = compile_run.estimated_step(cfg, planned)
     n, tokens = planned.num_parameters, planned.tokens
     flops = (6 * n + 12 * 24 * 2048 * 1024) * tokens
     memory_s = (32 * n / 16 + 2 * 2 * n) / 800e9

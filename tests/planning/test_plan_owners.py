@@ -5,9 +5,9 @@ from run import output_of
 from tiers import full
 
 from maxdiloco import train as train_program
-from maxdiloco.aot import wait
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.engine.settings import RADIAL, ExchangeSettings
+from maxdiloco.planning import link_model
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from maxdiloco.engine.settings import RADIAL, ExchangeSettings
     ],
 )
 def test_a_period_waits_for_what_no_step_hides(transfers, keys, waited):
-    assert wait.exposed_s(*transfers, H=20, step_s=0.2, **keys) == pytest.approx(waited)
+    assert link_model.exposed_s(*transfers, H=20, step_s=0.2, **keys) == pytest.approx(waited)
 
 
 def test_a_plan_keeps_the_exchange_that_is_given(planned):

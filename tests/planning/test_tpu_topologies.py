@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 
-from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel import chips
+from maxdiloco.planning import topology
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ follows from the operands, with heads filled up to the lanes of the matrix unit.
 import math
 import re
 
-from maxdiloco.aot.hlo.notation import Shape, arrays, shape
-from maxdiloco.aot.hlo.reader import Computation, Instruction, Module, executed
+from maxdiloco.planning.hlo.notation import Shape, arrays, shape
+from maxdiloco.planning.hlo.reader import Computation, Instruction, Module, executed
 
 PALLAS = "tpu_custom_call"
 LANES = 128

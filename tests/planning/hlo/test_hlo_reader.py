@@ -5,7 +5,7 @@ import re
 import pytest
 from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
 
-from maxdiloco.aot.hlo import notation, reader
+from maxdiloco.planning.hlo import notation, reader
 
 
 def test_computations_and_the_order_of_entry():

@@ -7,9 +7,6 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from maxdiloco.aot import measure, topology
-from maxdiloco.aot.figures import Report
-from maxdiloco.aot.measure import Measured
 from maxdiloco.checkpoint import arrays
 from maxdiloco.engine.calls import bytes_on_device
 from maxdiloco.errors import ConfigError
@@ -21,8 +18,10 @@ from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
-from maxdiloco.planning import table
+from maxdiloco.planning import program_costs, table, topology
+from maxdiloco.planning.compile_report import Report
 from maxdiloco.planning.job import EXACT, Choice, Job
+from maxdiloco.planning.program_costs import Measured
 from maxdiloco.planning.rating import Step
 from maxdiloco.trainer import assemble, remat_choice
 from maxdiloco.trainer.job import own_cache
@@ -109,7 +108,7 @@ def programs(
         calls = [*assemble.calls(cfg, parts), *arrays.calls(state, on_compile=on_compile)]
     dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
     in_turn = on_compile.in_turn(calls)
-    found = measure.measure(in_turn, state, mesh=mesh, dcn=dcn, chip=chip, gbps=gbps, say=say)
+    found = program_costs.measure(in_turn, state, mesh=mesh, dcn=dcn, chip=chip, gbps=gbps, say=say)
     return cfg, parts, found
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from maxdiloco.aot.hlo import products, reader, replay, traffic
 from maxdiloco.engine.calls import Call, Memory, bytes_on_device, elsewhere, is_on_device, memory_of
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.compiles import temporaries, too_big
 from maxdiloco.parallel.chips import Chip
+from maxdiloco.planning.hlo import kernels, reader, replay, traffic
 
 
 class Measured(NamedTuple):
@@ -89,7 +89,7 @@ def measure(
             module = reader.read(compiled.as_text())
             timed = chip is not None and chip.timed
             read = _on_tpu(module, mesh, dcn, chip, gbps) if timed else _off_tpu(module, mesh, dcn)
-            out[-1] = found._replace(flops=products.matmul_flops(module), **read)
+            out[-1] = found._replace(flops=kernels.matmul_flops(module), **read)
         except ValueError as error:
             raise ConfigError(
                 f"the compiled program {name!r} has something that the report cannot read, so "
@@ -112,8 +112,8 @@ def _on_tpu(
     unknown = {
         (run.computation.name, run.instruction.name)
         for run in reader.executed(module)
-        if products.is_kernel(run.instruction)
-        and products.kernel_flops(run.computation, run.instruction) is None
+        if kernels.is_kernel(run.instruction)
+        and kernels.kernel_flops(run.computation, run.instruction) is None
     }
     ici = {axis: size // dcn[axis] for axis, size in mesh.shape.items()}
     return {

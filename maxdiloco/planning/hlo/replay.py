@@ -12,10 +12,10 @@ again, no documentation says and no TPU was asked: send_done_waits offers both.
 import copy
 import dataclasses
 
-from maxdiloco.aot.hlo import products, traffic
-from maxdiloco.aot.hlo.reader import CALLS, Computation, Instruction, Module, trip_count
-from maxdiloco.aot.wait import Clock
 from maxdiloco.parallel.chips import Chip
+from maxdiloco.planning.hlo import kernels, traffic
+from maxdiloco.planning.hlo.reader import CALLS, Computation, Instruction, Module, trip_count
+from maxdiloco.planning.link_model import Clock
 
 # Opcodes that take no time without an estimate: they name or start something, are scalar
 # bookkeeping, or wait for traffic inside the slice. Any other opcode is an error.
@@ -114,8 +114,8 @@ class Replay:
             )
         if item.opcode in traffic.KINDS:
             return traffic.bytes_of(where, item) * 8 / (self.chip.ici_gbps * 1e9)
-        if products.is_kernel(item):
-            return (products.kernel_flops(where, item) or 0.0) / self.chip.peak_flops
+        if kernels.is_kernel(item):
+            return (kernels.kernel_flops(where, item) or 0.0) / self.chip.peak_flops
         return 0.0
 
     def _start(self, item: Instruction) -> None:

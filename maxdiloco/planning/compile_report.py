@@ -8,12 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from maxdiloco.aot import topology, wait
-from maxdiloco.aot.hlo.traffic import Collective
-from maxdiloco.aot.measure import Measured
 from maxdiloco.engine.calls import EVALUATION, LOG, SAVE, STEP
 from maxdiloco.metrics.speed import performance
 from maxdiloco.parallel.chips import Chip
+from maxdiloco.planning import link_model, topology
+from maxdiloco.planning.hlo.traffic import Collective
+from maxdiloco.planning.program_costs import Measured
 
 
 class Report(NamedTuple):
@@ -150,10 +150,10 @@ def verdict(report: Report) -> dict[str, Any]:
         enough = topology.larger(report.topology, devices)
     gbps, tau, steps = None, None, [p for p in report.programs if p.when == STEP]
     if report.cost(STEP).exposed:
-        gbps = wait.enough_gbps(report.gbps, [(p.busy, p.exposed) for p in steps])
+        gbps = link_model.enough_gbps(report.gbps, [(p.busy, p.exposed) for p in steps])
         plain = next((p for p in steps if p.name == "inner" and p.seconds), None)
         if plain is not None and report.overlap == "none":
-            tau = wait.enough_tau(
+            tau = link_model.enough_tau(
                 report.tau,
                 H=report.period,
                 step_s=plain.seconds,

@@ -3,7 +3,7 @@
 import pytest
 from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
 
-from maxdiloco.aot.hlo import reader, traffic
+from maxdiloco.planning.hlo import reader, traffic
 
 
 def found(text, slices=2):

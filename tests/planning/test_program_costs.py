@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.aot import measure
 from maxdiloco.engine.calls import Call
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.program import Program
+from maxdiloco.planning import program_costs
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def struct(mesh, *shape):
 
 
 def measured(mesh, program, state, *args):
-    (found,) = measure.measure(
+    (found,) = program_costs.measure(
         [Call(program, args, runs=3)],
         state,
         mesh=mesh,

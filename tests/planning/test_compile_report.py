@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from maxdiloco.aot import figures, report
-from maxdiloco.aot.figures import Report
-from maxdiloco.aot.hlo.traffic import Collective, Timing
-from maxdiloco.aot.measure import Measured, Memory
 from maxdiloco.flags import config
 from maxdiloco.metrics import compiles
 from maxdiloco.parallel.chips import Chip
+from maxdiloco.planning import compile_report, report_text
+from maxdiloco.planning.compile_report import Report
+from maxdiloco.planning.hlo.traffic import Collective, Timing
+from maxdiloco.planning.program_costs import Measured, Memory
 from maxdiloco.trainer.remat_choice import make_room
 
 MIB = 2**20
@@ -56,7 +56,7 @@ def test_times_and_bytes_of_a_period():
     assert found.step_seconds == pytest.approx((3 * 0.010 + 0.011) / 4)
     steps = found.cost("step")
     assert (steps.exposed, steps.busy, steps.dcn_bytes) == pytest.approx((0.001, 0.004, 1000))
-    sent, busy = report.lines(found)[-6:-4]
+    sent, busy = report_text.lines(found)[-6:-4]
     assert "1,000 bytes" in sent and "9.8%" in busy and "25.0%" in busy
 
 
@@ -64,22 +64,24 @@ def test_the_share_of_a_device_is_shown_with_the_link_of_its_host():
     """25 Gbit/s for each of four devices. If hosts are not known, only the device's share."""
     for hosts, of_host in ((0, None), (4, 100)):
         found = a_report(exchange(), devices_per_host=hosts)
-        (line,) = [line for line in report.lines(found) if " 25 Gbit/s a device" in line]
+        (line,) = [line for line in report_text.lines(found) if " 25 Gbit/s a device" in line]
         assert (" 100 a host of 4" in line) == (hosts == 4)
-        assert figures.as_json(found)["dcn_bandwidth_gbps_per_host"] == of_host
+        assert compile_report.as_json(found)["dcn_bandwidth_gbps_per_host"] == of_host
 
 
 def test_two_readings_of_send_done_are_told_where_they_differ():
     both = program(crossings=[crossing(waited=0.001, least=0.0005)], runs=2)
     found = a_report(both)
-    assert set(report.SEND_DONE) <= set(report.lines(found))
-    (line,) = [line for line in report.lines(found) if "u8" in line]
+    assert set(report_text.SEND_DONE) <= set(report_text.lines(found))
+    (line,) = [line for line in report_text.lines(found) if "u8" in line]
     assert line.split()[-2:] == ["1.000", "0.500"]
     same = program(crossings=[crossing(waited=0.001, least=0.001)])
-    assert not set(report.SEND_DONE) & set(report.lines(a_report(same)))
-    (told,) = figures.as_json(found)["programs"]
+    assert not set(report_text.SEND_DONE) & set(report_text.lines(a_report(same)))
+    (told,) = compile_report.as_json(found)["programs"]
     assert told["dcn"][0]["exposed_seconds_least"] == 0.0005
-    assert figures.as_json(found)["dcn_exposed_seconds_per_period_least"] == pytest.approx(0.001)
+    assert compile_report.as_json(found)["dcn_exposed_seconds_per_period_least"] == pytest.approx(
+        0.001
+    )
 
 
 def test_what_runs_beside_the_steps_is_counted_apart():
@@ -89,13 +91,13 @@ def test_what_runs_beside_the_steps_is_counted_apart():
     start = program("init", runs=0, when="start", crossings=[crossing()])
     alone, found = a_report(program()), a_report(program(), beside, start)
     assert found.cost("step") == alone.cost("step") and found.step_seconds == alone.step_seconds
-    numbers = [re.findall(r"[\d.]+", line) for line in report.lines(found)[-4:]]
+    numbers = [re.findall(r"[\d.]+", line) for line in report_text.lines(found)[-4:]]
     evaluated, none = ["100", "1.30", "4.3", "0.30"], ["0", "0.00", "0.0", "0.00"]
     assert numbers == [evaluated[:3], evaluated, none, none]
-    told = figures.as_json(found)["beside_the_steps"]["evaluation"]
+    told = compile_report.as_json(found)["beside_the_steps"]["evaluation"]
     assert told["exposed_seconds"] == pytest.approx(0.0003)
-    assert any(line.split()[:2] == ["init", "once"] for line in report.lines(found))
-    assert report.refusals(found, max_exposed_fraction=0.1) == []
+    assert any(line.split()[:2] == ["init", "once"] for line in report_text.lines(found))
+    assert report_text.refusals(found, max_exposed_fraction=0.1) == []
 
 
 def test_lines_and_json_have_each_program_transfer_and_axis():
@@ -103,7 +105,7 @@ def test_lines_and_json_have_each_program_transfer_and_axis():
     the program itself."""
     flags = {"XLA_FLAGS": "", "LIBTPU_INIT_ARGS": "--xla_enable_async_all_gather=true"}
     whole = a_report(program(), exchange(waited=0.002), flags=flags)
-    lines = report.lines(whole)
+    lines = report_text.lines(whole)
     told = [line for line in lines if line.startswith("compiled under")]
     assert told == ["compiled under LIBTPU_INIT_ARGS=--xla_enable_async_all_gather=true"]
     (place,) = [i for i, line in enumerate(lines) if "u8" in line]
@@ -114,7 +116,7 @@ def test_lines_and_json_have_each_program_transfer_and_axis():
     assert any("all-reduce f32, waited for" in line for line in lines)
     gathers = next(line for line in lines if "all-gather bf16" in line).split()
     assert gathers[-3:] == ["4", "8.00", f"{8 * MIB * 8 / 1600e9 * 1e3:.3f}"]
-    (plain, other) = figures.as_json(whole)["programs"]
+    (plain, other) = compile_report.as_json(whole)["programs"]
     assert plain["dcn"] == [] and plain["memory"]["needed"] == 150 * MIB
     (cross,) = other["dcn"]
     assert (cross["bytes_per_slice"], cross["exposed_seconds"]) == (4000, 0.002)
@@ -127,8 +129,8 @@ def test_off_tpu_there_are_no_times():
     one = program("inner + exchange", seconds=None, crossings=[cross])
     found = a_report(one, chip=None)
     assert found.step_seconds is None
-    assert figures.as_json(found)["programs"][0]["dcn"][0]["bytes_per_device"] == 1000
-    assert "3,000 bytes" in report.lines(found)[-5]
+    assert compile_report.as_json(found)["programs"][0]["dcn"][0]["bytes_per_device"] == 1000
+    assert "3,000 bytes" in report_text.lines(found)[-5]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_off_tpu_there_are_no_times():
 def test_a_program_that_is_refused_is_named_with_its_number(refused, line, well):
     """Positive control: a program within the limits is not refused."""
     found, none = (
-        report.refusals(a_report(one), max_exposed_fraction=0.2) for one in (refused, well)
+        report_text.refusals(a_report(one), max_exposed_fraction=0.2) for one in (refused, well)
     )
     assert len(found) in (1, 2) and re.match(line, found[-1])
     assert none == []
@@ -171,15 +173,15 @@ def test_what_was_not_compiled_is_never_shown_as_zero():
     whole, found = a_report(program(), exchange()), a_report(big, exchange())
     for figure in ("step_seconds", "dcn_bytes_per_device_and_step", "dcn_busy_seconds_per_period",
                    "dcn_exposed_seconds_per_period"):  # fmt: skip
-        assert figures.as_json(whole)[figure] is not None
-        assert figures.as_json(found)[figure] is None
-    (inner, other) = figures.as_json(found)["programs"]
+        assert compile_report.as_json(whole)[figure] is not None
+        assert compile_report.as_json(found)[figure] is None
+    (inner, other) = compile_report.as_json(found)["programs"]
     for figure in ("flops_per_device", "dcn", "ici", "estimated_seconds"):
         assert inner[figure] is None
     assert other["flops_per_device"] and other["dcn"]
-    lines = report.lines(found)
+    lines = report_text.lines(found)
     assert not any("1,000 bytes" in line for line in lines), "control: the whole report has them"
-    assert any("1,000 bytes" in line for line in report.lines(whole))
+    assert any("1,000 bytes" in line for line in report_text.lines(whole))
     row = next(line for line in lines if line.startswith("inner ") and "fit" not in line)
     assert row.split()[2:] == ["-"] * 6
 
@@ -190,12 +192,12 @@ def test_every_line_fits_100_columns():
     big = crossing()._replace(bytes_sent=1_610_612_736)
     made = program(name, crossings=[big], flops=9.9e15, seconds=12.3,
                    memory=memory(peak=123_456, elsewhere=99_999))  # fmt: skip
-    assert max(map(len, report.lines(a_report(made)))) <= report.WIDTH
+    assert max(map(len, report_text.lines(a_report(made)))) <= report_text.WIDTH
     name = "inner + exchange [0, 3, 6, 9, 12, 15 of 48 layers]"
     big = program(name, too_big="Ran out.", seconds=None, memory=memory(peak=10**6))
     room = "Use more devices in a slice or remat_policy=full. " * 2
     found = a_report(big, exchange(), room=room)
-    assert max(map(len, report.verdict_lines(found))) <= report.WIDTH
+    assert max(map(len, report_text.verdict_lines(found))) <= report_text.WIDTH
 
 
 # -- the verdict: what fits, how fast, what is exposed ---------------------------------------------
@@ -207,7 +209,7 @@ def synchronise(seconds):
 
 
 def enough(made):
-    found = figures.verdict(made)
+    found = compile_report.verdict(made)
     return found["bandwidth_enough_gbps"], found["tau_enough"]
 
 
@@ -215,7 +217,7 @@ def test_the_verdict_has_memory_speed_and_exposure():
     """150 of 1024 MiB; 4096 tokens in a step of (3 * 10 + 11) / 4 ms, which is 4096 * 6e6 FLOPs on
     8 devices of 1e12: 30 %; 1 of 41 ms exposed, and the other 3 of 4 ms of the link hide, so that
     a link of 4/3 the rate would do: 33.4 Gbit/s, in two digits 34."""
-    lines = report.verdict_lines(a_report(program(), exchange(waited=0.001)))
+    lines = report_text.verdict_lines(a_report(program(), exchange(waited=0.001)))
     for line, named in zip(
         lines,
         (
@@ -229,8 +231,8 @@ def test_the_verdict_has_memory_speed_and_exposure():
     ):
         assert all(each in line for each in named), line
     hidden = a_report(program(), exchange())
-    assert figures.verdict(hidden)["bandwidth_enough_gbps"] is None
-    off_tpu = report.verdict_lines(a_report(program(seconds=None), chip=None))
+    assert compile_report.verdict(hidden)["bandwidth_enough_gbps"] is None
+    off_tpu = report_text.verdict_lines(a_report(program(seconds=None), chip=None))
     assert "150 MiB" in off_tpu[1] and not re.search(r"\d", " ".join(off_tpu[2:]))
 
 
@@ -244,21 +246,23 @@ def test_the_verdict_has_memory_speed_and_exposure():
     ],
 )
 def test_an_axis_too_long_for_all_gathers_has_a_mesh_that_gathers(ici, remedy):
-    lines = report.verdict_lines(a_report(program(), exchange(), ici=ici))
+    lines = report_text.verdict_lines(a_report(program(), exchange(), ici=ici))
     text = " ".join(line.strip() for line in lines)
     assert (f"fsdp has {ici['fsdp']} " in text) == (remedy is not None)
     assert remedy is None or remedy in text
-    assert "fsdp has" not in " ".join(report.verdict_lines(a_report(program(), ici=ici, chip=None)))
+    assert "fsdp has" not in " ".join(
+        report_text.verdict_lines(a_report(program(), ici=ici, chip=None))
+    )
 
 
 def test_what_is_waited_for_by_design_hides_with_a_larger_tau_and_on_no_link():
     """tau=0: all of 25 ms; three steps of 10 ms hide it. With H=3 they are the whole period."""
     found = a_report(program(), synchronise(0.025), tau=0)
     assert enough(found) == (None, 3)
-    assert "num_communication_overlapping_steps=3 " in report.verdict_lines(found)[-1]
+    assert "num_communication_overlapping_steps=3 " in report_text.verdict_lines(found)[-1]
     assert enough(found._replace(period=3)) == (None, None)
     assert enough(a_report(program(), synchronise(0.05), tau=0)) == (None, None)
-    assert "diloco_sync_period" in report.verdict_lines(found._replace(period=3))[-2]
+    assert "diloco_sync_period" in report_text.verdict_lines(found._replace(period=3))[-2]
 
 
 def test_tau_grows_with_what_a_fragment_takes():
@@ -272,7 +276,7 @@ def test_tau_grows_with_what_a_fragment_takes():
 
 @pytest.mark.parametrize(("used", "word"), [(900, "fits:"), (930, "fits tightly:")])
 def test_more_than_nine_tenths_of_the_memory_is_tight(used, word):
-    line = report.verdict_lines(a_report(program(memory=memory(peak=used, elsewhere=0))))[1]
+    line = report_text.verdict_lines(a_report(program(memory=memory(peak=used, elsewhere=0))))[1]
     assert line.startswith(f"{word} {used} of 1,024 MiB a device ({used / 1024:.0%})")
 
 
@@ -282,15 +286,15 @@ def test_a_program_too_big_names_the_total_the_slice_and_a_remedy():
     big = program(too_big="Ran out.", seconds=None,
                   memory=Memory(100 * MIB, 0, 2500 * MIB, 2600 * MIB, 400 * MIB))  # fmt: skip
     found = a_report(big, exchange())
-    text = " ".join(" ".join(report.verdict_lines(found)).split())
-    line, _ = report.refusals(found, max_exposed_fraction=1)
+    text = " ".join(" ".join(report_text.verdict_lines(found)).split())
+    line, _ = report_text.refusals(found, max_exposed_fraction=1)
     for named in ("inner ", "3,000 of 1,024 MiB", "v5e-16", "Use more devices in a slice"):
         assert named in text and named in line
     assert "500 of state" in text and "2,500 of temporaries" in text
-    assert figures.verdict(found)["fits"] is False
-    assert figures.verdict(a_report(program(), exchange()))["topology_enough"] is None
+    assert compile_report.verdict(found)["fits"] is False
+    assert compile_report.verdict(a_report(program(), exchange()))["topology_enough"] is None
     huge = big._replace(memory=Memory(0, 0, 10**6 * MIB, 10**6 * MIB, 0))
-    assert "v5e" not in " ".join(report.verdict_lines(a_report(huge)))
+    assert "v5e" not in " ".join(report_text.verdict_lines(a_report(huge)))
 
 
 @pytest.mark.parametrize(

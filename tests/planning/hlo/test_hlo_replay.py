@@ -7,16 +7,16 @@ take 2 + 8 = 10 us.
 import pytest
 from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
 
-from maxdiloco.aot import wait
-from maxdiloco.aot.hlo import products, reader, replay
 from maxdiloco.parallel.chips import Chip
+from maxdiloco.planning import link_model
+from maxdiloco.planning.hlo import kernels, reader, replay
 
 CHIP = Chip(("a chip",), 1e12, clock_hz=1.5e9, ici_gbps=1600)
 
 
 def exposed(text, *, gbps=25.0, send_done_waits=True):
     played = replay.replay(reader.read(text), CHIP, gbps, send_done_waits=send_done_waits)
-    return wait.share(played.waited, played.busy)
+    return link_model.share(played.waited, played.busy)
 
 
 def put_before(text, place, *lines):
@@ -137,7 +137,7 @@ def test_a_kernel_brings_its_own_estimate():
     """4096 rows of 256 by 512, by one expert each. A kernel without one is unknown."""
     module = reader.read(changed(BESIDE_LOOP, "  %send-done =", EXPERTS + "  %send-done ="))
     expected = {"ragged-dot-metadata": 0, "tgmm.1": 2 * 4096 * 256 * 512, "swish.1": None}
-    found = {run.instruction.name: products.kernel_flops(run.computation, run.instruction)
+    found = {run.instruction.name: kernels.kernel_flops(run.computation, run.instruction)
              for run in reader.executed(module) if run.instruction.name in expected}  # fmt: skip
     assert found == expected
 
@@ -175,7 +175,7 @@ def test_products_of_an_attention_kernel(changes, expected):
     text = changed(BESIDE_LOOP, "  %send-done =", kernel + "  %send-done =")
     runs = reader.executed(reader.read(text))
     (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
-    assert products.kernel_flops(run.computation, run.instruction) == expected
+    assert kernels.kernel_flops(run.computation, run.instruction) == expected
 
 
 LATENT = """  %blocks = s8[1,4,4]{2,1,0} constant({...})
@@ -205,7 +205,7 @@ def test_values_narrower_than_keys_have_smaller_products(kernel, results, wide, 
     runs = reader.executed(reader.read(text))
     (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
     expected = wide and 2 * 8 * 1024 * 1024 * (256 * wide + 128 * narrow) * 10 / 16
-    assert products.kernel_flops(run.computation, run.instruction) == expected
+    assert kernels.kernel_flops(run.computation, run.instruction) == expected
 
 
 def test_an_attention_kernel_with_other_operands_is_unknown():
@@ -219,7 +219,7 @@ def test_an_attention_kernel_with_other_operands_is_unknown():
         text = changed(BESIDE_LOOP, "  %send-done =", changed(lines, old, new) + "  %send-done =")
         runs = reader.executed(reader.read(text))
         (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
-        assert products.kernel_flops(run.computation, run.instruction) is None, new
+        assert kernels.kernel_flops(run.computation, run.instruction) is None, new
 
 
 def test_what_goes_to_a_sparse_core_has_no_estimate():

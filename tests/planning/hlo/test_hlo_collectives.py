@@ -8,7 +8,7 @@ from hlo_excerpts import BESIDE_LOOP, changed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.aot.hlo import products, reader, traffic
+from maxdiloco.planning.hlo import kernels, reader, traffic
 
 SIZES = {"data": 2, "fsdp": 4}
 
@@ -113,7 +113,7 @@ def layers(x, w_LDD):
 def test_products_have_two_flops_for_each_pair_at_every_trip(fn, shapes, expected):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     text = jax.jit(fn).lower(*args).compile().as_text()
-    assert products.matmul_flops(reader.read(text)) == expected
+    assert kernels.matmul_flops(reader.read(text)) == expected
 
 
 def product(line, operands):
@@ -141,14 +141,14 @@ def product(line, operands):
 )  # fmt: skip
 def test_a_convolution_of_a_tpu(out, lhs, kernel, attributes, expected):
     text = product(f"%c = {out} convolution(%a, %b), {attributes}", {"a": lhs, "b": kernel})
-    assert products.matmul_flops(reader.read(text)) == 8 * expected
+    assert kernels.matmul_flops(reader.read(text)) == 8 * expected
     unknown = text.replace("dim_labels=", "dim_labels=?")
     with pytest.raises(ValueError, match="%c .*dim_labels"):
-        products.matmul_flops(reader.read(unknown))
+        kernels.matmul_flops(reader.read(unknown))
 
 
 def test_a_window_of_no_product_is_refused():
     line = "%c = f32[1,5,4] convolution(%a, %b), dim_labels=b0f_0io->b0f"
     text = product(line, {"a": "f32[1,5,2]", "b": "f32[3,2,4]"})
     with pytest.raises(ValueError, match="%c .*window"):
-        products.matmul_flops(reader.read(text))
+        kernels.matmul_flops(reader.read(text))

@@ -7,10 +7,10 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from maxdiloco.aot import wait
-from maxdiloco.aot.figures import Report, as_json, verdict
 from maxdiloco.engine.calls import BESIDE, START, STEP
 from maxdiloco.output import aligned
+from maxdiloco.planning import link_model
+from maxdiloco.planning.compile_report import Report, as_json, verdict
 
 MIB = 2**20
 WIDTH = 100  # columns of a line of prose, and of the tables unless a number is very long
@@ -240,7 +240,7 @@ def _summary(report: Report) -> list[str]:
         ]
     if report.step_seconds is not None:
         whole = report.step_seconds * report.period
-        share = wait.share(steps.exposed, steps.busy)
+        share = link_model.share(steps.exposed, steps.busy)
         out.append(f"link busy {steps.busy / whole:.1%} of the time, {share:.1%} of it exposed")
         if beside.known:
             aside += f", {beside.seconds * 1e3:.2f} ms"
@@ -280,7 +280,7 @@ def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
                 f"{program.name} needs {program.memory.needed / MIB:,.0f} MiB a device with the "
                 f"rest of the run's state, but the chip has {report.chip.hbm / MIB:,.0f}."
             )
-        share = wait.share(program.exposed, program.busy)
+        share = link_model.share(program.exposed, program.busy)
         if program.when == STEP and share > max_exposed_fraction:
             out.append(
                 f"max_exposed_fraction={max_exposed_fraction:g}: {program.name} exposes "

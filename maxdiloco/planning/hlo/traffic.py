@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.aot.hlo import notation
-from maxdiloco.aot.hlo.reader import Computation, Executed, Instruction, Module, executed
+from maxdiloco.planning.hlo import notation
+from maxdiloco.planning.hlo.reader import Computation, Executed, Instruction, Module, executed
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",

@@ -2,9 +2,9 @@
 
 import pytest
 
-from maxdiloco.aot import topology
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel.chips import CHIPS
+from maxdiloco.planning import topology
 
 
 @pytest.mark.parametrize(

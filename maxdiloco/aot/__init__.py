@@ -1,1 +1,0 @@
-"""Programs compiled ahead of time, and what their schedules say."""
