@@ -99,7 +99,7 @@ def test_a_folder_is_read_as_in_training_and_counts_other_files(tmp_path, capsys
         (["text", "out=a.json", "out=b.json"], 2, "out=b.json"),
         (["text", "out=a.json", "size=3"], 2, "size=3"),
         (["text", "out=no/a.json"], 2, "out=no/a.json"),
-        (["text", "out=a.json", "dataset_type=arrayrecord"], 2, "dataset_type=arrayrecord"),
+        (["text", "out=a.json", "dataset_type=synthetic"], 2, "dataset_type=synthetic"),
         (["text", "out=a.json", "max_corrupted_records=x"], 2, "max_corrupted_records=x"),
         (["text", "out=a.json", "text_column=none"], 3, "text_column=none"),
         (["bad.txt", "out=a.json"], 3, "bad.txt byte 1"),
@@ -116,7 +116,7 @@ def test_an_argument_that_cannot_work_is_named(
     for name, data in (("bad.txt", b"a\xffb"), ("a.txt.gz", b"?"), ("empty.txt", b"")):
         (tmp_path / name).write_bytes(data)
     (tmp_path / "shards").mkdir()
-    for name in (shards.MANIFEST, shards.LENGTHS):
+    for name in (shards.MANIFEST, shards.OFFSETS):
         (tmp_path / "shards" / name).touch()
     assert program.main(arguments) == code
     line = capsys.readouterr().err.strip()

@@ -218,9 +218,9 @@ def reading(path: str, remedy: str = "") -> Iterator[None]:
         raise DataError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
 
 
-def changed(path: str, size: int, now: str) -> DataError:
-    """The error of a file that is not what it was. now: its state, said of a document."""
+def changed(path: str) -> DataError:
+    """Return the error for a source file that changed while it was prepared."""
     return DataError(
-        f"{path} has changed since the run began: a document of {size} bytes {now}. Leave data "
-        "alone while it is read; start again."
+        f"{path} has changed since it was listed. Do not modify data while they are prepared; "
+        "start again."
     )

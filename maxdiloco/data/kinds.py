@@ -26,17 +26,18 @@ class Source(NamedTuple):
 class Kind(NamedTuple):
     """A value of dataset_type."""
 
-    # (path, key, column) -> text that is not yet tokenised; None: there is none to tokenise.
+    # (path, key, column) -> text that is not yet tokenised; None: there is no text.
     open: Callable[[str, str, str], Reader] | None = None
-    suffixes: tuple[str, ...] = ()  # of the files read of a folder; empty: all, or it is none
-    in_place: bool = False  # the bytes of some are tokens as they are, for the byte tokenizer
+    suffixes: tuple[str, ...] = ()  # of the files of a folder; empty: not a folder of files
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType({
-    "text": Kind(partial(files.open_files, files.TEXT, files.check_text), files.TEXT, True),
+    "text": Kind(partial(files.open_files, files.TEXT, files.check_text), files.TEXT),
     "parquet": Kind(partial(files.open_files, files.PARQUET, files.check_parquet), files.PARQUET),
+    "arrayrecord": Kind(
+        partial(files.open_files, files.ARRAYRECORD, files.check_arrayrecord), files.ARRAYRECORD
+    ),
     "hf": Kind(tables.open_hub),
-    "arrayrecord": Kind(),
     "synthetic": Kind(),
 })  # fmt: skip
 
@@ -64,20 +65,6 @@ def open_for_user(source: Source) -> Reader:
     for line in left_out_lines(source, "SOURCE"):
         output.say(line)
     return text
-
-
-def needs_tokenising(source: Source, key: str, *, of_bytes: bool) -> bool:
-    """Whether a source has no known token counts: not a folder of shards, nor read in place.
-
-    of_bytes: whether the byte tokenizer reads it. Raises DataError when the files cannot be listed.
-    """
-    kind = KINDS[source.kind]
-    if kind.open is None or shards.is_folder(source.path):
-        return False
-    if not (of_bytes and kind.in_place):
-        return True
-    names = corpus.find(source.path, key, kind.suffixes)
-    return any(name.endswith(files.COMPRESSED) for name in names)
 
 
 def left_out_lines(source: Source, key: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from maxdiloco.data import order, packing, pipeline
 from maxdiloco.data.order import Interleave, Position, SourcesRead
 from maxdiloco.data.pipeline import Batch, Dataset
-from maxdiloco.data.text import Request, TextWindows
+from maxdiloco.data.windows import Request, TextWindows
 from maxdiloco.errors import ConfigError, DataError
 
 _PREFIX = "mixture "

@@ -16,7 +16,7 @@ from maxdiloco.data import order
 from maxdiloco.data.order import Position
 from maxdiloco.data.read_ahead import batches_at_once, read_ahead
 from maxdiloco.data.synthetic import SyntheticWindows
-from maxdiloco.data.text import Request, TextWindows, open_text
+from maxdiloco.data.windows import Request, TextWindows, open_text
 from maxdiloco.errors import DataError
 
 Batch = dict[str, np.ndarray]
@@ -40,7 +40,7 @@ class Dataset:
 
     @property
     def contents(self) -> str:
-        """Equal in two processes or two runs when they have the same data (text.contents)."""
+        """Equal in two processes or two runs when they have the same data (windows.contents)."""
         return self.windows.contents()
 
     first_position = staticmethod(order.first_position)
@@ -119,7 +119,7 @@ class Dataset:
 
 
 def open_dataset(request: Request) -> Dataset:
-    """The sequences of a split of a text (text.open_text), read when a batch needs them."""
+    """The sequences of a split of a text (windows.open_text), read when a batch needs them."""
     windows, name = open_text(request)
     if request.split == "eval":
         return Dataset(windows, EVAL_SEED, name)

@@ -114,6 +114,15 @@ def _fit(parts: list[str], pattern: list[str]) -> bool:
     return is_match and _fit(parts[1:], rest)
 
 
+def read_range(path: str, stamp: Stamp, begin: int, end: int) -> bytes:
+    """Return bytes begin to end of one version of an object, by one request. Raises OSError."""
+    bucket, name = _bucket(path)
+    data, entry = bucket.get_part(name, begin, end)
+    if Stamp.of_entry(entry) != stamp:
+        raise OSError(errno.ESTALE, "another object is in its place")
+    return data
+
+
 def _bucket(path: str) -> tuple[store.Bucket, str]:
     """The bucket of a path, and the name there."""
     # Here, not above: training on tokens made up has to work where etils is not installed.

@@ -1,26 +1,28 @@
-"""Documents that were tokenised once: a folder of ArrayRecord files, a table and a manifest.
+"""Tokenised documents in a folder: flat files of token ids, an index of offsets and a manifest.
 
-    # D documents  F files of the source  N records of all parts, in order
+    # D documents  F files of the source  N blocks of all parts, in order
 
-FOLDER/manifest.json        what is in the folder; written last, so an unfinished one has none
-FOLDER/lengths.npy          int64 [D], tokens of each document
-FOLDER/checksums.npy        uint32 [N], CRC-32 of each record
-FOLDER/tokenizer/           the tokenizer's files
-FOLDER/part-00000.arrayrecord   tokens of the documents end to end: records of RECORD tokens, the
-                            last one of a file shorter, little-endian uint16 or uint32
+FOLDER/manifest.json    describes the folder; written last, so an unfinished folder has none
+FOLDER/offsets.npy      int64 [D + 1], first token of each document in all parts, and the end
+FOLDER/checksums.npy    uint32 [N], CRC-32 of each block
+FOLDER/tokenizer/       the tokenizer's files
+FOLDER/part-00000.bin   token ids of the documents end to end, little-endian uint16 or uint32
+
+A part is checked in blocks of BLOCK tokens; the last block of a part may be shorter. Parts are read
+by positional reads (`os.pread`), not through a memory map: a file that is truncated or a disk that
+fails under a memory map ends the process with SIGBUS, which Python cannot turn into an error.
 """
 
 import contextlib
 import dataclasses
 import errno
 import hashlib
-import itertools
 import json
 import os
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -30,64 +32,73 @@ from maxdiloco.data.corpus import reading
 from maxdiloco.data.packing import Piece, starts_of
 from maxdiloco.data.places import Stamp, is_local
 from maxdiloco.data.read_ahead import REQUESTS, in_threads
-from maxdiloco.data.remote_part import AT_RANDOM, Decoder, RemotePart
 from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, meaning
 from maxdiloco.errors import DataError
 
-# Tokens of a record: our choice. A window of 1,024 is in one record or two; reading it takes 50 us.
-RECORD = 8192
-FORMAT = 2  # of the folder; count it up when one of this program could not read the new one
+# Tokens of a block, 16 or 32 KiB. A window of 1,024 tokens is in one block or two, and the checksum
+# of a block costs less than reading it.
+BLOCK = 8192
+FORMAT = 3  # of the folder; count it up when this program cannot read the new one
 MANIFEST = "manifest.json"
-LENGTHS = "lengths.npy"
+OFFSETS = "offsets.npy"
 CHECKSUMS = "checksums.npy"
 TOKENIZER = "tokenizer"
-# Parts of which a start reads two records, spread over all: our choice. What was overwritten or
-# never arrived is found before anything is compiled; single bits are when their record is read.
+# Neighbouring pieces are read together up to this many tokens: 32 windows of 2,048.
+_LONGEST = 1 << 16
+# Parts of which a start reads the first and last block, spread over all parts. A file that was
+# overwritten or only partly copied is found before compilation; a changed bit when it is read.
 _PARTS_TRIED = 64
-# Open files of one process: our choice, well below the usual limit of 1,024.
+# Open files of one process, far below the usual limit of 1,024.
 _MOST_OPEN = 128
-# Bytes of a manifest: one with a name of 100 bytes for each of ten million files of the source.
+# Bytes of a manifest: 100 bytes for each of ten million source files.
 _MOST_MANIFEST = 1 << 30
 _REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepare."
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a folder of shards holds."""
+    """Contents of manifest.json."""
 
-    tokenizer: str  # its fingerprint
+    tokenizer: str  # fingerprint
     vocab_size: int
     dtype: str  # of the stored tokens
-    record: int  # tokens of one
-    parts: list[list]  # (tokens, bytes, sha256) of each part file
-    lengths: list  # (documents, sha256) of the table
-    checksums: list  # (records, sha256) of the table
+    block: int  # tokens of a block
+    parts: list[list]  # (tokens, sha256) of each part
+    offsets: list  # (documents, sha256) of the table
+    checksums: list  # (blocks, sha256) of the table
     files: list[list]  # (name, documents that begin in it) of each file of the source
-    damaged: list[list]  # (place, why) of each record that was skipped
+    damaged: list[list]  # (position, reason) of each skipped record
 
     def to_bytes(self) -> bytes:
-        """The content of the file; its first line is a hash of the others."""
+        """Return the file's content: a hash of the body in the first line, then the body."""
         body = json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=0).encode()
         return hashlib.sha256(body).hexdigest().encode() + b"\n" + body + b"\n"
 
 
 def part_name(number: int) -> str:
-    """Name of the file with the tokens of a part."""
-    return f"part-{number:05d}.arrayrecord"
+    """Return the name of the file with the tokens of a part."""
+    return f"part-{number:05d}.bin"
 
 
 def is_folder(path: str) -> bool:
-    """Whether a path is a complete folder of shards, which no other kind of source looks like."""
-    paths = [os.path.join(os.path.expanduser(path), name) for name in (MANIFEST, LENGTHS)]
+    """Return True if a path is a complete folder of shards."""
+    names = [os.path.join(os.path.expanduser(path), name) for name in (MANIFEST, OFFSETS)]
     if is_local(path):
-        return bool(path) and all(map(os.path.isfile, paths))
+        return bool(path) and all(map(os.path.isfile, names))
     with reading(path):
-        return all(map(places.find, paths))
+        return all(map(places.find, names))
 
 
 def read_manifest(folder: str, where: str) -> Manifest:
-    """The manifest of a folder. where: its flag and value. Raises DataError when there is none, or
-    it is damaged or of another version of this program."""
+    """Read the manifest of a folder.
+
+    Args:
+      folder: local, in a bucket or on https.
+      where: key and value that name the folder, for messages.
+
+    Raises:
+      DataError: it is missing, damaged, or of another version of this program.
+    """
     try:
         with places.opened(os.path.join(folder, MANIFEST)) as file:
             content = file.read(_MOST_MANIFEST + 1)
@@ -96,13 +107,11 @@ def read_manifest(folder: str, where: str) -> Manifest:
         checksum, _, body = content.partition(b"\n")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
-            f"{where} holds no {MANIFEST}: it is no folder that python -m maxdiloco.prepare has "
-            "finished. Run that command again, with the same flags, or give its out folder."
+            f"{where} has no {MANIFEST}: python -m maxdiloco.prepare has not finished it. Run that "
+            "command again with the same keys, or name its out folder."
         ) from error
     except OSError as error:
-        remedy = "Put the disk in order."
-        if not is_local(folder):
-            remedy = "Once the store answers, start again."
+        remedy = "Repair the disk." if is_local(folder) else "Start again when the store answers."
         why = f"{where}: {MANIFEST} cannot be read ({error.strerror}). {remedy}"
         raise DataError(why) from error
     if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
@@ -114,19 +123,20 @@ def read_manifest(folder: str, where: str) -> Manifest:
 
 
 class Shards:
-    """Documents of a folder of shards, as documents.ByteDocuments are of text.
+    """The documents of a folder of shards.
 
-    A copy in another process opens readers of its own. Every record that is read is compared with
-    the table of checksums, which is in memory since the start: a part that was replaced by another
-    with records of the same sizes is refused, whenever that happened.
+    Every block that is read is compared with the table of checksums, which is in memory since the
+    start. So a part that was replaced, truncated or damaged at any time is an error, even if its
+    size is the same. A copy in another process opens its own files.
 
     Args:
-      where: the flag and value of the folder, for messages.
+      where: key and value that name the folder, for messages.
+      folder: its path.
       manifest: of the folder.
-      of_all: int64 [D], tokens of each document.
-      checksums: uint32 [N], of the records of all parts.
-      chosen: numbers of the documents that are read; None: all.
-      stamps: of the parts in a bucket; none: they are mounted.
+      offsets: int64 [D + 1], see the module.
+      checksums: uint32 [N], of the blocks of all parts.
+      chosen: numbers of the documents to use; None: all.
+      stamps: versions of the parts in a bucket; empty for local files.
     """
 
     def __init__(
@@ -134,136 +144,155 @@ class Shards:
         where: str,
         folder: str,
         manifest: Manifest,
-        of_all: np.ndarray,
+        offsets: np.ndarray,
         checksums: np.ndarray,
         chosen: np.ndarray | None = None,
         stamps: Sequence[Stamp] = (),
     ):
         self._where, self.folder, self.manifest, self._stamps = where, folder, manifest, stamps
-        self.lengths = of_all if chosen is None else of_all[chosen]
-        self._of_all, self._checksums, self._chosen = of_all, checksums, chosen
-        records = [-(-tokens // manifest.record) for tokens, *_ in manifest.parts]
-        self._first_records = starts_of(np.array(records, np.int64))  # of each part, in the table
-        self._starts = starts_of(of_all)
-        self._part_starts = starts_of(np.array([tokens for tokens, *_ in manifest.parts], np.int64))
-        self._readers: dict[int, Any] = {}  # dropping one closes its file
+        self._offsets, self._checksums, self._chosen = offsets, checksums, chosen
+        lengths = np.diff(offsets)
+        self.lengths = lengths if chosen is None else lengths[chosen]  # tokens of each document
+        tokens = np.array([count for count, _ in manifest.parts], np.int64)
+        self._part_starts = starts_of(tokens)
+        self._first_blocks = starts_of(-(-tokens // manifest.block))  # of each part, in the table
+        self._files: dict[int, BinaryIO] = {}  # the last reference closes a file
         self._lock = threading.Lock()
-        decoder = Decoder(f"the folder of shards in a bucket, {folder},") if stamps else None
-        paths = [os.path.join(folder, part_name(number)) for number in range(len(stamps))]
-        self._remote = [RemotePart(*pair, decoder) for pair in zip(paths, stamps, strict=True)]
-        # How many requests for objects may be under way at once; 0: the files are mounted.
+        # Requests that may be in flight at the same time; 0 for local files.
         self.requests = REQUESTS if stamps else 0
 
-    def __reduce__(self):
-        tables = self._of_all, self._checksums, self._chosen
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without open files."""
+        tables = self._offsets, self._checksums, self._chosen
         return type(self), (self._where, self.folder, self.manifest, *tables, self._stamps)
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        """Tokens of pieces (ByteDocuments)."""
-        cuts_of = [list(self._cuts(*piece)) for piece in pieces]
-        # Neighbouring pieces are often of one record.
-        wanted = (cut[0] for cut in itertools.chain.from_iterable(cuts_of))
-        keys = (key for key, _ in itertools.groupby(wanted))
-        records = in_threads(lambda key: self._record(*key), keys, self.requests)
-        last, data = None, np.zeros(0, self.manifest.dtype)
-        for cuts in cuts_of:
-            found = [data[:0]]
-            for key, begin, end in cuts:
-                if key != last:
-                    last, data = key, next(records)
-                found.append(data[begin:end])
-            yield found[1] if len(found) == 2 else np.concatenate(found)
+        """Read pieces of documents, in their order.
 
-    def _cuts(self, document, begin, end):
-        """The records that hold a piece, each by its part and number, and the tokens there."""
-        size, number = self.manifest.record, document
-        if self._chosen is not None:
-            number = self._chosen[document]
-        start = int(self._starts[number])
-        place, stop = start + begin, start + end
-        while place < stop:
+        Pieces that follow each other in the shards cost one read, or one request of a bucket.
+
+        Args:
+          pieces: (document, begin, end) each, in tokens of the document.
+
+        Yields:
+          The tokens of each piece, of the stored type, read-only.
+
+        Raises:
+          DataError: a part is missing, unreadable, or is not as it was when it was made.
+        """
+        for found in in_threads(self._read_run, self._runs(pieces), self.requests):
+            yield from found
+
+    def _runs(self, pieces: Iterable[Piece]) -> Iterator[list[tuple[int, int]]]:
+        """Group the pieces that follow each other; (begin, end) of each in the tokens of all."""
+        run: list[tuple[int, int]] = []
+        for document, begin, end in pieces:
+            number = document if self._chosen is None else self._chosen[document]
+            start = int(self._offsets[number])
+            span = start + begin, start + end
+            if run and (span[0] != run[-1][1] or span[1] - run[0][0] > _LONGEST):
+                yield run
+                run = []
+            run.append(span)
+        if run:
+            yield run
+
+    def _read_run(self, run: list[tuple[int, int]]) -> list[np.ndarray]:
+        first, last = run[0][0], run[-1][1]
+        found, place = [], first
+        while place < last:
             part = int(np.searchsorted(self._part_starts, place, side="right")) - 1
-            record, offset = divmod(place - int(self._part_starts[part]), size)
-            length = min(size, self.manifest.parts[part][0] - record * size)
-            cut = min(offset + stop - place, length)
-            yield (part, record), offset, cut
-            place += cut - offset
+            start = int(self._part_starts[part])
+            end = min(last, int(self._part_starts[part + 1]))
+            found.append(self._read_part(part, place - start, end - start))
+            place = end
+        tokens = found[0] if len(found) == 1 else np.concatenate(found)
+        return [tokens[begin - first : end - first] for begin, end in run]
+
+    def _read_part(self, part: int, begin: int, end: int) -> np.ndarray:
+        """Return the tokens begin to end of a part, after a check of their blocks."""
+        size, width = self.manifest.block, np.dtype(self.manifest.dtype).itemsize
+        first, last = begin // size, -(-end // size)
+        stop = min(last * size, self.manifest.parts[part][0])
+        data = self._read_bytes(part, first * size * width, stop * width)
+        for block in range(first, last):
+            content = memoryview(data)[(block - first) * size * width :][: size * width]
+            if zlib.crc32(content) != self._checksums[self._first_blocks[part] + block]:
+                raise DataError(
+                    f"{self._named(part)} block {block} does not match {CHECKSUMS}: the file is "
+                    f"damaged or was replaced. {_REMEDY}"
+                )
+        return np.frombuffer(data, self.manifest.dtype)[begin - first * size : end - first * size]
+
+    def _read_bytes(self, part: int, begin: int, end: int) -> bytes:
+        named, path = self._named(part), os.path.join(self.folder, part_name(part))
+        with reading(named, _REMEDY):
+            if self._stamps:
+                data = places.read_range(path, self._stamps[part], begin, end)
+            else:
+                data = os.pread(self._file(part, path).fileno(), end - begin, begin)
+        if len(data) != end - begin:
+            raise DataError(
+                f"{named} has {begin + len(data)} bytes, not {end} or more: it was truncated. "
+                f"{_REMEDY}"
+            )
+        return data
+
+    def _file(self, part: int, path: str) -> BinaryIO:
+        with self._lock:
+            if part not in self._files:
+                if len(self._files) >= _MOST_OPEN:
+                    del self._files[next(iter(self._files))]  # its reader may still hold it
+                self._files[part] = open(path, "rb", buffering=0)
+            return self._files[part]
+
+    def _named(self, part: int) -> str:
+        return f"{self._where}: {part_name(part)}"
 
     def summary(self) -> str:
-        """Files of the source, unless some are left out, documents and tokens, for the user."""
+        """Describe the data: source files (unless some are left out), documents and tokens."""
         files = f"{len(self.manifest.files):,} files, " if self._chosen is None else ""
         return f"{files}{len(self.lengths):,} documents, {int(self.lengths.sum()):,} tokens"
 
     def contents(self) -> Iterator[bytes]:
-        """The tokenizer and the hashes of every part: the tokens themselves."""
-        yield f"shards {self.manifest.tokenizer} {self.manifest.lengths}\n".encode()
+        """Yield the bytes that identify the tokens: hashes of the tokenizer, index and parts."""
+        yield f"shards {self.manifest.tokenizer} {self.manifest.offsets}\n".encode()
         for part in self.manifest.parts:
             yield f"{part}\n".encode()
         if self._chosen is not None:
             yield self._chosen.tobytes()
 
     def sizes(self) -> list[int]:
-        """Tokens of the documents that begin in each file of the source."""
+        """Return the tokens of the documents that begin in each file of the source."""
         counts = [documents for _, documents in self.manifest.files]
-        return np.diff(self._starts[starts_of(counts)]).tolist()
+        return np.diff(self._offsets[starts_of(counts)]).tolist()
 
     def chosen(self, files: np.ndarray) -> "Shards":
-        """The documents of some files of the source. files: bool [F]."""
+        """Return the documents of some files of the source; files: bool [F]."""
         documents = np.repeat(files, [documents for _, documents in self.manifest.files])
-        chosen, tables = np.flatnonzero(documents), (self._of_all, self._checksums)
+        chosen, tables = np.flatnonzero(documents), (self._offsets, self._checksums)
         return Shards(self._where, self.folder, self.manifest, *tables, chosen, self._stamps)
 
-    def try_part(self, part: int) -> None:
-        """Read the first and the last record of a part. Raises DataError."""
+    def check_ends(self, part: int) -> None:
+        """Read the first and the last block of a part. Raises DataError."""
         if tokens := self.manifest.parts[part][0]:
-            for record in {0, (tokens - 1) // self.manifest.record}:
-                self._record(part, record)
-        self._readers.clear()  # a mixture may have many sources
-
-    def _record(self, part, record):
-        name = part_name(part)
-        path, named = os.path.join(self.folder, name), f"{self._where}: {name}"
-        size = self.manifest.record
-        expected = min(size, self.manifest.parts[part][0] - record * size)
-        with reading(named, _REMEDY):
-            try:
-                if self._remote:
-                    data = self._remote[part].read(record)
-                else:
-                    with self._lock:
-                        (data,) = self._reader(part, path).read([record])
-            except (RuntimeError, ValueError, IndexError) as error:
-                why = f"{named} record {record} cannot be read: {error}"
-                raise DataError(f"{why}. {_REMEDY}") from error
-        found = np.frombuffer(data, self.manifest.dtype)
-        if len(found) != expected:
-            raise DataError(
-                f"{named} record {record} has {len(found)} tokens, not {expected}: the file has "
-                f"changed. {_REMEDY}"
-            )
-        if zlib.crc32(data) != self._checksums[self._first_records[part] + record]:
-            raise DataError(
-                f"{named} record {record} has other tokens than {CHECKSUMS} of this folder says: "
-                f"the file was replaced. {_REMEDY}"
-            )
-        return found
-
-    def _reader(self, part, path):
-        from array_record.python.array_record_module import ArrayRecordReader
-
-        if part not in self._readers:
-            if len(self._readers) >= _MOST_OPEN:
-                del self._readers[next(iter(self._readers))]
-            self._readers[part] = ArrayRecordReader(path, options=AT_RANDOM)
-        return self._readers[part]
+            for token in {0, tokens - 1}:
+                self._read_part(part, token, token + 1)
+        self._files.clear()  # a mixture may have many sources
 
 
 def open_shards(path: str, key: str) -> Shards:
-    """The documents of a folder that maxdiloco.prepare has written.
+    """Open a folder that maxdiloco.prepare has written.
 
-    The manifest, the sizes of all files, the tables, and the first and last record of up to
-    _PARTS_TRIED parts are checked here, every other record when it is read.
-    key: the flag of the path. Raises DataError for a folder that is unfinished or damaged.
+    Checks the manifest, the sizes of all files, the tables, and the first and last block of up to
+    _PARTS_TRIED parts. Every other block is checked when it is read.
+
+    Args:
+      path: the folder, local, in a bucket or on https.
+      key: the key that names it, for messages.
+
+    Raises:
+      DataError: it is unfinished or damaged.
     """
     where = f"{key}={path}"
     folder = os.path.expanduser(path)
@@ -273,21 +302,24 @@ def open_shards(path: str, key: str) -> Shards:
     if not is_local(folder):
         with reading(where):
             stamps = places.stamps(folder, names)
-    for number, (name, (_, size, _)) in enumerate(zip(names, manifest.parts, strict=True)):
+    width = np.dtype(manifest.dtype).itemsize
+    for number, (name, (tokens, _)) in enumerate(zip(names, manifest.parts, strict=True)):
         part = os.path.join(folder, name)
         with reading(part, _REMEDY):
             size_now = stamps[number].size if stamps else os.path.getsize(part)
-        if size_now != size:
-            raise DataError(f"{where}: {name} has {size_now} bytes, not {size}. {_REMEDY}")
-    lengths = _read_table(folder, LENGTHS, manifest.lengths[1], where)
+        if size_now != tokens * width:
+            raise DataError(
+                f"{where}: {name} has {size_now} bytes, not {tokens * width}. {_REMEDY}"
+            )
+    offsets = _read_table(folder, OFFSETS, manifest.offsets[1], where)
     checksums = _read_table(folder, CHECKSUMS, manifest.checksums[1], where)
-    shards = Shards(where, folder, manifest, lengths, checksums, stamps=stamps)
+    shards = Shards(where, folder, manifest, offsets, checksums, stamps=stamps)
     tried = range(0, len(names), -(-len(names) // _PARTS_TRIED) or 1)
-    list(in_threads(shards.try_part, tried, shards.requests))
+    list(in_threads(shards.check_ends, tried, shards.requests))
     return shards
 
 
-def _read_table(folder, name, digest, where):
+def _read_table(folder: str, name: str, digest: str, where: str) -> np.ndarray:
     path = os.path.join(folder, name)
     if file_hash(path) != digest:
         raise DataError(f"{where}: {name} is damaged. {_REMEDY}")
@@ -296,10 +328,10 @@ def _read_table(folder, name, digest, where):
 
 
 def check_contents(shards: Shards) -> None:
-    """Read all files and compare them with their hashes. Raises DataError for the first damage."""
+    """Compare all files with their hashes. Raises DataError for the first damaged one."""
     manifest = shards.manifest
-    expected = {part_name(i): digest for i, (*_, digest) in enumerate(manifest.parts)}
-    expected |= {LENGTHS: manifest.lengths[1], CHECKSUMS: manifest.checksums[1]}
+    expected = {part_name(number): digest for number, (_, digest) in enumerate(manifest.parts)}
+    expected |= {OFFSETS: manifest.offsets[1], CHECKSUMS: manifest.checksums[1]}
     for name, digest in expected.items():
         path = os.path.join(shards.folder, name)
         if file_hash(path) != digest:
@@ -307,13 +339,13 @@ def check_contents(shards: Shards) -> None:
 
 
 def file_hash(path: str) -> str:
-    """SHA-256 of a file, hexadecimal. Raises DataError."""
+    """Return the SHA-256 of a file, hexadecimal. Raises DataError."""
     with reading(path, _REMEDY), places.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) -> None:
-    """Raise DataError, with what differs, when the tokens are not of the tokenizer asked for."""
+    """Raise DataError with the differences if the tokens are those of another tokenizer."""
     if documents.manifest.tokenizer == tokenizer.fingerprint:
         return
     own, files = os.path.join(documents.folder, TOKENIZER), tokenizer.files()
@@ -353,7 +385,7 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
 
 
 def read_fields(path: os.PathLike | str) -> dict[str, Any]:
-    """The fields of a file; {} where it is absent or no such JSON. Raises OSError."""
+    """Return the fields of a JSON file; {} if it is missing or not an object. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), places.opened(os.fspath(path)) as file:
         return json_text.fields(file.read())
     return {}

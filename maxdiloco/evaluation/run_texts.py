@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shlex
-import time
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
@@ -15,34 +14,29 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-from etils import epath
 
 from maxdiloco.cluster import coordination
 from maxdiloco.cluster.agree import from_first_process, in_any_process
 from maxdiloco.data import kinds, mixture, order, packing, pipeline, shards
-from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.data.prepared.prepare import Work, plan_of, prepare, size_of
 from maxdiloco.data.synthetic import SyntheticWindows
-from maxdiloco.data.text import Request
 from maxdiloco.data.tokenizer import KEYS
 from maxdiloco.data.tokenizer_base import Tokenizer
-from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.data.windows import Request
+from maxdiloco.errors import DataError
 from maxdiloco.flags import base_yml, checks
 from maxdiloco.flags.config import Config
-from maxdiloco.metrics import line_files
-from maxdiloco.storage import shared_folder, store
-from maxdiloco.storage.run_folder import RunFolder, absolute
+from maxdiloco.storage import shared_folder
+from maxdiloco.storage.run_folder import absolute
 
-# Times eval_fraction: our choice; a source without enough sequences for its share has more.
+# A part more than so many times eval_fraction is reported: a source with few sequences has one.
 _LARGE = 2
-FOLDER = "prepared"
-_KEY = f"maxdiloco/{FOLDER}"
-_LARGE_TEXT = 1e9  # bytes; above it the program for this is named. Our choice: some minutes.
-_PATIENCE_S = 7 * 24 * 3600.0  # of the other processes; a lost one ends them before
-# A network file system may cache for up to a minute that a name is absent. Our choice.
-_WAIT_S = 90.0
+CACHE = "prepared"  # below base_output_directory
+_BARRIER = "maxdiloco/prepared"
+_LARGE_TEXT = 1e9  # bytes, some minutes of tokenising; above it the log names the prepare command
+_PATIENCE_S = 7 * 24 * 3600.0  # for other processes, which prepare; the loss of one ends the wait
 
 
 def trained(cfg: Config) -> dict[str, kinds.Source]:
@@ -69,76 +63,74 @@ def key_of(name: str) -> str:
     return f"dataset_mixture, source {name}" if name else "dataset_path"
 
 
-def tokenise(
+def prepare_sources(
     cfg: Config,
     tokenizer: Tokenizer,
     say: Callable[[str], None],
     *,
     splits: Collection[str] = ("train", "eval"),
 ) -> dict[kinds.Source, str]:
-    """The folder of shards of each source of splits that has no known token counts.
+    """Prepare each source of the splits that is not yet a folder of shards.
 
-    Process 0 tokenises; the others wait. Raises DataError for text that is missing, unreadable or
-    damaged, ConfigError where base_output_directory is no folder.
+    All processes call it, each for the cache that it sees. A lock decides which process writes a
+    folder; the others wait for it, or find it complete. Processes without a shared cache each
+    prepare their own. `agreed` compares the results.
+
+    Returns:
+      The folders of shards, by source.
+
+    Raises:
+      DataError: text that is missing, unreadable or damaged, or a cache that cannot be written.
     """
-    keys, folders = {}, {}
+    keys = {}
     evaluates = "eval" in splits and cfg.eval_interval != -1
     if "train" in splits or (evaluates and cfg.holds_out()):
         keys = {source: key_of(name) for name, source in trained(cfg).items()}
     if evaluates:
         paths = cfg.eval_paths().items()
         keys |= {of_path(cfg, path): checks.key_of_eval(name) for name, path in paths if path}
-    if jax.process_index() != 0:
-        return _of_first_process(list(keys))
-    for source, key in keys.items():
-        if kinds.needs_tokenising(source, key, of_bytes=tokenizer.kind == "byte"):
-            folders[source] = _tokenised(cfg, source, key, tokenizer, say)
-    if jax.process_count() > 1:
-        coordination.put(_KEY, json.dumps([folders.get(source) for source in keys]))
+    raw = {
+        source: key
+        for source, key in keys.items()
+        if source.kind != "synthetic" and not shards.is_folder(source.path)
+    }
+    folders = {source: _prepared(cfg, source, key, tokenizer, say) for source, key in raw.items()}
+    if jax.process_count() > 1 and cfg.dataset_type != "synthetic":
+        coordination.meet(_BARRIER, "prepared its text", timeout_s=_PATIENCE_S)
     return folders
 
 
-def _tokenised(cfg, source, key, tokenizer, say):
-    names = (*KEYS, "max_corrupted_records")
-    values = {"dataset_type": source.kind, "text_column": source.column}
-    values |= {name: vars(cfg)[name] for name in names}
-    words = [f"{name}={shlex.quote(base_yml.show(value))}" for name, value in values.items()]
-    place = f"python -m maxdiloco.prepare {shlex.quote(source.path)} out=FOLDER"
-    command, folder = " ".join([place, *words]), cfg.base_output_directory
-    if not store.is_local(folder):
-        raise ConfigError(
-            f"{key}={source.path} has to be tokenised first, and base_output_directory={folder} is "
-            f"no folder for it. Run `{command}`, then give FOLDER in place of the path."
-        )
+def _prepared(
+    cfg: Config,
+    source: kinds.Source,
+    key: str,
+    tokenizer: Tokenizer,
+    say: Callable[[str], None],
+) -> str:
+    """Prepare a source in the cache; returns its folder there, named after what it is made from."""
     text, named = kinds.open_source(source, key), f"{key}={source.path}"
     work = Work(text, tokenizer, named, allowed=cfg.max_corrupted_records)
     plan = json.dumps(list(plan_of(work).values()))
     name = hashlib.sha256(plan.encode()).hexdigest()[:16]
-    out = os.fspath(absolute(folder) / FOLDER / name)
+    cache_key, cache = "data_cache_directory", cfg.data_cache_directory
+    if not cache:
+        cache_key, cache = "base_output_directory", os.path.join(cfg.base_output_directory, CACHE)
+    out = os.fspath(absolute(cache, key=cache_key) / name)
     if (size := size_of(text)) > _LARGE_TEXT and not shards.is_folder(out):
+        command = _prepare_command(cfg, source)
         say(
             f"note: {named} has {size / 1e9:,.1f} GB to tokenise before the first step. "
             f"`{command}` does that on any machine, once for all runs."
         )
-    prepare(work, out, say, waits=True)
+    prepare(work, out, say, waits=True, key=cache_key)
     return out
 
 
-def _of_first_process(sources):
-    named = coordination.value_of(0, _KEY, "its text as tokens", timeout_s=_PATIENCE_S)
-    pairs = zip(sources, json.loads(named), strict=True)
-    folders = {source: folder for source, folder in pairs if folder}
-    deadline = time.monotonic() + _WAIT_S
-    for source, folder in folders.items():
-        while not shards.is_folder(folder):
-            if time.monotonic() > deadline:
-                raise DataError(
-                    f"dataset_path={source.path}: process 0 has tokenised it into {folder}, which "
-                    f"process {jax.process_index()} does not see. Use a base_output_directory that "
-                    "all machines share."
-                )
-            time.sleep(1)
-    return folders
+def _prepare_command(cfg: Config, source: kinds.Source) -> str:
+    values = {"dataset_type": source.kind, "text_column": source.column}
+    values |= {name: vars(cfg)[name] for name in (*KEYS, "max_corrupted_records")}
+    words = [f"{name}={shlex.quote(base_yml.show(value))}" for name, value in values.items()]
+    return " ".join(["python -m maxdiloco.prepare", shlex.quote(source.path), "out=FOLDER", *words])
 
 
 def open_dataset(
@@ -147,13 +139,19 @@ def open_dataset(
     *,
     split: str,
     path: str = "",
-    index: LineIndex | None = None,
     prepared: Mapping[kinds.Source, str] = MappingProxyType({}),
 ) -> TrainingData:
-    """The data of a split, train or eval. index: of text.Request. prepared: what was tokenised.
+    """Open the data of a split.
 
-    The eval split is a Dataset: path, of eval_dataset_path, or what is held out of the training.
-    Raises DataError for a source that is missing, empty or unreadable.
+    Args:
+      cfg: of the run.
+      tokenizer: of the run.
+      split: train or eval. The eval split is a Dataset, not a Mixture.
+      path: for eval, a path of eval_dataset_path; empty: the held-out part of the training data.
+      prepared: folders of `prepare_sources`; a source without one is a folder of shards itself.
+
+    Raises:
+      DataError: a source is missing, unfinished, damaged or too short.
     """
     if cfg.dataset_type == "synthetic":
         windows = SyntheticWindows(
@@ -170,18 +168,17 @@ def open_dataset(
     sources = {"": of_path(cfg, path)} if path else trained(cfg)
     requests = {
         name: Request(
-            source._replace(path=prepared.get(source, source.path)),
+            prepared.get(source, source.path),
             "eval_dataset_path" if path else "dataset_path",
+            source.path,
             tokenizer,
             length=cfg.max_target_length,
             packing=cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART,
             held_out=held_out,
-            allowed=cfg.max_corrupted_records,
             # Sources of one size differ in order: each has a seed of its own.
             seed=order.seed_of(name, cfg.data_shuffle_seed),
             shuffled=cfg.enable_data_shuffling,
             split=split,
-            index=index,
         )
         for name, source in sources.items()
     }
@@ -229,24 +226,29 @@ def open_data(
     cfg: Config,
     tokenizer: Tokenizer,
     shape: tuple[int, int, int],
-    folder: RunFolder,
     say: Callable[[str], None],
-) -> tuple[TrainingData, dict[str, Dataset], LineIndex]:
-    """The training text, those to evaluate on if the run does, and the index of all.
+) -> tuple[TrainingData, dict[str, Dataset]]:
+    """Open the training data and those to evaluate on, if the run evaluates.
 
-    Before the run's folder is made: data that are refused must not create one; save_index comes
-    after. shape: R, B, L of a step. Sources without known token counts are tokenised first. Raises
-    DataError for data that are missing, unreadable or too short for a step.
+    Called before the run's folder is made, so that bad data leave no folder. Sources that are not
+    prepared are prepared first.
+
+    Args:
+      cfg: of the run.
+      tokenizer: of the run.
+      shape: R, B, L of a step.
+      say: receives lines for the user.
+
+    Raises:
+      DataError: data that are missing, unreadable or too short for a step.
     """
-    prepared = tokenise(cfg, tokenizer, say)
-    index = LineIndex(cfg.text_column, report=say)
-    if any(source.kind == "text" for source in trained(cfg).values()):
-        load_index(index, folder.line_index)
-    options = dict(index=index, prepared=prepared)
-    train = open_dataset(cfg, tokenizer, split="train", **options)
+    prepared = prepare_sources(cfg, tokenizer, say)
+    train = open_dataset(cfg, tokenizer, split="train", prepared=prepared)
     train.check_size(train.first_position(*shape[:2]))
-    held_out = open_evaluated(cfg, tokenizer, **options) if cfg.eval_interval != -1 else {}
-    return train, held_out, index
+    held_out = {}
+    if cfg.eval_interval != -1:
+        held_out = open_evaluated(cfg, tokenizer, prepared=prepared)
+    return train, held_out
 
 
 def lines(
@@ -288,18 +290,3 @@ def _large_shares(cfg: Config, text: TrainingData, held: Dataset) -> Iterator[st
                 f"it has {sequences} sequences and one is the least. Give more text, or set "
                 "eval_dataset_path."
             )
-
-
-def load_index(index: LineIndex, path: epath.Path) -> None:
-    """Take over the index of an earlier start; a failure costs time and is reported in a line."""
-    with line_files.noted(path, index.report, "read", ": .jsonl files are read"):
-        index.load(path)
-
-
-def save_index(index: LineIndex, path: epath.Path) -> None:
-    """Process 0 keeps the index for the next start; a failure is reported in a line."""
-    so = ": the next start reads .jsonl files through again"
-    if jax.process_index() != 0:
-        return
-    with line_files.noted(path, index.report, so=so):
-        index.save(path)

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from maxdiloco import output, ownership
 from maxdiloco.checkpoint import metadata, theta
-from maxdiloco.data.documents import LineIndex
 from maxdiloco.data.tokenizer_base import ByteTokenizer
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
@@ -172,12 +171,11 @@ def _text_of_others(found: Stored) -> list[str]:
 
 def _texts(cfg, tokenizer, of_run, say):
     """The texts to evaluate on. of_run: contents of what the run trained on, or ""."""
-    prepared = run_texts.tokenise(cfg, tokenizer, say, splits=("eval",))
-    options = dict(prepared=prepared, index=LineIndex(cfg.text_column, report=say))
-    texts = run_texts.open_evaluated(cfg, tokenizer, **options)
+    prepared = run_texts.prepare_sources(cfg, tokenizer, say, splits=("eval",))
+    texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
     run_texts.agree(texts)
     if cfg.holds_out() and of_run:  # an imported model says nothing of its text
-        train = run_texts.open_dataset(cfg, tokenizer, split="train", **options)
+        train = run_texts.open_dataset(cfg, tokenizer, split="train", prepared=prepared)
         if train.contents != of_run:
             say(
                 f"warning: {train.name} is not what the run trained on, so what is held out of it "

@@ -27,6 +27,10 @@ RENEW_S = 20.0
 STALE_S = 120.0  # more than a request may take, with its repetitions
 
 
+class LockHeldError(CheckpointError):
+    """Another process holds the lock and renews it."""
+
+
 class _Lock(NamedTuple):
     """The lock object as it is in the store."""
 
@@ -92,7 +96,7 @@ class ObjectLock:
                     "still lives."
                 )
             if lock.version != first.version:
-                raise CheckpointError(
+                raise LockHeldError(
                     f"{self._key} is in use: {words} was renewed just now. Wait for it, stop it, "
                     f"or {self._otherwise}."
                 )

@@ -45,7 +45,6 @@ class RunFolder:
         # In a bucket the next two are folders of numbered chunks, see metrics.line_files.
         self.metrics = path / "metrics.jsonl"  # one JSON object per logged step
         self.history = path / "history.jsonl"  # one JSON object per start and end of the run
-        self.line_index = path / "line_index"  # of data.documents, for the next start
         self.tensorboard = path / "tensorboard"  # event files
 
 

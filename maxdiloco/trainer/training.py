@@ -75,7 +75,7 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
     location = locate(cfg.base_output_directory, name)
     start.check_places(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
-    text, held_out, index = run_texts.open_data(cfg, tokenizer, shape, location, say)
+    text, held_out = run_texts.open_data(cfg, tokenizer, shape, say)
     sizes = dict(num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size)
     for line in [*run_texts.lines(cfg, text, held_out, shape), *together.lines(cfg, **sizes)]:
         say(line)
@@ -85,8 +85,6 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
         folder = stack.enter_context(
             open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say)
         )
-        run_texts.save_index(index, folder.line_index)
-        del index  # 24 bytes a document
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
         data = start.agreed_data(text, tokenizer)

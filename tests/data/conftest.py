@@ -6,15 +6,16 @@ import pathlib
 import obstore
 import pytest
 from cloud_fixtures import cloud, faulty, gcs, https, no_clients, s3, s3_server  # noqa: F401
-from data.shards_on_disk import TEXTS, prepare_in_this_process
+from data.shards_on_disk import TEXTS
 
 from maxdiloco.flags import config
 
 
 @pytest.fixture
-def settings():
+def settings(tmp_path_factory):
     """A config of windows of four tokens; keywords replace its values, which nothing checks."""
-    defaults = vars(config.load(["max_target_length=4", "vocab_size=257"], {}))
+    cache = f"data_cache_directory={tmp_path_factory.mktemp('cache')}"
+    defaults = vars(config.load(["max_target_length=4", "vocab_size=257", cache], {}))
 
     def make(**changed):
         assert changed.keys() <= defaults.keys()
@@ -35,12 +36,6 @@ def folder(tmp_path):
         return str(tmp_path)
 
     return make
-
-
-@pytest.fixture
-def parts_here(monkeypatch):
-    """Those tests that are about processes start the program."""
-    prepare_in_this_process(monkeypatch)
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ KEYS = dict(max_target_length=16, data_shuffle_seed=3)
 ROWS = dict(replicas=[[0], [1]], rows=range(3))  # three of each of two replicas
 
 
-def sequences(cfg, *, steps=range(1, 13), **options):
+def sequences(cfg, *, steps=range(1, 13)):
     """What two replicas of three rows read in some steps."""
-    data = open_dataset(cfg, **options)
+    data = open_dataset(cfg)
     with pipeline.batches(data, order.first_position(2, 3), steps=steps, **ROWS) as batches:
         return list(batches), data.contents
 

@@ -4,15 +4,9 @@ from maxdiloco.data import kinds, shards, tokenizer
 from maxdiloco.data.prepared import prepare
 from maxdiloco.data.prepared.prepare import Work
 from maxdiloco.evaluation import run_texts, run_tokenizer
+from maxdiloco.flags import config
 
 TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
-
-
-def prepare_in_this_process(monkeypatch):
-    """Parts are made here, one after the other: a process of its own costs a second."""
-    monkeypatch.setattr(
-        prepare, "read_ahead", lambda make, count, *_, **__: (make(i) for i in range(count))
-    )
 
 
 def open_source(path, kind="text", column="text"):
@@ -39,11 +33,14 @@ def make(path, out, **changed):
     return shards.open_shards(str(out), "out")
 
 
-def open_dataset(cfg, split="train", **options):
-    """The data of a split, with the tokenizer of the config."""
+def open_dataset(cfg, split="train", say=lambda line: None):
+    """The data of a split, prepared in data_cache_directory, with the tokenizer of the config."""
+    tokens, path = run_tokenizer.open_tokenizer(cfg), ""
     if split == "eval":
-        options["path"] = next(iter(cfg.eval_paths().values()))
-    return run_texts.open_dataset(cfg, run_tokenizer.open_tokenizer(cfg), split=split, **options)
+        path = next(iter(cfg.eval_paths().values()))
+        cfg = config.Config(**vars(cfg) | {"eval_interval": 1})
+    prepared = run_texts.prepare_sources(cfg, tokens, say, splits=(split,))
+    return run_texts.open_dataset(cfg, tokens, split=split, path=path, prepared=prepared)
 
 
 def open_text(cfg, split="train"):

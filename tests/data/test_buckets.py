@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import pickle
-import sys
 import threading
 import time
 
@@ -14,16 +13,12 @@ import obstore
 import pytest
 from data.same_sequences import KEYS, ROWS, assert_equal, evaluated, sequences
 from data.shards_on_disk import make, open_dataset, open_source, texts_of
-from etils import epath
 from faulty_store import from_on
 from obstore.exceptions import GenericError
 
-from maxdiloco.data import corpus, order, pipeline, places, read_ahead, remote_part, shards
-from maxdiloco.data.documents import LineIndex, read_table
-from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.data import corpus, order, pipeline, places, read_ahead, shards
+from maxdiloco.errors import DataError
 from maxdiloco.storage import store
-
-pytestmark = pytest.mark.usefixtures("parts_here")
 
 
 @pytest.fixture
@@ -51,9 +46,9 @@ def places_of(bucket, source, tmp_path):
 @pytest.mark.parametrize("kind", ["text", "shards"])
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_the_sequences_of_a_bucket_are_those_of_the_files(places_of, settings, kind, shuffled):
-    """Text files and JSON lines, read where they are, or their shards. In training order, resumed
-    in the middle, and in evaluation order; with the same contents, so that a run goes on with
-    either."""
+    """Text that is prepared from a bucket, or shards that are read there. In training order,
+    resumed in the middle, and in evaluation order; with the same contents, so that a run resumes
+    with either."""
     local, remote = (
         settings(dataset_path=path, enable_data_shuffling=shuffled, **KEYS)
         for path in places_of(kind)
@@ -63,45 +58,52 @@ def test_the_sequences_of_a_bucket_are_those_of_the_files(places_of, settings, k
     assert_equal(evaluated(remote), evaluated(local))
 
 
-@pytest.mark.parametrize("end", [1 << 16, 3 << 16])
-def test_any_window_of_shards_is_read_from_a_bucket(places_of, opened, monkeypatch, end):
-    """Records lie across the blocks of their file, and the index before what is read of its end."""
-    monkeypatch.setattr(remote_part, "_END", end)
+def test_the_cache_may_be_in_a_bucket(places_of, settings):
+    """The second start finds it there, by two objects, and writes nothing."""
+    local, _ = places_of("text")
+    cache = "s3://bucket/cache"
+    keys = dict(dataset_path=local, **KEYS)
+    expected = sequences(settings(**keys))
+    said = []
+    data = open_dataset(settings(**keys, data_cache_directory=cache), say=said.append)
+    assert data.requests == read_ahead.REQUESTS and cache in said[-1]
+    assert_equal(sequences(settings(**keys, data_cache_directory=cache)), expected)
+
+
+def test_any_window_of_shards_is_one_request(places_of, opened, bucket):
+    """Also of a copy in another process. A window of 16 tokens is in one part; one that continues
+    in the next part costs two."""
     local, remote = (opened(path).windows for path in places_of("shards"))
     copy = pickle.loads(pickle.dumps(remote))
     assert local.num_windows > 18_000
     assert (remote.requests, local.requests) == (read_ahead.REQUESTS, 0)
-    some = np.random.default_rng(0).permutation(local.num_windows)[:2000]
+    some = np.random.default_rng(0).permutation(local.num_windows)[:500]
     expected = local.read(some)
-    for found in (remote.read(some), copy.read(some)):
-        for mine, theirs in zip(found, expected, strict=True):
+    for windows in (remote, copy):
+        bucket.calls.clear()
+        for mine, theirs in zip(windows.read(some), expected, strict=True):
             np.testing.assert_array_equal(mine, theirs)
+        assert set(bucket.calls) == {"get"} and 500 <= len(bucket.calls) <= 501
     shards.check_contents(remote.documents)
 
 
-def test_a_damaged_part_of_shards_in_a_bucket_is_named(places_of, opened, bucket, monkeypatch):
-    """At the start, or where its record is read; and where the package for its index is missing."""
+def test_a_damaged_part_of_shards_in_a_bucket_is_named(places_of, opened, bucket):
+    """At the start, or where its block is read. Another version is refused, even of the bytes."""
     _, address = places_of("shards")
-    name = "a/shards/part-00001.arrayrecord"
+    name = "a/shards/part-00001.bin"
     whole = bytes(obstore.get(bucket.client, name).bytes())
-    last = len(whole) - (1 << 16)
     for data, named in (
-        (whole[:3000] + b"0123" + whole[3004:], "record 0"),
-        (whole[:last] + bytes(1 << 16), "record 0"),
+        (whole[:3000] + b"0123" + whole[3004:], "block 0"),
         (whole[1:], f"{len(whole) - 1} bytes"),
     ):
         obstore.put(bucket.client, name, data)
-        with pytest.raises(DataError, match=rf"part-00001\.arrayrecord .*{named}"):
+        with pytest.raises(DataError, match=rf"part-00001\.bin .*{named}"):
             opened(address)
     obstore.put(bucket.client, name, whole)
     data = opened(address)
     obstore.put(bucket.client, name, whole)
-    with pytest.raises(DataError, match=r"part-00001\.arrayrecord "):
+    with pytest.raises(DataError, match=r"part-00001\.bin "):
         data.windows.read(np.arange(data.num_windows))
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "pyarrow", None)
-        with pytest.raises(ConfigError, match="pyarrow"):
-            opened(address)
     for gone, named in ((name, "00001"), ("a/shards/manifest.json", "a/shards ")):
         obstore.delete(bucket.client, gone)
         with pytest.raises(DataError, match=named):
@@ -128,7 +130,7 @@ def test_each_kind_of_source_gives_the_texts_of_the_files(bucket, source, tmp_pa
         make(path, tmp_path / name, part_bytes=100_000)
     names = {path.name for path in (tmp_path / "one").iterdir()}
     assert names == {path.name for path in (tmp_path / "two").iterdir()}
-    assert names > {"part-00004.arrayrecord"}
+    assert names > {"part-00004.bin"}
     for name in names - {"source.json", "tokenizer"}:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -153,26 +155,21 @@ def test_a_path_in_a_bucket_names_the_files_it_names_on_a_disk(bucket, tmp_path,
     assert [stamp.size for stamp in found.values()] == [os.path.getsize(n) for n in expected]
 
 
-def test_an_object_that_changes_during_a_run_is_named(bucket, opened, source):
+@pytest.mark.parametrize("change", ["replaced", "deleted", "cut", "503"])
+def test_an_object_that_changes_while_it_is_prepared_is_named(bucket, source, change):
     """An object that was replaced is another version of it, even with the same bytes."""
-    data = opened(bucket.upload(source, "a"))
-    everything = np.arange(data.num_windows)
-
-    def refused():
-        with pytest.raises(DataError) as error:
-            data.windows.read(everything)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
-    obstore.put(bucket.client, "a/3.txt", (source / "3.txt").read_bytes())
-    assert refused().startswith("s3://bucket/a/3.txt ")
-    obstore.delete(bucket.client, "a/3.txt")
-    assert refused().startswith("s3://bucket/a/3.txt ")
-    data = opened(bucket.upload(source, "a"))
-    bucket.fault = from_on(len(bucket.calls) + 5, "cut")
-    assert refused().startswith("s3://bucket/a/")
-    bucket.fault = from_on(0, "503")
-    assert "(503)" in refused()
+    address = bucket.upload(source, "a")
+    listed = open_source(address)
+    span = [span for span in listed.spans(1 << 20) if listed.names[span.file].endswith("3.txt")]
+    if change == "replaced":
+        obstore.put(bucket.client, "a/3.txt", (source / "3.txt").read_bytes())
+    elif change == "deleted":
+        obstore.delete(bucket.client, "a/3.txt")
+    else:
+        bucket.fault = from_on(0, change)
+    with pytest.raises(DataError) as error:
+        list(listed.read(span[0], None))
+    assert str(error.value).startswith(f"{address}/3.txt ") and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -181,24 +178,6 @@ def test_an_object_that_changes_during_a_run_is_named(bucket, opened, source):
 def test_a_refusal_of_a_store_has_the_errno_of_a_disk(status, number):
     with pytest.raises(OSError, match=rf"^\[Errno {number}\]"), store._as_os_errors():
         raise GenericError(f"Server returned non-2xx status code: {status} x: <a/>")
-
-
-def test_the_index_of_lines_knows_an_object_by_its_version(bucket, tmp_path):
-    """A second start reads none through; an object that was replaced is read."""
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "abc"}\n{"text": "de"}\n')
-    path = bucket.upload(tmp_path, "a")
-    told, kept = [], epath.Path(tmp_path / "index")
-
-    def table():
-        index = LineIndex("text", told.append)
-        index.load(kept)
-        found = read_table(open_source(path), index=index)
-        index.save(kept)
-        return found.size.tolist()
-
-    assert table() == table() == [3, 2] and len(told) == 1
-    bucket.upload(tmp_path, "a")
-    assert table() == [3, 2] and len(told) == 2
 
 
 def test_a_reader_that_goes_on_has_the_next_bytes_fetched_for_it(bucket, tmp_path):
@@ -231,12 +210,12 @@ def test_a_reader_that_goes_on_has_the_next_bytes_fetched_for_it(bucket, tmp_pat
 
 
 def test_requests_of_one_batch_and_the_next_run_at_once(bucket, opened, tmp_path):
-    """30 steps of 6 sequences in 6 files each, 20 ms a request: one after the other they are 3.6 s.
-    Neighbours in a file are one request."""
-    for number in range(180):
-        (tmp_path / f"{number:03}.txt").write_bytes(bytes([65 + number % 26]) * 15)
-    data = opened(bucket.upload(tmp_path, "a"))
-    assert data.num_windows == 180
+    """30 steps of 6 sequences, 20 ms a request: one after the other they are 3.6 s. Neighbours in
+    the shards are one request."""
+    (tmp_path / "a.txt").write_bytes(bytes(range(65, 91)) * 200)
+    make(tmp_path / "a.txt", tmp_path / "shards", part_bytes=1 << 20)
+    data = opened(bucket.upload(tmp_path / "shards", "a"))
+    assert data.num_windows > 300
     under_way, most, get = [], [], bucket.get
 
     def slow(*arguments, **options):
@@ -254,7 +233,7 @@ def test_requests_of_one_batch_and_the_next_run_at_once(bucket, opened, tmp_path
     assert time.monotonic() - began < 1.5
     assert 12 < max(most) <= 11 * 6 and bucket.calls == ["get"] * 180
     bucket.calls.clear()
-    data.windows.read(np.arange(180)[:1].repeat(4))
+    data.windows.read(np.arange(4))
     assert bucket.calls == ["get"]
 
 

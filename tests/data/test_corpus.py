@@ -7,23 +7,18 @@ import os
 import resource
 
 import pytest
-from data.shards_on_disk import open_source
+from data.shards_on_disk import make, open_source, texts_of
 
 from maxdiloco.data import corpus
-from maxdiloco.data import documents as documents_of
 from maxdiloco.data.sources import files
 from maxdiloco.errors import DataError
 
 LINE = b'{"text": "abcdef"}\n'
 
 
-def read_table(path):
-    return documents_of.read_table(open_source(path))
-
-
-def texts(documents):
-    whole = ((number, 1, int(size) + 1) for number, size in enumerate(documents.size))
-    return [bytes(tokens.tolist()) for tokens in documents.read(whole)]
+def texts(path):
+    """The texts of the documents of a source, in their order."""
+    return [text.text.encode(errors="replace") for text in texts_of(path)]
 
 
 def names(root, paths):
@@ -68,19 +63,20 @@ def test_a_glob_matches_what_python_s_glob_does(folder, monkeypatch, pattern):
             assert not expected
 
 
-def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder, monkeypatch):
-    """Empty ones and blank lines are none; the size is that of the text, not of the line."""
+def test_a_file_is_a_document_and_a_jsonl_line_is_one(folder, tmp_path_factory, monkeypatch):
+    """Empty ones and blank lines are none. Half of a surrogate pair becomes a question mark."""
     lines = b'{"text": "tw\\u00e9"}\n\n{"id": 1, "text": ""}\n{"text": "a\\ud800b"}'
     root = folder({"a.txt": b"one\n", "b.txt": b"", "c.jsonl": lines})
-    documents = read_table(root)
-    assert texts(documents) == [b"one\n", "twé".encode(), b"a?b"]  # half a surrogate pair
-    assert documents.size.tolist() == [4, 4, 3]
-    # A line too long for the memory is told, as of one JSON array without line feeds.
+    documents = make(root, tmp_path_factory.mktemp("shards") / "out")
+    assert documents.lengths.tolist() == [5, 5, 4]
+    found = documents.read((number, 1, 4) for number in range(3))
+    assert [bytes(tokens.tolist()) for tokens in found] == [b"one", "twé".encode()[:3], b"a?b"]
+    # A line too long for the memory is an error, as of one JSON array without line feeds.
     monkeypatch.setattr(files, "MAX_LINE", 20)
     root = folder({"d.jsonl": b'{"text": "1234567"}\n', "e.jsonl": b'{"text": "12345678"}\n'})
-    assert texts(read_table(f"{root}/d.jsonl")) == [b"1234567"]
+    assert texts(f"{root}/d.jsonl") == [b"1234567"]
     with pytest.raises(DataError, match=r"e\.jsonl byte 0: "):
-        read_table(f"{root}/e.jsonl")
+        texts(f"{root}/e.jsonl")
 
 
 def test_the_default_is_the_source_of_the_standard_library():
@@ -124,70 +120,53 @@ def test_a_file_that_cannot_be_read_is_named_before_any_is_read(tmp_path, make):
     (tmp_path / "a.jsonl").write_bytes(b"not JSON")
     make(tmp_path / "z.txt")
     with pytest.raises(DataError, match=r"z\.txt "):
-        read_table(f"{tmp_path}/*")
+        texts(f"{tmp_path}/*")
 
 
-@pytest.mark.parametrize(
-    "name, before, after",
-    [
-        ("a.txt", b"abcdef", b"abc"),
-        ("a.txt", b"abcdef", b"abcdefg"),
-        ("a.jsonl", LINE, b'{"text": "abc"   }\n'),
-        ("a.txt", b"abcdef", b"ghijkl"),
-        ("a.jsonl", LINE, b'{"text": "ghijkl"}\n'),
-        ("a.jsonl", LINE, LINE[:9]),
-    ],
-)
-def test_a_file_that_changes_during_a_run_is_named(folder, name, before, after):
-    """Its windows would hold different text, even if its size is the same.
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("change", ["before", "during", "gone"])
+def test_a_file_that_changes_while_it_is_prepared_is_named(folder, monkeypatch, name, change):
+    """Before its part is read, while it is read, or removed: its spans would be others."""
+    root = folder({name: LINE * 9})
+    source = open_source(root)
+    (span,) = source.spans(1 << 20)
 
-    A file that only grew still holds its documents.
-    """
-    root = folder({name: before})
-    documents = read_table(f"{root}/{name}")
-    if name == "a.jsonl":
-        folder({name: before + LINE})
-        assert texts(documents) == [b"abcdef"]
-    folder({name: after})
-    os.utime(f"{root}/{name}", ns=(0, os.stat(f"{root}/{name}").st_mtime_ns + 1))
-    with pytest.raises(DataError, match=rf"{name} has changed"):
-        texts(documents)
-    os.remove(f"{root}/{name}")
-    with pytest.raises(DataError, match=f"{root}/{name} "):
-        texts(documents)
+    def grow():
+        with open(f"{root}/{name}", "ab") as file:
+            file.write(LINE)
+
+    read = source.read(span, None)
+    if change == "during":
+        assert next(read).text
+        grow()
+    elif change == "before":
+        grow()
+    else:
+        os.remove(f"{root}/{name}")
+    with pytest.raises(DataError, match=rf"{root}/{name} "):
+        list(read)
 
 
-def test_a_growing_file_and_a_disk_error_name_the_file(folder, monkeypatch):
-    """Half of its last line may be missing. Reading page 0 of /proc/self/mem fails like a disk."""
+def test_a_disk_error_names_the_file(folder):
+    """Reading page 0 of /proc/self/mem fails like a disk."""
     root = folder({"a.jsonl": LINE, "a.txt": LINE})
-
-    def grow(line):
-        with open(f"{root}/a.jsonl", "ab") as file:
-            file.write(b" ")
-        return json.loads(line.strip())
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files.json_text, "parse", grow)
-        with pytest.raises(DataError, match=r"a\.jsonl "):
-            read_table(f"{root}/a.jsonl")
-    for path in (f"{root}/a.txt", f"{root}/a.jsonl"):
-        documents, stamp = read_table(path), corpus.stamp(path)
-        os.remove(path)
-        os.symlink("/proc/self/mem", path)
-        with pytest.raises(DataError, match=rf"{path} .*{os.strerror(errno.EIO)}"):
-            texts(documents)
-        with pytest.raises(DataError, match=rf"{path} .*{os.strerror(errno.EIO)}"):
-            documents_of._read_through(path, stamp, "text", 0)
+    for name in ("a.txt", "a.jsonl"):
+        stamp = corpus.stamp(f"{root}/{name}")
+        os.remove(f"{root}/{name}")
+        os.symlink("/proc/self/mem", f"{root}/{name}")
+        source = files.Files((f"{root}/{name}",), (stamp._replace(size=100, version=0),), "text")
+        with pytest.raises(DataError, match=rf"{root}/{name} "):
+            list(source.read(next(source.spans(1 << 20)), None))
 
 
 def test_no_file_is_kept_open(folder):
-    """More files than a process may have open, each read twice."""
+    """More files than a process may have open, each read once."""
     root = folder({f"{number}.{kind}": LINE for number in range(40) for kind in ("txt", "jsonl")})
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free + 3, limits[1]))
     try:
-        assert len(texts(read_table(root))) == 80
+        assert len(texts(root)) == 80
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

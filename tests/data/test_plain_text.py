@@ -1,35 +1,23 @@
-"""Text that is text wherever blocks end; what a folder leaves out and holds out is counted."""
+"""What a start says of the files it reads, leaves out and holds out."""
 
 import re
 
-from data.shards_on_disk import open_dataset, open_source
+from data.shards_on_disk import open_dataset
 
 from maxdiloco.data import kinds
-from maxdiloco.data.sources import files
 from maxdiloco.evaluation import run_texts
 from maxdiloco.flags import config
 from maxdiloco.trainer.assemble import BatchShape
 
-AE = "\u00e4".encode()  # two bytes
-
-
-def test_text_is_text_wherever_a_block_ends(tmp_path):
-    """Characters of two and four bytes lie across the ends of blocks."""
-    path = tmp_path / "a.txt"
-    for size in (0, 5, 8192, 16384, 400_000):
-        for shift in range(3):
-            path.write_bytes(b"x" * shift + (AE + "\U0001f600".encode()) * (size // 6))
-            assert files.refuse_other(open_source(path), "dataset_path") is None
-
 
 def test_the_summary_counts_files_read_and_files_left_out(settings, tmp_path):
-    """40 bytes and 2 starts in sequences of 4: 10, of which one is held out."""
+    """42 tokens with the 2 starts in sequences of 4: 10, of which one is held out."""
     for name, size in (("a.txt", 30), ("b.txt", 10)):
         (tmp_path / name).write_text("x" * size)
     data = open_dataset(settings(dataset_path=str(tmp_path), max_target_length=4))
     (line,) = data.summary(data.first_position(2, 1))
     assert f"dataset_path={tmp_path}" in line and "4.5 steps" in line
-    assert [int(number) for number in re.findall(r"\b(\d+) ", line)][:4] == [2, 2, 40, 9]
+    assert [int(number) for number in re.findall(r"\b(\d+) ", line)][:4] == [2, 2, 42, 9]
     (tmp_path / "sub").mkdir()
     for name in ("c.json", "d.parquet", "e.TXT", "f.html", ".hidden.bin", "README", "sub/g.html"):
         (tmp_path / name).write_text("x")

@@ -3,6 +3,7 @@
 import gzip
 import sys
 
+import obstore
 import pytest
 from data.shards_on_disk import open_dataset, texts_of
 from data.test_mixture import mixed
@@ -30,22 +31,22 @@ def second_line(line):
         ({"a.gz": LONG}, "/a.gz", {}, ["{path} "]),
         ({"a.zip": LONG}, "/a.zip", {}, ["{path} "]),
         ({"a.parquet": LONG}, "/a.parquet", {}, ["{path} ", "dataset_type=parquet"]),
-        ({"a.txt": b"plain \xe4 latin-1"}, "/a.txt", {}, ["{path} ", "byte 6 "]),
-        ({"a.txt": "UTF-16".encode("utf-16")}, "/a.txt", {}, ["{path} ", "byte 3 "]),
-        ({"a.txt": b"text\0"}, "/a.txt", {}, ["{path} ", "byte 4 "]),
-        ({"a.txt": gzip.compress(b"text" * 99)}, "/a.txt", {}, ["{path} ", "byte "]),
-        ({"a.txt": LONG + b"\xff" + LONG}, "/a.txt", {}, ["{path} ", "byte 9000 "]),
-        ({"a.txt": b"cut off \xc3"}, "/a.txt", {}, ["{path} ", "byte 8 "]),
-        ({"a.txt": b"a" * (1 << 20) + b"\xff" * 8}, "/a.txt", {}, ["{path} ", "0xff"]),
+        ({"a.txt": b"plain \xe4 latin-1"}, "/a.txt", {}, ["{path} byte 6:"]),
+        ({"a.txt": "UTF-16".encode("utf-16")}, "/a.txt", {}, ["{path} byte 0:"]),
+        ({"a.txt": b"text\0"}, "/a.txt", {}, ["{path} byte 4:"]),
+        ({"a.txt": gzip.compress(b"text" * 99)}, "/a.txt", {}, ["{path} byte "]),
+        ({"a.txt": LONG + b"\xff" + LONG}, "/a.txt", {}, ["{path} byte 9000:"]),
+        ({"a.txt": b"cut off \xc3"}, "/a.txt", {}, ["{path} byte 8:"]),
+        ({"a.txt": b"a" * (1 << 20) + b"\xff" * 8}, "/a.txt", {}, ["{path} byte 1048576:"]),
         # Lines of JSON without the text.
-        (second_line(b'{"text": ' + b"[" * 100_000), "", {}, ["a.jsonl line 2"]),
-        (second_line(b"\0" * 50), "", {}, ["a.jsonl line 2"]),
-        (second_line(b"{text}"), "", {}, ["a.jsonl line 2"]),
-        (second_line(b'{"text": "\xff"}'), "", {}, ["a.jsonl line 2"]),
-        (second_line(b'"text"'), "", {}, ["text_column=text", "a.jsonl line 2"]),
-        (second_line(b"{}"), "", {}, ["text_column=text", "a.jsonl line 2"]),
+        (second_line(b'{"text": ' + b"[" * 100_000), "", {}, ["a.jsonl byte 17"]),
+        (second_line(b"\0" * 50), "", {}, ["a.jsonl byte 17"]),
+        (second_line(b"{text}"), "", {}, ["a.jsonl byte 17"]),
+        (second_line(b'{"text": "\xff"}'), "", {}, ["a.jsonl byte 17"]),
+        (second_line(b'"text"'), "", {}, ["text_column=text", "a.jsonl byte 17"]),
+        (second_line(b"{}"), "", {}, ["text_column=text", "a.jsonl byte 17"]),
         (second_line(b'{"id": 1, "body": "x"}'), "", {}, ["text_column=text", "id, body"]),
-        (second_line(b'{"text": 7}'), "", {}, ["text_column=text", "a.jsonl line 2"]),
+        (second_line(b'{"text": 7}'), "", {}, ["text_column=text", "a.jsonl byte 17"]),
         # Texts without a sequence of four tokens for each split: 7 tokens have one.
         ({"a.txt": b"x" * 6}, "", {}, ["dataset_path={path} ", "max_target_length=4"]),
         ({"a.txt": b"x" * 2}, "", {}, ["dataset_path={path} ", "max_target_length=4"]),
@@ -73,7 +74,8 @@ def test_a_text_that_cannot_be_trained_on_is_named(settings, folder, files, path
         ("text", "/a.txt.gz", None, DataError, "dataset_type=text: {path} "),
         ("parquet", "/b.txt", None, DataError, "dataset_type=parquet: {path} "),
         ("hf", "s3://bucket/a", None, DataError, "dataset_type=hf"),
-        ("arrayrecord", "", None, ConfigError, "dataset_type=arrayrecord"),
+        ("arrayrecord", "/b.txt", None, DataError, "dataset_type=arrayrecord: {path} "),
+        ("arrayrecord", "s3://bucket/a/b.arrayrecord", None, DataError, "dataset_type=arrayrecord"),
         ("synthetic", "", None, ConfigError, "dataset_type=synthetic"),
         ("tfds", "", None, ConfigError, "dataset_type=tfds"),
         ("text", "/c.jsonl.gz", "pyarrow", ConfigError, "pyarrow"),
@@ -87,6 +89,7 @@ def test_a_kind_that_cannot_read_a_path_is_named(
     if missing:
         monkeypatch.setitem(sys.modules, missing, None)
     root = folder({"a.txt.gz": b"x", "b.txt": b"x", "c.jsonl.gz": b"x"})
+    obstore.put(bucket.client, "a/b.arrayrecord", b"x")
     path = path if path.startswith("s3") else root + path
     with pytest.raises(error) as caught:
         texts_of(path, kind)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import grain
 import numpy as np
 import pytest
 from data.shards_on_disk import TEXTS, make, open_dataset, open_source, open_text
@@ -22,8 +23,6 @@ from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.prepare import Work, prepare
 from maxdiloco.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.usefixtures("parts_here")
-
 
 @pytest.fixture
 def prepared(settings, tmp_path):
@@ -32,24 +31,36 @@ def prepared(settings, tmp_path):
     return lambda name, **keys: settings(dataset_path=str(tmp_path / name), **shards_of | keys)
 
 
-@pytest.mark.parametrize("record", [5, 64, 8192])
+@pytest.mark.parametrize("block", [5, 64, 8192])
 @pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
 def test_windows_of_shards_are_those_of_the_text(
-    settings, prepared, source, tmp_path, monkeypatch, record, part_bytes
+    prepared, source, tmp_path, monkeypatch, block, part_bytes
 ):
-    """The bytes of a text, read where they are and out of shards, in parts and records of any
-    size; a text file of 3,600 bytes goes on over several parts."""
+    """Windows of 16 tokens of the joined documents, in parts and blocks of any size; a text file of
+    3,600 bytes continues over several parts. The last tokens, fewer than 16, are left out."""
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "RECORD", record)
+        patch.setattr(shards, "BLOCK", block)
         make(source, tmp_path / "out", part_bytes=part_bytes)
-    keys = dict(eval_dataset_path="unused", max_target_length=16)
-    direct, _ = open_text(settings(dataset_path=str(source), **keys))
-    stored, _ = open_text(prepared("out", **keys))
-    assert stored.documents.lengths.tolist() == direct.documents.lengths.tolist()
-    assert stored.num_windows == direct.num_windows > 100
-    numbers = np.random.default_rng(0).permutation(direct.num_windows)
-    for mine, theirs in zip(stored.read(numbers), direct.read(numbers), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    windows, _ = open_text(prepared("out", eval_dataset_path="unused", max_target_length=16))
+    stream = [token for text in 2 * TEXTS for token in (256, *text.encode())]
+    expected = np.array(stream[: len(stream) // 16 * 16]).reshape(-1, 16)
+    assert windows.documents.lengths.tolist() == [1 + len(t.encode()) for t in 2 * TEXTS]
+    assert windows.num_windows == len(expected) > 100
+    numbers = np.random.default_rng(0).permutation(len(expected))
+    np.testing.assert_array_equal(windows.read(numbers)[0], expected[numbers])
+
+
+def test_grain_reads_the_windows(prepared, source, tmp_path):
+    """They are a data source of Grain, so that its MapDataset reads the same."""
+    make(source, tmp_path / "out")
+    windows, _ = open_text(prepared("out", eval_dataset_path="unused"))
+    assert isinstance(windows, grain.sources.RandomAccessDataSource)
+    dataset = grain.MapDataset.source(windows)
+    tokens, segments = windows.read(np.array([7, 0]))
+    assert len(dataset) == windows.num_windows
+    for row, window in enumerate((7, 0)):
+        np.testing.assert_array_equal(dataset[window]["tokens"], tokens[row])
+        np.testing.assert_array_equal(dataset[window]["segment_ids"], segments[row])
 
 
 def test_any_piece_is_read_and_a_copy_opens_its_own_files(source, tmp_path, monkeypatch):
@@ -117,8 +128,9 @@ def flip(path):
 
 def swap(path):
     """The lengths of two documents: their number and sum stay."""
-    lengths = np.load(path)
-    np.save(path, lengths[::-1])
+    offsets = np.load(path)
+    offsets[1] = offsets[2] - offsets[1]
+    np.save(path, offsets)
 
 
 def zero(path):
@@ -131,12 +143,12 @@ def zero(path):
     [
         ("manifest.json", os.remove),
         ("manifest.json", flip),
-        ("lengths.npy", cut),
-        ("lengths.npy", swap),
-        ("part-00000.arrayrecord", flip),
-        ("part-00003.arrayrecord", zero),
-        ("part-00000.arrayrecord", cut),
-        ("part-00001.arrayrecord", os.remove),
+        ("offsets.npy", cut),
+        ("offsets.npy", swap),
+        ("part-00000.bin", flip),
+        ("part-00003.bin", zero),
+        ("part-00000.bin", cut),
+        ("part-00001.bin", os.remove),
     ],
 )
 def test_a_damaged_file_of_shards_is_named_when_it_is_opened(source, tmp_path, name, damage):
@@ -151,7 +163,7 @@ def test_a_damaged_file_of_shards_is_named_when_it_is_opened(source, tmp_path, n
     if damage is flip and name.startswith("part"):  # after the start, which looks at some
         with pytest.raises(DataError, match=re.escape(name)):
             shards.check_contents(documents)
-        with pytest.raises(DataError, match=f"{re.escape(name)} record 0"):
+        with pytest.raises(DataError, match=f"{re.escape(name)} block 0"):
             list(documents.read([(0, 0, 3)]))
 
 
@@ -161,7 +173,7 @@ def two_folders(tmp_path):
     for number, letters in enumerate(("ab", "cd")):
         (tmp_path / f"{number}.txt").write_text(letters * 50_000)
         make(tmp_path / f"{number}.txt", tmp_path / f"{number}.out", part_bytes=50_000)
-    ours, theirs = (sorted((tmp_path / f"{n}.out").glob("part-*.arrayrecord")) for n in (0, 1))
+    ours, theirs = (sorted((tmp_path / f"{n}.out").glob("part-*.bin")) for n in (0, 1))
     assert len(ours) == 2
     assert [path.stat().st_size for path in ours] == [path.stat().st_size for path in theirs]
     return ours, theirs
@@ -180,7 +192,7 @@ def test_a_replaced_part_is_refused_at_a_start(two_folders):
 def test_a_part_that_is_replaced_while_it_is_read_is_refused(two_folders, how):
     ours, theirs = two_folders
     documents = shards.open_shards(str(ours[0].parent), "dataset_path")
-    begin, count = 70_000, 8192  # in part 1, neither its first nor its last record
+    begin, count = 70_000, 8192  # in part 1, neither its first nor its last block
     (before,) = documents.read([(0, begin, begin + count)])
     assert len(before) == count
     copy = pickle.loads(pickle.dumps(documents))  # as a worker process that opens its first reader
@@ -243,7 +255,7 @@ def test_a_run_waits_for_another_that_makes_its_shards(source, tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_folder_without_locks_is_not_written(source, tmp_path, monkeypatch, number):
-    """Two preparations at once could not see each other. What is there stays, and is read."""
+    """Two preparations at once could not see each other. A complete folder is read as it is."""
     documents = make(source, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.*")}
     assert shards.MANIFEST in before
@@ -252,9 +264,9 @@ def test_a_folder_without_locks_is_not_written(source, tmp_path, monkeypatch, nu
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    for out in (tmp_path / "out", tmp_path / "new"):
-        with pytest.raises(ConfigError, match=f"^out={out} "):
-            make(source, out)
+    with pytest.raises(ConfigError, match=f"^out={tmp_path / 'new'} "):
+        make(source, tmp_path / "new")
+    make(source, tmp_path / "out")  # complete: nothing is written
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.*")} == before
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["lock"]
     again = shards.open_shards(str(tmp_path / "out"), "dataset_path")
@@ -283,7 +295,7 @@ def test_two_preparations_at_once_make_one_folder(source, tmp_path):
     assert both == alone and len(both) > 5
 
 
-OTHERS = ("work.part", "part-list.json", "part-00000.old.lengths.npy", "part-00000.json.bak.part")
+OTHERS = ("work.part", "part-list.json", "part-00000.old.offsets.npy", "part-00000.json.bak.part")
 
 
 def test_files_of_others_in_the_folder_stay(source, tmp_path):
@@ -304,7 +316,7 @@ def test_files_of_others_in_the_folder_stay(source, tmp_path):
     assert not list(out.glob("*.part"))
     for name in ("lock", *OTHERS):
         (out / name).write_text("mine")
-    for left in ("part-00007.json", "part-00000.arrayrecord.0123abcd.part"):
+    for left in ("part-00007.json", "part-00000.bin.0123abcd.part"):
         (out / left).write_text("{}")
     make(source, out)
     (out / shards.MANIFEST).unlink()

@@ -38,6 +38,27 @@ def parquet(path, columns=None, rows=2):
     return path
 
 
+def arrayrecord(path, texts=TEXTS, group_size=2):
+    """Records of tf.train.Example, encoded by hand: 0x0a is field 1 with its length."""
+
+    def field(number, data):
+        size = len(data)
+        varint = b""
+        while size >= 128:
+            varint, size = varint + bytes([size % 128 + 128]), size // 128
+        return bytes([number * 8 + 2]) + varint + bytes([size]) + data
+
+    module = pytest.importorskip("array_record.python.array_record_module")
+    writer = module.ArrayRecordWriter(str(path), f"group_size:{group_size}")
+    for text in texts:
+        feature = field(1, field(1, text if isinstance(text, bytes) else text.encode()))
+        entry = field(1, field(1, b"text") + field(2, feature))
+        number = field(1, field(1, b"id") + field(2, field(3, b"\x0a\x01\x07")))
+        writer.write(field(1, number + entry))
+    writer.close()
+    return path
+
+
 def items(kind, path, *, limit=1 << 20, column="text", damaged=None):
     """What is read, each span by a copy of the source, as other processes have it."""
     source = pickle.loads(pickle.dumps(open_source(path, kind, column)))
@@ -55,12 +76,14 @@ def documents(found):
 
 
 @pytest.mark.parametrize("limit", [1, 7, 50, 1 << 20])
-@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst", "parquet", "hf"])
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst", "parquet", "arrayrecord", "hf"])
 def test_every_source_gives_each_document_once_however_cut(tmp_path, kind, limit):
     """The empty document has no tokens and is left out. hf reads a folder of JSON lines."""
     data, path = lines(), tmp_path / f"a.jsonl.{kind}"
     if kind == "parquet":
         path = parquet(tmp_path / "a.parquet")
+    elif kind == "arrayrecord":
+        path = arrayrecord(tmp_path / "a.arrayrecord")
     elif kind == "hf":
         path = stored(tmp_path, {"text": TEXTS})
     elif kind == "jsonl":
@@ -70,7 +93,7 @@ def test_every_source_gives_each_document_once_however_cut(tmp_path, kind, limit
         half = len(lines(TEXTS[:3]))  # two members, as two files put end to end
         codec = {"gz": "gzip", "zst": "zstd"}[kind]
         path.write_bytes(compressed(data[:half], codec) + compressed(data[half:], codec))
-    dataset_type = kind if kind in ("parquet", "hf") else "text"
+    dataset_type = kind if kind in ("parquet", "arrayrecord", "hf") else "text"
     assert documents(items(dataset_type, path, limit=limit)) == [t for t in TEXTS if t]
 
 
@@ -121,6 +144,18 @@ def test_a_damaged_row_group_costs_no_other(tmp_path):
     assert damaged and {*texts[:10], *texts[20:]} <= set(kept)
     path.write_bytes(data[:-9])
     assert items("parquet", path, limit=100, damaged=(damaged := [])) == []
+    assert [where for where, _ in damaged] == [str(path)]
+
+
+def test_records_that_hold_no_text_are_damaged(tmp_path):
+    """Another feature, bytes that are not UTF-8, and a file that is cut; each is named once."""
+    path = arrayrecord(tmp_path / "a.arrayrecord", ["one", b"\xff", "three"])
+    assert documents(items("arrayrecord", path, damaged=(damaged := []))) == ["one", "three"]
+    assert [where for where, _ in damaged] == [f"{path} record 1"]
+    items("arrayrecord", path, column="id", damaged=(damaged := []))
+    assert len(damaged) == 3 and "text_column=id" in damaged[0][1]
+    path.write_bytes(path.read_bytes()[:-100])
+    assert items("arrayrecord", path, damaged=(damaged := [])) == []
     assert [where for where, _ in damaged] == [str(path)]
 
 

@@ -98,7 +98,7 @@ def test_the_evaluation_loss_is_that_of_transformers(trained, exported, evaluate
     cfg = stored.configure(read.newest_meta(trained, key="RUN"), [], {})
     options = dict(batch_size=8, num_sequences=32, rows=np.arange(8))
     of_run = run_tokenizer.open_tokenizer(cfg)
-    tokenised = run_texts.tokenise(cfg, of_run, lambda line: None, splits=("eval",))
+    tokenised = run_texts.prepare_sources(cfg, of_run, lambda line: None, splits=("eval",))
     text = run_texts.open_evaluated(cfg, of_run, prepared=tokenised)[""]
     with pipeline.eval_batches(text, **options) as batches:
         rows = [pair for b in batches for pair in zip(b["tokens"], b["segment_ids"], strict=True)]

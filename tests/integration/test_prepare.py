@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from data.shards_on_disk import open_dataset, prepare_in_this_process
+from data.shards_on_disk import open_dataset
 from run import names_key, refused
 
 from maxdiloco import prepare, tokenizer
@@ -20,7 +20,7 @@ from maxdiloco.data.corpus import Stamp, stamp
 from maxdiloco.data.prepared import prepare as preparing
 from maxdiloco.data.sources.files import Files
 from maxdiloco.data.tokenizer import ByteTokenizer
-from maxdiloco.errors import ConfigError, DataError, LostPeerError
+from maxdiloco.errors import DataError, LostPeerError
 from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.flags import config
 
@@ -28,7 +28,7 @@ WAIT_S = 300  # far above what a command takes
 
 
 def prepared(cfg, say=print):
-    return run_texts.tokenise(cfg, run_tokenizer.open_tokenizer(cfg), say)
+    return run_texts.prepare_sources(cfg, run_tokenizer.open_tokenizer(cfg), say)
 
 
 def command(*arguments):
@@ -89,6 +89,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path):
 def test_progress_is_lines_on_a_terminal_without_columns(monkeypatch):
     """As under some shells of containers, where a bar shows nothing."""
     monkeypatch.setattr(preparing.output, "shows_bars", lambda: False)
+    monkeypatch.setattr(preparing, "_LINE_S", 0.0)
     said = []
     with preparing._progress(100, 0, said.append) as advance:
         for _ in range(4):
@@ -135,18 +136,13 @@ def test_a_source_is_tokenised_once(tmp_path, parquet):
     assert [line.rpartition(" is ")[2] for line in said] == ["prepared: nothing to do"]
     assert prepare.main([str(tmp_path), f"out={tmp_path}/shards", *parquet[::2]]) == 0
     stored = ["dataset_type=arrayrecord", f"dataset_path={tmp_path}/shards"]
-    data = open_dataset(cfg, split="train", prepared=first)
+    data = open_dataset(cfg, split="train")
     same = open_dataset(config.load([*keys[3:], *stored], {}), split="train")
     assert data.contents == same.contents
 
 
 @pytest.fixture
-def here(monkeypatch):
-    prepare_in_this_process(monkeypatch)
-
-
-@pytest.fixture
-def mixed(tmp_path, parquet, here, capsys):
+def mixed(tmp_path, parquet, capsys):
     """Argv of a mixture of a prepared folder, a parquet file, lines whose text is in another field,
     and a text file, all read by a tokenizer of one's own."""
     (tmp_path / "a.txt").write_text("one two three. " * 400)
@@ -177,12 +173,12 @@ def test_a_mixture_may_have_sources_of_every_kind(mixed, kind):
     found = prepared(cfg)
     names = sorted(os.path.basename(path) for _, path, _ in found)
     assert names == ["a.parquet", "a.txt", "b.jsonl"]
-    data = open_dataset(cfg, split="train", prepared=found)
+    data = open_dataset(cfg, split="train")
     by_name = dict(zip(data.names, data.sources, strict=True))
     assert by_name["stored"].windows.contents() == by_name["plain"].windows.contents()
     position = data.first_position(2, 4)
     assert data.read(position, 1, *np.ix_(range(2), range(4)))["tokens"].max() < 280
-    assert open_dataset(cfg, split="eval", prepared=found).num_windows >= 4
+    assert open_dataset(cfg, split="eval").num_windows >= 4
 
 
 def test_a_source_prepared_with_another_tokenizer_is_refused(mixed):
@@ -193,10 +189,10 @@ def test_a_source_prepared_with_another_tokenizer_is_refused(mixed):
     ):
         cfg = config.load(argv, {})
         with pytest.raises(DataError, match=f"^dataset_mixture, source stored: .*{name}"):
-            open_dataset(cfg, split="train", prepared=prepared(cfg))
+            open_dataset(cfg, split="train")
 
 
-def test_a_small_source_has_a_part_for_every_core(tmp_path, here, capsys):
+def test_a_small_source_has_a_part_for_every_core(tmp_path, capsys):
     """20 MB in 20 parts of 1 MB, 40 MB in 32, and 64 MB a part from 2 GB on."""
     (tmp_path / "a.txt").write_bytes(b"one two three. " * 170_000)
     assert prepare.main([str(tmp_path / "a.txt"), f"out={tmp_path}/out"]) == 0
@@ -205,7 +201,7 @@ def test_a_small_source_has_a_part_for_every_core(tmp_path, here, capsys):
     assert [preparing.part_bytes_of(each) / 2**20 for each in files] == [1, 1, 1.25, 64, 64]
 
 
-def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
+def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet):
     """A folder with lines and tables: each source has its own, and its own field."""
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "four five six. " * 400}) + "\n")
     sources = [
@@ -214,7 +210,7 @@ def test_one_path_may_be_two_sources_of_two_kinds(tmp_path, parquet, here):
     ]
     argv = [f"base_output_directory={tmp_path}/runs", "max_target_length=16"]
     cfg = config.load([*argv, f"dataset_mixture=[{', '.join(sources)}]"], {})
-    data = open_dataset(cfg, split="train", prepared=prepared(cfg))
+    data = open_dataset(cfg, split="train")
     sizes = [len(source.windows.documents.lengths) for source in data.sources]
     assert (data.names, sizes) == (("lines", "table"), [1, 60])
 
@@ -237,16 +233,7 @@ def test_refused_arguments_of_prepare_are_named(tmp_path, monkeypatch, arguments
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "not_utf8.txt").write_bytes(b"a\xffb")
     (tmp_path / "shards").mkdir()
-    for name in (shards.MANIFEST, shards.LENGTHS):
+    for name in (shards.MANIFEST, shards.OFFSETS):
         (tmp_path / "shards" / name).touch()
     found, line = refused(prepare.main, *arguments.split())
     assert found == code and names_key(line, key)
-
-
-def test_a_run_in_a_bucket_prepares_no_text(tmp_path):
-    """The error has the command that does, with the run's tokenizer."""
-    (tmp_path / "a.jsonl.gz").write_bytes(b"")
-    keys = [f"dataset_path={tmp_path}", "base_output_directory=gs://bucket/runs"]
-    with pytest.raises(ConfigError, match=r"base_output_directory.*maxdiloco\.prepare .*out="):
-        prepared(config.load(keys, {}))
-    assert os.listdir(tmp_path) == ["a.jsonl.gz"]

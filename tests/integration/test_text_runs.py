@@ -1,7 +1,6 @@
 """Runs on text, on a mixture and with a user's tokenizer: resumes, and refusals of other data."""
 
 import json
-import os
 import shutil
 
 import numpy as np
@@ -17,8 +16,8 @@ from maxdiloco.data import tokenizer
 pytestmark = pytest.mark.usefixtures("programs")
 
 
-def test_a_resume_uses_the_line_index_and_detects_changed_lines(tmp_path):
-    """The index is in the run's folder. A file changed behind it ends the run with 3."""
+def test_a_text_is_prepared_once_and_a_changed_one_again(tmp_path):
+    """In the folder `prepared` next to the run. The text that has changed is refused with 2."""
     line = json.dumps({"text": "in the beginning there was a byte, and it was even."}) + "\n"
     text = tmp_path / "text.jsonl"
     text.write_text(line * 60)
@@ -26,17 +25,16 @@ def test_a_resume_uses_the_line_index_and_detects_changed_lines(tmp_path):
     keys |= dict(eval_interval=2, eval_steps=2, opt_type="sgd")
 
     run = train(tmp_path / "run", steps=1, **keys)
-    assert run.output.count("reading 1 .jsonl files through") == 1
-    assert (tmp_path / "run" / "line_index").exists()
+    assert run.output.count(f"tokenising dataset_path={text}") == 1
+    assert len(list((tmp_path / "prepared").iterdir())) == 1
 
     output = train(tmp_path / "run", steps=2, **keys).output
-    assert "resumed after step 1" in output and ".jsonl" not in output.replace(str(text), "")
+    assert "resumed after step 1" in output and "tokenising" not in output
 
-    before = os.stat(text)
-    text.write_text(("x" * (len(line) - 1) + "\n") * 60)
-    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    text.write_text(line.replace("even", "odd.") * 60)
     run = train(tmp_path / "run", steps=3, **keys)
-    assert run.code == 3 and str(text) in run.error
+    assert run.code == 2 and f"dataset_path={text}" in run.error
+    assert len(list((tmp_path / "prepared").iterdir())) == 2
 
 
 def test_the_text_may_move_on_resume_but_not_change(text_run, tmp_path):

@@ -1,8 +1,8 @@
 """One part of a source: its text to tokens, its tokens to a file, a function of these alone."""
 
-import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -24,7 +24,6 @@ from maxdiloco.storage.run_folder import absolute
 _MOST_DOCUMENTS = 1024
 T = TypeVar("T")
 TABLES = ("lengths", "checksums")  # what a part adds to the tables of the folder
-_OPTIONS = "group_size:1"  # each record is found and checked on its own; compressed by zstd
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +43,33 @@ def facts_name(number: int) -> str:
     return f"part-{number:05d}.json"
 
 
-def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int) -> dict:
-    """Tokenise a part and write its files; returns its facts without TABLES.
-
-    out: the folder, also in a bucket. todo: numbers and spans of the parts that are made; index: of
-    this one there.
-    Facts: lengths of the documents [tokens], checksums of the records, tokens, documents, bytes and
-    sha256 of the file, damaged [(place, why)], files [(number, documents that begin)]; continues:
-    the first document began in an earlier part.
-    Raises DataError for unreadable text and for more damaged records than allowed, OSError.
-    """
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    # Each process has a core of its own; tokenizers would take all of them in each.
+def make_part_on_one_core(
+    work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int
+) -> dict:
+    """`make_part` in a worker process: each process has a core, and tokenizers would use all."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return make_part(work, out, todo, index)
+
+
+def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int) -> dict:
+    """Tokenise a part of the source and write its files.
+
+    Args:
+      work: the source and the tokenizer.
+      out: the folder, local or in a bucket.
+      todo: numbers and spans of the parts to make.
+      index: of this part in todo.
+
+    Returns:
+      The facts of the part without TABLES: tokens, documents, bytes and sha256 of the file; damaged
+      [(position, reason)]; files [(number, documents that begin in it)]; continues: whether the
+      first document began in an earlier part. The stored facts also have the lengths of the
+      documents [tokens] and the checksums of the blocks.
+
+    Raises:
+      DataError: unreadable text, or more damaged records than allowed.
+      OSError: the folder cannot be written.
+    """
     number, part = todo[index]
     damaged: list[list[str]] = []
     checksums: list[int] = []
@@ -72,12 +84,13 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
 
     folder = absolute(out, key="out")
     with durable.made_here(folder / shards.part_name(number)) as path:
-        with contextlib.closing(ArrayRecordWriter(os.fspath(path), _OPTIONS)) as file:
-            for record in _records(tokens(), dtype_of(work.tokenizer)):
-                data = record.tobytes()
+        digest, nbytes = hashlib.sha256(), 0
+        with open(path, "wb") as file:
+            for block in _blocks(tokens(), dtype_of(work.tokenizer)):
+                data = block.tobytes()
                 checksums.append(zlib.crc32(data))
-                file.write(data)
-        nbytes, digest = os.path.getsize(path), shards.file_hash(os.fspath(path))
+                digest.update(data)
+                nbytes += file.write(data)
     tokens_P, begins_P, file_P = np.array(pieces, np.int64).reshape(-1, 3).T
     firsts = np.flatnonzero(begins_P | (np.arange(len(pieces)) == 0))
     facts = {
@@ -87,7 +100,7 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
         "tokens": int(tokens_P.sum()),
         "documents": len(firsts),
         "bytes": nbytes,
-        "sha256": digest,
+        "sha256": digest.hexdigest(),
     }
     lengths = np.add.reduceat(tokens_P, firsts).tolist()
     with durable.replacing(folder / facts_name(number)) as path:
@@ -100,16 +113,16 @@ def dtype_of(tokenizer: Tokenizer) -> str:
     return "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
 
 
-def _records(arrays: Iterable[np.ndarray], dtype: str) -> Iterator[np.ndarray]:
-    """Tokens in records of shards.RECORD; the last one may be shorter."""
+def _blocks(arrays: Iterable[np.ndarray], dtype: str) -> Iterator[np.ndarray]:
+    """Yield the tokens in blocks of shards.BLOCK; the last one may be shorter."""
     waiting, count = [], 0
     for array in arrays:
         waiting.append(array)
         count += len(array)
-        if count >= shards.RECORD:
+        if count >= shards.BLOCK:
             tokens = np.concatenate(waiting).astype(dtype)
-            end = count // shards.RECORD * shards.RECORD
-            yield from tokens[:end].reshape(-1, shards.RECORD)
+            end = count // shards.BLOCK * shards.BLOCK
+            yield from tokens[:end].reshape(-1, shards.BLOCK)
             waiting, count = [tokens[end:]], count - end
     if count:
         yield np.concatenate(waiting).astype(dtype)

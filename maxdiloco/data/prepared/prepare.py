@@ -24,7 +24,7 @@ from maxdiloco.data.prepared.part import Work
 from maxdiloco.data.read_ahead import read_ahead
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.storage import durable
-from maxdiloco.storage.object_lock import ObjectLock
+from maxdiloco.storage.object_lock import LockHeldError, ObjectLock
 from maxdiloco.storage.run_folder import absolute, reason
 from maxdiloco.storage.store import is_local
 
@@ -34,13 +34,17 @@ from maxdiloco.storage.store import is_local
 _PART_BYTES = 64 << 20
 _PARTS = 32
 _LEAST_BYTES = 1 << 20
+# A source below this is prepared in this process: two worker processes take 3 s to start.
+_SMALL_BYTES = 32 << 20
 _PLAN = "source.json"
 _LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # Names of what only an unfinished folder needs, and of what a kill leaves half written.
 _FACTS = r"part-\d{5,}\.json"
-_WHOLE = rf"({_FACTS}|part-\d{{5,}}\.arrayrecord|(source|manifest)\.json|(lengths|checksums)\.npy)"
+_WHOLE = rf"({_FACTS}|part-\d{{5,}}\.bin|(source|manifest)\.json|(offsets|checksums)\.npy)"
 _LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
+_LINE_S = 5.0  # between two lines on the progress, where there is no terminal [s]
+_LOOK_S = 1.0  # between two looks for the folder that another process writes [s]
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
 
@@ -65,48 +69,85 @@ def plan_of(work: Work) -> dict[str, Any]:
 
 
 class _Target(NamedTuple):
-    """The folder that is made, as the process that has its lock sees it."""
+    """The folder to write, as the process that holds its lock sees it."""
 
     path: epath.Path
     require: Callable[[], None]  # raises ConfigError when another process has taken the lock over
 
 
-def prepare(work: Work, out: str, say: Callable[[str], None], *, waits: bool = False) -> None:
-    """Make a folder of shards, or the rest of one that was begun, or find it made.
+def prepare(
+    work: Work,
+    out: str,
+    say: Callable[[str], None],
+    *,
+    waits: bool = False,
+    key: str = "out",
+) -> None:
+    """Make a folder of shards, complete one that was begun, or find it complete.
 
-    out: the folder, also in a bucket. It is the same to the byte, whatever the number of processes
-    and of kills before. waits: for another process that makes it, but in a bucket.
-    Raises DataError for text that is missing, unreadable or damaged, ConfigError when the folder is
-    in use or holds something else, LostPeerError when a process is gone, CheckpointError for a
-    bucket without obstore.
+    The folder is the same to the byte for any number of processes and of kills before. A complete
+    folder is only read, so it may be on a read-only file system.
+
+    Args:
+      work: the source and the tokenizer.
+      out: the folder, local or in a bucket.
+      say: receives lines for the user.
+      waits: wait while another process writes the folder, instead of raising ConfigError.
+      key: the key that names the folder, for messages.
+
+    Raises:
+      DataError: text that is missing, unreadable or damaged, or a folder that cannot be written.
+      ConfigError: the folder is in use, was made from something else, or has no locks.
+      LostPeerError: a process that tokenises has died.
+      CheckpointError: a bucket without obstore.
     """
-    plan, folder = plan_of(work), absolute(out, key="out")
+    plan, folder = plan_of(work), absolute(out, key=key)
+    named = f"{key}={folder}"
     try:
-        with _locked(folder, say, waits) as target:
-            if _is_complete(plan, folder):
-                _remove(folder, _FACTS, _LEFT)
-                say(f"{folder} is prepared: nothing to do")
-            else:
+        with contextlib.ExitStack() as stack:
+            target = None
+            waiting = False
+            while not _is_complete(plan, folder, named):
+                try:
+                    target = stack.enter_context(_locked(folder, named, say))
+                    break
+                except LockHeldError as error:
+                    if not waits:
+                        raise ConfigError(str(error)) from error
+                    if not waiting:
+                        say(f"{folder} is being written by another process: waiting for it")
+                    waiting = True
+                    time.sleep(_LOOK_S)
+            # Another process may have completed it between the look and the lock.
+            if target is not None and not _is_complete(plan, folder, named):
+                _begin(plan, folder, named)
                 _make(work, plan["part_bytes"], target, say)
+            else:
+                with contextlib.suppress(OSError):  # it may be on a read-only file system
+                    _remove(folder, _FACTS, _LEFT)  # of a kill after the manifest was written
+                say(f"{folder} is prepared: nothing to do")
         if is_local(folder):
-            shards.open_shards(os.fspath(folder), "out")
+            shards.open_shards(os.fspath(folder), key)
+        # Another start may have allowed more damaged records than this one.
+        check_damage(shards.read_manifest(os.fspath(folder), named).damaged, work.allowed)
     except OSError as error:
-        mend = "Put the disk in order" if is_local(folder) else "See that it can be"
+        mend = "Repair the disk" if is_local(folder) else "Make it accessible"
         raise DataError(
-            f"out={folder} cannot be written ({reason(error)}). {mend}, or choose another folder; "
-            "the same command resumes."
+            f"{named} cannot be written ({reason(error)}). {mend}, or choose another folder; the "
+            "same command resumes."
         ) from error
 
 
 @contextlib.contextmanager
-def _locked(folder: epath.Path, say: Callable[[str], None], waits: bool) -> Iterator[_Target]:
-    """Lock the folder for the time of a `with`. Raises ConfigError where another process has it,
-    unless it waits for it; in a bucket it does not."""
+def _locked(folder: epath.Path, named: str, say: Callable[[str], None]) -> Iterator[_Target]:
+    """Lock the folder. Raises LockHeldError if another process holds the lock."""
     if not is_local(folder):
-        words = {"key": f"out={folder}", "otherwise": "choose another folder"}
+        words = {"key": named, "otherwise": "choose another folder"}
         try:
             with ObjectLock(folder / _LOCK, **words, say=say) as lock:
                 yield _Target(folder, lock.require)
+        except LockHeldError:
+            raise
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
         return
@@ -115,20 +156,17 @@ def _locked(folder: epath.Path, say: Callable[[str], None], waits: bool) -> Iter
         try:  # until the file is closed: the kernel does that for a process that dies
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not waits:
-                raise ConfigError(
-                    f"out={folder} is being written by another process. Wait for it, or choose "
-                    "another folder."
-                ) from None
-            say(f"{folder} is being written by another process: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            raise LockHeldError(
+                f"{named} is being written by another process. Wait for it, or choose another "
+                "folder."
+            ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             raise ConfigError(
-                f"out={folder} is on a file system without locks ({reason(error)}), where two "
-                "programs could write it at once. Choose a folder on another file system, and "
-                "copy it when it is complete."
+                f"{named} is on a file system without locks ({reason(error)}), where two programs "
+                "could write it at once. Choose a folder on another file system, and copy it when "
+                "it is complete."
             ) from error
         yield _Target(folder, lambda: None)
 
@@ -149,10 +187,13 @@ def _make(work, part_bytes, target, say):
             facts[number] = known
     sizes = [sum(span.size for span in spans) for spans in parts]
     done = sum(sizes[number] for number in facts)
-    processes = min(work.processes or len(os.sched_getaffinity(0)), len(parts))
+    processes = work.processes or len(os.sched_getaffinity(0))
+    if not work.processes and sum(sizes) < _SMALL_BYTES:
+        processes = 0
+    processes = min(processes, len(parts))
     say(
         f"tokenising {work.name}: {len(work.source.names)} files, {sum(sizes) / 1e6:,.1f} MB in "
-        f"{len(parts)} parts, {processes} processes, to {folder}"
+        f"{len(parts)} parts, {max(processes, 1)} processes, to {folder}"
         + (f"; {len(facts)} parts were done before" if facts else "")
     )
     todo = [(number, spans) for number, spans in enumerate(parts) if number not in facts]
@@ -163,7 +204,8 @@ def _make(work, part_bytes, target, say):
         check_damage(damaged, work.allowed)
 
     check()
-    make = functools.partial(part.make_part, work, os.fspath(folder), todo)
+    make_part = part.make_part if processes == 0 else part.make_part_on_one_core
+    make = functools.partial(make_part, work, os.fspath(folder), todo)
     lost = (
         "a process that tokenises text is gone: killed, or out of memory. The same command "
         "resumes; processes=1 needs less memory."
@@ -187,7 +229,7 @@ def _make(work, part_bytes, target, say):
     seconds = time.perf_counter() - begun
     tokens = sum(count for count, *_ in manifest.parts)
     say(
-        f"prepared {folder}: {manifest.lengths[0]:,} documents, {tokens:,} tokens in "
+        f"prepared {folder}: {manifest.offsets[0]:,} documents, {tokens:,} tokens in "
         f"{seconds:.1f} s ({(sum(sizes) - done) / 1e6 / seconds:.1f} MB/s)"
     )
     if manifest.damaged:
@@ -196,28 +238,41 @@ def _make(work, part_bytes, target, say):
         say(f"  {where}: {why.removeprefix(f'{where} ')}")
 
 
-def _is_complete(plan, folder):
-    """Whether the folder is complete; a new one gets its plan. Raises ConfigError for another's."""
-    plan, there = {"format": shards.FORMAT, **plan}, _sizes(folder)
+def _is_complete(plan: dict[str, Any], folder: epath.Path, named: str) -> bool:
+    """Return True for a complete folder, False for one that is missing, empty or unfinished.
+
+    Raises ConfigError for a folder that was made from something else. Writes nothing.
+    """
+    plan = {"format": shards.FORMAT, **plan}
+    if not is_local(folder) or folder.is_dir():
+        there = _sizes(folder)
+    else:
+        there = {}
     if _PLAN not in there:
-        # A kill before there was a plan leaves the lock, and what durable.replacing wrote.
-        for name, size in there.items():
-            is_lock = name == _LOCK and not (size and is_local(folder))
-            if not is_lock and not re.fullmatch(_LEFT, name):
-                raise ConfigError(
-                    f"out={folder} is not empty, and was not made by maxdiloco.prepare. Choose a "
-                    "new folder."
-                )
-        with durable.replacing(folder / _PLAN) as new:
-            new.write_text(json.dumps(plan))
         return False
     before = shards.read_fields(folder / _PLAN)
     if different := [key for key in plan if before.get(key) != plan[key]]:
         raise ConfigError(
-            f"out={folder} was begun with another {' and '.join(different)}. Choose another "
-            "folder, or remove this one."
+            f"{named} was begun with another {' and '.join(different)}. Choose another folder, or "
+            "remove this one."
         )
-    return {shards.MANIFEST, shards.LENGTHS, shards.CHECKSUMS} <= there.keys()
+    return {shards.MANIFEST, shards.OFFSETS, shards.CHECKSUMS} <= there.keys()
+
+
+def _begin(plan: dict[str, Any], folder: epath.Path, named: str) -> None:
+    """Write the plan into a new folder. Raises ConfigError for a folder with files of others."""
+    there = _sizes(folder)
+    if _PLAN in there:
+        return
+    # A kill before there was a plan leaves the lock, and what durable.replacing wrote.
+    for name, size in there.items():
+        is_lock = name == _LOCK and not (size and is_local(folder))
+        if not is_lock and not re.fullmatch(_LEFT, name):
+            raise ConfigError(
+                f"{named} is not empty, and was not made by maxdiloco.prepare. Choose a new folder."
+            )
+    with durable.replacing(folder / _PLAN) as new:
+        new.write_text(json.dumps({"format": shards.FORMAT, **plan}))
 
 
 def _finish(work, target, facts):
@@ -233,9 +288,10 @@ def _finish(work, target, facts):
     firsts = np.flatnonzero(np.concatenate(begins))
     if not len(firsts):
         raise DataError(f"{work.name} holds no text: all documents are empty. Give text to read.")
-    of_documents, of_records = np.concatenate(lengths), np.concatenate(checksums)
-    digest = _write_table(folder / shards.LENGTHS, np.add.reduceat(of_documents, firsts))
-    of_checksums = _write_table(folder / shards.CHECKSUMS, of_records)
+    of_documents, of_blocks = np.concatenate(lengths), np.concatenate(checksums)
+    offsets = np.append(np.cumsum(of_documents)[firsts] - of_documents[firsts], of_documents.sum())
+    digest = _write_table(folder / shards.OFFSETS, offsets)
+    of_checksums = _write_table(folder / shards.CHECKSUMS, of_blocks)
     work.tokenizer.save(folder / shards.TOKENIZER)
     if is_local(folder):
         durable.sync_tree(folder / shards.TOKENIZER)
@@ -246,10 +302,10 @@ def _finish(work, target, facts):
         tokenizer=work.tokenizer.fingerprint,
         vocab_size=work.tokenizer.vocab_size,
         dtype=part.dtype_of(work.tokenizer),
-        record=shards.RECORD,
-        parts=[[found["tokens"], found["bytes"], found["sha256"]] for found in facts],
-        lengths=[len(firsts), digest],
-        checksums=[len(of_records), of_checksums],
+        block=shards.BLOCK,
+        parts=[[found["tokens"], found["sha256"]] for found in facts],
+        offsets=[len(firsts), digest],
+        checksums=[len(of_blocks), of_checksums],
         files=[[os.path.basename(f), documents[i]] for i, f in enumerate(work.source.names)],
         damaged=[record for found in facts for record in found["damaged"]],
     )
@@ -282,26 +338,29 @@ def _remove(folder, *patterns):
     names = [n for n in _sizes(folder) if any(re.fullmatch(p, n) for p in patterns)]
     if is_local(folder):
         for name in names:
-            os.remove(folder / name)
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                os.remove(folder / name)
     elif names:
         folder.bucket().delete([(folder / name).key for name in names])
 
 
 @contextlib.contextmanager
 def _progress(total, done, say):
-    """A function to call with bytes that are done: a bar on a terminal, elsewhere a line a tenth"""
+    """Yield a function to call with bytes that are done: a bar on a terminal, or lines."""
     if output.shows_bars():
         from tqdm import tqdm
 
         with tqdm(total=total, initial=done, unit="B", unit_scale=True, leave=False) as bar:
             yield bar.update
         return
-    begun, total = time.perf_counter(), max(total, 1)
+    begun = last = time.perf_counter()
 
     def advance(size):
-        nonlocal done
-        before, done = done, done + size
-        if before * 10 // total != done * 10 // total < 10:
-            say(f"tokenised {done / total:.0%} after {time.perf_counter() - begun:.0f} s")
+        nonlocal done, last
+        done += size
+        now = time.perf_counter()
+        if done < total and now - last >= _LINE_S:
+            last = now
+            say(f"tokenised {done / total:.0%} after {now - begun:.0f} s")
 
     yield advance

@@ -4,12 +4,10 @@ A text file is one document, cut at the ends of lines; a line of a .jsonl file b
 that it begins in.
 """
 
-import codecs
 import dataclasses
 import io
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from maxdiloco import json_text
@@ -17,24 +15,20 @@ from maxdiloco.data import corpus, places
 from maxdiloco.data.corpus import PIECE, Skip, Span, Text
 from maxdiloco.data.packages import require
 from maxdiloco.data.places import Stamp, is_local
-from maxdiloco.data.read_ahead import REQUESTS, in_threads
-from maxdiloco.data.sources import tables
+from maxdiloco.data.sources import records, tables
 from maxdiloco.errors import DataError
 
 # JSON lines in a compressed file.
 COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 TEXT = corpus.SUFFIXES + COMPRESSED
 PARQUET = (".parquet",)
+ARRAYRECORD = (".arrayrecord", ".array_record")
 # Files that are no text; whoever names one means something else.
 _NO_TEXT = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".parquet", ".arrow", ".npy")
 # The longest .jsonl line [bytes]: a line is in memory as a whole. Our choice.
 MAX_LINE = 1 << 30
 # Bytes of text that are decompressed at once, and lost before the place where a file was cut.
 _BUFFER = 1 << 16
-# refuse_other looks at so many blocks of a file, spread evenly, of so many bytes. Our choice:
-# 100,000 files take seconds; what is no text has a byte that is none in nearly any block.
-_BLOCKS = 16
-_BLOCK = 1 << 13
 
 
 def read_text(file: BinaryIO, path: str, span: Span, _column: str, skip: Skip) -> Iterator[Text]:
@@ -49,6 +43,9 @@ def read_text(file: BinaryIO, path: str, span: Span, _column: str, skip: Skip) -
             text = data.decode()
         except UnicodeDecodeError as error:
             skip(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason})")
+            text = ""
+        if "\0" in text:  # as in UTF-16, or in a binary file
+            skip(f"{path} byte {begin + data.index(0)}", "a NUL byte, which text does not contain")
             text = ""
         if text or not (first and last):
             yield Text(text, first, last)
@@ -167,6 +164,7 @@ def line_text(line: bytes, column: str, where: str) -> str:
 # Suffixes and (file, path, span, column, skip) -> texts; the first that fits.
 _READERS = (
     (PARQUET, tables.read),
+    (ARRAYRECORD, records.read),
     (COMPRESSED, read_compressed),
     ((".jsonl",), read_lines),
     (("",), read_text),
@@ -180,20 +178,6 @@ class Files:
     names: tuple[str, ...]
     stamps: tuple[Stamp, ...]  # of each when it was opened
     column: str  # field or column that holds the text
-
-    @property
-    def requests(self) -> int:
-        """How many requests for objects may be under way at once; 0: the files are mounted."""
-        return 0 if all(map(is_local, self.names[:1])) else REQUESTS
-
-    def sizes(self) -> list[int]:
-        """Bytes of each file, which stand for tokens where they are tokens."""
-        return [stamp.size for stamp in self.stamps]
-
-    def chosen(self, files: Iterable[bool]) -> "Files":
-        """Some of the files."""
-        names, stamps = (tuple(itertools.compress(of, files)) for of in (self.names, self.stamps))
-        return Files(names, stamps, self.column)
 
     def spans(self, limit: int) -> Iterator[Span]:
         """Spans of at most limit bytes; a compressed file is one."""
@@ -209,9 +193,11 @@ class Files:
         path, before = self.names[span.file], self.stamps[span.file]
         with corpus.reading(path), places.opened(path, before) as file:
             if Stamp.of(file) != before:
-                raise corpus.changed(path, before.size, "of text is no longer there")
+                raise corpus.changed(path)
             read = next(read for suffixes, read in _READERS if path.endswith(suffixes))
             yield from read(file, path, span, self.column, skip)
+            if Stamp.of(file) != before:
+                raise corpus.changed(path)
 
     def version(self) -> list[list]:
         """What tells two versions of the source apart, as JSON: of each file name and stamp."""
@@ -254,41 +240,15 @@ def check_parquet(name: str) -> None:
         )
 
 
-def refuse_other(source: Files, key: str) -> None:
-    """Raise DataError for the first file with a block that is no UTF-8 or has a NUL byte. .jsonl
-    files are left out: they are read through as JSON. key: the flag of the path."""
-    pairs = zip(source.names, source.stamps, strict=True)
-    texts = [(path, stamp) for path, stamp in pairs if not path.endswith(".jsonl")]
-    found = in_threads(_not_text, texts, source.requests)
-    for (path, _), wrong in zip(texts, found, strict=True):
-        if wrong:
-            raise DataError(
-                f"{path} is no UTF-8 text: {wrong}. Convert it (as iconv -f LATIN1 -t UTF-8 "
-                f"does), or leave it out of {key}."
-            )
-
-
-def _not_text(path_and_stamp):
-    """What is wrong with a file, and where; None: nothing was found."""
-    path, stamp = path_and_stamp
-    with corpus.reading(path), places.opened(path, stamp) as file:
-        size = Stamp.of(file).size
-        starts = range(0, size, _BLOCK)
-        if len(starts) > _BLOCKS:
-            starts = [(size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
-        for start in starts:
-            file.seek(start)
-            data = file.read(_BLOCK)
-            wrong, why = data.find(b"\0"), "is NUL"
-            # A block may begin within a character, and one that is not the last may end so.
-            begin = _inside_character(data) if start else 0
-            decoder = codecs.getincrementaldecoder("utf-8")()
-            try:
-                decoder.decode(data[begin:], start + len(data) >= size)
-            except UnicodeDecodeError as error:
-                if wrong < 0:
-                    wrong = begin + error.start
-                    why = f"is 0x{data[wrong]:02x} ({error.reason})"
-            if wrong >= 0:
-                return f"byte {start + wrong} {why}"
-    return None
+def check_arrayrecord(name: str) -> None:
+    """Raise DataError for a file that is not a local ArrayRecord file."""
+    if not name.endswith(ARRAYRECORD):
+        raise DataError(
+            f"dataset_type=arrayrecord: {name} does not end in {' or '.join(ARRAYRECORD)}. Select "
+            "the ArrayRecord files with a glob, or use dataset_type=text."
+        )
+    if not is_local(name):
+        raise DataError(
+            f"dataset_type=arrayrecord: {name} is not a local file, which the package array_record "
+            "needs. Copy the files to a disk, or prepare them where they are on one."
+        )

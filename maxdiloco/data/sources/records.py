@@ -1,0 +1,102 @@
+"""Text in ArrayRecord files whose records are tf.train.Example messages, as TFDS writes them.
+
+The package array_record reads the files and protobuf the messages. TensorFlow is not needed.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from maxdiloco.data.corpus import Skip, Span, Text
+from maxdiloco.errors import DataError
+
+# Records that are read at once.
+_RECORDS = 256
+
+
+def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iterator[Text]:
+    """Yield the text of each record of a span.
+
+    A file of N records and S bytes has record i at byte i S / N, so that spans need no index.
+
+    Args:
+      file: open, only for its size.
+      path: of the file, local.
+      span: the bytes.
+      column: the feature that holds the text.
+      skip: called for each damaged record.
+    """
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    message = _example_class()
+    size = file.seek(0, 2)
+    try:
+        with contextlib.closing(ArrayRecordReader(path)) as reader:
+            count = reader.num_records()
+            first, last = (-(-place * count // size) for place in (span.begin, span.end))
+            for begin in range(first, last, _RECORDS):
+                end = min(begin + _RECORDS, last)
+                for number, record in enumerate(reader.read(begin, end), start=begin):
+                    text = _text(message, record, column, f"{path} record {number}", skip)
+                    if text:
+                        yield Text(text)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, DataError):  # of skip
+            raise
+        skip(path, f"not an ArrayRecord file, or a damaged one ({error})")
+
+
+def _text(message: Any, record: bytes, column: str, where: str, skip: Skip) -> str:
+    from google.protobuf.message import DecodeError
+
+    try:
+        features = message.FromString(record).features.feature
+    except DecodeError:
+        skip(where, "not a tf.train.Example")
+        return ""
+    values = features[column].bytes_list.value if column in features else ()
+    if len(values) != 1:
+        names = ", ".join(sorted(features)) or "no feature"
+        skip(where, f"text_column={column} is not one of its texts: it has {names}")
+        return ""
+    try:
+        return values[0].decode()
+    except UnicodeDecodeError as error:
+        skip(where, f"not UTF-8 ({error.reason})")
+        return ""
+
+
+def _example_class() -> Any:
+    """Return the class of tf.train.Example; only the fields that are read are described.
+
+    The schema is that of tensorflow/core/example/{example,feature}.proto.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="own", syntax="proto3")
+
+    def add(messages, name, *fields):
+        added = messages.add(name=name)
+        for number, (field_name, kind, label, type_name) in enumerate(fields, start=1):
+            added.field.add(
+                name=field_name, number=number, type=kind, label=label, type_name=type_name
+            )
+        return added
+
+    one, many, message = field.LABEL_OPTIONAL, field.LABEL_REPEATED, field.TYPE_MESSAGE
+    messages = file.message_type
+    add(messages, "BytesList", ("value", field.TYPE_BYTES, many, None))
+    add(messages, "Feature", ("bytes_list", message, one, ".own.BytesList"))
+    features = add(messages, "Features", ("feature", message, many, ".own.Features.FeatureEntry"))
+    entry = add(
+        features.nested_type,
+        "FeatureEntry",
+        ("key", field.TYPE_STRING, one, None),
+        ("value", message, one, ".own.Feature"),
+    )
+    entry.options.map_entry = True
+    add(messages, "Example", ("features", message, one, ".own.Features"))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("own.Example"))
