@@ -17,7 +17,7 @@ from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import config
-from maxdiloco.huggingface import beside_weights, config_json, folders, safetensors_files, tensors
+from maxdiloco.huggingface import config_json, folders, safetensors_files, sidecar_files, tensors
 from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.imported import CARRIED, Say
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
@@ -59,7 +59,7 @@ def export_model(
         family, hf = _like(carried, cfg, tokenizer, say)
     else:
         family, hf = config_json.family_for(vars(cfg))
-        hf |= beside_weights.ends(tokenizer)
+        hf |= sidecar_files.ends(tokenizer)
     parts, scales = _parts(cfg, family, hf, say)
     if (padding := cfg.padded_vocab_size - cfg.vocab_size) > 0:
         say(f"the last {padding} of {cfg.padded_vocab_size} rows for tokens are padding, left out")
@@ -75,7 +75,7 @@ def export_model(
             written[part.name] = ((*rows, *part.shape[1:]), dtypes[part.leaf.path])
         files = safetensors_files.begin(place, written, max_bytes)
         _write_tensors(files, parts, scales, readers, say)
-        beside_weights.write(place, tokenizer, cfg.max_target_length, carried)
+        sidecar_files.write(place, tokenizer, cfg.max_target_length, carried)
         hf["dtype"] = dtypes[EMBEDDING].name
         hf.pop("torch_dtype", None)
         (place / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
@@ -111,10 +111,10 @@ def _like(
             f"{config_json.differing(wrong)} of {carried / 'config.json'}, which this export would "
             "be like. Give like= the folder of a model with the same keys."
         )
-    if beside_weights.has_tokenizer(carried, tokenizer):
+    if sidecar_files.has_tokenizer(carried, tokenizer):
         say(f"config.json, generation_config.json and the tokenizer are those of {carried}")
     else:
-        text |= beside_weights.ends(tokenizer)
+        text |= sidecar_files.ends(tokenizer)
         say(f"config.json is that of {carried}; the tokenizer is the run's, which is another")
     if rows < cfg.vocab_size:
         say(f"vocab_size is {cfg.vocab_size}, the run's, which has {rows} in that config.json")

@@ -28,11 +28,11 @@ from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import (
-    beside_weights,
     config_json,
     folders,
     rules,
     safetensors_files,
+    sidecar_files,
     tensors,
 )
 from maxdiloco.huggingface.config_json import Read
@@ -80,7 +80,7 @@ def import_model(
         say(f"note: {model.family.left_out_part} is left out, {others} tensors of the files.")
     with folders.appearing(target) as folder:
         beside = pathlib.Path(folder) / CARRIED
-        beside_weights.copy(source, beside)
+        sidecar_files.copy(source, beside)
         whole = json.dumps(model.whole, indent=2, ensure_ascii=False)
         (beside / "config.json").write_text(f"{whole}\n")
         of_model = {key: vars(cfg)[key] for key in model.keys}

@@ -20,7 +20,7 @@ from benchmarks import parity
 from maxdiloco.data import tokenizer
 from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import config
-from maxdiloco.huggingface import beside_weights
+from maxdiloco.huggingface import sidecar_files
 from maxdiloco.models import sampling
 
 pytestmark = pytest.mark.xdist_group("torch")
@@ -142,14 +142,14 @@ def test_an_exported_tokenizer_starts_a_text_as_the_run_does(tmp_path, content, 
     write_json(tmp_path, content["json"], processor)
     file = (tmp_path / "tokenizer.json").read_bytes()
     ours = tokenizer.of_content("huggingface", file, "here", bos, 1)
-    beside_weights.write(tmp_path, ours, 99, None)
+    sidecar_files.write(tmp_path, ours, 99, None)
     assert theirs(tmp_path, "hello") == ours.prompt("hello")
 
 
 @pytest.mark.parametrize("bos", [None, 1], ids=["no bos", "bos"])
 def test_an_exported_sentencepiece_model_starts_text_as_the_run(tmp_path, content, bos):
     ours = tokenizer.of_content("sentencepiece", content["model"], "here", bos, 2)
-    beside_weights.write(tmp_path, ours, 99, None)
+    sidecar_files.write(tmp_path, ours, 99, None)
     for model_type in ("llama", "qwen3", "gemma2"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         assert theirs(tmp_path, "hello") == ours.prompt("hello"), model_type

@@ -12,7 +12,7 @@ from maxdiloco.cluster import peers
 from maxdiloco.data import shards, tokenizer
 from maxdiloco.errors import USER_ERRORS, CheckpointError, ConfigError
 from maxdiloco.flags import config
-from maxdiloco.huggingface import beside_weights, safetensors_files
+from maxdiloco.huggingface import safetensors_files, sidecar_files
 from maxdiloco.islands import keys
 from maxdiloco.report import run_data
 
@@ -101,7 +101,7 @@ def weights(folder, kind):
 
 def chat_template(folder, kind):
     place(folder / "additional_chat_templates" / "a.jinja", kind)
-    beside_weights.copy(folder, folder / "copy")
+    sidecar_files.copy(folder, folder / "copy")
 
 
 READERS = {  # what reads a file, and what its error names
