@@ -49,7 +49,12 @@ setup(
         ],  # fmt: skip
         "buckets": ["obstore>=0.12"],
         "data": ["datasets>=4", "pyarrow>=20"],
-        "hf": ["huggingface_hub>=0.30", "safetensors>=0.6", "tokenizers>=0.21"],
+        "hf": [
+            "huggingface_hub>=1.0",
+            "safetensors>=0.6",
+            "sentencepiece>=0.2",
+            "transformers>=5",
+        ],  # fmt: skip
         "quantization": ["qwix>=0.1.8,<0.2"],
         "text": ["tokenizers>=0.21", "sentencepiece>=0.2"],
         "dev": [

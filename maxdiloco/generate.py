@@ -21,6 +21,8 @@ OPTIONS = MappingProxyType({
     "output": Option("", "file for a JSON object with prompt and text a line; empty: print"),
     "max_new_tokens": Option(200, "most tokens of a continuation, which ends with its document",
                              int, most=2**20),
+    "add_bos": Option("", "true: start the prompt with the BOS token; false: do not; empty: as in "
+                      "training, and for an import as its tokenizer does in transformers"),
     "temperature": Option(0.8, "0 takes the likeliest token, 1 samples as the model says", float),
     "top_k": Option(40, "sample from the k likeliest tokens; 0: from all", int),
     "seed": Option(0, "of the sampling", int, 0),
@@ -42,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     run, (options, _) = argv[0], read_options(argv[1:], OPTIONS, "generate")
     checks.refuse_store("RUN", run)
     checks.refuse_store("base_output_directory", options.base_output_directory)
+    if options.add_bos not in ("", "true", "false"):
+        raise ConfigError(f"add_bos={options.add_bos}: expected true or false.")
     prompts = read_prompts(options)
     from maxdiloco.storage import output_file
 
@@ -90,8 +94,10 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
 
     def configure(meta):
         # Decoding uses no attention kernel, and that of the run may not exist here.
-        neutral = {"attention": "dot_product", "num_diloco_replicas": -1}
-        cfg = config.of_checkpoint(meta["config"] | neutral)
+        changes = {"attention": "dot_product", "num_diloco_replicas": -1}
+        if options.add_bos:
+            changes["add_bos"] = options.add_bos == "true"
+        cfg = config.of_checkpoint(meta["config"] | changes)
         if (cfg.dataset_type, cfg.tokenizer_type) == ("synthetic", "byte"):
             raise ConfigError(
                 f"dataset_type=synthetic of RUN={run}: its tokens are numbers, not text, and no "

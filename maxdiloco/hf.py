@@ -31,7 +31,7 @@ IMPORT = MappingProxyType({
     ),
     "max_target_length": Option("", "as for train; of an evaluation of the import itself"),
     "add_bos": Option("", "as for train; empty: as the tokenizer does in transformers"),
-    "add_eos": Option("", "as for train; empty: true where the tokenizer has the token"),
+    "add_eos": Option("", "as for train; empty: as the tokenizer does in transformers"),
 })  # fmt: skip
 EXPORT = MappingProxyType({
     "parameters": Option(

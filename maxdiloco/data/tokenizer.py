@@ -7,7 +7,6 @@ packages tokenizers and sentencepiece, the extra [text], are imported where they
 import contextlib
 import dataclasses
 import errno
-import itertools
 import json
 import os
 import pathlib
@@ -35,6 +34,9 @@ CONFIG = "tokenizer_config.json"
 # Names of these tokens where no such file says them: Llama 3 and this package, Llama 2, Gemma, ...
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
+# Fields of SubwordTokenizer in the file SETTINGS: what its files name, and also what it adds.
+_NAMED = ("named_bos", "named_eos", "ends")
+_TOKENS = ("bos", "eos", *_NAMED)
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 MOST_BYTES = 1 << 28  # of a file, read whole; our choice: that of Gemma 3 has 33 MB
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
@@ -49,14 +51,62 @@ class SubwordTokenizer(Tokenizer):
     eos: int | None
     vocab_size: int
     engine: Any = dataclasses.field(compare=False, repr=False)  # the package's object, made of it
+    named_bos: int | None = None  # the tokenizer's token for bos, whether it is added or not
+    named_eos: int | None = None
+    ends: tuple[int, ...] = ()
 
     def files(self) -> dict[str, bytes]:
-        """The file of the package, and the tokens around a document (Tokenizer)."""
+        """Return the file of the package and the file SETTINGS, by name (Tokenizer)."""
         return {FILES[self.kind]: self.content} | super().files()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the contents of the file SETTINGS (Tokenizer)."""
+        return super().settings() | {name: vars(self)[name] for name in _TOKENS}
+
+    def naming(
+        self, bos: int | None, eos: int | None, ends: Sequence[int] | None = None
+    ) -> "SubwordTokenizer":
+        """Return the tokenizer with other tokens for bos and eos, both of which are added.
+
+        Args:
+          bos: the token that starts a document, or None.
+          eos: the token that ends a document, or None.
+          ends: the tokens at which generation stops. None: `eos`.
+        """
+        ends = ([] if eos is None else [eos]) if ends is None else ends
+        named = {"bos": bos, "eos": eos, "named_bos": bos, "named_eos": eos}
+        return dataclasses.replace(self, **named, ends=tuple(ends))
+
+    def adding(self, *, bos: bool, eos: bool, where: str) -> "SubwordTokenizer":
+        """Return the tokenizer that adds its bos and its eos to a document, or not.
+
+        A bos without an eos separates documents, so generation stops at that bos, too.
+
+        Args:
+          bos: the value of add_bos.
+          eos: the value of add_eos.
+          where: the key and value that name the tokenizer, for messages.
+
+        Raises:
+          ConfigError: the tokenizer has no such token.
+        """
+        added = {}
+        for name, wanted in (("bos", bos), ("eos", eos)):
+            added[name] = vars(self)[f"named_{name}"] if wanted else None
+            if wanted and added[name] is None:
+                raise ConfigError(
+                    f"add_{name}=true, but {where} has no {name.upper()} token. Set "
+                    f"add_{name}=false, or name the {name}_token in a {CONFIG} next to "
+                    f"{FILES['huggingface']}."
+                )
+        separates = bos and not eos and added["bos"] not in self.ends
+        ends = (*self.ends, added["bos"]) if separates else self.ends
+        return dataclasses.replace(self, **added, ends=ends)
 
     def __reduce__(self):
         # A pickled engine of tokenizers forgets that text never makes special tokens.
-        return of_content, (self.kind, self.content, "a pickle", self.bos, self.eos)
+        tokens = {name: vars(self)[name] for name in _TOKENS}
+        return _with_tokens, (self.kind, self.content, "a pickle", tokens)
 
 
 class HuggingFaceTokenizer(SubwordTokenizer):
@@ -65,20 +115,26 @@ class HuggingFaceTokenizer(SubwordTokenizer):
 
     kind = "huggingface"
 
-    def added_first(self) -> list[int]:
-        """The tokens that the file's post-processor puts before a text."""
+    def added_tokens(self) -> tuple[list[int], list[int]]:
+        """Return the tokens that the post-processor of the file adds before and after a text."""
         module = package(self.kind)
         probe = module.Tokenizer(module.models.WordLevel({"a": 0}, unk_token="a"))
         if (processor := self.engine.post_processor) is not None:
             probe.post_processor = processor
         encoded = probe.encode("a")
-        added = itertools.takewhile(lambda text: text is None, encoded.sequence_ids)
-        return encoded.ids[: len(list(added))]
+        of_text = [i for i, number in enumerate(encoded.sequence_ids) if number is not None]
+        return encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
 
     def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """The tokens that start and end a document, by the file CONFIG or their usual names. null
-        in the file is none; a key that it lacks says nothing. The token that the post-processor
-        puts before a text starts a document whatever it is called."""
+        """Return the tokens that start and end a document, None where there is none.
+
+        The token that the post-processor puts directly before a text starts a document, whatever
+        its name is. Otherwise the fields of CONFIG name the tokens, and null stands for none. Where
+        CONFIG lacks a field, the usual names are tried.
+
+        Args:
+          names: the fields of CONFIG.
+        """
         bos_and_eos = []
         for key, usual in (("bos_token", BOS_NAMES), ("eos_token", EOS_NAMES)):
             name = names.get(key)
@@ -88,12 +144,8 @@ class HuggingFaceTokenizer(SubwordTokenizer):
             tokens = map(self.engine.token_to_id, candidates)
             bos_and_eos.append(next((token for token in tokens if token is not None), None))
         bos, eos = bos_and_eos
-        return next(reversed(self.added_first()), bos), eos
-
-    def adds_bos(self, names: Mapping[str, Any]) -> bool:
-        """Whether its post-processor puts a token first. transformers 5 reads add_bos_token of
-        CONFIG only where there is no tokenizer.json."""
-        return bool(self.added_first())
+        before, _ = self.added_tokens()
+        return next(reversed(before), bos), eos
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, without threads (Tokenizer)."""
@@ -135,11 +187,6 @@ class SentencePieceTokenizer(SubwordTokenizer):
         bos, eos = self.engine.bos_id(), self.engine.eos_id()
         return bos if bos >= 0 else None, eos if eos >= 0 else None
 
-    def adds_bos(self, names: Mapping[str, Any]) -> bool:
-        """By add_bos_token of CONFIG, and not where bos_token is null, as transformers 5 has it."""
-        named = names.get("bos_token", True) is not None
-        return bool(names.get("add_bos_token")) and named and self.engine.bos_id() >= 0
-
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
         """Tokens of texts (Tokenizer)."""
         return self.engine.encode([to_bytes(text).decode() for text in texts])
@@ -169,16 +216,7 @@ def build(values: Mapping[str, Any], rows: int | None = None) -> Tokenizer:
     kind, path, add_bos, add_eos = (values[key] for key in KEYS)
     found: Tokenizer = ByteTokenizer()
     if kind != found.kind:
-        named = read(kind, path)
-        for token, wanted, verb in (("bos", add_bos, "starts"), ("eos", add_eos, "ends")):
-            if wanted and vars(named)[token] is None:
-                raise ConfigError(
-                    f"add_{token}=true, but tokenizer_path={path} has no token that {verb} a "
-                    f"document. Set add_{token}=false, or name its {token}_token in a {CONFIG} "
-                    f"beside {FILES['huggingface']}."
-                )
-        bos, eos = named.bos if add_bos else None, named.eos if add_eos else None
-        found = dataclasses.replace(named, bos=bos, eos=eos)
+        found = read(kind, path).adding(bos=add_bos, eos=add_eos, where=f"tokenizer_path={path}")
     if rows is not None and found.vocab_size > rows:
         path = "" if kind == "byte" else f" tokenizer_path={path}"
         raise DataError(
@@ -192,17 +230,25 @@ def load(folder: pathlib.Path) -> Tokenizer:
     """The tokenizer that `save` wrote. Raises DataError when the folder holds none, OSError."""
     try:
         fields = json_text.parse(small_files.read_bytes(folder / SETTINGS))
-        kind, bos, eos = fields["tokenizer_type"], fields["bos"], fields["eos"]
+        kind = fields["tokenizer_type"]
         if kind == ByteTokenizer.kind:
             return ByteTokenizer()
         file = folder / FILES[kind]
         content = small_files.read_bytes(file, MOST_BYTES)
+        tokens = {name: fields[name] for name in _TOKENS} | {"ends": tuple(fields["ends"])}
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{folder} holds no saved tokenizer: {error}. Give the folder tokenizer of a run or of "
             "a checkpoint."
         ) from error
-    return of_content(kind, content, str(file), bos, eos)
+    return _with_tokens(kind, content, str(file), tokens)
+
+
+def _with_tokens(
+    kind: str, content: bytes, where: str, tokens: Mapping[str, Any]
+) -> SubwordTokenizer:
+    """Return the tokenizer of a file's content with the fields _TOKENS. Raises as `of_content`."""
+    return dataclasses.replace(of_content(kind, content, where), **tokens)
 
 
 def read(kind: str, path: str) -> SubwordTokenizer:
@@ -226,17 +272,9 @@ def read(kind: str, path: str) -> SubwordTokenizer:
         content = _whole(file)
     found = of_content(kind, content, where)
     config, saved = (_beside(file, name, kind) for name in (CONFIG, SETTINGS))
-    bos, eos = found.special_tokens(config or {})
     if saved is not None:
-        bos, eos = saved.get("bos"), saved.get("eos")
-    return dataclasses.replace(found, bos=bos, eos=eos)
-
-
-def adds_bos(found: SubwordTokenizer, folder: str) -> bool:
-    """Whether transformers puts `bos` before a text with the tokenizer of a folder. found: of
-    `read`. Raises DataError."""
-    file = os.path.join(folder, FILES[found.kind])
-    return found.bos is not None and found.adds_bos(_beside(file, CONFIG, found.kind) or {})
+        return found.naming(*(saved.get(name) for name in _NAMED))
+    return found.naming(*found.special_tokens(config or {}))
 
 
 def _downloaded(name, where):
@@ -298,17 +336,24 @@ def _beside(tokenizer_file, name, kind):
     return fields if isinstance(fields, dict) else {}
 
 
-def of_content(
-    kind: str, content: bytes, where: str, bos: int | None = None, eos: int | None = None
-) -> SubwordTokenizer:
-    """The tokenizer of a file's content. where: for messages. Raises DataError when it is no
-    tokenizer, ConfigError without the package."""
+def of_content(kind: str, content: bytes, where: str) -> SubwordTokenizer:
+    """Return the tokenizer of a file's content, with neither bos nor eos.
+
+    Args:
+      kind: tokenizer_type.
+      content: content of the file that FILES names.
+      where: the file, for messages.
+
+    Raises:
+      DataError: the content is not such a tokenizer.
+      ConfigError: the package that reads it is not installed.
+    """
     module = package(kind)
     try:
         if kind == "sentencepiece":
             engine = module.SentencePieceProcessor()
             engine.LoadFromSerializedProto(content)
-            return SentencePieceTokenizer(content, bos, eos, engine.vocab_size(), engine)
+            return SentencePieceTokenizer(content, None, None, engine.vocab_size(), engine)
         engine = module.Tokenizer.from_buffer(content)
     except (ValueError, RuntimeError) as error:
         why = "it does not parse" if kind == "sentencepiece" else error
@@ -320,7 +365,7 @@ def of_content(
     engine.no_padding()
     engine.encode_special_tokens = True
     size = max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    return HuggingFaceTokenizer(content, bos, eos, size, engine)
+    return HuggingFaceTokenizer(content, None, None, size, engine)
 
 
 def package(kind: str, name: str = "") -> types.ModuleType:

@@ -8,6 +8,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +16,10 @@ from maxdiloco import json_text
 
 # Type of a saved tokenizer and the tokens around its documents, beside the files of its package.
 SETTINGS = "settings.json"
-# Parts of a tokenizer.json that add, cut or pad after the tokens of a text: none is used here.
-_UNUSED = ("post_processor", "truncation", "padding")
+# Entries of a tokenizer's JSON files that do not decide which tokens a document becomes. Those of
+# tokenizer.json add, cut or pad after the tokens of a text, which is not done here. Those of
+# SETTINGS only say which tokens could be added, and where generation stops.
+_UNUSED = ("post_processor", "truncation", "padding", "named_bos", "named_eos", "ends")
 BYTES = 256  # the token of the byte tokenizer that starts a document
 
 
@@ -25,8 +28,9 @@ class Tokenizer(abc.ABC):
 
     kind: str  # value of tokenizer_type
     vocab_size: int
-    bos: int | None  # the token before each document
-    eos: int | None  # the one after it
+    bos: int | None  # token that is added before each document
+    eos: int | None  # token that is added after each document
+    ends: tuple[int, ...]  # tokens at which generation stops
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text (encode_all)."""
@@ -48,22 +52,23 @@ class Tokenizer(abc.ABC):
         tokenizer that normalises text counts the bytes of what it gives back."""
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of a text that starts a document."""
+        """Return the tokens of a text that starts a document: bos if it is added, and no eos."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
 
     def continuation(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-        """The text of generated tokens that follow those of a prompt, up to the document's end. The
-        token that ends a document, or the one that starts the next, ends the text."""
+        """Return the text of generated tokens that follow a prompt, up to the first of `ends`."""
         prompt, tokens = [int(t) for t in prompt], [int(t) for t in tokens]
-        ends = (self.bos, self.eos)
-        tokens = list(itertools.takewhile(lambda token: token not in ends, tokens))
+        tokens = list(itertools.takewhile(lambda token: token not in self.ends, tokens))
         # Decoded together: the space in front of a first word may not be part of its text.
         return self.decode([*prompt, *tokens])[len(self.decode(prompt)) :]
 
+    def settings(self) -> dict[str, Any]:
+        """Return the contents of the file SETTINGS."""
+        return {"tokenizer_type": self.kind, "bos": self.bos, "eos": self.eos}
+
     def files(self) -> dict[str, bytes]:
-        """Content of each file that tokenizer.load needs, by its name in the folder."""
-        fields = {"tokenizer_type": self.kind, "bos": self.bos, "eos": self.eos}
-        return {SETTINGS: (json.dumps(fields, sort_keys=True) + "\n").encode()}
+        """Return the content of each file that tokenizer.load needs, by its name in the folder."""
+        return {SETTINGS: (json.dumps(self.settings(), sort_keys=True) + "\n").encode()}
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -89,6 +94,7 @@ class ByteTokenizer(Tokenizer):
     bos: int = BYTES
     vocab_size: int = BYTES + 1
     eos: None = None
+    ends: tuple[int, ...] = (BYTES,)  # the start of the next document
 
     kind = "byte"
 

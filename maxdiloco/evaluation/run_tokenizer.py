@@ -6,6 +6,7 @@ Imports no JAX, so that vocab_size=-1 is a number before anything is built.
 from etils import epath
 
 from maxdiloco.data import tokenizer as tokenizers
+from maxdiloco.data.tokenizer import SubwordTokenizer
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
 from maxdiloco.flags import config
@@ -51,11 +52,21 @@ def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def of_checkpoint(cfg: config.Config, checkpoint: epath.Path) -> Tokenizer:
-    """The tokenizer of the run with this config that wrote a checkpoint.
+    """Return the tokenizer in a checkpoint, with add_bos as the config says.
 
-    Raises CheckpointError where it cannot be read, DataError where there is none.
+    Args:
+      cfg: the config of the run that wrote the checkpoint. add_bos may have another value.
+      checkpoint: the folder of the checkpoint.
+
+    Raises:
+      CheckpointError: the tokenizer cannot be read.
+      DataError: the checkpoint has no tokenizer.
+      ConfigError: add_bos=true, and the tokenizer has no such token.
     """
     if cfg.tokenizer_type == "byte":
         return tokenizers.build(vars(cfg), cfg.vocab_size)
     with refusing(CheckpointError, f"the tokenizer in {checkpoint} cannot be read", AGAIN):
-        return tokenizers.load(checkpoint / FOLDER)
+        found = tokenizers.load(checkpoint / FOLDER)
+    if isinstance(found, SubwordTokenizer) and cfg.add_bos != (found.bos is not None):
+        return found.adding(bos=cfg.add_bos, eos=found.eos is not None, where=f"RUN={checkpoint}")
+    return found

@@ -22,7 +22,7 @@ from maxdiloco.storage.store import is_local
 
 # Keys of the run that an evaluation may set anew, besides those of the mesh.
 _MAY_CHANGE = (
-    "hardware", "base_output_directory", "dataset_path", "eval_dataset_path",
+    "hardware", "base_output_directory", "dataset_path", "eval_dataset_path", "add_bos",
     "text_column", "eval_steps", "per_device_batch_size", "dtype", "attention", "remat_policy",
     "matmul_precision", "quantization", "logical_axis_rules", "show_memory", "jax_cache_dir",
     "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",

@@ -13,11 +13,17 @@ import numpy as np
 from etils import epath
 
 from maxdiloco.checkpoint import arrays, metadata, read, theta
-from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.flags import config
-from maxdiloco.huggingface import config_json, folders, safetensors_files, sidecar_files, tensors
+from maxdiloco.huggingface import (
+    auto_tokenizer,
+    config_json,
+    folders,
+    safetensors_files,
+    sidecar_files,
+    tensors,
+)
 from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.imported import CARRIED, Say
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
@@ -55,11 +61,15 @@ def export_model(
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
     carried = _carried(cfg.load_parameters_path, found.path, like)
+    same = carried is not None and auto_tokenizer.is_of_model(carried, tokenizer)
     if carried:
-        family, hf = _like(carried, cfg, tokenizer, say)
+        family, hf = _like(carried, cfg, say)
+        whose = f"those of {carried}" if same else "the run's"
+        say(f"config.json is that of {carried}, generation_config.json and tokenizer are {whose}")
     else:
         family, hf = config_json.family_for(vars(cfg))
-        hf |= sidecar_files.ends(tokenizer)
+    if not same:
+        hf |= sidecar_files.special_ids(tokenizer)
     parts, scales = _parts(cfg, family, hf, say)
     if (padding := cfg.padded_vocab_size - cfg.vocab_size) > 0:
         say(f"the last {padding} of {cfg.padded_vocab_size} rows for tokens are padding, left out")
@@ -75,7 +85,10 @@ def export_model(
             written[part.name] = ((*rows, *part.shape[1:]), dtypes[part.leaf.path])
         files = safetensors_files.begin(place, written, max_bytes)
         _write_tensors(files, parts, scales, readers, say)
-        sidecar_files.write(place, tokenizer, cfg.max_target_length, carried)
+        if carried:
+            sidecar_files.copy(carried, place, tokenizer=same)
+        if not same:
+            sidecar_files.write(place, tokenizer, cfg.max_target_length)
         hf["dtype"] = dtypes[EMBEDDING].name
         hf.pop("torch_dtype", None)
         (place / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
@@ -99,10 +112,8 @@ def _carried(import_path: str, checkpoint: epath.Path, like: str) -> Folder | No
     return next((path for path in paths if (path / "config.json").is_file()), None)
 
 
-def _like(
-    carried: Folder, cfg: config.Config, tokenizer: Tokenizer | None, say: Say
-) -> tuple[Family, dict[str, Any]]:
-    """The family and the config.json of a folder, with the rows and the ends of the run."""
+def _like(carried: Folder, cfg: config.Config, say: Say) -> tuple[Family, dict[str, Any]]:
+    """Return the family and the config.json of a folder, with the vocabulary size of the run."""
     model = config_json.read(carried)
     rows = model.keys["vocab_size"]
     text = model.text | {"vocab_size": max(rows, cfg.vocab_size)}
@@ -111,11 +122,6 @@ def _like(
             f"{config_json.differing(wrong)} of {carried / 'config.json'}, which this export would "
             "be like. Give like= the folder of a model with the same keys."
         )
-    if sidecar_files.has_tokenizer(carried, tokenizer):
-        say(f"config.json, generation_config.json and the tokenizer are those of {carried}")
-    else:
-        text |= sidecar_files.ends(tokenizer)
-        say(f"config.json is that of {carried}; the tokenizer is the run's, which is another")
     if rows < cfg.vocab_size:
         say(f"vocab_size is {cfg.vocab_size}, the run's, which has {rows} in that config.json")
     return model.family, text | model.family.of_exports

@@ -3,13 +3,14 @@
 DST/checkpoints/0/   the parameters, in the types that they have in the files
 DST/model.yml        the keys of the group model
 DST/start.yml        the keys with which train goes on from it
+DST/tokenizer/       the tokenizer of that run, as transformers' AutoTokenizer makes it
 DST/huggingface/     config.json, the tokenizer's files and the like, for an export
 """
 
 import json
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,7 @@ from etils import epath
 
 from maxdiloco.checkpoint import metadata, write
 from maxdiloco.checkpoint.arrays import PartedLeaf, Writer
-from maxdiloco.data import tokenizer
-from maxdiloco.data.tokenizer import HuggingFaceTokenizer
-from maxdiloco.data.tokenizer_base import Tokenizer
+from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, DataError
 from maxdiloco.evaluation import run_tokenizer
@@ -28,6 +27,7 @@ from maxdiloco.flags import base_yml, config
 from maxdiloco.flags.checks import AXES
 from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import (
+    auto_tokenizer,
     config_json,
     folders,
     rules,
@@ -65,9 +65,10 @@ def import_model(
     stored = safetensors_files.tensors_of(source).items()
     found = {name.replace(model.family.wrapper, "", 1): tensor for name, tensor in stored}
     model = _with_own_head(model, found, say)
-    of_text = _tokenizer_keys(source, target, say)
+    found_tokenizer = auto_tokenizer.read(source)
+    of_text = _tokenizer_keys(found_tokenizer, target)
     given = model.keys | of_text | {"model_name": str(target / "model.yml")}
-    cfg, found_tokenizer = _config(given, source, vocab_multiple, keys)
+    cfg, tokenizer = _config(given, found_tokenizer, source, vocab_multiple, keys)
     # A few more than there are, so that missing ones are listed by name.
     most = len(found) + rules.MOST_LAYERS
     parts = tensors.of_model(from_keys(cfg), model.family, most)
@@ -88,15 +89,11 @@ def import_model(
         start = {"model_name": cfg.model_name, "load_parameters_path": str(target)}
         start |= {key: vars(cfg)[key] for key in of_text}
         _write_yml(folder / "start.yml", _ABOUT_START, start)
-        _write_checkpoint(folder, parts, found, dtypes, cfg, found_tokenizer, say)
-    if cfg.tokenizer_type == "byte":
-        say(f"note: {source} holds no tokenizer. Set tokenizer_type and tokenizer_path to train.")
-    elif not cfg.add_eos:
-        say(
-            "note: the tokenizer names no token that ends a document, so there is none in training "
-            "and generate stops at its length. Name eos_token in tokenizer_config.json, and import "
-            "again."
-        )
+        if found_tokenizer is not None:
+            tokenizer.save(folder / run_tokenizer.FOLDER)
+        _write_checkpoint(folder, parts, found, dtypes, cfg, tokenizer, say)
+    for line in _notes(found_tokenizer, tokenizer, source):
+        say(f"note: {line}")
     say(
         f"{target}: {model.family.model_type}, {len({part.name for part in parts})} tensors, "
         f"{sum(math.prod(part.part_shape) for part in parts):,} parameters. Go on training with\n"
@@ -105,45 +102,69 @@ def import_model(
 
 
 def _config(
-    stored: dict[str, Any], source: Folder, vocab_multiple: int, keys: Sequence[str]
+    stored: dict[str, Any],
+    found: auto_tokenizer.Found | None,
+    source: Folder,
+    vocab_multiple: int,
+    keys: Sequence[str],
 ) -> tuple[Config, Tokenizer]:
-    """The config of a run that starts from the import, and its tokenizer.
+    """Return the config of a run that starts from the import, and its tokenizer.
 
-    Raises DataError for a tokenizer with more tokens than the model has where no row may be added.
+    Raises:
+      DataError: the tokenizer has more tokens than the model, and vocab_multiple=1.
+      ConfigError: a value that no model here can have.
     """
     rows = stored["vocab_size"]
     cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
-    found = tokenizer.build(cfg.as_dict() | {"tokenizer_path": str(source)})
-    tokens = rows if cfg.tokenizer_type == "byte" else found.vocab_size
+    if found is None:
+        tokenizer, tokens = ByteTokenizer(), rows
+    else:
+        tokenizer, tokens = found.tokenizer, found.tokenizer.vocab_size
+        if (tokenizer.bos is not None, tokenizer.eos is not None) != (cfg.add_bos, cfg.add_eos):
+            tokenizer = tokenizer.adding(bos=cfg.add_bos, eos=cfg.add_eos, where=f"SRC={source}")
     if tokens > rows and vocab_multiple == 1:
         raise DataError(
-            f"vocab_size={rows} is too small for tokenizer_type={cfg.tokenizer_type} "
-            f"tokenizer_path={source}: it has {tokens} tokens. Give vocab_multiple=128, which adds "
-            "rows of zeros for them, or the tokenizer that belongs to the model."
+            f"vocab_size={rows} of SRC={source} is too small for its tokenizer, which has {tokens} "
+            "tokens. Give vocab_multiple=128, which adds rows of zeros for them, or the tokenizer "
+            "that belongs to the model."
         )
     tokens = max(tokens, rows)
     padded = -(-tokens // vocab_multiple) * vocab_multiple
     sizes = {"vocab_size": tokens, "padded_vocab_size": -1 if padded == tokens else padded}
-    return config.from_dict(cfg.as_dict() | sizes), found
+    return config.from_dict(cfg.as_dict() | sizes), tokenizer
 
 
-def _tokenizer_keys(source: Folder, target: pathlib.Path, say: Say) -> dict[str, Any]:
-    """add_bos is what transformers' tokenizer of the folder does; a base model was trained so."""
-    kinds = [kind for kind, name in tokenizer.FILES.items() if (source / name).is_file()]
-    if not kinds:
-        return {"dataset_type": "synthetic"}  # tokens that are numbers alone
-    found = tokenizer.read(kinds[0], str(source))
-    if isinstance(found, HuggingFaceTokenizer) and (first := found.added_first()[:-1]):
-        say(
-            f"note: the tokenizer puts {len(first) + 1} tokens before a text, of which only the "
-            f"last one is added here; left out: {', '.join(map(str, first))}."
-        )
+def _tokenizer_keys(found: auto_tokenizer.Found | None, target: pathlib.Path) -> dict[str, Any]:
+    """Return the keys of a run for the tokenizer of the model."""
+    if found is None:
+        return {"dataset_type": "synthetic"}  # the tokens are numbers, not text
     return {
-        "tokenizer_type": kinds[0],
-        "tokenizer_path": str(target / CARRIED),
-        "add_bos": tokenizer.adds_bos(found, str(source)),
-        "add_eos": found.eos is not None,
+        "tokenizer_type": found.tokenizer.kind,
+        "tokenizer_path": str(target / run_tokenizer.FOLDER),
+        "add_bos": found.tokenizer.bos is not None,
+        "add_eos": found.tokenizer.eos is not None,
     }
+
+
+def _notes(
+    found: auto_tokenizer.Found | None, tokenizer: Tokenizer, source: Folder
+) -> Iterator[str]:
+    """Yield what a user should know about the tokens around a document."""
+    if found is None:
+        yield f"{source} has no tokenizer. Set tokenizer_type and tokenizer_path to train."
+        return
+    if found.left_out:
+        yield (
+            f"transformers adds the tokens {', '.join(map(str, found.left_out))} to a text, too. "
+            "Here at most one token is added before a text and one after it."
+        )
+    if tokenizer.eos is None and found.tokenizer.named_eos is not None:
+        yield (
+            f"documents end without the EOS token {found.tokenizer.named_eos}, as transformers' "
+            "tokenizer makes them. Import with add_eos=true to train with it."
+        )
+    if not tokenizer.ends:
+        yield "the model names no EOS token, so maxdiloco.generate stops at max_new_tokens."
 
 
 def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
@@ -224,7 +245,7 @@ def _write_checkpoint(
     found: dict[str, Stored],
     dtypes: dict[str, np.dtype],
     cfg: Config,
-    found_tokenizer: Tokenizer,
+    tokenizer: Tokenizer,
     say: Say,
 ) -> None:
     leaves = {
@@ -232,11 +253,11 @@ def _write_checkpoint(
         for part in parts
     }
     tree = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
-    note = metadata.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, found_tokenizer.fingerprint))
+    note = metadata.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, tokenizer.fingerprint))
     target = folder / "checkpoints" / "0"
     target.parent.mkdir()
     # No items: Orbax merges the parts of several processes; here is one.
-    save = write.Save(target, (), run_tokenizer.travelling_files(found_tokenizer), note)
+    save = write.Save(target, (), run_tokenizer.travelling_files(tokenizer), note)
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     write.prepare(save, nbytes=nbytes)
     writer = Writer(save.folder / OUTER_PARAMS, leaves)

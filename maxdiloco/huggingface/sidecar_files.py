@@ -1,8 +1,9 @@
-"""The files beside a model's weights: those that an import keeps, a tokenizer's in an export."""
+"""The files next to a model's weights, which an import copies and an export writes."""
 
 import json
 import pathlib
 import types
+from collections.abc import Collection
 from typing import Any
 
 from maxdiloco import small_files
@@ -14,59 +15,82 @@ from maxdiloco.data.tokenizer import (
     SentencePieceTokenizer,
     package,
 )
-from maxdiloco.data.tokenizer_base import Tokenizer, meaning
+from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.huggingface import folders
 from maxdiloco.huggingface.folders import Folder
 
-_JSON = FILES["huggingface"]
-_FILES = {
-    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+# What transformers reads of a folder to make a tokenizer and to know where generation stops.
+OF_TOKENIZER = frozenset({
+    CONFIG, GENERATION, "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja",
     "chat_template.json",
-}  # fmt: skip
-# Beginnings of the names of files that say who may do what with the model, in any case.
+})  # fmt: skip
+_CHAT_TEMPLATES = "additional_chat_templates"
+# First letters of the names of files that say who may do what with the model, in any case.
 _LICENCES = ("license", "licence", "notice", "copying", "use_policy")
 
 
-def copy(source: Folder, target: pathlib.Path, *, licence_alone: bool = False) -> None:
-    """Copy what a folder has of them, but config.json. target: a folder, made if there is none.
+def copy_files(source: Folder, target: pathlib.Path, names: Collection[str]) -> None:
+    """Copy files of a folder.
 
-    licence_alone: without what belongs to the tokenizer. Raises CheckpointError where one cannot be
-    read, OSError where it cannot be written.
+    Args:
+      source: the folder of a model, also in a bucket.
+      target: a folder, which is made if it does not exist.
+      names: names of files; those that the source lacks are skipped.
+
+    Raises:
+      CheckpointError: a file cannot be read.
+      OSError: a file cannot be written.
     """
     target.mkdir(exist_ok=True)
-    names = set() if licence_alone else _FILES
     with folders.reading(source):
-        paths = [
-            path
-            for path in sorted(source.iterdir())
-            if (path.name in names or path.name.lower().startswith(_LICENCES)) and path.is_file()
-        ]
-        if not licence_alone:
-            paths += sorted((source / "additional_chat_templates").glob("*.jinja"))
+        paths = [path for path in sorted(source.iterdir()) if path.name in names]
+        paths = [path for path in paths if path.is_file()]
+    _copy(paths, source, target)
+
+
+def copy(source: Folder, target: pathlib.Path, *, tokenizer: bool = True) -> None:
+    """Copy the licence and, with `tokenizer`, the tokenizer and generation_config.json.
+
+    Args and errors: see `copy_files`. config.json is not copied.
+    """
+    with folders.reading(source):
+        names = [path.name for path in source.iterdir()]
+    wanted = {name for name in names if name.lower().startswith(_LICENCES)}
+    copy_files(source, target, wanted | OF_TOKENIZER - {CONFIG} if tokenizer else wanted)
+    if tokenizer:
+        with folders.reading(source):
+            templates = sorted((source / _CHAT_TEMPLATES).glob("*.jinja"))
+        _copy(templates, source, target)
+
+
+def _copy(paths: list[Folder], source: Folder, target: pathlib.Path) -> None:
     for path in paths:
         with folders.reading(path):
             content = small_files.read_bytes(path, MOST_BYTES)
-        place = target / path.relative_to(source)
-        place.parent.mkdir(exist_ok=True)
-        place.write_bytes(content)
+        there = target / path.relative_to(source)
+        there.parent.mkdir(exist_ok=True)
+        there.write_bytes(content)
 
 
-def write(
-    folder: pathlib.Path, tokenizer: Tokenizer | None, max_length: int, like: Folder | None
-) -> None:
-    """Write generation_config.json and the tokenizer. like: folder with files to copy, or None.
+def write(folder: pathlib.Path, tokenizer: Tokenizer | None, max_length: int) -> None:
+    """Write generation_config.json and the files of a tokenizer.
 
-    tokenizer: None where tokens are numbers, not text. max_length: of the model [tokens]. Of a
-    folder with another tokenizer the licence alone is copied. Raises OSError.
+    transformers' AutoTokenizer of the folder adds the tokenizer's bos to a text, and no eos, so
+    that a text can be continued.
+
+    Args:
+      folder: where to write.
+      tokenizer: None where tokens are numbers, not text.
+      max_length: the longest sequence of the model, in tokens.
+
+    Raises:
+      OSError: a file cannot be written.
     """
-    same = like is not None and has_tokenizer(like, tokenizer)
-    if like is not None:
-        copy(like, folder, licence_alone=not same)
-    if same:
-        return
-    (folder / "generation_config.json").write_text(json.dumps(ends(tokenizer), indent=2) + "\n")
+    _write_json(folder / GENERATION, special_ids(tokenizer))
     if tokenizer is None:
         return
     settings = {
@@ -74,25 +98,40 @@ def write(
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }
+    bos, eos = tokenizer.bos, tokenizer.eos
     if isinstance(tokenizer, SentencePieceTokenizer):
         (folder / FILES["sentencepiece"]).write_bytes(tokenizer.content)
-        settings["add_bos_token"] = tokenizer.bos is not None
-        name_of = tokenizer.engine.id_to_piece
+        settings["add_bos_token"] = bos is not None
+        name_of, eos = tokenizer.engine.id_to_piece, tokenizer.named_eos
     else:
-        engine = _starting_texts(tokenizer)
-        engine.save(str(folder / _JSON))
+        engine = _adding_bos(tokenizer)
+        engine.save(str(folder / FILES["huggingface"]))
         name_of = engine.id_to_token
-    for name, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos)):
+        eos = eos if isinstance(tokenizer, ByteTokenizer) else tokenizer.named_eos
+    for name, token in (("bos_token", bos), ("eos_token", eos)):
         if token is not None:
             settings[name] = name_of(token)
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    _write_json(folder / "tokenizer_config.json", settings)
 
 
-def _starting_texts(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Any:
-    """The engine of a tokenizer.json that puts bos before a text, and nothing else around it."""
+def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | list[int] | None]:
+    """Return the entries of config.json and generation_config.json for the special tokens."""
+    if tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    ends = list(tokenizer.ends)
+    eos = ends if len(ends) > 1 else ends[0] if ends else None
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": eos}
+
+
+def _adding_bos(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Any:
+    """Return the engine of a tokenizer.json that adds bos to a text, and nothing else."""
     module = package("huggingface")
     if isinstance(tokenizer, ByteTokenizer):
-        engine = _of_bytes(module, tokenizer.bos)
+        engine = _byte_level_bpe(module, tokenizer.bos)
     else:
         engine = module.Tokenizer.from_buffer(tokenizer.content)
     first = [] if tokenizer.bos is None else [engine.id_to_token(tokenizer.bos)]
@@ -104,39 +143,18 @@ def _starting_texts(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Any:
     return engine
 
 
-def has_tokenizer(like: Folder, tokenizer: Tokenizer | None) -> bool:
-    """Whether a folder has this tokenizer; tokens that are no text have any. Raises OSError."""
-    if tokenizer is None:
-        return True
-    if isinstance(tokenizer, ByteTokenizer):
-        return not any((like / name).is_file() for name in FILES.values())
-    path = like / FILES[tokenizer.kind]
-    if not path.is_file():
-        return False
-    return meaning(small_files.read_bytes(path, MOST_BYTES)) == meaning(tokenizer.content)
+def _byte_level_bpe(module: types.ModuleType, bos: int) -> Any:
+    """Return a byte-level BPE without merges, whose tokens are the 256 bytes.
 
-
-def ends(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """The tokens around a document, as config.json and generation_config.json name them."""
-    if tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None}
-    # A document of bytes ends where the next one starts.
-    end = tokenizer.bos if isinstance(tokenizer, ByteTokenizer) else tokenizer.eos
-    return {"bos_token_id": tokenizer.bos, "eos_token_id": end}
-
-
-def _of_bytes(module: types.ModuleType, bos: int) -> Any:
-    """A byte-level BPE without merges: its tokens are the bytes, of which each has a letter.
-
-    A byte that can be read is its own letter (GPT-2); the others have those from 256 on.
+    The vocabulary of a byte-level BPE has a letter for each byte: a printable byte is its own
+    letter, and the letters from 256 on stand for the others, in order (GPT-2).
     """
     letters = sorted(module.pre_tokenizers.ByteLevel.alphabet())
     hidden = (byte for byte in range(256) if chr(byte) not in letters)
     vocab = {letter: ord(letter) if ord(letter) < 256 else next(hidden) for letter in letters}
     name = "<|document|>"
     engine = module.Tokenizer(module.models.BPE(vocab | {name: bos}, []))
-    level = dict(add_prefix_space=False, use_regex=False)
-    engine.pre_tokenizer = module.pre_tokenizers.ByteLevel(**level)
+    engine.pre_tokenizer = module.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     engine.decoder = module.decoders.ByteLevel()
     engine.add_special_tokens([name])
     return engine

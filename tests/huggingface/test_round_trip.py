@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from maxdiloco.checkpoint import arrays, read
+from maxdiloco.data import tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import config_json, folders, safetensors_files, tensors
@@ -155,23 +156,18 @@ def test_files_of_the_tokenizer_and_of_the_licence_come_along(source, tmp_path):
         assert found - others == set(names)
 
 
-@pytest.mark.parametrize(
-    ("names", "add_eos"),
-    [
-        ({"bos_token": "a", "eos_token": "b"}, "true"),
-        ({"bos_token": None, "eos_token": None}, "false"),
-        # As transformers 5 writes it for a bare tokenizer.json: the default of a preparation.
-        ({"model_max_length": 9}, "true"),
-    ],
-)
-def test_start_yml_adds_the_end_that_the_tokenizer_names(source, tmp_path, names, add_eos):
-    """test_start_of_text.py has the start; this tokenizer.json puts none before a text."""
+def test_start_yml_names_the_tokenizer_of_the_import(source, tmp_path):
+    """test_special_tokens.py has the tokens around a document. add_eos= overrides them."""
     byte_level_bpe(source, vocab_size=300)
+    names = {"bos_token": "a", "eos_token": "b"}
     (source / "tokenizer_config.json").write_text(json.dumps(names))
-    small.done("import", source, tmp_path / "ours", "vocab_multiple=300")
-    keys = {name: value for name, value, _ in base_yml.read_yml(tmp_path / "ours/start.yml")}
-    assert (keys["add_bos"], keys["add_eos"]) == ("false", add_eos)
-    assert keys["tokenizer_path"] == str(tmp_path / "ours/huggingface")
+    for name, options, expected in (("ours", [], "false"), ("more", ["add_eos=true"], "true")):
+        ours = tmp_path / name
+        small.done("import", source, ours, "vocab_multiple=300", *options)
+        keys = {name: value for name, value, _ in base_yml.read_yml(ours / "start.yml")}
+        assert (keys["add_bos"], keys["add_eos"]) == ("false", expected)
+        assert keys["tokenizer_path"] == str(ours / "tokenizer")
+        assert tokenizer.read("huggingface", keys["tokenizer_path"]).named_eos == 67  # "b"
 
 
 def test_a_long_import_or_export_says_how_far_it_is():
