@@ -10,7 +10,6 @@ PACKAGE = pathlib.Path(json_text.__file__).parent
 # What these read was written by this program a moment before, or was parsed already.
 OWN_WORDS = {
     "json_text.py",
-    "evaluation/run_texts.py",
     "cluster/coordination.py",
     "trainer/island_processes.py",
 }

@@ -96,7 +96,7 @@ def prepare_sources(
     }
     folders = {source: _prepared(cfg, source, key, tokenizer, say) for source, key in raw.items()}
     if jax.process_count() > 1 and cfg.dataset_type != "synthetic":
-        coordination.meet(_BARRIER, "prepared its text", timeout_s=_PATIENCE_S)
+        coordination.barrier(_BARRIER, "prepared its text", timeout_s=_PATIENCE_S)
     return folders
 
 

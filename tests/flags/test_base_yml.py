@@ -198,4 +198,4 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     by_name = set(tokenizer.KEYS)
     unread = [name for name in KEYS if name not in attributes | by_name]
     assert [n for n in unread if not any(re.fullmatch(one, n) for one in subscripts)] == []
-    assert attributes - set(KEYS) == {"as_dict", "eval_paths", "holds_out", "sizes"}
+    assert attributes - set(KEYS) == {"as_dict", "eval_paths", "get", "holds_out", "items", "sizes"}

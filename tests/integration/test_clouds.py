@@ -18,9 +18,10 @@ from run_files import assert_equal_runs, logged_steps, metrics_rows, saved_steps
 from s3_server import BUCKET
 from tiers import full
 
-from maxdiloco import hf, report
+from maxdiloco import hf
 from maxdiloco.checkpoint import staging
 from maxdiloco.metrics import line_files
+from maxdiloco.report import __main__ as report
 from maxdiloco.storage import object_lock, object_store, store
 from maxdiloco.trainer.recorder import Recorder
 

@@ -16,11 +16,12 @@ from run import refused, run_program, train, train_arguments
 from run_files import saved_steps
 from tiers import corner
 
-from maxdiloco import evaluate, generate, hf, prepare, report
+from maxdiloco import evaluate, generate, hf, prepare
 from maxdiloco import train as train_program
 from maxdiloco.checkpoint import seal
 from maxdiloco.flags import base_yml
 from maxdiloco.islands import __main__ as islands
+from maxdiloco.report import __main__ as report
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.timeout(120)]
 

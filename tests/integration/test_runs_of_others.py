@@ -12,11 +12,12 @@ from etils import epath
 from run import names_key, refused, train
 from run_files import saved_steps
 
-from maxdiloco import evaluate, generate, hf, report
+from maxdiloco import evaluate, generate, hf
 from maxdiloco.checkpoint import seal
 from maxdiloco.errors import ConfigError
 from maxdiloco.flags import base_yml, config
 from maxdiloco.planning import compile_run
+from maxdiloco.report import __main__ as report
 from maxdiloco.trainer import job
 
 pytestmark = pytest.mark.usefixtures("programs")

@@ -16,8 +16,9 @@ import pytest
 from run import ROOT, output_of, train, train_arguments
 from run_files import saved_steps
 
-from maxdiloco import generate, hf, report
+from maxdiloco import generate, hf
 from maxdiloco.huggingface import folders
+from maxdiloco.report import __main__ as report
 
 USER = 54321  # beyond what distributions and containers give to users
 MODEL = dict(vocab_size=257, head_dim=8, opt_type="sgd", use_qk_norm="false")

@@ -119,7 +119,7 @@ def test_a_run_on_the_cpu_keeps_it(hardware, slices, expected, monkeypatch):
     untouched = SimpleNamespace(jax_num_cpu_devices=-1, jax_platforms="cpu")
     monkeypatch.setattr(job.mesh_lib.jax, "config", untouched)
     one = contextlib.nullcontext(None)
-    monkeypatch.setattr(job.distributed, "processes", lambda *_, **__: one)
+    monkeypatch.setattr(job.start, "joined", lambda *_, **__: one)
     cfg = config.load([f"hardware={hardware}", f"dcn_diloco_parallelism={slices}"], {})
     with job.joined(cfg):
         assert calls == expected
