@@ -6,8 +6,8 @@ sides show a certificate of the authority, so a client without the secret of the
 
 import datetime
 import os
-import shutil
 import ssl
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -85,9 +85,16 @@ def fingerprint(authority: ec.EllipticCurvePrivateKey) -> str:
 def key_files(authority: ec.EllipticCurvePrivateKey, name: str) -> Iterator[KeyFiles]:
     """Issue a certificate with this DNS name, in files that only this user can read.
 
-    The folder has mode 700 and each file 600. They are removed at the end of the `with`.
+    The folder has mode 700 and each file 600. They are removed at the end of the `with`, or when
+    this process ends without it: a shell waits for the end of its input, also after SIGKILL.
     """
     folder = tempfile.mkdtemp(prefix="maxdiloco-")
+    remover = subprocess.Popen(
+        ["/bin/sh", "-c", 'cat >/dev/null; rm -rf -- "$0"', folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C does not reach it
+    )
     try:
         key = ec.generate_private_key(ec.SECP256R1())
         private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -103,7 +110,8 @@ def key_files(authority: ec.EllipticCurvePrivateKey, name: str) -> Iterator[KeyF
                 file.write(content)
         yield paths
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remover.stdin.close()
+        remover.wait()
 
 
 def _certificate(

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import secrets
@@ -61,6 +62,7 @@ class Cluster:
       failure_detector: ends this process when another is lost.
       authority: fingerprint of the run's certificate authority.
       timeout_s: for all processes to connect [s].
+      jax_has_tls: whether JAX's coordination service accepts processes of the run only.
     """
 
     job: Job
@@ -68,6 +70,17 @@ class Cluster:
     failure_detector: FailureDetector
     authority: str
     timeout_s: float
+    jax_has_tls: bool = False
+
+    @property
+    def firewall_note(self) -> str:
+        """A line about the ports that accept unauthenticated clients."""
+        service = f"JAX's coordination service (port {coordination.address()[1]}), "
+        return (
+            f"note: {'' if self.jax_has_tls else service}Gloo, NCCL and MEGASCALE accept "
+            f"unauthenticated clients on their ports. Open these to the hosts of the run only, see "
+            f"docs/howto/networking-and-security.md."
+        )
 
     def raise_cause(
         self,
@@ -137,7 +150,13 @@ class Cluster:
 
 @contextlib.contextmanager
 def connected(
-    job: Job, address: Address, *, secret_file: str = "", timeout_s: float, silence_s: float
+    job: Job,
+    address: Address,
+    *,
+    secret_file: str = "",
+    timeout_s: float,
+    silence_s: float,
+    jax_has_tls: bool = False,
 ) -> Iterator[Cluster]:
     """Connect to the other processes of the run for the time of a `with`.
 
@@ -151,6 +170,7 @@ def connected(
       secret_file: has the secret of the run; "": process 0 makes one and publishes it.
       timeout_s: to connect [s].
       silence_s: after it a peer is lost [s].
+      jax_has_tls: see Cluster.
 
     Raises:
       ConfigError, LostPeerError: the processes cannot connect.
@@ -177,7 +197,7 @@ def connected(
         published = json.dumps(mine | {"authority": fingerprint})
         coordination.put(_key(job.process_id), published)
         detector.begin(mailbox)
-        cluster = Cluster(job, mailbox, detector, fingerprint, timeout_s)
+        cluster = Cluster(job, mailbox, detector, fingerprint, timeout_s, jax_has_tls)
         cluster.open(CONTROL, range(1, job.num_processes) if job.process_id == 0 else [0])
         yield cluster
         jax.distributed.shutdown()  # a barrier: every process is done
@@ -212,6 +232,27 @@ def secret_of_file(path: str) -> bytes:
             f"{certificates.SECRET_BYTES}. Write a random one, as `openssl rand -hex 32` prints it."
         )
     return secret
+
+
+@contextlib.contextmanager
+def tls_of_jax(secret_file: str) -> Iterator[dict[str, str]]:
+    """Yield arguments for jax.distributed.initialize by which its service accepts this run only.
+
+    There are none without a secret file, and before jax 0.12. JAX reads the files again and again.
+    Raises ConfigError.
+    """
+    known = inspect.signature(jax.distributed.initialize).parameters
+    if not secret_file or "mtls_cert_file" not in known:
+        yield {}
+        return
+    authority = certificates.authority_key(secret_of_file(secret_file))
+    with certificates.key_files(authority, "coordination.maxdiloco.internal") as keys:
+        yield {
+            "mtls_ca_file": keys.authority,
+            "mtls_cert_file": keys.certificate,
+            "mtls_key_file": keys.key,
+            "mtls_peer_uri_prefix": certificates.URI_PREFIX,
+        }
 
 
 def _leave(

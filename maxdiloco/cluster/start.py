@@ -94,9 +94,10 @@ def joined(
     from maxdiloco.cluster import failure_detector, peers
 
     failure_detector.delay_aborts()
-    _initialize(kind, environ, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
-    job = coordination.job()
     with contextlib.ExitStack() as stack:
+        tls = stack.enter_context(peers.tls_of_jax(secret_file))
+        _initialize(kind, environ, tls, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
+        job = coordination.job()
         stack.enter_context(ending_at_second_sigterm())
         if job.num_processes == 1:
             stack.callback(jax.distributed.shutdown)
@@ -110,6 +111,7 @@ def joined(
                 secret_file=secret_file,
                 timeout_s=min(timeout_s, peer_timeout_s),  # all have started: JAX has connected
                 silence_s=peer_timeout_s,
+                jax_has_tls=bool(tls),
             )
         )
         yield cluster
@@ -181,16 +183,21 @@ def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
 
 
 def _initialize(
-    kind: str, environ: Mapping[str, str], *, timeout_s: float, peer_timeout_s: float
+    kind: str,
+    environ: Mapping[str, str],
+    tls: Mapping[str, str],
+    *,
+    timeout_s: float,
+    peer_timeout_s: float,
 ) -> None:
     from maxdiloco.cluster.failure_detector import end_process
-    from maxdiloco.cluster.peers import one_line
+    from maxdiloco.cluster.peers import SAME_SECRET, one_line
 
     arguments = _local(environ) if kind == ADDRESS else _gpus(kind, environ)
     line = (
         f"jax_distributed_initialization_timeout={timeout_s:g} s have passed and not all processes "
         f"have started (launched by {kind}). See the output of the others; raise the key if they "
-        f"only start slowly."
+        f"only start slowly. {SAME_SECRET if tls else ''}".rstrip()
     )
     alarm = threading.Timer(timeout_s, end_process, (LostPeerError.exit_code, line))
     alarm.daemon = True
@@ -198,6 +205,7 @@ def _initialize(
     try:
         jax.distributed.initialize(
             **arguments,
+            **tls,
             initialization_timeout=int(timeout_s) + JAX_EXTRA_S,
             heartbeat_timeout_seconds=int(peer_timeout_s) + JAX_EXTRA_S,
         )

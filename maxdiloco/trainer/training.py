@@ -53,7 +53,8 @@ def run(cfg: Config, clock: StartClock, notes: Sequence[str] = ()) -> int:
         require_wandb()
     with job.joined(cfg) as cluster, job.compile_cache(cfg) as lines:
         clock.lap("devices")
-        return train(cfg, cluster, clock, [*notes, *lines])
+        ports = [] if cluster is None else [cluster.firewall_note]
+        return train(cfg, cluster, clock, [*notes, *lines, *ports])
 
 
 def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequence[str]) -> int:

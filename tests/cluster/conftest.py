@@ -30,7 +30,9 @@ def started():
 
         def start(program, *arguments, **environ):
             command, pipe = [sys.executable, "-c", program, *arguments], subprocess.PIPE
-            options = dict(cwd=root, env=os.environ | {"PYTHONUNBUFFERED": ""} | environ)
+            options = dict(
+                cwd=root, env=os.environ | {"PYTHONUNBUFFERED": ""} | environ, stdin=pipe
+            )
             child = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options)
             left.enter_context(child)
             left.callback(child.kill)

@@ -73,7 +73,7 @@ def asked(monkeypatch):
 
 
 def initialize(kind, environ=None):
-    start._initialize(kind, environ or {}, timeout_s=60, peer_timeout_s=60)
+    start._initialize(kind, environ or {}, {}, timeout_s=60, peer_timeout_s=60)
 
 
 @pytest.mark.parametrize(
