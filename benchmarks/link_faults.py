@@ -55,7 +55,7 @@ KEYS = {
     "async_checkpointing": "false",
     "enable_tensorboard": "false",
 }
-MOMENTS = {"inner steps": 12, "in flight": 14, "at apply": 12, "checkpoint": 20}
+MOMENTS = {"first step": 1, "inner steps": 12, "in flight": 14, "at apply": 12, "checkpoint": 20}
 LIMIT_S = 60.0  # and three timeouts: a process that has not ended by then hangs; our choice
 
 
@@ -82,7 +82,9 @@ def all_faults(timeout_s: float) -> dict[str, Fault]:
         "link cut for ever": Fault("cut"),
         "only what host 1 sends is lost": Fault("cut", receives=False),
         "only what host 1 receives is lost": Fault("cut", sends=False),
-        f"a flood of connections for {short:g} s": Fault("flood", seconds=short),
+        f"1,000 unauthenticated connections for {short:g} s": Fault("flood", seconds=short),
+        f"garbage for {short:g} s": Fault("garbage", seconds=short),
+        f"clients with a wrong secret for {short:g} s": Fault("wrong secret", seconds=short),
     }
 
 

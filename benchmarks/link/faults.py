@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.link.hosts import DEVICE, Hosts, Link, hosts
-from benchmarks.link.rows import PORT, RowError, environment, start, tails, wait
+from benchmarks.link.rows import PORT, ROOT, RowError, environment, start, tails, wait
 from maxdiloco.errors import ConfigError
 
 NOBODY = "02:00:00:00:00:99"  # a locally administered address that no host has
@@ -51,6 +51,38 @@ while True:
 """
 
 
+# Connections one after the other: random bytes, or TLS with a certificate of another authority.
+GARBAGE = """
+import os, socket, sys, time
+while True:
+    try:
+        with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1) as connection:
+            connection.sendall(os.urandom(100_000))
+    except OSError:
+        pass
+    time.sleep(0.01)
+"""
+WRONG_SECRET = """
+import socket, ssl, sys, time
+from maxdiloco.cluster import certificates
+authority = certificates.authority_key(b"not the secret of the run")
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+with certificates.key_files(authority, certificates.name_of(1)) as keys:
+    context.load_cert_chain(keys.certificate, keys.key)
+while True:
+    try:
+        with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1) as plain:
+            with context.wrap_socket(plain) as connection:
+                connection.sendall(b"POST /start/bulk HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+                connection.recv(100)
+    except OSError:
+        pass
+    time.sleep(0.01)
+"""
+CLIENTS = {"flood": FLOOD, "garbage": GARBAGE, "wrong secret": WRONG_SECRET}
+
+
 class CaseError(RowError):
     """A case did not come to its fault, or its processes hang."""
 
@@ -58,8 +90,9 @@ class CaseError(RowError):
 class Fault(NamedTuple):
     """What happens to host or process `victim`.
 
-    kind: kill, stop, cut, or flood: 1,000 connections of a stranger. seconds: how long; None: for
-    ever. sends, receives: which direction of the victim's link a cut drops.
+    kind: kill, stop, cut, or one of CLIENTS: unauthenticated clients, 1,000 of them in a flood.
+    seconds: how long; None: until the end. sends, receives: which direction of the victim's link a
+    cut drops.
     """
 
     kind: str
@@ -148,9 +181,9 @@ def meet(
 def _begin(fault: Fault, made: Hosts, victim: subprocess.Popen) -> None:
     if fault.kind == "cut":
         _cut(fault, made, mend=False)
-    elif fault.kind == "flood":  # of the port after JAX's
-        script = [sys.executable, "-c", FLOOD, made.addresses[0], str(PORT + 1), "1000"]
-        made.start(fault.victim, script)
+    elif fault.kind in CLIENTS:  # of the port after JAX's
+        client = [sys.executable, "-c", CLIENTS[fault.kind], made.addresses[0], str(PORT + 1)]
+        made.start(fault.victim, [*client, "1000"], env={**os.environ, "PYTHONPATH": str(ROOT)})
     else:
         os.kill(victim.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
@@ -158,7 +191,7 @@ def _begin(fault: Fault, made: Hosts, victim: subprocess.Popen) -> None:
 def _finish(fault: Fault, made: Hosts, victim: subprocess.Popen) -> bool:
     if fault.kind == "cut":
         _cut(fault, made, mend=True)
-    elif fault.kind == "flood":
+    elif fault.kind in CLIENTS:
         made.processes.pop().kill()
     else:
         victim.send_signal(signal.SIGCONT)

@@ -1,10 +1,10 @@
 """Acts in a process of a run at a moment of its schedule: for tests and benchmarks of faults.
 
-Moments are exact whatever the machine does beside, since the process itself comes by them:
-inner steps: before inner step t, when nothing was sent. in flight: the same, for a t between a
-send and its apply. at apply: what step t sends has not left yet, so that the others come to wait
-for it. checkpoint: the arrays of step t are about to be complete. at share: reduce-scatter: the
-parts that step t sends have arrived, and the means have not left.
+Moments are exact however fast the machine is, because the process itself reaches them:
+inner steps, first step: before inner step t, when nothing was sent. in flight: the same, for a t
+between a send and its apply. at apply: what step t sends has not left yet, so that the others come
+to wait for it. checkpoint: the arrays of step t are about to be complete. at share: reduce-scatter:
+the parts that step t sends have arrived, and the means have not left.
 """
 
 import functools
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MOMENTS = ("inner steps", "in flight", "at apply", "checkpoint", "at share")
+MOMENTS = ("first step", "inner steps", "in flight", "at apply", "checkpoint", "at share")
 POLL_S = 0.01
 
 
@@ -25,7 +25,7 @@ def act_at(moment: str, t: int, act: Callable[[], None]) -> None:
     from maxdiloco.engine.host_transfer import HostTransfers
 
     act = once(act)
-    if moment in ("inner steps", "in flight"):
+    if moment in ("first step", "inner steps", "in flight"):
         for trainer in (DiLoCo, DataParallel):
             before(trainer, "step", lambda _, state, batch: state.t + 1 == t, act)
     elif moment == "at apply":
