@@ -82,7 +82,7 @@ def test_a_sentencepiece_model_that_normalises_is_not_exact(tmp_path):
     assert changing.decode(changing.encode("\u2581")) == " "
 
 
-def test_a_document_stands_between_its_start_and_end(each, tmp_path, parts_here):
+def test_a_document_stands_between_its_start_and_end(each, tmp_path):
     """Half a surrogate pair is a question mark; numbers that are no token have no text."""
     tokens = each.encode("a b").copy()
     end = [] if each.eos is None else [each.eos]

@@ -13,7 +13,6 @@ import re
 
 import pytest
 from allpairspy import AllPairs
-from data.shards_on_disk import prepare_in_this_process
 from run import run_program
 from run_files import metrics_rows, saved_steps
 from tiers import corner
@@ -199,11 +198,9 @@ def place(tmp_path_factory, programs):
         )  # fmt: skip
     text = str(folder / "text")
     assert tokenizer_program.main([text, f"out={folder / 'tok.json'}", "vocab_size=280"]) == 0
-    with pytest.MonkeyPatch.context() as patch:
-        prepare_in_this_process(patch)
-        assert prepare.main([text, f"out={folder / 'shards'}"]) == 0
-        keys = BASE | FACTORS["tokenizer"]["bpe"] | SIZES | MESH | dict(dataset_path=text)
-        assert start(folder, keys | dict(run_name="run", base_output_directory=folder)).code == 0
+    assert prepare.main([text, f"out={folder / 'shards'}"]) == 0
+    keys = BASE | FACTORS["tokenizer"]["bpe"] | SIZES | MESH | dict(dataset_path=text)
+    assert start(folder, keys | dict(run_name="run", base_output_directory=folder)).code == 0
     exported, imported = str(folder / "exported"), str(folder / "imported")
     assert hf.main(["export", str(folder / "run"), exported]) == 0
     assert hf.main(["import", exported, imported]) == 0
@@ -286,8 +283,7 @@ def read(reader, folder):
 
 
 @pytest.mark.parametrize("row", corner(ROWS, DEFAULT), ids=name_of)
-def test_a_row_trains_and_is_read_or_is_refused_with_a_remedy(row, place, tmp_path, monkeypatch):
-    prepare_in_this_process(monkeypatch)
+def test_a_row_trains_and_is_read_or_is_refused_with_a_remedy(row, place, tmp_path):
     number = ROWS.index(row)
     values = trained(place, values_of(row, tmp_path), number)
     change = FACTORS["again"][row.again]
