@@ -3,10 +3,12 @@
 # R replicas  B sequences per replica  L tokens
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shlex
+import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fractions import Fraction
@@ -17,7 +19,7 @@ import jax
 
 from maxdiloco.cluster import coordination
 from maxdiloco.cluster.agree import from_first_process, in_any_process
-from maxdiloco.data import kinds, mixture, order, packing, pipeline, shards
+from maxdiloco.data import corpus, kinds, mixture, order, packing, pipeline, shards
 from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.data.prepared.prepare import Work, plan_of, prepare, size_of
@@ -36,7 +38,11 @@ _LARGE = 2
 CACHE = "prepared"  # below base_output_directory
 _BARRIER = "maxdiloco/prepared"
 _LARGE_TEXT = 1e9  # bytes, some minutes of tokenising; above it the log names the prepare command
+_SMALL_TEXT = 1 << 20  # bytes, tokenised in less than a second; a first start does so twice
 _PATIENCE_S = 7 * 24 * 3600.0  # for other processes, which prepare; the loss of one ends the wait
+
+# What prepares a source, the folder of the result, and the key that names its parent.
+Unprepared = tuple[Work, str, str]
 
 
 def trained(cfg: Config) -> dict[str, kinds.Source]:
@@ -82,6 +88,28 @@ def prepare_sources(
     Raises:
       DataError: text that is missing, unreadable or damaged, or a cache that cannot be written.
     """
+    return _prepare(cfg, _unprepared(cfg, tokenizer, splits), say)
+
+
+def _prepare(
+    cfg: Config, unprepared: Mapping[kinds.Source, Unprepared], say: Callable[[str], None]
+) -> dict[kinds.Source, str]:
+    for source, (work, out, key) in unprepared.items():
+        if (size := size_of(work.source)) > _LARGE_TEXT and not shards.is_folder(out):
+            say(
+                f"note: {work.name} has {size / 1e9:,.1f} GB to tokenise before the first step. "
+                f"`{_prepare_command(cfg, source)}` does that on any machine, once for all runs."
+            )
+        prepare(work, out, say, waits=True, key=key)
+    if jax.process_count() > 1 and cfg.dataset_type != "synthetic":
+        coordination.barrier(_BARRIER, "prepared its text", timeout_s=_PATIENCE_S)
+    return {source: out for source, (_, out, _) in unprepared.items()}
+
+
+def _unprepared(
+    cfg: Config, tokenizer: Tokenizer, splits: Collection[str]
+) -> dict[kinds.Source, Unprepared]:
+    """Open the sources of the splits that are not yet folders of shards."""
     keys = {}
     evaluates = "eval" in splits and cfg.eval_interval != -1
     if "train" in splits or (evaluates and cfg.holds_out()):
@@ -89,41 +117,54 @@ def prepare_sources(
     if evaluates:
         paths = cfg.eval_paths().items()
         keys |= {of_path(cfg, path): checks.key_of_eval(name) for name, path in paths if path}
-    raw = {
-        source: key
+    # Every source is opened before the first is prepared: one that is missing leaves no folder.
+    works = {
+        source: Work(
+            kinds.open_source(source, key),
+            tokenizer,
+            f"{key}={source.path}",
+            allowed=cfg.max_corrupted_records,
+        )
         for source, key in keys.items()
         if source.kind != "synthetic" and not shards.is_folder(source.path)
     }
-    folders = {source: _prepared(cfg, source, key, tokenizer, say) for source, key in raw.items()}
-    if jax.process_count() > 1 and cfg.dataset_type != "synthetic":
-        coordination.barrier(_BARRIER, "prepared its text", timeout_s=_PATIENCE_S)
-    return folders
+    return {source: (work, *_cached_folder(cfg, work)) for source, work in works.items()}
 
 
-def _prepared(
-    cfg: Config,
-    source: kinds.Source,
-    key: str,
-    tokenizer: Tokenizer,
-    say: Callable[[str], None],
-) -> str:
-    """Prepare a source in the cache; returns its folder there, named after what it is made from."""
-    text, named = kinds.open_source(source, key), f"{key}={source.path}"
-    work = Work(text, tokenizer, named, allowed=cfg.max_corrupted_records)
+def _cached_folder(cfg: Config, work: Work) -> tuple[str, str]:
+    """Return the folder of a source in the cache, and the key that names the cache.
+
+    The folder has the name of a hash of all that it is made from.
+    """
     plan = json.dumps(list(plan_of(work).values()))
     name = hashlib.sha256(plan.encode()).hexdigest()[:16]
-    cache_key, cache = "data_cache_directory", cfg.data_cache_directory
+    key, cache = "data_cache_directory", cfg.data_cache_directory
     if not cache:
-        cache_key, cache = "base_output_directory", os.path.join(cfg.base_output_directory, CACHE)
-    out = os.fspath(absolute(cache, key=cache_key) / name)
-    if (size := size_of(text)) > _LARGE_TEXT and not shards.is_folder(out):
-        command = _prepare_command(cfg, source)
-        say(
-            f"note: {named} has {size / 1e9:,.1f} GB to tokenise before the first step. "
-            f"`{command}` does that on any machine, once for all runs."
-        )
-    prepare(work, out, say, waits=True, key=cache_key)
-    return out
+        key, cache = "base_output_directory", os.path.join(cfg.base_output_directory, CACHE)
+    return os.fspath(absolute(cache, key=key) / name), key
+
+
+@contextlib.contextmanager
+def _trial(
+    unprepared: Mapping[kinds.Source, Unprepared],
+) -> Iterator[dict[kinds.Source, str]]:
+    """Prepare small sources in a temporary folder, to see whether a run can use them.
+
+    Yields:
+      As `prepare_sources`; {} if all sources are prepared, or one is too large to tokenise twice.
+    """
+    folders = {source: out for source, (_, out, _) in unprepared.items()}
+    absent = [source for source, out in folders.items() if not shards.is_folder(out)]
+    if not absent or any(size_of(unprepared[each][0].source) > _SMALL_TEXT for each in absent):
+        yield {}
+        return
+    with corpus.reading("TMPDIR", "Set it to a folder that can be written."):
+        temporary = tempfile.TemporaryDirectory(prefix="maxdiloco-")
+    with temporary as parent:
+        for source in absent:
+            folders[source] = os.path.join(parent, os.path.basename(folders[source]))
+            prepare(unprepared[source][0], folders[source], lambda line: None)
+        yield folders
 
 
 def _prepare_command(cfg: Config, source: kinds.Source) -> str:
@@ -231,7 +272,8 @@ def open_data(
     """Open the training data and those to evaluate on, if the run evaluates.
 
     Called before the run's folder is made, so that bad data leave no folder. Sources that are not
-    prepared are prepared first.
+    prepared are prepared first: small ones in a temporary folder, so that text that is too short
+    leaves no cache. A cache of larger text stays, and a start with other keys uses it.
 
     Args:
       cfg: of the run.
@@ -242,7 +284,20 @@ def open_data(
     Raises:
       DataError: data that are missing, unreadable or too short for a step.
     """
-    prepared = prepare_sources(cfg, tokenizer, say)
+    unprepared = _unprepared(cfg, tokenizer, ("train", "eval"))
+    with _trial(unprepared) as folders:
+        if folders:
+            _open_splits(cfg, tokenizer, shape, folders)
+    return _open_splits(cfg, tokenizer, shape, _prepare(cfg, unprepared, say))
+
+
+def _open_splits(
+    cfg: Config,
+    tokenizer: Tokenizer,
+    shape: tuple[int, int, int],
+    prepared: Mapping[kinds.Source, str],
+) -> tuple[TrainingData, dict[str, Dataset]]:
+    """Open the data of both splits. Raises DataError if they are too short for a step."""
     train = open_dataset(cfg, tokenizer, split="train", prepared=prepared)
     train.check_size(train.first_position(*shape[:2]))
     held_out = {}
