@@ -1,15 +1,18 @@
-"""Speed of preparing text and of reading it, beside Hugging Face datasets' map on the same file.
+"""Speed of preparing and reading text, compared with Hugging Face datasets' map on the same file.
 
     PYTHONPATH=. python benchmarks/data.py [size_mb=500] [processes=0] [vocab_size=8000]
-        [out=FOLDER]
+        [latency_ms=20] [out=FOLDER]
 
-Needs the extras data and text. Makes a file of JSON lines of words drawn at random, trains a
-byte-level BPE on its first 5 MB, prepares it, opens and reads the shards in a random order, and
-tokenises the same file with datasets.map. Each is a process of its own, whose peak memory, with
-that of its children, is printed.
+Needs the extras data and text, and buckets unless latency_ms=0. Makes a file of JSON lines of words
+drawn at random, trains a byte-level BPE on its first 5 MB, prepares it, opens and reads the shards
+in a random order, and tokenises the same file with datasets.map. Then it reads the shards from a
+bucket: tests/fake_gcs.py, a server in a process of its own on this machine, which waits latency_ms
+before each answer. Each row is a process of its own, whose peak memory, with that of its children,
+is printed.
 """
 
 import contextlib
+import glob
 import json
 import os
 import resource
@@ -26,6 +29,10 @@ from maxdiloco.output import aligned
 WORDS = 50_000  # distinct ones, of Zipf's frequencies: our choice
 LENGTH = 1024  # tokens of a window that is read
 WINDOWS = 20_000  # most that are read
+ROWS = 8  # windows of a batch
+PACED = 400  # steps that are read at a rate, at most; the first two do not count
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BUCKET = "gs://fake-bucket"
 
 
 class Options(NamedTuple):
@@ -34,6 +41,7 @@ class Options(NamedTuple):
     size_mb: int = 500
     processes: int = 0
     vocab_size: int = 8000
+    latency_ms: int = 20  # 0: no bucket
     out: str = ""
 
 
@@ -53,7 +61,8 @@ def main(argv: list[str]) -> int:
 def _run(options: Options, folder: str) -> int:
     keys = options._asdict() | {"folder": folder}
     rows = [("what", "seconds", "MB/s", "tokens/s", "peak MB", "of it")]
-    for name in ("make", "prepare", "open", "read", "map"):
+    names = ["make", "prepare", "open", "read", "map"]
+    for name in names + (["bucket"] if options.latency_ms else []):
         found = _in_process(name, keys)
         keys |= found["facts"]
         seconds, tokens = found["seconds"], found["facts"].get("tokens", 0)
@@ -61,7 +70,7 @@ def _run(options: Options, folder: str) -> int:
             (
                 name,
                 f"{seconds:.2f}",
-                f"{keys['bytes'] / 1e6 / seconds:.1f}" if name in ("prepare", "map") else "",
+                f"{keys['bytes'] / 1e6 / seconds:.2f}" if name in ("prepare", "map") else "",
                 f"{tokens / seconds:,.0f}" if tokens else "",
                 f"{found['peak_mb']:.0f}",
                 found["note"],
@@ -81,7 +90,14 @@ def _in_process(name: str, keys: dict) -> dict:
 
 def _measured(name: str, keys: dict) -> dict:
     begun = time.perf_counter()
-    steps = {"make": _make, "prepare": _prepare, "open": _open, "read": _read, "map": _map}
+    steps = {
+        "make": _make,
+        "prepare": _prepare,
+        "open": _open,
+        "read": _read,
+        "map": _map,
+        "bucket": _bucket,
+    }
     facts, note = steps[name](keys)
     peak = max(
         resource.getrusage(who).ru_maxrss
@@ -145,19 +161,19 @@ def _prepare(keys):
     assert code == 0
     seconds = time.perf_counter() - begun
     found = shards.open_shards(os.path.join(keys["folder"], "shards"), "out")
-    size = sum(part[1] for part in found.manifest.parts)
+    folder = os.scandir(os.path.join(keys["folder"], "shards"))
+    size = sum(entry.stat().st_size for entry in folder)
     note = f"{int(found.lengths.sum()):,} tokens, {size / 1e6:.0f} MB on disk"
     return {"tokens": int(found.lengths.sum()), "seconds": seconds}, note
 
 
-def _windows(keys):
+def _windows(keys, path=""):
     from maxdiloco.evaluation import run_texts, run_tokenizer
     from maxdiloco.flags import config
 
     keys = [
         *_arguments(keys)[1:3],
-        "dataset_type=arrayrecord",
-        f"dataset_path={keys['folder']}/shards",
+        f"dataset_path={path or os.path.join(keys['folder'], 'shards')}",
         f"vocab_size={keys['vocab_size'] + 256}",
         f"max_target_length={LENGTH}",
     ]
@@ -172,39 +188,68 @@ def _open(keys):
 
 
 def _read(keys):
+    return _rate(_windows(keys), WINDOWS, rates=(1_000_000,))
+
+
+def _rate(data, windows, rates):
+    """Read windows as fast as possible, then at rates of tokens a second."""
     from maxdiloco.data import order, pipeline
 
-    data = _windows(keys)
-    steps = min(WINDOWS, data.num_windows) // 8
-    position = order.first_position(1, 8)
-    waited, begun = 0.0, time.perf_counter()
-    with pipeline.batches(
-        data, position, steps=range(1, steps + 1), replicas=[0], rows=range(8)
-    ) as batches:
-        for _ in range(steps):
-            asked = time.perf_counter()
-            next(batches)
-            waited += time.perf_counter() - asked
+    steps = min(windows, data.num_windows) // ROWS
+    position = order.first_position(1, ROWS)
+    mine = dict(replicas=[0], rows=range(ROWS))
+    begun = time.perf_counter()
+    with pipeline.batches(data, position, steps=range(1, steps + 1), **mine) as batches:
+        for _ in batches:
+            pass
     seconds = time.perf_counter() - begun
-    return {"tokens": steps * 8 * LENGTH, "seconds": seconds}, _paced(data, position, steps)
-
-
-def _paced(data, position, steps):
-    """What a step that takes 8,192 tokens every 8.192 ms waits for its batch, of its time."""
-    from maxdiloco.data import pipeline
-
-    steps = min(steps, 400)
     waits = []
-    with pipeline.batches(
-        data, position, steps=range(1, steps + 1), replicas=[0], rows=range(8)
-    ) as batches:
-        for _ in range(steps):
-            time.sleep(8 * LENGTH / 1e6)
-            asked = time.perf_counter()
-            next(batches)
-            waits.append(time.perf_counter() - asked)
-    share = sum(waits[2:]) / ((steps - 2) * 8 * LENGTH / 1e6)
-    return f"at 1M tokens/s a step waits {share:.1%} of its time"
+    for rate in rates:
+        count, waited = min(steps, PACED), 0.0
+        with pipeline.batches(data, position, steps=range(1, count + 1), **mine) as batches:
+            for number in range(count):
+                time.sleep(ROWS * LENGTH / rate)
+                asked = time.perf_counter()
+                next(batches)
+                waited += (time.perf_counter() - asked) * (number >= 2)
+        share = waited / ((count - 2) * ROWS * LENGTH / rate)
+        waits.append(f"at {rate:,} tokens/s a step waits {share:.1%} of its time")
+    return {"tokens": steps * ROWS * LENGTH, "seconds": seconds}, "; ".join(waits)
+
+
+def _bucket(keys):
+    with _server(keys["latency_ms"]):
+        from maxdiloco.storage import store
+
+        bucket, folder = store.connect("gs", BUCKET.partition("://")[2]), keys["folder"]
+        for path in filter(os.path.isfile, glob.glob(f"{folder}/shards/**", recursive=True)):
+            with open(path, "rb") as file:
+                bucket.put(os.path.relpath(path, folder), file.read())
+        data = _windows(keys, f"{BUCKET}/shards")
+        found, note = _rate(data, WINDOWS // 10, rates=(100_000, 300_000))
+    return found, f"{keys['latency_ms']} ms a request; {note}"
+
+
+@contextlib.contextmanager
+def _server(latency_ms):
+    """A bucket in a process of its own, on the last core if there are several."""
+    program = ["tests/fake_gcs.py", "--port", "0", "--latency", str(latency_ms / 1000)]
+    environ = os.environ | {"PYTHONPATH": ROOT, "PYTHONUNBUFFERED": "1"}
+    server = subprocess.Popen(
+        [sys.executable, *program], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+    )
+    *others, last = sorted(os.sched_getaffinity(0))
+    if others:
+        os.sched_setaffinity(server.pid, {last})
+        os.sched_setaffinity(0, others)
+    try:
+        for _ in range(3):
+            key, _, value = server.stdout.readline().removeprefix("export ").strip().partition("=")
+            os.environ[key] = value
+        yield
+    finally:
+        server.kill()
+        server.wait()
 
 
 def _map(keys):
