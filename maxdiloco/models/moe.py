@@ -13,16 +13,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxdiloco.models import router
 from maxdiloco.models.config import ModelConfig
 from maxdiloco.models.devices import on_each_device, split_axes
 from maxdiloco.models.kernels.choice import Kernels
+from maxdiloco.models.kernels.expert_rows import fork, gather_rows, sort_by_expert, sum_rows
 from maxdiloco.models.linear import Names, constant, matrix
 from maxdiloco.models.mlp import MLP, activation
 from maxdiloco.models.params import is_names, leaves, map_weights, names_of
-from maxdiloco.models.remat import MLP_IN, ROUTED, keep
+from maxdiloco.models.remat import MLP_IN, keep
 from maxdiloco.models.router import Router, Usage
 from maxdiloco.parallel.sharding import is_expert
 
@@ -75,20 +75,6 @@ class ExpertLinear(nnx.Module):
         )
         dtype, names = config.weight_dtype, ("expert", bias_name)
         self.bias = constant((E, out_size), names, dtype=dtype) if bias_name else None
-
-
-class Rows(NamedTuple):
-    """Choices sorted by expert, earlier tokens first, then those of experts on other devices.
-
-    Attributes:
-      order_A: choice of each row.
-      inverse_A: row of each choice.
-      sizes_E: rows of each expert on this device.
-    """
-
-    order_A: jax.Array
-    inverse_A: jax.Array
-    sizes_E: jax.Array
 
 
 class Axes(NamedTuple):
@@ -185,21 +171,21 @@ class RoutedExperts(nnx.Module):
         Hidden values are weighted instead of the outputs, so that no gradient needs the latter.
         """
         (T, K), E = experts_TK.shape, self.w_up.kernel.shape[0]
-        keys_A, rows = _by_expert(experts_TK, first, E)
+        keys_A, rows = sort_by_expert(experts_TK, first, E)
         sorted_A = jnp.minimum(keys_A[rows.order_A], E - 1)
         here_A1 = (jnp.arange(T * K) < jnp.sum(rows.sizes_E))[:, None]
-        weights_A1 = _to_rows(1, weights_TK.T.reshape(-1), rows)[:, None]
+        weights_A1 = gather_rows(1, weights_TK.T.reshape(-1), rows)[:, None]
 
         def product(linear, x_AD, weights=1):
             out = self.kernels.grouped_product(x_AD, linear.kernel[...], rows.sizes_E)
             return _plus_bias(out, linear, sorted_A, here_A1, weights)
 
-        for_up_AD, for_gate_AD = _for_both(_to_rows(K, x_TD, rows))
+        for_up_AD, for_gate_AD = fork(gather_rows(K, x_TD, rows))
         inputs = [keep(product(self.w_up, for_up_AD), MLP_IN)]
         if self.w_gate is not None:
             inputs.append(keep(product(self.w_gate, for_gate_AD), MLP_IN))
         hidden_AF = (self.activation(*inputs) * weights_A1).astype(x_TD.dtype)
-        return _from_rows(K, product(self.w_out, hidden_AF, weights_A1), rows)
+        return sum_rows(K, product(self.w_out, hidden_AF, weights_A1), rows)
 
     def in_slots(
         self,
@@ -225,7 +211,7 @@ class RoutedExperts(nnx.Module):
           [T, D], and how many choices of experts were dropped.
         """
         T, E, C = len(x_TD), self.config.num_experts, capacity(self.config, len(x_TD))
-        keys_A, (order_A, inverse_A, sizes_E) = _by_expert(experts_TK, 0, E)  # E for padding
+        keys_A, (order_A, inverse_A, sizes_E) = sort_by_expert(experts_TK, 0, E)  # E for padding
         starts_E = jnp.cumsum(sizes_E) - sizes_E
         filled_EC = jnp.arange(C) < sizes_E[:, None]
         rows_EC = jnp.where(filled_EC, starts_E[:, None] + jnp.arange(C), 0)
@@ -354,68 +340,6 @@ def _gathered(to_gather, over_hidden, x, names):
     if over_hidden and names == ("expert", "bias"):
         x = jnp.where(jax.lax.axis_index(over_hidden) == 0, x, 0)
     return x
-
-
-def _by_expert(
-    experts_TK: jax.Array, first: int | jax.Array, num_experts: int
-) -> tuple[jax.Array, Rows]:
-    """Sort choices by expert.
-
-    Returns the expert of each choice, counted from `first`, num_experts for one that is not on this
-    device; and the Rows.
-    """
-    E = num_experts
-    keys_A = experts_TK.T.reshape(-1) - first
-    keys_A = jnp.where((keys_A >= 0) & (keys_A < E), keys_A, E)
-    order_A = jnp.argsort(keys_A, stable=True)
-    inverse_A = jnp.argsort(order_A)
-    sizes_E = jnp.sum(keys_A[:, None] == jnp.arange(E), axis=0, dtype=jnp.int32)
-    return keys_A, Rows(*(keep(x, ROUTED) for x in (order_A, inverse_A, sizes_E)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _to_rows(K, x_TD, rows):
-    """[A, D] or [A]: the value that each row's choice belongs to, where each of x has K choices.
-
-    The gradient gathers by the inverse, where that of an index would be a scatter.
-    """
-    return x_TD[rows.order_A % x_TD.shape[0]]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _from_rows(K, x_AD, rows):
-    """[T, D] or [T]: the sum of the rows of K choices, without those of experts elsewhere.
-
-    One by one: XLA:TPU takes a reduction over K for five times as long (benchmarks/results). It
-    would lay out every row in memory as the residual stream is; so only their sum is turned.
-    """
-    x_KTD = x_AD[rows.inverse_A].reshape(K, -1, *x_AD.shape[1:])
-    here_A = rows.inverse_A < jnp.sum(rows.sizes_E)
-    here_KTD = here_A.reshape(*x_KTD.shape[:2], *[1] * (x_AD.ndim - 1))
-    x_TD = sum(jnp.where(here_KTD[k], x_KTD[k], 0).astype(f32) for k in range(K))
-    return with_layout_constraint(x_TD.astype(x_AD.dtype), Layout(tuple(range(x_AD.ndim))))
-
-
-_to_rows.defvjp(
-    lambda K, x_TD, rows: (_to_rows(K, x_TD, rows), rows),
-    lambda K, rows, d_AD: (_from_rows(K, d_AD, rows), None),
-)
-_from_rows.defvjp(
-    lambda K, x_AD, rows: (_from_rows(K, x_AD, rows), rows),
-    lambda K, rows, d_TD: (_to_rows(K, d_TD, rows), None),
-)
-
-
-@jax.custom_vjp
-def _for_both(x_AD):
-    """Copy x for two products. Adding their gradients in float32 takes half the time."""
-    return x_AD, x_AD
-
-
-_for_both.defvjp(
-    lambda x_AD: ((x_AD, x_AD), None),
-    lambda _, d: ((d[0].astype(f32) + d[1].astype(f32)).astype(d[0].dtype),),
-)
 
 
 def _plus_bias(out, linear, experts, here=True, weights=1):

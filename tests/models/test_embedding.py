@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import full
 
-from maxdiloco.models.embedding import look_up
+from maxdiloco.models.kernels.token_lookup import look_up
 
 V, D, B, L = 8, 16, 8, 96  # many tokens for each row: their sum does not fit bfloat16
 RULES = (("vocab", ("tensor",)), ("embed", ("fsdp",)), ("batch", ("fsdp",)), ("length", ()))
