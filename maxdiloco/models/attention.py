@@ -1,7 +1,6 @@
 """Grouped-query attention."""
 # B sequences  L tokens  D model  N query heads  K key/value heads  H head dim
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,6 @@ import jax
 from flax import nnx
 
 from maxdiloco.models.config import ModelConfig
-from maxdiloco.models.kernels.blockwise import Scores
 from maxdiloco.models.kernels.choice import Kernels
 from maxdiloco.models.linear import Linear, constant
 from maxdiloco.models.norms import RMSNorm
@@ -20,23 +18,6 @@ from maxdiloco.parallel.sharding import constrain
 # (queries [B, L, N, H], keys and values [B, L, K, H], sinks [N] or None) ->
 # (context [B, L, N, H], cache). The cache belongs to the caller; it is None in training.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
-
-
-def scores(config: ModelConfig, kernels: Kernels, window: int) -> Scores:
-    """Return how the attention logits of a layer are formed.
-
-    Args:
-      config: the model.
-      kernels: types and precision of products.
-      window: keys that a query of the layer sees. 0 is no limit.
-    """
-    divisor = config.query_divisor
-    return Scores(
-        divisor=math.sqrt(config.head_dim) if divisor is None else divisor,
-        window=window,
-        soft_cap=config.attn_logits_soft_cap,
-        products=kernels.products,
-    )
 
 
 class Attention(nnx.Module):

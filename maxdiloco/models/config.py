@@ -105,7 +105,7 @@ class ModelConfig:
     tied_head: bool
     embedding_multiplier: float
     qk_norm: str  # "", head or projection
-    query_divisor: float | None  # of attention logits; None: the square root of head_dim
+    query_divisor: float  # of attention logits
     attention_bias: str  # none, qkv or all
     attention_sink: bool
     latent: LatentConfig | None
@@ -188,7 +188,7 @@ def from_keys(cfg: Any, *, auto_dtype: DTypeLike = jnp.float32) -> ModelConfig:
             math.sqrt(cfg.base_emb_dim) if multiplier[cfg.embedding_scale] else 1.0
         ),
         qk_norm="" if cfg.use_qk_norm == "false" else cfg.use_qk_norm,
-        query_divisor=math.sqrt(cfg.query_pre_attn_scalar) if cfg.query_pre_attn_scalar else None,
+        query_divisor=math.sqrt(cfg.query_pre_attn_scalar or cfg.head_dim),
         attention_bias=cfg.attention_bias,
         attention_sink=cfg.attention_sink,
         latent=LatentConfig(**dict(cfg.latent_attention)) if cfg.latent_attention else None,

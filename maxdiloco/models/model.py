@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 
 from maxdiloco.diloco.fragments import Stacked, Vocabulary
 from maxdiloco.models import devices, router
-from maxdiloco.models.attention import scores
 from maxdiloco.models.config import LAYERS, ModelConfig
 from maxdiloco.models.decoder import Decoder
 from maxdiloco.models.kernels.choice import Kernels
@@ -149,9 +148,8 @@ class Model:
         config, kernels = self.config, self.kernels
 
         def attend(kind, _, q_BLNH, k_BLKH, v_BLKH, sinks_N):
-            how = scores(config, kernels, kind.window)
             arrays = q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N
-            return kernels.attend(how, config, *arrays), None
+            return kernels.attend(config, kind.window, *arrays), None
 
         x_BLD, _, used = decoder(
             tokens_BL,

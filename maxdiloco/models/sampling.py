@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.models.attention import scores
 from maxdiloco.models.kernels import blockwise
 from maxdiloco.models.kernels.blockwise import Queries
 from maxdiloco.models.loss import head_logits, head_names
@@ -20,9 +19,13 @@ from maxdiloco.parallel.sharding import gathered
 
 
 def prefill(
-    model: Model, params: Params, tokens_BP: jax.Array, length: int | jax.Array, *,
+    model: Model,
+    params: Params,
+    tokens_BP: jax.Array,
+    length: int | jax.Array,
+    *,
     cache_length: int,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+) -> tuple[jax.Array, Any]:
     """Run the prompts and fill the caches, one for each stack of layers.
 
     Args:
@@ -42,8 +45,8 @@ def prefill(
     padding = [(0, 0), (0, cache_length - P), (0, 0), (0, 0)]
 
     def attend(kind, _, q, k, v, sinks_N):
-        how = scores(model.config, model.kernels, kind.window)
-        context = blockwise.attention(how, q, k, v, segment_ids_BP, sinks_N)
+        scores = model.kernels.scores(model.config, kind.window)
+        context = blockwise.attention(scores, q, k, v, segment_ids_BP, sinks_N)
         return context, (jnp.pad(k, padding), jnp.pad(v, padding))
 
     decoder = model.decoder(params)
@@ -68,12 +71,12 @@ def decode_step(
     """
 
     def attend(kind, cache, q, k, v, sinks_N):
-        how = scores(model.config, model.kernels, kind.window)
+        scores = model.kernels.scores(model.config, kind.window)
         keys, values = cache
         filled = keys.at[:, position].set(k[:, 0]), values.at[:, position].set(v[:, 0])
         segment_ids_BC = jnp.ones(keys.shape[:2], jnp.int32)
         queries = Queries(position[None], segment_ids_BC[:, :1])
-        return blockwise.attention(how, q, *filled, segment_ids_BC, sinks_N, queries), filled
+        return blockwise.attention(scores, q, *filled, segment_ids_BC, sinks_N, queries), filled
 
     decoder = model.decoder(params)
     x_B1D, caches, _ = decoder(tokens_B[:, None], position[None, None], attend, caches)

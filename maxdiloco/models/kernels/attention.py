@@ -1,4 +1,4 @@
-"""Causal attention within documents: hands each device its part, for the kernel that was chosen.
+"""Causal attention within documents, by the chosen kernel on each device's part of the arrays.
 
 Every kernel computes softmax(soft_cap(q k / divisor) + mask) v for grouped queries. Position t sees
 position s if s <= t, both have the same segment id and, with a window, t - s < window.
@@ -46,7 +46,7 @@ def attend(
     """Attention of a training window with itself.
 
     Args:
-      name: the kernel, one of choice.ATTENTION.
+      name: the kernel, a value of choice.Kernels.attention.
       scores: how logits are formed.
       rules: logical axis name -> mesh axes.
       q_BLNH: queries. N is a multiple of K.

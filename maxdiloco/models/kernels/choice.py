@@ -104,27 +104,30 @@ class Kernels:
             self.grouped_matmul, self.products, x_AD, w_EDF, sizes_E
         )
 
+    def scores(self, config: ModelConfig, window: int) -> Scores:
+        """Return how the attention logits of a layer with this window are formed."""
+        return Scores(config.query_divisor, window, config.attn_logits_soft_cap, self.products)
+
     def attend(
         self,
-        scores: Scores,
         config: ModelConfig,
+        window: int,
         q_BLNH: jax.Array,
         k_BLKH: jax.Array,
         v_BLKH: jax.Array,
         segment_ids_BL: jax.Array,
         sinks_N: jax.Array | None,
     ) -> jax.Array:
-        """Attention of a training window with itself, see attention.py."""
-        return attention.attend(
-            self.attention, scores, config.rules, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N
-        )
+        """Compute the attention of sequences with themselves, see attention.py."""
+        arrays = q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, sinks_N
+        return attention.attend(self.attention, self.scores(config, window), config.rules, *arrays)
 
     def rotate(self, x_BLNH: jax.Array, angles: Rotation) -> jax.Array:
         """Apply the rotary embedding to queries or keys."""
         return rotation.rotate(self.rotation, x_BLNH, angles)
 
     def elementwise(self, fn: Callable) -> Callable:
-        """Wrap a function of activations whose result depends on each element alone.
+        """Wrap a function of activations that works element by element.
 
         XLA:CPU rounds bfloat16 after every operation, in several instructions; the wrapped function
         then computes in float32 and rounds once.
