@@ -1,6 +1,7 @@
 """Grouped-query attention."""
 # B sequences  L tokens  D model  N query heads  K key/value heads  H head dim
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ class Attention(nnx.Module):
       value: [D] -> [K, H].
       out: [N, H] -> [D].
       query_norm: over one head, or over all heads together (OLMo 2, arXiv 2501.00656), or None.
-      key_norm: likewise.
+      key_norm: the same for keys.
       sinks: [N], or None.
     """
 
@@ -47,36 +48,25 @@ class Attention(nnx.Module):
         self.config, self.kernels = config, kernels
         D, N, K = config.emb_dim, config.num_query_heads, config.num_kv_heads
         H = config.head_dim
+        linear = functools.partial(Linear, config, kernels, rngs=rngs)
         has_bias, out_has_bias = config.attention_bias != "none", config.attention_bias == "all"
-        of_queries, of_keys = (
-            (name, "bias") if has_bias else None for name in ("heads", "kv_heads")
-        )
-        query_names, key_names = (("embed", heads, "head_dim") for heads in ("heads", "kv_heads"))
-
-        self.query = Linear(
-            config, kernels, (D,), (N, H), query_names, bias_names=of_queries, rngs=rngs
-        )
-        self.key = Linear(config, kernels, (D,), (K, H), key_names, bias_names=of_keys, rngs=rngs)
-        self.value = Linear(config, kernels, (D,), (K, H), key_names, bias_names=of_keys, rngs=rngs)
-        self.out = Linear(
-            config,
-            kernels,
+        self.query = linear((D,), (N, H), ("embed", "heads", "head_dim"), use_bias=has_bias)
+        self.key = linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), use_bias=has_bias)
+        self.value = linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), use_bias=has_bias)
+        self.out = linear(
             (N, H),
             (D,),
             ("heads", "head_dim", "embed"),
             gain=config.residual_gain,
-            bias_names=("bias",) if out_has_bias else None,
-            rngs=rngs,
+            use_bias=out_has_bias,
         )
-        norms = None, None
+        query_norm = key_norm = None
         if config.qk_norm == "head":
-            norms = RMSNorm(config, (H,)), RMSNorm(config, (H,))
+            query_norm, key_norm = RMSNorm(config, (H,)), RMSNorm(config, (H,))
         elif config.qk_norm == "projection":
-            norms = (
-                RMSNorm(config, (N, H), ("heads", "norm")),
-                RMSNorm(config, (K, H), ("kv_heads", "norm")),
-            )
-        self.query_norm, self.key_norm = norms
+            query_norm = RMSNorm(config, (N, H), ("heads", "norm"))
+            key_norm = RMSNorm(config, (K, H), ("kv_heads", "norm"))
+        self.query_norm, self.key_norm = query_norm, key_norm
         dtype = config.weight_dtype
         self.sinks = constant((N,), ("heads",), dtype=dtype) if config.attention_sink else None
 

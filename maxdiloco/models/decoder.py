@@ -80,19 +80,21 @@ class DecoderLayer(nnx.Module):
         Returns:
           The residual stream, the cache of `attend`, and the use of experts or None.
         """
-        y_BLD = x_BLD if self.attention_norm is None else self.attention_norm(x_BLD)
+        y_BLD = _normed(self.attention_norm, x_BLD)
         y_BLD, cache = self.attention(y_BLD, rope, attend)
-        x_BLD = x_BLD + (
-            y_BLD if self.post_attention_norm is None else self.post_attention_norm(y_BLD)
-        )
-        y_BLD, used = x_BLD if self.mlp_norm is None else self.mlp_norm(x_BLD), None
+        x_BLD = x_BLD + _normed(self.post_attention_norm, y_BLD)
+        y_BLD, used = _normed(self.mlp_norm, x_BLD), None
         if self.moe is not None:
             y_BLD, used = self.moe(y_BLD, real_BL)
         else:
             y_BLD = self.mlp(y_BLD)
-        x_BLD = x_BLD + (y_BLD if self.post_mlp_norm is None else self.post_mlp_norm(y_BLD))
+        x_BLD = x_BLD + _normed(self.post_mlp_norm, y_BLD)
         x_BLD = constrain(x_BLD, ("batch", "length", "embed_act"), self.config.rules)
         return x_BLD, cache, used
+
+
+def _normed(norm, x_BLD):
+    return x_BLD if norm is None else norm(x_BLD)
 
 
 class Decoder(nnx.Module):
@@ -118,10 +120,13 @@ class Decoder(nnx.Module):
             own, split from the key of the stream `layers`.
         """
         self.config, self.kernels = config, kernels
+        D, V = config.emb_dim, config.padded_vocab_size
         self.embedding = Embedding(config, rngs=rngs)
-        D, V, names = config.emb_dim, config.padded_vocab_size, ("embed", "vocab")
-        make_head = functools.partial(Linear, config, kernels, (D,), (V,), names)
-        self.head = None if config.tied_head else make_head(rngs=rngs)
+        self.head = (
+            None
+            if config.tied_head
+            else Linear(config, kernels, (D,), (V,), ("embed", "vocab"), rngs=rngs)
+        )
         self.final_norm = RMSNorm(config, (D,))
         keys = jax.random.split(rngs["layers"].key[...], config.num_layers)
         stacks = {stack.name: self._stacked(stack, keys) for stack in config.stacks}

@@ -2,6 +2,7 @@
 # B sequences  L tokens  D model  N heads  R rank  P features not rotated  T features rotated
 # V features of a value  H = P + T features of a query or key
 
+import functools
 from typing import Any
 
 import jax
@@ -47,29 +48,20 @@ class LatentAttention(nnx.Module):
         self.config = config
         latent, D, N = config.latent, config.emb_dim, config.num_query_heads
         P, T, V = latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.v_head_dim
+        linear = functools.partial(Linear, config, kernels, rngs=rngs)
         down, up = ("embed", "lora"), ("lora", "heads", "head_dim")
-
         if R := latent.q_lora_rank:
-            self.query_down = Linear(config, kernels, (D,), (R,), down, rngs=rngs)
+            self.query_down = linear((D,), (R,), down)
             self.query_norm = RMSNorm(config, (R,))
-            self.query_up = Linear(config, kernels, (R,), (N, config.head_dim), up, rngs=rngs)
+            self.query_up = linear((R,), (N, P + T), up)
             self.query = None
         else:
-            names = ("embed", "heads", "head_dim")
-            self.query = Linear(config, kernels, (D,), (N, config.head_dim), names, rngs=rngs)
+            self.query = linear((D,), (N, P + T), ("embed", "heads", "head_dim"))
         R = latent.kv_lora_rank
-        self.kv_down = Linear(config, kernels, (D,), (R + T,), down, rngs=rngs)
+        self.kv_down = linear((D,), (R + T,), down)
         self.kv_norm = RMSNorm(config, (R,))
-        self.kv_up = Linear(config, kernels, (R,), (N, P + V), up, rngs=rngs)
-        self.out = Linear(
-            config,
-            kernels,
-            (N, V),
-            (D,),
-            ("heads", "head_dim", "embed"),
-            gain=config.residual_gain,
-            rngs=rngs,
-        )
+        self.kv_up = linear((R,), (N, P + V), up)
+        self.out = linear((N, V), (D,), ("heads", "head_dim", "embed"), gain=config.residual_gain)
         dtype = config.weight_dtype
         self.sinks = constant((N,), ("heads",), dtype=dtype) if config.attention_sink else None
 

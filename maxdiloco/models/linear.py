@@ -2,7 +2,6 @@
 # B sequences  L tokens
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,14 @@ Names = tuple[str, ...]
 
 
 def matrix(
-    shape: tuple[int, ...], names: Names, *, fan_in: int, gain: float = 1.0, dtype: DTypeLike,
+    shape: tuple[int, ...],
+    names: Names,
+    *,
+    fan_in: int,
+    gain: float = 1.0,
+    dtype: DTypeLike,
     rngs: nnx.Rngs,
-) -> nnx.Param:  # fmt: skip
+) -> nnx.Param:
     """Create a parameter from a truncated normal with deviation gain / sqrt(fan_in).
 
     The scale is that of LeCun et al. 1998, section 4.6.
@@ -61,6 +65,14 @@ def constant(
     return nnx.Param(jnp.full(shape, value, dtype), names=names)
 
 
+def bias_names(names: Names) -> Names:
+    """Return the logical axis names of a bias of outputs with these names.
+
+    A bias is small: it is whole where its matrix is split over `embed`.
+    """
+    return tuple("bias" if name in ("embed", "head_dim") else name for name in names)
+
+
 def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
     """Return x plus a bias in the type of x, or x where there is no bias."""
     return x if bias is None else x + bias[...].astype(x.dtype)
@@ -84,35 +96,33 @@ class Linear(nnx.Module):
         names: Names,
         *,
         gain: float = 1.0,
-        bias_names: Names | None = None,
-        dot_general: Callable | None = None,
+        use_bias: bool = False,
         rngs: nnx.Rngs,
     ):
-        """Create the kernel, and the bias if it has names.
+        """Create the kernel, and the bias.
 
         Args:
-          config: sizes and types.
-          kernels: provide the product, unless `dot_general` is given.
+          config: types and rules.
+          kernels: provide the product.
           in_shape: sizes of the dimensions that are summed over.
           out_shape: sizes of the dimensions that take their place.
           names: logical axis names of in_shape, then of out_shape.
           gain: factor on the initial values of the kernel.
-          bias_names: logical axis names of the bias. None: no bias.
-          dot_general: a product in place of that of `kernels`.
+          use_bias: whether there is a bias, which begins as 0.
           rngs: draws from the stream `params`.
         """
-        self.num_summed = len(in_shape)
+        self.num_summed, dtype = len(in_shape), config.weight_dtype
         self.kernel = matrix(
             (*in_shape, *out_shape),
             names,
             fan_in=math.prod(in_shape),
             gain=gain,
-            dtype=config.weight_dtype,
+            dtype=dtype,
             rngs=rngs,
         )
-        dtype = config.weight_dtype
-        self.bias = constant(out_shape, bias_names, dtype=dtype) if bias_names else None
-        self.dot_general = dot_general or kernels.dot_general(config, names)
+        out_names = bias_names(names[len(in_shape) :])
+        self.bias = constant(out_shape, out_names, dtype=dtype) if use_bias else None
+        self.dot_general = kernels.dot_general(config, names)
 
     def __call__(self, x: jax.Array, *, name: str | None = None) -> jax.Array:
         """Multiply by the kernel and add the bias.

@@ -70,23 +70,12 @@ class MLP(nnx.Module):
         """
         self.rules = config.rules
         self.activation = activation(config, kernels)
-        D = config.emb_dim
-        hidden_bias, out_bias = (("mlp",), ("bias",)) if config.mlp_bias else (None, None)
-        hidden = functools.partial(
-            Linear, config, kernels, (D,), (width,), ("embed", "mlp"), bias_names=hidden_bias
-        )
-        self.w_gate = hidden(rngs=rngs) if len(config.mlp_activations) == 2 else None
-        self.w_up = hidden(rngs=rngs)
-        self.w_out = Linear(
-            config,
-            kernels,
-            (width,),
-            (D,),
-            ("mlp", "embed"),
-            gain=config.residual_gain,
-            bias_names=out_bias,
-            rngs=rngs,
-        )
+        D, F = config.emb_dim, width
+        gated = len(config.mlp_activations) == 2
+        linear = functools.partial(Linear, config, kernels, use_bias=config.mlp_bias, rngs=rngs)
+        self.w_gate = linear((D,), (F,), ("embed", "mlp")) if gated else None
+        self.w_up = linear((D,), (F,), ("embed", "mlp"))
+        self.w_out = linear((F,), (D,), ("mlp", "embed"), gain=config.residual_gain)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Transform each token.

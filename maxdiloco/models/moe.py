@@ -19,7 +19,7 @@ from maxdiloco.models.config import ModelConfig
 from maxdiloco.models.devices import on_each_device, split_axes
 from maxdiloco.models.kernels.choice import Kernels
 from maxdiloco.models.kernels.expert_rows import fork, gather_rows, sort_by_expert, sum_rows
-from maxdiloco.models.linear import Names, constant, matrix
+from maxdiloco.models.linear import Names, bias_names, constant, matrix
 from maxdiloco.models.mlp import MLP, activation
 from maxdiloco.models.params import is_names, leaves, map_weights, names_of
 from maxdiloco.models.remat import MLP_IN, keep
@@ -50,10 +50,9 @@ class ExpertLinear(nnx.Module):
         names: Names,
         *,
         gain: float = 1.0,
-        bias_name: str | None = None,
         rngs: nnx.Rngs,
     ):
-        """Create the kernels, and the biases if they have a name.
+        """Create the kernels, and the biases if the config has them.
 
         Args:
           config: the model.
@@ -61,20 +60,19 @@ class ExpertLinear(nnx.Module):
           out_size: width of the output.
           names: logical axis names of both.
           gain: factor on the initial values.
-          bias_name: logical axis name of a bias. None: no bias.
           rngs: draws from the stream `params`.
         """
-        E = config.num_experts
+        E, dtype = config.num_experts, config.weight_dtype
         self.kernel = matrix(
             (E, in_size, out_size),
             ("stored_expert", *names),
             fan_in=in_size,
             gain=gain,
-            dtype=config.weight_dtype,
+            dtype=dtype,
             rngs=rngs,
         )
-        dtype, names = config.weight_dtype, ("expert", bias_name)
-        self.bias = constant((E, out_size), names, dtype=dtype) if bias_name else None
+        out_names = ("expert", *bias_names(names[1:]))
+        self.bias = constant((E, out_size), out_names, dtype=dtype) if config.mlp_bias else None
 
 
 class Axes(NamedTuple):
@@ -108,22 +106,12 @@ class RoutedExperts(nnx.Module):
         self.config, self.kernels = config, kernels
         self.activation = activation(config, kernels)
         D, F = config.emb_dim, config.moe_mlp_dim
-        hidden_bias, out_bias = ("mlp", "bias") if config.mlp_bias else (None, None)
-        hidden = functools.partial(
-            ExpertLinear, config, D, F, ("embed", "mlp"), bias_name=hidden_bias
-        )
+        gated = len(config.mlp_activations) == 2
+        linear = functools.partial(ExpertLinear, config, rngs=rngs)
         self.router = Router(config, rngs=rngs)
-        self.w_gate = hidden(rngs=rngs) if len(config.mlp_activations) == 2 else None
-        self.w_up = hidden(rngs=rngs)
-        self.w_out = ExpertLinear(
-            config,
-            F,
-            D,
-            ("mlp", "embed"),
-            gain=config.residual_gain,
-            bias_name=out_bias,
-            rngs=rngs,
-        )
+        self.w_gate = linear(D, F, ("embed", "mlp")) if gated else None
+        self.w_up = linear(D, F, ("embed", "mlp"))
+        self.w_out = linear(F, D, ("mlp", "embed"), gain=config.residual_gain)
         E, has_bias = config.num_experts, config.router.balance_bias
         self.routed_bias = constant((E,), ("router",), dtype=f32) if has_bias else None
 
