@@ -30,9 +30,9 @@ def build_model(
     Raises:
       ConfigError: the backend lacks a kernel that was asked for, or 8-bit products.
     """
-    of_model = config.from_keys(cfg, auto_dtype=choice.auto_dtype(backend))
+    model_config = config.from_keys(cfg, auto_dtype=choice.auto_dtype(backend))
     kernels = choice.choose(
-        of_model,
+        model_config,
         backend=backend,
         attention=cfg.attention,
         length=cfg.max_target_length,
@@ -42,4 +42,4 @@ def build_model(
         compute_capability=compute_capability,
         device_kind=device_kind,
     )
-    return Model(of_model, kernels)
+    return Model(model_config, kernels)

@@ -12,9 +12,14 @@ from maxdiloco.models.remat import checkpointed
 
 
 def over_layers(
-    body: Callable, x: Any, stacked: Any, kinds: Sequence[Any], *, policy: str,
+    body: Callable,
+    x: Any,
+    stacked: Any,
+    kinds: Sequence[Any],
+    *,
+    policy: str,
     unrolled: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
+) -> tuple[Any, Any]:
     """Apply every layer of a stack.
 
     Layers of one kind are a scan of one layer. Kinds that repeat are a scan of the shortest block
@@ -39,7 +44,7 @@ def over_layers(
     blocks, rest = divmod(len(kinds), period)
     whole, over = _split(stacked, [blocks * period, rest])
     whole = jax.tree.map(lambda w: w.reshape(blocks, period, *w.shape[1:]), whole)
-    # A loop of one iteration is no loop to the compiler.
+    # The compiler unrolls a loop of one iteration.
     first = _block(body, kinds[:period], policy, in_loop=blocks > 1 and not unrolled)
     x, y = jax.lax.scan(first, x, whole, unroll=unrolled)
     y = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), y)

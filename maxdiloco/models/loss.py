@@ -99,9 +99,8 @@ def token_losses(
     Returns:
       Cross-entropy plus z-loss, and the pair of both, which is for display and has no gradient.
     """
-    return _forward(config, kernels, x_BLD, w, targets_BL, counts_BL)[
-        0
-    ]  # XLA drops a gradient nobody takes
+    losses, _ = _forward(config, kernels, x_BLD, w, targets_BL, counts_BL)
+    return losses  # XLA drops the gradient, which nothing uses here
 
 
 def _forward(config, kernels, x_BLD, w, targets_BL, counts_BL):

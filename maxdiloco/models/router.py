@@ -17,7 +17,8 @@ from maxdiloco.models.linear import add_bias, constant, matrix
 f32 = jnp.float32
 SMALLEST = 1e-20  # added to the sum of the chosen scores, as DeepSeek-V3 does
 # Names in the aux of the loss: its terms, and the tokens of each expert.
-LOSSES = ("load_balance_loss", "router_z_loss")
+LOAD_BALANCE_LOSS, ROUTER_Z_LOSS = "load_balance_loss", "router_z_loss"
+LOSSES = (LOAD_BALANCE_LOSS, ROUTER_Z_LOSS)
 COUNTS = "expert_counts"
 GROUP_SCORES = 2  # a group's score is the sum of so many best experts (arXiv 2412.19437, 2.1.2)
 
@@ -181,9 +182,9 @@ def losses(config: ModelConfig, used: Usage) -> dict[str, jax.Array]:
     if config.load_balance_loss_weight:
         f_lE, P_lE = used.counts / tokens_l[:, None], used.share / tokens_l[:, None]
         balance = jnp.mean(jnp.sum(jax.lax.stop_gradient(f_lE) * P_lE, axis=-1))
-        found[LOSSES[0]] = config.load_balance_loss_weight * (config.num_experts * balance)
+        found[LOAD_BALANCE_LOSS] = config.load_balance_loss_weight * (config.num_experts * balance)
     if config.router_z_loss_weight:
-        found[LOSSES[1]] = config.router_z_loss_weight * jnp.mean(used.squared_lse / tokens_l)
+        found[ROUTER_Z_LOSS] = config.router_z_loss_weight * jnp.mean(used.squared_lse / tokens_l)
     return found
 
 

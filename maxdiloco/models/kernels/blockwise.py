@@ -189,9 +189,12 @@ def blocks(num_queries: int, num_keys: int, window: int) -> list[tuple[slice, sl
 
 
 def mask_of_segments(
-    segment_ids_BL: jax.Array, window: int, rows: slice = slice(None), keys: slice = slice(None),
+    segment_ids_BL: jax.Array,
+    window: int,
+    rows: slice = slice(None),
+    keys: slice = slice(None),
     queries: Queries | None = None,
-) -> jax.Array:  # fmt: skip
+) -> jax.Array:
     """Mark the keys that each query sees.
 
     Args:

@@ -176,7 +176,7 @@ def documents(first_BL: jax.Array, M: int, q_BLNH: jax.Array, k_BLKH: jax.Array)
       first_BL: tokens that begin a document, bool; at most B * M of them.
       M: documents that there is room for in the mean of all windows.
       q_BLNH: queries, whose sizes count in the offsets.
-      k_BLKH: keys, likewise.
+      k_BLKH: keys, whose sizes count in the offsets too.
 
     Returns:
       Their lengths and offsets.

@@ -1,7 +1,7 @@
 """Products of rows that are sorted by expert, as Triton kernels for GPUs.
 
 XLA:GPU of jax 0.10 multiplies every row by every expert's matrix. Here a tile of rows belongs to
-one expert, as in MegaBlocks (arXiv 2211.15841). The kernel learns at run time where the groups
+one expert, as in MegaBlocks (arXiv 2211.15841). The kernel reads at run time where the groups
 begin.
 """
 # A rows  E experts  D width in  F width out  T tiles of rows  r, d, f sides of a tile
@@ -81,8 +81,9 @@ def rows_by_matrices(x_AD, w_EDF, sizes_E, *, transposed=False, interpret=False)
     return jnp.where((jnp.arange(A) < jnp.sum(sizes_E))[:, None], out_AF, 0)
 
 
-def _rows_kernel(rows, side, step, inner, transposed, expert_ref, start_ref, end_ref, x_ref, w_ref,
-                 out_ref):  # fmt: skip
+def _rows_kernel(
+    rows, side, step, inner, transposed, expert_ref, start_ref, end_ref, x_ref, w_ref, out_ref
+):
     """Compute one tile of rows, `side` columns of the result."""
     tile = pl.program_id(1)
     expert, start, end = expert_ref[tile], start_ref[tile], end_ref[tile]
