@@ -14,8 +14,8 @@ setup(
     packages=[*find_packages(include=["maxdiloco", "maxdiloco.*"]), CONFIGS],
     package_dir={CONFIGS: "configs"},
     package_data={
-        CONFIGS: ["*.yml", "models/*.yml", "recipes/*.yml"],
-        "maxdiloco.flags": ["*.yml"],
+        CONFIGS: ["*.yml", "*.json", "models/*.yml", "recipes/*.yml"],
+        "maxdiloco.config": ["*.yml"],
         "maxdiloco.report": ["static/*.*", "static/uplot/*"],
         "maxdiloco.planning": ["*.yml"],
     },
@@ -30,6 +30,8 @@ setup(
         "ml_dtypes>=0.5",
         "numpy>=2.0",
         "pyyaml>=6.0",
+        "pydantic>=2.11,<3",
+        "annotated-types>=0.7",
         "tensorboardX>=2.6",
         # Messages between processes: HTTP, and the certificates of TLS.
         "aiohttp>=3.12",

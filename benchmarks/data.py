@@ -168,8 +168,8 @@ def _prepare(keys):
 
 
 def _windows(keys, path=""):
+    from maxdiloco.config import config
     from maxdiloco.evaluation import run_texts, run_tokenizer
-    from maxdiloco.flags import config
 
     keys = [
         *_arguments(keys)[1:3],

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 
 from maxdiloco.command_line import guarded
+from maxdiloco.config import config
+from maxdiloco.config.keys import Config
 from maxdiloco.diloco import outer, slices
-from maxdiloco.flags import config
-from maxdiloco.flags.config import Config
 from maxdiloco.output import aligned
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib

@@ -188,9 +188,9 @@ def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
     from jax.sharding import Mesh
 
     from maxdiloco.checkpoint import read
+    from maxdiloco.config import config
+    from maxdiloco.config.keys import AXES
     from maxdiloco.evaluation import stored
-    from maxdiloco.flags import config
-    from maxdiloco.flags.checks import AXES
     from maxdiloco.huggingface import imported as imports
 
     if model is not None:

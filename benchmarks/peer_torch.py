@@ -28,9 +28,9 @@ from benchmarks import step_time
 from benchmarks.environment import environment
 from benchmarks.link.command import choices, divided, guarded, help_text, number
 from benchmarks.link.rows import ROOT, RowError
+from maxdiloco.config import config
+from maxdiloco.config.keys import Config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
-from maxdiloco.flags.config import Config
 from maxdiloco.models.model import count_parameters
 from maxdiloco.output import aligned
 from maxdiloco.parallel import mesh as mesh_lib

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.link.command import divided, guarded, help_text, number
 from benchmarks.link.rows import ROOT, RowError
+from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
 
 OWN = {"replicas": "4", "turns": "2", "out": "runs/replica_cost"}
 DEFAULTS = {

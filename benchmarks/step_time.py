@@ -29,11 +29,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxdiloco.command_line import guarded
+from maxdiloco.config import config
+from maxdiloco.config.keys import Config
 from maxdiloco.data.synthetic import SyntheticWindows
 from maxdiloco.diloco.schedule import INNER, Action
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics.speed import flops_per_token, performance
 from maxdiloco.models.model import count_parameters
 from maxdiloco.output import aligned

@@ -32,23 +32,33 @@ _MODULES = {
 # Packages of setup.py by the names under which they are imported.
 _PACKAGES = (
     "jax", "flax", "optax", "orbax", "tensorstore", "grain", "etils", "ml_dtypes", "numpy", "yaml",
-    "tensorboardX", "tqdm", "aiohttp", "cryptography",
+    "pydantic", "annotated_types", "tensorboardX", "tqdm", "aiohttp", "cryptography",
 )  # fmt: skip
+# What these arguments need: they describe the programs and the keys, and run nothing.
+_HELP = ("-h", "--help", "help", "--schema")
+_HELP_PACKAGES = ("yaml", "pydantic", "annotated_types")
 _REMEDY = (
     "Activate the environment of maxdiloco (`source .venv/bin/activate`), or make one in its "
     "checkout: `bash scripts/make_venv.sh .venv`."
 )
 
 
+def _packages():
+    """Return the packages that the arguments of this process need."""
+    if "--version" in sys.argv:
+        return ()
+    return _HELP_PACKAGES if any(word in sys.argv for word in _HELP) else _PACKAGES
+
+
 def _check_python():
-    """Ends a program that this Python cannot run with one line and exit code 2.
+    """End a program that this Python cannot run with one line and exit code 2.
 
     A library gets an ImportError from a Python that is too old.
     """
     if sys.version_info < (3, 11):  # noqa: UP036
         line = "is Python {}.{}, and maxdiloco needs 3.11 or newer".format(*sys.version_info[:2])
     else:
-        absent = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        absent = [name for name in _packages() if importlib.util.find_spec(name) is None]
         line = "has no " + ", ".join(absent) if absent else ""
     if line and sys.argv[:1] != ["-m"]:
         raise ImportError(f"{sys.executable} {line}. {_REMEDY}")

@@ -29,16 +29,16 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         import textwrap
 
-        from maxdiloco.evaluation import stored
+        from maxdiloco.config.keys import EVALUATION_KEYS
 
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         say("The other keys are those of the run. These may be set anew:")
-        for line in textwrap.wrap(", ".join(stored.may_change()), 98):
+        for line in textwrap.wrap(", ".join(EVALUATION_KEYS), 98):
             say(f"  {line}")
         return 0
     run, (options, keys) = argv[0], read_options(argv[1:], OPTIONS, "evaluate", keys=True)
     from maxdiloco.checkpoint import read
-    from maxdiloco.flags import checks, config
+    from maxdiloco.config import checks, config
 
     checks.refuse_store("RUN", run)
     place = [key for key in keys if key.startswith("base_output_directory=")]

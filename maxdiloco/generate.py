@@ -11,8 +11,8 @@ from types import MappingProxyType, SimpleNamespace
 
 from maxdiloco import small_files
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
+from maxdiloco.config import checks
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import checks
 from maxdiloco.output import say, say_error
 
 OPTIONS = MappingProxyType({
@@ -83,9 +83,9 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     from jax.sharding import Mesh
 
     from maxdiloco.checkpoint import read
+    from maxdiloco.config import config
+    from maxdiloco.config.keys import AXES
     from maxdiloco.evaluation import run_tokenizer, stored
-    from maxdiloco.flags import config
-    from maxdiloco.flags.checks import AXES
     from maxdiloco.models import sampling
 
     base = options.base_output_directory
@@ -97,7 +97,7 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
         changes = {"attention": "dot_product", "num_diloco_replicas": -1}
         if options.add_bos:
             changes["add_bos"] = options.add_bos == "true"
-        cfg = config.of_checkpoint(meta["config"] | changes)
+        cfg = config.from_checkpoint(meta["config"] | changes)
         if (cfg.dataset_type, cfg.tokenizer_type) == ("synthetic", "byte"):
             raise ConfigError(
                 f"dataset_type=synthetic of RUN={run}: its tokens are numbers, not text, and no "

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
+from maxdiloco.config import checks
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import checks
 from maxdiloco.output import say
 from maxdiloco.storage.run_folder import absolute
 from maxdiloco.storage.store import is_local

@@ -7,14 +7,14 @@ link.
 """
 
 import os
-import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
 
 from maxdiloco import train_compile
 from maxdiloco.command_line import Option, guarded, read_options
+from maxdiloco.config import config, help
+from maxdiloco.config.values import LARGEST
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import checks, config, help, maxtext
 from maxdiloco.output import say
 
 OPTIONS = MappingProxyType({
@@ -80,19 +80,6 @@ def _given(options: SimpleNamespace, names: Sequence[str]) -> list[str]:
     return given
 
 
-def given_keys(keys: Sequence[str], environ: Mapping[str, str]) -> set[str]:
-    """Names of the keys that the user has set, whatever their values."""
-    names = {key.partition("=")[0].lstrip("-") for key in keys if "=" in key}
-    names |= {
-        name.removeprefix(config.ENVIRONMENT_PREFIX).lower()
-        for name in environ
-        if name.startswith(config.ENVIRONMENT_PREFIX)
-    }
-    if keys and keys[0].endswith((".yml", ".yaml")):
-        names |= set(config.of_file(config.found(pathlib.Path(keys[0])), maxtext.tables()))
-    return names
-
-
 def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
     from maxdiloco.planning import compile_run, forecast, job, rating, recommendation, table
     from maxdiloco.storage import output_file
@@ -102,7 +89,7 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
     sharing = ((1, "device"), (planned.per_host, "host"), (planned.per_slice, "slice"))
     share = sharing[LINKS.index(link)]
     latency_s = (options.latency_ms or options.link_latency_ms or 0.0) / 1e3
-    given = given_keys(keys, os.environ)
+    given = config.names_given(keys, os.environ)
     tokens, origin = _tokens(
         cfg, options.tokens, has_steps="steps" in given, a_step=planned.tokens,
         parameters=planned.num_parameters,
@@ -143,10 +130,10 @@ def _tokens(
     if has_steps:
         return cfg.steps * a_step, f"steps={cfg.steps}"
     if tokens is not None:
-        if tokens / a_step > checks.LARGEST:
+        if tokens / a_step > LARGEST:
             raise ConfigError(
                 f"tokens={tokens:g} are {tokens / a_step:.3g} steps of {a_step} tokens, and "
-                f"{checks.LARGEST} are the most. Use fewer tokens."
+                f"{LARGEST} are the most. Use fewer tokens."
             )
         return tokens, "as given"
     return TOKENS * parameters, f"{TOKENS} a parameter, without tokens= or steps="

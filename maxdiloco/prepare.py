@@ -46,9 +46,9 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
+    from maxdiloco.config import checks, config
     from maxdiloco.data import kinds, shards, tokenizer
     from maxdiloco.data.prepared.prepare import Work, prepare
-    from maxdiloco.flags import checks, config
 
     source, *rest = argv
     if "=" in source and is_local(source) and not os.path.exists(source):

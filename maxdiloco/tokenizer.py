@@ -12,11 +12,11 @@ from types import MappingProxyType
 from etils import epath
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
+from maxdiloco.config import checks
 from maxdiloco.data import corpus, kinds
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
-from maxdiloco.flags import checks
 from maxdiloco.output import say, shows_bars
 from maxdiloco.storage.store import is_local
 

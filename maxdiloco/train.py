@@ -11,6 +11,15 @@ from maxdiloco.command_line import guarded
 from maxdiloco.metrics.start_time import StartClock
 from maxdiloco.output import say
 
+SCHEMA = "--schema"
+EXAMPLES = (
+    "",
+    "configs/quickstart.yml run_name=a",
+    "configs/recipes/streaming_4bit.yml dataset_path=/data/text",
+    "hardware=cpu dcn_diloco_parallelism=2 steps=200",
+    "runs/a/config.yml steps=2000",
+)
+
 
 @guarded
 def main(argv: Sequence[str]) -> int:
@@ -21,10 +30,13 @@ def main(argv: Sequence[str]) -> int:
     gc.disable()
     try:
         # Not above: Ctrl-C is heard from the call of end_with on.
-        from maxdiloco.flags import config, help
+        from maxdiloco.config import config, help
 
         if words := help.asked(argv):
-            say(help.help_text("maxdiloco.train", words[1:]))
+            say(help.help_text("maxdiloco.train", words[1:], examples=EXAMPLES, schema=True))
+            return 0
+        if SCHEMA in argv:
+            say(help.schema_text())
             return 0
         notes: list[str] = []
         cfg = config.load(argv, os.environ, warn=notes.append)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 
 from maxdiloco.command_line import Option, guarded, option_lines, read_options
+from maxdiloco.config import config, help
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config, help
 from maxdiloco.output import one_line, say, say_error
 
 REFUSED = 1
@@ -53,12 +53,12 @@ def main(argv: Sequence[str]) -> int:
 def help_text(
     program: str, words: Sequence[str], options: Mapping[str, Option], examples: Sequence[str]
 ) -> str:
-    """What --help prints: a program's own options and the keys of a run, or those words choose."""
-    if not words:
-        return help.help_text(program, own=option_lines(options), examples=examples)
-    own = {name: option for name, option in options.items() if name in words}
+    """What --help prints: a program's own options and the groups of keys, or what words select."""
+    own = {name: option for name, option in options.items() if not words or name in words}
     keys = [word for word in words if word not in options]
-    lines = [f"of {program} alone", *option_lines(own)] if own else []
+    if not words:
+        return help.help_text(program, own=option_lines(own), examples=examples)
+    lines = [f"options of {program}:", *option_lines(own)] if own else []
     return "\n".join([*lines, *([help.help_text(program, keys)] if keys else [])])
 
 

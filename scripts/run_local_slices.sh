@@ -45,7 +45,7 @@ if ((restarts)); then # the flags have to name a run that can be resumed
   "$python" -c 'import os, sys
 from maxdiloco.command_line import guarded
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
+from maxdiloco.config import config
 
 @guarded
 def check(argv):

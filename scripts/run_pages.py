@@ -47,7 +47,7 @@ SKIPPED = (
 )
 KEYS = (r"maxdiloco\.train_compile ", r"maxdiloco\.plan .*compile_topology=")
 DRY = (r"hardware=(gpu|tpu)", r"model_name=(35m|90m|180m|1b)")
-NO_CHECK = "import os, sys\nfrom maxdiloco.flags import config\nconfig.load(sys.argv[1:], {})"
+NO_CHECK = "import os, sys\nfrom maxdiloco.config import config\nconfig.load(sys.argv[1:], {})"
 OPTIONS = r"^(step_time|\w+_bandwidth_gbps|latency_ms|tokens|details|report|max_exposed_fraction)="
 
 

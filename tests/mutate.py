@@ -78,8 +78,8 @@ MUTATIONS = (
              "context.verify_mode = ssl.CERT_OPTIONAL",
              "a client without a certificate is accepted"),
     Mutation("diloco/schedule.py", "not 0 <= tau < H", "not 0 <= tau <= H", "tau = H is taken"),
-    Mutation("flags/resume.py", "if as_lists(before) != as_lists(after):",
-             "if name in saved and as_lists(before) != as_lists(after):",
+    Mutation("config/resume.py", "if as_json(before) != as_json(after):",
+             "if name in saved and as_json(before) != as_json(after):",
              "a key younger than the checkpoint may differ"),
 )  # fmt: skip
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from maxdiloco.config import config
 from maxdiloco.engine.payload import Payload
-from maxdiloco.flags import config
 from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from benchmarks.link import figures
 from benchmarks.link.command import choices, divided, number
 from benchmarks.link.grid import GRIDS, Row
+from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
 
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
 MODES = tuple(mode for mode in figures.MODES if mode != figures.PLAIN)

@@ -2,7 +2,7 @@
 
 A damaged disk and other people write here too. So the file has to fit the seal, and each field that
 a reader uses has to have its type: no reader looks at what this file has not checked. The values of
-`config` are checked by maxdiloco.flags, which knows the keys.
+`config` are checked by maxdiloco.config, which knows the keys.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxdiloco.diloco import fragments, schedule
+from maxdiloco.diloco.combinations import RADIAL
 from maxdiloco.diloco.schedule import Action
 from maxdiloco.engine import describe, finite, library_checks
 from maxdiloco.engine.calls import Call
@@ -28,7 +29,7 @@ from maxdiloco.engine.host_transfer import Mailbox
 from maxdiloco.engine.layout import Layout, State, lay_out, with_fragment, with_items
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.restore import Restorer, saved_items, theta_item
-from maxdiloco.engine.settings import RADIAL, ExchangeSettings
+from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.engine.trainer import Description, RestorePlan, SavedLayout
 from maxdiloco.engine.transports import TRANSPORTS, DryTransport, Leg, Transport
 from maxdiloco.parallel.program import Program, throttle_cpu

@@ -7,12 +7,11 @@ checkpoints and the islands read the same record.
 import dataclasses
 import math
 from numbers import Real
-from types import MappingProxyType
 from typing import Any
 
 import optax
 
-from maxdiloco.diloco import fragments, outer, outer_rate, quantize, schedule
+from maxdiloco.diloco import combinations, fragments, outer, outer_rate, quantize, schedule
 from maxdiloco.diloco.schedule import ALL_GATHER, COLLECTIVES, REDUCE_SCATTER, Schedule
 from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel import offload
@@ -21,18 +20,9 @@ AUTO = "auto"
 XLA, HOST = "xla", "host"
 TRANSPORTS = (XLA, HOST)
 OUTER_MEMORIES = ("device", offload.HOST)
-RADIAL = "radial_directional_mean"
 # From so many slices on, a replica sends less by reduce-scatter than by all-gather in every wire
 # format.
 REDUCE_SCATTER_FROM = 4
-# What reduce-scatter cannot be combined with, and why.
-_NOT_WITH_REDUCE_SCATTER = MappingProxyType(
-    {
-        ("aggregation", RADIAL): "a slice has parts of tensors, not their norms",
-        ("exchange_dtype", "topk"): "a mean of sparse values is not sparse",
-        ("round_overlap", "eager"): "a replica needs the outer gradients of the others one by one",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,22 +79,13 @@ class ExchangeSettings:
         self._check_choices()
         self._check_counts()
         self._check_outer_optimizer()
-        if self.error_feedback and self.wire.error == 0:
-            raise ValueError(
-                f"error_feedback=True does nothing with exchange_dtype={self.exchange_dtype}, "
-                "which loses nothing. Leave it out, or use another exchange_dtype."
-            )
-        if self.collective == REDUCE_SCATTER and (reason := self.no_reduce_scatter):
-            raise ValueError(
-                f"collective=reduce_scatter cannot be combined with {reason}. Use "
-                "collective=all_gather."
-            )
-        if self.aggregation == RADIAL and self.round_overlap == "eager":
-            raise ValueError(
-                f"aggregation={RADIAL} cannot be combined with round_overlap=eager: a replica's "
-                "own terms of two rounds cancel in a plain mean only, so the replicas would drift "
-                "apart. Use aggregation=mean."
-            )
+        combinations.check(
+            collective=self.collective,
+            aggregation=self.aggregation,
+            exchange_dtype=self.exchange_dtype,
+            round_overlap=self.round_overlap,
+            error_feedback=self.error_feedback,
+        )
 
     def _check_choices(self) -> None:
         known = {
@@ -203,10 +184,11 @@ class ExchangeSettings:
     @property
     def no_reduce_scatter(self) -> str:
         """The setting that rules reduce-scatter out, with the reason; empty if none does."""
-        for (name, value), reason in _NOT_WITH_REDUCE_SCATTER.items():
-            if getattr(self, name) == value:
-                return f"{name}={value}: {reason}"
-        return ""
+        return combinations.no_reduce_scatter(
+            aggregation=self.aggregation,
+            exchange_dtype=self.exchange_dtype,
+            round_overlap=self.round_overlap,
+        )
 
     @property
     def schedule(self) -> Schedule:

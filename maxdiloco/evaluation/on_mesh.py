@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxdiloco.config import config
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import Tokenizer
-from maxdiloco.flags import config
 from maxdiloco.models import devices
 from maxdiloco.models.build import build_model
 from maxdiloco.models.kernels import cudnn, quantized

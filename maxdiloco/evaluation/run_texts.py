@@ -19,6 +19,9 @@ import jax
 
 from maxdiloco.cluster import coordination
 from maxdiloco.cluster.agree import from_first_process, in_any_process
+from maxdiloco.config import checks
+from maxdiloco.config.keys import Config
+from maxdiloco.config.values import show
 from maxdiloco.data import corpus, kinds, mixture, order, packing, pipeline, shards
 from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.pipeline import Dataset
@@ -28,8 +31,6 @@ from maxdiloco.data.tokenizer import KEYS
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.data.windows import Request
 from maxdiloco.errors import DataError
-from maxdiloco.flags import base_yml, checks
-from maxdiloco.flags.config import Config
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import absolute
 
@@ -116,7 +117,7 @@ def _unprepared(
         keys = {source: key_of(name) for name, source in trained(cfg).items()}
     if evaluates:
         paths = cfg.eval_paths().items()
-        keys |= {of_path(cfg, path): checks.key_of_eval(name) for name, path in paths if path}
+        keys |= {of_path(cfg, path): checks.eval_key(name) for name, path in paths if path}
     # Every source is opened before the first is prepared: one that is missing leaves no folder.
     works = {
         source: Work(
@@ -170,7 +171,7 @@ def _trial(
 def _prepare_command(cfg: Config, source: kinds.Source) -> str:
     values = {"dataset_type": source.kind, "text_column": source.column}
     values |= {name: vars(cfg)[name] for name in (*KEYS, "max_corrupted_records")}
-    words = [f"{name}={shlex.quote(base_yml.show(value))}" for name, value in values.items()]
+    words = [f"{name}={shlex.quote(show(value))}" for name, value in values.items()]
     return " ".join(["python -m maxdiloco.prepare", shlex.quote(source.path), "out=FOLDER", *words])
 
 
@@ -242,7 +243,7 @@ def open_evaluated(cfg: Config, tokenizer: Tokenizer, **options: Any) -> dict[st
         except DataError as error:
             if not name:
                 raise
-            raise DataError(f"{checks.key_of_eval(name)}: {error}") from error
+            raise DataError(f"{checks.eval_key(name)}: {error}") from error
     return texts
 
 

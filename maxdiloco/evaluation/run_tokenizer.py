@@ -5,11 +5,11 @@ Imports no JAX, so that vocab_size=-1 is a number before anything is built.
 
 from etils import epath
 
+from maxdiloco.config import config
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer import SubwordTokenizer
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
-from maxdiloco.flags import config
 from maxdiloco.storage.run_folder import AGAIN, refusing
 
 # Rows of the embedding are divided among devices: our choice, the lanes of a TPU.
@@ -29,12 +29,12 @@ def resolved(cfg: config.Config) -> config.Config:
     if cfg.vocab_size != -1:
         return cfg
     size, rows = tokenizers.build(vars(cfg)).vocab_size, cfg.padded_vocab_size
-    of_model = config.rows_of_model(cfg)
+    of_model = config.model_vocab_size(cfg)
     if of_model is not None and _OWN * of_model <= size <= of_model:
         size = of_model
     elif rows == -1 and size % _MULTIPLE:
         rows = -(-size // _MULTIPLE) * _MULTIPLE
-    return config.with_vocab_size(cfg, size, rows)
+    return config.replace(cfg, vocab_size=size, padded_vocab_size=rows)
 
 
 def open_tokenizer(cfg: config.Config) -> Tokenizer:

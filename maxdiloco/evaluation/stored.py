@@ -11,23 +11,18 @@ from jax.sharding import Mesh
 
 from maxdiloco import output, ownership
 from maxdiloco.checkpoint import metadata, theta
+from maxdiloco.config import config
+from maxdiloco.config.keys import EVALUATION_KEYS
+from maxdiloco.config.values import show
 from maxdiloco.data.tokenizer_base import ByteTokenizer
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
-from maxdiloco.flags import base_yml, config
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.storage.store import is_local
 
 # Keys of the run that an evaluation may set anew, besides those of the mesh.
-_MAY_CHANGE = (
-    "hardware", "base_output_directory", "dataset_path", "eval_dataset_path", "add_bos",
-    "text_column", "eval_steps", "per_device_batch_size", "dtype", "attention", "remat_policy",
-    "matmul_precision", "quantization", "logical_axis_rules", "show_memory", "jax_cache_dir",
-    "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",
-    "exchange_interface", "exchange_secret_file", "capacity_factor",
-)  # fmt: skip
 # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
 _NEUTRAL = MappingProxyType({"num_diloco_replicas": -1, "eval_interval": 1})
 
@@ -68,15 +63,9 @@ def load(
     return Stored(found.step, found.path, found.meta, *built, params)
 
 
-def may_change() -> tuple[str, ...]:
-    """The keys that the command line of an evaluation takes."""
-    mesh = [key.name for key in base_yml.declared().values() if key.group.startswith("mesh")]
-    return (*_MAY_CHANGE, *mesh)
-
-
 def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> config.Config:
     """The config of a run with the keys of a command line. Raises ConfigError."""
-    keys, run, may = meta["config"] | _NEUTRAL, _config_of_run(meta), may_change()
+    keys, run, may = meta["config"] | _NEUTRAL, _config_of_run(meta), EVALUATION_KEYS
     if meta.get("imported") and run.dataset_type != "synthetic":  # with a tokenizer
         may = (*may, "dataset_type")  # an import has no text of its own
     cfg = config.changed(keys, argv, environ, may_change=may)
@@ -90,7 +79,7 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
 
 def _config_of_run(meta: dict[str, Any]) -> config.Config:
     """The config of the run that wrote a checkpoint. Raises ConfigError."""
-    return config.of_checkpoint(meta["config"] | _NEUTRAL)
+    return config.from_checkpoint(meta["config"] | _NEUTRAL)
 
 
 def evaluate(
@@ -157,7 +146,7 @@ def _text_of_others(found: Stored) -> list[str]:
         return []
     keys, stored = found.cfg.as_dict(), found.meta["config"]
     named = [
-        f"{name}={base_yml.show(keys[name])}"
+        f"{name}={show(keys[name])}"
         for name in ("dataset_path", "dataset_mixture", "eval_dataset_path")
         if keys[name] and keys[name] == stored.get(name)
     ]

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from maxdiloco import json_text, small_files
+from maxdiloco.config import config as config_lib
+from maxdiloco.config.keys import KEYS, Key
+from maxdiloco.config.values import show
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml
-from maxdiloco.flags.base_yml import Key, Table
-from maxdiloco.flags.values import Given, same_type
 from maxdiloco.huggingface import rules
 from maxdiloco.huggingface.families import families
 from maxdiloco.huggingface.folders import Folder
@@ -111,7 +111,7 @@ def keys_of(
     for key, value in family.must.items():
         if hf.get(key) is not None and hf[key] != value:
             raise rules.refused(key, hf[key], f"{family.model_type} has {key}={value}")
-    of_model = _of_model(declared or base_yml.declared())
+    of_model = _of_model(declared or KEYS)
     keys = {name: key.default for name, key in of_model.items()} | _NEUTRAL
     defaults = _flat(keys, of_model)
     found: Values = {}
@@ -131,7 +131,7 @@ def _flat(keys: Values, declared: Mapping[str, Key]) -> Values:
     return keys | {
         f"{name}.{entry}": value
         for name, key in declared.items()
-        if key.entries
+        if isinstance(keys[name], dict)
         for entry, value in key.whole(keys[name]).items()
     }
 
@@ -144,7 +144,7 @@ def _of_model(declared: Mapping[str, Key]) -> dict[str, Key]:
 
 def config_of(keys: Values, family: Family, declared: Mapping[str, Key] | None = None) -> Values:
     """config.json of a config that `misfits` finds nothing in. Arguments: as there."""
-    ours = _flat(keys, declared or base_yml.declared())
+    ours = _flat(keys, declared or KEYS)
     if ours["base_moe_mlp_dim"] == -1:
         ours["base_moe_mlp_dim"] = ours["base_mlp_dim"]
     ours["query_pre_attn_scalar"] = ours["query_pre_attn_scalar"] or ours["head_dim"]
@@ -160,15 +160,10 @@ def misfits(
 ) -> dict[str, tuple[Any, Any]]:
     """{key: (value of the config, value of config.json)} where a model is not the same.
 
-    config: all keys of base.yml. declared: of base_yml.declared(), which takes a tenth of a second.
+    config: all keys of base.yml. declared: KEYS.
     """
-    declared = declared or base_yml.declared()
-    keys = _of_model(declared)
-    ours = {name: config[name] for name in keys}
-    theirs = {
-        name: same_type(keys[name], Given(value, "config.json"))
-        for name, value in keys_of(hf, family, declared).items()
-    }
+    ours = {name: config[name] for name in _of_model(declared or KEYS)}
+    theirs = vars(config_lib.from_dict(keys_of(hf, family, declared)))
     mine, other = _resolved(ours), _resolved(theirs)
     return {name: (ours[name], theirs[name]) for name in ours if not _same(mine[name], other[name])}
 
@@ -177,9 +172,8 @@ def _same(mine: Any, other: Any) -> bool:
     """Whether two values are one in float32, which is what is computed."""
     if isinstance(mine, float) and isinstance(other, float):
         return math.isclose(mine, other, rel_tol=1e-9)
-    if isinstance(mine, Table) and isinstance(other, Table) and mine and len(mine) == len(other):
-        pairs = zip(mine, other, strict=True)
-        return all(a == b and _same(x, y) for (a, x), (b, y) in pairs)
+    if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
+        return all(_same(value, other[name]) for name, value in mine.items())
     return mine == other
 
 
@@ -209,7 +203,7 @@ def family_for(config: Values) -> tuple[Family, Values]:
     The model has a head of its own, and the scale in the embedding, where no family has a tied one
     whose embedding is scaled. Raises ConfigError that names what none has.
     """
-    declared, nearest = base_yml.declared(), []
+    declared, nearest = KEYS, []
     untied = config | {"logits_via_embedding": False, "embedding_scale": "one"}
     for keys in (config, untied) if config["logits_via_embedding"] else (config,):
         for family in families():
@@ -227,8 +221,5 @@ def family_for(config: Values) -> tuple[Family, Values]:
 
 def differing(found: Mapping[str, tuple[Any, Any]]) -> str:
     """The findings of `misfits`, for a message."""
-    pairs = [
-        f"{name}={base_yml.show(ours)} is not {base_yml.show(theirs)}"
-        for name, (ours, theirs) in found.items()
-    ]
+    pairs = [f"{name}={show(ours)} is not {show(theirs)}" for name, (ours, theirs) in found.items()]
     return ", ".join(pairs)

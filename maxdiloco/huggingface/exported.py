@@ -13,9 +13,9 @@ import numpy as np
 from etils import epath
 
 from maxdiloco.checkpoint import arrays, metadata, read, theta
+from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags import config
 from maxdiloco.huggingface import (
     auto_tokenizer,
     config_json,
@@ -57,7 +57,7 @@ def export_model(
     folders.refuse_existing(target)
     safetensors_files.package()
     found = read.restore_from(folder, lambda meta: {}, key="RUN", needs=metadata.OF_MODEL)
-    cfg, tokenizer = config.of_checkpoint(found.meta["config"]), None
+    cfg, tokenizer = config.from_checkpoint(found.meta["config"]), None
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
     carried = _carried(cfg.load_parameters_path, found.path, like)

@@ -19,13 +19,13 @@ from etils import epath
 
 from maxdiloco.checkpoint import metadata, write
 from maxdiloco.checkpoint.arrays import PartedLeaf, Writer
+from maxdiloco.config import config
+from maxdiloco.config.keys import AXES, Config
+from maxdiloco.config.values import as_json
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, DataError
 from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags import base_yml, config
-from maxdiloco.flags.checks import AXES
-from maxdiloco.flags.config import Config
 from maxdiloco.huggingface import (
     auto_tokenizer,
     config_json,
@@ -235,7 +235,7 @@ def _write_yml(path: epath.Path, about: str, values: dict[str, Any]) -> None:
     """Lines `key: value`, the value as JSON, which yml cannot misread."""
     lines = [f"# {about}"]
     for key, value in values.items():
-        lines.append(f"{key}: {json.dumps(base_yml.as_lists(value), ensure_ascii=False)}")
+        lines.append(f"{key}: {json.dumps(as_json(value), ensure_ascii=False)}")
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -11,9 +11,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from maxdiloco.cluster.start import launcher
+from maxdiloco.config.keys import AXES, Config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags.checks import AXES
-from maxdiloco.flags.config import Config
 from maxdiloco.parallel import chips, processor
 
 # CPU devices in one process. Our choice: on two cores collectives of 128 devices ended within

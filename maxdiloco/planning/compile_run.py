@@ -8,11 +8,11 @@ import jax
 from jax.sharding import Mesh
 
 from maxdiloco.checkpoint import arrays
+from maxdiloco.config import config
+from maxdiloco.config.keys import Config
+from maxdiloco.config.values import show
 from maxdiloco.engine.calls import bytes_on_device
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
-from maxdiloco.flags.base_yml import show
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.parallel import chips

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh
 
+from maxdiloco.config import checks, keys
+from maxdiloco.config.keys import AXES, Config
+from maxdiloco.config.values import show
 from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.engine.data_parallel import gradient_bytes
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
-from maxdiloco.flags import base_yml, checks
-from maxdiloco.flags.checks import AXES
-from maxdiloco.flags.config import Config
 from maxdiloco.models import devices
 from maxdiloco.models.build import build_model
 from maxdiloco.models.model import Model
@@ -78,11 +78,10 @@ class Choice(NamedTuple):
 
     def arguments(self) -> list[str]:
         """key=value of what differs from base.yml, and H always."""
-        declared = base_yml.declared()
         return [
-            f"{name}={base_yml.show(value)}"
+            f"{name}={show(value)}"
             for name, value in self.keys().items()
-            if value != declared[name].default or name == "diloco_sync_period"
+            if value != keys.KEYS[name].default or name == "diloco_sync_period"
         ]
 
 

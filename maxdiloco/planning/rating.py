@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import jax
 
+from maxdiloco.diloco.combinations import RADIAL
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.quantize import wire_format
 from maxdiloco.diloco.schedule import ALL_GATHER, REDUCE_SCATTER
 from maxdiloco.engine import payload
 from maxdiloco.engine.calls import bytes_on_device, is_on_device
 from maxdiloco.engine.layout import lay_out, plan_fragments, scatter_steps
-from maxdiloco.engine.settings import AUTO, HOST, RADIAL, XLA, ExchangeSettings
+from maxdiloco.engine.settings import AUTO, HOST, XLA, ExchangeSettings
 from maxdiloco.parallel.mesh import devices_of_slice
 from maxdiloco.planning import link_model
 from maxdiloco.planning.forecast import Gap

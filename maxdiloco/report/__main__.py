@@ -60,7 +60,7 @@ def _load(
     names: Sequence[str], options: SimpleNamespace
 ) -> tuple[list["RunData"], dict[str, Any], bool]:
     """Return the runs, the default of every key, and whether a run may still be running."""
-    from maxdiloco.flags import checks
+    from maxdiloco.config import checks
     from maxdiloco.report import run_data, run_info, timeline
 
     for name in names:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.flags import config
+from maxdiloco.config import config
 from maxdiloco.metrics import definitions
 from maxdiloco.report import series, timeline
 from maxdiloco.report.run_data import REPLICA_LOSS, RunData

@@ -10,8 +10,10 @@ from etils import epath
 
 from maxdiloco import json_text
 from maxdiloco.checkpoint import read, seal
+from maxdiloco.config import files
+from maxdiloco.config.keys import KEYS
+from maxdiloco.config.values import as_json, infer
 from maxdiloco.errors import ConfigError, DataError
-from maxdiloco.flags import base_yml
 from maxdiloco.metrics import line_files
 from maxdiloco.metrics.history import read_history
 from maxdiloco.report import event_files
@@ -76,7 +78,7 @@ REPLICA_LOSS = "learning/loss_replica_"
 
 def default_config() -> dict[str, Any]:
     """Return every key with its default, as `load` fills the keys that a config.yml lacks."""
-    return {name: base_yml.as_lists(key.default) for name, key in base_yml.declared().items()}
+    return {name: as_json(key.default) for name, key in KEYS.items()}
 
 
 def load(
@@ -194,9 +196,9 @@ def _read_config(path: epath.Path, defaults: Mapping[str, Any]) -> dict[str, Any
     if not path.exists():
         return None
     config = dict(defaults)
-    for key, text, _ in base_yml.read_yml(path):
+    for key, text in files.read_yml(path).items():
         try:
-            config[key] = base_yml.as_lists(base_yml.infer(text))
+            config[key] = as_json(infer(text))
         except ValueError as error:  # of Python, for more than 4,300 digits
             raise ConfigError(
                 f"{key}={text[:_SHOWN_DIGITS]}... in {path} is too large: it has {len(text):,} "

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxdiloco.flags import base_yml
+from maxdiloco.config.values import show
 from maxdiloco.report.run_data import RunData
 from maxdiloco.report.tables import UNKNOWN, Table, format_date
 
@@ -97,4 +97,4 @@ def config_table(runs: Sequence[RunData], defaults: Mapping[str, Any]) -> Table:
 def _text(value: Any) -> str:
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
-    return base_yml.show(value) or '""'
+    return show(value) or '""'

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxdiloco.config import checks, config
 from maxdiloco.data.tokenizer import build
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.calls import START, Call
@@ -23,7 +24,6 @@ from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, Sampler
-from maxdiloco.flags import checks, config
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.model import Model
 from maxdiloco.parallel.program import Program

@@ -6,10 +6,11 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple
 
+from maxdiloco.config import checks
+from maxdiloco.config.keys import KEYS, Config
+from maxdiloco.config.values import show
 from maxdiloco.data import order
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, checks
-from maxdiloco.flags.config import Config
 from maxdiloco.islands.records import Run
 from maxdiloco.islands.rules import Pace
 
@@ -128,7 +129,7 @@ def _pace(cfg: Config) -> Pace:
 
 def _words(cfg: Config) -> dict[str, object]:
     """What shapes the model and its fragments, as far as it is not the default."""
-    declared = base_yml.declared()
+    declared = KEYS
     group = declared["model_name"].group
     named = [name for name, key in declared.items() if key.group == group]
     named = [name for name in named if name not in ("model_name", "override_model_config")]
@@ -151,7 +152,7 @@ def _data(cfg: Config, facts: Facts | None) -> dict[str, object]:
 
 def _text(values: Mapping[str, object]) -> str:
     """key=value words, fit for run.json."""
-    shown = {name: base_yml.show(value).replace(" ", "") for name, value in values.items()}
+    shown = {name: show(value).replace(" ", "") for name, value in values.items()}
     text = " ".join(f"{name}={value}" for name, value in shown.items()) or "default"
     if len(text) <= _MOST_TEXT:
         return text
@@ -186,14 +187,14 @@ def _differences(own: Run, stored: Run, step_tokens: int) -> Iterator[tuple[str,
             yield from _of_words(mine, other)
         if field == "eval_tokens":
             mine, other = (max(n // step_tokens, 1) if n else -1 for n in (mine, other))
-        yield _KEYS.get(field, field), base_yml.show(mine), base_yml.show(other)
+        yield _KEYS.get(field, field), show(mine), show(other)
 
 
 def _of_words(mine: str, other: str) -> Iterator[tuple[str, str, str]]:
     words = [dict(word.partition("=")[::2] for word in text.split()) for text in (mine, other)]
-    declared = base_yml.declared()
+    declared = KEYS
     for name in sorted(words[0].keys() | words[1].keys(), key=lambda name: (name == _OTHERS, name)):
-        usual = base_yml.show(declared[name].default) if name in declared else "default"
+        usual = show(declared[name].default) if name in declared else "default"
         values = [found.get(name, usual) for found in words]
         if values[0] != values[1]:
             yield name, *values

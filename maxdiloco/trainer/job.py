@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from maxdiloco import ownership
 from maxdiloco.cluster import agree, coordination, start
+from maxdiloco.config import checks, resume
+from maxdiloco.config.keys import Config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import checks, resume
-from maxdiloco.flags.config import Config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.storage import run_folder, shared_folder
 from maxdiloco.version import __version__
@@ -63,7 +63,7 @@ def joined(cfg: Config) -> Iterator["Cluster | None"]:
             coordination.require_equal(
                 cluster.job,
                 resume.shared(cfg.as_dict()) | versions,
-                difference=resume.difference,
+                difference=resume.describe_processes,
                 timeout_s=cfg.peer_timeout_seconds,
             )
         mesh_lib.emulate_devices(cfg, num_processes=cluster.job.num_processes if cluster else 1)

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 from optax.contrib import MuonDimensionNumbers
 
-from maxdiloco.flags.config import Config
+from maxdiloco.config.keys import Config
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import offload
 from maxdiloco.parallel.sharding import is_vector, optimizer_shardings

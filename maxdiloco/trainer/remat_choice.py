@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxdiloco.cluster.agree import in_any_process
+from maxdiloco.config import config
 from maxdiloco.engine.calls import memory_of
-from maxdiloco.flags import config
 from maxdiloco.metrics.compiles import side_by_side, told, too_big
 from maxdiloco.models.kernels.choice import MOST_UNROLLED
 from maxdiloco.models.remat import AUTO, POLICIES

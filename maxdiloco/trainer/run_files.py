@@ -16,11 +16,12 @@ import jax
 from etils import epath
 
 from maxdiloco.cluster import coordination
+from maxdiloco.config import files
+from maxdiloco.config.keys import KEYS, Config
+from maxdiloco.config.values import as_json
 from maxdiloco.data.tokenizer import ByteTokenizer
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags import base_yml
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics import line_files
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.version import __version__
@@ -73,11 +74,11 @@ def config_yml(cfg: Config) -> str:
         "# relative.",
     ]
     group = ""
-    for key in base_yml.declared().values():
+    for key in KEYS.values():
         if key.group != group:
             group = key.group
             lines += ["", f"# == {group}"]
-        value = base_yml.as_lists(cfg.as_dict()[key.name])
+        value = as_json(cfg.as_dict()[key.name])
         lines.append(f"{key.name}: {json.dumps(value, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
@@ -102,7 +103,7 @@ def environment(hosts: list[str]) -> dict[str, Any]:
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "maxdiloco": __version__,
-        "git_commit": git_commit(base_yml.PACKAGE),
+        "git_commit": git_commit(files.PACKAGE),
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": installed,

@@ -15,12 +15,13 @@ from maxdiloco import output
 from maxdiloco.checkpoint import metadata, read, saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.cluster import agree, coordination
+from maxdiloco.config import checks, config, resume
+from maxdiloco.config.keys import Config
+from maxdiloco.config.values import show
 from maxdiloco.data import mixture, order, tokenizer_base
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
 from maxdiloco.evaluation import run_texts, run_tokenizer
-from maxdiloco.flags import base_yml, checks, config, resume
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics import compiles, console
 from maxdiloco.metrics import history as history_lib
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
@@ -110,7 +111,7 @@ def refuse_changes(
     if sources := mixture.changed_sources(before, now):
         given = f"dataset_mixture, sources {', '.join(sources)}"
     if config.from_dict(stored).holds_out() != cfg.holds_out():
-        shown = base_yml.show(cfg.eval_dataset_path) or "empty"
+        shown = show(cfg.eval_dataset_path) or "empty"
         raise CheckpointError(
             f"eval_dataset_path={shown} decides what is held out, so the text is not that of the "
             f"checkpoint of step {saved.step}. Set it back; beside the held-out part a text is "

@@ -17,12 +17,13 @@ from etils import epath
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.cluster.agree import from_first_process, in_any_process
 from maxdiloco.cluster.signals import Preemption
+from maxdiloco.config import checks, config, warnings
+from maxdiloco.config.keys import Config
+from maxdiloco.config.values import LARGEST
 from maxdiloco.data import mixture, order, pipeline, tokenizer_base
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.evaluation import on_mesh, run_texts, run_tokenizer
-from maxdiloco.flags import checks, config, together
-from maxdiloco.flags.config import Config
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.speed import active_parameters
@@ -77,8 +78,9 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
     start.check_places(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
     text, held_out = run_texts.open_data(cfg, tokenizer, shape, say)
-    sizes = dict(num_replicas=shape.num_replicas, num_tokens=tokenizer.vocab_size)
-    for line in [*run_texts.lines(cfg, text, held_out, shape), *together.lines(cfg, **sizes)]:
+    M, num_tokens = shape.num_replicas, tokenizer.vocab_size
+    unusual = warnings.run_lines(cfg, num_replicas=M, num_tokens=num_tokens)
+    for line in [*run_texts.lines(cfg, text, held_out, shape), *unusual]:
         say(line)
     clock.lap("data")
 
@@ -132,7 +134,7 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
                 cluster.failure_detector.before_end(history.end)
         writer = stack.enter_context(_open_writer(cfg, folder, say, done=done))
         stack.enter_context(console.progress(first_step=done, total_steps=length))
-        steps, text = range(done + 1, (length or checks.LARGEST) + 1), parts.control.reads(text)
+        steps, text = range(done + 1, (length or LARGEST) + 1), parts.control.reads(text)
         batches = stack.enter_context(_open_batches(cfg, parts, text, begin.position, steps))
         stack.callback(parts.control.leave)
         profiled = stack.enter_context(profile(folder, _profiled_steps(cfg, done)))
@@ -199,7 +201,7 @@ def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
     on_mesh.parameters(on_mesh.build(cfg, mesh), mesh)
     return [
         *config.describe_differences(cfg),
-        *together.lines(cfg),
+        *warnings.lines(cfg),
         mesh_lib.describe(mesh, cfg),
     ]
 
@@ -254,7 +256,7 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
             f", {active_parameters(parts.model.config, parts.params):,} of them used by a token"
         )
     return [
-        *together.lines(
+        *warnings.device_lines(
             cfg,
             platform=parts.trainer.mesh.devices.flat[0].platform,
             num_devices=parts.trainer.mesh.size,

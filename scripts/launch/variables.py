@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -8,18 +8,18 @@ import pytest
 from cloud_fixtures import cloud, faulty, gcs, https, no_clients, s3, s3_server  # noqa: F401
 from data.shards_on_disk import TEXTS
 
-from maxdiloco.flags import config
+from maxdiloco.config import config
 
 
 @pytest.fixture
 def settings(tmp_path_factory):
     """A config of windows of four tokens; keywords replace its values, which nothing checks."""
     cache = f"data_cache_directory={tmp_path_factory.mktemp('cache')}"
-    defaults = vars(config.load(["max_target_length=4", "vocab_size=257", cache], {}))
+    defaults = config.load(["max_target_length=4", "vocab_size=257", cache], {})
 
     def make(**changed):
-        assert changed.keys() <= defaults.keys()
-        return config.Config(**defaults | changed)
+        assert changed.keys() <= vars(defaults).keys()
+        return defaults.model_copy(update=changed)
 
     return make
 

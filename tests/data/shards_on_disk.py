@@ -4,7 +4,6 @@ from maxdiloco.data import kinds, shards, tokenizer
 from maxdiloco.data.prepared import prepare
 from maxdiloco.data.prepared.prepare import Work
 from maxdiloco.evaluation import run_texts, run_tokenizer
-from maxdiloco.flags import config
 
 TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
 
@@ -38,7 +37,7 @@ def open_dataset(cfg, split="train", say=lambda line: None):
     tokens, path = run_tokenizer.open_tokenizer(cfg), ""
     if split == "eval":
         path = next(iter(cfg.eval_paths().values()))
-        cfg = config.Config(**vars(cfg) | {"eval_interval": 1})
+        cfg = cfg.model_copy(update={"eval_interval": 1})
     prepared = run_texts.prepare_sources(cfg, tokens, say, splits=(split,))
     return run_texts.open_dataset(cfg, tokens, split=split, path=path, prepared=prepared)
 

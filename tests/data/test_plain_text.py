@@ -4,9 +4,9 @@ import re
 
 from data.shards_on_disk import open_dataset
 
+from maxdiloco.config import config
 from maxdiloco.data import kinds
 from maxdiloco.evaluation import run_texts
-from maxdiloco.flags import config
 from maxdiloco.trainer.assemble import BatchShape
 
 

@@ -15,8 +15,8 @@ import pytest
 from tiers import full
 
 from maxdiloco import DiLoCo
+from maxdiloco.config import config
 from maxdiloco.engine import data_parallel
-from maxdiloco.flags import config
 from maxdiloco.models.build import build_model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning.hlo import reader, traffic

@@ -15,9 +15,9 @@ from tiers import corner
 
 import maxdiloco
 from maxdiloco import train as train_program
+from maxdiloco.config import config
 from maxdiloco.diloco import fragments
 from maxdiloco.engine import describe
-from maxdiloco.flags import config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 

@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import maxdiloco
 from maxdiloco import Checkpointer, DiLoCo, Stacked, restore_state, save_state
+from maxdiloco.config import config
+from maxdiloco.config.keys import KEYS
 from maxdiloco.diloco import outer_rate
-from maxdiloco.engine.settings import RADIAL, ExchangeSettings
+from maxdiloco.diloco.combinations import RADIAL
+from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.errors import NumericsError
-from maxdiloco.flags import base_yml, config
 
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
 BATCH = np.ones((2, 1), np.float32)
@@ -183,7 +185,7 @@ def test_a_restore_names_the_arguments_that_changed(tmp_path):
 
 ARGUMENTS = set(inspect.signature(DiLoCo).parameters)
 ARGUMENTS |= {field.name for field in dataclasses.fields(ExchangeSettings)}
-TRAINER_KEYS = {key for key in base_yml.declared() if "_" in key} - ARGUMENTS
+TRAINER_KEYS = {key for key in KEYS if "_" in key} - ARGUMENTS
 REFUSED = [
     dict(num_replicas=0), dict(num_replicas=True), dict(num_replicas=2.0), dict(sync_period=0),
     dict(num_fragments=11), dict(num_fragments=2), dict(outer_lr=float("nan")),

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
 from maxdiloco.huggingface import config_json, families, tensors
 from maxdiloco.models.config import from_keys
 

@@ -12,7 +12,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import parity
-from maxdiloco.flags import base_yml, config
+from maxdiloco.config import config
+from maxdiloco.config.keys import KEYS
 from maxdiloco.huggingface import config_json, families
 
 pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
@@ -120,7 +121,7 @@ def test_a_key_that_is_absent_has_the_default_of_transformers(model_type):
     """Each key of the whole config.json is left out on its own, but for the sizes of the model."""
     case = next(case for name, case in parity.CASES.items() if name == model_type)
     whole = getattr(transformers, case.config)().to_dict()
-    family, declared = config_json.family_of(model_type), base_yml.declared()
+    family, declared = config_json.family_of(model_type), KEYS
     expected = config_json.keys_of(whole, family, declared)
     for key in whole.keys() - SIZES:
         less = {name: value for name, value in whole.items() if name != key}

@@ -12,9 +12,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from maxdiloco.checkpoint import arrays, read
+from maxdiloco.config import config, files
+from maxdiloco.config.keys import KEYS
 from maxdiloco.data import tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
-from maxdiloco.flags import base_yml, config
 from maxdiloco.huggingface import config_json, folders, safetensors_files, tensors
 from maxdiloco.huggingface.tensors import Leaf, Tensor
 from maxdiloco.models.config import from_keys
@@ -52,10 +53,10 @@ def test_an_export_of_an_import_has_the_same_bits(tmp_path, dtype):
 
 def test_the_model_file_gives_the_very_keys_of_the_checkpoint(imported):
     """Every key of the model but those of training, so that a default of base.yml never counts."""
-    group = base_yml.declared()["model_name"].group
-    keys = {key.name for key in base_yml.declared().values() if key.group == group}
+    group = KEYS["model_name"].group
+    keys = {key.name for key in KEYS.values() if key.group == group}
     path = imported / "model.yml"
-    assert {name for name, _, _ in base_yml.read_yml(path)} == keys - set(config_json.OF_TRAINING)
+    assert set(files.read_yml(path)) == keys - set(config_json.OF_TRAINING)
     cfg = config.load([f"model_name={path}", "dataset_type=synthetic"], {})
     saved = read.newest_meta(imported, key="RUN")["config"]
     assert {name: cfg.as_dict()[name] for name in keys} == {name: saved[name] for name in keys}
@@ -164,7 +165,7 @@ def test_start_yml_names_the_tokenizer_of_the_import(source, tmp_path):
     for name, options, expected in (("ours", [], "false"), ("more", ["add_eos=true"], "true")):
         ours = tmp_path / name
         small.done("import", source, ours, "vocab_multiple=300", *options)
-        keys = {name: value for name, value, _ in base_yml.read_yml(ours / "start.yml")}
+        keys = files.read_yml(ours / "start.yml")
         assert (keys["add_bos"], keys["add_eos"]) == ("false", expected)
         assert keys["tokenizer_path"] == str(ours / "tokenizer")
         assert tokenizer.read("huggingface", keys["tokenizer_path"]).named_eos == 67  # "b"

@@ -16,8 +16,8 @@ from tokenizers import processors
 
 from benchmarks import parity
 from maxdiloco import evaluate, generate, hf
+from maxdiloco.config import config
 from maxdiloco.data import tokenizer
-from maxdiloco.flags import config
 from maxdiloco.huggingface import sidecar_files
 
 pytestmark = pytest.mark.xdist_group("torch")

@@ -19,7 +19,7 @@ from tiers import corner
 from maxdiloco import evaluate, generate, hf, prepare
 from maxdiloco import train as train_program
 from maxdiloco.checkpoint import seal
-from maxdiloco.flags import base_yml
+from maxdiloco.config.keys import KEYS
 from maxdiloco.islands import __main__ as islands
 from maxdiloco.report import __main__ as report
 
@@ -134,7 +134,7 @@ def test_a_hostile_command_line_is_refused_in_one_line(seed, tmp_path, monkeypat
     rng, outside = rng_of("command line", seed), tmp_path / "outside"
     outside.write_text("a: b")
     monkeypatch.chdir(tmp_path)
-    keys = rng.sample(sorted(base_yml.declared()), 3)
+    keys = rng.sample(sorted(KEYS), 3)
     values = [rng.choice(HOSTILE) for _ in keys]
     pairs = [
         f"{key}={outside if value is OUTSIDE else value}"

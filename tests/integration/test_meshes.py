@@ -9,8 +9,8 @@ from run import train, train_arguments
 from run_files import assert_equal_runs, checkpoint_arrays, item_arrays, metrics_rows
 from tiers import corner
 
+from maxdiloco.config import config
 from maxdiloco.engine.calls import is_on_device
-from maxdiloco.flags import config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble
 

@@ -9,9 +9,9 @@ from ssh_keys import make
 
 from maxdiloco import generate
 from maxdiloco.cluster import peers
+from maxdiloco.config import config
 from maxdiloco.data import shards, tokenizer
 from maxdiloco.errors import USER_ERRORS, CheckpointError, ConfigError
-from maxdiloco.flags import config
 from maxdiloco.huggingface import safetensors_files, sidecar_files
 from maxdiloco.islands import keys
 from maxdiloco.report import run_data

@@ -20,7 +20,7 @@ from run_files import metrics_rows
 import maxdiloco
 from maxdiloco import evaluate, generate, prepare, train_compile
 from maxdiloco.command_line import read_options
-from maxdiloco.flags import config
+from maxdiloco.config import config
 from maxdiloco.planning.job import EXACT
 
 # A tiny model, a few steps; the command line wins over these.

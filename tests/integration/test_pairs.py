@@ -20,8 +20,8 @@ from tiers import corner
 from maxdiloco import evaluate, generate, hf, prepare, report
 from maxdiloco import tokenizer as tokenizer_program
 from maxdiloco import train as train_program
+from maxdiloco.config.keys import KEYS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
-from maxdiloco.flags import base_yml
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.xdist_group("pairs")]
 
@@ -139,7 +139,7 @@ BASE = dict(
 ROWS = list(AllPairs(collections.OrderedDict((name, list(of)) for name, of in FACTORS.items())))
 PLAIN = {next(iter(of)) for of in FACTORS.values()}
 ROUNDS = 6  # remedies that a row may need, one after the other
-KEYS = sorted(base_yml.declared(), key=len, reverse=True)
+KEYS = sorted(KEYS, key=len, reverse=True)
 OPTIONS = ["RUN", "DST", "parameters", "like", "step", "vocab_multiple"]  # of the readers
 # The first word of a remedy.
 IMPERATIVES = "Use|Set|Leave|Give|Add|Lower|Raise|Choose|Prepare|Name|Copy|Mount|Restore|Install"

@@ -15,6 +15,7 @@ from data.shards_on_disk import open_dataset
 from run import names_key, refused
 
 from maxdiloco import prepare, tokenizer
+from maxdiloco.config import config
 from maxdiloco.data import shards
 from maxdiloco.data.corpus import Stamp, stamp
 from maxdiloco.data.prepared import prepare as preparing
@@ -22,7 +23,6 @@ from maxdiloco.data.sources.files import Files
 from maxdiloco.data.tokenizer import ByteTokenizer
 from maxdiloco.errors import DataError, LostPeerError
 from maxdiloco.evaluation import run_texts, run_tokenizer
-from maxdiloco.flags import config
 
 WAIT_S = 300  # far above what a command takes
 

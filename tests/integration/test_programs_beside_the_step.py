@@ -21,9 +21,9 @@ from run import train
 from tiers import corner
 
 from maxdiloco import DiLoCo
+from maxdiloco.config import config
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.engine.calls import Call
-from maxdiloco.flags import config
 from maxdiloco.metrics import compiles
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning import program_costs, topology

@@ -14,8 +14,9 @@ from run_files import saved_steps
 
 from maxdiloco import evaluate, generate, hf
 from maxdiloco.checkpoint import seal
+from maxdiloco.config import config
+from maxdiloco.config.keys import KEYS
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, config
 from maxdiloco.planning import compile_run
 from maxdiloco.report import __main__ as report
 from maxdiloco.trainer import job
@@ -75,7 +76,7 @@ def test_a_checkpoint_gives_no_key_of_a_host():
                "enable_wandb": True, "islands_store": "/evil", "islands_key": "/evil",
                "load_full_state_path": "/evil"}  # fmt: skip
     for found in (
-        config.of_checkpoint(stored | hostile | {"learning_rate": 0.5}),
+        config.from_checkpoint(stored | hostile | {"learning_rate": 0.5}),
         config.changed(stored | hostile | {"learning_rate": 0.5}, [], {}, may_change=()),
     ):
         assert found.learning_rate == 0.5  # the positive control
@@ -94,14 +95,12 @@ READ = {"dataset_path", "dataset_mixture", "eval_dataset_path", "tokenizer_path"
 
 
 def test_every_key_of_free_text_says_whether_a_checkpoint_gives_it():
-    keys = base_yml.declared().values()
     free = {
-        key.name
-        for key in keys
-        if type(key.default) in (str, tuple) and not key.allowed.startswith("one of")
+        name for name, key in KEYS.items() if type(key.default) in (str, tuple) and not key.choices
     }
-    assert {key.name for key in keys if key.name in free and not key.of_host} <= NAMES | READ
-    assert all(base_yml.declared()[name].stored.startswith(base_yml.IS_READ) for name in READ)
+    assert len(free) > 15
+    assert {name for name in free if KEYS[name].from_checkpoint} <= NAMES | READ
+    assert all(KEYS[name].from_checkpoint for name in READ)
 
 
 def test_a_text_named_only_by_another_users_checkpoint_is_logged(

@@ -31,9 +31,9 @@ from tiers import corner, full
 
 from maxdiloco.checkpoint import orbax_io, seal, write
 from maxdiloco.cluster.signals import Preemption
+from maxdiloco.config import config
 from maxdiloco.errors import NumericsError
 from maxdiloco.evaluation import held_out
-from maxdiloco.flags import config
 from maxdiloco.metrics import history
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.metrics.start_time import StartClock

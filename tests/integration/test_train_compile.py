@@ -10,7 +10,7 @@ from run import names_key, output_of
 from tiers import corner
 
 from maxdiloco import plan, train_compile
-from maxdiloco.flags import config
+from maxdiloco.config import config
 from maxdiloco.planning import job, rating
 
 pytestmark = pytest.mark.tpu_aot

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxdiloco.flags import config
+from maxdiloco.config import config
 from maxdiloco.models.config import from_keys
 from maxdiloco.models.model import Model, count_parameters
 

@@ -13,9 +13,9 @@ import pytest
 import tiny_model
 from tiers import full
 
+from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
 from maxdiloco.evaluation import on_mesh
-from maxdiloco.flags import config
 from maxdiloco.models.kernels import matmul, quantized
 from maxdiloco.models.kernels.matmul import Products
 from maxdiloco.parallel import mesh as mesh_lib

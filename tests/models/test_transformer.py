@@ -12,8 +12,8 @@ import tiny_model
 from flax import nnx
 from tiers import corner
 
+from maxdiloco.config import config
 from maxdiloco.diloco.fragments import Vocabulary
-from maxdiloco.flags import config
 from maxdiloco.models.build import build_model
 from maxdiloco.models.decoder import DecoderLayer
 from maxdiloco.models.kernels.rotation import rotate

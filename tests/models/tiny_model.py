@@ -12,7 +12,7 @@ import jax.extend
 import numpy as np
 from jax.sharding import Mesh
 
-from maxdiloco.flags import config as base
+from maxdiloco.config import config as base
 from maxdiloco.models.build import build_model
 from maxdiloco.models.model import Model
 from maxdiloco.parallel.mesh import AXES

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning import topology

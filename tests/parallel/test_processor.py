@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxdiloco.flags import config
+from maxdiloco.config import config
 from maxdiloco.parallel import processor
 from maxdiloco.trainer import job
 

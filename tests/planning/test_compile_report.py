@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from maxdiloco.flags import config
+from maxdiloco.config import config
 from maxdiloco.metrics import compiles
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning import compile_report, report_text

@@ -12,8 +12,8 @@ from run import names_key, output_of, refused, run_program
 
 from maxdiloco import output, plan
 from maxdiloco import train as train_program
+from maxdiloco.config import config, warnings
 from maxdiloco.diloco.quantize import NAMES as WIRES
-from maxdiloco.flags import config, together
 from maxdiloco.planning import compile_run, forecast, job, program_costs, rating, table, topology
 from maxdiloco.planning.forecast import Case
 
@@ -168,7 +168,7 @@ def test_the_train_command_has_the_keys_of_the_best_choice(planned):
     best = found["choices"][0]
     kept = {key: value for key, value in best.items() if key in vars(cfg)}
     assert len(kept) == 9 and vars(cfg).items() >= kept.items() and cfg.steps == 700
-    assert not any(line.startswith("warning: ") for line in together.lines(cfg))
+    assert not any(line.startswith("warning: ") for line in warnings.lines(cfg))
     (line,) = [line for line in run.output.splitlines() if "-m maxdiloco.train " in line]
     assert line.split() == found["train_command"]
 
@@ -276,7 +276,7 @@ def test_a_refused_plan_names_the_key(argv, key):
 
 def test_help_lists_the_examples_options_and_keys(tmp_path, monkeypatch):
     """A recipe of the package is found from any folder, as maxdiloco.train finds it."""
-    said = output_of(plan.main, "--help")
+    said = output_of(plan.main, "--help").replace(" \\\n    ", " ")
     assert said.startswith("usage: python -m maxdiloco.plan ")
     examples = [f"\n  python -m maxdiloco.plan {example}\n" for example in plan.EXAMPLES]
     options = [f"\n  {name}=" for name in plan.OPTIONS]
@@ -289,11 +289,11 @@ def test_help_lists_the_examples_options_and_keys(tmp_path, monkeypatch):
     path = tmp_path / "run.yml"
     path.write_text("diloco_sync_period: 100\n")
     argv = [str(path), "model_name=tiny"]
-    found = plan.given_keys(argv, {"M_DILOCO_EXCHANGE_DTYPE": "int8", "HOME": "/"})
+    found = config.names_given(argv, {"M_DILOCO_EXCHANGE_DTYPE": "int8", "HOME": "/"})
     assert found >= {"diloco_sync_period", "model_name", "diloco_exchange_dtype"}
     assert "home" not in found and "steps" not in found
     monkeypatch.chdir(tmp_path)
-    assert "diloco_round_overlap" in plan.given_keys(["configs/recipes/eager.yml"], {})
+    assert "diloco_round_overlap" in config.names_given(["configs/recipes/eager.yml"], {})
 
 
 def test_only_commands_are_wider_than_a_terminal(planned):

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxdiloco import plan
-from maxdiloco.flags import base_yml, config
+from maxdiloco.config import config, files
 from maxdiloco.parallel import mesh
 from maxdiloco.planning import compile_run, forecast, job, rating, recommendation, table
 from maxdiloco.trainer import assemble
@@ -207,11 +206,11 @@ def test_a_faster_link_is_slower_by_no_more_than_a_tie(planned, topology):
 
 
 def test_only_the_edits_of_a_copy_of_base_yml_are_given_keys(tmp_path, monkeypatch):
-    base = (base_yml.config_folder() / "base.yml").read_text(encoding="utf-8")
+    base = (files.config_folder() / "base.yml").read_text(encoding="utf-8")
     (tmp_path / "base.yml").write_text(base.replace("\nsteps: 1000", "\nsteps: 7"))
     monkeypatch.chdir(tmp_path)
-    assert plan.given_keys(["base.yml"], {}) == {"steps"}
-    assert plan.given_keys(["configs/base.yml"], {}) == set()
+    assert config.names_given(["base.yml"], {}) == {"steps"}
+    assert config.names_given(["configs/base.yml"], {}) == set()
 
 
 def test_the_answers_use_the_forecast_of_the_first_row(planned):

@@ -5,8 +5,9 @@ from run import output_of
 from tiers import full
 
 from maxdiloco import train as train_program
+from maxdiloco.diloco.combinations import RADIAL
 from maxdiloco.diloco.quantize import NAMES as WIRES
-from maxdiloco.engine.settings import RADIAL, ExchangeSettings
+from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.planning import link_model
 
 

@@ -6,8 +6,8 @@ import time
 import pytest
 from fake_gcs import BUCKET
 
+from maxdiloco.config import checks
 from maxdiloco.errors import CheckpointError
-from maxdiloco.flags import checks
 from maxdiloco.storage import object_store, store
 from maxdiloco.storage.run_folder import absolute, open_run_folder
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxdiloco.flags import config
+from maxdiloco.config import config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import job
 

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
 
+from maxdiloco.config import config
 from maxdiloco.evaluation import on_mesh
 from maxdiloco.evaluation.held_out import Evaluation, Totals
-from maxdiloco.flags import config
 from maxdiloco.models.config import from_keys
 from maxdiloco.models.model import Model
 

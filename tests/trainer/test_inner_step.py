@@ -11,7 +11,7 @@ import optax
 import pytest
 from models import tiny_model
 
-from maxdiloco.flags import config
+from maxdiloco.config import config
 from maxdiloco.metrics.monitor import learning_metrics
 from maxdiloco.metrics.speed import active_parameters, flops_per_token
 from maxdiloco.models.config import from_keys

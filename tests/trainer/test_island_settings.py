@@ -3,8 +3,8 @@
 import pytest
 from test_island_trainer import ELASTIC
 
+from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
 from maxdiloco.trainer import island_settings
 from maxdiloco.trainer.island_settings import Facts
 

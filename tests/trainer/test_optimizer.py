@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.flags import base_yml, checks
-from maxdiloco.flags import config as base
+from maxdiloco.config import config as base
+from maxdiloco.config.keys import KEYS
 from maxdiloco.parallel.mesh import AXES
 from maxdiloco.parallel.sharding import DEFAULT_RULES, optimizer_shardings, parameter_shardings
 from maxdiloco.trainer import optimizer
@@ -31,7 +31,7 @@ SHAPES = {
     "layers": {"norm": (2, 4), "out": (2, 2, 3, 4), "query": (2, 4, 2, 3)},
     "norm": (4,),
 }
-OPT_TYPES = checks.choices(base_yml.declared()["opt_type"].allowed)
+OPT_TYPES = KEYS["opt_type"].choices
 # Only the axis names of a model, all the optimizer looks at.
 MODEL = SimpleNamespace(logical_axes=AXIS_NAMES)
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from maxdiloco.config import config
 from maxdiloco.engine.calls import Call, memory_of
-from maxdiloco.flags import config
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.trainer import assemble, remat_choice

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maxdiloco.checkpoint import theta
+from maxdiloco.config import config, files
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.evaluation import run_tokenizer
-from maxdiloco.flags import base_yml, config
 from maxdiloco.parallel.program import Program
 from maxdiloco.storage.run_folder import locate
 from maxdiloco.trainer import run_files, start
@@ -180,7 +180,7 @@ def test_the_commit_is_that_of_the_packages_own_checkout(tmp_path):
 
     package = tmp_path / "maxdiloco"
     package.mkdir()
-    shutil.copy(base_yml.PACKAGE / "version.py", package)
+    shutil.copy(files.PACKAGE / "version.py", package)
     assert run_files.git_commit(package) is None
     git("init")
     git("commit", "--allow-empty", "-m", "another project")

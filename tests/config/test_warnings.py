@@ -5,8 +5,8 @@ import shlex
 import pytest
 from run import names_key, train
 
+from maxdiloco.config import config, warnings
 from maxdiloco.diloco import outer
-from maxdiloco.flags import config, together
 
 CPU = dict(platform="cpu", num_devices=8, num_parameters=7 * 10**9)
 # What is known when devices are there.
@@ -37,6 +37,9 @@ LINES = [
     ("warning", "compile_topology=v5e-16", "no devices",
      ["compile_topology"]),
     ("warning", "", "no devices", []),
+    ("warning", "eval_dataset_path=/a eval_fraction=0.1", "no devices", ["eval_fraction"]),
+    ("warning", "eval_dataset_path=/a", "no devices", []),
+    ("warning", "eval_fraction=0.1", "no devices", []),
     ("warning", "opt_type=sgd adam_b2=0.5", "no devices", ["adam_b2"]),
     ("warning", "opt_type=sgd optimizer_memory_host_offload=true", "no devices",
      ["optimizer_memory_host_offload"]),
@@ -61,6 +64,8 @@ LINES = [
      ["hardware"]),
     ("", "hardware=cpu", "7B on a CPU", []),
     ("", "", "7B on a TPU", []),
+    ("", "quantization=int8", "100M on a CPU", ["quantization"]),
+    ("", "quantization=int8", "7B on a TPU", []),
     ("", "", "100M on a CPU", []),
     # Many replicas at the defaults are pointed to their recipe.
     ("", "", "M=4", [RECIPE]),
@@ -86,7 +91,13 @@ LINES = [
 
 @pytest.mark.parametrize(("kind", "keys", "facts", "expected"), LINES)
 def test_keys_that_are_seldom_meant_are_named_in_a_line(kind, keys, facts, expected):
-    lines = together.lines(config.load(shlex.split(keys), {}), **FACTS[facts])
+    cfg, known = config.load(shlex.split(keys), {}), FACTS[facts]
+    if not known:
+        lines = warnings.lines(cfg)
+    elif "platform" in known:
+        lines = warnings.device_lines(cfg, **known)
+    else:
+        lines = warnings.run_lines(cfg, **known)
     found = [line for line in lines if line.startswith(kind)]
     assert len(found) == len(expected)
     assert all(names_key(line, key) for line, key in zip(found, expected, strict=True))

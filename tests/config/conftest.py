@@ -1,9 +1,9 @@
-"""What tests of the flags share."""
+"""What tests of the configuration share."""
 
 import pytest
 
+from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import config
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""MaxText's command lines: what is accepted and what is dropped with a note, as in docs/maxtext.md.
+"""MaxText's command lines: what is accepted and what is ignored, as docs/maxtext.md says.
 
 test_refused_keys.py has the values that are refused.
 """
@@ -9,16 +9,12 @@ import re
 import pytest
 from run import names_key
 
+from maxdiloco.config import config, files, maxtext
+from maxdiloco.config.keys import KEYS
+from maxdiloco.config.values import show
 from maxdiloco.errors import ConfigError
-from maxdiloco.flags import base_yml, checks, config, maxtext, resume
-from maxdiloco.flags.maxtext import removed
 
-KEYS = base_yml.declared()
-TABLES = maxtext.tables()
-# Values that are taken as another, and those that are refused.
-VALUES = {(key, text): entry for key, of in TABLES.values.items() for text, entry in of.items()}
-NEAREST = {where: entry for where, entry in VALUES.items() if isinstance(entry, list)}
-REFUSED = VALUES.keys() - NEAREST.keys()
+MAXTEXT = maxtext.read()
 
 # The flags of MaxText's script for streaming DiLoCo over slices, in its order and with its values.
 SCRIPT = """base.yml run_name=a save_config_to_gcs=true base_output_directory=gs://bucket/logs
@@ -63,7 +59,7 @@ def test_only_the_edits_of_a_copy_of_base_yml_count(refusal, tmp_path):
     """The installed package's and a checkout's are two files. If all sizes of a copy counted, the
     remedy override_model_config=true would make a llama2-7b of a million parameters."""
     path = tmp_path / "base.yml"
-    text = (base_yml.config_folder() / "base.yml").read_text(encoding="utf-8")
+    text = (files.config_folder() / "base.yml").read_text(encoding="utf-8")
     path.write_text(text)
     cfg, _ = load(str(path), "model_name=llama2-7b")
     assert cfg == load("model_name=llama2-7b")[0] and cfg.base_emb_dim == 4096
@@ -109,81 +105,42 @@ def test_a_key_that_does_nothing_is_dropped_with_one_note(argument):
     assert load("steps=7", "learning_rate=1e-3")[1] == []
 
 
-@pytest.mark.parametrize(("key", "value"), NEAREST)
-def test_a_value_of_maxtext_becomes_the_nearest_with_a_note(key, value):
-    """Written as MaxText's base.yml has it."""
-    written = {"0": "0.0", "none": "None"}.get(value, value)
-    cfg, (note,) = load(f"{key}={written}")
-    own, _ = NEAREST[key, value]
-    assert str(vars(cfg)[key]) == own
-    assert note.startswith("note: ")
-    assert f"{key}={written} " in note and f"{key}={own} " in note
+@pytest.mark.parametrize(
+    ("key", "values"), [(key, value) for key, of in MAXTEXT.values.items() for value in of]
+)
+def test_a_value_of_maxtext_is_refused_with_the_value_to_use(refusal, key, values):
+    """The value to use is one that the key admits."""
+    use = MAXTEXT.values[key][values]
+    for value in ["0.5"] if key == "per_device_batch_size" else values.split("|"):
+        value = re.sub(r"\(\w+\)\?", "", value)
+        line = refusal(f"{key}={value}")
+        assert line.startswith(f"{key}={value} ") and use in line
+    for name, own in re.findall(r"(\w+)=(\w+)", use):
+        assert not KEYS[name].choices or own in KEYS[name].choices, use
 
 
-def test_translated_and_refused_names_are_not_keys_of_ours():
+def test_names_and_values_of_maxtext_are_not_keys_and_values_of_ours():
     """And the names that they become are. A pattern may match more than it was meant to."""
-    for key, value in VALUES:
-        allowed = KEYS[key].allowed
-        assert not allowed.startswith("one of ") or value not in checks.choices(allowed)
-    for (key, _), (own, _) in NEAREST.items():
-        allowed = KEYS[key].allowed
-        assert not allowed.startswith("one of ") or own in checks.choices(allowed)
-    value = config.Given("x", "here")
-    assert maxtext.taken(dict.fromkeys(KEYS, value), TABLES, print).keys() == set(KEYS)
-    others = TABLES.other_names
+    for key, of in MAXTEXT.values.items():
+        for value in of:
+            assert not any(re.fullmatch(value, choice) for choice in KEYS[key].choices), value
+    assert MAXTEXT.accept(dict.fromkeys(KEYS, "x")) == (list(KEYS), [])
+    others = MAXTEXT.other_names
     assert set(others.values()) <= set(KEYS) and not set(others) & set(KEYS)
 
 
 def test_the_names_of_maxtext_set_the_keys_that_mean_the_same(tmp_path):
     """On the command line, in the environment and in a yml file; later layers win as ever."""
-    names = ("grain_train_files=/data/a", "grain_file_type=arrayrecord", "train_data_columns=[c]")
-    cfg, _ = load(*names)
-    assert (cfg.dataset_path, cfg.dataset_type, cfg.text_column) == ("/data/a", "arrayrecord", "c")
+    cfg, _ = load("grain_train_files=/data/a", "grain_file_type=arrayrecord")
+    assert (cfg.dataset_path, cfg.dataset_type) == ("/data/a", "arrayrecord")
+    name = "cosine_learning_rate_final_fraction"
+    assert load(f"{name}=0.2")[0].learning_rate_final_fraction == 0.2
     assert config.load([], {"M_HF_PATH": "/data/b"}).dataset_path == "/data/b"
     path = tmp_path / "a.yml"
-    path.write_text("hf_train_files: /data/c\ntrain_data_columns: ['body']\n")
+    path.write_text("hf_train_files: /data/c\n")
     cfg, _ = load(str(path))
-    assert (cfg.dataset_path, cfg.text_column) == ("/data/c", "body")
+    assert cfg.dataset_path == "/data/c"
     assert load(str(path), "dataset_path=/data/d")[0].dataset_path == "/data/d"
-
-
-def test_the_old_and_the_new_name_of_a_renamed_key_mean_the_same():
-    """On the command line, and in the config of a checkpoint that is read or resumed."""
-    old, new = "cosine_learning_rate_final_fraction", "learning_rate_final_fraction"
-    for name in (old, new):
-        assert load(f"{name}=0.2")[0].learning_rate_final_fraction == 0.2
-        assert config.from_dict({name: 0.2}).learning_rate_final_fraction == 0.2
-    ours = load()[0].as_dict()
-    stored = {old if name == new else name: value for name, value in ours.items()}
-    assert resume.differences(stored, ours) == {}
-
-
-@pytest.mark.parametrize("name", removed())
-def test_a_key_that_is_gone_is_told_with_what_to_use_instead(name):
-    """In a stored config its old default was nothing; another value there is refused too."""
-    default, remedy = removed()[name]
-    instead = remedy.replace("VALUE", "7")
-    assert name not in KEYS
-    assert config.from_dict(load()[0].as_dict() | {name: default}) == load()[0]
-    if TABLES.foreign(name):  # of MaxText: dropped with a note
-        assert load(f"{name}=7")[1][0].startswith("note: keys of MaxText that do nothing here")
-        again = [lambda: config.from_dict({name: "7"})]
-    else:
-        again = [lambda: load(f"{name}=7"), lambda: config.from_dict({name: "7"})]
-    for once in again:
-        with pytest.raises(ConfigError, match=rf"{name}=7 .* any more\. {re.escape(instead)}"):
-            once()
-
-
-def test_grain_is_its_file_type_and_one_epoch_another_length():
-    """MaxText needs both; alone it means arrayrecord there."""
-    path = "grain_train_files=/data/a"
-    cfg, _ = load("dataset_type=grain", "grain_file_type=parquet", path)
-    assert (cfg.dataset_type, cfg.dataset_path) == ("parquet", "/data/a")
-    assert load("dataset_type=grain", path)[0].dataset_type == "arrayrecord"
-    _, (note,) = load("steps=-1", "learning_rate_schedule_steps=100")
-    assert note.startswith("note: ") and names_key(note, "steps")
-    assert load("steps=-1")[1] == []
 
 
 def test_a_model_name_may_be_a_file_of_model_keys(refusal, tmp_path):
@@ -227,11 +184,11 @@ def names(text):
 
 
 def test_the_page_s_columns_of_defaults_are_those_of_base_yml():
-    """A key stands in one of the two tables. Positive control of the comparison: the columns of
+    """A key is in one of the two tables. Positive control of the comparison: the columns of
     MaxText differ from ours in every row."""
     table = rows("The same with another default")
     ours = {names(key)[0]: here for key, _, here, _ in table}
-    assert ours == {name: base_yml.show(KEYS[name].default) or "empty" for name in ours}
+    assert ours == {name: show(KEYS[name].default) or "empty" for name in ours}
     assert all(theirs != here for _, theirs, here, _ in table)
     assert {"learning_rate", "adam_b2", "diloco_sync_period", "diloco_outer_lr"} <= set(ours)
     same = names(section("The same, default included"))
@@ -240,23 +197,27 @@ def test_the_page_s_columns_of_defaults_are_those_of_base_yml():
 
 
 def test_the_page_s_other_names_and_values_are_those_of_the_code():
-    assert {names(old)[0]: names(new)[0] for old, new in rows("Other names")} == TABLES.other_names
-    table = {tuple(re.search(r"`(\w+)=([\w-]*)`", cell[0]).groups()): cell[1]
-             for cell in rows("Other values")}  # fmt: skip
-    assert table.keys() == VALUES.keys()
-    assert all(table[where].startswith(f"`{own}`") for where, (own, _) in NEAREST.items())
-    assert all(table[where].startswith("refused") for where in REFUSED)
+    assert {names(old)[0]: names(new)[0] for old, new in rows("Other names")} == MAXTEXT.other_names
+    listed = {}
+    for values, use in rows("Other values"):
+        for key, value in re.findall(r"`(\w+)=([\w.-]*)`", values):
+            (entry,) = [e for v, e in MAXTEXT.values[key].items() if re.fullmatch(v, value)]
+            listed.setdefault((key, entry), set()).add(value)
+            named = re.findall(r"\w+=(\w+)", entry)
+            assert all(own in use for own in named), (key, value)
+    assert listed.keys() == {
+        (key, use) for key, of in MAXTEXT.values.items() for use in of.values()
+    }
 
 
-def test_the_page_lists_the_keys_that_are_dropped_and_refused():
-    """Dropped whatever the value; and every entry of the code is on the page."""
-    dropped, refused = ([name for row in rows(title) for name in names(row[0])]
+def test_the_page_lists_the_keys_that_are_ignored_and_refused():
+    """Ignored whatever the value; and every entry of the code is on the page."""
+    ignored, refused = ([name for row in rows(title) for name in names(row[0])]
                         for title in ("Not needed", "Not here"))  # fmt: skip
-    notes = []
-    given = {name: config.Given("strange", "here") for name in dropped}
-    assert maxtext.taken(given, TABLES, notes.append) == {} and len(notes) == 1
+    kept, notes = MAXTEXT.accept(dict.fromkeys(ignored, "strange"))
+    assert kept == [] and len(notes) == 1
     for name in refused:
-        assert not re.fullmatch("|".join(TABLES.foreign(name).harmless), "strange"), name
-    for entry in TABLES.keys:
-        listed = (TABLES.foreign(name) for name in [*dropped, *refused])
-        assert any(found is entry for found in listed), entry.names
+        with pytest.raises(ConfigError, match=f"^{name}=strange "):
+            MAXTEXT.accept({name: "strange"})
+    found = [MAXTEXT.find(name) for name in [*ignored, *refused]]
+    assert [entry.names for entry in MAXTEXT.keys if entry not in found] == []

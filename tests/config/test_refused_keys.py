@@ -5,7 +5,8 @@ import re
 import pytest
 from run import names_key
 
-from maxdiloco.flags import config
+from maxdiloco.config import config
+from maxdiloco.config.values import show
 
 # A row: key=value and others | the keys that the error names. Names in capitals stand for keys and
 # values of SHORT.
@@ -179,12 +180,21 @@ SOURCE SYNTHETIC | dataset_mixture dataset_type
 dataset_per_replica=true | dataset_per_replica dataset_mixture
 WEIGHED dataset_per_replica=true | dataset_mixture dataset_per_replica
 # keys and values of MaxText
+remat_policy=minimal_with_context | remat_policy
+use_qk_norm=true | use_qk_norm
+attention_bias=false | attention_bias
+hardware=gpu_multiprocess | hardware
+quantization=fp8_full | quantization
+dataset_type=grain grain_file_type=parquet | grain_file_type dataset_type
+dataset_type=grain | dataset_type grain_file_type
+kv_lora_rank=8 | kv_lora_rank latent_attention
+norm_topk_prob=true | norm_topk_prob router normalise_weights
 grad_dtype=bfloat16 | grad_dtype
 quantization=intmp | quantization
 quantization=int8 num_experts=4 | quantization num_experts
 decoder_block=gemma2 | decoder_block model_name
 attention_type=local_sliding | attention_type sliding_window_size
-rope_factor=8 rope_type=yarn | rope_factor rope_scaling factor rope_type
+rope_factor=8 rope_type=yarn | rope_factor rope_type rope_scaling factor
 routed_bias=true | routed_bias router balance_bias
 reuse_example_batch=1 | reuse_example_batch dataset_type
 enable_single_controller=true | enable_single_controller
@@ -296,7 +306,7 @@ def test_a_value_outside_its_limits_is_refused(refusal, flag):
 def test_the_last_value_within_the_limits_is_accepted(flags):
     cfg = config.load(arguments(flags), {})
     for name, value in (one.split("=", 1) for one in arguments(flags)):
-        assert config.show(vars(cfg)[name]).removesuffix(".0") == value
+        assert show(vars(cfg)[name]).removesuffix(".0") == value
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a config is made of, in which order, before JAX is imported; and what --help prints."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -8,16 +9,16 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run import names_key, output_of, refused
+from run import ROOT, names_key, output_of, refused
 
-from maxdiloco import __main__
+from maxdiloco import __main__, train_compile
 from maxdiloco import train as train_program
-from maxdiloco.flags import base_yml, config, help, maxtext
-from maxdiloco.flags.base_yml import Table
+from maxdiloco.config import config, files, help, maxtext
+from maxdiloco.config.keys import KEYS
+from maxdiloco.config.values import show
 from maxdiloco.version import __version__
 
 BASE = config.load([], {})
-KEYS = base_yml.declared()
 
 
 def test_each_layer_overrides_those_before_it_and_nothing_the_config(tmp_path):
@@ -35,12 +36,14 @@ def test_each_layer_overrides_those_before_it_and_nothing_the_config(tmp_path):
     assert cfg.eval_steps == 41  # only in the yml file
     assert cfg.checkpoint_period == 500  # only in base.yml
     # MaxText's commands name base.yml; it is the first layer already, not a third one.
-    base = base_yml.config_folder() / "base.yml"
+    base = files.config_folder() / "base.yml"
     assert config.load([str(base), "model_name=35m"], {}).base_emb_dim == 512
-    with pytest.raises(AttributeError, match="steps=5"):
+    with pytest.raises(ValueError, match="steps"):
         cfg.steps = 5
-    with pytest.raises(AttributeError, match="steps"):
+    with pytest.raises(ValueError, match="steps"):
         del cfg.steps
+    with pytest.raises(AttributeError, match="stepz"):
+        _ = cfg.stepz
     assert cfg.steps == 33
 
 
@@ -66,35 +69,33 @@ def test_the_model_file_is_the_second_layer_whichever_layer_names_it(
     assert config.load([str(path), *argv], environ).base_num_decoder_layers == layers
 
 
-VALUES = {
+SCALARS = {
     bool: st.booleans(),
-    int: st.integers(),
-    float: st.floats(allow_nan=False, allow_infinity=False),
+    int: st.integers(1, 8),
+    float: st.floats(0.125, 0.875),
     str: st.text(),
-    tuple: st.recursive(
-        st.text(),
-        lambda inner: st.lists(inner, max_size=3).map(tuple),
-        max_leaves=5,
-    ).filter(lambda value: isinstance(value, tuple)),
-    Table: st.lists(st.tuples(st.text(), st.text()), unique_by=lambda pair: pair[0]).map(Table),
 }
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_a_stored_config_comes_back_as_it_was(data):
-    """as_dict is what a checkpoint stores; from_dict neither checks nor changes any value, but for
-    entries of a table that are at their default."""
+    """as_dict is what a checkpoint stores; from_dict does not check values against each other."""
     stored = BASE.as_dict()
     router = {"scaling_factor": 2, "num_groups": 2}
     table = config.from_dict({"router": router | {"balance_bias": False}}).router
-    assert dict(table) == router and type(table[0][1]) is float
-    free = [name for name, key in KEYS.items() if not key.entries]
+    assert table == router and type(table["scaling_factor"]) is float
+    free = [name for name, key in KEYS.items() if type(key.default) in SCALARS]
     names = data.draw(st.lists(st.sampled_from(sorted(free)), max_size=8, unique=True))
     for name in names:
-        drawn = data.draw(VALUES[type(vars(BASE)[name])], label=name)
-        stored[name] = config.Config(**{name: drawn}).as_dict()[name]
-    restored = config.from_dict(stored)
+        choices = KEYS[name].choices
+        drawn = st.sampled_from(choices) if choices else SCALARS[type(KEYS[name].default)]
+        stored[name] = data.draw(drawn, label=name)
+    stored["rope_scaling"] = {}
+    stored["max_target_length"] = 2
+    for name in ("head_dim", "vocab_size", "padded_vocab_size"):
+        stored[name] = max(stored[name], 2)
+    restored = config.from_dict(json.loads(json.dumps(stored)))
     assert restored.as_dict() == stored
     assert config.from_dict(restored.as_dict()) == restored
     del stored["steps"]  # a key that it lacks takes its default
@@ -121,12 +122,12 @@ def test_only_what_differs_from_base_yml_is_described():
 
 
 def test_jax_is_not_imported_by_the_config():
-    """A wrong flag is refused before JAX is loaded; NumPy stands for what else costs time."""
+    """A wrong key is refused before JAX is loaded; NumPy stands for what else costs time."""
     code = (
-        "from maxdiloco.flags import config, help\n"
+        "from maxdiloco.config import config, help\n"
         "cfg = config.load(['model_name=1b', 'steps=3'], {})\n"
         "config.describe_differences(cfg), config.from_dict(cfg.as_dict())\n"
-        "help.help_text('maxdiloco.train')"
+        "help.help_text('maxdiloco.train'), help.schema_text()"
     )
     for run, loaded in ((code, set()), ("import numpy", {"numpy"})):  # the control
         command = [sys.executable, "-c", f"{run}\nimport sys\nprint(*sys.modules)"]
@@ -135,62 +136,65 @@ def test_jax_is_not_imported_by_the_config():
         assert heavy & set(done.stdout.split()) == loaded
 
 
-def table(text):
-    """{key: (its group, its text in one line)} of what --help prints."""
-    group, name, found = "", "", {}
-    for line in text.splitlines():
-        if re.match(r"\w+: ", line):
-            group = line
-        elif match := re.match(r"  (\w+)=(.*)", line):
-            name = match[1]
-            found[name] = (group, match[2])
-        elif name and line.startswith("      "):
-            found[name] = (group, f"{found[name][1]} {line.strip()}")
-    return found
+def names_in(text):
+    """The keys that a table of --help has, in its order."""
+    return re.findall(r"(?m)^  (\w+)=", text)
 
 
-def test_help_lists_every_key_with_group_default_and_meaning():
-    text = help.help_text("maxdiloco.train")
-    assert text.splitlines()[0] == "usage: python -m maxdiloco.train [file.yml] [key=value ...]"
-    assert "Model names: default, 10b, " in text
-    found = table(text)
-    assert list(found) == list(KEYS)
+def test_help_has_usage_examples_and_groups_and_help_all_every_key():
+    text = output_of(train_program.main, "--help")
+    assert text.startswith("usage: python -m maxdiloco.train ")
+    assert names_in(text) == []
+    for word in ("--help", "--schema", "--version", "configs/recipes/", "10b"):
+        assert word in text, word
+    groups = {key.group for key in KEYS.values()}
+    assert groups <= set(re.findall(r"(?m)^  (\w+) ", text))
+    assert all(key.name in text for key in KEYS.values() if key.start_here)
+    assert len(text.splitlines()) < 50
+    everything = output_of(train_program.main, "--help", "all")
+    assert names_in(everything) == list(KEYS)
+    words = " ".join(everything.split())
     for name, key in KEYS.items():
-        assert found[name][0] == key.group
-        assert found[name][1].startswith(f"{base_yml.show(key.default)}  {key.meaning}")
-    assert found["num_communication_overlapping_steps"][1].endswith(
-        "(tau). [>= 0; inner steps; may change on resume]"
-    )
-    for program in ("train", "train_compile"):
-        lines = help.help_text(f"maxdiloco.{program}").splitlines()
-        assert max(map(len, lines)) <= help.WIDTH
+        assert f"{name}={show(key.default)} {key.description}"[:60] in words.replace("  ", " ")
+        assert all(entry.description[:60] in words for entry in key.entries.values())
+    for lines in (text, everything, output_of(train_compile.main, "--help")):
+        assert max(map(len, lines.splitlines())) <= help.WIDTH
 
 
-def test_help_of_a_group_a_key_and_a_part_of_a_name():
-    of_group = table(help.help_text("maxdiloco.train", ["diloco"]))
-    assert list(of_group) == [key.name for key in KEYS.values() if key.group.startswith("diloco:")]
-    some = table(help.help_text("maxdiloco.train", ["momentum", "run_name"]))
-    assert list(some) == ["run_name", "diloco_outer_momentum", "diloco_outer_optimizer"]
+def test_every_example_of_help_is_a_command_line_that_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert len(train_program.EXAMPLES) >= 4
+    for example in train_program.EXAMPLES:
+        argv = example.split()
+        if argv and argv[0].startswith("runs/"):  # the config.yml of a run
+            argv = argv[1:]
+        assert config.load(argv, {}), example
+
+
+def test_help_of_a_group_a_key_and_a_word():
+    of_group = names_in(help.help_text("maxdiloco.train", ["diloco"]))
+    assert of_group == [key.name for key in KEYS.values() if key.group == "diloco"]
+    some = names_in(help.help_text("maxdiloco.train", ["momentum", "run_name"]))
+    assert some == ["run_name", "diloco_outer_momentum", "diloco_outer_optimizer"]
     found = {
         "retention": "max_num_checkpoints_to_keep",  # a name that another trainer has
-        "biases": "enable_wandb",  # a word of the meaning
+        "biases": "enable_wandb",  # a word of the description
         "nesterov": "diloco_outer_optimizer",  # Nesterov there
     }
     for word, key in found.items():
-        assert key in table(help.help_text("maxdiloco.train", [word])), word
-    assert list(table(output_of(train_program.main, "steps=5", "--help", "steps"))) == ["steps"]
+        assert key in names_in(help.help_text("maxdiloco.train", [word])), word
+    assert names_in(output_of(train_program.main, "steps=5", "--help", "steps")) == ["steps"]
     code, line = refused(train_program.main, "--help", "colour")
     assert code == 2 and names_key(line, "colour")
 
 
-def test_names_of_other_trainers_are_of_keys_and_of_one_each():
-    """None is a key, was one, or is MaxText's, whose own errors and notes are better."""
-    known, others = maxtext.tables(), base_yml.read_table("other_trainers.yml")
+def test_names_of_other_trainers_are_of_one_key_each():
+    """None is a key, or MaxText's, whose own errors and notes are better."""
+    known, others = maxtext.read(), files.read_data("other_trainers.yml")
     names = [name for of_key in others.values() for name in of_key]
     assert set(others) <= set(KEYS) and len(names) == len(set(names)) > 100
     for name in names:
-        assert name not in {*KEYS, *known.removed, *known.other_names}, name
-        assert known.foreign(name) is None, name
+        assert name not in KEYS and not known.knows(name), name
 
 
 def test_the_package_lists_its_programs_and_prints_its_version():
@@ -205,3 +209,30 @@ def test_the_package_lists_its_programs_and_prints_its_version():
         assert re.search(rf"maxdiloco\.{name} +[A-Z]\w* .+", line)
     code, line = refused(__main__.main, "train")
     assert code == 2 and names_key(line, "maxdiloco.train")
+
+
+# Makes a Python that lacks JAX and what depends on it.
+WITHOUT_JAX = """
+import importlib.machinery as machinery
+absent, find = {"jax", "jaxlib", "flax", "optax", "orbax", "grain"}, machinery.PathFinder.find_spec
+machinery.PathFinder.find_spec = classmethod(
+    lambda cls, name, path=None, target=None:
+    None if name.partition(".")[0] in absent else find(name, path, target)
+)
+"""
+
+
+@pytest.mark.parametrize("program", sorted(__main__.programs_of(files.PACKAGE)))
+def test_help_and_version_need_no_jax(program, tmp_path):
+    """Control: the same Python refuses to train."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_JAX)
+    words = [["--help"], ["--version"]]
+    if program == "train":
+        words += [["--schema"], ["--help", "all"], ["steps=1"]]
+    for argv in words:
+        command = [sys.executable, "-m", f"maxdiloco.{program}", *argv]
+        environ = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path)
+        refused_here = argv == ["steps=1"]
+        assert (done.returncode, bool(done.stdout)) == ((2, False) if refused_here else (0, True))
+        assert ("jax" in done.stderr) == refused_here, done.stderr

@@ -3,45 +3,27 @@
 import pytest
 from run import names_key
 
+from maxdiloco.config import resume
+from maxdiloco.config.fields import Hosts, Resume
+from maxdiloco.config.keys import KEYS
+from maxdiloco.config.values import as_json
 from maxdiloco.errors import CheckpointError
-from maxdiloco.flags import base_yml, resume
-from maxdiloco.flags.base_yml import MAY_DIFFER, PATHS_MAY_DIFFER
 
-KEYS = base_yml.declared()
-BASE = {name: base_yml.as_lists(key.default) for name, key in KEYS.items()}
+BASE = {name: as_json(key.default) for name, key in KEYS.items()}
 
 
 def refuse(saved=BASE, **changes):
     resume.refuse_changes(saved, BASE | changes, checkpoint="runs/a/checkpoints/5")
 
 
-def test_the_facts_of_base_yml_about_resume_and_hosts_are_known():
-    """With an unknown wording a key would be refused, without a visible reason."""
-    for name, key in KEYS.items():
-        words = key.resume or base_yml.SHAPES
-        assert words.startswith((base_yml.SHAPES, base_yml.MAY_CHANGE)), name
-        assert key.resume == "" or key.resume.endswith("."), name
-        assert key.hosts == "" or key.hosts.startswith((MAY_DIFFER, PATHS_MAY_DIFFER)), name
-        assert key.hosts == "" or key.hosts.endswith("."), name
-    assert sum(key.hosts != "" for key in KEYS.values()) > 20
-
-
-def test_a_key_may_change_on_resume_only_with_the_fact(tmp_path, monkeypatch):
-    """adam_b1 has no `Resume:` in base.yml; log_period has one."""
-    text = (base_yml.config_folder() / "base.yml").read_text()
-    path = tmp_path / "base.yml"
-    fact = "# Resume: may change, because it only watches the run.\n"
-    path.write_text(
-        text.replace(f"{fact}log_period:", "log_period:").replace("adam_b1:", f"{fact}adam_b1:")
-    )
-    swapped = base_yml.declared(path)
-    for key, with_fact, without in (("log_period", KEYS, swapped), ("adam_b1", swapped, KEYS)):
-        monkeypatch.setattr(base_yml, "declared", lambda facts=with_fact: facts)
-        refuse(**{key: 7})
-        monkeypatch.setattr(base_yml, "declared", lambda facts=without: facts)
-        with pytest.raises(CheckpointError, match=f"^{key}=7 "):
-            refuse(**{key: 7})
-    assert [name for name in KEYS if KEYS[name] != swapped[name]] == ["log_period", "adam_b1"]
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_may_change_on_resume_only_if_its_tag_says_so(name):
+    other = "another value"
+    if KEYS[name].resume in (Resume.FIXED, Resume.SHAPES):
+        with pytest.raises(CheckpointError, match=f"^{name}=another value "):
+            refuse(**{name: other})
+    else:
+        refuse(**{name: other})
 
 
 def test_replicas_rates_steps_and_exchanges_may_change():
@@ -83,7 +65,7 @@ def test_a_key_that_the_checkpoint_lacks_had_its_default():
     refuse(saved)
     with pytest.raises(CheckpointError, match="^adam_b1=0.5 "):
         refuse(saved, adam_b1=0.5)
-    assert resume.differences({"old": 3}, {}) == {"old": (3, None, "")}
+    assert resume.differences({"old": 3}, {}) == {"old": (3, None, Resume.FIXED)}
     assert resume.differences({"a": [1, [2]]}, {"a": (1, (2,))}) == {}
     assert resume.differences({"a": [1, [2]]}, {"a": (1, (3,))}) != {}
 
@@ -95,7 +77,7 @@ def test_the_keys_that_shape_the_parameters_are_in_the_remedy():
         base_num_kv_heads head_dim vocab_size padded_vocab_size mlp_activations logits_via_embedding
         use_qk_norm norm_placement attention_bias mlp_bias attention_sink latent_attention
         num_experts base_moe_mlp_dim shared_experts first_num_dense_layers router"""
-    marked = {name for name, key in KEYS.items() if key.resume == base_yml.SHAPES}
+    marked = {name for name, key in KEYS.items() if key.resume is Resume.SHAPES}
     assert marked == set(shapes.split())
     meta = {"config": BASE | {"base_emb_dim": 96, "head_dim": 24, "adam_b1": 0.5}}
     remedy = resume.model_remedy(BASE, meta)
@@ -116,17 +98,19 @@ def test_changed_keys_are_logged_with_both_values():
 # Of each group of base.yml: a key that must be equal with another value, and one that may differ;
 # a group without the second has none that may.
 MATRIX = {
-    "run": ({"data_shuffle_seed": 1}, {"base_output_directory": "/mnt/runs"}),
+    "run": ({"steps": 1}, {"base_output_directory": "/mnt/runs"}),
+    "evaluation": ({"eval_steps": 3}, {"eval_dataset_path": ""}),
     "checkpoint": ({"checkpoint_period": 3}, None),
     "model": ({"base_emb_dim": 256}, {"model_name": "tiny"}),
     "numerics": ({"dtype": "float32"}, None),
     "mesh": ({"dcn_diloco_parallelism": 4}, None),
     "batch": ({"max_target_length": 512}, None),
     "inner": ({"learning_rate": 1e-3}, None),
-    "diloco": ({"diloco_outer_lr": 0.1}, {"exchange_interface": "10.0.0.2"}),
+    "diloco": ({"diloco_outer_lr": 0.1}, None),
     "islands": ({"islands_min": 2}, None),
     "data": ({"add_eos": False}, {"grain_worker_count": 4}),
-    "tools": ({"peer_timeout_seconds": 5}, {"profiler": "xplane"}),
+    "network": ({"peer_timeout_seconds": 5}, {"exchange_interface": "10.0.0.2"}),
+    "tools": ({"show_fragments": True}, {"profiler": "xplane"}),
     "compile": ({}, {"compile_topology": "v5e-16"}),
 }
 
@@ -140,12 +124,16 @@ def test_of_each_group_one_key_must_be_equal_and_one_may_differ():
     Paths belong to a host."""
     groups = {}
     for name, key in KEYS.items():
-        groups.setdefault(key.group.partition(":")[0], []).append(name)
+        groups.setdefault(key.group, []).append(name)
     assert list(groups) == list(MATRIX)
     for group, (unequal, own) in MATRIX.items():
         assert {*unequal, *(own or {})} <= {*groups[group]}
         assert not unequal or not same(unequal), group
-        assert same(own) if own else not any(KEYS[name].hosts for name in groups[group]), group
+        assert (
+            same(own)
+            if own
+            else not any(KEYS[name].hosts is not Hosts.SAME for name in groups[group])
+        ), group
 
 
 @pytest.mark.parametrize(
@@ -172,13 +160,15 @@ def test_a_difference_names_each_key_its_values_and_processes():
         (1,): {"steps": 9, "sample_prompt": "Once", "seed": 0},
         tuple(range(3, 20)): {"steps": 8, "sample_prompt": "", "new_key": 1, "seed": 0},
     }
-    line = resume.difference(groups)
+    line = resume.describe_processes(groups)
     many = "processes 0, 2, 3, 4, 5, 6, 7, 8 and 11 more"
     assert f"steps is 8 in {many}, 9 in process 1;" in line
     assert f'sample_prompt is "" in {many}, Once in process 1;' in line
     assert f"new_key is 1 in {many}, " in line
     assert "seed" not in line
     one, other = ("rule, " * 40 + end for end in ("first" + "x" * 200, "second"))
-    line = resume.difference({(0,): {"rules": one}, (1,): {"rules": other}}).partition(". All ")[0]
+    line = resume.describe_processes({(0,): {"rules": one}, (1,): {"rules": other}}).partition(
+        ". All "
+    )[0]
     assert "first" in line and "second" in line
-    assert len(line) < 2 * resume.LONGEST + 60
+    assert len(line) < 2 * resume.MAX_LENGTH + 60

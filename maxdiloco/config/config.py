@@ -1,0 +1,483 @@
+"""Load the configuration of a run from the command line, or from a checkpoint, without JAX."""
+
+import difflib
+import os
+import pathlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from maxdiloco import ownership
+from maxdiloco.config import files, maxtext, values
+from maxdiloco.config.keys import KEYS, Config, Key
+from maxdiloco.config.maxtext import MaxText
+from maxdiloco.config.values import shorten, show
+from maxdiloco.diloco import outer_rate
+from maxdiloco.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "M_"  # MaxText's
+BASE = "base.yml"  # the file of defaults, which MaxText's command lines name first
+COMMAND_LINE = "command line"
+STORED = "stored config"
+# Similarity of two names, by difflib, from which one is suggested for the other: a typing error
+# passes, and another key with some equal words does not. See the tests of both.
+_SIMILAR = 0.8
+_AUTO = -1.0  # of diloco_outer_lr and diloco_outer_momentum
+Warn = Callable[[str], None]
+
+
+class Given(NamedTuple):
+    """A value as it was written, and where."""
+
+    raw: Any
+    where: str
+
+
+Layer = dict[str, Given]
+
+
+def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print) -> Config:
+    """Load the config of a run.
+
+    Later wins: base.yml, the model file, the yml file, the environment, key=value. If none of the
+    last three has vocab_size, it is -1 with a tokenizer file, unless weights are loaded.
+
+    Args:
+      argv: the command line without the program: at most one yml file, first, then key=value.
+        base.yml may be given, as in MaxText's commands; of an edited copy the edits count.
+        configs/... that is not in the working directory is read from the package.
+      environ: the environment; names that start with M_ are keys.
+      warn: called with a line for each key that is given twice on the command line, and for keys
+        of MaxText that are ignored.
+
+    Raises:
+      ConfigError: one line with key, value, reason and remedy; it names all unknown keys.
+    """
+    foreign = maxtext.read()
+    given = _accept(_layers(list(argv), environ, foreign, warn), foreign, warn)
+    found = _defaults() | convert(given)
+    found |= _from_model(found, given, foreign, warn)
+    has_weights = found["load_parameters_path"] or found["load_full_state_path"]
+    if "vocab_size" not in given and found["tokenizer_type"] != "byte" and not has_weights:
+        found["vocab_size"] = -1
+    return check(found)
+
+
+def check(found: Mapping[str, Any]) -> Config:
+    """Return the config of some values, the others at their defaults.
+
+    Raises:
+      ConfigError: a value is outside its limits, or values cannot be combined.
+    """
+    try:
+        return Config.model_validate(found)
+    except ValidationError as error:
+        raise _config_error(error, found) from None
+
+
+def convert(given: Mapping[str, Given]) -> dict[str, Any]:
+    """Convert text, or nested text from a file, to values within the limits of their keys.
+
+    Raises:
+      ConfigError: a key is unknown, or a value has another type or is outside its limits.
+    """
+    _refuse_unknown(given)
+    # null is another word for a default that means none.
+    raw = {name: one.raw for name, one in given.items() if not _is_null(KEYS[name], one.raw)}
+    where = {name: one.where for name, one in given.items()}
+    try:
+        config = Config.model_validate(raw, context=values.TEXT)
+    except ValidationError as error:
+        raise _config_error(error, raw, where) from None
+    return {name: vars(config)[name] for name in given}
+
+
+def _is_null(key: Key, raw: Any) -> bool:
+    return raw == "null" and key.default in ("", (), {}, -1)
+
+
+def from_dict(stored: Mapping[str, Any]) -> Config:
+    """Return the config that `Config.as_dict` stored; a missing key has its default.
+
+    Values are not checked against each other.
+
+    Raises:
+      ConfigError: a key is unknown, or a value has another type or is outside its limits.
+    """
+    stored = {name: values.frozen(value) for name, value in stored.items()}
+    _refuse_unknown({name: Given(value, STORED) for name, value in stored.items()})
+    try:
+        return Config.model_validate(stored, context=values.STORED)
+    except ValidationError as error:
+        raise _config_error(error, stored, dict.fromkeys(stored, STORED)) from None
+
+
+def from_checkpoint(stored: Mapping[str, Any]) -> Config:
+    """Return the config that a checkpoint stores, checked, without the keys of a host.
+
+    Another person may have written it, so code, secrets and paths come from elsewhere.
+
+    Raises:
+      ConfigError: see `from_dict` and `check`.
+    """
+    return check(vars(_without_host_keys(stored)))
+
+
+def _without_host_keys(stored: Mapping[str, Any]) -> Config:
+    kept = {
+        name: value
+        for name, value in stored.items()
+        if name not in KEYS or KEYS[name].from_checkpoint
+    }
+    return from_dict(kept)
+
+
+def changed(
+    stored: Mapping[str, Any],
+    argv: Iterable[str],
+    environ: Mapping[str, str],
+    *,
+    may_change: Collection[str],
+    warn: Warn = print,
+) -> Config:
+    """Return the config of a checkpoint with other values for some keys.
+
+    Args:
+      stored: see `from_checkpoint`.
+      argv: only key=value.
+      environ: as for `load`; only keys of may_change count, since the others are for training.
+      may_change: the keys that argv may have.
+      warn: as for `load`.
+
+    Raises:
+      ConfigError: as `load`, or a key is not in may_change.
+    """
+    foreign = maxtext.read()
+    given = _from_environment(environ, foreign)
+    given = {name: one for name, one in given.items() if name in may_change}
+    written = _from_command_line(argv, warn)
+    _refuse_unknown(written)
+    for name, one in written.items():
+        if name not in may_change:
+            raise ConfigError(
+                f"{name}={shorten(one.raw)} ({COMMAND_LINE}) is read from the run and cannot be "
+                f"changed here. Leave it out; what may change: {', '.join(may_change)}."
+            )
+    return check(vars(_without_host_keys(stored)) | convert(given | written))
+
+
+def replace(cfg: Config, **changes: Any) -> Config:
+    """Return a config with other values for some keys. Raises ConfigError as `check`."""
+    return check(vars(cfg) | changes)
+
+
+def model_vocab_size(cfg: Config) -> int | None:
+    """Return vocab_size of the model file that the config names; None if it has none."""
+    if cfg.model_name == "default":
+        return None
+    given = _read(_model_path(cfg.model_name))
+    return (
+        convert({"vocab_size": given["vocab_size"]})["vocab_size"]
+        if "vocab_size" in given
+        else None
+    )
+
+
+def with_replicas(cfg: Config, num_replicas: int) -> Config:
+    """Return a config with the outer learning rate and momentum that -1 stands for.
+
+    They depend on the number of replicas and on the method. The config.yml of a run keeps -1, so
+    that a run that resumes with another number of replicas has the values for that number.
+    """
+    if not cfg.enable_diloco:
+        return cfg
+    momentum = cfg.diloco_outer_momentum
+    if momentum == _AUTO:
+        momentum = outer_rate.momentum(cfg.diloco_outer_optimizer)
+    rate = outer_lr(vars(cfg), num_replicas)
+    return cfg.model_copy(update={"diloco_outer_lr": rate, "diloco_outer_momentum": momentum})
+
+
+def outer_lr(keys: Mapping[str, Any], num_replicas: int) -> float:
+    """Return the outer learning rate of a DiLoCo run with these keys and so many replicas."""
+    if keys["diloco_outer_lr"] != _AUTO:
+        return keys["diloco_outer_lr"]
+    return outer_rate.rate(
+        num_replicas,
+        round_overlap=keys["diloco_round_overlap"],
+        aggregation=keys["diloco_aggregation"],
+    )
+
+
+def describe_differences(cfg: Config) -> list[str]:
+    """Return a line `key=value (default)` for each key that is not at its default."""
+    return [
+        f"{name}={show(vars(cfg)[name])} (default {show(key.default) or 'empty'})"
+        for name, key in KEYS.items()
+        if vars(cfg)[name] != key.default
+    ]
+
+
+def names_given(argv: Iterable[str], environ: Mapping[str, str]) -> set[str]:
+    """Return the keys that a command line, its yml file and the environment have."""
+    return set(_layers(list(argv), environ, maxtext.read(), lambda line: None))
+
+
+# -- layers ---------------------------------------------------------------------------------------
+
+
+def _layers(argv: list[str], environ: Mapping[str, str], foreign: MaxText, warn: Warn) -> Layer:
+    """Read a yml file, the environment and the command line, by the names that are used here."""
+    given: Layer = {}
+    if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
+        path = _resolve_path(pathlib.Path(argv.pop(0)))
+        is_base = path.name == BASE
+        given = _read_copy_of_base(path, foreign) if is_base else _rename(_read(path), foreign)
+        _warn_of_another_user(path, given, warn)
+    given |= _rename(_from_environment(environ, foreign), foreign)
+    return given | _rename(_from_command_line(argv, warn), foreign)
+
+
+def _resolve_path(path: pathlib.Path) -> pathlib.Path:
+    """Return the yml file, or the package's if configs/... is not in the working directory."""
+    shipped = files.config_folder().parent / path
+    known = path.parts[:1] == ("configs",) and shipped.is_file()
+    return shipped if known and not path.is_file() else path
+
+
+def _read(path: pathlib.Path, *, source: str = "") -> Layer:
+    raw = files.read_yml(path, source=source)
+    return {name: Given(value, str(path)) for name, value in raw.items()}
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the values of base.yml, which a user may have edited."""
+    path = files.config_folder() / BASE
+    raw = files.read_yml(path, trusted=True)
+    edits = {
+        name: Given(value, str(path))
+        for name, value in raw.items()
+        if name not in KEYS or value != show(KEYS[name].default)
+    }
+    return {name: key.default for name, key in KEYS.items()} | convert(edits)
+
+
+def _read_copy_of_base(path: pathlib.Path, foreign: MaxText) -> Layer:
+    """Read the values of a copy of base.yml that differ: the others are defaults.
+
+    A file of that name with fewer than half of the keys is read as any other.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is not a file here; MaxText's commands name one. {maxtext.USE_OUR_BASE}"
+        )
+    given = _read(path)
+    if sum(foreign.find(name) is not None for name in given) > maxtext.MAX_FOREIGN:
+        raise ConfigError(
+            f"{path} is MaxText's, whose defaults are not read. {maxtext.USE_OUR_BASE}"
+        )
+    given = _rename(given, foreign)
+    if len(given) < len(KEYS) / 2:
+        return given
+    converted = convert({name: one for name, one in given.items() if name in KEYS})
+    return {
+        name: one
+        for name, one in given.items()
+        if name not in KEYS or converted[name] != KEYS[name].default
+    }
+
+
+def _warn_of_another_user(path: pathlib.Path, given: Layer, warn: Warn) -> None:
+    """Warn of a file of another user that sets keys of this host."""
+    status = os.stat(path)
+    if ownership.is_own(status):
+        return
+    host = {n: x for n, x in given.items() if n in KEYS and not KEYS[n].from_checkpoint}
+    converted = convert(host)
+    named = [
+        f"{name}={shorten(one.raw)}"
+        for name, one in host.items()
+        if converted[name] != KEYS[name].default
+    ]
+    if named:
+        warn(
+            f"note: {path} belongs to user {status.st_uid} and sets keys of this host: "
+            f"{', '.join(named)}. Give another value after it, if you do not want that."
+        )
+
+
+def _from_environment(environ: Mapping[str, str], foreign: MaxText) -> Layer:
+    given, unknown = {}, []
+    for variable in sorted(environ):
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        is_known = name in KEYS or foreign.knows(name)
+        if not is_known or variable != ENVIRONMENT_PREFIX + name.upper():
+            near = nearest_key(name)
+            remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
+            unknown.append(f"{variable}={environ[variable]} is not a key. {remedy}")
+        given[name] = Given(environ[variable], f"environment {variable}")
+    if unknown:
+        raise ConfigError(
+            f"{' '.join(unknown)} Names that start with {ENVIRONMENT_PREFIX} are keys in capitals."
+        )
+    return given
+
+
+def _from_command_line(argv: Iterable[str], warn: Warn) -> Layer:
+    """Read key=value or --key=value; the last of several counts."""
+    given: Layer = {}
+    for argument in argv:
+        name, equals, raw = argument.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"{argument} is not key=value. Write key=value; a yml file comes first, and "
+                "--help all lists every key."
+            )
+        name = name.removeprefix("--")
+        if name.startswith("-"):
+            raise ConfigError(f"{argument} has a dash. Write {name.lstrip('-')}={raw}.")
+        if name in given:
+            warn(
+                f"warning: {name}={shorten(raw)} comes after "
+                f"{name}={shorten(given[name].raw)} on the command line, and the last one counts."
+            )
+        given[name] = Given(raw, COMMAND_LINE)
+    return given
+
+
+def _from_model(
+    found: Mapping[str, Any], given: Layer, foreign: MaxText, warn: Warn
+) -> dict[str, Any]:
+    """Return the values of the model file that no later layer sets."""
+    model = found["model_name"]
+    if model == "default":
+        return {}
+    layer = _rename(_read(_model_path(model), source=f"model_name={model}"), foreign)
+    layer = _accept(layer, foreign, warn)
+    for name, value in convert(layer).items():
+        if KEYS[name].group != "model":
+            raise ConfigError(
+                f"model_name={model} sets {name}={shorten(layer[name].raw)}, but a model file sets "
+                f"only keys of the group model. Put {name} into a yml file before the keys, or on "
+                "the command line."
+            )
+        # The rows of a vocabulary belong to the tokenizer, and a model may have any.
+        is_vocabulary = name == "vocab_size" and (
+            found[name] == -1 or found["tokenizer_type"] != "byte"
+        )
+        if name not in given or is_vocabulary or found[name] == value:
+            continue
+        if not found["override_model_config"]:
+            raise ConfigError(
+                f"{name}={show(found[name])} ({given[name].where}) differs from "
+                f"{name}={show(value)} of model_name={model}. Leave {name} out, or add "
+                "override_model_config=true."
+            )
+    return {name: value for name, value in convert(layer).items() if name not in given}
+
+
+def _model_path(model: str) -> pathlib.Path:
+    """Return the file of model_name, a name in configs/models or a path."""
+    if model.endswith((".yml", ".yaml")):
+        path = pathlib.Path(model)
+        if not path.is_file():
+            raise ConfigError(f"model_name={model} is not a file here. Give a path or a name.")
+        return path
+    models = files.model_names()
+    if model not in models:
+        near = difflib.get_close_matches(model, models, n=1)
+        raise ConfigError(
+            f"model_name={model} is not in configs/models. "
+            f"{f'Did you mean {near[0]}? ' if near else ''}Use default, {', '.join(models)}, or "
+            "the path of a yml file with keys of the group model."
+        )
+    return files.config_folder() / "models" / f"{model}.yml"
+
+
+def _rename(layer: Layer, foreign: MaxText) -> Layer:
+    """Return a layer with MaxText's other names replaced. Raises ConfigError for two names."""
+    names: dict[str, str] = {}
+    for name in layer:
+        own = foreign.other_names.get(name, name)
+        if own in names:
+            raise ConfigError(
+                f"{name}={shorten(layer[name].raw)} and "
+                f"{names[own]}={shorten(layer[names[own]].raw)} both mean {own}. Give only {own}."
+            )
+        names[own] = name
+    return {own: layer[name] for own, name in names.items()}
+
+
+def _accept(layer: Layer, foreign: MaxText, warn: Warn) -> Layer:
+    """Leave out the keys of MaxText that have no effect here, with a note."""
+    kept, notes = foreign.accept({name: one.raw for name, one in layer.items()})
+    for note in notes:
+        warn(note)
+    return {name: layer[name] for name in kept}
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def nearest_key(name: str) -> str:
+    """Return a key that a name may stand for, empty if there is none.
+
+    That is one that other trainers call so, one that contains the name, or one spelt alike.
+    """
+    name = name.lower().replace("-", "_")
+    for key, others in files.read_data("other_trainers.yml").items():
+        if name in others:
+            return key
+    containing = [key for key in KEYS if "_" in name and f"_{name}_" in f"_{key}_"]
+    similar = difflib.get_close_matches(name, list(KEYS), n=1, cutoff=_SIMILAR)
+    return min(containing, key=len) if containing else next(iter(similar), "")
+
+
+def _refuse_unknown(given: Mapping[str, Given]) -> None:
+    """Raise ConfigError that names every unknown key."""
+    lines = []
+    for name, one in given.items():
+        if name not in KEYS:
+            near = nearest_key(name)
+            lines.append(
+                f"{name}={shorten(one.raw)} ({one.where}) is not a key."
+                f"{f' Did you mean {near}?' if near else ''}"
+            )
+    if lines:
+        raise ConfigError(f"{' '.join(lines)} --help all lists every key.")
+
+
+def _config_error(
+    error: ValidationError, raw: Mapping[str, Any], where: Mapping[str, str] | None = None
+) -> ConfigError:
+    """Return the line on the first problem of a validation."""
+    problem = error.errors()[0]
+    rule_error = problem.get("ctx", {}).get("error")
+    if isinstance(rule_error, ConfigError):
+        return rule_error
+    name, *inner = problem["loc"]
+    key = KEYS[name]
+    source = f" ({where[name]})" if where and name in where else ""
+    start = f"{name}={shorten(raw[name])}{source}"
+    entries, part = key.entries, next((one for one in inner if isinstance(one, str)), "")
+    if entries and problem["type"] == "extra_forbidden":
+        return ConfigError(f"{start}: {part} is not an entry. Use {', '.join(entries)}.")
+    if entries and problem["type"] == "missing":
+        return ConfigError(f"{start} lacks {part}. Add it: {entries[part].description}")
+    if part in entries:
+        key, start = entries[part], f"{start}: {part}"
+    near = _nearest_choice(problem["input"], key.choices)
+    unit = f" ({key.unit})" if key.unit else ""
+    default = "" if key.field.is_required() else f"The default is {show(key.default) or 'empty'}."
+    remedy = f"Did you mean {near}?" if near else default or key.description
+    return ConfigError(f"{start}: expected {key.expected()}{unit}. {remedy}")
+
+
+def _nearest_choice(value: Any, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or not value:
+        return ""
+    longer = [name for name in choices if name.startswith(value)]
+    return next(iter(longer or difflib.get_close_matches(value, choices, n=1, cutoff=0.7)), "")

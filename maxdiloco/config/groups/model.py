@@ -1,0 +1,450 @@
+"""Keys of the decoder, which a model file sets, and of its numerics."""
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge
+from pydantic import WithJsonSchema
+
+from maxdiloco.config.fields import (
+    DIFFER,
+    FREE,
+    SHAPES,
+    Group,
+    Table,
+    key,
+    require_default,
+    rule,
+)
+from maxdiloco.config.values import (
+    NESTED,
+    NUMBER,
+    TABLE,
+    AtLeastTwo,
+    Bool,
+    Count,
+    MinusOne,
+    MinusOneFloat,
+    Natural,
+    NonNegative,
+    Positive,
+    show,
+)
+from maxdiloco.errors import ConfigError
+
+Activation = Literal["silu", "gelu", "relu", "linear", "quick_gelu", "plus_one"]
+QkNorm = Annotated[
+    Literal["false", "head", "projection"],
+    WithJsonSchema({"enum": [False, "head", "projection"]}),
+]
+Axis = Literal["diloco", "data", "fsdp", "expert", "context", "tensor"]
+AxisRule = tuple[str, Axis | tuple[Axis, ...]]
+
+
+class ModelChoice(Group):
+    """Which model it is."""
+
+    group: ClassVar[str] = "model"
+    title: ClassVar[str] = "the decoder; a model file sets these keys and no others"
+
+    model_name: str = key("default", hosts=DIFFER, from_checkpoint=True, start_here=True)
+    """Name in configs/models, or the path of a yml file with keys of this group."""
+    override_model_config: Bool = key(False, hosts=DIFFER, from_checkpoint=True)
+    """Allow a key to differ from the model file."""
+
+
+class ModelSizes(Group):
+    """Sizes."""
+
+    group: ClassVar[str] = "model"
+    heading: ClassVar[str] = "sizes"
+
+    # The sizes are those of configs/models/tiny.yml, which a laptop trains on bytes.
+    base_emb_dim: Count = key(128, unit="features", resume=SHAPES)
+    """Width of the residual stream."""
+    base_num_decoder_layers: Count = key(4, unit="layers", resume=SHAPES)
+    """Number of decoder layers."""
+    # Four times base_emb_dim, as all models of arXiv 2503.09799, table 3.
+    base_mlp_dim: Count = key(512, unit="features", resume=SHAPES)
+    """Hidden width of a dense feed-forward layer."""
+    mlp_activations: Annotated[tuple[Activation, ...], NESTED] = key(
+        ("silu", "linear"), resume=SHAPES
+    )
+    """Activations of a feed-forward layer: one, or two for a gated layer (their product)."""
+    mlp_activations_limit: NonNegative = key(0.0)
+    """Clamp activation inputs: the gate from above, the linear branch on both sides. 0: off."""
+    mlp_bias: Bool = key(False, resume=SHAPES)
+    """Add a bias to each matrix product of the feed-forward layers."""
+    # The 257 tokens of the byte tokenizer, in a multiple of 128.
+    vocab_size: AtLeastTwo | MinusOne = key(384, unit="tokens", resume=SHAPES)
+    """Size of the vocabulary. -1: the tokenizer's, and the default with a tokenizer file."""
+    padded_vocab_size: AtLeastTwo | MinusOne = key(-1, unit="rows", resume=SHAPES)
+    """Rows of embedding and head; those from vocab_size on are padding. -1: no padding."""
+    # The sizes of arXiv 2503.09799, table 3, fit a tied head only.
+    logits_via_embedding: Bool = key(True, resume=SHAPES)
+    """Tie the output head to the embedding."""
+    embedding_scale: Literal["auto", "sqrt_emb_dim", "one"] = key("auto")
+    """Multiply embeddings by sqrt(base_emb_dim) or by 1. auto: sqrt if the head is tied."""
+    final_logits_soft_cap: NonNegative = key(0.0)
+    """Soft cap c tanh(x / c) of the output logits. 0: off."""
+    # arXiv 2501.18512 section 3.2 and arXiv 2503.09799 section 3.
+    z_loss_multiplier: NonNegative = key(1e-4)
+    """Weight of the squared log-partition of the output logits in the loss."""
+
+    @rule
+    def _check_sizes(self: Any) -> None:
+        if not 1 <= len(self.mlp_activations) <= 2:
+            raise ConfigError(
+                f"mlp_activations={show(self.mlp_activations)} has {len(self.mlp_activations)} "
+                "entries: a plain layer has one, a gated one two. Use [gelu] or [silu, linear]."
+            )
+        if 0 <= self.padded_vocab_size < self.vocab_size:
+            raise ConfigError(
+                f"padded_vocab_size={self.padded_vocab_size} is below "
+                f"vocab_size={self.vocab_size}, but every token has a row. Use at least "
+                f"{self.vocab_size}, or -1 for no padding."
+            )
+
+
+class ModelAttention(Group):
+    """Attention."""
+
+    group: ClassVar[str] = "model"
+    heading: ClassVar[str] = "attention"
+
+    base_num_query_heads: Count = key(4, unit="heads", resume=SHAPES)
+    """Number of attention heads."""
+    base_num_kv_heads: Count = key(2, unit="heads", resume=SHAPES)
+    """Number of key and value heads, a divisor of base_num_query_heads."""
+    head_dim: AtLeastTwo = key(32, unit="features", resume=SHAPES)
+    """Size of one attention head; even, because RoPE rotates pairs of features."""
+    attention_bias: Literal["none", "qkv", "all"] = key("none", resume=SHAPES)
+    """Biases of attention: none, of queries, keys and values, or of the output too."""
+    attention_sink: Bool = key(False, resume=SHAPES)
+    """Give every head a learned logit in the softmax that has no value (gpt-oss)."""
+    attn_logits_soft_cap: NonNegative = key(0.0)
+    """Soft cap c tanh(x / c) of attention logits. 0: off."""
+    query_pre_attn_scalar: NonNegative = key(0.0)
+    """Attention logits are divided by the square root of this. 0: head_dim."""
+    sliding_window_size: Natural = key(0, unit="tokens")
+    """Number of tokens that a token attends to, including itself. 0: all before it."""
+    attention_pattern: Annotated[tuple[Literal["local", "global"], ...], NESTED] = key(())
+    """Attention of the layers, repeated: local has the sliding window. Empty: all layers alike."""
+
+    @rule
+    def _check_attention(self: Any) -> None:
+        heads, kv_heads = self.base_num_query_heads, self.base_num_kv_heads
+        if heads % kv_heads:
+            raise ConfigError(
+                f"base_num_query_heads={heads} is not a multiple of base_num_kv_heads={kv_heads}, "
+                "and query heads share key and value heads evenly. Use "
+                f"base_num_kv_heads={math.gcd(heads, kv_heads)}."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"head_dim={self.head_dim} is odd, but RoPE rotates pairs of features. Use "
+                f"head_dim={self.head_dim + 1}."
+            )
+        pattern, layers = self.attention_pattern, self.base_num_decoder_layers
+        shown = f"attention_pattern={show(pattern)}"
+        if len(pattern) > layers:
+            raise ConfigError(
+                f"{shown} has {len(pattern)} entries for base_num_decoder_layers={layers}. Use "
+                f"{layers} or fewer, which repeat over the layers."
+            )
+        if "local" in pattern and not self.sliding_window_size:
+            raise ConfigError(
+                f"{shown} has local layers, but sliding_window_size=0 gives them no window. Set "
+                "sliding_window_size."
+            )
+        if pattern and "local" not in pattern and self.sliding_window_size:
+            raise ConfigError(
+                f"sliding_window_size={self.sliding_window_size} has no effect with {shown}: no "
+                "layer is local. Leave the pattern empty for a window in every layer."
+            )
+        if "local" not in pattern and self.local_rope_max_timescale != -1:
+            raise ConfigError(
+                f"local_rope_max_timescale={show(self.local_rope_max_timescale)} has no effect "
+                f"with {shown}: no layer is local. Set rope_max_timescale, or local layers in "
+                "attention_pattern."
+            )
+
+
+class ModelNorms(Group):
+    """Norms."""
+
+    group: ClassVar[str] = "model"
+    heading: ClassVar[str] = "norms"
+
+    norm_placement: Literal["pre", "sandwich", "post"] = key("pre", resume=SHAPES)
+    """Norms of the input of a block (pre), of its input and output (sandwich), or output (post)."""
+    norm_scale_offset: NonNegative = key(0.0)
+    """Added to the scale of every norm. 1: the scale itself starts at 0 (Gemma)."""
+    normalization_layer_epsilon: Positive = key(1e-5)
+    """Added to the mean square in RMSNorm."""
+    # arXiv 2501.18512 section 3.2 and arXiv 2503.09799 section 3; OLMo 2 has projection.
+    use_qk_norm: QkNorm = key("head", resume=SHAPES)
+    """Normalise queries and keys over each head, or over the projection of all heads."""
+
+
+class RopeScaling(Table):
+    """Entries of rope_scaling, named as in Hugging Face's config.json."""
+
+    rope_type: Literal["linear", "llama3", "yarn"] = key(example="linear")
+    """Which frequencies are divided: all, or the slow ones as in Llama 3.1 or YaRN."""
+    factor: Annotated[float, Ge(1), NUMBER] = key(example=8.0)
+    """Length of the texts relative to those of the first training."""
+    original_max_position_embeddings: Count | None = key(None, example=8192, unit="tokens")
+    """Length of the texts of the first training (llama3, yarn)."""
+    low_freq_factor: Positive = key(1.0, unit="rotations")
+    """Frequencies with fewer rotations in such a text are divided (llama3)."""
+    high_freq_factor: Positive = key(4.0, unit="rotations")
+    """Frequencies with more rotations in such a text are kept (llama3)."""
+    beta_fast: Positive = key(32.0, unit="rotations")
+    """Frequencies with more rotations in such a text are kept (yarn)."""
+    beta_slow: Positive = key(1.0, unit="rotations")
+    """Frequencies with fewer rotations in such a text are divided (yarn)."""
+    truncate: Bool = key(True)
+    """Round the limits of kept and divided frequencies to whole pairs (yarn)."""
+    attention_factor: NonNegative = key(0.0)
+    """Factor of the rotated queries and keys. 0: 0.1 ln(factor) + 1 (yarn)."""
+
+
+# Entries of rope_scaling that only some types read.
+_ROPE_ENTRIES = {
+    "original_max_position_embeddings": ("llama3", "yarn"),
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "truncate": ("yarn",),
+    "attention_factor": ("yarn",),
+}
+
+
+class ModelRope(Group):
+    """Rotary position embedding."""
+
+    group: ClassVar[str] = "model"
+    heading: ClassVar[str] = "RoPE"
+
+    rope_max_timescale: Positive = key(10000.0, unit="tokens / 2 pi")
+    """Longest wavelength of the rotary position embedding."""
+    local_rope_max_timescale: Positive | MinusOneFloat = key(-1.0, unit="tokens / 2 pi")
+    """Longest wavelength in local layers, which are never scaled. -1: as in the others."""
+    rope_scaling: Annotated[RopeScaling, TABLE] = key({})
+    """Change of the frequencies for texts longer than those of the first training. {}: none."""
+
+    @rule
+    def _check_rope(self: Any) -> None:
+        if not self.rope_scaling:
+            return
+        shown, given = f"rope_scaling={show(self.rope_scaling)}", self.rope_scaling
+        table = RopeScaling(**given)
+        for entry, kinds in _ROPE_ENTRIES.items():
+            if entry in given and table.rope_type not in kinds:
+                raise ConfigError(
+                    f"{shown}: {entry} has no effect with rope_type: {table.rope_type}. Leave it "
+                    f"out, or use rope_type: {' or '.join(kinds)}."
+                )
+        if table.rope_type != "linear" and table.original_max_position_embeddings is None:
+            raise ConfigError(
+                f"{shown} lacks original_max_position_embeddings. Add the length of the texts of "
+                "the first training, such as original_max_position_embeddings: 8192."
+            )
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if vars(table)[low] >= vars(table)[high]:
+                raise ConfigError(
+                    f"{shown}: {low}: {vars(table)[low]} is not below {high}: "
+                    f"{vars(table)[high]}; frequencies between them are partly divided. Lower it."
+                )
+        if table.rope_type == "yarn" and self.rope_max_timescale <= 1:
+            raise ConfigError(
+                f"rope_max_timescale={show(self.rope_max_timescale)} cannot be combined with "
+                "rope_type: yarn of rope_scaling, which tells pairs apart by their wavelengths, "
+                "from 1 to that. Use more than 1, such as rope_max_timescale=10000."
+            )
+
+
+class Router(Table):
+    """Entries of router."""
+
+    score_function: Literal["softmax", "sigmoid"] = key("softmax")
+    """Scores of a token's experts from the router's logits: over all experts, or of each."""
+    normalise_weights: Bool = key(False)
+    """Divide the scores of the selected experts by their sum (Mixtral)."""
+    scaling_factor: Positive = key(1.0)
+    """Factor of the weights of the selected experts."""
+    balance_bias: Bool = key(False)
+    """Balance by a bias that only affects the selection, updated after each step (DeepSeek-V3)."""
+    num_groups: Count = key(1, unit="groups")
+    """Groups of equally many experts, of which a token uses groups_per_token."""
+    groups_per_token: Count = key(1, unit="groups")
+    """Groups whose experts a token may use: those with the largest sum of two best scores."""
+    logit_bias: Bool = key(False)
+    """Bias of the router's logits (gpt-oss, whose experts have biases by mlp_bias)."""
+
+
+class ModelExperts(Group):
+    """Mixture of experts."""
+
+    group: ClassVar[str] = "model"
+    heading: ClassVar[str] = "experts (docs/mixture_of_experts.md)"
+
+    num_experts: Count = key(1, unit="experts", resume=SHAPES)
+    """Number of experts of a layer. 1: a dense feed-forward layer."""
+    num_experts_per_tok: Count = key(1, unit="experts")
+    """Number of experts that each token uses."""
+    base_moe_mlp_dim: Count | MinusOne = key(-1, unit="features", resume=SHAPES)
+    """Hidden width of one expert. -1: base_mlp_dim."""
+    shared_experts: Natural = key(0, unit="experts", resume=SHAPES)
+    """Number of experts that every token uses in addition, as one layer of their joint width."""
+    first_num_dense_layers: Natural = key(0, unit="layers", resume=SHAPES)
+    """Number of first layers that have a dense feed-forward layer instead of experts."""
+    router: Annotated[Router, TABLE] = key({}, resume=SHAPES)
+    """How the experts of a token are selected and weighted."""
+    capacity_factor: Positive | MinusOneFloat = key(-1.0)
+    """Expert capacity relative to a uniform token distribution; excess is dropped. -1: no limit."""
+
+    @rule
+    def _check_experts(self: Any) -> None:
+        experts, per_token = self.num_experts, self.num_experts_per_tok
+        if experts == 1:
+            require_default(
+                self,
+                "num_experts_per_tok base_moe_mlp_dim shared_experts first_num_dense_layers router "
+                "capacity_factor load_balance_loss_weight router_z_loss_weight "
+                "dcn_expert_parallelism ici_expert_parallelism",
+                "num_experts=1, a dense model",
+                "set num_experts",
+            )
+            return
+        if self.quantization != "none":
+            raise ConfigError(
+                f"quantization={self.quantization} cannot be combined with num_experts={experts}: "
+                "the matrix products of experts have no kernels for it. Use quantization=none, or "
+                "num_experts=1."
+            )
+        if per_token > experts:
+            raise ConfigError(
+                f"num_experts_per_tok={per_token} is more than num_experts={experts}, but a token "
+                f"uses each expert once. Use {experts} or fewer."
+            )
+        layers = self.base_num_decoder_layers
+        if self.first_num_dense_layers >= layers:
+            raise ConfigError(
+                f"first_num_dense_layers={self.first_num_dense_layers} leaves no layer of "
+                f"base_num_decoder_layers={layers} to the experts. Use {layers - 1} or fewer, or "
+                "num_experts=1."
+            )
+        router = Router(**self.router)
+        groups, used = router.num_groups, router.groups_per_token
+        if experts % groups:
+            raise ConfigError(
+                f"num_groups: {groups} of router does not divide num_experts={experts}, but groups "
+                f"have equally many experts. Use a divisor of {experts}."
+            )
+        if used > groups:
+            raise ConfigError(
+                f"groups_per_token: {used} of router is more than num_groups: {groups}. Use "
+                f"{groups} or fewer."
+            )
+        eligible = used * experts // groups
+        if per_token > eligible:
+            raise ConfigError(
+                f"num_experts_per_tok={per_token} exceeds groups_per_token {used} * "
+                f"{experts // groups} experts of a group = {eligible}. Raise groups_per_token, or "
+                f"use {eligible} or fewer."
+            )
+        # Sizes of -1 are checked once the devices are known, in parallel.sharding.
+        dcn, ici = self.dcn_expert_parallelism, self.ici_expert_parallelism
+        if dcn != -1 and ici != -1 and experts % (dcn * ici):
+            raise ConfigError(
+                f"num_experts={experts} is not divisible by dcn_expert_parallelism {dcn} * "
+                f"ici_expert_parallelism {ici} = {dcn * ici}, but every device has equally many. "
+                f"Use a divisor of {experts}."
+            )
+
+
+class LatentAttention(Table):
+    """Entries of latent_attention."""
+
+    q_lora_rank: Natural = key(0, unit="features")
+    """Rank of the queries. 0: full rank."""
+    kv_lora_rank: Count = key(example=512, unit="features")
+    """Rank of keys and values."""
+    qk_nope_head_dim: Count = key(example=128, unit="features")
+    """Features of a query or key that are not rotated."""
+    qk_rope_head_dim: AtLeastTwo = key(example=64, unit="features")
+    """Features of a query or key that are rotated; all heads share those of the key."""
+    v_head_dim: Count = key(example=128, unit="features")
+    """Features of a value."""
+
+
+class ModelLatentAttention(Group):
+    """Latent attention."""
+
+    group: ClassVar[str] = "model"
+    heading: ClassVar[str] = "latent attention"
+
+    latent_attention: Annotated[LatentAttention, TABLE] = key({}, resume=SHAPES)
+    """Latent attention (DeepSeek, arXiv 2405.04434 sec. 2.1). {}: attention of separate heads."""
+
+    @rule
+    def _check_latent_attention(self: Any) -> None:
+        if not self.latent_attention:
+            return
+        table = LatentAttention(**self.latent_attention)
+        rotated = table.qk_rope_head_dim
+        if rotated % 2:
+            raise ConfigError(
+                f"latent_attention={show(self.latent_attention)}: qk_rope_head_dim: {rotated} is "
+                f"odd, but RoPE rotates pairs of features. Use qk_rope_head_dim: {rotated + 1}."
+            )
+        needed = {
+            "head_dim": table.qk_nope_head_dim + rotated,
+            "base_num_kv_heads": self.base_num_query_heads,
+            "use_qk_norm": "false",
+            "attention_bias": "none",
+        }
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise ConfigError(
+                    f"{name}={show(getattr(self, name))} does not fit latent_attention, whose "
+                    f"heads have {table.qk_nope_head_dim} + {rotated} features, keys of their own, "
+                    f"a norm of the low rank and no bias. Use {name}={value}."
+                )
+
+
+class Numerics(Group):
+    """Number formats, kernels and recomputation."""
+
+    group: ClassVar[str] = "numerics"
+    title: ClassVar[str] = "number formats, attention kernel, recomputation, layout"
+
+    # Few CPUs compute in bfloat16.
+    dtype: Literal["auto", "bfloat16", "float32"] = key("auto", start_here=True)
+    """Number format of activations and matrix products. auto: bfloat16, on CPU float32."""
+    weight_dtype: Literal["float32", "bfloat16"] = key("float32")
+    """Number format of the replicas' parameters. Outer parameters are always float32."""
+    attention: Literal["autoselected", "dot_product", "flash"] = key("autoselected", resume=FREE)
+    """Attention kernel. autoselected: flash (splash on TPU, cuDNN on GPU) where it is supported."""
+    remat_policy: Literal["auto", "none", "minimal", "save_qkv_context", "save_context", "full"] = (
+        key("auto", resume=FREE)
+    )
+    """Activations kept for the backward pass. auto: the cheapest policy that fits the memory."""
+    matmul_precision: Literal["default", "high", "highest"] = key("default")
+    """Precision of matrix products of float32 values."""
+    quantization: Literal["none", "int8", "fp8"] = key("none")
+    """Round the factors of the layers' products to 8 bits, in both passes (extra quantization)."""
+    logical_axis_rules: Annotated[tuple[AxisRule, ...], NESTED] = key((), resume=FREE)
+    """Entries [logical axis, [mesh axes]] that replace those of parallel/sharding.py."""
+
+    @rule
+    def _check_axis_rules(self: Any) -> None:
+        for name, axes in self.logical_axis_rules:
+            if isinstance(axes, tuple) and len(set(axes)) < len(axes):
+                raise ConfigError(
+                    f"logical_axis_rules={show(self.logical_axis_rules)}: {name} has a mesh axis "
+                    "twice. Name each axis once."
+                )

@@ -1,0 +1,172 @@
+"""The text of --help, and the JSON schema of --schema."""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from maxdiloco.config import files
+from maxdiloco.config.fields import Hosts, Resume, descriptions
+from maxdiloco.config.keys import GROUPS, KEYS, Config, Key
+from maxdiloco.config.values import show
+from maxdiloco.errors import ConfigError
+
+WIDTH = 100  # characters of a line
+ALL = "all"
+_HELP = ("-h", "--help", "help")
+
+
+def asked(argv: Sequence[str]) -> list[str]:
+    """Return the word that asks for help and those after it; empty if help is not asked for."""
+    positions = [position for position, argument in enumerate(argv) if argument in _HELP]
+    return list(argv[positions[0] :]) if positions else []
+
+
+def help_text(
+    program: str,
+    words: Sequence[str] = (),
+    *,
+    own: Sequence[str] = (),
+    examples: Sequence[str] = (),
+    schema: bool = False,
+) -> str:
+    """Return the usage, examples and groups of keys; or the keys that some words select.
+
+    Args:
+      program: such as `maxdiloco.train`.
+      words: `all`, or names of groups or keys, parts of them, or words of their descriptions.
+      own: lines about options that only this program has.
+      examples: arguments of the program.
+      schema: whether the program has --schema.
+
+    Raises:
+      ConfigError: a word selects no key.
+    """
+    if words:
+        selected = {key.name for word in words for key in _select(word)}
+        return "\n".join(_table(key for key in KEYS.values() if key.name in selected))
+    command = f"python -m {program}"
+    schema_line = [f"       {command} --schema    (JSON schema of yml files, for editors)"]
+    lines = [
+        f"usage: {command} [file.yml] [key=value ...]",
+        f"       {command} --help [all, or a GROUP, KEY or WORD ...]    or --version",
+        *(schema_line if schema else []),
+        "",
+        "examples:",
+        *(line for example in examples for line in _example(f"{command} {example}")),
+    ]
+    if own:
+        lines += ["", f"options of {program}:", *own]
+    lines += ["", "groups of keys (configs/base.yml has every key; --help GROUP explains them):"]
+    titles = {key.group: key.title for key in KEYS.values()}
+    lines += [f"  {group:<12}{title}" for group, title in titles.items()]
+    start = ", ".join(key.name for key in KEYS.values() if key.start_here)
+    models = ", ".join(files.model_names())
+    for paragraph in (
+        f"Keys to start with: {start}.",
+        "Later wins: configs/base.yml, the model file of model_name, file.yml, environment "
+        "M_<KEY>, key=value.",
+        f"Models (model_name): default, {models}.",
+    ):
+        lines += ["", *textwrap.wrap(paragraph, WIDTH, break_on_hyphens=False)]
+    return "\n".join(lines)
+
+
+def _example(command: str) -> list[str]:
+    """Return a command in lines that a shell accepts."""
+    lines = textwrap.wrap(
+        command,
+        WIDTH - 2,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
+    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
+
+
+def tags(key: Key) -> str:
+    """Return limits, unit and tags of a key, such as `[>= 1; inner steps; resume: free]`."""
+    parts = [key.expected(brief=True), key.unit]
+    if key.resume.tag != Resume.FIXED.tag:
+        parts.append(f"resume: {key.resume.tag}")
+    if key.hosts is not Hosts.SAME:
+        parts.append(f"hosts: {key.hosts.value}")
+    shown = "; ".join(part for part in parts if part)
+    return f"[{shown}]" if shown else ""
+
+
+def schema_text() -> str:
+    """Return what --schema prints."""
+    return json.dumps(json_schema(), indent=1)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a yml file of keys, for editors."""
+    schema = Config.model_json_schema()
+    tables = {"Config": GROUPS} | {
+        key.entry_table.__name__: (key.entry_table,) for key in KEYS.values() if key.entry_table
+    }
+    for name, owners in tables.items():
+        described = {n: text for owner in owners for n, text in descriptions(owner).items()}
+        properties = (schema if name == "Config" else schema["$defs"][name])["properties"]
+        for field, content in properties.items():
+            for unused in ("title", "resume", "hosts", "from_checkpoint", "start_here", "unit"):
+                content.pop(unused, None)
+            content["description"] = described[field]
+    for name, key in KEYS.items():
+        content = schema["properties"][name]
+        if key.entry_table and "$ref" in content:  # {} is none, whatever entries are required
+            content["anyOf"] = [{"$ref": content.pop("$ref")}, {"maxProperties": 0}]
+    schema["title"] = "Keys of maxdiloco"
+    schema["description"] = "A yml file of maxdiloco: any of these keys."
+    return schema
+
+
+def _table(keys: Iterable[Key]) -> list[str]:
+    lines, group = [], ""
+    for key in keys:
+        if key.group != group:
+            group = key.group
+            lines += [*([""] if lines else []), f"{group}: {key.title}"]
+        lines += _lines(key, f"{key.name}={show(key.default)}", "  ")
+        for name, entry in key.entries.items():
+            shown = f"{name}: {'' if entry.field.is_required() else show(entry.default)}".rstrip()
+            lines += _lines(entry, shown, "      ")
+    return lines
+
+
+def _lines(key: Key, start: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        f"{start}  {key.description} {tags(key)}".rstrip(),
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}    ",
+        break_on_hyphens=False,
+    )
+
+
+def _select(word: str) -> list[Key]:
+    """Return the keys of a group, the key of a name, or those that contain the word.
+
+    A key is also found by the name that other trainers have for it.
+    """
+    keys = list(KEYS.values())
+    if word == ALL:
+        return keys
+    of_group = [key for key in keys if key.group == word]
+    exact = [KEYS[word]] if word in KEYS else []
+    if of_group or exact:
+        return of_group or exact
+    others: Mapping[str, list[str]] = files.read_data("other_trainers.yml")
+    called_so = [name for name, names in others.items() if word in names]
+    pattern = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
+    containing = [
+        key
+        for key in keys
+        if word in key.name or key.name in called_so or pattern.search(key.description)
+    ]
+    if not containing:
+        groups = ", ".join(dict.fromkeys(key.group for key in keys))
+        raise ConfigError(f"--help {word}: no such group, key or word. Groups: {groups}.")
+    return containing

@@ -1,0 +1,188 @@
+"""All keys: the class Config, which has every group, and the table KEYS."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from pydantic import ConfigDict
+from pydantic.fields import FieldInfo
+
+from maxdiloco.config import values
+from maxdiloco.config.fields import Hosts, Resume, Table, descriptions
+from maxdiloco.config.groups import data, diloco, model, run, training
+
+# In the order of base.yml and of --help.
+GROUPS = (
+    run.Run,
+    run.Evaluation,
+    run.Checkpoint,
+    model.ModelChoice,
+    model.ModelSizes,
+    model.ModelAttention,
+    model.ModelNorms,
+    model.ModelRope,
+    model.ModelExperts,
+    model.ModelLatentAttention,
+    model.Numerics,
+    training.Mesh,
+    training.Batch,
+    training.Inner,
+    training.InnerExperts,
+    diloco.Diloco,
+    diloco.DilocoFragments,
+    diloco.DilocoExchange,
+    diloco.Islands,
+    data.Data,
+    data.Tokenizer,
+    run.Network,
+    run.Tools,
+    run.Compile,
+)
+# Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
+AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
+
+
+# pydantic collects the fields of the last base first.
+class Config(*reversed(GROUPS)):
+    """The value of every key, as frozen attributes.
+
+    Lists are tuples. Tables are dicts, without the entries that are at their default.
+    """
+
+    model_config = ConfigDict(defer_build=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every key and value, fit for JSON. `config.from_dict` accepts it."""
+        return {name: values.as_json(vars(self)[name]) for name in KEYS}
+
+    def sizes(self, tier: str) -> dict[str, int]:
+        """Return the sizes of the mesh axes between slices, tier=dcn, or inside one, tier=ici."""
+        return {axis: vars(self)[f"{tier}_{axis}_parallelism"] for axis in AXES}
+
+    def eval_paths(self) -> dict[str, str]:
+        """Return {name: path} of eval_dataset_path, the text of eval/loss first.
+
+        That is the text without a name, or else the first one. An empty path is the part of the
+        training text that is held out.
+        """
+        given = self.eval_dataset_path
+        if not isinstance(given, dict):
+            return {"": given}
+        return dict(sorted(given.items(), key=lambda entry: entry[0] != "")) or {"": ""}
+
+    def holds_out(self) -> bool:
+        """Whether a part of the training text is held out of it (eval_fraction)."""
+        return "" in self.eval_paths().values()
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What is declared of a key, or of an entry of a table."""
+
+    name: str
+    field: FieldInfo
+    owner: type[Table]
+    title: str = ""  # of its group
+
+    @property
+    def group(self) -> str:
+        """The group, such as `model`."""
+        return self.owner.group
+
+    @property
+    def heading(self) -> str:
+        """The part of the group, such as `sizes`; empty if the group has no parts."""
+        return self.owner.heading
+
+    @property
+    def default(self) -> Any:
+        """The default value; None for a required entry."""
+        return None if self.field.is_required() else self.field.default
+
+    @property
+    def description(self) -> str:
+        """What the key does."""
+        return descriptions(self.owner)[self.name]
+
+    @property
+    def unit(self) -> str:
+        """Such as `inner steps`; empty for none."""
+        return self.field.json_schema_extra["unit"]
+
+    @property
+    def resume(self) -> Resume:
+        """Whether a resumed run may change it."""
+        return Resume(self.field.json_schema_extra["resume"])
+
+    @property
+    def hosts(self) -> Hosts:
+        """Whether processes may differ in it."""
+        return Hosts(self.field.json_schema_extra["hosts"])
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether other programs accept the value that a checkpoint stores; see fields.key."""
+        return self.field.json_schema_extra["from_checkpoint"]
+
+    @property
+    def start_here(self) -> bool:
+        """Whether it is one of the keys that most runs set."""
+        return self.field.json_schema_extra["start_here"]
+
+    @property
+    def entry_table(self) -> type[Table] | None:
+        """The model of a value that is a table, or a list of tables; otherwise None."""
+        table = self.field.annotation
+        if typing.get_origin(table) is tuple:
+            table = typing.get_args(table)[0]
+            table = table.__origin__ if typing.get_origin(table) is Annotated else table
+        return table if isinstance(table, type) and issubclass(table, Table) else None
+
+    @property
+    def entries(self) -> dict[str, "Key"]:
+        """The entries of a value that is a table, or a list of tables."""
+        table = self.entry_table
+        if table is None:
+            return {}
+        return {name: Key(name, field, table) for name, field in table.model_fields.items()}
+
+    def whole(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a table with the entries that it leaves out, required ones by an example."""
+        absent = {
+            name: entry.field.examples[0] if entry.field.examples else entry.default
+            for name, entry in self.entries.items()
+        }
+        return absent | table
+
+    def expected(self, *, brief: bool = False) -> str:
+        """Describe the values, such as `an integer >= 1`; brief: only the limits."""
+        return values.expected(self.field.annotation, self.field.metadata, brief=brief)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The names that the key admits; empty if it admits other values."""
+        return values.choices(self.field.annotation)
+
+
+def _keys() -> dict[str, Key]:
+    found, title = {}, ""
+    for group in GROUPS:
+        title = group.title if "title" in vars(group) else title
+        for name in group.__annotations__:
+            if name in Config.model_fields:
+                found[name] = Key(name, Config.model_fields[name], group, title)
+    return found
+
+
+KEYS = MappingProxyType(_keys())
+# Keys that an evaluation of a checkpoint accepts: they do not change what is computed.
+EVALUATION_KEYS = (
+    "hardware", "base_output_directory", "dataset_path", "eval_dataset_path", "add_bos",
+    "text_column", "eval_steps", "per_device_batch_size", "dtype", "attention", "remat_policy",
+    "matmul_precision", "quantization", "logical_axis_rules", "show_memory", "jax_cache_dir",
+    "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",
+    "exchange_interface", "exchange_secret_file", "capacity_factor",
+    *(name for name, key in KEYS.items() if key.group == "mesh"),
+)  # fmt: skip

@@ -1,0 +1,107 @@
+"""MaxText's names and values: which are accepted, ignored or refused, as maxtext.yml says."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from maxdiloco.config import files
+from maxdiloco.config.keys import KEYS
+from maxdiloco.config.values import show
+from maxdiloco.errors import ConfigError
+
+# So many keys that only MaxText has make a file a copy of its base.yml, which has 700, and not an
+# edited copy of ours with some of them.
+MAX_FOREIGN = 20
+USE_OUR_BASE = (
+    "Put configs/base.yml in its place: the defaults here are this package's, and docs/maxtext.md "
+    "lists those that differ."
+)
+
+
+class Foreign(NamedTuple):
+    """Some of MaxText's keys that do not exist here: an entry of maxtext.yml.
+
+    Attributes:
+      names: regular expressions of the keys.
+      ignored: regular expressions of values that have no effect here; an empty value never has.
+      why: why nothing is lost by ignoring them.
+      instead: the remedy for other values.
+    """
+
+    names: Sequence[str]
+    ignored: Sequence[str]
+    why: str = "it is off here too"
+    instead: str = ""
+
+
+class MaxText(NamedTuple):
+    """The content of maxtext.yml.
+
+    Attributes:
+      other_names: {MaxText's name: our key} of keys with the same values.
+      values: {our key: {regular expression of MaxText's values: what to use}}.
+      keys: the keys that do not exist here.
+    """
+
+    other_names: Mapping[str, str]
+    values: Mapping[str, Mapping[str, str]]
+    keys: Sequence[Foreign]
+
+    def find(self, name: str) -> Foreign | None:
+        """Return the entry of a key that only MaxText has, None if there is none."""
+        entries = () if name in KEYS else self.keys
+        return next((entry for entry in entries if _matches(name, entry.names)), None)
+
+    def knows(self, name: str) -> bool:
+        """Whether a name is a key of MaxText that does not exist here by that name."""
+        return name in self.other_names or self.find(name) is not None
+
+    def accept(self, layer: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """Separate the keys that exist here from those that are ignored.
+
+        Args:
+          layer: the raw value of each key, by the names that are used here.
+
+        Returns:
+          The keys that remain, and a line on those that are ignored, or none.
+
+        Raises:
+          ConfigError: one line for all keys and values that cannot be ignored.
+        """
+        kept, refused = [], []
+        ignored: dict[str, list[str]] = {}
+        for name, raw in layer.items():
+            text = raw if isinstance(raw, str) else show(raw)
+            entry = self.find(name)
+            if entry is None:
+                use = [use for value, use in self.values.get(name, {}).items()
+                       if re.fullmatch(value, _plain(text))]  # fmt: skip
+                refused += [f"{name}={text} is MaxText's value. Use {one}." for one in use]
+                kept.append(name)
+            elif text == "" or _matches(_plain(text), entry.ignored):
+                ignored.setdefault(entry.why, []).append(name)
+            else:
+                refused.append(f"{name}={text} is MaxText's key. {entry.instead}.")
+        if refused:
+            raise ConfigError(f"{' '.join(refused)} See docs/maxtext.md.")
+        if not ignored:
+            return kept, []
+        reasons = "; ".join(f"{', '.join(names)}: {why}" for why, names in ignored.items())
+        return kept, [f"note: keys of MaxText that have no effect here: {reasons}."]
+
+
+def read() -> MaxText:
+    """Read maxtext.yml."""
+    data = files.read_data("maxtext.yml")
+    keys = [Foreign(**entry) for entry in data["keys"]]
+    return MaxText(data["other_names"], data["values"], keys)
+
+
+def _matches(text: str, patterns: Sequence[str]) -> bool:
+    return re.fullmatch("|".join(patterns), text) is not None
+
+
+def _plain(text: str) -> str:
+    """Return a value in one spelling: 0.0 and 0 are the same, and so are None and null."""
+    small = text.lower()
+    return "none" if small == "null" else re.sub(r"(\d)\.0*$", r"\1", small)

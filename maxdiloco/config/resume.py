@@ -1,0 +1,171 @@
+"""Differences of configurations: from a checkpoint's, and between the processes of a run."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from maxdiloco.config.fields import Hosts, Resume
+from maxdiloco.config.keys import KEYS
+from maxdiloco.config.values import as_json
+from maxdiloco.errors import CheckpointError
+
+KEEP = "\N{NO-BREAK SPACE}"
+MAX_SHOWN = 60  # characters of a value in a line on a change
+MAX_LENGTH = 80  # characters of a value in a line on processes that differ
+MAX_NAMED = 8  # processes in that line
+
+# Values that follow from several keys; a caller puts them into both mappings.
+_DERIVED = {
+    "sequences_per_replica": "per_device_batch_size * devices of a mesh position / context * "
+    "gradient_accumulation_steps",
+    "sequences_per_step": "per_device_batch_size * devices / context * gradient_accumulation_steps",
+}
+
+
+class Change(NamedTuple):
+    """A key that differs, with the saved and the new value."""
+
+    before: Any
+    after: Any
+    resume: Resume
+
+
+def differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Change]:
+    """Return the keys that differ, in order of name.
+
+    Args:
+      saved: the config in a checkpoint. A key that it lacks is newer and had its default; a key
+        that only it has counts as changed to None.
+      new: the config of the run.
+    """
+    changes = {}
+    for name in sorted({*saved, *new}):
+        key = KEYS.get(name)
+        before, after = saved.get(name, key and key.default), new.get(name)
+        if as_json(before) != as_json(after):
+            changes[name] = Change(before, after, key.resume if key else Resume.FIXED)
+    return changes
+
+
+def change_lines(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return lines on all keys that differ: first those that affect what is trained.
+
+    KEEP joins words that belong in one line. Arguments: differences.
+    """
+    training, apart = [], []
+    for name, change in differences(saved, new).items():
+        line = f"{name} {_shorten(change.before)} -> {_shorten(change.after)}".replace(" ", KEEP)
+        (apart if change.resume is Resume.APART else training).append(line)
+    groups = (("changed since the checkpoint", training), ("changed outside of training", apart))
+    return [f"{title}: {', '.join(lines)}" for title, lines in groups if lines]
+
+
+def _shorten(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(as_json(value))
+    text = text or "empty"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: str) -> None:
+    """Raise CheckpointError if a key has changed that a resumed run may not change.
+
+    Args:
+      saved: the config in the checkpoint.
+      new: the config of the run.
+      checkpoint: folder of the checkpoint.
+    """
+    found = differences(saved, new)
+    changes = {key: x for key, x in found.items() if x.resume.tag == Resume.FIXED.tag}
+    if not changes:
+        return
+    named = ", ".join(
+        f"{key}={change.after} (the checkpoint has {change.before})"
+        for key, change in changes.items()
+    )
+    shaped = any(change.resume is Resume.SHAPES for change in changes.values())
+    weights = "" if shaped else f", with load_parameters_path={checkpoint} from its weights"
+    if changes.keys() <= _DERIVED.keys() and new["islands"] == "none":
+        weights = f", with load_full_state_path={checkpoint} from its whole state"
+    meaning = "".join(f" {key} is {_DERIVED[key]}." for key in changes if key in _DERIVED)
+    raise CheckpointError(
+        f"{named}: a resumed run must compute what the interrupted one would have.{meaning} Set "
+        f"{'it' if len(changes) == 1 else 'them'} back, or set another run_name to start a new run"
+        f"{weights}."
+    )
+
+
+def model_remedy(new: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
+    """Name the keys that shape the parameters and differ between a checkpoint and this run.
+
+    Args:
+      new: the config of the run.
+      meta: the metadata of the checkpoint.
+    """
+    changes = differences(meta["config"], new)
+    shapes = [key for key, change in changes.items() if change.resume is Resume.SHAPES]
+    if not shapes:
+        return "The model keys agree: another program wrote the checkpoint."
+    return f"Set {', '.join(f'{key}={changes[key].before}' for key in shapes)}."
+
+
+def shared(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all processes must have in common, from the keys and values of one."""
+    found = {}
+    for name, value in values.items():
+        hosts = KEYS[name].hosts
+        if hosts is not Hosts.DIFFER:
+            found[name] = _without_paths(value) if hosts is Hosts.PATHS else value
+    return found
+
+
+def _without_paths(value: Any) -> Any:
+    """Return whether there is a path; of a source all but its path, of a table the names."""
+    if isinstance(value, list):
+        return [{name: part for name, part in entry.items() if name != "path"} for entry in value]
+    if isinstance(value, dict):
+        return [[name, _without_paths(path)] for name, path in value.items()]
+    return "a path" if value else ""
+
+
+def describe_processes(groups: Mapping[tuple[int, ...], Mapping[str, Any]]) -> str:
+    """Return the line on keys in which processes differ, with each value, and the remedy.
+
+    Args:
+      groups: {processes: what `shared` returns in them}, and what else they compare.
+    """
+    differing = []
+    for name in dict.fromkeys(name for values in groups.values() for name in values):
+        holders: dict[str, list[int]] = {}
+        for processes, values in groups.items():
+            value = values.get(name, "no such key")
+            text = value if isinstance(value, str) and value else json.dumps(value)
+            holders.setdefault(text, []).extend(processes)
+        same = len(os.path.commonprefix(list(holders)))
+        parts = [f"{_cut(text, same)} in {_processes(of)}" for text, of in holders.items()]
+        if len(parts) > 1:
+            differing.append(f"{name} is {', '.join(parts)}")
+    return (
+        f"{'; '.join(differing)}. All processes of a run must have the same keys and versions: "
+        "give each the same command, yml file and M_<KEY> variables. configs/base.yml marks the "
+        "keys that may differ with `hosts:`."
+    )
+
+
+def _cut(text: str, same: int) -> str:
+    """Return a text; if it is long, the part after the `same` characters that all begin with."""
+    if len(text) <= MAX_LENGTH:
+        return text
+    start = max(0, min(same, len(text)) - MAX_LENGTH // 4)
+    end = start + MAX_LENGTH
+    return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
+
+
+def _processes(processes: list[int]) -> str:
+    """Return `process 0`, `processes 1 and 3`, `processes 1, 2, 5 and 90 more`."""
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    named = [str(process) for process in sorted(processes)]
+    if len(named) > MAX_NAMED:
+        named = [*named[:MAX_NAMED], f"{len(named) - MAX_NAMED} more"]
+    return f"processes {', '.join(named[:-1])} and {named[-1]}"

@@ -1,0 +1,146 @@
+"""Warnings and notes on settings that are seldom meant, in the start of a run's log."""
+
+from collections.abc import Iterator
+
+from maxdiloco.config import checks
+from maxdiloco.config.keys import KEYS, Config
+from maxdiloco.config.values import show
+
+# Parameters from which a step of 1,000 tokens takes a minute and more on a CPU.
+_LARGE_FOR_CPU = 500_000_000
+# Rounds below which a run says little about a mode, and below which an outer momentum above
+# _SHORT_MOMENTUM, an average over many rounds, costs loss (docs/results.md, loss by mode).
+_FEW_ROUNDS, _FEW_FOR_MOMENTUM, _SHORT_MOMENTUM = 100, 200, 0.7
+# From so many replicas, at such periods, the default settings lose to those of the recipe.
+_MANY_REPLICAS, _LONG_PERIOD = 4, 20
+
+
+def lines(cfg: Config) -> list[str]:
+    """Return warnings, then notes, that follow from the keys alone."""
+    return [
+        *(f"warning: {line}" for line in _warnings(cfg)),
+        *(f"note: {line}" for line in _notes(cfg)),
+    ]
+
+
+def _warnings(cfg: Config) -> Iterator[str]:
+    router = cfg.router
+    if cfg.opt_type == "sgd":
+        names = ("adam_b1", "adam_b2", "adam_eps", "optimizer_memory_host_offload")
+        for given in _not_default(cfg, *names):
+            yield f"{given} has no effect with opt_type=sgd, which keeps no moments. Leave it out."
+    if cfg.opt_type != "muon":
+        for given in _not_default(cfg, "muon_beta"):
+            yield (
+                f"{given} has no effect with opt_type={cfg.opt_type}. Leave it out, or use "
+                "opt_type=muon."
+            )
+    if cfg.diloco_round_overlap == "eager" and cfg.diloco_outer_optimizer == "adam":
+        yield (
+            "diloco_outer_optimizer=adam with diloco_round_overlap=eager: Adam is not linear, so a "
+            "replica's own terms do not cancel and replicas drift apart. Use nesterov."
+        )
+    if cfg.enable_streaming_diloco and cfg.num_diloco_fragments == 1:
+        yield (
+            "num_diloco_fragments=1 with enable_streaming_diloco=true exchanges all parameters at "
+            "once. Use a fragment for every three layers and one for the embedding."
+        )
+    if cfg.enable_diloco and 1 <= cfg.steps < cfg.diloco_sync_period:
+        yield (
+            f"steps={cfg.steps} ends before diloco_sync_period={cfg.diloco_sync_period}, so some "
+            "or all parameters are never exchanged. Use a shorter period or more steps."
+        )
+    if cfg.num_experts > 1 and cfg.num_experts_per_tok == 1 and router.get("normalise_weights"):
+        yield (
+            "normalise_weights: true of router with num_experts_per_tok=1 gives the only expert of "
+            "a token the weight 1, so the cross-entropy does not train the router. Use "
+            "num_experts_per_tok=2 or more, or leave normalise_weights out."
+        )
+    if cfg.compile_topology:
+        yield (
+            f"compile_topology={cfg.compile_topology} is for maxdiloco.train_compile; training "
+            "uses the devices of this machine. Leave it out here."
+        )
+    if not cfg.holds_out():
+        for given in _not_default(cfg, "eval_fraction"):
+            yield (
+                f"{given} has no effect with eval_dataset_path, which is the held-out text. Leave "
+                "one of them out."
+            )
+
+
+def _notes(cfg: Config) -> Iterator[str]:
+    rounds = cfg.steps // cfg.diloco_sync_period
+    if not cfg.enable_diloco or rounds < 1:
+        return
+    counted = f"{rounds} round{'s' * (rounds != 1)} of diloco_sync_period={cfg.diloco_sync_period}"
+    if rounds < _FEW_ROUNDS:
+        yield (
+            f"steps={cfg.steps} is only {counted}. Expect about 5 % higher loss than data "
+            "parallelism after 10 rounds and 1.9 % after 50; in the papers' long runs it is "
+            "under 1 %."
+        )
+    momentum = cfg.diloco_outer_momentum
+    if rounds < _FEW_FOR_MOMENTUM and momentum > _SHORT_MOMENTUM:
+        yield (
+            f"steps={cfg.steps} is only {counted}, few for diloco_outer_momentum={momentum:g}: 0.9 "
+            "cost 8, 6 and 3 % of loss after 10, 50 and 150 rounds. Set diloco_outer_momentum=0.6 "
+            "and diloco_outer_lr=0.7, which cost 5, 1.4 and 1 %."
+        )
+
+
+def device_lines(cfg: Config, *, platform: str, num_devices: int, num_parameters: int) -> list[str]:
+    """Return warnings and notes that need the devices."""
+    found = []
+    on_cpu = platform == "cpu"
+    if on_cpu and cfg.hardware == "auto" and num_parameters >= _LARGE_FOR_CPU:
+        found.append(
+            f"warning: hardware=auto found no accelerator and uses this CPU, as {num_devices} "
+            f"devices, for {num_parameters:,} parameters. Set hardware=tpu or hardware=gpu, which "
+            "refuse to start without one, or hardware=cpu if you mean it."
+        )
+    if on_cpu and cfg.quantization != "none":
+        found.append(
+            f"note: quantization={cfg.quantization} is emulated on a CPU: the same values as on an "
+            "accelerator, in more time than quantization=none."
+        )
+    return found
+
+
+def run_lines(cfg: Config, *, num_replicas: int, num_tokens: int) -> list[str]:
+    """Return warnings and notes that need the replicas and the tokenizer's number of tokens."""
+    found = []
+    is_island = checks.is_island(cfg)
+    if cfg.enable_diloco and num_replicas == 1 and not is_island:
+        found.append(
+            "warning: enable_diloco=true with one replica: it exchanges with no other, which makes "
+            "this the Lookahead optimizer (arXiv 1907.08610), not DiLoCo. Set "
+            "dcn_diloco_parallelism (with hardware=cpu, or on several slices), or "
+            "num_diloco_replicas=2 for two that share the devices; for the plain inner optimizer "
+            "enable_diloco=false."
+        )
+    unused = 1 - num_tokens / cfg.vocab_size
+    # Half: a vocabulary rounded up to a number of rows is below it.
+    if unused >= 0.5 and cfg.dataset_type != "synthetic":
+        found.append(
+            f"warning: vocab_size={cfg.vocab_size}, but tokenizer_type={cfg.tokenizer_type} has "
+            f"{num_tokens} tokens: {unused:.0%} of the embedding's rows are never trained. Use "
+            "vocab_size=-1, or a larger tokenizer (tokenizer_path)."
+        )
+    many = num_replicas >= _MANY_REPLICAS and cfg.diloco_sync_period >= _LONG_PERIOD
+    if cfg.enable_diloco and many and not is_island and cfg.opt_type == "adamw":
+        found.append(
+            f"note: {num_replicas} replicas cost more loss than two: with opt_type=adamw and "
+            "diloco_sync_period=30 four cost 6 % and eight 10 % compared with data parallelism at "
+            "279,296 parameters, and 1 and 2 % compared with one replica at 335M (2503.09799). "
+            "configs/recipes/many_replicas.yml makes that -0.7 and 0.6 %."
+        )
+    return found
+
+
+def _not_default(cfg: Config, *names: str) -> Iterator[str]:
+    """Yield key=value of the keys that are not at their default."""
+    for name in names:
+        value = vars(cfg)[name]
+        if value != KEYS[name].default:
+            yield f"{name}={show(value)}"

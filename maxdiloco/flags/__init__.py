@@ -1,1 +1,0 @@
-"""The keys of base.yml and their checks."""
