@@ -169,7 +169,8 @@ def _prepare(keys):
 
 def _windows(keys, path=""):
     from maxdiloco.config import config
-    from maxdiloco.evaluation import run_texts, run_tokenizer
+    from maxdiloco.run import data as run_data
+    from maxdiloco.run import tokenizer as run_tokenizer
 
     keys = [
         *_arguments(keys)[1:3],
@@ -178,7 +179,7 @@ def _windows(keys, path=""):
         f"max_target_length={LENGTH}",
     ]
     cfg = config.load(keys, {})
-    return run_texts.open_dataset(cfg, run_tokenizer.open_tokenizer(cfg), split="train")
+    return run_data.open_dataset(cfg, run_tokenizer.open_tokenizer(cfg), split="train")
 
 
 def _open(keys):

@@ -31,7 +31,7 @@ from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.planning import topology
 from maxdiloco.planning.hlo import reader, replay
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 GBPS = (25.0, 2.0, 0.5)  # of one device
 DEFAULTS = {"model_name": "peer25m", "max_target_length": "512", "dataset_type": "synthetic"}
@@ -190,8 +190,8 @@ def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any
 
 
 def inner_step(cfg: config.Config, parts: assemble.Parts) -> Callable:
-    from maxdiloco.trainer import inner_step as ours
-    from maxdiloco.trainer import optimizer
+    from maxdiloco.run import inner_step as ours
+    from maxdiloco.run import optimizer
 
     return ours.make(
         parts.model,

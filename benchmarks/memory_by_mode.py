@@ -17,7 +17,7 @@ from benchmarks.exposed_time import asked, bound, changed
 from maxdiloco.command_line import guarded
 from maxdiloco.engine.calls import memory_of
 from maxdiloco.output import aligned
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 MIB = 2**20
 PART = 0.05  # of data parallelism's memory

@@ -190,8 +190,8 @@ def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
     from maxdiloco.checkpoint import read
     from maxdiloco.config import config
     from maxdiloco.config.keys import AXES
-    from maxdiloco.evaluation import stored
     from maxdiloco.huggingface import imported as imports
+    from maxdiloco.run import stored
 
     if model is not None:
         model.save_pretrained(folder / "theirs")

@@ -39,7 +39,7 @@ from maxdiloco.models.model import count_parameters
 from maxdiloco.output import aligned
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer import assemble, remat_choice
+from maxdiloco.run import assemble, remat_choice
 
 DEFAULTS = {
     "model_name": "peer25m",

@@ -1,6 +1,6 @@
 """Evaluate a stored checkpoint: `python -m maxdiloco.evaluate RUN [key=value ...]`.
 
-Only the parameters are read. The flags are checked before JAX starts (evaluation/stored.py).
+Only the parameters are read. The flags are checked before JAX starts (run/stored.py).
 """
 
 import functools
@@ -47,14 +47,13 @@ def main(argv: Sequence[str]) -> int:
     folder = read.locate(run, base_output_directory=base, step=options.step)
     import jax
 
-    from maxdiloco.evaluation import stored
+    from maxdiloco.run import startup, stored
     from maxdiloco.storage import output_file
-    from maxdiloco.trainer import job
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
     configure = functools.partial(stored.configure, argv=keys, environ=os.environ)
     cfg = configure(read.newest_meta(folder, key="RUN"))
-    with job.joined(cfg), job.compile_cache(cfg) as notes:
+    with startup.joined(cfg), startup.compile_cache(cfg) as notes:
         say_once = read.primary_only(lambda line: say(one_line(line)))
         for line in notes:
             say_once(line)

@@ -85,8 +85,9 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     from maxdiloco.checkpoint import read
     from maxdiloco.config import config
     from maxdiloco.config.keys import AXES
-    from maxdiloco.evaluation import run_tokenizer, stored
     from maxdiloco.models import sampling
+    from maxdiloco.run import stored
+    from maxdiloco.run import tokenizer as run_tokenizer
 
     base = options.base_output_directory
     folder = read.locate(run, base_output_directory=base, step=options.step)

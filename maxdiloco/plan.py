@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             "unknown. Give step_time=0.8 (seconds), or compile_topology=v5e-16 or h100-8 with "
             "compile_topology_num_slices=2."
         )
-    from maxdiloco.evaluation import run_tokenizer
+    from maxdiloco.run import tokenizer as run_tokenizer
 
     return _plan(run_tokenizer.resolved(cfg), options, keys, names[0])
 

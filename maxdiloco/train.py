@@ -1,6 +1,6 @@
 """Train one language model over several slices: `python -m maxdiloco.train [file.yml] key=value`.
 
-The flags are checked before JAX is imported; the run is in trainer/training.py.
+The flags are checked before JAX is imported; the run is in run/loop.py.
 """
 
 import gc
@@ -41,10 +41,10 @@ def main(argv: Sequence[str]) -> int:
         notes: list[str] = []
         cfg = config.load(argv, os.environ, warn=notes.append)
         clock.lap("keys")
-        from maxdiloco.evaluation import run_tokenizer
+        from maxdiloco.run import tokenizer as run_tokenizer
 
         cfg = run_tokenizer.resolved(cfg)
-        from maxdiloco.trainer.training import run
+        from maxdiloco.run.loop import run
 
         clock.lap("imports")
         return run(cfg, clock, notes)

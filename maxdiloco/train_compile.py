@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
             f"say."
         )
     cfg = config.load(keys, os.environ)
-    from maxdiloco.evaluation import run_tokenizer
+    from maxdiloco.run import tokenizer as run_tokenizer
 
     return _compile(run_tokenizer.resolved(cfg), options)
 
@@ -65,8 +65,8 @@ def help_text(
 def _compile(cfg: config.Config, options: SimpleNamespace) -> int:
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.planning import compile_report, compile_run, report_text
+    from maxdiloco.run import assemble
     from maxdiloco.storage import output_file
-    from maxdiloco.trainer import assemble
 
     gbps = options.dcn_bandwidth_gbps
     output_file.check_path("report", options.report)

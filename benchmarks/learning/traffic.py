@@ -9,7 +9,7 @@ from maxdiloco.config import config
 from maxdiloco.engine.payload import Payload
 from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 DATA_PARALLEL_BYTES = 2  # a parameter and step: an all-reduce in bfloat16, as the papers count
 

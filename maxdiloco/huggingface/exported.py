@@ -15,7 +15,6 @@ from etils import epath
 from maxdiloco.checkpoint import arrays, metadata, read, theta
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.huggingface import (
     auto_tokenizer,
     config_json,
@@ -28,6 +27,7 @@ from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.imported import CARRIED, Say
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
 from maxdiloco.models.config import from_keys
+from maxdiloco.run import tokenizer as run_tokenizer
 
 # Beside "stored", the one that the checkpoint has.
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

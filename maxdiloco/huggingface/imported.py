@@ -25,7 +25,6 @@ from maxdiloco.config.values import as_json
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
 from maxdiloco.errors import CheckpointError, DataError
-from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.huggingface import (
     auto_tokenizer,
     config_json,
@@ -40,6 +39,7 @@ from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.safetensors_files import Stored
 from maxdiloco.huggingface.tensors import Part
 from maxdiloco.models.config import from_keys
+from maxdiloco.run import tokenizer as run_tokenizer
 
 CARRIED = "huggingface"  # folder in DST with the files that are carried along
 # Keys of base.yml that an import may be given.

@@ -13,7 +13,7 @@ MLP_IN = "mlp_in"  # the projections before the activation function
 ROUTED = "routed"  # the order of a token's choices by expert: a few integers a token
 ROUNDED = "rounded"  # 8-bit activations of a product; without quantization there are none
 
-AUTO = "auto"  # chosen by trainer.remat_choice; a model that no step trains takes it as `full`
+AUTO = "auto"  # chosen by run.remat_choice; a model that no step trains takes it as `full`
 # Policy -> names kept, from the least recomputation to the least memory.
 # The layer's input and ROUTED are kept by all of them; `none` keeps everything.
 POLICIES: dict[str, tuple[str, ...] | None] = {

@@ -23,9 +23,9 @@ from maxdiloco.planning.compile_report import Report
 from maxdiloco.planning.job import EXACT, Choice, Job
 from maxdiloco.planning.program_costs import Measured
 from maxdiloco.planning.rating import Step
-from maxdiloco.trainer import assemble, remat_choice
-from maxdiloco.trainer.job import own_cache
-from maxdiloco.trainer.remat_choice import make_room
+from maxdiloco.run import assemble, remat_choice
+from maxdiloco.run.remat_choice import make_room
+from maxdiloco.run.startup import own_cache
 
 # Model FLOPs over the peak in a step, for GPUs whose step was not measured: Llama 3 405B trained at
 # 38 to 43 % of bfloat16's on H100s (arXiv 2407.21783, Table 4).

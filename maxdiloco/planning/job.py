@@ -12,14 +12,14 @@ from maxdiloco.config.values import show
 from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.engine.data_parallel import gradient_bytes
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import on_mesh
 from maxdiloco.models import devices
 from maxdiloco.models.build import build_model
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning import topology
-from maxdiloco.trainer import assemble, optimizer
+from maxdiloco.run import assemble, optimizer
+from maxdiloco.run import model as run_model
 
 MOST_PERIOD = 100_000  # a plan follows each step of a period, seconds for so many; our choice
 # The keys that a choice sets, and its fields.
@@ -163,7 +163,7 @@ def of(cfg: Config) -> Job:
         compute_capability=capability,
         device_kind=chip.kinds[0] if chip else "",
     )
-    params = on_mesh.parameters(model, mesh)
+    params = run_model.parameters(model, mesh)
     rule = optimizer.build(cfg, model=model)
     opt_state = optimizer.abstract_state(cfg, rule, params, mesh)
     replicas = slices if cfg.num_diloco_replicas == -1 else cfg.num_diloco_replicas

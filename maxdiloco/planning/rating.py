@@ -21,7 +21,7 @@ from maxdiloco.planning import link_model
 from maxdiloco.planning.forecast import Gap
 from maxdiloco.planning.job import Choice, Job
 from maxdiloco.planning.link_model import FULL
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 # [L] arXiv 2503.09799 and [S] 2501.18512 train with 30, [S] with 100, DiLoCo 2311.08105 with 500.
 PERIODS = (30, 50, 100, 300, 500)

@@ -3,7 +3,8 @@
 from maxdiloco.data import kinds, shards, tokenizer
 from maxdiloco.data.prepared import prepare
 from maxdiloco.data.prepared.prepare import Work
-from maxdiloco.evaluation import run_texts, run_tokenizer
+from maxdiloco.run import data as run_data
+from maxdiloco.run import tokenizer as run_tokenizer
 
 TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
 
@@ -38,8 +39,8 @@ def open_dataset(cfg, split="train", say=lambda line: None):
     if split == "eval":
         path = next(iter(cfg.eval_paths().values()))
         cfg = cfg.model_copy(update={"eval_interval": 1})
-    prepared = run_texts.prepare_sources(cfg, tokens, say, splits=(split,))
-    return run_texts.open_dataset(cfg, tokens, split=split, path=path, prepared=prepared)
+    prepared = run_data.prepare_sources(cfg, tokens, say, splits=(split,))
+    return run_data.open_dataset(cfg, tokens, split=split, path=path, prepared=prepared)
 
 
 def open_text(cfg, split="train"):

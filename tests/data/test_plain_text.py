@@ -6,8 +6,8 @@ from data.shards_on_disk import open_dataset
 
 from maxdiloco.config import config
 from maxdiloco.data import kinds
-from maxdiloco.evaluation import run_texts
-from maxdiloco.trainer.assemble import BatchShape
+from maxdiloco.run import data as run_data
+from maxdiloco.run.assemble import BatchShape
 
 
 def test_the_summary_counts_files_read_and_files_left_out(settings, tmp_path):
@@ -33,7 +33,7 @@ def warned(*argv):
     """The warnings of a start that reads text and evaluates."""
     cfg = config.load(["max_target_length=4", "vocab_size=257", *argv], {})
     text, held = (open_dataset(cfg, split=split) for split in ("train", "eval"))
-    lines = run_texts.lines(cfg, text, {"": held}, BatchShape(2, 1, 4))
+    lines = run_data.lines(cfg, text, {"": held}, BatchShape(2, 1, 4))
     return [line for line in lines if line.startswith("warning: ")]
 
 

@@ -20,7 +20,7 @@ from maxdiloco.engine import data_parallel
 from maxdiloco.models.build import build_model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning.hlo import reader, traffic
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 ROOT = pathlib.Path(__file__).parents[2]
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0", "int2", "topk")

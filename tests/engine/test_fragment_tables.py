@@ -19,7 +19,7 @@ from maxdiloco.config import config
 from maxdiloco.diloco import fragments
 from maxdiloco.engine import describe
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 MODEL_FILES = sorted((pathlib.Path(__file__).parents[2] / "configs/models").glob("*.yml"))
 # (P, k); tiny has the fewest layers, 4; "each": a fragment for each layer.

@@ -15,7 +15,7 @@ from tiers import full
 from maxdiloco import train as train_program
 from maxdiloco.checkpoint import read
 from maxdiloco.config import config
-from maxdiloco.evaluation import stored
+from maxdiloco.run import stored
 
 # A training that reads each of 31 tokens; what it is given shapes no number of the model's.
 TRAIN = {

@@ -22,8 +22,8 @@ from maxdiloco import hf
 from maxdiloco.checkpoint import staging
 from maxdiloco.metrics import line_files
 from maxdiloco.report import __main__ as report
+from maxdiloco.run.recorder import Recorder
 from maxdiloco.storage import object_lock, object_store, store
-from maxdiloco.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("programs")
 

@@ -12,7 +12,9 @@ from maxdiloco import tokenizer as tokenizer_program
 from maxdiloco import train as train_program
 from maxdiloco.checkpoint import read
 from maxdiloco.data import pipeline
-from maxdiloco.evaluation import run_texts, run_tokenizer, stored
+from maxdiloco.run import data as run_data
+from maxdiloco.run import stored
+from maxdiloco.run import tokenizer as run_tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -98,8 +100,8 @@ def test_the_evaluation_loss_is_that_of_transformers(trained, exported, evaluate
     cfg = stored.configure(read.newest_meta(trained, key="RUN"), [], {})
     options = dict(batch_size=8, num_sequences=32, rows=np.arange(8))
     of_run = run_tokenizer.open_tokenizer(cfg)
-    tokenised = run_texts.prepare_sources(cfg, of_run, lambda line: None, splits=("eval",))
-    text = run_texts.open_evaluated(cfg, of_run, prepared=tokenised)[""]
+    tokenised = run_data.prepare_sources(cfg, of_run, lambda line: None, splits=("eval",))
+    text = run_data.open_evaluated(cfg, of_run, prepared=tokenised)[""]
     with pipeline.eval_batches(text, **options) as batches:
         rows = [pair for b in batches for pair in zip(b["tokens"], b["segment_ids"], strict=True)]
     for row, segments in rows:

@@ -12,7 +12,7 @@ from tiers import corner
 from maxdiloco.config import config
 from maxdiloco.engine.calls import is_on_device
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 pytestmark = pytest.mark.usefixtures("programs")
 

@@ -22,13 +22,14 @@ from maxdiloco.data.prepared import prepare as preparing
 from maxdiloco.data.sources.files import Files
 from maxdiloco.data.tokenizer import ByteTokenizer
 from maxdiloco.errors import DataError, LostPeerError
-from maxdiloco.evaluation import run_texts, run_tokenizer
+from maxdiloco.run import data as run_data
+from maxdiloco.run import tokenizer as run_tokenizer
 
 WAIT_S = 300  # far above what a command takes
 
 
 def prepared(cfg, say=print):
-    return run_texts.prepare_sources(cfg, run_tokenizer.open_tokenizer(cfg), say)
+    return run_data.prepare_sources(cfg, run_tokenizer.open_tokenizer(cfg), say)
 
 
 def command(*arguments):

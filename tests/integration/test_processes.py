@@ -47,7 +47,7 @@ HOST = socket.gethostname()
 OWN_RATE = """
 import os
 from maxdiloco import train
-from maxdiloco.trainer import optimizer
+from maxdiloco.run import optimizer
 if rate := os.environ.get("RATE"):
     optimizer.learning_rate_schedule = lambda cfg, steps: lambda t: float(rate)
 train.main()
@@ -93,12 +93,12 @@ import os
 import time
 from maxdiloco import train
 from maxdiloco.checkpoint import write
-from maxdiloco.evaluation import held_out
+from maxdiloco.run import evaluation
 
 PHASES = {
     "commit": (write, "commit"),  # of process 0
     "part": (write, "write_part"),  # of process 1
-    "evaluation": (held_out.Evaluation, "_sums_by_batch"),
+    "evaluation": (evaluation.Evaluation, "_sums_by_batch"),
 }
 if phase := os.environ.get("PHASE"):
     owner, name = PHASES[phase]

@@ -27,7 +27,7 @@ from maxdiloco.engine.calls import Call
 from maxdiloco.metrics import compiles
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning import program_costs, topology
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 # Layers of one kind, of two, beside dense ones, with experts; the largest last.
 MODELS = ("tiny", "peer25m", "1b", "10b", "gemma3-1b", "llama3-70b", "deepseek-v3")

@@ -33,12 +33,11 @@ from maxdiloco.checkpoint import orbax_io, seal, write
 from maxdiloco.cluster.signals import Preemption
 from maxdiloco.config import config
 from maxdiloco.errors import NumericsError
-from maxdiloco.evaluation import held_out
 from maxdiloco.metrics import history
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.metrics.start_time import StartClock
+from maxdiloco.run import evaluation, loop
 from maxdiloco.storage.run_folder import RunFolder
-from maxdiloco.trainer import training
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -166,7 +165,7 @@ def test_a_run_stopped_between_two_rows_resumes_from_its_config(tmp_path, monkey
 
     monkeypatch.setattr(Preemption, "requested", lambda preemption, t: t == 6)
     clock = types.SimpleNamespace(time=lambda: 1234.0, perf_counter=time.perf_counter)
-    monkeypatch.setattr(training, "time", clock)
+    monkeypatch.setattr(loop, "time", clock)
     unnamed = train(tmp_path / "unnamed", **ROWS, run_name="")
     assert unnamed.code == 143
     unsaved = train(tmp_path / "unsaved", **ROWS, enable_checkpointing="false")
@@ -176,7 +175,7 @@ def test_a_run_stopped_between_two_rows_resumes_from_its_config(tmp_path, monkey
     assert f"run_name={folder.name}" in unnamed.output
     assert f"run_name={folder.name}" in unnamed.error
 
-    assert training.run(config.load([str(folder / "config.yml")], {}), StartClock()) == 0
+    assert loop.run(config.load([str(folder / "config.yml")], {}), StartClock()) == 0
     assert logged_steps(folder) == [4, 8]
     assert metrics_rows(folder) == metrics_rows(tmp_path / "whole")
 
@@ -262,7 +261,7 @@ PHASES = {
     "arrays": (write, "wait_for_arrays"),
     "commit": (write, "commit"),
     "removal": (write.OwnFolder, "keep"),
-    "evaluation": (held_out.Evaluation, "_sums_by_batch"),
+    "evaluation": (evaluation.Evaluation, "_sums_by_batch"),
 }
 SAVES = dict(
     steps=12, checkpoint_period=4, eval_interval=4, eval_steps=1, max_num_checkpoints_to_keep=1

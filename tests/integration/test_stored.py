@@ -29,10 +29,10 @@ from maxdiloco import evaluate, generate, output
 from maxdiloco.checkpoint import arrays
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import stored
 from maxdiloco.metrics.console import sample_lines
 from maxdiloco.models.build import build_model
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.run import stored
 
 pytestmark = pytest.mark.usefixtures("programs")
 

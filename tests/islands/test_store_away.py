@@ -17,8 +17,8 @@ from maxdiloco.islands.counted import Counted
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.island import FAILED, Done, Put
 from maxdiloco.islands.records import Beat, Ledger, Range, encode
+from maxdiloco.run.island.processes import standing
 from maxdiloco.storage import store
-from maxdiloco.trainer.island_processes import standing
 
 
 def taken_for_dead(seeds):

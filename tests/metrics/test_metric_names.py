@@ -9,11 +9,11 @@ import optax
 import pytest
 from models import tiny_model
 
-from maxdiloco.evaluation.held_out import Totals
 from maxdiloco.metrics import definitions
 from maxdiloco.metrics.definitions import METRICS
 from maxdiloco.metrics.monitor import learning_metrics
-from maxdiloco.trainer import inner_step
+from maxdiloco.run import inner_step
+from maxdiloco.run.evaluation import Totals
 from scripts import metrics_page
 
 ROOT = pathlib.Path(__file__).parents[2]

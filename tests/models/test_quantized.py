@@ -15,13 +15,13 @@ from tiers import full
 
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import on_mesh
 from maxdiloco.models.kernels import matmul, quantized
 from maxdiloco.models.kernels.matmul import Products
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import DEFAULT_RULES
-from maxdiloco.trainer import inner_step
+from maxdiloco.run import inner_step
+from maxdiloco.run import model as run_model
 
 # Of the root mean square. int8: the largest of 64 normal values is about 2.5, so a step is
 # 2.5 / 127 and its error 0.0057, in both factors 0.008; twice that where rows differ in size.
@@ -221,5 +221,5 @@ def test_a_machine_without_qwix_names_the_package(monkeypatch):
     cfg = config.load(["quantization=int8", "hardware=cpu", "dcn_diloco_parallelism=1"], {})
     mesh = mesh_lib.build(cfg)
     with pytest.raises(ConfigError, match="quantization=int8 .*qwix"):
-        on_mesh.build(cfg, mesh)
-    on_mesh.build(config.from_dict(cfg.as_dict() | {"quantization": "none"}), mesh)
+        run_model.build(cfg, mesh)
+    run_model.build(config.from_dict(cfg.as_dict() | {"quantization": "none"}), mesh)

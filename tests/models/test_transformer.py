@@ -20,7 +20,7 @@ from maxdiloco.models.kernels.rotation import rotate
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.models.rope import RopeConfig, rotation
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 VARIANTS = {
     "grouped queries, gated, untied": {},

@@ -10,7 +10,7 @@ import pytest
 
 from maxdiloco.config import config
 from maxdiloco.parallel import processor
-from maxdiloco.trainer import job
+from maxdiloco.run import startup
 
 # Pages of a second block of 128 MiB, after one was freed, in a thread that is not the first. The
 # heap of such a thread has 64 MiB at most: it would map a larger block whatever else is set.
@@ -113,14 +113,14 @@ def test_a_run_on_the_cpu_keeps_it(hardware, slices, expected, monkeypatch):
     monkeypatch.setattr(
         processor, "keep_freed_memory", lambda *, in_caller: calls.append(in_caller)
     )
-    monkeypatch.setattr(job.mesh_lib, "run_in_caller", lambda: blocking.append(True))
+    monkeypatch.setattr(startup.mesh_lib, "run_in_caller", lambda: blocking.append(True))
     for name in ("choose_platform", "emulate_devices", "visible_devices"):
-        monkeypatch.setattr(job.mesh_lib, name, lambda cfg, **_: None)
+        monkeypatch.setattr(startup.mesh_lib, name, lambda cfg, **_: None)
     untouched = SimpleNamespace(jax_num_cpu_devices=-1, jax_platforms="cpu")
-    monkeypatch.setattr(job.mesh_lib.jax, "config", untouched)
+    monkeypatch.setattr(startup.mesh_lib.jax, "config", untouched)
     one = contextlib.nullcontext(None)
-    monkeypatch.setattr(job.start, "joined", lambda *_, **__: one)
+    monkeypatch.setattr(startup.start, "joined", lambda *_, **__: one)
     cfg = config.load([f"hardware={hardware}", f"dcn_diloco_parallelism={slices}"], {})
-    with job.joined(cfg):
+    with startup.joined(cfg):
         assert calls == expected
         assert blocking == [call for call in expected if call]

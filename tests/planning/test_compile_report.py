@@ -11,7 +11,7 @@ from maxdiloco.planning import compile_report, report_text
 from maxdiloco.planning.compile_report import Report
 from maxdiloco.planning.hlo.traffic import Collective, Timing
 from maxdiloco.planning.program_costs import Measured, Memory
-from maxdiloco.trainer.remat_choice import make_room
+from maxdiloco.run.remat_choice import make_room
 
 MIB = 2**20
 CHIP = Chip(("TPU v5 lite",), 1e12, hbm_gib=1.0, clock_hz=1.5e9, ici_gbps=1600)

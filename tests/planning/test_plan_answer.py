@@ -9,7 +9,7 @@ import pytest
 from maxdiloco.config import config, files
 from maxdiloco.parallel import mesh
 from maxdiloco.planning import compile_run, forecast, job, rating, recommendation, table
-from maxdiloco.trainer import assemble
+from maxdiloco.run import assemble
 
 # Two sites of eight H100, 100 Mbit/s and 200 ms between them, 1.3B parameters.
 SITES = ("model_name=1b", "compile_topology=h100-8", "compile_topology_num_slices=2")

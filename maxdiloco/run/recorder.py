@@ -14,8 +14,8 @@ from maxdiloco.metrics.console import Console, console_line, sample_lines
 from maxdiloco.metrics.monitor import Metrics, Rows, Values, learning_metrics
 from maxdiloco.metrics.speed import StepClock, device_memory, flops_per_token, performance
 from maxdiloco.metrics.writer import MetricsWriter
+from maxdiloco.run.assemble import Parts
 from maxdiloco.storage.run_folder import RunFolder
-from maxdiloco.trainer.assemble import Parts
 
 if TYPE_CHECKING:
     from maxdiloco.cluster.messages import Mailbox

@@ -5,8 +5,8 @@ from test_island_trainer import ELASTIC
 
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.trainer import island_settings
-from maxdiloco.trainer.island_settings import Facts
+from maxdiloco.run.island import settings as island_settings
+from maxdiloco.run.island.settings import Facts
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from maxdiloco.models.kernels.choice import MOST_UNROLLED
 from maxdiloco.models.remat import AUTO, POLICIES
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer.assemble import Parts
+from maxdiloco.run.assemble import Parts
 
 MIB = 2**20
 # Not `none`, but where layers are no loop: what it keeps beyond `minimal`, 34 GiB a device of 1b,

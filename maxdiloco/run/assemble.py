@@ -22,15 +22,16 @@ from maxdiloco.engine.host_transfer import Mailbox
 from maxdiloco.engine.settings import HOST, ExchangeSettings
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
-from maxdiloco.evaluation import on_mesh
-from maxdiloco.evaluation.held_out import Evaluation, Sampler
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.model import Model
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
-from maxdiloco.trainer import inner_step, island_settings, optimizer
-from maxdiloco.trainer.island_settings import Facts
-from maxdiloco.trainer.run_control import RunControl, StepControl
+from maxdiloco.run import inner_step, optimizer
+from maxdiloco.run import model as run_model
+from maxdiloco.run.evaluation import Evaluation, Sampler
+from maxdiloco.run.island import settings as island_settings
+from maxdiloco.run.island.settings import Facts
+from maxdiloco.run.run_control import RunControl, StepControl
 
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
@@ -88,9 +89,9 @@ def assemble(
     run, and as batch_shape does.
     """
     shape = batch_shape(cfg, mesh)
-    model = on_mesh.build(cfg, mesh)
+    model = run_model.build(cfg, mesh)
     inner_optimizer = optimizer.build(cfg, model=model)
-    params = on_mesh.parameters(model, mesh)
+    params = run_model.parameters(model, mesh)
     opt_state = optimizer.abstract_state(cfg, inner_optimizer, params, mesh)
     accumulation = cfg.gradient_accumulation_steps
     step = inner_step.make(
@@ -133,12 +134,12 @@ def _evaluations(cfg, trainer, model, shape, on_compile, tokenizer):
         rows=rows,
         length=shape.length,
         num_sequences=max(-1, cfg.eval_steps * rows),
-        token_bytes=on_mesh.token_bytes(cfg, tokenizer),
+        token_bytes=run_model.token_bytes(cfg, tokenizer),
         **options,
     )
     sampler = None
     if cfg.sample_prompt:
-        decoder = on_mesh.for_decoding(cfg, mesh, model)
+        decoder = run_model.for_decoding(cfg, mesh, model)
         if tokenizer is None or cfg.dataset_type == "synthetic":  # the rows may be too few
             tokenizer = build(vars(cfg), cfg.vocab_size)
         sampler = Sampler(decoder, mesh, tokenizer, cfg.sample_prompt, **options)
@@ -167,7 +168,7 @@ def batch_shape(cfg: config.Config, mesh: Mesh) -> BatchShape:
     if cfg.enable_diloco and cfg.num_diloco_replicas != -1:
         num_replicas = cfg.num_diloco_replicas
         checks.check_replicas(num_replicas, slots, "the mesh's diloco size")
-    devices = mesh.size // slots // on_mesh.length_shards(cfg, mesh)
+    devices = mesh.size // slots // run_model.length_shards(cfg, mesh)
     sequences = cfg.per_device_batch_size * devices * cfg.gradient_accumulation_steps
     return BatchShape(num_replicas, sequences, cfg.max_target_length)
 
@@ -220,7 +221,7 @@ def _diloco(cfg, mesh, model, step, fresh, facts, options) -> Trainer:
     num_replicas = options.pop("num_replicas")
     if checks.is_island(cfg):
         # Imported here: other runs start without it.
-        from maxdiloco.trainer.island_trainer import IslandTrainer
+        from maxdiloco.run.island.trainer import IslandTrainer
 
         settings = island_settings.of(config.with_replicas(cfg, num_replicas), facts)
         exchange = exchange_settings(cfg, num_replicas)

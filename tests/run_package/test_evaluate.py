@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 from models.tiny_model import mesh_of
 
 from maxdiloco.config import config
-from maxdiloco.evaluation import on_mesh
-from maxdiloco.evaluation.held_out import Evaluation, Totals
 from maxdiloco.models.config import from_keys
 from maxdiloco.models.model import Model
+from maxdiloco.run import model as run_model
+from maxdiloco.run.evaluation import Evaluation, Totals
 
 SIZES = (
     "base_emb_dim=8 base_num_decoder_layers=1 base_mlp_dim=8 head_dim=4 base_num_query_heads=2 "
@@ -33,7 +33,7 @@ def test_bits_per_byte_divides_by_the_bytes_of_the_targets():
     assert "eval/bits_per_byte" not in Totals(6.0, 4, 0).metrics()
     assert math.isnan(Totals(0.0, 0, 0).loss)
     assert Totals(1e6, 1, 0).rates()["perplexity"] == math.inf
-    found = on_mesh.token_bytes(config.load(["vocab_size=300"], {}))
+    found = run_model.token_bytes(config.load(["vocab_size=300"], {}))
     assert found.dtype == np.int32 and found.sum() == 256 and found[256:].sum() == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from maxdiloco.config import config
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer import job
+from maxdiloco.run import startup
 
 TWO = ("dcn_diloco_parallelism=2", "num_diloco_replicas=2")
 
@@ -32,7 +32,7 @@ def test_a_cpu_runs_saved_programs_where_no_device_shares_a_replica(devices, arg
     """All devices of data parallelism are one replica."""
     cfg = load(*argv)
     mesh = mesh_lib.build(cfg, devices)
-    assert job.keep_their_order(cfg, mesh) == sound
+    assert startup.keep_their_order(cfg, mesh) == sound
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def setting():
 
 def cache_of(*argv):
     """The folder that JAX has in a run, and the lines about it."""
-    with job.compile_cache(load(*argv)) as lines:
+    with startup.compile_cache(load(*argv)) as lines:
         return jax.config.values["jax_compilation_cache_dir"], lines
 
 
@@ -59,12 +59,12 @@ def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(
     the absolute path of the folder that was checked."""
     monkeypatch.chdir(tmp_path)
     keys = [source if source.islower() else "jax_cache_dir="]
-    monkeypatch.delattr(job.shared_folder, "is_shared")  # asked on GPUs alone
+    monkeypatch.delattr(startup.shared_folder, "is_shared")  # asked on GPUs alone
     setting("jax_compilation_cache_dir", "own")
     folder = str(tmp_path / source.partition("=")[2])
     assert cache_of(*TWO, "enable_diloco=true", *keys) == (folder, [])
     assert jax.config.values["jax_compilation_cache_dir"] == "own"
-    note = f"note: {source} is not used: {job.LOSES_ORDER}."
+    note = f"note: {source} is not used: {startup.LOSES_ORDER}."
     in_two = "ici_fsdp_parallelism=2"
     assert cache_of(*TWO, "enable_diloco=true", in_two, *keys) == (None, [note])
     assert jax.config.values["jax_compilation_cache_dir"] == "own"
@@ -74,9 +74,9 @@ def test_programs_that_compile_for_a_tenth_of_a_second_are_kept(setting, monkeyp
     """Control: what the user gives JAX stays, but for its default, 1 s, which cannot be told."""
     monkeypatch.chdir(tmp_path)
     name = "jax_persistent_cache_min_compile_time_secs"
-    for given, used in ((1.0, job.KEPT_FROM_S), (5.0, 5.0), (0.0, 0.0)):
+    for given, used in ((1.0, startup.KEPT_FROM_S), (5.0, 5.0), (0.0, 0.0)):
         setting(name, given)
-        with job.compile_cache(load(*TWO, "enable_diloco=true", "jax_cache_dir=kept")):
+        with startup.compile_cache(load(*TWO, "enable_diloco=true", "jax_cache_dir=kept")):
             assert jax.config.values[name] == used
         assert jax.config.values[name] == given
 
@@ -86,8 +86,8 @@ def test_gpus_use_a_compile_cache_that_all_their_hosts_see(setting, monkeypatch,
     setting("jax_compilation_cache_dir", None)
     gpus = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
     gpus.size, gpus.shape = 1, {"diloco": 1}
-    monkeypatch.setattr(job.mesh_lib, "build", lambda cfg: gpus)
-    monkeypatch.setattr(job.shared_folder, "is_shared", lambda folder: shared)
-    note = f"note: jax_cache_dir={tmp_path} is not used: {job.NOT_SHARED}."
+    monkeypatch.setattr(startup.mesh_lib, "build", lambda cfg: gpus)
+    monkeypatch.setattr(startup.shared_folder, "is_shared", lambda folder: shared)
+    note = f"note: jax_cache_dir={tmp_path} is not used: {startup.NOT_SHARED}."
     expected = (str(tmp_path), []) if shared else (None, [note])
     assert cache_of(*TWO, f"jax_cache_dir={tmp_path}") == expected

@@ -13,11 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from maxdiloco.checkpoint import theta
 from maxdiloco.config import config, files
 from maxdiloco.errors import CheckpointError, ConfigError
-from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.parallel.program import Program
+from maxdiloco.run import run_files
+from maxdiloco.run import state as run_state
+from maxdiloco.run import tokenizer as run_tokenizer
+from maxdiloco.run.state import rate_lines, refuse_changes
 from maxdiloco.storage.run_folder import locate
-from maxdiloco.trainer import run_files, start
-from maxdiloco.trainer.start import rate_lines, refuse_changes
 
 
 @pytest.fixture
@@ -120,9 +121,9 @@ def test_a_state_that_does_not_fit_with_loaded_parameters_is_refused(monkeypatch
     found = np.float32(1), types.SimpleNamespace(meta={"tokenizer": fingerprint})
     monkeypatch.setattr(theta, "restore_parameters", lambda *_, **__: found)
     parts = types.SimpleNamespace(trainer=None, params=None, init=state)
-    begin = start.Start(0, None, "", None)
+    begin = run_state.Start(0, None, "", None)
     with pytest.raises(ConfigError, match="init does not fit .*Out of memory"):
-        start.load(BEFORE, parts, begin, None)
+        run_state.load(BEFORE, parts, begin, None)
 
 
 def test_another_held_out_part_or_batch_is_refused_by_key():

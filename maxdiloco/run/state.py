@@ -21,13 +21,14 @@ from maxdiloco.config.values import show
 from maxdiloco.data import mixture, order, tokenizer_base
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
-from maxdiloco.evaluation import run_texts, run_tokenizer
 from maxdiloco.metrics import compiles, console
 from maxdiloco.metrics import history as history_lib
+from maxdiloco.run import data as run_data
+from maxdiloco.run import optimizer
+from maxdiloco.run import tokenizer as run_tokenizer
+from maxdiloco.run.assemble import BatchShape, Parts
+from maxdiloco.run.remat_choice import make_room
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
-from maxdiloco.trainer import optimizer
-from maxdiloco.trainer.assemble import BatchShape, Parts
-from maxdiloco.trainer.remat_choice import make_room
 
 # Until all have compiled: large programs take many minutes, cached ones seconds. Our choice.
 PATIENCE_S = 2 * 3600.0
@@ -156,10 +157,10 @@ def check_places(cfg: Config, folder: RunFolder) -> None:
 
 
 def agreed_data(text: mixture.TrainingData, tokenizer: tokenizer_base.Tokenizer) -> dict[str, str]:
-    """What a checkpoint says of the training data. Raises DataError as run_texts.agreed."""
+    """What a checkpoint says of the training data. Raises DataError as run_data.agreed."""
     return {
-        "contents": run_texts.agreed(text.contents, "dataset_path"),
-        "tokenizer": run_texts.agreed(tokenizer.fingerprint, "tokenizer_path", "tokenizers"),
+        "contents": run_data.agreed(text.contents, "dataset_path"),
+        "tokenizer": run_data.agreed(tokenizer.fingerprint, "tokenizer_path", "tokenizers"),
     }
 
 

@@ -17,7 +17,7 @@ from maxdiloco.metrics.speed import active_parameters, flops_per_token
 from maxdiloco.models.config import from_keys
 from maxdiloco.models.model import Model, count_parameters
 from maxdiloco.parallel.sharding import DEFAULT_RULES
-from maxdiloco.trainer import inner_step, optimizer
+from maxdiloco.run import inner_step, optimizer
 
 # R replicas  B sequences  L tokens
 

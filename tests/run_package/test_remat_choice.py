@@ -13,7 +13,7 @@ from maxdiloco.config import config
 from maxdiloco.engine.calls import Call, memory_of
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.trainer import assemble, remat_choice
+from maxdiloco.run import assemble, remat_choice
 
 pytestmark = pytest.mark.usefixtures("few_compiler_passes")
 

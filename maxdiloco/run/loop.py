@@ -23,7 +23,6 @@ from maxdiloco.config.values import LARGEST
 from maxdiloco.data import mixture, order, pipeline, tokenizer_base
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import INTERRUPTED, Preempted
-from maxdiloco.evaluation import on_mesh, run_texts, run_tokenizer
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.speed import active_parameters
@@ -33,11 +32,15 @@ from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.run import assemble, remat_choice, run_files, startup
+from maxdiloco.run import data as run_data
+from maxdiloco.run import model as run_model
+from maxdiloco.run import state as run_state
+from maxdiloco.run import tokenizer as run_tokenizer
+from maxdiloco.run.assemble import Parts
+from maxdiloco.run.island.settings import Facts
+from maxdiloco.run.recorder import Recorder, profile
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
-from maxdiloco.trainer import assemble, job, remat_choice, run_files, start
-from maxdiloco.trainer.assemble import Parts
-from maxdiloco.trainer.island_settings import Facts
-from maxdiloco.trainer.recorder import Recorder, profile
 
 if TYPE_CHECKING:
     from maxdiloco.cluster.peers import Cluster
@@ -52,7 +55,7 @@ def run(cfg: Config, clock: StartClock, notes: Sequence[str] = ()) -> int:
     """
     if cfg.enable_wandb:
         require_wandb()
-    with job.joined(cfg) as cluster, job.compile_cache(cfg) as lines:
+    with startup.joined(cfg) as cluster, startup.compile_cache(cfg) as lines:
         clock.lap("devices")
         ports = [] if cluster is None else [cluster.firewall_note]
         return train(cfg, cluster, clock, [*notes, *lines, *ports])
@@ -75,12 +78,12 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
     # Data before the run's folder: bad data must not create one.
     name = cfg.run_name or _new_name()
     location = locate(cfg.base_output_directory, name)
-    start.check_places(cfg, location)
+    run_state.check_places(cfg, location)
     tokenizer = run_tokenizer.open_tokenizer(cfg)
-    text, held_out = run_texts.open_data(cfg, tokenizer, shape, say)
+    text, held_out = run_data.open_data(cfg, tokenizer, shape, say)
     M, num_tokens = shape.num_replicas, tokenizer.vocab_size
     unusual = warnings.run_lines(cfg, num_replicas=M, num_tokens=num_tokens)
-    for line in [*run_texts.lines(cfg, text, held_out, shape), *unusual]:
+    for line in [*run_data.lines(cfg, text, held_out, shape), *unusual]:
         say(line)
     clock.lap("data")
 
@@ -90,15 +93,15 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
         )
         checkpointer = stack.enter_context(_open_checkpointer(cfg, folder, tokenizer, say))
 
-        data = start.agreed_data(text, tokenizer)
-        run_texts.agree(held_out)
+        data = run_state.agreed_data(text, tokenizer)
+        run_data.agree(held_out)
         log_path = run_files.log_path(folder)
         stack.enter_context(console.logging(log_path, require_lock=folder.require_lock))
         again = "The same command resumes it." if cfg.run_name else f"run_name={name} resumes it."
         stack.push(functools.partial(_on_error, "" if cfg.run_name else again, say))
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
         clock.lap("folder")
-        begin = start.look(cfg, checkpointer, shape, text=text, data=data)
+        begin = run_state.look(cfg, checkpointer, shape, text=text, data=data)
         clock.lap("restore")
         run_files.save_tokenizer(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
@@ -120,14 +123,14 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
             say(line)
         fresh = _compile(chosen, parts, compiles, say, resumes=begin.saved is not None)
         clock.lap("compile")
-        state = fresh[0] if fresh else start.load(chosen, parts, begin, checkpointer)
-        done, state = start.meet(state, say), parts.control.join(state)
+        state = fresh[0] if fresh else run_state.load(chosen, parts, begin, checkpointer)
+        done, state = run_state.meet(state, say), parts.control.join(state)
         clock.lap("restore")
         if parts.control.ended():
             say(f"nothing to do: {trainer.closing_line(state).removeprefix('done: ')}")
             return 0
         preemption = stack.enter_context(Preemption(say))
-        history = stack.enter_context(start.history_of(folder, parts, done=done, total=total))
+        history = stack.enter_context(run_state.history_of(folder, parts, done=done, total=total))
         if cluster is not None:
             stack.push(cluster.raise_cause)
             if history is not None:
@@ -142,7 +145,7 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
             parts,
             **dict(done=done, total=length, console=console, writer=writer, mailbox=mailbox),
             checkpointer=checkpointer,
-            note=start.note(cfg, begin.position, data, total_steps=total),
+            note=run_state.note(cfg, begin.position, data, total_steps=total),
             data_metrics=functools.partial(text.metrics, begin.position),
             since_row=begin.since_row(done),
             begun=clock.begun,
@@ -198,7 +201,7 @@ def _show_fragments(cfg: Config, mesh: jax.sharding.Mesh, say: Say) -> int:
 
 def _settings(cfg: Config, mesh: jax.sharding.Mesh) -> list[str]:
     """Lines on keys and mesh. Raises ConfigError for a model that the mesh cannot hold."""
-    on_mesh.parameters(on_mesh.build(cfg, mesh), mesh)
+    run_model.parameters(run_model.build(cfg, mesh), mesh)
     return [
         *config.describe_differences(cfg),
         *warnings.lines(cfg),
@@ -271,7 +274,7 @@ def _sizes(cfg: Config, parts: Parts) -> list[str]:
 def _introduction(
     cfg: Config,
     parts: Parts,
-    begin: start.Start,
+    begin: run_state.Start,
     checkpointer: Checkpointer | None,
     *,
     total: int,
@@ -283,7 +286,7 @@ def _introduction(
         *_sizes(cfg, parts),
         *parts.trainer.description.start,
         f"{begin.origin}; {how_long} steps in all",
-        *start.changes(cfg, parts, begin, checkpointer, total_steps=total),
+        *run_state.changes(cfg, parts, begin, checkpointer, total_steps=total),
         f"ready to compile after {clock.lap('build'):.1f} s",
     ]
 

@@ -15,7 +15,7 @@ from maxdiloco.config import config as base
 from maxdiloco.config.keys import KEYS
 from maxdiloco.parallel.mesh import AXES
 from maxdiloco.parallel.sharding import DEFAULT_RULES, optimizer_shardings, parameter_shardings
-from maxdiloco.trainer import optimizer
+from maxdiloco.run import optimizer
 
 AXIS_NAMES = {
     "embedding": ("vocab", "embed"),

@@ -11,9 +11,9 @@ from maxdiloco.diloco import fragments
 from maxdiloco.engine.layout import FragmentPlan, Layout, State
 from maxdiloco.islands.driver import Driver
 from maxdiloco.islands.records import Leaf
-from maxdiloco.trainer import island_processes
-from maxdiloco.trainer.host_values import HostValues
-from maxdiloco.trainer.island_processes import Processes, Standing
+from maxdiloco.run.island import processes as island_processes
+from maxdiloco.run.island.host_values import HostValues
+from maxdiloco.run.island.processes import Processes, Standing
 
 
 class Values:

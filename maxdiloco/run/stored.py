@@ -16,10 +16,13 @@ from maxdiloco.config.keys import EVALUATION_KEYS
 from maxdiloco.config.values import show
 from maxdiloco.data.tokenizer_base import ByteTokenizer
 from maxdiloco.errors import CheckpointError, ConfigError
-from maxdiloco.evaluation import held_out, on_mesh, run_texts, run_tokenizer
 from maxdiloco.metrics.compiles import CompileLog
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.run import data as run_data
+from maxdiloco.run import model as run_model
+from maxdiloco.run import tokenizer as run_tokenizer
+from maxdiloco.run.evaluation import Evaluation, Totals
 from maxdiloco.storage.store import is_local
 
 # Keys of the run that an evaluation may set anew, besides those of the mesh.
@@ -53,9 +56,9 @@ def load(
 
     def abstract_of(meta):
         cfg, mesh = configure(meta)
-        model = on_mesh.build(cfg, mesh)
+        model = run_model.build(cfg, mesh)
         built[:] = cfg, mesh, model
-        return on_mesh.parameters(model, mesh)
+        return run_model.parameters(model, mesh)
 
     params, found = theta.restore_parameters(
         folder, abstract_of, key="RUN", parameters=parameters, needs=metadata.OF_MODEL
@@ -87,7 +90,7 @@ def evaluate(
     configure: Callable[[dict[str, Any]], config.Config],
     parameters: str,
     say: Callable[[str], None],
-) -> tuple[dict[str, Any], dict[str, held_out.Totals]]:
+) -> tuple[dict[str, Any], dict[str, Totals]]:
     """Evaluate the newest undamaged checkpoint of a run, or one checkpoint, on each of its texts.
 
     Reads the same sequences as the run, on whatever mesh: eval_steps counts batches of the run's
@@ -120,13 +123,13 @@ def evaluate(
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
         tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
     texts = _texts(cfg, tokenizer, found.meta["contents"], say)
-    evaluation = held_out.Evaluation(
+    evaluation = Evaluation(
         found.model,
         found.mesh,
         rows=rows,
         length=cfg.max_target_length,
         num_sequences=num_sequences,
-        token_bytes=on_mesh.token_bytes(cfg, tokenizer),
+        token_bytes=run_model.token_bytes(cfg, tokenizer),
         on_compile=CompileLog(say, show_memory=cfg.show_memory),
     )
     totals = {name: evaluation(found.params, text) for name, text in texts.items()}
@@ -160,11 +163,11 @@ def _text_of_others(found: Stored) -> list[str]:
 
 def _texts(cfg, tokenizer, of_run, say):
     """The texts to evaluate on. of_run: contents of what the run trained on, or ""."""
-    prepared = run_texts.prepare_sources(cfg, tokenizer, say, splits=("eval",))
-    texts = run_texts.open_evaluated(cfg, tokenizer, prepared=prepared)
-    run_texts.agree(texts)
+    prepared = run_data.prepare_sources(cfg, tokenizer, say, splits=("eval",))
+    texts = run_data.open_evaluated(cfg, tokenizer, prepared=prepared)
+    run_data.agree(texts)
     if cfg.holds_out() and of_run:  # an imported model says nothing of its text
-        train = run_texts.open_dataset(cfg, tokenizer, split="train", prepared=prepared)
+        train = run_data.open_dataset(cfg, tokenizer, split="train", prepared=prepared)
         if train.contents != of_run:
             say(
                 f"warning: {train.name} is not what the run trained on, so what is held out of it "
@@ -178,7 +181,7 @@ def _batch_devices(mesh: Mapping[str, int]) -> int:
     return math.prod(size for axis, size in mesh.items() if axis != "context")
 
 
-def table(texts: Mapping[str, held_out.Totals]) -> list[str]:
+def table(texts: Mapping[str, Totals]) -> list[str]:
     """The lines of a table, one for each text."""
     rows = [("text", "tokens", "bytes", "loss", "perplexity", "bits/byte")]
     for name, totals in texts.items():
@@ -192,7 +195,7 @@ def table(texts: Mapping[str, held_out.Totals]) -> list[str]:
     return output.aligned(rows)
 
 
-def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, held_out.Totals]) -> dict[str, Any]:
+def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, Totals]) -> dict[str, Any]:
     """What `evaluate` returns, for a file; null where a number is not finite."""
     rows = []
     for name, totals in texts.items():

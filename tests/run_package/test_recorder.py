@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxdiloco.metrics.speed import StepClock
-from maxdiloco.trainer import recorder
+from maxdiloco.run import recorder
 
 STATE = mock.Mock(params=np.zeros(1))
 

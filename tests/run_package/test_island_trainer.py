@@ -17,8 +17,8 @@ from maxdiloco.errors import NumericsError
 from maxdiloco.islands import audit, objects
 from maxdiloco.islands.records import Run
 from maxdiloco.islands.rules import Pace
-from maxdiloco.trainer.island_settings import Facts, Settings
-from maxdiloco.trainer.island_trainer import IslandTrainer
+from maxdiloco.run.island.settings import Facts, Settings
+from maxdiloco.run.island.trainer import IslandTrainer
 
 H, STEPS = 4, 14
 FAST = Pace(

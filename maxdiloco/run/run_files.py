@@ -21,8 +21,8 @@ from maxdiloco.config.keys import KEYS, Config
 from maxdiloco.config.values import as_json
 from maxdiloco.data.tokenizer import ByteTokenizer
 from maxdiloco.data.tokenizer_base import Tokenizer
-from maxdiloco.evaluation import run_tokenizer
 from maxdiloco.metrics import line_files
+from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.version import __version__
 

@@ -32,12 +32,13 @@ from maxdiloco.islands.island import REPLACED, Damage, Stop
 from maxdiloco.islands.keys import Keys
 from maxdiloco.islands.records import Run
 from maxdiloco.parallel.program import Program, throttle_cpu
-from maxdiloco.trainer import island_processes, island_settings
-from maxdiloco.trainer.host_values import HostValues
-from maxdiloco.trainer.island_processes import GO, Processes, Ranges, Standing
-from maxdiloco.trainer.island_settings import Settings
-from maxdiloco.trainer.island_values import Values, leaves_of
-from maxdiloco.trainer.leased_text import LeasedText
+from maxdiloco.run.island import processes as island_processes
+from maxdiloco.run.island import settings as island_settings
+from maxdiloco.run.island.host_values import HostValues
+from maxdiloco.run.island.leased_text import LeasedText
+from maxdiloco.run.island.processes import GO, Processes, Ranges, Standing
+from maxdiloco.run.island.settings import Settings
+from maxdiloco.run.island.values import Values, leaves_of
 
 _LOOK_S = 0.05  # time between two looks of a reader for the island that replaces one [s]
 

@@ -26,7 +26,7 @@ from maxdiloco.engine.layout import (
 from maxdiloco.engine.programs import Programs
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import shardings_of
-from maxdiloco.trainer.gather_to_host import HostGather
+from maxdiloco.run.island.gather_to_host import HostGather
 
 
 class HostValues:

@@ -1,0 +1,1 @@
+"""One training run: model, data, tokenizer, optimizer, state, loop and evaluation."""

@@ -1,1 +1,0 @@
-"""A run: assembled from a config, trained, evaluated, resumed."""
