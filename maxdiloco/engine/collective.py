@@ -13,7 +13,6 @@ can widen or pad it.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.diloco import outer
 from maxdiloco.engine import reduce_scatter
 from maxdiloco.engine.payload import (
+    Cut,
     Payload,
     ValueSums,
     assemble,
@@ -111,7 +111,7 @@ def _on_every_device(fn, mesh, in_specs, out_specs):
 def send(
     payload: Payload,
     leaves_R: Sequence[jax.Array],
-    lengths: Sequence[int],
+    cut: Cut,
     residual_R: Sequence[jax.Array] = (),
 ) -> Sent:
     """Encode a fragment's outer gradients and cut the codes into chunks: Algorithm 2, line 8.
@@ -121,12 +121,10 @@ def send(
     Args:
       payload: of the fragment.
       leaves_R: outer gradients, [R, ...] float32 each.
-      lengths: of the chunks [wire elements of a replica and device, and of a slice that receives
-        its own part]. Zeros pad the last chunk.
+      cut: into chunks; a row is of a replica, and of a slice that receives its own part.
       residual_R: error-feedback residuals, shaped like leaves_R; () without error feedback.
     """
     mesh, specs = payload.mesh, [P("diloco", *shard.spec) for shard in payload.shards]
-    ends = list(itertools.accumulate(lengths))
 
     def on_device(g_S, residual_S):
         wanted_S = outer.add_residual(g_S, residual_S) if residual_S else g_S
@@ -134,12 +132,9 @@ def send(
             codes_SDC, decoded_SN, bad_SF = reduce_scatter.encode(payload, wanted_S)
         else:
             codes_SDC = encode(payload, wanted_S)[:, None]  # the same for every slice
-        padding = (0, ends[-1] - payload.sent_size)
+        padding = (0, cut.size - payload.sent_size)
         padded_DSC = jnp.pad(codes_SDC, ((0, 0), (0, 0), padding)).swapaxes(0, 1)
-        chunks = tuple(
-            padded_DSC[..., end - length : end].reshape(-1)
-            for end, length in zip(ends, lengths, strict=True)
-        )
+        chunks = tuple(padded_DSC[..., chunk].reshape(-1) for chunk in cut.slices())
         if not residual_S:
             return Sent(chunks)
         if not payload.parts:
@@ -150,7 +145,7 @@ def send(
         return Sent(chunks, residual_S, jnp.sqrt(jax.lax.psum(squares_S, in_slice_axes(mesh))))
 
     residual_specs = specs if residual_R else []
-    sent_specs = Sent((outgoing_spec(mesh),) * len(lengths))
+    sent_specs = Sent((outgoing_spec(mesh),) * cut.count)
     if residual_R:
         sent_specs = sent_specs._replace(residual=specs, norm_R=P("diloco"))
     program = _on_every_device(on_device, mesh, (specs, residual_specs), sent_specs)
@@ -182,27 +177,24 @@ def all_to_all_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
     return _on_every_device(on_device, mesh, outgoing_spec(mesh), outgoing_spec(mesh))(chunk)
 
 
-def reduce(
-    payload: Payload, parts: Sequence[jax.Array], lengths: Sequence[int], *, num_replicas: int
-) -> Chunks:
+def reduce(payload: Payload, parts: Sequence[jax.Array], cut: Cut, *, num_replicas: int) -> Chunks:
     """Average this slice's part of a fragment in float32, and encode the mean. No traffic.
 
     Args:
       payload: of the fragment.
       parts: the chunks that arrived by `all_to_all_chunk`.
-      lengths: of the chunks of the mean [wire elements of a device].
+      cut: of the mean into chunks.
       num_replicas: M.
     """
-    spec, ends = outgoing_spec(payload.mesh), list(itertools.accumulate(lengths))
+    spec = outgoing_spec(payload.mesh)
 
     def on_device(chunks):
         row = functools.partial(_row, chunks, num_replicas, payload.sent_size)
         mean = reduce_scatter.reduce(payload, row, num_replicas)
-        mean = jnp.pad(mean, (0, ends[-1] - payload.size))
-        pairs = zip(ends, lengths, strict=True)
-        return tuple(mean[end - length : end] for end, length in pairs)
+        mean = jnp.pad(mean, (0, cut.size - payload.size))
+        return tuple(mean[chunk] for chunk in cut.slices())
 
-    in_specs, out_specs = ([spec] * len(parts),), (spec,) * len(lengths)
+    in_specs, out_specs = ([spec] * len(parts),), (spec,) * cut.count
     return _on_every_device(on_device, payload.mesh, in_specs, out_specs)(list(parts))
 
 

@@ -214,9 +214,8 @@ class DiLoCo:
         send_step = state.t - self.layout.scatter_steps
         parts = self._received(Leg(plan, send_step, scatters=True), state, action)
         chunks = self._run(self.programs.reduce(plan), parts)
-        if state.outgoing.chunks:
-            outgoing = state.outgoing.write(0, range(plan.gather.count), chunks)
-            state = replace(state, outgoing=outgoing)
+        outgoing = state.outgoing.write(0, range(plan.gather.count), chunks)
+        state = replace(state, outgoing=outgoing)
         self._transport.start_send(Leg(plan, send_step), chunks)
         return state
 
@@ -292,11 +291,10 @@ class DiLoCo:
         if not sent.chunks:
             return state
         scatters, numbers = plan.scatter is not None, range(plan.sent.count)
-        # Without overlap the state keeps no chunks.
-        if scatters and state.scatter_outgoing.chunks:
+        if scatters:
             outgoing = state.scatter_outgoing.write(0, numbers, sent.chunks)
             state = replace(state, scatter_outgoing=outgoing)
-        elif not scatters and state.outgoing.chunks:
+        else:
             state = replace(state, outgoing=state.outgoing.write(0, numbers, sent.chunks))
         self._transport.start_send(Leg(plan, state.t, scatters), sent.chunks)
         return state
@@ -323,7 +321,7 @@ class DiLoCo:
             return shapes[id(program)]
 
         dry = copy.copy(self)
-        dry._run, dry._transport = record, DryTransport(self._transport, self.layout)
+        dry._run, dry._transport = record, DryTransport(self._transport)
         state = replace(self.abstract_state, t=2 * H)
         dry._act(Action(schedule.INNER), state, batch)
         found[id(self.programs.inner)] = found[id(self.programs.inner)]._replace(runs=0)

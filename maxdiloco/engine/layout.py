@@ -14,7 +14,7 @@ Layout        all FragmentPlans, and the State as shapes with shardings
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from maxdiloco.diloco.fragments import Fragment
 from maxdiloco.diloco.schedule import Action, Schedule
 from maxdiloco.diloco.slices import LeafSlice
 from maxdiloco.engine import collective, payload, reduce_scatter
-from maxdiloco.engine.payload import Payload
+from maxdiloco.engine.payload import Cut, Payload
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.parallel import offload
 from maxdiloco.parallel.mesh import devices_of_slice
@@ -60,7 +60,10 @@ class ChunkBuffer:
     def write(
         self, slot: int, numbers: Iterable[int], chunks: Sequence[jax.Array]
     ) -> "ChunkBuffer":
-        """Return the buffer with a slot's chunks with these numbers replaced."""
+        """Return the buffer with a slot's chunks with these numbers replaced.
+
+        Without overlap a buffer has no chunks, and stays empty.
+        """
         return replace(self, chunks=with_items(self.chunks, self.indices(slot, numbers), chunks))
 
 
@@ -116,29 +119,13 @@ class State:
 # -- fragments -------------------------------------------------------------------------------------
 
 
-class Cut(NamedTuple):
-    """How a payload is cut into chunks.
-
-    Attributes:
-      count: number of chunks.
-      length: of a chunk [wire elements of a row and device].
-    """
-
-    count: int
-    length: int
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Length of every chunk."""
-        return (self.length,) * self.count
-
-
 @dataclass(frozen=True)
 class FragmentPlan:
     """How one fragment is exchanged. Fragments of equal `form` share their compiled programs.
 
     Attributes:
       index: of the fragment.
+      num_replicas: M.
       fragment: its slices of the leaves.
       payload: what one device encodes.
       gather: the chunks that reach all slices.
@@ -146,6 +133,7 @@ class FragmentPlan:
     """
 
     index: int
+    num_replicas: int
     fragment: Fragment
     payload: Payload
     gather: Cut
@@ -171,34 +159,38 @@ class FragmentPlan:
         """Arguments of its programs: the start, or the indices, of each slice."""
         return tuple(np.array(s.start_or_indices, np.int32) for s in self.slices)
 
-    # Bytes that one replica sends to one other slice, headers, scales and padding included.
+    # Bytes that one replica sends to one other slice, headers and scales included.
+
+    @property
+    def gather_bytes(self) -> int:
+        """Bytes of the chunks of `gather`, without padding."""
+        return self.payload.gather_bytes(self.payload.size)
+
+    @property
+    def scatter_bytes(self) -> int:
+        """Bytes of the chunks of `scatter`, without padding; 0 with all-gather."""
+        return self.payload.scatter_bytes(self.payload.sent_size) if self.scatter else 0
 
     @property
     def gather_chunk_bytes(self) -> int:
-        """Bytes of one chunk of `gather`. A slice sends a mean once for all its replicas."""
-        sent = self.gather.length * self.payload.dtype.itemsize
-        if self.payload.parts:
-            sent = quantize.ceil_div(sent, self.payload.parts.replicas)
-        return sent * devices_of_slice(self.payload.mesh)
+        """Bytes of one chunk of `gather`."""
+        return self.payload.gather_bytes(self.gather.length)
 
     @property
     def scatter_chunk_bytes(self) -> int:
         """Bytes of one chunk of `scatter`; 0 with all-gather."""
-        if self.scatter is None:
-            return 0
-        itemsize = self.payload.sent_dtype.itemsize
-        return self.scatter.length * itemsize * devices_of_slice(self.payload.mesh)
+        return self.payload.scatter_bytes(self.scatter.length) if self.scatter else 0
+
+    @property
+    def unpadded_bytes(self) -> int:
+        """Bytes of the whole exchange, without padding."""
+        return self.gather_bytes + self.scatter_bytes
 
     @property
     def padded_bytes(self) -> int:
         """Bytes of the whole exchange in chunks."""
         scattered = self.scatter.count * self.scatter_chunk_bytes if self.scatter else 0
         return self.gather.count * self.gather_chunk_bytes + scattered
-
-    @property
-    def unpadded_bytes(self) -> int:
-        """Bytes of the whole exchange without the padding of chunks."""
-        return payload.gathered_bytes(self.payload) + payload.scattered_bytes(self.payload)
 
     def bytes_sent(self, action: Action, *, in_programs: bool) -> int:
         """Return the bytes that an action makes one replica send to one other slice.
@@ -208,15 +200,6 @@ class FragmentPlan:
           in_programs: whether compiled programs carry padded chunks (transport xla). If not, an
             exchange is sent at once by the action that encodes it.
         """
-        if not in_programs:
-            match action.name:
-                case schedule.PACK | schedule.DELAYED_STEP | schedule.EAGER_STEP:
-                    scatters = self.scatter is not None
-                    sent = payload.scattered_bytes if scatters else payload.gathered_bytes
-                    return sent(self.payload)
-                case schedule.REDUCE:
-                    return payload.gathered_bytes(self.payload)
-            return 0
         match action.name:
             case schedule.INNER_EXCHANGE | schedule.INNER_SHARE:
                 return self.gather_chunk_bytes
@@ -226,7 +209,40 @@ class FragmentPlan:
                 return self.gather.count * self.gather_chunk_bytes
             case schedule.SYNCHRONISE:
                 return self.padded_bytes
+            case schedule.REDUCE if not in_programs:
+                return self.gather_bytes
+            case schedule.PACK | schedule.DELAYED_STEP | schedule.EAGER_STEP if not in_programs:
+                return self.scatter_bytes if self.scatter else self.gather_bytes
         return 0
+
+    # Shapes of chunks in a state. A row is of a replica; of a mean, of the slice that computed it.
+
+    @property
+    def outgoing_chunks(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The chunks of `gather` before they are sent."""
+        spec = collective.outgoing_spec(self.payload.mesh)
+        return self._chunks(self.gather, self._gathered_rows, spec, self.payload.dtype)
+
+    @property
+    def incoming_chunks(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The chunks of `gather` that have reached a slice."""
+        spec = collective.incoming_spec(self.payload.mesh)
+        return self._chunks(self.gather, self._gathered_rows, spec, self.payload.dtype)
+
+    @property
+    def scattered_chunks(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The chunks of `scatter`, before they are sent and after."""
+        mesh, rows = self.payload.mesh, self.num_replicas * self.payload.mesh.shape["diloco"]
+        spec = collective.outgoing_spec(mesh)
+        return self._chunks(self.scatter, rows, spec, self.payload.sent_dtype)
+
+    @property
+    def _gathered_rows(self) -> int:
+        return self.payload.mesh.shape["diloco"] if self.payload.parts else self.num_replicas
+
+    def _chunks(self, cut: Cut, rows: int, spec: P, dtype: np.dtype):
+        size = rows * devices_of_slice(self.payload.mesh) * cut.length
+        return (_struct(self.payload.mesh, (size,), spec, dtype),) * cut.count
 
 
 def _slice_spec(leaf_slice: LeafSlice, spec: P, mesh: Mesh) -> P:
@@ -312,7 +328,7 @@ def plan_fragments(
     if settings.collective == schedule.REDUCE_SCATTER:
         scatters = _cuts([sent.sent_size for sent in payloads], first_leg)
     parts = zip(fragments, payloads, gathers, scatters, strict=True)
-    return tuple(FragmentPlan(p, *part) for p, part in enumerate(parts))
+    return tuple(FragmentPlan(p, settings.num_replicas, *part) for p, part in enumerate(parts))
 
 
 def _cuts(sizes: Sequence[int], steps: int) -> list[Cut]:
@@ -372,36 +388,6 @@ class Layout:
         plan = self.plans[0]
         return tuple(cut.length for cut in (plan.scatter, plan.gather) if cut)
 
-    def incoming_chunks(self, plan: FragmentPlan) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shapes of all chunks of a fragment that reach a slice."""
-        return _incoming(self.mesh, self.num_replicas, plan)
-
-    def scattered_chunks(self, plan: FragmentPlan) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the shapes of all chunks of the parts that a slice averages."""
-        return _scattered(self.mesh, self.num_replicas, plan)
-
-
-def _chunk_structs(mesh: Mesh, spec: P, rows: int, cut: Cut, dtype: Any):
-    size = rows * devices_of_slice(mesh) * cut.length
-    return (_struct(mesh, (size,), spec, dtype),) * cut.count
-
-
-def _outgoing(mesh: Mesh, num_replicas: int, plan: FragmentPlan):
-    rows = mesh.shape["diloco"] if plan.payload.parts else num_replicas
-    spec = collective.outgoing_spec(mesh)
-    return _chunk_structs(mesh, spec, rows, plan.gather, plan.payload.dtype)
-
-
-def _incoming(mesh: Mesh, num_replicas: int, plan: FragmentPlan):
-    rows = mesh.shape["diloco"] if plan.payload.parts else num_replicas
-    spec = collective.incoming_spec(mesh)
-    return _chunk_structs(mesh, spec, rows, plan.gather, plan.payload.dtype)
-
-
-def _scattered(mesh: Mesh, num_replicas: int, plan: FragmentPlan):
-    rows, spec = num_replicas * mesh.shape["diloco"], collective.outgoing_spec(mesh)
-    return _chunk_structs(mesh, spec, rows, plan.scatter, plan.payload.sent_dtype)
-
 
 def lay_out(
     params: Any,
@@ -453,7 +439,7 @@ def lay_out(
         update_ratio=outer((), P(), memory=None),
         residual=jax.tree.map(residual, params) if feeds_back else (),
         residual_norm_R=struct((M,), P("diloco")) if feeds_back else (),
-        **_buffers(settings.schedule, mesh, M, plans),
+        **_buffers(settings.schedule, plans),
     )
     return Layout(
         mesh=mesh,
@@ -466,24 +452,20 @@ def lay_out(
     )
 
 
-def _buffers(
-    schedule_: Schedule, mesh: Mesh, num_replicas: int, plans: Sequence[FragmentPlan]
-) -> dict[str, ChunkBuffer]:
+def _buffers(schedule_: Schedule, plans: Sequence[FragmentPlan]) -> dict[str, ChunkBuffer]:
     """Return the chunk buffers of a state, by field: as many chunks as the largest fragment has."""
     names = ("outgoing", "incoming", "scatter_outgoing", "scatter_incoming")
     buffers = dict.fromkeys(names, ChunkBuffer())
     if schedule_.max_chunks == 0:
         return buffers
     largest = max(plans, key=lambda plan: plan.gather.count)
-    outgoing = _outgoing(mesh, num_replicas, largest)
-    incoming = _incoming(mesh, num_replicas, largest) * schedule_.slots
-    buffers["outgoing"] = ChunkBuffer(outgoing, len(outgoing))
-    buffers["incoming"] = ChunkBuffer(incoming, len(outgoing))
+    count, incoming = largest.gather.count, largest.incoming_chunks * schedule_.slots
+    buffers["outgoing"] = ChunkBuffer(largest.outgoing_chunks, count)
+    buffers["incoming"] = ChunkBuffer(incoming, count)
     if largest.scatter:
         largest = max(plans, key=lambda plan: plan.scatter.count)
-        chunks = _scattered(mesh, num_replicas, largest)
-        buffers["scatter_outgoing"] = ChunkBuffer(chunks, len(chunks))
-        buffers["scatter_incoming"] = ChunkBuffer(chunks, len(chunks))
+        scattered = ChunkBuffer(largest.scattered_chunks, largest.scatter.count)
+        buffers["scatter_outgoing"] = buffers["scatter_incoming"] = scattered
     return buffers
 
 

@@ -66,6 +66,27 @@ class Parts(NamedTuple):
     size: int
 
 
+class Cut(NamedTuple):
+    """How a payload is cut into chunks. Zeros pad the last one.
+
+    Attributes:
+      count: number of chunks.
+      length: of a chunk [wire elements of a row and device].
+    """
+
+    count: int
+    length: int
+
+    @property
+    def size(self) -> int:
+        """Wire elements of all chunks."""
+        return self.count * self.length
+
+    def slices(self) -> list[slice]:
+        """Return where each chunk is in the padded payload."""
+        return [slice(start, start + self.length) for start in range(0, self.size, self.length)]
+
+
 class Payload(NamedTuple):
     """A fragment's payload on one device.
 
@@ -98,6 +119,27 @@ class Payload(NamedTuple):
     def sent_size(self) -> int:
         """Wire elements that a replica sends to one slice."""
         return self.parts.size if self.parts else self.size
+
+    def gather_bytes(self, size: int) -> int:
+        """Return the bytes that one replica sends to one slice in an all-gather.
+
+        With reduce-scatter these are means: a slice sends them once for all its replicas.
+
+        Args:
+          size: of what a device sends for a row [wire elements].
+        """
+        sent = size * self.dtype.itemsize
+        if self.parts:
+            sent = quantize.ceil_div(sent, self.parts.replicas)
+        return sent * devices_of_slice(self.mesh)
+
+    def scatter_bytes(self, size: int) -> int:
+        """Return the bytes that one replica sends to one slice to be averaged there.
+
+        Args:
+          size: of what a device sends for a row [wire elements].
+        """
+        return size * self.sent_dtype.itemsize * devices_of_slice(self.mesh)
 
 
 class ValueSums(NamedTuple):
@@ -296,21 +338,3 @@ def spread_norms(
         whole = jnp.broadcast_to(norm.reshape(shape), shard.local)
         spread.append(own_values(shard, whole[None])[0])
     return spread
-
-
-def scattered_bytes(payload: Payload) -> int:
-    """Bytes that one replica sends to one slice to be averaged there; 0 with all-gather."""
-    if payload.parts is None:
-        return 0
-    return payload.parts.size * payload.sent_dtype.itemsize * devices_of_slice(payload.mesh)
-
-
-def gathered_bytes(payload: Payload) -> int:
-    """Bytes that one replica sends to one slice in an all-gather, without padding.
-
-    With reduce-scatter these are means: a slice sends them once for all its replicas.
-    """
-    sent = payload.size * payload.dtype.itemsize
-    if payload.parts is not None:
-        sent = quantize.ceil_div(sent, payload.parts.replicas)
-    return sent * devices_of_slice(payload.mesh)

@@ -55,7 +55,6 @@ class OuterStep:
 
     Attributes:
       plan: of the fragment.
-      num_replicas: M.
       optimizer: the outer optimizer.
       alpha: weight of a replica's own values.
       kinds: of the fragment's leaves (fragments.kinds_of) for the radial-directional mean; None:
@@ -63,7 +62,6 @@ class OuterStep:
     """
 
     plan: FragmentPlan
-    num_replicas: int
     optimizer: optax.GradientTransformation
     alpha: float
     kinds: Sequence[Any] | None = None
@@ -90,7 +88,7 @@ def pack(step: OuterStep, values: FragmentArrays) -> Sent:
     eager = values.theta[0].ndim == values.params[0].ndim
     theta = values.theta if eager else [x[None] for x in values.theta]
     g_R = outer.outer_gradient(theta, values.params)
-    return collective.send(step.plan.payload, g_R, step.plan.sent.lengths, values.residual)
+    return collective.send(step.plan.payload, g_R, step.plan.sent, values.residual)
 
 
 def exchange(step: OuterStep, chunks: Chunks) -> Chunks:
@@ -106,14 +104,14 @@ def exchange(step: OuterStep, chunks: Chunks) -> Chunks:
 
 def reduce(step: OuterStep, parts: Sequence[jax.Array]) -> Chunks:
     """Reduce-scatter: average the part of this slice, and encode the mean: line 8. No traffic."""
-    lengths = step.plan.gather.lengths
-    return collective.reduce(step.plan.payload, parts, lengths, num_replicas=step.num_replicas)
+    plan = step.plan
+    return collective.reduce(plan.payload, parts, plan.gather, num_replicas=plan.num_replicas)
 
 
 def merge(step: OuterStep, values: FragmentArrays, incoming: Chunks) -> Merged:
     """Decode, average, outer step, mix into the replicas: lines 10-12. No traffic."""
     received = collective.receive(
-        step.plan.payload, incoming, num_replicas=step.num_replicas, kinds=step.kinds
+        step.plan.payload, incoming, num_replicas=step.plan.num_replicas, kinds=step.kinds
     )
     finite = ~jnp.any(received.bad_RF)
     new, update_ratio = outer_step_and_merge(step, finite, values, received.mean)
@@ -143,7 +141,7 @@ def eager_step(step: OuterStep, values: FragmentArrays, incoming: Chunks) -> Mer
     """
     sent = pack(step, values)
     received = collective.receive_eager(
-        step.plan.payload, incoming, sent.chunks, num_replicas=step.num_replicas
+        step.plan.payload, incoming, sent.chunks, num_replicas=step.plan.num_replicas
     )
     bad = jnp.any(received.bad_RF)
     finite_R = ~(bad | jnp.any(received.own_bad_RF, axis=1))
@@ -387,9 +385,8 @@ class Programs:
         return self._by_form[key]
 
     def _outer_step(self, plan: FragmentPlan) -> OuterStep:
-        settings = self.layout.settings
         kinds = None if self._kinds is None else [self._kinds[s.leaf] for s in plan.slices]
-        return OuterStep(plan, settings.num_replicas, self._optimizer, settings.alpha, kinds)
+        return OuterStep(plan, self._optimizer, self.layout.settings.alpha, kinds)
 
     def _view(self, plan: FragmentPlan) -> FragmentView:
         return FragmentView(self.layout, plan)

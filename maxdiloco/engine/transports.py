@@ -19,7 +19,7 @@ from maxdiloco.diloco import schedule
 from maxdiloco.diloco.schedule import Action, Event
 from maxdiloco.engine.collective import Chunks
 from maxdiloco.engine.host_transfer import HostTransfers, Mailbox, Transfer
-from maxdiloco.engine.layout import FragmentPlan, Layout, State
+from maxdiloco.engine.layout import FragmentPlan, State
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.settings import HOST, XLA
 from maxdiloco.parallel.program import Program
@@ -66,7 +66,7 @@ class Transport(Protocol):
         """Return the chunks of all slices. None: they are in the state, or there were none."""
 
     def state_for_checkpoint(self, state: State) -> State:
-        """Return the state with all chunks that have arrived by this step."""
+        """Return the state with all chunks that have arrived."""
 
     def close(self) -> None:
         """End the threads."""
@@ -150,13 +150,12 @@ class HostTransport:
         self._begun += 1
         self._transfers.deadlines.begin()
         self._in_flight.clear()
-        for event, plan in self._pending(state):
-            steps = state.t - event.send_step
-            scattered, gathered = self._arrived_after(plan, steps)
-            if plan.scatter and scattered < plan.scatter.count:
+        # One exchange is on the link at a time, so all but the last have arrived.
+        for event, plan in self._pending(state)[-1:]:
+            if state.t < event.send_step + self._layout.scatter_steps:
                 chunks = state.scatter_outgoing.read(0, range(plan.scatter.count))
                 self.start_send(Leg(plan, event.send_step, scatters=True), chunks)
-            elif steps >= self._layout.scatter_steps and gathered < plan.gather.count:
+            elif self._schedule.share_steps:  # if not, the means arrived with the step of `reduce`
                 chunks = state.outgoing.read(0, range(plan.gather.count))
                 self.start_send(Leg(plan, event.send_step), chunks)
 
@@ -189,15 +188,13 @@ class HostTransport:
     def state_for_checkpoint(self, state: State) -> State:
         """See Transport. Waits for the exchanges that are under way."""
         for event, plan in self._pending(state):
-            scattered, gathered = self._arrived_after(plan, state.t - event.send_step)
             if future := self._in_flight.get(_key(Leg(plan, event.send_step, scatters=True))):
-                numbers = range(scattered)
-                chunks = future.result()[:scattered]
-                incoming = state.scatter_incoming.write(0, numbers, chunks)
+                numbers = range(plan.scatter.count)
+                incoming = state.scatter_incoming.write(0, numbers, future.result())
                 state = replace(state, scatter_incoming=incoming)
             if future := self._in_flight.get(_key(Leg(plan, event.send_step))):
-                numbers, chunks = range(gathered), future.result()[:gathered]
-                incoming = state.incoming.write(event.slot, numbers, chunks)
+                numbers = range(plan.gather.count)
+                incoming = state.incoming.write(event.slot, numbers, future.result())
                 state = replace(state, incoming=incoming)
         return state
 
@@ -209,57 +206,27 @@ class HostTransport:
         events = self._schedule.pending(state.t, dropped_until=state.dropped_until)
         return [(event, self._layout.plans[event.fragment]) for event in events]
 
-    def _arrived_after(self, plan: FragmentPlan, steps: int) -> tuple[int, int]:
-        """Return the chunks (scattered, gathered) that programs would have carried by then.
-
-        A checkpoint has the same chunks with either transport. steps: since the send.
-        """
-        if plan.scatter is None:
-            return 0, min(plan.gather.count, steps)
-        first_leg = self._layout.scatter_steps
-        if steps < first_leg:
-            return min(plan.scatter.count, steps), 0
-        shares = steps - first_leg if self._schedule.share_steps else plan.gather.count
-        return plan.scatter.count, min(plan.gather.count, shares)
-
 
 def _key(leg: Leg) -> tuple[int, int, bool]:
     return leg.plan.index, leg.send_step, leg.scatters
 
 
 class DryTransport:
-    """Stands for another transport where only shapes are known: nothing is sent."""
+    """Stands for a transport where only shapes are known: nothing is sent."""
 
-    waited_s = None
-
-    def __init__(self, transport: Transport, layout: Layout):
+    def __init__(self, transport: Transport):
         """Keep the transport whose inner steps are asked for."""
-        self._transport, self._layout = transport, layout
-        self.in_programs = transport.in_programs
-
-    def begin(self, state: State) -> None:
-        """Nothing."""
+        self._transport = transport
+        self.inner_step = transport.inner_step
 
     def start_send(self, leg: Leg, chunks: Chunks) -> None:
         """Nothing."""
 
-    def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
-        """See Transport."""
-        return self._transport.inner_step(run, state, action, batch)
-
     def receive(self, leg: Leg) -> Chunks | None:
-        """Return the shapes of the chunks."""
-        if self.in_programs:
+        """Return the shapes of the chunks, unless the state has them."""
+        if self._transport.in_programs:
             return None
-        layout = self._layout
-        return (layout.scattered_chunks if leg.scatters else layout.incoming_chunks)(leg.plan)
-
-    def state_for_checkpoint(self, state: State) -> State:
-        """Return the state."""
-        return state
-
-    def close(self) -> None:
-        """Nothing."""
+        return leg.plan.scattered_chunks if leg.scatters else leg.plan.incoming_chunks
 
 
 MakeTransport = Callable[[Programs, Mailbox | None], Transport]

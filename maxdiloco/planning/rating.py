@@ -12,7 +12,6 @@ from maxdiloco.diloco.combinations import RADIAL
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.diloco.quantize import wire_format
 from maxdiloco.diloco.schedule import ALL_GATHER, REDUCE_SCATTER
-from maxdiloco.engine import payload
 from maxdiloco.engine.calls import bytes_on_device, is_on_device
 from maxdiloco.engine.layout import lay_out, plan_fragments, scatter_steps
 from maxdiloco.engine.settings import AUTO, HOST, XLA, ExchangeSettings
@@ -199,8 +198,8 @@ def traffic(job: Job, choice: Choice) -> Traffic:
         return bytes_of_slice // devices_of_slice(job.mesh)
 
     if job.transport == HOST:
-        parts = [(of_device(payload.scattered_bytes(plan.payload)),) for plan in plans]
-        shared = [(of_device(payload.gathered_bytes(plan.payload)),) for plan in plans]
+        parts = [(of_device(plan.scatter_bytes),) for plan in plans]
+        shared = [(of_device(plan.gather_bytes),) for plan in plans]
     else:
         parts = [
             (of_device(plan.scatter_chunk_bytes),) * (plan.scatter.count if plan.scatter else 0)

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco import DiLoCo
-from maxdiloco.engine.layout import ChunkBuffer, Cut
+from maxdiloco.engine.layout import ChunkBuffer
+from maxdiloco.engine.payload import Cut
 
 
 def made(step=lambda p, o, b: (p, o, {}), **options):

@@ -47,16 +47,16 @@ def exchange(mesh, wire, arrays, *, leaves=PLAIN, num_chunks=1, kinds=None, resi
     """What is sent and what is received. fresh: of eager updates, what each replica has by then."""
     shapes, specs, _ = zip(*leaves.values(), strict=True)
     fragment = payload.for_leaves(shapes, specs, wire=wire, mesh=mesh)
-    lengths = (payload.pad_to_tile(-(-fragment.size // num_chunks)),) * num_chunks
+    cut = payload.Cut(num_chunks, payload.pad_to_tile(-(-fragment.size // num_chunks)))
     options = dict(num_replicas=len(arrays[0]))
 
     @jax.jit
     def run(arrays, residual, fresh):
-        sent = collective.send(fragment, arrays, lengths, residual)
+        sent = collective.send(fragment, arrays, cut, residual)
         arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in sent.chunks]
         if not fresh:
             return sent, collective.receive(fragment, arrived, kinds=kinds, **options)
-        own = collective.send(fragment, fresh, lengths).chunks
+        own = collective.send(fragment, fresh, cut).chunks
         return sent, collective.receive_eager(fragment, arrived, own, **options)
 
     return run(*(on_mesh(mesh, leaves, tree) for tree in (arrays, residual, fresh)))

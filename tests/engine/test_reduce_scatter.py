@@ -43,16 +43,16 @@ def program(mesh, wire, M, *, reduced, num_chunks, gathers):
         whole, replicas=M // mesh.shape["diloco"], mean_dtype=reduced
     )
 
-    def lengths(size):
-        return (payload.pad_to_tile(-(-size // num_chunks)),) * num_chunks
+    def cut(size):
+        return payload.Cut(num_chunks, payload.pad_to_tile(-(-size // num_chunks)))
 
     @jax.jit
     def run(leaves_R):
-        sent = collective.send(fragment, leaves_R, lengths(fragment.sent_size)).chunks
+        sent = collective.send(fragment, leaves_R, cut(fragment.sent_size)).chunks
         parts = [collective.all_to_all_chunk(chunk, mesh) for chunk in sent]
-        shared = collective.reduce(fragment, parts, lengths(fragment.size), num_replicas=M)
+        shared = collective.reduce(fragment, parts, cut(fragment.size), num_replicas=M)
         arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in shared]
-        gathered = collective.send(whole, leaves_R, lengths(whole.size)).chunks
+        gathered = collective.send(whole, leaves_R, cut(whole.size)).chunks
         gathered = [collective.all_gather_chunk(chunk, mesh) for chunk in gathered]
         each = ((fragment, arrived), (whole, gathered))[: 1 + gathers]
         return [collective.receive(which, chunks, num_replicas=M) for which, chunks in each]

@@ -92,14 +92,14 @@ class Trainer:
         layout, programs = self.algorithm.layout, self.algorithm.programs
         plan, state = layout.plans[index], layout.state
         leaves = arrays_of(state, plan)
-        incoming = layout.incoming_chunks(plan)
+        incoming = plan.incoming_chunks
         merging = leaves, state.bad, plan.starts
         match name:
             case "pack":
                 bare = leaves._replace(outer_opt=(), residual=())
                 args = (bare, plan.starts, leaves.residual)
             case "reduce" | "reduce_and_share":
-                args = (layout.scattered_chunks(plan),)
+                args = (plan.scattered_chunks,)
             case "synchronise":
                 args = merging
             case "merge":
