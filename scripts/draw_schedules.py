@@ -12,7 +12,6 @@ from maxdiloco.diloco.schedule import (
     EAGER_STEP,
     INNER_EXCHANGE,
     INNER_SCATTER,
-    INNER_SHARE,
     MERGE,
     PACK,
     REDUCE,
@@ -28,7 +27,6 @@ CELL, ROW, LEFT, TOP = 46, 22, 270, 34
 COLOURS = ("#3b6ea5", "#c2703d", "#5a8f53")
 # send, reduce, apply
 MARKS = {PACK: "S", REDUCE: "R", MERGE: "A", SYNCHRONISE: "SA", EAGER_STEP: "SA"}
-CARRY = {INNER_EXCHANGE: "f", INNER_SCATTER: "p", INNER_SHARE: "m"}
 REDUCE_SCATTER = "streaming, tau=3, reduce-scatter"
 MODES = (
     ("DiLoCo", 1, 0, "none", "training waits for the exchange of everything"),
@@ -68,9 +66,11 @@ def _mode(schedule: Schedule, y: float) -> list[str]:
         parts.append(svg.box(x, y, CELL - 8, ROW - 4, "#e4e4e4"))
         marks = []
         for action in schedule.actions(t):
-            if action.name in CARRY:
+            if action.name in (INNER_EXCHANGE, INNER_SCATTER):
+                carried = "m" if schedule.scatter_steps else "f"
+                carried = "p" if action.name == INNER_SCATTER else carried
                 parts.append(svg.box(x, y + ROW, CELL - 8, ROW - 4, COLOURS[action.fragment]))
-                label = f"{CARRY[action.name]}{action.fragment}.{action.chunk}"
+                label = f"{carried}{action.fragment}.{action.chunk}"
                 parts.append(svg.text(x + 5, y + ROW + 14, label, fill="white", size=10))
             if action.name == SYNCHRONISE:
                 parts.append(svg.box(x + CELL - 8, y, 8, ROW - 4, "#cc2222"))

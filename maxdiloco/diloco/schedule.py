@@ -62,9 +62,8 @@ class Action(NamedTuple):
 
 # Lines of Streaming DiLoCo, Algorithm 2, in brackets.
 INNER = "inner"  # the inner step [3-5]
-INNER_EXCHANGE = "inner + exchange"  # the inner step with a chunk of an all-gather [8, 10]
+INNER_EXCHANGE = "inner + exchange"  # the inner step with a chunk that goes to all slices [8, 10]
 INNER_SCATTER = "inner + scatter"  # reduce_scatter: with a chunk on its way to be averaged
-INNER_SHARE = "inner + share"  # reduce_scatter: with a chunk of the means
 PACK = "pack"  # form and encode the outer gradients [7-8]
 REDUCE = "reduce"  # reduce_scatter: average the part of this slice [8]
 REDUCE_AND_SHARE = "reduce + share"  # the same where no inner step is left to carry the means
@@ -76,7 +75,6 @@ ACTIONS = (
     INNER,
     INNER_EXCHANGE,
     INNER_SCATTER,
-    INNER_SHARE,
     PACK,
     REDUCE,
     REDUCE_AND_SHARE,
@@ -302,11 +300,9 @@ class Schedule:
             yield Action(INNER)
             return
         send, step = carried
-        name, chunk, counts = INNER_EXCHANGE, step, self.num_chunks
+        name, chunk, counts = INNER_EXCHANGE, step - self.scatter_steps, self.num_chunks
         if step < self.scatter_steps:
-            name, counts = INNER_SCATTER, self.num_scatter_chunks
-        elif self.scatter_steps:
-            name, chunk = INNER_SHARE, step - self.scatter_steps
+            name, chunk, counts = INNER_SCATTER, step, self.num_scatter_chunks
         if self.in_programs and (counts is None or chunk < counts[send.fragment]):
             yield Action(name, send.fragment, send.slot, chunk)
         else:

@@ -177,12 +177,7 @@ class DiLoCo:
     def _act(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
         """Carry out one action: (state, metrics of an inner step or None)."""
         match action.name:
-            case (
-                schedule.INNER
-                | schedule.INNER_EXCHANGE
-                | schedule.INNER_SCATTER
-                | schedule.INNER_SHARE
-            ):
+            case schedule.INNER | schedule.INNER_EXCHANGE | schedule.INNER_SCATTER:
                 return self._transport.inner_step(self._run, state, action, batch)
             case schedule.PACK:
                 return self._pack(action, state), None

@@ -201,7 +201,7 @@ class FragmentPlan:
             exchange is sent at once by the action that encodes it.
         """
         match action.name:
-            case schedule.INNER_EXCHANGE | schedule.INNER_SHARE:
+            case schedule.INNER_EXCHANGE:
                 return self.gather_chunk_bytes
             case schedule.INNER_SCATTER:
                 return self.scatter_chunk_bytes

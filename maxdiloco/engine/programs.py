@@ -185,7 +185,7 @@ class Programs:
     Attributes:
       layout: of the run.
       inner: the inner step of every replica.
-      inner_exchange, inner_share: the same with one chunk of an all-gather.
+      inner_exchange: the same with one chunk that goes to all slices.
       inner_scatter: the same with one chunk of the parts of reduce-scatter.
       exported, evaluated: views of the outer parameters.
     """
@@ -233,7 +233,6 @@ class Programs:
 
         gathered, outgoing = collective.incoming_spec(mesh), collective.outgoing_spec(mesh)
         self.inner_exchange = with_chunk("inner + exchange", collective.all_gather_chunk, gathered)
-        self.inner_share = with_chunk("inner + share", collective.all_gather_chunk, gathered)
         self.inner_scatter = with_chunk("inner + scatter", collective.all_to_all_chunk, outgoing)
         one_theta = [NamedSharding(mesh, spec) for spec in layout.specs]
         self._one_theta = jax.tree.unflatten(jax.tree.structure(state.params), one_theta)

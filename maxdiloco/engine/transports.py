@@ -108,13 +108,11 @@ class XlaTransport:
                 params, opt_state, metrics, arrived = run(programs.inner_scatter, *args)
                 incoming = state.scatter_incoming.write(0, chunk, [arrived])
                 new = {"scatter_incoming": incoming}
-            case schedule.INNER_EXCHANGE | schedule.INNER_SHARE:
-                shares = action.name == schedule.INNER_SHARE
-                program = programs.inner_share if shares else programs.inner_exchange
+            case schedule.INNER_EXCHANGE:
                 outgoing = state.outgoing.read(0, chunk)
                 replaced = state.incoming.read(action.slot, chunk)
                 args = (state.params, state.opt_state, batch, *outgoing, *replaced)
-                params, opt_state, metrics, arrived = run(program, *args)
+                params, opt_state, metrics, arrived = run(programs.inner_exchange, *args)
                 new = {"incoming": state.incoming.write(action.slot, chunk, [arrived])}
         return replace(state, params=params, opt_state=opt_state, **new), metrics
 

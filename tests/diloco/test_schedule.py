@@ -137,12 +137,12 @@ def test_parts_go_to_their_owners_before_the_means_come_back():
         (inner, A(schedule.PACK, 1)),
         (A(schedule.INNER_SCATTER, 1, chunk=0),),
         (inner, A(schedule.REDUCE, 1)),
-        (A(schedule.INNER_SHARE, 1, chunk=0),),
+        (A(schedule.INNER_EXCHANGE, 1, chunk=0),),
         (inner, A(schedule.PACK, 0), A(schedule.MERGE, 1)),
         (A(schedule.INNER_SCATTER, 0, chunk=0),),
         (A(schedule.INNER_SCATTER, 0, chunk=1), A(schedule.REDUCE, 0)),
-        (A(schedule.INNER_SHARE, 0, chunk=0),),
-        (A(schedule.INNER_SHARE, 0, chunk=1), A(schedule.PACK, 1), A(schedule.MERGE, 0)),
+        (A(schedule.INNER_EXCHANGE, 0, chunk=0),),
+        (A(schedule.INNER_EXCHANGE, 0, chunk=1), A(schedule.PACK, 1), A(schedule.MERGE, 0)),
     ]
     assert s.actions(6, dropped_until=5) == (inner,)
     one = dataclasses.replace(s, tau=1, scatter_steps=1, num_chunks=None, num_scatter_chunks=None)

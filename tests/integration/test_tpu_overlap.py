@@ -219,7 +219,7 @@ def test_reduce_scatter_hides_its_parts_and_its_means(trainer, num_slices):
     for kind in ("pack", "reduce", "merge"):
         assert not sent_by(small.program(kind, 1), num_slices)
     sent, values = 0, 2 * 2 * 128 * 512
-    for name, kind in (("scatter", "all-to-all"), ("share", "all-gather")):
+    for name, kind in (("scatter", "all-to-all"), ("exchange", "all-gather")):
         program = small.inner_with(1, f"inner + {name}")
         found = sent_by(program, num_slices)
         assert {(x.kind, x.dtype, x.padding) for x in found} == {(kind, "u8", 0)}
