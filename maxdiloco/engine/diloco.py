@@ -207,11 +207,11 @@ class DiLoCo:
         """Reduce-scatter: average the part of each slice and start to send the mean: line 8."""
         plan = self.layout.plans[action.fragment]
         send_step = state.t - self.layout.scatter_steps
-        parts = self._received(Leg(plan, send_step, scatters=True), state, action)
+        parts = self._received(Leg(plan.index, send_step, scatters=True), state, action)
         chunks = self._run(self.programs.reduce(plan), parts)
         outgoing = state.outgoing.write(0, range(plan.gather.count), chunks)
         state = replace(state, outgoing=outgoing)
-        self._transport.start_send(Leg(plan, send_step), chunks)
+        self._transport.start_send(Leg(plan.index, send_step), chunks)
         return state
 
     def _reduce_and_share(self, action: Action, state: State) -> State:
@@ -225,7 +225,7 @@ class DiLoCo:
     def _merge(self, action: Action, state: State) -> State:
         """Apply an exchange that was sent tau steps ago: lines 10-12."""
         plan = self.layout.plans[action.fragment]
-        leg = Leg(plan, state.t - self.schedule.lag)
+        leg = Leg(plan.index, state.t - self.schedule.lag)
         leaves = arrays_of(state, plan)._replace(residual=())
         args = leaves, state.bad, plan.starts, self._received(leg, state, action)
         return self._merged(action, state, self._run(self.programs.merge(plan), *args))
@@ -248,18 +248,18 @@ class DiLoCo:
 
     def _step_of_round(self, action: Action, state: State, program: Program) -> State:
         plan = self.layout.plans[action.fragment]
-        incoming = self._received(Leg(plan, state.t - self.schedule.lag), state, action)
+        incoming = self._received(Leg(plan.index, state.t - self.schedule.lag), state, action)
         args = arrays_of(state, plan), state.bad, plan.starts, incoming
         return self._merged(action, state, self._run(program, *args))
 
     def _received(self, leg: Leg, state: State, action: Action) -> Chunks:
         """Return the chunks of a leg; where nothing was sent, those of a new state: zeros."""
-        chunks = self._transport.receive(leg)
+        chunks, plan = self._transport.receive(leg), self.layout.plans[leg.fragment]
         if chunks is not None:
             return chunks
         if leg.scatters:
-            return state.scatter_incoming.read(0, range(leg.plan.scatter.count))
-        return state.incoming.read(action.slot, range(leg.plan.gather.count))
+            return state.scatter_incoming.read(0, range(plan.scatter.count))
+        return state.incoming.read(action.slot, range(plan.gather.count))
 
     def _merged(self, action: Action, state: State, results: Any) -> State:
         """Return the state with the results of a program that replaces a fragment's values."""
@@ -291,7 +291,7 @@ class DiLoCo:
             state = replace(state, scatter_outgoing=outgoing)
         else:
             state = replace(state, outgoing=state.outgoing.write(0, numbers, sent.chunks))
-        self._transport.start_send(Leg(plan, state.t, scatters), sent.chunks)
+        self._transport.start_send(Leg(plan.index, state.t, scatters), sent.chunks)
         return state
 
     # -- what a run compiles and sends -----------------------------------------------------------
@@ -316,7 +316,7 @@ class DiLoCo:
             return shapes[id(program)]
 
         dry = copy.copy(self)
-        dry._run, dry._transport = record, DryTransport(self._transport)
+        dry._run, dry._transport = record, DryTransport(self._transport, self.layout.plans)
         state = replace(self.abstract_state, t=2 * H)
         dry._act(Action(schedule.INNER), state, batch)
         found[id(self.programs.inner)] = found[id(self.programs.inner)]._replace(runs=0)

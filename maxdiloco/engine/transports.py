@@ -9,7 +9,7 @@ the exchange behind the computation on TPU only.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import MappingProxyType
@@ -28,15 +28,15 @@ Run = Callable[..., Any]  # (program, *args) -> its results
 
 
 class Leg(NamedTuple):
-    """One leg of one exchange; it names what `Transport.start_send` and `receive` agree on.
+    """One leg of one exchange. An all-gather has one leg, reduce-scatter has two.
 
     Attributes:
-      plan: of the fragment.
+      fragment: index of the fragment.
       send_step: inner step after which the outer gradients were formed.
-      scatters: reduce-scatter: whether parts go to the slices that average them.
+      scatters: whether it is the first leg of reduce-scatter, which brings each slice its part.
     """
 
-    plan: FragmentPlan
+    fragment: int
     send_step: int
     scatters: bool = False
 
@@ -87,7 +87,7 @@ class XlaTransport:
     def __init__(self, programs: Programs, mailbox: Mailbox | None = None):
         """Keep the programs. mailbox: not used."""
         del mailbox
-        self._programs, self._plans = programs, programs.layout.plans
+        self._programs = programs
 
     def begin(self, state: State) -> None:
         """Nothing: the state has all that is in flight."""
@@ -140,7 +140,7 @@ class HostTransport:
         self._transfers = HostTransfers(self._layout.mesh, mailbox=mailbox)
         # A part of every key, so that what was sent for another state is never received.
         self._begun = 0
-        self._in_flight: dict[tuple[int, int, bool], Future] = {}
+        self._in_flight: dict[Leg, Future] = {}
         self.waited_s = 0.0
 
     def begin(self, state: State) -> None:
@@ -152,25 +152,25 @@ class HostTransport:
         for event, plan in self._pending(state)[-1:]:
             if state.t < event.send_step + self._layout.scatter_steps:
                 chunks = state.scatter_outgoing.read(0, range(plan.scatter.count))
-                self.start_send(Leg(plan, event.send_step, scatters=True), chunks)
+                self.start_send(Leg(plan.index, event.send_step, scatters=True), chunks)
             elif self._schedule.share_steps:  # if not, the means arrived with the step of `reduce`
                 chunks = state.outgoing.read(0, range(plan.gather.count))
-                self.start_send(Leg(plan, event.send_step), chunks)
+                self.start_send(Leg(plan.index, event.send_step), chunks)
 
     def start_send(self, leg: Leg, chunks: Chunks) -> None:
         """See Transport."""
-        payload, settings = leg.plan.payload, self._layout.settings
-        replicas = settings.num_replicas // self._layout.mesh.shape["diloco"]
+        payload = self._layout.plans[leg.fragment].payload
+        replicas = self._layout.num_replicas // self._layout.mesh.shape["diloco"]
         means = payload.parts is not None and not leg.scatters
-        name = f"fragment {leg.plan.index} of step {leg.send_step}"
+        name = f"fragment {leg.fragment} of step {leg.send_step}"
         transfer = Transfer(
-            (self._begun, leg.plan.index, leg.send_step, leg.scatters),
+            (self._begun, *leg),
             size=payload.sent_size if leg.scatters else payload.size,
             rows=1 if means else replicas,
             scatters=leg.scatters,
             what=f"parts of {name}" if leg.scatters else name,
         )
-        self._in_flight[_key(leg)] = self._transfers.start(transfer, chunks)
+        self._in_flight[leg] = self._transfers.start(transfer, chunks)
 
     def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
         """See Transport; the schedule of this transport names no chunks."""
@@ -178,7 +178,7 @@ class HostTransport:
 
     def receive(self, leg: Leg) -> Chunks | None:
         """See Transport. Waits for the peers; raises LostPeerError."""
-        started, future = time.perf_counter(), self._in_flight.pop(_key(leg), None)
+        started, future = time.perf_counter(), self._in_flight.pop(leg, None)
         chunks = future and future.result()
         self.waited_s += time.perf_counter() - started
         return chunks
@@ -186,11 +186,11 @@ class HostTransport:
     def state_for_checkpoint(self, state: State) -> State:
         """See Transport. Waits for the exchanges that are under way."""
         for event, plan in self._pending(state):
-            if future := self._in_flight.get(_key(Leg(plan, event.send_step, scatters=True))):
+            if future := self._in_flight.get(Leg(plan.index, event.send_step, scatters=True)):
                 numbers = range(plan.scatter.count)
                 incoming = state.scatter_incoming.write(0, numbers, future.result())
                 state = replace(state, scatter_incoming=incoming)
-            if future := self._in_flight.get(_key(Leg(plan, event.send_step))):
+            if future := self._in_flight.get(Leg(plan.index, event.send_step)):
                 numbers = range(plan.gather.count)
                 incoming = state.incoming.write(event.slot, numbers, future.result())
                 state = replace(state, incoming=incoming)
@@ -205,16 +205,12 @@ class HostTransport:
         return [(event, self._layout.plans[event.fragment]) for event in events]
 
 
-def _key(leg: Leg) -> tuple[int, int, bool]:
-    return leg.plan.index, leg.send_step, leg.scatters
-
-
 class DryTransport:
     """Stands for a transport where only shapes are known: nothing is sent."""
 
-    def __init__(self, transport: Transport):
+    def __init__(self, transport: Transport, plans: Sequence[FragmentPlan]):
         """Keep the transport whose inner steps are asked for."""
-        self._transport = transport
+        self._transport, self._plans = transport, plans
         self.inner_step = transport.inner_step
 
     def start_send(self, leg: Leg, chunks: Chunks) -> None:
@@ -224,7 +220,8 @@ class DryTransport:
         """Return the shapes of the chunks, unless the state has them."""
         if self._transport.in_programs:
             return None
-        return leg.plan.scattered_chunks if leg.scatters else leg.plan.incoming_chunks
+        plan = self._plans[leg.fragment]
+        return plan.scattered_chunks if leg.scatters else plan.incoming_chunks
 
 
 MakeTransport = Callable[[Programs, Mailbox | None], Transport]

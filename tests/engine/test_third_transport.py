@@ -28,13 +28,13 @@ class QueueTransport:
 
     def start_send(self, leg, chunks):
         moved = tuple(jax.device_put(np.asarray(chunk), self._arrived) for chunk in chunks)
-        self._chunks[leg.plan.index, leg.send_step] = moved
+        self._chunks[leg] = moved
 
     def inner_step(self, run, state, action, batch):
         return transports.plain_inner_step(run, self._programs.inner, state, batch)
 
     def receive(self, leg):
-        return self._chunks.pop((leg.plan.index, leg.send_step), None)
+        return self._chunks.pop(leg, None)
 
     def state_for_checkpoint(self, state):
         return state
