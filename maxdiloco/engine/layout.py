@@ -237,6 +237,11 @@ class FragmentPlan:
         return self._chunks(self.scatter, rows, spec, self.payload.sent_dtype)
 
     @property
+    def packed_chunks(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The chunks that `pack` makes."""
+        return self.scattered_chunks if self.scatter else self.outgoing_chunks
+
+    @property
     def _gathered_rows(self) -> int:
         return self.payload.mesh.shape["diloco"] if self.payload.parts else self.num_replicas
 

@@ -50,18 +50,16 @@ NOTHING_SENT = Sent(())
 
 
 @dataclass(frozen=True)
-class OuterStep:
-    """What the programs of a fragment know besides its values.
+class OuterRule:
+    """How an outer step is taken: the same for all fragments of a run.
 
     Attributes:
-      plan: of the fragment.
       optimizer: the outer optimizer.
       alpha: weight of a replica's own values.
-      kinds: of the fragment's leaves (fragments.kinds_of) for the radial-directional mean; None:
-        the plain mean.
+      kinds: one for each leaf of the parameters (fragments.kinds_of), for the radial-directional
+        mean; None for the plain mean.
     """
 
-    plan: FragmentPlan
     optimizer: optax.GradientTransformation
     alpha: float
     kinds: Sequence[Any] | None = None
@@ -72,9 +70,9 @@ class Merged(NamedTuple):
 
     Attributes:
       values: the new values of the fragment.
-      received: what the exchange brought.
+      received: the decoded exchange.
       update_ratio: see outer.update_ratio; eager: [R].
-      sent: the send of the same program, if it has one.
+      sent: the result of `pack`, if the same program sends.
     """
 
     values: FragmentArrays
@@ -83,92 +81,101 @@ class Merged(NamedTuple):
     sent: Sent = NOTHING_SENT
 
 
-def pack(step: OuterStep, values: FragmentArrays) -> Sent:
+def pack(plan: FragmentPlan, values: FragmentArrays) -> Sent:
     """Form the outer gradients and encode them: Algorithm 2, lines 7-8. No traffic."""
     eager = values.theta[0].ndim == values.params[0].ndim
     theta = values.theta if eager else [x[None] for x in values.theta]
     g_R = outer.outer_gradient(theta, values.params)
-    return collective.send(step.plan.payload, g_R, step.plan.sent, values.residual)
+    return collective.send(plan.payload, g_R, plan.sent, values.residual)
 
 
-def exchange(step: OuterStep, chunks: Chunks) -> Chunks:
+def exchange(plan: FragmentPlan, chunks: Chunks) -> Chunks:
     """Bring the chunks of all replicas to all slices inside this program: line 8."""
-    mesh = step.plan.payload.mesh
     # Without the barrier XLA:TPU gathers [1, N] and pads the payload x2, x4 for bytes.
     chunks = jax.lax.optimization_barrier(chunks)
-    if step.plan.payload.parts:
-        parts = [collective.all_to_all_chunk(chunk, mesh) for chunk in chunks]
-        chunks = jax.lax.optimization_barrier(reduce(step, parts))
+    mesh = plan.payload.mesh
+    if plan.payload.parts:
+        return reduce_and_share(plan, [collective.all_to_all_chunk(c, mesh) for c in chunks])
     return tuple(collective.all_gather_chunk(chunk, mesh) for chunk in chunks)
 
 
-def reduce(step: OuterStep, parts: Sequence[jax.Array]) -> Chunks:
+def reduce(plan: FragmentPlan, parts: Sequence[jax.Array]) -> Chunks:
     """Reduce-scatter: average the part of this slice, and encode the mean: line 8. No traffic."""
-    plan = step.plan
     return collective.reduce(plan.payload, parts, plan.gather, num_replicas=plan.num_replicas)
 
 
-def merge(step: OuterStep, values: FragmentArrays, incoming: Chunks) -> Merged:
+def reduce_and_share(plan: FragmentPlan, parts: Sequence[jax.Array]) -> Chunks:
+    """Reduce, and bring the means of all slices to all slices inside this program: line 8."""
+    chunks = jax.lax.optimization_barrier(reduce(plan, parts))
+    return tuple(collective.all_gather_chunk(chunk, plan.payload.mesh) for chunk in chunks)
+
+
+def merge(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming: Chunks) -> Merged:
     """Decode, average, outer step, mix into the replicas: lines 10-12. No traffic."""
+    kinds = None if rule.kinds is None else [rule.kinds[s.leaf] for s in plan.slices]
     received = collective.receive(
-        step.plan.payload, incoming, num_replicas=step.plan.num_replicas, kinds=step.kinds
+        plan.payload, incoming, num_replicas=plan.num_replicas, kinds=kinds
     )
     finite = ~jnp.any(received.bad_RF)
-    new, update_ratio = outer_step_and_merge(step, finite, values, received.mean)
+    new, update_ratio = outer_step_and_merge(rule, finite, values, received.mean)
     return Merged(new, received, update_ratio)
 
 
-def synchronise(step: OuterStep, values: FragmentArrays) -> Merged:
+def synchronise(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays) -> Merged:
     """Send, exchange and merge in one program, for tau = 0: lines 7-12.
 
     It is DiLoCo (arXiv 2311.08105, Algorithm 1) when the fragment is the whole model.
     """
-    sent = pack(step, values)
-    merged = merge(step, values, exchange(step, sent.chunks))
+    sent = pack(plan, values)
+    merged = merge(plan, rule, values, exchange(plan, sent.chunks))
     return merged._replace(sent=sent._replace(chunks=()))
 
 
-def delayed_step(step: OuterStep, values: FragmentArrays, incoming: Chunks) -> Merged:
+def delayed_step(
+    plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming: Chunks
+) -> Merged:
     """Send, and merge the exchange of the round before: arXiv 2502.12996, Algorithm 2."""
-    sent = pack(step, values)
-    return merge(step, values, incoming)._replace(sent=sent)
+    sent = pack(plan, values)
+    return merge(plan, rule, values, incoming)._replace(sent=sent)
 
 
-def eager_step(step: OuterStep, values: FragmentArrays, incoming: Chunks) -> Merged:
+def eager_step(
+    plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming: Chunks
+) -> Merged:
     """Send, and merge the round before with the own values of this round: 2502.12996, Algorithm 3.
 
     Every replica has outer parameters of its own.
     """
-    sent = pack(step, values)
+    sent = pack(plan, values)
     received = collective.receive_eager(
-        step.plan.payload, incoming, sent.chunks, num_replicas=step.plan.num_replicas
+        plan.payload, incoming, sent.chunks, num_replicas=plan.num_replicas
     )
     bad = jnp.any(received.bad_RF)
     finite_R = ~(bad | jnp.any(received.own_bad_RF, axis=1))
-    update = map_fn(functools.partial(outer_step_and_merge, step), mesh=step.plan.payload.mesh)
+    update = map_fn(functools.partial(outer_step_and_merge, rule), mesh=plan.payload.mesh)
     new, update_ratio_R = update(finite_R, values._replace(residual=()), received.mean)
     return Merged(new, received, update_ratio_R, sent)
 
 
 def outer_step_and_merge(
-    step: OuterStep, finite: jax.Array, values: FragmentArrays, mean: list[jax.Array]
+    rule: OuterRule, finite: jax.Array, values: FragmentArrays, mean: list[jax.Array]
 ) -> tuple[FragmentArrays, jax.Array]:
     """Take the outer step and mix its result into the replicas: Algorithm 2, lines 11-12.
 
     Args:
-      step: optimizer and alpha.
+      rule: the optimizer and alpha.
       finite: whether the exchange was finite; if not, nothing changes.
       values: eager: of one replica. Otherwise params have [R, ...], and theta is shared.
-      mean: of the outer gradients.
+      mean: the mean outer gradient.
 
     Returns:
       (the new values, outer.update_ratio).
     """
     x, theta, opt, _ = values
-    new, new_opt = outer.outer_update(step.optimizer, theta, opt, mean)
+    new, new_opt = outer.outer_update(rule.optimizer, theta, opt, mean)
     new, new_opt = _where(finite, (new, new_opt), (theta, opt))
     spread = [jnp.broadcast_to(n, i.shape) for n, i in zip(new, x, strict=True)]
-    mixed = _where(finite, outer.merge(x, spread, alpha=step.alpha), x)
+    mixed = _where(finite, outer.merge(x, spread, alpha=rule.alpha), x)
     return FragmentArrays(mixed, new, new_opt), outer.update_ratio(theta, new)
 
 
@@ -206,7 +213,8 @@ class Programs:
           on_compile: see Program.
         """
         self.layout = layout
-        self._kinds, self._optimizer = kinds, layout.settings.make_outer_optimizer()
+        settings = layout.settings
+        self._rule = OuterRule(settings.make_outer_optimizer(), settings.alpha, kinds)
         self._program = functools.partial(Program, on_compile=on_compile)
         self._by_form: dict[tuple, Program] = {}
         state, mesh = layout.state, layout.mesh
@@ -300,66 +308,64 @@ class Programs:
     # -- of one fragment -------------------------------------------------------------------------
 
     def pack(self, plan: FragmentPlan) -> Program:
-        """(arrays without the optimizer's, starts, residual) -> Sent."""
+        """Compile `pack`: (arrays without outer_opt and residual, starts, residual) -> Sent."""
 
         def program(leaves, starts, residual):
-            sent = pack(step, view.read(leaves._replace(residual=residual), starts))
+            sent = pack(plan, view.read(leaves._replace(residual=residual), starts))
             return sent._replace(residual=view.residual.write(residual, starts, sent.residual))
 
-        step, view, out = self._outer_step(plan), self._view(plan), self._sent_shardings(plan)
+        view, out = FragmentView(self.layout, plan), self._sent_shardings(plan)
         donate = (2,) if out.residual else ()
         return self.of_fragment("pack", plan, program, donate=donate, out_shardings=out)
 
     def reduce(self, plan: FragmentPlan) -> Program:
-        """Parts that have arrived -> chunks of the mean to send."""
+        """Compile `reduce`: parts that have arrived -> chunks to send to all slices."""
 
         def program(parts):
-            return reduce(self._outer_step(plan), parts)
+            return reduce(plan, parts)
 
-        out = self._outgoing(plan.gather.count)
+        out = shardings_of(plan.outgoing_chunks)
         return self.of_fragment("reduce", plan, program, out_shardings=out)
 
     def reduce_and_share(self, plan: FragmentPlan) -> Program:
-        """Parts that have arrived -> chunks of the mean of every slice, at all slices."""
+        """Compile `reduce_and_share`: parts that have arrived -> chunks of all slices."""
 
         def program(parts):
-            chunks = jax.lax.optimization_barrier(reduce(self._outer_step(plan), parts))
-            return tuple(collective.all_gather_chunk(chunk, mesh) for chunk in chunks)
+            return reduce_and_share(plan, parts)
 
-        mesh = self.layout.mesh
-        out = (NamedSharding(mesh, collective.incoming_spec(mesh)),) * plan.gather.count
+        out = shardings_of(plan.incoming_chunks)
         return self.of_fragment("reduce + share", plan, program, out_shardings=out)
 
     def merge(self, plan: FragmentPlan) -> Program:
-        """See `_replacing`; the arrays come without the residual."""
-        return self._replacing(merge, plan, NOTHING_SENT)
+        """Compile `merge`, see `_outer_step`; the arrays come without the residual."""
+        return self._outer_step(merge, plan, NOTHING_SENT)
 
     def synchronise(self, plan: FragmentPlan) -> Program:
-        """See `_replacing`; it takes no chunks."""
-        return self._replacing(synchronise, plan, self._sent_shardings(plan)._replace(chunks=()))
+        """Compile `synchronise`, see `_outer_step`; there are no chunks."""
+        return self._outer_step(synchronise, plan, self._sent_shardings(plan)._replace(chunks=()))
 
     def delayed_step(self, plan: FragmentPlan) -> Program:
-        """See `_replacing`."""
-        return self._replacing(delayed_step, plan, self._sent_shardings(plan))
+        """Compile `delayed_step`, see `_outer_step`."""
+        return self._outer_step(delayed_step, plan, self._sent_shardings(plan))
 
     def eager_step(self, plan: FragmentPlan) -> Program:
-        """See `_replacing`."""
-        return self._replacing(eager_step, plan, self._sent_shardings(plan))
+        """Compile `eager_step`, see `_outer_step`."""
+        return self._outer_step(eager_step, plan, self._sent_shardings(plan))
 
-    def _replacing(self, fn: Callable[..., Merged], plan: FragmentPlan, sent: Sent) -> Program:
-        """Return the program that replaces a fragment's values by fn(OuterStep, values, *chunks).
+    def _outer_step(self, fn: Callable[..., Merged], plan: FragmentPlan, sent: Sent) -> Program:
+        """Compile an outer step for whole leaves.
 
-        Its arguments are (arrays, donated; State.bad; starts; *chunks). It returns (arrays without
-        the residual; bad; sizes; update_ratio; Sent).
+        The program is (arrays, donated; State.bad; starts; *chunks) -> (arrays without the
+        residual; bad; sizes; update_ratio; Sent).
 
         Args:
           fn: merge, synchronise, delayed_step or eager_step.
-          plan: of the fragment.
+          plan: plan of the fragment.
           sent: shardings of the Sent.
         """
 
         def program(leaves, bad_RF, starts, *chunks):
-            merged = fn(step, view.read(leaves, starts), *chunks)
+            merged = fn(plan, self._rule, view.read(leaves, starts), *chunks)
             touched = jnp.array([s.leaf for s in plan.slices])
             bad_RF = bad_RF.at[:, touched].max(merged.received.bad_RF)
             residual = view.residual.write(leaves.residual, starts, merged.sent.residual)
@@ -367,7 +373,7 @@ class Programs:
             sent = merged.sent._replace(residual=residual)
             return leaves, bad_RF, merged.received.sizes, merged.update_ratio, sent
 
-        step, view, state = self._outer_step(plan), self._view(plan), self.layout.state
+        view, state = FragmentView(self.layout, plan), self.layout.state
         program.__name__ = fn.__name__  # of the compiled module
         like = arrays_of(state, plan)._replace(residual=())
         # The flags are not donated: the host reads them later.
@@ -383,19 +389,8 @@ class Programs:
             self._by_form[key] = self._program(f"{name} [{label}]", fn, **options)
         return self._by_form[key]
 
-    def _outer_step(self, plan: FragmentPlan) -> OuterStep:
-        kinds = None if self._kinds is None else [self._kinds[s.leaf] for s in plan.slices]
-        return OuterStep(plan, self._optimizer, self.layout.settings.alpha, kinds)
-
-    def _view(self, plan: FragmentPlan) -> FragmentView:
-        return FragmentView(self.layout, plan)
-
     def _sent_shardings(self, plan: FragmentPlan) -> Sent:
-        """Return the shardings of what `pack` returns."""
+        """Return the shardings of the result of `pack`."""
         state = self.layout.state
-        residual = shardings_of((fragment_leaves(state.residual, plan), state.residual_norm_R))
-        return Sent(self._outgoing(plan.sent.count), *residual)
-
-    def _outgoing(self, count: int) -> tuple[NamedSharding, ...]:
-        mesh = self.layout.mesh
-        return (NamedSharding(mesh, collective.outgoing_spec(mesh)),) * count
+        residual = fragment_leaves(state.residual, plan)
+        return shardings_of(Sent(plan.packed_chunks, residual, state.residual_norm_R))
