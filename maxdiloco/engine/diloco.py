@@ -24,9 +24,9 @@ from maxdiloco.diloco.schedule import Action
 from maxdiloco.engine import describe, finite, library_checks
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.collective import Chunks, Sent
-from maxdiloco.engine.fragment_values import arrays_of
+from maxdiloco.engine.fragment_values import arrays_of, with_arrays
 from maxdiloco.engine.host_transfer import Mailbox
-from maxdiloco.engine.layout import Layout, State, lay_out, with_fragment, with_items
+from maxdiloco.engine.layout import Layout, State, lay_out, with_fragment
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.restore import Restorer, saved_items, theta_item
 from maxdiloco.engine.settings import ExchangeSettings
@@ -266,10 +266,7 @@ class DiLoCo:
         leaves, bad, sizes, update_ratio, sent = results
         plan = self.layout.plans[action.fragment]
         new_state = replace(
-            state,
-            params=with_fragment(state.params, plan, leaves.params),
-            outer=with_fragment(state.outer, plan, leaves.theta),
-            outer_opt=with_items(state.outer_opt, [plan.index], [leaves.outer_opt]),
+            with_arrays(state, plan, leaves),
             bad=bad,
             bad_before=state.bad,
             sizes=sizes,

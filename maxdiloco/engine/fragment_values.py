@@ -7,6 +7,7 @@ and back here, so that the programs compute on device arrays only.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.diloco import slices
-from maxdiloco.engine.layout import FragmentPlan, Layout, State, fragment_leaves
+from maxdiloco.engine.layout import (
+    FragmentPlan,
+    Layout,
+    State,
+    fragment_leaves,
+    with_fragment,
+    with_items,
+)
 from maxdiloco.parallel import offload
 
 
@@ -40,6 +48,16 @@ def arrays_of(state: State, plan: FragmentPlan) -> FragmentArrays:
         fragment_leaves(tree, plan) for tree in (state.params, state.outer, state.residual)
     )
     return FragmentArrays(params, theta, state.outer_opt[plan.index], residual)
+
+
+def with_arrays(state: State, plan: FragmentPlan, arrays: FragmentArrays) -> State:
+    """Return the state with the arrays of `arrays_of` replaced, except the residual."""
+    return replace(
+        state,
+        params=with_fragment(state.params, plan, arrays.params),
+        outer=with_fragment(state.outer, plan, arrays.theta),
+        outer_opt=with_items(state.outer_opt, [plan.index], [arrays.outer_opt]),
+    )
 
 
 def initial_outer_opt(layout: Layout, theta: Any) -> tuple[Any, ...]:

@@ -481,7 +481,8 @@ def _struct(mesh, shape, spec, dtype=jnp.float32, memory=None) -> jax.ShapeDtype
 
 def _outer_opt(plan, leaves, optimizer, mesh, outer):
     """Return ShapeDtypeStructs of one fragment's state of the outer optimizer."""
-    fragment = fragment_structs(plan, leaves)
+    shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
+    fragment = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     shardings = [NamedSharding(mesh, shard.spec) for shard in plan.payload.shards]
     specs = optimizer_shardings(optimizer, fragment, shardings, mesh)
     state = jax.eval_shape(optimizer.init, fragment)
@@ -489,12 +490,6 @@ def _outer_opt(plan, leaves, optimizer, mesh, outer):
 
 
 # -- parts of a state ------------------------------------------------------------------------------
-
-
-def fragment_structs(plan: FragmentPlan, leaves: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes of a fragment's outer parameters, given the leaves of one replica."""
-    shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
-    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
 def fragment_leaves(tree: Any, plan: FragmentPlan) -> Sequence[jax.Array]:

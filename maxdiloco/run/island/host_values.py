@@ -6,7 +6,6 @@ process 0 has the values.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxdiloco.engine.calls import Call
-from maxdiloco.engine.fragment_values import FragmentArrays, FragmentView, arrays_of
+from maxdiloco.engine.fragment_values import FragmentArrays, FragmentView, arrays_of, with_arrays
 from maxdiloco.engine.host_transfer import Mailbox
-from maxdiloco.engine.layout import (
-    FragmentPlan,
-    State,
-    fragment_leaves,
-    with_fragment,
-    with_items,
-)
+from maxdiloco.engine.layout import FragmentPlan, State, fragment_leaves
 from maxdiloco.engine.programs import Programs
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import shardings_of
@@ -63,13 +56,7 @@ class HostValues:
         """
         values = self._placed(plan, values)
         leaves = arrays_of(state, plan)._replace(residual=())
-        leaves = self._write(plan)(leaves, plan.starts, *values)
-        return replace(
-            state,
-            params=with_fragment(state.params, plan, leaves.params),
-            outer=with_fragment(state.outer, plan, leaves.theta),
-            outer_opt=with_items(state.outer_opt, [plan.index], [leaves.outer_opt]),
-        )
+        return with_arrays(state, plan, self._write(plan)(leaves, plan.starts, *values))
 
     def calls(self, runs: float) -> Iterable[Call]:
         """Return each program once. runs: how often a period reads and writes each fragment."""
