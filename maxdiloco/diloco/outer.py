@@ -7,7 +7,6 @@ the outer parameters are float32, whatever the replicas compute in.
 
 # R replicas (M of them): the first dim where there is one; the other dims are any
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -181,7 +180,8 @@ def merge(inner_p: Any, outer_p: Any, *, alpha: float) -> Any:
     return jax.tree.map(mix, inner_p, outer_p)
 
 
-# Of (lr, momentum). A momentum of 0 keeps no trace in the state.
+# The outer optimizers by name, functions of (lr, momentum). The learning rate is constant and no
+# gradient is clipped (arXiv 2503.09799, sec. 3). A momentum of 0 keeps no trace in the state.
 Make = Callable[[float, float], optax.GradientTransformation]
 OPTIMIZERS: Mapping[str, Make] = MappingProxyType({
     # SGD with Nesterov momentum, m' = b m + g, theta' = theta - lr (g + b m'): the choice of DiLoCo
@@ -191,24 +191,6 @@ OPTIMIZERS: Mapping[str, Make] = MappingProxyType({
     "sgd": lambda lr, momentum: optax.sgd(lr, momentum=momentum or None),
     "adam": lambda lr, momentum: optax.adam(lr, b1=momentum, b2=ADAM_B2, eps=ADAM_EPS),
 })  # fmt: skip
-
-
-def outer_optimizer(name: str, *, lr: float, momentum: float) -> optax.GradientTransformation:
-    """The outer optimizer by name; no clipping, constant learning rate (arXiv 2503.09799 sec. 3).
-
-    Raises ValueError for another name, and for a rate or momentum that is not a number or below 0.
-    """
-    if not (0 <= lr < math.inf and 0 <= momentum < math.inf):
-        raise ValueError(
-            f"diloco_outer_lr={lr} and diloco_outer_momentum={momentum} must not be below 0, nan: "
-            f"theta would move away from the replicas. flags.outer_rate chooses them for -1."
-        )
-    if name not in OPTIMIZERS:
-        raise ValueError(
-            f"diloco_outer_optimizer={name!r} is unknown: it names the rule that applies the mean "
-            f"outer gradient. Use one of {', '.join(OPTIMIZERS)}."
-        )
-    return OPTIMIZERS[name](lr, momentum)
 
 
 def _float32(x: jax.Array) -> jax.Array:

@@ -216,9 +216,7 @@ class ExchangeSettings:
         """Return the outer optimizer."""
         if not isinstance(self.outer_optimizer, str):
             return self.outer_optimizer
-        return outer.outer_optimizer(
-            self.outer_optimizer, lr=self.outer_lr, momentum=self.outer_momentum
-        )
+        return outer.OPTIMIZERS[self.outer_optimizer](self.outer_lr, self.outer_momentum)
 
     def resolve(
         self, *, num_slices: int, platform: str = "cpu", joins_processes: bool = False

@@ -69,7 +69,7 @@ def test_a_step_is_the_oracles_and_the_devices_within_the_bound(optimizer, weigh
     assert 0 < np.abs(after.theta - exact).max() <= bound.max()
     assert np.all(np.abs(after.theta - exact) <= bound)
     if scale == 1.0:
-        rule = jax_outer.outer_optimizer(optimizer, lr=run.outer_lr, momentum=b)
+        rule = jax_outer.OPTIMIZERS[optimizer](run.outer_lr, b)
         stacked = jnp.stack([term.values for term in given])
         mean, _ = jax_outer.ordered_mean(lambda r: (stacked[r], ()), len(given))
         state = rule.init(before.theta)
