@@ -20,8 +20,6 @@ from maxdiloco.engine.settings import HOST
 from maxdiloco.engine.trainer import Description, SavedLayout
 from maxdiloco.output import aligned
 
-MOST_NAMED = 6  # fragments in a line
-
 
 def description(layout: Layout, *, sizes: Sequence[int] | None = None) -> Description:
     """See Trainer.description.
@@ -133,22 +131,27 @@ def _mib(tree: Any) -> float:
 
 
 def restore_lines(restorer: Restorer, t: int) -> list[str]:
-    """Return what changes when a state of step t is restored, one sentence or more a line."""
-    now, before = restorer.layout.settings, restorer.before
-    M, old = now.num_replicas, restorer.saved.num_replicas
+    """Return log lines on the differences between a checkpoint of step t and the restored state."""
+    now, before, saved = restorer.layout.settings, restorer.before, restorer.saved
+    M, old = now.num_replicas, saved.num_replicas
     lines = []
     if M != old:
-        lost = _lost_work(restorer, t) if M < old else ""
-        lines.append(f"replicas {old} -> {M}: replica r resumes from replica r mod {old}.{lost}")
+        lines.append(f"replicas {old} -> {M}: replica r resumes from replica r mod {old}.")
+    if M < old:
+        oldest = max(_ages(before.schedule, t, saved), key=lambda age: age[0])[1]
+        lines.append(
+            f"replicas from {M} on are dropped with their inner optimizers; the outer parameters "
+            f"have their work until {oldest} steps ago."
+        )
     if before.is_eager and not now.is_eager:
-        lines.append("the outer parameters are the mean of those of the replicas.")
+        lines.append("the outer parameters are the mean over the replicas' copies.")
     if now.is_eager and not before.is_eager:
         lines.append("each replica starts from a copy of the outer parameters.")
     if not restorer.same_fragments:
         lines.append("the fragments have changed: the outer optimizer starts from scratch.")
-    until = t if restorer.keeps_flight else restorer.saved.dropped_until
+    until = t if restorer.keeps_flight else saved.dropped_until
     if sends := before.schedule.pending(t, dropped_until=until):
-        lines.append(_dropped(sends, before.round_overlap, old, all_stay=M >= old))
+        lines.append(_dropped(sends, before.round_overlap, old))
     if now.feeds_back and not restorer.keeps_residual:
         lines.append("error feedback: the residuals of the replicas start at zero.")
     if before.feeds_back and not now.feeds_back:
@@ -158,40 +161,16 @@ def restore_lines(restorer: Restorer, t: int) -> list[str]:
     return lines
 
 
-def _lost_work(restorer: Restorer, t: int) -> str:
-    """Say what becomes of the work of the replicas that do not continue after step t."""
-    M, old = restorer.layout.num_replicas, restorer.saved.num_replicas
-    ages = _ages(restorer.before.schedule, t, restorer.saved)
-    age = max(ages, key=lambda age: age[0])[1]
-    who = f"replica {M}" if old - M == 1 else f"replicas {M} to {old - 1}"
-    lost = "the state of their inner optimizers is lost"
-    if age == "0":
-        return f" The outer parameters have all the work of {who}; {lost}."
-    steps = "step" if age == "1" else "steps"
-    return (
-        f" The outer parameters keep the work of {who} up to {age} {steps} ago; the rest is lost, "
-        f"and {lost}."
-    )
-
-
-def _dropped(sends: Sequence[Event], round_overlap: str, M: int, *, all_stay: bool) -> str:
+def _dropped(sends: Sequence[Event], round_overlap: str, M: int) -> str:
     """Return the line on dropped exchanges. round_overlap, M: of the run that sent them."""
     named = ", ".join(f"{send.fragment} (sent after step {send.send_step})" for send in sends)
-    if len(sends) > MOST_NAMED:
-        steps = f"{sends[0].send_step} to {sends[-1].send_step}"
-        named = f"{len(sends)} of them, sent after steps {steps}"
-    line = f"dropped: fragments in flight, {named}."
+    line = f"dropped: exchanges in flight, of fragments {named}."
     if round_overlap == "none":
-        replicas = "the replicas" if all_stay else "the replicas that continue"
-        progress = "the same" if all_stay else "their"
-        return (
-            f"{line} The outer parameters and {replicas} keep their values, so the next outer "
-            f"gradients carry {progress} progress."
-        )
-    kept = "nothing" if round_overlap == "delayed" else f"a replica's own part, 1/{M} of it,"
+        return f"{line} The replicas keep their values, so later outer gradients have them."
+    kept = "nothing" if round_overlap == "delayed" else f"a replica's own share, 1/{M},"
     return (
-        f"{line} {round_overlap} merges when it sends: of what these rounds have moved, {kept} is "
-        f"in the outer parameters, and alpha of it in the replicas; the rest is lost."
+        f"{line} The replicas were merged when these were sent: the outer parameters keep {kept} "
+        "of the progress of these rounds, the replicas the fraction alpha."
     )
 
 

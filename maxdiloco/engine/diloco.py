@@ -79,13 +79,7 @@ class DiLoCo:
         """
         mesh = mesh or Mesh(np.array(jax.devices()[:1]), ("diloco",))
         library_checks.check_mesh(mesh)
-        devices = mesh.devices.reshape(mesh.shape["diloco"], -1)
-        processes = {frozenset(device.process_index for device in slice_) for slice_ in devices}
-        self.settings = ExchangeSettings(**settings).resolve(
-            num_slices=mesh.shape["diloco"],
-            platform=mesh.devices.flat[0].platform,
-            joins_processes=len(processes) > 1,
-        )
+        self.settings = ExchangeSettings(**settings).resolve_on(mesh)
         self.mesh, self.num_replicas = mesh, self.settings.num_replicas
         self.schedule, self.period = self.settings.schedule, self.settings.sync_period
         self._inner_step, self._layer_axis = library_checks.checked_step(inner_step), layer_axis

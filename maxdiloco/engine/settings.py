@@ -10,11 +10,13 @@ from numbers import Real
 from typing import Any
 
 import optax
+from jax.sharding import Mesh
 
 from maxdiloco.diloco import combinations, fragments, outer, outer_rate, quantize, schedule
 from maxdiloco.diloco.schedule import ALL_GATHER, COLLECTIVES, REDUCE_SCATTER, Schedule
 from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel import offload
+from maxdiloco.parallel.mesh import joins_processes
 
 AUTO = "auto"
 XLA, HOST = "xla", "host"
@@ -248,6 +250,14 @@ class ExchangeSettings:
         if transport == AUTO:
             transport = HOST if platform != "tpu" and joins_processes else XLA
         return dataclasses.replace(self, collective=collective, transport=transport)
+
+    def resolve_on(self, mesh: Mesh) -> "ExchangeSettings":
+        """Resolve for the devices of a mesh."""
+        return self.resolve(
+            num_slices=mesh.shape["diloco"],
+            platform=mesh.devices.flat[0].platform,
+            joins_processes=joins_processes(mesh),
+        )
 
     # -- in a checkpoint -------------------------------------------------------------------------
 

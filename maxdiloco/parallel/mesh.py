@@ -277,6 +277,12 @@ def devices_of_slice(mesh: Mesh) -> int:
     return mesh.size // mesh.shape["diloco"]
 
 
+def joins_processes(mesh: Mesh) -> bool:
+    """Tell whether slices are in different processes, so that exchanges are between processes."""
+    slices = mesh.devices.reshape(mesh.shape["diloco"], -1)
+    return len({frozenset(device.process_index for device in each) for each in slices}) > 1
+
+
 def describe(mesh: Mesh, cfg: Config) -> str:
     """One line for the start of a run."""
     devices = list(mesh.devices.flat)

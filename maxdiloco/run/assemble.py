@@ -24,6 +24,7 @@ from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.model import Model
+from maxdiloco.parallel.mesh import joins_processes
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.run import inner_step, optimizer
@@ -206,14 +207,10 @@ def exchange_settings(cfg: config.Config, num_replicas: int) -> ExchangeSettings
 
 def needs_bulk(cfg: config.Config, mesh: Mesh) -> bool:
     """Tell whether outer gradients travel between processes in a mailbox with bulk."""
-    slices = mesh.devices.reshape(mesh.shape["diloco"], -1)
-    joins = len({frozenset(device.process_index for device in each) for each in slices}) > 1
-    if not (cfg.enable_diloco and joins):
+    if not (cfg.enable_diloco and joins_processes(mesh)):
         return False
     settings = exchange_settings(cfg, batch_shape(cfg, mesh).num_replicas)
-    platform = mesh.devices.flat[0].platform
-    settings = settings.resolve(num_slices=len(slices), platform=platform, joins_processes=joins)
-    return settings.transport == HOST
+    return settings.resolve_on(mesh).transport == HOST
 
 
 def _diloco(cfg, mesh, model, step, fresh, facts, options) -> Trainer:
