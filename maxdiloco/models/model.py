@@ -40,18 +40,14 @@ class Model:
         Returns:
           A nested dict of arrays.
         """
-        return to_dict(nnx.state(self._new(key), nnx.Param))
-
-    def _new(self, key: jax.Array) -> Decoder:
-        key_ends, key_layers = jax.random.split(key)
-        rngs = nnx.Rngs(params=key_ends, layers=key_layers)
-        return Decoder(self.config, self.kernels, rngs=rngs)
+        _, state = _create(self.config, self.kernels, key)
+        return to_dict(state)
 
     @functools.cached_property
     def _structure(self) -> tuple[nnx.GraphDef, nnx.State]:
         """The decoder without values: its graph, and its parameters as ShapeDtypeStructs."""
-        abstract = nnx.eval_shape(lambda: self._new(jax.random.key(0)))
-        return nnx.split(abstract, nnx.Param)
+        create = functools.partial(_create, self.config, self.kernels)
+        return jax.eval_shape(create, jax.random.key(0))
 
     def decoder(self, params: Params) -> Decoder:
         """Return the NNX module with the values of a nested dict like that of `init`."""
@@ -178,6 +174,16 @@ class Model:
         mean_l1 = jnp.mean(counts_lE, axis=-1, keepdims=True)
         bias_lE = bias_lE + rate * jnp.sign(mean_l1 - counts_lE).astype(bias_lE.dtype)
         return params | {LAYERS: stack | {"moe": stack["moe"] | {"routed_bias": bias_lE}}}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for equal models
+def _create(
+    config: ModelConfig, kernels: Kernels, key: jax.Array
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Create a decoder, as its graph and its parameters."""
+    key_ends, key_layers = jax.random.split(key)
+    decoder = Decoder(config, kernels, rngs=nnx.Rngs(params=key_ends, layers=key_layers))
+    return nnx.split(decoder, nnx.Param)
 
 
 def count_parameters(model: Model) -> int:
