@@ -19,6 +19,9 @@ ADDRESS = "JAX_COORDINATOR_ADDRESS"
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
+MEGASCALE = "MEGASCALE_"  # the variables of libtpu for several slices
+# A shell or a container may keep these from an earlier attempt.
+OF_A_START = (ADDRESS, BIND_ADDRESS, COUNT, INDEX, MEGASCALE)
 TPU = "TPU"
 SLURM = "Slurm"
 OPEN_MPI = "Open MPI"
@@ -166,6 +169,22 @@ def _check_free(environ: Mapping[str, str]) -> None:
         ) from error
 
 
+def _variables_to_check(environ: Mapping[str, str]) -> str:
+    """Return sentences about the variables of a start that failed, which may be stale."""
+    lines = []
+    for key in (ADDRESS, MEGASCALE + "COORDINATOR_ADDRESS"):
+        if key in environ:
+            host = environ[key].rpartition(":")[0] or environ[key]
+            try:
+                socket.getaddrinfo(host.strip("[]"), None)
+            except OSError as error:
+                lines.append(f"{key}={environ[key]} does not resolve: {error.strerror}.")
+    found = [f"{key}={environ[key]}" for key in sorted(environ) if key.startswith(OF_A_START)]
+    if found:
+        lines.append(f"Unset what is left of an earlier attempt among {' '.join(found)}.")
+    return " ".join(lines)
+
+
 def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
     """Return arguments for jax.distributed.initialize that leave a process all GPUs that it sees.
 
@@ -194,12 +213,17 @@ def _initialize(
     from maxdiloco.cluster.peers import SAME_SECRET, one_line
 
     arguments = _local(environ) if kind == ADDRESS else _gpus(kind, environ)
-    line = (
-        f"jax_distributed_initialization_timeout={timeout_s:g} s have passed and not all processes "
-        f"have started (launched by {kind}). See the output of the others; raise the key if they "
-        f"only start slowly. {SAME_SECRET if tls else ''}".rstrip()
-    )
-    alarm = threading.Timer(timeout_s, end_process, (LostPeerError.exit_code, line))
+
+    def give_up() -> None:
+        line = (
+            f"jax_distributed_initialization_timeout={timeout_s:g} s have passed and not all "
+            f"processes have started (launched by {kind}). {_variables_to_check(environ)} See the "
+            f"output of the others; raise the key if they only start slowly. "
+            f"{SAME_SECRET if tls else ''}"
+        )
+        end_process(LostPeerError.exit_code, " ".join(line.split()))
+
+    alarm = threading.Timer(timeout_s, give_up)
     alarm.daemon = True
     alarm.start()
     try:

@@ -186,12 +186,23 @@ except ConfigError as error:
         ({}, 1, "JAX_COORDINATOR_ADDRESS.*JAX_NUM_PROCESSES"),
         # JAX's own timeout ends in an abort; ours comes before it.
         (LOCAL_0, 5, "LostPeerError: jax_distributed_.*=1 "),
+        # Left in the shell by an earlier attempt.
+        (
+            LOCAL_0 | {"MEGASCALE_SLICE_ID": "1"},
+            5,
+            "LostPeerError: .*JAX.*MEGASCALE_SLICE_ID=1[ .]",
+        ),
+        (
+            LOCAL_2 | {"JAX_PROCESS_ID": "1", "JAX_COORDINATOR_ADDRESS": "no.invalid:1"},
+            5,
+            r"LostPeerError: .*JAX_COORDINATOR_ADDRESS=no\.invalid:1 does not resolve",
+        ),
     ],
 )
 def test_processes_that_are_not_found_or_never_come_end_the_wait(
     started, free_port, environ, code, named
 ):
-    ended = started(ALONE, JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{free_port}", **environ)
+    ended = started(ALONE, **{"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}"} | environ)
     out, errors = ended.communicate()
     assert (ended.returncode, out) == (code, "")
     assert re.search(named, errors)
