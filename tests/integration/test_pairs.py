@@ -17,11 +17,12 @@ from run import run_program
 from run_files import metrics_rows, saved_steps
 from tiers import corner
 
-from maxdiloco import evaluate, generate, hf, prepare, report
+from maxdiloco import evaluate, generate, hf, prepare
 from maxdiloco import tokenizer as tokenizer_program
 from maxdiloco import train as train_program
 from maxdiloco.config.keys import KEYS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
+from maxdiloco.report import __main__ as report
 
 pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.xdist_group("pairs")]
 
