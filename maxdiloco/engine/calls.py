@@ -7,11 +7,11 @@ import jax
 
 from maxdiloco.parallel.program import Program
 
-# When a program runs: in the steps; between steps, with the run's state on the devices; or at the
-# start, before there is a state.
+# When a program runs: in a step; between two steps, while the run's state is on the devices; or at
+# the start, before there is a state.
 STEP, BESIDE, START = "step", "beside", "start"
-# What a program between steps is run for, unless for every step. Only an evaluation has programs: a
-# save writes the arrays of the state, and a log step reads them.
+# The event for which a program runs between two steps. Only an evaluation has programs of its own:
+# a save writes the arrays of the state, and a log step reads them.
 EVALUATION, SAVE, LOG = "evaluation", "save", "log step"
 
 
@@ -21,9 +21,9 @@ class Call(NamedTuple):
     Attributes:
       program: the program.
       args: its arguments.
-      runs: how often it runs in the H steps of a period, after the first exchanges.
+      runs: how often it runs in a period of H steps, once exchanges are in flight.
       when: STEP, BESIDE or START.
-      event: EVALUATION, SAVE, LOG, or "".
+      event: EVALUATION, SAVE or LOG; "" for a program that runs after every step.
     """
 
     program: Program
@@ -37,12 +37,12 @@ class Call(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes on one device: of a program, and of the rest of the run's state while it runs.
+    """Memory on one device while a program runs [bytes].
 
     Attributes:
-      arguments, outputs, temporary: of the program.
-      peak: of the program.
-      elsewhere: of arrays that the program does not take.
+      arguments, outputs, temporary: the program's arguments, results and temporary arrays.
+      peak: the most that the program needs.
+      elsewhere: the arrays of the run's state that are not arguments of the program.
     """
 
     arguments: int
@@ -58,7 +58,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(compiled: jax.stages.Compiled, call: Call, state: Any) -> Memory:
-    """Return the memory of a call's program. state: of the run, as ShapeDtypeStructs."""
+    """Return the memory of a call's program. state: the run's state, as ShapeDtypeStructs."""
     analysis = compiled.memory_analysis()
     arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
     temporary, shared = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
@@ -67,7 +67,7 @@ def memory_of(compiled: jax.stages.Compiled, call: Call, state: Any) -> Memory:
 
 
 def elsewhere(call: Call, state: Any) -> int:
-    """Return the bytes on a device of the run's state that the program does not take."""
+    """Return the bytes on a device of the run's state that are not arguments of the program."""
     # A program that runs at the start makes the state, so no other state is on the device.
     kept = [x for x in jax.tree.leaves(state) if is_on_device(x) and call.when != START]
     kept_ids = {id(x) for x in kept}

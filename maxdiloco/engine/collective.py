@@ -1,13 +1,12 @@
-"""The mean over replicas inside compiled programs, over the mesh axis `diloco`.
+"""The mean of outer gradients over the replicas, inside compiled programs.
 
-Streaming DiLoCo (arXiv 2501.18512), Algorithm 2, lines 8 and 10, in parts that can be in different
-programs: `send` encodes, `all_gather_chunk` moves codes between slices and does nothing else,
-`receive` decodes and averages. Reduce-scatter has two parts more (reduce_scatter.py):
-`all_to_all_chunk` moves codes to the slice that averages them, `reduce` averages there, and
-`all_gather_chunk` then moves means.
+Streaming DiLoCo (arXiv 2501.18512), Algorithm 2, lines 8 and 10, as functions that may be called in
+different programs: `send` encodes, `all_gather_chunk` moves encoded chunks between slices, and
+`receive` decodes and averages. With reduce-scatter (reduce_scatter.py) `all_to_all_chunk` moves
+each part to the slice that averages it, `reduce` averages, and `all_gather_chunk` moves the means.
 
-What crosses the link is in wire format already, as a rank-1 array or in whole tiles, so no compiler
-can widen or pad it.
+A chunk is in wire format when it crosses the link, as a rank-1 array or in whole tiles, so no
+compiler can widen or pad it.
 
     # R replicas  S replicas of this slice  C wire elements of a replica on one device
 """
@@ -47,12 +46,12 @@ Chunks = tuple[jax.Array, ...]
 
 
 class Sizes(NamedTuple):
-    """L2 norms of the outer gradients of one exchange, as decoded, and mean |theta - x_m|.
+    """Sizes of the decoded outer gradients of one exchange, for the metrics.
 
     Attributes:
-      norm_R: of each replica's outer gradient.
-      drift_R: mean distance of each replica from the outer parameters.
-      mean_norm: of the mean outer gradient.
+      norm_R: L2 norm of each replica's outer gradient.
+      drift_R: mean magnitude of its values: the distance of the replica from the outer parameters.
+      mean_norm: L2 norm of the mean outer gradient.
     """
 
     norm_R: jax.Array
@@ -78,10 +77,10 @@ class Received(NamedTuple):
     """The result of an exchange.
 
     Attributes:
-      mean: of the outer gradients, leaves [...]; eager: [R, ...], each replica has its own.
+      mean: mean outer gradient, leaves [...]; eager: [R, ...], each replica has its own.
       bad_RF: whether a replica's leaf was not finite.
-      sizes: for the metrics.
-      own_bad_RF: eager: the same as bad_RF, of the values of this round; () otherwise.
+      sizes: sizes of the outer gradients.
+      own_bad_RF: eager: whether a replica's leaf of this round was not finite; () otherwise.
     """
 
     mean: list[jax.Array]
@@ -91,12 +90,12 @@ class Received(NamedTuple):
 
 
 def outgoing_spec(mesh: Mesh) -> P:
-    """Sharding of a chunk before it is sent: rank 1, a part on every device."""
+    """Return the sharding of a chunk before it is sent: rank 1, a part on every device."""
     return P(("diloco", *in_slice_axes(mesh)))
 
 
 def incoming_spec(mesh: Mesh) -> P:
-    """Sharding of a chunk that has arrived: every slice holds the chunks of all replicas."""
+    """Return the sharding of a chunk that has arrived: every slice holds all replicas' values."""
     axes = in_slice_axes(mesh)
     return P(axes) if axes else P()
 
@@ -116,12 +115,12 @@ def send(
 ) -> Sent:
     """Encode a fragment's outer gradients and cut the codes into chunks: Algorithm 2, line 8.
 
-    There is no traffic over `diloco`, and inside a slice only with error feedback.
+    Nothing crosses slices. With error feedback there is traffic inside a slice.
 
     Args:
-      payload: of the fragment.
+      payload: the fragment's payload.
       leaves_R: outer gradients, [R, ...] float32 each.
-      cut: into chunks; a row is of a replica, and of a slice that receives its own part.
+      cut: chunks of a replica's codes; reduce-scatter: of its codes for one slice.
       residual_R: error-feedback residuals, shaped like leaves_R; () without error feedback.
     """
     mesh, specs = payload.mesh, [P("diloco", *shard.spec) for shard in payload.shards]
@@ -181,10 +180,10 @@ def reduce(payload: Payload, parts: Sequence[jax.Array], cut: Cut, *, num_replic
     """Average this slice's part of a fragment in float32, and encode the mean. No traffic.
 
     Args:
-      payload: of the fragment.
+      payload: the fragment's payload.
       parts: the chunks that arrived by `all_to_all_chunk`.
-      cut: of the mean into chunks.
-      num_replicas: M.
+      cut: chunks of the encoded mean.
+      num_replicas: number of replicas, M.
     """
     spec = outgoing_spec(payload.mesh)
 
@@ -213,17 +212,18 @@ def receive(
     The mean of line 8 is taken here, on arrival, in float32 and in replica order.
 
     Args:
-      payload: of the fragment.
-      incoming: its chunks from all slices, sharded by `incoming_spec`; reduce-scatter: of the mean.
-      num_replicas: M.
-      kinds: of the fragment's leaves (fragments.kinds_of) for outer.radial_directional_mean; None:
-        the plain mean. The sizes are always those of the plain mean.
+      payload: the fragment's payload.
+      incoming: the chunks of all replicas, sharded by `incoming_spec`; reduce-scatter: the chunks
+        of all slices' means.
+      num_replicas: number of replicas, M.
+      kinds: kind of each leaf (fragments.kinds_of), for outer.radial_directional_mean. None: the
+        plain mean, to which the sizes always refer.
     """
 
     def average(chunks):
         term = _decoded_terms(payload, chunks, num_replicas)
         mean_N, sums_R = outer.ordered_mean(term, num_replicas)
-        received = _without_mean(payload, sums_R, mean_N)
+        sizes, bad_RF = _sizes(payload, sums_R, mean_N), bad_flags(payload, sums_R.bad_F)
         if kinds is not None:
             mean_N = outer.radial_directional_mean(
                 lambda r: term(r)[0],
@@ -232,17 +232,18 @@ def receive(
                 norm=functools.partial(tensor_norms, payload, kinds),
                 spread=functools.partial(spread_norms, payload, kinds),
             )
-        return _with_mean(payload, received, mean_N)
+        return Received(_assembled(payload, mean_N), bad_RF, sizes)
 
-    def take_shared(chunks):
+    def decode_means(chunks):
         slices = payload.mesh.shape["diloco"]
         shared = [_row(chunks, slices, payload.size, j) for j in range(slices)]
         mean_N, sums_R = reduce_scatter.receive(payload, jnp.stack(shared))
-        return _with_mean(payload, _without_mean(payload, sums_R, mean_N), mean_N)
+        sizes, bad_RF = _sizes(payload, sums_R, mean_N), bad_flags(payload, sums_R.bad_F)
+        return Received(_assembled(payload, mean_N), bad_RF, sizes)
 
     in_specs = ([incoming_spec(payload.mesh)] * len(incoming),)
     out_specs = Received([shard.spec for shard in payload.shards], P(), P())
-    on_device = take_shared if payload.parts else average
+    on_device = decode_means if payload.parts else average
     return _on_every_device(on_device, payload.mesh, in_specs, out_specs)(list(incoming))
 
 
@@ -256,11 +257,11 @@ def receive_eager(
     """Average with each replica's own outer gradient of this round: arXiv 2502.12996, Algorithm 3.
 
     Args:
-      payload: of the fragment.
-      incoming: all replicas' chunks of the round before, sharded by `incoming_spec`. The sizes are
-        those of this round.
+      payload: the fragment's payload.
+      incoming: all replicas' chunks of the round before, sharded by `incoming_spec`. The sizes
+        refer to them.
       own: the chunks of this round before they are sent, sharded by `outgoing_spec`.
-      num_replicas: M.
+      num_replicas: number of replicas, M.
     """
     mesh = payload.mesh
     num_here = num_replicas // mesh.shape["diloco"]
@@ -278,13 +279,13 @@ def receive_eager(
             return (stale, mixed), sums
 
         (stale_mean_N, mixed_S), sums_R = outer.ordered_mean(term, num_replicas)
-        received = _without_mean(payload, sums_R, stale_mean_N)
+        sizes, bad_RF = _sizes(payload, sums_R, stale_mean_N), bad_flags(payload, sums_R.bad_F)
         mean = [
             assemble(shard, jnp.stack(x_S))
             for shard, *x_S in zip(payload.shards, *mixed_S, strict=True)
         ]
         own_SF = jnp.stack([sums.bad_F for _, sums in fresh])
-        return received._replace(mean=mean, own_bad_RF=bad_flags(payload, own_SF))
+        return Received(mean, bad_RF, sizes, bad_flags(payload, own_SF))
 
     in_specs = ([incoming_spec(mesh)] * len(incoming), [outgoing_spec(mesh)] * len(own))
     mean_specs = [P("diloco", *shard.spec) for shard in payload.shards]
@@ -293,7 +294,7 @@ def receive_eager(
 
 
 def _row(chunks: Sequence[jax.Array], rows: int, size: int, r: Any) -> jax.Array:
-    """Row r, `size` wire elements, of the chunks [rows * chunk] of one device."""
+    """Join row r of a device's chunks, [rows * length] each, without the padding beyond `size`."""
     pieces = []
     for chunk in chunks:
         length = chunk.shape[0] // rows
@@ -317,18 +318,17 @@ def _decoded_terms(
     return term
 
 
-def _without_mean(payload: Payload, sums_R: ValueSums, mean_N: list[jax.Array]) -> Received:
-    """The flags and sizes of an exchange. mean_N: this device's values of the plain mean."""
+def _sizes(payload: Payload, sums_R: ValueSums, mean_N: list[jax.Array]) -> Sizes:
+    """Add up the sums of a slice's devices. mean_N: this device's values of the plain mean."""
     sums = (sums_R.squares, sums_R.magnitudes, sum(jnp.sum(x * x) for x in mean_N))
     squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
     devices, shards = devices_of_slice(payload.mesh), payload.shards
     values = sum(math.prod(shard.local) * (devices // shard.copies) for shard in shards)
     drift_R = total_R / float(values)  # may exceed what int32 holds
-    sizes = Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
-    return Received([], bad_flags(payload, sums_R.bad_F), sizes)
+    return Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
 
 
-def _with_mean(payload: Payload, received: Received, mean_N: list[jax.Array]) -> Received:
-    """The same with a mean that all replicas share."""
+def _assembled(payload: Payload, mean_N: list[jax.Array]) -> list[jax.Array]:
+    """Gather the leaves of a mean inside the slice."""
     pairs = zip(payload.shards, mean_N, strict=True)
-    return received._replace(mean=[assemble(shard, x_N[None])[0] for shard, x_N in pairs])
+    return [assemble(shard, x_N[None])[0] for shard, x_N in pairs]

@@ -2,7 +2,7 @@
 
 The same mesh, batches and inner step as DiLoCo; the mesh axis `diloco` carries rows of the batch.
 
-    # R replicas whose rows of the batch are concatenated
+    # R leading dim of a batch, which is folded into its rows
 """
 
 import math
@@ -36,14 +36,14 @@ class State:
 def gradient_bytes(params: Any, dtype: Any, *, slices: int, accumulation: int) -> float:
     """Return the bytes of gradients that one slice sends to the others in a step, by a ring.
 
-    It is 2 (S - 1) / S of the gradients for each micro-batch. A compiler may send some in another
-    dtype, or sum the two parts of a tied embedding apart (CPU).
+    It is 2 (S - 1) / S of the gradients for each micro-batch. A compiler may send some gradients in
+    another dtype, or sum the two parts of a tied embedding separately (CPU).
 
     Args:
-      params: of the model.
-      dtype: in which gradients are summed.
-      slices: S.
-      accumulation: micro-batches of a step.
+      params: the model's parameters.
+      dtype: dtype in which gradients are summed.
+      slices: number of slices, S.
+      accumulation: number of micro-batches of a step.
     """
     values = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     return accumulation * values * jnp.dtype(dtype).itemsize * 2 * (slices - 1) / slices
@@ -52,7 +52,7 @@ def gradient_bytes(params: Any, dtype: Any, *, slices: int, accumulation: int) -
 class DataParallel:
     """The trainer (engine.trainer.Trainer) of data parallelism.
 
-    The batch keeps its leading R, which is folded into the rows; metrics get a leading dim of 1.
+    The batch has a leading R, which is folded into its rows. Metrics get a leading dim of 1.
     """
 
     num_replicas = 1
@@ -76,11 +76,11 @@ class DataParallel:
 
         Args:
           inner_step: see DiLoCo.
-          params: one copy, as ShapeDtypeStructs.
-          opt_state: the same, of the optimizer.
+          params: parameters, as ShapeDtypeStructs.
+          opt_state: state of the optimizer, as ShapeDtypeStructs.
           mesh: the mesh.
-          accumulation: micro-batches of a step.
-          gradient_dtype: in which the gradients of a micro-batch are summed over the devices.
+          accumulation: number of micro-batches of a step.
+          gradient_dtype: dtype in which the gradients of a micro-batch are summed over the devices.
           on_compile: see Program.
         """
 
@@ -133,7 +133,7 @@ class DataParallel:
         return State(state.t + 1, params, opt_state), metrics
 
     def check_finite(self, state: State, *, exchanges_only: bool = False) -> None:
-        """See Trainer; there are no exchanges: the loss shows gradients that are not finite."""
+        """See Trainer. There are no exchanges; the loss shows gradients that are not finite."""
         if not exchanges_only:
             finite.check_params(state.params, state.t, replicas=False)
 
@@ -162,7 +162,7 @@ class DataParallel:
         return {OUTER_PARAMS: state.params, "opt_state": state.opt_state}, metadata
 
     def restore_plan(self, saved: SavedLayout) -> trainer.RestorePlan:
-        """See Trainer; of any other run of data parallelism."""
+        """See Trainer. The state is the same on any mesh."""
         del saved
 
         def state_of(items, *, t):

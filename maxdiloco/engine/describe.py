@@ -1,4 +1,4 @@
-"""Texts and metrics of a DiLoCo run: tables at its start, metrics of an exchange, the last line.
+"""Texts and metrics of a DiLoCo run: tables at its start, log lines of a resume, metrics.
 
 # R replicas
 """
@@ -25,9 +25,9 @@ def description(layout: Layout, *, sizes: Sequence[int] | None = None) -> Descri
     """See Trainer.description.
 
     Args:
-      layout: of the run.
-      sizes: bytes that one replica sends to one other of each fragment; None: as the transport
-        sends them.
+      layout: the run's layout.
+      sizes: bytes of each fragment that one replica sends to another one; None: the bytes of the
+        transport.
     """
     settings = layout.settings
     overlap = settings.round_overlap
@@ -47,12 +47,12 @@ def description(layout: Layout, *, sizes: Sequence[int] | None = None) -> Descri
 
 def _replica_table(layout: Layout) -> list[str]:
     """Return the mesh position and the devices of each replica."""
-    slots = layout.mesh.shape["diloco"]
+    positions = layout.mesh.shape["diloco"]
     rows = [("replica", "mesh position", "devices")]
     for m in range(layout.num_replicas):
-        slot = m * slots // layout.num_replicas
-        ids = [device.id for device in np.ravel(layout.mesh.devices[slot])]
-        rows.append((m, slot, f"{ids[0]}..{ids[-1]}" if len(ids) > 1 else str(ids[0])))
+        position = m * positions // layout.num_replicas
+        ids = [device.id for device in np.ravel(layout.mesh.devices[position])]
+        rows.append((m, position, f"{ids[0]}..{ids[-1]}" if len(ids) > 1 else str(ids[0])))
     return aligned(rows)
 
 
@@ -60,8 +60,8 @@ def fragment_table(layout: Layout, sizes: Sequence[int]) -> list[str]:
     """Return the table of fragments, and warnings for large ones.
 
     Args:
-      layout: of the run.
-      sizes: bytes of an exchange of each fragment, from one replica to one other.
+      layout: the run's layout.
+      sizes: bytes of each fragment that one replica sends to another one.
     """
     total = sum(plan.fragment.size for plan in layout.plans)
     rows = [("fragment", "layers", "parameters", "padding", "bytes sent", "share")]
@@ -84,7 +84,7 @@ def fragment_table(layout: Layout, sizes: Sequence[int]) -> list[str]:
 
 
 def _ranges(layers: Sequence[int]) -> str:
-    """0,1,2,5 -> '0-2,5'; none -> 'none'."""
+    """Shorten runs of layers: 0,1,2,5 -> '0-2,5'. Without layers: 'none'."""
     shown = []
     for _, run in itertools.groupby(enumerate(layers), lambda pair: pair[1] - pair[0]):
         first, *others = (layer for _, layer in run)
@@ -110,7 +110,7 @@ def memory_lines(layout: Layout) -> list[str]:
 
 
 def resident(layout: Layout) -> str:
-    """Return the state that DiLoCo keeps on a device besides replicas and optimizers [MiB]."""
+    """Return the memory of the state other than replicas and their optimizers [MiB a device]."""
     state = layout.state
     memory = "" if _memory_of(state.outer) == "device" else f" (in {_memory_of(state.outer)})"
     shown = [
@@ -193,11 +193,11 @@ def _ages(schedule: Schedule, t: int, state: State | SavedLayout) -> list[tuple[
 def state_metrics(state: State) -> dict[str, float]:
     """Return metrics of the fragment that was merged last; empty before the first merge.
 
-    In eager mode each replica has its own update, and the metric is that of a replica of this
-    process. The mean pairwise cosine is weighted by the product of the two norms, so it follows
+    The cosine is a mean over pairs of replicas, weighted by the product of their norms. It follows
     from the norms of the replicas and of the mean:
-    |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n. The norm of the residuals is of the
-    fragment sent last, a mean over the replicas of this process.
+    |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n. In eager mode the update ratio is that of
+    one replica of this process. The norm of the residuals refers to the fragment sent last, and is
+    a mean over the replicas of this process.
     """
     sizes, row = jax.tree.map(np.asarray, state.sizes), {}
     norm_R = np.asarray(sizes.norm_R, np.float64)

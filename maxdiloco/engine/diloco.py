@@ -1,7 +1,7 @@
 """DiLoCo, Streaming DiLoCo and eager updates for any training step.
 
 DiLoCo: arXiv 2311.08105, Algorithm 1. Streaming DiLoCo: arXiv 2501.18512, Algorithm 2. Eager
-updates: arXiv 2502.12996, Algorithm 3. Nothing here knows a language model.
+updates: arXiv 2502.12996, Algorithm 3. This package does not depend on the model.
 
     # R replicas  F leaves
 """
@@ -42,9 +42,10 @@ class DiLoCo:
     """M replicas that train apart and synchronise fragment by fragment.
 
     Attributes:
-      settings: the settings, without 'auto'.
-      layout, programs: exist after `init` or `bind`.
-      For the others see engine.trainer.Trainer.
+      settings: the settings, resolved.
+      layout: shapes, shardings and fragments; after `init` or `bind`.
+      programs: the compiled programs; after `init` or `bind`.
+      For the other attributes see engine.trainer.Trainer.
     """
 
     layout: Layout
@@ -63,11 +64,11 @@ class DiLoCo:
         """Check the settings; nothing is allocated or compiled.
 
         Args:
-          inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), one replica's
-            view: any JAX code that keeps the structure, shapes and dtypes of the first two.
+          inner_step: (params, opt_state, batch) -> (params, opt_state, metrics) of one replica: any
+            JAX code that keeps the structure, shapes and dtypes of params and opt_state.
           layer_axis: which leaves stack layers: None, or a pytree like params of None, int,
             `fragments.Stacked` or `fragments.Vocabulary`.
-          mesh: M must be a multiple of the size of its axis `diloco`. None: one device holds all
+          mesh: a mesh with the axis `diloco`, whose size divides M. None: one device holds all
             replicas.
           mailbox: messages between processes, for transport='host' in several processes.
           on_compile: called as on_compile(name, seconds, compiled) after each compilation.
@@ -85,6 +86,7 @@ class DiLoCo:
         self._inner_step, self._layer_axis = library_checks.checked_step(inner_step), layer_axis
         self._mailbox, self._on_compile = mailbox, on_compile
         self._transport: Transport | None = None
+        # `calls` replaces it, to record programs instead of running them.
         self._run: Callable[..., Any] = lambda program, *args: program(*args)
         self._last_state: Callable[[], State | None] = lambda: None  # for `close`
 
@@ -92,16 +94,16 @@ class DiLoCo:
     def from_settings(
         cls, inner_step: InnerStep, settings: ExchangeSettings, **options: Any
     ) -> "DiLoCo":
-        """Return the same from a record of settings. options: the other arguments of DiLoCo."""
+        """Return DiLoCo with a record of settings. options: the other arguments of DiLoCo."""
         return cls(inner_step, **options, **vars(settings))
 
     def bind(self, params: Any, opt_state: Any) -> Layout:
         """Set layout and programs for one replica's pytrees (arrays or ShapeDtypeStructs).
 
-        It takes the place of `init` in a run that may restore a state.
+        A run that may restore a state calls `bind` instead of `init`.
 
         Raises:
-          ValueError: fragments or leaves do not fit.
+          ValueError: a leaf cannot be trained, or the parameters cannot be cut into P fragments.
         """
         library_checks.check_trees(params, opt_state, self.mesh)
         self.layout = lay_out(
@@ -119,15 +121,15 @@ class DiLoCo:
         return self.layout
 
     def init(self, params: Any, opt_state: Any) -> State:
-        """Copy one replica's pytrees to all; shardings are kept, with `diloco` prepended.
+        """Copy one replica's pytrees to all replicas: R becomes the first dim of each leaf.
 
         Typed PRNG keys in opt_state (jax.random.key) get each replica's number folded in.
         """
         self.bind(params, opt_state)
-        return self.init_program(lambda *given: given)(params, opt_state)
+        return self.init_program(lambda *trees: trees)(params, opt_state)
 
     def init_program(self, make: Callable[..., tuple[Any, Any]], **options) -> Program:
-        """Return the program that copies one replica's (params, opt_state) to all."""
+        """Return the program that copies one replica's (params, opt_state) to all replicas."""
         return self.programs.init(make, **options)
 
     # -- one step --------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ class DiLoCo:
         schedule.actions.
 
         Args:
-          state: of the step before; donated.
+          state: the state of the step before; donated.
           batch: leaves [R, ...].
 
         Returns:
@@ -154,7 +156,7 @@ class DiLoCo:
             self._transport.begin(state)
         actions = self.schedule.actions(state.t + 1, dropped_until=state.dropped_until)
         if len(actions) > 1:
-            # The flags of the last merge would make the host wait.
+            # `bad` itself would make the host wait for the last merge.
             finite.check_flags(self.layout, state.bad_before, state.t)
         bad, metrics = state.bad, None
         state = replace(state, t=state.t + 1)
@@ -209,7 +211,7 @@ class DiLoCo:
         return state
 
     def _reduce_and_share(self, action: Action, state: State) -> State:
-        """Do the same where no inner step is left to carry the mean to the other slices."""
+        """Reduce, and share the mean at once, if no inner step is left to carry it: line 8."""
         plan = self.layout.plans[action.fragment]
         parts = state.scatter_incoming.read(0, range(plan.scatter.count))
         chunks = self._run(self.programs.reduce_and_share(plan), parts)
@@ -236,18 +238,19 @@ class DiLoCo:
         return self._step_of_round(action, state, self.programs.delayed_step(plan))
 
     def _eager_step(self, action: Action, state: State) -> State:
-        """Do the same with each replica's own outer gradient of this round."""
+        """Merge the round before with each replica's own outer gradient of this round, and send."""
         plan = self.layout.plans[action.fragment]
         return self._step_of_round(action, state, self.programs.eager_step(plan))
 
     def _step_of_round(self, action: Action, state: State, program: Program) -> State:
+        """Run a program that merges one exchange and sends the next one."""
         plan = self.layout.plans[action.fragment]
         incoming = self._received(Leg(plan.index, state.t - self.schedule.lag), state, action)
         args = arrays_of(state, plan), state.bad, plan.starts, incoming
         return self._merged(action, state, self._run(program, *args))
 
     def _received(self, leg: Leg, state: State, action: Action) -> Chunks:
-        """Return the chunks of a leg; where nothing was sent, those of a new state: zeros."""
+        """Return the chunks of a leg. They are zeros if nothing was sent, as in round 1."""
         chunks, plan = self._transport.receive(leg), self.layout.plans[leg.fragment]
         if chunks is not None:
             return chunks
@@ -276,7 +279,7 @@ class DiLoCo:
             state = replace(state, residual=residual, residual_norm_R=sent.norm_R)
         if not sent.chunks:
             return state
-        scatters, numbers = plan.scatter is not None, range(plan.sent.count)
+        scatters, numbers = plan.scatter is not None, range(len(sent.chunks))
         if scatters:
             outgoing = state.scatter_outgoing.write(0, numbers, sent.chunks)
             state = replace(state, scatter_outgoing=outgoing)
@@ -285,13 +288,13 @@ class DiLoCo:
         self._transport.start_send(Leg(plan.index, state.t, scatters), sent.chunks)
         return state
 
-    # -- what a run compiles and sends -----------------------------------------------------------
+    # -- compiled programs and bytes -------------------------------------------------------------
 
     def calls(self, batch: Any) -> list[Call]:
         """Return every program that the steps call, `inner` first; after `bind`.
 
-        The actions of one period are carried out with shapes in place of arrays. It is the third
-        period, in which everything is in flight.
+        The actions of the third period, when exchanges are in flight, are carried out with shapes
+        instead of arrays.
 
         Args:
           batch: ShapeDtypeStructs, leaves [R, ...].
@@ -327,10 +330,10 @@ class DiLoCo:
         )
         return sent * (self.mesh.shape["diloco"] - 1)
 
-    # -- what a run reads of a state -------------------------------------------------------------
+    # -- values of a state -----------------------------------------------------------------------
 
     def check_finite(self, state: State, *, exchanges_only: bool = False) -> None:
-        """See Trainer. The flags travel with the exchange, so all processes raise alike."""
+        """See Trainer. The flags travel with the exchange, so all processes raise together."""
         if exchanges_only:
             finite.check_flags(self.layout, state.bad, state.t)
         else:
@@ -369,7 +372,7 @@ class DiLoCo:
     # -- checkpoints -----------------------------------------------------------------------------
 
     def checkpoint(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
-        """See Trainer: all of the state as it is kept."""
+        """See Trainer."""
         metadata = {
             "num_replicas": self.num_replicas,
             "mesh": dict(self.mesh.shape),
@@ -383,13 +386,13 @@ class DiLoCo:
         return saved_items(state, self.layout), metadata
 
     def restore_plan(self, saved: SavedLayout) -> RestorePlan:
-        """See Trainer; with another M, mesh or exchange, nothing in flight is restored."""
+        """See Trainer; restore.Restorer says what is kept if M, mesh or settings differ."""
         restorer = Restorer(self.layout, saved)
         lines = functools.partial(describe.restore_lines, restorer)
         return RestorePlan(restorer.items(), restorer.state_of, restorer.replica_items, lines)
 
     def close(self) -> None:
-        """End the threads, and check_finite of the last state unless an error is under way."""
+        """End the threads, and check the last state unless an exception is being raised."""
         if self._transport is not None:
             self._transport.close()
         if (state := self._last_state()) is not None and sys.exception() is None:

@@ -1,4 +1,4 @@
-"""Check the arrays of a state that this process holds for NaN and infinity; nothing is sent.
+"""Checks for NaN and infinity in the arrays of a state that this process holds. No traffic.
 
 # R replicas  F leaves
 """
@@ -13,7 +13,7 @@ from maxdiloco.errors import NumericsError
 
 
 def check_flags(layout: Layout, flags_RF: jax.Array, t: int) -> None:
-    """Raise NumericsError if a flag of State.bad is set. t: the inner step that is done."""
+    """Raise NumericsError if a flag of State.bad is set. t: number of inner steps done."""
     bad_RF = np.asarray(flags_RF)
     if bad_RF.any():
         m, leaf = np.argwhere(bad_RF)[0]
@@ -37,14 +37,14 @@ def check(layout: Layout, state: State) -> None:
 def check_params(params: Any, t: int, *, name: str = "params", replicas: bool = True) -> None:
     """Raise NumericsError for a value that is not finite.
 
-    The values are read on the host, where a save needs them too: a program would have to be
-    compiled in the middle of a run.
+    The values are read on the host, where a save needs them as well. A device program would have to
+    be compiled in the middle of a run.
 
     Args:
       params: the arrays.
-      t: the inner step that is done.
-      name: of the arrays, for the message.
-      replicas: whether the first dim is the replica, to be named.
+      t: number of inner steps done.
+      name: name of the arrays in the message.
+      replicas: whether the first dim is R; the message then names the replica.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         for shard in {str(shard.index): shard for shard in x.addressable_shards}.values():

@@ -1,7 +1,7 @@
-"""One fragment's arrays: whole leaves outside a program, the fragment's values inside it.
+"""The arrays of one fragment: whole leaves outside a program, the fragment's values inside it.
 
-Outer parameters and outer optimizer state may be kept in host memory. They are moved to the device
-and back here, so that the programs compute on device arrays only.
+Outer parameters and the state of the outer optimizer may be kept in host memory. This module moves
+them to the device and back, so that the functions of programs.py compute on device arrays only.
 
     # R replicas
 """
@@ -30,10 +30,10 @@ class FragmentArrays(NamedTuple):
     """The arrays that an outer step reads and replaces: whole leaves, or a fragment's values.
 
     Attributes:
-      params: of the replicas, [R, ...].
+      params: parameters of the replicas, [R, ...].
       theta: outer parameters, float32, [...]; eager: [R, ...].
-      outer_opt: state of the outer optimizer for the fragment; () where a program does not need it.
-      residual: error-feedback residuals, float32, [R, ...]; () where a program does not need them.
+      outer_opt: state of the outer optimizer for the fragment; () if a program does not need it.
+      residual: error-feedback residuals, float32, [R, ...]; () if a program does not need them.
     """
 
     params: Sequence[jax.Array]
@@ -43,7 +43,7 @@ class FragmentArrays(NamedTuple):
 
 
 def arrays_of(state: State, plan: FragmentPlan) -> FragmentArrays:
-    """Return the leaves that a fragment has values of, and its outer optimizer state."""
+    """Return the leaves with values of a fragment, and the state of its outer optimizer."""
     params, theta, residual = (
         fragment_leaves(tree, plan) for tree in (state.params, state.outer, state.residual)
     )
@@ -64,7 +64,7 @@ def initial_outer_opt(layout: Layout, theta: Any) -> tuple[Any, ...]:
     """Return the state of an outer optimizer that has taken no step, for each fragment.
 
     Args:
-      layout: of the run.
+      layout: the run's layout.
       theta: outer parameters, without R and on the device.
     """
     optimizer, states = layout.settings.make_outer_optimizer(), []
@@ -78,13 +78,13 @@ class FragmentLeaves:
     """Reads a fragment's values of some leaves, and writes them back, inside a program."""
 
     def __init__(self, layout: Layout, plan: FragmentPlan, like: Sequence[Any], *, lead: int):
-        """Keep what is static.
+        """Keep slices and shardings.
 
         Args:
-          layout: of the run.
-          plan: of the fragment.
+          layout: the run's layout.
+          plan: the fragment's plan.
           like: the leaves, as ShapeDtypeStructs; may be empty.
-          lead: dims (R) before a leaf's own.
+          lead: number of dims before a leaf's own: 1 if it has R.
         """
         self._plan, self._lead = plan, lead
         self._kept = [x.sharding for x in like]
@@ -93,7 +93,7 @@ class FragmentLeaves:
         self._on_host = any(map(offload.on_host, like))
 
     def read(self, leaves: Sequence[jax.Array], starts: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Return the fragment's values in device memory. starts: of the plan, traced."""
+        """Return the fragment's values in device memory. starts: plan.starts, traced."""
         values, parts = [], (leaves, self._plan.slices, starts, self._on_device)
         for x, s, start, on_device in zip(*parts, strict=bool(leaves)):
             if self._moves_data(x, s):
@@ -110,7 +110,7 @@ class FragmentLeaves:
         starts: Sequence[jax.Array],
         values: Sequence[jax.Array],
     ) -> Sequence[jax.Array]:
-        """Return the leaves with the fragment's values replaced, in the memory they were in."""
+        """Return the leaves with the fragment's values replaced, in the memory of the leaves."""
         out, parts = [], (leaves, self._plan.slices, starts, self._kept, values)
         for x, s, start, kept, new in zip(*parts, strict=bool(leaves)):
             if self._moves_data(x, s):
@@ -142,14 +142,14 @@ class FragmentView:
     """Reads and writes all arrays of a fragment inside a program."""
 
     def __init__(self, layout: Layout, plan: FragmentPlan):
-        """Keep what is static."""
+        """Keep slices and shardings."""
         like, lead = arrays_of(layout.state, plan), 1 if layout.settings.is_eager else 0
         self.params = FragmentLeaves(layout, plan, like.params, lead=1)
         self.theta = FragmentLeaves(layout, plan, like.theta, lead=lead)
         self.residual = FragmentLeaves(layout, plan, like.residual, lead=1)
 
     def read(self, leaves: FragmentArrays, starts: Sequence[jax.Array]) -> FragmentArrays:
-        """Return the fragment's values in device memory. starts: of the plan, traced."""
+        """Return the fragment's values in device memory. starts: plan.starts, traced."""
         return FragmentArrays(
             params=self.params.read(leaves.params, starts),
             theta=self.theta.read(leaves.theta, starts),

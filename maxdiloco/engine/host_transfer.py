@@ -39,7 +39,7 @@ class Shard(NamedTuple):
     Attributes:
       slice_index: slice of the device.
       device: index of the device in its slice.
-      to: reduce-scatter: the slice that averages this part; 0 with all-gather.
+      to: reduce-scatter: index of the slice that averages this part; 0 with all-gather.
     """
 
     slice_index: int
@@ -56,13 +56,13 @@ class Routes(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """An exchange of one fragment, or one leg of it with reduce-scatter.
+    """One leg of an exchange of one fragment.
 
     Attributes:
-      key: its name, the same in every process.
-      size: wire elements of a row on one device, without padding.
-      rows: rows for one slice on each device.
-      scatters: whether it brings each slice its part to average, and not all chunks to all slices.
+      key: identifier, the same in every process.
+      size: length of a row on one device, without padding [wire elements].
+      rows: number of rows that a device sends to one slice: one for each replica, or one mean.
+      scatters: whether each slice receives the part that it averages, instead of all chunks.
       what: the fragment in words, for messages.
     """
 

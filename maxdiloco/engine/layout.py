@@ -1,11 +1,11 @@
-"""Shapes and shardings of a DiLoCo run's state, and the plan of every fragment: all that is static.
+"""The static part of a DiLoCo run: shapes and shardings of its state, and the fragments' plans.
 
 leaf          one array of a replica's parameters
- | diloco/slices.py: the entries of it that a fragment has
-LeafSlice  -> Fragment: one slice of each leaf that it has values of (diloco/fragments.py)
- | payload.py: the part of the slice that one device encodes
-WireShard  -> Payload: one shard of each slice of a fragment, and flags
-FragmentPlan  a Fragment, its Payload, and the chunks in which its payload is sent
+LeafSlice     the entries of a leaf that belong to a fragment (diloco/slices.py)
+Fragment      the slices of a fragment (diloco/fragments.py)
+WireShard     the part of a slice that one device encodes (payload.py)
+Payload       flags and the shards of all slices of a fragment (payload.py)
+FragmentPlan  a Fragment, its Payload, and the chunks in which the payload is sent
 Layout        all FragmentPlans, and the State as shapes with shardings
 
     # R replicas  F leaves
@@ -39,11 +39,11 @@ from maxdiloco.parallel.sharding import axes_of, optimizer_shardings, spec_on
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChunkBuffer:
-    """Chunks in flight in one direction: the same number for every slot.
+    """Chunks in flight in one direction, for one or more exchanges.
 
     Attributes:
-      chunks: one array for each chunk, those of slot 0 first.
-      per_slot: chunks of a slot.
+      chunks: one array for each chunk: the chunks of slot 0, then of slot 1, and so on.
+      per_slot: number of chunks of a slot.
     """
 
     chunks: tuple[jax.Array, ...] = ()
@@ -73,23 +73,23 @@ class State:
     """The state of a run after inner step t: a pytree of arrays, and t as a Python int.
 
     Attributes:
-      t: inner steps done.
+      t: number of inner steps done.
       params: parameters of the replicas, leaves [R, ...].
       opt_state: states of their inner optimizers, leaves [R, ...].
       outer: outer parameters (theta), float32, leaves [...]; eager: [R, ...].
       outer_opt: state of the outer optimizer, one entry for each fragment.
       outgoing: chunks of the fragment that is being sent; one slot.
       incoming: chunks that have arrived at all slices, one slot for each exchange in flight.
-      scatter_outgoing, scatter_incoming: reduce-scatter: the same for the parts that a slice
-        averages; one slot each.
-      bad: [R, F], whether a replica's leaf was not finite in an exchange so far.
-      bad_before: the same before the last merge.
-      sizes: of the outer gradients of the last merge, for the metrics.
+      scatter_outgoing: reduce-scatter: chunks that bring each slice the part that it averages.
+      scatter_incoming: reduce-scatter: the same chunks when they have arrived; one slot.
+      bad: [R, F], whether a replica's leaf was not finite in any exchange so far.
+      bad_before: `bad` before the last merge.
+      sizes: sizes of the outer gradients of the last merge, for the metrics.
       update_ratio: relative size of the last outer update; eager: [R].
       residual: error-feedback residuals, float32, leaves [R, ...]; () without error feedback.
-      residual_norm_R: L2 norm of the residual of the fragment sent last; () without.
-      dropped_until: exchanges that were in flight after this step are never applied.
-      schedule_since: the present schedule began after this step.
+      residual_norm_R: L2 norm of the residual of the fragment sent last; () without error feedback.
+      dropped_until: step after which the exchanges in flight were dropped at a resume; 0 for none.
+      schedule_since: step after which the present schedule began.
     """
 
     t: int = field(metadata={"static": True})
@@ -124,12 +124,12 @@ class FragmentPlan:
     """How one fragment is exchanged. Fragments of equal `form` share their compiled programs.
 
     Attributes:
-      index: of the fragment.
-      num_replicas: M.
+      index: the fragment's index.
+      num_replicas: number of replicas, M.
       fragment: its slices of the leaves.
-      payload: what one device encodes.
-      gather: the chunks that reach all slices.
-      scatter: reduce-scatter: the chunks that bring each slice its part; None with all-gather.
+      payload: the payload that one device encodes.
+      gather: cut of the codes that all slices receive.
+      scatter: reduce-scatter: cut of the parts that slices average; None with all-gather.
     """
 
     index: int
@@ -145,18 +145,18 @@ class FragmentPlan:
         return self.fragment.slices
 
     @property
-    def sent(self) -> Cut:
-        """The chunks that `pack` makes."""
+    def packed(self) -> Cut:
+        """Cut of the codes that `pack` makes."""
         return self.gather if self.scatter is None else self.scatter
 
     @functools.cached_property
     def form(self) -> tuple[LeafSlice, ...]:
-        """What its programs are compiled for."""
+        """The static part of its slices, for which its programs are compiled."""
         return tuple(s.form for s in self.slices)
 
     @functools.cached_property
     def starts(self) -> tuple[np.ndarray, ...]:
-        """Arguments of its programs: the start, or the indices, of each slice."""
+        """The start, or the indices, of each slice: an argument of its programs."""
         return tuple(np.array(s.start_or_indices, np.int32) for s in self.slices)
 
     # Bytes that one replica sends to one other slice, headers and scales included.
@@ -196,7 +196,7 @@ class FragmentPlan:
         """Return the bytes that an action makes one replica send to one other slice.
 
         Args:
-          action: of the schedule, for this fragment.
+          action: an action of the schedule for this fragment.
           in_programs: whether compiled programs carry padded chunks (transport xla). If not, an
             exchange is sent at once by the action that encodes it.
         """
@@ -215,7 +215,8 @@ class FragmentPlan:
                 return self.scatter_bytes if self.scatter else self.gather_bytes
         return 0
 
-    # Shapes of chunks in a state. A row is of a replica; of a mean, of the slice that computed it.
+    # Shapes of chunks in a state. A chunk has a row for each replica, and a chunk of means one for
+    # each slice.
 
     @property
     def outgoing_chunks(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -266,7 +267,7 @@ def scatter_steps(steps: int, payloads: Sequence[Payload]) -> int:
 
     Args:
       steps: inner steps in which a fragment travels.
-      payloads: of the fragments; the largest one decides.
+      payloads: the fragments' payloads; the largest one decides.
     """
     if not payloads[0].parts or steps == 0:
         return 0
@@ -276,9 +277,9 @@ def scatter_steps(steps: int, payloads: Sequence[Payload]) -> int:
 
 
 def divide_steps(steps: int, *, scattered: float, gathered: float) -> int:
-    """Divide steps between the legs of reduce-scatter, so that both load the link alike.
+    """Divide steps between the legs of reduce-scatter, so that both use the link equally.
 
-    Each leg gets a step if there are two.
+    Each leg gets at least one step if there are two.
 
     Args:
       steps: inner steps in which a fragment travels.
@@ -308,7 +309,7 @@ def plan_fragments(
 
     Args:
       params: one replica's parameters, arrays or ShapeDtypeStructs.
-      settings: resolved.
+      settings: the settings, resolved.
       layer_axis: see maxdiloco.DiLoCo.
       specs: sharding of each leaf inside a slice.
       mesh: the mesh.
@@ -353,12 +354,12 @@ class Layout:
 
     Attributes:
       mesh: the mesh.
-      settings: resolved.
+      settings: the settings, resolved.
       plans: one for each fragment.
       scatter_steps: see the function `scatter_steps`.
-      paths: of one replica's parameter leaves, in tree order.
-      specs: sharding of each of them inside a slice.
-      state: ShapeDtypeStructs with shardings.
+      paths: paths of the parameter leaves, in tree order.
+      specs: sharding of each leaf inside a slice.
+      state: the state as ShapeDtypeStructs with shardings.
     """
 
     mesh: Mesh
@@ -387,7 +388,7 @@ class Layout:
 
     @property
     def chunk_lengths(self) -> tuple[int, ...]:
-        """Identify how in-flight payloads are cut; () where none is in flight between steps."""
+        """Lengths of the chunks of each leg; () if nothing is in flight between steps."""
         if self.settings.schedule.max_chunks == 0:
             return ()
         plan = self.plans[0]
@@ -407,7 +408,7 @@ def lay_out(
     Args:
       params: one replica's parameters.
       opt_state: state of its inner optimizer.
-      settings: resolved.
+      settings: the settings, resolved.
       layer_axis: see maxdiloco.DiLoCo.
       mesh: the mesh.
     """
@@ -458,7 +459,7 @@ def lay_out(
 
 
 def _buffers(schedule_: Schedule, plans: Sequence[FragmentPlan]) -> dict[str, ChunkBuffer]:
-    """Return the chunk buffers of a state, by field: as many chunks as the largest fragment has."""
+    """Return the chunk buffers of a state, by field, with the chunks of the largest fragment."""
     names = ("outgoing", "incoming", "scatter_outgoing", "scatter_incoming")
     buffers = dict.fromkeys(names, ChunkBuffer())
     if schedule_.max_chunks == 0:
@@ -493,13 +494,13 @@ def _outer_opt(plan, leaves, optimizer, mesh, outer):
 
 
 def fragment_leaves(tree: Any, plan: FragmentPlan) -> Sequence[jax.Array]:
-    """Return the leaves that a fragment has values of, in tree order; () for an empty tree."""
+    """Return the leaves with values of a fragment, in tree order; () for an empty tree."""
     leaves = jax.tree.leaves(tree)
     return [leaves[s.leaf] for s in plan.slices] if leaves else ()
 
 
 def with_fragment(tree: Any, plan: FragmentPlan, values: Sequence[jax.Array]) -> Any:
-    """Return the tree with the leaves of `fragment_leaves` replaced; an empty tree as it is."""
+    """Return the tree with the leaves of `fragment_leaves` replaced; an empty tree stays empty."""
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree

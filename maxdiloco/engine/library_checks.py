@@ -1,4 +1,4 @@
-"""Checks of what a user of class DiLoCo passes in besides its settings.
+"""Checks of the arguments of class DiLoCo other than its settings.
 
 All raise ValueError before anything is compiled. Messages name the arguments of the class.
 """
@@ -91,7 +91,7 @@ def _check_kept(name: str, before: Any, after: Any) -> None:
     if structures[0] != structures[1]:
         raise ValueError(
             f"{name} was {structures[0]} but inner_step returned {structures[1]}. Return the "
-            "containers that were given."
+            "containers that it received."
         )
 
 

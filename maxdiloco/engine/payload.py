@@ -5,8 +5,8 @@
 
 Every value leaves a slice once: a device encodes its own shard of every leaf, and where several
 devices of a slice hold the same values, each encodes an equal part of them. Blocks of the wire
-format never cross a leaf, a shard or such a part. The payload begins with one flag for each leaf,
-zero when all values are finite, so an all-zero payload decodes to finite zeros.
+format never cross a leaf, a shard or such a part. The payload begins with one flag for each leaf.
+A flag is zero when all values are finite, so an all-zero payload decodes to finite zeros.
 """
 
 import math
@@ -33,7 +33,7 @@ class WireShard(NamedTuple):
 
     Attributes:
       spec: sharding of the leaf inside a slice.
-      local: shape of a device's shard.
+      local: shape of the shard.
       replicated_axes: in-slice axes over which the shard is repeated.
       copies: devices that hold the same shard.
       count: values that one device encodes.
@@ -55,9 +55,9 @@ class Parts(NamedTuple):
 
     Attributes:
       mean_dtype: wire format of the means.
-      replicas: replicas of a slice.
-      values: values of a part.
-      size: of what a replica sends to one slice [wire elements].
+      replicas: number of replicas of a slice.
+      values: number of values of a part.
+      size: length of the encoded part that a replica sends to one slice [wire elements].
     """
 
     mean_dtype: str
@@ -67,11 +67,11 @@ class Parts(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a payload is cut into chunks. Zeros pad the last one.
+    """How a payload is cut into chunks of equal length. Zeros pad the last one.
 
     Attributes:
       count: number of chunks.
-      length: of a chunk [wire elements of a row and device].
+      length: length of a chunk of one payload on one device [wire elements].
     """
 
     count: int
@@ -79,11 +79,11 @@ class Cut(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Wire elements of all chunks."""
+        """Length of all chunks together [wire elements]."""
         return self.count * self.length
 
     def slices(self) -> list[slice]:
-        """Return where each chunk is in the padded payload."""
+        """Return the position of each chunk in the padded payload."""
         return [slice(start, start + self.length) for start in range(0, self.size, self.length)]
 
 
@@ -93,8 +93,8 @@ class Payload(NamedTuple):
     Attributes:
       wire: wire format of outer gradients.
       shards: one for each leaf of the fragment.
-      size: all-gather: of what a replica sends. Reduce-scatter: of the means that a slice sends
-        [wire elements].
+      size: length of the codes that all slices receive [wire elements]: those of a replica; with
+        reduce-scatter, of the means of a slice.
       mesh: the mesh.
       parts: None with all-gather.
     """
@@ -126,7 +126,7 @@ class Payload(NamedTuple):
         With reduce-scatter these are means: a slice sends them once for all its replicas.
 
         Args:
-          size: of what a device sends for a row [wire elements].
+          size: length of a payload or chunk on one device [wire elements].
         """
         sent = size * self.dtype.itemsize
         if self.parts:
@@ -137,7 +137,7 @@ class Payload(NamedTuple):
         """Return the bytes that one replica sends to one slice to be averaged there.
 
         Args:
-          size: of what a device sends for a row [wire elements].
+          size: length of a payload or chunk on one device [wire elements].
         """
         return size * self.sent_dtype.itemsize * devices_of_slice(self.mesh)
 
@@ -162,8 +162,8 @@ def for_leaves(
     """Return the payload of a fragment.
 
     Args:
-      shapes: of its leaves, one replica's view.
-      specs: their shardings, of in-slice axes only.
+      shapes: shapes of its leaves, without R.
+      specs: their shardings, over the axes inside a slice.
       wire: wire format.
       mesh: the mesh.
     """
@@ -241,11 +241,11 @@ def decode(payload: Payload, code_C: jax.Array) -> list[jax.Array]:
 
 
 def real_values(shard: WireShard, x_N: jax.Array) -> jax.Array:
-    """Set the values that pad the last of equal parts to zero; int2 has no code for zero."""
+    """Set the padding of the last device's part to zero; int2 has no code for zero."""
     if shard.copies * shard.count <= math.prod(shard.local):
         return x_N
-    place_N = first_own_value(shard) + jnp.arange(shard.count)
-    return jnp.where(place_N < math.prod(shard.local), x_N, 0.0)
+    index_N = first_own_value(shard) + jnp.arange(shard.count)
+    return jnp.where(index_N < math.prod(shard.local), x_N, 0.0)
 
 
 def new_residual(
@@ -258,9 +258,9 @@ def new_residual(
     """Compute the error-feedback residual after a send; it gathers inside the slice.
 
     Args:
-      payload: of the fragment.
-      decoded_SN: what receivers decode, [S, N] for each leaf.
-      bad_SF: which leaves were not finite. This device's part of such a leaf keeps its residual.
+      payload: the fragment's payload.
+      decoded_SN: values that receivers decode, [S, N] for each leaf.
+      bad_SF: whether a leaf was not finite. This device's part of the leaf keeps its residual.
       wanted_S: the values before they were encoded, [S, *local] for each leaf.
       residual_S: the residual before the send, [S, *local] for each leaf.
 
@@ -305,9 +305,9 @@ def tensor_norms(
     plainly.
 
     Args:
-      payload: of the fragment.
-      kinds: of its leaves, from fragments.kinds_of.
-      x_N: the values of this device, for each leaf.
+      payload: the fragment's payload.
+      kinds: kind of each leaf, from fragments.kinds_of.
+      x_N: this device's values of each leaf.
     """
     norms = []
     for shard, kind, x in zip(payload.shards, kinds, x_N, strict=True):

@@ -1,11 +1,11 @@
 """The compiled programs of a DiLoCo run: a few of them, for any number of fragments.
 
-Streaming DiLoCo (arXiv 2501.18512), Algorithm 2. The host chooses which program runs, so no
-exchange is inside a conditional. Which layers a fragment holds is an argument.
+Streaming DiLoCo (arXiv 2501.18512), Algorithm 2. The functions `pack`, `merge`, `synchronise`,
+`delayed_step`, `eager_step` and `reduce` are the algorithm. They compute on the values of one
+fragment. Class Programs compiles them for the leaves of a state.
 
-The functions `pack`, `merge`, `synchronise`, `delayed_step`, `eager_step` and `reduce` are the
-algorithm; they compute on the values of one fragment. Class Programs compiles them for the leaves
-of a state.
+The host chooses the program of each step, so no exchange is inside a conditional. The layers of a
+fragment are an argument of its programs.
 
     # R replicas  F leaves
 """
@@ -86,7 +86,7 @@ def pack(plan: FragmentPlan, values: FragmentArrays) -> Sent:
     eager = values.theta[0].ndim == values.params[0].ndim
     theta = values.theta if eager else [x[None] for x in values.theta]
     g_R = outer.outer_gradient(theta, values.params)
-    return collective.send(plan.payload, g_R, plan.sent, values.residual)
+    return collective.send(plan.payload, g_R, plan.packed, values.residual)
 
 
 def exchange(plan: FragmentPlan, chunks: Chunks) -> Chunks:
@@ -190,10 +190,10 @@ class Programs:
     """The programs of one layout, made on first use; fragments of equal form share theirs.
 
     Attributes:
-      layout: of the run.
+      layout: the run's layout.
       inner: the inner step of every replica.
-      inner_exchange: the same with one chunk that goes to all slices.
-      inner_scatter: the same with one chunk of the parts of reduce-scatter.
+      inner_exchange: the inner step, and one chunk that goes to all slices.
+      inner_scatter: the inner step, and one chunk with a part for each slice.
       exported, evaluated: views of the outer parameters.
     """
 
@@ -207,9 +207,9 @@ class Programs:
         """Prepare the programs of the inner step.
 
         Args:
-          layout: of the run.
+          layout: the run's layout.
           inner_step: one replica's training step.
-          kinds: of all leaves for the radial-directional mean; None: the plain mean.
+          kinds: see OuterRule.
           on_compile: see Program.
         """
         self.layout = layout
@@ -227,7 +227,7 @@ class Programs:
 
         def with_chunk(name, move, spec):
             def inner_and_move(params, opt_state, batch, chunk, replaced):
-                del replaced  # donated: the chunk that arrives takes its memory
+                del replaced  # donated: the memory of the chunk that arrives
                 return *step(params, opt_state, batch), move(chunk, mesh)
 
             return self._program(
@@ -247,17 +247,17 @@ class Programs:
         self.exported, self.evaluated = self._outer_params_views()
 
     def _outer_params_views(self) -> tuple[OuterParamsView, OuterParamsView]:
-        """Return the views for an export and an evaluation, which never uses the slow link."""
+        """Return the views for an export and for an evaluation, which sends nothing to slices."""
         layout, theta = self.layout, self.layout.state.outer
-        is_eager, slots = layout.settings.is_eager, layout.mesh.shape["diloco"]
+        is_eager, num_slices = layout.settings.is_eager, layout.mesh.shape["diloco"]
         on_device = jax.tree.map(lambda x: offload.moved(x, None), theta)
         as_kept = OuterParamsView(on_device, lambda state: state.outer, of_slots=is_eager)
         if not is_eager:
             return as_kept, as_kept
         exported = self._mean_view("outer parameters", mean_of_all)
-        if slots == 1:
+        if num_slices == 1:
             return exported, exported
-        if slots == layout.num_replicas and not offload.on_host(jax.tree.leaves(theta)[0]):
+        if num_slices == layout.num_replicas and not offload.on_host(jax.tree.leaves(theta)[0]):
             return exported, as_kept
         name = "outer parameters of a slice"
         return exported, self._mean_view(name, mean_of_each_slot, of_slots=True)
@@ -271,9 +271,9 @@ class Programs:
         return OuterParamsView(like, lambda state: state.outer, mean, of_slots)
 
     def init(self, make: Callable, **options) -> Program:
-        """See Trainer.init_program. One program, so that no second copy of the state is in memory.
+        """See Trainer.init_program. It is one program, so that memory holds one copy of the state.
 
-        Typed PRNG keys in opt_state differ between the replicas, as their dropout masks then do.
+        Each replica gets typed PRNG keys of its own in opt_state, so dropout masks differ.
         """
         layout = self.layout
 
@@ -360,7 +360,7 @@ class Programs:
 
         Args:
           fn: merge, synchronise, delayed_step or eager_step.
-          plan: plan of the fragment.
+          plan: the fragment's plan.
           sent: shardings of the Sent.
         """
 
@@ -381,7 +381,7 @@ class Programs:
         return self.of_fragment(fn.__name__, plan, program, donate=(0,), out_shardings=(*out, sent))
 
     def of_fragment(self, name: str, plan: FragmentPlan, fn: Callable, **options: Any) -> Program:
-        """Return the program of this name for fragments of this form; options: of Program."""
+        """Return the program of this name for fragments of this form. options: see Program."""
         key = (name, plan.form)
         if key not in self._by_form:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)

@@ -1,16 +1,16 @@
 """Reduce-scatter: each slice averages one part of a fragment, so traffic does not grow with M.
 
-The values that a device encodes of a fragment are cut into as many parts as the mesh axis `diloco`
-has slices. Every replica sends part j to slice j (scatter). Slice j decodes what it receives, takes
-the ordered mean and encodes it (reduce), and sends the codes of the mean to all slices (share).
-Everyone continues with these codes, the slice that computed them too: with its own finer sum its
-outer parameters would differ from those of the other slices.
+The values of a fragment that a device encodes are cut into one part for each slice. Every replica
+sends part j to slice j (scatter). Slice j decodes the parts, takes the ordered mean and encodes it
+(reduce), and sends the codes of the mean to all slices (share). All slices continue with these
+codes, also the slice that computed the mean: with its own finer sum its outer parameters would
+differ from the others'.
 
-A part is whole blocks of 256 values. A leaf begins with a block, and zeros pad its last one, so the
-same values share a block whatever the number of slices, and no bit of a mean depends on it. A
+A part is whole blocks of 256 values. A leaf begins with a block, and zeros pad its last one. So the
+number of slices does not decide which values share a block, and no bit of a mean depends on it. A
 header comes before the codes of a replica: a flag for each leaf, as in payload.py, and the sums of
-the squares and of the magnitudes of its decoded values. All of it is unsigned integers, and an
-all-zero part stands for finite zeros.
+the squares and of the magnitudes of its decoded values. Headers and codes are unsigned integers,
+and an all-zero part stands for finite zeros.
 
     # S replicas of this slice  D slices  N values a device encodes of a leaf  F leaves
     # V values of a part  B blocks of a part  K wire elements of a part  H of a header
@@ -45,8 +45,8 @@ def cut_payload(payload: Payload, *, replicas: int, mean_dtype: str = MEAN_DTYPE
     """Cut a payload into one part for each slice.
 
     Args:
-      payload: of the fragment.
-      replicas: of one slice.
+      payload: the fragment's payload.
+      replicas: number of replicas of a slice.
       mean_dtype: wire format of the means, unless the replicas' is finer.
     """
     mean_dtype = quantize.finer(payload.wire, mean_dtype)
@@ -66,7 +66,7 @@ def encode(
     """Encode a device's shards of the fragment, [S, *local] float32 each, as parts.
 
     Returns:
-      (parts [S, D, K], what a receiver decodes of them [S, N] for each leaf, flags [S, F]).
+      (parts [S, D, K], the values that a receiver decodes [S, N] for each leaf, flags [S, F]).
     """
     wire, dtype = payload.wire, payload.sent_dtype
     bad_SF, clean_SN = finite_values(payload, leaves_S)
@@ -86,9 +86,9 @@ def reduce(payload: Payload, row: Callable[[Any], jax.Array], num_replicas: int)
     """Average this slice's part of all replicas, and encode the mean.
 
     Args:
-      payload: of the fragment.
-      row: r -> what replica r has sent to this slice [K]; r may be traced.
-      num_replicas: M.
+      payload: the fragment's payload.
+      row: r -> the part of replica r for this slice [K]; r may be traced.
+      num_replicas: number of replicas, M.
 
     Returns:
       The headers of the replicas of this slice and the codes of the mean, [K].
@@ -112,7 +112,7 @@ def reduce(payload: Payload, row: Callable[[Any], jax.Array], num_replicas: int)
 
 
 def receive(payload: Payload, shared_DK: jax.Array) -> tuple[list[jax.Array], ValueSums]:
-    """Decode what all slices have shared: the mean [N] for each leaf, and the headers [R, ...]."""
+    """Decode the means of all slices: (the mean [N] for each leaf, the headers [R, ...])."""
     parts, size = payload.parts, _header_size(payload, payload.dtype)
     headers_RH = shared_DK[:, : parts.replicas * size].reshape(-1, size)
     sums_R = jax.vmap(lambda words_H: _read_header(payload, words_H))(headers_RH)
@@ -138,10 +138,10 @@ def _padded(count: int) -> int:
 def _parts(payload: Payload, x_SN: Sequence[jax.Array]) -> jax.Array:
     """Cut the values of all leaves into parts: [S, N] for each leaf -> [S, D, V]."""
     whole = [jnp.pad(x, ((0, 0), (0, _padded(x.shape[1]) - x.shape[1]))) for x in x_SN]
-    flat, slots = jnp.concatenate(whole, axis=1), payload.mesh.shape["diloco"]
-    missing = slots * payload.parts.values - flat.shape[1]
+    flat, num_slices = jnp.concatenate(whole, axis=1), payload.mesh.shape["diloco"]
+    missing = num_slices * payload.parts.values - flat.shape[1]
     return _computed_once(payload, jnp.pad(flat, ((0, 0), (0, missing)))).reshape(
-        len(flat), slots, -1
+        len(flat), num_slices, -1
     )
 
 
@@ -167,9 +167,9 @@ def _counts(payload: Payload) -> np.ndarray:
         np.minimum(shard.count - np.arange(0, shard.count, BLOCK), BLOCK)
         for shard in payload.shards
     ]
-    flat, slots = np.concatenate(counts), payload.mesh.shape["diloco"]
-    spare = slots * payload.parts.values // BLOCK - len(flat)
-    return np.pad(flat, (0, spare), constant_values=1).reshape(slots, -1).astype(np.int32)
+    flat, num_slices = np.concatenate(counts), payload.mesh.shape["diloco"]
+    spare = num_slices * payload.parts.values // BLOCK - len(flat)
+    return np.pad(flat, (0, spare), constant_values=1).reshape(num_slices, -1).astype(np.int32)
 
 
 def _is_real(payload: Payload, index_V: jax.Array) -> jax.Array:

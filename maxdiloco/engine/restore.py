@@ -1,4 +1,6 @@
-"""A DiLoCo state as items of a checkpoint, and back, also with another M, mesh or exchange.
+"""Conversion of a DiLoCo state to the items of a checkpoint and back.
+
+The run that restores may have another M, mesh, partition or mode than the run that saved.
 
 # R replicas
 """
@@ -45,32 +47,33 @@ def saved_items(state: State, layout: Layout) -> dict[str, Any]:
 
 
 def theta_item(layout: Layout) -> str:
-    """Return the item of the outer parameters. Eager: one copy a replica, and readers average."""
+    """Return the item of the outer parameters. Eager: each replica has its own, readers average."""
     return OUTER_OF_EACH if layout.settings.is_eager else OUTER_PARAMS
 
 
 class Restorer:
     """Restores the state of a checkpoint in a run, which may have other settings.
 
-    Replicas and outer parameters are always kept. Where fragments differ, the outer optimizer
-    starts from scratch. Exchanges in flight are kept only by a run of the same layout.
+    Replicas and outer parameters are always kept. If the fragments differ, the outer optimizer
+    starts from scratch. Exchanges in flight are kept only if M, mesh, schedule and wire format are
+    the same.
 
     Attributes:
-      layout: of this run.
-      saved: of the checkpoint.
-      before: the settings of the run that wrote it.
-      same_schedule: whether fragments and schedule are those of this run.
-      same_fragments: whether the fragments are.
+      layout: this run's layout.
+      saved: layout of the checkpoint.
+      before: settings of the run that wrote the checkpoint.
+      same_fragments: whether both runs have the same fragments.
+      same_schedule: whether both runs have the same fragments and the same schedule.
       keeps_residual: whether the error-feedback residuals fit this run's wire format.
       keeps_flight: whether the chunks in flight fit this run.
-      replica_items: those of `items` whose leaves begin with R of this run.
+      replica_items: names of the items whose leaves begin with R of this run.
     """
 
     def __init__(self, layout: Layout, saved: SavedLayout):
         """Compare the settings.
 
         Args:
-          layout: of this run.
+          layout: this run's layout.
           saved: layout of the checkpoint.
 
         Raises:
@@ -124,11 +127,14 @@ class Restorer:
         return items
 
     def state_of(self, items: dict[str, Any], *, t: int) -> State:
-        """Return the state after inner step t from those of `items`.
+        """Return the state after inner step t.
 
-        What was in flight and is not kept is never applied. In eager and delayed mode the history
-        then starts again as in round 1. A residual keeps its value even where the values that were
-        sent with it are dropped.
+        An exchange in flight that is not kept is never applied. Eager and delayed mode then
+        continue as in round 1. A residual keeps its value even if the exchange is dropped.
+
+        Args:
+          items: the arrays of `items`.
+          t: number of inner steps done.
         """
         like = self.layout.state
         fresh = {name: tree for name, tree in self._fresh.items() if name != OUTER_OPT}
@@ -161,11 +167,11 @@ class Restorer:
 
     @property
     def _saved_theta(self) -> str:
-        """The item of the checkpoint that has the outer parameters."""
+        """Name of the checkpoint's item with the outer parameters."""
         return OUTER_OF_EACH if self.before.is_eager else OUTER_PARAMS
 
     def _converted(self, tree: Any, like: Any) -> Any:
-        """Where only one of the runs is eager: average over the replicas, or copy to them."""
+        """If only one of the runs is eager, average over the replicas or copy to them."""
         M, eager = self.layout.num_replicas, self.layout.settings.is_eager
         if self.before.is_eager == eager:
             return tree
@@ -207,7 +213,7 @@ class Restorer:
         return jax.tree.unflatten(structure, leaves)
 
     def _with_saved_replicas(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Prepend the R of the saved run: a mean is over all of its replicas."""
+        """Prepend the saved run's R, over which the mean is taken."""
         M = self.saved.num_replicas
         front = "diloco" if M % self.layout.mesh.shape["diloco"] == 0 else None
         return _resized(x, (M, *x.shape), P(front, *x.sharding.spec))
@@ -224,7 +230,7 @@ def _resized(x: jax.ShapeDtypeStruct, shape: tuple[int, ...], spec: P) -> jax.Sh
 
 
 def _mean_of_replicas(x_R: jax.Array) -> jax.Array:
-    """[R, ...] -> [...]: counts are equal in all replicas."""
+    """Average over R; integers, such as counts of steps, are equal in all replicas."""
     return reduce_mean(x_R) if jnp.issubdtype(x_R.dtype, jnp.floating) else x_R[0]
 
 

@@ -1,4 +1,4 @@
-"""How replicas exchange outer gradients: one record, shared by all packages.
+"""The settings of the exchange between replicas: one record, shared by all packages.
 
 The library builds it from keyword arguments, the trainer from its configuration. The planner, the
 checkpoints and the islands read the same record.
@@ -22,19 +22,19 @@ AUTO = "auto"
 XLA, HOST = "xla", "host"
 TRANSPORTS = (XLA, HOST)
 OUTER_MEMORIES = ("device", offload.HOST)
-# From so many slices on, a replica sends less by reduce-scatter than by all-gather in every wire
-# format.
+# With this many slices or more, a replica sends less by reduce-scatter than by all-gather in every
+# wire format.
 REDUCE_SCATTER_FROM = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExchangeSettings:
-    """When fragments are exchanged, how they travel, and what becomes of them.
+    """When fragments are exchanged, how they travel, and how they are applied.
 
-    Raises ValueError for a value that is not allowed, or not together with another one.
+    Raises ValueError for a value that is not allowed, or cannot be combined with another one.
 
     Attributes:
-      num_replicas: M.
+      num_replicas: number of replicas, M.
       sync_period: H, inner steps between two sends of a fragment.
       num_fragments: P.
       overlap_steps: tau, inner steps from a send to its apply.
@@ -42,19 +42,19 @@ class ExchangeSettings:
       round_overlap: 'none', 'delayed' or 'eager' (arXiv 2502.12996).
       outer_optimizer: one of outer.OPTIMIZERS, or any optax transformation. A fragment is a list of
         float32 arrays for it.
-      outer_lr: of a named outer optimizer; None: diloco.outer_rate chooses.
-      outer_momentum: of a named outer optimizer; None: diloco.outer_rate chooses.
+      outer_lr: learning rate of a named outer optimizer; None: diloco.outer_rate chooses.
+      outer_momentum: momentum of a named outer optimizer; None: diloco.outer_rate chooses.
       exchange_dtype: wire format, one of quantize.NAMES.
-      error_feedback: whether a replica adds to an outer gradient what earlier ones lost in
-        encoding; None: with int2 and topk only.
+      error_feedback: whether a replica adds the encoding error of earlier outer gradients to the
+        next one; None: with int2 and topk only.
       aggregation: 'mean' or 'radial_directional_mean' of the replicas' outer gradients.
       collective: 'all_gather', 'reduce_scatter' or 'auto'.
       transport: 'xla', 'host' or 'auto'.
-      sequential_layers: whether a fragment has neighbouring layers instead of every P-th one.
+      sequential_layers: whether a fragment has neighbouring layers instead of every P-th layer.
       num_nonlayer_fragments: fragments for the leaves that belong to no layer.
       offsets: inner step (mod H) at which each fragment is sent; None: floor(p * H / P).
-      outer_memory: 'device' or 'pinned_host', where the outer parameters and the state of the outer
-        optimizer are kept.
+      outer_memory: 'device' or 'pinned_host': memory of the outer parameters and of the state of
+        the outer optimizer.
     """
 
     num_replicas: int
@@ -166,7 +166,7 @@ class ExchangeSettings:
         object.__setattr__(self, "outer_lr", lr)
         object.__setattr__(self, "outer_momentum", momentum)
 
-    # -- what follows from the settings ----------------------------------------------------------
+    # -- values derived from the settings --------------------------------------------------------
 
     @property
     def wire(self) -> quantize.WireFormat:
@@ -185,7 +185,7 @@ class ExchangeSettings:
 
     @property
     def no_reduce_scatter(self) -> str:
-        """The setting that rules reduce-scatter out, with the reason; empty if none does."""
+        """The setting that excludes reduce-scatter, with the reason; empty if none does."""
         return combinations.no_reduce_scatter(
             aggregation=self.aggregation,
             exchange_dtype=self.exchange_dtype,
@@ -194,7 +194,7 @@ class ExchangeSettings:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule, before it is known how many chunks each fragment has."""
+        """The schedule without the number of chunks of each fragment; Layout.schedule has it."""
         return Schedule(
             self.sync_period,
             self.overlap_steps,
@@ -225,13 +225,13 @@ class ExchangeSettings:
     ) -> "ExchangeSettings":
         """Replace every 'auto' by a value, and check M against the mesh.
 
-        Reduce-scatter needs a step to bring the parts and another one for the means, and pays from
-        REDUCE_SCATTER_FROM slices on. XLA hides an exchange behind computation on TPU only, so
-        elsewhere exchanges between processes go through host memory.
+        Reduce-scatter needs one step for the parts and another one for the means, and saves bytes
+        with REDUCE_SCATTER_FROM slices or more. XLA hides an exchange behind computation on TPU
+        only; on other devices exchanges between processes go through host memory.
 
         Args:
           num_slices: size of the mesh axis `diloco`.
-          platform: of the devices: cpu, gpu, tpu.
+          platform: platform of the devices: cpu, gpu or tpu.
           joins_processes: whether slices are in different processes.
 
         Raises:

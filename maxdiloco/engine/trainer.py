@@ -15,26 +15,26 @@ from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import shardings_of
 
-# The checkpoint item with the outer parameters; and that of eager updates, one for each replica,
-# [R, ...].
+# The checkpoint item with the outer parameters, and the item with the outer parameters of each
+# replica, [R, ...], which eager updates have instead.
 OUTER_PARAMS, OUTER_OF_EACH = "outer_params", "outer"
-# The item with values that are only logged. A run resumes without a leaf of it, which then begins
-# at zero, so that versions may log different values.
+# The item with values that are only logged. A leaf that a checkpoint lacks begins at zero, so that
+# versions may log different values.
 DIAGNOSTICS = "diagnostics"
 
 
 class SavedLayout(NamedTuple):
-    """How the state in a checkpoint is laid out; the fields are those of Trainer.checkpoint.
+    """How the state in a checkpoint is laid out: the metadata of Trainer.checkpoint.
 
     Attributes:
       num_replicas: R of the run that wrote it.
-      mesh: sizes of its axes.
-      same_rules: whether that run had the logical axis rules of this one.
+      mesh: sizes of the axes of its mesh.
+      same_rules: whether that run had the same logical axis rules as this one.
       exchange: ExchangeSettings.to_json; {} for data parallelism.
       dropped_until, schedule_since: see engine.layout.State.
       chunk_lengths: Layout.chunk_lengths.
       theta_item: the item that has the outer parameters.
-      records: of the log of fragment 0 that an island knew; None for other runs.
+      records: number of log records of fragment 0 that an island had applied; None for other runs.
     """
 
     num_replicas: int
@@ -53,9 +53,9 @@ class OuterParamsView(NamedTuple):
 
     Attributes:
       like: ShapeDtypeStructs of what `read` returns, on the device.
-      kept: state -> the outer parameters as the state has them.
-      mean: eager: the program of their mean over the replicas. None where the state has one copy,
-        or where every slice reads its own.
+      kept: state -> the outer parameters as they are in the state.
+      mean: eager: the program that averages them over the replicas. None if the state has one copy,
+        or if every slice reads its own.
       of_slots: whether every slice of the mesh reads its own, leaves [slices, ...].
     """
 
@@ -65,7 +65,7 @@ class OuterParamsView(NamedTuple):
     of_slots: bool = False
 
     def read(self, state: Any) -> Any:
-        """Return the outer parameters of a state; without a copy where none is needed."""
+        """Return the outer parameters of a state. They are copied only if necessary."""
         theta = self.kept(state)
         return self.mean(theta) if self.mean else jax.device_put(theta, shardings_of(self.like))
 
@@ -83,10 +83,10 @@ class RestorePlan(NamedTuple):
     """How a trainer restores a checkpoint.
 
     Attributes:
-      items: those to read, as ShapeDtypeStructs of this run's state.
+      items: the items to read, as ShapeDtypeStructs with this run's shardings.
       state_of: (items, t=) -> the state after inner step t.
-      replica_items: names of items whose leaves begin with R of this run.
-      lines: t -> log lines on what the restored state lacks or has changed.
+      replica_items: names of the items whose leaves begin with R of this run.
+      lines: t -> log lines on the differences between checkpoint and restored state.
     """
 
     items: dict[str, Any]
@@ -102,8 +102,8 @@ class Description(NamedTuple):
       title: the mode in a few words.
       fragments: lines of the table of fragments.
       start: lines at the start of a run.
-      resident: what a device keeps beyond plain training; "" for nothing.
-      reduce_scatter: whether slices average parts of the fragments.
+      resident: memory on a device in addition to plain training; "" for none.
+      reduce_scatter: whether the collective is reduce-scatter.
     """
 
     title: str
@@ -118,8 +118,8 @@ class Trainer(Protocol):
 
     Attributes:
       mesh: the mesh.
-      num_replicas: R of the metrics, and of the state where its leaves have an R.
-      period: inner steps after which the same programs run again.
+      num_replicas: R of the metrics, and of the leaves of the state that have an R.
+      period: number of inner steps after which the same programs run again.
       abstract_state: ShapeDtypeStructs with shardings.
       exported, evaluated: views of the outer parameters.
       description: texts for the user.
@@ -137,8 +137,8 @@ class Trainer(Protocol):
         """Return the program that makes the state before the first step.
 
         Args:
-          make: (*args) -> one replica's (params, opt_state). The program takes the same arguments.
-          **options: of Program.
+          make: (*args) -> one replica's (params, opt_state). The program has the same arguments.
+          **options: options of Program.
         """
 
     def calls(self, batch: Any) -> list[Call]:
@@ -155,9 +155,9 @@ class Trainer(Protocol):
         """Raise NumericsError for a NaN or infinity in an exchange so far, or in the parameters.
 
         Args:
-          state: of the run.
+          state: the run's state.
           exchanges_only: do not read the parameters that this process holds. All processes then
-            raise alike.
+            raise together.
         """
 
     def bytes_sent(self, t: int) -> float:
@@ -176,7 +176,7 @@ class Trainer(Protocol):
         """
 
     def restore_plan(self, saved: SavedLayout) -> RestorePlan:
-        """Return how this run restores a state that is laid out so."""
+        """Return how this run restores a state with the layout `saved`."""
 
     def close(self) -> None:
         """End the trainer's threads, if it has any."""

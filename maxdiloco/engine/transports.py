@@ -1,11 +1,10 @@
 """How the chunks of a fragment travel between slices: inside compiled programs, or over the host.
 
-Both transports run the same schedule with the same payloads, decoding and ordered mean, to the same
-bits.
-
 `xla`: the inner steps after a send carry one chunk each, in the same compiled program. XLA hides
 the exchange behind the computation on TPU only.
-`host`: a fragment travels through host memory and TCP, from its send until it is merged.
+`host`: a fragment travels through host memory and TCP while inner steps run.
+
+Payloads, decoding and the order of the mean are the same, so both transports give the same bits.
 """
 
 import time
@@ -24,7 +23,7 @@ from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.settings import HOST, XLA
 from maxdiloco.parallel.program import Program
 
-Run = Callable[..., Any]  # (program, *args) -> its results
+Run = Callable[..., Any]  # (program, *args) -> the program's results
 
 
 class Leg(NamedTuple):
@@ -45,28 +44,28 @@ class Transport(Protocol):
     """Carries chunks between slices.
 
     Attributes:
-      in_programs: whether the inner steps carry chunks, so that `State` has those that have
-        arrived. If not, `receive` returns them.
-      waited_s: time that `receive` has waited so far [s]; None where it never waits.
+      in_programs: whether the inner steps carry chunks, so that chunks which have arrived are in
+        the state. If not, `receive` returns them.
+      waited_s: time that `receive` has waited so far [s]; None if it never waits.
     """
 
     in_programs: bool
     waited_s: float | None = None
 
     def begin(self, state: State) -> None:
-        """Send again what was in flight in a restored state. All processes restore the same."""
+        """Send the chunks again that were in flight in a restored state."""
 
     def start_send(self, leg: Leg, chunks: Chunks) -> None:
-        """Begin to send the chunks of a fragment; returns at once."""
+        """Begin to send the chunks of a leg, and return at once."""
 
     def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
-        """Run the inner step with the chunk that the action names, if any: (state, metrics)."""
+        """Run the inner step, with a chunk if the action has one: (state, metrics)."""
 
     def receive(self, leg: Leg) -> Chunks | None:
-        """Return the chunks of all slices. None: they are in the state, or there were none."""
+        """Return the chunks of a leg from all slices; None if they are in the state."""
 
     def state_for_checkpoint(self, state: State) -> State:
-        """Return the state with all chunks that have arrived."""
+        """Return the state with all chunks that were sent so far."""
 
     def close(self) -> None:
         """End the threads."""
@@ -85,15 +84,15 @@ class XlaTransport:
     waited_s = None
 
     def __init__(self, programs: Programs, mailbox: Mailbox | None = None):
-        """Keep the programs. mailbox: not used."""
+        """Keep the programs. mailbox: unused."""
         del mailbox
         self._programs = programs
 
     def begin(self, state: State) -> None:
-        """Nothing: the state has all that is in flight."""
+        """Do nothing: all chunks in flight are in the state."""
 
     def start_send(self, leg: Leg, chunks: Chunks) -> None:
-        """Nothing: the chunks are in the state, from where the inner steps carry them."""
+        """Do nothing: the inner steps carry the chunks, which are in the state."""
 
     def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
         """See Transport."""
@@ -117,43 +116,43 @@ class XlaTransport:
         return replace(state, params=params, opt_state=opt_state, **new), metrics
 
     def receive(self, leg: Leg) -> Chunks | None:
-        """See Transport: the state has them."""
+        """Return None: the chunks are in the state."""
         return None
 
     def state_for_checkpoint(self, state: State) -> State:
-        """See Transport: the state has them."""
+        """Return the state, which has all chunks."""
         return state
 
     def close(self) -> None:
-        """Nothing: it has no threads."""
+        """Do nothing: there are no threads."""
 
 
 class HostTransport:
-    """The transport `host`: a fragment leaves when it is packed, and is waited for when needed."""
+    """The transport `host`: threads send a fragment when it is packed; `receive` waits for it."""
 
     in_programs = False
 
     def __init__(self, programs: Programs, mailbox: Mailbox | None):
-        """Make the threads. mailbox: messages between processes; None in a run of one process."""
+        """Start the threads. mailbox: messages between processes; None in a run of one process."""
         self._programs, self._layout = programs, programs.layout
         self._schedule = programs.layout.schedule
         self._transfers = HostTransfers(self._layout.mesh, mailbox=mailbox)
-        # A part of every key, so that what was sent for another state is never received.
-        self._begun = 0
+        # A part of every key, so that chunks which were sent for another state are never received.
+        self._restarts = 0
         self._in_flight: dict[Leg, Future] = {}
         self.waited_s = 0.0
 
     def begin(self, state: State) -> None:
         """See Transport."""
-        self._begun += 1
+        self._restarts += 1
         self._transfers.deadlines.begin()
         self._in_flight.clear()
-        # One exchange is on the link at a time, so all but the last have arrived.
+        # One exchange is on the link at a time, so all except the last one have arrived.
         for event, plan in self._pending(state)[-1:]:
             if state.t < event.send_step + self._layout.scatter_steps:
                 chunks = state.scatter_outgoing.read(0, range(plan.scatter.count))
                 self.start_send(Leg(plan.index, event.send_step, scatters=True), chunks)
-            elif self._schedule.share_steps:  # if not, the means arrived with the step of `reduce`
+            elif self._schedule.share_steps:  # if not, the means arrived in the step of `reduce`
                 chunks = state.outgoing.read(0, range(plan.gather.count))
                 self.start_send(Leg(plan.index, event.send_step), chunks)
 
@@ -164,7 +163,7 @@ class HostTransport:
         means = payload.parts is not None and not leg.scatters
         name = f"fragment {leg.fragment} of step {leg.send_step}"
         transfer = Transfer(
-            (self._begun, *leg),
+            (self._restarts, *leg),
             size=payload.sent_size if leg.scatters else payload.size,
             rows=1 if means else replicas,
             scatters=leg.scatters,
@@ -173,7 +172,7 @@ class HostTransport:
         self._in_flight[leg] = self._transfers.start(transfer, chunks)
 
     def inner_step(self, run: Run, state: State, action: Action, batch: Any) -> tuple[State, Any]:
-        """See Transport; the schedule of this transport names no chunks."""
+        """See Transport. The schedule of this transport has no actions with chunks."""
         return plain_inner_step(run, self._programs.inner, state, batch)
 
     def receive(self, leg: Leg) -> Chunks | None:
@@ -184,7 +183,7 @@ class HostTransport:
         return chunks
 
     def state_for_checkpoint(self, state: State) -> State:
-        """See Transport. Waits for the exchanges that are under way."""
+        """See Transport. Waits for the exchanges in flight."""
         for event, plan in self._pending(state):
             if future := self._in_flight.get(Leg(plan.index, event.send_step, scatters=True)):
                 numbers = range(plan.scatter.count)
@@ -206,15 +205,15 @@ class HostTransport:
 
 
 class DryTransport:
-    """Stands for a transport where only shapes are known: nothing is sent."""
+    """Stands for a transport while a step runs on shapes: nothing is sent."""
 
     def __init__(self, transport: Transport, plans: Sequence[FragmentPlan]):
-        """Keep the transport whose inner steps are asked for."""
+        """Keep the transport, whose inner steps are recorded, and the fragments' plans."""
         self._transport, self._plans = transport, plans
         self.inner_step = transport.inner_step
 
     def start_send(self, leg: Leg, chunks: Chunks) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def receive(self, leg: Leg) -> Chunks | None:
         """Return the shapes of the chunks, unless the state has them."""
