@@ -51,7 +51,7 @@ MUTATIONS = (
              "replicas of two slices swapped"),
     Mutation("engine/diloco.py", "residual = with_fragment(state.residual, plan, sent.residual)",
              "residual = state.residual", "the residual of error feedback is dropped"),
-    Mutation("engine/reduce_scatter.py", "row(mine * parts.replicas + s)", "row(s)",
+    Mutation("engine/reduce_scatter.py", "row(mine * replicas + s)", "row(s)",
              "a slice passes on the headers of other replicas"),
     Mutation("engine/transports.py", "self._pending(state)[-1:]", "self._pending(state)[:0]",
              "what was in flight is not sent again after a restore"),

@@ -176,20 +176,19 @@ def all_to_all_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
     return _on_every_device(on_device, mesh, outgoing_spec(mesh), outgoing_spec(mesh))(chunk)
 
 
-def reduce(payload: Payload, parts: Sequence[jax.Array], cut: Cut, *, num_replicas: int) -> Chunks:
+def reduce(payload: Payload, parts: Sequence[jax.Array], cut: Cut) -> Chunks:
     """Average this slice's part of a fragment in float32, and encode the mean. No traffic.
 
     Args:
       payload: the fragment's payload.
       parts: the chunks that arrived by `all_to_all_chunk`.
       cut: chunks of the encoded mean.
-      num_replicas: number of replicas, M.
     """
     spec = outgoing_spec(payload.mesh)
 
     def on_device(chunks):
-        row = functools.partial(_row, chunks, num_replicas, payload.sent_size)
-        mean = reduce_scatter.reduce(payload, row, num_replicas)
+        row = functools.partial(_row, chunks, payload.num_replicas, payload.sent_size)
+        mean = reduce_scatter.reduce(payload, row)
         mean = jnp.pad(mean, (0, cut.size - payload.size))
         return tuple(mean[chunk] for chunk in cut.slices())
 
@@ -204,7 +203,6 @@ def receive(
     payload: Payload,
     incoming: Sequence[jax.Array],
     *,
-    num_replicas: int,
     kinds: Sequence[Any] | None = None,
 ) -> Received:
     """Decode and average all replicas' outer gradients of a fragment: Algorithm 2, line 10.
@@ -215,10 +213,10 @@ def receive(
       payload: the fragment's payload.
       incoming: the chunks of all replicas, sharded by `incoming_spec`; reduce-scatter: the chunks
         of all slices' means.
-      num_replicas: number of replicas, M.
       kinds: kind of each leaf (fragments.kinds_of), for outer.radial_directional_mean. None: the
         plain mean, to which the sizes always refer.
     """
+    num_replicas, num_slices = payload.num_replicas, payload.num_slices
 
     def average(chunks):
         term = _decoded_terms(payload, chunks, num_replicas)
@@ -235,8 +233,7 @@ def receive(
         return Received(_assembled(payload, mean_N), bad_RF, sizes)
 
     def decode_means(chunks):
-        slices = payload.mesh.shape["diloco"]
-        shared = [_row(chunks, slices, payload.size, j) for j in range(slices)]
+        shared = [_row(chunks, num_slices, payload.size, j) for j in range(num_slices)]
         mean_N, sums_R = reduce_scatter.receive(payload, jnp.stack(shared))
         sizes, bad_RF = _sizes(payload, sums_R, mean_N), bad_flags(payload, sums_R.bad_F)
         return Received(_assembled(payload, mean_N), bad_RF, sizes)
@@ -251,8 +248,6 @@ def receive_eager(
     payload: Payload,
     incoming: Sequence[jax.Array],
     own: Sequence[jax.Array],
-    *,
-    num_replicas: int,
 ) -> Received:
     """Average with each replica's own outer gradient of this round: arXiv 2502.12996, Algorithm 3.
 
@@ -261,10 +256,8 @@ def receive_eager(
       incoming: all replicas' chunks of the round before, sharded by `incoming_spec`. The sizes
         refer to them.
       own: the chunks of this round before they are sent, sharded by `outgoing_spec`.
-      num_replicas: number of replicas, M.
     """
-    mesh = payload.mesh
-    num_here = num_replicas // mesh.shape["diloco"]
+    mesh, num_replicas, num_here = payload.mesh, payload.num_replicas, payload.replicas_per_slice
 
     def on_device(chunks, own):
         fresh = [_decoded_terms(payload, own, num_here)(s) for s in range(num_here)]

@@ -125,7 +125,6 @@ class FragmentPlan:
 
     Attributes:
       index: the fragment's index.
-      num_replicas: number of replicas, M.
       fragment: its slices of the leaves.
       payload: the payload that one device encodes.
       gather: cut of the codes that all slices receive.
@@ -133,7 +132,6 @@ class FragmentPlan:
     """
 
     index: int
-    num_replicas: int
     fragment: Fragment
     payload: Payload
     gather: Cut
@@ -233,8 +231,8 @@ class FragmentPlan:
     @property
     def scattered_chunks(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The chunks of `scatter`, before they are sent and after."""
-        mesh, rows = self.payload.mesh, self.num_replicas * self.payload.mesh.shape["diloco"]
-        spec = collective.outgoing_spec(mesh)
+        rows = self.payload.num_replicas * self.payload.num_slices
+        spec = collective.outgoing_spec(self.payload.mesh)
         return self._chunks(self.scatter, rows, spec, self.payload.sent_dtype)
 
     @property
@@ -244,7 +242,8 @@ class FragmentPlan:
 
     @property
     def _gathered_rows(self) -> int:
-        return self.payload.mesh.shape["diloco"] if self.payload.parts else self.num_replicas
+        payload = self.payload
+        return payload.num_slices if payload.parts else payload.num_replicas
 
     def _chunks(self, cut: Cut, rows: int, spec: P, dtype: np.dtype):
         size = rows * devices_of_slice(self.payload.mesh) * cut.length
@@ -272,7 +271,7 @@ def scatter_steps(steps: int, payloads: Sequence[Payload]) -> int:
     if not payloads[0].parts or steps == 0:
         return 0
     largest = max(payloads, key=lambda sent: sent.sent_size)
-    scattered = largest.parts.replicas * largest.sent_size * largest.sent_dtype.itemsize
+    scattered = largest.replicas_per_slice * largest.sent_size * largest.sent_dtype.itemsize
     return divide_steps(steps, scattered=scattered, gathered=largest.size * largest.dtype.itemsize)
 
 
@@ -322,10 +321,15 @@ def plan_fragments(
     for fragment in fragments:
         shapes = [s.shape(leaves[s.leaf].shape) for s in fragment.slices]
         slice_specs = [_slice_spec(s, specs[s.leaf], mesh) for s in fragment.slices]
-        sent = payload.for_leaves(shapes, slice_specs, wire=settings.exchange_dtype, mesh=mesh)
+        sent = payload.for_leaves(
+            shapes,
+            slice_specs,
+            wire=settings.exchange_dtype,
+            mesh=mesh,
+            num_replicas=settings.num_replicas,
+        )
         if settings.collective == schedule.REDUCE_SCATTER:
-            replicas = settings.num_replicas // mesh.shape["diloco"]
-            sent = reduce_scatter.cut_payload(sent, replicas=replicas)
+            sent = reduce_scatter.cut_payload(sent)
         payloads.append(sent)
     steps = settings.schedule.max_chunks
     first_leg = scatter_steps(steps, payloads)
@@ -334,7 +338,7 @@ def plan_fragments(
     if settings.collective == schedule.REDUCE_SCATTER:
         scatters = _cuts([sent.sent_size for sent in payloads], first_leg)
     parts = zip(fragments, payloads, gathers, scatters, strict=True)
-    return tuple(FragmentPlan(p, settings.num_replicas, *part) for p, part in enumerate(parts))
+    return tuple(FragmentPlan(p, *part) for p, part in enumerate(parts))
 
 
 def _cuts(sizes: Sequence[int], steps: int) -> list[Cut]:

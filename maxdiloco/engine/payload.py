@@ -55,13 +55,11 @@ class Parts(NamedTuple):
 
     Attributes:
       mean_dtype: wire format of the means.
-      replicas: number of replicas of a slice.
       values: number of values of a part.
       size: length of the encoded part that a replica sends to one slice [wire elements].
     """
 
     mean_dtype: str
-    replicas: int
     values: int
     size: int
 
@@ -96,6 +94,7 @@ class Payload(NamedTuple):
       size: length of the codes that all slices receive [wire elements]: those of a replica; with
         reduce-scatter, of the means of a slice.
       mesh: the mesh.
+      num_replicas: number of replicas, M.
       parts: None with all-gather.
     """
 
@@ -103,7 +102,18 @@ class Payload(NamedTuple):
     shards: tuple[WireShard, ...]
     size: int
     mesh: Mesh
+    num_replicas: int
     parts: Parts | None = None
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices."""
+        return self.mesh.shape["diloco"]
+
+    @property
+    def replicas_per_slice(self) -> int:
+        """Number of replicas of a slice."""
+        return self.num_replicas // self.num_slices
 
     @property
     def dtype(self) -> np.dtype:
@@ -130,7 +140,7 @@ class Payload(NamedTuple):
         """
         sent = size * self.dtype.itemsize
         if self.parts:
-            sent = quantize.ceil_div(sent, self.parts.replicas)
+            sent = quantize.ceil_div(sent, self.replicas_per_slice)
         return sent * devices_of_slice(self.mesh)
 
     def scatter_bytes(self, size: int) -> int:
@@ -157,7 +167,12 @@ def value_sums(x_N: Sequence[jax.Array], bad_F: jax.Array) -> ValueSums:
 
 
 def for_leaves(
-    shapes: Sequence[tuple[int, ...]], specs: Sequence[P], *, wire: str, mesh: Mesh
+    shapes: Sequence[tuple[int, ...]],
+    specs: Sequence[P],
+    *,
+    wire: str,
+    mesh: Mesh,
+    num_replicas: int,
 ) -> Payload:
     """Return the payload of a fragment.
 
@@ -166,6 +181,7 @@ def for_leaves(
       specs: their shardings, over the axes inside a slice.
       wire: wire format.
       mesh: the mesh.
+      num_replicas: number of replicas, M.
     """
     shards = []
     start = len(shapes)  # the flags come first
@@ -182,7 +198,7 @@ def for_leaves(
         length = quantize.encoded_size(wire, count)
         shards.append(WireShard(spec, local, replicated, copies, count, start, length))
         start += length
-    return Payload(wire, tuple(shards), start, mesh)
+    return Payload(wire, tuple(shards), start, mesh, num_replicas)
 
 
 def pad_to_tile(size: int) -> int:

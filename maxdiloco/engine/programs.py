@@ -101,7 +101,7 @@ def exchange(plan: FragmentPlan, chunks: Chunks) -> Chunks:
 
 def reduce(plan: FragmentPlan, parts: Sequence[jax.Array]) -> Chunks:
     """Reduce-scatter: average the part of this slice, and encode the mean: line 8. No traffic."""
-    return collective.reduce(plan.payload, parts, plan.gather, num_replicas=plan.num_replicas)
+    return collective.reduce(plan.payload, parts, plan.gather)
 
 
 def reduce_and_share(plan: FragmentPlan, parts: Sequence[jax.Array]) -> Chunks:
@@ -113,9 +113,7 @@ def reduce_and_share(plan: FragmentPlan, parts: Sequence[jax.Array]) -> Chunks:
 def merge(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming: Chunks) -> Merged:
     """Decode, average, outer step, mix into the replicas: lines 10-12. No traffic."""
     kinds = None if rule.kinds is None else [rule.kinds[s.leaf] for s in plan.slices]
-    received = collective.receive(
-        plan.payload, incoming, num_replicas=plan.num_replicas, kinds=kinds
-    )
+    received = collective.receive(plan.payload, incoming, kinds=kinds)
     finite = ~jnp.any(received.bad_RF)
     new, update_ratio = outer_step_and_merge(rule, finite, values, received.mean)
     return Merged(new, received, update_ratio)
@@ -147,9 +145,7 @@ def eager_step(
     Every replica has outer parameters of its own.
     """
     sent = pack(plan, values)
-    received = collective.receive_eager(
-        plan.payload, incoming, sent.chunks, num_replicas=plan.num_replicas
-    )
+    received = collective.receive_eager(plan.payload, incoming, sent.chunks)
     bad = jnp.any(received.bad_RF)
     finite_R = ~(bad | jnp.any(received.own_bad_RF, axis=1))
     update = map_fn(functools.partial(outer_step_and_merge, rule), mesh=plan.payload.mesh)

@@ -41,21 +41,20 @@ from maxdiloco.engine.payload import (
 MEAN_DTYPE = "int8"
 
 
-def cut_payload(payload: Payload, *, replicas: int, mean_dtype: str = MEAN_DTYPE) -> Payload:
+def cut_payload(payload: Payload, *, mean_dtype: str = MEAN_DTYPE) -> Payload:
     """Cut a payload into one part for each slice.
 
     Args:
       payload: the fragment's payload.
-      replicas: number of replicas of a slice.
       mean_dtype: wire format of the means, unless the replicas' is finer.
     """
     mean_dtype = quantize.finer(payload.wire, mean_dtype)
     blocks = sum(quantize.ceil_div(shard.count, BLOCK) for shard in payload.shards)
-    values = quantize.ceil_div(blocks, payload.mesh.shape["diloco"]) * BLOCK
-    parts = Parts(mean_dtype, replicas, values, 0)
+    values = quantize.ceil_div(blocks, payload.num_slices) * BLOCK
+    parts = Parts(mean_dtype, values, size=0)
     payload = payload._replace(parts=parts)
     sent = _header_size(payload, payload.sent_dtype) + quantize.encoded_size(payload.wire, values)
-    headers = replicas * _header_size(payload, payload.dtype)
+    headers = payload.replicas_per_slice * _header_size(payload, payload.dtype)
     size = headers + quantize.encoded_size(mean_dtype, values)
     return payload._replace(size=size, parts=parts._replace(size=sent))
 
@@ -82,13 +81,12 @@ def encode(
     return parts_SDK, decoded_SN, bad_SF != 0
 
 
-def reduce(payload: Payload, row: Callable[[Any], jax.Array], num_replicas: int) -> jax.Array:
+def reduce(payload: Payload, row: Callable[[Any], jax.Array]) -> jax.Array:
     """Average this slice's part of all replicas, and encode the mean.
 
     Args:
       payload: the fragment's payload.
       row: r -> the part of replica r for this slice [K]; r may be traced.
-      num_replicas: number of replicas, M.
 
     Returns:
       The headers of the replicas of this slice and the codes of the mean, [K].
@@ -104,8 +102,9 @@ def reduce(payload: Payload, row: Callable[[Any], jax.Array], num_replicas: int)
             x_V = jnp.where(_is_real(payload, index_V), x_V, 0.0)
         return x_V, ()
 
-    mean_V, _ = outer.ordered_mean(term, num_replicas)
-    rows = [row(mine * parts.replicas + s) for s in range(parts.replicas)]
+    mean_V, _ = outer.ordered_mean(term, payload.num_replicas)
+    replicas = payload.replicas_per_slice
+    rows = [row(mine * replicas + s) for s in range(replicas)]
     headers = [_header(_read_header(payload, row_K[:size]), payload.dtype) for row_K in rows]
     codes = _words(quantize.encode(parts.mean_dtype, mean_V), payload.dtype)
     return jnp.concatenate([*headers, codes])
@@ -114,10 +113,11 @@ def reduce(payload: Payload, row: Callable[[Any], jax.Array], num_replicas: int)
 def receive(payload: Payload, shared_DK: jax.Array) -> tuple[list[jax.Array], ValueSums]:
     """Decode the means of all slices: (the mean [N] for each leaf, the headers [R, ...])."""
     parts, size = payload.parts, _header_size(payload, payload.dtype)
-    headers_RH = shared_DK[:, : parts.replicas * size].reshape(-1, size)
+    headers = payload.replicas_per_slice * size
+    headers_RH = shared_DK[:, :headers].reshape(-1, size)
     sums_R = jax.vmap(lambda words_H: _read_header(payload, words_H))(headers_RH)
     dtype = quantize.wire_format(parts.mean_dtype).dtype
-    codes_DK = jax.lax.bitcast_convert_type(shared_DK[:, parts.replicas * size :], dtype)
+    codes_DK = jax.lax.bitcast_convert_type(shared_DK[:, headers:], dtype)
     decode = jax.vmap(lambda code: quantize.decode(parts.mean_dtype, code, parts.values))
     return [x[0] for x in _leaves(payload, decode(codes_DK)[None])], sums_R
 
@@ -138,7 +138,7 @@ def _padded(count: int) -> int:
 def _parts(payload: Payload, x_SN: Sequence[jax.Array]) -> jax.Array:
     """Cut the values of all leaves into parts: [S, N] for each leaf -> [S, D, V]."""
     whole = [jnp.pad(x, ((0, 0), (0, _padded(x.shape[1]) - x.shape[1]))) for x in x_SN]
-    flat, num_slices = jnp.concatenate(whole, axis=1), payload.mesh.shape["diloco"]
+    flat, num_slices = jnp.concatenate(whole, axis=1), payload.num_slices
     missing = num_slices * payload.parts.values - flat.shape[1]
     return _computed_once(payload, jnp.pad(flat, ((0, 0), (0, missing)))).reshape(
         len(flat), num_slices, -1
@@ -167,7 +167,7 @@ def _counts(payload: Payload) -> np.ndarray:
         np.minimum(shard.count - np.arange(0, shard.count, BLOCK), BLOCK)
         for shard in payload.shards
     ]
-    flat, num_slices = np.concatenate(counts), payload.mesh.shape["diloco"]
+    flat, num_slices = np.concatenate(counts), payload.num_slices
     spare = num_slices * payload.parts.values // BLOCK - len(flat)
     return np.pad(flat, (0, spare), constant_values=1).reshape(num_slices, -1).astype(np.int32)
 

@@ -159,13 +159,12 @@ class HostTransport:
     def start_send(self, leg: Leg, chunks: Chunks) -> None:
         """See Transport."""
         payload = self._layout.plans[leg.fragment].payload
-        replicas = self._layout.num_replicas // self._layout.mesh.shape["diloco"]
         means = payload.parts is not None and not leg.scatters
         name = f"fragment {leg.fragment} of step {leg.send_step}"
         transfer = Transfer(
             (self._restarts, *leg),
             size=payload.sent_size if leg.scatters else payload.size,
-            rows=1 if means else replicas,
+            rows=1 if means else payload.replicas_per_slice,
             scatters=leg.scatters,
             what=f"parts of {name}" if leg.scatters else name,
         )

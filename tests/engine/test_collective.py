@@ -46,18 +46,17 @@ def on_mesh(mesh, leaves, arrays):
 def exchange(mesh, wire, arrays, *, leaves=PLAIN, num_chunks=1, kinds=None, residual=(), fresh=()):
     """What is sent and what is received. fresh: of eager updates, what each replica has by then."""
     shapes, specs, _ = zip(*leaves.values(), strict=True)
-    fragment = payload.for_leaves(shapes, specs, wire=wire, mesh=mesh)
+    fragment = payload.for_leaves(shapes, specs, wire=wire, mesh=mesh, num_replicas=len(arrays[0]))
     cut = payload.Cut(num_chunks, payload.pad_to_tile(-(-fragment.size // num_chunks)))
-    options = dict(num_replicas=len(arrays[0]))
 
     @jax.jit
     def run(arrays, residual, fresh):
         sent = collective.send(fragment, arrays, cut, residual)
         arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in sent.chunks]
         if not fresh:
-            return sent, collective.receive(fragment, arrived, kinds=kinds, **options)
+            return sent, collective.receive(fragment, arrived, kinds=kinds)
         own = collective.send(fragment, fresh, cut).chunks
-        return sent, collective.receive_eager(fragment, arrived, own, **options)
+        return sent, collective.receive_eager(fragment, arrived, own)
 
     return run(*(on_mesh(mesh, leaves, tree) for tree in (arrays, residual, fresh)))
 

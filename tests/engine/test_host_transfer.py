@@ -145,10 +145,10 @@ def bytes_held(devices, M, exchange, monkeypatch):
     """The most that one of M processes holds at once, of numpy and of messages, while it takes what
     has come of a fragment of 2^19 values in int8."""
     mesh, mailbox = mesh_of(devices, diloco=M), Silent()
-    sent = payload.for_leaves([(1 << 19,)], [P()], wire="int8", mesh=mesh)
+    sent = payload.for_leaves([(1 << 19,)], [P()], wire="int8", mesh=mesh, num_replicas=M)
     transfers = [transfer(sent.size, 1)]
     if exchange == "reduce_scatter":
-        sent = reduce_scatter.cut_payload(sent, replicas=1)
+        sent = reduce_scatter.cut_payload(sent)
         transfers = [transfer(sent.sent_size, 1, scatters=True), transfer(sent.size, 1)]
     held = 0
     # As with large fragments: only one message of a payload is in memory twice.

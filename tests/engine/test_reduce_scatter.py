@@ -38,10 +38,10 @@ def values(M, seed=0):
 @functools.cache
 def program(mesh, wire, M, *, reduced, num_chunks, gathers):
     """Leaves [R, ...] -> what arrives of owners, and what everyone would have gathered."""
-    whole = payload.for_leaves(*zip(*LEAVES.values(), strict=True), wire=wire, mesh=mesh)
-    fragment = reduce_scatter.cut_payload(
-        whole, replicas=M // mesh.shape["diloco"], mean_dtype=reduced
+    whole = payload.for_leaves(
+        *zip(*LEAVES.values(), strict=True), wire=wire, mesh=mesh, num_replicas=M
     )
+    fragment = reduce_scatter.cut_payload(whole, mean_dtype=reduced)
 
     def cut(size):
         return payload.Cut(num_chunks, payload.pad_to_tile(-(-size // num_chunks)))
@@ -50,12 +50,12 @@ def program(mesh, wire, M, *, reduced, num_chunks, gathers):
     def run(leaves_R):
         sent = collective.send(fragment, leaves_R, cut(fragment.sent_size)).chunks
         parts = [collective.all_to_all_chunk(chunk, mesh) for chunk in sent]
-        shared = collective.reduce(fragment, parts, cut(fragment.size), num_replicas=M)
+        shared = collective.reduce(fragment, parts, cut(fragment.size))
         arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in shared]
         gathered = collective.send(whole, leaves_R, cut(whole.size)).chunks
         gathered = [collective.all_gather_chunk(chunk, mesh) for chunk in gathered]
         each = ((fragment, arrived), (whole, gathered))[: 1 + gathers]
-        return [collective.receive(which, chunks, num_replicas=M) for which, chunks in each]
+        return [collective.receive(which, chunks) for which, chunks in each]
 
     return run
 
