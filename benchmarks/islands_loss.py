@@ -40,7 +40,7 @@ KEYS = {
     "per_device_batch_size": BATCH,
     "learning_rate": 0.008,  # the best of data parallelism
     "enable_diloco": "true",
-    "num_diloco_replicas": -1,  # an island is one
+    "num_diloco_replicas": "auto",  # an island is one
     "diloco_outer_lr": 0.98,  # the best of four replicas
     "diloco_outer_momentum": 0.6,
     "islands": "elastic",

@@ -95,7 +95,7 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
 
     def configure(meta):
         # Decoding uses no attention kernel, and that of the run may not exist here.
-        changes = {"attention": "dot_product", "num_diloco_replicas": -1}
+        changes = {"attention": "dot_product", "num_diloco_replicas": "auto"}
         if options.add_bos:
             changes["add_bos"] = options.add_bos == "true"
         cfg = config.from_checkpoint(meta["config"] | changes)

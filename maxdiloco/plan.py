@@ -122,7 +122,7 @@ def _tokens(
     cfg: config.Config, tokens: float | None, *, has_steps: bool, a_step: int, parameters: int
 ) -> tuple[float, str]:
     """Tokens to train on, and where their number is from. tokens: as given. a_step: of a step."""
-    has_steps = has_steps and cfg.steps != -1
+    has_steps = has_steps and cfg.steps != "all"
     if has_steps and tokens is not None:
         raise ConfigError(
             f"steps={cfg.steps} and tokens={tokens:g} both say how long to train. Give one of them."

@@ -316,10 +316,10 @@ def _listen(job: Job, address: Address) -> socket.socket:
     except (OSError, OverflowError) as error:
         why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         raise ConfigError(
-            f"exchange_interface={address.interface} peer_port={address.peer_port}: process "
-            f"{job.process_id} cannot listen on {interface or 'any address'} port {port} of "
-            f"{socket.gethostname()}: {why}. Use an address of this host and free ports, or leave "
-            f"both keys out."
+            f"exchange_interface={address.interface} peer_port={address.peer_port or 'auto'}: "
+            f"process {job.process_id} cannot listen on {interface or 'any address'} port {port} "
+            f"of {socket.gethostname()}: {why}. Use an address of this host and free ports, or "
+            f"leave both keys out."
         ) from error
 
 

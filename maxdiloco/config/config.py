@@ -23,7 +23,6 @@ STORED = "stored config"
 # Similarity of two names, by difflib, from which one is suggested for the other: a typing error
 # passes, and another key with some equal words does not. See the tests of both.
 _SIMILAR = 0.8
-_AUTO = -1.0  # of diloco_outer_lr and diloco_outer_momentum
 Warn = Callable[[str], None]
 
 
@@ -41,7 +40,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     """Load the config of a run.
 
     Later wins: base.yml, the model file, the yml file, the environment, key=value. If none of the
-    last three has vocab_size, it is -1 with a tokenizer file, unless weights are loaded.
+    last three has vocab_size, it is auto with a tokenizer file, unless weights are loaded.
 
     Args:
       argv: the command line without the program: at most one yml file, first, then key=value.
@@ -60,7 +59,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
     found |= _from_model(found, given, foreign, warn)
     has_weights = found["load_parameters_path"] or found["load_full_state_path"]
     if "vocab_size" not in given and found["tokenizer_type"] != "byte" and not has_weights:
-        found["vocab_size"] = -1
+        found["vocab_size"] = "auto"
     return check(found)
 
 
@@ -185,15 +184,15 @@ def model_vocab_size(cfg: Config) -> int | None:
 
 
 def with_replicas(cfg: Config, num_replicas: int) -> Config:
-    """Return a config with the outer learning rate and momentum that -1 stands for.
+    """Return a config with the outer learning rate and momentum that `auto` stands for.
 
-    They depend on the number of replicas and on the method. The config.yml of a run keeps -1, so
-    that a run that resumes with another number of replicas has the values for that number.
+    They depend on the number of replicas and on the method. The config.yml of a run keeps `auto`,
+    so that a run that resumes with another number of replicas has the values for that number.
     """
     if not cfg.enable_diloco:
         return cfg
     momentum = cfg.diloco_outer_momentum
-    if momentum == _AUTO:
+    if momentum == "auto":
         momentum = outer_rate.momentum(cfg.diloco_outer_optimizer)
     rate = outer_lr(vars(cfg), num_replicas)
     return cfg.model_copy(update={"diloco_outer_lr": rate, "diloco_outer_momentum": momentum})
@@ -201,7 +200,7 @@ def with_replicas(cfg: Config, num_replicas: int) -> Config:
 
 def outer_lr(keys: Mapping[str, Any], num_replicas: int) -> float:
     """Return the outer learning rate of a DiLoCo run with these keys and so many replicas."""
-    if keys["diloco_outer_lr"] != _AUTO:
+    if keys["diloco_outer_lr"] != "auto":
         return keys["diloco_outer_lr"]
     return outer_rate.rate(
         num_replicas,
@@ -366,7 +365,7 @@ def _from_model(
             )
         # The rows of a vocabulary belong to the tokenizer, and a model may have any.
         is_vocabulary = name == "vocab_size" and (
-            found[name] == -1 or found["tokenizer_type"] != "byte"
+            found[name] == "auto" or found["tokenizer_type"] != "byte"
         )
         if name not in given or is_vocabulary or found[name] == value:
             continue

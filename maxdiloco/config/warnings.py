@@ -45,7 +45,7 @@ def _warnings(cfg: Config) -> Iterator[str]:
             "num_diloco_fragments=1 with enable_streaming_diloco=true exchanges all parameters at "
             "once. Use a fragment for every three layers and one for the embedding."
         )
-    if cfg.enable_diloco and 1 <= cfg.steps < cfg.diloco_sync_period:
+    if cfg.enable_diloco and cfg.steps != "all" and cfg.steps < cfg.diloco_sync_period:
         yield (
             f"steps={cfg.steps} ends before diloco_sync_period={cfg.diloco_sync_period}, so some "
             "or all parameters are never exchanged. Use a shorter period or more steps."
@@ -70,9 +70,9 @@ def _warnings(cfg: Config) -> Iterator[str]:
 
 
 def _notes(cfg: Config) -> Iterator[str]:
-    rounds = cfg.steps // cfg.diloco_sync_period
-    if not cfg.enable_diloco or rounds < 1:
+    if not cfg.enable_diloco or cfg.steps == "all" or cfg.steps < cfg.diloco_sync_period:
         return
+    rounds = cfg.steps // cfg.diloco_sync_period
     counted = f"{rounds} round{'s' * (rounds != 1)} of diloco_sync_period={cfg.diloco_sync_period}"
     if rounds < _FEW_ROUNDS:
         yield (
@@ -81,7 +81,8 @@ def _notes(cfg: Config) -> Iterator[str]:
             "under 1 %."
         )
     momentum = cfg.diloco_outer_momentum
-    if rounds < _FEW_FOR_MOMENTUM and momentum > _SHORT_MOMENTUM:
+    is_high = momentum != "auto" and momentum > _SHORT_MOMENTUM
+    if rounds < _FEW_FOR_MOMENTUM and is_high:
         yield (
             f"steps={cfg.steps} is only {counted}, few for diloco_outer_momentum={momentum:g}: 0.9 "
             "cost 8, 6 and 3 % of loss after 10, 50 and 150 rounds. Set diloco_outer_momentum=0.6 "
@@ -125,7 +126,7 @@ def run_lines(cfg: Config, *, num_replicas: int, num_tokens: int) -> list[str]:
         found.append(
             f"warning: vocab_size={cfg.vocab_size}, but tokenizer_type={cfg.tokenizer_type} has "
             f"{num_tokens} tokens: {unused:.0%} of the embedding's rows are never trained. Use "
-            "vocab_size=-1, or a larger tokenizer (tokenizer_path)."
+            "vocab_size=auto, or a larger tokenizer (tokenizer_path)."
         )
     many = num_replicas >= _MANY_REPLICAS and cfg.diloco_sync_period >= _LONG_PERIOD
     if cfg.enable_diloco and many and not is_island and cfg.opt_type == "adamw":

@@ -57,10 +57,10 @@ class Dataset:
             )
 
     def last_step_of_epoch(self, position: Position) -> int:
-        """The last step whose sequences are all of the first epoch: what steps=-1 means. Raises
+        """The last step whose sequences are all of the first epoch: what steps=all means. Raises
         DataError for data without an end or too short for a step."""
         if self.num_windows is None:
-            why = f"steps=-1 is one epoch, but {self.name} has no end. Set steps to a number."
+            why = f"steps=all is one epoch, but {self.name} has no end. Set steps to a number."
             raise DataError(why)
         self.check_size(position)
         left = self.num_windows - position.base

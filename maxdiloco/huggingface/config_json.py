@@ -180,7 +180,8 @@ def _same(mine: Any, other: Any) -> bool:
 def _resolved(keys: Values) -> Values:
     """The keys with what their words and their defaults stand for, equal for equal models."""
     kinds = rules.kinds_of_layers(keys)
-    found = keys | {"attention_pattern": kinds, "padded_vocab_size": -1}  # padding is not computed
+    # Padding is not computed.
+    found = keys | {"attention_pattern": kinds, "padded_vocab_size": "auto"}
     if keys["embedding_scale"] == "auto":
         found["embedding_scale"] = "sqrt_emb_dim" if keys["logits_via_embedding"] else "one"
     if not keys["query_pre_attn_scalar"]:

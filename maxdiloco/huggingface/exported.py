@@ -71,8 +71,9 @@ def export_model(
     if not same:
         hf |= sidecar_files.special_ids(tokenizer)
     parts, scales = _parts(cfg, family, hf, say)
-    if (padding := cfg.padded_vocab_size - cfg.vocab_size) > 0:
-        say(f"the last {padding} of {cfg.padded_vocab_size} rows for tokens are padding, left out")
+    rows = cfg.vocab_rows()
+    if (padding := rows - cfg.vocab_size) > 0:
+        say(f"the last {padding} of {rows} rows for tokens are padding, left out")
     leaves = list(dict.fromkeys(part.leaf.path for part in parts))
     item, replicas = theta.source(found.meta, parameters)
     readers = [arrays.Reader(found.path, item, leaves, replica) for replica in replicas or [None]]

@@ -130,7 +130,7 @@ def _config(
         )
     tokens = max(tokens, rows)
     padded = -(-tokens // vocab_multiple) * vocab_multiple
-    sizes = {"vocab_size": tokens, "padded_vocab_size": -1 if padded == tokens else padded}
+    sizes = {"vocab_size": tokens, "padded_vocab_size": "auto" if padded == tokens else padded}
     return config.from_dict(cfg.as_dict() | sizes), tokenizer
 
 

@@ -166,7 +166,7 @@ def of(cfg: Config) -> Job:
     params = run_model.parameters(model, mesh)
     rule = optimizer.build(cfg, model=model)
     opt_state = optimizer.abstract_state(cfg, rule, params, mesh)
-    replicas = slices if cfg.num_diloco_replicas == -1 else cfg.num_diloco_replicas
+    replicas = slices if cfg.num_diloco_replicas == "auto" else cfg.num_diloco_replicas
     sharing = per_slice // mesh.shape["context"]  # groups of devices with sequences of their own
     rows = cfg.per_device_batch_size * sharing * cfg.gradient_accumulation_steps
     return Job(

@@ -166,7 +166,7 @@ def batch_shape(cfg: config.Config, mesh: Mesh) -> BatchShape:
             f"islands={cfg.islands} has diloco {slots} in its mesh: an island is one replica. Set "
             "dcn_diloco_parallelism=1 and dcn_fsdp_parallelism=-1, or start more islands."
         )
-    if cfg.enable_diloco and cfg.num_diloco_replicas != -1:
+    if cfg.enable_diloco and cfg.num_diloco_replicas != "auto":
         num_replicas = cfg.num_diloco_replicas
         checks.check_replicas(num_replicas, slots, "the mesh's diloco size")
     devices = mesh.size // slots // run_model.length_shards(cfg, mesh)

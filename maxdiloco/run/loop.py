@@ -68,7 +68,7 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
     say = console.say
     mesh = mesh_lib.build(cfg)
     shape = assemble.batch_shape(cfg, mesh)
-    asked = cfg  # for config.yml: -1 may stand for another number when the run resumes
+    asked = cfg  # for config.yml: `auto` may stand for another number when the run resumes
     cfg = config.with_replicas(cfg, shape.num_replicas)
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)
@@ -105,7 +105,7 @@ def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequ
         clock.lap("restore")
         run_files.save_tokenizer(tokenizer, folder, say)
         done, total = begin.step, cfg.steps
-        total = text.last_step_of_epoch(begin.position) if total == -1 else total
+        total = text.last_step_of_epoch(begin.position) if total == "all" else total
         length = None if checks.is_island(cfg) else total
         if length is not None and done >= length:
             say(f"nothing to do: step {done} of {total} is done. Raise steps to go on.")

@@ -68,7 +68,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str],
 def config_yml(cfg: Config) -> str:
     """Every key with its value, by group: `train` resumes the run when it is given the file."""
     lines = [
-        "# Every key of this run, as its newest start was given them; the log has what -1 and auto",
+        "# Every key of this run, as its newest start was given them; the log has what auto and -1",
         "# became, of which some depend on the number of replicas. Resume the run with",
         "# python -m maxdiloco.train config.yml, in the same working directory where a path is",
         "# relative.",

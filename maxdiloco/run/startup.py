@@ -52,7 +52,7 @@ def joined(cfg: Config) -> Iterator["Cluster | None"]:
         os.environ,
         timeout_s=cfg.jax_distributed_initialization_timeout,
         peer_timeout_s=cfg.peer_timeout_seconds,
-        peer_port=cfg.peer_port,
+        peer_port=0 if cfg.peer_port == "auto" else cfg.peer_port,
         interface=cfg.exchange_interface,
         secret_file=cfg.exchange_secret_file,
     ) as cluster:

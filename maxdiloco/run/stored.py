@@ -27,7 +27,7 @@ from maxdiloco.storage.store import is_local
 
 # Keys of the run that an evaluation may set anew, besides those of the mesh.
 # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
-_NEUTRAL = MappingProxyType({"num_diloco_replicas": -1, "eval_interval": 1})
+_NEUTRAL = MappingProxyType({"num_diloco_replicas": "auto", "eval_interval": 1})
 
 
 class Stored(NamedTuple):

@@ -1,6 +1,6 @@
 """The tokenizer of a run: rows of the embedding, copies beside the run and in its checkpoints.
 
-Imports no JAX, so that vocab_size=-1 is a number before anything is built.
+Imports no JAX, so that vocab_size=auto is a number before anything is built.
 """
 
 from etils import epath
@@ -21,18 +21,18 @@ FOLDER = "tokenizer"  # in a run's folder and in a checkpoint
 
 
 def resolved(cfg: config.Config) -> config.Config:
-    """The config with numbers in place of vocab_size=-1 and of rows that are not given.
+    """The config with numbers in place of vocab_size=auto and of rows that are not given.
 
     The tokenizer's, with its rows rounded up; or the model file's, where the tokenizer fills nearly
     all of it. Raises DataError and ConfigError of data.tokenizer.build, ConfigError of the checks.
     """
-    if cfg.vocab_size != -1:
+    if cfg.vocab_size != "auto":
         return cfg
     size, rows = tokenizers.build(vars(cfg)).vocab_size, cfg.padded_vocab_size
     of_model = config.model_vocab_size(cfg)
     if of_model is not None and _OWN * of_model <= size <= of_model:
         size = of_model
-    elif rows == -1 and size % _MULTIPLE:
+    elif rows == "auto" and size % _MULTIPLE:
         rows = -(-size // _MULTIPLE) * _MULTIPLE
     return config.replace(cfg, vocab_size=size, padded_vocab_size=rows)
 

@@ -76,7 +76,7 @@ logical_axis_rules=[{embed: fsdp}] | logical_axis_rules
 num_diloco_fragments=2 | num_diloco_fragments enable_streaming_diloco
 num_communication_overlapping_steps=100 | num_communication_overlapping_steps diloco_sync_period
 profiler=xplane steps=5 | profiler steps
-steps=-1 SYNTHETIC | steps dataset_type
+steps=all SYNTHETIC | steps dataset_type
 grain_packing_type=best_fit packing=false | grain_packing_type packing
 num_slices=3 dcn_diloco_parallelism=2 | num_slices
 num_slices=3 dcn_data_parallelism=2 | num_slices
@@ -263,7 +263,7 @@ num_diloco_replicas=3
 enable_diloco=false dcn_diloco_parallelism=2 diloco_sync_period=7
 vocab_size=100 SYNTHETIC
 vocab_size=257 profiler=xplane steps=6
-profiler=xplane steps=-1
+profiler=xplane steps=all
 steps=2147483647
 dcn_data_parallelism=-1 dcn_diloco_parallelism=1
 num_slices=4 dcn_data_parallelism=2

@@ -30,7 +30,7 @@ SOURCES = (
         ("steps", "1e3", 1000),
         ("steps", "2.5e3", 2500),
         ("steps", "1_000", 1000),
-        ("steps", "-1.0", -1),
+        ("eval_interval", "-1.0", -1),
         ("per_device_batch_size", "12.0", 12),
         ("num_slices", "null", -1),
         ("run_name", "null", ""),

@@ -33,7 +33,7 @@ LINES = [
     ("warning", "steps=99", "no devices", ["diloco_sync_period"]),
     ("warning", "steps=100", "no devices", []),
     ("warning", "steps=99 enable_diloco=false", "no devices", []),
-    ("warning", "steps=-1", "no devices", []),
+    ("warning", "steps=all", "no devices", []),
     ("warning", "compile_topology=v5e-16", "no devices",
      ["compile_topology"]),
     ("warning", "", "no devices", []),
@@ -84,7 +84,7 @@ LINES = [
     ("note", FEW(4000) + LAG, "no devices", []),
     ("note", FEW(2000) + "diloco_outer_momentum=0.7", "no devices", []),
     ("note", FEW(19), "no devices", []),  # a warning of its own
-    ("note", FEW(-1), "no devices", []),
+    ("note", FEW("all"), "no devices", []),
     ("note", FEW(200) + "enable_diloco=false", "no devices", []),
 ]  # fmt: skip
 
@@ -117,7 +117,7 @@ def test_keys_that_are_seldom_meant_are_named_in_a_line(kind, keys, facts, expec
         ("diloco_round_overlap=delayed", 8, 0.4, 0.6),
         ("opt_type=muon", 2, 0.7, 0.6),
         ("diloco_outer_optimizer=adam", 2, 0.7, 0.9),
-        ("diloco_outer_lr=-1 diloco_outer_momentum=-1", 2, 0.7, 0.6),
+        ("diloco_outer_lr=auto diloco_outer_momentum=auto", 2, 0.7, 0.6),
         ("diloco_outer_lr=0 diloco_outer_momentum=0.3", 8, 0.0, 0.3),  # what is given stays
     ],
 )
@@ -130,8 +130,8 @@ def test_outer_rate_and_momentum_follow_mode_and_replicas(keys, replicas, rate, 
 
 @pytest.mark.parametrize(("slices", "rate"), [(2, 0.7), (4, 1.0)])
 def test_the_outer_rate_follows_the_replicas_of_the_mesh(slices, rate, monkeypatch):
-    """With num_diloco_replicas=-1 the log has the rate, and the outer optimizer uses it; it accepts
-    no rate below 0."""
+    """With num_diloco_replicas=auto the log has the rate, and the outer optimizer uses it. It
+    accepts no rate below 0."""
     given = []
     build = outer.outer_optimizer
 

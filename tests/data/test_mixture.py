@@ -137,7 +137,7 @@ def test_replica_m_reads_source_m_mod_k_or_all_with_shares():
 
 @pytest.mark.parametrize("shares", [{"a": 6, "b": 3, "c": 1}, {"a": 1, "b": 0, "c": 0}, {}])
 def test_an_epoch_ends_before_any_sequence_would_be_read_again(shares):
-    """steps=-1: all steps up to the last are without a repeat, one more is not."""
+    """steps=all: all steps up to the last are without a repeat, one more is not."""
     data = mixed(shares)
     position = data.first_position(3, 1)
     last = data.last_step_of_epoch(position)

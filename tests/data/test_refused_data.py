@@ -119,7 +119,7 @@ def test_data_too_short_for_a_step_or_without_an_end_are_named(settings, folder)
         with pytest.raises(DataError, match="dataset_path=.*max_target_length=4"):
             read(order.first_position(5, 9))
     endless = open_dataset(settings(dataset_type="synthetic"))
-    with pytest.raises(DataError, match="^steps=-1"):
+    with pytest.raises(DataError, match="^steps=all"):
         endless.last_step_of_epoch(order.first_position(1, 1))
     with pytest.raises(DataError, match="^eval_steps=-1"):
         pipeline.eval_batches(endless, batch_size=1, num_sequences=-1)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("programs")
 TEXT = dict(dataset_type="text", vocab_size=257)
 ABSENT = TEXT | dict(dataset_path="{}/absent", vocab_size=512)
 SHORT = TEXT | dict(dataset_path="{}/short.txt")  # 6 sequences, one of them held out
-PIECES = dict(tokenizer_type="sentencepiece", tokenizer_path="{}/short.txt", vocab_size=-1)
+PIECES = dict(tokenizer_type="sentencepiece", tokenizer_path="{}/short.txt", vocab_size="auto")
 # Keys; the exit code; the error and the key that is named.
 REFUSED = [
     (dict(ici_data_parallelism=2, weight_dtype="bfloat16"), 2, "ConfigError", "weight_dtype"),

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.usefixtures("program
 
 TEXT = "".join(f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" for i in range(400))
 PROMPT = "the cat number 3"
-RUN = KEYS | dict(dataset_type="text", vocab_size=-1, tokenizer_type="huggingface")
+RUN = KEYS | dict(dataset_type="text", vocab_size="auto", tokenizer_type="huggingface")
 RUN |= dict(max_target_length=48, per_device_batch_size=4, diloco_sync_period=5, eval_steps=4)
 RUN |= dict(base_num_kv_heads=1, log_period=11, max_num_checkpoints_to_keep=1)
 RUN |= dict(steps=22)  # between rounds: the replicas differ

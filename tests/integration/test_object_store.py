@@ -124,7 +124,7 @@ def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path):
     (tmp_path / "text.txt").write_text("the cat and the hat " * 100)
     given = tmp_path / "tok.json"
     assert program.main([str(tmp_path / "text.txt"), f"out={given}", "vocab_size=264"]) == 0
-    keys = dict(tokenizer_type="huggingface", tokenizer_path=given, vocab_size=-1)
+    keys = dict(tokenizer_type="huggingface", tokenizer_path=given, vocab_size="auto")
     assert train(f"{BASE}/a", steps=2, **keys).code == 0
     given.unlink()
     before = dict(store.objects[BUCKET])

@@ -51,7 +51,7 @@ FACTORS = {
         "bpe": dict(tokenizer_type="huggingface", tokenizer_path="PLACE/tok.json"),
         "pieces": dict(tokenizer_type="sentencepiece", tokenizer_path="PLACE/tok.model"),
         "bpe_any_rows": dict(
-            tokenizer_type="huggingface", tokenizer_path="PLACE/tok.json", vocab_size=-1
+            tokenizer_type="huggingface", tokenizer_path="PLACE/tok.json", vocab_size="auto"
         ),
     },
     "model": {
@@ -121,13 +121,13 @@ FACTORS = {
             sample_prompt="a",
             eval_dataset_path="{held_out: , more: PLACE/text}",
         ),  # fmt: skip
-        "one_epoch": dict(steps=-1),
+        "one_epoch": dict(steps="all"),
     },
     "again": {  # what a second start of the run has otherwise; None: there is none
         "once": None,
         "other_wire": dict(diloco_exchange_dtype="int8"),
         "other_mode": STREAMING,
-        "other_mesh": dict(dcn_diloco_parallelism=1, num_diloco_replicas=-1),
+        "other_mesh": dict(dcn_diloco_parallelism=1, num_diloco_replicas="auto"),
         "other_optimizer": dict(opt_type="sgd"),
     },
     "reader": {"evaluate": {}, "generate": {}, "export": {}, "report": {}},

@@ -166,7 +166,7 @@ def mixed(tmp_path, parquet, capsys):
 @pytest.mark.parametrize("kind", ["text", "arrayrecord"])
 def test_a_mixture_may_have_sources_of_every_kind(mixed, kind):
     """A folder of shards is recognised, and dataset_type=arrayrecord goes with a mixture."""
-    argv = [*mixed, f"dataset_type={kind}", "vocab_size=-1"]
+    argv = [*mixed, f"dataset_type={kind}", "vocab_size=auto"]
     if kind == "arrayrecord":
         for of in ("text_column: content", "name: plain"):
             argv = [argument.replace(of, f"{of}, dataset_type: text") for argument in argv]

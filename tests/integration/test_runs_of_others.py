@@ -148,7 +148,7 @@ def test_host_keys_in_a_yml_of_another_user_are_logged(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root, to give a file to another user")
     path = tmp_path / "config.yml"
-    path.write_text("jax_cache_dir: /evil\nlearning_rate: 0.5\npeer_port: 0\n")
+    path.write_text("jax_cache_dir: /evil\nlearning_rate: 0.5\npeer_port: auto\n")
     said = []
     assert config.load([str(path)], {}, warn=said.append).jax_cache_dir == "/evil"
     assert said == []  # one's own

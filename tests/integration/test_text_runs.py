@@ -104,7 +104,7 @@ def trained(tmp_path_factory):
         (folder / f"{name}.txt").write_text(text * 100)
         arguments = [f"{folder / name}.txt", f"out={folder / name}.json", "vocab_size=264"]
         assert program.main(arguments) == 0
-    keys = dict(tokenizer_type="huggingface", vocab_size=-1, steps=2)
+    keys = dict(tokenizer_type="huggingface", vocab_size="auto", steps=2)
     mine = keys | dict(tokenizer_path=folder / "mine.json")
     assert train(folder / "run", **mine).code == 0
     (folder / "mine.json").unlink()

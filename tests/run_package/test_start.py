@@ -38,27 +38,27 @@ def own(tmp_path):
     return make
 
 
-AUTO, NAMED = "vocab_size=-1", "model_name=35m"
-# Keys, tokens of one's own, and the tokens of the model and the rows of its embedding, -1: as many.
+AUTO, NAMED = "vocab_size=auto", "model_name=35m"
+# Keys, tokens of one's own, tokens of the model, and rows of its embedding; auto: as many.
 SIZES = [
     # Of the byte tokenizer 257 tokens; 3 * 128 = 384. The rows beyond are padding, masked.
     (AUTO, 0, (257, 384)),
-    ("vocab_size=300", 0, (300, -1)),
+    ("vocab_size=300", 0, (300, "auto")),
     (f"{AUTO} padded_vocab_size=260", 0, (257, 260)),
     # One's own rounded up to 128, also where vocab_size is left out, and of a named model without
     # override_model_config; everything else is the model's, which has 32,768 rows.
     (AUTO, 2, (2, 128)),
-    (AUTO, 128, (128, -1)),
+    (AUTO, 128, (128, "auto")),
     ("", 129, (129, 256)),
     (NAMED, 1000, (1000, 1024)),
     (f"{NAMED} {AUTO}", 1000, (1000, 1024)),
     # It keeps its rows where its tokenizer is used, 95 % of 32,768 being 31,129.6, or its weights,
-    # unless another number is given; without a tokenizer file only -1 may be.
-    (NAMED, 31130, (32768, -1)),
+    # unless another number is given; without a tokenizer file only auto may be.
+    (NAMED, 31130, (32768, "auto")),
     (NAMED, 31129, (31129, 31232)),
     (NAMED, 32769, (32769, 32896)),
-    (f"{NAMED} load_parameters_path=/runs/a", 1000, (32768, -1)),
-    (f"{NAMED} load_parameters_path=/runs/a vocab_size=1024", 1000, (1024, -1)),
+    (f"{NAMED} load_parameters_path=/runs/a", 1000, (32768, "auto")),
+    (f"{NAMED} load_parameters_path=/runs/a vocab_size=1024", 1000, (1024, "auto")),
     (f"{NAMED} {AUTO}", 0, (257, 384)),
     ("model_name={}/mine.yml", 1000, (1000, 1024)),
 ]

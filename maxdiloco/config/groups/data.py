@@ -81,9 +81,9 @@ class Data(Group):
     def _check_data(self: Any) -> None:
         synthetic = self.dataset_type == "synthetic"
         mixture = show(self.dataset_mixture)
-        if synthetic and self.steps == -1:
+        if synthetic and self.steps == "all":
             raise ConfigError(
-                "steps=-1 is one epoch, but dataset_type=synthetic has no end. Set steps."
+                "steps=all is one epoch, but dataset_type=synthetic has no end. Set steps."
             )
         if not self.packing and self.grain_packing_type != "concat_then_split":
             raise ConfigError(
@@ -180,7 +180,7 @@ class Tokenizer(Group):
                 "folder."
             )
         reads_bytes = kind == "byte" and self.dataset_type == "text"
-        if reads_bytes and 0 <= self.vocab_size < BYTE_TOKENS:
+        if reads_bytes and self.vocab_size != "auto" and self.vocab_size < BYTE_TOKENS:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is too small: tokenizer_type=byte needs "
                 f"{BYTE_TOKENS}, 256 bytes and the start of a document. Use "

@@ -16,10 +16,9 @@ from maxdiloco.config.fields import (
 )
 from maxdiloco.config.values import (
     INTEGER,
+    Auto,
     Bool,
     Count,
-    MinusOne,
-    MinusOneFloat,
     Natural,
     NonNegative,
     Positive,
@@ -53,16 +52,16 @@ class Diloco(Group):
 
     enable_diloco: Bool = key(True, start_here=True)
     """Train replicas that exchange outer gradients. false: data parallelism on the same mesh."""
-    num_diloco_replicas: Count | MinusOne = key(-1, unit="replicas", resume=FREE)
-    """Number of replicas, a multiple of dcn * ici diloco parallelism. -1: that product."""
+    num_diloco_replicas: Count | Auto = key("auto", unit="replicas", resume=FREE)
+    """Number of replicas, a multiple of dcn * ici diloco parallelism. auto: that product."""
     # arXiv 2501.18512 on Dolma; 30 in its other runs.
     diloco_sync_period: Count = key(100, unit="inner steps", resume=DROPS, start_here=True)
     """Inner steps between two exchanges of a fragment (H)."""
     # The rule is diloco/outer_rate.py; its evidence docs/results.md.
-    diloco_outer_lr: NonNegative | MinusOneFloat = key(-1.0, resume=FREE)
-    """Learning rate of the outer optimizer. -1: 0.4 to 1, by mode and number of replicas."""
-    diloco_outer_momentum: ShareBelowOne | MinusOneFloat = key(-1.0)
-    """Momentum of the outer optimizer, b1 of adam. -1: 0.6, and 0.9 with adam."""
+    diloco_outer_lr: NonNegative | Auto = key("auto", resume=FREE)
+    """Learning rate of the outer optimizer. auto: 0.4 to 1, by mode and number of replicas."""
+    diloco_outer_momentum: ShareBelowOne | Auto = key("auto")
+    """Momentum of the outer optimizer, b1 of adam. auto: 0.6, and 0.9 with adam."""
     # arXiv 2311.08105 section 3.
     diloco_outer_optimizer: Literal["nesterov", "sgd", "adam"] = key("nesterov")
     """Outer optimizer: SGD with Nesterov momentum, SGD with momentum, or Adam."""
@@ -82,7 +81,7 @@ class Diloco(Group):
                 "enable_diloco=true",
             )
         dcn, ici = self.dcn_diloco_parallelism, self.ici_diloco_parallelism
-        if dcn * ici > 0 and self.num_diloco_replicas != -1:
+        if dcn * ici > 0 and self.num_diloco_replicas != "auto":
             checks.check_replicas(
                 self.num_diloco_replicas, dcn * ici, f"dcn diloco {dcn} * ici diloco {ici} ="
             )
@@ -133,7 +132,7 @@ class DilocoFragments(Group):
                 f"num_nonlayer_fragments {nonlayer} = {most}, so some fragments would be empty. "
                 f"Use {most} or fewer."
             )
-        if self.vocab_size != -1 and nonlayer > self.vocab_size:
+        if self.vocab_size != "auto" and nonlayer > self.vocab_size:
             raise ConfigError(
                 f"num_nonlayer_fragments={nonlayer} exceeds vocab_size={self.vocab_size}: they "
                 "share the rows of the vocabulary, and some would be empty. Use "
@@ -242,7 +241,7 @@ class Islands(Group):
         for name in (
             "num_diloco_replicas", "dcn_diloco_parallelism", "ici_diloco_parallelism"
         ):  # fmt: skip
-            if getattr(self, name) > 1:
+            if getattr(self, name) not in ("auto", -1, 1):
                 raise ConfigError(
                     f"{name}={getattr(self, name)} cannot be combined with islands=elastic: an "
                     "island has one replica. Leave it out, and start more islands."

@@ -21,6 +21,7 @@ from maxdiloco.config.values import (
     NUMBER,
     TABLE,
     AtLeastTwo,
+    Auto,
     Bool,
     Count,
     MinusOne,
@@ -76,10 +77,11 @@ class ModelSizes(Group):
     mlp_bias: Bool = key(False, resume=SHAPES)
     """Add a bias to each matrix product of the feed-forward layers."""
     # The 257 tokens of the byte tokenizer, in a multiple of 128.
-    vocab_size: AtLeastTwo | MinusOne = key(384, unit="tokens", resume=SHAPES)
-    """Size of the vocabulary. -1: the tokenizer's, and the default with a tokenizer file."""
-    padded_vocab_size: AtLeastTwo | MinusOne = key(-1, unit="rows", resume=SHAPES)
-    """Rows of embedding and head; those from vocab_size on are padding. -1: no padding."""
+    vocab_size: AtLeastTwo | Auto = key(384, unit="tokens", resume=SHAPES)
+    """Size of the vocabulary. auto: the tokenizer's, and the default with a tokenizer file."""
+    padded_vocab_size: AtLeastTwo | Auto = key("auto", unit="rows", resume=SHAPES)
+    """Rows of embedding and head; those from vocab_size on are padding. auto: vocab_size,
+    and with vocab_size=auto a multiple of 128."""
     # The sizes of arXiv 2503.09799, table 3, fit a tied head only.
     logits_via_embedding: Bool = key(True, resume=SHAPES)
     """Tie the output head to the embedding."""
@@ -98,11 +100,11 @@ class ModelSizes(Group):
                 f"mlp_activations={show(self.mlp_activations)} has {len(self.mlp_activations)} "
                 "entries: a plain layer has one, a gated one two. Use [gelu] or [silu, linear]."
             )
-        if 0 <= self.padded_vocab_size < self.vocab_size:
+        tokens, rows = self.vocab_size, self.padded_vocab_size
+        if "auto" not in (tokens, rows) and rows < tokens:
             raise ConfigError(
-                f"padded_vocab_size={self.padded_vocab_size} is below "
-                f"vocab_size={self.vocab_size}, but every token has a row. Use at least "
-                f"{self.vocab_size}, or -1 for no padding."
+                f"padded_vocab_size={rows} is below vocab_size={tokens}, but every token has a "
+                f"row. Use {tokens} or more, or padded_vocab_size=auto."
             )
 
 

@@ -10,6 +10,7 @@ from maxdiloco.config.fields import APART, DIFFER, FREE, PATHS, Group, key, rule
 from maxdiloco.config.values import (
     INTEGER,
     TEXT_OR_TABLE,
+    Auto,
     Bool,
     Count,
     MinusOne,
@@ -31,8 +32,8 @@ class Run(Group):
     """Folder of the run in base_output_directory; the same name resumes it. Empty: a new name."""
     base_output_directory: str = key("runs", resume=APART, hosts=PATHS, start_here=True)
     """Folder of all runs: one that all hosts share, or gs://, s3:// or az://bucket/folder."""
-    steps: Count | MinusOne = key(1000, unit="inner steps", resume=FREE, start_here=True)
-    """Length of the run. -1: one epoch of the text."""
+    steps: Count | Literal["all"] = key(1000, unit="inner steps", resume=FREE, start_here=True)
+    """Length of the run. all: one epoch of the text."""
     log_period: Count = key(10, unit="inner steps", resume=APART)
     """Interval at which metrics are fetched from the devices, printed and written."""
     hardware: Literal["auto", "cpu", "gpu", "tpu"] = key("auto", resume=FREE, start_here=True)
@@ -179,7 +180,7 @@ class Tools(Group):
     @rule
     def _check_profiler(self: Any) -> None:
         last = self.skip_first_n_steps_for_profiler + self.profiler_steps
-        if self.profiler and self.steps != -1 and last > self.steps:
+        if self.profiler and self.steps != "all" and last > self.steps:
             raise ConfigError(
                 f"profiler={self.profiler} would stop after step {last}, but steps={self.steps}. "
                 "Lower profiler_steps or skip_first_n_steps_for_profiler, or use "
@@ -197,8 +198,10 @@ class Network(Group):
     """IP address to bind for messages. Empty: the interface that routes to process 0."""
     exchange_secret_file: str = key("", resume=APART, hosts=DIFFER)
     """File with the secret of the run, the same on all hosts (chmod 600). Empty: JAX shares one."""
-    peer_port: Annotated[int, Ge(0), Le(65535), INTEGER] = key(0, resume=APART, hosts=DIFFER)
-    """Port of process 0; process i uses the i-th port after it. 0: a port that is free."""
+    peer_port: Annotated[int, Ge(1), Le(65535), INTEGER] | Auto = key(
+        "auto", resume=APART, hosts=DIFFER
+    )
+    """Port of process 0; process i uses the i-th port after it. auto: a port that is free."""
     # JAX's own.
     peer_timeout_seconds: Count = key(100, unit="seconds", resume=APART)
     """Silence of a process after which the others exit."""
