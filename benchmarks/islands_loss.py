@@ -43,7 +43,7 @@ KEYS = {
     "num_diloco_replicas": "auto",  # an island is one
     "diloco_outer_lr": 0.98,  # the best of four replicas
     "diloco_outer_momentum": 0.6,
-    "islands": "elastic",
+    "enable_islands": "true",
     "islands_period_seconds": 5,  # 30 steps of islands that are equally fast
     "islands_dead_seconds": 8,
     "log_period": 50,
@@ -63,7 +63,7 @@ class Islands:
     def _start(self, name: str) -> subprocess.Popen:
         self._starts += 1
         keys = dict(self._keys) | dict(
-            islands_store=self._folder / "store", island=name, run_name=name,
+            islands_store=self._folder / "store", island_name=name, run_name=name,
             base_output_directory=self._folder, jax_cache_dir=self._folder.parent / "jax_cache",
         )  # fmt: skip
         trace = str(self._folder / f"{self._starts}.steps")

@@ -67,7 +67,7 @@ KEYS = {
 # Lengths of faults. A killed island starts again after DOWN_S.
 DOWN_S, FROZEN_S, CUT_S, AWAY_S = 3.0, 12.0, 10.0, 10.0
 PORT, BUCKET = 9000, "storm"
-ISLANDS = {"islands": "elastic", "islands_store": f"s3://{BUCKET}/run"}
+ISLANDS = {"enable_islands": "true", "islands_store": f"s3://{BUCKET}/run"}
 SERVER = f"""
 import logging, threading
 from moto.s3.models import s3_backends
@@ -118,7 +118,7 @@ class Storm:
     def start(self, name: str) -> None:
         """Start an island, the first time or again."""
         keys = self.keys | ISLANDS | dict(
-            island=name, run_name=name, base_output_directory=self.out / "runs",
+            island_name=name, run_name=name, base_output_directory=self.out / "runs",
             jax_cache_dir=self.out / "jax_cache",
         )  # fmt: skip
         words = [f"{key}={value}" for key, value in keys.items()]

@@ -127,7 +127,7 @@ def run(page: str, folder: pathlib.Path) -> bool:
     environ |= {"MAXDILOCO_VENV": sys.prefix}
     all_good = True
     found = commands((ROOT / page).read_text(encoding="utf-8"))
-    apart = [line for line in found if "islands=elastic" in line]  # they run at once
+    apart = [line for line in found if "enable_islands=true" in line]  # they run at once
     for command in found:
         how = mode(command)
         shown = command.splitlines()[0][:150] if "\n" not in command else "python example"

@@ -58,7 +58,7 @@ def is_island(cfg: Any) -> bool:
 
     It trains until the log of the islands has all tokens, in any number of steps.
     """
-    return cfg.islands != "none"
+    return cfg.enable_islands
 
 
 def check_replicas(num_replicas: int, positions: int, positions_name: str) -> None:

@@ -85,7 +85,7 @@ def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoi
     )
     shaped = any(change.resume is Resume.SHAPES for change in changes.values())
     weights = "" if shaped else f", with load_parameters_path={checkpoint} from its weights"
-    if changes.keys() <= _DERIVED.keys() and new["islands"] == "none":
+    if changes.keys() <= _DERIVED.keys() and not new["enable_islands"]:
         weights = f", with load_full_state_path={checkpoint} from its whole state"
     meaning = "".join(f" {key} is {_DERIVED[key]}." for key in changes if key in _DERIVED)
     raise CheckpointError(

@@ -185,7 +185,8 @@ def waits_for(s: Island) -> str:
         if not all(own.stored for own in log.own):
             return f"its message {what} to be in the store"
         if len(there) < s.run.islands_min:
-            return f"messages {what} of islands_min={s.run.islands_min}, and has {len(there)}"
+            least = s.run.islands_min
+            return f"messages {what} of islands_min_members={least}, and has {len(there)}"
         return f"the next record {what}"
     return "a block of the data"
 

@@ -354,5 +354,5 @@ def stopped(s: Island, line: str, *, again: bool, why: str = "") -> tuple[Island
 
 def replaced(s: Island) -> tuple[Island, list[Any]]:
     """It is over: a program of its name has started later."""
-    line = f"another program runs as island={s.name}. Give each its own"
+    line = f"another program runs as island_name={s.name}. Give each its own"
     return stopped(s, line, again=False, why=REPLACED)

@@ -65,7 +65,7 @@ def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> Named:
     known = dict((keys.of_all if keys else ()) if first else stored.keys)
     if keys is None and not known:
         return ()
-    where = f"island={name}, islands_store={url}: "
+    where = f"island_name={name}, islands_store={url}: "
     if keys is None:
         raise ConfigError(
             f"{where}signed messages count alone, and islands_key is not set. Set it to the "

@@ -193,8 +193,8 @@ def _transport(cfg: Config, replicas: int, slices: int, backend: str) -> str:
 def _check(cfg: Config, slices: int) -> None:
     if checks.is_island(cfg):
         raise ConfigError(
-            f"islands={cfg.islands} leaves nothing to plan: islands send through a store, whenever "
-            "it is there. Plan the slices of one island with islands=none."
+            "enable_islands=true leaves nothing to plan: islands send through a store, whenever "
+            "it is there. Plan the slices of one island with enable_islands=false."
         )
     if cfg.diloco_sync_period > MOST_PERIOD:
         raise ConfigError(

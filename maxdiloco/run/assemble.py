@@ -163,7 +163,7 @@ def batch_shape(cfg: config.Config, mesh: Mesh) -> BatchShape:
         )
     if checks.is_island(cfg) and slots > 1:
         raise ConfigError(
-            f"islands={cfg.islands} has diloco {slots} in its mesh: an island is one replica. Set "
+            f"enable_islands=true has diloco {slots} in its mesh: an island is one replica. Set "
             "dcn_diloco_parallelism=1 and dcn_fsdp_parallelism=-1, or start more islands."
         )
     if cfg.enable_diloco and cfg.num_diloco_replicas != "auto":

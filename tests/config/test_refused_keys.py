@@ -144,21 +144,21 @@ diloco_error_feedback=always | diloco_error_feedback diloco_exchange_dtype
 diloco_aggregation=radial_directional_mean EAGER | diloco_aggregation diloco_round_overlap
 diloco_aggregation=radial_directional_mean enable_diloco=false | diloco_aggregation enable_diloco
 # islands
-island=a | island islands
-islands=elastic island=a | islands islands_store
-islands=elastic islands_store=a | islands island
-islands=elastic islands_store=a island=a/b | islands island
-ISLAND enable_diloco=false | islands enable_diloco
-ISLAND num_diloco_replicas=2 | islands island num_diloco_replicas
-ISLAND dcn_diloco_parallelism=2 | islands dcn_diloco_parallelism island
-ISLAND ici_diloco_parallelism=2 | islands ici_diloco_parallelism island
-ISLAND diloco_round_overlap=delayed | islands diloco_round_overlap
-ISLAND diloco_collective=reduce_scatter | islands diloco_collective
-ISLAND diloco_transport=host | islands diloco_transport
-ISLAND EAGER | islands diloco_round_overlap
-ISLAND diloco_outer_optimizer=adam | islands diloco_outer_optimizer
-ISLAND load_full_state_path=a | islands load_parameters_path load_full_state_path
-ISLAND grain_worker_count=1 | islands grain_worker_count
+island_name=a | island_name enable_islands
+enable_islands=true island_name=a | enable_islands islands_store
+enable_islands=true islands_store=a | enable_islands island_name
+enable_islands=true islands_store=a island_name=a/b | enable_islands island_name
+ISLAND enable_diloco=false | enable_islands enable_diloco
+ISLAND num_diloco_replicas=2 | enable_islands num_diloco_replicas
+ISLAND dcn_diloco_parallelism=2 | enable_islands dcn_diloco_parallelism
+ISLAND ici_diloco_parallelism=2 | enable_islands ici_diloco_parallelism
+ISLAND diloco_round_overlap=delayed | enable_islands diloco_round_overlap
+ISLAND diloco_collective=reduce_scatter | enable_islands diloco_collective
+ISLAND diloco_transport=host | enable_islands diloco_transport
+ISLAND EAGER | enable_islands diloco_round_overlap
+ISLAND diloco_outer_optimizer=adam | enable_islands diloco_outer_optimizer
+ISLAND load_full_state_path=a | enable_islands load_parameters_path load_full_state_path
+ISLAND grain_worker_count=1 | enable_islands grain_worker_count
 # a mixture of sources
 dataset_mixture=web | dataset_mixture
 dataset_mixture=[web] | dataset_mixture
@@ -219,7 +219,7 @@ SHORT = {
     "SLOTS": "dcn_diloco_parallelism=2 ici_diloco_parallelism=1",
     "SYNTHETIC": "dataset_type=synthetic",
     "EAGER": "diloco_round_overlap=eager",
-    "ISLAND": "islands=elastic islands_store=a island=a",
+    "ISLAND": "enable_islands=true islands_store=a island_name=a",
     "WINDOW": "sliding_window_size=8",
     "ODD": "kv_lora_rank: 4, qk_nope_head_dim: 9, qk_rope_head_dim: 7, v_head_dim: 4",
     "YARN": "rope_type: yarn, factor: 2, original_max_position_embeddings: 64",

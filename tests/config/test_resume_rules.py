@@ -56,7 +56,7 @@ def test_keys_that_alter_the_result_are_refused_with_a_remedy():
     with pytest.raises(CheckpointError, match="per_device_batch_size .*load_full_state_path"):
         refuse(saved, sequences_per_replica=16)
     with pytest.raises(CheckpointError, match="load_parameters_path"):  # of an island
-        refuse(saved | {"islands": "elastic"}, islands="elastic", sequences_per_replica=16)
+        refuse(saved | {"enable_islands": True}, enable_islands=True, sequences_per_replica=16)
 
 
 def test_a_key_that_the_checkpoint_lacks_had_its_default():
@@ -107,7 +107,7 @@ MATRIX = {
     "batch": ({"max_target_length": 512}, None),
     "inner": ({"learning_rate": 1e-3}, None),
     "diloco": ({"diloco_outer_lr": 0.1}, None),
-    "islands": ({"islands_min": 2}, None),
+    "islands": ({"islands_min_members": 2}, None),
     "data": ({"add_eos": False}, {"grain_worker_count": 4}),
     "network": ({"peer_timeout_seconds": 5}, {"exchange_interface": "10.0.0.2"}),
     "tools": ({"show_fragments": True}, {"profiler": "xplane"}),

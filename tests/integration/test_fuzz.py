@@ -42,7 +42,7 @@ def artefacts(tmp_path_factory, finished):
     (root / "text").mkdir()
     (root / "text" / "a.txt").write_text("in the beginning there was a byte. " * 400)
     assert prepare.main([f"{root}/text", f"out={root}/shards"]) == 0
-    keys = dict(islands="elastic", islands_store=root / "store", island="a", steps=40,
+    keys = dict(enable_islands="true", islands_store=root / "store", island_name="a", steps=40,
                 dcn_diloco_parallelism=1, islands_period_seconds=0.1)  # fmt: skip
     assert train(root / "islands" / "a", **keys).code == 0
     return root

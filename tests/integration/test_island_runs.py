@@ -16,7 +16,7 @@ ELASTIC = CLUSTER_KEYS | dict(
     ici_fsdp_parallelism=1,
     diloco_sync_period=4,
     learning_rate_schedule_steps=-1,
-    islands="elastic",
+    enable_islands="true",
     islands_period_seconds=1,
     islands_dead_seconds=3,
 )
@@ -24,7 +24,8 @@ ELASTIC = CLUSTER_KEYS | dict(
 
 def island(folder, name, **changes):
     """Return the keys of an island."""
-    return dict(islands="elastic", islands_store=folder / "store", island=name) | ALONE | changes
+    keys = dict(enable_islands="true", islands_store=folder / "store", island_name=name)
+    return keys | ALONE | changes
 
 
 def log_of(folder, fragment=0):
@@ -53,7 +54,7 @@ def test_an_island_trains_until_its_tokens_are_committed(tmp_path):
     assert again.code == 0
     assert "nothing to do: " in again.output and "learning rate's schedule" not in again.output
     for key, changes in (("diloco_sync_period", dict(diloco_sync_period=5)), ("islands_key", {})):
-        run = train(tmp_path / "refused", **keys | dict(island="b") | changes)
+        run = train(tmp_path / "refused", **keys | dict(island_name="b") | changes)
         assert run.code == 2 and names_key(run.error, key)
         assert "programs ready" not in run.output
     assert islands.main(["audit", str(tmp_path / "store")]) == 0
@@ -66,7 +67,7 @@ def test_an_island_is_killed_and_comes_back_and_another_joins(started, tmp_path)
     keys |= dict(islands_store=tmp_path / "store")
 
     def start(name):
-        started.append(start_train(tmp_path / name, island=name, **keys))
+        started.append(start_train(tmp_path / name, island_name=name, **keys))
         return started[-1]
 
     a, first_b = start("a"), start("b")

@@ -18,7 +18,7 @@ OF_ONE = dict(per_device_batch_size=2)
 
 
 def of_island(folder, name, keys):
-    return keys | dict(islands_store=folder / "store", island=name)
+    return keys | dict(islands_store=folder / "store", island_name=name)
 
 
 def test_an_unusable_store_ends_both_processes_of_an_island(started, tmp_path):
@@ -88,7 +88,7 @@ def test_an_island_of_two_processes_is_killed_stopped_and_replaced(started, tmp_
     another = start_train(tmp_path / "another", **keys)
     started.append(another)
     assert_exit_codes(fourth, 2, 2)
-    assert all("island=a:" in process.output for process in fourth)
+    assert all("island_name=a:" in process.output for process in fourth)
     another.popen.send_signal(signal.SIGTERM)
     assert_exit_codes([another], 143)
     assert members(tmp_path) >= {("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 1), ("c", 1)}

@@ -174,7 +174,7 @@ class World(Store):
             self.spawn(program.name, 0.5, program.state.incarnation if action.again else 0)
 
     def say(self, program, action):
-        self.seen[re.sub(r"\w+/\S+|island=\w+", "X", action.line)] += 1
+        self.seen[re.sub(r"\w+/\S+|island_name=\w+", "X", action.line)] += 1
 
     def evaluate(self, program, action):
         self.seen[action] += 1

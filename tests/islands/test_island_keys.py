@@ -36,7 +36,7 @@ def test_an_island_whose_messages_would_not_count_is_refused(two, tmp_path):
     for own, stored, name in (
         (None, run, "c"), (b, run, "a"), (b, None, "b"), (a, a_run(), "a"), (a, other, "a")
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"^island={name}, islands_store=s3://b/r: "):
+        with pytest.raises(ConfigError, match=f"^island_name={name}, islands_store=s3://b/r: "):
             keys.of_run(own, stored, name, "s3://b/r")
 
 

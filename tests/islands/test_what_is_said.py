@@ -59,7 +59,7 @@ def test_an_island_that_waits_says_for_what(monkeypatch):
         ended.set()
         one.close(drain=False)
     trains.join()
-    assert "island a " in line and "islands_min=2" in line and said.empty()
+    assert "island a " in line and "islands_min_members=2" in line and said.empty()
 
 
 def test_an_island_of_last_week_is_not_there():

@@ -255,7 +255,7 @@ REFUSED = [
     (STEP, "dcn_diloco_parallelism"),
     (f"{ON_CPU} tokens=26e12", "tokens"),
     (f"{ON_CPU} diloco_sync_period=100001", "diloco_sync_period"),
-    (f"{OF_10B} islands=elastic islands_store=x island=a", "islands"),
+    (f"{OF_10B} enable_islands=true islands_store=x island_name=a", "enable_islands"),
     (f"{STEP} compile_topology=v5e-17", "compile_topology"),
     (f"{ON_CPU} enable_diloco=false", "enable_diloco"),
     (f"{ON_CPU} dcn_fsdp_parallelism=2", "dcn_fsdp_parallelism"),

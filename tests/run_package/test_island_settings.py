@@ -16,7 +16,7 @@ from maxdiloco.run.island.settings import Facts
         ({"sync_period": 5}, "diloco_sync_period=5", "4"),
         ({"data": "data_shuffle_seed=1"}, "data_shuffle_seed=1", "0"),
         ({"model": "base_emb_dim=64 head_dim=8"}, "base_emb_dim=64", "128"),
-        ({"islands_min": 2}, "islands_min=2", "1"),
+        ({"islands_min": 2}, "islands_min_members=2", "1"),
         ({"eval_tokens": 48}, "eval_interval=12", "-1"),
         ({"model": "head_dim=8 num=1 all=ab"}, "num=1", "default"),
         ({"model": "head_dim=8 all=ab"}, "all=ab", "default"),
@@ -42,7 +42,7 @@ def test_an_island_with_other_keys_is_refused_by_key(changes, here, there):
 def test_the_shares_of_a_mixture_are_of_the_run(first, second, word):
     """Weights in the same proportion are the same."""
     mixture = f"[{{path: p, name: b{first}}}, {{path: q, name: a{second}}}]"
-    mode = ["islands=elastic", "island=a", "islands_store=s"]
+    mode = ["enable_islands=true", "island_name=a", "islands_store=s"]
     cfg = config.load([f"dataset_mixture={mixture}", *mode], {})
     words = island_settings.of(cfg, Facts("d", "t", 100, 4, 4, print)).run.data.split()
     assert f"dataset_mixture={word}" in words

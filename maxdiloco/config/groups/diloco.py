@@ -195,13 +195,13 @@ class Islands(Group):
     group: ClassVar[str] = "islands"
     title: ClassVar[str] = "programs that train one model through a store (docs/islands.md)"
 
-    islands: Literal["none", "elastic"] = key("none", from_checkpoint=False)
+    enable_islands: Bool = key(False, from_checkpoint=False)
     """Be an island among others that come and go, with one replica."""
     islands_store: str = key("", resume=FREE, from_checkpoint=False)
-    """Where islands meet: gs://, s3:// or az://bucket/folder, or a folder that all share."""
-    island: str = key("", from_checkpoint=False)
+    """Store of the islands: gs://, s3:// or az://bucket/folder, or a folder that all share."""
+    island_name: str = key("", from_checkpoint=False)
     """Name of this island, unique in the store."""
-    islands_min: Annotated[int, Ge(1), Le(999), INTEGER] = key(
+    islands_min_members: Annotated[int, Ge(1), Le(999), INTEGER] = key(
         1, unit="islands", from_checkpoint=False
     )
     """Minimum number of islands that must contribute to an outer step."""
@@ -214,66 +214,70 @@ class Islands(Group):
 
     @rule
     def _check_islands(self: Any) -> None:
-        if self.islands == "none":
+        if not self.enable_islands:
             require_default(
                 self,
-                "islands_store island islands_min islands_period_seconds islands_dead_seconds "
-                "islands_key",
-                "islands=none",
-                "islands=elastic",
+                "islands_store island_name islands_min_members islands_period_seconds "
+                "islands_dead_seconds islands_key",
+                "enable_islands=false",
+                "enable_islands=true",
             )
             return
         if not self.enable_diloco:
             raise ConfigError(
-                "islands=elastic cannot be combined with enable_diloco=false: islands exchange "
+                "enable_islands=true cannot be combined with enable_diloco=false: islands exchange "
                 "outer gradients. Use enable_diloco=true."
             )
         if not self.islands_store:
             raise ConfigError(
-                "islands=elastic requires islands_store. Set it to s3://bucket/folder, or to a "
-                "folder that all machines share."
+                "enable_islands=true requires islands_store. Set it to s3://bucket/folder, or to "
+                "a folder that all machines share."
             )
-        if not re.fullmatch("[A-Za-z0-9_-]{1,64}", self.island):
+        if not re.fullmatch("[A-Za-z0-9_-]{1,64}", self.island_name):
             raise ConfigError(
-                f"island={self.island} is not a name of an island, which islands=elastic requires. "
-                "Use up to 64 letters, digits, '_' and '-', and another name for each island."
+                f"island_name={self.island_name} is not a name, which enable_islands=true "
+                "requires. Use up to 64 letters, digits, '_' and '-', and another name for each "
+                "island."
             )
         for name in (
             "num_diloco_replicas", "dcn_diloco_parallelism", "ici_diloco_parallelism"
         ):  # fmt: skip
             if getattr(self, name) not in ("auto", -1, 1):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} cannot be combined with islands=elastic: an "
-                    "island has one replica. Leave it out, and start more islands."
+                    f"{name}={getattr(self, name)} cannot be combined with enable_islands=true: "
+                    "an island has one replica. Leave it out, and start more islands."
                 )
         require_default(
-            self, "diloco_collective diloco_transport", "islands=elastic", "islands=none"
+            self,
+            "diloco_collective diloco_transport",
+            "enable_islands=true",
+            "enable_islands=false",
         )
         if self.diloco_round_overlap != "none":
             raise ConfigError(
                 f"diloco_round_overlap={self.diloco_round_overlap} cannot be combined with "
-                "islands=elastic: a log record is applied once. Use diloco_round_overlap=none and "
-                "num_communication_overlapping_steps."
+                "enable_islands=true: a log record is applied once. Use diloco_round_overlap=none "
+                "and num_communication_overlapping_steps."
             )
         if self.diloco_outer_optimizer == "adam":
             raise ConfigError(
-                "diloco_outer_optimizer=adam cannot be combined with islands=elastic, whose hosts "
-                "compute the outer step. Use nesterov or sgd."
+                "diloco_outer_optimizer=adam cannot be combined with enable_islands=true, whose "
+                "hosts compute the outer step. Use nesterov or sgd."
             )
         if self.load_full_state_path:
             raise ConfigError(
                 f"load_full_state_path={self.load_full_state_path} cannot be combined with "
-                "islands=elastic: the log has the state. Use load_parameters_path, which begins a "
-                "new log."
+                "enable_islands=true: the log has the state. Use load_parameters_path, which "
+                "begins a new log."
             )
         if self.dataset_per_replica:
             raise ConfigError(
-                "dataset_per_replica=true cannot be combined with islands=elastic: any island may "
-                "read any block of the data. Use weights."
+                "dataset_per_replica=true cannot be combined with enable_islands=true: any "
+                "island may read any block of the data. Use weights."
             )
         if self.grain_worker_count >= 1:
             raise ConfigError(
                 f"grain_worker_count={self.grain_worker_count} cannot be combined with "
-                "islands=elastic, where this process leases what is read next. Use "
+                "enable_islands=true, where this process leases what is read next. Use "
                 "grain_worker_count=0."
             )

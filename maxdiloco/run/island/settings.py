@@ -31,6 +31,7 @@ _KEYS = MappingProxyType({
     "alpha": "communication_overlapping_alpha",
     "tokenizer": "tokenizer_path",
     "fragments": "num_diloco_fragments",
+    "islands_min": "islands_min_members",
     "eval_tokens": "eval_interval",
 })  # fmt: skip
 _OF_FRAGMENTS = (
@@ -95,7 +96,7 @@ def of(cfg: Config, facts: Facts | None) -> Settings:
         outer_lr=cfg.diloco_outer_lr,
         outer_momentum=cfg.diloco_outer_momentum,
         fragments=(),
-        islands_min=cfg.islands_min,
+        islands_min=cfg.islands_min_members,
         sync_period=cfg.diloco_sync_period,
         overlap_steps=cfg.num_communication_overlapping_steps,
         alpha=cfg.communication_overlapping_alpha,
@@ -108,7 +109,7 @@ def of(cfg: Config, facts: Facts | None) -> Settings:
     feedback = checks.FEEDBACK[cfg.diloco_error_feedback]
     feedback = wire in _CORRECTED if feedback is None else feedback
     store, key = cfg.islands_store, cfg.islands_key
-    return Settings(store, cfg.island, run, _pace(cfg), feedback, facts, key)
+    return Settings(store, cfg.island_name, run, _pace(cfg), feedback, facts, key)
 
 
 def _pace(cfg: Config) -> Pace:

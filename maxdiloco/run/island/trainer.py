@@ -261,7 +261,7 @@ class IslandTrainer:
                 f"step {t}: {where}: {stop.line}. Resume with a lower learning_rate."
             )
         if stop.why == REPLACED:
-            return ConfigError(f"island={self._settings.name}: {stop.line}.")
+            return ConfigError(f"island_name={self._settings.name}: {stop.line}.")
         return CheckpointError(
             f"islands_store={self._settings.url}: {stop.line}. `python -m maxdiloco.islands audit "
             f"{self._settings.url}` says more."
