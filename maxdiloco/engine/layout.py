@@ -35,6 +35,9 @@ from maxdiloco.parallel.sharding import axes_of, optimizer_shardings, spec_on
 
 # -- state -----------------------------------------------------------------------------------------
 
+# The fields of State that hold chunks in flight.
+BUFFERS = ("outgoing", "incoming", "scatter_outgoing", "scatter_incoming")
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class State:
     @property
     def in_flight(self) -> tuple[ChunkBuffer, ...]:
         """All chunks in flight."""
-        return self.outgoing, self.incoming, self.scatter_outgoing, self.scatter_incoming
+        return tuple(vars(self)[name] for name in BUFFERS)
 
 
 # -- fragments -------------------------------------------------------------------------------------
@@ -464,8 +467,7 @@ def lay_out(
 
 def _buffers(schedule_: Schedule, plans: Sequence[FragmentPlan]) -> dict[str, ChunkBuffer]:
     """Return the chunk buffers of a state, by field, with the chunks of the largest fragment."""
-    names = ("outgoing", "incoming", "scatter_outgoing", "scatter_incoming")
-    buffers = dict.fromkeys(names, ChunkBuffer())
+    buffers = dict.fromkeys(BUFFERS, ChunkBuffer())
     if schedule_.max_chunks == 0:
         return buffers
     largest = max(plans, key=lambda plan: plan.gather.count)

@@ -243,7 +243,7 @@ class Programs:
         self.exported, self.evaluated = self._outer_params_views()
 
     def _outer_params_views(self) -> tuple[OuterParamsView, OuterParamsView]:
-        """Return the views for an export and for an evaluation, which sends nothing to slices."""
+        """Return the views for an export and for an evaluation, which sends nothing."""
         layout, theta = self.layout, self.layout.state.outer
         is_eager, num_slices = layout.settings.is_eager, layout.mesh.shape["diloco"]
         on_device = jax.tree.map(lambda x: offload.moved(x, None), theta)

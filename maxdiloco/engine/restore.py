@@ -15,14 +15,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.engine.fragment_values import initial_outer_opt
-from maxdiloco.engine.layout import Layout, State
+from maxdiloco.engine.layout import BUFFERS, Layout, State
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.engine.trainer import DIAGNOSTICS, OUTER_OF_EACH, OUTER_PARAMS, SavedLayout
 from maxdiloco.parallel.replicas import broadcast, fold_in_replica, reduce_mean
 from maxdiloco.parallel.sharding import shardings_of, zeros
 
 FLIGHT, RESIDUAL, OUTER_OPT = "flight", "residual", "outer_opt"
-_BUFFERS = ("outgoing", "incoming", "scatter_outgoing", "scatter_incoming")
 
 
 def saved_items(state: State, layout: Layout) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def saved_items(state: State, layout: Layout) -> dict[str, Any]:
         "params": state.params,
         "opt_state": state.opt_state,
         OUTER_OPT: state.outer_opt,
-        FLIGHT: {name: vars(state)[name].chunks for name in _BUFFERS},
+        FLIGHT: {name: vars(state)[name].chunks for name in BUFFERS},
         DIAGNOSTICS: diagnostics,
         theta_item(layout): state.outer,
     }
@@ -148,7 +147,7 @@ class Restorer:
         diagnostics = dict(items[DIAGNOSTICS])
         residual_norm_R = diagnostics.pop("residual_norm", ())
         flight = {
-            name: replace(vars(like)[name], chunks=tuple(items[FLIGHT][name])) for name in _BUFFERS
+            name: replace(vars(like)[name], chunks=tuple(items[FLIGHT][name])) for name in BUFFERS
         }
         return State(
             t=t,
