@@ -66,7 +66,7 @@ class Model:
 
     @property
     def layer_axis(self) -> Params:
-        """What fragments need to know of each parameter, in a dict like that of `init`.
+        """How fragments divide each parameter, in a dict like that of `init`.
 
         For a stacked parameter it is the dimension that counts layers, with their numbers if these
         are not all of the model's. For another one it is Vocabulary(dimension) or None.

@@ -26,7 +26,9 @@ MOST_VALUES = 2**31 - 1  # of the queries, which JAX counts in int32
 
 
 class Documents(NamedTuple):
-    """Where the documents of all windows begin and end, in cuDNN's form: existing ones come first.
+    """Lengths and offsets of the documents of all windows, as cuDNN reads them.
+
+    Existing documents come first.
 
     Attributes:
       lengths_BM: tokens of each document, int32, then 0.
@@ -124,7 +126,7 @@ def attention(
       k_BLKH: keys.
       v_BLKH: values, of the queries' head dimension.
       segment_ids_BL: equal ids see each other and are adjacent.
-      by_offsets: hand documents to cuDNN by their offsets instead of a mask. A window still needs
+      by_offsets: pass documents to cuDNN by their offsets instead of a mask. A window still needs
         the mask.
 
     Returns:
