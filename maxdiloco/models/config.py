@@ -156,6 +156,7 @@ def from_keys(cfg: Any, *, auto_dtype: DTypeLike = jnp.float32) -> ModelConfig:
     Returns:
       The model's sizes and choices.
     """
+    rows = cfg.vocab_size if cfg.padded_vocab_size == "auto" else cfg.padded_vocab_size
     multiplier = {"auto": cfg.logits_via_embedding, "sqrt_emb_dim": True, "one": False}
     return ModelConfig(
         emb_dim=cfg.base_emb_dim,
@@ -175,7 +176,7 @@ def from_keys(cfg: Any, *, auto_dtype: DTypeLike = jnp.float32) -> ModelConfig:
         num_kv_heads=cfg.base_num_kv_heads,
         head_dim=cfg.head_dim,
         vocab_size=cfg.vocab_size,
-        padded_vocab_size=cfg.vocab_rows(),
+        padded_vocab_size=rows,
         mlp_activations=tuple(cfg.mlp_activations),
         mlp_activations_limit=cfg.mlp_activations_limit,
         mlp_bias=cfg.mlp_bias,
