@@ -201,9 +201,6 @@ def choose(
       ConfigError: the backend lacks a kernel that was asked for, or 8-bit products.
     """
     quantized.check_device(quantization, backend, device_kind, compute_capability)
-    half_on_cpu = backend == "cpu" and config.dtype == jnp.bfloat16
-    wide_on_cpu = half_on_cpu and processor.float32_is_faster(processor.host_cpuinfo())
-    on_gpu = backend == "gpu"
     kernel = choose_attention(
         config,
         attention,
@@ -212,35 +209,53 @@ def choose(
         shards=length_shards,
         compute_capability=compute_capability,
     )
-    rotation = "reverse" if on_gpu else "concatenate"
-    if kernel == "splash" and config.dtype == jnp.bfloat16:
-        rotation = "permute"
-    grouped = {"cpu": "xla", "gpu": "triton", "tpu": "megablox"}[backend]
-    if on_gpu and not has_kernels(compute_capability):
-        grouped = "xla"
-    chunk = CHUNK_TOKENS
-    if on_gpu:
-        chunk = max(CHUNK_TOKENS, GPU_CHUNK_LOGITS // config.vocab_size)
-    elif half_on_cpu and not wide_on_cpu:
-        chunk = CPU_BF16_CHUNK_TOKENS
-    chosen = Kernels(
-        attention=kernel,
-        rotation=rotation,
-        products=Products(
-            precision=precision,
-            float32_results=half_on_cpu,
-            float32_operands=wide_on_cpu,
-            scattered_gradients=backend == "tpu",
-            quantization=quantization,
-        ),
-        grouped_matmul=grouped,
-        recompute_activations=on_gpu,
-        one_pass_logsumexp=on_gpu,
-        unroll_layers=on_gpu and config.num_layers <= MOST_UNROLLED,
-        head_chunk=chunk,
-    )
+    products = Products(precision=precision, quantization=quantization)
+    match backend:
+        case "cpu":
+            chosen = _cpu_kernels(config, kernel, products)
+        case "gpu":
+            chosen = _gpu_kernels(config, kernel, products, compute_capability)
+        case "tpu":
+            chosen = _tpu_kernels(config, kernel, products)
+        case _:
+            raise ValueError(f"backend={backend}")
     log.info("kernels for %s: %s", backend, chosen.describe())
     return chosen
+
+
+def _cpu_kernels(config: ModelConfig, attention: str, products: Products) -> Kernels:
+    is_half = config.dtype == jnp.bfloat16
+    is_wide = is_half and processor.float32_is_faster(processor.host_cpuinfo())
+    return Kernels(
+        attention=attention,
+        products=dataclasses.replace(products, float32_results=is_half, float32_operands=is_wide),
+        head_chunk=CPU_BF16_CHUNK_TOKENS if is_half and not is_wide else CHUNK_TOKENS,
+    )
+
+
+def _gpu_kernels(
+    config: ModelConfig, attention: str, products: Products, compute_capability: str
+) -> Kernels:
+    return Kernels(
+        attention=attention,
+        rotation="reverse",
+        products=products,
+        grouped_matmul="triton" if has_kernels(compute_capability) else "xla",
+        recompute_activations=True,
+        one_pass_logsumexp=True,
+        unroll_layers=config.num_layers <= MOST_UNROLLED,
+        head_chunk=max(CHUNK_TOKENS, GPU_CHUNK_LOGITS // config.vocab_size),
+    )
+
+
+def _tpu_kernels(config: ModelConfig, attention: str, products: Products) -> Kernels:
+    is_exact = attention == "splash" and config.dtype == jnp.bfloat16
+    return Kernels(
+        attention=attention,
+        rotation="permute" if is_exact else "concatenate",
+        products=dataclasses.replace(products, scattered_gradients=True),
+        grouped_matmul="megablox",
+    )
 
 
 def choose_attention(
