@@ -79,8 +79,10 @@ def step_saved_after(processes, number, code, words):
     [(signal.SIGTERM, 143, "SIGTERM"), full(signal.SIGINT, 130, "Ctrl-C")],
 )
 def test_a_signal_to_one_saves_the_same_step_in_all(started, tmp_path, number, code, words):
-    """JAX's preemption service names a step that no process has passed."""
-    started += start_cluster(2, tmp_path / "two", **ONE_EACH)
+    """JAX's preemption service names a step that no process has passed. The text is
+    prepared before."""
+    text = dict(dataset_type="text", dataset_path="docs", vocab_size=257)
+    started += start_cluster(2, tmp_path / "two", **ONE_EACH | text)
     step = step_saved_after(started, number, code, words)
     assert saved_steps(tmp_path / "two") == [step]
     assert logged_steps(tmp_path / "two") == list(range(1, step + 1))
