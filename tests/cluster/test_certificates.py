@@ -2,24 +2,20 @@
 
 import hashlib
 import hmac
-import inspect
 import pathlib
 import signal
 import stat
-import time
 
 import jax
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from mailbox_tools import WAIT_S, until
-from tiers import full
 
 from maxdiloco.cluster import certificates, peers
 from maxdiloco.errors import ConfigError
 
 SECRET = b"known to every host of the run"
-HAS_TLS = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
 
 
 @pytest.fixture
@@ -125,87 +121,3 @@ def test_a_secret_file_that_others_can_read_is_refused(secret_file):
         secret_file.chmod(mode)
         with pytest.raises(ConfigError, match=f"exchange_secret_file={secret_file}.* {mode:03o}"):
             peers.secret_of_file(str(secret_file))
-
-
-JOIN = """
-import os, sys, time
-import jax
-from maxdiloco.cluster import start
-from maxdiloco.command_line import guarded
-
-@guarded
-def main(argv):
-    jax.config.update("jax_platforms", "cpu")
-    with start.joined(os.environ, timeout_s=60, peer_timeout_s=60, secret_file=argv[0]) as cluster:
-        print("joined", cluster.mailbox._server._listener.getsockname()[1], flush=True)
-        sys.stdin.readline()
-    return 0
-
-main()
-"""
-# A client of JAX's coordination service without a certificate.
-CLIENT = """
-import os, sys, threading
-from jax._src.lib import _jax
-
-threading.Timer(20, os._exit, (9,)).start()
-address, what = sys.argv[1:]
-client = _jax.get_distributed_runtime_client(address, 1, init_timeout=8)
-if what == "enter":
-    client.connect()
-else:
-    client.shutdown()
-os._exit(0)
-"""
-
-
-@pytest.fixture
-def run_of_two(started, free_port):
-    """Start two processes with a secret file, in an order, and wait until both have joined."""
-
-    def run_of_two(secret_file, order=(0, 1), pause_s=0.0):
-        processes = {}
-        for index in order:
-            where = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}", "JAX_NUM_PROCESSES": "2"}
-            where |= {"JAX_PROCESS_ID": str(index)}
-            processes[index] = started(JOIN, str(secret_file), **where)
-            time.sleep(pause_s)
-        ports = [int(processes[i].stdout.readline().split()[1]) for i in (0, 1)]
-        return [processes[0], processes[1]], ports
-
-    return run_of_two
-
-
-def end(processes):
-    """Their exit codes once they are told to end."""
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    return [process.wait(WAIT_S) for process in processes]
-
-
-@pytest.mark.parametrize("order", [(1, 0), full((0, 1))])
-def test_processes_start_in_any_order(run_of_two, secret_file, order):
-    processes, _ = run_of_two(secret_file, order, pause_s=3)
-    assert end(processes) == [0, 0]
-
-
-@pytest.mark.skipif(not HAS_TLS, reason="JAX's coordination service has TLS from 0.12 on")
-@pytest.mark.parametrize("what", ["enter", "shut down"])
-def test_a_client_without_a_certificate_cannot_use_the_coordinator(
-    run_of_two, started, free_port, secret_file, what
-):
-    processes, _ = run_of_two(secret_file)
-    client = started(CLIENT, f"127.0.0.1:{free_port}", what)
-    code = client.wait(WAIT_S)
-    assert code != 0 or what == "shut down"
-    assert [process.poll() for process in processes] == [None, None]
-    assert end(processes) == [0, 0]
-
-
-@pytest.mark.skipif(not HAS_TLS, reason="with 0.10 the service is open in both cases")
-def test_without_a_secret_file_such_a_client_ends_the_run(run_of_two, started, free_port):
-    """The positive control: a client that enters as process 1 makes JAX abort both."""
-    processes, _ = run_of_two("")
-    started(CLIENT, f"127.0.0.1:{free_port}", "enter")
-    assert all(process.wait(WAIT_S) != 0 for process in processes)
