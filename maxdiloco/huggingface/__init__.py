@@ -1,1 +1,1 @@
-"""Models of Hugging Face's layout in and out: config.json, safetensors, tokenizer files."""
+"""Import and export of Hugging Face models: config.json, safetensors and tokenizer files."""

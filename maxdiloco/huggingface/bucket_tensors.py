@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file in a bucket: the header first, then the bytes asked for."""
+"""Ranged reads of a safetensors file in a bucket: the header first, then single tensors."""
 
 import contextlib
 import math
@@ -18,8 +18,13 @@ _MOST_HEADER = 100_000_000  # bytes; the package refuses more
 
 @contextlib.contextmanager
 def header_here(file: BucketPath) -> Iterator[str]:
-    """A file of this machine with the header of one in a bucket; the rest of it is a hole. The
-    package checks it like the whole file. Raises CheckpointError."""
+    """Copy the header of a file in a bucket into a sparse local file of the same size.
+
+    The package safetensors reads and checks the copy like the whole file.
+
+    Raises:
+      CheckpointError: the file cannot be read.
+    """
     with tempfile.NamedTemporaryFile(prefix="maxdiloco-header-") as copy:
         with folders.reading(file):
             size, bucket = file.nbytes(), file.bucket()
@@ -31,8 +36,8 @@ def header_here(file: BucketPath) -> Iterator[str]:
         yield copy.name
 
 
-def places(header: os.PathLike) -> dict[str, int]:
-    """{tensor: where its bytes begin}, of a header that the package has checked."""
+def begins(header: os.PathLike) -> dict[str, int]:
+    """Return the offset of each tensor in a file whose header the package has checked."""
     with open(header, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         fields = json_text.parse(file.read(length))
@@ -45,7 +50,18 @@ def places(header: os.PathLike) -> dict[str, int]:
 def read(
     file: BucketPath, begin: int, shape: tuple[int, ...], dtype: np.dtype, rows: slice
 ) -> np.ndarray:
-    """Some rows of a tensor whose bytes begin there. Raises CheckpointError."""
+    """Read some rows of a tensor.
+
+    Args:
+      file: a file of safetensors.
+      begin: offset of the tensor in the file, in bytes.
+      shape: of the tensor.
+      dtype: of the tensor.
+      rows: of dim 0.
+
+    Raises:
+      CheckpointError: the file cannot be read.
+    """
     count, *inner = shape or (1,)
     first, last, _ = rows.indices(count)
     row = math.prod(inner) * dtype.itemsize

@@ -1,7 +1,11 @@
-"""config.json to the keys of the group model, and back."""
+"""config.json to the keys of the group model, and back.
+
+transformers' config classes give the defaults and read old spellings of config.json.
+"""
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,38 +13,47 @@ from maxdiloco import json_text, small_files
 from maxdiloco.config import config as config_lib
 from maxdiloco.config.keys import KEYS, Key
 from maxdiloco.config.values import show
+from maxdiloco.data import packages
 from maxdiloco.errors import ConfigError
-from maxdiloco.huggingface import rules
-from maxdiloco.huggingface.families import families
+from maxdiloco.huggingface import fields
+from maxdiloco.huggingface.families import FAMILIES
+from maxdiloco.huggingface.fields import FIELDS, Field
 from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.tensors import Family
 from maxdiloco.storage.run_folder import refusing
 
+FILE = "config.json"
+# Eighty times the layers of the deepest published model, Llama 3 405B with 126 (arXiv 2407.21783,
+# Table 3). transformers makes a list of them before it checks anything.
+MAX_LAYERS = 10_000
 # Keys of the group model that say how to train, not what is computed.
 OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
-# A key that a family says nothing of has the default of base.yml, but for these.
+# A key that config.json does not decide has the default of base.yml, except for these.
 _NEUTRAL = {"embedding_scale": "one", "use_qk_norm": "false"}
-# Keys of config.json that rules read, or that change nothing of what is computed.
-NOTED = {
-    "_name_or_path", "_sliding_window_pattern", "architectures", "attention_bias",
-    "attention_dropout", "attn_implementation", "attn_logit_softcapping", "auto_map",
-    "bos_token_id", "cache_implementation", "dtype", "eos_token_id", "final_logit_softcapping",
-    "hidden_act", "hidden_activation", "initial_context_length", "initializer_range", "layer_types",
-    "max_position_embeddings", "max_window_layers", "model_type", "moe_intermediate_size",
-    "n_group", "n_routed_experts", "num_nextn_predict_layers", "q_lora_rank", "qk_head_dim",
-    "topk_group", "aux_loss_alpha", "ep_size", "head_dim", "seq_aux",
-    "num_experts", "num_local_experts", "output_router_logits", "pad_token_id",
-    "router_aux_loss_coef", "router_jitter_noise",
-    "pretraining_tp", "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta",
-    "sliding_window", "sliding_window_pattern", "tie_word_embeddings", "torch_dtype",
-    "transformers_version", "use_cache", "use_sliding_window",
+# Keys of published files that no config class has and that do not change what is computed, and the
+# spellings of transformers 4.
+_HARMLESS = {
+    "_name_or_path", "attn_implementation", "auto_map", "aux_loss_alpha", "cache_implementation",
+    "ep_size", "initial_context_length", "max_window_layers", "moe_intermediate_size",
+    "num_experts", "rope_local_base_freq", "rope_scaling", "rope_theta", "seq_aux",
+    "sliding_window", "sliding_window_pattern", "torch_dtype",
 }  # fmt: skip
+# Keys that a config class reads though no language model needs them: labels, and torch's dtype.
+_NOT_READ = {"model_type", "id2label", "label2id", "num_labels", "dtype", "torch_dtype"}
 
 Values = dict[str, Any]
 
 
 class Read(NamedTuple):
-    """A config.json. whole: all of it; text: the text model's keys; keys: ours."""
+    """A config.json.
+
+    Attributes:
+      family: its model type.
+      whole: the entries of the file.
+      text: the entries for the text model, which are `whole` or a part of it.
+      keys: our keys of the group model.
+      unknown: keys of `text` that have no effect here.
+    """
 
     family: Family
     whole: Values
@@ -50,8 +63,13 @@ class Read(NamedTuple):
 
 
 def read(folder: Folder) -> Read:
-    """The model of a folder. Raises ConfigError for one that maxdiloco cannot compute."""
-    path = folder / "config.json"
+    """Read the config.json of a folder.
+
+    Raises:
+      ConfigError: the file cannot be read, or maxdiloco cannot compute the model. It names the
+        file, and the key where one is wrong.
+    """
+    path = folder / FILE
     with refusing(ConfigError, f"{path} cannot be read", "Give the folder of a downloaded model."):
         content = small_files.read_bytes(path)
     try:
@@ -60,17 +78,20 @@ def read(folder: Folder) -> Read:
         raise ConfigError(f"{path} is not JSON: {error}. Download it again.") from error
     if not isinstance(whole, dict) or not isinstance(whole.get("model_type"), str):
         raise ConfigError(f"{path} names no model_type. Give the config.json of a model.")
-    family = family_of(whole["model_type"])
-    text = whole.get(family.inner) if family.inner else whole
-    if not isinstance(text, dict):
-        raise rules.refused(family.inner, text, "it is a table, the keys of the text model")
-    keys = keys_of(text, family)
-    known = {rule.key for rule in family.rules} | set(family.must) | NOTED
+    try:
+        family = family_of(whole["model_type"])
+        text = whole.get(family.inner) if family.inner else whole
+        if not isinstance(text, dict):
+            raise ConfigError(f"{family.inner}={text}: expected the entries of the text model.")
+        keys = keys_of(text, family)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    known = _class_keys(family) | {field.theirs for field in FIELDS} | set(family.must) | _HARMLESS
     return Read(family, whole, text, keys, tuple(sorted(text.keys() - known)))
 
 
 def untied(model: Read) -> Read:
-    """The same model with a head of its own, in its config.json too."""
+    """Return the model with a head of its own, also in its config.json."""
     changed = {"tie_word_embeddings": False}
     text = model.text | changed
     whole = model.whole | {model.family.inner: text} if model.family.inner else text
@@ -79,97 +100,164 @@ def untied(model: Read) -> Read:
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a model type. Raises ConfigError that names the nearest."""
-    by_name = {family.model_type: family for family in families()}
+    """Return the family of a model type. Raises ConfigError that names the nearest one."""
+    by_name = {family.model_type: family for family in FAMILIES}
     if model_type in by_name:
         return by_name[model_type]
     near = difflib.get_close_matches(model_type, list(by_name), n=1, cutoff=0.5)
     raise ConfigError(
-        f"model_type={model_type} of config.json is none that maxdiloco has. "
+        f"model_type={model_type} is not supported. "
         f"{f'The nearest is {near[0]}. ' if near else ''}Use one of {', '.join(by_name)}."
     )
 
 
-def keys_of(
-    hf: Mapping[str, Any], family: Family, declared: Mapping[str, Key] | None = None
-) -> Values:
-    """Our keys of the group model, all but those of training. Raises ConfigError.
+def of_transformers(hf: Mapping[str, Any], family: Family) -> Values:
+    """Return a complete config: the entries of config.json with the defaults of transformers.
 
-    Tables are dicts, without the entries that the family says nothing of. declared: as `misfits`.
+    Args:
+      hf: entries of config.json for the text model.
+      family: its model type.
+
+    Raises:
+      ConfigError: transformers refuses an entry, or is not installed.
+    """
+    transformers = packages.require("transformers", "A model of Hugging Face", extra="hf")
+    errors = packages.require("huggingface_hub.errors", "A model of Hugging Face", extra="hf")
+    transformers.utils.logging.set_verbosity_error()
+    entries = {name: value for name, value in hf.items() if name not in _NOT_READ}
+    try:
+        found = transformers.AutoConfig.for_model(family.text_type, **entries).to_dict()
+    except (errors.StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError,
+            ValueError) as error:  # fmt: skip
+        message = " ".join(str(error).split()).rstrip(".")
+        quoted = (name for name in entries if re.search(rf"['`]{re.escape(name)}['`]", message))
+        where = next((f"{name}={entries[name]}: " for name in quoted), "")
+        raise ConfigError(
+            f"{where}transformers refuses it ({message}). Download it again, or use another model."
+        ) from error
+    if not family.latent and not found.get("head_dim"):
+        found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
+    return found
+
+
+def _class_keys(family: Family) -> frozenset[str]:
+    """Return the keys that the config class of a model type has, and head_dim."""
+    return frozenset(of_transformers({}, family))
+
+
+def _rows(family: Family, known: frozenset[str]) -> list[Field]:
+    """Return the fields of a model type. known: the keys of its config class."""
+    used = known.difference(family.unused)
+    return [*(field for field in FIELDS if field.theirs in used), *family.fields]
+
+
+def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
+    """Return our keys of the group model for a config.json, all except those of training.
+
+    Args:
+      hf: entries of config.json for the text model.
+      family: its model type.
+
+    Returns:
+      {key: value}. A table is a dict with the entries that config.json decides.
+
+    Raises:
+      ConfigError: maxdiloco cannot compute the model.
     """
     if quantised := hf.get("quantization_config"):
         is_table = isinstance(quantised, dict)
         method = quantised.get("quant_method", "?") if is_table else quantised
         raise ConfigError(
-            f"quantization_config of config.json says {method}: quantised weights are not "
-            "imported. Save the model with bfloat16 weights (transformers' from_pretrained with "
-            "dtype=torch.bfloat16, dequantize(), save_pretrained) and import that."
+            f"quantization_config has {method}: quantised weights are not imported. Save the model "
+            "with bfloat16 weights (transformers' from_pretrained with dtype=torch.bfloat16, "
+            "dequantize(), save_pretrained) and import that."
         )
     layers = hf.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > rules.MOST_LAYERS:
-        raise rules.refused("num_hidden_layers", layers, f"it is at most {rules.MOST_LAYERS}")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers={layers}: expected at most {MAX_LAYERS}.")
+    config = of_transformers(hf, family)
     for key, value in family.must.items():
-        if hf.get(key) is not None and hf[key] != value:
-            raise rules.refused(key, hf[key], f"{family.model_type} has {key}={value}")
-    of_model = _of_model(declared or KEYS)
-    keys = {name: key.default for name, key in of_model.items()} | _NEUTRAL
-    defaults = _flat(keys, of_model)
-    found: Values = {}
-    for rule in family.rules:
-        read = rule.read(hf | {"model_type": family.model_type})
-        for name, value in read.items():
-            rules.check_type(rule.key, value, defaults.get(name))
-        found |= read
+        if config.get(key) is not None and config[key] != value:
+            raise ConfigError(f"{key}={config[key]}: expected {value} for {family.model_type}.")
+    known = _class_keys(family)
+    config = {name: config[name] for name in known}  # no model reads the other keys
+    keys = {name: key.default for name, key in _of_model().items()} | _NEUTRAL
+    defaults = _flat(keys)
+    found: Values = {
+        field.ours: fields.read_field(field, config, defaults.get(field.ours))
+        for field in _rows(family, known)
+    }
+    found |= fields.read_rope(config, local=family.local_rope, latent=family.latent)
+    found |= fields.read_layers(config)
     for name, value in {**found, **family.fixed}.items():
         key, _, entry = name.partition(".")
         keys[key] = dict(keys[key]) | {entry: value} if entry else value
     return keys
 
 
-def _flat(keys: Values, declared: Mapping[str, Key]) -> Values:
-    """Of all keys, with those of tables' entries, as `router.scaling_factor`, beside them."""
+def named_as_theirs(message: str) -> str:
+    """Return a message that begins with `our key=`, with the name of that key in config.json."""
+    names = {field.ours: field.theirs for field in FIELDS}
+    names |= {"rope_max_timescale": "rope_theta", "sliding_window_size": "sliding_window"}
+    theirs = names.get(message.partition("=")[0])
+    return f"{theirs}: {message}" if theirs else message
+
+
+def _flat(keys: Values) -> Values:
+    """Return the keys together with the entries of tables, such as `router.scaling_factor`."""
     return keys | {
         f"{name}.{entry}": value
-        for name, key in declared.items()
-        if isinstance(keys[name], dict)
-        for entry, value in key.whole(keys[name]).items()
+        for name, table in keys.items()
+        if isinstance(table, dict)
+        for entry, value in KEYS[name].whole(table).items()
     }
 
 
-def _of_model(declared: Mapping[str, Key]) -> dict[str, Key]:
-    """The keys of the group model, all but those of training."""
-    group = declared["model_name"].group
-    return {n: k for n, k in declared.items() if k.group == group and n not in OF_TRAINING}
+def _of_model() -> dict[str, Key]:
+    """Return the keys of the group model, except those of training."""
+    group = KEYS["model_name"].group
+    return {n: k for n, k in KEYS.items() if k.group == group and n not in OF_TRAINING}
 
 
-def config_of(keys: Values, family: Family, declared: Mapping[str, Key] | None = None) -> Values:
-    """config.json of a config that `misfits` finds nothing in. Arguments: as there."""
-    ours = _flat(keys, declared or KEYS)
+def config_of(keys: Values, family: Family) -> Values:
+    """Return the config.json of a model.
+
+    Args:
+      keys: all keys of base.yml.
+      family: the model type. `misfits` of the result says whether it has all options of the model.
+    """
+    ours = _flat(keys)
     if ours["base_moe_mlp_dim"] == -1:
         ours["base_moe_mlp_dim"] = ours["base_mlp_dim"]
     ours["query_pre_attn_scalar"] = ours["query_pre_attn_scalar"] or ours["head_dim"]
+    known = _class_keys(family)
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= family.must
-    for rule in family.rules:
-        hf |= rule.write(ours)
+    hf |= {field.theirs: field.write(ours[field.ours]) for field in _rows(family, known)}
+    hf |= fields.write_layers(ours, known)
+    hf |= fields.write_rope(ours, local=family.local_rope, latent=family.latent)
     return hf | family.of_exports | {"max_position_embeddings": keys["max_target_length"]}
 
 
-def misfits(
-    config: Values, hf: Values, family: Family, declared: Mapping[str, Key] | None = None
-) -> dict[str, tuple[Any, Any]]:
-    """{key: (value of the config, value of config.json)} where a model is not the same.
+def misfits(config: Values, hf: Values, family: Family) -> dict[str, tuple[Any, Any]]:
+    """Return {key: (value of the config, value of config.json)} where the models differ.
 
-    config: all keys of base.yml. declared: KEYS.
+    Args:
+      config: all keys of base.yml.
+      hf: entries of config.json for the text model.
+      family: its model type.
+
+    Raises:
+      ConfigError: maxdiloco cannot compute the model of config.json.
     """
-    ours = {name: config[name] for name in _of_model(declared or KEYS)}
-    theirs = vars(config_lib.from_dict(keys_of(hf, family, declared)))
+    ours = {name: config[name] for name in _of_model()}
+    theirs = vars(config_lib.from_dict(keys_of(hf, family)))
     mine, other = _resolved(ours), _resolved(theirs)
     return {name: (ours[name], theirs[name]) for name in ours if not _same(mine[name], other[name])}
 
 
 def _same(mine: Any, other: Any) -> bool:
-    """Whether two values are one in float32, which is what is computed."""
+    """Return True if two values are equal in float32, in which models compute."""
     if isinstance(mine, float) and isinstance(other, float):
         return math.isclose(mine, other, rel_tol=1e-9)
     if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
@@ -178,8 +266,8 @@ def _same(mine: Any, other: Any) -> bool:
 
 
 def _resolved(keys: Values) -> Values:
-    """The keys with what their words and their defaults stand for, equal for equal models."""
-    kinds = rules.kinds_of_layers(keys)
+    """Return the keys with words and defaults replaced by values, equal for equal models."""
+    kinds = fields.kinds_of_layers(keys)
     # Padding is not computed.
     found = keys | {"attention_pattern": kinds, "padded_vocab_size": "auto"}
     if keys["embedding_scale"] == "auto":
@@ -199,20 +287,32 @@ def _resolved(keys: Values) -> Values:
 
 
 def family_for(config: Values) -> tuple[Family, Values]:
-    """The family that has all options of a config, all keys of base.yml, and its config.json.
+    """Return the first family that has all options of a model, and its config.json.
 
-    The model has a head of its own, and the scale in the embedding, where no family has a tied one
-    whose embedding is scaled. Raises ConfigError that names what none has.
+    If no family has a tied head with a scaled embedding, the model gets a head of its own, and the
+    export scales the embedding.
+
+    Args:
+      config: all keys of base.yml.
+
+    Raises:
+      ConfigError: no family has all options. The message lists those that the nearest one lacks.
     """
-    declared, nearest = KEYS, []
+    nearest = []
     untied = config | {"logits_via_embedding": False, "embedding_scale": "one"}
     for keys in (config, untied) if config["logits_via_embedding"] else (config,):
-        for family in families():
-            hf = config_of(keys, family, declared)
-            found = misfits(keys, hf, family, declared)
+        for family in FAMILIES:
+            hf = config_of(keys, family)
+            try:
+                found = misfits(keys, hf, family)
+            except ConfigError as error:  # transformers has a limit that maxdiloco does not have
+                refusal = error
+                continue
             if not found:
                 return family, hf
             nearest.append((family, found))
+    if not nearest:
+        raise refusal
     family, found = min(nearest, key=lambda near: len(near[1]))
     raise ConfigError(
         f"no model type of Hugging Face has all options of this model. The nearest, "
@@ -221,6 +321,6 @@ def family_for(config: Values) -> tuple[Family, Values]:
 
 
 def differing(found: Mapping[str, tuple[Any, Any]]) -> str:
-    """The findings of `misfits`, for a message."""
+    """Return the result of `misfits` as text."""
     pairs = [f"{name}={show(ours)} is not {show(theirs)}" for name, (ours, theirs) in found.items()]
     return ", ".join(pairs)

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face model: safetensors, two config files, those of the tokenizer."""
+"""Export of a checkpoint as a Hugging Face model: weights, config files and tokenizer files."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family
 from maxdiloco.models.config import from_keys
 from maxdiloco.run import tokenizer as run_tokenizer
 
-# Beside "stored", the one that the checkpoint has.
+# "stored" is the dtype of the checkpoint.
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -45,9 +45,23 @@ def export_model(
     base_output_directory: str,
     say: Say,
 ) -> None:
-    """Export a run's newest undamaged checkpoint, or one checkpoint: see the options of hf.
+    """Export the newest undamaged checkpoint of a run, or a given one.
 
-    Raises ConfigError, CheckpointError, DataError.
+    Args:
+      run: the run or a checkpoint.
+      target: the folder to make.
+      parameters: outer, mean or replica_N.
+      dtype: stored, float32 or bfloat16.
+      max_shard_size: of a file, such as 5GB.
+      like: a folder with the config.json to use. Empty: that of the import that the run began with.
+      step: of the checkpoint. -1: the newest.
+      base_output_directory: folder of the runs.
+      say: receives lines for the user.
+
+    Raises:
+      ConfigError: an argument is wrong, or Hugging Face has no such model.
+      CheckpointError: the checkpoint cannot be read, or the target cannot be written.
+      DataError: the tokenizer cannot be read.
     """
     max_bytes = safetensors_files.nbytes_of(max_shard_size)
     if dtype not in ("stored", *_DTYPES):
@@ -101,9 +115,9 @@ def export_model(
 
 
 def _carried(import_path: str, checkpoint: epath.Path, like: str) -> Folder | None:
-    """The folder with a config.json that the export is to be like.
+    """Return the folder with the config.json that the export should have, or None.
 
-    That of `like`, else of the import that the checkpoint is of or that its run began with.
+    It is that of `like`, or of the import that the checkpoint is, or that its run began with.
     """
     if like:
         folder = folders.place(like, "like")
@@ -131,9 +145,10 @@ def _like(carried: Folder, cfg: config.Config, say: Say) -> tuple[Family, dict[s
 def _parts(
     cfg: config.Config, family: Family, hf: Mapping[str, Any], say: Say
 ) -> tuple[list[Part], dict[str, float]]:
-    """The parts layer by layer, what is outside the layers around them; {tensor: factor}.
+    """Return the parts in the order of the files, and {name of a tensor: factor}.
 
-    A tied embedding that the family does not scale is written twice: scaled, and as the head.
+    The embedding comes first, then the layers, then the rest. A tied embedding that the family does
+    not scale is written twice: scaled, and as the head.
     """
 
     def place(part):
@@ -164,7 +179,7 @@ def _write_tensors(
     readers: Sequence[arrays.Reader],
     say: Say,
 ) -> None:
-    """Read each leaf once, box by box; no array of a box is left when the next is read."""
+    """Read each leaf once, box by box. Only one box is in memory at a time."""
     targets: dict[tuple[tensors.Leaf, tensors.Shape], list[Part]] = {}
     for part in parts:
         targets.setdefault((part.leaf, part.index), []).append(part)
@@ -189,7 +204,7 @@ def _write_tensors(
 
 
 def _mean(readers, leaf, box):
-    """A box of a leaf, of several readers its mean."""
+    """Read a box of a leaf, or its mean over several readers."""
     if len(readers) == 1:
         return readers[0].read(leaf, box)
     shape = [s.stop - s.start for s in box]

@@ -1,4 +1,4 @@
-"""Folders that appear whole, filled beside their place and renamed, and how far that is."""
+"""Output folders that are complete when they have their name, and the progress of filling them."""
 
 import contextlib
 import fcntl
@@ -25,13 +25,16 @@ MARK = "maxdiloco-writes-here"  # a file in such a folder, locked by the program
 
 
 def place(path: str, key: str) -> Folder:
-    """The folder. key: what gave it. Raises CheckpointError for a bucket without
-    obstore."""
+    """Return the folder at a path that a key names.
+
+    Raises:
+      CheckpointError: it is in a bucket, and obstore is not installed.
+    """
     return pathlib.Path(os.path.expanduser(path)) if is_local(path) else absolute(path, key=key)
 
 
 def reading(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-    """Raise CheckpointError where a file or folder cannot be read inside the `with`."""
+    """Turn an OSError inside the `with` into a CheckpointError that names the path."""
     return refusing(CheckpointError, f"{path} cannot be read", AGAIN)
 
 
@@ -43,12 +46,14 @@ def refuse_existing(target: Folder) -> None:
 
 @contextlib.contextmanager
 def appearing(target: Folder) -> Iterator[epath.Path]:
-    """A folder to fill in a `with`, which gets the target's name when that ends without an error.
+    """Make a folder to fill inside the `with`, and give it the target's name at the end.
 
-    A folder that a killed program left is removed first; one without its MARK stays. What is for a
-    bucket is filled on this machine and uploaded, config.json last. Raises ConfigError for that,
-    and where another program fills it; CheckpointError where the disk refuses, then too without a
-    trace.
+    An error removes the folder. A folder that a killed program left is removed first. A folder for
+    a bucket is filled on this machine and uploaded, config.json last.
+
+    Raises:
+      ConfigError: another program fills the folder, or there is one that is not of this program.
+      CheckpointError: the disk or the bucket refuses.
     """
     remedy = "Free some space or give another folder."
     told = refusing(CheckpointError, f"DST={target} cannot be written", remedy)
@@ -74,7 +79,7 @@ def appearing(target: Folder) -> Iterator[epath.Path]:
 
 
 def _remove_left(folder: epath.Path, target: pathlib.Path) -> None:
-    """Remove what a killed program left. Raises ConfigError where it is not that, OSError."""
+    """Remove the folder of a killed program. Raises ConfigError for any other folder, OSError."""
     if not (folder / MARK).is_file():
         raise ConfigError(
             f"DST={target} is written to {folder}, which exists and is not of an import or export "
@@ -90,7 +95,7 @@ def _remove_left(folder: epath.Path, target: pathlib.Path) -> None:
 
 
 def _lock(stack: contextlib.ExitStack, folder: epath.Path, mode: str) -> bool:
-    """Lock the MARK of a folder until the stack ends; False where another process has it."""
+    """Lock the MARK of a folder until the stack ends. Return False if another process has it."""
     file = stack.enter_context(open(folder / MARK, mode, encoding="utf-8"))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,10 +107,7 @@ def _lock(stack: contextlib.ExitStack, folder: epath.Path, mode: str) -> bool:
 
 
 class Progress:
-    """Says every _PERIOD_S how much of some bytes is done, and how long the rest may take.
-
-    verb: what is done to them, as imported.
-    """
+    """Logs the progress of an import or export every _PERIOD_S seconds."""
 
     def __init__(
         self,
@@ -114,12 +116,20 @@ class Progress:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
+        """Start the clock.
+
+        Args:
+          verb: past participle for the log lines, such as imported.
+          total: bytes in all.
+          say: receives the lines.
+          clock: returns seconds.
+        """
         self._verb, self._total, self._say, self._clock = verb, max(total, 1), say, clock
         self._done, self._begun = 0, clock()
         self._said = self._begun
 
     def more(self, size: int) -> None:
-        """So many more bytes are done."""
+        """Count bytes that are done."""
         self._done = min(self._done + size, self._total)
         now = self._clock()
         if now - self._said < _PERIOD_S or not self._done:
@@ -132,6 +142,6 @@ class Progress:
         )
 
     def last(self, what: str) -> None:
-        """All bytes are done; says what follows, where it took long so far."""
+        """Log what follows the last byte, if the work took longer than _PERIOD_S."""
         if self._clock() - self._begun >= _PERIOD_S:
             self._say(f"{self._verb} {self._total / 1e9:.1f} GB; {what}")

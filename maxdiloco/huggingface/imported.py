@@ -1,10 +1,10 @@
-"""A Hugging Face model as a checkpoint that a run starts from, with its model file and tokenizer.
+"""Import of a Hugging Face model as a checkpoint that a run starts from.
 
-DST/checkpoints/0/   the parameters, in the types that they have in the files
+DST/checkpoints/0/   the parameters, in the dtypes of the files
 DST/model.yml        the keys of the group model
-DST/start.yml        the keys with which train goes on from it
+DST/start.yml        the keys with which train continues the model
 DST/tokenizer/       the tokenizer of that run, as transformers' AutoTokenizer makes it
-DST/huggingface/     config.json, the tokenizer's files and the like, for an export
+DST/huggingface/     config.json, the tokenizer's files and the licence, for an export
 """
 
 import json
@@ -24,12 +24,11 @@ from maxdiloco.config.keys import AXES, Config
 from maxdiloco.config.values import as_json
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
-from maxdiloco.errors import CheckpointError, DataError
+from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.huggingface import (
     auto_tokenizer,
     config_json,
     folders,
-    rules,
     safetensors_files,
     sidecar_files,
     tensors,
@@ -41,10 +40,10 @@ from maxdiloco.huggingface.tensors import Part
 from maxdiloco.models.config import from_keys
 from maxdiloco.run import tokenizer as run_tokenizer
 
-CARRIED = "huggingface"  # folder in DST with the files that are carried along
+CARRIED = "huggingface"  # folder in DST with the files for an export
 # Keys of base.yml that an import may be given.
 MAY_SET = ("max_target_length", "add_bos", "add_eos")
-_ABOUT_START = "Go on training from the imported model; key=value after it count more."
+_ABOUT_START = "Continue to train the imported model. key=value on the command line has precedence."
 _MOST_NAMES = 8  # of tensors in a message
 
 Say = Callable[[str], None]
@@ -53,11 +52,20 @@ Say = Callable[[str], None]
 def import_model(
     source: Folder, target: pathlib.Path, vocab_multiple: int, keys: Sequence[str], say: Say
 ) -> None:
-    """Import the model in a folder. Raises ConfigError, CheckpointError, DataError.
+    """Import the model in a folder.
 
-    vocab_multiple: rows of the embedding are rounded up to a multiple of it. 1: no row is added;
-    then a tokenizer with more tokens than the model has rows is refused. keys: key=value of
-    MAY_SET.
+    Args:
+      source: the folder, also in a bucket.
+      target: the folder to make.
+      vocab_multiple: the rows of the embedding are rounded up to a multiple of it. 1: no row is
+        added, and a tokenizer with more tokens than the model has rows is refused.
+      keys: key=value of MAY_SET.
+      say: receives lines for the user.
+
+    Raises:
+      ConfigError: a key is wrong, or maxdiloco cannot compute the model.
+      CheckpointError: a file cannot be read, or the target cannot be written.
+      DataError: the tokenizer cannot be used.
     """
     folders.refuse_existing(target)
     safetensors_files.package()
@@ -70,7 +78,7 @@ def import_model(
     given = model.keys | of_text | {"model_name": str(target / "model.yml")}
     cfg, tokenizer = _config(given, found_tokenizer, source, vocab_multiple, keys)
     # A few more than there are, so that missing ones are listed by name.
-    most = len(found) + rules.MOST_LAYERS
+    most = len(found) + config_json.MAX_LAYERS
     parts = tensors.of_model(from_keys(cfg), model.family, most)
     dtypes = _checked(parts, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
@@ -80,10 +88,10 @@ def import_model(
     if others := sum(_is_of_other_part(name, model) for name in found):
         say(f"note: {model.family.left_out_part} is left out, {others} tensors of the files.")
     with folders.appearing(target) as folder:
-        beside = pathlib.Path(folder) / CARRIED
-        sidecar_files.copy(source, beside)
+        for_export = pathlib.Path(folder) / CARRIED
+        sidecar_files.copy(source, for_export)
         whole = json.dumps(model.whole, indent=2, ensure_ascii=False)
-        (beside / "config.json").write_text(f"{whole}\n")
+        (for_export / "config.json").write_text(f"{whole}\n")
         of_model = {key: vars(cfg)[key] for key in model.keys}
         _write_yml(folder / "model.yml", f"Imported from {source}", of_model)
         start = {"model_name": cfg.model_name, "load_parameters_path": str(target)}
@@ -96,7 +104,7 @@ def import_model(
         say(f"note: {line}")
     say(
         f"{target}: {model.family.model_type}, {len({part.name for part in parts})} tensors, "
-        f"{sum(math.prod(part.part_shape) for part in parts):,} parameters. Go on training with\n"
+        f"{sum(math.prod(part.part_shape) for part in parts):,} parameters. Train it with\n"
         f"python -m maxdiloco.train {target / 'start.yml'} dataset_path=TEXT"
     )
 
@@ -115,7 +123,11 @@ def _config(
       ConfigError: a value that no model here can have.
     """
     rows = stored["vocab_size"]
-    cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
+    try:
+        cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
+    except ConfigError as error:
+        file, message = source / config_json.FILE, config_json.named_as_theirs(str(error))
+        raise ConfigError(f"{file}: {message}") from error
     if found is None:
         tokenizer, tokens = ByteTokenizer(), rows
     else:
@@ -168,9 +180,9 @@ def _notes(
 
 
 def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
-    """The model, untied where config.json says tied and the files have another head.
+    """Return the model, untied if config.json says tied but the files have another head.
 
-    transformers 5 ties the two only where they are equal. Raises CheckpointError.
+    transformers 5 ties the head and the embedding only if they are equal. Raises CheckpointError.
     """
     table, head = (model.family.tensors[leaf].name for leaf in tensors.OF_VOCABULARY)
     both = table in found and head in found
@@ -185,7 +197,7 @@ def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
 
 
 def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> dict[str, np.dtype]:
-    """{leaf: dtype}. Raises CheckpointError for tensors that do not fit the model."""
+    """Return {leaf: dtype}. Raises CheckpointError for tensors that do not fit the model."""
     expected = dict.fromkeys(part.name for part in parts)
     missing = [name for name in expected if name not in found]
     if missing:
@@ -232,7 +244,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _write_yml(path: epath.Path, about: str, values: dict[str, Any]) -> None:
-    """Lines `key: value`, the value as JSON, which yml cannot misread."""
+    """Write lines `key: value`, with the value as JSON, which YAML reads unambiguously."""
     lines = [f"# {about}"]
     for key, value in values.items():
         lines.append(f"{key}: {json.dumps(as_json(value), ensure_ascii=False)}")
@@ -270,7 +282,7 @@ def _write_checkpoint(
 
 
 def _write_part(writer: Writer, part: Part, stored: Stored) -> int:
-    """Returns the bytes written. Rows that the files lack are zeros."""
+    """Write a part and return its bytes. Rows that the files lack are zeros."""
     values = safetensors_files.read(stored)
     if missing := part.shape[0] - values.shape[0]:
         values = np.pad(values, [(0, missing), *[(0, 0)] * (values.ndim - 1)])
@@ -280,7 +292,7 @@ def _write_part(writer: Writer, part: Part, stored: Stored) -> int:
 
 
 def _meta(cfg: Config, fingerprint: str) -> dict[str, Any]:
-    """What evaluate and generate ask of a run."""
+    """Return the entries of a checkpoint's metadata that evaluate and generate read."""
     return {
         "config": cfg.as_dict(),
         "tokenizer": fingerprint,

@@ -1,8 +1,7 @@
 """Files of safetensors, read and written tensor by tensor.
 
-A file is: the length of a header, 8 bytes; the header, JSON; the tensors' bytes. The package
-safetensors reads them. It writes a file from tensors that are all in memory, so a file is written
-here, at the place that the header gives each tensor.
+The package safetensors reads files. It writes only tensors that are all in memory, so this module
+writes the header by itself (8 bytes of length, then JSON) and maps the rest of the file.
 """
 
 import functools
@@ -39,7 +38,15 @@ _ALIGNMENT = 8  # of the first tensor's bytes, as the package has it
 
 
 class Stored(NamedTuple):
-    """A tensor of a file. dtype: the format's name, such as BF16. begin: in an object."""
+    """A tensor of a file.
+
+    Attributes:
+      name: its name in the file.
+      file: the file.
+      shape: its shape.
+      dtype: the format's name, such as BF16.
+      begin: its offset in a file that is in a bucket, in bytes.
+    """
 
     name: str
     file: Folder
@@ -49,24 +56,25 @@ class Stored(NamedTuple):
 
 
 Written = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a tensor to write
-Files = dict[str, Callable[[], np.memmap]]  # of each tensor what opens its values in its file
+Files = dict[str, Callable[[], np.memmap]]  # by name: maps the values of a tensor in its file
 
 
 def package() -> types.ModuleType:
-    """The package safetensors. Raises ConfigError where it is not installed."""
+    """Return the package safetensors. Raises ConfigError if it is not installed."""
     return packages.require("safetensors", "A model of Hugging Face", extra="hf")
 
 
 def tensors_of(folder: Folder) -> dict[str, Stored]:
-    """{name: tensor} of all files of a model; reads the headers alone.
+    """Return the tensors of all files of a model, by name. Only the headers are read.
 
-    Raises CheckpointError for a missing, truncated or otherwise damaged file.
+    Raises:
+      CheckpointError: a file is missing, truncated or otherwise damaged.
     """
     found = {}
     for file in _files(folder):
         header = nullcontext(file) if is_local(file) else bucket_tensors.header_here(file)
         with header as path, _opened(file, path) as opened:
-            begins = {} if is_local(file) else bucket_tensors.places(path)
+            begins = {} if is_local(file) else bucket_tensors.begins(path)
             for name in opened.keys():
                 part = opened.get_slice(name)
                 shape, dtype = tuple(part.get_shape()), part.get_dtype()
@@ -110,9 +118,12 @@ def _files(folder: Folder) -> list[Folder]:
 
 
 def read(tensor: Stored, rows: slice = slice(None)) -> np.ndarray:
-    """The values of a tensor, or some rows of them. Raises CheckpointError.
+    """Read a tensor, or some of its rows.
 
-    The file is opened for each tensor: its pages in memory are given back.
+    The file is opened for each tensor, so that its mapped pages are released.
+
+    Raises:
+      CheckpointError: the file cannot be read.
     """
     if not is_local(tensor.file):
         of = (tensor.shape, numpy_dtype(tensor))
@@ -122,7 +133,7 @@ def read(tensor: Stored, rows: slice = slice(None)) -> np.ndarray:
 
 
 def equal(one: Stored, other: Stored) -> bool:
-    """Whether two tensors have the same values, read some rows at a time; see `read`."""
+    """Return True if two tensors have equal values. Some rows at a time are read, as in `read`."""
     if one.shape != other.shape:
         return False
     for tensor in (one, other):
@@ -132,7 +143,7 @@ def equal(one: Stored, other: Stored) -> bool:
 
 
 def _opened(file: Folder, path: os.PathLike) -> Any:
-    """What the package makes of `path`, which is that file or its header."""
+    """Open `path`, which is the file or a copy of its header. Raises CheckpointError."""
     module = package()
     try:
         return module.safe_open(path, framework="numpy")
@@ -143,7 +154,7 @@ def _opened(file: Folder, path: os.PathLike) -> Any:
 
 
 def numpy_dtype(tensor: Stored) -> np.dtype:
-    """The dtype of a tensor. Raises CheckpointError for one that holds no plain weights."""
+    """Return the dtype of a tensor. Raises CheckpointError for quantised weights."""
     if tensor.dtype not in DTYPES:
         raise CheckpointError(
             f"{tensor.name} has type {tensor.dtype}: quantised weights are not imported. Save the "
@@ -154,7 +165,7 @@ def numpy_dtype(tensor: Stored) -> np.dtype:
 
 
 def nbytes_of(text: str) -> int:
-    """`5GB` or `200MB` in bytes. Raises ConfigError."""
+    """Return the bytes of a size such as `5GB` or `200MB`. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(KB|MB|GB)", text, re.IGNORECASE)
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     size = float(found[1]) * units[found[2].upper()] if found else 0
@@ -166,9 +177,18 @@ def nbytes_of(text: str) -> int:
 
 
 def begin(folder: pathlib.Path, written: Mapping[str, Written], max_bytes: int) -> Files:
-    """Begin files of at most max_bytes, or of one tensor, and the index of several. Raises OSError.
+    """Create the files of a model and, if there are several, their index.
 
-    written: {name: (shape, dtype)}, in the order that the tensors have in the files.
+    Args:
+      folder: where to write.
+      written: the tensors in the order of the files, by name.
+      max_bytes: size of a file, unless it holds a single tensor.
+
+    Returns:
+      For each tensor a function that maps its values for writing.
+
+    Raises:
+      OSError: a file cannot be written.
     """
     hub = packages.require("huggingface_hub", "An export", extra="hf")
     split = hub.split_state_dict_into_shards_factory(
@@ -187,9 +207,9 @@ def begin(folder: pathlib.Path, written: Mapping[str, Written], max_bytes: int) 
 
 
 def _begin(path: pathlib.Path, written: Mapping[str, Written]) -> Files:
-    """The header, and the place of the tensors, which the disk has to have.
+    """Write the header of a file and reserve the space of its tensors.
 
-    A full disk would kill a program that writes to a mapped file.
+    Without the reservation a full disk would kill the program with SIGBUS.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

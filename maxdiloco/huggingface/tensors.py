@@ -1,7 +1,8 @@
-"""A model type of Hugging Face, and its tensors as parts of the leaves of our parameters, and back.
+"""The tensors of a Hugging Face model as parts of the leaves of our parameters, and back.
 
-A leaf is stacked over layers, and over experts where it has some; a tensor of theirs is one part
-of it. Their matrices are [outputs, inputs], ours [inputs, outputs] with the heads apart.
+A leaf is stacked over layers and, in a mixture of experts, over experts. A tensor of Hugging Face
+is one part of a leaf. Their matrices are [outputs, inputs]; ours are [inputs, outputs], with a
+dimension for the heads.
 """
 
 import math
@@ -14,25 +15,28 @@ import numpy as np
 
 from maxdiloco.diloco.fragments import Stacked
 from maxdiloco.errors import ConfigError
-from maxdiloco.huggingface.rules import Rule
+from maxdiloco.huggingface.fields import Field
 from maxdiloco.models.config import ModelConfig
 from maxdiloco.models.model import Model
 
 Shape = tuple[int, ...]
 
-# Leaves whose tensors have a row for each token.
+# Leaves that have a row for each token.
 OF_VOCABULARY = EMBEDDING, HEAD = "embedding", "head"
 
 
 class Tensor(NamedTuple):
-    """Where a leaf's parts are in a Hugging Face checkpoint.
+    """The tensors that hold the parts of a leaf.
 
-    name: of a tensor, with {layer} and {expert} where there is one for each.
-    inputs: leading dims of the part that are inputs of a matrix, which is transposed; 0: no matrix.
-    flat: whether the tensor has one dim for all of the part's. half: 0 or 1 where its last dim has
-    the values of two parts in turns; None: it is one part's. in_pairs: whether the rotated features
-    of its outputs, the last of a head, are pairs of neighbours; ours are the pairs of two halves.
-    float32: whether an export has it so whatever dtype is asked for.
+    Attributes:
+      name: their name, with {layer} and {expert} where there is one for each.
+      inputs: number of leading dims of the part that are inputs of a matrix, which is transposed.
+        0: the tensor is not a matrix.
+      flat: whether the tensor has a single dim for all dims of the part.
+      half: 0 or 1 if the last dim of the tensor interleaves two parts. None: it holds one part.
+      in_pairs: whether the rotated features, the last ones of a head, are pairs of neighbours.
+        Ours are two halves.
+      float32: whether an export stores it in float32, whatever its dtype is.
     """
 
     name: str
@@ -46,23 +50,40 @@ class Tensor(NamedTuple):
 class Family(NamedTuple):
     """A model type.
 
-    tensors: by path of our leaf. fixed: our keys that it always has so. must: keys of config.json
-    that may have this value only; the default too. inner: key of config.json that holds the text
-    model's keys. wrapper: what names of its tensors have more, somewhere. left_out: beginnings of
-    names of tensors that the text model does without, {layers} its number of layers; left_out_part:
-    what they are. of_exports: keys of config.json whatever an import's says.
+    Attributes:
+      model_type: its name in config.json.
+      tensors: by path of our leaf.
+      fixed: our keys that the model type always has with these values.
+      must: keys of config.json that must have these values, or be null or absent.
+      fields: further rows, after those of FIELDS.
+      unused: keys of FIELDS that are not read of this model type, and not written.
+      local_rope: whether local layers have a wavelength of their own.
+      latent: whether its attention is latent, with YaRN that scales the logits.
+      inner: key of config.json that holds the config of the text model; empty: it is the whole.
+      wrapper: part of the names of the tensors that only this model type has.
+      left_out: prefixes of names of tensors that are not imported; {layers}: the number of layers.
+      left_out_part: what these tensors are.
+      of_exports: entries of config.json that an export has, whatever an import's has.
     """
 
     model_type: str
-    rules: tuple[Rule, ...]
     tensors: Mapping[str, Tensor]
     fixed: Mapping[str, Any] = MappingProxyType({})
     must: Mapping[str, Any] = MappingProxyType({})
+    fields: tuple[Field, ...] = ()
+    unused: tuple[str, ...] = ()
+    local_rope: bool = False
+    latent: bool = False
     inner: str = ""
     wrapper: str = ""
     left_out: tuple[str, ...] = ()
     left_out_part: str = ""
     of_exports: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def text_type(self) -> str:
+        """The model type of the text model."""
+        return self.of_exports["model_type"] if self.inner else self.model_type
 
     @property
     def architecture(self) -> str:
@@ -72,7 +93,13 @@ class Family(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A leaf of the parameters. layers: the layer of each entry of dim 0; None: of no layer."""
+    """A leaf of the parameters.
+
+    Attributes:
+      path: dotted names.
+      shape: its shape.
+      layers: the layer of each entry of dim 0. None: the leaf is outside the layers.
+    """
 
     path: str
     shape: Shape
@@ -80,10 +107,15 @@ class Leaf(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor, and the part of a leaf that it holds.
+    """A tensor of Hugging Face, and the part of a leaf that it holds.
 
-    name, shape: of the tensor. index: of the leaf's leading dims whose entries are tensors of their
-    own. tensor: its entry. rotated: features of a head that are in pairs in the tensor, 0 for none.
+    Attributes:
+      name: name of the tensor.
+      shape: shape of the tensor.
+      leaf: the leaf.
+      index: of the part, in the leading dims of the leaf.
+      tensor: the row of the family's table.
+      rotated: features of a head that are in pairs in the tensor, 0 for none.
     """
 
     name: str
@@ -95,12 +127,12 @@ class Part(NamedTuple):
 
     @property
     def part_shape(self) -> Shape:
-        """Of the part: without the indexed dims of the leaf."""
+        """Return the shape of the leaf without the indexed dims."""
         return self.leaf.shape[len(self.index) :]
 
 
 def parts_of(leaf: Leaf, tensor: Tensor, rotated: int) -> Iterator[Part]:
-    """The tensors that make up a leaf, in the leaf's order. rotated: features of a head."""
+    """Yield the tensors of a leaf in its order. rotated: rotated features of a head."""
     rotated = rotated if tensor.in_pairs else 0
     num_indexed = _num_indexed(leaf, tensor)
     shape = leaf.shape[num_indexed:]
@@ -117,13 +149,20 @@ def parts_of(leaf: Leaf, tensor: Tensor, rotated: int) -> Iterator[Part]:
 
 
 def to_part(values: np.ndarray, part: Part) -> np.ndarray:
-    """The part of our leaf from the values of their tensor."""
+    """Return the part of our leaf that a tensor holds."""
     seen = _as_part(values, part)
     return seen[..., _order(part)] if part.rotated else seen
 
 
 def put(target: np.ndarray, part: Part, box: tuple[slice, ...], values: np.ndarray) -> None:
-    """Put a box of the part into their tensor, or into its first rows. box: of the part."""
+    """Write a box of a part into a tensor.
+
+    Args:
+      target: the tensor, or its first rows; written in place.
+      part: the part that the tensor holds.
+      box: slices of the part.
+      values: of the box.
+    """
     seen = _as_part(target, part)
     box = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(box, seen.shape, strict=True))
     if part.rotated:
@@ -133,7 +172,7 @@ def put(target: np.ndarray, part: Part, box: tuple[slice, ...], values: np.ndarr
 
 
 def _as_part(values: np.ndarray, part: Part) -> np.ndarray:
-    """Their tensor, or its first rows, in the shape of the part: another view of its memory."""
+    """Return a view of a tensor, or of its first rows, in the shape of the part."""
     if part.tensor.half is not None:
         return values[..., part.tensor.half :: 2]
     if not part.tensor.inputs:
@@ -145,16 +184,21 @@ def _as_part(values: np.ndarray, part: Part) -> np.ndarray:
 
 
 def _order(part: Part) -> np.ndarray:
-    """Of each of our features of a head, the number of theirs."""
+    """Return the feature of their head for each feature of ours."""
     rest, pairs = np.split(np.arange(part.part_shape[-1]), [-part.rotated])
     return np.concatenate([rest, pairs[::2], pairs[1::2]])
 
 
 def of_model(sizes: ModelConfig, family: Family, most: float = math.inf) -> list[Part]:
-    """All parts of a model in the order of the leaves, without values.
+    """Return all parts of a model in the order of the leaves, without values.
 
-    most: parts that a leaf may have: config.json may ask for more experts than fit a list. Raises
-    ConfigError.
+    Args:
+      sizes: of the model.
+      family: its model type.
+      most: limit of the parts of a leaf, since config.json may ask for any number of experts.
+
+    Raises:
+      ConfigError: the model type lacks a parameter, or the limit is exceeded.
     """
     model, parts = Model(sizes), []
     shapes = _named(model.shapes)
@@ -179,12 +223,12 @@ def of_model(sizes: ModelConfig, family: Family, most: float = math.inf) -> list
 
 
 def _num_indexed(leaf: Leaf, tensor: Tensor) -> int:
-    """Leading dims of the leaf whose entries are tensors of their own."""
+    """Return the number of leading dims of a leaf that an index of a part has."""
     return (leaf.layers is not None) + ("{expert}" in tensor.name)
 
 
 def _named(tree):
-    """(dotted path, leaf) of nested dicts."""
+    """Yield (dotted path, leaf) of nested dicts."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: not isinstance(x, Mapping))
     for path, leaf in leaves:
         yield jax.tree_util.keystr(path, simple=True, separator="."), leaf
@@ -236,7 +280,7 @@ GATED_MLP = {
 
 
 def experts(block: str, gate: str, up: str, out: str) -> dict[str, Tensor]:
-    """A router and experts with a tensor each. block: of a layer."""
+    """Return the rows of a router, and of experts that have a tensor each. block: in a layer."""
     names = {"w_gate": gate, "w_up": up, "w_out": out}
     found = {"moe.router": Tensor(f"{LAYER}{block}.gate.weight", inputs=1)}
     for leaf, name in names.items():

@@ -91,7 +91,7 @@ def test_a_published_config_json_has_the_keys_of_our_model_file(name, tmp_path):
     assert read.unknown == ()
     keys = vars(of_file(name))
     assert config_json.misfits(keys, read.text, read.family) == {}
-    other = read.text | {"hidden_size": 1024, "n_group": 2}
+    other = read.text | {"hidden_size": 4096, "n_group": 2}
     expected = ["base_emb_dim", "router"][: 1 + (name == "deepseek-v3")]
     assert sorted(config_json.misfits(keys, other, read.family)) == expected
 
@@ -130,7 +130,7 @@ def test_an_entry_means_what_transformers_makes_of_it(model_type, entries, expec
 
 @pytest.mark.parametrize("kind", [LOCAL, WHOLE])
 def test_a_gemma_3_whose_layers_are_all_alike_is_a_config(kind):
-    """The flags refuse a local wavelength without local layers, or without a pattern."""
+    """The config refuses a local wavelength without local layers, or without a pattern."""
     family = config_json.family_of("gemma3_text")
     keys = config_json.keys_of(SIZES | {"layer_types": [kind] * 3}, family)
     cfg = config.changed(of_file("default").as_dict() | keys, [], {}, may_change=())
@@ -142,6 +142,13 @@ ONE_GROUP = {"score_function": "sigmoid", "normalise_weights": True, "balance_bi
 SOME_LAYERS = {"sliding_window_size": 5, "attention_pattern": ("global", "local")}
 SCALED = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 LIKE_THE_GLOBAL = {"local_rope_max_timescale": -1.0}
+
+
+def rope(local, **entries):
+    """rope_parameters of gemma3-1b, whose global layers have a wavelength of 1e6."""
+    whole = {"rope_type": "default"} | entries | {"rope_theta": 1e6}
+    own = {"rope_type": "default", "rope_theta": local}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": own}}
 
 
 @pytest.mark.parametrize(
@@ -156,11 +163,11 @@ LIKE_THE_GLOBAL = {"local_rope_max_timescale": -1.0}
         ("qwen3-30b-a3b", {"base_moe_mlp_dim": -1}, {"moe_intermediate_size": 6144}),
         # A whole number for the queries, which transformers' class asks for, and none that stands
         # for a word.
-        ("gemma3-1b", {}, {"query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0}),
+        ("gemma3-1b", {}, {"query_pre_attn_scalar": 256} | rope(10000.0)),
         ("gemma3-1b", {"query_pre_attn_scalar": 0.0, "head_dim": 64},
          {"query_pre_attn_scalar": 64}),
-        ("gemma3-1b", LIKE_THE_GLOBAL, {"rope_local_base_freq": 1e6}),
-        ("gemma3-1b", SCALED, {"rope_local_base_freq": 10000.0}),
+        ("gemma3-1b", LIKE_THE_GLOBAL, rope(1e6)),
+        ("gemma3-1b", SCALED, rope(10000.0, rope_type="linear", factor=2.0)),
     ],
 )  # fmt: skip
 def test_an_export_keeps_its_type_and_has_transformers_values(name, changes, written):
@@ -201,7 +208,7 @@ def test_a_scaled_tied_embedding_is_exported_with_a_head():
     assert (keys["logits_via_embedding"], keys["embedding_scale"]) == (False, "one")
 
 
-@pytest.mark.parametrize("family", families.families(), ids=lambda family: family.model_type)
+@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.model_type)
 def test_a_family_has_a_tensor_for_every_parameter(family):
     cfg = config.load("num_experts=4 first_num_dense_layers=1 shared_experts=1".split(), {})
     found = config_json.keys_of(config_json.config_of(vars(cfg), family), family)

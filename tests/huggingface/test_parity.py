@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks import parity
 from maxdiloco.config import config
-from maxdiloco.config.keys import KEYS
 from maxdiloco.huggingface import config_json, families
 
 pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
@@ -21,9 +20,6 @@ pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
 PREFIX = "language_model.model."  # as transformers 5 writes them
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")
 MODEL_TYPES = [name for name in parity.CASES if "," not in name]
-SIZES = {
-    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size",
-}  # fmt: skip
 WITH_GRADIENT = ("qwen3", "qwen3_moe", "deepseek_v3")  # a dense one and two with experts
 
 
@@ -112,20 +108,8 @@ def test_a_head_of_its_own_beside_tied_and_a_padded_vocabulary(name, tmp_path):
 
 def test_every_family_has_a_case():
     """In benchmarks/parity.py; gemma3 is the test of files with images."""
-    known = {family.model_type for family in families.families()}
+    known = {family.model_type for family in families.FAMILIES}
     assert known - set(MODEL_TYPES) == {"gemma3"}
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_key_that_is_absent_has_the_default_of_transformers(model_type):
-    """Each key of the whole config.json is left out on its own, but for the sizes of the model."""
-    case = next(case for name, case in parity.CASES.items() if name == model_type)
-    whole = getattr(transformers, case.config)().to_dict()
-    family, declared = config_json.family_of(model_type), KEYS
-    expected = config_json.keys_of(whole, family, declared)
-    for key in whole.keys() - SIZES:
-        less = {name: value for name, value in whole.items() if name != key}
-        assert config_json.keys_of(less, family, declared) == expected, key
 
 
 @pytest.mark.parametrize("name", ["gemma2-2b", "gemma3-4b", "gpt-oss-20b", "deepseek-v3"])
