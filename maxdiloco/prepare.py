@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
     from maxdiloco.config import checks, config
-    from maxdiloco.data import kinds, shards, tokenizer
+    from maxdiloco.data import registry, shards, tokenizer
     from maxdiloco.data.prepared.prepare import Work, prepare
 
     source, *rest = argv
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     yml_first = sorted(keys, key=lambda argument: "=" in argument)
     cfg = config.load([*yml_first, f"dataset_path={source}"], os.environ)
     work = Work(
-        kinds.open_for_user(kinds.Source(cfg.dataset_type, source, cfg.text_column)),
+        registry.open_for_user(registry.Source(cfg.dataset_type, source, cfg.text_column)),
         tokenizer.build(vars(cfg)),
         source,
         allowed=cfg.max_corrupted_records,

@@ -13,7 +13,7 @@ from etils import epath
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.config import checks
-from maxdiloco.data import corpus, kinds
+from maxdiloco.data import corpus, registry
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import to_bytes
 from maxdiloco.errors import ConfigError, DataError
@@ -66,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
     if not options.out:
         raise ConfigError("out is empty: it says which file to write. Set out=tok.json.")
     _check_place(options.out)
-    source = kinds.open_for_user(kinds.Source(options.dataset_type, path, options.text_column))
+    source = registry.open_for_user(
+        registry.Source(options.dataset_type, path, options.text_column)
+    )
     count: Counter[str] = Counter()
     pieces = texts(source, count, allowed=options.max_corrupted_records)
     content = train(pieces, options.vocab_size).to_str().encode()
@@ -117,7 +119,7 @@ def train(pieces: Iterable[str], vocab_size: int):
     return tokenizer
 
 
-def texts(source: kinds.Reader, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
+def texts(source: registry.Reader, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
     """The text of a source in pieces of at most PIECE characters. count: gets the documents and
     bytes that were read. allowed: damaged records that are skipped. Raises DataError for text that
     is unreadable and for one damaged record more."""

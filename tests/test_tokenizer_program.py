@@ -7,7 +7,7 @@ import json
 import pytest
 
 from maxdiloco import tokenizer as program
-from maxdiloco.data import kinds, shards, tokenizer
+from maxdiloco.data import registry, shards, tokenizer
 
 
 def as_lines(texts):
@@ -52,7 +52,7 @@ def test_pieces_are_cut_between_characters(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("ééééé")
     (tmp_path / "b.jsonl").write_text('{"text": "a\\ud800b"}\n')
     count = collections.Counter()
-    source = kinds.open_source(kinds.Source("text", str(tmp_path), "text"), "SOURCE")
+    source = registry.open_source(registry.Source("text", str(tmp_path), "text"), "SOURCE")
     assert list(program.texts(source, count)) == ["ééé", "éé", "a?b"]
     assert count == {"documents": 2, "bytes": 13}
 

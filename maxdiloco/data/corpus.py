@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from maxdiloco.data import places
-from maxdiloco.data.places import Stamp, is_local
+from maxdiloco.data import paths
+from maxdiloco.data.paths import Stamp, is_local
 from maxdiloco.errors import DataError
 
 # Suffixes that a folder is searched for; a file or a glob may have any.
@@ -117,22 +117,22 @@ def _mounted(path, given, suffixes):
 
 
 def _in_bucket(path, given, suffixes):
-    if places.lists_nothing(path) and not path.endswith(suffixes):
+    if paths.lists_nothing(path) and not path.endswith(suffixes):
         return {}, "name"
     with reading(given):
-        if places.lists_nothing(path):
-            stamp = places.find(path)
+        if paths.lists_nothing(path):
+            stamp = paths.find(path)
             return {path: stamp} if stamp else {}, "none"
-        if below := places.objects(path):
+        if below := paths.objects(path):
             return _chosen(below, path, suffixes), "folder"
-        if stamp := places.find(path):
+        if stamp := paths.find(path):
             return {path: stamp}, "none"
         if not glob.has_magic(path):
             return {}, "none"
         parts = path.split("/")
         first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-        below = places.objects("/".join(parts[:first]))
-    return {name: below[name] for name in sorted(below) if places.fits(name, path)}, "glob"
+        below = paths.objects("/".join(parts[:first]))
+    return {name: below[name] for name in sorted(below) if paths.fits(name, path)}, "glob"
 
 
 def _chosen(objects, folder, suffixes):
@@ -150,7 +150,7 @@ def in_folder(
     source: for messages. Raises DataError for a folder that cannot be read."""
     if not is_local(root):
         with reading(source):
-            return list(_chosen(places.objects(root), root, suffixes))
+            return list(_chosen(paths.objects(root), root, suffixes))
     return sorted(
         os.path.join(folder, name)
         for folder, names in _folders(root, skipped, source)

@@ -27,10 +27,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from maxdiloco import json_text
-from maxdiloco.data import places
+from maxdiloco.data import paths
 from maxdiloco.data.corpus import reading
 from maxdiloco.data.packing import Piece, starts_of
-from maxdiloco.data.places import Stamp, is_local
+from maxdiloco.data.paths import Stamp, is_local
 from maxdiloco.data.read_ahead import REQUESTS, in_threads
 from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, meaning
 from maxdiloco.errors import DataError
@@ -86,7 +86,7 @@ def is_folder(path: str) -> bool:
     if is_local(path):
         return bool(path) and all(map(os.path.isfile, names))
     with reading(path):
-        return all(map(places.find, names))
+        return all(map(paths.find, names))
 
 
 def read_manifest(folder: str, where: str) -> Manifest:
@@ -100,7 +100,7 @@ def read_manifest(folder: str, where: str) -> Manifest:
       DataError: it is missing, damaged, or of another version of this program.
     """
     try:
-        with places.opened(os.path.join(folder, MANIFEST)) as file:
+        with paths.opened(os.path.join(folder, MANIFEST)) as file:
             content = file.read(_MOST_MANIFEST + 1)
         if len(content) > _MOST_MANIFEST:
             raise OSError(errno.EFBIG, f"larger than {_MOST_MANIFEST:,} bytes")
@@ -228,7 +228,7 @@ class Shards:
         named, path = self._named(part), os.path.join(self.folder, part_name(part))
         with reading(named, _REMEDY):
             if self._stamps:
-                data = places.read_range(path, self._stamps[part], begin, end)
+                data = paths.read_range(path, self._stamps[part], begin, end)
             else:
                 data = os.pread(self._file(part, path).fileno(), end - begin, begin)
         if len(data) != end - begin:
@@ -301,7 +301,7 @@ def open_shards(path: str, key: str) -> Shards:
     stamps = []
     if not is_local(folder):
         with reading(where):
-            stamps = places.stamps(folder, names)
+            stamps = paths.stamps(folder, names)
     width = np.dtype(manifest.dtype).itemsize
     for number, (name, (tokens, _)) in enumerate(zip(names, manifest.parts, strict=True)):
         part = os.path.join(folder, name)
@@ -323,7 +323,7 @@ def _read_table(folder: str, name: str, digest: str, where: str) -> np.ndarray:
     path = os.path.join(folder, name)
     if file_hash(path) != digest:
         raise DataError(f"{where}: {name} is damaged. {_REMEDY}")
-    with reading(path, _REMEDY), places.opened(path) as file:
+    with reading(path, _REMEDY), paths.opened(path) as file:
         return np.load(file, allow_pickle=False)
 
 
@@ -340,7 +340,7 @@ def check_contents(shards: Shards) -> None:
 
 def file_hash(path: str) -> str:
     """Return the SHA-256 of a file, hexadecimal. Raises DataError."""
-    with reading(path, _REMEDY), places.opened(path) as file:
+    with reading(path, _REMEDY), paths.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -363,7 +363,7 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
     else:
         for name in files.keys() - {SETTINGS}:
             path = os.path.join(own, name)
-            with reading(path, _REMEDY), places.opened(path) as file:
+            with reading(path, _REMEDY), paths.opened(path) as file:
                 if meaning(file.read()) != meaning(files[name]):
                     wrong.append(f"another {name}")
     for key, token, mine in (("add_bos", "bos", tokenizer.bos), ("add_eos", "eos", tokenizer.eos)):
@@ -386,6 +386,6 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
 
 def read_fields(path: os.PathLike | str) -> dict[str, Any]:
     """Return the fields of a JSON file; {} if it is missing or not an object. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError), places.opened(os.fspath(path)) as file:
+    with contextlib.suppress(FileNotFoundError), paths.opened(os.fspath(path)) as file:
         return json_text.fields(file.read())
     return {}

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from maxdiloco import json_text, small_files
-from maxdiloco.data import packages, places
-from maxdiloco.data.places import Stamp
+from maxdiloco.data import packages, paths
+from maxdiloco.data.paths import Stamp
 from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer, to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.storage.store import is_local
@@ -266,7 +266,7 @@ def read(kind: str, path: str) -> SubwordTokenizer:
         file = _downloaded(path, where)
     else:
         with _reading(file, where, kind):
-            is_folder = (os.path.isdir if is_local(file) else places.is_folder)(file)
+            is_folder = (os.path.isdir if is_local(file) else paths.is_folder)(file)
         file = os.path.join(file, FILES[kind]) if is_folder else file
     with _reading(file, where, kind):
         content = _whole(file)
@@ -299,7 +299,7 @@ def _whole(path):
     """The content of a file. Raises OSError, also for one that is too large to be a tokenizer's."""
     if is_local(path):
         return small_files.read_bytes(path, MOST_BYTES)
-    with places.opened(path) as file:
+    with paths.opened(path) as file:
         if Stamp.of(file).size > MOST_BYTES:
             raise OSError(errno.EFBIG, f"larger than {MOST_BYTES:,} bytes")
         return file.read()

@@ -22,7 +22,7 @@ from maxdiloco.cluster.agree import from_first_process, in_any_process
 from maxdiloco.config import checks
 from maxdiloco.config.keys import Config
 from maxdiloco.config.values import show
-from maxdiloco.data import corpus, kinds, mixture, order, packing, pipeline, shards
+from maxdiloco.data import corpus, mixture, order, packing, pipeline, registry, shards
 from maxdiloco.data.mixture import TrainingData
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.data.prepared.prepare import Work, plan_of, prepare, size_of
@@ -46,12 +46,12 @@ _PATIENCE_S = 7 * 24 * 3600.0  # for other processes, which prepare; the loss of
 Unprepared = tuple[Work, str, str]
 
 
-def trained(cfg: Config) -> dict[str, kinds.Source]:
+def trained(cfg: Config) -> dict[str, registry.Source]:
     """The sources that are trained on, by their names in a mixture; one alone has the name ""."""
     if not cfg.dataset_mixture:
         return {"": of_path(cfg, cfg.dataset_path)}
     return {
-        entry["name"]: kinds.Source(
+        entry["name"]: registry.Source(
             entry.get("dataset_type", cfg.dataset_type),
             entry["path"],
             entry.get("text_column", cfg.text_column),
@@ -60,9 +60,9 @@ def trained(cfg: Config) -> dict[str, kinds.Source]:
     }
 
 
-def of_path(cfg: Config, path: str) -> kinds.Source:
+def of_path(cfg: Config, path: str) -> registry.Source:
     """A path of dataset_path or eval_dataset_path."""
-    return kinds.Source(cfg.dataset_type, path, cfg.text_column)
+    return registry.Source(cfg.dataset_type, path, cfg.text_column)
 
 
 def key_of(name: str) -> str:
@@ -76,7 +76,7 @@ def prepare_sources(
     say: Callable[[str], None],
     *,
     splits: Collection[str] = ("train", "eval"),
-) -> dict[kinds.Source, str]:
+) -> dict[registry.Source, str]:
     """Prepare each source of the splits that is not yet a folder of shards.
 
     All processes call it, each for the cache that it sees. A lock decides which process writes a
@@ -93,8 +93,8 @@ def prepare_sources(
 
 
 def _prepare(
-    cfg: Config, unprepared: Mapping[kinds.Source, Unprepared], say: Callable[[str], None]
-) -> dict[kinds.Source, str]:
+    cfg: Config, unprepared: Mapping[registry.Source, Unprepared], say: Callable[[str], None]
+) -> dict[registry.Source, str]:
     for source, (work, out, key) in unprepared.items():
         if (size := size_of(work.source)) > _LARGE_TEXT and not shards.is_folder(out):
             say(
@@ -109,7 +109,7 @@ def _prepare(
 
 def _unprepared(
     cfg: Config, tokenizer: Tokenizer, splits: Collection[str]
-) -> dict[kinds.Source, Unprepared]:
+) -> dict[registry.Source, Unprepared]:
     """Open the sources of the splits that are not yet folders of shards."""
     keys = {}
     evaluates = "eval" in splits and cfg.eval_interval != -1
@@ -121,7 +121,7 @@ def _unprepared(
     # Every source is opened before the first is prepared: one that is missing leaves no folder.
     works = {
         source: Work(
-            kinds.open_source(source, key),
+            registry.open_source(source, key),
             tokenizer,
             f"{key}={source.path}",
             allowed=cfg.max_corrupted_records,
@@ -147,8 +147,8 @@ def _cached_folder(cfg: Config, work: Work) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _trial(
-    unprepared: Mapping[kinds.Source, Unprepared],
-) -> Iterator[dict[kinds.Source, str]]:
+    unprepared: Mapping[registry.Source, Unprepared],
+) -> Iterator[dict[registry.Source, str]]:
     """Prepare small sources in a temporary folder, to see whether a run can use them.
 
     Yields:
@@ -168,7 +168,7 @@ def _trial(
         yield folders
 
 
-def _prepare_command(cfg: Config, source: kinds.Source) -> str:
+def _prepare_command(cfg: Config, source: registry.Source) -> str:
     values = {"dataset_type": source.kind, "text_column": source.column}
     values |= {name: vars(cfg)[name] for name in (*KEYS, "max_corrupted_records")}
     words = [f"{name}={shlex.quote(show(value))}" for name, value in values.items()]
@@ -181,7 +181,7 @@ def open_dataset(
     *,
     split: str,
     path: str = "",
-    prepared: Mapping[kinds.Source, str] = MappingProxyType({}),
+    prepared: Mapping[registry.Source, str] = MappingProxyType({}),
 ) -> TrainingData:
     """Open the data of a split.
 
@@ -296,7 +296,7 @@ def _open_splits(
     cfg: Config,
     tokenizer: Tokenizer,
     shape: tuple[int, int, int],
-    prepared: Mapping[kinds.Source, str],
+    prepared: Mapping[registry.Source, str],
 ) -> tuple[TrainingData, dict[str, Dataset]]:
     """Open the data of both splits. Raises DataError if they are too short for a step."""
     train = open_dataset(cfg, tokenizer, split="train", prepared=prepared)
@@ -315,7 +315,7 @@ def lines(
     if text.computed:
         return out
     for name, source in trained(cfg).items():
-        out += kinds.left_out_lines(source, key_of(name))
+        out += registry.left_out_lines(source, key_of(name))
     for name, dataset in held_out.items():
         out.append(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "

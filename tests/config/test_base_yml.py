@@ -14,7 +14,7 @@ from maxdiloco import train as train_program
 from maxdiloco.config import config, files
 from maxdiloco.config.fields import Hosts, Resume
 from maxdiloco.config.keys import KEYS
-from maxdiloco.data import corpus, kinds, packing, tokenizer
+from maxdiloco.data import corpus, packing, registry, tokenizer
 from maxdiloco.diloco import combinations, outer, quantize, schedule
 from maxdiloco.engine.settings import TRANSPORTS
 from maxdiloco.errors import ConfigError
@@ -106,7 +106,7 @@ def test_the_choices_are_those_that_the_code_knows():
         "diloco_collective": ("auto", *schedule.COLLECTIVES),
         "remat_policy": (remat.AUTO, *remat.POLICIES),
         "mlp_activations": mlp.ACTIVATIONS,
-        "dataset_type": kinds.KINDS,
+        "dataset_type": registry.KINDS,
         "grain_packing_type": (packing.CONCATENATED, packing.BEST_FIT),
     }.items():
         assert sorted(KEYS[key].choices) == sorted(names), key

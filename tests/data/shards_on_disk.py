@@ -1,6 +1,6 @@
 """Prepared shards of a small source, made in this process, and the data that a config names."""
 
-from maxdiloco.data import kinds, shards, tokenizer
+from maxdiloco.data import registry, shards, tokenizer
 from maxdiloco.data.prepared import prepare
 from maxdiloco.data.prepared.prepare import Work
 from maxdiloco.run import data as run_data
@@ -11,7 +11,7 @@ TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "
 
 def open_source(path, kind="text", column="text"):
     """Text that is not yet tokenised."""
-    return kinds.open_source(kinds.Source(kind, str(path), column), "dataset_path")
+    return registry.open_source(registry.Source(kind, str(path), column), "dataset_path")
 
 
 def texts_of(path, kind="text", limit=1000):

@@ -16,7 +16,7 @@ from data.shards_on_disk import make, open_dataset, open_source, texts_of
 from faulty_store import from_on
 from obstore.exceptions import GenericError
 
-from maxdiloco.data import corpus, order, pipeline, places, read_ahead, shards
+from maxdiloco.data import corpus, order, paths, pipeline, read_ahead, shards
 from maxdiloco.errors import DataError
 from maxdiloco.storage import store
 
@@ -186,21 +186,21 @@ def test_a_reader_that_goes_on_has_the_next_bytes_fetched_for_it(bucket, tmp_pat
     data = os.urandom(3_000_000)
     (tmp_path / "a").write_bytes(data)
     path = f"{bucket.upload(tmp_path, 'x')}/a"
-    with places.opened(path) as file:
+    with paths.opened(path) as file:
         assert file.read() == data
     assert bucket.calls == ["head"] + ["get"] * 7
     bucket.calls.clear()
-    stamp = places.find(path)
-    with places.opened(path, stamp, (1000, 300_000)) as file:
+    stamp = paths.find(path)
+    with paths.opened(path, stamp, (1000, 300_000)) as file:
         file.seek(1000)
         assert file.read(299_000) == data[1000:300_000]
-    with places.opened(path, stamp) as file:
+    with paths.opened(path, stamp) as file:
         for place in (5, 64_000, 2_999_990, 5):
             file.seek(place)
             assert file.read(10) == data[place : place + 10]
-        assert places.Stamp.of(file) == stamp
+        assert paths.Stamp.of(file) == stamp
     assert bucket.calls == ["head"] + ["get"] * 4
-    with places.opened(path, stamp) as whole:  # back to the end of a line, over a border
+    with paths.opened(path, stamp) as whole:  # back to the end of a line, over a border
         file = whole.raw
         assert file.read(1 << 16) + file.read(9) == data[: (1 << 16) + 9]
         bucket.calls.clear()

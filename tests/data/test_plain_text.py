@@ -5,7 +5,7 @@ import re
 from data.shards_on_disk import open_dataset
 
 from maxdiloco.config import config
-from maxdiloco.data import kinds
+from maxdiloco.data import registry
 from maxdiloco.run import data as run_data
 from maxdiloco.run.assemble import BatchShape
 
@@ -21,12 +21,12 @@ def test_the_summary_counts_files_read_and_files_left_out(settings, tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("c.json", "d.parquet", "e.TXT", "f.html", ".hidden.bin", "README", "sub/g.html"):
         (tmp_path / name).write_text("x")
-    (line,) = kinds.left_out_lines(kinds.Source("text", str(tmp_path), "text"), "SOURCE")
+    (line,) = registry.left_out_lines(registry.Source("text", str(tmp_path), "text"), "SOURCE")
     for named in ("2 .html", "1 .json", "1 .parquet", "1 .TXT"):
         assert named in line
     assert ".bin" not in line
     for path in ("", str(tmp_path / "a.txt"), str(tmp_path / "*.json")):
-        assert not list(kinds.left_out_lines(kinds.Source("text", path, "text"), "SOURCE"))
+        assert not list(registry.left_out_lines(registry.Source("text", path, "text"), "SOURCE"))
 
 
 def warned(*argv):

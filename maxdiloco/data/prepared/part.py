@@ -15,7 +15,7 @@ import numpy as np
 
 from maxdiloco.data import corpus, shards
 from maxdiloco.data.corpus import PIECE, Span, Text
-from maxdiloco.data.kinds import Reader
+from maxdiloco.data.registry import Reader
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import absolute

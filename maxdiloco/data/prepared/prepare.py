@@ -18,10 +18,10 @@ from etils import epath
 from maxdiloco import output
 from maxdiloco.data import shards
 from maxdiloco.data.corpus import check_damage
-from maxdiloco.data.kinds import Reader
 from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.part import Work
 from maxdiloco.data.read_ahead import read_ahead
+from maxdiloco.data.registry import Reader
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_lock import LockHeldError, ObjectLock

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from maxdiloco import json_text
-from maxdiloco.data import corpus, places
+from maxdiloco.data import corpus, paths
 from maxdiloco.data.corpus import PIECE, Skip, Span, Text
 from maxdiloco.data.packages import require
-from maxdiloco.data.places import Stamp, is_local
+from maxdiloco.data.paths import Stamp, is_local
 from maxdiloco.data.sources import records, tables
 from maxdiloco.errors import DataError
 
@@ -191,7 +191,7 @@ class Files:
         """Documents of a span, but empty ones. Raises DataError for a missing file or column, and
         what skip does."""
         path, before = self.names[span.file], self.stamps[span.file]
-        with corpus.reading(path), places.opened(path, before) as file:
+        with corpus.reading(path), paths.opened(path, before) as file:
             if Stamp.of(file) != before:
                 raise corpus.changed(path)
             read = next(read for suffixes, read in _READERS if path.endswith(suffixes))
@@ -201,8 +201,8 @@ class Files:
 
     def version(self) -> list[list]:
         """What tells two versions of the source apart, as JSON: of each file name and stamp."""
-        paths = (os.path.abspath(name) if is_local(name) else name for name in self.names)
-        return [[path, *stamp] for path, stamp in zip(paths, self.stamps, strict=True)]
+        names = (os.path.abspath(name) if is_local(name) else name for name in self.names)
+        return [[name, *stamp] for name, stamp in zip(names, self.stamps, strict=True)]
 
 
 def open_files(

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 from maxdiloco.data.corpus import Skip, Span, Text
 from maxdiloco.data.packages import require
-from maxdiloco.data.places import is_local
+from maxdiloco.data.paths import is_local
 from maxdiloco.errors import DataError
 
 # Rows that are decoded at once: our choice; a page of text is some hundreds.

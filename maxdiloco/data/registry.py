@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from maxdiloco import output
-from maxdiloco.data import corpus, places, shards
+from maxdiloco.data import corpus, paths, shards
 from maxdiloco.data.sources import files, tables
 from maxdiloco.errors import ConfigError, DataError
 
@@ -71,8 +71,8 @@ def left_out_lines(source: Source, key: str) -> Iterator[str]:
     """A warning that counts the files of a folder that its source does not read, if there are."""
     kind, path, _ = source
     read, folder = KINDS[kind].suffixes, os.path.expanduser(path)
-    no_folder = places.lists_nothing(path)
-    if places.is_local(path):
+    no_folder = paths.lists_nothing(path)
+    if paths.is_local(path):
         no_folder = not os.path.isdir(folder)
     if not path or not read or no_folder or shards.is_folder(path):
         return
