@@ -1,1 +1,1 @@
-"""The training data: documents, tokens, the order of sequences, batches."""
+"""Training data: documents, tokens, the order of sequences, and batches."""

@@ -1,4 +1,4 @@
-"""The files of a data set, what a source gives of them, and what is said of damage and change."""
+"""The files of a data set, the records that a source yields, and the errors of damaged files."""
 
 import contextlib
 import errno
@@ -20,10 +20,10 @@ SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 # data are not all text.
 _NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 
-# The longest piece of a text file that is tokenised at once [bytes]; our choice: a tokenizer needs
-# some 30 times that while it works, and a cut every million bytes changes next to no token.
+# The longest piece of a text file that is tokenised at once [bytes]. A tokenizer needs about 30
+# times as much memory, and a cut every million bytes changes next to no token.
 PIECE = 1 << 20
-# What is to be done for an object that is not read.
+# Remedies for an object that cannot be read.
 _OF_OBJECTS = MappingProxyType({
     errno.EACCES: "Give these credentials the right to read it.",
     errno.ENOENT: "Correct the name, or put it back.",
@@ -34,7 +34,7 @@ _OF_OBJECTS = MappingProxyType({
 
 
 class Span(NamedTuple):
-    """A part of one file that is read on its own."""
+    """A part of one file, which a process reads independently."""
 
     file: int  # index into the source's names
     begin: int  # [bytes] of the file, or rows of a hub's data
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A document, or a piece of one: begins and ends say where its first and last piece are."""
+    """A document or a piece of one. begins and ends are True for its first and last piece."""
 
     text: str
     begins: bool = True
@@ -55,13 +55,13 @@ Skip = Callable[[str, str], None]
 
 
 def skip(damaged: list[list[str]], allowed: int, where: str, why: str) -> None:
-    """Add a damaged record to others: a Skip of the first two. Raises DataError (check_damage)."""
+    """Append a damaged record to `damaged`. Raises DataError as `check_damage`."""
     damaged.append([where, why])
     check_damage(damaged, allowed)
 
 
 def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
-    """Raise DataError for more damaged records than max_corrupted_records allows."""
+    """Raise DataError if there are more damaged records than max_corrupted_records allows."""
     if len(damaged) > allowed:
         where, why = damaged[-1]
         why = why.removeprefix(f"{where} ")
@@ -72,12 +72,22 @@ def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
 
 
 def find(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Stamp | None]:
-    """Files of a data set, sorted by path, and the stamps of objects.
+    """Find the files of a data set.
 
-    path: a folder (searched with its subfolders for suffixes, hidden ones left out), a file or a
-    glob, mounted or in a bucket, or one file behind https; empty: the source of the running
-    Python's standard library. Links to folders inside a folder, and below the ** of a glob, are not
-    followed. Raises DataError when there is none or a folder cannot be read.
+    Links to folders inside a folder, and below the ** of a glob, are not followed.
+
+    Args:
+      path: a folder, a file or a glob, local or in a bucket, or the https address of a file. A
+        folder is searched with its subfolders, except hidden ones. Empty: the source of Python's
+        standard library.
+      key: the key that has the path, for messages.
+      suffixes: of the files of a folder.
+
+    Returns:
+      {path: stamp}, sorted by path. Local files have the stamp None.
+
+    Raises:
+      DataError: there is no file, or a folder cannot be read.
     """
     given = f"{key}={path}"
     if not path:
@@ -136,7 +146,7 @@ def _in_bucket(path, given, suffixes):
 
 
 def _chosen(objects, folder, suffixes):
-    """The objects below a folder that in_folder takes of files."""
+    """Choose objects below a folder as `in_folder` chooses files."""
     start = len(folder.rstrip("/"))
     hidden = {name for name in objects if "/." in name[start:]}
     names = [name for name in sorted(objects.keys() - hidden) if name.endswith(suffixes)]
@@ -146,8 +156,17 @@ def _chosen(objects, folder, suffixes):
 def in_folder(
     root: str, suffixes: tuple[str, ...], skipped: tuple[str, ...], source: str
 ) -> list[str]:
-    """Files below a folder with these suffixes, hidden ones aside. skipped: names of subfolders.
-    source: for messages. Raises DataError for a folder that cannot be read."""
+    """Return the files below a folder that have one of the suffixes, except hidden ones.
+
+    Args:
+      root: the folder, local or in a bucket.
+      suffixes: of the files.
+      skipped: names of subfolders that are not searched.
+      source: key and value, for messages.
+
+    Raises:
+      DataError: a folder cannot be read.
+    """
     if not is_local(root):
         with reading(source):
             return list(_chosen(paths.objects(root), root, suffixes))
@@ -160,7 +179,7 @@ def in_folder(
 
 
 def _folders(root, skipped, source):
-    """A folder and those inside it with the names of their files; links are not followed."""
+    """Yield a folder and its subfolders with the names of their files. Links are not followed."""
 
     def refuse(error):
         raise DataError(
@@ -176,8 +195,11 @@ def _folders(root, skipped, source):
 
 
 def _matches(pattern, source):
-    """Names that a glob matches; unlike glob.glob, links to folders below ** are not followed. With
-    one that leads back up glob.glob lists everything 40 times, with two it never ends."""
+    """Return the names that a glob matches, without following links to folders below **.
+
+    With a link that leads to a folder above, glob.glob lists everything 40 times. With two such
+    links it never ends.
+    """
     parts = pattern.split(os.sep)
     if "**" not in parts:
         return set(glob.glob(pattern))
@@ -192,7 +214,7 @@ def _matches(pattern, source):
 
 
 def stamp(path: str) -> Stamp:
-    """The stamp of a file, which is opened. Raises DataError when it cannot be read."""
+    """Return the stamp of a local file. Raises DataError if it cannot be opened."""
     with reading(path):
         if not modes.S_ISREG(os.stat(path).st_mode):
             raise DataError(
@@ -204,8 +226,12 @@ def stamp(path: str) -> Stamp:
 
 @contextlib.contextmanager
 def reading(path: str, remedy: str = "") -> Iterator[None]:
-    """Raises DataError for a file that the system refuses to read inside the `with`. remedy:
-    sentences; by default to mend the file or to leave it out."""
+    """Turn an OSError inside the `with` into a DataError.
+
+    Args:
+      path: the file, for the message.
+      remedy: sentences. Empty: to repair the file or to leave it out.
+    """
     try:
         yield
     except OSError as error:

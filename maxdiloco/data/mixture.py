@@ -1,6 +1,6 @@
-"""Several data sets read as one: in exact shares, or each by replicas of its own.
+"""Mixtures: several data sets read as one, in exact shares or each by its own replicas.
 
-# K sources  N sequences asked for  L tokens
+# K sources  N sequences  L tokens
 """
 
 import dataclasses
@@ -20,19 +20,25 @@ _PREFIX = "mixture "
 
 
 class Mixture:
-    """Sources of sequences, as a pipeline.Dataset is one.
+    """Several sources with the methods of a `pipeline.Dataset`.
 
-    names, sources: K each. shares: of each source in a period, by name; empty: replica m reads
-    source m mod K alone. seed: of the order of rows within a step.
-
-    A source is read in its own order, epoch after epoch. Index i of the run belongs to one source
-    whatever M, B, hosts and processes are. Which row of a step reads which of the step's indices is
-    drawn for each step: otherwise a replica could meet one source only.
+    A source is read in its own order, epoch after epoch. Index i of the run belongs to the same
+    source for any M, B, hosts and processes. Which row of a step reads which of the step's indices
+    is drawn for each step. Otherwise a replica could read a single source.
     """
 
     def __init__(
         self, names: Sequence[str], sources: Sequence[Dataset], shares: dict[str, int], seed: int
     ):
+        """Compute the order of the sources.
+
+        Args:
+          names: of the sources.
+          sources: K of them.
+          shares: sequences of each source in a period, by name. Empty: replica m reads only source
+            m mod K.
+          seed: of the order of rows within a step.
+        """
         self.names, self.sources, self.shares, self.seed = names, sources, shares, seed
         self._named = list(zip(names, sources, strict=True))
         self.by_share = Interleave([shares[name] for name in names]) if shares else None
@@ -42,18 +48,21 @@ class Mixture:
 
     @property
     def contents(self) -> str:
-        """Those of the sources with their names, not their weights; see changed_sources."""
+        """Return the hashes of the sources with their names, without weights (Dataset)."""
         return _PREFIX + " ".join(sorted(f"{name}={data.contents}" for name, data in self._named))
 
     def first_position(self, M: int, B: int) -> Position:
-        """No source is read yet."""
+        """Return the position of a new run, which has read no source."""
         read = dict.fromkeys(self.names, 0)
         read = SourcesRead(begun=0, read=read, shares=self.shares, order=list(self.names))
         return dataclasses.replace(order.first_position(M, B), sources=read)
 
     def next_position(self, position: Position, step: int, M: int, B: int) -> Position:
-        """Every source goes on with its next unread sequence, also with other weights, M or order
-        of the sources."""
+        """Return the position of a run that resumes at `step` (order.next_position).
+
+        Every source continues with its next unread sequence, also with other weights, another M or
+        another order of the sources.
+        """
         moved, state = order.next_position(position, step, M, B), position.sources
         same = self.shares == state["shares"] and list(self.names) == _order(state)
         if same and (self.shares or moved is position):
@@ -68,8 +77,12 @@ class Mixture:
         return dataclasses.replace(moved, sources=sources)
 
     def check_size(self, position: Position) -> None:
-        """Raise DataError for a source shorter than a step's part of it, ConfigError for one
-        without a replica."""
+        """Check that each source is long enough for a step.
+
+        Raises:
+          DataError: a source is shorter than a step's part of it.
+          ConfigError: no replica reads a source.
+        """
         K, M, B = len(self.sources), position.M, position.B
         if not self.shares and M < K:
             raise ConfigError(
@@ -90,7 +103,7 @@ class Mixture:
                 )
 
     def last_step_of_epoch(self, position: Position) -> int:
-        """Before a sequence of any source is read a second time; the others may be in mid-epoch."""
+        """Return the last step before any source repeats a sequence, for steps=all."""
         self.check_size(position)
         M, B, state = position.M, position.B, position.sources
         left_K = [source.num_windows - state["read"][name] for name, source in self._named]
@@ -105,7 +118,7 @@ class Mixture:
         return position.s0 - 1 + (state["begun"] + min(ends) - position.base) // (M * B)
 
     def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
-        """Rows of a step (Dataset)."""
+        """Read rows of a step (Dataset)."""
         source, number = self.places(position, step, replicas, rows)
         length = self.sources[0].windows.length
         batch = {name: np.zeros((*source.shape, length), np.int32) for name in pipeline.LEAVES}
@@ -117,7 +130,7 @@ class Mixture:
     def places(
         self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each row, and its place in the order of all epochs of that source."""
+        """Return the source of each row, and its index in the order of all epochs of the source."""
         replicas, rows = np.broadcast_arrays(replicas, rows)
         M, B, state = position.M, position.B, position.sources
         read_K = np.array([state["read"][name] for name in self.names], np.int64)
@@ -133,7 +146,7 @@ class Mixture:
         return source, read_K[source] + number
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
-        """Tokens, padding included, and epochs read of each source; the step's share of padding."""
+        """Return the tokens and epochs read of each source, and the step's share of padding."""
         length = self.sources[0].windows.length
         read = self._sequences_read(position, step + 1)
         found = {f"data/tokens_{name}": float(read[name] * length) for name in self.names}
@@ -148,7 +161,7 @@ class Mixture:
         return found
 
     def summary(self, position: Position) -> list[str]:
-        """Files, documents and bytes of each source, its padding, sequences and share."""
+        """Return log lines: the text, padding, sequences and share of each source."""
         total = sum(self.shares.values())
         lines = [f"data: {s.name}: {s.windows.documents.summary()}" for s in self.sources]
         lines += [line for source in self.sources for line in source.padding()]
@@ -160,7 +173,7 @@ class Mixture:
         return lines
 
     def _sequences_read(self, position, step):
-        """Sequences of each source read before `step`, by name."""
+        """Return the sequences of each source that are read before `step`, by name."""
         state = position.sources
         names, steps = _order(state), step - position.s0
         if state["shares"]:
@@ -177,38 +190,39 @@ class Mixture:
         return {name: state["read"][name] + new[name] for name in self.names}
 
     def _replicas_of(self, source, M):
-        """How many of M replicas read a source."""
+        """Return how many of M replicas read a source."""
         return (M - source - 1) // len(self.sources) + 1
 
 
 def _order(state: SourcesRead) -> list[str]:
-    """Of the sources where a position was written; older checkpoints have it in `read` alone."""
+    """Return the order of the sources in a saved position; older ones have it only in `read`."""
     return state.get("order") or list(state["read"])
 
 
 def _by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Each source that occurs, and where."""
+    """Yield each source that occurs, and where."""
     for k in np.unique(source).tolist():
         yield k, source == k
 
 
 def changed_sources(before: str, after: str) -> list[str]:
-    """Names of the sources whose contents differ, for messages; none of what is no mixture."""
+    """Return the names of the sources of two mixtures whose contents differ, for messages."""
     parts = [set(text.removeprefix(_PREFIX).split()) for text in (before, after)]
     return sorted({part.partition("=")[0] for part in parts[0] ^ parts[1] if "=" in part})
 
 
 class JoinedWindows:
-    """The windows of several sources one after the other."""
+    """The windows of several sources, end to end."""
 
     def __init__(self, sources: Sequence[TextWindows]):
+        """Keep the sources."""
         self.sources, self.length = sources, sources[0].length
         self._starts = packing.starts_of([source.num_windows for source in sources])
         self.num_windows = int(self._starts[-1])
         self.requests = max(source.requests for source in sources)
 
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and segment ids, int32 [N, L] (TextWindows)."""
+        """Return tokens and segment ids, int32 [N, L] (TextWindows)."""
         tokens_NL = np.zeros((len(windows_N), self.length), np.int32)
         segments_NL = np.zeros_like(tokens_NL)
         for k, mine in _by_source(np.searchsorted(self._starts, windows_N, side="right") - 1):
@@ -217,7 +231,7 @@ class JoinedWindows:
         return tokens_NL, segments_NL
 
     def contents(self) -> str:
-        """Those of the sources."""
+        """Return the hashes of the sources."""
         return " ".join(source.contents() for source in self.sources)
 
 
@@ -227,10 +241,19 @@ TrainingData = Dataset | Mixture  # what steps read
 def open_mixture(
     requests: Mapping[str, Request], *, seed: int, weights: Mapping[str, Fraction] | None
 ) -> TrainingData:
-    """Sources as one; the eval split is a Dataset: their held-out parts, each sequence once.
+    """Open several sources as one.
 
-    requests: by name, in the order of the replicas where there are no weights. seed: of the rows of
-    a step. Raises DataError, with the source's name."""
+    Args:
+      requests: by name, in the order of the replicas if there are no weights.
+      seed: of the order of rows within a step.
+      weights: by name. None: each replica reads one source.
+
+    Returns:
+      A Mixture. For the eval split a Dataset of all held-out parts, each sequence once.
+
+    Raises:
+      DataError: a source cannot be opened. The message has its name.
+    """
     names, sources = tuple(requests), []
     for name, request in requests.items():
         named = f"dataset_mixture, source {name}"

@@ -1,8 +1,9 @@
-"""Which sequence a row of a step reads, and which source of a mixture it comes from.
+"""The order of sequences: which one a row of a step reads, and from which source of a mixture.
 
-    # K sources  T sequences of a period  N indices asked for
+    # K sources  T sequences of a period  N indices
 
-A pure function of the position and of (seed, epoch), whatever the hosts, devices and processes.
+The order is a pure function of the position and of (seed, epoch). Hosts, devices and processes do
+not matter.
 """
 
 import dataclasses
@@ -22,13 +23,13 @@ _MIX_2 = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 # Four rounds make a pseudorandom permutation (Luby, Rackoff 1988); two more for tiny sets.
 _ROUNDS = 6
-# Weights are rounded to this many parts when no smaller period has them exactly: our choice; a
-# table of it is made in 0.4 s, and a share is off by 1e-5 at most.
+# Weights are rounded to this many parts if no smaller period has them exactly. Its table takes
+# 0.4 s, and a share is off by 1e-5 at most.
 LONGEST_PERIOD = 100_000
 
 
 class SourcesRead(TypedDict):
-    """How far the sources of a mixture are read, by name."""
+    """Progress in the sources of a mixture."""
 
     begun: int  # index at which the present shares began
     read: dict[str, int]  # sequences of each source before it
@@ -47,22 +48,25 @@ class Position:
     sources: SourcesRead | None = None  # of a mixture
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, for a checkpoint's JSON."""
+        """Return the fields by name, for the JSON of a checkpoint."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def sequences_before(self, step: int) -> int:
-        """Sequences from step s0 to before `step`."""
+        """Return the number of sequences from step s0 to before `step`."""
         return (step - self.s0) * self.M * self.B
 
 
 def first_position(M: int, B: int) -> Position:
-    """Position of a new run: step 1 begins with the first sequence."""
+    """Return the position of a new run: step 1 begins with the first sequence."""
     return Position(base=0, s0=1, M=M, B=B)
 
 
 def next_position(position: Position, step: int, M: int, B: int) -> Position:
-    """Position of a run that goes on with `step`, with M and B; with the same ones unchanged. No
-    step before `step` has read its base: no sequence is left out or read twice in an epoch."""
+    """Return the position of a run that resumes at `step` with M replicas and batch size B.
+
+    With the same M and B the position is unchanged. Otherwise its base is the first sequence that
+    no earlier step has read, so no sequence of an epoch is left out or read twice.
+    """
     if (M, B) == (position.M, position.B):
         return position
     base = position.base + position.sequences_before(step)
@@ -70,10 +74,17 @@ def next_position(position: Position, step: int, M: int, B: int) -> Position:
 
 
 def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
-    """Indices that a step reads, int64, counted on through the epochs: Algorithm 2, line 3.
+    """Return the indices that a step reads, int64 (Algorithm 2, line 3).
 
-    step: 1-based, position.s0 or later. replicas, rows: numbers below M and B that broadcast: two
-    arrays of equal length name pairs (m, b), np.ix_(replicas, rows) all rows of each replica.
+    Args:
+      position: of the run.
+      step: 1-based, position.s0 or later.
+      replicas: numbers below M.
+      rows: numbers below B, which broadcast with `replicas`. Two arrays of equal length are pairs
+        (m, b); np.ix_(replicas, rows) are all rows of each replica.
+
+    Returns:
+      Indices that count on through the epochs.
     """
     replicas, rows = np.asarray(replicas, np.int64), np.asarray(rows, np.int64)
     assert step >= position.s0
@@ -84,7 +95,13 @@ def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
 
 
 def windows(indices: np.ndarray, *, size: int | None, seed: int | None) -> np.ndarray:
-    """Windows of indices. size: of an epoch, None: endless. seed: of its order, None: file order"""
+    """Return the windows at indices.
+
+    Args:
+      indices: they count on through the epochs.
+      size: windows of an epoch. None: endless.
+      seed: of the order. None: file order.
+    """
     if size is None:
         return indices
     epochs, numbers = np.divmod(indices, size)
@@ -98,10 +115,16 @@ def windows(indices: np.ndarray, *, size: int | None, seed: int | None) -> np.nd
 
 
 def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Images of numbers [n] under a permutation of 0..size-1, without a table of it.
+    """Return the images of numbers under a permutation of 0..size-1, without a table.
 
-    A Feistel network over the next even number of bits; a result that is not below size goes
-    through it again (cycle walking).
+    The permutation is a Feistel network over the next even number of bits. A result that is not
+    below `size` goes through it again (cycle walking).
+
+    Args:
+      numbers: int64 [N].
+      size: of the set.
+      seed: of the permutation.
+      epoch: of the permutation.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = [_mix_int(_mix_int(_mix_int(seed) + epoch) + r) for r in range(_ROUNDS)]
@@ -114,7 +137,7 @@ def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndar
 
 
 def seed_of(name: str, seed: int) -> int:
-    """A seed of its own for something with a name; that of the empty name is `seed`."""
+    """Return another seed for each name; the empty name has `seed`."""
     return seed + (zlib.crc32(name.encode()) << 32)
 
 
@@ -137,10 +160,13 @@ def _mix_int(value: int) -> int:
 
 
 def shares(weights_K: Sequence[Fraction]) -> tuple[int, ...]:
-    """Sequences of each source in a period: the smallest whole numbers in proportion to weights.
+    """Return the sequences of each source in a period.
 
-    weights: not negative, one of them positive. Where the numbers add up to more than
+    They are the smallest whole numbers in proportion to the weights. If they add up to more than
     LONGEST_PERIOD they are rounded by largest remainder, a positive weight to 1 at least.
+
+    Args:
+      weights_K: not negative, at least one positive.
     """
     scale = math.lcm(*(weight.denominator for weight in weights_K))
     whole = [int(weight * scale) for weight in weights_K]
@@ -158,15 +184,15 @@ def shares(weights_K: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 class Interleave:
-    """A period of the order of sources, repeated: the earliest deadline goes first.
+    """A period of the order of sources, which repeats: the earliest deadline goes first.
 
-    share_K: sequences of each source in a period, T in all. After any n indices source k has had
-    less than one sequence more or fewer than its share of n: proportionate fairness (Baruah, Cohen,
-    Plaxton, Varvel 1996) on one processor. Sequence j of a source with share a is due in places
-    floor(j*T/a) to ceil((j+1)*T/a) - 1.
+    After any n indices source k has had less than one sequence more or fewer than its share of n:
+    proportionate fairness (Baruah, Cohen, Plaxton, Varvel 1996) on one processor. Sequence j of a
+    source with share a is due in places floor(j*T/a) to ceil((j+1)*T/a) - 1.
     """
 
     def __init__(self, share_K: Sequence[int]):
+        """Compute the period. share_K: sequences of each source in it, T in all."""
         T = sum(share_K)
         released = [(0, k, 0) for k, share in enumerate(share_K) if share]
         due: list[tuple[int, int, int]] = []
@@ -183,19 +209,19 @@ class Interleave:
         self._share_K = np.array(share_K, np.int64)
 
     def at(self, indices_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sources of indices, and their numbers there, int64 [N]."""
+        """Return the sources of indices and the numbers of their sequences there, int64 [N]."""
         period_N, place_N = np.divmod(indices_N, len(self._source_T))
         source_N = self._source_T[place_N]
         return source_N, period_N * self._share_K[source_N] + self._number_T[place_N]
 
     def before(self, index: int) -> np.ndarray:
-        """Sequences of each source before an index, int64 [K]."""
+        """Return the number of sequences of each source before an index, int64 [K]."""
         period, place = divmod(index, len(self._source_T))
         part_K = np.bincount(self._source_T[:place], minlength=len(self._share_K))
         return period * self._share_K + part_K
 
     def index_of(self, source: int, number: int) -> int:
-        """The index of a source's number-th sequence; its share is not 0."""
+        """Return the index of the number-th sequence of a source whose share is not 0."""
         period, number = divmod(number, int(self._share_K[source]))
         place = np.flatnonzero(self._source_T == source)[number]
         return period * len(self._source_T) + int(place)

@@ -1,4 +1,4 @@
-"""Packages that not every installation has, imported where they are needed."""
+"""Import of optional packages where they are needed."""
 
 import importlib
 import types
@@ -7,8 +7,17 @@ from maxdiloco.errors import ConfigError
 
 
 def require(name: str, user: str, *, extra: str, otherwise: str = "") -> types.ModuleType:
-    """A module of a package. Raises ConfigError where it cannot be imported. user: what needs it.
-    extra: of setup.py that has it. otherwise: the end of the message."""
+    """Import a module of an optional package.
+
+    Args:
+      name: the module.
+      user: what needs it, for the message.
+      extra: the extra of setup.py that has it.
+      otherwise: the end of the message.
+
+    Raises:
+      ConfigError: it cannot be imported.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:

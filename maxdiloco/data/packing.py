@@ -1,8 +1,8 @@
-"""How documents fill windows: which tokens of which documents a window of L tokens holds.
+"""Packing: which tokens of which documents a window of L tokens holds.
 
-    # D documents  P pieces  W windows  N windows asked for  L tokens
+    # D documents  P pieces  W windows  N windows to read  L tokens
 
-A piece is (document, begin, end), in tokens of the document. No token is read here.
+A piece is (document, begin, end), in tokens of the document. This module reads no tokens.
 """
 
 import bisect
@@ -19,12 +19,18 @@ Piece = tuple[int, int, int]
 
 
 def layout(lengths_D: np.ndarray, length: int, kind: str) -> "EndToEnd | Table":
-    """The windows of documents. lengths_D: tokens of each, int64. length: L.
+    """Lay out documents in windows.
 
-    kind: CONCATENATED: documents end to end, cut every L tokens; the last tokens, fewer than L,
-      are in no window. DOCUMENTS_APART: each document begins a window and pads its last one.
-      BEST_FIT: every L tokens of a document fill a window and what is left of documents shares
-      windows (best_fit), so that no document is cut that fits into a window.
+    * CONCATENATED: documents end to end, cut every L tokens. The last tokens, fewer than L, are in
+      no window.
+    * DOCUMENTS_APART: each document begins a window and pads its last one.
+    * BEST_FIT: every L tokens of a document fill a window, and the rests of documents share windows
+      (`best_fit`). No document is cut that fits into a window.
+
+    Args:
+      lengths_D: tokens of each document, int64.
+      length: L.
+      kind: one of the three.
     """
     if kind == BEST_FIT:
         return _best_fit_layout(lengths_D, length)
@@ -36,13 +42,13 @@ def layout(lengths_D: np.ndarray, length: int, kind: str) -> "EndToEnd | Table":
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
-    """Where each of things of these lengths begins, end to end, and the end; int64 [n + 1]."""
+    """Return where each item begins if they are end to end, and the end, int64 [n + 1]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 @dataclasses.dataclass(frozen=True)
 class EndToEnd:
-    """Documents one after the other, each with its padding. starts: of each, [tokens]."""
+    """Documents end to end, each with its padding. starts: of each document [tokens]."""
 
     lengths_D: np.ndarray
     starts: np.ndarray
@@ -50,7 +56,7 @@ class EndToEnd:
     num_windows: int
 
     def pieces(self, window: int) -> list[Piece]:
-        """The pieces in a window, side by side from its begin."""
+        """Return the pieces in a window, in their order."""
         begin = window * self.length
         end = begin + self.length
         document = int(np.searchsorted(self.starts, begin, side="right")) - 1
@@ -63,7 +69,7 @@ class EndToEnd:
         return pieces
 
     def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
-        """Tokens of documents in windows, int64 [N]: L less the padding of the last document."""
+        """Return the tokens of windows without padding, int64 [N]."""
         begin_N = np.asarray(windows_N, np.int64) * self.length
         last_N = np.searchsorted(self.starts, begin_N + self.length, side="left") - 1
         stop_N = self.starts[last_N] + self.lengths_D[last_N]
@@ -72,7 +78,7 @@ class EndToEnd:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Windows whose pieces are listed; a document's pieces are L tokens long, but its last one."""
+    """Windows with a list of pieces. All pieces of a document but the last have L tokens."""
 
     lengths_D: np.ndarray
     first_D: np.ndarray  # first piece of each document, counted through all of them, and their end
@@ -83,7 +89,7 @@ class Table:
     num_windows: int
 
     def pieces(self, window: int) -> list[Piece]:
-        """The pieces in a window, side by side, in the order of the documents."""
+        """Return the pieces in a window, in the order of the documents."""
         numbers = self.piece_P[self.begin_W[window] : self.begin_W[window + 1]]
         documents = np.searchsorted(self.first_D, numbers, side="right") - 1
         begins = (numbers - self.first_D[documents]) * self.length
@@ -91,12 +97,12 @@ class Table:
         return list(zip(documents.tolist(), begins.tolist(), ends.tolist(), strict=True))
 
     def num_tokens(self, windows_N: np.ndarray) -> np.ndarray:
-        """Tokens of documents in windows, int64 [N]."""
+        """Return the tokens of windows without padding, int64 [N]."""
         return self.filled_W[windows_N].astype(np.int64)
 
 
 def _best_fit_layout(lengths_D, length):
-    """Windows in the order of their first pieces, so that file order stays near that of files."""
+    """Sort the windows by their first pieces, so that file order is close to that of the files."""
     first_D = starts_of(-(-lengths_D // length))
     size_P = np.full(first_D[-1], length, np.int32)
     has_rest = lengths_D % length > 0
@@ -112,14 +118,20 @@ def _best_fit_layout(lengths_D, length):
 
 
 def best_fit(size_P: np.ndarray, length: int) -> tuple[np.ndarray, int]:
-    """Best-fit decreasing: the window of each piece, int64 [P], and the number of windows W.
+    """Pack pieces by best-fit decreasing.
 
     "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830) sec. 3.1: the largest piece
     first, each into the window with the least room that still holds it, else into a new one.
-    size_P: tokens of each piece, 1 to L. length: L.
 
-    Pieces of one size s go in together: the window with the least room r >= s takes r // s of them
-    before another one is the best. Its room falls below half, so it is touched log2(L) times.
+    Pieces of one size s are placed together: the window with the least room r >= s takes r // s of
+    them before another one is the best. Its room falls below half, so it is touched log2(L) times.
+
+    Args:
+      size_P: tokens of each piece, 1 to L.
+      length: L.
+
+    Returns:
+      The window of each piece, int64 [P], and the number of windows W.
     """
     small = size_P.astype(np.uint16) if length < 2**16 else size_P  # sorted by radix
     order_P = np.argsort(small, kind="stable")[::-1]
@@ -138,7 +150,7 @@ def best_fit(size_P: np.ndarray, length: int) -> tuple[np.ndarray, int]:
 
 
 class _Rooms:
-    """Windows by the room that is left in them [tokens]."""
+    """Windows by their free room [tokens]."""
 
     def __init__(self, length):
         self.num_windows = 0
@@ -147,7 +159,7 @@ class _Rooms:
         self._windows = {}
 
     def take(self, size, count):
-        """Windows for at most `count` pieces, and how many each takes; the last may take fewer."""
+        """Return windows for at most `count` pieces, and the pieces of each but the last."""
         position = bisect.bisect_left(self._rooms, size)
         if position == len(self._rooms):
             room, each = self._length, self._length // size

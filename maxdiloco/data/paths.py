@@ -1,7 +1,7 @@
-"""Where data are read: mounted files, and objects in a bucket or behind https, by ranges.
+"""Paths of data: local files, and objects in a bucket or behind https, read by ranges.
 
-All open in the same way. An object is one version of it: an answer of another is an OSError with
-ESTALE. Every failure is an OSError, and ConfigError without the package.
+All are opened in the same way. An open object is one version of it; another version is an OSError
+with ESTALE. Every failure is an OSError, or a ConfigError if obstore is not installed.
 """
 
 import errno
@@ -19,27 +19,31 @@ from maxdiloco.data.read_ahead import REQUESTS, in_threads
 from maxdiloco.storage import store
 from maxdiloco.storage.store import is_local
 
-# Of one request [bytes], where no more is known of what will be read: the least, and the most of
-# a file that is read on and on, which has two in memory. Our choice: 4 MiB in 20 ms are 200 MB/s.
+# Bytes of the first request of a sequential reader, and of the largest one; two of these are in
+# memory. 4 MiB in 20 ms are 200 MB/s.
 _LEAST = 1 << 16
 _MOST = 1 << 22
 
 
 def lists_nothing(path: str) -> bool:
-    """Whether a path is behind https, where a file is found by its name alone."""
+    """Return True if a path is an https address, which cannot be listed."""
     return path.startswith("https://")
 
 
 class Stamp(NamedTuple):
-    """Identifies a version of a file. size [bytes]; version: the time of its last change [ns], of
-    an object its ETag."""
+    """A version of a file.
+
+    Attributes:
+      size: in bytes.
+      version: the time of the last change [ns], or the ETag of an object.
+    """
 
     size: int
     version: int | str
 
     @classmethod
     def of(cls, file: BinaryIO) -> "Stamp":
-        """That of a file of `opened`."""
+        """Return the stamp of a file that `opened` returned."""
         if isinstance(file.raw, ObjectFile):
             return file.raw.stamp
         status = os.fstat(file.fileno())
@@ -47,27 +51,32 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of_entry(cls, entry: store.Entry) -> "Stamp":
-        """That of an object. Listings of Azure write an ETag without its quotes."""
+        """Return the stamp of an object. Listings of Azure have ETags without quotes."""
         return cls(entry.size, entry.version.get("e_tag", "").removeprefix("W/").strip('"'))
 
 
 def opened(path: str, stamp: Stamp | None = None, span: tuple[int, int] | None = None) -> BinaryIO:
-    """A file to read; for a `with`. Of an object, stamp: the version that is wanted, None: the one
-    that is there; span: the bytes that will be read, which are one request."""
+    """Open a file to read, for a `with`.
+
+    Args:
+      path: local, in a bucket or on https.
+      stamp: the version of an object. None: the present one.
+      span: bytes of an object that will be read, with one request.
+    """
     if is_local(path):
         return small_files.open_regular(path)
     return io.BufferedReader(ObjectFile(*_bucket(path), stamp, span))
 
 
 def objects(path: str) -> dict[str, Stamp]:
-    """The objects below a folder, by path; none: there is no such folder."""
+    """Return the objects below a folder, by path. There is no such folder if there are none."""
     bucket, name = _bucket(path)
     root = path[: path.index("/", path.index("://") + 3) + 1] if name else f"{path.rstrip('/')}/"
     return {root + entry.name: Stamp.of_entry(entry) for entry in bucket.list_all(name)}
 
 
 def find(path: str) -> Stamp | None:
-    """The object at a path, if there is one."""
+    """Return the stamp of the object at a path, or None."""
     bucket, name = _bucket(path)
     entry = None
     try:
@@ -79,13 +88,17 @@ def find(path: str) -> Stamp | None:
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is an object below a path."""
+    """Return True if there is an object below a path."""
     bucket, name = _bucket(path)
     return not lists_nothing(path) and any(True for _ in bucket.list_all(name))
 
 
 def stamps(folder: str, names: Sequence[str]) -> list[Stamp]:
-    """Those of objects in a folder, by one listing where there is one. Raises FileNotFoundError."""
+    """Return the stamps of objects in a folder, by one listing if possible.
+
+    Raises:
+      FileNotFoundError: there is no such object.
+    """
     paths = [f"{folder.rstrip('/')}/{name}" for name in names]
     if lists_nothing(folder):
         there = dict(zip(paths, in_threads(find, paths, REQUESTS), strict=True))
@@ -98,7 +111,7 @@ def stamps(folder: str, names: Sequence[str]) -> list[Stamp]:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a glob matches the path of an object, as corpus.find matches files."""
+    """Return True if a glob matches the path of an object, as corpus.find matches files."""
     return _fit(name.split("/"), pattern.split("/"))
 
 
@@ -124,8 +137,8 @@ def read_range(path: str, stamp: Stamp, begin: int, end: int) -> bytes:
 
 
 def _bucket(path: str) -> tuple[store.Bucket, str]:
-    """The bucket of a path, and the name there."""
-    # Here, not above: training on tokens made up has to work where etils is not installed.
+    """Return the bucket of a path, and the name in it."""
+    # Imported here, because synthetic data must work where etils is not installed.
     from maxdiloco.storage import object_store
 
     require("obstore", path, extra="buckets")
@@ -137,8 +150,10 @@ def _bucket(path: str) -> tuple[store.Bucket, str]:
 
 
 class ObjectFile(io.RawIOBase):
-    """An object as a file. While a reader goes on where it was, a thread fetches what comes next,
-    twice as much each time."""
+    """An object as a file.
+
+    For a sequential reader a thread fetches the next bytes, twice as many each time.
+    """
 
     def __init__(
         self,
@@ -147,6 +162,7 @@ class ObjectFile(io.RawIOBase):
         stamp: Stamp | None = None,
         span: tuple[int, int] | None = None,
     ):
+        """Open an object. Raises FileNotFoundError. See `opened` for stamp and span."""
         self._bucket, self._name, self._span = bucket, name, span or (0, 0)
         self._pool: ThreadPoolExecutor | None = None  # the thread that fetches ahead
         if stamp is None:
@@ -168,12 +184,12 @@ class ObjectFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the place of the reader."""
+        """Set the position of the reader."""
         self._place = offset + (0, self._place, self.stamp.size)[whence]
         return self._place
 
     def readinto(self, buffer: bytearray) -> int:
-        """Bytes from the place on; fewer than are asked for where what is fetched ends."""
+        """Read bytes at the position, at most those that are fetched."""
         if not self._begin <= self._place < self._end and self._place < self.stamp.size:
             self._fetch(len(buffer))
         start = self._place - self._begin

@@ -1,8 +1,8 @@
-"""Batches of sequences for the replicas: one global order, resumable, each process its own rows.
+"""Batches of sequences for the replicas, in one global order. A process reads only its own rows.
 
     # R replicas  B sequences per replica  L tokens  N windows
 
-A batch is {"tokens", "segment_ids"}, int32 [..., L]; the dims before L are those of the rows.
+A batch is {"tokens", "segment_ids"}, int32 [..., L]. The dims before L are those of the rows.
 """
 
 from collections.abc import Iterator
@@ -21,33 +21,38 @@ from maxdiloco.errors import DataError
 
 Batch = dict[str, np.ndarray]
 LEAVES = ("tokens", "segment_ids")  # of a batch
-Batches = AbstractContextManager[Iterator[Batch]]  # leaving it ends the thread or processes
+Batches = AbstractContextManager[Iterator[Batch]]  # its exit ends the thread or processes
 # Evaluation reads the same sample of all files, whatever data_shuffle_seed is.
 EVAL_SEED = 0
 
 
 class Dataset:
-    """A split of a data set, which steps read; mixture.Mixture is the same of several."""
+    """A split of a data set. `mixture.Mixture` has the same methods for several data sets."""
 
     def __init__(self, windows: TextWindows | SyntheticWindows, seed: int | None, name: str):
-        self.windows = windows  # in file order
-        self.seed = seed  # of the permutation of each epoch; None: file order
-        self.name = name  # its flag and value, for messages
+        """Keep the windows.
+
+        Args:
+          windows: in file order.
+          seed: of the permutation of each epoch. None: file order.
+          name: key and value, for messages.
+        """
+        self.windows, self.seed, self.name = windows, seed, name
         self.num_windows = windows.num_windows  # sequences in an epoch; None: endless
-        self.computed = isinstance(windows, SyntheticWindows)  # there is no file to wait for
-        # How many requests for objects may be under way at once; 0: the files are mounted.
+        self.computed = isinstance(windows, SyntheticWindows)  # no file is read
+        # Requests to a bucket that may be in flight at the same time; 0: the files are local.
         self.requests = windows.requests
 
     @property
     def contents(self) -> str:
-        """Equal in two processes or two runs when they have the same data (windows.contents)."""
+        """Return a hash that is equal in two processes or two runs with the same data."""
         return self.windows.contents()
 
     first_position = staticmethod(order.first_position)
     next_position = staticmethod(order.next_position)
 
     def check_size(self, position: Position) -> None:
-        """Raise DataError when an epoch has too few sequences for one step."""
+        """Raise DataError if an epoch has too few sequences for one step."""
         M, B = position.M, position.B
         if self.num_windows is not None and self.num_windows < M * B:
             raise DataError(
@@ -57,8 +62,11 @@ class Dataset:
             )
 
     def last_step_of_epoch(self, position: Position) -> int:
-        """The last step whose sequences are all of the first epoch: what steps=all means. Raises
-        DataError for data without an end or too short for a step."""
+        """Return the last step whose sequences are all of the first epoch, for steps=all.
+
+        Raises:
+          DataError: the data have no end, or are too short for a step.
+        """
         if self.num_windows is None:
             why = f"steps=all is one epoch, but {self.name} has no end. Set steps to a number."
             raise DataError(why)
@@ -67,20 +75,35 @@ class Dataset:
         return position.s0 - 1 + left // (position.M * position.B)
 
     def read(self, position: Position, step: int, replicas: ArrayLike, rows: ArrayLike) -> Batch:
-        """What some rows of some replicas read in a step, leaves [*their shape, L]. step, replicas,
-        rows: of order.indices. Raises DataError when a file has changed."""
+        """Read rows of replicas in a step.
+
+        Args:
+          position: as for `order.indices`.
+          step: as for `order.indices`.
+          replicas: as for `order.indices`.
+          rows: as for `order.indices`.
+
+        Returns:
+          Leaves [*shape of the rows, L].
+
+        Raises:
+          DataError: a file has changed.
+        """
         return self.read_indices(order.indices(position, step, replicas, rows))
 
     def read_indices(self, indices: np.ndarray) -> Batch:
-        """Sequences by their place in the order of all epochs; leaves [*their shape, L]."""
+        """Read sequences by their index in the order of all epochs; leaves [*shape, L]."""
         tokens_NL, segments_NL = self.windows.read(self._windows(indices).reshape(-1))
         shape = (*indices.shape, self.windows.length)
         leaves = (tokens_NL.reshape(shape), segments_NL.reshape(shape))
         return dict(zip(LEAVES, leaves, strict=True))
 
     def metrics(self, position: Position, step: int) -> dict[str, float]:
-        """learning/tokens, read by all replicas up to the end of a step; the epoch, and the share
-        of padding of its global batch for packings that pad."""
+        """Return the metrics of the data at the end of a step.
+
+        They are the tokens that all replicas have read, the epoch and, for packings that pad, the
+        share of padding in the global batch.
+        """
         first = position.base + position.sequences_before(step)
         end = first + position.M * position.B
         found = {"learning/tokens": end * self.windows.length}
@@ -92,11 +115,11 @@ class Dataset:
         return found
 
     def num_tokens(self, indices_N: np.ndarray) -> np.ndarray:
-        """Tokens of sequences that are no padding, int64 [N]."""
+        """Return the tokens of sequences without padding, int64 [N]."""
         return self.windows.num_tokens(self._windows(indices_N))
 
     def summary(self, position: Position) -> list[str]:
-        """Lines for the start of a run: what is read, how long an epoch is, and its padding."""
+        """Return log lines for a start: the text, the length of an epoch, the padding."""
         if self.num_windows is None:
             return [f"data: {self.name}, without end"]
         steps = self.num_windows / (position.M * position.B)
@@ -107,7 +130,7 @@ class Dataset:
         ]
 
     def padding(self) -> list[str]:
-        """A line on the share of padding in an epoch, for packings that pad."""
+        """Return a log line with the share of padding in an epoch, for packings that pad."""
         if not self.windows.padded:
             return []
         count, length = self.num_windows, self.windows.length
@@ -119,7 +142,7 @@ class Dataset:
 
 
 def open_dataset(request: Request) -> Dataset:
-    """The sequences of a split of a text (windows.open_text), read when a batch needs them."""
+    """Open a split of a text. Sequences are read when a batch needs them."""
     windows, name = open_text(request)
     if request.split == "eval":
         return Dataset(windows, EVAL_SEED, name)
@@ -135,11 +158,21 @@ def batches(
     rows: ArrayLike,
     worker_count: int = 0,
 ) -> Batches:
-    """The batches of steps, read ahead, each as Dataset.read returns it; for a `with`.
+    """Open the batches of steps, which are read ahead, for a `with`.
 
-    dataset: a Dataset or a Mixture. steps: consecutive. replicas, rows: those that this process
-    feeds; no other is read. worker_count: processes that read text; 0: a thread of this one.
-    Raises DataError when the data set is shorter than one step.
+    Args:
+      dataset: a Dataset or a Mixture.
+      position: of the run.
+      steps: consecutive.
+      replicas: of the rows that this process feeds. No other row is read.
+      rows: of these replicas.
+      worker_count: processes that read text. 0: a thread of this process.
+
+    Returns:
+      A context manager of the batches, each as `Dataset.read` returns it.
+
+    Raises:
+      DataError: the data set is shorter than one step.
     """
     dataset.check_size(position)
     return _open(
@@ -154,11 +187,20 @@ def batches(
 def eval_batches(
     dataset: Dataset, *, batch_size: int, num_sequences: int, rows: ArrayLike | None = None
 ) -> Batches:
-    """Batches for evaluation, the same each time, leaves [rows, L]; for a `with`.
+    """Open batches for evaluation, for a `with`. They are the same each time.
 
-    batch_size: of all processes. num_sequences: at most so many; -1: all of the data. rows: those
-    that this process feeds; None: all. The last batch is padded with segment 0, without a loss.
-    Raises DataError for num_sequences=-1 of endless data.
+    Args:
+      dataset: the data.
+      batch_size: of all processes.
+      num_sequences: a limit. -1: all of the data.
+      rows: rows that this process feeds. None: all.
+
+    Returns:
+      A context manager of batches with leaves [rows, L]. The last one is padded with segment 0,
+      which has no loss.
+
+    Raises:
+      DataError: the data have no end, and num_sequences is -1.
     """
     ends = [end for end in (dataset.num_windows, num_sequences) if end not in (None, -1)]
     if not ends:

@@ -1,7 +1,7 @@
-"""Batches read ahead: by Grain in a thread or in processes, and in many threads from a bucket.
+"""Reading batches ahead, by Grain in a thread or in processes, or in many threads from a bucket.
 
-An error is raised where its batch would have come, and close() waits for the threads. The order of
-sequences and resuming are those of order.py, which know replicas whose number may change.
+An error is raised instead of its batch, and close() waits for the threads. The order of sequences
+is not decided here, see order.py.
 """
 
 import contextlib
@@ -21,21 +21,27 @@ from maxdiloco.errors import ConfigError, LostPeerError
 
 T = TypeVar("T")
 
-# Requests under way at once for one batch, and for the batches after it. Our choice: at 20 ms a
-# request they bring up to 3,200 sequences a second.
+# Concurrent requests for one batch, and for the batches after it. At 20 ms a request they return up
+# to 3,200 sequences a second.
 REQUESTS = 64
 _MOST_BATCHES = 16
 
 
 def batches_at_once(sequences: int) -> int:
-    """How many batches of so many sequences have to be under way for REQUESTS of them."""
+    """Return how many batches of some sequences need REQUESTS concurrent requests."""
     return min(max(2, -(-REQUESTS // sequences)), _MOST_BATCHES)
 
 
 def in_threads(read: Callable[[T], Any], items: Iterable[T], threads: int) -> Iterator[Any]:
-    """read of each item, in their order, up to `threads` at once; 0: each when it is asked for.
+    """Yield read(item) for each item, in their order.
 
-    An error is raised where its result would have come; closing waits for the reads under way."""
+    An error is raised instead of its result. Closing waits for the reads in progress.
+
+    Args:
+      read: the function.
+      items: its arguments.
+      threads: concurrent calls. 0: each item is read when its result is needed.
+    """
     if not threads:
         yield from map(read, items)
         return
@@ -62,28 +68,37 @@ def read_ahead(
     setting: str = "",
     otherwise: str = "",
 ) -> Iterator[Any]:
-    """read(0) to read(count - 1), each made before it is asked for. close() it after use.
+    """Return an iterator over read(0) to read(count - 1), which are read ahead.
 
-    worker_count: processes that read, each up to `ahead` more than it reads; 0: a thread of this
-    process, two batches ahead. at_once: reads under way in each process, of data that are slow to
-    come; 0: one. lost: what is said of a process that is gone. setting, otherwise: key and value
-    that ask for processes, and what else to do, for the error where none can be started.
-    Raises, from the iterator, what read raises, LostPeerError when a process is gone, and
-    ConfigError without a writable /dev/shm.
+    Close it after use. The iterator raises the errors of `read`.
+
+    Args:
+      read: the function.
+      count: number of results.
+      worker_count: processes that read. 0: a thread of this process, two results ahead.
+      ahead: results that each process reads ahead.
+      at_once: concurrent reads in each process, for data with a high latency. 0: one.
+      lost: message for a process that died.
+      setting: key and value that ask for processes, for messages.
+      otherwise: another remedy if no process can be started.
+
+    Raises:
+      LostPeerError: a process died.
+      ConfigError: /dev/shm cannot be written.
     """
     if at_once and not worker_count:
         return in_threads(read, range(count), at_once)
     # Here, not above: synthetic data have to work where Grain is not installed.
     import grain
 
-    # No threads at this place: their close() does not wait for a read under way (Grain 0.2.18). A
-    # process is ended with them.
+    # No threads in this process: their close() does not wait for a read in progress (Grain 0.2.18).
+    # A worker process ends with its threads.
     threads = grain.ReadOptions(num_threads=at_once, prefetch_buffer_size=at_once)
     batches = grain.MapDataset.range(count).map(read).to_iter_dataset(threads)
     if worker_count:
         options = grain.MultiprocessingOptions(worker_count, per_worker_buffer_size=ahead)
         return _from_processes(batches, options, lost, setting, otherwise)
-    # A batch is in the buffer, another in the hands of the thread.
+    # One batch is in the buffer, and the thread reads another.
     iterator = iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=1))
     iterator.start_prefetch()
     return iterator
@@ -118,7 +133,7 @@ def _from_processes(batches, options, lost, setting, otherwise):
 
 @contextlib.contextmanager
 def _ctrl_c_blocked():
-    """Processes started inside inherit the mask: a Ctrl-C before _begin_process is not theirs."""
+    """Block SIGINT in processes that are started inside, until _begin_process."""
     # multiprocessing's tracker removes the shared memory that an error leaves, and would warn of it
     # on the terminal. At its first use it would unblock SIGINT in the thread.
     sys.warnoptions.append("ignore:resource_tracker")  # an option of the command that it starts
@@ -134,7 +149,7 @@ def _ctrl_c_blocked():
 
 
 def _begin_process(_index, _count):
-    """Leave signals of a terminal or a cluster to the trainer; end when it is gone."""
+    """Ignore SIGINT and SIGTERM, which the trainer handles, and exit when the trainer has died."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     trainer = multiprocessing.parent_process()

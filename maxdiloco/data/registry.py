@@ -1,4 +1,4 @@
-"""The kinds of data sets, dataset_type: what of a folder each reads, and who opens its text."""
+"""The values of dataset_type: the files that each reads, and the function that opens it."""
 
 import os
 from collections import Counter
@@ -16,7 +16,7 @@ Reader = files.Files | tables.Hub  # of text that is not yet tokenised
 
 
 class Source(NamedTuple):
-    """What names a text: the dataset_type, the path, and the column or field that holds it."""
+    """A text: the dataset_type, the path, and the column or field that holds the text."""
 
     kind: str
     path: str
@@ -43,8 +43,16 @@ KINDS: Mapping[str, Kind] = MappingProxyType({
 
 
 def open_source(source: Source, key: str) -> Reader:
-    """Text that is not yet tokenised. key: of its path. Raises DataError for data that are missing,
-    unreadable or prepared, ConfigError for a kind that has no text, and without a package."""
+    """Open text that is not yet tokenised.
+
+    Args:
+      source: the text.
+      key: the key that has its path, for messages.
+
+    Raises:
+      DataError: it is missing, unreadable or prepared already.
+      ConfigError: dataset_type has no text, or a package is missing.
+    """
     kind, path, column = source
     readers = {name: row.open for name, row in KINDS.items() if row.open}
     if kind not in readers:
@@ -60,7 +68,7 @@ def open_source(source: Source, key: str) -> Reader:
 
 
 def open_for_user(source: Source) -> Reader:
-    """open_source of a program's SOURCE, after a warning of what of its folder is not read."""
+    """Open the SOURCE of a program, and warn of files in its folder that are not read."""
     text = open_source(source, "SOURCE")
     for line in left_out_lines(source, "SOURCE"):
         output.say(line)
@@ -68,7 +76,7 @@ def open_for_user(source: Source) -> Reader:
 
 
 def left_out_lines(source: Source, key: str) -> Iterator[str]:
-    """A warning that counts the files of a folder that its source does not read, if there are."""
+    """Yield a warning that counts the files of a folder that its source does not read."""
     kind, path, _ = source
     read, folder = KINDS[kind].suffixes, os.path.expanduser(path)
     no_folder = paths.lists_nothing(path)

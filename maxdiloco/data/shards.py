@@ -128,15 +128,6 @@ class Shards:
     Every block that is read is compared with the table of checksums, which is in memory since the
     start. So a part that was replaced, truncated or damaged at any time is an error, even if its
     size is the same. A copy in another process opens its own files.
-
-    Args:
-      where: key and value that name the folder, for messages.
-      folder: its path.
-      manifest: of the folder.
-      offsets: int64 [D + 1], see the module.
-      checksums: uint32 [N], of the blocks of all parts.
-      chosen: numbers of the documents to use; None: all.
-      stamps: versions of the parts in a bucket; empty for local files.
     """
 
     def __init__(
@@ -149,6 +140,17 @@ class Shards:
         chosen: np.ndarray | None = None,
         stamps: Sequence[Stamp] = (),
     ):
+        """Keep the tables. No file is opened.
+
+        Args:
+          where: key and value that name the folder, for messages.
+          folder: its path.
+          manifest: of the folder.
+          offsets: int64 [D + 1], see the module.
+          checksums: uint32 [N], of the blocks of all parts.
+          chosen: numbers of the documents to use. None: all.
+          stamps: versions of the parts in a bucket. Empty for local files.
+        """
         self._where, self.folder, self.manifest, self._stamps = where, folder, manifest, stamps
         self._offsets, self._checksums, self._chosen = offsets, checksums, chosen
         lengths = np.diff(offsets)

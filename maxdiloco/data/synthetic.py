@@ -1,6 +1,6 @@
 """Endless computed sequences, for benchmarks and tests of learning.
 
-    # N windows asked for  L tokens
+    # N windows to read  L tokens  V tokens of the vocabulary
 
 A Markov chain: the next token is the last one plus one of a few strides, modulo the vocabulary.
 The strides depend on the seed; window i is a pure function of (seed, split, i).
@@ -12,7 +12,7 @@ import numpy as np
 
 from maxdiloco.data import order
 
-# Probabilities of the strides: our choice; their entropy, the lowest loss, is 0.91 nats a token.
+# Probabilities of the strides. Their entropy, 0.91 nats a token, is the lowest loss.
 CHANCES = (0.7, 0.15, 0.1, 0.05)
 _SPLITS = ("train", "eval")
 _UNIT = 2.0**-53
@@ -20,7 +20,7 @@ _UNIT = 2.0**-53
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticWindows:
-    """Windows of the chain; num_windows is None: there is no last one."""
+    """Windows of the chain. num_windows is None, because they have no end."""
 
     seed: int
     split: str
@@ -31,7 +31,7 @@ class SyntheticWindows:
     requests: int = 0
 
     def read(self, windows_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and segment ids, int32 [N, L]; each window is one document, all segments 1."""
+        """Return tokens and segment ids, int32 [N, L]. A window is one document of segment 1."""
         strides = self.strides()
         limits = np.cumsum(self.chances())[:-1]
         key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)
@@ -47,15 +47,15 @@ class SyntheticWindows:
         return tokens_NL, np.ones_like(tokens_NL)
 
     def strides(self) -> np.ndarray:
-        """The distinct strides, int64, most likely first; four, or fewer in a tiny vocabulary."""
+        """Return the distinct strides, int64, most likely first: four, unless V is smaller."""
         count = min(len(CHANCES), self.vocab_size)
         return order.permute(np.arange(count), size=self.vocab_size, seed=self.seed, epoch=0)
 
     def chances(self) -> np.ndarray:
-        """Probability of each stride; they sum to 1."""
+        """Return the probability of each stride; they sum to 1."""
         chances = np.array(CHANCES[: self.vocab_size])
         return chances / chances.sum()
 
     def contents(self) -> str:
-        """What the windows are made from; equal when the data are."""
+        """Return a text that is equal for equal data."""
         return f"synthetic-{self.seed}-{self.split}-{self.vocab_size}-{self.length}"

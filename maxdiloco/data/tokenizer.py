@@ -1,7 +1,7 @@
-"""The tokenizer that the keys of a run name, or that a folder holds: bytes, or that of a package.
+"""Tokenizers of the packages tokenizers and sentencepiece, and opening the tokenizer of a run.
 
 A tokenizer is its files: `save` writes them into a folder, and `load` needs nothing else. The
-packages tokenizers and sentencepiece, the extra [text], are imported where they are used.
+packages, extra [text], are imported where they are used.
 """
 
 import contextlib
@@ -29,28 +29,30 @@ KEYS = ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
 # tokenizer_type -> the file of such a tokenizer in a folder, and the package that reads it.
 FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 _PACKAGES = {"huggingface": "tokenizers", "sentencepiece": "sentencepiece"}
-# Beside tokenizer.json: which of its tokens start and end a document.
+# Next to tokenizer.json. It names the tokens that start and end a document.
 CONFIG = "tokenizer_config.json"
-# Names of these tokens where no such file says them: Llama 3 and this package, Llama 2, Gemma, ...
+# Usual names of these tokens, for folders without that file: Llama 3 and this package, Llama 2, ...
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
 # Fields of SubwordTokenizer in the file SETTINGS: what its files name, and also what it adds.
 _NAMED = ("named_bos", "named_eos", "ends")
 _TOKENS = ("bos", "eos", *_NAMED)
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
-MOST_BYTES = 1 << 28  # of a file, read whole; our choice: that of Gemma 3 has 33 MB
+MOST_BYTES = 1 << 28  # of a file, which is read whole; Gemma 3 has 33 MB
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
 
 
 @dataclasses.dataclass(frozen=True)
 class SubwordTokenizer(Tokenizer):
-    """What the tokenizers of both packages share."""
+    """Common part of the tokenizers of both packages."""
 
     content: bytes = dataclasses.field(repr=False)  # of the file that FILES names
     bos: int | None
     eos: int | None
     vocab_size: int
-    engine: Any = dataclasses.field(compare=False, repr=False)  # the package's object, made of it
+    engine: Any = dataclasses.field(
+        compare=False, repr=False
+    )  # the package's object of the content
     named_bos: int | None = None  # the tokenizer's token for bos, whether it is added or not
     named_eos: int | None = None
     ends: tuple[int, ...] = ()
@@ -104,14 +106,17 @@ class SubwordTokenizer(Tokenizer):
         return dataclasses.replace(self, **added, ends=ends)
 
     def __reduce__(self):
-        # A pickled engine of tokenizers forgets that text never makes special tokens.
+        """Pickle the content: a pickled engine of tokenizers turns text into special tokens."""
         tokens = {name: vars(self)[name] for name in _TOKENS}
         return _with_tokens, (self.kind, self.content, "a pickle", tokens)
 
 
 class HuggingFaceTokenizer(SubwordTokenizer):
-    """A tokenizer.json. It gives back every text exactly when it is a byte-level BPE without a
-    normalizer; others may change spaces, accents or case."""
+    """A tokenizer.json.
+
+    Decoding returns every text exactly if it is a byte-level BPE without a normalizer. Others may
+    change spaces, accents or case.
+    """
 
     kind = "huggingface"
 
@@ -148,24 +153,24 @@ class HuggingFaceTokenizer(SubwordTokenizer):
         return next(reversed(before), bos), eos
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, without threads (Tokenizer)."""
+        """Return the tokens of a text, without threads (Tokenizer)."""
         return self.engine.encode(to_bytes(text).decode(), add_special_tokens=False).ids
 
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
-        """Tokens of texts (Tokenizer), 1.8 MB a second on a core: source, a BPE of 32,000 tokens"""
+        """Return the tokens of texts (Tokenizer)."""
         texts = [to_bytes(text).decode() for text in texts]
         found = self.engine.encode_batch_fast(texts, add_special_tokens=False)
         return (each.ids for each in found)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens (Tokenizer)."""
+        """Return the text of tokens (Tokenizer)."""
         known = [int(token) for token in tokens if 0 <= token < self.vocab_size]
         return self.engine.decode(known, skip_special_tokens=True)
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of each token (Tokenizer); one of a byte-level BPE has a letter for each byte."""
+        """Return the bytes of each token (Tokenizer)."""
         model = json_text.parse(self.engine.to_str())
-        byte_level = "ByteLevel" in json.dumps(model["decoder"])
+        byte_level = "ByteLevel" in json.dumps(model["decoder"])  # then a letter is a byte
         added = self.engine.get_added_tokens_decoder()
         bytes_V = np.zeros(self.vocab_size, np.int32)
         for text, token in self.engine.get_vocab(with_added_tokens=True).items():
@@ -177,26 +182,29 @@ class HuggingFaceTokenizer(SubwordTokenizer):
 
 
 class SentencePieceTokenizer(SubwordTokenizer):
-    """A tokenizer.model. It gives back every text exactly when it was trained with byte_fallback,
-    without a normalization rule and with spaces left alone; U+2581 alone becomes a space."""
+    """A tokenizer.model.
+
+    Decoding returns every text exactly if it was trained with byte_fallback, without a
+    normalization rule and with unchanged spaces. Only U+2581 becomes a space.
+    """
 
     kind = "sentencepiece"
 
     def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """The tokens that start and end a document, as the model says."""
+        """Return the tokens that start and end a document, which the model names."""
         bos, eos = self.engine.bos_id(), self.engine.eos_id()
         return bos if bos >= 0 else None, eos if eos >= 0 else None
 
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
-        """Tokens of texts (Tokenizer)."""
+        """Return the tokens of texts (Tokenizer)."""
         return self.engine.encode([to_bytes(text).decode() for text in texts])
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens (Tokenizer)."""
+        """Return the text of tokens (Tokenizer)."""
         return self.engine.decode([int(token) for token in tokens if 0 <= token < self.vocab_size])
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of each token (Tokenizer)."""
+        """Return the bytes of each token (Tokenizer)."""
         bytes_V = np.zeros(self.vocab_size, np.int32)
         for token in range(self.vocab_size):
             if not self.engine.is_control(token):
@@ -205,14 +213,21 @@ class SentencePieceTokenizer(SubwordTokenizer):
 
 
 def _piece_bytes(piece):
-    """Bytes of a piece in which U+2581 is a space and <0xE2> a byte."""
+    """Return the bytes of a piece, in which U+2581 is a space and <0xE2> a byte."""
     return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("\u2581", " ").encode())
 
 
 def build(values: Mapping[str, Any], rows: int | None = None) -> Tokenizer:
-    """The tokenizer that KEYS name; values: of these and any others. rows: of the embedding,
-    vocab_size. Raises DataError when tokenizer_path holds no such tokenizer or it has more tokens
-    than rows, ConfigError when a package or one of the tokens around a document is missing."""
+    """Open the tokenizer of a run.
+
+    Args:
+      values: of KEYS, and any other keys.
+      rows: of the embedding, vocab_size.
+
+    Raises:
+      DataError: tokenizer_path has no such tokenizer, or it has more tokens than rows.
+      ConfigError: a package, or one of the tokens around a document, is missing.
+    """
     kind, path, add_bos, add_eos = (values[key] for key in KEYS)
     found: Tokenizer = ByteTokenizer()
     if kind != found.kind:
@@ -227,7 +242,7 @@ def build(values: Mapping[str, Any], rows: int | None = None) -> Tokenizer:
 
 
 def load(folder: pathlib.Path) -> Tokenizer:
-    """The tokenizer that `save` wrote. Raises DataError when the folder holds none, OSError."""
+    """Load the tokenizer that `save` wrote. Raises DataError if the folder has none, OSError."""
     try:
         fields = json_text.parse(small_files.read_bytes(folder / SETTINGS))
         kind = fields["tokenizer_type"]
@@ -252,12 +267,16 @@ def _with_tokens(
 
 
 def read(kind: str, path: str) -> SubwordTokenizer:
-    """The tokenizer of a file, with those tokens around a document that its files name.
+    """Read a tokenizer, with the tokens around a document that its files name.
 
-    kind: tokenizer_type. path: tokenizer_path: a file, a folder with the file that FILES names,
-    either also in a bucket, the https:// address of a file, or for huggingface a name on the hub,
-    which is downloaded unless Hugging Face's cache has it.
-    Raises DataError when there is none, ConfigError without a package.
+    Args:
+      kind: tokenizer_type.
+      path: tokenizer_path. A file or a folder with the file that FILES names, either also in a
+        bucket; the https address of a file; or, for huggingface, a name on the hub.
+
+    Raises:
+      DataError: there is no such tokenizer.
+      ConfigError: a package is missing.
     """
     where = f"tokenizer_path={path}"
     file = os.path.expanduser(path)
@@ -271,14 +290,14 @@ def read(kind: str, path: str) -> SubwordTokenizer:
     with _reading(file, where, kind):
         content = _whole(file)
     found = of_content(kind, content, where)
-    config, saved = (_beside(file, name, kind) for name in (CONFIG, SETTINGS))
+    config, saved = (_fields_next_to(file, name, kind) for name in (CONFIG, SETTINGS))
     if saved is not None:
         return found.naming(*(saved.get(name) for name in _NAMED))
     return found.naming(*found.special_tokens(config or {}))
 
 
 def _downloaded(name, where):
-    """Path of tokenizer.json in Hugging Face's cache, with CONFIG beside it where there is one."""
+    """Download tokenizer.json and CONFIG, and return the path of tokenizer.json in the cache."""
     hub, errors = (
         package("huggingface", each) for each in ("huggingface_hub", "huggingface_hub.errors")
     )
@@ -296,7 +315,7 @@ def _downloaded(name, where):
 
 
 def _whole(path):
-    """The content of a file. Raises OSError, also for one that is too large to be a tokenizer's."""
+    """Return the content of a file. Raises OSError, also if it is larger than MOST_BYTES."""
     if is_local(path):
         return small_files.read_bytes(path, MOST_BYTES)
     with paths.opened(path) as file:
@@ -317,9 +336,12 @@ def _reading(file, where, kind):
         ) from error
 
 
-def _beside(tokenizer_file, name, kind):
-    """Fields of a JSON file beside the tokenizer's; None where it has another name than usual, or
-    no such file beside it."""
+def _fields_next_to(tokenizer_file, name, kind):
+    """Return the fields of a JSON file next to a tokenizer's file.
+
+    Returns:
+      None if there is no such file, or the tokenizer's file has another name than usual.
+    """
     folder, own = os.path.split(tokenizer_file)
     file = os.path.join(folder, name)
     if own != FILES[kind]:
@@ -369,7 +391,10 @@ def of_content(kind: str, content: bytes, where: str) -> SubwordTokenizer:
 
 
 def package(kind: str, name: str = "") -> types.ModuleType:
-    """The package that reads a tokenizer_type, or a module that helps it. Raises ConfigError where
-    it is not installed."""
+    """Import the package of a tokenizer_type, or another module that it needs.
+
+    Raises:
+      ConfigError: it is not installed.
+    """
     user, otherwise = f"tokenizer_type={kind}", ", or use tokenizer_type=byte"
     return packages.require(name or _PACKAGES[kind], user, extra="text", otherwise=otherwise)

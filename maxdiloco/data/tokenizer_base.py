@@ -1,4 +1,4 @@
-"""What all tokenizers do alike, and the one of bytes."""
+"""The interface of tokenizers, and the byte tokenizer."""
 
 import abc
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from maxdiloco import json_text
 
-# Type of a saved tokenizer and the tokens around its documents, beside the files of its package.
+# File with the type of a saved tokenizer and the tokens around its documents.
 SETTINGS = "settings.json"
 # Entries of a tokenizer's JSON files that do not decide which tokens a document becomes. Those of
 # tokenizer.json add, cut or pad after the tokens of a text, which is not done here. Those of
@@ -24,7 +24,7 @@ BYTES = 256  # the token of the byte tokenizer that starts a document
 
 
 class Tokenizer(abc.ABC):
-    """Text to tokens and back. Tokens are numbers from 0 to vocab_size - 1."""
+    """Converts text to tokens, numbers from 0 to vocab_size - 1, and back."""
 
     kind: str  # value of tokenizer_type
     vocab_size: int
@@ -33,23 +33,28 @@ class Tokenizer(abc.ABC):
     ends: tuple[int, ...]  # tokens at which generation stops
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text (encode_all)."""
+        """Return the tokens of a text, as `encode_all`."""
         (tokens,) = self.encode_all([text])
         return [int(token) for token in tokens]
 
     @abc.abstractmethod
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
-        """Tokens of texts, without bos and eos. Text that reads like bos or eos stays text. Half of
-        a surrogate pair, which UTF-8 cannot hold, becomes a question mark. Takes all cores."""
+        """Return the tokens of texts, without bos and eos. All cores are used.
+
+        Text that looks like bos or eos stays text. Half of a surrogate pair, which UTF-8 cannot
+        encode, becomes a question mark.
+        """
 
     @abc.abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens. Special tokens and numbers that are no token have none."""
+        """Return the text of tokens. Special tokens and numbers that are not tokens have none."""
 
     @abc.abstractmethod
     def token_bytes(self) -> np.ndarray:
-        """Bytes of UTF-8 that each token adds to a text, int32 [vocab_size]; special tokens none. A
-        tokenizer that normalises text counts the bytes of what it gives back."""
+        """Return the bytes of UTF-8 that each token adds to a text, int32 [vocab_size].
+
+        Special tokens add none. A tokenizer that normalises text counts the normalised text.
+        """
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a text that starts a document: bos if it is added, and no eos."""
@@ -81,7 +86,7 @@ class Tokenizer(abc.ABC):
         return digest.hexdigest()[:16]
 
     def save(self, folder: pathlib.Path) -> None:
-        """Write the files into a folder, which is made. folder: may be an epath. Raises OSError."""
+        """Write the files into a new folder, also an epath. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             (folder / name).write_bytes(content)
@@ -89,7 +94,7 @@ class Tokenizer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer(Tokenizer):
-    """Token i below 256 is byte i; token 256 starts a document, ends the last and has no text."""
+    """Token i below 256 is byte i. Token 256 starts a document, so it ends the one before."""
 
     bos: int = BYTES
     vocab_size: int = BYTES + 1
@@ -99,23 +104,25 @@ class ByteTokenizer(Tokenizer):
     kind = "byte"
 
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
-        """The bytes of each text, uint8 (Tokenizer)."""
+        """Return the bytes of each text, uint8 (Tokenizer)."""
         return (np.frombuffer(to_bytes(text), np.uint8) for text in texts)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of tokens. Those above 255 have none; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of tokens below 256. Bytes that are not UTF-8 become U+FFFD."""
         known = bytes(token for token in tokens if 0 <= token < BYTES)
         return known.decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """1 for a byte, 0 for the token that starts a document (Tokenizer)."""
+        """Return 1 for a byte, 0 for the token that starts a document (Tokenizer)."""
         return (np.arange(self.vocab_size) < BYTES).astype(np.int32)
 
 
 def meaning(content: bytes) -> bytes:
-    """What of a tokenizer's file decides which tokens a text becomes: of JSON the values in use. A
-    tokenizer.json that `hf export` writes puts a token before each text, which add_bos decides
-    here."""
+    """Return the part of a tokenizer's file that decides which tokens a text becomes.
+
+    In JSON these are all entries except _UNUSED. For example, the tokenizer.json that `hf export`
+    writes adds a token before each text, which add_bos decides here.
+    """
     try:
         fields = json_text.parse(content)
     except ValueError:
@@ -126,5 +133,5 @@ def meaning(content: bytes) -> bytes:
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8 of a text, a question mark for what UTF-8 cannot hold."""
+    """Encode a text in UTF-8, with a question mark for half a surrogate pair."""
     return text.encode("utf-8", errors="replace")

@@ -1,6 +1,6 @@
 """Windows of a split of a text: L tokens each, cut from its documents as packing.py lays them out.
 
-# N windows asked for  L tokens
+# N windows to read  L tokens
 """
 
 import dataclasses

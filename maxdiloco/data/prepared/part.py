@@ -1,4 +1,4 @@
-"""One part of a source: its text to tokens, its tokens to a file, a function of these alone."""
+"""Tokenising one part of a source into a file, which depends on the text and tokenizer only."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import absolute
 
-# Documents that are given to the tokenizer at once, besides their PIECE characters. Our choice.
+# Documents of one call of the tokenizer, which also has at most about PIECE characters.
 _MOST_DOCUMENTS = 1024
 T = TypeVar("T")
 TABLES = ("lengths", "checksums")  # what a part adds to the tables of the folder
@@ -28,7 +28,7 @@ TABLES = ("lengths", "checksums")  # what a part adds to the tables of the folde
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What to prepare, and how."""
+    """A source to prepare, and the settings."""
 
     source: Reader
     tokenizer: Tokenizer
@@ -39,14 +39,14 @@ class Work:
 
 
 def facts_name(number: int) -> str:
-    """Name of the facts of a part, which are written last: without them it has to be made."""
+    """Return the name of the facts of a part. They are written last, so a part has them if done."""
     return f"part-{number:05d}.json"
 
 
 def make_part_on_one_core(
     work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int
 ) -> dict:
-    """`make_part` in a worker process: each process has a core, and tokenizers would use all."""
+    """Call `make_part` in a worker process, whose tokenizer must not use all cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return make_part(work, out, todo, index)
 
@@ -109,7 +109,7 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
 
 
 def dtype_of(tokenizer: Tokenizer) -> str:
-    """The stored type of tokens, as NumPy names it."""
+    """Return the stored type of tokens, as NumPy names it."""
     return "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
 
 
@@ -129,7 +129,7 @@ def _blocks(arrays: Iterable[np.ndarray], dtype: str) -> Iterator[np.ndarray]:
 
 
 def _tokens(texts: Iterable[Text], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool]]:
-    """Tokens of texts, and whether a document begins; documents without any are left out"""
+    """Yield the tokens of texts and whether a document begins. Empty documents are left out."""
     before, after = ([] if token is None else [token] for token in (tokenizer.bos, tokenizer.eos))
     for batch in runs(_short(texts), lambda text: len(text.text), PIECE, most=_MOST_DOCUMENTS):
         found = tokenizer.encode_all([text.text for text in batch])
@@ -143,7 +143,7 @@ def _tokens(texts: Iterable[Text], tokenizer: Tokenizer) -> Iterator[tuple[np.nd
 def runs(
     items: Iterable[T], size_of: Callable[[T], int], least: int, most: float = math.inf
 ) -> Iterator[list[T]]:
-    """Items in runs of at least this size or of that many; the last one may be smaller."""
+    """Yield items in runs of at least this size, or of `most` items. The last may be smaller."""
     run, size = [], 0
     for item in items:
         run.append(item)
@@ -156,7 +156,7 @@ def runs(
 
 
 def _short(texts: Iterable[Text]) -> Iterator[Text]:
-    """The same texts, long ones in pieces that end with a line where they can."""
+    """Yield the texts; long ones in pieces that end with a line if possible."""
     for text, begins, ends in texts:
         begin = 0
         while len(text) - begin > PIECE:

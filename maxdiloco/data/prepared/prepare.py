@@ -1,4 +1,4 @@
-"""A whole source into a folder of shards: what is left to do, the processes, the manifest."""
+"""Preparing a source into a folder of shards: unfinished parts, worker processes, the manifest."""
 
 import contextlib
 import errno
@@ -28,9 +28,9 @@ from maxdiloco.storage.object_lock import LockHeldError, ObjectLock
 from maxdiloco.storage.run_folder import absolute, reason
 from maxdiloco.storage.store import is_local
 
-# Source bytes of a part, which is a file of the result and what a kill costs a process; a small
-# source has _PARTS parts of 1 MB or more, some for every core. Our choice; it depends on the source
-# alone, so that the folder does.
+# Source bytes of a part. A part is a file of the result, and a killed process loses at most one. A
+# small source has _PARTS parts of at least 1 MB, some for every core. The size depends only on the
+# source, so that the folder does, too.
 _PART_BYTES = 64 << 20
 _PARTS = 32
 _LEAST_BYTES = 1 << 20
@@ -39,7 +39,7 @@ _SMALL_BYTES = 32 << 20
 _PLAN = "source.json"
 _LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-# Names of what only an unfinished folder needs, and of what a kill leaves half written.
+# Names of files that only an unfinished folder needs, and of files that a kill leaves.
 _FACTS = r"part-\d{5,}\.json"
 _WHOLE = rf"({_FACTS}|part-\d{{5,}}\.bin|(source|manifest)\.json|(offsets|checksums)\.npy)"
 _LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
@@ -49,17 +49,17 @@ _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
 
 def size_of(source: Reader) -> int:
-    """About how many bytes are read of a source."""
+    """Return about how many bytes of a source are read."""
     return sum(span.size for span in source.spans(_PART_BYTES))
 
 
 def part_bytes_of(source: Reader) -> int:
-    """Bytes of the source in a part, where nothing else is asked for."""
+    """Return the default bytes of the source in a part."""
     return min(_PART_BYTES, max(_LEAST_BYTES, -(-size_of(source) // _PARTS)))
 
 
 def plan_of(work: Work) -> dict[str, Any]:
-    """What a folder is made from, as JSON: equal plans are the same folder."""
+    """Return everything that decides a folder's content, as JSON."""
     return {
         "source": work.source.version(),
         "column": work.source.column,
@@ -69,10 +69,10 @@ def plan_of(work: Work) -> dict[str, Any]:
 
 
 class _Target(NamedTuple):
-    """The folder to write, as the process that holds its lock sees it."""
+    """The folder to write, for the process that holds its lock."""
 
     path: epath.Path
-    require: Callable[[], None]  # raises ConfigError when another process has taken the lock over
+    require: Callable[[], None]  # raises ConfigError if another process has the lock
 
 
 def prepare(
@@ -276,7 +276,7 @@ def _begin(plan: dict[str, Any], folder: epath.Path, named: str) -> None:
 
 
 def _finish(work, target, facts):
-    """The table of documents, the tokenizer's files and, last, the manifest."""
+    """Write the tables, the tokenizer's files and, last, the manifest, and return it."""
     folder = target.path
     lengths, checksums = [], []
     for number in range(len(facts)):
@@ -317,7 +317,7 @@ def _finish(work, target, facts):
 
 
 def _write_table(path, table):
-    """Write a NumPy file; returns its SHA-256."""
+    """Write a NumPy file and return its SHA-256."""
     with durable.made_here(path) as new:
         with new.open("wb") as file:
             np.save(file, table)
@@ -325,7 +325,7 @@ def _write_table(path, table):
 
 
 def _sizes(folder):
-    """{name: bytes} of what is in a folder, in a bucket of all below."""
+    """Return {name: bytes} of a folder; in a bucket of all objects below it."""
     if is_local(folder):
         entries = os.scandir(folder)
         return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
@@ -346,7 +346,7 @@ def _remove(folder, *patterns):
 
 @contextlib.contextmanager
 def _progress(total, done, say):
-    """Yield a function to call with bytes that are done: a bar on a terminal, or lines."""
+    """Yield a function that counts finished bytes, with a bar on a terminal or with lines."""
     if output.shows_bars():
         from tqdm import tqdm
 

@@ -1,1 +1,1 @@
-"""The files that text comes in, cut into spans that processes read on their own."""
+"""Readers of text files, cut into spans that processes read independently."""

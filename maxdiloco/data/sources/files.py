@@ -1,6 +1,6 @@
-"""A source of files: text, JSON lines, compressed ones, and parquet, span by span.
+"""A source of files, read span by span: text, JSON lines, compressed JSON lines, and tables.
 
-A text file is one document, cut at the ends of lines; a line of a .jsonl file belongs to the span
+A text file is one document, cut at the ends of lines. A line of a .jsonl file belongs to the span
 that it begins in.
 """
 
@@ -23,16 +23,16 @@ COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 TEXT = corpus.SUFFIXES + COMPRESSED
 PARQUET = (".parquet",)
 ARRAYRECORD = (".arrayrecord", ".array_record")
-# Files that are no text; whoever names one means something else.
+# Suffixes of files that are not text.
 _NO_TEXT = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".parquet", ".arrow", ".npy")
-# The longest .jsonl line [bytes]: a line is in memory as a whole. Our choice.
+# The longest .jsonl line [bytes]. A line is in memory as a whole.
 MAX_LINE = 1 << 30
 # Bytes of text that are decompressed at once, and lost before the place where a file was cut.
 _BUFFER = 1 << 16
 
 
 def read_text(file: BinaryIO, path: str, span: Span, _column: str, skip: Skip) -> Iterator[Text]:
-    """Pieces of a text file that begin in a span."""
+    """Yield the pieces of a text file that begin in a span."""
     size = Stamp.of(file).size
     begin, end = (_line_start(file, place, size) for place in (span.begin, span.end))
     while begin < end:
@@ -53,7 +53,7 @@ def read_text(file: BinaryIO, path: str, span: Span, _column: str, skip: Skip) -
 
 
 def read_lines(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iterator[Text]:
-    """Documents of the lines of a .jsonl file that begin in a span."""
+    """Yield the documents of the lines of a .jsonl file that begin in a span."""
     if span.begin:
         file.seek(span.begin - 1)
         while (line := file.readline(PIECE)) and not line.endswith(b"\n"):
@@ -67,13 +67,14 @@ def read_lines(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -
 def read_compressed(
     file: BinaryIO, path: str, _span: Span, column: str, skip: Skip
 ) -> Iterator[Text]:
-    """Documents of a file of JSON lines, compressed with gzip or zstd, which is one span."""
-    # pyarrow's stream, not the package zstandard's: that one ends quietly where a file was cut.
+    """Yield the documents of a file of compressed JSON lines, which is one span."""
+    # pyarrow's stream, because that of the package zstandard ends without an error where a file was
+    # truncated.
     pyarrow = require("pyarrow", path, extra="data")
     codec = "zstd" if path.endswith(".zst") else "gzip"
     read = 0
     try:
-        source = path if is_local(path) else file  # its own way to a file is faster
+        source = path if is_local(path) else file  # pyarrow reads a local path faster
         with pyarrow.input_stream(source, compression=codec) as stream:
             for offset, line in lines(io.BufferedReader(stream, _BUFFER), path, 0):
                 read = offset
@@ -93,7 +94,7 @@ def _document(line, where, column, skip):
 
 
 def _line_start(file, place, size):
-    """The start of the first line at or behind a place; of a character in a line without end."""
+    """Return the start of the first line, or of a character in a long line, from an offset on."""
     if place <= 0 or place >= size:
         return min(max(place, 0), size)
     file.seek(place - 1)
@@ -103,13 +104,13 @@ def _line_start(file, place, size):
 
 
 def _inside_character(data):
-    """Number of bytes at the start that go on with a character of UTF-8, at most 3."""
+    """Return how many bytes at the start continue a character of UTF-8, at most 3."""
     head = data[:3]
     return len(head) - len(head.lstrip(bytes(range(0x80, 0xC0))))
 
 
 def _piece(file, begin, end):
-    """The bytes from begin on that are tokenised at once; they end with a line if they can."""
+    """Return the bytes to tokenise at once. They end with a line if possible."""
     file.seek(begin)
     data = file.read(min(PIECE, end - begin))
     if len(data) == end - begin:
@@ -120,13 +121,21 @@ def _piece(file, begin, end):
     tail = 1
     while tail < 4 and data[-tail] & 0xC0 == 0x80:
         tail += 1
-    # The last character may go on behind the piece, and is left to the next one.
+    # The last character may continue after the piece, and is left to the next one.
     return data[:-tail] if data[-tail] & 0xC0 == 0xC0 else data
 
 
 def lines(file: BinaryIO, path: str, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Where the lines of a file from its place on begin [bytes], and the lines. offset: the place.
-    Raises DataError for one of more than MAX_LINE."""
+    """Yield the offset and the content of each line of a file from its position.
+
+    Args:
+      file: open.
+      path: for messages.
+      offset: the position.
+
+    Raises:
+      DataError: a line is longer than MAX_LINE.
+    """
     while line := file.readline(MAX_LINE + 1):
         if len(line) > MAX_LINE:
             raise DataError(
@@ -138,7 +147,7 @@ def lines(file: BinaryIO, path: str, offset: int) -> Iterator[tuple[int, bytes]]
 
 
 def line_text(line: bytes, column: str, where: str) -> str:
-    """The text in a .jsonl line; of a blank one none. Raises DataError for a line without it."""
+    """Return the text in a .jsonl line, or "" for a blank line. Raises DataError if it has none."""
     if not line.strip():
         return ""
     try:
@@ -173,14 +182,14 @@ _READERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Text files, JSON lines or parquet files, in their order. Pickled into processes."""
+    """Files of a data set, in their order. It is pickled into processes."""
 
     names: tuple[str, ...]
     stamps: tuple[Stamp, ...]  # of each when it was opened
     column: str  # field or column that holds the text
 
     def spans(self, limit: int) -> Iterator[Span]:
-        """Spans of at most limit bytes; a compressed file is one."""
+        """Yield spans of at most `limit` bytes. A compressed file is one span."""
         for number, (name, (size, _)) in enumerate(zip(self.names, self.stamps, strict=True)):
             step = size if name.endswith(COMPRESSED) else limit
             for begin in range(0, size, max(step, 1)):
@@ -188,8 +197,12 @@ class Files:
                 yield Span(number, begin, end, end - begin)
 
     def read(self, span: Span, skip: Skip) -> Iterator[Text]:
-        """Documents of a span, but empty ones. Raises DataError for a missing file or column, and
-        what skip does."""
+        """Yield the documents of a span that are not empty.
+
+        Raises:
+          DataError: a file is missing or has changed, or has no such column; and the errors of
+            `skip`.
+        """
         path, before = self.names[span.file], self.stamps[span.file]
         with corpus.reading(path), paths.opened(path, before) as file:
             if Stamp.of(file) != before:
@@ -200,7 +213,7 @@ class Files:
                 raise corpus.changed(path)
 
     def version(self) -> list[list]:
-        """What tells two versions of the source apart, as JSON: of each file name and stamp."""
+        """Return the name and stamp of each file, as JSON. They differ if the source does."""
         names = (os.path.abspath(name) if is_local(name) else name for name in self.names)
         return [[name, *stamp] for name, stamp in zip(names, self.stamps, strict=True)]
 
@@ -212,9 +225,18 @@ def open_files(
     key: str,
     column: str,
 ) -> Files:
-    """Files sorted by path; each is opened, none is read. path, key, suffixes: of corpus.find.
-    check: raises DataError for the name of a file of another kind. Raises DataError when there is
-    none, and for a file that cannot be read."""
+    """Open a data set of files, sorted by path. No file is read.
+
+    Args:
+      suffixes: of the files of a folder.
+      check: raises DataError for the name of a file of another kind.
+      path: as for `corpus.find`.
+      key: as for `corpus.find`.
+      column: field or column that holds the text.
+
+    Raises:
+      DataError: there is no file, or one cannot be opened.
+    """
     found = corpus.find(path, key, suffixes)
     for name in found:
         check(name)
@@ -223,7 +245,7 @@ def open_files(
 
 
 def check_text(name: str) -> None:
-    """Raise DataError for a file whose suffix says that it is no text."""
+    """Raise DataError for a file whose suffix is not that of text."""
     if name.endswith(_NO_TEXT) and not name.endswith(COMPRESSED):
         remedy = f"JSON lines may be compressed, as {' '.join(COMPRESSED)}"
         if name.endswith(PARQUET):
@@ -232,7 +254,7 @@ def check_text(name: str) -> None:
 
 
 def check_parquet(name: str) -> None:
-    """Raise DataError for a file whose suffix does not say that it is parquet."""
+    """Raise DataError for a file whose suffix is not that of parquet."""
     if not name.endswith(PARQUET):
         raise DataError(
             f"dataset_type=parquet: {name} does not end in .parquet. Use dataset_type=text for "

@@ -1,4 +1,4 @@
-"""Text in a column of a table: parquet files, and Hugging Face's package datasets."""
+"""Text in a column of a table: parquet files, and data sets of the package datasets."""
 
 import dataclasses
 import os
@@ -10,16 +10,21 @@ from maxdiloco.data.packages import require
 from maxdiloco.data.paths import is_local
 from maxdiloco.errors import DataError
 
-# Rows that are decoded at once: our choice; a page of text is some hundreds.
+# Rows that are decoded at once. A page of text has some hundreds.
 _ROWS = 256
 # Arrow's types of text.
 _TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
 
 
 def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iterator[Text]:
-    """Documents of the row groups that begin in a span of a parquet file. No footer is read to plan
-    the spans. Raises DataError for a column that is missing or not text, OSError
-    for an unreadable file."""
+    """Yield the documents of the row groups that begin in a span of a parquet file.
+
+    Spans are bytes, so that no footer is read to plan them.
+
+    Raises:
+      DataError: the column is missing or is not text.
+      OSError: the file cannot be read.
+    """
     pyarrow = require("pyarrow", path, extra="data")
     tables = require("pyarrow.parquet", path, extra="data")
     try:
@@ -61,14 +66,14 @@ def _rows(pyarrow, table, group, column, path, skip):
 
 @dataclasses.dataclass(frozen=True)
 class Hub:
-    """A split of a data set, as files.Files is one of files."""
+    """A split of a data set of the package datasets, with the methods of `files.Files`."""
 
-    names: tuple[str, ...]  # its name alone
+    names: tuple[str, ...]  # one name
     dataset: Any  # datasets.Dataset; its pickle names the files of the cache that hold the rows
     column: str
 
     def spans(self, limit: int) -> Iterator[Span]:
-        """Runs of rows of about limit bytes."""
+        """Yield spans of rows of about `limit` bytes (Files)."""
         rows = len(self.dataset)
         bytes_a_row = self.dataset.data.nbytes / max(rows, 1)
         step = max(1, int(limit / max(bytes_a_row, 1)))
@@ -77,7 +82,7 @@ class Hub:
             yield Span(0, begin, end, int((end - begin) * bytes_a_row))
 
     def read(self, span: Span, skip: Skip) -> Iterator[Text]:
-        """Documents of some rows (Files)."""
+        """Yield the documents of some rows (Files)."""
         for begin in range(span.begin, span.end, _ROWS):
             end = min(begin + _ROWS, span.end)
             try:
@@ -89,17 +94,23 @@ class Hub:
             yield from (Text(text) for text in texts if text)
 
     def version(self) -> list[list]:
-        """Name, rows and bytes, and the hash by which the package's cache knows the data."""
+        """Return name, rows, bytes, and the hash of the package's cache, as JSON (Files)."""
         files = [os.path.basename(os.path.dirname(f["filename"])) for f in self.dataset.cache_files]
         return [[self.names[0], len(self.dataset), int(self.dataset.data.nbytes), *files]]
 
 
 def open_hub(path: str, key: str, column: str) -> Hub:
-    """A split of a data set.
+    """Open a split of a data set of the hub or of a folder.
 
-    path: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (NAME::SPLIT for the only config); NAME is that of
-    the hub or a folder; the split is train by default. Raises DataError when it cannot be had or
-    has no such column, ConfigError without the package.
+    Args:
+      path: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (NAME::SPLIT for the only config). NAME is a name
+        on the hub or a folder. The default split is train.
+      key: the key that has the path, for messages.
+      column: the column that holds the text.
+
+    Raises:
+      DataError: it cannot be loaded, or has no such column.
+      ConfigError: the package is not installed.
     """
     name, _, rest = path.partition(":")
     config, _, split = rest.partition(":")
@@ -116,7 +127,7 @@ def open_hub(path: str, key: str, column: str) -> Hub:
     user = f"dataset_type=hf of {key}={path}"
     datasets = require("datasets", user, extra="data")
     hub_logging = require("huggingface_hub.utils.logging", user, extra="data")
-    hub_logging.set_verbosity_error()  # one line of ours instead of a line for each attempt
+    hub_logging.set_verbosity_error()  # our error is one line; the hub logs each attempt
     try:
         dataset = _load(datasets, os.path.expanduser(name), config or None, split or "train")
     except ConnectionError as error:
