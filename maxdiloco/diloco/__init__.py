@@ -9,7 +9,7 @@ gradient. Line 2 is the caller's loop around `step`.
 | 2    | for inner steps t = 1 to T                      | engine.diloco.DiLoCo.step             |
 | 3    | x ~ D_m                                         | data.order.indices                    |
 | 4    | L = f(x, theta_m)                               | models.model.Model.loss               |
-| 5    | theta_m = InnerOpt(theta_m, gradient of L)      | trainer.inner_step.make               |
+| 5    | theta_m = InnerOpt(theta_m, gradient of L)      | run.inner_step.make                   |
 | 6    | if t - t_p mod H = 0 for a fragment p           | diloco.schedule.Schedule.is_sent      |
 | 7    | g_m,p = theta_p - theta_m,p                     | diloco.outer.outer_gradient           |
 | 8    | async-send the mean of g_m,p over m: encode     | engine.collective.send                |

@@ -141,7 +141,7 @@ def restore_lines(restorer: Restorer, t: int) -> list[str]:
         oldest = max(_ages(before.schedule, t, saved), key=lambda age: age[0])[1]
         lines.append(
             f"replicas from {M} on are dropped with their inner optimizers; the outer parameters "
-            f"have their work until {oldest} steps ago."
+            f"have their work up to {oldest} steps ago."
         )
     if before.is_eager and not now.is_eager:
         lines.append("the outer parameters are the mean over the replicas' copies.")

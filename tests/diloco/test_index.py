@@ -7,7 +7,7 @@ import pytest
 
 from maxdiloco import diloco
 
-NAME = r"(?:data|diloco|engine|exchange|models|parallel|trainer)(?:\.\w+)+"
+NAME = r"(?:data|diloco|engine|models|parallel|run)(?:\.\w+)+"
 ROWS = re.findall(rf"^\| (\d+)(?:-(\d+))? +\|.*\| ({NAME}) +\|$", diloco.__doc__, re.MULTILINE)
 
 
