@@ -5,7 +5,6 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.extend
@@ -30,7 +29,8 @@ SEGMENTS = np.array(
 )
 
 
-DEFAULTS = base.from_dict({}).as_dict()
+BASE = base.from_dict({})
+DEFAULTS = BASE.as_dict()
 TINY = dict(
     base_emb_dim=16, base_num_decoder_layers=2, base_mlp_dim=24, base_num_query_heads=4,
     base_num_kv_heads=2, head_dim=4, vocab_size=32, max_target_length=12, use_qk_norm="head",
@@ -44,7 +44,7 @@ def config(**changes):
     """Two layers of width 16, four query heads on two key/value heads, gated, untied; the other
     keys as in base.yml."""
     assert not changes.keys() - DEFAULTS.keys()
-    return SimpleNamespace(**DEFAULTS | TINY | changes)
+    return BASE.model_copy(update=TINY | changes)
 
 
 def build(**changes):
