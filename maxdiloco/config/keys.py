@@ -61,10 +61,6 @@ class Config(*reversed(GROUPS)):
         """Return the sizes of the mesh axes between slices, tier=dcn, or inside one, tier=ici."""
         return {axis: vars(self)[f"{tier}_{axis}_parallelism"] for axis in AXES}
 
-    def vocab_rows(self) -> int:
-        """Return the rows of the embedding: the tokens of vocab_size, and padding."""
-        return self.vocab_size if self.padded_vocab_size == "auto" else self.padded_vocab_size
-
     def eval_paths(self) -> dict[str, str]:
         """Return {name: path} of eval_dataset_path, the text of eval/loss first.
 

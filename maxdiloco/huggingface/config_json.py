@@ -229,7 +229,8 @@ def config_of(keys: Values, family: Family) -> Values:
     ours = _flat(keys)
     if ours["base_moe_mlp_dim"] == -1:
         ours["base_moe_mlp_dim"] = ours["base_mlp_dim"]
-    ours["query_pre_attn_scalar"] = ours["query_pre_attn_scalar"] or ours["head_dim"]
+    if ours["query_pre_attn_scalar"] == "auto":
+        ours["query_pre_attn_scalar"] = ours["head_dim"]
     known = _class_keys(family)
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= family.must
@@ -272,7 +273,7 @@ def _resolved(keys: Values) -> Values:
     found = keys | {"attention_pattern": kinds, "padded_vocab_size": "auto"}
     if keys["embedding_scale"] == "auto":
         found["embedding_scale"] = "sqrt_emb_dim" if keys["logits_via_embedding"] else "one"
-    if not keys["query_pre_attn_scalar"]:
+    if keys["query_pre_attn_scalar"] == "auto":
         found["query_pre_attn_scalar"] = float(keys["head_dim"])
     if not keys["rope_scaling"] and keys["local_rope_max_timescale"] == -1:
         found["local_rope_max_timescale"] = keys["rope_max_timescale"]

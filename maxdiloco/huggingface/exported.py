@@ -85,7 +85,7 @@ def export_model(
     if not same:
         hf |= sidecar_files.special_ids(tokenizer)
     parts, scales = _parts(cfg, family, hf, say)
-    rows = cfg.vocab_rows()
+    rows = cfg.vocab_size if cfg.padded_vocab_size == "auto" else cfg.padded_vocab_size
     if (padding := rows - cfg.vocab_size) > 0:
         say(f"the last {padding} of {rows} rows for tokens are padding, left out")
     leaves = list(dict.fromkeys(part.leaf.path for part in parts))

@@ -273,7 +273,7 @@ def write_rope(ours: Values, *, local: bool, latent: bool) -> dict[str, Any]:
     if ours["rope_scaling"]:
         names = ("rope_type", *_ROPE_ENTRIES[ours["rope_scaling.rope_type"]])
         table = {name: ours[f"rope_scaling.{name}"] for name in names}
-        if not table.get("attention_factor", True):
+        if table.get("attention_factor") == "auto":
             del table["attention_factor"]
     table["rope_theta"] = theta
     if latent:

@@ -157,6 +157,7 @@ def from_keys(cfg: Any, *, auto_dtype: DTypeLike = jnp.float32) -> ModelConfig:
       The model's sizes and choices.
     """
     rows = cfg.vocab_size if cfg.padded_vocab_size == "auto" else cfg.padded_vocab_size
+    scalar = cfg.head_dim if cfg.query_pre_attn_scalar == "auto" else cfg.query_pre_attn_scalar
     multiplier = {"auto": cfg.logits_via_embedding, "sqrt_emb_dim": True, "one": False}
     return ModelConfig(
         emb_dim=cfg.base_emb_dim,
@@ -178,7 +179,7 @@ def from_keys(cfg: Any, *, auto_dtype: DTypeLike = jnp.float32) -> ModelConfig:
         vocab_size=cfg.vocab_size,
         padded_vocab_size=rows,
         mlp_activations=tuple(cfg.mlp_activations),
-        mlp_activations_limit=cfg.mlp_activations_limit,
+        mlp_activations_limit=max(cfg.mlp_activations_limit, 0.0),
         mlp_bias=cfg.mlp_bias,
         norm_epsilon=cfg.normalization_layer_epsilon,
         norm_placement=cfg.norm_placement,
@@ -189,7 +190,7 @@ def from_keys(cfg: Any, *, auto_dtype: DTypeLike = jnp.float32) -> ModelConfig:
             math.sqrt(cfg.base_emb_dim) if multiplier[cfg.embedding_scale] else 1.0
         ),
         qk_norm="" if cfg.use_qk_norm == "false" else cfg.use_qk_norm,
-        query_divisor=math.sqrt(cfg.query_pre_attn_scalar or cfg.head_dim),
+        query_divisor=math.sqrt(scalar),
         attention_bias=cfg.attention_bias,
         attention_sink=cfg.attention_sink,
         latent=LatentConfig(**dict(cfg.latent_attention)) if cfg.latent_attention else None,

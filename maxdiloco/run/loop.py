@@ -214,9 +214,10 @@ def _open_checkpointer(
 ) -> AbstractContextManager[Checkpointer | None]:
     if not cfg.enable_checkpointing:
         return nullcontext()
+    keep = cfg.max_num_checkpoints_to_keep
     return Checkpointer(
         folder.checkpoints,
-        max_to_keep=cfg.max_num_checkpoints_to_keep,
+        max_to_keep=LARGEST if keep == "all" else keep,
         use_async=cfg.async_checkpointing,
         files=run_tokenizer.travelling_files(tokenizer),
         say=say,

@@ -164,7 +164,7 @@ def rope(local, **entries):
         # A whole number for the queries, which transformers' class asks for, and none that stands
         # for a word.
         ("gemma3-1b", {}, {"query_pre_attn_scalar": 256} | rope(10000.0)),
-        ("gemma3-1b", {"query_pre_attn_scalar": 0.0, "head_dim": 64},
+        ("gemma3-1b", {"query_pre_attn_scalar": "auto", "head_dim": 64},
          {"query_pre_attn_scalar": 64}),
         ("gemma3-1b", LIKE_THE_GLOBAL, rope(1e6)),
         ("gemma3-1b", SCALED, rope(10000.0, rope_type="linear", factor=2.0)),

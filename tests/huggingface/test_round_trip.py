@@ -256,7 +256,7 @@ def test_pairs_of_neighbours_become_pairs_of_two_halves():
 
 
 @pytest.mark.parametrize(
-    ("scalar", "factor"), [(0.0, 0.0), (5.0, 0.0), (5.0, 1.0), (7.0, 0.3), (0.0, 1.0)]
+    ("scalar", "factor"), [("auto", "auto"), (5.0, "auto"), (5.0, 1.0), (7.0, 0.3), ("auto", 1.0)]
 )
 def test_every_pair_of_factors_has_a_config_json(scalar, factor):
     family = config_json.family_of("deepseek_v3")

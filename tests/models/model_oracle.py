@@ -84,7 +84,8 @@ def visible(segments_L, window):
 
 def head_attention(q_LH, k_LH, v_LH, see_LL, cfg, sink):
     """A sink takes its part of the softmax and gives nothing (gpt-oss)."""
-    scale = np.sqrt(cfg.query_pre_attn_scalar or q_LH.shape[1])
+    scalar = cfg.query_pre_attn_scalar
+    scale = np.sqrt(q_LH.shape[1] if scalar == "auto" else scalar)
     logits = np.where(see_LL, capped(q_LH @ k_LH.T / scale, cfg.attn_logits_soft_cap), -np.inf)
     if sink is None:
         return softmax(logits) @ v_LH
@@ -136,7 +137,8 @@ def attention(x_LD, p, cfg, see_LL, local):
 
 
 def mlp(x_LD, p, cfg):
-    names, bound = cfg.mlp_activations, cfg.mlp_activations_limit or np.inf
+    names, limit = cfg.mlp_activations, cfg.mlp_activations_limit
+    bound = np.inf if limit == -1 else limit
     bias = lambda name: p[f"{name}_bias"] if cfg.mlp_bias else 0  # noqa: E731
     hidden = activation(names[-1], np.clip(x_LD @ p["w_up"] + bias("w_up"), -bound, bound))
     if len(names) == 2:

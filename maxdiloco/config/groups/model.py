@@ -72,8 +72,8 @@ class ModelSizes(Group):
         ("silu", "linear"), resume=SHAPES
     )
     """Activations of a feed-forward layer: one, or two for a gated layer (their product)."""
-    mlp_activations_limit: NonNegative = key(0.0)
-    """Clamp activation inputs: the gate from above, the linear branch on both sides. 0: off."""
+    mlp_activations_limit: Positive | MinusOneFloat = key(-1.0)
+    """Clamp activation inputs: the gate from above, the linear branch on both sides. -1: off."""
     mlp_bias: Bool = key(False, resume=SHAPES)
     """Add a bias to each matrix product of the feed-forward layers."""
     # The 257 tokens of the byte tokenizer, in a multiple of 128.
@@ -126,8 +126,8 @@ class ModelAttention(Group):
     """Give every head a learned logit in the softmax that has no value (gpt-oss)."""
     attn_logits_soft_cap: NonNegative = key(0.0)
     """Soft cap c tanh(x / c) of attention logits. 0: off."""
-    query_pre_attn_scalar: NonNegative = key(0.0)
-    """Attention logits are divided by the square root of this. 0: head_dim."""
+    query_pre_attn_scalar: Positive | Auto = key("auto")
+    """Attention logits are divided by the square root of this. auto: head_dim."""
     sliding_window_size: Natural = key(0, unit="tokens")
     """Number of tokens that a token attends to, including itself. 0: all before it."""
     attention_pattern: Annotated[tuple[Literal["local", "global"], ...], NESTED] = key(())
@@ -208,8 +208,8 @@ class RopeScaling(Table):
     """Frequencies with fewer rotations in such a text are divided (yarn)."""
     truncate: Bool = key(True)
     """Round the limits of kept and divided frequencies to whole pairs (yarn)."""
-    attention_factor: NonNegative = key(0.0)
-    """Factor of the rotated queries and keys. 0: 0.1 ln(factor) + 1 (yarn)."""
+    attention_factor: Positive | Auto = key("auto")
+    """Factor of the rotated queries and keys. auto: 0.1 ln(factor) + 1 (yarn)."""
 
 
 # Entries of rope_scaling that only some types read.

@@ -131,7 +131,7 @@ class Checkpoint(Group):
     checkpoint_period: Count = key(500, unit="inner steps", resume=APART, start_here=True)
     """Interval at which the state is saved."""
     # More than one, because the newest may be damaged.
-    max_num_checkpoints_to_keep: Count = key(3, unit="checkpoints", resume=APART)
+    max_num_checkpoints_to_keep: Count | Literal["all"] = key(3, unit="checkpoints", resume=APART)
     """Number of newest checkpoints to keep."""
     save_checkpoint_on_completion: Bool = key(True, resume=APART)
     """Save once more after the last step."""
