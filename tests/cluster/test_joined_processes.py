@@ -1,4 +1,4 @@
-"""Two processes that join, and clients without a certificate at their ports."""
+"""Processes that join, and clients without a certificate at their ports."""
 
 import inspect
 import json
@@ -38,6 +38,33 @@ def main(argv):
                 return x
             jax.jit(program).lower(jax.numpy.ones((8, 8))).compile()
         print(time.monotonic() - begun, flush=True)
+        coordination.barrier("end", "come to its end", timeout_s=300)
+    return 0
+
+main()
+"""
+# A process that sends 3 MiB to each of the others, and prints what it has received.
+EXCHANGE = """
+import os, sys, time
+import jax
+from maxdiloco.cluster import coordination, start
+from maxdiloco.cluster.payloads import get_payload, put_payload
+from maxdiloco.command_line import guarded
+
+@guarded
+def main(argv):
+    jax.config.update("jax_platforms", "cpu")
+    with start.joined(
+        os.environ, timeout_s=300, peer_timeout_s=60, secret_file=argv[0]
+    ) as cluster:
+        me, mailbox = cluster.job.process_id, cluster.mailbox
+        others = [peer for peer in range(cluster.job.num_processes) if peer != me]
+        cluster.open_bulk()
+        for peer in others:
+            put_payload(mailbox, peer, ("x",), [bytes([10 * me + peer]) * (3 << 20)])
+        for peer in others:
+            found = get_payload(lambda key: mailbox.get(peer, key, time.monotonic() + 300), ("x",))
+            print(peer, me, found.size, *set(found.tolist()), flush=True)
         coordination.barrier("end", "come to its end", timeout_s=300)
     return 0
 
@@ -116,6 +143,20 @@ def test_processes_start_in_any_order(join, secret_file, order, host):
         processes[index] = join(index, secret_file, host=host)
         time.sleep(3)
     assert end([processes[0], processes[1]]) == [0, 0]
+
+
+@pytest.mark.full
+def test_eight_processes_exchange_with_each_other(started, free_port, secret_file):
+    count = 8
+    where = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port}", "JAX_NUM_PROCESSES": str(count)}
+    processes = [
+        started(EXCHANGE, str(secret_file), **where, JAX_PROCESS_ID=str(index))
+        for index in range(count)
+    ]
+    assert [process.wait(JOIN_S) for process in processes] == [0] * count
+    found = {line for process in processes for line in process.stdout.read().splitlines()}
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    assert found == {f"{a} {b} {3 << 20} {10 * a + b}" for a, b in pairs}
 
 
 @pytest.mark.full
