@@ -217,4 +217,4 @@ def test_a_folder_of_others_is_left_alone(gcs, source):
 def test_an_output_that_cannot_be_written_is_named(gcs, source, capsys, out, code):
     assert program.main([str(source), f"out={out}"]) == code
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"out={out} " in line
+    assert f"out={out}" in line

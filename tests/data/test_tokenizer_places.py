@@ -110,4 +110,4 @@ def test_an_output_that_cannot_be_written_is_named(gcs, tmp_path, capsys, out):
     """Before the text is read."""
     assert program.main([str(tmp_path / "absent"), f"out={out}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"out={out} " in line
+    assert f"out={out}" in line
