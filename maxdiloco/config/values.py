@@ -181,7 +181,8 @@ def expected(annotation: Any, metadata: Sequence[Any] = (), *, brief: bool = Fal
     if annotation in (int, float):
         limits = _limits(metadata, brief=brief)
         kind = "an integer" if annotation is int else "a number"
-        return limits if brief else f"{kind} {limits}".rstrip()
+        is_one_value = limits.removeprefix("-").isdigit()  # such as -1
+        return limits if brief or is_one_value else f"{kind} {limits}".rstrip()
     if brief:
         return ""
     return {bool: "true or false", str: "text", type(None): "null"}.get(annotation, "a table {...}")

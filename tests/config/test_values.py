@@ -169,3 +169,17 @@ def test_a_nested_list_or_an_alias_is_refused(refusal, tmp_path, name, value):
 def test_control_characters_of_a_value_are_escaped_in_its_error():
     run = train("a", run_name="a\nb\x1b[2J")
     assert run.code == 2 and r"run_name=a\nb\x1b[2J" in run.error
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("steps", "all or an integer from 1 to 2147483647"),
+        ("capacity_factor", "-1 or a number > 0"),
+        ("diloco_outer_momentum", "auto or a number from 0 to below 1"),
+        ("hardware", "one of auto, cpu, gpu, tpu"),
+        ("mlp_activations", "a list [...] of silu, gelu, relu, linear, quick_gelu, plus_one"),
+    ],
+)
+def test_the_values_of_a_key_are_described(name, expected):
+    assert KEYS[name].expected() == expected
