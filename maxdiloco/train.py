@@ -43,11 +43,11 @@ def main(argv: Sequence[str]) -> int:
         clock.lap("keys")
         from maxdiloco.run import tokenizer as run_tokenizer
 
-        cfg = run_tokenizer.resolved(cfg)
+        resolved = run_tokenizer.resolved(cfg)
         from maxdiloco.run.loop import run
 
         clock.lap("imports")
-        return run(cfg, clock, notes)
+        return run(resolved, clock, notes, asked=cfg)
     finally:
         gc.enable()
 

@@ -48,27 +48,35 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
-def run(cfg: Config, clock: StartClock, notes: Sequence[str] = ()) -> int:
+def run(
+    cfg: Config, clock: StartClock, notes: Sequence[str] = (), *, asked: Config | None = None
+) -> int:
     """Join the other processes and train; returns the exit code. Raises maxdiloco.errors.
 
-    clock: since the program started. notes: lines on the command line.
+    clock: since the program started. notes: lines on the command line. asked: the config before
+    vocab_size=auto became a number, for config.yml; by default cfg.
     """
     if cfg.enable_wandb:
         require_wandb()
     with startup.joined(cfg) as cluster, startup.compile_cache(cfg) as lines:
         clock.lap("devices")
         ports = [] if cluster is None else [cluster.firewall_note]
-        return train(cfg, cluster, clock, [*notes, *lines, *ports])
+        return train(cfg, asked or cfg, cluster, clock, [*notes, *lines, *ports])
 
 
-def train(cfg: Config, cluster: "Cluster | None", clock: StartClock, notes: Sequence[str]) -> int:
+def train(
+    cfg: Config,
+    asked: Config,
+    cluster: "Cluster | None",
+    clock: StartClock,
+    notes: Sequence[str],
+) -> int:
     """The run in this process, see `run`: mesh, data, folder, parts, programs, state, loop."""
     primary = jax.process_index() == 0
     console = Console(shown=primary)
     say = console.say
     mesh = mesh_lib.build(cfg)
     shape = assemble.batch_shape(cfg, mesh)
-    asked = cfg  # for config.yml: `auto` may stand for another number when the run resumes
     cfg = config.with_replicas(cfg, shape.num_replicas)
     for line in [*notes, *_settings(cfg, mesh)]:
         say(line)

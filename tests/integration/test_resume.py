@@ -214,10 +214,11 @@ def test_a_mode_changed_before_the_first_exchange_changes_no_bit(finished, tmp_p
 def test_config_yml_and_the_command_line_resume_the_same_run(tmp_path):
     """With four replicas instead of two, for which diloco_outer_lr=auto is another rate."""
     keys = dict(steps=4, opt_type="sgd", diloco_outer_momentum="auto", checkpoint_period=4)
+    keys |= dict(vocab_size="auto")
     assert train(tmp_path / "a", **keys).code == 0
     shutil.copytree(tmp_path / "a", tmp_path / "other" / "a")
     written = (tmp_path / "a" / "config.yml").read_text()
-    for key in ("diloco_outer_lr", "diloco_outer_momentum"):
+    for key in ("diloco_outer_lr", "diloco_outer_momentum", "vocab_size", "padded_vocab_size"):
         assert f'\n{key}: "auto"\n' in written
 
     more = ["steps=8", "dcn_diloco_parallelism=4", "ici_fsdp_parallelism=1"]
