@@ -94,6 +94,11 @@ class Channel:
         """Note that bytes have arrived."""
         self.times_heard += 1
         self.silence_s, self.closed_at = 0.0, None
+        self.problem = "it sends nothing"
+
+    def wake(self) -> None:
+        """Let a connection that waits in `next` look whether it is over."""
+        self._changed.set()
 
     def closed_by_peer(self) -> None:
         """Note that the peer has closed its last connection."""
@@ -152,8 +157,9 @@ class Connection:
         self._over = False
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Send nothing more, and end `outgoing` at once: a killed peer would not end it."""
         self._over = True
+        self._channel.wake()
         if not self._start.done():
             self._start.set_result(0)
 

@@ -11,7 +11,7 @@ from mailbox_tools import START_ID, WAIT_S, contents, key_files, later, mailbox,
 from tiers import full
 
 from maxdiloco.cluster import client, deadlines, sockets
-from maxdiloco.cluster.channel import Channel
+from maxdiloco.cluster.channel import Channel, Connection
 from maxdiloco.cluster.deadlines import Deadlines
 from maxdiloco.cluster.messages import Peer
 from maxdiloco.cluster.payloads import BULK, CONTROL, MESSAGE_BYTES, message, put_payload
@@ -188,6 +188,23 @@ def test_a_message_is_kept_until_the_peer_has_it(channel):
     for number in (0, 3):
         with pytest.raises(LostPeerError, match="process 1 "):
             channel.acknowledge(number)
+
+
+def test_a_connection_that_is_given_up_ends_its_request_at_once(channel):
+    """The peer tells it so from a process that was killed. Not only at the next heartbeat."""
+
+    async def give_up():
+        connection = Connection(channel[0], heartbeat_s=WAIT_S)
+        records = connection.outgoing()
+        await anext(records)
+        connection._start.set_result(0)
+        waiting = asyncio.ensure_future(anext(records))
+        await asyncio.sleep(0.1)
+        connection.close()
+        await asyncio.wait_for(waiting, WAIT_S / 10)
+        return [record async for record in records]
+
+    assert len(asyncio.run(give_up())) == 1
 
 
 @pytest.mark.parametrize("every_bytes", [3_000_000, full(1_300_000)])
