@@ -170,6 +170,7 @@ def _prepare(keys):
 def _windows(keys, path=""):
     from maxdiloco.config import config
     from maxdiloco.run import data as run_data
+    from maxdiloco.run import settings
     from maxdiloco.run import tokenizer as run_tokenizer
 
     keys = [
@@ -179,7 +180,9 @@ def _windows(keys, path=""):
         f"max_target_length={LENGTH}",
     ]
     cfg = config.load(keys, {})
-    return run_data.open_dataset(cfg, run_tokenizer.open_tokenizer(cfg), split="train")
+    return run_data.open_dataset(
+        settings.read_data(cfg), run_tokenizer.open_tokenizer(cfg), split="train"
+    )
 
 
 def _open(keys):

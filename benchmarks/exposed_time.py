@@ -32,6 +32,7 @@ from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.planning import topology
 from maxdiloco.planning.hlo import reader, replay
 from maxdiloco.run import assemble
+from maxdiloco.run import settings as run_settings
 
 GBPS = (25.0, 2.0, 0.5)  # of one device
 DEFAULTS = {"model_name": "peer25m", "max_target_length": "512", "dataset_type": "synthetic"}
@@ -71,8 +72,8 @@ def asked(
     flags += [f"{key}={value}" for key, value in defaults.items() if key not in given]
     cfg = config.load(flags, os.environ)
     jax.config.update("jax_platforms", "cpu")
-    mesh_lib.tell_libtpu(cfg)
-    mesh = mesh_lib.build(cfg, topology.devices(options["slices"], 2))
+    mesh_lib.tell_libtpu(run_settings.read_mesh(cfg))
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg), topology.devices(options["slices"], 2))
     return options, cfg, mesh
 
 
@@ -104,7 +105,9 @@ def changed(cfg: config.Config, keys: dict[str, Any]) -> config.Config:
 
 
 def bound(cfg: config.Config, mesh: Any) -> assemble.Parts:
-    return assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=_say)
+    return assemble.assemble(
+        run_settings.read(cfg, mesh), mesh, total_steps=cfg.steps, on_compile=_say
+    )
 
 
 def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
@@ -195,7 +198,7 @@ def inner_step(cfg: config.Config, parts: assemble.Parts) -> Callable:
 
     return ours.make(
         parts.model,
-        optimizer.build(cfg, model=parts.model),
+        optimizer.build(run_settings.read_optimizer(cfg), model=parts.model),
         accumulation=cfg.gradient_accumulation_steps,
         nan_policy=cfg.nan_policy,
     )

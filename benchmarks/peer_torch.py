@@ -34,6 +34,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.models.model import count_parameters
 from maxdiloco.output import aligned
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.run import settings as run_settings
 
 OWN = {
     "python": "",  # of an environment with torch; empty: one is made in `out`
@@ -186,9 +187,9 @@ def our_start(keys: Sequence[str], out: pathlib.Path) -> float:
 
 def our_case(cfg: Config) -> step_time.Case:
     """DiLoCo's plain step on one device, warmed up."""
-    mesh_lib.choose_platform(cfg)
-    mesh_lib.set_up_cpu(cfg)
-    mesh = mesh_lib.build(cfg)
+    mesh_lib.choose_platform(run_settings.read_mesh(cfg))
+    mesh_lib.set_up_cpu(run_settings.read_mesh(cfg))
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg))
     if mesh.size != 1:
         raise ConfigError(
             f"{mesh.size} devices are visible, but torch's loop has one. Set CUDA_VISIBLE_DEVICES, "

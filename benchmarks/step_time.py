@@ -40,6 +40,7 @@ from maxdiloco.output import aligned
 from maxdiloco.parallel import feeding
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import assemble, remat_choice
+from maxdiloco.run import settings as run_settings
 
 DEFAULTS = {
     "model_name": "peer25m",
@@ -110,14 +111,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
     variants = configs(argv)
     cfg = variants[0][1]
-    mesh_lib.choose_platform(cfg)
-    mesh_lib.set_up_cpu(cfg)
-    mesh_lib.emulate_devices(cfg, num_processes=1)
-    mesh = mesh_lib.build(cfg)
+    mesh_lib.choose_platform(run_settings.read_mesh(cfg))
+    mesh_lib.set_up_cpu(run_settings.read_mesh(cfg))
+    mesh_lib.emulate_devices(run_settings.read_mesh(cfg), num_processes=1)
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg))
     pairs = [make_pair(label, variant, mesh) for label, variant in variants]
     cases = [case for pair in pairs for case in pair]
     parts = cases[0].parts
-    print(f"jax {jax.__version__}; {mesh_lib.describe(mesh, cfg)}")
+    print(f"jax {jax.__version__}; {mesh_lib.describe(mesh, run_settings.read_mesh(cfg))}")
     print(f"model: {cfg.model_name}, {count_parameters(parts.model):,} parameters")
     print(
         f"batch: {parts.shape.num_replicas} replicas * {parts.shape.sequences} sequences * "
@@ -185,14 +186,18 @@ def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
             if name in ("inner", "data parallel"):
                 compiles.append((seconds, compiled))
 
-        def make(cfg, compiles=compiles, on_compile=on_compile):
+        def make(settings, compiles=compiles, on_compile=on_compile):
             compiles.clear()  # of a policy that was not taken
-            return assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=on_compile)
+            steps = settings.steps
+            return assemble.assemble(settings, mesh, total_steps=steps, on_compile=on_compile)
 
         memory = remat_choice.device_memory(mesh)
-        trainer_cfg, parts = remat_choice.build(trainer_cfg, make, mesh, memory=memory, say=print)
+        settings, parts = remat_choice.build(
+            run_settings.read(trainer_cfg, mesh), make, mesh, memory=memory, say=print
+        )
+        policy = settings.model.config.remat_policy
+        trainer_cfg = config.from_dict(trainer_cfg.as_dict() | {"remat_policy": policy})
         cases.append(Case(f"{name} {label}".strip(), trainer_cfg, parts, compiles))
-        policy = trainer_cfg.remat_policy
     diloco, data_parallel = cases
     steps = [diloco.parts.trainer.schedule.actions(t + 1) for t in range(WARM_UP + cfg.steps)]
     if any(actions != (Action(INNER),) for actions in steps):
@@ -316,7 +321,8 @@ def without_all_reduce(data_parallel: Case) -> Cost:
     if mesh.shape["diloco"] == 1:
         return cost(data_parallel.compiles[0][1])
     cfg, alone = data_parallel.cfg, Mesh(mesh.devices[:1], mesh.axis_names)
-    parts = assemble.assemble(cfg, alone, total_steps=cfg.steps, on_compile=lambda *_: None)
+    keys = run_settings.read(cfg, alone)
+    parts = assemble.assemble(keys, alone, total_steps=cfg.steps, on_compile=lambda *_: None)
     state = parts.trainer.abstract_state
     return cost(parts.trainer.inner.compile(state.params, state.opt_state, parts.batch))
 

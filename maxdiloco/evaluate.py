@@ -3,6 +3,7 @@
 Only the parameters are read. The flags are checked before JAX starts (run/stored.py).
 """
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -47,13 +48,19 @@ def main(argv: Sequence[str]) -> int:
     folder = read.locate(run, base_output_directory=base, step=options.step)
     import jax
 
-    from maxdiloco.run import startup, stored
+    from maxdiloco.parallel import mesh as mesh_lib
+    from maxdiloco.run import settings, startup, stored
+    from maxdiloco.run.compile_cache import compile_cache
     from maxdiloco.storage import output_file
 
     # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
     configure = functools.partial(stored.configure, argv=keys, environ=os.environ)
     cfg = configure(read.newest_meta(folder, key="RUN"))
-    with startup.joined(cfg), startup.compile_cache(cfg) as notes:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(startup.joined(cfg))
+        mesh = mesh_lib.build(settings.read_mesh(cfg))
+        replicas = dict(has_replicas=cfg.enable_diloco)
+        notes = stack.enter_context(compile_cache(cfg.jax_cache_dir, mesh, **replicas))
         say_once = read.primary_only(lambda line: say(one_line(line)))
         for line in notes:
             say_once(line)

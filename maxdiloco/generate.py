@@ -86,7 +86,7 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     from maxdiloco.config import config
     from maxdiloco.config.keys import AXES
     from maxdiloco.models import sampling
-    from maxdiloco.run import stored
+    from maxdiloco.run import settings, stored
     from maxdiloco.run import tokenizer as run_tokenizer
 
     base = options.base_output_directory
@@ -108,7 +108,7 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
         return cfg, one_device
 
     found = stored.load(folder, configure)
-    tokenizer = run_tokenizer.of_checkpoint(found.cfg, found.path)
+    tokenizer = run_tokenizer.of_checkpoint(settings.read_tokenizer(found.cfg), found.path)
     texts = []
     for prompt in prompts:
         given = tokenizer.prompt(prompt)

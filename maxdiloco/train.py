@@ -1,6 +1,6 @@
 """Train one language model over several slices: `python -m maxdiloco.train [file.yml] key=value`.
 
-The flags are checked before JAX is imported; the run is in run/loop.py.
+The flags are checked before JAX is imported; the run is in run/start.py.
 """
 
 import gc
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         from maxdiloco.run import tokenizer as run_tokenizer
 
         resolved = run_tokenizer.resolved(cfg)
-        from maxdiloco.run.loop import run
+        from maxdiloco.run.start import run
 
         clock.lap("imports")
         return run(resolved, clock, notes, asked=cfg)

@@ -65,20 +65,20 @@ def help_text(
 def _compile(cfg: config.Config, options: SimpleNamespace) -> int:
     from maxdiloco.parallel import mesh as mesh_lib
     from maxdiloco.planning import compile_report, compile_run, report_text
-    from maxdiloco.run import assemble
+    from maxdiloco.run import settings
     from maxdiloco.storage import output_file
 
     gbps = options.dcn_bandwidth_gbps
     output_file.check_path("report", options.report)
     cfg, mesh, chip = compile_run.devices(cfg)
-    cfg = config.with_replicas(cfg, assemble.batch_shape(cfg, mesh).num_replicas)
+    cfg = config.with_replicas(cfg, settings.count_replicas(settings.read_batch(cfg), mesh))
     for line in config.describe_differences(cfg):
         say_line(line)
-    say_line(mesh_lib.describe(mesh, cfg))
+    say_line(mesh_lib.describe(mesh, settings.read_mesh(cfg)))
     parts, result = compile_run.report(cfg, mesh, chip, gbps=gbps, say=say_line)
     results = [result]
-    baseline = assemble.baseline(cfg) if options.compile_data_parallel else None
-    if baseline is not None:
+    if options.compile_data_parallel and cfg.enable_diloco:
+        baseline = config.from_dict(cfg.as_dict() | {"enable_diloco": False})
         results.append(compile_run.report(baseline, mesh, chip, gbps=gbps, say=say_line)[-1])
     texts = [line for each in results for line in report_text.verdict_lines(each)]
     for line in ["", *texts, "", *parts.trainer.description.fragments]:

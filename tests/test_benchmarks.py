@@ -120,7 +120,7 @@ def test_step_time_without_the_packages_of_the_trainer(smoke):
         assert len(positive(found[name])) == 2, name
     check = ran.stdout.splitlines()[-1]
     assert len(positive(re.findall(r"= ([\d.]+)", check))) == 2, check
-    ran = smoke("-c", WITHOUT, str(ROOT / "maxdiloco/run/loop.py"), code=1)
+    ran = smoke("-c", WITHOUT, str(ROOT / "maxdiloco/run/start.py"), code=1)
     assert "ModuleNotFoundError: etils is absent" in ran.stderr
 
 

@@ -10,6 +10,7 @@ from maxdiloco.engine.payload import Payload
 from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import assemble
+from maxdiloco.run import settings as run_settings
 
 DATA_PARALLEL_BYTES = 2  # a parameter and step: an all-reduce in bfloat16, as the papers count
 
@@ -25,8 +26,10 @@ class Traffic(NamedTuple):
 def traffic(keys: Mapping[str, Any]) -> Traffic:
     """What the run with these keys sends; a mode without replicas sends the baseline."""
     cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
-    mesh = mesh_lib.build(cfg)
-    parts = assemble.assemble(cfg, mesh, total_steps=cfg.steps, on_compile=lambda *_: None)
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg))
+    parts = assemble.assemble(
+        run_settings.read(cfg, mesh), mesh, total_steps=cfg.steps, on_compile=lambda *_: None
+    )
     count = count_parameters(parts.model)
     baseline = DATA_PARALLEL_BYTES * count * cfg.steps
     if not cfg.enable_diloco:

@@ -3,13 +3,15 @@
 # R replicas
 """
 
+import functools
 import math
 import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from maxdiloco.checkpoint import metadata
+from maxdiloco.checkpoint import metadata, read
 from maxdiloco.checkpoint.arrays import Cycled
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.cluster import agree
@@ -28,24 +30,26 @@ def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None
 
 
 def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
-    """The newest undamaged state that save_state wrote, or None where there is none.
+    """Return the newest undamaged state that `save_state` wrote, or None if there is none.
 
-    trainer: bound to the parameters (DiLoCo.bind). Its replicas, mesh, schedule, fragments, wire,
-    alpha, merge, outer rate and momentum may differ from those of the saved state; lines tell it.
-    Raises CheckpointError where parameters or optimizers differ or nothing can be read.
+    Replicas, mesh, schedule, fragments, wire format, alpha, aggregation, outer learning rate and
+    momentum may differ from those of the saved state; lines of the checkpointer name them.
+
+    Args:
+      checkpointer: of the folder.
+      trainer: bound to the parameters (DiLoCo.bind).
+
+    Raises:
+      CheckpointError: parameters or optimizers differ, or nothing can be read.
     """
 
     def layout(note):
-        return layout_of(note, same_rules=note["specs"] == _specs(trainer))
+        return read_layout(note, same_rules=note["specs"] == _specs(trainer))
 
-    found = checkpointer.restore(
-        lambda note: abstract_items(trainer, layout(note)), needs=(*metadata.OF_STATE, "specs")
-    )
+    restore = functools.partial(checkpointer.restore, needs=(*metadata.OF_STATE, "specs"))
+    found, state = read_state(restore, trainer, layout)
     if found is None:
         return None
-    saved = layout(found.meta)
-    plan = trainer.restore_plan(saved)
-    state = plan.state_of(found.items, t=found.step)
     _, own = trainer.checkpoint(trainer.abstract_state)
     before, now = found.meta["exchange"], own["exchange"]
     changed = [
@@ -55,15 +59,40 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     ]
     if changed:
         checkpointer.say(f"changed since the checkpoint: {', '.join(changed)}")
-    for line in plan.lines(state.t):
+    for line in trainer.restore_plan(layout(found.meta)).lines(state.t):
         checkpointer.say(line)
     return state
 
 
-def layout_of(note: dict[str, Any], *, same_rules: bool) -> SavedLayout:
-    """How the state of a checkpoint is laid out. note, same_rules: see SavedLayout."""
+def read_layout(note: Mapping[str, Any], *, same_rules: bool) -> SavedLayout:
+    """Return how the state of a checkpoint is laid out. note, same_rules: see SavedLayout."""
     given = {name: note[name] for name in SavedLayout._fields if name in note}
     return SavedLayout(**given, same_rules=same_rules)
+
+
+def read_state(
+    restore: Callable[[read.AbstractOf], read.Restored | None],
+    trainer: Trainer,
+    layout: Callable[[Mapping[str, Any]], SavedLayout],
+) -> tuple[read.Restored | None, Any]:
+    """Read the state of a checkpoint for a trainer, whose layout may be another.
+
+    Args:
+      restore: Checkpointer.restore, or read.restore_from of one place.
+      trainer: bound to the parameters.
+      layout: note of the checkpoint -> how its state is laid out.
+
+    Returns:
+      What was read, and the state; None and None if there is no checkpoint.
+
+    Raises:
+      CheckpointError: as `restore`.
+    """
+    found = restore(lambda note: abstract_items(trainer, layout(note)))
+    if found is None:
+        return None, None
+    plan = trainer.restore_plan(layout(found.meta))
+    return found, plan.state_of(found.items, t=found.step)
 
 
 def require_finite(trainer: Trainer, state: Any) -> None:

@@ -27,6 +27,7 @@ from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.imported import CARRIED, Say
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
 from maxdiloco.models.config import from_keys
+from maxdiloco.run import settings
 from maxdiloco.run import tokenizer as run_tokenizer
 
 # "stored" is the dtype of the checkpoint.
@@ -73,7 +74,7 @@ def export_model(
     found = read.restore_from(folder, lambda meta: {}, key="RUN", needs=metadata.OF_MODEL)
     cfg, tokenizer = config.from_checkpoint(found.meta["config"]), None
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
-        tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
+        tokenizer = run_tokenizer.of_checkpoint(settings.read_tokenizer(cfg), found.path)
     carried = _carried(cfg.load_parameters_path, found.path, like)
     same = carried is not None and auto_tokenizer.is_of_model(carried, tokenizer)
     if carried:

@@ -1,14 +1,55 @@
-"""The model of a run's keys on one kind of device."""
+"""Settings of a model, and the model with the kernels of one kind of device."""
 
+import dataclasses
 from typing import Any
 
 from maxdiloco.models import config
+from maxdiloco.models.config import ModelConfig
 from maxdiloco.models.kernels import choice
 from maxdiloco.models.model import Model
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+    """What is computed, and what is asked of the kernels that compute it.
+
+    Attributes:
+      config: sizes and choices of the decoder.
+      attention: the key `attention`.
+      matmul_precision: the key `matmul_precision`.
+      quantization: the key `quantization`.
+      max_length: tokens of a sequence in training.
+    """
+
+    config: ModelConfig
+    attention: str
+    matmul_precision: str
+    quantization: str
+    max_length: int
+
+    @classmethod
+    def from_keys(cls, keys: Any, *, backend: str) -> "ModelSettings":
+        """Read the model's keys of a run.
+
+        Args:
+          keys: an object whose attributes are the keys of base.yml. Their values have been checked.
+          backend: `cpu`, `gpu` or `tpu`, which decides what dtype=auto is.
+        """
+        return cls(
+            config.from_keys(keys, auto_dtype=choice.auto_dtype(backend)),
+            keys.attention,
+            keys.matmul_precision,
+            keys.quantization,
+            keys.max_target_length,
+        )
+
+    def with_config(self, **changes: Any) -> "ModelSettings":
+        """Return settings with other values for some fields of `config`."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **changes))
+
+
 def build_model(
-    cfg: Any,
+    settings: ModelSettings,
     *,
     backend: str,
     length_shards: int = 1,
@@ -18,7 +59,7 @@ def build_model(
     """Build a model and choose its kernels.
 
     Args:
-      cfg: an object whose attributes are the keys of base.yml. Their values have been checked.
+      settings: of the model.
       backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it.
       length_shards: number of devices that a sequence is spread over.
       compute_capability: of a GPU, see choice.has_kernels.
@@ -30,16 +71,15 @@ def build_model(
     Raises:
       ConfigError: the backend lacks a kernel that was asked for, or 8-bit products.
     """
-    model_config = config.from_keys(cfg, auto_dtype=choice.auto_dtype(backend))
     kernels = choice.choose(
-        model_config,
+        settings.config,
         backend=backend,
-        attention=cfg.attention,
-        length=cfg.max_target_length,
-        precision=cfg.matmul_precision,
-        quantization=cfg.quantization,
+        attention=settings.attention,
+        length=settings.max_length,
+        precision=settings.matmul_precision,
+        quantization=settings.quantization,
         length_shards=length_shards,
         compute_capability=compute_capability,
         device_kind=device_kind,
     )
-    return Model(model_config, kernels)
+    return Model(settings.config, kernels)

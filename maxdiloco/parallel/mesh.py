@@ -1,5 +1,6 @@
 """The device mesh: an outer tier of slices joined by DCN, an inner tier of chips joined by ICI."""
 
+import dataclasses
 import math
 import os
 from collections import Counter
@@ -11,10 +12,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from maxdiloco.cluster.start import launcher
-from maxdiloco.config.keys import AXES, Config
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel import chips, processor
 
+# Axes of a mesh. Replicas are divided over `diloco` alone.
+AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 # CPU devices in one process. Our choice: on two cores collectives of 128 devices ended within
 # XLA's 40 s, those of 512 did not.
 MOST_EMULATED = 256
@@ -22,6 +24,28 @@ _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _EXTRAS = {"gpu": "cuda13", "tpu": "tpu"}  # of setup.py
 # Codes in the error of a backend that waits for other processes while it starts.
 _OF_A_PEER = ("DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "ABORTED")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSettings:
+    """Which devices a run uses, and how its mesh divides them.
+
+    Attributes:
+      hardware: `auto`, `cpu`, `gpu` or `tpu`.
+      dcn: size of each axis over slices, in the order of AXES. -1 in one of them: what is left.
+      ici: size of each axis inside a slice, likewise.
+      num_slices: number of slices. -1: found from the devices.
+      enable_diloco: whether the axis `diloco` has replicas.
+      hide_transfers: whether libtpu is told to hide transfers behind compute. False where copies
+        of the optimizer state would seem slow too, and begin early.
+    """
+
+    hardware: str
+    dcn: Mapping[str, int]
+    ici: Mapping[str, int]
+    num_slices: int = -1
+    enable_diloco: bool = True
+    hide_transfers: bool = True
 
 
 def fill(sizes: Mapping[str, int], total: int, name: str, *, remedy: str = "") -> dict[str, int]:
@@ -55,32 +79,32 @@ def product(sizes: Mapping[str, int]) -> str:
 # -- before JAX's backends start -------------------------------------------------------------------
 
 
-def choose_platform(cfg: Config) -> None:
+def choose_platform(settings: MeshSettings) -> None:
     """Set JAX's platform; hardware=auto leaves the choice to JAX."""
-    if cfg.hardware == "tpu" or (cfg.hardware == "auto" and not on_cpu_alone(cfg)):
-        tell_libtpu(cfg)
-    if cfg.hardware in _PLATFORMS:
-        jax.config.update("jax_platforms", _PLATFORMS[cfg.hardware])
+    if settings.hardware == "tpu" or (settings.hardware == "auto" and not on_cpu_alone(settings)):
+        tell_libtpu(settings)
+    if settings.hardware in _PLATFORMS:
+        jax.config.update("jax_platforms", _PLATFORMS[settings.hardware])
 
 
-def tell_libtpu(cfg: Config) -> None:
+def tell_libtpu(settings: MeshSettings) -> None:
     """Set libtpu's flags for the programs of a run."""
-    if not cfg.optimizer_memory_host_offload:  # whose copies would seem slow too, and begin early
+    if settings.hide_transfers:
         chips.hide_transfers()
 
 
-def on_cpu_alone(cfg: Config) -> bool:
+def on_cpu_alone(settings: MeshSettings) -> bool:
     """Whether JAX may use nothing but the CPU."""
-    on_cpu = cfg.hardware == "auto" and jax.config.jax_platforms == "cpu"
-    return cfg.hardware == "cpu" or on_cpu
+    on_cpu = settings.hardware == "auto" and jax.config.jax_platforms == "cpu"
+    return settings.hardware == "cpu" or on_cpu
 
 
-def set_up_cpu(cfg: Config) -> None:
+def set_up_cpu(settings: MeshSettings) -> None:
     """Memory and threads of XLA:CPU where JAX may use nothing else."""
-    if not on_cpu_alone(cfg):
+    if not on_cpu_alone(settings):
         return
     count = jax.config.jax_num_cpu_devices
-    count = emulated_devices(cfg, num_processes=1) if count == -1 else count
+    count = emulated_devices(settings, num_processes=1) if count == -1 else count
     in_caller = count == 1 and not launcher(os.environ, on_tpu=False)
     if in_caller:
         run_in_caller()
@@ -92,17 +116,19 @@ def run_in_caller() -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def emulated_devices(cfg: Config, num_processes: int) -> int:
+def emulated_devices(settings: MeshSettings, num_processes: int) -> int:
     """CPU devices that the mesh needs, the same number in each process.
 
     Open sizes: of the dcn tier a slice for each process, of the ici tier a device for each.
     Raises ConfigError when all sizes are given and the devices cannot be shared evenly.
     """
-    slices = known = math.prod(size for size in cfg.sizes("dcn").values() if size != -1)
-    if -1 in cfg.sizes("dcn").values():
-        slices = cfg.num_slices if cfg.num_slices != -1 else math.lcm(known, num_processes)
-    needed = slices * math.prod(size for size in cfg.sizes("ici").values() if size != -1)
-    if -1 in cfg.sizes("ici").values():
+    slices = known = math.prod(size for size in settings.dcn.values() if size != -1)
+    if -1 in settings.dcn.values():
+        slices = (
+            settings.num_slices if settings.num_slices != -1 else math.lcm(known, num_processes)
+        )
+    needed = slices * math.prod(size for size in settings.ici.values() if size != -1)
+    if -1 in settings.ici.values():
         return math.lcm(needed, num_processes)
     if needed % num_processes:
         raise ConfigError(
@@ -112,30 +138,30 @@ def emulated_devices(cfg: Config, num_processes: int) -> int:
     return needed
 
 
-def emulate_devices(cfg: Config, *, num_processes: int) -> None:
+def emulate_devices(settings: MeshSettings, *, num_processes: int) -> None:
     """Make as many CPU devices as the mesh needs, where JAX may use nothing else.
 
     MOST_EMULATED at most; `build` refuses a mesh that needs more. An explicit jax_num_cpu_devices
     is respected. Raises ConfigError like emulated_devices.
     """
-    if on_cpu_alone(cfg) and jax.config.jax_num_cpu_devices == -1:
-        needed = emulated_devices(cfg, num_processes)
+    if on_cpu_alone(settings) and jax.config.jax_num_cpu_devices == -1:
+        needed = emulated_devices(settings, num_processes)
         jax.config.update("jax_num_cpu_devices", min(needed // num_processes, MOST_EMULATED))
 
 
 # -- the devices, and the mesh ---------------------------------------------------------------------
 
 
-def visible_devices(cfg: Config) -> list[jax.Device]:
+def visible_devices(settings: MeshSettings) -> list[jax.Device]:
     """All devices of the run; starts JAX's backends.
 
     Raises ConfigError when they are not what `hardware` asks for, and when they belong to several
     processes without jax.distributed: nobody would notice a lost one.
     """
-    needs_extra = cfg.hardware in _EXTRAS
+    needs_extra = settings.hardware in _EXTRAS
     remedy = (
         "See that this machine has one and JAX can use it (in a checkout of maxdiloco: pip install "
-        f"-e '.[{_EXTRAS.get(cfg.hardware)}]'), or set hardware=cpu."
+        f"-e '.[{_EXTRAS.get(settings.hardware)}]'), or set hardware=cpu."
     )
     try:
         devices = jax.devices()
@@ -145,15 +171,16 @@ def visible_devices(cfg: Config) -> list[jax.Device]:
             raise
         reason = str(error).splitlines()[0].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
         raise ConfigError(
-            f"hardware={cfg.hardware} does not work here: {reason}. {remedy}"
+            f"hardware={settings.hardware} does not work here: {reason}. {remedy}"
         ) from error
-    if needs_extra and devices[0].platform != cfg.hardware:
+    if needs_extra and devices[0].platform != settings.hardware:
         raise ConfigError(
-            f"hardware={cfg.hardware} but JAX finds only {devices[0].platform} devices. {remedy}"
+            f"hardware={settings.hardware} but JAX finds only {devices[0].platform} devices. "
+            f"{remedy}"
         )
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise ConfigError(
-            f"hardware={cfg.hardware}: the devices belong to {jax.process_count()} processes, "
+            f"hardware={settings.hardware}: the devices belong to {jax.process_count()} processes, "
             f"but this one has joined no other. On a TPU pod set hardware=tpu; elsewhere set "
             f"JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
         )
@@ -172,13 +199,13 @@ def slice_of(device: jax.Device) -> int:
         return 0
 
 
-def count_slices(cfg: Config, devices: Sequence[jax.Device]) -> int:
+def count_slices(settings: MeshSettings, devices: Sequence[jax.Device]) -> int:
     """Real slices on TPU; elsewhere by the dcn tier, num_slices, or GPU hosts and processes."""
     numbered, platform = len({slice_of(device) for device in devices}), devices[0].platform
-    if platform != "tpu" and -1 not in cfg.sizes("dcn").values():
-        return math.prod(cfg.sizes("dcn").values())
-    if platform != "tpu" and cfg.num_slices != -1:
-        return cfg.num_slices
+    if platform != "tpu" and -1 not in settings.dcn.values():
+        return math.prod(settings.dcn.values())
+    if platform != "tpu" and settings.num_slices != -1:
+        return settings.num_slices
     if platform in ("tpu", "gpu"):
         return numbered
     return len({device.process_index for device in devices})
@@ -189,7 +216,12 @@ def on_gpus(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
 
 
-def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def backend(mesh: Mesh) -> str:
+    """Return `cpu`, `gpu` or `tpu`, as jax.default_backend() names it."""
+    return "gpu" if on_gpus(mesh) else mesh.devices.flat[0].platform
+
+
+def build(settings: MeshSettings, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh over AXES, DCN parts outermost within each axis.
 
     devices: those to use, all visible ones when None; on CPU the mesh takes the first ones it
@@ -197,18 +229,18 @@ def build(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     some whole hosts or a part of one, on CPU any contiguous block.
     Raises ConfigError when the sizes do not fit the devices.
     """
-    devices = visible_devices(cfg) if devices is None else list(devices)
-    platform, ici = devices[0].platform, cfg.sizes("ici")
+    devices = visible_devices(settings) if devices is None else list(devices)
+    platform, ici = devices[0].platform, settings.ici
     if platform == "gpu":  # a launcher may assign processes to hosts in turn
         devices.sort(key=lambda device: (slice_of(device), device.process_index, device.id))
-    slices, dcn = count_slices(cfg, devices), sizes_over_slices(cfg, devices)
+    slices, dcn = count_slices(settings, devices), sizes_over_slices(settings, devices)
     is_open = -1 in ici.values()
     if platform == "cpu" and not is_open:
         devices = devices[: slices * math.prod(ici.values())]
     known = {axis: dcn[axis] * size for axis, size in ici.items()}
     needed = abs(math.prod(known.values()))
     if len(devices) % needed or (not is_open and len(devices) != needed):
-        emulate = platform == "cpu" and cfg.hardware != "cpu"
+        emulate = platform == "cpu" and settings.hardware != "cpu"
         raise ConfigError(
             f"the mesh {product(known)} devices, but {len(devices)} are visible. Change a "
             f"dcn_*_parallelism or ici_*_parallelism key, or set one of the ici tier to -1"
@@ -234,13 +266,13 @@ def _check_hosts(devices: list[jax.Device], slices: int) -> None:
             )
 
 
-def sizes_over_slices(cfg: Config, devices: Sequence[jax.Device]) -> dict[str, int]:
+def sizes_over_slices(settings: MeshSettings, devices: Sequence[jax.Device]) -> dict[str, int]:
     """Size of each axis over slices, in mesh order, none left open."""
-    sizes, slices = cfg.sizes("dcn"), count_slices(cfg, devices)
+    sizes, slices = settings.dcn, count_slices(settings, devices)
     known, remedy = math.prod(size for size in sizes.values() if size != -1), ""
-    if devices[0].platform != "tpu" and cfg.num_slices == -1 and slices % known:
+    if devices[0].platform != "tpu" and settings.num_slices == -1 and slices % known:
         remedy = f"Use num_slices={known}, which makes slices of what is here."
-        if not cfg.enable_diloco and sizes["data"] == known:
+        if not settings.enable_diloco and sizes["data"] == known:
             remedy = (
                 f"Use num_slices={known}, or dcn_diloco_parallelism={known} in place of "
                 f"dcn_data_parallelism: without DiLoCo it is data parallelism too."
@@ -283,10 +315,10 @@ def joins_processes(mesh: Mesh) -> bool:
     return len({frozenset(device.process_index for device in each) for each in slices}) > 1
 
 
-def describe(mesh: Mesh, cfg: Config) -> str:
+def describe(mesh: Mesh, settings: MeshSettings) -> str:
     """One line for the start of a run."""
     devices = list(mesh.devices.flat)
-    dcn = sizes_over_slices(cfg, devices)
+    dcn = sizes_over_slices(settings, devices)
     ici = tuple(mesh.shape[axis] // size for axis, size in dcn.items())
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     shared = _arrange(devices, tuple(dcn.values()), ici)[1]

@@ -24,8 +24,10 @@ from maxdiloco.planning.job import EXACT, Choice, Job
 from maxdiloco.planning.program_costs import Measured
 from maxdiloco.planning.rating import Step
 from maxdiloco.run import assemble, remat_choice
+from maxdiloco.run import settings as run_settings
+from maxdiloco.run.compile_cache import own_cache
 from maxdiloco.run.remat_choice import make_room
-from maxdiloco.run.startup import own_cache
+from maxdiloco.run.settings import RunSettings
 
 # Model FLOPs over the peak in a step, for GPUs whose step was not measured: Llama 3 405B trained at
 # 38 to 43 % of bfloat16's on H100s (arXiv 2407.21783, Table 4).
@@ -48,11 +50,12 @@ def devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
         jax.config.update("jax_compilation_cache_dir", folder)
     if name := cfg.compile_topology:
         if not topology.find(name).is_gpu:
-            mesh_lib.tell_libtpu(cfg)
+            mesh_lib.tell_libtpu(run_settings.read_mesh(cfg))
         return _absent(cfg)
-    mesh_lib.choose_platform(cfg)
-    mesh_lib.emulate_devices(cfg, num_processes=1)
-    mesh = mesh_lib.build(cfg)
+    of_mesh = run_settings.read_mesh(cfg)
+    mesh_lib.choose_platform(of_mesh)
+    mesh_lib.emulate_devices(of_mesh, num_processes=1)
+    mesh = mesh_lib.build(of_mesh)
     if mesh.devices.flat[0].platform == "tpu":
         raise ConfigError(
             "compile_topology is empty, but the devices of this machine are TPUs. Name them, as "
@@ -78,7 +81,7 @@ def _absent(cfg: Config) -> tuple[Config, Mesh, Chip]:
         mesh_lib.fill(cfg.sizes("dcn"), num_slices, "dcn")
         cfg = config.from_dict(cfg.as_dict() | {"num_slices": num_slices})
     topology.check_experts(name, cfg.num_experts)
-    mesh = mesh_lib.build(cfg, topology.devices(name, num_slices))
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg), topology.devices(name, num_slices))
     return cfg, mesh, found.chip
 
 
@@ -90,8 +93,8 @@ def programs(
     gbps: float,
     say: Callable[[str], None],
     only_step: bool = False,
-) -> tuple[Config, assemble.Parts, list[Measured]]:
-    """The config with remat_policy chosen, the parts of a run on the mesh, what was compiled.
+) -> tuple[RunSettings, assemble.Parts, list[Measured]]:
+    """The settings with remat_policy chosen, the parts of a run on the mesh, what was compiled.
 
     gbps: a device's share of the link [Gbit/s]. only_step: the plain inner step, no other program.
     """
@@ -100,25 +103,27 @@ def programs(
         assemble.assemble, mesh=mesh, total_steps=cfg.steps, on_compile=on_compile
     )
     memory = chip.hbm if chip else remat_choice.device_memory(mesh)
-    cfg, parts = remat_choice.build(cfg, make, mesh, memory=memory, say=say)
+    settings, parts = remat_choice.build(
+        run_settings.read(cfg, mesh), make, mesh, memory=memory, say=say
+    )
     state = parts.trainer.abstract_state
     if only_step:
         calls = parts.trainer.calls(parts.batch)[:1]
     else:
-        calls = [*assemble.calls(cfg, parts), *arrays.calls(state, on_compile=on_compile)]
-    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
+        calls = [*assemble.calls(settings, parts), *arrays.calls(state, on_compile=on_compile)]
+    dcn = mesh_lib.sizes_over_slices(run_settings.read_mesh(cfg), list(mesh.devices.flat))
     in_turn = on_compile.in_turn(calls)
     found = program_costs.measure(in_turn, state, mesh=mesh, dcn=dcn, chip=chip, gbps=gbps, say=say)
-    return cfg, parts, found
+    return settings, parts, found
 
 
 def report(
     cfg: Config, mesh: Mesh, chip: Chip | None, *, gbps: float, say: Callable[[str], None]
 ) -> tuple[assemble.Parts, Report]:
     """Compile the programs of a run on the mesh; returns the run's parts and the report."""
-    cfg, parts, found = programs(cfg, mesh, chip, gbps=gbps, say=say)
-    dcn = mesh_lib.sizes_over_slices(cfg, list(mesh.devices.flat))
-    slices = mesh_lib.count_slices(cfg, list(mesh.devices.flat))
+    settings, parts, found = programs(cfg, mesh, chip, gbps=gbps, say=say)
+    dcn = mesh_lib.sizes_over_slices(run_settings.read_mesh(cfg), list(mesh.devices.flat))
+    slices = mesh_lib.count_slices(run_settings.read_mesh(cfg), list(mesh.devices.flat))
     description, name = parts.trainer.description, cfg.compile_topology
     exchanges = bool(description.resident)  # "" of data parallelism
     named = topology.find(name) if name else None
@@ -138,16 +143,21 @@ def report(
         flops_per_token=flops_per_token(parts.model.config, parts.params, parts.shape.length),
         tau=cfg.num_communication_overlapping_steps,
         overlap=cfg.diloco_round_overlap if exchanges else "",
-        room=make_room(cfg, outer_state=exchanges, there=not (named and named.is_gpu)),
+        room=make_room(
+            cfg,
+            outer_state=exchanges,
+            remat_policy=settings.model.config.remat_policy,
+            there=not (named and named.is_gpu),
+        ),
         ici={axis: size // dcn[axis] for axis, size in mesh.shape.items()},
-        by_hosts=_by_hosts(cfg, parts, mesh),
+        by_hosts=_by_hosts(settings, parts, mesh),
     )
     return parts, made
 
 
-def _by_hosts(cfg: Config, parts: assemble.Parts, mesh: Mesh) -> float:
+def _by_hosts(settings: RunSettings, parts: assemble.Parts, mesh: Mesh) -> float:
     """Bytes that a slice sends in a period through its hosts."""
-    if not assemble.needs_bulk(cfg, mesh):
+    if not assemble.needs_bulk(settings, mesh):
         return 0.0
     period = parts.trainer.period
     steps = range(2 * period + 1, 3 * period + 1)  # not the first, in which little has arrived
@@ -164,11 +174,12 @@ def plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) -> Step:
         folder = own_cache(cfg.jax_cache_dir, "jax_cache_dir")
         jax.config.update("jax_compilation_cache_dir", folder)
     cfg, mesh, chip = _absent(config.from_dict(cfg.as_dict() | EXACT.keys()))
-    cfg, _, (found,) = programs(cfg, mesh, chip, gbps=gbps, say=say, only_step=True)
+    settings, _, (found,) = programs(cfg, mesh, chip, gbps=gbps, say=say, only_step=True)
     if found.too_big:
         raise ConfigError(
             f"model_name={cfg.model_name} is too big for {cfg.compile_topology}: {found.too_big} "
-            f"{make_room(cfg, outer_state=False)}"  # the plan tries pinned_host itself
+            # The plan tries pinned_host itself.
+            + make_room(cfg, outer_state=False, remat_policy=settings.model.config.remat_policy)
         )
     if found.kernels:
         say(f"the step's time leaves out {found.kernels} Pallas kernels whose products are unknown")

@@ -13,13 +13,14 @@ from maxdiloco.diloco.schedule import Schedule, offsets
 from maxdiloco.engine.data_parallel import gradient_bytes
 from maxdiloco.errors import ConfigError
 from maxdiloco.models import devices
-from maxdiloco.models.build import build_model
+from maxdiloco.models.build import ModelSettings, build_model
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning import topology
-from maxdiloco.run import assemble, optimizer
 from maxdiloco.run import model as run_model
+from maxdiloco.run import optimizer
+from maxdiloco.run import settings as run_settings
 
 MOST_PERIOD = 100_000  # a plan follows each step of a period, seconds for so many; our choice
 # The keys that a choice sets, and its fields.
@@ -157,15 +158,16 @@ def of(cfg: Config) -> Job:
     backend = platform if platform in ("tpu", "gpu") else "cpu"
     devices.check(cfg.max_target_length, mesh.shape["context"])
     model = build_model(
-        cfg,
+        ModelSettings.from_keys(cfg, backend=backend),
         backend=backend,
         length_shards=mesh.shape["context"],
         compute_capability=capability,
         device_kind=chip.kinds[0] if chip else "",
     )
     params = run_model.parameters(model, mesh)
-    rule = optimizer.build(cfg, model=model)
-    opt_state = optimizer.abstract_state(cfg, rule, params, mesh)
+    inner = run_settings.read_optimizer(cfg)
+    rule = optimizer.build(inner, model=model)
+    opt_state = optimizer.abstract_state(inner, rule, params, mesh)
     replicas = slices if cfg.num_diloco_replicas == "auto" else cfg.num_diloco_replicas
     sharing = per_slice // mesh.shape["context"]  # groups of devices with sequences of their own
     rows = cfg.per_device_batch_size * sharing * cfg.gradient_accumulation_steps
@@ -186,7 +188,7 @@ def of(cfg: Config) -> Job:
 
 
 def _transport(cfg: Config, replicas: int, slices: int, backend: str) -> str:
-    settings = assemble.exchange_settings(cfg, replicas)
+    settings = run_settings.read_exchange(cfg, replicas)
     return settings.resolve(num_slices=slices, platform=backend, joins_processes=True).transport
 
 

@@ -20,7 +20,7 @@ from maxdiloco.planning import link_model
 from maxdiloco.planning.forecast import Gap
 from maxdiloco.planning.job import Choice, Job
 from maxdiloco.planning.link_model import FULL
-from maxdiloco.run import assemble
+from maxdiloco.run import settings as run_settings
 
 # [L] arXiv 2503.09799 and [S] 2501.18512 train with 30, [S] with 100, DiLoCo 2311.08105 with 500.
 PERIODS = (30, 50, 100, 300, 500)
@@ -73,7 +73,7 @@ def _exchanges(job: Job, given: Collection[str], choice: Choice) -> list[Choice]
 
 def settings_of(job: Job, choice: Choice) -> ExchangeSettings:
     """Return the exchange settings of a choice, without 'auto'."""
-    asked = assemble.exchange_settings(job.cfg, job.num_replicas)
+    asked = run_settings.read_exchange(job.cfg, job.num_replicas)
     wire = wire_format(choice.wire)
     settings = dataclasses.replace(
         asked,

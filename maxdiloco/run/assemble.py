@@ -12,17 +12,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.config import checks, config
+from maxdiloco.config.config import with_replicas
 from maxdiloco.data.tokenizer import build
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
 from maxdiloco.engine.host_transfer import Mailbox
-from maxdiloco.engine.settings import HOST, ExchangeSettings
+from maxdiloco.engine.settings import HOST
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.monitor import Monitor
+from maxdiloco.models.devices import shards_on
 from maxdiloco.models.model import Model
 from maxdiloco.parallel.mesh import joins_processes
 from maxdiloco.parallel.program import Program
@@ -33,6 +34,7 @@ from maxdiloco.run.evaluation import Evaluation, Sampler
 from maxdiloco.run.island import settings as island_settings
 from maxdiloco.run.island.settings import Facts
 from maxdiloco.run.run_control import RunControl, StepControl
+from maxdiloco.run.settings import RunSettings, count_replicas
 
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
@@ -74,7 +76,7 @@ class Parts(NamedTuple):
 
 
 def assemble(
-    cfg: config.Config,
+    settings: RunSettings,
     mesh: Mesh,
     *,
     total_steps: int,
@@ -89,18 +91,18 @@ def assemble(
     total_steps: of learning_rate_schedule. Raises ConfigError for a model that the devices cannot
     run, and as batch_shape does.
     """
-    shape = batch_shape(cfg, mesh)
-    model = run_model.build(cfg, mesh)
-    inner_optimizer = optimizer.build(cfg, model=model)
+    shape = batch_shape(settings, mesh)
+    model = run_model.build(settings.model, mesh)
+    inner_optimizer = optimizer.build(settings.optimizer, model=model)
     params = run_model.parameters(model, mesh)
-    opt_state = optimizer.abstract_state(cfg, inner_optimizer, params, mesh)
-    accumulation = cfg.gradient_accumulation_steps
+    opt_state = optimizer.abstract_state(settings.optimizer, inner_optimizer, params, mesh)
+    accumulation = settings.batch.gradient_accumulation_steps
     step = inner_step.make(
-        model, inner_optimizer, accumulation=accumulation, nan_policy=cfg.nan_policy
+        model, inner_optimizer, accumulation=accumulation, nan_policy=settings.nan_policy
     )
-    if cfg.enable_diloco:
-        options = dict(num_replicas=shape.num_replicas, on_compile=on_compile, mailbox=mailbox)
-        trainer = _diloco(cfg, mesh, model, step, inner_optimizer.init, facts, options)
+    if settings.exchange is not None:
+        options = dict(on_compile=on_compile, mailbox=mailbox)
+        trainer = _diloco(settings, mesh, model, step, inner_optimizer.init, facts, options)
         trainer.bind(params, opt_state)
     else:
         options = dict(gradient_dtype=model.gradient_dtype, on_compile=on_compile)
@@ -111,123 +113,92 @@ def assemble(
     return Parts(
         mesh=mesh,
         model=model,
-        learning_rate=optimizer.learning_rate_schedule(cfg, total_steps),
+        learning_rate=optimizer.learning_rate_schedule(settings.optimizer, total_steps),
         trainer=trainer,
-        control=trainer if checks.is_island(cfg) else StepControl(),
+        control=trainer if settings.is_island else StepControl(),
         shape=shape,
         batch=batch,
         params=params,
-        init=_init_program(cfg, trainer, model, inner_optimizer),
+        init=_init_program(settings, trainer, model, inner_optimizer),
         monitor=Monitor(
-            trainer, batch, stop_on_nan=cfg.nan_policy == "stop", on_compile=on_compile
+            trainer, batch, stop_on_nan=settings.nan_policy == "stop", on_compile=on_compile
         ),
-        **_evaluations(cfg, trainer, model, shape, on_compile, tokenizer),
+        **_evaluations(settings, trainer, model, shape, on_compile, tokenizer),
     )
 
 
-def _evaluations(cfg, trainer, model, shape, on_compile, tokenizer):
+def _evaluations(settings, trainer, model, shape, on_compile, tokenizer):
     """Build the evaluation of the outer parameters, and the sampler where one is asked for."""
     mesh, options = trainer.mesh, dict(of_slots=trainer.evaluated.of_slots, on_compile=on_compile)
-    rows = shape.num_replicas * shape.sequences // cfg.gradient_accumulation_steps
+    rows = shape.num_replicas * shape.sequences // settings.batch.gradient_accumulation_steps
     evaluation = Evaluation(
         model,
         mesh,
         rows=rows,
         length=shape.length,
-        num_sequences=max(-1, cfg.eval_steps * rows),
-        token_bytes=run_model.token_bytes(cfg, tokenizer),
+        num_sequences=max(-1, settings.evaluation.eval_steps * rows),
+        token_bytes=run_model.token_bytes(settings.tokenizer, tokenizer),
         **options,
     )
     sampler = None
-    if cfg.sample_prompt:
-        decoder = run_model.for_decoding(cfg, mesh, model)
-        if tokenizer is None or cfg.dataset_type == "synthetic":  # the rows may be too few
-            tokenizer = build(vars(cfg), cfg.vocab_size)
-        sampler = Sampler(decoder, mesh, tokenizer, cfg.sample_prompt, **options)
+    prompt = settings.evaluation.sample_prompt
+    if prompt:
+        decoder = run_model.build_for_decoding(settings.model, mesh, model)
+        if (
+            tokenizer is None or settings.tokenizer.dataset_type == "synthetic"
+        ):  # the rows may be too few
+            tokenizer = build(vars(settings.tokenizer), settings.tokenizer.vocab_size)
+        sampler = Sampler(decoder, mesh, tokenizer, prompt, **options)
     return dict(evaluation=evaluation, sampler=sampler)
 
 
-def batch_shape(cfg: config.Config, mesh: Mesh) -> BatchShape:
-    """Replicas of the mesh, and sequences of each; devices that share sequences count as one.
+def batch_shape(settings: RunSettings, mesh: Mesh) -> BatchShape:
+    """Return the replicas, and the sequences of each; devices that share sequences count as one.
 
-    Raises ConfigError for replicas or a dtype that these devices cannot take.
+    Raises:
+      ConfigError: the devices cannot take the replicas or the dtype.
     """
-    num_replicas = slots = mesh.shape["diloco"]
-    together = mesh.size // (slots if cfg.enable_diloco else 1)
+    keys = settings.batch
+    slots = mesh.shape["diloco"]
+    together = mesh.size // (slots if keys.enable_diloco else 1)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if on_cpu and cfg.weight_dtype == "bfloat16" and together > 1:
+    if on_cpu and settings.model.config.weight_dtype == jnp.bfloat16 and together > 1:
         raise ConfigError(
             f"weight_dtype=bfloat16 on {together} CPU devices that hold one replica: XLA for CPU "
             f"aborts while it compiles their sums of gradients. Use weight_dtype=float32, or one "
             f"device a replica."
         )
-    if checks.is_island(cfg) and slots > 1:
+    if keys.is_island and slots > 1:
         raise ConfigError(
             f"enable_islands=true has diloco {slots} in its mesh: an island is one replica. Set "
             "dcn_diloco_parallelism=1 and dcn_fsdp_parallelism=-1, or start more islands."
         )
-    if cfg.enable_diloco and cfg.num_diloco_replicas != "auto":
-        num_replicas = cfg.num_diloco_replicas
-        checks.check_replicas(num_replicas, slots, "the mesh's diloco size")
-    devices = mesh.size // slots // run_model.length_shards(cfg, mesh)
-    sequences = cfg.per_device_batch_size * devices * cfg.gradient_accumulation_steps
-    return BatchShape(num_replicas, sequences, cfg.max_target_length)
+    devices = mesh.size // slots // shards_on(mesh, settings.model.config.rules)
+    sequences = keys.per_device_batch_size * devices * keys.gradient_accumulation_steps
+    num_replicas = count_replicas(keys, mesh)
+    return BatchShape(num_replicas, sequences, keys.max_target_length)
 
 
-def baseline(cfg: config.Config) -> config.Config | None:
-    """Data parallelism to compile beside a DiLoCo run; None where the run is that."""
-    if not cfg.enable_diloco:
-        return None
-    return config.from_dict(cfg.as_dict() | {"enable_diloco": False})
-
-
-def exchange_settings(cfg: config.Config, num_replicas: int) -> ExchangeSettings:
-    """Return the exchange settings of a run; 'auto' values stay."""
-    keys = config.with_replicas(cfg, num_replicas)
-    return ExchangeSettings(
-        num_replicas=num_replicas,
-        sync_period=cfg.diloco_sync_period,
-        num_fragments=cfg.num_diloco_fragments if cfg.enable_streaming_diloco else 1,
-        overlap_steps=cfg.num_communication_overlapping_steps,
-        alpha=cfg.communication_overlapping_alpha,
-        round_overlap=cfg.diloco_round_overlap,
-        outer_optimizer=cfg.diloco_outer_optimizer,
-        outer_lr=keys.diloco_outer_lr,
-        outer_momentum=keys.diloco_outer_momentum,
-        exchange_dtype=cfg.diloco_exchange_dtype,
-        error_feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
-        aggregation=cfg.diloco_aggregation,
-        collective=cfg.diloco_collective,
-        transport=cfg.diloco_transport,
-        sequential_layers=cfg.use_sequential_layers,
-        num_nonlayer_fragments=cfg.num_nonlayer_fragments,
-        outer_memory=cfg.diloco_outer_memory,
-    )
-
-
-def needs_bulk(cfg: config.Config, mesh: Mesh) -> bool:
+def needs_bulk(settings: RunSettings, mesh: Mesh) -> bool:
     """Tell whether outer gradients travel between processes in a mailbox with bulk."""
-    if not (cfg.enable_diloco and joins_processes(mesh)):
+    if settings.exchange is None or not joins_processes(mesh):
         return False
-    settings = exchange_settings(cfg, batch_shape(cfg, mesh).num_replicas)
-    return settings.resolve_on(mesh).transport == HOST
+    return settings.exchange.resolve_on(mesh).transport == HOST
 
 
-def _diloco(cfg, mesh, model, step, fresh, facts, options) -> Trainer:
+def _diloco(settings, mesh, model, step, fresh, facts, options) -> Trainer:
     options = options | {"mesh": mesh, "layer_axis": model.layer_axis}
-    num_replicas = options.pop("num_replicas")
-    if checks.is_island(cfg):
-        # Imported here: other runs start without it.
-        from maxdiloco.run.island.trainer import IslandTrainer
+    if not settings.is_island:
+        return DiLoCo.from_settings(step, settings.exchange, **options)
+    # Imported here: other runs start without it.
+    from maxdiloco.run.island.trainer import IslandTrainer
 
-        settings = island_settings.of(config.with_replicas(cfg, num_replicas), facts)
-        exchange = exchange_settings(cfg, num_replicas)
-        return IslandTrainer(step, exchange, settings=settings, fresh=fresh, **options)
-    return DiLoCo.from_settings(step, exchange_settings(cfg, num_replicas), **options)
+    island = island_settings.of(with_replicas(settings.config, 1), facts)
+    return IslandTrainer(step, settings.exchange, settings=island, fresh=fresh, **options)
 
 
-def _init_program(cfg, trainer, model, inner_optimizer) -> Program:
-    if cfg.load_parameters_path:
+def _init_program(settings, trainer, model, inner_optimizer) -> Program:
+    if settings.checkpoint.load_parameters_path:
         return trainer.init_program(lambda p: (p, inner_optimizer.init(p)), donate=(0,))
     fast = None
     if trainer.mesh.devices.flat[0].platform == "cpu":
@@ -242,21 +213,25 @@ def _init_program(cfg, trainer, model, inner_optimizer) -> Program:
     return trainer.init_program(make, compiler_options=fast)
 
 
-def calls(cfg: config.Config, parts: Parts) -> list[Call]:
+def calls(settings: RunSettings, parts: Parts) -> list[Call]:
     """Every program of a run: of the steps, those beside, that of a first state.
 
     A save and a log step run none of their own; that of a restore is in checkpoint.arrays.calls.
     """
     trainer = parts.trainer
     out = trainer.calls(parts.batch) + parts.monitor.calls()
-    if cfg.eval_interval != -1:
-        evaluations = trainer.period / cfg.eval_interval
+    if settings.evaluation.eval_interval != -1:
+        evaluations = trainer.period / settings.evaluation.eval_interval
         theta = trainer.evaluated.like
         out += trainer.evaluated.calls(trainer.abstract_state, evaluations)
         out += parts.evaluation.calls(theta, evaluations)
         out += parts.sampler.calls(theta, evaluations) if parts.sampler else []
     # Parameters have to be read first.
-    of = parts.params if cfg.load_parameters_path else np.uint32(cfg.init_weights_seed)
+    of = (
+        parts.params
+        if settings.checkpoint.load_parameters_path
+        else np.uint32(settings.init_weights_seed)
+    )
     return [*out, Call(parts.init, (of,), 0, START)]
 
 

@@ -20,7 +20,6 @@ import jax
 from maxdiloco.cluster import coordination
 from maxdiloco.cluster.agree import from_first_process, in_any_process
 from maxdiloco.config import checks
-from maxdiloco.config.keys import Config
 from maxdiloco.config.values import show
 from maxdiloco.data import corpus, mixture, order, packing, pipeline, registry, shards
 from maxdiloco.data.mixture import TrainingData
@@ -31,6 +30,7 @@ from maxdiloco.data.tokenizer import KEYS
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.data.windows import Request
 from maxdiloco.errors import DataError
+from maxdiloco.run.settings import DataSettings
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import absolute
 
@@ -46,23 +46,23 @@ _PATIENCE_S = 7 * 24 * 3600.0  # for other processes, which prepare; the loss of
 Unprepared = tuple[Work, str, str]
 
 
-def trained(cfg: Config) -> dict[str, registry.Source]:
+def trained(settings: DataSettings) -> dict[str, registry.Source]:
     """The sources that are trained on, by their names in a mixture; one alone has the name ""."""
-    if not cfg.dataset_mixture:
-        return {"": of_path(cfg, cfg.dataset_path)}
+    if not settings.dataset_mixture:
+        return {"": of_path(settings, settings.dataset_path)}
     return {
         entry["name"]: registry.Source(
-            entry.get("dataset_type", cfg.dataset_type),
+            entry.get("dataset_type", settings.dataset_type),
             entry["path"],
-            entry.get("text_column", cfg.text_column),
+            entry.get("text_column", settings.text_column),
         )
-        for entry in map(dict, cfg.dataset_mixture)
+        for entry in map(dict, settings.dataset_mixture)
     }
 
 
-def of_path(cfg: Config, path: str) -> registry.Source:
+def of_path(settings: DataSettings, path: str) -> registry.Source:
     """A path of dataset_path or eval_dataset_path."""
-    return registry.Source(cfg.dataset_type, path, cfg.text_column)
+    return registry.Source(settings.dataset_type, path, settings.text_column)
 
 
 def key_of(name: str) -> str:
@@ -71,7 +71,7 @@ def key_of(name: str) -> str:
 
 
 def prepare_sources(
-    cfg: Config,
+    settings: DataSettings,
     tokenizer: Tokenizer,
     say: Callable[[str], None],
     *,
@@ -89,59 +89,62 @@ def prepare_sources(
     Raises:
       DataError: text that is missing, unreadable or damaged, or a cache that cannot be written.
     """
-    return _prepare(cfg, _unprepared(cfg, tokenizer, splits), say)
+    return _prepare(settings, _unprepared(settings, tokenizer, splits), say)
 
 
 def _prepare(
-    cfg: Config, unprepared: Mapping[registry.Source, Unprepared], say: Callable[[str], None]
+    settings: DataSettings,
+    unprepared: Mapping[registry.Source, Unprepared],
+    say: Callable[[str], None],
 ) -> dict[registry.Source, str]:
     for source, (work, out, key) in unprepared.items():
         if (size := size_of(work.source)) > _LARGE_TEXT and not shards.is_folder(out):
             say(
                 f"note: {work.name} has {size / 1e9:,.1f} GB to tokenise before the first step. "
-                f"`{_prepare_command(cfg, source)}` does that on any machine, once for all runs."
+                f"`{_prepare_command(settings, source)}` does that on any machine, once for all "
+                "runs."
             )
         prepare(work, out, say, waits=True, key=key)
-    if jax.process_count() > 1 and cfg.dataset_type != "synthetic":
+    if jax.process_count() > 1 and settings.dataset_type != "synthetic":
         coordination.barrier(_BARRIER, "prepared its text", timeout_s=_PATIENCE_S)
     return {source: out for source, (_, out, _) in unprepared.items()}
 
 
 def _unprepared(
-    cfg: Config, tokenizer: Tokenizer, splits: Collection[str]
+    settings: DataSettings, tokenizer: Tokenizer, splits: Collection[str]
 ) -> dict[registry.Source, Unprepared]:
     """Open the sources of the splits that are not yet folders of shards."""
     keys = {}
-    evaluates = "eval" in splits and cfg.eval_interval != -1
-    if "train" in splits or (evaluates and cfg.holds_out()):
-        keys = {source: key_of(name) for name, source in trained(cfg).items()}
+    evaluates = "eval" in splits and settings.eval_interval != -1
+    if "train" in splits or (evaluates and settings.holds_out):
+        keys = {source: key_of(name) for name, source in trained(settings).items()}
     if evaluates:
-        paths = cfg.eval_paths().items()
-        keys |= {of_path(cfg, path): checks.eval_key(name) for name, path in paths if path}
+        paths = settings.eval_paths.items()
+        keys |= {of_path(settings, path): checks.eval_key(name) for name, path in paths if path}
     # Every source is opened before the first is prepared: one that is missing leaves no folder.
     works = {
         source: Work(
             registry.open_source(source, key),
             tokenizer,
             f"{key}={source.path}",
-            allowed=cfg.max_corrupted_records,
+            allowed=settings.max_corrupted_records,
         )
         for source, key in keys.items()
         if source.kind != "synthetic" and not shards.is_folder(source.path)
     }
-    return {source: (work, *_cached_folder(cfg, work)) for source, work in works.items()}
+    return {source: (work, *_cached_folder(settings, work)) for source, work in works.items()}
 
 
-def _cached_folder(cfg: Config, work: Work) -> tuple[str, str]:
+def _cached_folder(settings: DataSettings, work: Work) -> tuple[str, str]:
     """Return the folder of a source in the cache, and the key that names the cache.
 
     The folder has the name of a hash of all that it is made from.
     """
     plan = json.dumps(list(plan_of(work).values()))
     name = hashlib.sha256(plan.encode()).hexdigest()[:16]
-    key, cache = "data_cache_directory", cfg.data_cache_directory
+    key, cache = "data_cache_directory", settings.data_cache_directory
     if not cache:
-        key, cache = "base_output_directory", os.path.join(cfg.base_output_directory, CACHE)
+        key, cache = "base_output_directory", os.path.join(settings.base_output_directory, CACHE)
     return os.fspath(absolute(cache, key=key) / name), key
 
 
@@ -168,15 +171,16 @@ def _trial(
         yield folders
 
 
-def _prepare_command(cfg: Config, source: registry.Source) -> str:
+def _prepare_command(settings: DataSettings, source: registry.Source) -> str:
     values = {"dataset_type": source.kind, "text_column": source.column}
-    values |= {name: vars(cfg)[name] for name in (*KEYS, "max_corrupted_records")}
+    values |= {name: vars(settings.tokenizer)[name] for name in KEYS}
+    values["max_corrupted_records"] = settings.max_corrupted_records
     words = [f"{name}={shlex.quote(show(value))}" for name, value in values.items()]
     return " ".join(["python -m maxdiloco.prepare", shlex.quote(source.path), "out=FOLDER", *words])
 
 
 def open_dataset(
-    cfg: Config,
+    settings: DataSettings,
     tokenizer: Tokenizer,
     *,
     split: str,
@@ -186,7 +190,7 @@ def open_dataset(
     """Open the data of a split.
 
     Args:
-      cfg: of the run.
+      settings: of the run.
       tokenizer: of the run.
       split: train or eval. The eval split is a Dataset, not a Mixture.
       path: for eval, a path of eval_dataset_path; empty: the held-out part of the training data.
@@ -195,51 +199,56 @@ def open_dataset(
     Raises:
       DataError: a source is missing, unfinished, damaged or too short.
     """
-    if cfg.dataset_type == "synthetic":
+    if settings.dataset_type == "synthetic":
         windows = SyntheticWindows(
-            cfg.data_shuffle_seed, split, cfg.vocab_size, cfg.max_target_length
+            settings.data_shuffle_seed,
+            split,
+            settings.tokenizer.vocab_size,
+            settings.max_target_length,
         )
         return Dataset(windows, None, "dataset_type=synthetic")
-    if split == "eval" and not path and not cfg.eval_fraction:
+    if split == "eval" and not path and not settings.eval_fraction:
         raise DataError(
             "eval_fraction=0 holds nothing out. Set eval_fraction or eval_dataset_path."
         )
     held_out = Fraction(0)
-    if cfg.holds_out() and not path:
-        held_out = Fraction(str(cfg.eval_fraction))  # as it is written: 1/20 for 0.05
-    sources = {"": of_path(cfg, path)} if path else trained(cfg)
+    if settings.holds_out and not path:
+        held_out = Fraction(str(settings.eval_fraction))  # as it is written: 1/20 for 0.05
+    sources = {"": of_path(settings, path)} if path else trained(settings)
     requests = {
         name: Request(
             prepared.get(source, source.path),
             "eval_dataset_path" if path else "dataset_path",
             source.path,
             tokenizer,
-            length=cfg.max_target_length,
-            packing=cfg.grain_packing_type if cfg.packing else packing.DOCUMENTS_APART,
+            length=settings.max_target_length,
+            packing=settings.grain_packing_type if settings.packing else packing.DOCUMENTS_APART,
             held_out=held_out,
             # Sources of one size differ in order: each has a seed of its own.
-            seed=order.seed_of(name, cfg.data_shuffle_seed),
-            shuffled=cfg.enable_data_shuffling,
+            seed=order.seed_of(name, settings.data_shuffle_seed),
+            shuffled=settings.enable_data_shuffling,
             split=split,
         )
         for name, source in sources.items()
     }
-    if path or not cfg.dataset_mixture:
+    if path or not settings.dataset_mixture:
         return pipeline.open_dataset(requests[""])
     weights = None  # the order in the list says which replica reads what
-    if not cfg.dataset_per_replica:
-        entries = map(dict, cfg.dataset_mixture)
+    if not settings.dataset_per_replica:
+        entries = map(dict, settings.dataset_mixture)
         weights = {entry["name"]: Fraction(entry.get("weight", "1")) for entry in entries}
         requests = dict(sorted(requests.items()))
-    return mixture.open_mixture(requests, seed=cfg.data_shuffle_seed, weights=weights)
+    return mixture.open_mixture(requests, seed=settings.data_shuffle_seed, weights=weights)
 
 
-def open_evaluated(cfg: Config, tokenizer: Tokenizer, **options: Any) -> dict[str, Dataset]:
+def open_evaluated(
+    settings: DataSettings, tokenizer: Tokenizer, **options: Any
+) -> dict[str, Dataset]:
     """{name: data set} of eval_dataset_path, that of eval/loss first; otherwise as open_dataset."""
     texts = {}
-    for name, path in cfg.eval_paths().items():
+    for name, path in settings.eval_paths.items():
         try:
-            texts[name] = open_dataset(cfg, tokenizer, split="eval", path=path, **options)
+            texts[name] = open_dataset(settings, tokenizer, split="eval", path=path, **options)
         except DataError as error:
             if not name:
                 raise
@@ -264,8 +273,20 @@ def agreed(data: str, key: str, what: str = "text") -> str:
     return data
 
 
+def agreed_contents(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return fingerprints of the training data and the tokenizer, equal in all processes.
+
+    Raises:
+      DataError: as `agreed`.
+    """
+    return {
+        "contents": agreed(text.contents, "dataset_path"),
+        "tokenizer": agreed(tokenizer.fingerprint, "tokenizer_path", "tokenizers"),
+    }
+
+
 def open_data(
-    cfg: Config,
+    settings: DataSettings,
     tokenizer: Tokenizer,
     shape: tuple[int, int, int],
     say: Callable[[str], None],
@@ -277,7 +298,7 @@ def open_data(
     leaves no cache. A cache of larger text stays, and a start with other keys uses it.
 
     Args:
-      cfg: of the run.
+      settings: of the run.
       tokenizer: of the run.
       shape: R, B, L of a step.
       say: receives lines for the user.
@@ -285,57 +306,61 @@ def open_data(
     Raises:
       DataError: data that are missing, unreadable or too short for a step.
     """
-    unprepared = _unprepared(cfg, tokenizer, ("train", "eval"))
+    unprepared = _unprepared(settings, tokenizer, ("train", "eval"))
     with _trial(unprepared) as folders:
         if folders:
-            _open_splits(cfg, tokenizer, shape, folders)
-    return _open_splits(cfg, tokenizer, shape, _prepare(cfg, unprepared, say))
+            _open_splits(settings, tokenizer, shape, folders)
+    return _open_splits(settings, tokenizer, shape, _prepare(settings, unprepared, say))
 
 
 def _open_splits(
-    cfg: Config,
+    settings: DataSettings,
     tokenizer: Tokenizer,
     shape: tuple[int, int, int],
     prepared: Mapping[registry.Source, str],
 ) -> tuple[TrainingData, dict[str, Dataset]]:
     """Open the data of both splits. Raises DataError if they are too short for a step."""
-    train = open_dataset(cfg, tokenizer, split="train", prepared=prepared)
+    train = open_dataset(settings, tokenizer, split="train", prepared=prepared)
     train.check_size(train.first_position(*shape[:2]))
     held_out = {}
-    if cfg.eval_interval != -1:
-        held_out = open_evaluated(cfg, tokenizer, prepared=prepared)
+    if settings.eval_interval != -1:
+        held_out = open_evaluated(settings, tokenizer, prepared=prepared)
     return train, held_out
 
 
 def lines(
-    cfg: Config, text: TrainingData, held_out: Mapping[str, Dataset], shape: tuple[int, int, int]
+    settings: DataSettings,
+    text: TrainingData,
+    held_out: Mapping[str, Dataset],
+    shape: tuple[int, int, int],
 ) -> list[str]:
     """What is read, what lies in the folder beside it, and what is held out, for the user."""
     out = text.summary(text.first_position(*shape[:2]))
     if text.computed:
         return out
-    for name, source in trained(cfg).items():
+    for name, source in trained(settings).items():
         out += registry.left_out_lines(source, key_of(name))
     for name, dataset in held_out.items():
+        read = "all" if settings.eval_steps == -1 else f"{settings.eval_steps} batches"
         out.append(
             f"held out{f' as {name}' if name else ''}: {dataset.num_windows:,} sequences, of which "
-            f"an evaluation reads {'all' if cfg.eval_steps == -1 else f'{cfg.eval_steps} batches'}"
+            f"an evaluation reads {read}"
         )
-    for name, path in cfg.eval_paths().items():
+    for name, path in settings.eval_paths.items():
         if held_out and not path:
-            out += _large_shares(cfg, text, held_out[name])
-    if cfg.holds_out() and not held_out and cfg.eval_fraction:
+            out += _large_shares(settings, text, held_out[name])
+    if settings.holds_out and not held_out and settings.eval_fraction:
         out.append(
-            f"held out: eval_fraction={cfg.eval_fraction}, and never evaluated (eval_interval=-1); "
-            "eval_fraction=0 trains on all of the text"
+            f"held out: eval_fraction={settings.eval_fraction}, and never evaluated "
+            "(eval_interval=-1); eval_fraction=0 trains on all of the text"
         )
     return out
 
 
-def _large_shares(cfg: Config, text: TrainingData, held: Dataset) -> Iterator[str]:
+def _large_shares(settings: DataSettings, text: TrainingData, held: Dataset) -> Iterator[str]:
     """A warning for each source of which far more is held out than eval_fraction says."""
-    pairs, fraction = [(text, held.windows)], cfg.eval_fraction
-    if cfg.dataset_mixture:
+    pairs, fraction = [(text, held.windows)], settings.eval_fraction
+    if settings.dataset_mixture:
         pairs = zip(text.sources, held.windows.sources, strict=True)
     for source, windows in pairs:
         sequences = windows.num_windows + source.num_windows

@@ -1,4 +1,4 @@
-"""The model of a config on the devices of a mesh, and where its parameters are."""
+"""The model of a run on the devices of a mesh, and where its parameters are."""
 
 from typing import Any
 
@@ -6,60 +6,54 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxdiloco.config import config
 from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.models import devices
-from maxdiloco.models.build import build_model
+from maxdiloco.models.build import ModelSettings, build_model
 from maxdiloco.models.kernels import cudnn, quantized
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.parallel.sharding import parameter_shardings, rules_with
+from maxdiloco.parallel.sharding import parameter_shardings
+from maxdiloco.run.tokenizer import TokenizerSettings
 
 
-def length_shards(cfg: config.Config, mesh: Mesh) -> int:
-    """Number of devices that share a sequence."""
-    return devices.shards_on(mesh, rules_with(cfg.logical_axis_rules))
+def build(settings: ModelSettings, mesh: Mesh) -> Model:
+    """Build the model for the devices of a mesh.
 
-
-def build(cfg: config.Config, mesh: Mesh) -> Model:
-    """The model for the devices of a mesh.
-
-    Raises ConfigError for a kernel or a package that they or this machine lack, and for sequences
-    that they cannot share.
+    Raises:
+      ConfigError: the devices or this machine lack a kernel or a package, or the devices cannot
+        share the sequences.
     """
     device = mesh.devices.flat[0]
-    on_gpus = mesh_lib.on_gpus(mesh)
-    shards = length_shards(cfg, mesh)
-    devices.check(cfg.max_target_length, shards)
+    shards = devices.shards_on(mesh, settings.config.rules)
+    devices.check(settings.max_length, shards)
     model = build_model(
-        cfg,
-        backend="gpu" if on_gpus else device.platform,
+        settings,
+        backend=mesh_lib.backend(mesh),
         length_shards=shards,
-        compute_capability=device.compute_capability if on_gpus else "",
+        compute_capability=device.compute_capability if mesh_lib.on_gpus(mesh) else "",
         device_kind=device.device_kind,
     )
     if model.kernels.attention.startswith("cudnn"):
-        cudnn.check_installed(cfg.attention)
-    quantized.check_package(cfg.quantization)
+        cudnn.check_installed(settings.attention)
+    quantized.check_package(settings.quantization)
     return model
 
 
-def for_decoding(cfg: config.Config, mesh: Mesh, model: Model) -> Model:
-    """`model`, built from cfg, for prompts of any length and one token after the other.
+def build_for_decoding(settings: ModelSettings, mesh: Mesh, model: Model) -> Model:
+    """Return `model`, built from the settings, for prompts of any length.
 
-    These cannot be shared: devices that share sequences take prompts of their own.
+    A prompt cannot be shared: devices that share sequences in training take prompts of their own.
     """
-    table = dict(model.config.rules)
-    if devices.shards_on(mesh, model.config.rules) == 1:
+    if devices.shards_on(mesh, settings.config.rules) == 1:
         return model
-    batch = ("batch", (*table["batch"], *table["length"]))
-    rules = (*cfg.logical_axis_rules, batch, ("length", ()))
-    return build(config.from_dict(cfg.as_dict() | {"logical_axis_rules": rules}), mesh)
+    table = dict(settings.config.rules)
+    table |= {"batch": (*table["batch"], *table["length"]), "length": ()}
+    return build(settings.with_config(rules=tuple(table.items())), mesh)
 
 
 def parameters(model: Model, mesh: Mesh) -> Any:
-    """One set of parameters as ShapeDtypeStructs, sharded within a slice, alike in all slices."""
+    """Return one set of parameters as ShapeDtypeStructs, sharded in a slice, alike in all."""
     shapes = model.shapes
     shardings = parameter_shardings(model.logical_axes, shapes, mesh, model.config.rules)
     return jax.tree.map(
@@ -67,10 +61,14 @@ def parameters(model: Model, mesh: Mesh) -> Any:
     )
 
 
-def token_bytes(cfg: config.Config, tokenizer: Tokenizer | None = None) -> np.ndarray:
-    """Bytes of text that each token of a run stands for, int32 [V]; synthetic data are no text.
-    tokenizer: None: the one that cfg names."""
-    if cfg.dataset_type == "synthetic":
-        return np.zeros(cfg.vocab_size, np.int32)
-    tokenizer = tokenizer or tokenizers.build(vars(cfg), cfg.vocab_size)
-    return np.pad(tokenizer.token_bytes(), (0, cfg.vocab_size - tokenizer.vocab_size))
+def token_bytes(settings: TokenizerSettings, tokenizer: Tokenizer | None = None) -> np.ndarray:
+    """Return the bytes of text that each token stands for, int32 [V]; 0 with synthetic data.
+
+    Args:
+      settings: of the tokenizer.
+      tokenizer: None: the one that the settings name.
+    """
+    if settings.dataset_type == "synthetic":
+        return np.zeros(settings.vocab_size, np.int32)
+    tokenizer = tokenizer or tokenizers.build(vars(settings), settings.vocab_size)
+    return np.pad(tokenizer.token_bytes(), (0, settings.vocab_size - tokenizer.vocab_size))

@@ -14,49 +14,49 @@ import optax
 from jax.sharding import Mesh
 from optax.contrib import MuonDimensionNumbers
 
-from maxdiloco.config.keys import Config
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import offload
 from maxdiloco.parallel.sharding import is_vector, optimizer_shardings
+from maxdiloco.run.settings import OptimizerSettings
 
 MUON_RMS = 0.2  # an update as large as AdamW's, so that both take one rate (arXiv 2502.16982, 2.2)
 OUTPUT_NAMES = ("heads", "kv_heads", "head_dim", "mlp")
 
 
-def learning_rate_schedule(cfg: Config, total_steps: int) -> Callable[[int], float]:
+def learning_rate_schedule(settings: OptimizerSettings, total_steps: int) -> Callable[[int], float]:
     """Learning rate of inner step t, rounded to float32, as a function of the steps before, t - 1.
 
     Linear from 0 to the peak at the last warmup step. Then lr_schedule_type=cosine: half a cosine
     to the final fraction at the last step of the schedule (arXiv 2503.09799, section 3); wsd: the
     peak, and from it to the final fraction in the last part of the schedule (arXiv 2404.06395).
-    Constant after the schedule. total_steps: its length where the config leaves it open.
+    Constant after the schedule. total_steps: its length where the settings leave it open.
     """
-    length = schedule_steps(cfg, total_steps)
-    warmup = round(cfg.warmup_steps_fraction * length)
+    length = schedule_steps(settings, total_steps)
+    warmup = round(settings.warmup_steps_fraction * length)
     falls_after, style = warmup, "cosine"
-    if cfg.lr_schedule_type == "wsd":
-        falls_after = max(warmup, length - round(cfg.wsd_decay_steps_fraction * length))
-        style = cfg.wsd_decay_style
+    if settings.lr_schedule_type == "wsd":
+        falls_after = max(warmup, length - round(settings.wsd_decay_steps_fraction * length))
+        style = settings.wsd_decay_style
     left = {"cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)), "linear": lambda x: 1 - x}[style]
-    last = cfg.learning_rate_final_fraction
+    last = settings.learning_rate_final_fraction
 
     def schedule(count: int) -> float:
         t = count + 1
         if t < warmup:
-            return float(np.float32(cfg.learning_rate * t / warmup))
+            return float(np.float32(settings.learning_rate * t / warmup))
         progress = min(max(t - falls_after, 0) / max(length - falls_after, 1), 1.0)
-        return float(np.float32(cfg.learning_rate * (last + (1 - last) * left(progress))))
+        return float(np.float32(settings.learning_rate * (last + (1 - last) * left(progress))))
 
     return schedule
 
 
-def schedule_steps(cfg: Config, total_steps: int) -> int:
+def schedule_steps(settings: OptimizerSettings, total_steps: int) -> int:
     """Length of the learning-rate schedule [inner steps]."""
-    given = cfg.learning_rate_schedule_steps
+    given = settings.learning_rate_schedule_steps
     return total_steps if given == -1 else given
 
 
-def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs:
+def build(settings: OptimizerSettings, *, model: Model) -> optax.GradientTransformationExtraArgs:
     """Clipping by global norm (0: none), then opt_type.
 
     adamw: Adam with decoupled weight decay, times the learning rate, on matrices and embeddings;
@@ -66,23 +66,25 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
     mean of gradients is kept in mu_dtype.
     Its update takes the step's learning_rate.
     """
-    mu = cfg.mu_dtype
-    adam = optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps, mu_dtype=mu)
-    decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask=decays(model))
+    mu = settings.mu_dtype
+    adam = optax.scale_by_adam(
+        b1=settings.adam_b1, b2=settings.adam_b2, eps=settings.adam_eps, mu_dtype=mu
+    )
+    decay = optax.add_decayed_weights(settings.adam_weight_decay, mask=decays(model))
     rules = {
         "adamw": lambda: (adam, decay),
-        "muon": lambda: (_muon(adam, cfg, model), decay),
+        "muon": lambda: (_muon(adam, settings, model), decay),
         "sgd": lambda: (),
     }
     clipping = ()
-    if cfg.gradient_clipping_threshold:
-        clipping = (optax.clip_by_global_norm(cfg.gradient_clipping_threshold),)
+    if settings.gradient_clipping_threshold:
+        clipping = (optax.clip_by_global_norm(settings.gradient_clipping_threshold),)
 
     def scale(updates, state, params=None, *, learning_rate, **_):
         return jax.tree.map(lambda x: -learning_rate * x, updates), state
 
     by_rate = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale)
-    rule = optax.chain(*clipping, *rules[cfg.opt_type](), by_rate)
+    rule = optax.chain(*clipping, *rules[settings.opt_type](), by_rate)
 
     def init(params):
         return rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
@@ -90,7 +92,9 @@ def build(cfg: Config, *, model: Model) -> optax.GradientTransformationExtraArgs
     return optax.GradientTransformationExtraArgs(init, rule.update)
 
 
-def abstract_state(cfg: Config, rule: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
+def abstract_state(
+    settings: OptimizerSettings, rule: optax.GradientTransformation, params: Any, mesh: Mesh
+) -> Any:
     """One replica's state as ShapeDtypeStructs, sharded like params, which are such too."""
     shardings = jax.tree.map(lambda x: x.sharding, params)
     state = jax.tree.map(
@@ -98,7 +102,7 @@ def abstract_state(cfg: Config, rule: optax.GradientTransformation, params: Any,
         jax.eval_shape(rule.init, params),
         optimizer_shardings(rule, params, shardings, mesh),
     )
-    if not cfg.optimizer_memory_host_offload:
+    if not settings.optimizer_memory_host_offload:
         return state
     # A scalar stays on the device.
     return jax.tree.map(lambda x: offload.moved(x, offload.HOST) if x.shape else x, state)
@@ -131,14 +135,14 @@ def muon_dims(model: Model) -> Any:
     return _by_names(dims, model)
 
 
-def _muon(adam, cfg, model):
+def _muon(adam, settings, model):
     dims = muon_dims(model)
     is_dims = lambda x: x is None or isinstance(x, MuonDimensionNumbers)  # noqa: E731
     labels = jax.tree.map(lambda d: "muon" if d else "adam", dims, is_leaf=is_dims)
     matrices = jax.tree.map(lambda d: d or optax.MaskedNode(), dims, is_leaf=is_dims)
     muon = optax.chain(
         optax.contrib.scale_by_muon(
-            beta=cfg.muon_beta, mu_dtype=cfg.mu_dtype, weight_dimension_numbers=matrices
+            beta=settings.muon_beta, mu_dtype=settings.mu_dtype, weight_dimension_numbers=matrices
         ),
         optax.stateless(lambda updates, _: jax.tree.map(_with_adams_rms, updates, matrices)),
     )

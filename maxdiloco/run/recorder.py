@@ -1,4 +1,4 @@
-"""How a run logs, evaluates, saves and profiles a step; the loop in training.py says when."""
+"""How a run logs, evaluates, saves and profiles a step; loop.py says when."""
 
 import contextlib
 import time
@@ -6,28 +6,42 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+from etils import epath
 
 from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.metrics.console import Console, console_line, sample_lines
+from maxdiloco.metrics.history import MAX_STEPS, History
 from maxdiloco.metrics.monitor import Metrics, Rows, Values, learning_metrics
 from maxdiloco.metrics.speed import StepClock, device_memory, flops_per_token, performance
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.run.assemble import Parts
+from maxdiloco.run.settings import MetricsSettings, RunSettings
 from maxdiloco.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from maxdiloco.cluster.messages import Mailbox
+    from maxdiloco.cluster.peers import Cluster
 
 
 class Recorder:
-    """Metrics, evaluations and checkpoints of a run.
+    """Metrics, evaluations, checkpoints and the profile of a run.
 
-    done: inner steps before this start; total: of the whole run, if known. writer: of the first
-    process. mailbox: of several. checkpointer: None where nothing is saved. note: what a checkpoint
-    says of the run. data_metrics: of a step, Dataset.metrics. since_row: of the checkpoint that the
-    run goes on from, see `save`. begun: time.perf_counter() at the very start.
+    Args:
+      parts: of the run.
+      done: inner steps before this start.
+      total: inner steps of the whole run, if known.
+      console: for lines and samples.
+      folder: of the run.
+      writer: of the first process.
+      mailbox: of several processes.
+      checkpointer: None where nothing is saved.
+      note: what a checkpoint says of the run.
+      data_metrics: step -> metrics of the data, see Dataset.metrics.
+      since_row: of the checkpoint that the run is restored from, see `save`.
+      begun: time.perf_counter() at the very start.
+      profile: called before the first step and after each.
     """
 
     def __init__(
@@ -37,6 +51,7 @@ class Recorder:
         done: int,
         total: int | None,
         console: Console,
+        folder: epath.Path,
         writer: MetricsWriter | None,
         mailbox: "Mailbox | None",
         checkpointer: Checkpointer | None,
@@ -44,9 +59,12 @@ class Recorder:
         data_metrics: Callable[[int], dict[str, float]],
         since_row: Mapping[str, Any] | None,
         begun: float,
+        profile: Callable[[int], None],
     ):
+        self.profile = profile
         self._parts, self._total = parts, total
-        self._console, self._writer, self._checkpointer = console, writer, checkpointer
+        self.console, self.folder = console, folder
+        self._writer, self._checkpointer = writer, checkpointer
         self._note, self._data_metrics = note, data_metrics
         self._flops_per_token = flops_per_token(
             parts.model.config, parts.params, parts.shape.length
@@ -98,6 +116,13 @@ class Recorder:
             if parts.sampler is not None:
                 self._samples[t] = parts.sampler(theta)
 
+    def first_step_is_done(self) -> None:
+        """Start what could wait until the first step."""
+        if self._checkpointer is not None:
+            self._checkpointer.open_writer()
+        if self._writer is not None:
+            self._writer.import_ahead()
+
     def write(self, t: int) -> None:
         """Write the rows up to step t that are complete to the files and to the console."""
         if self._values:
@@ -125,6 +150,11 @@ class Recorder:
                 self._writer.sync()
             self._checkpointer.save(t, items, note, last=last)
 
+    def wait(self) -> None:
+        """Wait until the checkpoints that were started are on the disk."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait(last=True)
+
     def _check(self, state: Any, *, together: bool = False) -> Metrics:
         """The metrics of the step, which is waited for; together: as Monitor.check."""
         jax.block_until_ready(state.params)
@@ -136,17 +166,95 @@ class Recorder:
         if metrics is not None:
             row = learning_metrics(metrics, row.pop("learning/lr")) | row
         self._writer.write(t, row)
-        left = not self._console.has_bar
-        self._console.line(console_line(t, self._total, row, left=left))
+        left = not self.console.has_bar
+        self.console.line(console_line(t, self._total, row, left=left))
         if sample := self._samples.pop(t, ""):
             self._writer.write_text(t, "eval/sample", sample)
-            self._console.line(sample_lines(t, sample))
+            self.console.line(sample_lines(t, sample))
 
 
 @contextlib.contextmanager
-def profile(folder: RunFolder, steps: range) -> Iterator[Callable[[int], None]]:
-    """What is called before the first step and after each, to profile those after steps.start up
-    to steps.stop."""
+def open_recorder(
+    settings: RunSettings,
+    parts: Parts,
+    folder: RunFolder,
+    *,
+    cluster: "Cluster | None",
+    console: Console,
+    checkpointer: Checkpointer | None,
+    note: dict[str, Any],
+    data_metrics: Callable[[int], dict[str, float]],
+    since_row: Mapping[str, Any] | None,
+    done: int,
+    total: int,
+    begun: float,
+) -> Iterator[Recorder]:
+    """Open history.jsonl, the metrics, the progress bar and the profile of a run.
+
+    Arguments: see Recorder. total: if the run is an island, the log says how many steps it has.
+    """
+    length = None if settings.is_island else total
+    primary = jax.process_index() == 0
+    with contextlib.ExitStack() as stack:
+        history = None
+        if primary:
+            history = stack.enter_context(open_history(parts, folder, done=done, total=total))
+        if cluster is not None:
+            stack.push(cluster.raise_cause)
+            if history is not None:
+                cluster.failure_detector.before_end(history.end)
+        writer = None
+        if primary:
+            writer = MetricsWriter(
+                folder,
+                tensorboard=settings.metrics.enable_tensorboard,
+                resume_step=done or None,
+                say=console.say,
+                wandb_config=settings.config.as_dict() if settings.metrics.enable_wandb else None,
+            )
+            stack.enter_context(writer)
+        stack.enter_context(console.progress(first_step=done, total_steps=length))
+        yield Recorder(
+            parts,
+            done=done,
+            total=length,
+            console=console,
+            folder=epath.Path(folder.path),
+            writer=writer,
+            mailbox=None if cluster is None else cluster.mailbox,
+            checkpointer=checkpointer,
+            note=note,
+            data_metrics=data_metrics,
+            since_row=since_row,
+            begun=begun,
+            profile=stack.enter_context(_profile(settings.metrics, folder, done)),
+        )
+
+
+def open_history(parts: Parts, folder: RunFolder, *, done: int, total: int) -> History:
+    """Add a line for this start to history.jsonl, and one when the context is left."""
+    trainer, H = parts.trainer, parts.trainer.period
+    # A steady state: an exchange of the period before the first H steps is under way.
+    period = range(2 * H + 1, 2 * H + 1 + min(H, MAX_STEPS))
+    facts = {
+        "step": done,
+        "until": total,
+        "processes": jax.process_count(),
+        "devices": parts.mesh.size,
+        "replicas": trainer.num_replicas,
+        "reduce_scatter": trainer.description.reduce_scatter,
+        "bytes_sent": [trainer.bytes_sent(t) for t in period],
+    }
+    return History(folder, facts)
+
+
+@contextlib.contextmanager
+def _profile(
+    metrics: MetricsSettings, folder: RunFolder, done: int
+) -> Iterator[Callable[[int], None]]:
+    """Yield what is called before the first step and after each, with the steps done."""
+    first = done + metrics.skip_first_n_steps_for_profiler
+    steps = range(first, first + metrics.profiler_steps if metrics.profiler else first)
     with contextlib.ExitStack() as running:
 
         def after(t: int) -> None:

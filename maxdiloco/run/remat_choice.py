@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxdiloco.cluster.agree import in_any_process
-from maxdiloco.config import config
+from maxdiloco.config.keys import Config
 from maxdiloco.engine.calls import memory_of
 from maxdiloco.metrics.compiles import side_by_side, told, too_big
 from maxdiloco.models.kernels.choice import MOST_UNROLLED
@@ -17,6 +17,7 @@ from maxdiloco.models.remat import AUTO, POLICIES
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run.assemble import Parts
+from maxdiloco.run.settings import RunSettings
 
 MIB = 2**20
 # Not `none`, but where layers are no loop: what it keeps beyond `minimal`, 34 GiB a device of 1b,
@@ -40,23 +41,23 @@ def device_memory(mesh: Mesh) -> int | None:
 
 
 def build(
-    cfg: config.Config,
-    make: Callable[[config.Config], Parts],
+    settings: RunSettings,
+    make: Callable[[RunSettings], Parts],
     mesh: Mesh,
     *,
     memory: int | None,
     say: Callable[[str], None],
-) -> tuple[config.Config, Parts]:
-    """The config with a policy in place of auto, and its parts; all processes call it.
+) -> tuple[RunSettings, Parts]:
+    """Return settings with a policy in place of auto, and their parts; all processes call it.
 
-    make: config -> parts. memory: of device_memory. Compiles the inner steps where it compares
+    make: settings -> parts. memory: of device_memory. Compiles the inner steps where it compares
     memory; `full` is taken without a compile.
     """
-    if cfg.remat_policy != AUTO:
-        return cfg, make(cfg)
+    if settings.model.config.remat_policy != AUTO:
+        return settings, make(settings)
 
-    def made(policy: str) -> tuple[config.Config, Parts]:
-        chosen = config.from_dict(cfg.as_dict() | {"remat_policy": policy})
+    def made(policy: str) -> tuple[RunSettings, Parts]:
+        chosen = settings.with_model(remat_policy=policy)
         return chosen, make(chosen)
 
     if memory is None:
@@ -68,7 +69,7 @@ def build(
     of, tried = "", TRIED
     if mesh_lib.on_gpus(mesh):
         memory, of = int(memory * SHARE_ON_GPU), f", {SHARE_ON_GPU:g} of the GPU's,"
-        tried = tuple(POLICIES) if _has_no_loop(cfg, mesh) else TRIED
+        tried = tuple(POLICIES) if _has_no_loop(settings, mesh) else TRIED
     for policy in tried[:-1]:
         chosen, parts = made(policy)
         needed = _needed(chosen, parts, memory, say)
@@ -83,22 +84,23 @@ def build(
     return made(LAST)
 
 
-def _has_no_loop(cfg, mesh):
+def _has_no_loop(settings, mesh):
     """Whether a GPU's layers are none, since its weights are whole; see models/decoder.py."""
     split = math.prod(n for axis, n in mesh.shape.items() if axis not in ("diloco", "data"))
-    return split == 1 and cfg.base_num_decoder_layers <= MOST_UNROLLED
+    return split == 1 and settings.model.config.num_layers <= MOST_UNROLLED
 
 
-def _needed(cfg: config.Config, parts: Parts, memory: int, say: Callable[[str], None]) -> float:
+def _needed(settings: RunSettings, parts: Parts, memory: int, say: Callable[[str], None]) -> float:
     """Bytes on a device with the largest inner step; inf where it is known not to fit."""
-    if kept_bytes(parts, cfg.gradient_accumulation_steps) > memory:
+    if kept_bytes(parts, settings.batch.gradient_accumulation_steps) > memory:
         return math.inf  # without a compile, which takes longest where the most does not fit
     needed = 0
     tokens = parts.batch["tokens"]
     calls = parts.trainer.calls(parts.batch)
     steps = [call for call in calls if any(x is tokens for x in jax.tree.leaves(call.args))]
     # All are waited for: they take about as long, and nothing else compiles beside them.
-    say(f"remat_policy=auto: compiling the step with {cfg.remat_policy}, programs: {len(steps)}")
+    policy = settings.model.config.remat_policy
+    say(f"remat_policy=auto: compiling the step with {policy}, programs: {len(steps)}")
     with told(say, len(steps)) as ended, side_by_side(steps, ended) as futures:
         for future, call in futures.items():
             try:
@@ -129,17 +131,21 @@ def kept_bytes(parts: Parts, accumulation: int) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept) // devices
 
 
-def make_room(cfg: config.Config, *, outer_state: bool, there: bool = True) -> str:
-    """The remedy when a program of this config does not fit: what is not yet on.
+def make_room(cfg: Config, *, outer_state: bool, remat_policy: str = "", there: bool = True) -> str:
+    """Return the remedy when a program of a run does not fit: what is not yet on.
 
-    outer_state: whether there is one. there: False for absent GPUs, whose host memory cannot be
-    compiled for.
+    Args:
+      cfg: of the run.
+      outer_state: whether there is one.
+      remat_policy: that was chosen; empty: the one of the config.
+      there: False for absent GPUs, whose host memory cannot be compiled for.
     """
     where = "" if there else " on the GPUs themselves"
     ways = ["more devices in a slice"]
     if cfg.per_device_batch_size > 1:
         ways.append("a smaller per_device_batch_size")
-    if cfg.remat_policy not in ("full", AUTO):  # a model that no step trains takes AUTO as `full`
+    # A model that no step trains takes AUTO as `full`.
+    if (remat_policy or cfg.remat_policy) not in ("full", AUTO):
         ways.append("remat_policy=full")
     if outer_state and cfg.diloco_outer_memory == "device":
         ways.append(f"diloco_outer_memory=pinned_host{where}")

@@ -1,12 +1,7 @@
-"""How a run begins: from nothing, from where it stopped, or from another run's checkpoint.
-
-# R replicas
-"""
+"""The first state of a run: fresh, or restored from where this or another run stopped."""
 
 import functools
-import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,30 +9,32 @@ import jax
 from maxdiloco import output
 from maxdiloco.checkpoint import metadata, read, saved_state, theta
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.cluster import agree, coordination
-from maxdiloco.config import checks, config, resume
-from maxdiloco.config.keys import Config
+from maxdiloco.cluster import agree
+from maxdiloco.config import config, resume
 from maxdiloco.config.values import show
-from maxdiloco.data import mixture, order, tokenizer_base
+from maxdiloco.data import mixture, order
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics import compiles, console
-from maxdiloco.metrics import history as history_lib
-from maxdiloco.run import data as run_data
 from maxdiloco.run import optimizer
 from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.assemble import BatchShape, Parts
 from maxdiloco.run.remat_choice import make_room
+from maxdiloco.run.settings import CheckpointSettings, RunSettings, read_optimizer
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
 
-# Until all have compiled: large programs take many minutes, cached ones seconds. Our choice.
-PATIENCE_S = 2 * 3600.0
-_SAY_AFTER_S = 10.0  # of waiting; our choice
 _OF_TOKENIZER = ("tokenizer_type", "add_bos", "add_eos")  # compared with the other keys
 
 
-class Start(NamedTuple):
-    """Where a run begins. step: inner steps already done; origin: one line for the user."""
+class RestorePoint(NamedTuple):
+    """Where a run starts.
+
+    Attributes:
+      step: inner steps already done.
+      position: in the training text.
+      origin: one line for the user.
+      saved: the checkpoint, without its arrays; None at a fresh start.
+    """
 
     step: int
     position: order.Position
@@ -45,53 +42,124 @@ class Start(NamedTuple):
     saved: read.Restored | None
 
     def since_row(self, t: int) -> dict[str, Any] | None:
-        """What the checkpoint of step t notes of the time since the last row (Recorder.save).
+        """Return what the checkpoint of step t holds of the time since the last row.
 
-        None at a fresh start, and where an older checkpoint took the place of the one looked at.
+        None at a fresh start, and if an older checkpoint took the place of this one. See
+        Recorder.save.
         """
         return self.saved.meta["since_row"] if self.saved and self.step == t else None
 
 
-def look(
-    cfg: Config,
+def find_restore_point(
+    settings: RunSettings,
     checkpointer: Checkpointer | None,
     shape: BatchShape,
     *,
     text: mixture.TrainingData,
     data: dict[str, str],
-) -> Start:
-    """Find where the run begins, before anything is built. Raises as refuse_changes."""
+) -> RestorePoint:
+    """Find where the run starts, before anything is built.
+
+    Args:
+      settings: of the run.
+      checkpointer: of the run's folder; None where nothing is saved.
+      shape: of a batch.
+      text: the training data.
+      data: fingerprints of data.agreed_contents.
+
+    Raises:
+      CheckpointError: nothing can be read, or the run differs in what has to stay.
+    """
     M, B = shape.num_replicas, shape.sequences
-    needs = metadata.OF_MODEL
+    paths, needs = settings.checkpoint, metadata.OF_MODEL
     own = saved = checkpointer and checkpointer.restore(lambda meta: {}, needs=needs)
-    if not saved and cfg.load_full_state_path:
+    if not saved and paths.load_full_state_path:
         saved = read.restore_from(
-            cfg.load_full_state_path, lambda meta: {}, key="load_full_state_path", needs=needs
+            paths.load_full_state_path, lambda meta: {}, key="load_full_state_path", needs=needs
         )
     if not saved:
         origin = "a fresh start"
-        if cfg.load_parameters_path:
-            origin += f" with the outer parameters of {cfg.load_parameters_path}"
-        return Start(0, text.first_position(M, B), origin, None)
+        if paths.load_parameters_path:
+            origin += f" with the outer parameters of {paths.load_parameters_path}"
+        return RestorePoint(0, text.first_position(M, B), origin, None)
     position = order.Position(**saved.meta["position"])
     # A run that starts from the state of another may read another batch.
     compared = (M, B) if own else (position.M, position.B)
-    refuse_changes(cfg, saved, M=compared[0], B=compared[1], data=data)
+    refuse_changes(settings, saved, M=compared[0], B=compared[1], data=data)
     metadata.require(saved.meta, metadata.OF_TRAINING, saved.path)
     position = text.next_position(position, saved.step + 1, M, B)
-    return Start(saved.step, position, f"resumed after step {saved.step}", saved)
+    return RestorePoint(saved.step, position, f"resumed after step {saved.step}", saved)
+
+
+def read_layout(settings: RunSettings, note: Mapping[str, Any]) -> SavedLayout:
+    """Return how the state in a checkpoint of a run is laid out. note: of the checkpoint."""
+    rules = note["config"]["logical_axis_rules"]
+    same_rules = rules == settings.config.as_dict()["logical_axis_rules"]
+    return saved_state.read_layout(note, same_rules=same_rules)
+
+
+def restore(
+    settings: RunSettings, parts: Parts, point: RestorePoint, checkpointer: Checkpointer | None
+) -> Any:
+    """Return the state before the first step of a run that does not start fresh, on the mesh.
+
+    Raises:
+      CheckpointError: shapes differ, or the checkpoint cannot be read.
+      ConfigError: the state does not fit the devices beside parameters that are loaded.
+    """
+    if point.saved is None:
+        return _with_parameters(settings, parts)
+    if checkpointer is not None and agree.from_first_process(point.step in checkpointer.steps()):
+        restore_from = checkpointer.restore
+    else:  # by its path: the other run may have saved a newer checkpoint meanwhile
+        restore_from = functools.partial(
+            read.restore_from, point.saved.path, key="load_full_state_path"
+        )
+    layout = functools.partial(read_layout, settings)
+    return saved_state.read_state(restore_from, parts.trainer, layout)[1]
+
+
+def _with_parameters(settings: RunSettings, parts: Parts) -> Any:
+    """Return a fresh state with the outer parameters of another run."""
+    path = settings.checkpoint.load_parameters_path
+    params, restored = theta.restore_parameters(
+        path,
+        lambda meta: parts.params,
+        key="load_parameters_path",
+        remedy=functools.partial(resume.model_remedy, settings.config.as_dict()),
+        needs=metadata.OF_MODEL,
+    )
+    own = run_tokenizer.open_tokenizer(settings.tokenizer).fingerprint
+    if restored.meta["tokenizer"] != own and jax.process_index() == 0:
+        output.say(
+            f"warning: load_parameters_path={path} is of a run with another tokenizer: a row of "
+            "its embedding may stand for another text than here."
+        )
+    room = make_room(
+        settings.config,
+        outer_state=settings.batch.enable_diloco,
+        remat_policy=settings.model.config.remat_policy,
+    )
+    with compiles.fitting(parts.init.name, room):
+        return jax.block_until_ready(parts.init(params))
 
 
 def refuse_changes(
-    cfg: Config, saved: read.Restored, *, M: int, B: int, data: dict[str, str]
+    settings: RunSettings, saved: read.Restored, *, M: int, B: int, data: dict[str, str]
 ) -> None:
-    """Raise CheckpointError when config, batch or agreed_data differ from the saved run's.
+    """Raise CheckpointError when config, batch or data differ from the saved run's.
 
-    The batch is B, of a replica; of data parallelism that of all, M B.
+    Args:
+      settings: of the run.
+      saved: the checkpoint.
+      M: replicas.
+      B: sequences of a replica; with data parallelism M B are compared.
+      data: fingerprints of data.agreed_contents.
     """
+    cfg = settings.config
     stored, place = saved.meta["config"], saved.meta["position"]
     rows, before, now = "sequences_per_replica", place["B"], B
-    if not checks.has_replicas(cfg):
+    if not settings.batch.enable_diloco:
         rows, before, now = "sequences_per_step", place["M"] * place["B"], M * B
     same_keys = all(stored[key] == vars(cfg)[key] for key in _OF_TOKENIZER)
     if same_keys and saved.meta["tokenizer"] != data["tokenizer"]:
@@ -125,164 +193,92 @@ def refuse_changes(
     )
 
 
-def _layout(cfg: Config, saved: read.Restored) -> SavedLayout:
-    """How the state in a checkpoint of the trainer is laid out."""
-    rules = saved.meta["config"]["logical_axis_rules"]
-    same_rules = rules == cfg.as_dict()["logical_axis_rules"]
-    return saved_state.layout_of(saved.meta, same_rules=same_rules)
-
-
-def check_places(cfg: Config, folder: RunFolder) -> None:
+def check_places(
+    checkpoint: CheckpointSettings, folder: RunFolder, *, base_output_directory: str, run_name: str
+) -> None:
     """Raise CheckpointError where the folder of a run or what it starts from cannot be had.
 
     Makes nothing.
     """
     if jax.process_index() == 0:
-        require_place(cfg.base_output_directory, folder.path.name)
+        require_place(base_output_directory, folder.path.name)
     keys = ("load_parameters_path", "load_full_state_path")
-    paths = {key: vars(cfg)[key] for key in keys if vars(cfg)[key]}
-    if cfg.enable_checkpointing and not paths:
+    paths = {key: vars(checkpoint)[key] for key in keys if vars(checkpoint)[key]}
+    if checkpoint.enable_checkpointing and not paths:
         return
     with read.reading(folder.path, "base_output_directory"):
         kept = read.steps(folder.checkpoints)
-    if kept and not cfg.enable_checkpointing:
+    if kept and not checkpoint.enable_checkpointing:
         raise CheckpointError(
-            f"enable_checkpointing=false starts anew, and run_name={cfg.run_name} has a "
-            f"checkpoint of step {max(kept)} whose rows it would drop. Leave it out to go on, "
-            "or set another run_name."
+            f"enable_checkpointing=false starts anew, and run_name={run_name} has a checkpoint of "
+            f"step {max(kept)} whose rows it would drop. Leave it out to go on, or set another "
+            "run_name."
         )
     for key, path in paths.items():
         if not kept:
             read.newest_meta(absolute(path, key=key), key=key)
 
 
-def agreed_data(text: mixture.TrainingData, tokenizer: tokenizer_base.Tokenizer) -> dict[str, str]:
-    """What a checkpoint says of the training data. Raises DataError as run_data.agreed."""
-    return {
-        "contents": run_data.agreed(text.contents, "dataset_path"),
-        "tokenizer": run_data.agreed(tokenizer.fingerprint, "tokenizer_path", "tokenizers"),
-    }
-
-
-def load(cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None) -> Any:
-    """The state before the first step of this start, which is not a fresh one, on the mesh.
-
-    Raises CheckpointError when shapes differ or the checkpoint cannot be read, ConfigError when
-    the state does not fit the devices beside parameters that are loaded.
-    """
-    trainer = parts.trainer
-    if start.saved is None:
-        params, restored = theta.restore_parameters(
-            cfg.load_parameters_path,
-            lambda meta: parts.params,
-            key="load_parameters_path",
-            remedy=functools.partial(resume.model_remedy, cfg.as_dict()),
-            needs=metadata.OF_MODEL,
-        )
-        is_another = restored.meta["tokenizer"] != run_tokenizer.open_tokenizer(cfg).fingerprint
-        if is_another and jax.process_index() == 0:
-            output.say(
-                f"warning: load_parameters_path={cfg.load_parameters_path} is of a run with "
-                f"another tokenizer: a row of its embedding may stand for another text than here."
-            )
-        room = make_room(cfg, outer_state=checks.has_replicas(cfg))
-        with compiles.fitting(parts.init.name, room):
-            return jax.block_until_ready(parts.init(params))
-    layout = _layout(cfg, start.saved)
-
-    def abstract_of(meta):
-        return saved_state.abstract_items(trainer, layout)
-
-    if checkpointer is not None and agree.from_first_process(start.step in checkpointer.steps()):
-        restored = checkpointer.restore(abstract_of)
-    else:
-        # By its path: the other run may have saved a newer checkpoint meanwhile.
-        restored = read.restore_from(start.saved.path, abstract_of, key="load_full_state_path")
-    return trainer.restore_plan(layout).state_of(restored.items, t=restored.step)
-
-
-def meet(state: Any, say: Callable[[str], None]) -> int:
-    """Wait until all processes have compiled their programs and have their state; its step.
-
-    From here on a process that is silent for long is lost. Raises LostPeerError.
-    """
-    if jax.process_count() == 1:
-        return state.t
-    line = "waiting for the other processes, which compile or read their state"
-    note = threading.Timer(_SAY_AFTER_S, say, (line,))
-    note.daemon = True
-    note.start()
-    what = "compiled its programs and made its state"
-    try:
-        coordination.barrier("maxdiloco/ready", what, timeout_s=PATIENCE_S)
-    finally:
-        note.cancel()
-    return state.t
-
-
-def changes(
-    cfg: Config, parts: Parts, start: Start, checkpointer: Checkpointer | None, *, total_steps: int
+def change_lines(
+    settings: RunSettings, parts: Parts, point: RestorePoint, *, total_steps: int
 ) -> list[str]:
-    """Lines for the user: what differs from the run that wrote the checkpoint; a disk too small."""
-    lines = checkpointer.shortage(saved_state.nbytes(parts.trainer)) if checkpointer else []
-    if saved := start.saved:
-        stored, before = saved.meta["config"], saved.meta["schedule_steps"]
-        old = config.from_dict(stored)
-        lines += resume.change_lines(stored, cfg.as_dict())
-        lines += parts.trainer.restore_plan(_layout(cfg, saved)).lines(saved.step)
-        if not checks.is_island(cfg):  # there the rate goes by the log
-            lines += rate_lines(cfg, old, before=before, t=saved.step, total_steps=total_steps)
-    parts = (part for line in lines for part in console.fit(line, console.WIDTH).split("\n"))
-    return [part.replace(resume.KEEP, " ") for part in parts]
+    """Return lines for the user on what differs from the run that wrote the checkpoint."""
+    if point.saved is None:
+        return []
+    meta = point.saved.meta
+    lines = resume.change_lines(meta["config"], settings.config.as_dict())
+    lines += parts.trainer.restore_plan(read_layout(settings, meta)).lines(point.saved.step)
+    if not settings.is_island:  # there the rate follows the log
+        lines += rate_lines(
+            settings.optimizer,
+            read_optimizer(config.from_dict(meta["config"])),
+            before=meta["schedule_steps"],
+            t=point.saved.step,
+            total_steps=total_steps,
+        )
+    fitted = (part for line in lines for part in console.fit(line, console.WIDTH).split("\n"))
+    return [part.replace(resume.KEEP, " ") for part in fitted]
 
 
 def rate_lines(
-    cfg: Config, saved_cfg: Config, *, before: int, t: int, total_steps: int
+    new: optimizer.OptimizerSettings,
+    old: optimizer.OptimizerSettings,
+    *,
+    before: int,
+    t: int,
+    total_steps: int,
 ) -> list[str]:
-    """The line on the rate of step t + 1, if its schedule, of length `before`, has changed."""
-    now = optimizer.schedule_steps(cfg, total_steps)
-    old, new = (
+    """Return the line on the rate of step t + 1, if its schedule has changed.
+
+    Args:
+      new: settings of this start.
+      old: settings of the saved run.
+      before: length of the saved schedule.
+      t: inner steps done.
+      total_steps: length of the run.
+    """
+    now = optimizer.schedule_steps(new, total_steps)
+    old_rate, new_rate = (
         optimizer.learning_rate_schedule(each, length)(t)
-        for each, length in ((saved_cfg, before), (cfg, now))
+        for each, length in ((old, before), (new, now))
     )
-    rates = f"step {t + 1} has a rate of {new:.3g}, not {old:.3g}"
-    if now != before and cfg.learning_rate_schedule_steps == -1:
+    rates = f"step {t + 1} has a rate of {new_rate:.3g}, not {old_rate:.3g}"
+    if now != before and new.learning_rate_schedule_steps == -1:
         return [
             f"the learning rate's schedule is {now} steps long, not {before}: {rates}; "
             f"learning_rate_schedule_steps={before} keeps it."
         ]
-    return [f"the learning rate's schedule has changed: {rates}."] if old != new else []
-
-
-def history_of(
-    folder: RunFolder, parts: Parts, *, done: int, total: int
-) -> AbstractContextManager[history_lib.History | None]:
-    """Adds a line for this start to history.jsonl, and one when the context is left."""
-    if jax.process_index() != 0:
-        return nullcontext()
-    trainer, H = parts.trainer, parts.trainer.period
-    # A steady state: an exchange of the period before the first H steps is under way.
-    period = range(2 * H + 1, 2 * H + 1 + min(H, history_lib.MAX_STEPS))
-    facts = {
-        "step": done,
-        "until": total,
-        "processes": jax.process_count(),
-        "devices": parts.mesh.size,
-        "replicas": trainer.num_replicas,
-        "reduce_scatter": trainer.description.reduce_scatter,
-        "bytes_sent": [trainer.bytes_sent(t) for t in period],
-    }
-    return history_lib.History(folder, facts)
+    return [f"the learning rate's schedule has changed: {rates}."] if old_rate != new_rate else []
 
 
 def note(
-    cfg: Config, position: order.Position, data: dict[str, str], *, total_steps: int
+    settings: RunSettings, position: order.Position, data: dict[str, str], *, total_steps: int
 ) -> dict[str, Any]:
-    """What a checkpoint says of the run beside the trainer's note. data: of agreed_data."""
+    """Return what a checkpoint says of the run besides the trainer's note."""
     return {
-        "config": cfg.as_dict(),
+        "config": settings.config.as_dict(),
         "position": position.to_dict(),
         **data,
-        "schedule_steps": optimizer.schedule_steps(cfg, total_steps),
+        "schedule_steps": optimizer.schedule_steps(settings.optimizer, total_steps),
         "jax": jax.__version__,
     }

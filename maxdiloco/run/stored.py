@@ -21,11 +21,11 @@ from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import data as run_data
 from maxdiloco.run import model as run_model
+from maxdiloco.run import settings
 from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.evaluation import Evaluation, Totals
 from maxdiloco.storage.store import is_local
 
-# Keys of the run that an evaluation may set anew, besides those of the mesh.
 # The mesh need not divide the replicas. With the interval the config is checked for evaluation.
 _NEUTRAL = MappingProxyType({"num_diloco_replicas": "auto", "eval_interval": 1})
 
@@ -56,7 +56,7 @@ def load(
 
     def abstract_of(meta):
         cfg, mesh = configure(meta)
-        model = run_model.build(cfg, mesh)
+        model = run_model.build(settings.read_model(cfg, mesh), mesh)
         built[:] = cfg, mesh, model
         return run_model.parameters(model, mesh)
 
@@ -101,13 +101,13 @@ def evaluate(
 
     def on_devices(meta):
         cfg = configure(meta)
-        return cfg, mesh_lib.build(cfg)
+        return cfg, mesh_lib.build(settings.read_mesh(cfg))
 
     found = load(folder, on_devices, parameters)
     say(f"step {found.step} of {found.path.parent.parent}, parameters: {parameters}")
     for line in _text_of_others(found):
         say(line)
-    say(mesh_lib.describe(found.mesh, found.cfg))
+    say(mesh_lib.describe(found.mesh, settings.read_mesh(found.cfg)))
     position, run = found.meta["position"], _config_of_run(found.meta)
     rows_of_run = position["M"] * position["B"] // run.gradient_accumulation_steps
     # As many replicas share a device here as in the run.
@@ -119,17 +119,18 @@ def evaluate(
             f"{found.meta['mesh']}: fewer than its devices. Use another checkpoint."
         )
     num_sequences = max(-1, found.cfg.eval_steps * rows_of_run)
-    cfg, tokenizer = found.cfg, ByteTokenizer()
+    cfg, data = found.cfg, settings.read_data(found.cfg)
+    tokenizer = ByteTokenizer()
     if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
-        tokenizer = run_tokenizer.of_checkpoint(cfg, found.path)
-    texts = _texts(cfg, tokenizer, found.meta["contents"], say)
+        tokenizer = run_tokenizer.of_checkpoint(data.tokenizer, found.path)
+    texts = _texts(data, tokenizer, found.meta["contents"], say)
     evaluation = Evaluation(
         found.model,
         found.mesh,
         rows=rows,
         length=cfg.max_target_length,
         num_sequences=num_sequences,
-        token_bytes=run_model.token_bytes(cfg, tokenizer),
+        token_bytes=run_model.token_bytes(data.tokenizer, tokenizer),
         on_compile=CompileLog(say, show_memory=cfg.show_memory),
     )
     totals = {name: evaluation(found.params, text) for name, text in texts.items()}
@@ -161,13 +162,13 @@ def _text_of_others(found: Stored) -> list[str]:
     ]
 
 
-def _texts(cfg, tokenizer, of_run, say):
+def _texts(data, tokenizer, of_run, say):
     """The texts to evaluate on. of_run: contents of what the run trained on, or ""."""
-    prepared = run_data.prepare_sources(cfg, tokenizer, say, splits=("eval",))
-    texts = run_data.open_evaluated(cfg, tokenizer, prepared=prepared)
+    prepared = run_data.prepare_sources(data, tokenizer, say, splits=("eval",))
+    texts = run_data.open_evaluated(data, tokenizer, prepared=prepared)
     run_data.agree(texts)
-    if cfg.holds_out() and of_run:  # an imported model says nothing of its text
-        train = run_data.open_dataset(cfg, tokenizer, split="train", prepared=prepared)
+    if data.holds_out and of_run:  # an imported model says nothing of its text
+        train = run_data.open_dataset(data, tokenizer, split="train", prepared=prepared)
         if train.contents != of_run:
             say(
                 f"warning: {train.name} is not what the run trained on, so what is held out of it "

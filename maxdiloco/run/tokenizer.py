@@ -3,6 +3,8 @@
 Imports no JAX, so that vocab_size=auto is a number before anything is built.
 """
 
+import dataclasses
+
 from etils import epath
 
 from maxdiloco.config import config
@@ -18,6 +20,18 @@ _MULTIPLE = 128
 # stay those of its published weights: our choice; Qwen3's fills 99.8 %, DeepSeek-V2's 97.7 %.
 _OWN = 0.95
 FOLDER = "tokenizer"  # in a run's folder and in a checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerSettings:
+    """The tokenizer of a run, by the names of data.tokenizer.KEYS."""
+
+    dataset_type: str
+    tokenizer_type: str
+    tokenizer_path: str
+    add_bos: bool
+    add_eos: bool
+    vocab_size: int
 
 
 def resolved(cfg: config.Config) -> config.Config:
@@ -37,11 +51,11 @@ def resolved(cfg: config.Config) -> config.Config:
     return config.replace(cfg, vocab_size=size, padded_vocab_size=rows)
 
 
-def open_tokenizer(cfg: config.Config) -> Tokenizer:
+def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     """The tokenizer of a run. Raises DataError, ConfigError: see data.tokenizer.build."""
-    if cfg.tokenizer_type == "byte" and cfg.dataset_type == "synthetic":
+    if settings.tokenizer_type == "byte" and settings.dataset_type == "synthetic":
         return ByteTokenizer()  # these data may have fewer tokens than there are bytes
-    return tokenizers.build(vars(cfg), cfg.vocab_size)
+    return tokenizers.build(vars(settings), settings.vocab_size)
 
 
 def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:
@@ -51,11 +65,11 @@ def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     return {f"{FOLDER}/{name}": content for name, content in tokenizer.files().items()}
 
 
-def of_checkpoint(cfg: config.Config, checkpoint: epath.Path) -> Tokenizer:
-    """Return the tokenizer in a checkpoint, with add_bos as the config says.
+def of_checkpoint(settings: TokenizerSettings, checkpoint: epath.Path) -> Tokenizer:
+    """Return the tokenizer in a checkpoint, with add_bos as the settings say.
 
     Args:
-      cfg: the config of the run that wrote the checkpoint. add_bos may have another value.
+      settings: of the run that wrote the checkpoint. add_bos may have another value.
       checkpoint: the folder of the checkpoint.
 
     Raises:
@@ -63,10 +77,12 @@ def of_checkpoint(cfg: config.Config, checkpoint: epath.Path) -> Tokenizer:
       DataError: the checkpoint has no tokenizer.
       ConfigError: add_bos=true, and the tokenizer has no such token.
     """
-    if cfg.tokenizer_type == "byte":
-        return tokenizers.build(vars(cfg), cfg.vocab_size)
+    if settings.tokenizer_type == "byte":
+        return tokenizers.build(vars(settings), settings.vocab_size)
     with refusing(CheckpointError, f"the tokenizer in {checkpoint} cannot be read", AGAIN):
         found = tokenizers.load(checkpoint / FOLDER)
-    if isinstance(found, SubwordTokenizer) and cfg.add_bos != (found.bos is not None):
-        return found.adding(bos=cfg.add_bos, eos=found.eos is not None, where=f"RUN={checkpoint}")
+    if isinstance(found, SubwordTokenizer) and settings.add_bos != (found.bos is not None):
+        return found.adding(
+            bos=settings.add_bos, eos=found.eos is not None, where=f"RUN={checkpoint}"
+        )
     return found

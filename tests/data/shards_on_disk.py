@@ -4,6 +4,7 @@ from maxdiloco.data import registry, shards, tokenizer
 from maxdiloco.data.prepared import prepare
 from maxdiloco.data.prepared.prepare import Work
 from maxdiloco.run import data as run_data
+from maxdiloco.run import settings as run_settings
 from maxdiloco.run import tokenizer as run_tokenizer
 
 TEXTS = ["abcdefg" * 40, "x", "\u00e4\u00f6\u00fc" * 9, "hello world\n" * 300, "y" * 77]
@@ -39,8 +40,9 @@ def open_dataset(cfg, split="train", say=lambda line: None):
     if split == "eval":
         path = next(iter(cfg.eval_paths().values()))
         cfg = cfg.model_copy(update={"eval_interval": 1})
-    prepared = run_data.prepare_sources(cfg, tokens, say, splits=(split,))
-    return run_data.open_dataset(cfg, tokens, split=split, path=path, prepared=prepared)
+    settings = run_settings.read_data(cfg)
+    prepared = run_data.prepare_sources(settings, tokens, say, splits=(split,))
+    return run_data.open_dataset(settings, tokens, split=split, path=path, prepared=prepared)
 
 
 def open_text(cfg, split="train"):

@@ -7,6 +7,7 @@ from data.shards_on_disk import open_dataset
 from maxdiloco.config import config
 from maxdiloco.data import registry
 from maxdiloco.run import data as run_data
+from maxdiloco.run import settings as run_settings
 from maxdiloco.run.assemble import BatchShape
 
 
@@ -33,7 +34,7 @@ def warned(*argv):
     """The warnings of a start that reads text and evaluates."""
     cfg = config.load(["max_target_length=4", "vocab_size=257", *argv], {})
     text, held = (open_dataset(cfg, split=split) for split in ("train", "eval"))
-    lines = run_data.lines(cfg, text, {"": held}, BatchShape(2, 1, 4))
+    lines = run_data.lines(run_settings.read_data(cfg), text, {"": held}, BatchShape(2, 1, 4))
     return [line for line in lines if line.startswith("warning: ")]
 
 

@@ -17,10 +17,11 @@ from tiers import full
 from maxdiloco import DiLoCo
 from maxdiloco.config import config
 from maxdiloco.engine import data_parallel
-from maxdiloco.models.build import build_model
+from maxdiloco.models.build import ModelSettings, build_model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning.hlo import reader, traffic
 from maxdiloco.run import assemble
+from maxdiloco.run import settings as run_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 WIRES = ("float32", "bfloat16", "int8", "float4_e3m0", "int2", "topk")
@@ -97,8 +98,10 @@ def test_data_parallelism_sends_the_gradients_of_each_micro_batch_by_a_ring(slic
     keys |= dict(base_num_decoder_layers=1, base_mlp_dim=32, base_num_query_heads=2, head_dim=8)
     keys |= dict(base_num_kv_heads=2, max_target_length=16, per_device_batch_size=2)
     cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
-    mesh = mesh_lib.build(cfg)
-    parts = assemble.assemble(cfg, mesh, total_steps=9, on_compile=lambda *_: None)
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg))
+    parts = assemble.assemble(
+        run_settings.read(cfg, mesh), mesh, total_steps=9, on_compile=lambda *_: None
+    )
     ((program, args, *_),) = parts.trainer.calls(parts.batch)
     module = reader.read(program.compile(*args).as_text())
     found = [c for c in traffic.collectives(module, mesh.shape) if c.kind == "all-reduce"]
@@ -119,6 +122,8 @@ def test_gradients_are_summed_as_the_products_are_rounded(backend, dtype, item):
     """Compiled for two slices of v5e 1.08 times 2 bytes a parameter; XLA:CPU sums in float32. Of
     100 values three quarters leave one of four slices twice, for each of two micro-batches."""
     cfg = config.load(["model_name=tiny", f"dtype={dtype}"], {})
-    found = build_model(cfg, backend=backend, compute_capability="9.0").gradient_dtype
+    found = build_model(
+        ModelSettings.from_keys(cfg, backend=backend), backend=backend, compute_capability="9.0"
+    ).gradient_dtype
     sent = data_parallel.gradient_bytes([np.zeros(100)], found, slices=4, accumulation=2)
     assert sent == 2 * 100 * item * 1.5

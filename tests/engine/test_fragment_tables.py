@@ -20,6 +20,7 @@ from maxdiloco.diloco import fragments
 from maxdiloco.engine import describe
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import assemble
+from maxdiloco.run import settings as run_settings
 
 MODEL_FILES = sorted((pathlib.Path(__file__).parents[2] / "configs/models").glob("*.yml"))
 # (P, k); tiny has the fewest layers, 4; "each": a fragment for each layer.
@@ -34,8 +35,10 @@ every_model_file = pytest.mark.parametrize("path", MODEL_FILES, ids=lambda path:
 def parts_of(name):
     """The parts of a run with a model file; built once, since that takes the time."""
     cfg = config.load([f"model_name={name}", *FLAGS], {})
-    mesh = mesh_lib.build(cfg)
-    return assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg))
+    return assemble.assemble(
+        run_settings.read(cfg, mesh), mesh, total_steps=1, on_compile=lambda *_: None
+    )
 
 
 def layout_of(name, P, k=1, M=2, **options):

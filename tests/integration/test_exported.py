@@ -13,6 +13,7 @@ from maxdiloco import train as train_program
 from maxdiloco.checkpoint import read
 from maxdiloco.data import pipeline
 from maxdiloco.run import data as run_data
+from maxdiloco.run import settings as run_settings
 from maxdiloco.run import stored
 from maxdiloco.run import tokenizer as run_tokenizer
 
@@ -100,8 +101,10 @@ def test_the_evaluation_loss_is_that_of_transformers(trained, exported, evaluate
     cfg = stored.configure(read.newest_meta(trained, key="RUN"), [], {})
     options = dict(batch_size=8, num_sequences=32, rows=np.arange(8))
     of_run = run_tokenizer.open_tokenizer(cfg)
-    tokenised = run_data.prepare_sources(cfg, of_run, lambda line: None, splits=("eval",))
-    text = run_data.open_evaluated(cfg, of_run, prepared=tokenised)[""]
+    tokenised = run_data.prepare_sources(
+        run_settings.read_data(cfg), of_run, lambda line: None, splits=("eval",)
+    )
+    text = run_data.open_evaluated(run_settings.read_data(cfg), of_run, prepared=tokenised)[""]
     with pipeline.eval_batches(text, **options) as batches:
         rows = [pair for b in batches for pair in zip(b["tokens"], b["segment_ids"], strict=True)]
     for row, segments in rows:

@@ -13,6 +13,7 @@ from maxdiloco.config import config
 from maxdiloco.engine.calls import is_on_device
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import assemble
+from maxdiloco.run import settings as run_settings
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -93,8 +94,10 @@ def test_an_offloaded_state_is_in_host_memory_around_a_step(diloco):
     for offload in ("true", "false"):
         keys = dict(enable_diloco=diloco, optimizer_memory_host_offload=offload)
         cfg = config.load(train_arguments("unused" / "unused", **keys), {})
-        mesh = mesh_lib.build(cfg)
-        parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
+        mesh = mesh_lib.build(run_settings.read_mesh(cfg))
+        parts = assemble.assemble(
+            run_settings.read(cfg, mesh), mesh, total_steps=1, on_compile=lambda *_: None
+        )
         call = parts.trainer.calls(parts.batch)[0]
         state = parts.init(np.uint32(0))
         batch = jax.tree.map(

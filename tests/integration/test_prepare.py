@@ -23,13 +23,16 @@ from maxdiloco.data.sources.files import Files
 from maxdiloco.data.tokenizer import ByteTokenizer
 from maxdiloco.errors import DataError, LostPeerError
 from maxdiloco.run import data as run_data
+from maxdiloco.run import settings as run_settings
 from maxdiloco.run import tokenizer as run_tokenizer
 
 WAIT_S = 300  # far above what a command takes
 
 
 def prepared(cfg, say=print):
-    return run_data.prepare_sources(cfg, run_tokenizer.open_tokenizer(cfg), say)
+    return run_data.prepare_sources(
+        run_settings.read_data(cfg), run_tokenizer.open_tokenizer(cfg), say
+    )
 
 
 def command(*arguments):

@@ -28,6 +28,7 @@ from maxdiloco.metrics import compiles
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning import program_costs, topology
 from maxdiloco.run import assemble
+from maxdiloco.run import settings as run_settings
 
 # Layers of one kind, of two, beside dense ones, with experts; the largest last.
 MODELS = ("tiny", "peer25m", "1b", "10b", "gemma3-1b", "llama3-70b", "deepseek-v3")
@@ -36,8 +37,9 @@ MODELS = ("tiny", "peer25m", "1b", "10b", "gemma3-1b", "llama3-70b", "deepseek-v
 def parts_of(*, devices=None, **keys):
     keys = dict(dataset_type="synthetic", eval_interval=10) | keys
     cfg = config.load([f"{key}={value}" for key, value in keys.items()], {})
-    mesh = mesh_lib.build(cfg, devices)
-    return cfg, assemble.assemble(cfg, mesh, total_steps=10, on_compile=lambda *_: None)
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg), devices)
+    keys = run_settings.read(cfg, mesh)
+    return keys, assemble.assemble(keys, mesh, total_steps=10, on_compile=lambda *_: None)
 
 
 def measured(parts, calls):

@@ -63,7 +63,7 @@ def loaded():
     heavy = {"aiohttp", "cryptography", "grain", "orbax", "tensorboardX", "tensorstore"}
     print(*sorted(heavy & sys.modules.keys()))
 
-from maxdiloco.run import loop
+from maxdiloco.run import start
 loaded()
 from maxdiloco.cluster import peers
 loaded()

@@ -19,7 +19,7 @@ from maxdiloco.config.keys import KEYS
 from maxdiloco.errors import ConfigError
 from maxdiloco.planning import compile_run
 from maxdiloco.report import __main__ as report
-from maxdiloco.run import startup
+from maxdiloco.run import compile_cache
 
 pytestmark = pytest.mark.usefixtures("programs")
 STRANGER = 65534  # nobody
@@ -52,14 +52,14 @@ def test_evaluate_opens_no_compile_cache_that_a_checkpoint_names(
     foreign, evaluated, tmp_path, monkeypatch
 ):
     folders = []
-    setting = startup.jax_setting
+    setting = compile_cache.jax_setting
 
     def seen(name, value):
         if name == "jax_compilation_cache_dir":
             folders.append(value)
         return setting(name, value)
 
-    monkeypatch.setattr(startup, "jax_setting", seen)
+    monkeypatch.setattr(compile_cache, "jax_setting", seen)
     cache, own = tmp_path / "cache", tmp_path / "own"
     run = foreign(jax_cache_dir=str(cache))
     one_device = ["dcn_diloco_parallelism=1"]  # a CPU uses a cache there
@@ -137,7 +137,9 @@ def test_a_compile_cache_that_others_can_write_is_refused(tmp_path, monkeypatch,
 def test_plan_and_train_compile_refuse_such_a_compile_cache(tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir()
-    assert startup.own_cache(str(cache), "jax_cache_dir") == str(cache)  # the positive control
+    assert compile_cache.own_cache(str(cache), "jax_cache_dir") == str(
+        cache
+    )  # the positive control
     os.chmod(cache, 0o777)
     with pytest.raises(ConfigError, match=f"jax_cache_dir={cache}"):
         compile_run.devices(config.load([f"jax_cache_dir={cache}"], {}))

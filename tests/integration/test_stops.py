@@ -36,7 +36,7 @@ from maxdiloco.errors import NumericsError
 from maxdiloco.metrics import history
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.metrics.start_time import StartClock
-from maxdiloco.run import evaluation, loop
+from maxdiloco.run import evaluation, start
 from maxdiloco.storage.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -165,7 +165,7 @@ def test_a_run_stopped_between_two_rows_resumes_from_its_config(tmp_path, monkey
 
     monkeypatch.setattr(Preemption, "requested", lambda preemption, t: t == 6)
     clock = types.SimpleNamespace(time=lambda: 1234.0, perf_counter=time.perf_counter)
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(start, "time", clock)
     unnamed = train(tmp_path / "unnamed", **ROWS, run_name="")
     assert unnamed.code == 143
     unsaved = train(tmp_path / "unsaved", **ROWS, enable_checkpointing="false")
@@ -175,7 +175,7 @@ def test_a_run_stopped_between_two_rows_resumes_from_its_config(tmp_path, monkey
     assert f"run_name={folder.name}" in unnamed.output
     assert f"run_name={folder.name}" in unnamed.error
 
-    assert loop.run(config.load([str(folder / "config.yml")], {}), StartClock()) == 0
+    assert start.run(config.load([str(folder / "config.yml")], {}), StartClock()) == 0
     assert logged_steps(folder) == [4, 8]
     assert metrics_rows(folder) == metrics_rows(tmp_path / "whole")
 

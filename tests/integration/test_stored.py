@@ -30,8 +30,9 @@ from maxdiloco.checkpoint import arrays
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.console import sample_lines
-from maxdiloco.models.build import build_model
+from maxdiloco.models.build import ModelSettings, build_model
 from maxdiloco.parallel import mesh as mesh_lib
+from maxdiloco.run import settings as run_settings
 from maxdiloco.run import stored
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -97,7 +98,8 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
     """62 steps in rounds of 4: the replicas differ from theta and from each other."""
     read_item = mock.Mock(wraps=arrays.read_item)
     monkeypatch.setattr(arrays, "read_item", read_item)
-    mesh = mesh_lib.build(cfg := config.from_dict(checkpoint_meta(finished, 62)["config"]))
+    cfg = config.from_dict(checkpoint_meta(finished, 62)["config"])
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg))
     found = stored.load(finished, lambda meta: (cfg, mesh), parameters)
     (name,) = (call.args[1] for call in read_item.call_args_list)
     assert name == ("outer_params" if parameters == "outer" else "params")
@@ -233,7 +235,7 @@ def test_equal_seeds_generate_equal_text(text_run, tmp_path, monkeypatch):
 
     cfg = config.from_dict(checkpoint_meta(run, 4)["config"] | {"attention": "flash"})
     with pytest.raises(ConfigError, match="attention=flash"):
-        build_model(cfg, backend="cpu")
+        build_model(ModelSettings.from_keys(cfg, backend="cpu"), backend="cpu")
     load = stored.load
 
     def of_flash(folder, configure):

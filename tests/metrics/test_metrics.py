@@ -16,7 +16,7 @@ from maxdiloco.engine.trainer import Description
 from maxdiloco.errors import CheckpointError, Preempted
 from maxdiloco.metrics import history, line_files
 from maxdiloco.metrics.writer import MetricsWriter, row
-from maxdiloco.run import state as run_state
+from maxdiloco.run import recorder
 
 
 def steps_in(folder):
@@ -195,7 +195,7 @@ def test_the_line_of_a_start_has_the_bytes_of_the_third_period(folder, H, sent):
     trainer = SimpleNamespace(period=H, num_replicas=2, bytes_sent=lambda t: t)
     trainer.description = Description("", (), reduce_scatter=True)
     parts = SimpleNamespace(trainer=trainer, mesh=SimpleNamespace(size=4))
-    with run_state.history_of(folder, parts, done=5, total=9):
+    with recorder.open_history(parts, folder, done=5, total=9):
         (line,) = history.read_history(folder)
     assert (line["step"], line["until"], line["replicas"], line["devices"]) == (5, 9, 2, 4)
     assert line["reduce_scatter"] is True

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import full
 
-from maxdiloco.models.build import build_model
 from maxdiloco.models.kernels import matmul
 from maxdiloco.models.kernels.choice import Kernels
 from maxdiloco.models.kernels.matmul import Products
@@ -119,7 +118,7 @@ def test_the_processor_says_whether_float32_is_faster(cpuinfo, expected, monkeyp
         processor.CPUINFO.write_text(cpuinfo)
     for backend, dtype in (("cpu", "bfloat16"), ("cpu", "float32"), ("tpu", "bfloat16")):
         on_cpu = (backend, dtype) == ("cpu", "bfloat16")
-        found = build_model(tiny_model.config(dtype=dtype), backend=backend).kernels
+        found = tiny_model.build(backend=backend, dtype=dtype).kernels
         assert found.products.float32_results is on_cpu
         assert found.products.float32_operands is (on_cpu and expected)
         assert found.head_chunk == (256 if on_cpu and not expected else 1024)

@@ -22,6 +22,7 @@ from maxdiloco.parallel.replicas import map_fn
 from maxdiloco.parallel.sharding import DEFAULT_RULES
 from maxdiloco.run import inner_step
 from maxdiloco.run import model as run_model
+from maxdiloco.run import settings as run_settings
 
 # Of the root mean square. int8: the largest of 64 normal values is about 2.5, so a step is
 # 2.5 / 127 and its error 0.0057, in both factors 0.008; twice that where rows differ in size.
@@ -219,7 +220,8 @@ def test_a_machine_without_qwix_names_the_package(monkeypatch):
     """When a model is built, and only with this key."""
     monkeypatch.setitem(sys.modules, "qwix", None)
     cfg = config.load(["quantization=int8", "hardware=cpu", "dcn_diloco_parallelism=1"], {})
-    mesh = mesh_lib.build(cfg)
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg))
     with pytest.raises(ConfigError, match="quantization=int8 .*qwix"):
-        run_model.build(cfg, mesh)
-    run_model.build(config.from_dict(cfg.as_dict() | {"quantization": "none"}), mesh)
+        run_model.build(run_settings.read_model(cfg, mesh), mesh)
+    plain = config.from_dict(cfg.as_dict() | {"quantization": "none"})
+    run_model.build(run_settings.read_model(plain, mesh), mesh)

@@ -14,13 +14,14 @@ from tiers import corner
 
 from maxdiloco.config import config
 from maxdiloco.diloco.fragments import Vocabulary
-from maxdiloco.models.build import build_model
+from maxdiloco.models.build import ModelSettings, build_model
 from maxdiloco.models.decoder import DecoderLayer
 from maxdiloco.models.kernels.rotation import rotate
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.models.rope import RopeConfig, rotation
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import assemble
+from maxdiloco.run import settings as run_settings
 
 VARIANTS = {
     "grouped queries, gated, untied": {},
@@ -186,7 +187,11 @@ def test_types_and_kernels_of_products_follow_the_backend():
         ("gpu", "7.5", "bfloat16", "xla"), ("tpu", "", "bfloat16", "megablox"),
     ):  # fmt: skip
         cfg = tiny_model.config(dtype="auto")
-        model = build_model(cfg, backend=backend, compute_capability=capability)
+        model = build_model(
+            ModelSettings.from_keys(cfg, backend=backend),
+            backend=backend,
+            compute_capability=capability,
+        )
         kernels = model.kernels
         assert (model.config.dtype, kernels.grouped_matmul) == (jnp.dtype(dtype), kernel)
         of_gpu = {kernels.unroll_layers, kernels.one_pass_logsumexp, kernels.recompute_activations}
@@ -197,7 +202,7 @@ def test_types_and_kernels_of_products_follow_the_backend():
         (dict(base_num_decoder_layers=48, vocab_size=2**15), True, 2**12),
         (dict(base_num_decoder_layers=49, vocab_size=2**18), False, 2**10),
     ):
-        kernels = build_model(tiny_model.config(**keys), backend="gpu").kernels
+        kernels = tiny_model.build(backend="gpu", **keys).kernels
         assert (kernels.unroll_layers, kernels.head_chunk) == (unrolled, chunk)
     init = tiny_model.build(weight_dtype="bfloat16").init
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -207,7 +212,7 @@ def test_types_and_kernels_of_products_follow_the_backend():
 def test_the_choice_of_kernels_is_logged(caplog):
     """Once for each model, with the backend; and the line of a run has the same words."""
     caplog.set_level(logging.INFO, logger="maxdiloco.models")
-    kernels = build_model(tiny_model.config(dtype="auto", num_experts=2), backend="tpu").kernels
+    kernels = tiny_model.build(backend="tpu", dtype="auto", num_experts=2).kernels
     (record,) = caplog.records
     assert "tpu" in record.getMessage() and kernels.describe() in record.getMessage()
     for chosen in (kernels.attention, kernels.grouped_matmul):
@@ -299,7 +304,7 @@ def test_halves_change_places_to_the_same_bits(form):
 def test_the_product_rotates_where_it_is_exact_and_fuses(backend, dtype):
     """On a TPU in bfloat16: its products of float32 are rounded, and elsewhere slices fuse."""
     cfg = tiny_model.config(dtype=dtype, max_target_length=128, attention="autoselected")
-    model = build_model(cfg, backend=backend)
+    model = build_model(ModelSettings.from_keys(cfg, backend=backend), backend=backend)
     assert model.kernels.attention == ("splash" if backend == "tpu" else "dot_product")
     x = jax.ShapeDtypeStruct((1, 128, model.config.emb_dim), model.config.dtype)
 
@@ -320,8 +325,10 @@ def test_a_run_begins_with_the_same_bits_on_any_mesh():
     """Two slices of two devices, each with half of a matrix; beside one device."""
     keys = ["model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2", "ici_fsdp_parallelism=2"]
     cfg = config.load(keys, {})
-    mesh = mesh_lib.build(cfg, jax.devices()[:4])
-    parts = assemble.assemble(cfg, mesh, total_steps=1, on_compile=lambda *_: None)
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg), jax.devices()[:4])
+    parts = assemble.assemble(
+        run_settings.read(cfg, mesh), mesh, total_steps=1, on_compile=lambda *_: None
+    )
     state = parts.init(np.uint32(5))
     init = jax.jit(lambda seed: parts.model.init(jax.random.key(seed)))
     leaves, expected = map(jax.tree.leaves, (state.outer, init(np.uint32(5))))

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxdiloco.config import config as base
-from maxdiloco.models.build import build_model
+from maxdiloco.models.build import ModelSettings, build_model
 from maxdiloco.models.model import Model
 from maxdiloco.parallel.mesh import AXES
 
@@ -47,8 +47,9 @@ def config(**changes):
     return BASE.model_copy(update=TINY | changes)
 
 
-def build(**changes):
-    return build_model(config(**changes), backend="cpu")
+def build(*, backend="cpu", **changes):
+    settings = ModelSettings.from_keys(config(**changes), backend=backend)
+    return build_model(settings, backend=backend)
 
 
 def with_kernels(model, **changes):

@@ -13,10 +13,11 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning import topology
+from maxdiloco.run import settings
 
 
 def load(*argv):
-    return config.load(argv, {})
+    return settings.read_mesh(config.load(argv, {}))
 
 
 def test_one_open_size_gets_the_devices_that_the_others_leave():

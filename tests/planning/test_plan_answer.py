@@ -10,6 +10,7 @@ from maxdiloco.config import config, files
 from maxdiloco.parallel import mesh
 from maxdiloco.planning import compile_run, forecast, job, rating, recommendation, table
 from maxdiloco.run import assemble
+from maxdiloco.run import settings as run_settings
 
 # Two sites of eight H100, 100 Mbit/s and 200 ms between them, 1.3B parameters.
 SITES = ("model_name=1b", "compile_topology=h100-8", "compile_topology_num_slices=2")
@@ -56,7 +57,11 @@ def test_the_command_has_the_number_of_slices_of_the_plan(planned, topology, giv
     devices = [
         SimpleNamespace(platform=platform, slice_index=k // host) for k in range(2 * int(count))
     ]
-    assert mesh.count_slices(config.load(argv, {}), devices) == found["num_slices"] == 2
+    assert (
+        mesh.count_slices(run_settings.read_mesh(config.load(argv, {})), devices)
+        == found["num_slices"]
+        == 2
+    )
     assert sum(word.startswith("num_slices=") for word in argv) == (
         platform == "gpu" and given != ("dcn_diloco_parallelism=2",)
     )
@@ -105,7 +110,9 @@ def test_data_parallelism_has_the_bytes_that_the_trainer_counts(planned, slices,
             "ici_fsdp_parallelism=1")  # fmt: skip
     found, run = planned(*keys, "step_time=0.01", "slice_bandwidth_gbps=0.01")
     cfg = config.load([*keys, "enable_diloco=false"], {})
-    like = assemble.assemble(cfg, mesh.build(cfg), total_steps=9, on_compile=lambda *_: None)
+    built = mesh.build(run_settings.read_mesh(cfg))
+    keys = run_settings.read(cfg, built)
+    like = assemble.assemble(keys, built, total_steps=9, on_compile=lambda *_: None)
     sent = like.trainer.bytes_sent(1)
     way = found["answer"]["ways"][1]
     assert way["bytes_between_sites"] == pytest.approx(1000 * slices * sent)

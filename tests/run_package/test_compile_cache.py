@@ -8,7 +8,8 @@ import pytest
 
 from maxdiloco.config import config
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.run import startup
+from maxdiloco.run import compile_cache
+from maxdiloco.run import settings as run_settings
 
 TWO = ("dcn_diloco_parallelism=2", "num_diloco_replicas=2")
 
@@ -31,8 +32,8 @@ def load(*argv):
 def test_a_cpu_runs_saved_programs_where_no_device_shares_a_replica(devices, argv, sound):
     """All devices of data parallelism are one replica."""
     cfg = load(*argv)
-    mesh = mesh_lib.build(cfg, devices)
-    assert startup.keep_their_order(cfg, mesh) == sound
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg), devices)
+    assert compile_cache.keeps_order(mesh, has_replicas=cfg.enable_diloco) == sound
 
 
 @pytest.fixture
@@ -45,9 +46,16 @@ def setting():
         jax.config.update(name, value)
 
 
+def cached(*argv):
+    """The context of the compile cache of a run."""
+    cfg = load(*argv)
+    mesh = mesh_lib.build(run_settings.read_mesh(cfg))
+    return compile_cache.compile_cache(cfg.jax_cache_dir, mesh, has_replicas=cfg.enable_diloco)
+
+
 def cache_of(*argv):
     """The folder that JAX has in a run, and the lines about it."""
-    with startup.compile_cache(load(*argv)) as lines:
+    with cached(*argv) as lines:
         return jax.config.values["jax_compilation_cache_dir"], lines
 
 
@@ -59,12 +67,12 @@ def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(
     the absolute path of the folder that was checked."""
     monkeypatch.chdir(tmp_path)
     keys = [source if source.islower() else "jax_cache_dir="]
-    monkeypatch.delattr(startup.shared_folder, "is_shared")  # asked on GPUs alone
+    monkeypatch.delattr(compile_cache.shared_folder, "is_shared")  # asked on GPUs alone
     setting("jax_compilation_cache_dir", "own")
     folder = str(tmp_path / source.partition("=")[2])
     assert cache_of(*TWO, "enable_diloco=true", *keys) == (folder, [])
     assert jax.config.values["jax_compilation_cache_dir"] == "own"
-    note = f"note: {source} is not used: {startup.LOSES_ORDER}."
+    note = f"note: {source} is not used: {compile_cache.LOSES_ORDER}."
     in_two = "ici_fsdp_parallelism=2"
     assert cache_of(*TWO, "enable_diloco=true", in_two, *keys) == (None, [note])
     assert jax.config.values["jax_compilation_cache_dir"] == "own"
@@ -74,9 +82,9 @@ def test_programs_that_compile_for_a_tenth_of_a_second_are_kept(setting, monkeyp
     """Control: what the user gives JAX stays, but for its default, 1 s, which cannot be told."""
     monkeypatch.chdir(tmp_path)
     name = "jax_persistent_cache_min_compile_time_secs"
-    for given, used in ((1.0, startup.KEPT_FROM_S), (5.0, 5.0), (0.0, 0.0)):
+    for given, used in ((1.0, compile_cache.KEPT_FROM_S), (5.0, 5.0), (0.0, 0.0)):
         setting(name, given)
-        with startup.compile_cache(load(*TWO, "enable_diloco=true", "jax_cache_dir=kept")):
+        with cached(*TWO, "enable_diloco=true", "jax_cache_dir=kept"):
             assert jax.config.values[name] == used
         assert jax.config.values[name] == given
 
@@ -86,8 +94,8 @@ def test_gpus_use_a_compile_cache_that_all_their_hosts_see(setting, monkeypatch,
     setting("jax_compilation_cache_dir", None)
     gpus = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
     gpus.size, gpus.shape = 1, {"diloco": 1}
-    monkeypatch.setattr(startup.mesh_lib, "build", lambda cfg: gpus)
-    monkeypatch.setattr(startup.shared_folder, "is_shared", lambda folder: shared)
-    note = f"note: jax_cache_dir={tmp_path} is not used: {startup.NOT_SHARED}."
+    monkeypatch.setattr(compile_cache.mesh_lib, "build", lambda cfg: gpus)
+    monkeypatch.setattr(compile_cache.shared_folder, "is_shared", lambda folder: shared)
+    note = f"note: jax_cache_dir={tmp_path} is not used: {compile_cache.NOT_SHARED}."
     expected = (str(tmp_path), []) if shared else (None, [note])
     assert cache_of(*TWO, f"jax_cache_dir={tmp_path}") == expected

@@ -14,6 +14,7 @@ from maxdiloco.config import config
 from maxdiloco.models.config import from_keys
 from maxdiloco.models.model import Model
 from maxdiloco.run import model as run_model
+from maxdiloco.run import settings as run_settings
 from maxdiloco.run.evaluation import Evaluation, Totals
 
 SIZES = (
@@ -33,7 +34,7 @@ def test_bits_per_byte_divides_by_the_bytes_of_the_targets():
     assert "eval/bits_per_byte" not in Totals(6.0, 4, 0).metrics()
     assert math.isnan(Totals(0.0, 0, 0).loss)
     assert Totals(1e6, 1, 0).rates()["perplexity"] == math.inf
-    found = run_model.token_bytes(config.load(["vocab_size=300"], {}))
+    found = run_model.token_bytes(run_settings.read_tokenizer(config.load(["vocab_size=300"], {})))
     assert found.dtype == np.int32 and found.sum() == 256 and found[256:].sum() == 0
 
 

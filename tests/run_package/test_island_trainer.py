@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from tiers import corner
 
 from maxdiloco import DiLoCo
-from maxdiloco.checkpoint.saved_state import layout_of
+from maxdiloco.checkpoint.saved_state import read_layout
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.errors import NumericsError
 from maxdiloco.islands import audit, objects
@@ -271,7 +271,7 @@ def test_who_comes_back_keeps_its_moments_where_it_is_not_late(tmp_path, few_com
         again = an_island(tmp_path / "store", "a", ELASTIC)
         again.bind(values, values)
         state = again.init_program(lambda *given: given)(values, values)
-        again.restore_plan(layout_of(note | {"records": records}, same_rules=True))
+        again.restore_plan(read_layout(note | {"records": records}, same_rules=True))
         state = again.join(state)
         assert [again.learning_rate(lambda _: 1.0, t) for t in (1, 2)] == rates
         for moments, x in zip(leaves(state.opt_state), problem.params, strict=True):

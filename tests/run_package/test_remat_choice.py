@@ -14,6 +14,7 @@ from maxdiloco.engine.calls import Call, memory_of
 from maxdiloco.models.remat import POLICIES
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import assemble, remat_choice
+from maxdiloco.run import settings as run_settings
 
 pytestmark = pytest.mark.usefixtures("few_compiler_passes")
 
@@ -30,27 +31,34 @@ def choose(devices):
     def choose(*argv, memory, mesh=None):
         cfg = config.load([*FLAGS, *argv], {})
         compiled, lines = [], []
-        mesh = mesh or mesh_lib.build(cfg)
+        mesh = mesh or mesh_lib.build(run_settings.read_mesh(cfg))
         chosen, parts = remat_choice.build(
-            cfg, functools.partial(parts_of, compiled=compiled), mesh,
+            run_settings.read(cfg, mesh), functools.partial(parts_of, compiled=compiled), mesh,
             memory=memory, say=lines.append,
         )  # fmt: skip
-        assert parts.model.config.remat_policy == chosen.remat_policy
-        return chosen.remat_policy, lines, list(dict.fromkeys(compiled))
+        policy = chosen.model.config.remat_policy
+        assert parts.model.config.remat_policy == policy
+        return policy, lines, list(dict.fromkeys(compiled))
 
     return choose
 
 
-def parts_of(cfg, compiled):
-    mesh = mesh_lib.build(cfg)
-    on_compile = lambda *_: compiled.append(cfg.remat_policy)  # noqa: E731
-    return assemble.assemble(cfg, mesh, total_steps=1, on_compile=on_compile)
+def settings_of(*argv):
+    cfg = config.load([*FLAGS, *argv], {})
+    return run_settings.read(cfg, mesh_lib.build(run_settings.read_mesh(cfg)))
+
+
+def parts_of(settings, compiled):
+    mesh = mesh_lib.build(run_settings.read_mesh(settings.config))
+    policy = settings.model.config.remat_policy
+    on_compile = lambda *_: compiled.append(policy)  # noqa: E731
+    return assemble.assemble(settings, mesh, total_steps=1, on_compile=on_compile)
 
 
 @functools.cache
 def needed(policy):
     """Bytes of the plain step and the rest of the state, and those kept for the backward pass."""
-    parts = parts_of(config.load([*FLAGS, f"remat_policy={policy}"], {}), [])
+    parts = parts_of(settings_of(f"remat_policy={policy}"), [])
     call = parts.trainer.calls(parts.batch)[0]
     memory = memory_of(call.program.compile(*call.args), call, parts.trainer.abstract_state)
     return memory.needed, remat_choice.kept_bytes(parts, 1)
@@ -58,7 +66,7 @@ def needed(policy):
 
 def test_policies_stand_from_least_computed_to_least_memory():
     policies = ("none", "minimal", "full")
-    of_all = (parts_of(config.load([*FLAGS, f"remat_policy={each}"], {}), []) for each in policies)
+    of_all = (parts_of(settings_of(f"remat_policy={each}"), []) for each in policies)
     kept = [remat_choice.kept_bytes(parts, 1) for parts in of_all]
     assert sorted(kept, reverse=True) == kept and len(set(kept)) == 3
     assert list(POLICIES)[0] == "none"
@@ -122,7 +130,7 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
         calls = [Call(program, (tokens,), 1) for program in programs]
         trainer = of(calls=lambda batch: calls, abstract_state=None)
         parts = of(batch={"tokens": tokens}, trainer=trainer)
-        return remat_choice._needed(config.load(FLAGS, {}), parts, 9, lambda line: None)
+        return remat_choice._needed(settings_of(), parts, 9, lambda line: None)
 
     monkeypatch.setattr(remat_choice, "kept_bytes", lambda *_: 0)
     given = lambda compiled, *_: types.SimpleNamespace(needed=compiled)  # noqa: E731

@@ -5,16 +5,20 @@ import shutil
 import subprocess
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maxdiloco.checkpoint import theta
 from maxdiloco.config import config, files
 from maxdiloco.errors import CheckpointError, ConfigError
+from maxdiloco.parallel.mesh import AXES
 from maxdiloco.parallel.program import Program
 from maxdiloco.run import run_files
+from maxdiloco.run import settings as run_settings
 from maxdiloco.run import state as run_state
 from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.state import rate_lines, refuse_changes
@@ -114,6 +118,10 @@ def test_a_changed_learning_rate_schedule_is_logged(before, keys, expected):
     assert all(re.search(pattern, line) for pattern, line in zip(expected, lines, strict=True))
 
 
+def settings_of(cfg):
+    return run_settings.read(cfg, Mesh(np.array(jax.devices()[:1]).reshape([1] * 6), AXES))
+
+
 def test_a_state_that_does_not_fit_with_loaded_parameters_is_refused(monkeypatch):
     """A CPU refuses 2**60 bytes when the program runs, not when it is compiled."""
     state = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
@@ -121,9 +129,9 @@ def test_a_state_that_does_not_fit_with_loaded_parameters_is_refused(monkeypatch
     found = np.float32(1), types.SimpleNamespace(meta={"tokenizer": fingerprint})
     monkeypatch.setattr(theta, "restore_parameters", lambda *_, **__: found)
     parts = types.SimpleNamespace(trainer=None, params=None, init=state)
-    begin = run_state.Start(0, None, "", None)
+    point = run_state.RestorePoint(0, None, "", None)
     with pytest.raises(ConfigError, match="init does not fit .*Out of memory"):
-        run_state.load(BEFORE, parts, begin, None)
+        run_state.restore(settings_of(BEFORE), parts, point, None)
 
 
 def test_another_held_out_part_or_batch_is_refused_by_key():
@@ -134,15 +142,15 @@ def test_another_held_out_part_or_batch_is_refused_by_key():
         meta["tokenizer"] = "same"
         return types.SimpleNamespace(meta=meta, step=4, path="/runs/a/checkpoints/4")
 
-    refuse_changes(cfg, saved(), M=2, B=2, data=data | {"contents": "old"})
+    refuse_changes(settings_of(cfg), saved(), M=2, B=2, data=data | {"contents": "old"})
     same = data | {"contents": "old"}
-    refuse_changes(cfg, saved(), M=4, B=2, data=same)  # replicas may come
+    refuse_changes(settings_of(cfg), saved(), M=4, B=2, data=same)  # replicas may come
     plain = config.load(["enable_diloco=false"], {})
-    refuse_changes(plain, saved(plain), M=1, B=4, data=same)
+    refuse_changes(settings_of(plain), saved(plain), M=1, B=4, data=same)
     with pytest.raises(CheckpointError, match="^sequences_per_step=8 "):
-        refuse_changes(plain, saved(plain), M=4, B=2, data=same)
+        refuse_changes(settings_of(plain), saved(plain), M=4, B=2, data=same)
     with pytest.raises(CheckpointError, match="^eval_fraction=0.05 "):
-        refuse_changes(cfg, saved(eval_fraction=0.1), M=2, B=2, data=data)
+        refuse_changes(settings_of(cfg), saved(eval_fraction=0.1), M=2, B=2, data=data)
 
 
 KEYS = [
