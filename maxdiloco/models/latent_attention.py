@@ -60,7 +60,7 @@ class LatentAttention(nnx.Module):
         R = latent.kv_lora_rank
         self.kv_down = linear((D,), (R + T,), down)
         self.kv_norm = RMSNorm(config, (R,))
-        self.kv_up = linear((R,), (N, P + V), up)
+        self.kv_up = linear((R,), (N, P + V), up, heads_first=True)
         self.out = linear((N, V), (D,), ("heads", "head_dim", "embed"), gain=config.residual_gain)
         dtype = config.weight_dtype
         self.sinks = constant((N,), ("heads",), dtype=dtype) if config.attention_sink else None

@@ -97,6 +97,7 @@ class Linear(nnx.Module):
         *,
         gain: float = 1.0,
         use_bias: bool = False,
+        heads_first: bool = False,
         rngs: nnx.Rngs,
     ):
         """Create the kernel, and the bias.
@@ -109,6 +110,7 @@ class Linear(nnx.Module):
           names: logical axis names of in_shape, then of out_shape.
           gain: factor on the initial values of the kernel.
           use_bias: whether there is a bias, which begins as 0.
+          heads_first: order of a sum in the gradient, see kernels/matmul.py.
           rngs: draws from the stream `params`.
         """
         self.num_summed, dtype = len(in_shape), config.weight_dtype
@@ -122,7 +124,7 @@ class Linear(nnx.Module):
         )
         out_names = bias_names(names[len(in_shape) :])
         self.bias = constant(out_shape, out_names, dtype=dtype) if use_bias else None
-        self.dot_general = kernels.dot_general(config, names)
+        self.dot_general = kernels.dot_general(config, names, heads_first=heads_first)
 
     def __call__(self, x: jax.Array, *, name: str | None = None) -> jax.Array:
         """Multiply by the kernel and add the bias.

@@ -90,9 +90,13 @@ class Kernels:
             f"layers {'unrolled' if self.unroll_layers else 'in a loop'}"
         )
 
-    def dot_general(self, config: ModelConfig, names: Names) -> Callable:
+    def dot_general(
+        self, config: ModelConfig, names: Names, *, heads_first: bool = False
+    ) -> Callable:
         """Return the product of activations and a weight with these logical axis names."""
-        return matmul.dot_general(self.products, names, config.rules, config.dtype)
+        return matmul.dot_general(
+            self.products, names, config.rules, config.dtype, heads_first=heads_first
+        )
 
     def einsum_to_float32(self, equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
         """Return an einsum of activations and a weight, in float32."""

@@ -62,6 +62,7 @@ class _Call:
     names: Names  # of the dimensions of w
     rules: Rules
     dtype: Any  # of activations
+    heads_first: bool  # order of the sum in dot_transposed
 
     def dot(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """Return [B, L, *out]."""
@@ -70,7 +71,10 @@ class _Call:
 
     def dot_transposed(self, d_out: jax.Array, w: jax.Array) -> jax.Array:
         """Return [B, L, *in] of d_out [B, L, *out]."""
-        return self.sum_over(d_out, w, *_last_dims(d_out, w.ndim - self.num_summed, w))
+        dims_d, dims_w = _last_dims(d_out, w.ndim - self.num_summed, w)
+        if self.heads_first:
+            dims_d, dims_w = dims_d[::-1], dims_w[::-1]
+        return self.sum_over(d_out, w, dims_d, dims_w)
 
     def sum_over(self, x: jax.Array, y: jax.Array, dims_x: Any, dims_y: Any) -> jax.Array:
         """Return the product of two arrays in the type of x, summed over these dimensions."""
@@ -92,8 +96,8 @@ class _Call:
 def innermost_first(ndim: int, num_last: int | None = None) -> tuple[int, ...]:
     """Return the last dimensions of an array in the order in which products sum over them.
 
-    Heads and head dimension are summed in this order everywhere; the
-    other one gives other last bits on a CPU.
+    Heads and head dimension are summed in this order, except for `heads_first`. The other order
+    gives other last bits on a CPU.
 
     Args:
       ndim: dimensions of the array.
@@ -103,7 +107,9 @@ def innermost_first(ndim: int, num_last: int | None = None) -> tuple[int, ...]:
     return tuple(range(ndim - 1, ndim - num_last - 1, -1))
 
 
-def dot_general(products: Products, names: Names, rules: Rules, dtype: DTypeLike) -> Callable:
+def dot_general(
+    products: Products, names: Names, rules: Rules, dtype: DTypeLike, *, heads_first: bool = False
+) -> Callable:
     """Return a product for one weight, with the signature of jax.lax.dot_general.
 
     Args:
@@ -111,6 +117,8 @@ def dot_general(products: Products, names: Names, rules: Rules, dtype: DTypeLike
       names: logical axis names of the weight's dimensions.
       rules: logical axis name -> mesh axes.
       dtype: type of activations, in which devices sum the gradient of a quantised product.
+      heads_first: sum over heads before their features in the gradient of x, which changes the last
+        bits of that gradient only. Quantised products ignore it.
 
     Returns:
       A function (x [B, L, *in], w [*in, *out], dimension_numbers) -> [B, L, *out]. It sums over the
@@ -119,7 +127,7 @@ def dot_general(products: Products, names: Names, rules: Rules, dtype: DTypeLike
 
     def product(x: jax.Array, w: jax.Array, dimension_numbers: Any) -> jax.Array:
         (_, summed_w), _ = dimension_numbers
-        call = _Call(products, len(summed_w), tuple(names), rules, jnp.dtype(dtype))
+        call = _Call(products, len(summed_w), tuple(names), rules, jnp.dtype(dtype), heads_first)
         if products.quantization != quantized.NONE:
             return _quantized(call, x, w)
         if products.float32_results or products.scattered_gradients:
