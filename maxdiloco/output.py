@@ -1,16 +1,19 @@
 """Prints every line for the user. A stream that is full or closed ends no program."""
 
+import contextlib
 import errno
 import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 # A full disk: the line is dropped, the next one is tried.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_LINE_S = 5.0  # between two lines of `progress` [s]
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -47,6 +50,47 @@ def shows_bars() -> bool:
         return os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:  # a stream in the place of a terminal's
         return True
+
+
+@contextlib.contextmanager
+def progress(
+    verb: str,
+    total: int,
+    line: Callable[[str], None],
+    *,
+    done: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Callable[[int], None]]:
+    """Show the progress of some bytes: a bar on a terminal, otherwise a line every _LINE_S.
+
+    Args:
+      verb: past participle for the lines, such as tokenised.
+      total: bytes in all.
+      line: receives the lines.
+      done: bytes that are done already.
+      clock: returns seconds.
+
+    Yields:
+      A function to call with the number of bytes that are newly done.
+    """
+    if shows_bars():
+        from tqdm import tqdm
+
+        with tqdm(total=total, initial=done, unit="B", unit_scale=True, leave=False) as bar:
+            yield bar.update
+        return
+    before, begun = done, clock()
+    last = begun
+
+    def advance(size: int) -> None:
+        nonlocal done, last
+        done, now = done + size, clock()
+        if before < done < total and now - last >= _LINE_S:
+            last = now
+            left = (now - begun) / (done - before) * (total - done)
+            line(f"{verb} {done / total:.0%} of {total / 1e6:,.0f} MB, about {left:.0f} s left")
+
+    yield advance
 
 
 def one_line(text: str) -> str:

@@ -27,6 +27,7 @@ from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.imported import CARRIED, Say
 from maxdiloco.huggingface.tensors import EMBEDDING, HEAD, OF_VOCABULARY, Family, Part
 from maxdiloco.models.config import from_keys
+from maxdiloco.output import progress
 from maxdiloco.run import settings
 from maxdiloco.run import tokenizer as run_tokenizer
 
@@ -186,7 +187,6 @@ def _write_tensors(
         targets.setdefault((part.leaf, part.index), []).append(part)
     of_leaves = {part.leaf: len(part.index) for part in parts}
     sizes = (math.prod(x.shape) * readers[0].dtype(x.path).itemsize for x in of_leaves)
-    done = folders.Progress("exported", sum(sizes), say)
 
     def write(leaf, num_indexed, box):
         values = _mean(readers, leaf.path, box)
@@ -198,10 +198,10 @@ def _write_tensors(
                 tensors.put(files[part.name](), part, box[num_indexed:], piece)
         return values.nbytes
 
-    for leaf, num_indexed in of_leaves.items():
-        for box in readers[0].boxes(leaf.path, num_indexed):
-            done.more(write(leaf, num_indexed, box))
-    done.last("the files are forced to the disk")
+    with progress("exported", sum(sizes), say) as advance:
+        for leaf, num_indexed in of_leaves.items():
+            for box in readers[0].boxes(leaf.path, num_indexed):
+                advance(write(leaf, num_indexed, box))
 
 
 def _mean(readers, leaf, box):

@@ -1,4 +1,4 @@
-"""Output folders that are complete when they have their name, and the progress of filling them."""
+"""Output folders that are complete when they have their name."""
 
 import contextlib
 import fcntl
@@ -6,8 +6,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from etils import epath
 
@@ -20,7 +19,6 @@ from maxdiloco.storage.store import is_local
 
 Folder = pathlib.Path | BucketPath  # that a user names
 UNFINISHED = ".unfinished"
-_PERIOD_S = 10.0  # between two lines on how far it is: our choice; a small model has none
 MARK = "maxdiloco-writes-here"  # a file in such a folder, locked by the program that fills it
 
 
@@ -104,44 +102,3 @@ def _lock(stack: contextlib.ExitStack, folder: epath.Path, mode: str) -> bool:
     except OSError:
         pass  # a file system without locks
     return True
-
-
-class Progress:
-    """Logs the progress of an import or export every _PERIOD_S seconds."""
-
-    def __init__(
-        self,
-        verb: str,
-        total: int,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """Start the clock.
-
-        Args:
-          verb: past participle for the log lines, such as imported.
-          total: bytes in all.
-          say: receives the lines.
-          clock: returns seconds.
-        """
-        self._verb, self._total, self._say, self._clock = verb, max(total, 1), say, clock
-        self._done, self._begun = 0, clock()
-        self._said = self._begun
-
-    def more(self, size: int) -> None:
-        """Count bytes that are done."""
-        self._done = min(self._done + size, self._total)
-        now = self._clock()
-        if now - self._said < _PERIOD_S or not self._done:
-            return
-        self._said = now
-        left = (now - self._begun) * (self._total / self._done - 1)
-        self._say(
-            f"{self._verb} {self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB "
-            f"({self._done / self._total:.0%}), about {left:.0f} s left"
-        )
-
-    def last(self, what: str) -> None:
-        """Log what follows the last byte, if the work took longer than _PERIOD_S."""
-        if self._clock() - self._begun >= _PERIOD_S:
-            self._say(f"{self._verb} {self._total / 1e9:.1f} GB; {what}")

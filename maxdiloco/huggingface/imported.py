@@ -38,6 +38,7 @@ from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.safetensors_files import Stored
 from maxdiloco.huggingface.tensors import Part
 from maxdiloco.models.config import from_keys
+from maxdiloco.output import progress
 from maxdiloco.run import tokenizer as run_tokenizer
 
 CARRIED = "huggingface"  # folder in DST with the files for an export
@@ -273,11 +274,10 @@ def _write_checkpoint(
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     write.prepare(save, nbytes=nbytes)
     writer = Writer(save.folder / OUTER_PARAMS, leaves)
-    done = folders.Progress("imported", nbytes, say)
-    for part in parts:
-        done.more(_write_part(writer, part, found[part.name]))
+    with progress("imported", nbytes, say) as advance:
+        for part in parts:
+            advance(_write_part(writer, part, found[part.name]))
     writer.commit()
-    done.last("the checkpoint is sealed")
     write.commit(save, None)
 
 

@@ -16,7 +16,7 @@ from maxdiloco.config import config, files
 from maxdiloco.config.keys import KEYS
 from maxdiloco.data import tokenizer
 from maxdiloco.engine.trainer import OUTER_PARAMS
-from maxdiloco.huggingface import config_json, folders, safetensors_files, tensors
+from maxdiloco.huggingface import config_json, safetensors_files, tensors
 from maxdiloco.huggingface.tensors import Leaf, Tensor
 from maxdiloco.models.config import from_keys
 
@@ -169,18 +169,6 @@ def test_start_yml_names_the_tokenizer_of_the_import(source, tmp_path):
         assert (keys["add_bos"], keys["add_eos"]) == ("false", expected)
         assert keys["tokenizer_path"] == str(ours / "tokenizer")
         assert tokenizer.read("huggingface", keys["tokenizer_path"]).named_eos == 67  # "b"
-
-
-def test_a_long_import_or_export_says_how_far_it_is():
-    """3 GB in parts of 1 GB: at 4 s nothing, at 12 s 2 of 3 GB with 6 s left, then what follows."""
-    lines, now = [], iter([0.0, 4.0, 12.0, 18.0, 18.0])
-    done = folders.Progress("imported", 3 * 10**9, lines.append, clock=lambda: next(now))
-    for _ in range(3):
-        done.more(10**9)
-    done.last("the checkpoint is sealed")
-    assert len(lines) == 2
-    assert all(number in lines[0] for number in ("2.0 of 3.0 GB", "67%", "6 s"))
-    assert "3.0 GB" in lines[1]
 
 
 def test_an_export_like_a_model_keeps_the_tokenizer_of_its_run(tmp_path):

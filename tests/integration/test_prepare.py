@@ -90,17 +90,6 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path):
     assert "20 parts: good" in run(killed, "check=true").stdout
 
 
-def test_progress_is_lines_on_a_terminal_without_columns(monkeypatch):
-    """As under some shells of containers, where a bar shows nothing."""
-    monkeypatch.setattr(preparing.output, "shows_bars", lambda: False)
-    monkeypatch.setattr(preparing, "_LINE_S", 0.0)
-    said = []
-    with preparing._progress(100, 0, said.append) as advance:
-        for _ in range(4):
-            advance(25)
-    assert [line.split()[1] for line in said] == ["25%", "50%", "75%"]
-
-
 class Fatal(ByteTokenizer):
     def encode_all(self, texts):
         os._exit(7)

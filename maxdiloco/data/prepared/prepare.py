@@ -43,7 +43,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _FACTS = r"part-\d{5,}\.json"
 _WHOLE = rf"({_FACTS}|part-\d{{5,}}\.bin|(source|manifest)\.json|(offsets|checksums)\.npy)"
 _LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
-_LINE_S = 5.0  # between two lines on the progress, where there is no terminal [s]
 _LOOK_S = 1.0  # between two looks for the folder that another process writes [s]
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
@@ -210,7 +209,7 @@ def _make(work, part_bytes, target, say):
         "a process that tokenises text is gone: killed, or out of memory. The same command "
         "resumes; processes=1 needs less memory."
     )
-    with _progress(sum(sizes), done, say) as advance:
+    with output.progress("tokenised", sum(sizes), say, done=done) as advance:
         count = len(todo)  # ahead: none waits until a slow part's turn is over
         made = read_ahead(
             make,
@@ -342,25 +341,3 @@ def _remove(folder, *patterns):
                 os.remove(folder / name)
     elif names:
         folder.bucket().delete([(folder / name).key for name in names])
-
-
-@contextlib.contextmanager
-def _progress(total, done, say):
-    """Yield a function that counts finished bytes, with a bar on a terminal or with lines."""
-    if output.shows_bars():
-        from tqdm import tqdm
-
-        with tqdm(total=total, initial=done, unit="B", unit_scale=True, leave=False) as bar:
-            yield bar.update
-        return
-    begun = last = time.perf_counter()
-
-    def advance(size):
-        nonlocal done, last
-        done += size
-        now = time.perf_counter()
-        if done < total and now - last >= _LINE_S:
-            last = now
-            say(f"tokenised {done / total:.0%} after {now - begun:.0f} s")
-
-    yield advance
