@@ -118,6 +118,7 @@ made = Mailbox(1, KeyFiles(*keys), listener=sockets.listen("127.0.0.1"), timeout
                start_id=start_id)
 for channel in ("control", "bulk"):
     made.open(channel, {0: Peer("127.0.0.1", int(port), "host-a")})
+print("open", flush=True)
 try:
     while True:
         for number in range(8):
@@ -135,11 +136,14 @@ def test_a_stopped_process_loses_nothing_until_it_is_lost(network, started, faul
     port = str(listener.getsockname()[1])
     zero = mailbox(0, listener, timeout_s=2.5)
     network.callback(zero.close, 0.0)
-    for channel in (CONTROL, BULK):
-        zero.open(channel, {1: Peer("host-b", 7, "host-b")})
     keys = network.enter_context(key_files(1))
     process = started(PEER, port, START_ID, *keys)
-    assert zero.wait_until_met(BULK, WAIT_S) == [] and not zero.misses_a_peer
+    process.stdout.readline()  # its imports may take longer than the timeout
+    for channel in (CONTROL, BULK):
+        zero.open(channel, {1: Peer("host-b", 7, "host-b")})
+    for channel in (CONTROL, BULK):
+        assert zero.wait_until_met(channel, WAIT_S) == []
+    assert not zero.misses_a_peer
     process.send_signal(signal.SIGSTOP)
     data = random.randbytes(MESSAGE_BYTES)
     for number in range(8):
