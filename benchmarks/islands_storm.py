@@ -57,7 +57,7 @@ KEYS = {
     "num_diloco_fragments": 2,
     "diloco_sync_period": 20,
     "diloco_exchange_dtype": "float4_e3m0",
-    "diloco_aggregation": "rda",
+    "diloco_aggregation": "radial_directional_mean",
     "islands_period_seconds": 5,
     "islands_dead_seconds": 11,  # above a usual cut, CUT_S, and below a standstill, FROZEN_S
     "log_period": 10,

@@ -15,6 +15,7 @@ OVERLAP = "diloco_round_overlap"
 WIRE = "diloco_exchange_dtype"
 FOUR_BITS = {WIRE: "float4_e3m0"}
 FEEDBACK = "diloco_error_feedback"
+RADIAL = "radial_directional_mean"
 MOMENTUM = "diloco_outer_momentum"
 
 
@@ -95,7 +96,13 @@ def _few_bits() -> list[Mode]:
     far = {FEEDBACK: "always", "diloco_sync_period": 166, WIRE: "int2"}
     rows += [
         _diloco(FEWEST, "muon", every_seed=False, **far, **{MOMENTUM: 0.3}),
-        _diloco(f"{FEWEST}, rda", "muon", diloco_aggregation="rda", **far, **{MOMENTUM: 0.3}),
+        _diloco(
+            f"{FEWEST}, rda",
+            "muon",
+            diloco_aggregation=RADIAL,
+            **far,
+            **{MOMENTUM: 0.3},
+        ),
         _diloco("DiLoCo, muon, int2, H=166", "muon", extra=True, **far),
         _diloco(
             "DiLoCo, muon, int2, H=166, no momentum",
@@ -221,9 +228,9 @@ MODES = (
     *_half_a_moment(),
     *_eight_bits(),
     # It keeps the norm that the mean loses, so that its steps are longer.
-    _diloco("DiLoCo, rda", extra=True, diloco_aggregation="rda"),
-    _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, extra=True, diloco_aggregation="rda"),
-    _diloco("DiLoCo, M=8, rda", num_diloco_replicas=8, every_seed=False, diloco_aggregation="rda"),
+    _diloco("DiLoCo, rda", extra=True, diloco_aggregation=RADIAL),
+    _diloco("DiLoCo, M=4, rda", num_diloco_replicas=4, extra=True, diloco_aggregation=RADIAL),
+    _diloco("DiLoCo, M=8, rda", num_diloco_replicas=8, every_seed=False, diloco_aggregation=RADIAL),
     _diloco("DiLoCo, H=30, momentum 0.9", **LONG),
     _diloco("DiLoCo, H=10, momentum 0.9", diloco_sync_period=10, **LONG),
     _diloco("DiLoCo, H=100, momentum 0.9", diloco_sync_period=100, **LONG),

@@ -31,7 +31,7 @@ def keys_of(row: Row, scale: Scale, own: Mapping[str, str]) -> dict[str, Any]:
     if rest:
         raise ValueError(f"{row.mode}: {replicas} replicas do not divide a batch of {scale.batch}")
     if not keys["enable_diloco"]:
-        keys["num_diloco_replicas"] = -1
+        keys["num_diloco_replicas"] = "auto"
     else:
         keys["diloco_outer_lr"] = row.outer_lr
     return (

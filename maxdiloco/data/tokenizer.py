@@ -43,6 +43,18 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenizerSettings:
+    """The tokenizer of a run, by the names of KEYS."""
+
+    dataset_type: str
+    tokenizer_type: str
+    tokenizer_path: str
+    add_bos: bool
+    add_eos: bool
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True)
 class SubwordTokenizer(Tokenizer):
     """Common part of the tokenizers of both packages."""
 

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxdiloco.data import tokenizer as tokenizers
+from maxdiloco.data.tokenizer import TokenizerSettings
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.models import devices
 from maxdiloco.models.build import ModelSettings, build_model
@@ -14,7 +15,6 @@ from maxdiloco.models.kernels import cudnn, quantized
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.sharding import parameter_shardings
-from maxdiloco.run.tokenizer import TokenizerSettings
 
 
 def build(settings: ModelSettings, mesh: Mesh) -> Model:

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from maxdiloco.config import checks
 from maxdiloco.config.config import with_replicas
 from maxdiloco.config.keys import Config
+from maxdiloco.data.tokenizer import TokenizerSettings
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.models.build import ModelSettings
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.mesh import MeshSettings
-from maxdiloco.run.tokenizer import TokenizerSettings
 
 S = TypeVar("S")
 

@@ -3,13 +3,11 @@
 Imports no JAX, so that vocab_size=auto is a number before anything is built.
 """
 
-import dataclasses
-
 from etils import epath
 
 from maxdiloco.config import config
 from maxdiloco.data import tokenizer as tokenizers
-from maxdiloco.data.tokenizer import SubwordTokenizer
+from maxdiloco.data.tokenizer import SubwordTokenizer, TokenizerSettings
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.run_folder import AGAIN, refusing
@@ -20,18 +18,6 @@ _MULTIPLE = 128
 # stay those of its published weights: our choice; Qwen3's fills 99.8 %, DeepSeek-V2's 97.7 %.
 _OWN = 0.95
 FOLDER = "tokenizer"  # in a run's folder and in a checkpoint
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenizerSettings:
-    """The tokenizer of a run, by the names of data.tokenizer.KEYS."""
-
-    dataset_type: str
-    tokenizer_type: str
-    tokenizer_path: str
-    add_bos: bool
-    add_eos: bool
-    vocab_size: int
 
 
 def resolved(cfg: config.Config) -> config.Config:

@@ -259,7 +259,7 @@ def test_an_eager_run_is_read_as_its_mean_and_resumes_without(tmp_path):
         assert restored.items.keys() == {"outer"}
         np.testing.assert_array_equal(found["w"], mean.astype(dtype))
     target, _ = trained(2, 0, sync_period=2)
-    layout = functools.partial(saved_state.layout_of, same_rules=True)
+    layout = functools.partial(saved_state.read_layout, same_rules=True)
     restored = restore_from(
         tmp_path, lambda meta: saved_state.abstract_items(target, layout(meta)), key="RUN"
     )

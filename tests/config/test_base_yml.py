@@ -202,9 +202,22 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     found = [reads(path.read_text()) for path in others]
     found += [reads(path.read_text(), ("cfg",)) for path in of_models]
     attributes, subscripts = (set().union(*each) for each in zip(*found, strict=True))
-    by_name = set(tokenizer.KEYS)
+    # run/settings.py copies keys into records of these names, under the names of the keys.
+    records = (
+        "network",
+        "batch",
+        "data",
+        "optimizer",
+        "evaluation",
+        "checkpoint",
+        "metrics",
+        "settings",
+    )
+    of_run = [reads(path.read_text(), records)[0] for path in (package / "run").rglob("*.py")]
+    of_run.append(reads((package / "models/build.py").read_text(), ("keys",))[0])
+    by_name = set(tokenizer.KEYS).union(*of_run)
     unread = [name for name in KEYS if name not in attributes | by_name]
     assert [n for n in unread if not any(re.fullmatch(one, n) for one in subscripts)] == []
     assert attributes - set(KEYS) == {
-        "as_dict", "eval_paths", "get", "holds_out", "items", "model_copy", "sizes",
+        "as_dict", "eval_paths", "get", "holds_out", "items", "model_copy", "rules", "sizes",
     }  # fmt: skip
