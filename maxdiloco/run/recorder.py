@@ -13,7 +13,7 @@ from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.data.pipeline import Dataset
 from maxdiloco.metrics.console import Console, console_line, sample_lines
 from maxdiloco.metrics.history import MAX_STEPS, History
-from maxdiloco.metrics.monitor import Metrics, Rows, Values, learning_metrics
+from maxdiloco.metrics.rows import Metrics, RowCollector, Values, learning_metrics
 from maxdiloco.metrics.speed import StepClock, device_memory, flops_per_token, performance
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.run.assemble import Parts
@@ -78,7 +78,7 @@ class Recorder:
         self._metrics: Metrics | None = None  # of the row of the step under way
         self._values: dict[str, float] = {}  # the rest of it
         self._samples: dict[int, str] = {}  # text from theta, by step, until its row is written
-        self.rows = Rows(
+        self.rows = RowCollector(
             jax.process_index(), parts.monitor.replicas, mailbox=mailbox, write=self._write
         )
 

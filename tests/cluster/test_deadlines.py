@@ -9,7 +9,7 @@ from maxdiloco.cluster.deadlines import SLOWER, Deadlines
 from maxdiloco.cluster.payloads import MESSAGE_BYTES
 from maxdiloco.engine.host_transfer import HostTransfers, Shard, Transfer, routes
 from maxdiloco.errors import LostPeerError
-from maxdiloco.metrics.monitor import Rows
+from maxdiloco.metrics.rows import RowCollector
 from maxdiloco.parallel import mesh as mesh_lib
 
 
@@ -107,7 +107,7 @@ def test_the_host_exchange_and_the_rows_end_the_wait(monkeypatch, devices):
     with pytest.raises(LostPeerError, match="process 1 .*fragment 0 of step 8 "):
         carrier._collect(Transfer(("key",), 8, 1, False, "fragment 0 of step 8"), fetched)
     carrier.close()
-    rows = Rows(0, {0: [0], 1: [1]}, mailbox=peer, write=lambda *row: None)
+    rows = RowCollector(0, {0: [0], 1: [1]}, mailbox=peer, write=lambda *row: None)
     rows.add(8, {}, {})
     with pytest.raises(LostPeerError, match="process 1 .*step 8"):
         rows.write_all()

@@ -11,7 +11,7 @@ from models import tiny_model
 
 from maxdiloco.metrics import definitions
 from maxdiloco.metrics.definitions import METRICS
-from maxdiloco.metrics.monitor import learning_metrics
+from maxdiloco.metrics.rows import learning_metrics
 from maxdiloco.run import inner_step
 from maxdiloco.run.evaluation import Totals
 from scripts import metrics_page

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiloco.metrics import monitor as monitor_lib
 from maxdiloco.metrics.monitor import Monitor
+from maxdiloco.metrics.rows import learning_metrics
 from maxdiloco.metrics.speed import StepClock, flops_per_token, performance
 from maxdiloco.parallel.chips import CHIPS
 
@@ -54,7 +55,7 @@ def mean(steps, R=4):
 @pytest.mark.parametrize("most", [256, 2])
 def test_the_loss_of_a_row_is_the_mean_since_the_last_row(monkeypatch, most):
     """However many of them are still on the devices. One step alone keeps its bits."""
-    monkeypatch.setattr(monitor_lib, "_MOST_STEPS", most)
+    monkeypatch.setattr(monitor_lib, "_MAX_STEPS", most)
     watcher = monitor()
     add(watcher, range(1, 6))
     np.testing.assert_allclose(watcher.take_row(5)["loss"], mean(range(1, 6)), rtol=1e-7)
@@ -104,7 +105,7 @@ def test_skipped_steps_are_counted_and_not_in_the_mean():
     np.testing.assert_array_equal(found["skipped"], [0, 2, 0, 3])
     wanted = [*mean([1, 2, 3])[:1], losses(1)[1], mean([1, 2, 3])[2], np.nan]
     np.testing.assert_allclose(found["loss"], wanted, rtol=1e-6)
-    of_those_with_a_loss = monitor_lib.learning_metrics(found, 0.1)["learning/loss"]
+    of_those_with_a_loss = learning_metrics(found, 0.1)["learning/loss"]
     np.testing.assert_allclose(of_those_with_a_loss, np.mean(wanted[:3]), rtol=1e-6)
     stops = monitor()  # another nan_policy from step 3 on
     stops.resume(before_sums)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxdiloco.errors import LostPeerError
-from maxdiloco.metrics.monitor import Rows
+from maxdiloco.metrics.rows import RowCollector
 
 REPLICAS = {0: [0, 3], 1: [1], 2: [2, 4], 3: []}  # process 3 shares a slice with another
 
@@ -48,7 +48,9 @@ def run():
     """(rows of each process, messages, who is late, what process 0 has written)."""
     messages, late, written = {}, set(), []
     write = lambda *row: written.append(row)  # noqa: E731
-    rows = [Rows(p, REPLICAS, mailbox=Mailbox(messages, late, p), write=write) for p in REPLICAS]
+    rows = [
+        RowCollector(p, REPLICAS, mailbox=Mailbox(messages, late, p), write=write) for p in REPLICAS
+    ]
     return rows, messages, late, written
 
 

@@ -12,7 +12,7 @@ import pytest
 from models import tiny_model
 
 from maxdiloco.config import config
-from maxdiloco.metrics.monitor import learning_metrics
+from maxdiloco.metrics.rows import learning_metrics
 from maxdiloco.metrics.speed import active_parameters, flops_per_token
 from maxdiloco.models.config import from_keys
 from maxdiloco.models.model import Model, count_parameters

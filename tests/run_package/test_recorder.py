@@ -80,7 +80,7 @@ def test_the_step_time_excludes_evaluations_and_saves(monkeypatch):
 
     run = Run(monkeypatch, save=70, check=0.25)
     waited = []
-    monkeypatch.setattr(recorder.Rows, "write_all", lambda rows: waited.append(True))
+    monkeypatch.setattr(recorder.RowCollector, "write_all", lambda rows: waited.append(True))
     times = run.times(2, lambda t: run.recorder.save(t, STATE))
     assert times == [1.25, 1.5] and waited
 
