@@ -17,7 +17,7 @@ setup(
         CONFIGS: ["*.yml", "*.json", "models/*.yml", "recipes/*.yml"],
         "maxdiloco.config": ["*.yml"],
         "maxdiloco.report": ["static/*.*", "static/uplot/*"],
-        "maxdiloco.planning": ["*.yml"],
+        "maxdiloco.planning": ["*.csv"],
     },
     install_requires=[
         "jax>=0.10.2,!=0.11.*,<0.13",

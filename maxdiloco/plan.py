@@ -2,7 +2,7 @@
 
 Takes the flags of maxdiloco.train and the bandwidth of the link between slices. The plain step is
 compiled for compile_topology, or its time is given as step_time and nothing is compiled; that of
-GPUs, and of TPUs without libtpu, is guessed from the chip. Exit code 1 if no choice fits the
+GPUs, and of TPUs without libtpu, is guessed from the chip. Exit code 1 if no candidate fits the
 link.
 """
 
@@ -35,10 +35,9 @@ OPTIONS = MappingProxyType({
     "details": Option(False, "all rows of the table, and what its columns mean", bool),
     "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
-# Without GPUs: two boxes of eight on 1 Gbit/s. And a step whose time is measured, of two slices.
-EXAMPLES = (
+EXAMPLES = (  # 8B on two hosts of eight absent H100s; a model whose step was measured
     "model_name=llama3-8b compile_topology=h100-8 compile_topology_num_slices=2 "
-    "slice_bandwidth_gbps=1",
+    "slice_bandwidth_gbps=1 tokens=200e9",
     "model_name=tiny dcn_diloco_parallelism=2 step_time=0.4 slice_bandwidth_gbps=0.01",
 )
 # Each names one link between slices: of a device, a host, a slice.
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _given(options: SimpleNamespace, names: Sequence[str]) -> list[str]:
-    """Of options that name the same link that which is given."""
+    """Return the one of several options for the same quantity that was given."""
     given = [name for name in names if vars(options)[name] is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} name the same link. Give one of them.")
@@ -81,39 +80,47 @@ def _given(options: SimpleNamespace, names: Sequence[str]) -> list[str]:
 
 
 def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
-    from maxdiloco.planning import compile_run, forecast, job, rating, recommendation, table
+    from maxdiloco.planning import candidates, forecast, proposal, recommendation, table
+    from maxdiloco.planning.job import describe_job
+    from maxdiloco.planning.rating import Link, Step
     from maxdiloco.storage import output_file
 
     output_file.check_path("report", options.report)
-    planned = job.of(cfg)
-    sharing = ((1, "device"), (planned.per_host, "host"), (planned.per_slice, "slice"))
-    share = sharing[LINKS.index(link)]
-    latency_s = (options.latency_ms or options.link_latency_ms or 0.0) / 1e3
-    given = config.names_given(keys, os.environ)
-    tokens, origin = _tokens(
-        cfg, options.tokens, has_steps="steps" in given, a_step=planned.tokens,
-        parameters=planned.num_parameters,
-    )  # fmt: skip
-    families = rating.families(planned, given)
+    job, given = describe_job(cfg), config.names_given(keys, os.environ)
+    say_line = train_compile.say_line
+    families = candidates.families(job, given)
     if not families:
         raise ConfigError(
             "diloco_sync_period, num_diloco_fragments and num_communication_overlapping_steps: no "
             "mode allows this combination of values. Leave one of the keys out."
         )
-    unrated = table.Plan(
-        planned, rating.Step(options.step_time or 1.0), vars(options)[link] / share[0], share, (),
-        keys, forecast.law(), latency_s, tokens, origin,
-        (options.price_per_device_hour, options.price_per_gb),
-    )  # fmt: skip
-    has_time, say_line = options.step_time is not None, train_compile.say_line
-    plan = compile_run.proposed(unrated, families, has_time=has_time, say=say_line)
-    figures, views = (
-        table.as_json(plan) | {"answer": recommendation.as_json(plan)},
-        table.setting(plan),
+    sharing = ((1, "device"), (job.per_host, "host"), (job.per_slice, "slice"))
+    share = sharing[LINKS.index(link)]
+    latency_s = (options.latency_ms or options.link_latency_ms or 0.0) / 1e3
+    tokens, origin = _tokens(
+        cfg,
+        options.tokens,
+        has_steps="steps" in given,
+        a_step=job.tokens,
+        parameters=job.num_parameters,
     )
-    views += ["", *recommendation.lines(plan), "", *table.lines(plan, details=options.details)]
-    for line in views:
+    unrated = proposal.Plan(
+        job,
+        Step(options.step_time or 1.0),
+        Link(vars(options)[link] / share[0], latency_s),
+        share,
+        keys,
+        forecast.fit(forecast.read_rows()),
+        tokens,
+        origin,
+        (options.price_per_device_hour, options.price_per_gb),
+    )
+    has_time = options.step_time is not None
+    plan = proposal.propose(unrated, families, has_time=has_time, say=say_line)
+    views = [*recommendation.lines(plan), "", *table.setting(plan), ""]
+    for line in [*views, *table.lines(plan, details=options.details)]:
         say_line(line)
+    figures = table.as_json(plan) | {"answer": recommendation.as_json(plan)}
     output_file.write_json("report", options.report, figures)
     return train_compile.refuse(table.refusals(plan))
 
@@ -121,7 +128,10 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
 def _tokens(
     cfg: config.Config, tokens: float | None, *, has_steps: bool, a_step: int, parameters: int
 ) -> tuple[float, str]:
-    """Tokens to train on, and where their number is from. tokens: as given. a_step: of a step."""
+    """Return the tokens to train on, and the origin of their number.
+
+    tokens: as given. a_step: tokens of a step.
+    """
     has_steps = has_steps and cfg.steps != "all"
     if has_steps and tokens is not None:
         raise ConfigError(

@@ -70,16 +70,16 @@ def _compile(cfg: config.Config, options: SimpleNamespace) -> int:
 
     gbps = options.dcn_bandwidth_gbps
     output_file.check_path("report", options.report)
-    cfg, mesh, chip = compile_run.devices(cfg)
+    cfg, mesh, chip = compile_run.open_devices(cfg)
     cfg = config.with_replicas(cfg, settings.count_replicas(settings.read_batch(cfg), mesh))
     for line in config.describe_differences(cfg):
         say_line(line)
     say_line(mesh_lib.describe(mesh, settings.read_mesh(cfg)))
-    parts, result = compile_run.report(cfg, mesh, chip, gbps=gbps, say=say_line)
+    parts, result = compile_run.report_run(cfg, mesh, chip, gbps=gbps, say=say_line)
     results = [result]
     if options.compile_data_parallel and cfg.enable_diloco:
         baseline = config.from_dict(cfg.as_dict() | {"enable_diloco": False})
-        results.append(compile_run.report(baseline, mesh, chip, gbps=gbps, say=say_line)[-1])
+        results.append(compile_run.report_run(baseline, mesh, chip, gbps=gbps, say=say_line)[-1])
     texts = [line for each in results for line in report_text.verdict_lines(each)]
     for line in ["", *texts, "", *parts.trainer.description.fragments]:
         say_line(line)

@@ -68,7 +68,7 @@ def test_the_wheel_holds_every_module_config_and_console_command(wheel):
     package, configs = ROOT / "maxdiloco", ROOT / "configs"
     page = {path for path in (package / "report").rglob("*.*") if path.suffix in SHOWN}
     assert len(page) == 6
-    page |= {path for path in package.rglob("*") if path.suffix in (".py", ".yml")}
+    page |= {path for path in package.rglob("*") if path.suffix in (".py", ".yml", ".csv")}
     expected = {path.relative_to(ROOT) for path in {*page, package / "report/static/uplot/LICENSE"}}
     expected |= {"maxdiloco" / path.relative_to(ROOT) for path in configs.rglob("*.*")}
     with zipfile.ZipFile(wheel) as archive:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     """Write the figure."""
     (path,) = argv
     jax.config.update("jax_platforms", "cpu")
-    law = forecast.law()
+    law = forecast.fit(forecast.read_rows())
     parts = [svg.text(LEFT, 22, "Loss over data parallelism (AdamW)", size=14, bold=True)]
     for k in range(8):
         y = LEAST + (MOST - LEAST) * k / 7
@@ -48,9 +48,9 @@ def main(argv: Sequence[str]) -> None:
     parts.append(svg.text(LEFT + WIDTH / 2, TOP + HEIGHT + 38, words, anchor="middle"))
     four_bits = FOUR_BITS[WIRE]
     for k, (inner, M) in enumerate((inner, M) for inner in DASHES for M in REPLICAS):
-        kind = dict(wire=four_bits, inner=inner, tokens=TOKENS)
-        found = [Case(SIZE, M, H, **kind, of_rounds=STEPS / H) for H in PERIODS]
-        gaps = [(case, forecast.gap(law, case)) for case in found]
+        kind = dict(wire=four_bits, inner=inner, tokens=TOKENS, batch=SIZE * TOKENS / STEPS)
+        found = [Case(SIZE, M, H, **kind) for H in PERIODS]
+        gaps = [(case, forecast.predict(law, case)) for case in found]
         line = [_at(_times(c), _over(c, g.share)) for c, g in gaps if not g.outside]
         parts.append(svg.line(line, REPLICAS[M], dash=DASHES[inner], width=1.8))
         x, y = LEFT + WIDTH + 16, TOP + 10 + 20 * k

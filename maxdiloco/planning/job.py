@@ -1,7 +1,8 @@
-"""What a run trains, on which slices and how it synchronises them, known without a device."""
+"""What a plan is for: a run on slices that may be absent, and how it could synchronise."""
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
@@ -22,8 +23,8 @@ from maxdiloco.run import model as run_model
 from maxdiloco.run import optimizer
 from maxdiloco.run import settings as run_settings
 
-MOST_PERIOD = 100_000  # a plan follows each step of a period, seconds for so many; our choice
-# The keys that a choice sets, and its fields.
+MOST_PERIOD = 100_000  # a plan follows each step of a period, which takes seconds for so many
+# The keys that a candidate sets, and its fields.
 KEYS = {
     "diloco_sync_period": "H",
     "enable_streaming_diloco": "streaming",
@@ -37,48 +38,38 @@ KEYS = {
 }
 
 
-class Choice(NamedTuple):
-    """One way to synchronise.
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of the synchronisation that a plan looks at."""
 
-    Attributes:
-      H, P, tau: inner steps between two sends of a fragment, fragments, overlap steps.
-      nonlayer: fragments of leaves that belong to no layer.
-      wire: wire format.
-      overlap: round overlap, one of schedule.ROUND_OVERLAPS.
-      streaming: enable_streaming_diloco.
-      memory: where the outer state is kept.
-      collective: auto, all_gather or reduce_scatter.
-    """
-
-    H: int
-    P: int
-    nonlayer: int
-    tau: int
-    wire: str
-    overlap: str
+    H: int  # inner steps between two sends of a fragment
+    P: int  # fragments
+    nonlayer: int  # fragments that hold no layer
+    tau: int  # overlap steps
+    wire: str  # wire format
+    overlap: str  # round overlap
     streaming: bool
-    memory: str = "device"
+    memory: str = "device"  # of the outer state
     collective: str = "auto"
 
     @property
     def mode(self) -> str:
-        """Its name in the table of docs/concepts/modes.md."""
+        """Return the name of the mode in the table of docs/concepts/modes.md."""
         if self.overlap != "none":
             return self.overlap
         return "overlapped" if self.tau else "streaming" if self.streaming else "DiLoCo"
 
     @property
     def schedule(self) -> Schedule:
-        """Its sends and applies."""
+        """Return when fragments are sent and applied."""
         return Schedule(self.H, self.tau, offsets(self.P, self.H), self.overlap)
 
     def keys(self) -> dict[str, Any]:
-        """The keys of a run."""
-        fields = self._asdict()
-        return {key: fields[field] for key, field in KEYS.items()}
+        """Return the keys of a run with these settings."""
+        return {key: getattr(self, field) for key, field in KEYS.items()}
 
     def arguments(self) -> list[str]:
-        """key=value of what differs from base.yml, and H always."""
+        """Return key=value for the period, and for each key that differs from base.yml."""
         return [
             f"{name}={show(value)}"
             for name, value in self.keys().items()
@@ -86,59 +77,56 @@ class Choice(NamedTuple):
         ]
 
 
-# DiLoCo without fragments or overlap, the reference.
-EXACT = Choice(100, 1, 1, 0, "float32", "none", streaming=False)
+# DiLoCo without fragments or overlap.
+EXACT = Candidate(100, 1, 1, 0, "float32", "none", streaming=False)
 
 
-class Job(NamedTuple):
-    """A run on slices that need not be there.
-
-    mesh: of one replica a slice. per_slice, per_host: devices; a slice counts as a host where hosts
-    are not known. num_replicas: of all slices. params, opt_state: of one replica,
-    ShapeDtypeStructs. tokens: of a step. transport: xla or host. chip: None without
-    compile_topology.
-    """
+@dataclass(frozen=True)
+class Job:
+    """A run on slices that may be absent."""
 
     cfg: Config
-    mesh: AbstractMesh
+    mesh: AbstractMesh  # of one replica a slice
     slices: int
-    per_slice: int
-    per_host: int
-    num_replicas: int
+    per_slice: int  # devices
+    per_host: int  # devices; a slice counts as a host where hosts are not known
+    num_replicas: int  # of all slices
     model: Model
-    params: Any
-    opt_state: Any
-    tokens: int
+    params: Any  # of one replica, as ShapeDtypeStructs
+    opt_state: Any  # likewise
+    tokens: int  # of a step
     transport: str
-    chip: Chip | None
+    chip: Chip | None  # None without compile_topology
 
     @property
-    def asked(self) -> Choice:
-        """What the keys say of the synchronisation."""
-        return Choice(**{field: vars(self.cfg)[key] for key, field in KEYS.items()})
+    def asked(self) -> Candidate:
+        """Return the settings of the synchronisation that the keys have."""
+        return Candidate(**{field: vars(self.cfg)[key] for key, field in KEYS.items()})
 
     @property
     def num_parameters(self) -> int:
-        """Of one replica."""
+        """Return the parameters of one replica."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
 
     @property
     def gradient_bytes(self) -> float:
-        """Bytes that a slice sends in a step of data parallelism, enable_diloco=false."""
+        """Return the bytes that a slice sends in a step of data parallelism."""
         sizes = dict(slices=self.slices, accumulation=self.cfg.gradient_accumulation_steps)
         return gradient_bytes(self.params, self.model.gradient_dtype, **sizes)
 
     @property
     def copies(self) -> int:
-        """How often a device sends its part of a fragment: its replicas, to each other slice."""
+        """Return how often a device sends its shard: for its replicas, to each other slice."""
         return self.num_replicas // self.slices * (self.slices - 1)
 
 
-def of(cfg: Config) -> Job:
-    """The job of a config: on compile_topology, or on what the sizes of the mesh say.
+def describe_job(cfg: Config) -> Job:
+    """Return the job of a config: on compile_topology, or on a mesh of the sizes that it has.
 
-    Nothing is compiled and no accelerator is touched. Raises ConfigError for a config that no link
-    separates, or whose plain steps cross the link.
+    Nothing is compiled and no accelerator is used.
+
+    Raises:
+      ConfigError: no link separates the replicas, or a plain step would cross it.
     """
     jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
     chip, platform, capability = None, cfg.hardware, ""

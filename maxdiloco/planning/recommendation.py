@@ -1,298 +1,237 @@
-"""What a user asks before a run: should I, how, how long, at what price, how good, how sure."""
+"""Answer what a user asks of a plan: which mode, how long, at what loss, how sure."""
 
 import itertools
 import math
 import textwrap
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from maxdiloco.output import aligned, amount, span
 from maxdiloco.planning import forecast, rating
-from maxdiloco.planning.forecast import Gap
-from maxdiloco.planning.table import WIDTH, Plan, few_digits
+from maxdiloco.planning.forecast import Case, Forecast, Law, Row, show_size
+from maxdiloco.planning.proposal import Plan
+from maxdiloco.planning.table import WIDTH, few_digits, loss_as_json
 
-# Measured waits over those of this arithmetic: docs/results.md, "Training over a thin link".
-MEASURED = "waits measured on thin links were 7 to 12% longer"
+# Measured waits relative to those of the link model: docs/results.md, "The plan compared with
+# measurements".
+MEASURED = "measured waits were 7 to 12% longer"
+NEAR = 2.0  # a row within this factor of a size is near it: about the step between sizes of a table
 LABEL = 12  # characters
 
 
-class Way(NamedTuple):
-    """A way to spend the tokens. bytes_per_step: that all sites together send to each other.
-
-    gap: None for data parallelism.
-    """
+@dataclass(frozen=True)
+class Strategy:
+    """A way to train on the tokens."""
 
     name: str
     step_seconds: float
     tokens_per_step: float
     devices: int
-    bytes_per_step: float = 0.0
-    gap: Gap | None = None
+    bytes_per_step: float = 0.0  # that all sites together send to each other
+    loss: Forecast | None = None  # None: that of data parallelism
 
     def seconds(self, tokens: float) -> float:
-        """Until so many tokens are trained on, without evaluations and saves."""
+        """Return the time to train on so many tokens, without evaluations and saves."""
         return tokens / self.tokens_per_step * self.step_seconds
 
-    def to_same_loss(self, tokens: float) -> float:
-        """Seconds until the loss that data parallelism has after so many tokens; see is_known."""
-        return self.seconds(tokens) * (self.gap.times_tokens if self.gap else 1.0)
+    def seconds_to_loss(self, tokens: float) -> float | None:
+        """Return the time to the loss that data parallelism has after so many tokens.
 
-    @property
-    def is_known(self) -> bool:
-        """Whether its loss is within what was measured."""
-        return self.gap is None or not self.gap.outside
+        None where the loss lies outside of what was measured.
+        """
+        if self.loss is None:
+            return self.seconds(tokens)
+        return None if self.loss.outside else self.seconds(tokens) * self.loss.times_tokens
 
     def device_hours(self, tokens: float) -> float:
-        """Of all its devices."""
+        """Return the hours of all devices."""
         return self.seconds(tokens) / 3600 * self.devices
 
     def bytes_sent(self, tokens: float) -> float:
-        """Between sites."""
+        """Return the bytes that cross between sites."""
         return tokens / self.tokens_per_step * self.bytes_per_step
 
+    def money(self, tokens: float, prices: tuple[float | None, float | None]) -> float | None:
+        """Return the price, or None without prices of a device-hour or a gigabyte."""
+        if prices == (None, None):
+            return None
+        an_hour, a_gb = (price or 0.0 for price in prices)
+        return self.device_hours(tokens) * an_hour + self.bytes_sent(tokens) / 1e9 * a_gb
 
-def ways(plan: Plan) -> list[Way]:
-    """The best choice, data parallelism over the link, one site alone, all as one site."""
+
+def compare_strategies(plan: Plan) -> list[Strategy]:
+    """Return the best candidate, data parallelism over the link, one site, and an ideal link."""
     job, best, step_s = plan.job, plan.rows[0], plan.step.seconds
     gradients = rating.GRADIENT * job.num_parameters * job.slices
     in_parallel = job.gradient_bytes * job.slices
-    devices = job.slices * job.per_slice
-    sites = "both sites" if job.slices == 2 else f"all {job.slices} sites"
+    devices, sent = job.slices * job.per_slice, gradients / best.times_less_traffic
+    loss, name = plan.forecast(best.candidate), f"{best.candidate.mode}, H={best.candidate.H}"
     return [
-        Way(
-            f"{best.choice.mode}, H={best.choice.H}",
-            best.step_seconds,
-            job.tokens,
-            devices,
-            gradients / best.times_less_traffic,
-            plan.gap(best.choice),
-        ),
-        Way("data parallel", step_s / plan.data_parallel, job.tokens, devices, in_parallel),
-        Way("one site alone", step_s, job.tokens / job.slices, job.per_slice),
-        Way(f"{sites} as one", step_s, job.tokens, devices),
+        Strategy(name, best.step_seconds, job.tokens, devices, sent, loss),
+        Strategy("data parallelism", step_s / plan.data_parallel, job.tokens, devices, in_parallel),
+        Strategy("one site", step_s, job.tokens / job.slices, job.per_slice),
+        Strategy("an ideal link", step_s, job.tokens, devices),
     ]
 
 
-def money(plan: Plan, way: Way) -> float | None:
-    """The price of a way; None without any."""
-    an_hour, a_gb = plan.prices
-    if an_hour is None and a_gb is None:
-        return None
-    sent = way.bytes_sent(plan.tokens) / 1e9
-    return way.device_hours(plan.tokens) * (an_hour or 0.0) + sent * (a_gb or 0.0)
+def recommend(plan: Plan, strategies: Sequence[Strategy]) -> Strategy | None:
+    """Return the strategy that is soonest at the loss of data parallelism, of equals the simplest.
+
+    None where that depends on a loss that lies outside of what was measured.
+    """
+    best, other, tokens = strategies[0], _without_diloco(plan, strategies), plan.tokens
+    known = best.seconds_to_loss(tokens)
+    if known is None:
+        return None if best.seconds(tokens) < other.seconds(tokens) else other
+    return best if known < other.seconds(tokens) else other
+
+
+def _without_diloco(plan: Plan, strategies: Sequence[Strategy]) -> Strategy:
+    """Return the faster one of data parallelism over the link and one site."""
+    return min(strategies[1:3], key=lambda strategy: strategy.seconds(plan.tokens))
 
 
 def lines(plan: Plan) -> list[str]:
-    """The answers, each with its question, and the ways beside each other."""
-    said = {
-        "should I": should_i(plan),
-        "how": how(plan),
-        "how long": how_long(plan),
-        "what price": price(plan),
-        "how good": how_good(plan),
-        "how sure": how_sure(plan),
+    """Return the answers, each after its question, and a table of the strategies."""
+    strategies = compare_strategies(plan)
+    answers = {
+        "which mode": _which_mode(plan, strategies),
+        "how long": _how_long(plan, strategies),
+        "what loss": _what_loss(strategies[0].loss),
+        "how sure": _how_sure(plan, strategies[0].loss),
     }
-    wrapped = [
-        textwrap.wrap(
-            answer, WIDTH, initial_indent=question.ljust(LABEL), subsequent_indent=" " * LABEL
-        )
-        for question, answer in said.items()
-    ]
-    return [
-        *itertools.chain.from_iterable(wrapped),
-        "",
-        *_beside(plan),
-    ]
-
-
-def should_i(plan: Plan) -> str:
-    """Whether to train over the link by the best choice, by the time to the same loss."""
-    best, parallel, alone, _ = ways(plan)
-    named = (  # of equals the simplest
-        (parallel, "data parallelism over the link", "enable_diloco=false"),
-        (alone, "one site alone", "train on one site"),
-        (best, f"{best.name} over the link", ""),
+    indent = " " * LABEL
+    wrapped = (
+        textwrap.wrap(text, WIDTH, initial_indent=name.ljust(LABEL), subsequent_indent=indent)
+        for name, text in answers.items()
     )
-    took = [(way.to_same_loss(plan.tokens), name, remedy) for way, name, remedy in named]
-    seconds, name, remedy = min(took, key=lambda each: each[0])
-    if not best.is_known:
-        return _if_it_pays(plan, best, took[:-1])
-    others = [f"{span(other_s)} with {other}" for other_s, other, _ in took if other != name]
-    more = _longer_period(plan, seconds) if remedy else ""
+    return [*itertools.chain.from_iterable(wrapped), "", *_table(plan, strategies)]
+
+
+def _which_mode(plan: Plan, strategies: Sequence[Strategy]) -> str:
+    best, other = strategies[0], _without_diloco(plan, strategies)
+    chosen, row, tokens = recommend(plan, strategies), plan.rows[0], plan.tokens
+    H = row.candidate.H
+    if chosen is best:
+        text = f"{best.name}, {row.candidate.wire} over the link"
+    elif chosen is None:
+        pays = math.log(other.seconds(tokens) / best.seconds(tokens)) * forecast.EXPONENT / 2
+        text = (
+            f"not known: {best.name} is faster than {other.name}, but its loss was not measured. "
+            f"It pays while the loss is less than {pays:.1%} above that of data parallelism"
+        )
+    else:
+        key = " (enable_diloco=false)" * (other is strategies[1])
+        text = f"{other.name}{key}, not {best.name}{_longer_period(plan, other.seconds(tokens))}"
+    sent = rating.GRADIENT * plan.job.num_parameters * H / row.times_less_traffic
     return (
-        f"{f'no: {remedy}, ' if remedy else 'yes: '}{span(seconds)} with {name}, to a loss that "
-        f"takes {' and '.join(others)}{more}"
+        f"{text}. {best.name} sends {amount(sent)} a slice every {H} steps and computes "
+        f"{row.utilisation:.1%} of the time"
     )
 
 
 def _longer_period(plan: Plan, seconds: float) -> str:
-    """Describe a sooner choice that fits the link but whose loss was not measured, or ""."""
+    """Name a candidate that fits the link and is faster, but whose loss was not measured."""
     row = plan.undemanding
-    outside = plan.gap(row.choice).outside
+    outside = plan.forecast(row.candidate).outside
     took = plan.tokens / plan.job.tokens * row.step_seconds
     if not outside or not row.fits or took >= seconds:
         return ""
+    name = f"{row.candidate.mode}, H={row.candidate.H}"
+    return f". {name} takes {span(took)}, but its loss was not measured: {', '.join(outside)}"
+
+
+def _how_long(plan: Plan, strategies: Sequence[Strategy]) -> str:
+    best, *others = strategies
+    tokens, same = plan.tokens, best.seconds_to_loss(plan.tokens)
+    text = f"{span(best.seconds(tokens))} with {best.name}"
+    if same is not None and best.loss.times_tokens > 1.005:
+        text += f" ({span(same)} to the loss of data parallelism)"
+    compared = ", ".join(f"{span(each.seconds(tokens))} with {each.name}" for each in others)
+    steps = math.ceil(tokens / best.tokens_per_step)
     return (
-        f". {row.choice.mode}, H={row.choice.H} takes {span(took)} for the tokens, and its loss is "
-        f"not known: {outside}"
+        f"{text}; {compared}. {tokens:.3g} tokens ({plan.tokens_origin}) are {steps:,} steps, "
+        f"without evaluations and saves"
     )
 
 
-def _if_it_pays(plan: Plan, best: Way, others: list[tuple[float, str, str]]) -> str:
-    """Whether to train over the link, where the loss is outside of what was measured."""
-    seconds, name, remedy = min(others)
-    took = best.seconds(plan.tokens)
-    if took >= seconds:
-        return (
-            f"no: {remedy}, {span(seconds)} with {name}; {best.name} over the link takes "
-            f"{span(took)} for as many tokens, and its loss is no lower"
-        )
-    pays = math.log(seconds / took) * forecast.EXPONENT / 2
+def _what_loss(loss: Forecast) -> str:
+    if loss.outside:
+        return f"outside of what was measured: {', '.join(loss.outside)}"
     return (
-        f"not known: {best.name} over the link takes {span(took)} for the tokens, and {name} "
-        f"{span(seconds)}. The link pays while the loss is less than {pays:.1%} above data "
-        f"parallelism, and that is outside of what was measured"
+        f"{loss.share:+.1%} relative to data parallelism on as many tokens; nine in ten runs lie "
+        f"between {loss.least:+.1%} and {loss.most:+.1%}, also with rates that were not tuned"
     )
 
 
-def how(plan: Plan) -> str:
-    """The best choice with its reason, and what becomes of the latency."""
-    best, job = plan.rows[0], plan.job
-    choice = best.choice
-    sent = rating.GRADIENT * job.num_parameters * choice.H / best.times_less_traffic
-    link_s = sent * 8 / (plan.gbps * job.per_slice * 1e9)
-    steps = f"{choice.tau} step{'s' * (choice.tau > 1)}"
-    hides = (
-        f"behind the {choice.H} steps to the next" if choice.overlap != "none" else
-        f"behind {steps} after each of {choice.P} sends" if choice.tau else
-        "behind nothing: the step waits"
-    )  # fmt: skip
-    said = (
-        f"{choice.mode}, {choice.wire}: in {choice.H} steps ({span(choice.H * plan.step.seconds)}) "
-        f"a slice sends {amount(sent)} ({span(link_s)} of the link) {hides}, and computes "
-        f"{best.utilisation:.1%} of the time; {_why(plan)}"
-    )
-    if plan.latency_s:
-        again = rating.rated(job, choice, step=plan.step, gbps=plan.gbps)
-        added = best.exposed_seconds_per_period - again.exposed_seconds_per_period
-        of = span(plan.latency_s)
-        said += (
-            f". The latency of {of} adds {span(added)} to each of these periods"
-            if added > 1e-3 * plan.latency_s
-            else f". The latency of {of} is hidden with it"
-        )
-    return f"{said}."
+def _how_sure(plan: Plan, loss: Forecast) -> str:
+    near = near_rows(plan.law, plan.case(plan.rows[0].candidate))
+    count = "one row" if len(near) == 1 else f"{len(near) or 'no'} rows"
+    step = f"the time of a step is {plan.step.origin}"
+    if plan.step.is_guess:
+        step = "the time of a step is a guess: with half the efficiency it is twice as long"
+    rests = f"the loss rests on {count} with as many replicas within {NEAR:g} times the size"
+    if sources := ", ".join(sorted({row.source.split()[0] for row in near})):
+        rests += f" ({sources})"
+    return f"{step}; the link is a model, {MEASURED}; {rests}. Nearest: {show_row(loss.nearest)}"
 
 
-def _why(plan: Plan) -> str:
-    """Why the first row is before the others."""
-    best, *others = plan.rows
-    if not others:
-        return "it is what was asked for"
-    known = "" if plan.gap(best.choice).outside else "of what was measured "
-    return (
-        f"{known}it is soonest at the loss of data parallelism, and of what is as soon within "
-        f"{rating.TIE - 1:.0%} it changes training least"
-    )
+def near_rows(law: Law, case: Case) -> list[Row]:
+    """Return the rows with as many replicas and the same modes, within NEAR of the size."""
+    alike = ("replicas", "overlap", "inner")
+    return [
+        row
+        for row in law.rows
+        if all(getattr(row.case, name) == getattr(case, name) for name in alike)
+        and 1 / NEAR <= row.case.parameters / case.parameters <= NEAR
+    ]
 
 
-def how_long(plan: Plan) -> str:
-    """The time to the tokens, without what a run does beside its steps."""
-    best, _, alone, free = ways(plan)
-    tokens = plan.tokens
-    return (
-        f"{span(best.seconds(tokens))} for {tokens:.3g} tokens ({plan.tokens_origin}) in "
-        f"{math.ceil(tokens / best.tokens_per_step):,} steps, without evaluations and saves; "
-        f"{span(free.seconds(tokens))} if the link were free, {span(alone.seconds(tokens))} on one "
-        f"site"
-    )
+def show_row(row: Row) -> str:
+    """Show a row in words."""
+    case = row.case
+    words = [f"{show_size(case.parameters)} parameters", f"M={case.replicas}", f"H={case.H}"]
+    words += [f"tau={case.tau}"] * (case.tau > 0) + [case.overlap] * (case.overlap != "none")
+    return f"{', '.join([*words, case.wire, case.inner])}: {row.gap:+.1%} ({row.source})"
 
 
-def price(plan: Plan) -> str:
-    """Device-hours, bytes over the link, and money where prices are given."""
-    best, _, alone, _ = ways(plan)
-    hours, sent = best.device_hours(plan.tokens), best.bytes_sent(plan.tokens)
-    used = f"{few_digits(hours)} device-hours and {amount(sent)} over the link"
-    beside = f"one site alone {few_digits(alone.device_hours(plan.tokens))} device-hours"
-    total, (an_hour, a_gb) = money(plan, best), plan.prices
-    if total is None:
-        return f"{used}, {beside}; price_per_device_hour and price_per_gb make money of them"
-    parts = [
-        f"{few_digits(hours * an_hour)} for {few_digits(hours)} device-hours" if an_hour else
-        f"{few_digits(hours)} device-hours without a price",
-        f"{few_digits(sent / 1e9 * a_gb)} for {amount(sent)} over the link" if a_gb else
-        f"{amount(sent)} over the link without a price",
-    ]  # fmt: skip
-    return f"{few_digits(total)}: {' and '.join(parts)}; {beside}"
-
-
-def how_good(plan: Plan) -> str:
-    """The gap of the loss with its interval and its source."""
-    gap = plan.gap(plan.rows[0].choice)
-    if gap.outside:
-        more = ", and here it is more" if gap.is_worse else ""
-        return f"outside of what was measured: {gap.outside}. Nearest: {gap.nearest}{more}"
-    said = (
-        f"{gap.share:+.1%} of the loss of data parallelism after as many tokens, {gap.least:+.1%} "
-        f"to {gap.most:+.1%}"
-    )
-    if gap.times_tokens > 1:
-        said += f"; {gap.times_tokens - 1:.0%} more tokens make up for it"
-    return (
-        f"{said}. It rests on {gap.support} with as many replicas within {forecast.NEAR:g} times "
-        f"this size. Nearest that was measured: {gap.nearest}"
-    )
-
-
-def how_sure(plan: Plan) -> str:
-    """Where the figures come from, and how far off they may be."""
-    step = "the step is a guess: at half its efficiency all but the link takes twice as long"
-    if not plan.step.is_guess:
-        step = f"the step's time is {plan.step.origin}"
-    loss = (
-        f"; the loss is a law of {len(plan.law.rows)} rows, off by {plan.law.error:.1%} of it for "
-        f"a row that it has not seen; its interval is for nine in ten losses of another source, "
-        f"whose outer rate need not be tuned"
-    )
-    outside = plan.gap(plan.rows[0].choice).outside
-    return f"{step}; the link is arithmetic, {MEASURED}{'' if outside else loss}"
-
-
-def _beside(plan: Plan) -> list[str]:
+def _table(plan: Plan, strategies: Sequence[Strategy]) -> list[str]:
     rows = [("", "tokens/s", "done in", "same loss in", "device-hours", "over the link", "money",
              "loss")]  # fmt: skip
     tokens = plan.tokens
-    for way in ways(plan):
-        total = money(plan, way)
-        gap = f"{way.gap.share:+.1%}" if way.gap else "0"
+    for strategy in strategies:
+        same, money = strategy.seconds_to_loss(tokens), strategy.money(tokens, plan.prices)
         rows.append((
-            way.name,
-            f"{way.tokens_per_step / way.step_seconds:,.0f}",
-            span(way.seconds(tokens)),
-            span(way.to_same_loss(tokens)) if way.is_known else "?",
-            few_digits(way.device_hours(tokens)),
-            amount(way.bytes_sent(tokens)),
-            "?" if total is None else few_digits(total),
-            gap if way.is_known else "?",
+            strategy.name,
+            f"{strategy.tokens_per_step / strategy.step_seconds:,.0f}",
+            span(strategy.seconds(tokens)),
+            "?" if same is None else span(same),
+            few_digits(strategy.device_hours(tokens)),
+            amount(strategy.bytes_sent(tokens)),
+            "?" if money is None else few_digits(money),
+            "?" if same is None else f"{strategy.loss.share:+.1%}" if strategy.loss else "0",
         ))  # fmt: skip
     return aligned(rows)
 
 
-def as_json(plan: Plan) -> dict[str, object]:
-    """The figures of the answers: seconds, bytes, hours of devices, money."""
-    gap = plan.gap(plan.rows[0].choice)
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the answers in tokens, seconds, bytes, device-hours and money."""
+    tokens, strategies = plan.tokens, compare_strategies(plan)
+    chosen = recommend(plan, strategies)
     return {
-        "tokens": plan.tokens,
-        "should": should_i(plan),
-        "gap": gap.as_json(),
-        "ways": [
+        "tokens": tokens,
+        "recommended": chosen and chosen.name,
+        "loss": loss_as_json(strategies[0].loss),
+        "strategies": [
             {
-                "name": way.name,
-                "seconds": way.seconds(plan.tokens),
-                "seconds_to_same_loss": way.to_same_loss(plan.tokens) if way.is_known else None,
-                "device_hours": way.device_hours(plan.tokens),
-                "bytes_between_sites": way.bytes_sent(plan.tokens),
-                "money": money(plan, way),
+                "name": strategy.name,
+                "seconds": strategy.seconds(tokens),
+                "seconds_to_same_loss": strategy.seconds_to_loss(tokens),
+                "device_hours": strategy.device_hours(tokens),
+                "bytes_between_sites": strategy.bytes_sent(tokens),
+                "money": strategy.money(tokens, plan.prices),
             }
-            for way in ways(plan)
+            for strategy in strategies
         ],
     }

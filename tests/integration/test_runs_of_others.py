@@ -142,7 +142,7 @@ def test_plan_and_train_compile_refuse_such_a_compile_cache(tmp_path):
     )  # the positive control
     os.chmod(cache, 0o777)
     with pytest.raises(ConfigError, match=f"jax_cache_dir={cache}"):
-        compile_run.devices(config.load([f"jax_cache_dir={cache}"], {}))
+        compile_run.open_devices(config.load([f"jax_cache_dir={cache}"], {}))
 
 
 def test_host_keys_in_a_yml_of_another_user_are_logged(tmp_path):

@@ -117,11 +117,12 @@ def test_only_the_fragments_are_sent_between_slices(compile_run, mode):
     cfg = config.load([f"{key}={value}" for key, value in of_run.items()], {})
     H, P = cfg.diloco_sync_period, cfg.num_diloco_fragments
     tau = cfg.num_communication_overlapping_steps
-    choice = job.Choice(H, P, 1, tau, wire, cfg.diloco_round_overlap, P > 1)
-    found = job.of(cfg)
+    candidate = job.Candidate(H, P, 1, tau, wire, cfg.diloco_round_overlap, P > 1)
+    found = job.describe_job(cfg)
     (inner,) = [program for program in report["programs"] if program["name"] == "inner"]
-    sizes = dict(step_s=inner["estimated_seconds"], gbps=keys.get("dcn_bandwidth_gbps", 25.0))
-    waited = rating.exposed_s(found, choice, rating.traffic(found, choice), **sizes)
+    step_s, link = inner["estimated_seconds"], rating.Link(keys.get("dcn_bandwidth_gbps", 25.0))
+    sent = rating.traffic(found, candidate)
+    waited = rating.exposed_seconds(found, candidate, sent, step_s=step_s, link=link)
     # What `synchronise` computes itself hides some microseconds.
     assert waited == pytest.approx(report["dcn_exposed_seconds_per_period"], rel=0.03, abs=2e-5)
     assert waited > 0.01 or mode != "streaming, tau 1"
@@ -199,7 +200,7 @@ def test_the_plan_compiles_only_the_plain_step(tmp_path):
     found = json.loads(path.read_text())
     assert 1e-5 < found["plain_step_seconds"] < 1
     # At least the state that the chip holds: 4 bytes a parameter in params, theta and momentum.
-    assert min(row["memory_bytes"] for row in found["choices"]) > 12 * (PARAMETERS) / 4
+    assert min(row["memory_bytes"] for row in found["candidates"]) > 12 * (PARAMETERS) / 4
     assert "diloco_sync_period=" in " ".join(found["train_command"])
 
 

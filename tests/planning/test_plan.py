@@ -1,4 +1,4 @@
-"""The plan of a link: its choices, their order, its commands and its refusals. Nothing compiles.
+"""The plan of a link: its candidates, their order, its commands and its refusals. Nothing compiles.
 
 The decoder of configs/models/tiny.yml has 1,033,600 parameters in 4 layers.
 """
@@ -28,27 +28,29 @@ def planned(planned):
 
 
 def job_of(*argv):
-    return job.of(config.load(argv, {}))
+    return job.describe_job(config.load(argv, {}))
 
 
 @pytest.mark.parametrize("carrier", ["xla", "host"])
 @pytest.mark.parametrize(
-    "choice",
+    "candidate",
     [
-        job.Choice(20, 1, 1, 0, "int8", "none", streaming=False),
-        job.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True),
-        job.Choice(20, 1, 1, 0, "bfloat16", "eager", streaming=False),
-        job.Choice(20, 4, 2, 4, "float4_e3m0", "none", streaming=True, collective="reduce_scatter"),
+        job.Candidate(20, 1, 1, 0, "int8", "none", streaming=False),
+        job.Candidate(20, 4, 2, 4, "float4_e3m0", "none", streaming=True),
+        job.Candidate(20, 1, 1, 0, "bfloat16", "eager", streaming=False),
+        job.Candidate(
+            20, 4, 2, 4, "float4_e3m0", "none", streaming=True, collective="reduce_scatter"
+        ),
     ],
 )
-def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier):
+def test_the_bytes_are_those_that_the_trainer_prints(candidate, carrier):
     """The trainer counts them on emulated devices, the plan without devices."""
     argv = [*TINY, "ici_fsdp_parallelism=2", f"diloco_transport={carrier}", "steps=20"]
-    sent = rating.traffic(job_of(*argv), choice)
-    argv += [*choice.arguments(), "show_fragments=true"]
+    sent = rating.traffic(job_of(*argv), candidate)
+    argv += [*candidate.arguments(), "show_fragments=true"]
     rows = [line.split() for line in output_of(train_program.main, *argv).splitlines()]
     printed = [int(row[-2].replace(",", "")) for row in rows if row and row[0].isdigit()]
-    assert [2 * size for size in sent.fragments] == printed and len(printed) == choice.P
+    assert [2 * size for size in sent.fragments] == printed and len(printed) == candidate.P
 
 
 @pytest.mark.parametrize(
@@ -59,18 +61,18 @@ def test_the_bytes_are_those_that_the_trainer_prints(choice, carrier):
 def test_the_exposure_is_that_of_the_thin_link_s_table(wire, tau, P, milliseconds):
     """benchmarks/results: predicted exposed milliseconds of a step on a thin link at 5 Mbit/s."""
     found = job_of(*TINY)
-    choice = job.Choice(20, P, 1, tau, wire, "none", streaming=P > 1)
-    sent = rating.traffic(found, choice)
-    waited = rating.exposed_s(found, choice, sent, step_s=0.2, gbps=0.005)
+    candidate = job.Candidate(20, P, 1, tau, wire, "none", streaming=P > 1)
+    sent = rating.traffic(found, candidate)
+    waited = rating.exposed_seconds(found, candidate, sent, step_s=0.2, link=rating.Link(0.005))
     assert 1e3 * waited / 20 == pytest.approx(milliseconds, abs=0.06)
 
 
 def test_a_slower_link_gets_overlap_and_then_fewer_bits(planned):
-    """Best first: the choice that fits the link and changes training least."""
+    """Best first: the candidate that fits the link and changes training least."""
     best = []
     for gbps in (1000, 0.2, 0.05):
         found, run = planned(*ONE_B, "step_time=0.8", f"dcn_bandwidth_gbps={gbps}")
-        best.append(found["choices"][0])
+        best.append(found["candidates"][0])
         assert (run.code, best[-1]["diloco_sync_period"]) == (0, 30), gbps
     assert (best[0]["mode"], best[0]["diloco_exchange_dtype"]) == ("DiLoCo", "float32")
     taus = [row["num_communication_overlapping_steps"] for row in best]
@@ -80,21 +82,21 @@ def test_a_slower_link_gets_overlap_and_then_fewer_bits(planned):
     # A link of a slice and of a host is shared by its devices: 16 chips in hosts of four.
     for link in ("host_bandwidth_gbps=4000", "slice_bandwidth_gbps=16000"):
         found, _ = planned(*ONE_B, "step_time=0.8", link)
-        assert found["dcn_bandwidth_gbps"] == 1000 and found["choices"][0] == best[0]
+        assert found["dcn_bandwidth_gbps"] == 1000 and found["candidates"][0] == best[0]
 
 
 def test_a_choice_fits_the_link_from_its_least_bandwidth_on(planned):
-    """When no choice fits the link, the exit code is 1."""
+    """When no candidate fits the link, the exit code is 1."""
     keys = ("step_time=0.2", "diloco_sync_period=20")
     found, _ = planned(*TINY, *keys, "dcn_bandwidth_gbps=0.004")
-    row = next(row for row in found["choices"] if row["mode"] == "overlapped")
+    row = next(row for row in found["candidates"] if row["mode"] == "overlapped")
     names = ("num_diloco", "num_nonlayer", "num_comm", "diloco_collective")
     given = (f"{key}={value}" for key, value in row.items() if key.startswith(names))
     given = [*TINY, *keys, *given, "enable_streaming_diloco=true"]
     for factor, fits in ((1.002, True), (0.99, False)):
         gbps = factor * row["least_dcn_bandwidth_gbps"]
         again, run = planned(*given, f"dcn_bandwidth_gbps={gbps:.12f}")
-        assert (again["choices"][0]["utilisation"] >= 0.99) == fits == (run.code == 0)
+        assert (again["candidates"][0]["utilisation"] >= 0.99) == fits == (run.code == 0)
     found, run = planned(*TINY, "step_time=0.2", "host_bandwidth_gbps=1e-5")
     assert run.code == 1
     assert "run it:" not in run.output
@@ -106,10 +108,10 @@ def test_a_key_that_is_given_stays_even_with_the_value_of_base_yml(planned):
     """H=100, which base.yml has too, and two fragments; without them the plan chooses others."""
     keys = (*TINY, "step_time=0.2", "dcn_bandwidth_gbps=0.02")
     free, _ = planned(*keys)
-    assert free["choices"][0]["diloco_sync_period"] != 100
+    assert free["candidates"][0]["diloco_sync_period"] != 100
     given = ("diloco_sync_period=100", "enable_streaming_diloco=true", "num_diloco_fragments=2")
     found, _ = planned(*keys, *given, "diloco_exchange_dtype=int8")
-    for row in found["choices"]:
+    for row in found["candidates"]:
         kept = (row["diloco_sync_period"], row["num_diloco_fragments"])
         assert kept == (100, 2) and row["diloco_exchange_dtype"] == "int8"
 
@@ -122,7 +124,7 @@ def test_traffic_is_compared_with_bfloat16_gradients_each_step(planned, slices, 
             "diloco_round_overlap=none", "enable_streaming_diloco=false")  # fmt: skip
     argv = [key for key in TINY if not key.startswith("dcn_")]
     found, run = planned(*argv, f"dcn_diloco_parallelism={slices}", *keys)
-    (row,) = found["choices"]
+    (row,) = found["candidates"]
     assert row["times_less_traffic"] == pytest.approx(less, rel=1e-3)
     waited = (slices - 1) * 1_033_600 * 32 / 1e9
     assert row["exposed_seconds_per_period"] == pytest.approx(waited, rel=1e-3)
@@ -132,17 +134,19 @@ def test_traffic_is_compared_with_bfloat16_gradients_each_step(planned, slices, 
 
 def test_an_exchange_waits_once_for_the_latency_unless_it_is_hidden(planned):
     """50 ms one way. DiLoCo waits for them; two fragments with an overlap of five steps of 0.2 s do
-    not. If every step waits for them, no choice fits the link."""
+    not. If every step waits for them, no candidate fits the link."""
     keys = (*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1", "diloco_sync_period=20")
     waits = []
     for more in ([], ["latency_ms=50"]):
         found, _ = planned(*keys, *more)
-        waits.append({row["mode"]: row["exposed_seconds_per_period"] for row in found["choices"]})
+        waits.append(
+            {row["mode"]: row["exposed_seconds_per_period"] for row in found["candidates"]}
+        )
     for mode, latency in (("DiLoCo", 0.05), ("overlapped", 0), ("eager", 0)):
         assert waits[1][mode] - waits[0][mode] == pytest.approx(latency, abs=1e-9)
     every = [key for key in keys if "sync_period" not in key] + ["diloco_sync_period=1"]
     found, run = planned(*every, "latency_ms=50", "diloco_round_overlap=none")
-    assert run.code == 1 and found["choices"][0]["least_dcn_bandwidth_gbps"] is None
+    assert run.code == 1 and found["candidates"][0]["least_dcn_bandwidth_gbps"] is None
     assert "50 ms" in run.error
 
 
@@ -165,7 +169,7 @@ def test_the_train_command_has_the_keys_of_the_best_choice(planned):
     assert (python, flag, module) == ("python", "-m", "maxdiloco.train")
     assert "hardware=tpu" in argv and not any(a.startswith(("compile_", "dcn_")) for a in argv)
     cfg = config.load(argv, {})
-    best = found["choices"][0]
+    best = found["candidates"][0]
     kept = {key: value for key, value in best.items() if key in vars(cfg)}
     assert len(kept) == 9 and vars(cfg).items() >= kept.items() and cfg.steps == 700
     assert not any(line.startswith("warning: ") for line in warnings.lines(cfg))
@@ -175,13 +179,13 @@ def test_the_train_command_has_the_keys_of_the_best_choice(planned):
 
 def test_the_table_marks_choices_that_need_host_memory(planned):
     """10b in float32: eager's outer parameters, momentum and own outer gradients do not fit v5e in
-    addition to 7.6 GB of other state; those of DiLoCo do. Control: every choice of 1b fits."""
+    addition to 7.6 GB of other state; those of DiLoCo do. Control: every candidate of 1b fits."""
     keys = ("step_time=1.5", "slice_bandwidth_gbps=10", "diloco_exchange_dtype=float32")
     found, run = planned("model_name=10b", *ONE_B[1:], *keys)
     rows = [line for line in run.output.splitlines() if line.startswith(("DiLoCo ", "eager "))]
     marked = {line.split()[0]: " host " in line for line in rows}
     assert marked == {"DiLoCo": False, "eager": True} and "\nhost: " in run.output
-    kept = {row["mode"]: row["diloco_outer_memory"] for row in found["choices"]}
+    kept = {row["mode"]: row["diloco_outer_memory"] for row in found["candidates"]}
     assert kept["DiLoCo"] == "device" and kept["eager"] == "pinned_host"
     assert "host:" not in planned(*ONE_B, *keys)[1].output
 
@@ -203,19 +207,25 @@ def test_a_compiled_step_too_big_for_the_chip_is_refused(monkeypatch):
 
 
 def test_a_row_has_the_forecast_loss_or_none_outside_of_it(planned):
-    """Rows of losses.yml have H of 10 to 100 with AdamW."""
+    """Rows of losses.csv have H of 10 to 100 with AdamW."""
     given = (*TINY, "step_time=0.2", "dcn_bandwidth_gbps=1", "steps=10000")
     found, run = planned(*given, "diloco_sync_period=20")
-    law, size, tau = forecast.law(), found["num_parameters"], "num_communication_overlapping_steps"
-    for row in found["choices"]:
+    law, size, tau = (
+        forecast.fit(forecast.read_rows()),
+        found["num_parameters"],
+        "num_communication_overlapping_steps",
+    )
+    for row in found["candidates"]:
         wire, overlap = row["diloco_exchange_dtype"], row["diloco_round_overlap"]
-        expected = forecast.gap(law, Case(size, 2, 20, row[tau], wire, overlap, of_rounds=500))
-        assert row["loss"]["share"] == pytest.approx(expected.share) and not row["loss"]["outside"]
+        case = Case(size, 2, 20, row[tau], wire, overlap, tokens=10000 * 2048 / size, batch=2048)
+        expected = forecast.predict(law, case)
+        assert case.rounds == 500 and row["loss"]["share"] == pytest.approx(expected.share)
+        assert not row["loss"]["outside"]
         printed = [line for line in run.output.splitlines() if line.startswith(f"{row['mode']} ")]
         assert any(line.endswith(f" {expected.share:+.1%}") for line in printed)
     found, run = planned(*given, "diloco_sync_period=400")
-    assert {row["loss"]["share"] for row in found["choices"]} == {None}
-    outside = {row["loss"]["outside"] for row in found["choices"]}
+    assert {row["loss"]["share"] for row in found["candidates"]} == {None}
+    outside = {row["loss"]["outside"] for row in found["candidates"]}
     assert outside == {f"H=400 ({least} to 100 measured)" for least in (10, 20)}
     marks = [line.split()[-1] for line in run.output.splitlines() if line.startswith("overlapped ")]
     assert set(marks) == {"?"}
@@ -227,14 +237,13 @@ def test_a_mode_has_the_period_that_is_soonest_at_the_loss(planned):
     given = ("model_name=330m", "hardware=gpu", "dcn_diloco_parallelism=2", "step_time=0.5",
              "slice_bandwidth_gbps=0.006")  # fmt: skip
     found, run = planned(*given)
-    rows = found["choices"]
+    rows = found["candidates"]
     assert run.code == 0 and rows[0]["utilisation"] < 0.99
     outside = [bool(row["loss"]["outside"]) for row in rows]
     assert outside == sorted(outside) and not outside[0]
     took = [row["step_seconds"] * math.exp(max(0, row["loss"]["share"]) / (0.0953 / 2))
             for row in rows if not row["loss"]["outside"]]  # fmt: skip
     assert len(took) > 1 and took == sorted(took)
-    assert "best first: " in run.output
 
 
 LINK = "dcn_bandwidth_gbps=2"
@@ -312,6 +321,7 @@ def test_a_plan_counts_the_memory_of_what_is_in_flight(memory, models):
     parameters and their momentum."""
     found = job_of(*ONE_B)
     model = 4 * found.num_parameters / 16
-    choice = job.Choice(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
-    row = rating.rated(found, choice, step=rating.Step(1.5, 10**9), gbps=25)
+    candidate = job.Candidate(100, 1, 1, 0, "float32", "eager", streaming=False, memory=memory)
+    sent, link = rating.traffic(found, candidate), rating.Link(25)
+    row = rating.rate(found, candidate, sent, step=rating.Step(1.5, 10**9), link=link)
     assert row.memory_bytes - 10**9 == pytest.approx(models * model, rel=0.02)

@@ -49,7 +49,7 @@ def test_a_plan_keeps_the_exchange_that_is_given(planned):
     waits = {}
     for exchange in ("all_gather", "reduce_scatter"):
         found, run = planned(*keys, f"diloco_collective={exchange}")
-        rows = [row for row in found["choices"] if row["mode"] == "overlapped"]
+        rows = [row for row in found["candidates"] if row["mode"] == "overlapped"]
         assert {row["diloco_collective"] for row in rows} == {exchange}
         waits[exchange] = min(row["exposed_seconds_per_period"] for row in rows)
         assert f"diloco_collective={exchange}" in run.output
@@ -67,15 +67,15 @@ def test_owners_are_proposed_only_where_a_thin_link_gains(planned, slices):
     if slices == 3:
         keys, thin = (*keys, "diloco_exchange_dtype=int8"), "dcn_bandwidth_gbps=0.03"
     found, run = planned(*keys, thin)
-    best, owned = found["choices"][0], slices > 2
+    best, owned = found["candidates"][0], slices > 2
     assert best["diloco_collective"] == ("reduce_scatter" if slices == 3 else "auto")
     assert ("diloco_collective=reduce_scatter" in found["train_command"]) == (slices == 3)
     assert (" rs " in run.output) == owned
     gathered, _ = planned(*keys, thin, "diloco_collective=all_gather")
-    after = rating_of(best), rating_of(gathered["choices"][0])
+    after = rating_of(best), rating_of(gathered["candidates"][0])
     assert after[0] < after[1] if owned else after[0] == after[1]
     found, _ = planned(*keys, "dcn_bandwidth_gbps=1000")
-    assert found["choices"][0]["diloco_collective"] == "auto"
+    assert found["candidates"][0]["diloco_collective"] == "auto"
 
 
 @pytest.mark.parametrize("merge", ["mean", "radial_directional_mean"])
@@ -84,7 +84,7 @@ def test_eager_is_proposed_where_the_trainer_accepts_it(planned, merge):
     keys = ("model_name=tiny", "hardware=cpu", "dcn_diloco_parallelism=2")
     keys += (f"diloco_aggregation={merge}",)
     found, _ = planned(*keys, "step_time=0.2", "slice_bandwidth_gbps=0.001")
-    modes = {row["mode"] for row in found["choices"]}
+    modes = {row["mode"] for row in found["candidates"]}
     assert {"DiLoCo", "overlapped"} <= modes and ("eager" in modes) == (merge == "mean")
     output_of(train_program.main, *found["train_command"][3:], "show_fragments=true")
 

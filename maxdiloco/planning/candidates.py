@@ -1,0 +1,126 @@
+"""The candidates of a plan: combinations of mode, period, overlap, wire format and collective."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator
+
+import jax
+
+from maxdiloco.diloco.combinations import RADIAL
+from maxdiloco.diloco.quantize import NAMES as WIRES
+from maxdiloco.diloco.quantize import wire_format
+from maxdiloco.diloco.schedule import ALL_GATHER, REDUCE_SCATTER
+from maxdiloco.engine.settings import AUTO, ExchangeSettings
+from maxdiloco.planning.job import Candidate, Job
+from maxdiloco.run import settings as run_settings
+
+# arXiv 2503.09799 and 2501.18512 train with 30, 2501.18512 with 100, DiLoCo 2311.08105 with 500.
+PERIODS = (30, 50, 100, 300, 500)
+TAUS = (1, 2, 3, 4, 5)  # 2501.18512 section 3.3.2 advises 5 at most
+LAYERS = 3  # of a fragment, 2501.18512 section 3.2
+
+
+def families(job: Job, given: Collection[str]) -> list[list[Candidate]]:
+    """Return lists of candidates, each of one mode and wire format, that differ in the rest.
+
+    The candidate that changes training least is first in its list.
+
+    Args:
+      job: the job.
+      given: names of the keys that the user has set; their values stay.
+    """
+    # int2 and topk, which lose much and rely on error feedback, are candidates on request only.
+    wires = [name for name in WIRES if not wire_format(name).feedback]
+    if "diloco_exchange_dtype" in given:
+        wires = [job.asked.wire]
+    periods = [job.asked.H] if "diloco_sync_period" in given else PERIODS
+    out = []
+    for overlap, streaming, taus in _modes(job, given):
+        P, nonlayer = _fragments(job, given) if streaming else (1, 1)
+        mode = dict(P=P, nonlayer=nonlayer, overlap=overlap, streaming=streaming)
+        out += [
+            [
+                candidate
+                for H in periods
+                for tau in taus
+                if P <= H and tau < H
+                for candidate in _collectives(
+                    job, given, dataclasses.replace(job.asked, H=H, tau=tau, wire=wire, **mode)
+                )
+            ]
+            for wire in wires
+        ]
+    return [family for family in out if family]
+
+
+def _collectives(job: Job, given: Collection[str], candidate: Candidate) -> list[Candidate]:
+    """Return the candidate with each collective, auto first.
+
+    With two slices reduce-scatter sends as much as all-gather or more, and some settings refuse it.
+    """
+    settings = settings_of(job, candidate)
+    if "diloco_collective" in given or settings.no_reduce_scatter or job.slices < 3:
+        return [candidate]
+    auto = dataclasses.replace(candidate, collective=AUTO)
+    chosen = settings_of(job, auto).collective
+    other = ALL_GATHER if chosen != ALL_GATHER else REDUCE_SCATTER
+    return [auto, dataclasses.replace(auto, collective=other)]
+
+
+def settings_of(job: Job, candidate: Candidate) -> ExchangeSettings:
+    """Return the exchange settings of a candidate, without 'auto'."""
+    asked = run_settings.read_exchange(job.cfg, job.num_replicas)
+    wire = wire_format(candidate.wire)
+    settings = dataclasses.replace(
+        asked,
+        sync_period=candidate.H,
+        num_fragments=candidate.P,
+        overlap_steps=candidate.tau,
+        round_overlap=candidate.overlap,
+        outer_lr=None,  # the default depends on the mode; it does not change the cost
+        exchange_dtype=candidate.wire,
+        error_feedback=asked.error_feedback if wire.error else None,
+        collective=candidate.collective,
+        transport=job.transport,
+        num_nonlayer_fragments=candidate.nonlayer,
+        offsets=None,
+        outer_memory=candidate.memory,
+    )
+    return settings.resolve(num_slices=job.slices)
+
+
+def _modes(job: Job, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[int, ...]]]:
+    """Yield (round overlap, streaming, taus): exact DiLoCo, fragments with some overlap, eager.
+
+    Eager updates do best on the whole model at once (arXiv 2502.12996, Table 3), and need a plain
+    mean: the trainer refuses them with the radial-directional mean.
+    """
+    asked = job.asked
+    fixed_tau = "num_communication_overlapping_steps" in given
+    overlaps = [asked.overlap]
+    if "diloco_round_overlap" not in given:
+        no_eager = (fixed_tau and asked.tau) or job.cfg.diloco_aggregation == RADIAL
+        no_eager = no_eager or asked.collective == REDUCE_SCATTER
+        overlaps = ["none"] if no_eager else ["none", "eager"]
+    fixed_streaming = "enable_streaming_diloco" in given or "num_diloco_fragments" in given
+    for overlap in overlaps:
+        for streaming in [asked.streaming] if fixed_streaming else [False, True]:
+            if overlap == "none":
+                taus = (asked.tau,) if fixed_tau else TAUS if streaming else (0,)
+                yield overlap, streaming, taus
+            elif fixed_streaming or not streaming:
+                yield overlap, streaming, (0,)
+
+
+def _fragments(job: Job, given: Collection[str]) -> tuple[int, int]:
+    """Return P, and how many fragments hold no layer; none is larger than LAYERS layers."""
+    if "num_diloco_fragments" in given:
+        return job.asked.P, job.asked.nonlayer
+    layers = job.model.config.num_layers
+    in_layers = sum(math.prod(x.shape) for x in jax.tree.leaves(job.params["layers"]))
+    each = in_layers / layers * min(LAYERS, layers)
+    nonlayer = math.ceil((job.num_parameters - in_layers) / each)
+    nonlayer = min(nonlayer, job.model.config.vocab_size)
+    if "num_nonlayer_fragments" in given:
+        nonlayer = job.asked.nonlayer
+    return math.ceil(layers / LAYERS) + nonlayer, nonlayer
