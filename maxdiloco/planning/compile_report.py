@@ -202,8 +202,10 @@ def _program(report: Report, program: Measured) -> dict[str, Any]:
 
 
 def _crossing(report: Report, program: Measured, crossing: Collective) -> dict[str, Any]:
-    """starts, ends: parts of the program's time. hides_behind: the part of the device's own time
-    between them. These and the times are left out off TPU.
+    """Return the figures of a collective between slices.
+
+    starts, ends: parts of the program's time. hides_behind: the part of the device's own time
+    between them. Only programs for TPUs have these and the times.
     """
     sent = crossing.bytes_sent * crossing.times
     row = {

@@ -95,8 +95,10 @@ def share(exposed: float, busy: float) -> float:
 
 
 def least_gbps(at: Callable[[float], float]) -> float:
-    """The least bandwidth for the utilisation FULL, to one in a thousand; inf: the latency is too
-    long."""
+    """Return the least bandwidth for the utilisation FULL, to one in a thousand.
+
+    inf: the latency is too long.
+    """
     low, high = 1e-14, 1e6
     if at(high) < FULL:
         return math.inf

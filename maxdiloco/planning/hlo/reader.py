@@ -56,6 +56,7 @@ class Computation(NamedTuple):
     instructions: tuple[Instruction, ...]
 
     def __getitem__(self, name: str) -> Instruction:
+        """Return the instruction of a name."""
         for instruction in self.instructions:
             if instruction.name == name:
                 return instruction
