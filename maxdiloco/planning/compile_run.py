@@ -11,7 +11,7 @@ from maxdiloco.config import config
 from maxdiloco.config.keys import Config
 from maxdiloco.config.values import show
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.metrics.compile_log import CompileLog
 from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
@@ -117,7 +117,7 @@ def compile_programs(
     else:
         calls = [*assemble.calls(settings, parts), *arrays.calls(state, on_compile=on_compile)]
     dcn = mesh_lib.sizes_over_slices(run_settings.read_mesh(cfg), list(mesh.devices.flat))
-    in_turn = on_compile.in_turn(calls)
+    in_turn = on_compile.announce_each(calls)
     found = program_costs.measure(in_turn, state, mesh=mesh, dcn=dcn, chip=chip, gbps=gbps, say=say)
     return settings, parts, found
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from maxdiloco.engine.calls import Call, Memory, bytes_on_device, elsewhere, is_on_device, memory_of
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics.compiles import temporaries, too_big
+from maxdiloco.metrics.out_of_memory import out_of_memory_message, temporary_bytes
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning.hlo import kernels, reader, replay, traffic
 
@@ -70,12 +70,12 @@ def measure(
         try:
             compiled = call.program.compile(*call.args)
         except jax.errors.JaxRuntimeError as error:
-            if (reason := too_big(error)) is None:
+            if (reason := out_of_memory_message(error)) is None:
                 raise
             say(f"{name} does not fit: {reason}")
             taken = (x for x in jax.tree.leaves(call.args) if is_on_device(x))
             arguments = sum(map(bytes_on_device, taken))
-            temporary = temporaries(reason, arguments)
+            temporary = temporary_bytes(reason, arguments)
             peak, other = arguments + temporary, elsewhere(call, state)
             compiled, memory = None, Memory(arguments, 0, temporary, peak, other)
         else:

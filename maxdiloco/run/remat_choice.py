@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from maxdiloco.cluster.agree import in_any_process
 from maxdiloco.config.keys import Config
 from maxdiloco.engine.calls import memory_of
-from maxdiloco.metrics.compiles import side_by_side, told, too_big
+from maxdiloco.metrics.compile_log import compile_in_threads, log_progress
+from maxdiloco.metrics.out_of_memory import out_of_memory_message
 from maxdiloco.models.kernels.choice import MOST_UNROLLED
 from maxdiloco.models.remat import AUTO, POLICIES
 from maxdiloco.parallel import chips
@@ -101,13 +102,13 @@ def _needed(settings: RunSettings, parts: Parts, memory: int, say: Callable[[str
     # All are waited for: they take about as long, and nothing else compiles beside them.
     policy = settings.model.config.remat_policy
     say(f"remat_policy=auto: compiling the step with {policy}, programs: {len(steps)}")
-    with told(say, len(steps)) as ended, side_by_side(steps, ended) as futures:
+    with log_progress(say, len(steps)) as ended, compile_in_threads(steps, ended) as futures:
         for future, call in futures.items():
             try:
                 step = memory_of(future.result(), call, parts.trainer.abstract_state)
                 needed = max(needed, step.needed)
             except jax.errors.JaxRuntimeError as error:
-                if too_big(error) is None:
+                if out_of_memory_message(error) is None:
                     raise
                 needed = math.inf
     return needed

@@ -21,7 +21,7 @@ from maxdiloco.config.values import LARGEST
 from maxdiloco.data import order, pipeline, tokenizer_base
 from maxdiloco.engine.calls import START
 from maxdiloco.errors import Preempted
-from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.metrics.compile_log import CompileLog
 from maxdiloco.metrics.console import Console
 from maxdiloco.metrics.speed import active_parameters
 from maxdiloco.metrics.start_time import StartClock
@@ -137,7 +137,7 @@ def _run(
             return 0
         run_files.write(config.from_dict(asked.as_dict() | {"run_name": name}), folder, say)
 
-        compiles = CompileLog(say, show_memory=settings.metrics.show_memory)
+        compile_log = CompileLog(say, show_memory=settings.metrics.show_memory)
         mailbox = None if cluster is None else cluster.mailbox
         facts = Facts(
             **contents, steps=total, step_tokens=shape.tokens, length=shape.length, say=say
@@ -148,7 +148,7 @@ def _run(
                 assemble.assemble,
                 mesh=mesh,
                 total_steps=total,
-                on_compile=compiles,
+                on_compile=compile_log,
                 mailbox=mailbox,
                 tokenizer=tokenizer,
                 facts=facts,
@@ -163,7 +163,7 @@ def _run(
             for line in _introduction(settings, parts, point, checkpointer, total=total):
                 say(line)
             say(f"ready to compile after {clock.lap('build'):.1f} s")
-            fresh = _compile(settings, parts, compiles, say, resumes=point.saved is not None)
+            fresh = _compile(settings, parts, compile_log, say, resumes=point.saved is not None)
             clock.lap("compile")
             state = fresh or run_state.restore(settings, parts, point, checkpointer)
             startup.wait_for_all(say)
@@ -314,7 +314,7 @@ def _introduction(
 
 
 def _compile(
-    settings: RunSettings, parts: Parts, compiles: CompileLog, say: Say, *, resumes: bool
+    settings: RunSettings, parts: Parts, compile_log: CompileLog, say: Say, *, resumes: bool
 ) -> Any:
     """Compile every program before the first step.
 
@@ -331,6 +331,6 @@ def _compile(
         outer_state=settings.batch.enable_diloco,
         remat_policy=settings.model.config.remat_policy,
     )
-    fresh = compiles.all_of(calls, room=room, resident=parts.trainer.description.resident)
+    fresh = compile_log.compile_all(calls, room=room, resident=parts.trainer.description.resident)
     gc.enable()  # train.main disables it for the start
     return fresh[0] if fresh else None

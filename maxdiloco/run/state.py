@@ -15,7 +15,7 @@ from maxdiloco.config.values import show
 from maxdiloco.data import mixture, order
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
-from maxdiloco.metrics import compiles, console
+from maxdiloco.metrics import console, out_of_memory
 from maxdiloco.run import optimizer
 from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.assemble import BatchShape, Parts
@@ -140,7 +140,7 @@ def _with_parameters(settings: RunSettings, parts: Parts) -> Any:
         outer_state=settings.batch.enable_diloco,
         remat_policy=settings.model.config.remat_policy,
     )
-    with compiles.fitting(parts.init.name, room):
+    with out_of_memory.require_fit(parts.init.name, room):
         return jax.block_until_ready(parts.init(params))
 
 

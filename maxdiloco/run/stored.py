@@ -16,7 +16,7 @@ from maxdiloco.config.keys import EVALUATION_KEYS
 from maxdiloco.config.values import show
 from maxdiloco.data.tokenizer_base import ByteTokenizer
 from maxdiloco.errors import CheckpointError, ConfigError
-from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.metrics.compile_log import CompileLog
 from maxdiloco.models.model import Model
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import data as run_data

@@ -24,7 +24,7 @@ from maxdiloco import DiLoCo
 from maxdiloco.config import config
 from maxdiloco.diloco.fragments import Vocabulary
 from maxdiloco.engine.calls import Call
-from maxdiloco.metrics import compiles
+from maxdiloco.metrics.compile_log import CompileLog
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.planning import program_costs, topology
 from maxdiloco.run import assemble
@@ -254,9 +254,9 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
     """Evaluations, log steps, saves and their small change included. The trainer is bound once, and
     garbage is collected in the steps, not while programs are compiled."""
     ready, bound, collected = [], [], {}
-    whole, bind, step = compiles.CompileLog.all_of, DiLoCo.bind, DiLoCo.step
+    whole, bind, step = CompileLog.compile_all, DiLoCo.bind, DiLoCo.step
 
-    def all_of(self, calls, **remedy):
+    def compile_all(self, calls, **remedy):
         collected["compile"] = gc.isenabled()
         made = whole(self, calls, **remedy)
         ready.append(len(finished()))
@@ -270,7 +270,7 @@ def test_nothing_compiles_after_the_first_step_begins(tmp_path, monkeypatch, cap
         said = [record.getMessage() for record in caplog.records]
         return [line for line in said if line.startswith("Finished XLA compilation of")]
 
-    monkeypatch.setattr(compiles.CompileLog, "all_of", all_of)
+    monkeypatch.setattr(CompileLog, "compile_all", compile_all)
     monkeypatch.setattr(DiLoCo, "step", observed_step)
     monkeypatch.setattr(DiLoCo, "bind", lambda self, *args: bound.append(bind(self, *args)))
     request.addfinalizer(lambda: jax.config.update("jax_log_compiles", False))

@@ -14,7 +14,7 @@ from run_files import metrics_rows
 from maxdiloco import output
 from maxdiloco.errors import ConfigError
 from maxdiloco.metrics import console
-from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.metrics.compile_log import CompileLog
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def compiles(monkeypatch):
     collected then."""
     found = []
 
-    def all_of(self, calls, *, room, resident):
+    def compile_all(self, calls, *, room, resident):
         found.append(([call.program.name for call in calls], gc.isenabled()))
         raise ConfigError(room)
 
-    monkeypatch.setattr(CompileLog, "all_of", all_of)
+    monkeypatch.setattr(CompileLog, "compile_all", compile_all)
     return found
 
 

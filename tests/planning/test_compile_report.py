@@ -5,7 +5,7 @@ import re
 import pytest
 
 from maxdiloco.config import config
-from maxdiloco.metrics import compiles
+from maxdiloco.metrics import out_of_memory
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning import compile_report, report_text
 from maxdiloco.planning.compile_report import Report
@@ -308,7 +308,7 @@ def test_a_program_too_big_names_the_total_the_slice_and_a_remedy():
     ],
 )  # fmt: skip
 def test_the_compiler_s_message_tells_the_temporaries(message, arguments, found):
-    assert compiles.temporaries(message, arguments) == found
+    assert out_of_memory.temporary_bytes(message, arguments) == found
 
 
 def test_a_remedy_is_one_that_is_not_yet_on():

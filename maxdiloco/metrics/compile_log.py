@@ -1,7 +1,6 @@
-"""A line for every compile, and all compiles before the first step."""
+"""Compile all programs of a run before the first step, with a line for every compile."""
 
 import ctypes
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,39 +12,53 @@ from typing import Any
 import jax
 
 from maxdiloco.engine.calls import START, Call
-from maxdiloco.errors import ConfigError
+from maxdiloco.metrics.out_of_memory import require_fit
 from maxdiloco.output import span
 
-# XLA compiles without the GIL; more threads need more host memory (our choice).
+# XLA compiles without the GIL. A run has two or three programs that take long; more threads would
+# only need more host memory.
 THREADS = 4
-TELL_S = 5.0  # of compiling, until a line says how far it is; our choice
+PROGRESS_S = 5.0  # between two lines on the progress: a person wonders after some seconds
 # Compile time of a program without the inner step, relative to one with it, until one is compiled:
 # 0.22 on a CPU, the mean of 6 programs of a model with 4 layers in 3 fragments.
-OF_STEP = 0.2
+PART_OF_STEP = 0.2
 
 
 class CompileLog:
-    """Prints every compile with its time; any thread may call it."""
+    """Prints every compile with its time. Any thread may call it.
+
+    Args:
+      say: prints a line.
+      show_memory: whether `compile_all` prints the memory of each program.
+    """
 
     def __init__(self, say: Callable[[str], None], *, show_memory: bool):
         self._say = say
         self._show_memory = show_memory
         self._lock = threading.Lock()
-        self._silent = False  # after an error, while threads that nothing waits for still compile
+        self._is_silent = False  # after an error, while threads still compile
 
     def __call__(self, name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
         """Print one compile; see on_compile of parallel.program.Program."""
         with self._lock:
-            if not self._silent:
+            if not self._is_silent:
                 self._say(f"compiled {name} in {seconds:.1f} s")
 
-    def all_of(self, calls: Sequence[Call], *, room: str, resident: str = "") -> list[Any]:
-        """Compile the programs of a run, see side_by_side; the first error ends it at once.
+    def compile_all(self, calls: Sequence[Call], *, room: str, resident: str = "") -> list[Any]:
+        """Compile the programs of a run, see compile_in_threads. The first error ends it at once.
 
-        The first that is not for the start is the plain inner step. Those for the start that have
-        their arguments run while others compile; returns their results. resident: what DiLoCo keeps
-        on a device beyond plain training. Raises ConfigError, with `room` as the remedy, for a
-        program that does not fit the device.
+        Programs for the start that have their arguments run while others compile.
+
+        Args:
+          calls: the first one that is not for the start is the plain inner step.
+          room: the remedy for a program that does not fit the device.
+          resident: what DiLoCo keeps on a device in addition to plain training, in words.
+
+        Returns:
+          The results of the programs that ran.
+
+        Raises:
+          ConfigError: a program does not fit the device.
         """
         started = time.perf_counter()
         hits: list[str] = []  # appended to by threads
@@ -58,10 +71,13 @@ class CompileLog:
 
         jax.monitoring.register_event_listener(count)
         try:
-            with told(self._say, len(calls)) as ended, side_by_side(calls, ended) as futures:
+            with (
+                log_progress(self._say, len(calls)) as ended,
+                compile_in_threads(calls, ended) as futures,
+            ):
                 for future in as_completed(futures):
                     call = futures[future]
-                    with fitting(call.program.name, room):
+                    with require_fit(call.program.name, room):
                         future.result()
                         leaves = jax.tree.leaves(call.args)
                         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
@@ -69,7 +85,7 @@ class CompileLog:
                             results.append(jax.block_until_ready(call.program(*call.args)))
             finished = True
         finally:
-            self._silent = not finished
+            self._is_silent = not finished
             jax.monitoring.unregister_event_listener(count)
         _return_free_memory()
         calls = list(futures.values())
@@ -81,11 +97,11 @@ class CompileLog:
             self._say_memory(sorted(calls, key=lambda call: call.when == START), resident)
         return results
 
-    def in_turn(self, calls: Sequence[Call]) -> Iterator[Call]:
-        """The calls, each to be compiled before the next; a line when each begins.
+    def announce_each(self, calls: Sequence[Call]) -> Iterator[Call]:
+        """Yield the calls, each to be compiled before the next, with a line when it begins.
 
-        The first is the plain inner step. The time that is left is the mean of the programs so far:
-        of those that hold the step, and of the others.
+        The first one is the plain inner step. The remaining time is estimated from the mean of the
+        programs so far, of those that hold the step and of the others.
         """
         holds_step = [_leaves(calls[0]) <= _leaves(call) for call in calls]
         took: dict[bool, list[float]] = {True: [], False: []}
@@ -93,7 +109,7 @@ class CompileLog:
             left = ""
             if took[True]:
                 means = {True: fmean(took[True])}
-                means[False] = fmean(took[False] or [means[True] * OF_STEP])
+                means[False] = fmean(took[False] or [means[True] * PART_OF_STEP])
                 left = f", about {span(sum(means[each] for each in holds_step[done:]))} left"
             self._say(f"compiling {call.program.name}, {done + 1} of {len(calls)}{left}")
             begun, known = time.perf_counter(), bool(call.program.compiled)
@@ -123,17 +139,20 @@ class CompileLog:
 
 
 def _leaves(call: Call) -> set[int]:
-    """Identities of a call's arguments, which calls share."""
+    """Return the identities of a call's arguments, which calls share."""
     return set(map(id, jax.tree.leaves(call.args)))
 
 
 @contextmanager
-def told(say: Callable[[str], None], total: int) -> Iterator[Callable[[Future], None]]:
-    """A line every TELL_S until so many programs are compiled. Gives what counts one of them."""
+def log_progress(say: Callable[[str], None], total: int) -> Iterator[Callable[[Future], None]]:
+    """Print a line every PROGRESS_S until `total` programs are compiled.
+
+    Yields a function that counts one of them.
+    """
     ended, over, begun = [], threading.Event(), time.perf_counter()
 
     def tell():
-        while not over.wait(TELL_S) and len(ended) < total:
+        while not over.wait(PROGRESS_S) and len(ended) < total:
             seconds = time.perf_counter() - begun
             say(f"compiling: {len(ended)} of {total} programs, {seconds:.0f} s")
 
@@ -149,7 +168,8 @@ def told(say: Callable[[str], None], total: int) -> Iterator[Callable[[Future], 
 def _return_free_memory() -> None:
     """Return free memory of the heap to the system: over 1 GB after compiling peer25m for CPU.
 
-    Its threads leave small blocks between what they free, and glibc keeps all below the last one.
+    XLA's threads leave small blocks between those that they free, and glibc keeps all below the
+    last one.
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim
@@ -159,14 +179,20 @@ def _return_free_memory() -> None:
 
 
 @contextmanager
-def side_by_side(
+def compile_in_threads(
     calls: Iterable[Call], ended: Callable[[Future], None] = lambda future: None
 ) -> Iterator[dict[Future, Call]]:
-    """Compile programs in threads, each from when the iterable gives it; their calls by future.
+    """Compile programs in threads, each from when the iterable yields it.
 
     This thread lowers them one after another, so that the first compiles early. After an error in
-    the context no other program is begun, and what is being compiled is not waited for.
-    ended: called with each future that is done, in any thread.
+    the context no other program is begun, and programs that are being compiled are not waited for.
+
+    Args:
+      calls: of the programs.
+      ended: called with each future that is done, in any thread.
+
+    Yields:
+      The calls by their futures.
     """
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
 
@@ -179,34 +205,3 @@ def side_by_side(
         yield {begun(call): call for call in calls}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextmanager
-def fitting(name: str, room: str) -> Iterator[None]:
-    """Raises ConfigError, `room` its remedy, where the program compiled or run does not fit."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if (reason := too_big(error)) is None:
-            raise
-        raise ConfigError(f"{name} does not fit the device: {reason} {room}") from error
-
-
-def too_big(error: jax.errors.JaxRuntimeError) -> str | None:
-    """The message of XLA when a program does not fit; None for another error."""
-    _, status, message = str(error).replace("\n", " ").partition("RESOURCE_EXHAUSTED: ")
-    if not status:
-        return None
-    end = message.find(". ")
-    return message[: end + 1] if end > 0 else message
-
-
-def temporaries(message: str, arguments: int) -> int:
-    """Bytes of temporaries, without `arguments`, in the message of `too_big`; 0 if it has none."""
-    number = r"([\d.]+)([KMGT])"
-    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    if found := re.search(rf"HLO temporaries \({number}\)", message):
-        return int(float(found[1]) * units[found[2]])
-    if found := re.search(rf"Used {number} of", message):
-        return max(0, int(float(found[1]) * units[found[2]]) - arguments)
-    return 0

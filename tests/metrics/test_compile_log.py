@@ -18,8 +18,8 @@ import pytest
 
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.errors import ConfigError
-from maxdiloco.metrics import compiles
-from maxdiloco.metrics.compiles import THREADS, CompileLog
+from maxdiloco.metrics import compile_log
+from maxdiloco.metrics.compile_log import THREADS, CompileLog
 from maxdiloco.parallel.program import Program
 
 
@@ -28,8 +28,8 @@ def call(name, compile_):
     return Call(program, (), 1)
 
 
-def all_of(calls, said=lambda line: None):
-    return CompileLog(said, show_memory=False).all_of(calls, room="Use more.")
+def compile_all(calls, said=lambda line: None):
+    return CompileLog(said, show_memory=False).compile_all(calls, room="Use more.")
 
 
 def failing(text):
@@ -53,7 +53,7 @@ def test_a_program_compiles_while_the_next_one_is_lowered():
 
         return Call(types.SimpleNamespace(name=name, lowered=lower), (), 1)
 
-    all_of([program("init"), program("inner")])
+    compile_all([program("init"), program("inner")])
     assert lowered == ["init", "inner"]
 
 
@@ -70,13 +70,15 @@ def test_a_compile_that_takes_long_says_how_far_it_is(monkeypatch):
     def second():
         assert counted.wait(60)
 
-    all_of([call("inner", lambda: None)] * 2, hear)
+    compile_all([call("inner", lambda: None)] * 2, hear)
     assert len(said) == 1 and said[0].startswith("2 programs ")
     del said[:]
     looks = itertools.count(0, 6)
-    monkeypatch.setattr(compiles, "time", types.SimpleNamespace(perf_counter=lambda: next(looks)))
-    monkeypatch.setattr(compiles, "TELL_S", 0.01)
-    all_of([call("inner", lambda: None), call("init", second)], hear)
+    monkeypatch.setattr(
+        compile_log, "time", types.SimpleNamespace(perf_counter=lambda: next(looks))
+    )
+    monkeypatch.setattr(compile_log, "PROGRESS_S", 0.01)
+    compile_all([call("inner", lambda: None), call("init", second)], hear)
     told = [re.fullmatch(r"compiling: [01] of 2 programs, (\d+) s", line)[1] for line in said[:-1]]
     assert told == [str(6 * count) for count in range(1, len(said))]
 
@@ -88,7 +90,7 @@ def test_programs_in_turn_say_which_begins_and_what_is_left(monkeypatch):
     def with_(name, *args, compiled=False):
         return Call(types.SimpleNamespace(name=name, compiled=compiled), args, 1)
 
-    monkeypatch.setattr(compiles, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(compile_log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     calls = [
         with_("inner", params, batch),
         with_("inner + exchange", params, batch, chunk),
@@ -96,7 +98,7 @@ def test_programs_in_turn_say_which_begins_and_what_is_left(monkeypatch):
         with_("merge", params, chunk, compiled=True),
         with_("init"),
     ]
-    for call in CompileLog(said.append, show_memory=False).in_turn(calls):
+    for call in CompileLog(said.append, show_memory=False).announce_each(calls):
         now[0] += {"inner": 100, "inner + exchange": 100, "merge": 0}.get(call.program.name, 10)
         assert said[-1].startswith(f"compiling {call.program.name}, {len(said)} of 5")
     # 100 s + 3 * 20 s, then 2 * 10 s after the last step's program.
@@ -116,7 +118,7 @@ def test_what_compiling_freed_is_returned_to_the_system():
     blocks, before = [bytes(2000) for _ in range(100_000)], resident()
     del blocks[:-1]
     kept = resident()
-    all_of([call("inner", lambda: None)])
+    compile_all([call("inner", lambda: None)])
     assert kept > before - 50e6 and resident() < before - 150e6
 
 
@@ -141,7 +143,7 @@ def test_a_program_of_the_start_runs_while_others_compile():
 
     calls = [call("inner", other), Call(First(), (3,), 0, START)]
     said = []
-    assert all_of(calls, said.append) == ["state of seed 3"]
+    assert compile_all(calls, said.append) == ["state of seed 3"]
     assert said[-1].startswith("2 programs ")
 
 
@@ -150,14 +152,14 @@ def test_a_program_that_does_not_fit_is_named_with_the_remedy():
     processor's addresses."""
     text = "RESOURCE_EXHAUSTED: Ran out of memory in hbm. Used 18G\nof 16G."
     with pytest.raises(ConfigError) as error:
-        all_of([call("inner", lambda: None), call("merge [2 leaves]", failing(text))])
+        compile_all([call("inner", lambda: None), call("merge [2 leaves]", failing(text))])
     line = str(error.value)
     assert "merge [2 leaves]" in line and "Use more." in line and "\n" not in line
     init = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
     init.compile(np.float32(1))
     calls = [call("inner", lambda: None), Call(init, (np.float32(1),), 0, START)]
     with pytest.raises(ConfigError, match=r"^init .* Use more\.$"):
-        all_of(calls)
+        compile_all(calls)
 
 
 PROGRAM = """
@@ -165,7 +167,7 @@ import time, types
 import jax
 from maxdiloco.command_line import end_with, guarded
 from maxdiloco.engine.calls import Call
-from maxdiloco.metrics.compiles import CompileLog
+from maxdiloco.metrics.compile_log import CompileLog
 
 @guarded
 def main(argv):
@@ -178,8 +180,9 @@ def main(argv):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Too big.")
 
     log = CompileLog(print, show_memory=False)
-    log.all_of([Call(types.SimpleNamespace(name="merge", lowered=lambda body=body: body), (), 1)
-                for body in (long, failing)], room="Use more.")
+    programs = [types.SimpleNamespace(name="merge", lowered=lambda body=body: body)
+                for body in (long, failing)]
+    log.compile_all([Call(program, (), 1) for program in programs], room="Use more.")
 
 end_with(main)
 """
@@ -204,7 +207,7 @@ def test_after_an_error_that_is_not_hidden_the_queue_is_dropped():
 
     calls = [call("merge", failing("INTERNAL: a bug")), *[call("merge", body)] * 50]
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a bug"):
-        all_of(calls)
+        compile_all(calls)
     over.set()
     for thread in threading.enumerate():
         if thread.name.startswith("compile"):
@@ -225,5 +228,5 @@ def test_nothing_listens_to_jax_afterwards(monkeypatch, error):
             raise jax.errors.JaxRuntimeError(error)
 
     with pytest.raises(jax.errors.JaxRuntimeError) if error else contextlib.nullcontext():
-        all_of([call("inner", body)])
+        compile_all([call("inner", body)])
     assert (seen, listeners) == ([1], [])
