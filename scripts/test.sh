@@ -50,7 +50,7 @@ if [ $# = 0 ] && [ "$tier" != quick ]; then
     tests/planning/test_gpu_topologies.py tests/integration/test_compile_for_gpus.py
 fi
 case $tier in
-  quick) set -- -m "$chosen and not tpu_aot" tests/diloco tests/flags tests/engine/test_oracle.py \
+  quick) set -- -m "$chosen and not tpu_aot" tests/diloco tests/config tests/engine/test_oracle.py \
     tests/integration/test_against_oracle.py "$@" ;;
   full) set -- -m "$chosen" "$@" ;;
 esac
