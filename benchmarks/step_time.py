@@ -188,8 +188,7 @@ def make_pair(label: str, cfg: Config, mesh: Mesh) -> tuple[Case, Case]:
 
         def make(settings, compiles=compiles, on_compile=on_compile):
             compiles.clear()  # of a policy that was not taken
-            steps = settings.steps
-            return assemble.assemble(settings, mesh, total_steps=steps, on_compile=on_compile)
+            return assemble.assemble(settings, mesh, total_steps=cfg.steps, on_compile=on_compile)
 
         memory = remat_choice.device_memory(mesh)
         settings, parts = remat_choice.build(

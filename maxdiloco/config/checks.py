@@ -3,7 +3,6 @@
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
@@ -46,19 +45,6 @@ def refuse_text_path(key: str, path: str) -> None:
 def eval_key(name: str) -> str:
     """Return the key of an evaluated text for messages, such as eval_dataset_path.wiki."""
     return f"eval_dataset_path.{name}" if name else "eval_dataset_path"
-
-
-def has_replicas(cfg: Any) -> bool:
-    """Whether a run of this config keeps, and saves, parameters of each replica."""
-    return cfg.enable_diloco
-
-
-def is_island(cfg: Any) -> bool:
-    """Whether a run of this config is an island among others.
-
-    It trains until the log of the islands has all tokens, in any number of steps.
-    """
-    return cfg.enable_islands
 
 
 def check_replicas(num_replicas: int, positions: int, positions_name: str) -> None:

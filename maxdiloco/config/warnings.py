@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from maxdiloco.config import checks
 from maxdiloco.config.keys import KEYS, Config
 from maxdiloco.config.values import show
 
@@ -111,8 +110,7 @@ def device_lines(cfg: Config, *, platform: str, num_devices: int, num_parameters
 def run_lines(cfg: Config, *, num_replicas: int, num_tokens: int) -> list[str]:
     """Return warnings and notes that need the replicas and the tokenizer's number of tokens."""
     found = []
-    is_island = checks.is_island(cfg)
-    if cfg.enable_diloco and num_replicas == 1 and not is_island:
+    if cfg.enable_diloco and num_replicas == 1 and not cfg.enable_islands:
         found.append(
             "warning: enable_diloco=true with one replica: it exchanges with no other, which makes "
             "this the Lookahead optimizer (arXiv 1907.08610), not DiLoCo. Set "
@@ -129,7 +127,7 @@ def run_lines(cfg: Config, *, num_replicas: int, num_tokens: int) -> list[str]:
             "vocab_size=auto, or a larger tokenizer (tokenizer_path)."
         )
     many = num_replicas >= _MANY_REPLICAS and cfg.diloco_sync_period >= _LONG_PERIOD
-    if cfg.enable_diloco and many and not is_island and cfg.opt_type == "adamw":
+    if cfg.enable_diloco and many and not cfg.enable_islands and cfg.opt_type == "adamw":
         found.append(
             f"note: {num_replicas} replicas cost more loss than two: with opt_type=adamw and "
             "diloco_sync_period=30 four cost 6 % and eight 10 % compared with data parallelism at "

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from maxdiloco.config import checks, keys
+from maxdiloco.config import keys
 from maxdiloco.config.keys import AXES, Config
 from maxdiloco.config.values import show
 from maxdiloco.diloco.schedule import Schedule, offsets
@@ -181,7 +181,7 @@ def _transport(cfg: Config, replicas: int, slices: int, backend: str) -> str:
 
 
 def _check(cfg: Config, slices: int) -> None:
-    if checks.is_island(cfg):
+    if cfg.enable_islands:
         raise ConfigError(
             "enable_islands=true leaves nothing to plan: islands send through a store, whenever "
             "it is there. Plan the slices of one island with enable_islands=false."
@@ -191,7 +191,7 @@ def _check(cfg: Config, slices: int) -> None:
             f"diloco_sync_period={cfg.diloco_sync_period} is too long to plan, step by step. Use "
             f"{MOST_PERIOD} or less."
         )
-    if not checks.has_replicas(cfg):
+    if not cfg.enable_diloco:
         raise ConfigError(
             "enable_diloco=false leaves nothing to plan: data parallelism crosses the link in "
             "every step. Use enable_diloco=true; the plan has a row for data parallelism."

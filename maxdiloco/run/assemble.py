@@ -168,7 +168,7 @@ def batch_shape(settings: RunSettings, mesh: Mesh) -> BatchShape:
             f"aborts while it compiles their sums of gradients. Use weight_dtype=float32, or one "
             f"device a replica."
         )
-    if keys.is_island and slots > 1:
+    if keys.enable_islands and slots > 1:
         raise ConfigError(
             f"enable_islands=true has diloco {slots} in its mesh: an island is one replica. Set "
             "dcn_diloco_parallelism=1 and dcn_fsdp_parallelism=-1, or start more islands."

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 from jax.sharding import Mesh
 
 from maxdiloco.config import checks
-from maxdiloco.config.config import with_replicas
 from maxdiloco.config.keys import Config
 from maxdiloco.data.tokenizer import TokenizerSettings
 from maxdiloco.engine.settings import ExchangeSettings
@@ -38,7 +37,7 @@ class BatchSettings:
 
     enable_diloco: bool
     num_diloco_replicas: int | Literal["auto"]
-    is_island: bool
+    enable_islands: bool
     per_device_batch_size: int
     gradient_accumulation_steps: int
     max_target_length: int
@@ -150,9 +149,6 @@ class RunSettings:
     evaluation: EvaluationSettings
     checkpoint: CheckpointSettings
     metrics: MetricsSettings
-    run_name: str
-    base_output_directory: str
-    steps: int | Literal["all"]
     init_weights_seed: int
     nan_policy: str
 
@@ -163,8 +159,8 @@ class RunSettings:
 
     @property
     def is_island(self) -> bool:
-        """Whether the run is an island among others."""
-        return self.batch.is_island
+        """Whether the run is an island: the log of the islands says how many steps it takes."""
+        return self.batch.enable_islands
 
     def with_model(self, **changes: Any) -> "RunSettings":
         """Return settings with other values for some fields of the model's config."""
@@ -196,7 +192,7 @@ def read_network(cfg: Config) -> NetworkSettings:
 
 def read_batch(cfg: Config) -> BatchSettings:
     """Return what decides the sequences of a step."""
-    return _read(BatchSettings, cfg, is_island=checks.is_island(cfg))
+    return _read(BatchSettings, cfg)
 
 
 def read_model(cfg: Config, mesh: Mesh) -> ModelSettings:
@@ -226,12 +222,12 @@ def read_optimizer(cfg: Config) -> OptimizerSettings:
 
 
 def read_exchange(cfg: Config, num_replicas: int) -> ExchangeSettings:
-    """Return how outer gradients are exchanged; 'auto' values stay.
+    """Return how outer gradients are exchanged; `auto` of collective and transport stays.
 
     Raises:
       ValueError: values cannot be combined.
     """
-    keys = with_replicas(cfg, num_replicas)
+    lr, momentum = cfg.diloco_outer_lr, cfg.diloco_outer_momentum
     return ExchangeSettings(
         num_replicas=num_replicas,
         sync_period=cfg.diloco_sync_period,
@@ -240,8 +236,8 @@ def read_exchange(cfg: Config, num_replicas: int) -> ExchangeSettings:
         alpha=cfg.communication_overlapping_alpha,
         round_overlap=cfg.diloco_round_overlap,
         outer_optimizer=cfg.diloco_outer_optimizer,
-        outer_lr=keys.diloco_outer_lr,
-        outer_momentum=keys.diloco_outer_momentum,
+        outer_lr=None if lr == "auto" else lr,
+        outer_momentum=None if momentum == "auto" else momentum,
         exchange_dtype=cfg.diloco_exchange_dtype,
         error_feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
         aggregation=cfg.diloco_aggregation,
@@ -251,11 +247,6 @@ def read_exchange(cfg: Config, num_replicas: int) -> ExchangeSettings:
         num_nonlayer_fragments=cfg.num_nonlayer_fragments,
         outer_memory=cfg.diloco_outer_memory,
     )
-
-
-def read_checkpoint(cfg: Config) -> CheckpointSettings:
-    """Return what is saved, and what a run starts from."""
-    return _read(CheckpointSettings, cfg)
 
 
 def read(cfg: Config, mesh: Mesh) -> RunSettings:
@@ -276,11 +267,8 @@ def read(cfg: Config, mesh: Mesh) -> RunSettings:
         optimizer=read_optimizer(cfg),
         exchange=exchange,
         evaluation=_read(EvaluationSettings, cfg),
-        checkpoint=read_checkpoint(cfg),
+        checkpoint=_read(CheckpointSettings, cfg),
         metrics=_read(MetricsSettings, cfg),
-        run_name=cfg.run_name,
-        base_output_directory=cfg.base_output_directory,
-        steps=cfg.steps,
         init_weights_seed=cfg.init_weights_seed,
         nan_policy=cfg.nan_policy,
     )
