@@ -1,13 +1,13 @@
 """Write the tables of docs/metrics.md from maxdiloco/metrics/definitions.py.
 
-    PYTHONPATH=. python scripts/metrics_page.py            # rewrites the page
-    PYTHONPATH=. python scripts/metrics_page.py --check    # exit code 1 if the page is not current
+    PYTHONPATH=. python scripts/metrics_page.py
+
+Rewrites the page; a test compares it.
 
 The page's prose is written by hand. The tables are between START and END, one for each prefix.
 """
 
 import pathlib
-import sys
 
 from maxdiloco.metrics.definitions import METRICS
 
@@ -45,17 +45,10 @@ def written(page: str) -> str:
     return before + START + tables() + END + rest.partition(END)[2]
 
 
-def main(arguments: list[str]) -> int:
-    """Rewrite the page, or with --check compare it."""
-    page = PAGE.read_text(encoding="utf-8")
-    current = written(page)
-    if "--check" in arguments:
-        if current != page:
-            print("docs/metrics.md is not current: run `python scripts/metrics_page.py`.")
-        return int(current != page)
-    PAGE.write_text(current, encoding="utf-8")
-    return 0
+def main() -> None:
+    """Rewrite the page."""
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -1,7 +1,8 @@
 """Write the tables of docs/results.md from benchmarks/results/.
 
-    python scripts/results_page.py            # rewrites the page
-    python scripts/results_page.py --check    # exit code 1 if the page is not current
+    python scripts/results_page.py
+
+Rewrites the page; a test compares it.
 
 The page's prose is written by hand. A table follows a comment that names its source, and ends with
 `<!-- end -->`:
@@ -15,7 +16,6 @@ line above a table has the date and the command of its source.
 
 import pathlib
 import re
-import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
@@ -108,17 +108,10 @@ def written(page: str) -> str:
     return "".join([*parts, page[at:]])
 
 
-def main(arguments: list[str]) -> int:
-    """Rewrite the page, or with --check compare it."""
-    page = PAGE.read_text(encoding="utf-8")
-    current = written(page)
-    if "--check" in arguments:
-        if current != page:
-            print("docs/results.md is not current: run `python scripts/results_page.py`.")
-        return int(current != page)
-    PAGE.write_text(current, encoding="utf-8")
-    return 0
+def main() -> None:
+    """Rewrite the page."""
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
