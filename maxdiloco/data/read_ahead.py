@@ -1,4 +1,4 @@
-"""Reading batches ahead, by Grain in a thread or in processes, or in many threads from a bucket.
+"""Reading batches ahead: in a thread, in many threads from a bucket, or in processes by Grain.
 
 An error is raised instead of its batch, and close() waits for the threads. The order of sequences
 is not decided here, see order.py.
@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
@@ -25,11 +26,48 @@ T = TypeVar("T")
 # to 3,200 sequences a second.
 REQUESTS = 64
 _MOST_BATCHES = 16
+_AHEAD = 2  # batches that one thread reads ahead: one that is ready, and the next
 
 
 def batches_at_once(sequences: int) -> int:
     """Return how many batches of some sequences need REQUESTS concurrent requests."""
     return min(max(2, -(-REQUESTS // sequences)), _MOST_BATCHES)
+
+
+def in_thread(read: Callable[[T], Any], items: range) -> Iterator[Any]:
+    """Yield read(item) for each item, in their order, from one thread that is _AHEAD of them.
+
+    An error is raised instead of its result. Closing waits for the read in progress.
+
+    A result that is ready costs 0.06 ms here and 0.15 ms with Grain's ThreadPrefetchIterDataset,
+    and Grain takes 0.3 s to import.
+    """
+    results: queue.SimpleQueue = queue.SimpleQueue()
+    room, closed = threading.Semaphore(_AHEAD), threading.Event()
+
+    def read_all() -> None:
+        for item in items:
+            room.acquire()
+            if closed.is_set():
+                return
+            try:
+                results.put((read(item), None))
+            except BaseException as error:  # noqa: BLE001 - raised by the iterator
+                results.put((None, error))
+                return
+
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
+        try:
+            pool.submit(read_all)
+            for _ in items:
+                result, error = results.get()
+                if error is not None:
+                    raise error
+                room.release()
+                yield result
+        finally:
+            closed.set()
+            room.release()
 
 
 def in_threads(read: Callable[[T], Any], items: Iterable[T], threads: int) -> Iterator[Any]:
@@ -75,7 +113,7 @@ def read_ahead(
     Args:
       read: the function.
       count: number of results.
-      worker_count: processes that read. 0: a thread of this process, two results ahead.
+      worker_count: processes that read. 0: a thread of this process; see in_thread.
       ahead: results that each process reads ahead.
       at_once: concurrent reads in each process, for data with a high latency. 0: one.
       lost: message for a process that died.
@@ -86,22 +124,16 @@ def read_ahead(
       LostPeerError: a process died.
       ConfigError: /dev/shm cannot be written.
     """
-    if at_once and not worker_count:
-        return in_threads(read, range(count), at_once)
-    # Here, not above: synthetic data have to work where Grain is not installed.
-    import grain
+    if not worker_count:
+        items = range(count)
+        return in_threads(read, items, at_once) if at_once else in_thread(read, items)
+    import grain  # here, not above: it takes 0.3 s
 
-    # No threads in this process: their close() does not wait for a read in progress (Grain 0.2.18).
     # A worker process ends with its threads.
     threads = grain.ReadOptions(num_threads=at_once, prefetch_buffer_size=at_once)
     batches = grain.MapDataset.range(count).map(read).to_iter_dataset(threads)
-    if worker_count:
-        options = grain.MultiprocessingOptions(worker_count, per_worker_buffer_size=ahead)
-        return _from_processes(batches, options, lost, setting, otherwise)
-    # One batch is in the buffer, and the thread reads another.
-    iterator = iter(grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=1))
-    iterator.start_prefetch()
-    return iterator
+    options = grain.MultiprocessingOptions(worker_count, per_worker_buffer_size=ahead)
+    return _from_processes(batches, options, lost, setting, otherwise)
 
 
 def _from_processes(batches, options, lost, setting, otherwise):

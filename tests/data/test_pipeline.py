@@ -286,7 +286,7 @@ data = pipeline.Dataset(SyntheticWindows(0, "train", 257, 16), None, "synthetic"
 mine = dict(replicas=[[0], [1]], rows=range(3))
 with pipeline.batches(data, order.first_position(2, 3), steps=range(1, 3), **mine) as batches:
     print([batch["tokens"].shape for batch in batches])
-read_ahead.read_ahead(abs, 3)
+read_ahead.read_ahead(abs, 3, 1)
 """
 
 
