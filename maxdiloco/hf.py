@@ -1,6 +1,7 @@
 """Hugging Face models in and out: `python -m maxdiloco.hf import SRC DST`, `... export RUN DST`.
 
-A run starts from an import; an export loads in transformers. docs/huggingface.md describes both.
+A run starts from an import; an export loads in transformers. docs/howto/huggingface.md describes
+both.
 """
 
 import os

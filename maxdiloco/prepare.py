@@ -1,6 +1,6 @@
 """Tokenise text once, for many runs: `python -m maxdiloco.prepare SOURCE out=FOLDER key=value`.
 
-The folder is read with dataset_path=FOLDER; docs/data.md describes it.
+The folder is read with dataset_path=FOLDER; docs/reference/data.md describes it.
 """
 
 import os

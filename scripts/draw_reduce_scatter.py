@@ -1,4 +1,4 @@
-"""Draw a reduce-scatter exchange as docs/reduce_scatter.svg.
+"""Draw a reduce-scatter exchange as docs/figures/reduce_scatter.svg.
 
     PYTHONPATH=. python scripts/draw_reduce_scatter.py
 
@@ -73,7 +73,7 @@ def _line(x: float, y: float, to_x: float, to_y: float, colour: str) -> str:
 
 
 if __name__ == "__main__":
-    default = pathlib.Path(__file__).parents[1] / "docs" / "reduce_scatter.svg"
+    default = pathlib.Path(__file__).parents[1] / "docs" / "figures" / "reduce_scatter.svg"
     target = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else default
     target.write_text(draw(), encoding="utf-8")
     print(target)

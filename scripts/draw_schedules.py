@@ -1,4 +1,4 @@
-"""Draw one period of each schedule as docs/schedules.svg.
+"""Draw one period of each schedule as docs/figures/schedules.svg.
 
     PYTHONPATH=. python scripts/draw_schedules.py
 
@@ -83,7 +83,7 @@ def _mode(schedule: Schedule, y: float) -> list[str]:
 
 
 if __name__ == "__main__":
-    default = pathlib.Path(__file__).parents[1] / "docs" / "schedules.svg"
+    default = pathlib.Path(__file__).parents[1] / "docs" / "figures" / "schedules.svg"
     target = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else default
     target.write_text(draw(), encoding="utf-8")
     print(target)

@@ -1,4 +1,4 @@
-"""Write the tables of docs/metrics.md from maxdiloco/metrics/definitions.py.
+"""Write the tables of docs/reference/metrics.md from maxdiloco/metrics/definitions.py.
 
     PYTHONPATH=. python scripts/metrics_page.py
 
@@ -11,7 +11,7 @@ import pathlib
 
 from maxdiloco.metrics.definitions import METRICS
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "metrics.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 START, END = "<!-- tables of scripts/metrics_page.py -->\n", "<!-- end -->\n"
 TITLES = {
     "learning": "Training",

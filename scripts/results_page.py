@@ -1,4 +1,4 @@
-"""Write the tables of docs/results.md from benchmarks/results/.
+"""Write the tables of docs/reference/results.md from benchmarks/results/.
 
     python scripts/results_page.py
 
@@ -18,7 +18,7 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs" / "results.md", ROOT / "benchmarks" / "results"
+PAGE, RESULTS = ROOT / "docs" / "reference" / "results.md", ROOT / "benchmarks" / "results"
 MARKER = re.compile(
     r"<!-- from (?P<file>[\w.]+)#(?P<anchor>[\w-]+), (?P<kind>table|block) (?P<number>\d+)"
     r"(?:, rows /(?P<rows>.*?)/)?(?:, columns (?P<columns>.*?))? -->\n"
@@ -77,7 +77,7 @@ def generated(marker: re.Match[str]) -> str:
     index = int(marker["number"]) - 1
     if marker["kind"] == "table":
         lines = chosen(tables(body)[index], marker["rows"], marker["columns"])
-        here = f"](../benchmarks/results/{marker['file']}#"
+        here = f"](../../benchmarks/results/{marker['file']}#"
         lines = [line.replace("](#", here) for line in lines]
     else:
         block = re.findall(r"^```\n(.*?)^```", body, re.M | re.S)[index].splitlines()
@@ -89,7 +89,7 @@ def generated(marker: re.Match[str]) -> str:
     command = re.search(r"PYTHONPATH=[^`]*?(?=`|\n\n|\n```|\s+\[|\s{3})", body) or re.search(
         r"`(python -m [^`]+)`", body
     )
-    source = f"[all rows](../benchmarks/results/{marker['file']}#{marker['anchor']})"
+    source = f"[all rows](../../benchmarks/results/{marker['file']}#{marker['anchor']})"
     words = [f"Measured {date[1]}" if date else "", source]
     if command:
         text = re.sub(r"\s+", " ", command[0].strip("`"))

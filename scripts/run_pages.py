@@ -29,13 +29,13 @@ import time
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (
-    "README.md", "docs/howto/install.md", "docs/howto/run-on-gpus.md",
+    "README.md", "docs/get-started/installation.md", "docs/howto/run-on-gpus.md",
     "docs/howto/run-on-tpus.md", "docs/howto/clusters.md", "docs/howto/plan-bandwidth.md",
     "docs/howto/choose-a-mode.md", "docs/howto/checkpoint-and-resume.md",
-    "docs/howto/your-data.md", "docs/library.md", "docs/tutorials/two-machines.md",
-    "docs/tutorials/laptop-to-tpu-slices.md", "docs/howto/evaluate-and-sample.md",
+    "docs/howto/your-data.md", "docs/howto/use-as-a-library.md", "docs/tutorials/two-machines.md",
+    "docs/tutorials/tpu-slices.md", "docs/howto/evaluate-and-sample.md",
     "docs/howto/monitor-a-run.md", "docs/tutorials/islands.md",
-    "docs/reference/compile-report.md", "docs/results.md",
+    "docs/reference/compile-report.md", "docs/reference/results.md",
 )  # fmt: skip
 SKIPPED = (
     r"^git clone ",  # the address of the repository is not known here

@@ -32,7 +32,7 @@ HEAD = """\
 #   resume: drops in-flight    it may change, and the exchanges in flight are dropped
 #   hosts: may differ          processes of one run may have different values
 #   hosts: paths may differ    each has a path, or none has
-# Names are MaxText's where it has the key. docs/maxtext.md lists the differences.
+# Names are MaxText's where it has the key. docs/howto/migrate-from-maxtext.md has the differences.
 """
 
 

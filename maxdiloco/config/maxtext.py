@@ -13,8 +13,8 @@ from maxdiloco.errors import ConfigError
 # edited copy of ours with some of them.
 MAX_FOREIGN = 20
 USE_OUR_BASE = (
-    "Put configs/base.yml in its place: the defaults here are this package's, and docs/maxtext.md "
-    "lists those that differ."
+    "Put configs/base.yml in its place: the defaults here are this package's, and "
+    "docs/howto/migrate-from-maxtext.md lists those that differ."
 )
 
 
@@ -83,7 +83,7 @@ class MaxText(NamedTuple):
             else:
                 refused.append(f"{name}={text} is MaxText's key. {entry.instead}.")
         if refused:
-            raise ConfigError(f"{' '.join(refused)} See docs/maxtext.md.")
+            raise ConfigError(f"{' '.join(refused)} See docs/howto/migrate-from-maxtext.md.")
         if not ignored:
             return kept, []
         reasons = "; ".join(f"{', '.join(names)}: {why}" for why, names in ignored.items())

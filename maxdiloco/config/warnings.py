@@ -8,7 +8,8 @@ from maxdiloco.config.values import show
 # Parameters from which a step of 1,000 tokens takes a minute and more on a CPU.
 _LARGE_FOR_CPU = 500_000_000
 # Rounds below which a run says little about a mode, and below which an outer momentum above
-# _SHORT_MOMENTUM, an average over many rounds, costs loss (docs/results.md, loss by mode).
+# _SHORT_MOMENTUM, an average over many rounds, costs loss (docs/reference/results.md, loss by
+# mode).
 _FEW_ROUNDS, _FEW_FOR_MOMENTUM, _SHORT_MOMENTUM = 100, 200, 0.7
 # From so many replicas, at such periods, the default settings lose to those of the recipe.
 _MANY_REPLICAS, _LONG_PERIOD = 4, 20

@@ -1,7 +1,7 @@
 """Outer learning rate and momentum where the user gives none, for the trainer and the library."""
 
 # The best of a grid for DiLoCo at H of 10, 30 and 100, streaming, eager and Muon alike
-# (docs/results.md, loss by mode), and MuLoCo's (arXiv 2505.23725).
+# (docs/reference/results.md, loss by mode), and MuLoCo's (arXiv 2505.23725).
 RATE, MOMENTUM = 0.7, 0.6
 # Where the mean is a round late, or most of it: delayed, eager with four and more. The same table:
 # 0.7 all but diverges; a direction in which replicas reach their optimum within a round is stable

@@ -1,5 +1,6 @@
-"""What the islands agree on, a function a rule; docs/islands.md has the rules in words.
+"""The rules that all islands share, one function a rule.
 
+docs/development/islands-protocol.md has the rules in words.
 Pure, and of plain values: who may write, what counts, how an island's own progress is kept. The
 numbers are our choice unless a source is named.
 """

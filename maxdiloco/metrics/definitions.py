@@ -1,7 +1,7 @@
 """The metrics of a run: name, unit, meaning, when to look at them, and their panel in the report.
 
-`scripts/metrics_page.py` writes the tables of docs/metrics.md from this module, and the report
-takes its panels from it. A metric's value is computed where the trainer knows it, not here.
+`scripts/metrics_page.py` writes the tables of docs/reference/metrics.md from this module, and the
+report takes its panels from it. A metric's value is computed where the trainer knows it, not here.
 """
 
 import re

@@ -13,8 +13,8 @@ from maxdiloco.planning.forecast import Case, Forecast, Law, Row, show_size
 from maxdiloco.planning.proposal import Plan
 from maxdiloco.planning.table import WIDTH, few_digits, loss_as_json
 
-# Measured waits relative to those of the link model: docs/results.md, "The plan compared with
-# measurements".
+# Measured waits relative to those of the link model: docs/reference/results.md, "The plan
+# compared with measurements".
 MEASURED = "measured waits were 7 to 12% longer"
 NEAR = 2.0  # a row within this factor of a size is near it: about the step between sizes of a table
 LABEL = 12  # characters

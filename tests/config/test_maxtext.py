@@ -1,4 +1,6 @@
-"""MaxText's command lines: what is accepted and what is ignored, as docs/maxtext.md says.
+"""MaxText's command lines: what is accepted and what is ignored.
+
+docs/howto/migrate-from-maxtext.md has the same for users.
 
 test_refused_keys.py has the values that are refused.
 """
@@ -164,7 +166,8 @@ def test_a_model_name_may_be_a_file_of_model_keys(refusal, tmp_path):
     assert changed.base_emb_dim == 32
 
 
-PAGE = pathlib.Path(__file__).parents[2].joinpath("docs/maxtext.md").read_text(encoding="utf-8")
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = ROOT.joinpath("docs/howto/migrate-from-maxtext.md").read_text(encoding="utf-8")
 
 
 def section(title):

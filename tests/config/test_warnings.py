@@ -123,7 +123,7 @@ def test_keys_that_are_seldom_meant_are_named_in_a_line(kind, keys, facts, expec
     ],
 )
 def test_outer_rate_and_momentum_follow_mode_and_replicas(keys, replicas, rate, momentum):
-    """docs/results.md, loss by mode. And they are stored."""
+    """docs/reference/results.md, loss by mode. And they are stored."""
     cfg = config.with_replicas(config.load(keys.split(), {}), replicas)
     assert (cfg.diloco_outer_lr, cfg.diloco_outer_momentum) == pytest.approx((rate, momentum))
     assert config.from_dict(cfg.as_dict()).diloco_outer_lr == rate

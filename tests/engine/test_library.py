@@ -23,7 +23,8 @@ from maxdiloco.diloco.combinations import RADIAL
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.errors import NumericsError
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs/howto/use-as-a-library.md").read_text(encoding="utf-8")
 BATCH = np.ones((2, 1), np.float32)
 
 

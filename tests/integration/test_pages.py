@@ -1,4 +1,4 @@
-"""The commands of your-data.md, huggingface.md and laptop-to-tpu-slices.md run as they stand,
+"""The commands of your-data.md, huggingface.md and tpu-slices.md run as they stand,
 except for their paths and their size; so does the example of the library class.
 """
 
@@ -109,7 +109,7 @@ def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch):
     source = small.save(tmp_path / "Qwen3-0.6B", small.weights())
     byte_level_bpe(source, vocab_size=300)
     (tmp_path / "text.txt").write_text("one two three four\n" * 200)
-    lines = re.findall(r"^python -m .+$", page("docs/huggingface.md"), re.M)
+    lines = re.findall(r"^python -m .+$", page("docs/howto/huggingface.md"), re.M)
     names = [line.split()[2].partition(".")[2] for line in lines]
     assert names == ["hf", "train", "prepare", "train", "hf"]
     smaller = (
@@ -123,7 +123,7 @@ def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch):
     assert (tmp_path / "qwen3-more/tokenizer.json").is_file()
 
 
-SLICES = blocks(page("docs/tutorials/laptop-to-tpu-slices.md"))
+SLICES = blocks(page("docs/tutorials/tpu-slices.md"))
 # A command that is not run; its keys are read all the same.
 NOT_RUN = (
     "bash scripts/xpk_run.sh",  # needs a cluster; its dry run is run

@@ -1,4 +1,4 @@
-"""The definitions of metrics are those that a run logs, and docs/metrics.md has them."""
+"""The definitions of metrics are those that a run logs, and docs/reference/metrics.md has them."""
 
 import ast
 import pathlib

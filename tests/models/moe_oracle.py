@@ -9,7 +9,7 @@ from model_oracle import mlp
 
 
 def router_of(cfg):
-    """The entries of the router, as docs/mixture_of_experts.md has their defaults."""
+    """The entries of the router, as docs/howto/mixture-of-experts.md has their defaults."""
     absent = dict(score_function="softmax", normalise_weights=False, scaling_factor=1.0)
     return absent | dict(num_groups=1, groups_per_token=1) | dict(cfg.router)
 

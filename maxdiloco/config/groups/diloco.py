@@ -57,7 +57,7 @@ class Diloco(Group):
     # arXiv 2501.18512 on Dolma; 30 in its other runs.
     diloco_sync_period: Count = key(100, unit="inner steps", resume=DROPS, start_here=True)
     """Inner steps between two exchanges of a fragment (H)."""
-    # The rule is diloco/outer_rate.py; its evidence docs/results.md.
+    # The rule is diloco/outer_rate.py; its evidence docs/reference/results.md.
     diloco_outer_lr: NonNegative | Auto = key("auto", resume=FREE)
     """Learning rate of the outer optimizer. auto: 0.4 to 1, by mode and number of replicas."""
     diloco_outer_momentum: ShareBelowOne | Auto = key("auto")
@@ -193,7 +193,9 @@ class Islands(Group):
     """Elastic training over a store."""
 
     group: ClassVar[str] = "islands"
-    title: ClassVar[str] = "programs that train one model through a store (docs/islands.md)"
+    title: ClassVar[str] = (
+        "programs that train one model through a store (docs/tutorials/islands.md)"
+    )
 
     enable_islands: Bool = key(False, from_checkpoint=False)
     """Be an island among others that come and go, with one replica."""

@@ -291,7 +291,7 @@ class ModelExperts(Group):
     """Mixture of experts."""
 
     group: ClassVar[str] = "model"
-    heading: ClassVar[str] = "experts (docs/mixture_of_experts.md)"
+    heading: ClassVar[str] = "experts (docs/howto/mixture-of-experts.md)"
 
     num_experts: Count = key(1, unit="experts", resume=SHAPES)
     """Number of experts of a layer. 1: a dense feed-forward layer."""

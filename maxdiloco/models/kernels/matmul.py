@@ -2,8 +2,8 @@
 
 XLA:CPU has instructions for bfloat16 factors only where the result is float32, and without them
 takes two to three times as long. On a TPU a reduce-scatter moves half of a gradient's bytes. The
-measured gains are in docs/results.md ("Compared with a PyTorch loop") and benchmarks/results
-("The step of 1b").
+measured gains are in docs/reference/results.md ("Compared with a PyTorch loop") and
+benchmarks/results ("The step of 1b").
 """
 # B sequences  L tokens  G groups of tokens
 
