@@ -34,7 +34,7 @@ def batches_at_once(sequences: int) -> int:
     return min(max(2, -(-REQUESTS // sequences)), _MOST_BATCHES)
 
 
-def in_thread(read: Callable[[T], Any], items: range) -> Iterator[Any]:
+def in_thread(read: Callable[[T], Any], items: Iterable[T]) -> Iterator[Any]:
     """Yield read(item) for each item, in their order, from one thread that is _AHEAD of them.
 
     An error is raised instead of its result. Closing waits for the read in progress.
@@ -43,28 +43,25 @@ def in_thread(read: Callable[[T], Any], items: range) -> Iterator[Any]:
     and Grain takes 0.3 s to import.
     """
     results: queue.SimpleQueue = queue.SimpleQueue()
-    room, closed = threading.Semaphore(_AHEAD), threading.Event()
+    room, closed, end = threading.Semaphore(_AHEAD), threading.Event(), object()
 
     def read_all() -> None:
-        for item in items:
-            room.acquire()
-            if closed.is_set():
-                return
-            try:
-                results.put((read(item), None))
-            except BaseException as error:  # noqa: BLE001 - raised by the iterator
-                results.put((None, error))
-                return
+        try:
+            for item in items:
+                room.acquire()
+                if closed.is_set():
+                    return
+                results.put(read(item))
+        finally:
+            results.put(end)
 
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
         try:
-            pool.submit(read_all)
-            for _ in items:
-                result, error = results.get()
-                if error is not None:
-                    raise error
+            reading = pool.submit(read_all)
+            while (result := results.get()) is not end:
                 room.release()
                 yield result
+            reading.result()  # raises the error of a read
         finally:
             closed.set()
             room.release()
