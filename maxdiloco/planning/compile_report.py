@@ -192,12 +192,12 @@ def _program(report: Report, program: Measured) -> dict[str, Any]:
         "too_big": program.too_big,
         "flops_per_device": program.flops,
         "estimated_seconds": program.seconds,
-        "pallas_kernels_not_estimated": program.kernels,
+        "unknown_calls": dict(program.unknown_calls),
         "memory": memory,
         "dcn": [_crossing(report, program, crossing) for crossing in program.crossings],
         "ici": _collectives(program),
     }
-    unknown = ("flops_per_device", "pallas_kernels_not_estimated", "dcn", "ici")
+    unknown = ("flops_per_device", "unknown_calls", "dcn", "ici")
     return found | dict.fromkeys(unknown) if program.too_big else found
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,8 @@ class Measured(NamedTuple):
     runs: in the H steps of a period. when, event: see Call. too_big: the compiler's message when
     the program does not fit the chip; all that is known then is the memory of its arguments and of
     the state, and that of the temporaries where the message has it. seconds: device time of one run
-    without waits for other slices, as the compiler estimates it; None off TPU. kernels: number of
-    Pallas kernels that have no estimate and add nothing to `seconds`.
+    without waits for other slices, as the compiler estimates it; None off TPU. unknown_calls: how
+    often each custom call runs that adds nothing to `seconds`, see hlo/kernels.py.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Measured(NamedTuple):
     too_big: str = ""
     flops: float = 0.0
     seconds: float | None = None
-    kernels: int = 0
+    unknown_calls: Mapping[str, int] = MappingProxyType({})
     crossings: tuple[traffic.Collective, ...] = ()
     inside: tuple[traffic.Collective, ...] = ()
 
@@ -109,16 +110,10 @@ def _on_tpu(
         for t in traffic.transfers(module, dcn)
         for timing in [played.transfers[t.rendezvous]]
     ]
-    unknown = {
-        (run.computation.name, run.instruction.name)
-        for run in reader.executed(module)
-        if kernels.is_kernel(run.instruction)
-        and kernels.kernel_flops(run.computation, run.instruction) is None
-    }
     ici = {axis: size // dcn[axis] for axis, size in mesh.shape.items()}
     return {
         "seconds": played.clock.now - played.waited,
-        "kernels": len(unknown),
+        "unknown_calls": kernels.unknown_calls(module),
         "crossings": tuple(crossings),
         "inside": tuple(traffic.collectives(module, ici)),
     }

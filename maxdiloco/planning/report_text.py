@@ -75,8 +75,8 @@ def _memory(report: Report, found: dict[str, Any]) -> list[str]:
 def _speed(report: Report, found: dict[str, Any]) -> str:
     if report.step_seconds is None:
         return "speed: not known" + ("" if report.timed else " off TPU")
-    kernels = max((program.kernels for program in report.programs), default=0)
-    without = f" without {kernels} Pallas kernels" if kernels else ""
+    unknown = {name for program in report.programs for name in program.unknown_calls}
+    without = f" without {', '.join(sorted(unknown))}" if unknown else ""
     return (
         f"speed: {report.step_seconds * 1e3:,.1f} ms a step, {found['tokens_per_second']:,.0f} "
         f"tokens/s, {found['mfu']:.1%} MFU (estimate{without}; nothing was run)"
@@ -160,9 +160,11 @@ def _programs(report: Report, programs: list[dict[str, Any]]) -> list[str]:
     for program in programs:
         if program["too_big"]:
             out += _wrapped(f"{program['name']} does not fit: {program['too_big']}")
-    kernels = max((program["pallas_kernels_not_estimated"] or 0 for program in programs), default=0)
-    if kernels:
-        out.append(f"est. ms leaves out {kernels} Pallas kernels whose products are unknown")
+        for name, times in sorted((program["unknown_calls"] or {}).items()):
+            out += _wrapped(
+                f"unknown kernel in {program['name']}: {name}, {times} times a run. est. ms leaves "
+                f"it out, and what it may send to other slices is not seen"
+            )
     return out
 
 

@@ -124,6 +124,21 @@ def test_lines_and_json_have_each_program_transfer_and_axis():
     assert numbers == {"all-gather bf16": 4, "all-reduce f32": 1}
 
 
+def test_an_unknown_kernel_is_a_line_and_refuses_nothing():
+    """Control: without one there is no such line."""
+    found = a_report(program(unknown_calls={"Odd": 8}), exchange())
+    (line,) = [line for line in report_text.lines(found) if "Odd" in line]
+    assert "inner" in line and "8 times" in line
+    assert any("Odd" in line for line in report_text.verdict_lines(found))
+    assert [each["unknown_calls"] for each in compile_report.as_json(found)["programs"]] == [
+        {"Odd": 8},
+        {},
+    ]
+    assert report_text.refusals(found, max_exposed_fraction=1) == []
+    whole = a_report(program(), exchange())
+    assert "unknown" not in " ".join(report_text.lines(whole) + report_text.verdict_lines(whole))
+
+
 def test_off_tpu_there_are_no_times():
     cross = crossing()._replace(timing=None)
     one = program("inner + exchange", seconds=None, crossings=[cross])

@@ -1,8 +1,8 @@
 """Floating-point operations of the matrix products in a compiled program, and of its kernels.
 
-The compiler gives Pallas kernels no estimate. The products of experts, of JAX and of XLA itself,
-bring their own. Splash attention of jax.experimental.pallas.ops.tpu has a name; what it multiplies
-follows from the operands, with heads filled up to the lanes of the matrix unit.
+The compiler estimates no time for Pallas kernels. The grouped products of experts bring an
+estimate. Splash attention of jax.experimental.pallas.ops.tpu has a name; what it multiplies follows
+from the operands, with heads padded to the lanes of the matrix unit.
 """
 
 import math
@@ -20,6 +20,13 @@ FLOATS = ("bf16", "f16", "f32")
 _ATTENTION = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)_")
 _OWN_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _INDICES = "ragged-dot-metadata"  # finds the rows of each expert, multiplies nothing
+# Targets of custom calls that neither take noticeable time nor send anything to another slice.
+LOCAL_CALLS = """
+    AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast
+    GatherScatterIndicesBitpacked HostExecute MoveToDevice MoveToHost PrepareAsyncCallDone
+    PrepareAsyncCallStart Sharding SliceId SPMDFullToShardShape SPMDShardToFullShape ZeroCrop
+""".split()
+_NUMBER = re.compile(r"(\.\d+)+$")  # by which XLA tells instructions of one name apart
 
 
 def matmul_flops(module: Module) -> float:
@@ -85,6 +92,28 @@ def kernel_flops(where: Computation, item: Instruction) -> float | None:
         return 0.0
     named = _ATTENTION.search(item.name)
     return _attention_flops(named[1], where, item) if named else None
+
+
+def unknown_calls(module: Module) -> dict[str, int]:
+    """Count the custom calls that a report cannot judge.
+
+    They add no time to an estimate, and what they may send to other slices is not seen.
+
+    Returns:
+      How often each runs in one run of the program, by the name of a Pallas kernel or the target of
+      any other call.
+    """
+    found: dict[str, int] = {}
+    for run in executed(module):
+        item = run.instruction
+        if item.opcode not in ("custom-call", "custom-call-start"):
+            continue
+        target = item.attribute("custom_call_target")
+        if target in LOCAL_CALLS or kernel_flops(run.computation, item) is not None:
+            continue
+        name = target if target and target != PALLAS else _NUMBER.sub("", item.name)
+        found[name] = found.get(name, 0) + run.times
+    return found
 
 
 def _attention_flops(name: str, where: Computation, item: Instruction) -> float | None:

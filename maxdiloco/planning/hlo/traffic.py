@@ -25,13 +25,6 @@ HANDLER = "_xla_host_transfer_handler_name"
 KIND = "_xla_megascale_transfer_type"
 TARGET = "_xla_megascale_target"
 _TARGET = re.compile(rf'{TARGET}=("[^"]*"|\{{\{{.*?\}}\}})')
-# Custom calls that stay in the slice, its collectives among them. Any other target may be traffic.
-LOCAL_CALLS = """
-    AllocateBuffer AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart ConcatBitcast
-    GatherScatterIndicesBitpacked HostExecute MoveToDevice MoveToHost PrepareAsyncCallDone
-    PrepareAsyncCallStart Sharding SliceId SPMDFullToShardShape SPMDShardToFullShape ZeroCrop
-    tpu_custom_call
-"""
 
 
 class Timing(NamedTuple):
@@ -136,9 +129,8 @@ def axes_of(groups: notation.Groups, sizes: Mapping[str, int]) -> tuple[str, ...
 def transfers(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
     """Every transfer between slices that ENTRY reaches, without its timing.
 
-    sizes: of the mesh axes over slices. Raises ValueError for a host transfer of another runtime, a
-    custom call with an unknown target, and a send without its recv or `-done` in the same
-    computation.
+    sizes: of the mesh axes over slices. Raises ValueError for a host transfer of another runtime,
+    and for a send without its recv or `-done` in the same computation.
     """
     starts: dict[str, list[Executed]] = {}
     for run in executed(module):
@@ -155,13 +147,6 @@ def transfers(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
 
 def rendezvous_of(instruction: Instruction) -> str | None:
     """The rendezvous that an instruction starts; None without traffic between slices."""
-    if instruction.opcode in ("custom-call", "custom-call-start"):
-        target = instruction.attribute("custom_call_target")
-        if target not in LOCAL_CALLS.split():
-            raise ValueError(
-                f"%{instruction.name} calls {target!r}, which may be traffic between slices. Add "
-                f"it to LOCAL_CALLS in hlo/traffic.py if it is not."
-            )
     if instruction.opcode not in ("send", "recv"):
         return None
     if instruction.attribute(HANDLER) != RUNTIME:

@@ -142,6 +142,18 @@ def test_a_kernel_brings_its_own_estimate():
     assert found == expected
 
 
+def test_custom_calls_that_are_unknown_are_counted():
+    """One in the loop, at each of its eight trips, and a kernel with two numbers. Work on the host,
+    such as a reshape of an array in its memory, is known. None of them adds time."""
+    call = '  %odd.3 = f32[] custom-call(), custom_call_target="Odd"'
+    kernel = '  %mine.4.1 = f32[] custom-call(), custom_call_target="tpu_custom_call"'
+    host = '  %host = f32[] custom-call-start(), custom_call_target="HostExecute"'
+    text = put_before(BESIDE_LOOP, "  %fusion.5 =", call)
+    text = put_before(text, "  %copy.1 =", kernel, host)
+    assert kernels.unknown_calls(reader.read(text)) == {"Odd": 8, "mine": 1}
+    assert exposed(text) == exposed(BESIDE_LOOP)
+
+
 PRODUCT = 2 * 2 * 8 * 1024 * 1024 * 128  # of two sequences, eight heads, all pairs, 128 lanes
 OF_KEYS = "bf16[2,8,1024,64]{3,2,1,0}"
 HALF_OF_QUERIES = [("s8[1,4,4]{2,1,0}", "s8[1,2,4]{2,1,0}"), ("%q, %q, %q)", "%r, %q, %q)")]

@@ -54,15 +54,6 @@ def test_a_branch_below_a_call_is_conditional_too():
     assert inside.in_conditional and not outside.in_conditional
 
 
-def test_a_call_is_known_by_its_target():
-    """Work on the host, such as a reshape of what lies in its memory, is no traffic of slices."""
-    start = ' custom-call-start(%param.1), custom_call_target="HostExecute"'
-    text = changed(BESIDE_LOOP, " copy(%param.1)", start)
-    assert len(found(text)) == len(found(changed(text, "HostExecute", "SliceId"))) == 1
-    with pytest.raises(ValueError, match="%copy.1 .*'Odd'"):
-        found(changed(text, "HostExecute", "Odd"))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -74,11 +65,6 @@ def test_a_call_is_known_by_its_target():
         ("ALL_GATHER", "MULTICAST", "%send .*multicast"),
         ("send-done(%send)", "send-done(%x)", "main.1_spmd"),
         (" recv(%after-all)", " send(%after-all)", "main.1_spmd"),
-        (
-            " copy(%param.1)",
-            ' custom-call(%param.1), custom_call_target="Odd"',
-            "%copy.1 .*'Odd'.*LOCAL_CALLS",
-        ),
     ],
 )
 def test_a_construct_it_does_not_know(old, new, message):
