@@ -12,7 +12,8 @@ from types import MappingProxyType, SimpleNamespace
 from maxdiloco.command_line import Option, guarded, option_lines, read_options
 from maxdiloco.config import config, help
 from maxdiloco.errors import ConfigError
-from maxdiloco.output import one_line, say, say_error
+from maxdiloco.output import one_line, say, say_error, span
+from maxdiloco.planning import compile_time
 
 REFUSED = 1
 OPTIONS = MappingProxyType({
@@ -45,6 +46,10 @@ def main(argv: Sequence[str]) -> int:
             f"say."
         )
     cfg = config.load(keys, os.environ)
+    count = 2 if options.compile_data_parallel and cfg.enable_diloco else 1
+    expected = span(count * compile_time.run_seconds(cfg))
+    target = cfg.compile_topology or f"{cfg.hardware} of this machine"
+    say_line(f"compiling {cfg.model_name} for {target}: about {expected}, by a guess")
     from maxdiloco.run import tokenizer as run_tokenizer
 
     return _compile(run_tokenizer.resolved(cfg), options)

@@ -1,6 +1,7 @@
 """Compile all programs of a run before the first step, with a line for every compile."""
 
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -97,25 +98,34 @@ class CompileLog:
             self._say_memory(sorted(calls, key=lambda call: call.when == START), resident)
         return results
 
-    def announce_each(self, calls: Sequence[Call]) -> Iterator[Call]:
-        """Yield the calls, each to be compiled before the next, with a line when it begins.
+    def announce_each(self, calls: Sequence[Call], *, expected_s: float) -> Iterator[Call]:
+        """Yield the calls, each to be compiled before the next, and log the progress.
 
-        The first one is the plain inner step. The remaining time is estimated from the mean of the
-        programs so far, of those that hold the step and of the others.
+        A line when a compile begins, and every PROGRESS_S until it ends, has the estimate of the
+        time until all programs are compiled.
+
+        Args:
+          calls: the first one is the plain inner step.
+          expected_s: compile time of a program with the step, until one is compiled.
         """
-        holds_step = [_leaves(calls[0]) <= _leaves(call) for call in calls]
-        took: dict[bool, list[float]] = {True: [], False: []}
-        for done, (call, kind) in enumerate(zip(calls, holds_step, strict=True)):
-            left = ""
-            if took[True]:
-                means = {True: fmean(took[True])}
-                means[False] = fmean(took[False] or [means[True] * PART_OF_STEP])
-                left = f", about {span(sum(means[each] for each in holds_step[done:]))} left"
-            self._say(f"compiling {call.program.name}, {done + 1} of {len(calls)}{left}")
+        left = _TimeLeft(calls, expected_s)
+        for index, call in enumerate(calls):
+            tell = functools.partial(self._say_turn, left, calls, index)
             begun, known = time.perf_counter(), bool(call.program.compiled)
-            yield call
+            tell(0.0)
+            with _every(PROGRESS_S, tell):
+                yield call
             if not known:
-                took[kind].append(time.perf_counter() - begun)
+                left.record(index, time.perf_counter() - begun)
+
+    def _say_turn(
+        self, left: "_TimeLeft", calls: Sequence[Call], index: int, elapsed: float
+    ) -> None:
+        since = f" for {elapsed:.0f} s" if elapsed else ""
+        self._say(
+            f"compiling {calls[index].program.name}, {index + 1} of {len(calls)}{since}, about "
+            f"{span(left.seconds(index, elapsed))} left"
+        )
 
     def _say_memory(self, calls: Sequence[Call], resident: str) -> None:
         plain = calls[0].program.compile(*calls[0].args).memory_analysis()
@@ -143,23 +153,77 @@ def _leaves(call: Call) -> set[int]:
     return set(map(id, jax.tree.leaves(call.args)))
 
 
+class _TimeLeft:
+    """Estimates how long the programs that are not compiled yet take, one after another.
+
+    The programs with the inner step take about as long as each other, and so do the others.
+    """
+
+    def __init__(self, calls: Sequence[Call], expected_s: float):
+        self._holds_step = [_leaves(calls[0]) <= _leaves(call) for call in calls]
+        self._expected_s = expected_s
+        self._took: dict[bool, list[float]] = {True: [], False: []}
+
+    def record(self, index: int, seconds: float) -> None:
+        """Note how long the compile of a program took."""
+        self._took[self._holds_step[index]].append(seconds)
+
+    def seconds(self, index: int, elapsed: float) -> float:
+        """Return the time left when a program has been compiling for `elapsed` seconds."""
+        step_s = fmean(self._took[True] or [self._expected_s])
+        others_s = fmean(self._took[False] or [step_s * PART_OF_STEP])
+        now, *later = (step_s if holds else others_s for holds in self._holds_step[index:])
+        return time_left(now, elapsed) + sum(later)
+
+
+def time_left(expected_s: float, elapsed: float) -> float:
+    """Return the time left of work that was expected to take `expected_s` in all.
+
+    Work that takes longer than expected counts as four fifths done: the estimate never says 0.
+    """
+    return max(expected_s - elapsed, elapsed / 4)
+
+
 @contextmanager
-def log_progress(say: Callable[[str], None], total: int) -> Iterator[Callable[[Future], None]]:
+def log_progress(
+    say: Callable[[str], None], total: int, *, expected_s: float | None = None
+) -> Iterator[Callable[[Future], None]]:
     """Print a line every PROGRESS_S until `total` programs are compiled.
 
-    Yields a function that counts one of them.
+    Args:
+      say: prints a line.
+      total: number of programs.
+      expected_s: time that all of them are expected to take, for an estimate.
+
+    Yields:
+      A function that counts one of them.
     """
-    ended, over, begun = [], threading.Event(), time.perf_counter()
+    ended: list[Future] = []
 
-    def tell():
-        while not over.wait(PROGRESS_S) and len(ended) < total:
-            seconds = time.perf_counter() - begun
-            say(f"compiling: {len(ended)} of {total} programs, {seconds:.0f} s")
+    def tell(elapsed: float) -> None:
+        if len(ended) < total:
+            left = (
+                "" if expected_s is None else f", about {span(time_left(expected_s, elapsed))} left"
+            )
+            say(f"compiling: {len(ended)} of {total} programs, {elapsed:.0f} s{left}")
 
-    thread = threading.Thread(target=tell, name="compile-progress", daemon=True)
+    with _every(PROGRESS_S, tell):
+        yield ended.append
+
+
+@contextmanager
+def _every(seconds: float, tell: Callable[[float], None]) -> Iterator[None]:
+    """Call `tell` in a thread every so many seconds, with the seconds since the start."""
+    over, begun = threading.Event(), time.perf_counter()
+
+    def run() -> None:
+        while not over.wait(seconds):
+            tell(time.perf_counter() - begun)
+
+    thread = threading.Thread(target=run, name="compile-progress", daemon=True)
     thread.start()
     try:
-        yield ended.append
+        yield
     finally:
         over.set()
         thread.join()

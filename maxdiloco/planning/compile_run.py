@@ -16,7 +16,7 @@ from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
-from maxdiloco.planning import program_costs, topology
+from maxdiloco.planning import compile_time, program_costs, topology
 from maxdiloco.planning.compile_report import Report
 from maxdiloco.planning.program_costs import Measured
 from maxdiloco.run import assemble, remat_choice
@@ -109,7 +109,12 @@ def compile_programs(
     )
     memory = chip.hbm if chip else remat_choice.device_memory(mesh)
     settings, parts = remat_choice.build(
-        run_settings.read(cfg, mesh), make, mesh, memory=memory, say=say
+        run_settings.read(cfg, mesh),
+        make,
+        mesh,
+        memory=memory,
+        say=say,
+        expected_s=compile_time.step_seconds(cfg),
     )
     state = parts.trainer.abstract_state
     if only_step:
@@ -117,7 +122,7 @@ def compile_programs(
     else:
         calls = [*assemble.calls(settings, parts), *arrays.calls(state, on_compile=on_compile)]
     dcn = mesh_lib.sizes_over_slices(run_settings.read_mesh(cfg), list(mesh.devices.flat))
-    in_turn = on_compile.announce_each(calls)
+    in_turn = on_compile.announce_each(calls, expected_s=compile_time.step_seconds(cfg))
     found = program_costs.measure(in_turn, state, mesh=mesh, dcn=dcn, chip=chip, gbps=gbps, say=say)
     return settings, parts, found
 

@@ -48,11 +48,13 @@ def build(
     *,
     memory: int | None,
     say: Callable[[str], None],
+    expected_s: float | None = None,
 ) -> tuple[RunSettings, Parts]:
     """Return settings with a policy in place of auto, and their parts; all processes call it.
 
-    make: settings -> parts. memory: of device_memory. Compiles the inner steps where it compares
-    memory; `full` is taken without a compile.
+    make: settings -> parts. memory: of device_memory. expected_s: compile time of an inner step,
+    for an estimate in the log. Compiles the inner steps where it compares memory; `full` is taken
+    without a compile.
     """
     if settings.model.config.remat_policy != AUTO:
         return settings, make(settings)
@@ -73,7 +75,7 @@ def build(
         tried = tuple(POLICIES) if _has_no_loop(settings, mesh) else TRIED
     for policy in tried[:-1]:
         chosen, parts = made(policy)
-        needed = _needed(chosen, parts, memory, say)
+        needed = _needed(chosen, parts, memory, say, expected_s)
         if not in_any_process(needed > memory):
             say(
                 f"remat_policy=auto: {policy}; the inner step needs {needed / MIB:,.0f} of "
@@ -91,7 +93,13 @@ def _has_no_loop(settings, mesh):
     return split == 1 and settings.model.config.num_layers <= MOST_UNROLLED
 
 
-def _needed(settings: RunSettings, parts: Parts, memory: int, say: Callable[[str], None]) -> float:
+def _needed(
+    settings: RunSettings,
+    parts: Parts,
+    memory: int,
+    say: Callable[[str], None],
+    expected_s: float | None,
+) -> float:
     """Bytes on a device with the largest inner step; inf where it is known not to fit."""
     if kept_bytes(parts, settings.batch.gradient_accumulation_steps) > memory:
         return math.inf  # without a compile, which takes longest where the most does not fit
@@ -102,7 +110,8 @@ def _needed(settings: RunSettings, parts: Parts, memory: int, say: Callable[[str
     # All are waited for: they take about as long, and nothing else compiles beside them.
     policy = settings.model.config.remat_policy
     say(f"remat_policy=auto: compiling the step with {policy}, programs: {len(steps)}")
-    with log_progress(say, len(steps)) as ended, compile_in_threads(steps, ended) as futures:
+    progress = log_progress(say, len(steps), expected_s=expected_s)
+    with progress as ended, compile_in_threads(steps, ended) as futures:
         for future, call in futures.items():
             try:
                 step = memory_of(future.result(), call, parts.trainer.abstract_state)

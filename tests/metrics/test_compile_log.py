@@ -83,27 +83,51 @@ def test_a_compile_that_takes_long_says_how_far_it_is(monkeypatch):
     assert told == [str(6 * count) for count in range(1, len(said))]
 
 
+def in_turn(name, *args, compiled=False):
+    return Call(types.SimpleNamespace(name=name, compiled=compiled), args, 1)
+
+
 def test_programs_in_turn_say_which_begins_and_what_is_left(monkeypatch):
-    """Programs with the step take 100 s, the others 10 s; what is compiled already takes none."""
+    """Programs with the step take 100 s, where 50 were expected, the others 10 s; one that is
+    compiled already takes none."""
     params, batch, chunk, said, now = object(), object(), object(), [], [0.0]
-
-    def with_(name, *args, compiled=False):
-        return Call(types.SimpleNamespace(name=name, compiled=compiled), args, 1)
-
     monkeypatch.setattr(compile_log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     calls = [
-        with_("inner", params, batch),
-        with_("inner + exchange", params, batch, chunk),
-        with_("pack", params),
-        with_("merge", params, chunk, compiled=True),
-        with_("init"),
+        in_turn("inner", params, batch),
+        in_turn("inner + exchange", params, batch, chunk),
+        in_turn("pack", params),
+        in_turn("merge", params, chunk, compiled=True),
+        in_turn("init"),
     ]
-    for call in CompileLog(said.append, show_memory=False).announce_each(calls):
+    log = CompileLog(said.append, show_memory=False)
+    for call in log.announce_each(calls, expected_s=50.0):
         now[0] += {"inner": 100, "inner + exchange": 100, "merge": 0}.get(call.program.name, 10)
         assert said[-1].startswith(f"compiling {call.program.name}, {len(said)} of 5")
-    # 100 s + 3 * 20 s, then 2 * 10 s after the last step's program.
-    assert [re.search(r"about (.*) left|$", line)[1] for line in said] == [
-        None, "2.67 min", "60 s", "20 s", "10 s",
+    # 2 * 50 s + 3 * 10 s; 100 s + 3 * 20 s; then 2 * 10 s after the last step's program.
+    assert [re.search(r"about (.*) left$", line)[1] for line in said] == [
+        "2.17 min", "2.67 min", "60 s", "20 s", "10 s",
+    ]  # fmt: skip
+
+
+def test_a_long_compile_counts_down_and_never_says_that_nothing_is_left(monkeypatch):
+    """Each line 40 s after the one before: 60 of 100 s are left, 20, then a quarter of 120."""
+    said, looks, full = [], itertools.count(0, 40), threading.Event()
+
+    def hear(line):
+        said.append(line)
+        if len(said) == 4:
+            full.set()
+
+    monkeypatch.setattr(
+        compile_log, "time", types.SimpleNamespace(perf_counter=lambda: next(looks))
+    )
+    monkeypatch.setattr(compile_log, "PROGRESS_S", 0.01)
+    log = CompileLog(hear, show_memory=False)
+    # Each reading of the clock but the first, of the compile, is one of a line.
+    for _ in log.announce_each([in_turn("inner", object())], expected_s=100.0):
+        assert full.wait(60)
+    assert [re.search(r"about (.*) left$", line)[1] for line in said[:4]] == [
+        "1.67 min", "60 s", "20 s", "30 s",
     ]  # fmt: skip
 
 
