@@ -1,8 +1,8 @@
 """maxdiloco: config-driven JAX pretraining with DiLoCo over slow links.
 
-The library is `maxdiloco.DiLoCo`, `maxdiloco.Stacked` for its `layer_axis`, and `Checkpointer` with
-`save_state` and `restore_state`. They are imported on first use, so that `python -m
-maxdiloco.train` checks its flags before JAX loads.
+The library is `maxdiloco.DiLoCo` and `maxdiloco.Island`, `maxdiloco.Stacked` for their
+`layer_axis`, and `Checkpointer` with `save_state` and `restore_state`. They are imported on first
+use, so that `python -m maxdiloco.train` checks its flags before JAX loads.
 
 This file and version.py are written for Python 3.6 too: a Python that is too old reads them, and
 says so, before it meets what it cannot read.
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from maxdiloco.checkpoint.saved_state import restore_state, save_state
     from maxdiloco.diloco.fragments import Stacked
     from maxdiloco.engine.diloco import DiLoCo
+    from maxdiloco.islands.island import Island
 
-__all__ = ["Checkpointer", "DiLoCo", "Stacked", "restore_state", "save_state"]
+__all__ = ["Checkpointer", "DiLoCo", "Island", "Stacked", "restore_state", "save_state"]
 _MODULES = {
     "Checkpointer": "checkpoint.checkpointer",
     "DiLoCo": "engine.diloco",
+    "Island": "islands.island",
     "Stacked": "diloco.fragments",
     "restore_state": "checkpoint.saved_state",
     "save_state": "checkpoint.saved_state",

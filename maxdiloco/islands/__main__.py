@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import audit, fitness, objects, records, rules
+from maxdiloco.islands import audit, log_store, records, rules, store_check
 from maxdiloco.islands.audit import Differs
 from maxdiloco.output import aligned, say, say_error
 
@@ -25,7 +25,7 @@ A folder has to be there: no command creates one
 
 status:"""
 STATUS = MappingProxyType({
-    "wait": Option(5.0, "seconds in which an island has to give a sign of life", float, 0),
+    "wait": Option(5.0, "seconds between two looks at the heartbeats", float, 0),
 })  # fmt: skip
 FAILED = 1
 
@@ -38,16 +38,16 @@ def main(argv: Sequence[str]) -> int:
         return 0
     command, *rest = argv
     if command not in ("audit", "check", "status"):
-        raise ConfigError(f"{command} is none of audit, check, status. Give one of them first.")
+        raise ConfigError(f"{command} is not a command: expected audit, check or status.")
     if not rest or "=" in rest[0].partition("/")[0]:
-        raise ConfigError(f"{command} needs a place. Write {command} URL.")
+        raise ConfigError(f"{command} needs the URL of a store. Write {command} URL.")
     url = rest[0]
     options, _ = read_options(rest[1:], STATUS if command == "status" else {}, command)
     path = os.path.expanduser(url.removeprefix("file://"))
     if "://" not in path and not os.path.isdir(path):
         remedy = "Create it first" if command == "check" else "Name the store of a run"
         raise ConfigError(f"URL={url} is not a folder. {remedy}.")
-    bucket = objects.open_bucket(url)
+    bucket = log_store.open_bucket(url)
     try:
         if command == "check":
             return _check(bucket, url)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(bucket, url) -> int:
-    wrong = fitness.check(bucket, say)
+    wrong = store_check.check(bucket, say)
     for line in wrong:
         say_error(f"unfit: {line}")
     say(f"{url} is {'not ' if wrong else ''}fit for islands")
@@ -79,36 +79,36 @@ def _audit(bucket, run) -> int:
     for fragment, log in enumerate(logs):
         say(
             f"fragment {fragment}: {len(log.records)} records, {log.computed} computed again, "
-            f"{log.remade} of them from their members; {log.ledger.tokens:,} tokens; state "
-            f"{log.ledger.digest[:12]}"
+            f"{log.remade} of them from their members; {log.state.tokens:,} tokens; state "
+            f"{log.state.digest[:12]}"
         )
     say("all digests, weights, rejects and tokens agree")
     return 0
 
 
 def _status(bucket, run, wait: float) -> int:
-    before = objects.beats(bucket, run)
+    before = log_store.beats(bucket, run)
     time.sleep(wait)
-    now = objects.beats(bucket, run)
+    now = log_store.beats(bucket, run)
     logs = [audit.follow(bucket, run, fragment) for fragment in range(len(run.fragments))]
     rows = [["island", "incarnation", "is", "tokens/s", "tokens", "records behind"]]
     for name, beat in sorted(now.items()):
         living = before.get(name) != beat and not beat.left
         if beat.left:
-            what = "ended" if rules.progress(run, logs[0].ledger) >= 1 else "left"
+            what = "ended" if rules.progress(run, logs[0].state) >= 1 else "left"
         else:
             what = ("trains" if beat.ready else "joins") if living else "silent"
-        tokens = sum(m.tokens for m in logs[0].ledger.marks if m.island == name)
+        tokens = sum(m.tokens for m in logs[0].state.watermarks if m.island == name)
         speed = f"{beat.speed if living else 0:,.0f}"
         behind = " ".join(log.behind(name) for log in logs)
         rows.append([name, beat.incarnation, what, speed, f"{tokens:,}", behind])
     for line in aligned(rows):
         say(line)
     for log in logs:
-        ledger = log.ledger
+        state = log.state
         say(
-            f"fragment {ledger.fragment}: {ledger.number} records, {ledger.tokens:,} tokens, "
-            f"{100 * rules.progress(run, ledger):.1f} % of the run"
+            f"fragment {state.fragment}: {state.number} records, {state.tokens:,} tokens, "
+            f"{100 * rules.progress(run, state):.1f} % of the run"
         )
     return 0
 

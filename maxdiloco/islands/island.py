@@ -1,358 +1,747 @@
-"""What an island knows, what happens to it, and what it asks for: plain values of core.py."""
+"""Elastic training through a store, for any JAX training step (needs JAX).
+
+`Island` trains one replica. Islands exchange outer gradients through a log in a bucket or a folder:
+they may start late, freeze, fail and come back. docs/development/islands-protocol.md describes the
+log.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from maxdiloco.islands.records import Beat, Ledger, Message, Range, Record, Run
+import jax
+import numpy as np
+from jax.sharding import Mesh
 
-Key = tuple[str, int, int]  # island, incarnation, seq
+from maxdiloco.engine import describe
+from maxdiloco.engine.calls import Call
+from maxdiloco.engine.diloco import DiLoCo, InnerStep, OnCompile
+from maxdiloco.engine.layout import Layout, State
+from maxdiloco.engine.settings import AUTO, ExchangeSettings
+from maxdiloco.engine.trainer import Description, RestorePlan, SavedLayout
+from maxdiloco.engine.transports import plain_inner_step
+from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
+from maxdiloco.islands import (
+    log_store,
+    outer_step,
+    processes,
+    records,
+    rules,
+    runtime,
+    signatures,
+    state_machine,
+    store_check,
+)
+from maxdiloco.islands.executor import Executor
+from maxdiloco.islands.host_values import HostValues, leaves_of
+from maxdiloco.islands.log_store import Counts, MeteredStore
+from maxdiloco.islands.records import Range, Run
+from maxdiloco.islands.rules import Timing
+from maxdiloco.islands.runtime import LeasedData, Runtime
+from maxdiloco.islands.state_machine import DONE, REPLACED, Damage, Stop
+from maxdiloco.parallel.program import Program, throttle_cpu
+
+SNAPSHOT_EVERY = 64  # records; a newcomer reads at most so many after a snapshot
+# A mean is sent in eight bits or more, as with reduce-scatter.
+_WIRE_DOWN = MappingProxyType(dict.fromkeys(("float4_e3m0", "int2", "topk"), "int8"))
+_LEASES_TOLD = 32  # to the other processes after a step
+_FROM_FIRST = ("tokens", "block_tokens")  # the island that begins a run decides them for all
+# The arguments of Island by the fields of run.json.
+_ARGUMENTS = MappingProxyType({
+    "wire": "exchange_dtype", "wire_down": "exchange_dtype", "islands_min": "min_members",
+    "fragments": "num_fragments",
+})  # fmt: skip
 
 
-class Pace(NamedTuple):
-    """Times of one island [s], each by its own clock; they need not be equal."""
+class Block(NamedTuple):
+    """A part of the data that this island has leased.
 
-    period: float = 60.0  # between two messages of a fragment: T
-    least_steps: int = 1  # of a message
-    dead: float = 60.0
-    grace: float = 20.0
-    aside: float = 5.0  # for each island that stands before this one
-    beat: float = 2.0
-    roll: float = 5.0
-    poll: float = 0.2
-    most_poll: float = 5.0
-
-
-class Seen(NamedTuple):
-    """The newest sign of life of an island, and when it changed: Island.watched then.
-
-    since: when the first one of this incarnation was seen.
+    Attributes:
+      index: of the block, below num_blocks.
+      epoch: how often all blocks were leased before.
+      start, stop: tokens of the block that this island reads. They are 0 and block_tokens, unless a
+        dead island has committed the first part.
     """
 
-    beat: Beat
-    at: float
-    since: float
+    index: int
+    epoch: int
+    start: int
+    stop: int
 
 
-# -- actions on the store: each has an answer, sooner or later, in any order ----------------------
-# Each may be answered by FAILED: it is not known whether it was done. What is read may be None, for
-# an object that is not there, or Damage.
-FAILED, CREATED, EXISTS = "failed", "created", "exists"
+class Position(NamedTuple):
+    """The position in the log that all processes of an island act by until the next one.
 
-
-class Damage(NamedTuple):
-    """What was read, or its sender, cannot be trusted, for this reason."""
-
-    reason: str
-
-
-class Create(NamedTuple):
-    """Put an object if there is none of its name. Answer: CREATED, EXISTS."""
-
-    name: str
-    body: Any
-
-
-class Put(NamedTuple):
-    """Put a sign of life."""
-
-    name: str
-    body: Beat
-
-
-class Get(NamedTuple):
-    """Answer: the object."""
-
-    name: str
-
-
-class Look(NamedTuple):
-    """Answer: a message, without its payload."""
-
-    name: str
-
-
-class Starts(NamedTuple):
-    """Answer: the highest incarnation of an island that is listed; 0: none."""
-
-    island: str
-
-
-class Roll(NamedTuple):
-    """Answer: {island: Beat} of all that are listed."""
-
-    folder: str = "hb"
-
-
-class Reduce(NamedTuple):
-    """Make the gradient of a record and put it. Answer: Reduced."""
-
-    draft: Record
-
-
-class Reduced(NamedTuple):
-    """sha256 of the gradient's payload, or what is wrong with some members: then there is none."""
-
-    sha256: str
-    damaged: tuple[tuple[Key, str], ...] = ()
-
-
-class Fetch(NamedTuple):
-    """Get a record's gradient and keep it for Apply. Answer: True."""
-
-    record: Record
-
-
-class Load(NamedTuple):
-    """Take over the newest snapshot that is listed. Answer: its Ledger."""
-
-    fragment: int
-
-
-class Delete(NamedTuple):
-    """Delete what rules.deletable says. Answer: True."""
-
-    fragment: int
-
-
-# -- actions on the own state: done at once, and their answers are the next events ----------------
-
-
-class Pack(NamedTuple):
-    """Make a message of what is not sent. Answer: it, with norm, finite, sha256, signature."""
-
-    message: Message
-
-
-class Apply(NamedTuple):
-    """Take the outer step of a record. Answer: the digest of the outer state.
-
-    how: "load": x is not there yet; "merge": x <- alpha x + (1 - alpha) theta; "shift": of
-    rules.shifted. committed, returned: the own messages, by seq, that it takes and rejects.
-    keep: for a snapshot, which the record's author puts.
+    Attributes:
+      records, tokens: of the log of fragment 0.
+      progress: committed part of the run.
+      expected: progress with the tokens that this island has not committed, and as many of each
+        other one that is alive.
+      ended: whether no step follows.
+      evaluates: whether this island evaluates now.
+      may_step: whether the next step may begin without another look.
+      leases: of the data, since the last position.
     """
 
-    record: Record
-    how: str
-    committed: tuple[int, ...]
-    returned: tuple[int, ...]
-    keep: bool
-
-
-class Begin(NamedTuple):
-    """x <- theta, and train. moments: of the inner optimizer, "kept" or "zero". No answer."""
-
-    moments: str
-
-
-class Evaluate(NamedTuple):
-    """Evaluate theta: this island alone does. No answer."""
-
-    number: int
-
-
-class Say(NamedTuple):
-    """A line for the user. No answer."""
-
-    line: str
-
-
-DONE, REPLACED = "done", "replaced"
-
-
-class Stop(NamedTuple):
-    """The island is over. again: it may start once more, and joins as new. No answer.
-
-    why: DONE, REPLACED by another program of its name, or "".
-    """
-
-    line: str
-    again: bool
-    why: str = ""
-
-
-# -- events ---------------------------------------------------------------------------------------
-
-
-class Tick(NamedTuple):
-    """Time has passed, by the island's own clock [s]. within: an inner step is under way."""
-
-    now: float
-    within: bool = False
-
-
-class Step(NamedTuple):
-    """An inner step is done."""
-
+    records: int
     tokens: int
+    progress: float
+    expected: float
+    ended: bool
+    evaluates: bool
+    may_step: bool
+    leases: tuple[Range, ...]
+
+    @property
+    def line(self) -> str:
+        """The position for the user."""
+        done = f"{100 * self.progress:.1f} % of the run"
+        return f"{self.records} records, {self.tokens:,} tokens committed, {done}"
 
 
-class Done(NamedTuple):
-    """An action's answer."""
-
-    action: Any
-    result: Any
-
-
-# -- state ----------------------------------------------------------------------------------------
-
-
-class Own(NamedTuple):
-    """An own undecided message, the step it was sent at, and whether the store has it."""
-
-    message: Message
-    t: int
-    stored: bool
+def timing_of(period_seconds: float, dead_seconds: float) -> Timing:
+    """Return the times of an island; those below a minute shrink the others, too."""
+    usual, scale = Timing(), min(1.0, period_seconds / Timing().period)
+    return Timing(
+        period=period_seconds,
+        dead=dead_seconds,
+        grace=usual.grace * scale,
+        takeover=usual.takeover * scale,
+        beat=min(usual.beat, dead_seconds / 10),
+        list=min(usual.list, dead_seconds / 10),
+        poll=usual.poll * scale,
+        max_poll=usual.max_poll * scale,
+    )
 
 
-class Ask(NamedTuple):
-    """A request that is to be made at `due`, or under way."""
-
-    due: float
-    tries: int
-    flying: bool
-
-
-class Log(NamedTuple):
-    """One fragment's log, and the island's part in it.
-
-    ledger: of what is applied; None: nothing loaded yet. record: the next one, once it is known;
-    fetched: with its gradient. draft: the one that is being written here; drafts: how many there
-    were. caught_up: no later record was there. steps, tokens, data: not sent. damaged: {message:
-    why}. first_at, ripe_at: when the next record had its first message, and could be written.
-    refused: own messages in a row for rules.REPEATED. gone: a missed gradient, and its tries.
-    """
-
-    ledger: Ledger | None = None
-    record: Record | None = None
-    fetched: bool = False
-    draft: Record | None = None
-    drafts: int = 0
-    caught_up: bool = False
-    own: tuple[Own, ...] = ()
-    seq: int = 0
-    steps: int = 0
-    tokens: int = 0
-    data: tuple[Range, ...] = ()
-    sent_at: float = 0.0
-    inbox: Mapping[Key, Message] = MappingProxyType({})
-    damaged: Mapping[Key, str] = MappingProxyType({})
-    first_at: float | None = None
-    ripe_at: float | None = None
-    refused: int = 0
-    gone: tuple[str, int] = ("", 0)
-
-
-@dataclasses.dataclass
 class Island:
-    """An island; core.step changes a copy. nonce: of this program.
+    """One replica that trains with others through a store.
 
-    phase: found, claim, load, in, stopped.
-    initial: digests of the fragments' states before the first record. moments_of: records that the
-    own checkpoint has, or None. after: see core.start. asks: requests; pending: objects being
-    created, by name. leases: what is left of the blocks of the data; leasing: those being claimed,
-    by name; claimed: all so far; missed: others' since the last of its own. period_tokens: of the
-    last message of fragment 0. looked: what the messages that it asks for follow from. watched: how
-    long it has seen the signs of life [s], up to rolled_at.
+    Attributes:
+      timing: periods and timeouts of this island.
+      run: what all islands have in common; after `join`.
+      For the other attributes see engine.trainer.Trainer.
     """
 
-    run: Run
-    pace: Pace
-    name: str
-    nonce: str
-    initial: tuple[str, ...]
-    moments_of: int | None
-    after: int
-    logs: tuple[Log, ...]
-    asks: dict[Any, Ask]
-    pending: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    incarnation: int = 1
-    phase: str = "found"
-    now: float = 0.0
-    t: int = 0
-    read: int = 0
-    seen: Mapping[str, Seen] = dataclasses.field(default_factory=dict)
-    looked: tuple[Any, ...] = (None,)
-    watched: float = 0.0
-    rolled_at: float = 0.0
-    beat: int = 0
-    beat_at: float = 0.0
-    beat_read: int = 0
-    leases: tuple[Range, ...] = ()
-    leasing: Mapping[str, Range] = dataclasses.field(default_factory=dict)
-    claimed: frozenset[tuple[int, int]] = frozenset()
-    missed: int = 0
-    period_tokens: int = 0
-    failing_since: float | None = None
-    unwritten_since: float | None = None
-    said_away: bool = False
+    num_replicas = 1
 
-    def copy(self) -> "Island":
-        """One whose fields and requests may be changed; all else is replaced as a whole."""
-        new = object.__new__(Island)
-        new.__dict__ = vars(self) | {"asks": dict(self.asks)}
-        return new
+    def __init__(
+        self,
+        inner_step: InnerStep,
+        *,
+        store: str,
+        name: str,
+        sync_period: int,
+        total_tokens: int,
+        step_tokens: int = 1,
+        block_tokens: int = 0,
+        eval_tokens: int = 0,
+        period_seconds: float = 60.0,
+        dead_seconds: float = 60.0,
+        min_members: int = 1,
+        key_file: str = "",
+        same: Mapping[str, object] = MappingProxyType({}),
+        init_opt_state: Callable[[Any], Any] | None = None,
+        layer_axis: Any = None,
+        mesh: Mesh | None = None,
+        on_compile: OnCompile = lambda *_: None,
+        say: Callable[[str], None] = print,
+        option_names: Mapping[str, str] = MappingProxyType({}),
+        **exchange: Any,
+    ):
+        """Check the settings; nothing is opened, allocated or compiled.
+
+        Args:
+          inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), as of DiLoCo.
+          store: gs://, s3:// or az://bucket/folder, or a folder that all islands see.
+          name: of this island, unique in the store: letters, digits, - and _.
+          sync_period: H, inner steps of a round.
+          total_tokens: the run ends once so many tokens of all islands are committed. The island
+            that begins the run decides it. Count in any unit: tokens, examples or steps.
+          step_tokens: tokens of an inner step of this island.
+          block_tokens: tokens of a leased block of the data; 0: data are not leased.
+          eval_tokens: tokens between two evaluations, see `evaluates`; 0: none.
+          period_seconds: how often each fragment is sent.
+          dead_seconds: without a heartbeat for so long an island is dead.
+          min_members: fewest islands of a log record.
+          key_file: private key of OpenSSH to sign with; "": messages are not signed.
+          same: further values that have to be equal on all islands, as a version of the data.
+          init_opt_state: params -> the first opt_state. It is called when the island comes back so
+            late that its moments are of no use; None: they are kept.
+          layer_axis: as of DiLoCo.
+          mesh: as of DiLoCo; the axis `diloco` has size 1.
+          on_compile: as of DiLoCo.
+          say: logs a line.
+          option_names: {argument: its name in error messages}.
+          **exchange: num_fragments, overlap_steps, alpha, outer_optimizer, outer_lr,
+            outer_momentum, exchange_dtype, error_feedback, aggregation, sequential_layers,
+            num_nonlayer_fragments and outer_memory, as of DiLoCo.
+
+        Raises:
+          ValueError: a value that is not allowed.
+        """
+        settings = ExchangeSettings(num_replicas=1, sync_period=sync_period, **exchange)
+        fixed = {"round_overlap": "none", "collective": "all_gather", "transport": "xla"}
+        for argument, value in fixed.items():
+            if exchange.get(argument, value) not in (value, AUTO):
+                raise ValueError(
+                    f"{argument}={exchange[argument]!r}: an island has {value!r} only."
+                )
+        if settings.outer_optimizer not in outer_step.OPTIMIZERS:
+            known = ", ".join(outer_step.OPTIMIZERS)
+            raise ValueError(
+                f"outer_optimizer={settings.outer_optimizer!r}: expected one of {known}."
+            )
+        if not records.is_island_name(name):
+            raise ValueError(f"name={name!r}: expected 1 to 64 letters, digits, - or _.")
+        self._settings = settings
+        # The programs are those of one replica without an exchange. The log has the exchange.
+        plain = dataclasses.replace(
+            settings,
+            overlap_steps=0,
+            error_feedback=False,
+            collective="all_gather",
+            transport="xla",
+        )
+        self._diloco = DiLoCo.from_settings(
+            inner_step, plain, layer_axis=layer_axis, mesh=mesh, on_compile=on_compile
+        )
+        self.mesh, self.period = self._diloco.mesh, self._diloco.period
+        self.timing = timing_of(period_seconds, dead_seconds)
+        self.run = Run(
+            settings=tuple((key, str(value)) for key, value in sorted(same.items())),
+            wire=settings.exchange_dtype,
+            wire_down=_WIRE_DOWN.get(settings.exchange_dtype, settings.exchange_dtype),
+            aggregation=settings.aggregation,
+            outer_optimizer=settings.outer_optimizer,
+            outer_lr=float(settings.outer_lr),
+            outer_momentum=float(settings.outer_momentum),
+            fragments=(),
+            islands_min=min_members,
+            sync_period=sync_period,
+            overlap_steps=settings.overlap_steps,
+            alpha=float(settings.alpha),
+            tokens=total_tokens,
+            block_tokens=block_tokens,
+            eval_tokens=eval_tokens,
+            snapshot_every=SNAPSHOT_EVERY,
+            keys=(),
+        )
+        self._store, self._name, self._key_file = store, name, key_file
+        self._log = say if processes.decides() else lambda _: None
+        self._step_tokens, self._layer_axis = step_tokens, layer_axis
+        self._init_opt_state, self._option_names = init_opt_state, option_names
+        self._bucket: MeteredStore | None = None  # of process 0
+        self._opened = False
+        self._keys: signatures.Keys | None = None  # of process 0
+        self._runtime: Runtime | None = None  # of process 0
+        self._data = LeasedData()
+        self._position: Position | None = None
+        self._state: State | None = None  # while process 0 may read or replace its values
+        self._new: dict[int, np.ndarray] = {}  # own values by fragment that are not in the state
+        self._incarnation, self._tokens = 0, 0  # tokens of this incarnation's steps
+        self._leases_told = 0
+        self._moments_of: int | None = None
+        self._warm_from: int | None = None
+        self._left, self._waited_s, self._counted = False, 0.0, (Counts(), 0)
+        self._running: Any = ()
+        self._last_state: Callable[[], State | None] = lambda: None  # for `close`
+
+    @classmethod
+    def from_settings(
+        cls, inner_step: InnerStep, settings: ExchangeSettings, **options: Any
+    ) -> "Island":
+        """Return an island with a record of settings. options: the other arguments of Island."""
+        exchange = {key: value for key, value in vars(settings).items() if key != "num_replicas"}
+        return cls(inner_step, **options, **exchange)
+
+    # -- the start ---------------------------------------------------------------------------------
+
+    def bind(self, params: Any, opt_state: Any) -> Layout:
+        """Set layout and programs for one replica's pytrees (arrays or ShapeDtypeStructs).
+
+        A program that restores a checkpoint calls `bind` and `rejoin` instead of `join`.
+        """
+        layout = self._diloco.bind(params, opt_state)
+        self._values = HostValues(self._diloco.programs)
+        self.abstract_state = self._diloco.abstract_state
+        self.exported, self.evaluated = self._diloco.exported, self._diloco.evaluated
+        self.run = self.run._replace(fragments=leaves_of(layout, self._layer_axis))
+        return layout
+
+    def open(self) -> None:
+        """Open the store, and check that its run is this one. `join` and `rejoin` do so, too.
+
+        Raises:
+          ConfigError: the store cannot be used, or it has another run.
+        """
+        if not self._opened:
+            self._opened = True
+            processes.first(self._open)
+
+    def _open(self) -> None:
+        if self._key_file:
+            self._keys = signatures.read(self._key_file)
+        bucket = log_store.open_bucket(self._store, self._name_of("store"))
+        store_check.require_rights(bucket, self._store, self._name)
+        self._bucket = MeteredStore(bucket)
+        self._agree()
+
+    def join(self, params: Any, opt_state: Any) -> State:
+        """Return the state for the first step, once this island has caught up with the log.
+
+        An island that begins the run starts with these parameters, others with the log's.
+
+        Args:
+          params: of one replica, as of DiLoCo.init.
+          opt_state: of one replica.
+
+        Raises:
+          ConfigError: the store cannot be used, or it has another run.
+        """
+        self.bind(params, opt_state)
+        return self.rejoin(self.init_program(lambda *trees: trees)(params, opt_state))
+
+    def rejoin(self, state: State) -> State:
+        """Return the state for the next step, like `join`, for a state of a checkpoint.
+
+        The outer parameters are the log's. The moments of the inner optimizer are kept if the
+        checkpoint is at most two records behind.
+
+        Args:
+          state: donated.
+        """
+        self.open()
+        outer = [self._values.outer(state, plan) for plan in self._diloco.layout.plans]
+        self._log(f"island {self._name} meets the others at {self._store}")
+        state = self._decide(lambda state: self._wait_in_several(self._join(state, outer)), state)
+        if processes.decides():
+            self._counted = self._bucket.counts, state.t
+        return state
+
+    def _agree(self) -> Any:
+        """Adopt the run of the store; return what the store has. Raises ConfigError."""
+        stored = log_store.get(functools.partial(log_store.read, self._bucket, None), records.RUN)
+        if isinstance(stored, Damage):
+            raise ConfigError(f"{self._name_of('store')}={self._store}: {stored.reason}.")
+        known = stored if isinstance(stored, Run) else None
+        keys = signatures.of_run(self._keys, known, self._name, self._store)
+        own = self.run._replace(keys=keys)
+        if known is not None:
+            own = self._adopted(own, known)
+        self.run = own
+        if 0 < own.block_tokens < self._step_tokens:
+            raise ConfigError(
+                f"a step of this island reads {self._step_tokens:,} tokens, and the islands of "
+                f"{self._store} lease blocks of {own.block_tokens:,}: "
+                f"{self._name_of('step_tokens')} is too large. Lower it, or start the run with the "
+                "largest island."
+            )
+        return stored
+
+    def _adopted(self, own: Run, stored: Run) -> Run:
+        both = own.eval_tokens and stored.eval_tokens
+        for field in (*_FROM_FIRST, *(("eval_tokens",) if both else ())):
+            own = own._replace(**{field: stored._asdict()[field]})
+        mine, others = dict(own.settings), dict(stored.settings)
+        pairs = [(key, mine.get(key), others.get(key)) for key in sorted(mine.keys() | others)]
+        fields = zip(own._fields[1:], own[1:], stored[1:], strict=True)
+        for key, here, there in (*pairs, *fields):
+            if here != there:
+                key = self._name_of(key)
+                raise ConfigError(
+                    f"{key}={here} here, and {there} in the run of {self._name_of('store')}="
+                    f"{self._store}. Set {key}={there}, or use another store."
+                )
+        return own
+
+    def _name_of(self, argument: str) -> str:
+        argument = _ARGUMENTS.get(argument, argument)
+        return self._option_names.get(argument, argument)
+
+    def _join(self, state: State, outer: list[np.ndarray]) -> State:
+        """In process 0: join the log as the next incarnation, with outer parameters by fragment."""
+        self._state = state
+        while True:
+            stored = self._agree()
+            executor = Executor(
+                self._bucket,
+                self.run,
+                self.timing,
+                self._name,
+                outer,
+                x=_OwnValues(self),
+                error_feedback=self._settings.feeds_back,
+                moments_of=self._moments_of,
+                after=self._incarnation,
+                key=None if self._keys is None else self._keys.own,
+            )
+            self._data, self._leases_told = LeasedData(state.t), 0
+            meanwhile = functools.partial(processes.tell, processes.WAIT)
+            self._runtime = Runtime(executor, self._data, self._say, meanwhile)
+            self._runtime.join()
+            if executor.stop is None:
+                break
+            self._runtime.close(drain=False)
+            # If another island has begun the run meanwhile, join that one.
+            if stored is not None or not isinstance(self._agree(), Run):
+                raise self._error(executor.stop)
+        self._incarnation, self._tokens, self._warm_from = executor.state.incarnation, 0, None
+        position = self._look()
+        self._log(
+            f"island {self._name} is in, its start number {self._incarnation}: {position.line}"
+        )
+        if executor.moments == "zero" and position.records:
+            self._warm_from = state.t
+            if self._init_opt_state is not None:
+                processes.tell(processes.RESET)
+                state = self._values.without_moments(state, self._init_opt_state)
+            self._log(f"its inner optimizer warms up for {self.run.sync_period} steps")
+        return self._flushed(state)
+
+    def _say(self, line: str) -> None:
+        failure = self._bucket.failure if line == state_machine.AWAY else ""
+        self._log(f"{line}. The last answer: {failure}" if failure else line)
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def step(self, state: State, batch: Any, tokens: int | None = None) -> tuple[State, Any]:
+        """Take one inner step, and send and apply the fragments that are due.
+
+        It waits if two messages of this island are undecided and the next one is due, or for data.
+
+        Args:
+          state: donated.
+          batch: leaves [1, ...], as with one replica of DiLoCo.
+          tokens: of this step; None: step_tokens.
+
+        Returns:
+          (state, metrics with leaves [1, ...]).
+
+        Raises:
+          NumericsError: the outer gradient of this island is not finite.
+          ConfigError: another program uses the name of this island.
+          CheckpointError: the log cannot be followed.
+        """
+        tokens = self._step_tokens if tokens is None else tokens
+        if not self._position.may_step:
+            state = self._decide(self._wait, state)
+        state = replace(state, t=state.t + 1)
+        throttle_cpu(self.mesh, (state.params, state.outer))
+        state, metrics = plain_inner_step(_run_program, self._diloco.programs.inner, state, batch)
+        # A host that runs ahead would send values of steps that are far from done.
+        jax.block_until_ready(self._running)
+        self._running, self._tokens = metrics, self._tokens + tokens
+        state = self._decide(functools.partial(self._finish_step, tokens), state)
+        self._last_state = weakref.ref(state)
+        return state, metrics
+
+    def _decide(self, work: Callable[[State], State], state: State) -> State:
+        """Let process 0 work on the state, and all processes do the same with their parts of it."""
+        if not processes.decides():
+            return self._follow(state)
+        try:
+            state = work(state)
+        except (CheckpointError, ConfigError, NumericsError) as error:
+            processes.fail(error)
+            raise
+        self._position = self._look()
+        self._leases_told += len(self._position.leases)
+        processes.tell(processes.GO, [self._incarnation, self._warm_from, self._position])
+        return state
+
+    def _follow(self, state: State) -> State:
+        """In another process than 0: do what process 0 does, up to its next position."""
+        while True:
+            match processes.told():
+                case processes.READ, fragment:
+                    self._values.params(state, self._diloco.layout.plans[fragment])
+                case processes.WRITE, fragment:
+                    state = self._values.put(state, self._diloco.layout.plans[fragment], None)
+                case processes.RESET, _:
+                    state = self._values.without_moments(state, self._init_opt_state)
+                case _, (incarnation, self._warm_from, position):
+                    if incarnation != self._incarnation:
+                        self._incarnation, self._tokens = incarnation, 0
+                        self._data = LeasedData(state.t)
+                    self._position = Position(*position)
+                    self._data.extend(Range(*lease) for lease in self._position.leases)
+                    if self._position.ended:
+                        self._data.end()
+                    return state
+
+    def _wait(self, state: State) -> State:
+        """Wait until the next step may begin, and join again if the log went on without it."""
+        self._state, leases = state, self.run.block_tokens > 0 and jax.process_count() > 1
+        while True:
+            started = time.perf_counter()
+            self._runtime.wait_to_step(self._tokens + self._step_tokens if leases else 0)
+            self._waited_s += time.perf_counter() - started
+            if self._is_over() or (stop := self._runtime.executor.stop) is None:
+                return self._flushed(state)
+            state = self._join_again(state, stop)
+
+    def _wait_in_several(self, state: State) -> State:
+        """Wait after a step instead of before the next one, if there are several processes.
+
+        They read what is leased until now, so the data of the next step have to be.
+        """
+        return self._wait(state) if jax.process_count() > 1 else state
+
+    def _join_again(self, state: State, stop: Stop) -> State:
+        """Join as a new incarnation."""
+        executor = self._runtime.executor
+        if not stop.again or not executor.finite:
+            raise self._error(stop)
+        self._say(f"island {self._name} joins again: {stop.line}")
+        self._runtime.close(drain=False)
+        self._moments_of = executor.state.logs[0].state.number
+        self._new.clear()
+        return self._join(state, [each.theta for each in executor.outer])
+
+    def _finish_step(self, tokens: int, state: State) -> State:
+        self._state = state
+        self._runtime.step_done(tokens)
+        executor = self._runtime.executor
+        if not executor.finite:
+            raise self._error(executor.stop, state.t)
+        return self._wait_in_several(self._flushed(state))
+
+    def _flushed(self, state: State) -> State:
+        """Return the state with new values and outer state, by fragment. state: donated."""
+        for fragment in sorted(self._new):
+            processes.tell(processes.WRITE, fragment)
+            values = self._new.pop(fragment), *self._runtime.executor.outer[fragment]
+            state = self._values.put(state, self._diloco.layout.plans[fragment], values)
+        self._state = state
+        return state
+
+    def _look(self) -> Position:
+        executor = self._runtime.executor
+        machine, log = executor.state, executor.state.logs[0]
+        own = log.tokens + sum(each.message.tokens for each in log.undecided)
+        islands = len(machine.alive() | {machine.name})
+        committed = log.state.tokens
+        leases = self._data.ranges[self._leases_told :][:_LEASES_TOLD]
+        return Position(
+            records=log.state.number,
+            tokens=committed,
+            progress=rules.progress(self.run, log.state),
+            expected=min((committed + own * islands) / self.run.tokens, 1.0),
+            ended=self._is_over(),
+            evaluates=bool(executor.evaluations),
+            may_step=jax.process_count() > 1 and executor.stop is None and machine.may_step(),
+            leases=tuple(leases) if jax.process_count() > 1 else (),
+        )
+
+    def _is_over(self) -> bool:
+        executor = self._runtime.executor
+        if executor.stop is not None and executor.stop.why == DONE:
+            return True
+        state = executor.state.logs[0].state  # None while it joins again
+        return state is not None and rules.progress(self.run, state) >= 1
+
+    def _error(self, stop: Stop, t: int = 0) -> Exception:
+        if not self._runtime.executor.finite:
+            where = f"step {t}: island {self._name}"
+            return NumericsError(f"{where}: {stop.line}. Resume with a lower learning_rate.")
+        if stop.why == REPLACED:
+            return ConfigError(f"{self._name_of('name')}={self._name}: {stop.line}.")
+        return CheckpointError(
+            f"{self._name_of('store')}={self._store}: {stop.line}. `python -m maxdiloco.islands "
+            f"audit {self._store}` says more."
+        )
+
+    # -- the data and the run ----------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether all tokens of the run are committed."""
+        return self._position.ended
+
+    @property
+    def progress(self) -> float:
+        """The part of the run that is done, in [0, 1], for a learning rate schedule.
+
+        It counts committed tokens, those that this island has not committed, and as many of each
+        other island that is alive: the rate would jump when their tokens are committed.
+        """
+        return self._position.expected
+
+    @property
+    def committed_tokens(self) -> int:
+        """Committed tokens of all islands."""
+        return self._position.tokens
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this island, and no other, evaluates after this step. Each mark is seen once."""
+        evaluates = self._position.evaluates
+        if evaluates and processes.decides():
+            self._runtime.executor.evaluations.clear()
+        return evaluates
+
+    def warmup(self, t: int) -> float:
+        """Return the factor of the learning rate at step t, below 1 after the moments were lost."""
+        if self._warm_from is None:
+            return 1.0
+        return min(1.0, (t - self._warm_from) / self.run.sync_period)
+
+    def blocks(self, num_blocks: int) -> Iterator[Block]:
+        """Yield leased blocks of the data until the run is done.
+
+        No other island reads the same tokens in an epoch. The caller takes the inner steps of a
+        block inside the loop; their tokens have to add up to stop - start.
+
+        Args:
+          num_blocks: number of blocks of the data; they are leased again in the next epoch.
+
+        Raises:
+          ValueError: block_tokens is 0, or the steps of a block have other tokens.
+        """
+        if not self.run.block_tokens:
+            raise ValueError("block_tokens=0: data are not leased. Set block_tokens.")
+        while not self.done:
+            read, incarnation = self._tokens, self._incarnation
+            first = self._leased(read, read + 1)[0]
+            stop = next((r.stop for r in self._data.ranges if r[:2] == first[:2]), first.stop)
+            epoch, index = divmod(first.block - 1, num_blocks)
+            yield Block(index, epoch, first.start, stop)
+            # If the island has joined again meanwhile, it has other leases.
+            if self._incarnation == incarnation and not self.done:
+                steps, tokens = self._tokens - read, stop - first.start
+                if steps != tokens:
+                    raise ValueError(f"block {index}: its steps have {steps} tokens, not {tokens}.")
+
+    def leased(self, t: int) -> list[Range]:
+        """Return the tokens of inner step t, for steps that all have step_tokens.
+
+        A reader that runs ahead of the steps uses it instead of `blocks`, in any thread. It waits
+        until the tokens are leased. What was read ahead when the island joins again counts for its
+        new leases.
+        """
+        start = (t - 1 - self._data.begun) * self._step_tokens
+        return self._leased(start, start + self._step_tokens)
+
+    def _leased(self, start: int, stop: int) -> list[Range]:
+        # Without a lease the run has ended, or the next step joins again: then any data will do.
+        return self._data.read(start, stop) or [Range(1, 1, 0, stop - start)]
+
+    @property
+    def incarnation(self) -> int:
+        """The number of this start of the island; it grows when the island joins again."""
+        return self._incarnation
+
+    def leave(self) -> None:
+        """Wait a while for what is being stored, and tell the others that this island ends."""
+        first, self._left = not self._left, True
+        self._data.close()
+        if first and self._runtime is not None:
+            self._runtime.leave(drain=self._runtime.executor.stop is None)
+
+    def outer_params(self, state: State) -> Any:
+        """Return the outer parameters, float32, as far as this island has followed the log.
+
+        Raises:
+          NumericsError: a value is not finite.
+        """
+        return self._diloco.outer_params(state)
+
+    def close(self) -> None:
+        """Leave, and check the last state unless an exception is being raised."""
+        self.leave()
+        self._diloco.close()
+        if (state := self._last_state()) is not None and sys.exception() is None:
+            self._diloco.check_finite(state)
+
+    # -- engine.trainer.Trainer --------------------------------------------------------------------
+
+    def init_program(self, make: Callable[..., tuple[Any, Any]], **options: Any) -> Program:
+        """See Trainer."""
+        return self._diloco.init_program(make, **options)
+
+    def calls(self, batch: Any) -> list[Call]:
+        """See Trainer; each fragment is read and replaced once in a period."""
+        like = self.abstract_state
+        inner = Call(self._diloco.programs.inner, (like.params, like.opt_state, batch), self.period)
+        return [inner, *self._values.calls(1)]
+
+    def check_finite(self, state: State, *, exchanges_only: bool = False) -> None:
+        """See Trainer."""
+        self._diloco.check_finite(state, exchanges_only=exchanges_only)
+
+    def bytes_sent(self, t: int) -> float:
+        """Return 0: an island sends by time, not by steps; see extra_metrics."""
+        return 0.0
+
+    def checkpoint(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See Trainer; with the number of records of fragment 0 that the state has."""
+        items, metadata = self._diloco.checkpoint(state)
+        known = self._position.records if self._position is not None else None
+        return items, metadata | {"records": known}
+
+    def restore_plan(self, saved: SavedLayout) -> RestorePlan:
+        """See Trainer."""
+        if saved.records is not None:
+            self._moments_of = saved.records
+        return self._diloco.restore_plan(saved)
+
+    def extra_metrics(self, state: State) -> dict[str, float]:
+        """Return metrics of the log, of what this island has sent, and of the last message."""
+        if not processes.decides():
+            return {}
+        (before, t), self._counted = self._counted, (self._bucket.counts, state.t)
+        waited, self._waited_s = self._waited_s, 0.0
+        counts, steps = self._bucket.counts, max(state.t - t, 1)
+        executor = self._runtime.executor
+        found = describe.state_metrics(state) | runtime.metrics(executor.state)
+        found |= {
+            "dcn/waited_s": waited,
+            "dcn/bytes_sent": (counts.sent - before.sent) / steps,
+            "islands/bytes_received": (counts.received - before.received) / steps,
+            "islands/requests": (counts.requests - before.requests) / steps,
+        }
+        return found | ({"diloco/outer_grad_norm": executor.norm} if executor.norm else {})
+
+    @property
+    def description(self) -> Description:
+        """Fragments with the bytes of their messages, and the memory of the outer state."""
+        layout, run = self._diloco.layout, self.run
+        sizes = [
+            outer_step.payload_size(run.wire, outer_step.sizes_of(run, fragment))
+            for fragment in range(len(layout.plans))
+        ]
+        title = f"{len(layout.plans)} fragments, tau {run.overlap_steps}, {run.wire}"
+        found = describe.description(layout, sizes=sizes)
+        return found._replace(title=f"DiLoCo of {title}, elastic islands")
+
+    def closing_line(self, state: State) -> str:
+        """Return the step, and the progress of the log."""
+        return f"done: step {state.t}; {self._position.line}"
 
 
-def changed(log: Log, **changes: Any) -> Log:
-    """log._replace(**changes), in less time."""
-    values, fields = list(log), Log._fields
-    for name, new in changes.items():
-        values[fields.index(name)] = new
-    return Log._make(values)
+class _OwnValues:
+    """The island's own values by fragment, as its executor reads and replaces them."""
+
+    def __init__(self, island: Island):
+        self._island = island
+
+    def __getitem__(self, fragment: int) -> np.ndarray:
+        island = self._island
+        if fragment in island._new:
+            return island._new[fragment]
+        processes.tell(processes.READ, fragment)
+        return island._values.params(island._state, island._diloco.layout.plans[fragment])
+
+    def __setitem__(self, fragment: int, values: np.ndarray) -> None:
+        self._island._new[fragment] = values
 
 
-def with_log(s: Island, fragment: int, **changes: Any) -> Island:
-    """The island with another log of a fragment."""
-    logs = s.logs
-    s.logs = (*logs[:fragment], changed(logs[fragment], **changes), *logs[fragment + 1 :])
-    return s
-
-
-def want(s: Island, action: Any, delay: float = 0.0, tries: int = 0) -> Island:
-    """Ask for this once `delay` has passed, or earlier where that was wanted already."""
-    old, due = s.asks.get(action), s.now + delay
-    if old is None or not (old.flying or old.due <= due):
-        s.asks[action] = Ask(due, tries, False)
-    return s
-
-
-def at_once(s: Island) -> Island:
-    """Ask now for all that waits for its time, and begin with short pauses again."""
-    s.asks = {
-        action: ask if ask.flying else Ask(min(ask.due, s.now), 0, False)
-        for action, ask in s.asks.items()
-    }
-    return s
-
-
-def joined(first: Iterable[Range], then: Iterable[Range], size: int) -> tuple[Range, ...]:
-    """Ranges one after the other, as one where they touch, also of two blocks. size: of a block."""
-    found = list(first)
-    for part in then:
-        last = found[-1] if found else None
-        ahead = size * (part.block - last.block) if last else 0
-        if last and last.lease == part.lease and last.stop == ahead + part.start:
-            found[-1] = last._replace(stop=ahead + part.stop)
-        else:
-            found.append(part)
-    return tuple(found)
-
-
-def fragment_of(name: str) -> int:
-    """Of an object's name."""
-    return int(name.split("/")[1])
-
-
-def stopped(s: Island, line: str, *, again: bool, why: str = "") -> tuple[Island, list[Any]]:
-    """It asks for nothing any more."""
-    s.phase = "stopped"
-    s.asks.clear()
-    return s, [Stop(line, again, why)]
-
-
-def replaced(s: Island) -> tuple[Island, list[Any]]:
-    """It is over: a program of its name has started later."""
-    line = f"another program runs as island_name={s.name}. Give each its own"
-    return stopped(s, line, again=False, why=REPLACED)
+def _run_program(program: Program, *args: Any) -> Any:
+    return program(*args)

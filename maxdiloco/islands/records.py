@@ -1,7 +1,7 @@
 """The objects of a log: NamedTuples to bytes and back, with versions, sizes and digests. No I/O.
 
-An object is a line `maxdiloco-islands VERSION KIND`, a line of JSON, then its payload, if any. One
-value has one text: what does not give the same bytes again is refused. Nothing is executed.
+An object is a line `maxdiloco-islands VERSION KIND`, a line of JSON, and a payload, if it has one.
+Each value has exactly one encoding, and other bytes are refused. Nothing is executed.
 """
 
 import hashlib
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from maxdiloco import json_text
 
-VERSION = 5
+VERSION = 6
 MAGIC = "maxdiloco-islands"
 # Bytes of both lines of an object, without its payload. A record of some thousand members fits, and
 # so do at least four of the largest messages in one record.
 _MAX_HEADER, _MAX_MESSAGE_HEADER = 1 << 20, 1 << 18
-_MOST_INT, _MOST_TEXT = 2**63, 256
+_MAX_INT, _MAX_TEXT = 2**63, 256
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -32,23 +32,30 @@ class TooLarge(Damaged):
 
 
 class Leaf(NamedTuple):
-    """A leaf of a fragment: its values, and the tensors that they are; 0: rows of a vocabulary."""
+    """A leaf of a fragment: number of values, and of tensors in it; 0 tensors: vocabulary rows."""
 
     size: int
     tensors: int
 
 
 class Run(NamedTuple):
-    """run.json: what has to be equal. model, tokenizer, data: fingerprints, compared as texts.
+    """run.json: what all islands have in common.
 
-    wire, wire_down: of a message and of a record's gradient. islands_min: of a record.
-    sync_period: H; overlap_steps: tau. tokens: the run's end. block_tokens: of a lease, 0: none.
-    snapshot_every: records. keys: {island: public key} as pairs.
+    Attributes:
+      settings: (name, value) pairs of what shapes the parameters and the data.
+      wire, wire_down: wire formats of a message and of a record's gradient.
+      aggregation, outer_optimizer, outer_lr, outer_momentum: of the outer step.
+      fragments: leaves of each fragment.
+      islands_min: fewest islands of a record.
+      sync_period, overlap_steps, alpha: H, tau and alpha of Streaming DiLoCo.
+      tokens: after so many committed tokens the run ends.
+      block_tokens: of a lease; 0: data are not leased.
+      eval_tokens: between two evaluations; 0: none.
+      snapshot_every: records between two snapshots.
+      keys: (island, public key) pairs; empty: messages are not signed.
     """
 
-    model: str
-    tokenizer: str
-    data: str
+    settings: tuple[tuple[str, str], ...]
     wire: str
     wire_down: str
     aggregation: str
@@ -70,7 +77,7 @@ class Run(NamedTuple):
 class Range(NamedTuple):
     """Tokens `start` to before `stop`, counted from the first token of the block `block`.
 
-    They may run on into the blocks that follow, all of them read under leases number `lease`.
+    They may extend into the blocks that follow, all of them read under leases number `lease`.
     """
 
     block: int
@@ -80,11 +87,17 @@ class Range(NamedTuple):
 
 
 class Message(NamedTuple):
-    """u/F/ISLAND.INC.SEQ: an outer gradient. base: records of the fragment that it is behind.
+    """u/F/ISLAND.INCARNATION.SEQ: an outer gradient, encoded in the payload.
 
-    steps, tokens: since the message before; a rejected one's are in the next. data: what was read;
-    ranges that do not fit wait for the next message, and so do their tokens. read: tokens that this
-    incarnation has read up to there. sha256: of the payload. signature: "" or Ed25519's, in hex.
+    Attributes:
+      fragment, island, incarnation, seq: its name.
+      base: records of the fragment that the island had applied.
+      steps, tokens: since the message before; a rejected message's are in the next one.
+      read: tokens that this incarnation has read until then.
+      data: ranges of the tokens. Ranges that do not fit wait for the next message.
+      norm: of the values. finite: whether all values are.
+      sha256: of the payload.
+      signature: Ed25519 in hex, or "".
     """
 
     fragment: int
@@ -127,10 +140,17 @@ class Reject(NamedTuple):
 
 
 class Record(NamedTuple):
-    """c/F/R: the decision. Members and rejects by island, incarnation and seq.
+    """c/F/R: a log record, which decides messages.
 
-    dead: islands whose unfinished blocks may be leased again. previous: sha256 of record R-1.
-    state: digest of the outer state after it. gradient: sha256 of the payload of g/F/R.
+    Attributes:
+      fragment, number: its name.
+      author: island that wrote it. nonce: of the draft.
+      members, rejected: by island, incarnation and seq.
+      dead: incarnations that are dead from here on.
+      scale: part of a full outer step.
+      previous: sha256 of the record before.
+      state: digest of the outer state before it.
+      gradient: sha256 of the payload of its gradient.
     """
 
     fragment: int
@@ -146,11 +166,13 @@ class Record(NamedTuple):
     gradient: str
 
 
-class Mark(NamedTuple):
-    """Messages of an incarnation up to `seq` are decided; tokens of the members.
+class Watermark(NamedTuple):
+    """The messages of an incarnation up to `seq` are decided.
 
-    since, record: the first and the last record that named it. A forgotten incarnation's tokens are
-    added to those of the island's next one.
+    Attributes:
+      island, incarnation, seq: the last decided message.
+      tokens: of the members, and of the island's forgotten incarnations.
+      since, record: first and last record that named it.
     """
 
     island: str
@@ -162,7 +184,7 @@ class Mark(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block that is read under a lease: `tokens` of it are in the log, none after `stop`."""
+    """A leased block: `tokens` of it are committed, none at or after `stop`."""
 
     block: int
     lease: int
@@ -172,20 +194,27 @@ class Block(NamedTuple):
     tokens: int
 
 
-class Ledger(NamedTuple):
-    """s/F/R: what the records up to R add up to; its payload is the outer state after R.
+class LogState(NamedTuple):
+    """s/F/R: a snapshot, the sum of all records up to R. The payload is the outer state.
 
-    link: sha256 of record R, rules.origin before the first. digest: of the outer state. norms: of
-    the last messages, and their steps. top: the highest block seen; tops: what it was after each of
-    the last records that are divisible by snapshot_every. blocks: unfinished ones.
+    Attributes:
+      fragment, number: its name.
+      record_hash: sha256 of record R; rules.genesis_hash before the first record.
+      digest: of the outer state.
+      tokens: committed so far.
+      watermarks: by island and incarnation.
+      norms: of the last messages, with their steps.
+      dead: incarnations that are dead and not forgotten.
+      blocks: unfinished ones.
+      top: highest block seen. tops: its values at the last snapshots.
     """
 
     fragment: int
     number: int
-    link: str
+    record_hash: str
     digest: str
     tokens: int
-    marks: tuple[Mark, ...]
+    watermarks: tuple[Watermark, ...]
     norms: tuple[tuple[float, int], ...]
     dead: tuple[tuple[str, int], ...]
     blocks: tuple[Block, ...]
@@ -194,30 +223,40 @@ class Ledger(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """g/F/R.AUTHOR.NONCE; its payload is what everyone applies."""
+    """g/F/R.AUTHOR.NONCE: the reduced gradient of a record, encoded in the payload."""
 
     fragment: int
     number: int
     sha256: str
 
 
-class Beat(NamedTuple):
-    """hb/ISLAND: a sign of life. ready: has sent a message. speed: tokens a second.
+class Heartbeat(NamedTuple):
+    """hb/ISLAND: shows that an island is alive.
 
-    left: this is the last one, since the program has ended. signature: as that of a message.
+    Attributes:
+      island, incarnation: of the island. count: grows with each heartbeat.
+      ready: whether it has sent a message.
+      speed: tokens a second.
+      left: whether this is the last one, since the program has ended.
+      signature: as that of a message.
     """
 
     island: str
     incarnation: int
-    beat: int
+    count: int
     ready: bool
     speed: float
     left: bool
     signature: str = ""
 
 
-class Claim(NamedTuple):
-    """A name that one program owns: i/ISLAND/INC, d/BLOCK or d/BLOCK.2. nonce: the program's."""
+class Lease(NamedTuple):
+    """A name that belongs to one program: i/ISLAND/INCARNATION, d/BLOCK or d/BLOCK.2.
+
+    Attributes:
+      name: of this object.
+      island, incarnation: of its owner. nonce: of the owner's program.
+    """
 
     name: str
     island: str
@@ -225,72 +264,103 @@ class Claim(NamedTuple):
     nonce: str
 
 
-_OF_NAME = MappingProxyType({
-    "r": Run, "u": Message, "c": Record, "s": Ledger, "g": Gradient, "h": Beat,
-    "i": Claim, "d": Claim,
+_KINDS = MappingProxyType({
+    "r": Run, "u": Message, "c": Record, "s": LogState, "g": Gradient, "h": Heartbeat,
+    "i": Lease, "d": Lease,
 })  # fmt: skip
+_WITH_PAYLOAD = ("message", "gradient", "logstate")
 RUN = "run.json"
 
 
-def max_header(kind: type) -> int:
-    """The most bytes of an object of this kind before its payload, for writers and readers."""
-    return _MAX_MESSAGE_HEADER if kind is Message else _MAX_HEADER
-
-
-def kind_of(name: str) -> type:
-    """The kind of the object of a name."""
-    return _OF_NAME[name[0]]
+# -- names -----------------------------------------------------------------------------------------
 
 
 def message_name(fragment: int, island: str, incarnation: int, seq: int) -> str:
-    """Of a message."""
+    """Return the name of a message; seq begins at 1."""
     return f"u/{fragment}/{island}.{incarnation}.{seq}"
 
 
+def name_of_message(message: Message) -> str:
+    """Return the name of a message."""
+    return message_name(*message[:4])
+
+
 def record_name(fragment: int, number: int) -> str:
-    """Of a record; numbers begin at 1."""
+    """Return the name of a record; numbers begin at 1."""
     return f"c/{fragment}/{number}"
 
 
 def gradient_name(record: Record) -> str:
-    """Of the gradient that a record names."""
+    """Return the name of the gradient of a record."""
     return f"g/{record.fragment}/{record.number}.{record.author}.{record.nonce}"
 
 
 def incarnation_name(island: str, incarnation: int) -> str:
-    """Return the name of the object that claims a start of an island."""
+    """Return the name of the object that leases a start of an island."""
     return f"i/{island}/{incarnation}"
 
 
 def snapshot_name(fragment: int, number: int) -> str:
-    """Of the state after a record; 0 is the start."""
+    """Return the name of the state after a record; 0 is the start."""
     return f"s/{fragment}/{number}"
 
 
-def numbers(name: str) -> tuple[str, int]:
-    """The folder and the number of a name: "g/0/12.a.1" -> ("g/0/", 12); -1: it has none."""
-    folder, _, last = name.rpartition("/")
-    number = last.partition(".")[0]
-    return f"{folder}/", int(number) if number.isdecimal() else -1
+def number_of(name: str) -> int:
+    """Return the number in a name: 12 in "g/0/12.a.1"; -1 without one."""
+    number = name.rpartition("/")[2].partition(".")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def fragment_of(name: str) -> int:
+    """Return the fragment in a name."""
+    return int(name.split("/")[1])
+
+
+def message_of(name: str) -> tuple[str, int, int]:
+    """Return island, incarnation and seq in the name of a message."""
+    island, incarnation, seq = name.rpartition("/")[2].split(".")
+    return island, int(incarnation), int(seq)
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def max_header(kind: type) -> int:
+    """Rule 12: return the most bytes of an object of this kind before its payload."""
+    return _MAX_MESSAGE_HEADER if kind is Message else _MAX_HEADER
+
+
+def is_island_name(name: str) -> bool:
+    """Return whether an island may have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def kind_of(name: str) -> type:
+    """Return the kind of the object with this name."""
+    return _KINDS[name[0]]
 
 
 def encode(value: Any, payload: bytes = b"") -> bytes:
-    """The bytes of an object.
+    """Return the bytes of an object.
 
-    Raises ValueError for a number that JSON does not have, TooLarge for what no reader accepts.
+    Raises:
+      ValueError: a number that JSON lacks.
+      TooLarge: no reader would accept it.
     """
     header = _header(value)
-    _require_header(type(value), len(header))
+    if len(header) > (most := max_header(type(value))):
+        kind = type(value).__name__.lower()
+        raise TooLarge(f"a {kind} has {len(header)} bytes, and {most} are the most")
     return header + payload
 
 
 def fits(value: Any) -> bool:
-    """Whether an object is small enough to be written and read."""
+    """Return whether an object is small enough to be written and read."""
     return len(_header(value)) <= max_header(type(value))
 
 
 def size_in_list(value: Any) -> int:
-    """The bytes that a value takes as an element of a list."""
+    """Return the bytes of a value as an element of a list."""
     return len(_JSON.encode(_plain(value))) + 1
 
 
@@ -299,32 +369,33 @@ def _header(value: Any) -> bytes:
     return f"{MAGIC} {VERSION} {type(value).__name__.lower()}\n{text}\n".encode()
 
 
-def _require_header(kind: type, size: int) -> None:
-    if size > (most := max_header(kind)):
-        raise TooLarge(f"a {kind.__name__.lower()} has {size} bytes, and {most} are the most")
-
-
 def digest(value: Any) -> str:
-    """sha256 of an object without its payload."""
-    return hashlib.sha256(encode(value)).hexdigest()
+    """Return the sha256 of an object without its payload."""
+    return sha256(encode(value))
 
 
 def sha256(payload: bytes) -> str:
-    """sha256 in hex."""
+    """Return the sha256 in hex."""
     return hashlib.sha256(payload).hexdigest()
 
 
 def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
-    """The object of this name and its payload, as far as it is there.
+    """Return an object and its payload.
 
-    whole: False for the first bytes of an object. Raises Damaged with one line.
+    Args:
+      name: of the object.
+      data: its bytes.
+      whole: False if these are only the first bytes.
+
+    Raises:
+      Damaged: with one line.
     """
-    of = kind_of(name)
-    first, _, rest = data[: max_header(of)].partition(b"\n")
+    expected = kind_of(name)
+    first, _, rest = data[: max_header(expected)].partition(b"\n")
     magic = re.fullmatch(rb"maxdiloco-islands (\d{1,9}) ([a-z]{1,20})", first)
-    kind = of.__name__.lower()
+    kind = expected.__name__.lower()
     if magic is None:
-        raise Damaged(f"{name} is no object of an islands log: it begins with {first[:40]!r}")
+        raise Damaged(f"{name} is not an object of an islands log: it begins with {first[:40]!r}")
     if int(magic[1]) != VERSION:
         raise Damaged(
             f"{name} has format {int(magic[1])}, and this program reads {VERSION}: install the "
@@ -333,15 +404,15 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
     text, end, _ = rest.partition(b"\n")
     try:
         if magic[2].decode() != kind or not end:
-            raise ValueError(f"it is a {magic[2].decode()} of {len(data)} bytes, no {kind}")
-        value = _typed(of, json_text.parse(text))
+            raise ValueError(f"expected a {kind}, found {magic[2].decode()} of {len(data)} bytes")
+        value = _typed(expected, json_text.parse(text))
         header = encode(value)
         if not data.startswith(header):
             raise ValueError("it is not written as this program writes it")
     except ValueError as error:
         raise Damaged(f"{name} is damaged: {error}") from error
     payload = data[len(header) :]
-    if payload and kind not in ("message", "gradient", "ledger"):
+    if payload and kind not in _WITH_PAYLOAD:
         raise Damaged(f"{name} is damaged: {len(payload)} bytes follow its end")
     if whole and isinstance(value, Message | Gradient) and sha256(payload) != value.sha256:
         raise Damaged(f"{name} is damaged: its payload has another sha256")
@@ -349,7 +420,7 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON: a NamedTuple is an object, other tuples are lists."""
+    """Return a value as JSON: a NamedTuple is an object, other tuples are lists."""
     if not isinstance(value, tuple):
         return value
     if type(value) is tuple:
@@ -358,31 +429,28 @@ def _plain(value: Any) -> Any:
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """The value as this type. Raises ValueError where it is of another, too large or too long."""
+    """Return a JSON value as this type. Raises ValueError."""
+    shown = repr(str(value)[:40])
     if isinstance(kind, types.GenericAlias):
         if not isinstance(value, list):
-            raise ValueError(f"{str(value)[:40]!r} is no list")
+            raise ValueError(f"{shown} is not a list")
         inner = kind.__args__
         if inner[-1] is Ellipsis:
             return tuple(_typed(inner[0], v) for v in value)
         if len(value) != len(inner):
-            raise ValueError(f"{str(value)[:40]!r} has not {len(inner)} values")
+            raise ValueError(f"{shown} does not have {len(inner)} values")
         return tuple(map(_typed, inner, value))
     if kind in (str, int, float, bool):
         if type(value) is not kind:
-            raise ValueError(f"{str(value)[:40]!r} is no {kind.__name__}")
-        if kind is int and not 0 <= value < _MOST_INT or kind is str and len(value) > _MOST_TEXT:
-            raise ValueError(f"{str(value)[:40]!r} is out of range")
+            raise ValueError(f"{shown} is not of type {kind.__name__}")
+        if kind is int and not 0 <= value < _MAX_INT or kind is str and len(value) > _MAX_TEXT:
+            raise ValueError(f"{shown} is out of range")
         if kind is float and not abs(value) < float("inf"):
             raise ValueError(f"{value} is not finite")
         return value
     if not isinstance(value, dict) or list(value) != list(kind._fields):
-        raise ValueError(f"{str(value)[:40]!r} has not the fields {', '.join(kind._fields)}")
-    made = kind(*map(_typed, _hints(kind), value.values()))
-    if "island" in kind._fields and not _NAME.fullmatch(made.island):
-        raise ValueError(f"{made.island[:40]!r} is no name of an island")
+        raise ValueError(f"{shown} does not have the fields {', '.join(kind._fields)}")
+    made = kind(*map(_typed, kind.__annotations__.values(), value.values()))
+    if "island" in kind._fields and not is_island_name(made.island):
+        raise ValueError(f"{made.island[:40]!r} is not a name of an island")
     return made
-
-
-def _hints(kind: Any) -> tuple[Any, ...]:
-    return tuple(kind.__annotations__.values())

@@ -1,244 +1,381 @@
-"""The rules that all islands share, one function a rule.
+"""The rules that all islands agree on, as pure functions of plain values.
 
-docs/development/islands-protocol.md has the rules in words.
-Pure, and of plain values: who may write, what counts, how an island's own progress is kept. The
-numbers are our choice unless a source is named.
+docs/development/islands-protocol.md states the rules in sentences under the same numbers. The
+constants were chosen with the simulator and the storm benchmark, unless a comment has a reason.
 """
 
 import itertools
 import statistics
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from maxdiloco.islands import blocks, records
-from maxdiloco.islands.island import Key, Pace, Seen
-from maxdiloco.islands.records import Ledger, Mark, Member, Message, Record, Reject, Run
+from maxdiloco.islands import records
+from maxdiloco.islands.records import (
+    Block,
+    Heartbeat,
+    Lease,
+    LogState,
+    Member,
+    Message,
+    Range,
+    Record,
+    Reject,
+    Run,
+    Watermark,
+)
 
-MOST_UNDECIDED = 2  # messages of an island and fragment
-MOST_STALE = 2  # records
-STALE_WEIGHT = 0.8  # a record
+Key = tuple[str, int, int]  # island, incarnation, seq
+
+MAX_UNDECIDED = 2  # messages of an island and fragment
+MAX_STALENESS = 2  # records
+STALE_WEIGHT = 0.8  # for each record
 REASONS = ("not finite", "base", "stale", "norm", "data")  # of a reject, in this order
-REPEATED = ("norm", "data")  # what an island that goes on meets with the next message, too
-MOST_NORM, NORMS, LEAST_NORMS = 4.0, 16, 4  # times the median of the last 16, once there are 4
-# A dead incarnation is forgotten after so many snapshots' records. Two later, all that it has put
-# is deleted; the others are for deletions that failed.
-REMEMBERED = 4
-# Deaths in a record, and in a ledger, which forgets the oldest first. With marks they take at most
-# 350 kB of a ledger, unfinished blocks 480 kB, and the marks of a thousand living islands fit.
-MOST_DEATHS, MOST_DEAD = 256, 1024
-# Times what an island brought into a record on average is believed of its speed: as for norms.
-MOST_SPEEDUP = 4.0
-NEW_PERIODS = 2  # in which an island that has committed nothing is expected to bring what others do
-SMALL_SCALE = 0.5  # of a record, below which a line is logged
+REPEATED = ("norm", "data")  # reasons that the island's next message meets, too
+MAX_NORM, NORMS, MIN_NORMS = 4.0, 16, 4  # times the median of the last 16, once there are 4
+# A dead incarnation is forgotten after so many snapshots' records. Its objects are deleted two
+# snapshots later; the other two are for deletions that failed.
+REMEMBERED_SNAPSHOTS = 4
+# Deaths in a record and in a state, which forgets the oldest first. With watermarks they need at
+# most 350 kB of a state, unfinished blocks 480 kB, and the watermarks of 1,000 living islands fit.
+MAX_DEATHS, MAX_DEAD = 256, 1024
+MAX_SPEEDUP = 4.0  # a speed is believed up to so many times the average so far, as with norms
+NEW_PERIODS = 2  # in which an island that has committed nothing is expected to send
+SMALL_SCALE = 0.5  # a record with a smaller scale is logged
+
+LEASED_PERIODS = 3  # an island trains on for so long without the store
+MIN_LEASES, MAX_MORE_LEASES = 2, 6  # blocks
+MAX_BLOCKS_AHEAD = 1 << 20  # blocks above the highest one seen that may be read
+MAX_UNFINISHED = 2048  # blocks in a state, which drops the lowest first; an island has one or two
+# Values of `top` in a state. The oldest is four snapshots old, as long as a dead incarnation is
+# remembered: a slow island sends what it leases much sooner, or is so late that it joins as new.
+TOPS = 5
+# Bytes of a message's header without ranges: names, sha256, signature and numbers of 19 digits.
+HEADER_WITHOUT_DATA = 1 << 10
 
 
-def origin(run: Run) -> str:
-    """Rule 1: the link of a log's start, the same for islands that begin a run at once."""
+class Timing(NamedTuple):
+    """Times of one island, by its own clock [s]. Islands may have different ones.
+
+    Attributes:
+      period: between two messages of a fragment, T.
+      min_steps: fewest inner steps of a message.
+      dead: without a new heartbeat an island is dead after this time.
+      grace: how long a record waits for messages after the first one.
+      takeover: how long an author waits for each island before it in the order.
+      beat: between two own heartbeats.
+      list: between two listings of heartbeats.
+      poll, max_poll: first and longest pause before a request is repeated.
+    """
+
+    period: float = 60.0
+    min_steps: int = 1
+    dead: float = 60.0
+    grace: float = 20.0
+    takeover: float = 5.0
+    beat: float = 2.0
+    list: float = 5.0
+    poll: float = 0.2
+    max_poll: float = 5.0
+
+
+class Peer(NamedTuple):
+    """An island as another one sees it; times are StateMachine.observed_now [s].
+
+    Attributes:
+      heartbeat: the newest one.
+      changed_at: when it came.
+      since: when the first heartbeat of its incarnation came.
+    """
+
+    heartbeat: Heartbeat
+    changed_at: float
+    since: float
+
+
+def message_key(one: Message | Member | Reject) -> Key:
+    """Return what names a message in the log of its fragment."""
+    return one.island, one.incarnation, one.seq
+
+
+def watermarks(state: LogState) -> dict[tuple[str, int], int]:
+    """Return {(island, incarnation): number of its last decided message}."""
+    return {(one.island, one.incarnation): one.seq for one in state.watermarks}
+
+
+# -- rule 1: the log is the only truth -------------------------------------------------------------
+
+
+def genesis_hash(run: Run) -> str:
+    """Rule 1: return the hash that the first record names, equal for islands that begin at once."""
     return records.digest(run._replace(tokens=1, block_tokens=0, eval_tokens=0))
 
 
-def breach(ledger: Ledger, record: Record) -> str:
-    """Rule 1, the log is the only truth: why a record cannot follow, "" if it does."""
-    marks = marks_of(ledger)
-    if (record.fragment, record.number) != (ledger.fragment, ledger.number + 1):
+def genesis(run: Run, fragment: int, digest: str) -> LogState:
+    """Rule 1: return the state before the first record. digest: of the outer state."""
+    return LogState(fragment, 0, genesis_hash(run), digest, 0, (), (), (), (), 0, ())
+
+
+def validate_record(state: LogState, record: Record) -> str:
+    """Rule 1: return why a record cannot follow a state; "" if it can."""
+    marks = watermarks(state)
+    if (record.fragment, record.number) != (state.fragment, state.number + 1):
         return "it has another number"
-    if record.previous != ledger.link:
+    if record.previous != state.record_hash:
         return "it follows another record"
-    if record.state != ledger.digest:
-        return f"it has the state {record.state[:12]}, and here is {ledger.digest[:12]}"
-    decided = sorted((*record.members, *record.rejected), key=key_of)
-    if list(record.members) != sorted(record.members, key=key_of):
+    if record.state != state.digest:
+        return f"it has the state {record.state[:12]}, and here is {state.digest[:12]}"
+    if list(record.members) != sorted(record.members, key=message_key):
         return "its members are not in order"
-    for one in decided:
-        if not is_next(marks, key_of(one)):
+    for one in sorted((*record.members, *record.rejected), key=message_key):
+        if not is_next(marks, message_key(one)):
             return f"{one.island}.{one.incarnation}.{one.seq} is decided already, or out of turn"
         marks[one.island, one.incarnation] = one.seq
     died = {*record.dead}
-    if len(died) < len(record.dead) or not died <= marks.keys() - {*ledger.dead}:
+    if len(died) < len(record.dead) or not died <= marks.keys() - {*state.dead}:
         return "it has a dead island that is not known, or was dead already"
-    if any((m.island, m.incarnation) in ledger.dead for m in record.members):
+    if any((one.island, one.incarnation) in state.dead for one in record.members):
         return "it has a dead member"
-    if not 0 < record.scale <= 1 or any(not m.weight > 0 for m in record.members):
+    if not 0 < record.scale <= 1 or any(not one.weight > 0 for one in record.members):
         return "its weights and scale are not positive"
     return ""
 
 
-def follow(run: Run, ledger: Ledger, record: Record, digest: str) -> Ledger:
-    """Rule 1: the ledger after a record. digest: of the outer state after it."""
-    marks, number = {(m.island, m.incarnation): m for m in ledger.marks}, record.number
-    for one in sorted((*record.members, *record.rejected), key=key_of):
-        key = key_of(one)[:2]
-        old = marks.get(key, Mark(*key, 0, 0, number, number))
+def next_state(run: Run, state: LogState, record: Record, digest: str) -> LogState:
+    """Rule 1: return the state after a record. digest: of the outer state after it."""
+    marks = {(one.island, one.incarnation): one for one in state.watermarks}
+    number = record.number
+    for one in sorted((*record.members, *record.rejected), key=message_key):
+        key = message_key(one)[:2]
+        old = marks.get(key, Watermark(*key, 0, 0, number, number))
         tokens = old.tokens + (one.tokens if isinstance(one, Member) else 0)
         marks[key] = old._replace(seq=one.seq, tokens=tokens, record=number)
     for key in record.dead:
         marks[key] = marks[key]._replace(record=number)
-    all_dead = (*ledger.dead, *record.dead)
-    dead = [key for key in all_dead if number - marks[key].record <= remembered(run)][-MOST_DEAD:]
-    found, top = blocks.after(run, ledger, record)
+    all_dead, remembered = (*state.dead, *record.dead), remembered_records(run)
+    dead = [key for key in all_dead if number - marks[key].record <= remembered][-MAX_DEAD:]
+    blocks, top = unfinished_blocks(run, state, record)
     for key in sorted({*all_dead} - {*dead}):
         _forget(marks, key)
-        found = tuple(block for block in found if (block.island, block.incarnation) != key)
-    norms = [(m.norm, m.steps) for m in record.members]
-    norms += [(r.norm, r.steps) for r in record.rejected if r.reason == "norm"]
-    return Ledger(
-        ledger.fragment,
-        record.number,
-        records.digest(record),
-        digest,
-        ledger.tokens + sum(m.tokens for m in record.members),
-        tuple(marks[key] for key in sorted(marks)),
-        (*ledger.norms, *norms)[-NORMS:],
-        tuple(dead),
-        found,
-        top,
-        blocks.tops(run, ledger, number, top),
+        blocks = tuple(block for block in blocks if (block.island, block.incarnation) != key)
+    norms = [(one.norm, one.steps) for one in record.members]
+    norms += [(one.norm, one.steps) for one in record.rejected if one.reason == "norm"]
+    is_snapshot = number % run.snapshot_every == 0
+    return LogState(
+        fragment=state.fragment,
+        number=number,
+        record_hash=records.digest(record),
+        digest=digest,
+        tokens=state.tokens + sum(one.tokens for one in record.members),
+        watermarks=tuple(marks[key] for key in sorted(marks)),
+        norms=(*state.norms, *norms)[-NORMS:],
+        dead=tuple(dead),
+        blocks=blocks,
+        top=top,
+        tops=(*state.tops, top)[-TOPS:] if is_snapshot else state.tops,
     )
 
 
-def _forget(marks: dict[tuple[str, int], Mark], key: tuple[str, int]) -> None:
-    """Drop an incarnation's mark; its island's next one has its tokens then."""
+def _forget(marks: dict[tuple[str, int], Watermark], key: tuple[str, int]) -> None:
+    """Drop the watermark of an incarnation; the island's next one inherits its tokens."""
     old = marks.pop(key)
-    later = [other for other in marks if other[0] == key[0] and other > key]
-    if later:
+    if later := [other for other in marks if other[0] == key[0] and other > key]:
         heir = marks[min(later)]
         since = min(heir.since, old.since)
         marks[min(later)] = heir._replace(tokens=heir.tokens + old.tokens, since=since)
 
 
-def remembered(run: Run) -> int:
-    """Records after which a dead incarnation is forgotten."""
-    return REMEMBERED * run.snapshot_every
+# -- rule 2: the author of a record ----------------------------------------------------------------
 
 
-def is_forgotten(run: Run, ledger: Ledger, message: Message) -> bool:
-    """Rule 4, exactly once: whether the log no longer knows if it has decided this message.
-
-    It was stale long before, so nothing is lost that could count.
-    """
-    return ledger.number - message.base > remembered(run)
-
-
-def fits(run: Run, ledger: Ledger, record: Record) -> bool:
-    """Rule 12: whether a record, and a snapshot after it, can be written and read."""
-    digest = "0" * 64  # of what is not known yet: the gradient and the state
-    record = record._replace(gradient=digest)
-    return records.fits(record) and records.fits(follow(run, ledger, record, digest))
-
-
-def marks_of(ledger: Ledger) -> dict[tuple[str, int], int]:
-    """{(island, incarnation): its last message that is decided}."""
-    return {(m.island, m.incarnation): m.seq for m in ledger.marks}
-
-
-def key_of(one: Message | Member | Reject) -> Key:
-    """What names a message in its fragment's log."""
-    return one.island, one.incarnation, one.seq
-
-
-def distance(number: int, name: str, present: Iterable[str]) -> int:
-    """Rule 2: how many islands stand before this one as the author of a record; 0: none."""
+def authors_before(number: int, name: str, present: Iterable[str]) -> int:
+    """Rule 2: return how many islands come before this one as author of a record."""
     order = sorted({*present, name})
     return (order.index(name) - number) % len(order)
 
 
-def is_own(claim: records.Claim, nonce: str) -> bool:
-    """Rule 2: whether what is in the store was written by this program, whatever the answer was."""
-    return claim.nonce == nonce
+def is_own(lease: Lease, nonce: str) -> bool:
+    """Rule 2: return whether this program wrote an object, whatever the store has answered."""
+    return lease.nonce == nonce
 
 
-def watched(pace: Pace, since: float, writes: bool) -> float:
-    """Rule 3: what counts of the time between two looks at the signs of life, a pause and half a
-    one for the answer. While the store is away, or the observer stands still, nobody is silent.
+def decidable(
+    run: Run,
+    state: LogState,
+    inbox: Mapping[Key, Message],
+    damaged: Mapping[Key, str],
+    present: set[str],
+    *,
+    waited: float,
+    timing: Timing,
+) -> tuple[list[Message], list[Reject]] | None:
+    """Rule 2: return the messages that the next record takes and rejects; None: not yet.
 
-    writes: whether the observer's own sign of life comes into the store; the others' may not.
+    Args:
+      run: of the log.
+      state: before the record.
+      inbox: messages by key.
+      damaged: {key: reason} of those that cannot be used.
+      present: islands that are ready and alive.
+      waited: since the first message came [s].
+      timing: of the author.
     """
-    return min(since, 1.5 * pace.roll) if writes else 0.0
+    members, rejected = order_messages(run, state, inbox, damaged)
+    islands = {one.island for one in members}
+    late = waited >= timing.grace
+    if len(islands) < run.islands_min:
+        first = rejects_in_turn(members, rejected)
+        return ([], first) if first and late else None
+    complete = present <= islands | {one.island for one in rejected}
+    if not (late or complete) or not covers_round(run, members, rejected):
+        return None
+    return members, rejected
 
 
-def alive(seen: Mapping[str, Seen], time: float, pace: Pace) -> set[str]:
-    """Rule 3: islands whose sign of life has changed lately.
+# -- rule 3: who is alive --------------------------------------------------------------------------
 
-    time: so long the observer has watched.
+
+def observed(timing: Timing, since: float, writes: bool) -> float:
+    """Rule 3: return how much of the time since a listing counts: a pause, and half of one more.
+
+    While the store is away, or the observer stands still, nobody is silent.
+
+    Args:
+      timing: of the observer.
+      since: the last listing [s].
+      writes: whether the observer's own heartbeat is written; if not, others' may not be either.
     """
-    return {name for name, one in seen.items() if time - one.at < pace.dead}
+    return min(since, 1.5 * timing.list) if writes else 0.0
+
+
+def alive(peers: Mapping[str, Peer], now: float, timing: Timing) -> set[str]:
+    """Rule 3: return the islands with a recent heartbeat. now: of Peer."""
+    return {name for name, one in peers.items() if now - one.changed_at < timing.dead}
 
 
 def newly_dead(
-    ledger: Ledger, living: Mapping[str, int], *, absent: bool
+    state: LogState, living: Mapping[str, int], *, absent: bool
 ) -> tuple[tuple[str, int], ...]:
-    """Rules 3 and 8: incarnations that the log knows and that live no more.
+    """Rules 3 and 8: return the incarnations that a record declares dead.
 
-    living: {island: its newest incarnation}; an earlier one is over. absent: whether all others
-    have been watched for long enough to be dead, too.
+    Args:
+      state: before the record.
+      living: {island: its newest incarnation}; earlier ones are dead.
+      absent: whether all others were observed long enough to be dead, too.
     """
-    dead = {*ledger.dead}
-    known = ((m.island, m.incarnation) for m in ledger.marks)
-    found = (m for m in known if m not in dead and living.get(m[0], m[1] + absent) > m[1])
-    return tuple(itertools.islice(found, MOST_DEATHS))
+    dead = {*state.dead}
+    known = ((one.island, one.incarnation) for one in state.watermarks)
+    found = (
+        key for key in known if key not in dead and living.get(key[0], key[1] + absent) > key[1]
+    )
+    return tuple(itertools.islice(found, MAX_DEATHS))
+
+
+# -- rule 4: a message counts exactly once ---------------------------------------------------------
 
 
 def is_decided(marks: Mapping[tuple[str, int], int], key: Key) -> bool:
-    """Rule 4, exactly once: whether a record has taken or rejected a message."""
+    """Rule 4: return whether a record has taken or rejected a message."""
     return key[2] <= marks.get(key[:2], 0)
 
 
 def is_next(marks: Mapping[tuple[str, int], int], key: Key) -> bool:
-    """Rule 4, in turn: whether a message is the one after those of its incarnation."""
+    """Rule 4: return whether a message follows the decided ones of its incarnation."""
     return not is_decided(marks, key) and key[2] - 1 <= marks.get(key[:2], 0)
 
 
-def is_stale(ledger: Ledger, message: Message) -> bool:
-    """Rule 4: whether the next record is too late for a message."""
-    return ledger.number - message.base > MOST_STALE
+def is_stale(state: LogState, message: Message) -> bool:
+    """Rule 4: return whether a message is too late for the next record."""
+    return state.number - message.base > MAX_STALENESS
 
 
-def may_send(own: Sequence[Any]) -> bool:
-    """Rule 4: at most two undecided messages of an island and fragment."""
-    return len(own) < MOST_UNDECIDED
+def may_send(undecided: Sequence[Any]) -> bool:
+    """Rule 4: return whether an island may send one more message of a fragment."""
+    return len(undecided) < MAX_UNDECIDED
+
+
+def remembered_records(run: Run) -> int:
+    """Rule 4: return after how many records a dead incarnation is forgotten."""
+    return REMEMBERED_SNAPSHOTS * run.snapshot_every
+
+
+def is_forgotten(run: Run, state: LogState, message: Message) -> bool:
+    """Rule 4: return whether the log may no longer know that it has decided a message.
+
+    The message was stale long before, so nothing is lost that could count.
+    """
+    return state.number - message.base > remembered_records(run)
+
+
+def order_messages(
+    run: Run, state: LogState, inbox: Mapping[Key, Message], damaged: Mapping[Key, str]
+) -> tuple[list[Message], list[Reject]]:
+    """Rules 4 and 12: return the messages that the next record may take and rejects, in order."""
+    marks, members, rejected = watermarks(state), [], []
+    for key in sorted(inbox):
+        message = inbox[key]
+        if not is_next(marks, key) or key[:2] in state.dead or is_forgotten(run, state, message):
+            continue
+        marks[key[:2]] = key[2]
+        if reason := reject_reason(run, state, message, damaged.get(key, "")):
+            rejected.append(Reject(*key, reason, message.steps, message.norm))
+        else:
+            members.append(message)
+    return members, rejected
+
+
+def rejects_in_turn(members: Sequence[Message], rejected: Sequence[Reject]) -> list[Reject]:
+    """Rule 4: return the rejects that may be decided without the members."""
+    waiting = {(one.island, one.incarnation): one.seq for one in reversed(members)}
+    return [
+        one for one in rejected if one.seq < waiting.get((one.island, one.incarnation), one.seq + 1)
+    ]
+
+
+# -- rule 5: weights and scale ---------------------------------------------------------------------
 
 
 def weight(number: int, messages: Sequence[Message]) -> float:
-    """Rule 5, of one island in a record: tokens^2 / steps; rule 4: less by its staleness."""
-    tokens, steps = sum(m.tokens for m in messages), sum(m.steps for m in messages)
+    """Rule 5: return the weight of an island in record `number`: tokens^2 / steps, less if late.
+
+    Decoupled DiLoCo (arXiv 2604.21428) has the same weights.
+    """
+    tokens, steps = sum(one.tokens for one in messages), sum(one.steps for one in messages)
     found = max(tokens, 1) ** 2 / max(steps, 1)
     for _ in range(number - 1 - messages[0].base):
         found *= STALE_WEIGHT
     return found
 
 
-def expected_tokens(ledger: Ledger, seen: Seen, mean: float, watched: float, pace: Pace) -> float:
-    """Rule 5: what an island whose message is missing would have brought into the next record.
-
-    By the speed that it claims, as far as the log confirms it: an island brings at most
-    MOST_SPEEDUP times what it brought into a record on average. One that has committed nothing is
-    expected to bring the mean of the others, and after NEW_PERIODS nothing.
+def expected_tokens(
+    state: LogState, peer: Peer, mean: float, observed: float, timing: Timing
+) -> float:
+    """Rule 5: return the tokens that an island without a message would have brought.
 
     Args:
-      ledger: of the log before the record.
-      seen: the island's newest sign of life.
+      state: before the record.
+      peer: the island.
       mean: tokens of an island in the record.
-      watched: Island.watched.
-      pace: of the observer.
+      observed: StateMachine.observed_now [s].
+      timing: of the author.
     """
-    beat = seen.beat
-    for mark in ledger.marks:
-        if (mark.island, mark.incarnation) == (beat.island, beat.incarnation):
-            most = MOST_SPEEDUP * mark.tokens / (ledger.number - mark.since + 1)
+    heartbeat = peer.heartbeat
+    for mark in state.watermarks:
+        if (mark.island, mark.incarnation) == (heartbeat.island, heartbeat.incarnation):
+            most = MAX_SPEEDUP * mark.tokens / (state.number - mark.since + 1)
             break
     else:
-        most = mean if watched - seen.since < NEW_PERIODS * pace.period else 0.0
-    return min(beat.speed * pace.period, most)
+        most = mean if observed - peer.since < NEW_PERIODS * timing.period else 0.0
+    return min(heartbeat.speed * timing.period, most)
 
 
 def scale(committed: int, expected: float) -> float:
-    """Rule 5: a record of few members moves less."""
+    """Rule 5: return the part of a full step that a record takes."""
     return min(1.0, committed / expected) if committed else 1.0
 
 
-def spans(run: Run, members: Sequence[Message], rejected: Sequence[Reject]) -> bool:
-    """Rule 5: whether the median island took H / P steps; or one waits, with two undecided."""
+def covers_round(run: Run, members: Sequence[Message], rejected: Sequence[Reject]) -> bool:
+    """Rule 5: return whether the median island took H / P steps, or an island waits."""
     steps: dict[str, list[int]] = {}
     for message in members:
         steps.setdefault(message.island, []).append(message.steps)
@@ -247,10 +384,17 @@ def spans(run: Run, members: Sequence[Message], rejected: Sequence[Reject]) -> b
     return full or bool(rejected) or statistics.median(map(sum, steps.values())) >= least
 
 
-def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
-    """Rule 6: "wait", "merge" or "shift" for a record at step t.
+# -- rules 6, 7 and 10: the island's own values ----------------------------------------------------
 
-    sent_at: the step of the own message in it, or None. others: own messages left undecided.
+
+def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
+    """Rule 6: return "wait", "merge" or "shift" for a record at step t.
+
+    Args:
+      run: of the log.
+      t: inner steps done.
+      sent_at: step of the own message in the record; None without one.
+      others: own messages that stay undecided.
     """
     if sent_at is None:
         return "shift"
@@ -260,157 +404,251 @@ def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
     return "merge" if t == due and not others else "shift"
 
 
-def is_due(pace: Pace, steps: int, waited: float) -> bool:
-    """Rule 7: a message every T seconds, whatever the steps.
-
-    steps, waited: since the message before."""
-    return waited >= pace.period and steps >= pace.least_steps
+def is_due(timing: Timing, steps: int, waited: float) -> bool:
+    """Rule 7: return whether a fragment is sent, `steps` and `waited` [s] after the last time."""
+    return waited >= timing.period and steps >= timing.min_steps
 
 
-def progress(run: Run, ledger: Ledger) -> float:
-    """Rule 8: the part of the run that is done, by the ledger of fragment 0: learning rate, end."""
-    return ledger.tokens / run.tokens
+def unsent(outer: Any, undecided: Iterable[Any], x: Any) -> Any:
+    """Rule 10: return the progress that is not sent: outer parameters - undecided messages - x.
 
-
-def moments(own: int | None, head: int) -> str:
-    """Rule 9, a joiner's inner optimizer: "kept" from its checkpoint, or "zero" with a warm-up.
-
-    own: the records that its checkpoint has; None: it has none.
+    Numbers or arrays. It contains what a wire format has rounded off.
     """
-    return "kept" if own is not None and 0 <= head - own <= 2 else "zero"
-
-
-def is_ready(sent: int) -> bool:
-    """Rule 9: a joiner is waited for once it has sent a message."""
-    return sent > 0
-
-
-def members_in(
-    run: Run,
-    ledger: Ledger,
-    inbox: Mapping[Key, Message],
-    damaged: Mapping[Key, str],
-    present: set[str],
-    waited: float,
-    pace: Pace,
-) -> tuple[list[Message], list[Reject]] | None:
-    """Rule 2, the decision that may be written now, or None.
-
-    present: ready and alive. waited: since the first message was in place [s].
-    """
-    members, rejected = sort_out(run, ledger, inbox, damaged)
-    inside = {m.island for m in members}
-    answered = inside | {r.island for r in rejected}
-    late = waited >= pace.grace
-    if len(inside) < run.islands_min:
-        first = in_turn(members, rejected)
-        return ([], first) if first and late else None
-    if not (late or present <= answered) or not spans(run, members, rejected):
-        return None
-    return members, rejected
-
-
-def in_turn(members: Sequence[Message], rejected: Sequence[Reject]) -> list[Reject]:
-    """Rule 4: the rejects that may be decided without the members."""
-    waiting = {(m.island, m.incarnation): m.seq for m in reversed(members)}
-    return [r for r in rejected if r.seq < waiting.get((r.island, r.incarnation), r.seq + 1)]
-
-
-def sort_out(
-    run: Run, ledger: Ledger, inbox: Mapping[Key, Message], damaged: Mapping[Key, str]
-) -> tuple[list[Message], list[Reject]]:
-    """Rules 4 and 12: the messages that the next record decides, in order."""
-    marks = marks_of(ledger)
-    members, rejected = [], []
-    for key in sorted(inbox):
-        if not is_next(marks, key) or key[:2] in ledger.dead:
-            continue
-        if is_forgotten(run, ledger, inbox[key]):
-            continue
-        marks[key[:2]] = key[2]
-        message = inbox[key]
-        if reason := reject_reason(run, ledger, message, damaged.get(key, "")):
-            rejected.append(Reject(*key, reason, message.steps, message.norm))
-        else:
-            members.append(message)
-    return members, rejected
-
-
-def reject_reason(run: Run, ledger: Ledger, message: Message, damage: str) -> str:
-    """Rule 12: why a message cannot count, "" if it can. damage: of its payload."""
-    found = [
-        not message.finite,
-        message.base > ledger.number,
-        is_stale(ledger, message),
-        is_too_long(ledger, message),
-        not blocks.are_parts(run, ledger, message.data),
-    ]
-    return damage or next(itertools.compress(REASONS, found), "")
-
-
-def is_too_long(ledger: Ledger, message: Message) -> bool:
-    """Rule 12: beside the last ones, as a whole and by step: a quick island's are longer, and where
-    steps go to and fro one of few steps is longer by step."""
-    if len(ledger.norms) < LEAST_NORMS:
-        return False
-    whole = statistics.median(norm for norm, _ in ledger.norms)
-    by_step = statistics.median(norm / max(steps, 1) for norm, steps in ledger.norms)
-    return message.norm > MOST_NORM * max(whole, by_step * message.steps)
-
-
-def unsent(theta: Any, undecided: Iterable[Any], x: Any) -> Any:
-    """Rule 10: what an island has not sent: x = theta - (its undecided messages) - this.
-
-    Numbers or arrays. What a wire rounds off is not sent: the next message has it."""
     for value in undecided:
-        theta = theta - value
-    return theta - x
+        outer = outer - value
+    return outer - x
 
 
-def shifted(x: Any, before: Any, after: Any, committed: Iterable[Any]) -> Any:
-    """Rules 6 and 10: x after a record. What was committed is in theta now; all else stays.
+def rebase(x: Any, before: Any, after: Any, committed: Iterable[Any]) -> Any:
+    """Rules 6 and 10: return x after a record, with all progress that is not committed.
 
-    before, after: theta. committed: the own messages in it."""
+    Args:
+      x: own values.
+      before: outer parameters before the record.
+      after: outer parameters after it.
+      committed: own messages that it takes.
+    """
     x = x + (after - before)
     for value in committed:
         x = x + value
     return x
 
 
-def pause(pace: Pace, tries: int, salt: str) -> float:
-    """Rule 11: how long to wait before a request is made again [s]: doubled, with jitter."""
+# -- rule 8: data and the end ----------------------------------------------------------------------
+
+
+def progress(run: Run, state: LogState) -> float:
+    """Rule 8: return the part of the run that is done, by the state of fragment 0."""
+    return state.tokens / run.tokens
+
+
+def unfinished_blocks(run: Run, state: LogState, record: Record) -> tuple[tuple[Block, ...], int]:
+    """Rule 8: return the unfinished blocks and the highest block seen, after a record."""
+    blocks, top = {(one.block, one.lease): one for one in state.blocks}, state.top
+    size = run.block_tokens
+    for member in record.members:
+        for part in (one for each in member.data for one in ranges_by_block(each, size)):
+            key, top = (part.block, part.lease), max(top, part.block)
+            old = blocks.get(key)
+            # A part of a rejected message may come after a later one.
+            stop = max(old.stop if old else 0, part.stop)
+            tokens = (old.tokens if old else 0) + part.stop - part.start
+            blocks[key] = Block(*key, member.island, member.incarnation, stop, tokens)
+            if part.lease == 2:  # the rest of a dead island's block
+                blocks.pop((part.block, 1), None)
+    kept = (blocks[key] for key in sorted(blocks))
+    unfinished = [one for one in kept if (one.tokens if one.lease == 1 else one.stop) < size]
+    return tuple(unfinished[-MAX_UNFINISHED:]), top
+
+
+def ranges_by_block(part: Range, size: int) -> Iterator[Range]:
+    """Yield a range block by block."""
+    block, lease, start, stop = part
+    while stop > size > 0:
+        yield Range(block, lease, start, size)
+        block, start, stop = block + 1, 0, stop - size
+    yield Range(block, lease, start, stop)
+
+
+def joined(first: Iterable[Range], then: Iterable[Range], size: int) -> tuple[Range, ...]:
+    """Return ranges one after the other, as one where they touch. size: of a block."""
+    found = list(first)
+    for part in then:
+        last = found[-1] if found else None
+        ahead = size * (part.block - last.block) if last else 0
+        if last and last.lease == part.lease and last.stop == ahead + part.start:
+            found[-1] = last._replace(stop=ahead + part.stop)
+        else:
+            found.append(part)
+    return tuple(found)
+
+
+def tokens_of(data: Sequence[Range]) -> int:
+    """Return the number of tokens of ranges."""
+    return sum(part.stop - part.start for part in data)
+
+
+def highest_finished(state: LogState) -> int:
+    """Rule 8: return the highest block that can be finished; 0: none is."""
+    return state.tops[0] if len(state.tops) == TOPS else 0
+
+
+def finished_blocks(state: LogState, blocks: Iterable[int]) -> Iterator[int]:
+    """Rule 8: yield the blocks that no message may name any more, so that leases can be deleted.
+
+    They are committed, or nobody began them until four snapshots after a higher one. A finished
+    block is finished in all later states. An island whose state is so old that it leases one again
+    sends what no record takes.
+    """
+    highest, unfinished = highest_finished(state), {one.block for one in state.blocks}
+    return (block for block in blocks if block <= highest and block not in unfinished)
+
+
+def are_valid_ranges(run: Run, state: LogState, data: Sequence[Range]) -> bool:
+    """Rules 8 and 12: return whether ranges can be of blocks that an island holds."""
+    size = run.block_tokens
+    known = all(
+        0 <= part.start < min(part.stop, size)
+        and part.lease in (1, 2)
+        and part.block + (part.stop - 1) // size <= state.top + MAX_BLOCKS_AHEAD
+        for part in data
+    )
+    end = highest_finished(state) + 1  # few blocks of a very long range are below
+    parts = (range(p.block, min(p.block + -(-p.stop // size), end)) for p in data)
+    finished = finished_blocks(state, itertools.chain.from_iterable(parts))
+    return known and not any(True for _ in finished)
+
+
+def released_ranges(state: LogState, size: int) -> list[Range]:
+    """Rule 8: return the rests of blocks of dead islands, which may be leased once more."""
+    dead = (
+        one
+        for one in state.blocks
+        if one.lease == 1 and (one.island, one.incarnation) in state.dead
+    )
+    return [Range(one.block, 2, one.stop, size) for one in dead if one.stop < size]
+
+
+def wants_lease(held: Sequence[Range], period_tokens: int, missed: int) -> bool:
+    """Rule 8: return whether an island requests one more block.
+
+    It can then read while the store is away: with two undecided messages and a third one due it
+    trains on for three periods. It holds at least the block that it reads and the next one.
+
+    Args:
+      held: leases, and requested ones.
+      period_tokens: tokens that the island reads in a period.
+      missed: requests in a row that others had won; a newcomer passes over their blocks quickly.
+    """
+    least = MIN_LEASES + min(missed, MAX_MORE_LEASES)
+    return len(held) < least or tokens_of(held) < LEASED_PERIODS * period_tokens
+
+
+def next_lease(
+    state: LogState, size: int, leased: Collection[tuple[int, int]]
+) -> tuple[str, Range]:
+    """Rule 8: return the name and the range of the next lease.
+
+    Args:
+      state: of fragment 0.
+      size: tokens of a block.
+      leased: (block, number of the lease) that were requested before.
+    """
+    rests = [one for one in released_ranges(state, size) if one[:2] not in leased]
+    block = max([state.top, *(block for block, _ in leased)]) + 1
+    found = rests[0] if rests else Range(block, 1, 0, size)
+    return f"d/{found.block}.2" if found.lease == 2 else f"d/{found.block}", found
+
+
+# -- rule 9: newcomers -----------------------------------------------------------------------------
+
+
+def moments(own: int | None, head: int) -> str:
+    """Rule 9: return "kept" or "zero" for the moments of a newcomer's inner optimizer.
+
+    Args:
+      own: records that its checkpoint has; None without a checkpoint.
+      head: records of the log.
+    """
+    return "kept" if own is not None and 0 <= head - own <= MAX_STALENESS else "zero"
+
+
+def is_ready(sent: int) -> bool:
+    """Rule 9: return whether records wait for an island that has sent so many messages."""
+    return sent > 0
+
+
+# -- rules 11, 12 and 13: requests, guards, deletion -----------------------------------------------
+
+
+def pause(timing: Timing, tries: int, salt: str) -> float:
+    """Rule 11: return the pause before a request is repeated [s]: doubled, with jitter."""
     jitter = zlib.crc32(f"{salt} {tries}".encode()) / 2**32
-    return min(pace.poll * 2 ** min(tries, 20), pace.most_poll) * (0.5 + jitter / 2)
+    return min(timing.poll * 2 ** min(tries, 20), timing.max_poll) * (0.5 + jitter / 2)
 
 
-def asks_again(action: Any) -> bool:
-    """Rule 12: whether a request that failed is made again, for however long the store is away.
+def reject_reason(run: Run, state: LogState, message: Message, damage: str) -> str:
+    """Rule 12: return why a message cannot count; "" if it can. damage: of its payload."""
+    found = [
+        not message.finite,
+        message.base > state.number,
+        is_stale(state, message),
+        is_outlier(state, message),
+        not are_valid_ranges(run, state, message.data),
+    ]
+    return damage or next(itertools.compress(REASONS, found), "")
 
-    A sign of life is not: the next one says more. Nor a deletion."""
-    return type(action).__name__ not in ("Put", "Delete")
+
+def is_outlier(state: LogState, message: Message) -> bool:
+    """Rule 12: return whether a norm is too large against recent ones, in total and per inner step.
+
+    A fast island has longer updates in total. One of few steps has longer ones per step, since
+    steps oscillate.
+    """
+    if len(state.norms) < MIN_NORMS:
+        return False
+    total = statistics.median(norm for norm, _ in state.norms)
+    per_step = statistics.median(norm / max(steps, 1) for norm, steps in state.norms)
+    return message.norm > MAX_NORM * max(total, per_step * message.steps)
 
 
-def deletable(names: Iterable[str], snapshots: Iterable[Ledger]) -> list[str]:
-    """Rule 13: of names of one fragment those that nobody needs: below the last two snapshots.
+def fits(run: Run, state: LogState, record: Record) -> bool:
+    """Rule 12: return whether a record, and a snapshot after it, can be written and read."""
+    digest = "0" * 64  # of the gradient and the state, which are not known yet
+    record = record._replace(gradient=digest)
+    return records.fits(record) and records.fits(next_state(run, state, record, digest))
 
-    So are all messages of an incarnation that was dead by then. Of fragment 0, whose log has the
-    data, the leases of blocks that were over by then. Records stay: a reader can follow their chain
-    from the start."""
-    kept = sorted(snapshots, key=lambda ledger: ledger.number)[-2:]
+
+def fitting_ranges(data: Sequence[Range]) -> int:
+    """Rule 12: return how many of the first ranges fit into a message."""
+    left = records.max_header(Message) - HEADER_WITHOUT_DATA
+    for count, part in enumerate(data):
+        left -= records.size_in_list(part)
+        if left < 0:
+            return count
+    return len(data)
+
+
+def deletable(names: Iterable[str], snapshots: Iterable[LogState]) -> list[str]:
+    """Rule 13: return the objects of one fragment that nobody needs, below the last two snapshots.
+
+    Messages of incarnations that were dead by then are not needed, nor leases of blocks that were
+    finished by then. Records stay, so that a reader can follow their chain from the start.
+    """
+    kept = sorted(snapshots, key=lambda state: state.number)[-2:]
     if len(kept) < 2:
         return []
-    oldest, found = kept[0], []
-    marks, dead, names = marks_of(oldest), {*oldest.dead}, [*names]
-    leased = (records.numbers(name)[1] for name in names if name[0] == "d")
-    over = {*blocks.over(oldest, leased)}
+    oldest, found, names = kept[0], [], [*names]
+    marks, dead = watermarks(oldest), {*oldest.dead}
+    leased = (records.number_of(name) for name in names if name[0] == "d")
+    finished = {*finished_blocks(oldest, leased)}
     for name in names:
-        kind, number = name[0], records.numbers(name)[1]
+        kind, number = name[0], records.number_of(name)
         if kind == "u":
-            island, incarnation, seq = name.split("/")[2].split(".")
-            key = island, int(incarnation), int(seq)
+            key = records.message_of(name)
             needed = not is_decided(marks, key) and key[:2] not in dead
         elif kind == "d":
-            needed = number not in over
+            needed = number not in finished
         else:
             needed = kind == "c" or number > oldest.number - (kind == "s")
         found += [] if needed else [name]

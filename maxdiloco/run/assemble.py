@@ -28,11 +28,10 @@ from maxdiloco.models.model import Model
 from maxdiloco.parallel.mesh import joins_processes
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
-from maxdiloco.run import inner_step, optimizer
+from maxdiloco.run import inner_step, island, optimizer
 from maxdiloco.run import model as run_model
 from maxdiloco.run.evaluation import Evaluation, Sampler
-from maxdiloco.run.island import settings as island_settings
-from maxdiloco.run.island.settings import Facts
+from maxdiloco.run.island import Facts, IslandControl
 from maxdiloco.run.run_control import RunControl, StepControl
 from maxdiloco.run.settings import RunSettings, count_replicas
 
@@ -101,8 +100,12 @@ def assemble(
         model, inner_optimizer, accumulation=accumulation, nan_policy=settings.nan_policy
     )
     if settings.exchange is not None:
-        options = dict(on_compile=on_compile, mailbox=mailbox)
-        trainer = _diloco(settings, mesh, model, step, inner_optimizer.init, facts, options)
+        options = dict(on_compile=on_compile, mesh=mesh, layer_axis=model.layer_axis)
+        if settings.is_island:
+            cfg, fresh = with_replicas(settings.config, 1), inner_optimizer.init
+            trainer = island.build(step, cfg, settings.exchange, facts, fresh, **options)
+        else:
+            trainer = DiLoCo.from_settings(step, settings.exchange, mailbox=mailbox, **options)
         trainer.bind(params, opt_state)
     else:
         options = dict(gradient_dtype=model.gradient_dtype, on_compile=on_compile)
@@ -115,7 +118,7 @@ def assemble(
         model=model,
         learning_rate=optimizer.learning_rate_schedule(settings.optimizer, total_steps),
         trainer=trainer,
-        control=trainer if settings.is_island else StepControl(),
+        control=IslandControl(trainer, facts) if settings.is_island else StepControl(),
         shape=shape,
         batch=batch,
         params=params,
@@ -184,17 +187,6 @@ def needs_bulk(settings: RunSettings, mesh: Mesh) -> bool:
     if settings.exchange is None or not joins_processes(mesh):
         return False
     return settings.exchange.resolve_on(mesh).transport == HOST
-
-
-def _diloco(settings, mesh, model, step, fresh, facts, options) -> Trainer:
-    options = options | {"mesh": mesh, "layer_axis": model.layer_axis}
-    if not settings.is_island:
-        return DiLoCo.from_settings(step, settings.exchange, **options)
-    # Imported here: other runs start without it.
-    from maxdiloco.run.island.trainer import IslandTrainer
-
-    island = island_settings.of(with_replicas(settings.config, 1), facts)
-    return IslandTrainer(step, settings.exchange, settings=island, fresh=fresh, **options)
 
 
 def _init_program(settings, trainer, model, inner_optimizer) -> Program:

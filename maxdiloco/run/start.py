@@ -37,7 +37,7 @@ from maxdiloco.run import state as run_state
 from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.assemble import Parts
 from maxdiloco.run.compile_cache import compile_cache
-from maxdiloco.run.island.settings import Facts
+from maxdiloco.run.island import Facts
 from maxdiloco.run.recorder import open_recorder
 from maxdiloco.run.settings import RunSettings
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
@@ -158,7 +158,7 @@ def _run(
             say=say,
         )
         with contextlib.closing(parts.trainer):
-            if cluster is not None and (settings.is_island or assemble.needs_bulk(settings, mesh)):
+            if cluster is not None and assemble.needs_bulk(settings, mesh):
                 cluster.open_bulk()
             for line in _introduction(settings, parts, point, checkpointer, total=total):
                 say(line)

@@ -6,7 +6,7 @@ from run import CLUSTER_KEYS, assert_exit_codes, names_key, start_train, train
 from run_files import checkpoint_meta, saved_steps
 
 from maxdiloco.islands import __main__ as islands
-from maxdiloco.islands import audit, objects
+from maxdiloco.islands import audit, log_store
 
 pytestmark = [pytest.mark.usefixtures("programs")]
 ALONE = dict(dcn_diloco_parallelism=1, islands_period_seconds=0.1, islands_dead_seconds=3)
@@ -29,7 +29,7 @@ def island(folder, name, **changes):
 
 
 def log_of(folder, fragment=0):
-    bucket = objects.open_bucket(str(folder / "store"))
+    bucket = log_store.open_bucket(str(folder / "store"))
     return audit.replay(bucket, audit.read_run(bucket), fragment)
 
 
@@ -43,7 +43,7 @@ def test_an_island_trains_until_its_tokens_are_committed(tmp_path):
     run = train(tmp_path / "a", **keys)
     assert run.code == 0
     rows, log = run.rows, log_of(tmp_path)
-    assert log.ledger.tokens >= 150 * 2 * 16 and [row["step"] for row in rows][:3] == [10, 20, 30]
+    assert log.state.tokens >= 150 * 2 * 16 and [row["step"] for row in rows][:3] == [10, 20, 30]
     assert rows[-1]["islands/progress"] >= 1 and rows[-1]["islands/records"] == len(log.records)
     assert rows[-1]["eval/loss"] < rows[0]["learning/loss"]
     last = saved_steps(tmp_path / "a")[-1]
@@ -82,4 +82,4 @@ def test_an_island_is_killed_and_comes_back_and_another_joins(started, tmp_path)
     log = log_of(tmp_path)
     members = {(m.island, m.incarnation) for r in log.records for m in r.members}
     assert {("a", 1), ("b", 1), ("b", 2), ("c", 1)} <= members
-    assert ("b", 1) in log.ledger.dead
+    assert ("b", 1) in log.state.dead

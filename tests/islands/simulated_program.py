@@ -1,17 +1,20 @@
-"""A program of simulator.py: core.py with numbers of one value a fragment."""
+"""A program of simulator.py: state_machine.py with numbers of one value a fragment."""
 
-from maxdiloco.islands import core, records
-from maxdiloco.islands.island import Pace
+from maxdiloco.islands import records
 from maxdiloco.islands.records import Leaf, Run
+from maxdiloco.islands.rules import Timing
+from maxdiloco.islands.state_machine import StateMachine
 
-PACE = Pace(period=2.0, dead=6.0, grace=1.5, aside=0.8, beat=1.5, roll=2.0, poll=0.3, most_poll=1.5)
+TIMING = Timing(
+    period=2.0, dead=6.0, grace=1.5, takeover=0.8, beat=1.5, list=2.0, poll=0.3, max_poll=1.5
+)
 
 
 def settings(rng, names):
     P = rng.choice((1, 1, 2))
     H = rng.choice((2, 4, 6))
     return Run(
-        "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, ((Leaf(1, 1),),) * P,
+        (), "float32", "float32", "mean", "nesterov", 0.7, 0.6, ((Leaf(1, 1),),) * P,
         1 if len(names) == 1 else rng.choice((1, 1, 2)), H,
         rng.choice((0, 1)) * (3 if H == 6 else 1), rng.choice((0.0, 0.5)), 10**9, 30,
         rng.choice((0, 40)), rng.choice((2, 3)), (),
@@ -41,8 +44,8 @@ class Program:
         self.values = [Values() for _ in world.run.fragments]
         initial = tuple(value.digest() for value in self.values)
         nonce = str(next(world.count))
-        self.state = core.start(world.run, PACE, name, nonce, initial, after=after)
-        self.living, self.joined, self.stepping, self.checked = True, False, False, ()
+        self.state = StateMachine(world.run, TIMING, name, nonce, initial, after=after)
+        self.living, self.joined, self.stepping = True, False, False
         self.gradients, self.frozen_until = {}, 0.0
         names = (records.snapshot_name(F, 0) for F in range(len(self.values)))
         self.payloads = dict.fromkeys(names, (0.0, 0.0))

@@ -4,7 +4,7 @@ from collections import defaultdict
 from math import log
 from typing import NamedTuple
 
-from maxdiloco.islands import island, records, rules
+from maxdiloco.islands import records, rules, state_machine
 
 
 class Faults(NamedTuple):
@@ -41,7 +41,7 @@ class Store:
         """Let a request reach the store later, or not, and the answer come later still."""
 
         def reach():
-            faults, random, result = self.faults, self.random, island.FAILED
+            faults, random, result = self.faults, self.random, state_machine.FAILED
             lost = faults.lost and random() < faults.lost
             lost = lost or (faults.refused and random() < faults.refused)
             if self.now >= self.away_until and not lost:
@@ -49,8 +49,8 @@ class Store:
                 if faults.twice and random() < faults.twice:
                     result = REQUESTS[type(action)](self, program, action)
                 if faults.unanswered and random() < faults.unanswered:
-                    result = island.FAILED
-            self.later(self.latency(), program, island.Done(action, result))
+                    result = state_machine.FAILED
+            self.later(self.latency(), program, state_machine.Answer(action, result))
 
         self.later(self.latency(), program, reach)
 
@@ -61,7 +61,7 @@ class Store:
     def create(self, program, action):
         name, body = action
         if name in self.objects:
-            return island.EXISTS
+            return state_machine.EXISTS
         records.encode(body)  # raises for what no reader accepts
         if name[0] == "c":
             self.check_record(body)
@@ -74,8 +74,8 @@ class Store:
             self.payloads[name] = payload
             chance = self.faults.corrupt
             if name[0] == "u" and chance and self.random() < chance:
-                self.corrupt.add((body.fragment, *rules.key_of(body)))
-        return island.CREATED
+                self.corrupt.add((body.fragment, *rules.message_key(body)))
+        return state_machine.CREATED
 
     def put(self, program, action):
         self.objects[action.name] = action.body
@@ -91,22 +91,22 @@ class Store:
     def listed(self, folder):
         return [name for name, at in self.folders[folder].items() if at <= self.now]
 
-    def roll(self, program, action):
+    def list_heartbeats(self, program, action):
         return {name[3:]: self.objects[name] for name in self.listed("hb/")}
 
     def starts(self, program, action):
         names = self.listed(f"i/{action.island}/")
-        return max((records.numbers(name)[1] for name in names), default=0)
+        return max((records.number_of(name) for name in names), default=0)
 
     def reduce(self, program, action):
         draft = action.draft
-        names = [records.message_name(draft.fragment, *rules.key_of(m)) for m in draft.members]
+        names = [records.message_name(draft.fragment, *rules.message_key(m)) for m in draft.members]
         if any(name not in self.payloads for name in names):
-            return island.FAILED  # deleted: the record is there already
-        bad = [rules.key_of(m) for m in draft.members
-               if (draft.fragment, *rules.key_of(m)) in self.corrupt]  # fmt: skip
+            return state_machine.FAILED  # deleted: the record is there already
+        bad = [rules.message_key(m) for m in draft.members
+               if (draft.fragment, *rules.message_key(m)) in self.corrupt]  # fmt: skip
         if bad:
-            return island.Reduced("", tuple((key, "sha256") for key in bad))
+            return state_machine.Reduced("", tuple((key, "sha256") for key in bad))
         total = weights = 0.0
         for member, name in zip(draft.members, names, strict=True):
             total += member.weight * self.payloads[name]
@@ -116,7 +116,7 @@ class Store:
         self.payloads[name] = round(64 * total / weights) / 64
         self.objects[name] = True
         self.folder(name)[name] = self.now
-        return island.Reduced(name)
+        return state_machine.Reduced(name)
 
     def fetch(self, program, action):
         found = self.payloads.get(records.gradient_name(action.record))
@@ -127,7 +127,7 @@ class Store:
         names = self.listed(f"s/{action.fragment}/")
         if not names:
             return None
-        name = max(names, key=records.numbers)
+        name = max(names, key=records.number_of)
         value = program.values[action.fragment]
         value.theta, value.trace = self.payloads[name]
         return self.objects[name]
@@ -146,8 +146,14 @@ class Store:
 
 
 REQUESTS = {
-    island.Create: Store.create, island.Put: Store.put, island.Get: Store.get,
-    island.Look: Store.get, island.Roll: Store.roll, island.Reduce: Store.reduce,
-    island.Fetch: Store.fetch, island.Load: Store.load, island.Delete: Store.delete,
-    island.Starts: Store.starts,
-}  # fmt: skip
+    state_machine.Create: Store.create,
+    state_machine.PutHeartbeat: Store.put,
+    state_machine.Get: Store.get,
+    state_machine.GetMessage: Store.get,
+    state_machine.ListHeartbeats: Store.list_heartbeats,
+    state_machine.Reduce: Store.reduce,
+    state_machine.FetchGradient: Store.fetch,
+    state_machine.LoadSnapshot: Store.load,
+    state_machine.Delete: Store.delete,
+    state_machine.ListIncarnations: Store.starts,
+}

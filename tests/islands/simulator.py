@@ -1,7 +1,7 @@
 """Islands under a seeded scheduler, over a store that goes wrong; what may never happen.
 
-A program is core.py with numbers of one value a fragment; an event is the end of an inner step, a
-tick or an answer. Everything random is of the schedule's seed. `Broken` says what was violated.
+A program is state_machine.py with numbers of one value a fragment. An event is the end of an inner
+step, a tick or an answer. Everything random follows from the seed. `Broken` says what was violated.
 schedules.py runs many.
 """
 
@@ -14,8 +14,19 @@ from heapq import heappop, heappush
 from simulated_program import Program, settings
 from simulated_store import Faults, Store
 
-from maxdiloco.islands import audit, blocks, core, records, rules
-from maxdiloco.islands.island import Apply, Begin, Done, Evaluate, Pack, Say, Step, Stop, Tick
+from maxdiloco.islands import audit, records, rules
+from maxdiloco.islands.state_machine import (
+    TRAIN,
+    Answer,
+    Apply,
+    Begin,
+    Evaluate,
+    Pack,
+    Say,
+    StepDone,
+    Stop,
+    Tick,
+)
 
 TICK = 0.5
 CALM = 4000  # events in which the log has to grow once the store is back
@@ -85,33 +96,32 @@ class World(Store):
         if event is None:
             self.later(TICK * (0.5 + self.random()), program, None)
             event = Tick(self.now)
-        elif isinstance(event, Step):
+        elif isinstance(event, StepDone):
             program.stepping = False
             for fragment, value in enumerate(program.values):
                 size = program.moved(fragment)
                 value.x, value.unsent = value.x + size, value.unsent - size
-        logs = program.state.logs
-        self.deliver(program, event)
-        if program.state.logs is not logs:
+        if self.deliver(program, event) or isinstance(event, StepDone):
             self.check(program)
-        if program.living and not program.stepping and core.may_step(program.state):
+        if program.living and not program.stepping and program.state.may_step():
             program.stepping = True
             tokens = self.rng.choice(self.step_tokens)
-            self.later(program.step_time * (0.8 + 0.4 * self.random()), program, Step(tokens))
+            self.later(program.step_time * (0.8 + 0.4 * self.random()), program, StepDone(tokens))
 
     def deliver(self, program, event):
-        program.state, actions = core.step(program.state, event)
-        die = self.faults.die
-        for action in actions:
+        """Return whether the program's values may have changed."""
+        die, changed = self.faults.die, isinstance(event, Answer) and type(event.action) in LOCAL
+        for action in program.state.handle(event):
             if die and self.random() < die:
                 self.end(program)
             if not program.living:
-                return
+                return True
             own = LOCAL.get(type(action))
             if own is None:
                 self.request(program, action)
             elif (answer := own(self, program, action)) is not None:
-                self.deliver(program, Done(action, answer))
+                changed = self.deliver(program, Answer(action, answer))
+        return changed
 
     def end(self, program):
         program.living = False
@@ -128,7 +138,7 @@ class World(Store):
         value.unsent -= coded
         small = 1 / 128 + 1e-6 * (1 + abs(exact))
         require(abs(value.unsent) <= small, "a message is not what was not sent")
-        name = records.message_name(message.fragment, *rules.key_of(message))
+        name = records.message_name(message.fragment, *rules.message_key(message))
         program.payloads[name] = coded
         return message._replace(norm=abs(coded))
 
@@ -146,13 +156,15 @@ class World(Store):
         for seq in returned:
             value.unsent += value.sent.pop(seq)
         if how == "merge":
-            sent_at = max(o.t for o in program.state.logs[F].own if o.message.seq in committed)
+            sent_at = max(
+                o.t for o in program.state.logs[F].undecided if o.message.seq in committed
+            )
             in_time = program.state.t == sent_at + self.run.overlap_steps and not value.sent
             require(in_time, "a merge that is late, or drops what is undecided")
             value.x = self.run.alpha * value.x + (1 - self.run.alpha) * value.theta
             value.unsent = value.theta - sum(value.sent.values()) - value.x
         elif how == "shift":
-            value.x = rules.shifted(value.x, before, value.theta, own.values())
+            value.x = rules.rebase(value.x, before, value.theta, own.values())
         if keep:
             name = records.snapshot_name(F, record.number)
             program.payloads[name] = (value.theta, value.trace)
@@ -174,7 +186,7 @@ class World(Store):
             self.spawn(program.name, 0.5, program.state.incarnation if action.again else 0)
 
     def say(self, program, action):
-        self.seen[re.sub(r"\w+/\S+|island_name=\w+", "X", action.line)] += 1
+        self.seen[re.sub(r"\w+/\S+|island \w+\.", "X", action.line)] += 1
 
     def evaluate(self, program, action):
         self.seen[action] += 1
@@ -188,18 +200,18 @@ class World(Store):
         if record.members:
             require(records.gradient_name(record) in self.payloads, "a record points at nothing")
         for one in (*record.members, *record.rejected):
-            key = (F, *rules.key_of(one))
+            key = (F, *rules.message_key(one))
             require(key not in self.decided, key, "is in two records")
             self.decided.add(key)
         self.seen.update(reject.reason for reject in record.rejected)
         top = self.tops[-1]
         for member in record.members:
-            key = rules.key_of(member)
+            key = rules.message_key(member)
             message = self.objects[records.message_name(F, *key)]
             require(0 <= number - 1 - message.base <= 2, key, "is too stale")
             require((F, *key) not in self.corrupt, key, "is damaged and counted")
             size = self.run.block_tokens
-            parts = [one for part in message.data for one in blocks.in_blocks(part, size)]
+            parts = [one for part in message.data for one in rules.ranges_by_block(part, size)]
             top = max([top, *(part.block for part in parts)])
             for part in parts if F == 0 else ():
                 known = self.ranges.setdefault(part.block, [])
@@ -213,30 +225,27 @@ class World(Store):
     def check_leases(self, snapshots):
         """After a deletion few are left, however long the run: no block's that a record passed
         four snapshots before the second last one, but for those unfinished there."""
-        old = sorted(snapshots, key=lambda ledger: ledger.number)[-2:][0]
+        old = sorted(snapshots, key=lambda state: state.number)[-2:][0]
         passed = self.tops[max(old.number - 4 * self.run.snapshot_every, 0)]
-        leased = {records.numbers(name)[1] for name in self.listed("d/")}
+        leased = {records.number_of(name) for name in self.listed("d/")}
         left = {n for n in leased if n <= passed} - {one.block for one in old.blocks}
         require(not left, "leases stay:", sorted(left))
         self.seen["lease deleted"] += 0 < passed and 1 not in leased
 
     def check(self, program):
         s = program.state
-        if s.phase != "in" or not program.living:
+        if s.phase != TRAIN or not program.living:
             return
-        before, program.checked = program.checked, s.logs
         for fragment, log in enumerate(s.logs):
-            if before and log is before[fragment]:
-                continue
-            value, ledger = program.values[fragment], log.ledger
-            require(ledger.tokens == self.tokens[fragment][ledger.number], "tokens are not replay")
+            value, state = program.values[fragment], log.state
+            require(state.tokens == self.tokens[fragment][state.number], "tokens are not replay")
             known = value.committed + log.tokens
             left = value.theta - value.unsent
-            if log.own:
-                known += sum([own.message.tokens for own in log.own])
+            if log.undecided:
+                known += sum([own.message.tokens for own in log.undecided])
                 left -= sum(value.sent.values())
-                require(len(log.own) <= 2, "more than two messages are undecided")
-            require(s.read == known, "tokens read do not add up")
+                require(len(log.undecided) <= 2, "more than two messages are undecided")
+            require(s.tokens_read == known, "tokens read do not add up")
             require(abs(value.x - left) < 1e-6 * (1 + abs(left)), "x is not theta less its own")
 
     def heads(self):
@@ -260,7 +269,7 @@ class World(Store):
         for _ in range(CALM // 10):
             self.run_events(10)
             grown = all(b < now for b, now in zip(before, self.heads(), strict=True))
-            if grown and (newcomer is None or newcomer.state.phase == "in"):
+            if grown and (newcomer is None or newcomer.state.phase == TRAIN):
                 return
         raise Broken(f"no growth: {before} -> {self.heads()}")
 
@@ -269,7 +278,7 @@ class World(Store):
         for F in self.tokens:
             log = [self.objects[f"c/{F}/{n}"] for n in range(1, len(self.tokens[F]))]
             stored = [body for name, body in self.objects.items() if name.startswith(f"u/{F}/")]
-            wrong = audit.account(log, {rules.key_of(m): m for m in stored})
+            wrong = audit.account(log, {rules.message_key(m): m for m in stored})
             require(not wrong, wrong)
             found = Counter()
             for record in log:
@@ -277,12 +286,12 @@ class World(Store):
                     found[member.island, member.incarnation] += member.tokens
             require(sum(found.values()) == self.tokens[F][-1], "the ledger is not the log's")
             for message in stored:
-                if (F, *rules.key_of(message)) not in self.decided:
+                if (F, *rules.message_key(message)) not in self.decided:
                     found[message.island, message.incarnation] += message.tokens
             read = Counter()
             for program in self.programs:
                 key = program.name, program.state.incarnation
-                read[key] = max(read[key], program.joined * program.state.read)
+                read[key] = max(read[key], program.joined * program.state.tokens_read)
             for key, tokens in read.items():
                 require(tokens >= found[key], key, "has", tokens, "of", found[key])
 

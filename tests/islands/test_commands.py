@@ -12,7 +12,7 @@ import pytest
 from s3_server import BUCKET, S3Server
 from together import a_run, in_lockstep
 
-from maxdiloco.islands import audit, fitness, objects, outer, records, wires
+from maxdiloco.islands import audit, log_store, outer_step, records, store_check
 from maxdiloco.islands.__main__ import main
 from maxdiloco.storage import store
 
@@ -64,7 +64,7 @@ def test_a_folder_of_a_bucket_is_fit_written_and_audited(monkeypatch, capsys):
         for key, value in server.environ().items():
             monkeypatch.setenv(key, value)
         assert main(["check", url]) == 0
-        in_lockstep(objects.open_bucket(url), run, "ab", 9)
+        in_lockstep(log_store.open_bucket(url), run, "ab", 9)
         assert main(["audit", url]) == 0 and main(["status", url, "wait=0.01"]) == 0
         assert {e.name.split("/")[0] for e in store.connect("s3", BUCKET).list_all("")} == {"runs"}
     assert re.search(r"fragment 0: 2 .*2 ", capsys.readouterr().out)
@@ -92,8 +92,8 @@ def gradient(folder, name):
 def forged(folder, name):
     """A record whose gradient is zero, with all its sha256."""
     record, _ = records.decode(name, (folder / name).read_bytes())
-    sizes = outer.sizes_of(a_run(), record.fragment)
-    payload = wires.encode("int8", sizes, np.zeros(sum(sizes), np.float32))
+    sizes = outer_step.sizes_of(a_run(), record.fragment)
+    payload = outer_step.encode("int8", sizes, np.zeros(sum(sizes), np.float32))
     value = records.Gradient(record.fragment, record.number, records.sha256(payload))
     gradient(folder, name).write_bytes(records.encode(value, payload))
     edited(folder / name, lambda record: record.update(gradient=value.sha256))
@@ -122,8 +122,8 @@ DAMAGES = {  # what is done to a folder, and the object that the audit names
     "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s.update(tokens=1)), "s/0/6"),
     "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/"),
     "a newer format": (
-        lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 6 record\n{}\n"),
-        "c/0/6 .*format 6",
+        lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 7 record\n{}\n"),
+        "c/0/6 .*format 7",
     ),
     "a run": (
         lambda f: edited(f / "run.json", lambda run: run.update(wire="int9")),
@@ -162,7 +162,10 @@ def test_what_a_run_deletes_beside_an_audit_is_no_difference(at, written, folder
     whole = audit.replay(good, run, 0)
     found = audit.replay(Folder(folder), run, 0)
     assert going and found.records == whole.records
-    assert found.ledger.marks == whole.ledger.marks and found.ledger.tokens == whole.ledger.tokens
+    assert (
+        found.state.watermarks == whole.state.watermarks
+        and found.state.tokens == whole.state.tokens
+    )
     assert (whole.computed, found.computed) == (2, 0)
     good.delete(["s/0/6"])
     with pytest.raises(audit.Differs, match="^s/0/: "):
@@ -182,7 +185,7 @@ def test_status_tells_an_island_that_has_ended_from_a_silent_one(folder, capsys)
     """b has left, and ended with the run once its tokens are committed."""
     bucket = store.local_folder(folder)
     beat, _ = records.decode("hb/b", bucket.get("hb/b"))
-    bucket.put("hb/b", records.encode(beat._replace(beat=99, left=True)))
+    bucket.put("hb/b", records.encode(beat._replace(count=99, left=True)))
 
     def states():
         assert main(["status", str(folder), "wait=0.01"]) == 0
@@ -204,7 +207,7 @@ def test_status_says_who_is_there(folder, capsys):
 
 def test_status_sees_a_living_island(folder, capsys, monkeypatch):
     bucket = store.local_folder(folder)
-    beat = records.encode(records.Beat("a", 1, 10**6, True, 12.0, False))
+    beat = records.encode(records.Heartbeat("a", 1, 10**6, True, 12.0, False))
     monkeypatch.setattr("time.sleep", lambda seconds: bucket.put("hb/a", beat))
     assert main(["status", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[2:4] == ["trains", "12"]
@@ -224,7 +227,7 @@ def test_check_of_a_folder_and_of_one_without_conditions(tmp_path, capsys, monke
 
     good = store.in_memory()
     bucket = Overwrites(good._client, good._api)
-    monkeypatch.setattr(objects, "open_bucket", lambda url: bucket)
+    monkeypatch.setattr(log_store, "open_bucket", lambda url: bucket)
     assert main(["check", "s3://memory"]) == 1
     said = capsys.readouterr()
     assert " 8 " in said.err.splitlines()[0] and "s3://memory" in said.out.splitlines()[-1]
@@ -245,7 +248,7 @@ def test_check_finds_late_listings_and_stale_reads():
             return old.get(name, super().get(name))
 
     good = store.in_memory()
-    wrong = fitness.check(Late(good._client, good._api), print)
+    wrong = store_check.check(Late(good._client, good._api), print)
     assert len(wrong) == 2 and " 7 " in wrong[1]
 
 
@@ -277,7 +280,7 @@ def test_bad_input_is_named_with_exit_code_2(arguments, named, tmp_path, capsys)
 
 def test_islands_in_a_local_folder_need_no_package_for_buckets(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    in_lockstep(objects.open_bucket(str(tmp_path)), a_run(islands_min=2), "ab", 12)
+    in_lockstep(log_store.open_bucket(str(tmp_path)), a_run(islands_min=2), "ab", 12)
     for command in ("check", "audit", "status"):
         wait = ["wait=0.01"] * (command == "status")
         assert main([command, str(tmp_path), *wait]) == 0, capsys.readouterr().err

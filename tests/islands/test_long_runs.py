@@ -1,11 +1,11 @@
 """What a run of days meets: memory, two starts at once, one that was not finished."""
 
-from together import PACE, Together, a_run, begun, beside_training, start_values
+from together import PACE, Together, a_run, begun, start_values, with_threads
 
-from maxdiloco.islands import audit, objects, records
-from maxdiloco.islands.counted import Counted
-from maxdiloco.islands.driver import Driver
-from maxdiloco.islands.island import CREATED
+from maxdiloco.islands import audit, log_store, records
+from maxdiloco.islands.executor import Executor
+from maxdiloco.islands.log_store import MeteredStore
+from maxdiloco.islands.state_machine import CREATED
 from maxdiloco.storage import store
 
 
@@ -16,12 +16,12 @@ def test_an_island_keeps_no_snapshot_of_a_record_of_another():
     assert {"s/0/16", "s/1/16"} <= names
     for one in group.islands.values():
         kept = {name for name in one._payloads if name[0] == "s"}
-        assert len(kept) <= len(one.state.asks) and not kept & names
+        assert len(kept) <= len(one.state.requests) and not kept & names
 
 
 def end_after(requests, bucket, run):
     """An island that ends after so many requests."""
-    one = Driver(bucket, run, PACE, "b", start_values(run), clock=lambda: 0.0)
+    one = Executor(bucket, run, PACE, "b", start_values(run), clock=lambda: 0.0)
     for _ in range(requests):
         one.tick()
         assert one.work()
@@ -31,14 +31,14 @@ def test_a_start_after_many_asks_the_store_as_often_as_the_first():
     """A listing in place of a question for each start before it."""
     counts = []
     for earlier in (0, 60):
-        bucket, run = Counted(store.in_memory()), a_run()
+        bucket, run = MeteredStore(store.in_memory()), a_run()
         for number in range(1, earlier + 1):
             name = records.incarnation_name("a", number)
-            claim = records.Claim(name, "a", number, "n")
-            assert objects.create(bucket, run, name, claim) == CREATED
+            claim = records.Lease(name, "a", number, "n")
+            assert log_store.create(bucket, run, name, claim) == CREATED
         before = bucket.counts.requests
         group = Together(bucket, run, "a", 0)
-        group.until(lambda islands: all(one.state.phase == "in" for one in islands))
+        group.until(lambda islands: all(one.state.phase == "train" for one in islands))
         assert group.islands["a"].state.incarnation == earlier + 1
         counts.append(bucket.counts.requests - before)
     assert counts[1] <= counts[0] + 5
@@ -64,7 +64,7 @@ def test_a_start_with_other_keys_that_was_not_finished_is_named():
 
 
 def test_a_reader_gets_nothing_of_an_island_that_is_closing():
-    one = beside_training(a_run(block_tokens=64))
-    assert one.leased(0, 8)
+    one = with_threads(a_run(block_tokens=64))
+    assert one.data.read(0, 8)
     one.close(drain=False)
-    assert one.leased(0, 8) == []
+    assert one.data.read(0, 8) == []

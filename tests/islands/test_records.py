@@ -6,25 +6,25 @@ import pytest
 
 from maxdiloco.islands import records
 from maxdiloco.islands.records import (
-    Beat,
     Block,
-    Claim,
     Damaged,
     Gradient,
+    Heartbeat,
     Leaf,
-    Ledger,
-    Mark,
+    Lease,
+    LogState,
     Member,
     Message,
     Range,
     Record,
     Reject,
     Run,
+    Watermark,
 )  # fmt: skip
 
 PART = Range(3, 1, 0, 64)
 RUN = Run(
-    "m", "t", "d", "int8", "float32", "radial_directional_mean", "nesterov", 0.7, 0.6,
+    (("model", "m"),), "int8", "float32", "radial_directional_mean", "nesterov", 0.7, 0.6,
     ((Leaf(4, 2), Leaf(3, 0)),), 1, 30, 2, 0.5, 1000, 64, 0, 64, (("a", "ff"),),
 )  # fmt: skip
 EXAMPLES = {
@@ -36,19 +36,19 @@ EXAMPLES = {
                (Reject("b", 1, 1, "stale", 3, 2.0),), (("c", 2),), 0.75, "p", "s", "g"), b""),
     "g/0/8.a.1.0": (Gradient(0, 8, records.sha256(b"z")), b"z"),
     "s/0/8": (
-        Ledger(0, 8, "l", "s", 512, (Mark("a", 1, 2, 512, 1, 1),), ((0.5, 10),), (("c", 2),),
+        LogState(0, 8, "l", "s", 512, (Watermark("a", 1, 2, 512, 1, 1),), ((0.5, 10),), (("c", 2),),
                (Block(3, 1, "a", 1, 64, 60),), 3, (1, 2)), b"\0" * 8),
-    "hb/a": (Beat("a", 1, 9, True, 12.5, False), b""),
-    "i/a/1": (Claim("i/a/1", "a", 1, "n"), b""),
+    "hb/a": (Heartbeat("a", 1, 9, True, 12.5, False), b""),
+    "i/a/1": (Lease("i/a/1", "a", 1, "n"), b""),
 }  # fmt: skip
 GOLDEN = {
-    "run.json": "a9df8f8a88d0b012",
-    "u/0/a.1.2": "c60034d4ff5747a2",
-    "c/0/8": "68cff1a23c787107",
-    "g/0/8.a.1.0": "24404db8695c77ba",
-    "s/0/8": "322ab6f2f462e2d6",
-    "hb/a": "b86dfc4bf6c2ad40",
-    "i/a/1": "eebdb2faf7a17994",
+    "run.json": "0516abf4f9921aac",
+    "u/0/a.1.2": "ba595b971a2628c1",
+    "c/0/8": "4d0c6cadcfeedace",
+    "g/0/8.a.1.0": "aa3a4703fc3c8ee3",
+    "s/0/8": "4f390bc50302f862",
+    "hb/a": "af74675f655b933e",
+    "i/a/1": "98549ed2f778f046",
 }
 
 
@@ -63,10 +63,10 @@ def test_an_object_comes_back_from_golden_bytes(name):
 def test_the_bytes_of_a_sign_of_life():
     """The format in full, where it is short."""
     line = (
-        b'{"island":"a","incarnation":1,"beat":9,"ready":true,"speed":12.5,"left":false,'
+        b'{"island":"a","incarnation":1,"count":9,"ready":true,"speed":12.5,"left":false,'
         b'"signature":""}\n'
     )
-    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 5 beat\n" + line
+    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 6 heartbeat\n" + line
 
 
 def test_a_header_is_read_from_the_first_bytes():
@@ -81,17 +81,17 @@ def with_field(field, value):
     """The bytes of a message with another value of a field."""
     message, payload = EXAMPLES["u/0/a.1.2"]
     text = json.dumps({**json.loads(records.encode(message).split(b"\n")[1]), field: value})
-    return b"maxdiloco-islands 5 message\n" + text.replace(" ", "").encode() + b"\n" + payload
+    return b"maxdiloco-islands 6 message\n" + text.replace(" ", "").encode() + b"\n" + payload
 
 
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        (b"maxdiloco-islands 6 message\n{}\n", "format 6"),
+        (b"maxdiloco-islands 7 message\n{}\n", "format 7"),
         (b"maxdiloco-islands 1 message\n{}\n", "format 1"),
         (b"\x80\x04cos\nsystem\n", ""),
         (b"", ""),
-        (records.encode(EXAMPLES["hb/a"][0]), "beat"),
+        (records.encode(EXAMPLES["hb/a"][0]), "heartbeat"),
         (records.encode(EXAMPLES["u/0/a.1.2"][0])[:-3], ""),
         (with_field("seq", -1), "'-1'"),
         (with_field("seq", 2**63), str(2**63)),
@@ -104,7 +104,7 @@ def with_field(field, value):
         (with_field("data", 3), "'3'"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq":2.0'), "'2.0'"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq": 2'), ""),
-        (b"maxdiloco-islands 5 message\n" + b"[" * 10**5 + b"\n", ""),
+        (b"maxdiloco-islands 6 message\n" + b"[" * 10**5 + b"\n", ""),
     ],
 )
 def test_bytes_that_are_not_a_message_are_refused(data, named):
@@ -123,5 +123,5 @@ def test_names():
     assert records.message_name(0, "a", 1, 2) == "u/0/a.1.2"
     assert records.record_name(0, 8) == "c/0/8" and records.snapshot_name(2, 64) == "s/2/64"
     assert records.gradient_name(record) == "g/0/8.a.1.0"
-    assert records.numbers("g/0/8.a.1.0") == ("g/0/", 8)
-    assert records.numbers("s/0/junk") == ("s/0/", -1)
+    assert records.number_of("g/0/8.a.1.0") == 8
+    assert records.number_of("s/0/junk") == -1 and records.message_of("u/0/a.1.2") == ("a", 1, 2)

@@ -3,13 +3,21 @@
 import pytest
 from together import a_run
 
-from maxdiloco.islands import blocks as of_data
 from maxdiloco.islands import rules
-from maxdiloco.islands.island import Pace
-from maxdiloco.islands.records import Block, Ledger, Mark, Member, Message, Range, Record, Reject
+from maxdiloco.islands.records import (
+    Block,
+    LogState,
+    Member,
+    Message,
+    Range,
+    Record,
+    Reject,
+    Watermark,
+)
+from maxdiloco.islands.state_machine import Timing
 
 RUN = a_run()  # H = 4, P = 2, tau = 1
-EMPTY = Ledger(0, 9, "", "", 0, (), (), (), (), 0, ())
+EMPTY = LogState(0, 9, "", "", 0, (), (), (), (), 0, ())
 GOOD = Range(1, 1, 0, 64)
 
 
@@ -69,16 +77,18 @@ def test_why_a_message_cannot_count(changes, reason):
     ],
 )
 def test_when_a_record_is_written(messages, present, waited, number):
-    inbox = {rules.key_of(m): m for m in messages}
-    found = rules.members_in(RUN, EMPTY, inbox, {}, present, waited, Pace())
+    inbox = {rules.message_key(m): m for m in messages}
+    found = rules.decidable(RUN, EMPTY, inbox, {}, present, waited=waited, timing=Timing())
     assert (found and len(found[0])) == number
 
 
 def test_too_few_decide_what_is_bad_alone_and_in_turn():
     run = a_run(islands_min=2)
-    inbox = {rules.key_of(m): m for m in (message(base=5), message(seq=2), message(seq=3, base=5))}
-    assert rules.members_in(run, EMPTY, inbox, {}, {"a"}, 0.0, Pace()) is None
-    late = rules.members_in(run, EMPTY, inbox, {}, {"a"}, 20.0, Pace())
+    inbox = {
+        rules.message_key(m): m for m in (message(base=5), message(seq=2), message(seq=3, base=5))
+    }
+    assert rules.decidable(run, EMPTY, inbox, {}, {"a"}, waited=0.0, timing=Timing()) is None
+    late = rules.decidable(run, EMPTY, inbox, {}, {"a"}, waited=20.0, timing=Timing())
     assert late == ([], [Reject("a", 1, 1, "stale", 2, 1.0)])
 
 
@@ -92,20 +102,20 @@ def test_how_a_record_is_applied():
 def test_own_progress_stays():
     """theta 8 -> 6; x = 8 - 3 (sent) - 1 = 4. Committed, x = 6 - 1; else x = 6 - 3 - 1."""
     assert rules.unsent(8, [3], 4) == 1
-    assert rules.shifted(4, 8, 6, [3]) == 5 and rules.unsent(6, [], 5) == 1
-    assert rules.shifted(4, 8, 6, []) == 2 and rules.unsent(6, [3], 2) == 1
+    assert rules.rebase(4, 8, 6, [3]) == 5 and rules.unsent(6, [], 5) == 1
+    assert rules.rebase(4, 8, 6, []) == 2 and rules.unsent(6, [3], 2) == 1
 
 
 def test_authors_take_turns():
-    assert [rules.distance(R, "b", {"a", "c"}) for R in (3, 4, 5)] == [1, 0, 2]
+    assert [rules.authors_before(R, "b", {"a", "c"}) for R in (3, 4, 5)] == [1, 0, 2]
 
 
 def test_pauses_double_up_to_the_longest_with_jitter():
-    pauses = [rules.pause(Pace(), tries, "a") for tries in range(60)]
+    pauses = [rules.pause(Timing(), tries, "a") for tries in range(60)]
     for tries, pause in enumerate(pauses):
         longest = min(0.2 * 2**tries, 5.0)
         assert longest / 2 <= pause <= longest
-    assert len(set(pauses)) == 60 and pauses[9] != rules.pause(Pace(), 9, "b")
+    assert len(set(pauses)) == 60 and pauses[9] != rules.pause(Timing(), 9, "b")
 
 
 def test_inner_moments_of_a_joiner():
@@ -119,7 +129,7 @@ def test_the_rest_of_a_dead_islands_block_is_free_once():
         Block(4, 1, "a", 1, 64, 50),
     )  # fmt: skip
     ledger = EMPTY._replace(blocks=blocks, dead=(("a", 1),))
-    assert of_data.free(ledger, 64) == [Range(1, 2, 30, 64)]
+    assert rules.released_ranges(ledger, 64) == [Range(1, 2, 30, 64)]
 
 
 def test_a_block_is_finished_when_all_of_it_came_in_any_order():
@@ -128,14 +138,14 @@ def test_a_block_is_finished_when_all_of_it_came_in_any_order():
     for start, stop, blocks in ((9, 30, (Block(5, 1, "a", 1, 30, 21),)), (0, 9, ())):
         member = Member("a", 1, 1, 1.0, 2, 9, 1.0, (Range(5, 1, start, stop),))
         record = Record(0, 10, "a", "", (member,), (), (), 1.0, "", "", "")
-        ledger = rules.follow(run, ledger, record, "")
+        ledger = rules.next_state(run, ledger, record, "")
         assert (ledger.blocks, ledger.top) == (blocks, 5)
 
 
 def test_who_is_dead_by_the_ledger():
     """An island that is absent is dead once it was watched; an earlier incarnation is at once."""
-    marks = tuple(Mark(name, 1, 1, 8, 1, 1) for name in "abc")
-    ledger = EMPTY._replace(marks=marks, dead=(("c", 1),))
+    marks = tuple(Watermark(name, 1, 1, 8, 1, 1) for name in "abc")
+    ledger = EMPTY._replace(watermarks=marks, dead=(("c", 1),))
     assert rules.newly_dead(ledger, {"a": 1}, absent=True) == (("b", 1),)
     assert rules.newly_dead(ledger, {"a": 2, "b": 1}, absent=True) == (("a", 1),)
     assert rules.newly_dead(ledger, {"a": 1}, absent=False) == ()
@@ -145,8 +155,8 @@ def test_who_is_dead_by_the_ledger():
 def test_what_may_be_deleted():
     """Below the second newest snapshot of three: its own gradient, what its ledger has decided."""
     names = "g/0/3.a.1 g/0/4.a.1 g/0/5.a.1 c/0/1 s/0/2 s/0/4 s/0/6 u/0/a.1.7 u/0/a.1.8".split()
-    marks = {n: (Mark("a", 1, n + 3, 0, 1, 1),) for n in (2, 4, 6)}
-    old, newer, newest = (EMPTY._replace(number=n, marks=m) for n, m in marks.items())
+    marks = {n: (Watermark("a", 1, n + 3, 0, 1, 1),) for n in (2, 4, 6)}
+    old, newer, newest = (EMPTY._replace(number=n, watermarks=m) for n, m in marks.items())
     found = rules.deletable(names, [newest, old, newer])
     assert found == ["g/0/3.a.1", "g/0/4.a.1", "s/0/2", "u/0/a.1.7"]
     assert rules.deletable(names, [newest]) == []
@@ -161,14 +171,14 @@ def ledgers_with_blocks():
         read += (Range(3, 1, 0, 60), Range(7, 1, 0, 60)) if number == 1 else ()
         member = Member("a", 1, number, 1.0, 2, 8, 1.0, read)
         record = Record(0, number, "a", "", (member,), (), (), 1.0, "", "", "")
-        yield run, (ledger := rules.follow(run, ledger, record, ""))
+        yield run, (ledger := rules.next_state(run, ledger, record, ""))
 
 
 def test_a_block_is_over_four_snapshots_after_a_higher_one():
     found = {ledger.number: ledger for _, ledger in ledgers_with_blocks()}
     assert found[20].tops == (10, 20, 30, 40, 50)
-    assert [*of_data.over(found[20], range(1, 13))] == [1, 2, 4, 5, 6, 8, 9, 10]
-    assert [*of_data.over(found[19], range(1, 13))] == []
+    assert [*rules.finished_blocks(found[20], range(1, 13))] == [1, 2, 4, 5, 6, 8, 9, 10]
+    assert [*rules.finished_blocks(found[19], range(1, 13))] == []
 
 
 @pytest.mark.parametrize(

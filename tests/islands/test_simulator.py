@@ -7,8 +7,8 @@ from schedules import run_schedule, verdict
 from simulator import Broken, World
 from tiers import corner
 
-from maxdiloco.islands import blocks, core, records, rules
-from maxdiloco.islands.island import Create, Evaluate
+from maxdiloco.islands import records, rules
+from maxdiloco.islands.state_machine import Create, Evaluate, StateMachine
 
 
 @pytest.mark.parametrize("part", range(20))
@@ -18,7 +18,8 @@ def test_no_schedule_of_ten_thousand_breaks_an_invariant(part):
 
 
 REACHED = (
-    "the others took it for dead", "another program runs as X. Give each its own", "stale", "norm",
+    "the others took it for dead", "another program runs as X Give each its own name", "stale",
+    "norm",
     "two of its messages in a row were rejected", "X is deleted already", "sha256",
     "the store is away: this island trains on for two periods", "the store is back", "second lease",
     "lease deleted", "data", Evaluate(1),
@@ -35,19 +36,19 @@ def test_the_schedules_reach_what_they_are_to_try():
 def without_deletion_limit(names, snapshots):
     """Rule 13 removed: below the newest state, whoever still needs it."""
     names = list(names)
-    numbers = [records.numbers(n)[1] for n in names if n[0] == "s"]
+    numbers = [records.number_of(n) for n in names if n[0] == "s"]
     return [n for n in names if n[0] in "ugs" and len(numbers) > 1]
 
 
-def rest_from_the_start(ledger, size):
+def rest_from_the_start(state, size):
     """Rule 8 removed: a dead island's block is read again as a whole."""
-    return [part._replace(start=0) for part in FREE(ledger, size)]
+    return [part._replace(start=0) for part in RELEASED(state, size)]
 
 
-def evaluated_by_all(s, record, before, after):
+def evaluated_by_all(self, record, before, after):
     """Rule 8 removed: whoever knows of the mark evaluates."""
-    author = record._replace(author=s.name, nonce=f"{s.incarnation}.")
-    return EVALUATION(s, author, before, after)
+    author = record._replace(author=self.name, nonce=f"{self.incarnation}.")
+    return EVALUATE(self, author, before, after)
 
 
 def all_but_leases(names, snapshots):
@@ -55,28 +56,28 @@ def all_but_leases(names, snapshots):
     return [name for name in DELETABLE(names, snapshots) if name[0] != "d"]
 
 
-def parts_of_any_block(run, ledger, data):
-    """Rule 8 removed: a block may be over."""
-    return ARE_PARTS(run, ledger._replace(tops=()), data)
+def ranges_of_any_block(run, state, data):
+    """Rule 8 removed: a block may be finished."""
+    return ARE_VALID(run, state._replace(tops=()), data)
 
 
-FOLLOW, FREE, EVALUATION = rules.follow, blocks.free, core._evaluation
-DELETABLE, ARE_PARTS, REQUEST = rules.deletable, blocks.are_parts, World.request
-# {rule: (function, what stands in its place, and its module where it is not rules)}
+NEXT_STATE, RELEASED, EVALUATE = rules.next_state, rules.released_ranges, StateMachine._evaluate
+DELETABLE, ARE_VALID, REQUEST = rules.deletable, rules.are_valid_ranges, World.request
+# {rule: (function, its replacement, and its owner unless that is rules)}
 REMOVED = {
-    "1 the state of a record": ("follow", lambda run, ledger, record, digest: FOLLOW(
-        run, ledger, record, digest)._replace(tokens=ledger.tokens)),
-    "2 whose an object is": ("is_own", lambda claim, nonce: True),
+    "1 the state of a record": ("next_state", lambda run, state, record, digest: NEXT_STATE(
+        run, state, record, digest)._replace(tokens=state.tokens)),
+    "2 whose an object is": ("is_own", lambda lease, nonce: True),
     "4 exactly once": ("is_decided", lambda marks, key: False),
-    "4 two records stale": ("is_stale", lambda ledger, message: False),
-    "4 two undecided": ("may_send", lambda own: True),
-    "6 who is no member follows": ("shifted", lambda x, before, after, committed: x),
+    "4 two records stale": ("is_stale", lambda state, message: False),
+    "4 two undecided": ("may_send", lambda undecided: True),
+    "6 who is no member follows": ("rebase", lambda x, before, after, committed: x),
     "6 in time": ("how_to_apply", lambda run, t, sent_at, others: "merge" if sent_at else "shift"),
-    "8 each token once": ("free", rest_from_the_start, blocks),
-    "8 one evaluation": ("_evaluation", evaluated_by_all, core),
-    "10 what is not sent": ("unsent", lambda theta, undecided, x: theta - x),
-    "12 ask again": ("asks_again", lambda action: False),
-    "12 guards": ("reject_reason", lambda run, ledger, message, damage: ""),
+    "8 each token once": ("released_ranges", rest_from_the_start),
+    "8 one evaluation": ("_evaluate", evaluated_by_all, StateMachine),
+    "10 what is not sent": ("unsent", lambda outer, undecided, x: outer - x),
+    "12 ask again": ("_is_retried", lambda self, action: False, StateMachine),
+    "12 guards": ("reject_reason", lambda run, state, message, damage: ""),
     "13 deletion": ("deletable", without_deletion_limit),
     "13 leases": ("deletable", all_but_leases),
 }  # fmt: skip
@@ -116,24 +117,24 @@ def test_a_lease_after_its_deletion_counts_nothing_twice(monkeypatch):
 
     monkeypatch.setattr(World, "request", request)
     assert first_violation(range(20), length=3000) == ""
-    monkeypatch.setattr(blocks, "are_parts", parts_of_any_block)
+    monkeypatch.setattr(rules, "are_valid_ranges", ranges_of_any_block)
     assert "tokens are counted twice" in first_violation(range(20), length=3000)
 
 
 # -- what could go wrong, found by the simulator: the code before, and a schedule that shows it ---
 
-SPANS = rules.spans
+COVERS = rules.covers_round
 
 
-def may_step_whatever_is_known(s):
+def may_step_whatever_is_known(self):
     """It waits with two undecided messages, also where a record waits for its step t + tau."""
-    full = any(core._is_due(s, F) and not rules.may_send(log.own) for F, log in enumerate(s.logs))
-    return MAY_STEP(s) and not full
+    full = any(self._is_due(log) and not rules.may_send(log.undecided) for log in self.logs)
+    return MAY_STEP(self) and not full
 
 
-def blocks_by_their_last_part(run, ledger, record):
+def blocks_by_their_last_part(run, state, record):
     """A block is read up to where its last part that came ends."""
-    known, top = {(b.block, b.lease): b for b in ledger.blocks}, ledger.top
+    known, top = {(b.block, b.lease): b for b in state.blocks}, state.top
     for member in record.members:
         for part in member.data:
             key, top = (part.block, part.lease), max(top, part.block)
@@ -144,18 +145,18 @@ def blocks_by_their_last_part(run, ledger, record):
     return tuple(block for block in kept if block.stop < run.block_tokens), top
 
 
-MAY_STEP = core.may_step
+MAY_STEP = StateMachine.may_step
 FOUND = {
     "a rejected message is waited for, and its island waits": (
-        rules, "spans", lambda run, members, rejected: SPANS(run, members, ()), 326),
+        rules, "covers_round", lambda run, members, rejected: COVERS(run, members, ()), 326),
     "a record of rejects alone has a scale above 1": (
         rules, "scale", lambda n, most: max(n, 1) / most if n < most else 1.0, 443, 1500),
     "a record of rejects alone passes over a good message before one": (
-        rules, "in_turn", lambda members, rejected: rejected, 15, 1500),
+        rules, "rejects_in_turn", lambda members, rejected: rejected, 15, 1500),
     "a record waits for a step of an island that waits for the record": (
-        core, "may_step", may_step_whatever_is_known, 121),
+        StateMachine, "may_step", may_step_whatever_is_known, 121),
     "the rest of a block is read again after a rejected part of it came late": (
-        blocks, "after", blocks_by_their_last_part, 7, 1500),
+        rules, "unfinished_blocks", blocks_by_their_last_part, 7, 1500),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 Over the simulated store, and over a bucket.
 """
 
+import functools
 import threading
 
 import pytest
@@ -10,14 +11,13 @@ import simulated_program
 import together
 from simulated_store import Faults
 from simulator import World
-from together import PACE, Together, a_run, begun, beside_training, start_values
+from together import PACE, Together, a_run, begun, start_values, with_threads
 
-from maxdiloco.islands import audit, beside, blocks, island, objects, records, rules
-from maxdiloco.islands.counted import Counted
-from maxdiloco.islands.driver import Driver
-from maxdiloco.islands.island import FAILED, Done, Put
-from maxdiloco.islands.records import Beat, Ledger, Range, encode
-from maxdiloco.run.island.processes import standing
+from maxdiloco.islands import audit, log_store, records, rules, runtime
+from maxdiloco.islands.executor import Executor
+from maxdiloco.islands.log_store import MeteredStore
+from maxdiloco.islands.records import Heartbeat, LogState, Range, encode
+from maxdiloco.islands.state_machine import FAILED, Answer, Get, PutHeartbeat, Request
 from maxdiloco.storage import store
 
 
@@ -33,11 +33,11 @@ def taken_for_dead(seeds):
 
 
 def test_nobody_is_thought_dead_because_the_store_was_away(monkeypatch):
-    pace = simulated_program.PACE
-    usual = pace._replace(beat=pace.dead / 10, roll=pace.dead / 10)
-    monkeypatch.setattr(simulated_program, "PACE", usual)
+    pace = simulated_program.TIMING
+    usual = pace._replace(beat=pace.dead / 10, list=pace.dead / 10)
+    monkeypatch.setattr(simulated_program, "TIMING", usual)
     assert taken_for_dead(range(30)) == 0
-    monkeypatch.setattr(rules, "watched", lambda pace, since, writes: since)  # by its clock alone
+    monkeypatch.setattr(rules, "observed", lambda pace, since, writes: since)  # by its clock alone
     assert taken_for_dead(range(30))
 
 
@@ -45,39 +45,39 @@ def test_an_island_trains_until_two_messages_are_undecided(monkeypatch):
     group = begun(a_run(block_tokens=64), "a", 3)
     (one,) = group.islands.values()
     with monkeypatch.context() as away:
-        away.setattr(Driver, "carried_out", lambda self, request: Done(request, FAILED))
+        away.setattr(Executor, "carry_out", lambda self, request: Answer(request, FAILED))
         for _ in range(2000):  # 10 s, of which three periods are 3
             group.event(10**6)
-        assert not one.may_step()
-        assert [len(log.own) for log in one.state.logs] == [2, 2] and one.state.leases
+        assert not one.state.may_step()
+        assert [len(log.undecided) for log in one.state.logs] == [2, 2] and one.state.leases
     back, t = group.now, one.state.t
     group.until(lambda _: one.state.t > t)
     assert group.now - back < PACE.period
 
 
 def test_what_waits_for_its_time_is_asked_for_at_once():
-    state = Driver(store.in_memory(), a_run(), PACE, "a", start_values(a_run())).state
-    state.asks = {"late": island.Ask(9.0, 7, False), "flying": island.Ask(0.0, 3, True)}
-    state.now = 2.0
-    assert island.at_once(state).asks == {
-        "late": island.Ask(2.0, 0, False), "flying": island.Ask(0.0, 3, True)
-    }  # fmt: skip
+    state = Executor(store.in_memory(), a_run(), PACE, "a", start_values(a_run())).state
+    late, flying, back = Get("c/0/8"), Get("c/0/9"), Get("c/0/1")
+    state.requests = {late: Request(99.0, 7, False), flying: Request(0.0, 3, True)}
+    state.requests[back], state.now, state.failing_since = Request(0.0, 3, True), 50.0, 1.0
+    state.handle(Answer(back, None))
+    assert state.requests == {late: Request(50.0, 0, False), flying: Request(0.0, 3, True)}
 
 
 def test_signs_of_life_do_not_wait_for_requests_that_hang(monkeypatch):
     goes_on, put = threading.Event(), threading.Semaphore(0)
-    real = Driver.carried_out
+    real = Executor.carry_out
 
-    def carried_out(self, request):
-        if isinstance(request, Put):
+    def carry_out(self, request):
+        if isinstance(request, PutHeartbeat):
             put.release()
-        elif self.state.phase == "in":
+        elif self.state.phase == "train":
             goes_on.wait(20)
         return real(self, request)
 
-    monkeypatch.setattr(Driver, "carried_out", carried_out)
-    monkeypatch.setattr(beside, "THREADS", 2)
-    both = beside_training(a_run(block_tokens=64))
+    monkeypatch.setattr(Executor, "carry_out", carry_out)
+    monkeypatch.setattr(runtime, "THREADS", 2)
+    both = with_threads(a_run(block_tokens=64))
     try:
         assert all(put.acquire(timeout=5) for _ in range(4))
     finally:
@@ -94,23 +94,23 @@ def test_signs_of_life_do_not_wait_for_requests_that_hang(monkeypatch):
 )  # fmt: skip
 def test_blocks_are_held_for_three_periods_and_two_at_least(held, period, missed, wanted):
     parts = [Range(n, 1, 0, 64) for n in range(held)]
-    assert blocks.wants(parts, period, missed) == wanted
+    assert rules.wants_lease(parts, period, missed) == wanted
 
 
 def test_the_next_block_is_above_all_that_are_known():
-    ledger = Ledger(0, 9, "", "", 0, (), (), (), (), 6, ())
-    assert blocks.to_claim(ledger, 64, {(9, 1), (4, 2)}) == ("d/10", Range(10, 1, 0, 64))
+    ledger = LogState(0, 9, "", "", 0, (), (), (), (), 6, ())
+    assert rules.next_lease(ledger, 64, {(9, 1), (4, 2)}) == ("d/10", Range(10, 1, 0, 64))
 
 
 def test_an_object_is_one_request_and_a_large_one_several(monkeypatch):
-    bucket, run = Counted(store.in_memory()), a_run()
-    beat = Beat("a", 1, 2, True, 1.0, False)
+    bucket, run = MeteredStore(store.in_memory()), a_run()
+    beat = Heartbeat("a", 1, 2, True, 1.0, False)
     bucket.put("hb/a", encode(beat))
     before = bucket.counts.requests
-    assert objects.read(bucket, run, "hb/a") == (beat, b"")
+    assert log_store.read(bucket, run, "hb/a") == (beat, b"")
     assert bucket.counts.requests == before + 1
     monkeypatch.setattr(store, "BLOCK_BYTES", len(encode(beat)) - 1)
-    assert objects.read(bucket, run, "hb/a") == (beat, b"")
+    assert log_store.read(bucket, run, "hb/a") == (beat, b"")
     assert bucket.counts.requests == before + 3
 
 
@@ -157,17 +157,20 @@ def test_what_is_damaged_and_not_needed_ends_no_island(name, options):
 
 
 def test_a_sign_of_life_counts_of_whom_it_names_alone():
-    bucket, good = store.in_memory(), Beat("a", 1, 1, True, 1.0, False)
-    wrong = {"b": Beat("a", 9, 1, True, 1.0, False), "c": Beat("c", 1, 1, True, -1e9, False)}
+    bucket, good = store.in_memory(), Heartbeat("a", 1, 1, True, 1.0, False)
+    wrong = {
+        "b": Heartbeat("a", 9, 1, True, 1.0, False),
+        "c": Heartbeat("c", 1, 1, True, -1e9, False),
+    }
     for name, beat in (wrong | {"a": good, "d": good._replace(island="d")}).items():
         bucket.put(f"hb/{name}", encode(beat))
-    assert objects.beats(bucket, a_run()) == {"a": good, "d": good._replace(island="d")}
+    assert log_store.heartbeats(bucket, a_run()) == {"a": good, "d": good._replace(island="d")}
 
 
 def test_a_joiner_refuses_another_fragment_s_snapshot():
     bucket, group = three(a_run(), 5)
-    newest = objects.snapshots(bucket, 0)[-1]
-    bucket.put(newest, bucket.get(objects.snapshots(bucket, 1)[-1]))
+    newest = log_store.snapshots(bucket, 0)[-1]
+    bucket.put(newest, bucket.get(log_store.snapshots(bucket, 1)[-1]))
     joiner = Together(bucket, group.run, ("q",), 5)
     joiner.until_stopped()
     assert joiner.islands["q"].stop.line.startswith(newest)
@@ -176,30 +179,35 @@ def test_a_joiner_refuses_another_fragment_s_snapshot():
 @pytest.mark.parametrize("changes", [{"fragment": 99}, {"number": 4}, {"author": "a/../b"}])
 def test_a_record_that_is_not_what_its_name_says_is_damaged(changes):
     bucket, group = three(a_run(), 2)
-    record, _ = objects.read(bucket, group.run, "c/0/2")
+    record, _ = log_store.read(bucket, group.run, "c/0/2")
     bucket.put("c/0/2", encode(record._replace(**changes)))
     with pytest.raises(records.Damaged, match="c/0/2 "):
-        objects.read(bucket, group.run, "c/0/2")
+        log_store.read(bucket, group.run, "c/0/2")
+
+
+def reading(bucket, run):
+    return functools.partial(log_store.get, functools.partial(log_store.read, bucket, run))
 
 
 def test_what_is_there_under_the_name_of_another_is_damaged():
     """An older snapshot, a message, a gradient; each under its own name is the control. A claim
     that cannot be read is another's."""
     bucket, group = three(run := a_run(), 6)
+    got = reading(bucket, run)
     for name in ("i/a/1", "d/1"):
-        bucket.put(f"{name}9", encode(records.Claim(name, "a", 1, "n")))
-    assert objects.get(bucket, run, "i/a/19").reason.startswith("i/a/19 ")
-    assert objects.get(bucket, run, "d/19").island == ""
-    for first, *_, last in (sorted(objects.listed(bucket, f"{kind}/0")) for kind in "sug"):
-        assert objects.read(bucket, run, last)[0]
+        bucket.put(f"{name}9", encode(records.Lease(name, "a", 1, "n")))
+    assert got("i/a/19").reason.startswith("i/a/19 ")
+    assert got("d/19").island == ""
+    for first, *_, last in (sorted(log_store.listed(bucket, f"{kind}/0")) for kind in "sug"):
+        assert log_store.read(bucket, run, last)[0]
         bucket.put(last, bucket.get(first))
-        assert objects.get(bucket, run, last).reason.startswith(f"{last} ")
+        assert got(last).reason.startswith(f"{last} ")
 
 
 def test_a_joiner_waits_for_a_snapshot_after_a_lost_gradient():
     """The others have it already. They write the next snapshot at record 8."""
     bucket, group = three(run := a_run(tokens=10**6), 5)
-    bucket.delete([name for name in objects.listed(bucket, "g/0") if name.startswith("g/0/5.")])
+    bucket.delete([name for name in log_store.listed(bucket, "g/0") if name.startswith("g/0/5.")])
     joiner = Together(bucket, run, ("q",), 5)
     one = joiner.islands["q"]
     joiner.until(lambda islands: one.said)
@@ -208,18 +216,5 @@ def test_a_joiner_waits_for_a_snapshot_after_a_lost_gradient():
     (line,) = one.said
     assert line.startswith("g/0/5.")
     assert one.state.phase == "load" and one.stop is None
-    group.until(lambda islands: objects.snapshots(bucket, 0)[-1] == "s/0/8")
-    joiner.until(lambda islands: one.state.phase == "in")
-
-
-def test_the_rate_counts_what_every_living_island_has_on_its_way():
-    """Of three islands: by its own alone the rate would jump at each record."""
-    _, group = three(run := a_run(tokens=10**6), 3)
-    one = group.islands["a"]
-    log = one.state.logs[0]
-    own = log.tokens + sum(each.message.tokens for each in log.own)
-    found = standing(run, one, warm_from=None, several=False)
-    assert own > 0 and found.with_own == (log.ledger.tokens + 3 * own) / 10**6
-    for name in "bc":
-        one.state.seen[name] = one.state.seen[name]._replace(at=-1e9)
-    assert standing(run, one, warm_from=None, several=False).with_own < found.with_own
+    group.until(lambda islands: log_store.snapshots(bucket, 0)[-1] == "s/0/8")
+    joiner.until(lambda islands: one.state.phase == "train")

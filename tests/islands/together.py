@@ -4,13 +4,13 @@ import random
 
 import numpy as np
 
-from maxdiloco.islands import beside, rules
-from maxdiloco.islands.driver import Driver
+from maxdiloco.islands import rules, runtime
+from maxdiloco.islands.executor import Executor
 from maxdiloco.islands.records import Leaf, Run
 from maxdiloco.storage import store
 
-PACE = rules.Pace(
-    period=1.0, dead=4.0, grace=0.5, aside=0.2, beat=0.3, roll=0.3, poll=0.02, most_poll=0.2
+PACE = rules.Timing(
+    period=1.0, dead=4.0, grace=0.5, takeover=0.2, beat=0.3, list=0.3, poll=0.02, max_poll=0.2
 )
 
 
@@ -18,14 +18,14 @@ def a_run(**changes):
     """Two fragments; leaves of one block and a bit, of two tensors, and of a vocabulary."""
     fragments = ((Leaf(300, 1), Leaf(4, 2)), (Leaf(6, 0),))
     run = Run(
-        "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, fragments, 1, 4, 1, 0.5,
+        (), "float32", "float32", "mean", "nesterov", 0.7, 0.6, fragments, 1, 4, 1, 0.5,
         10**9, 0, 0, 4, (),
     )  # fmt: skip
     return run._replace(**changes)
 
 
 def rounding(run, before, terms):
-    """The bound of islands/outer.py, [N] float64, for one step from `before`.
+    """The bound of islands/outer_step.py, [N] float64, for one step from `before`.
 
     terms: of different islands.
     """
@@ -57,7 +57,7 @@ class Together:
 
     def make(self, name):
         key, nonce = self.keys.get(name), str(self.rng.random())
-        return Driver(
+        return Executor(
             self.bucket, self.run, self.pace, name, start_values(self.run), key=key, nonce=nonce,
             clock=lambda: self.now,
         )  # fmt: skip
@@ -67,7 +67,7 @@ class Together:
         island = self.islands[name]
         moved = movement(self.names.index(name), island.state.t + 1, self.run)
         island.x = [x + change for x, change in zip(island.x, moved, strict=True)]
-        island.stepped(tokens=8)
+        island.step_done(8)
 
     def serve(self, seconds):
         """Let time pass, and carry out the requests of all islands."""
@@ -83,7 +83,7 @@ class Together:
         name, island = self.rng.choice(list(self.islands.items()))
         if island.stop is not None:
             return
-        if island.state.t < steps and island.may_step() and self.rng.random() < 0.3:
+        if island.state.t < steps and island.state.may_step() and self.rng.random() < 0.3:
             self.step(name)
         elif island.requests and self.rng.random() < 0.7:
             self.rng.shuffle(island.requests)
@@ -107,7 +107,7 @@ class Together:
 
 
 def heads(islands):
-    return [log.ledger.number for island in islands for log in island.state.logs if log.ledger]
+    return [log.state.number for island in islands for log in island.state.logs if log.state]
 
 
 def begun(run, names, records, seed=0, bucket=None, keys=None):
@@ -117,12 +117,12 @@ def begun(run, names, records, seed=0, bucket=None, keys=None):
     return together
 
 
-def beside_training(run, name="a", bucket=None, say=print):
-    """An island whose requests have threads of their own, once it has joined. To be closed."""
-    driver = Driver(bucket or store.in_memory(), run, PACE, name, start_values(run))
-    both = beside.Beside(driver, PACE, say)
-    both.joined()
-    return both
+def with_threads(run, name="a", bucket=None, say=print):
+    """An island with threads of its own, once it has joined. To be closed."""
+    executor = Executor(bucket or store.in_memory(), run, PACE, name, start_values(run))
+    one = runtime.Runtime(executor, runtime.LeasedData(), say)
+    one.join()
+    return one
 
 
 def in_lockstep(bucket, run, names, steps):
@@ -133,16 +133,16 @@ def in_lockstep(bucket, run, names, steps):
     every island, and is known by the time at which it is to be merged.
     """
     # Of half a second less than H steps: the time at which an island joined delays no message.
-    pace = PACE._replace(period=run.sync_period - 0.5, most_poll=0.05)
+    pace = PACE._replace(period=run.sync_period - 0.5, max_poll=0.05)
     assert run.islands_min == len(names)
     group = Together(bucket, run, names, 0, pace=pace)
-    while not all(one.state.phase == "in" for one in group.islands.values()):
+    while not all(one.state.phase == "train" for one in group.islands.values()):
         group.serve(0.001)
         assert group.now < 0.1
     for t in range(1, steps + 1):
         group.now = t
         for name in names:
-            group.islands[name].tick(within=True)
+            group.islands[name].tick(within_step=True)
             group.step(name)
         while group.now < t + 0.4:
             group.serve(0.01)

@@ -15,22 +15,24 @@ import tiny_problem
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_island_trainer import ELASTIC, FAST, LOCKSTEP, STEPS, an_island, decided
+from test_island_trainer import FAST, LOCKSTEP, STEPS, an_island, decided
 
 from maxdiloco.cluster import start
 from maxdiloco.command_line import guarded
 
 # Parts of `bias` are on both devices alike, and halves of `kernel` on each.
 LIES = {"bias": P(), "kernel": P(None, "fsdp")}
-OVERLAPPED = ELASTIC._replace(wire="float4_e3m0", overlap_steps=2, alpha=0.25, islands_min=2)
-# "free": until 400 tokens are committed, at the speed of each; islands_min lets none run ahead.
-RUNS = {"lockstep": (OVERLAPPED, LOCKSTEP), "free": (OVERLAPPED._replace(tokens=400), FAST)}
+OVERLAPPED = dict(
+    exchange_dtype="float4_e3m0", overlap_steps=2, alpha=0.25, min_members=2, error_feedback=True
+)
+# "free": until 400 tokens are committed, at the speed of each; min_members lets none run ahead.
+RUNS = {"lockstep": (OVERLAPPED, LOCKSTEP), "free": (OVERLAPPED | dict(total_tokens=400), FAST)}
 
 
 def island(folder, name, number, **options):
     """The trainer of island 0 or 1."""
-    run, pace = RUNS[name]
-    return an_island(folder / name, str(number), run, pace=pace, feedback=True, **options)
+    own, timing = RUNS[name]
+    return an_island(folder / name, str(number), timing=timing, **own | options)
 
 
 def over_two_devices(folder, name, **options):
@@ -53,13 +55,13 @@ def trained(trainer, name):
     params = problem.named(problem.params)
     start = placed(params, LIES), placed(jax.tree.map(np.zeros_like, params), LIES)
     trainer.bind(*start)
-    state = trainer.join(trainer.init_program(lambda *given: given)(*start))
+    state = trainer.rejoin(trainer.init_program(lambda *given: given)(*start))
     found = dict(places=[], rates=[])
-    while state.t < STEPS if name == "lockstep" else not trainer.ended():
+    while state.t < STEPS if name == "lockstep" else not trainer.done:
         if name == "free":
-            ranges = trainer._ranges(state.t + 1)
-            found["places"] += [first + i for first, count in ranges for i in range(count)]
-            found["rates"] += [trainer.learning_rate(float, state.t + 1)]
+            for part in trainer.leased(state.t + 1):
+                found["places"] += [64 * part.block + n for n in range(part.start, part.stop, 4)]
+            found["rates"] += [trainer.progress * trainer.warmup(state.t + 1)]
         rows = {leaf: x[:1] for leaf, x in problem.batch(state.t + 1, 1).items()}
         state, _ = trainer.step(state, placed(rows, dict.fromkeys(rows, P("diloco"))))
         if name == "lockstep":
@@ -77,10 +79,9 @@ def main(argv):
     """0 once it has trained in each run."""
     folder, *names = argv
     jax.config.update("jax_num_cpu_devices", 1)
-    with start.joined(os.environ, timeout_s=200, peer_timeout_s=100) as cluster:
-        cluster.open_bulk()
+    with start.joined(os.environ, timeout_s=200, peer_timeout_s=100):
         for name in names:
-            trainer = over_two_devices(pathlib.Path(folder), name, mailbox=cluster.mailbox)
+            trainer = over_two_devices(pathlib.Path(folder), name)
             np.savez(f"{folder}/{name}.{jax.process_index()}.npz", **trained(trainer, name))
     return 0
 

@@ -12,7 +12,7 @@ import pytest
 from run import FEW_OPTIMIZATIONS, Process, assert_exit_codes, cluster_environs
 from test_island_trainer import STEPS, in_threads, started, steps_of, until
 
-from maxdiloco.islands import audit, objects
+from maxdiloco.islands import audit, log_store
 
 
 def alone(folder, name):
@@ -22,7 +22,7 @@ def alone(folder, name):
         steps_of(trainer, 1, STEPS)
     else:
         state, batch = started(trainer)
-        until(trainer, state, batch, trainer.ended)
+        until(trainer, state, batch, lambda: trainer.done)
     trainer.close()
     return True
 
@@ -58,7 +58,7 @@ def require_equal(one, other):
 
 def logs_of(folder, name):
     """Replayed; every digest, weight and token is that of the log, or this raises."""
-    bucket = objects.open_bucket(str(folder / name))
+    bucket = log_store.open_bucket(str(folder / name))
     run = audit.read_run(bucket)
     return [audit.replay(bucket, run, fragment) for fragment in range(len(run.fragments))]
 
@@ -92,4 +92,4 @@ def test_an_island_of_two_processes_reads_and_steps_alike(folder):
     assert len(places) == len(set(places)) == len(first["rates"])
     (log,) = logs_of(folder, "free")
     assert {m.island for r in log.records for m in r.members} == {"0", "1"}
-    assert log.ledger.tokens >= 400
+    assert log.state.tokens >= 400

@@ -1,12 +1,12 @@
 """What islands of a run agree on, and the keys that are named when they do not."""
 
 import pytest
+from maxdiloco.run.island.settings import Facts
 from test_island_trainer import ELASTIC
 
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
 from maxdiloco.run.island import settings as island_settings
-from maxdiloco.run.island.settings import Facts
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,52 +11,49 @@ import tiny_problem
 from jax.sharding import Mesh
 from tiers import corner
 
+import maxdiloco
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint.saved_state import read_layout
-from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.errors import NumericsError
-from maxdiloco.islands import audit, objects
-from maxdiloco.islands.records import Run
-from maxdiloco.islands.rules import Pace
-from maxdiloco.run.island.settings import Facts, Settings
-from maxdiloco.run.island.trainer import IslandTrainer
+from maxdiloco.islands import audit, log_store
+from maxdiloco.islands.rules import Timing
+from maxdiloco.run.island import Facts, IslandControl, LeasedText
 
 H, STEPS = 4, 14
-FAST = Pace(
-    period=0.3, dead=5.0, grace=0.2, aside=0.05, beat=0.1, roll=0.1, poll=0.01, most_poll=0.05
+FAST = Timing(
+    period=0.3, dead=5.0, grace=0.2, takeover=0.05, beat=0.1, list=0.1, poll=0.01, max_poll=0.05
 )
 # A message after each H steps, whatever the time.
-LOCKSTEP = FAST._replace(period=1e-6, least_steps=H)
-ELASTIC = Run(
-    "m", "t", "d", "float32", "float32", "mean", "nesterov", 0.7, 0.6, (), 1, H, 0, 0.0, 10**6, 64,
-    0, 64, (),
-)  # fmt: skip
+LOCKSTEP = FAST._replace(period=1e-6, min_steps=H)
+FACTS = Facts("d", "t", steps=100, step_tokens=4, length=4, say=print)
+# Arguments of Island; a step has 4 tokens.
+ELASTIC = dict(
+    sync_period=H,
+    outer_lr=0.7,
+    outer_momentum=0.6,
+    total_tokens=10**6,
+    step_tokens=4,
+    block_tokens=64,
+    init_opt_state=lambda params: jax.tree.map(lambda x: 0 * x - 3, params),
+)
 
 
-def an_island(url, name, run, *, feedback=False, said=None, pace=FAST, **options):
-    """A trainer of the tiny problem; a step has 4 tokens, a sequence too."""
-    facts = Facts("d", "t", 100, 4, 4, ([] if said is None else said).append)
-    tree = tiny_problem.TREES["layers"]
+def an_island(url, name, *, said=None, timing=FAST, **options):
+    """An island of the tiny problem."""
     place = int(name) if name.isdecimal() else 0
-    mesh = options.pop("mesh", None)
-    mesh = mesh or Mesh(np.array(jax.devices()[place : place + 1]), ("diloco",))
-    exchange = ExchangeSettings(
-        num_replicas=1,
-        sync_period=H,
-        num_fragments=options.pop("num_fragments", 1),
-        exchange_dtype=run.wire,
-        outer_lr=0.7,
-        outer_momentum=0.6,
-    )
-    return IslandTrainer(
+    options = {"mesh": Mesh(np.array(jax.devices()[place : place + 1]), ("diloco",))} | options
+    island = maxdiloco.Island(
         tiny_problem.jax_inner_step,
-        exchange,
-        settings=Settings(str(url), name, run, pace, feedback, facts),
-        fresh=lambda params: jax.tree.map(lambda x: 0 * x - 3, params),
-        mesh=mesh,
-        layer_axis=tiny_problem.layer_axis(tree),
-        **{"mailbox": None} | options,
+        store=str(url),
+        name=name,
+        layer_axis=tiny_problem.layer_axis(tiny_problem.TREES["layers"]),
+        say=([] if said is None else said).append,
+        **ELASTIC | options,
     )
+    island.timing = timing
+    # The host transport has no second encoding, so neither has the log here.
+    island.run = island.run._replace(wire_down="float32")
+    return island
 
 
 def first_state(trainer, problem):
@@ -77,10 +75,10 @@ def batch_of(problem, t, place=0):
 def steps_of(trainer, place, steps, problem=None):
     """Train from the start; the state after the last step."""
     problem = problem or tiny_problem.problem("layers")
-    state = trainer.join(first_state(trainer, problem))
+    state = trainer.rejoin(first_state(trainer, problem))
     for t in range(1, steps + 1):
         state, _ = trainer.step(state, batch_of(problem, t, place))
-        if trainer._settings.pace == LOCKSTEP:
+        if trainer.timing == LOCKSTEP:
             decided(trainer)
     return state
 
@@ -89,10 +87,10 @@ def decided(trainer):
     """Wait until what process 0 of an island has sent is in a record that it has read."""
 
     def all_decided():
-        logs = trainer._beside.driver.state.logs
-        return all(not log.own or (log.record is not None and log.fetched) for log in logs)
+        logs = trainer._runtime.executor.state.logs
+        return all(not log.undecided or (log.record is not None and log.fetched) for log in logs)
 
-    if trainer._processes.decides:
+    if jax.process_index() == 0:
         for _ in range(2000):
             if all_decided():
                 return
@@ -103,7 +101,7 @@ def decided(trainer):
 def started(trainer):
     """The state from which it goes on, and its next batches."""
     problem = tiny_problem.problem("layers", steps=2000)
-    state = trainer.join(first_state(trainer, problem))
+    state = trainer.rejoin(first_state(trainer, problem))
     return state, lambda t, place=0: batch_of(problem, t % 2000 + 1, place)
 
 
@@ -119,7 +117,7 @@ def until(trainer, state, batch, done):
 
 
 def ledger_of(trainer):
-    return trainer._beside.driver.state.logs[0].ledger
+    return trainer._runtime.executor.state.logs[0].state
 
 
 def records_of(trainer):
@@ -153,25 +151,27 @@ def ended(trainer, state):
     return found
 
 
-def in_lockstep(store, M, run, **options):
+def in_lockstep(store, M, **options):
     """theta and replicas by island, whose records each have a message of every island."""
-    run = run._replace(islands_min=M)
 
     def one(m):
-        trainer = an_island(store, str(m), run, pace=LOCKSTEP, **options)
+        trainer = an_island(store, str(m), timing=LOCKSTEP, min_members=M, **options)
         return ended(trainer, steps_of(trainer, m, STEPS))
 
     return in_threads(one, M)
 
 
-def through_host(M, run, *, feedback):
-    tree = tiny_problem.TREES["layers"]
+def through_host(M, **options):
     algorithm = DiLoCo(
-        tiny_problem.jax_inner_step, num_replicas=M, sync_period=H, exchange_dtype=run.wire,
-        overlap_steps=run.overlap_steps, alpha=run.alpha, outer_lr=0.7, outer_momentum=0.6,
-        aggregation=run.aggregation, error_feedback=feedback, transport="host",
-        layer_axis=tiny_problem.layer_axis(tree),
-    )  # fmt: skip
+        tiny_problem.jax_inner_step,
+        num_replicas=M,
+        sync_period=H,
+        outer_lr=0.7,
+        outer_momentum=0.6,
+        transport="host",
+        layer_axis=tiny_problem.layer_axis(tiny_problem.TREES["layers"]),
+        **options,
+    )
     problem = tiny_problem.problem("layers")
     state = algorithm.init(*first_values(problem))
     for t in range(1, STEPS + 1):
@@ -207,10 +207,16 @@ def test_islands_in_lockstep_have_the_numbers_of_the_host_carrier(
 ):
     """Both round float32 sums, each in its order: some 2^-24 of each value a record."""
     alpha = 0.25 if tau else 0.0
-    run = ELASTIC._replace(wire=wire, overlap_steps=tau, alpha=alpha, aggregation=merge)
+    exchange = dict(
+        exchange_dtype=wire,
+        overlap_steps=tau,
+        alpha=alpha,
+        aggregation=merge,
+        error_feedback=feedback,
+    )
     off = 2e-4 if (M, wire, tau, feedback, merge) == ON_AN_EDGE else 1e-5
-    found = in_lockstep(tmp_path / "store", M, run, feedback=feedback)
-    theta, replicas = through_host(M, run, feedback=feedback)
+    found = in_lockstep(tmp_path / "store", M, **exchange)
+    theta, replicas = through_host(M, **exchange)
     start = tiny_problem.problem("layers").params
     for m, (own_theta, own) in enumerate(found):
         for a, b, x, xs, first in zip(own_theta, theta, own, replicas, start, strict=True):
@@ -218,25 +224,27 @@ def test_islands_in_lockstep_have_the_numbers_of_the_host_carrier(
             np.testing.assert_allclose(x[0], xs[m], rtol=1e-5, atol=off)
             assert np.abs(a - first).max() > 0.1
         assert all(np.array_equal(a, b) for a, b in zip(own_theta, found[0][0], strict=True))
-    audit.replay(objects.open_bucket(str(tmp_path / "store")), run_of(tmp_path), 0)
+    audit.replay(log_store.open_bucket(str(tmp_path / "store")), run_of(tmp_path), 0)
 
 
 def run_of(tmp_path):
-    return audit.read_run(objects.open_bucket(str(tmp_path / "store")))
+    return audit.read_run(log_store.open_bucket(str(tmp_path / "store")))
 
 
 def test_elastic_islands_agree_read_once_and_the_log_adds_up(tmp_path, few_compiler_passes):
     """Three islands go on until 400 tokens, 100 steps of a sequence each, are committed: the places
     of the data that they read are all different."""
-    run, url = ELASTIC._replace(tokens=400, overlap_steps=1, alpha=0.5), tmp_path / "store"
+    options, url = dict(total_tokens=400, overlap_steps=1, alpha=0.5), tmp_path / "store"
     said = [[] for _ in range(3)]
 
     def work(m):
-        trainer, read = an_island(url, "abc"[m], run, said=said[m], num_fragments=2), []
-        state, batch = started(trainer)
-        while not trainer.ended():
-            read += trainer._ranges(state.t + 1)
-            rate = trainer.learning_rate(lambda count: count, state.t + 1)
+        trainer = an_island(url, "abc"[m], said=said[m], num_fragments=2, **options)
+        (state, batch), read = started(trainer), []
+        control = IslandControl(trainer, FACTS)
+        text = LeasedText(SimpleNamespace(computed=False), trainer, length=4)
+        while not trainer.done:
+            read += text.sequences(state.t + 1)
+            rate = control.learning_rate(lambda count: count, state.t + 1)
             state, _ = trainer.step(state, batch(state.t, m))
             pause.wait(0.02)
         trainer.leave()
@@ -244,8 +252,8 @@ def test_elastic_islands_agree_read_once_and_the_log_adds_up(tmp_path, few_compi
 
     pause = threading.Event()
     results = in_threads(work, 3)
-    log = audit.replay(objects.open_bucket(str(url)), run_of(tmp_path), 0)
-    assert log.ledger.tokens >= 400 and len(log.records) > 2
+    log = audit.replay(log_store.open_bucket(str(url)), run_of(tmp_path), 0)
+    assert log.state.tokens >= 400 and len(log.records) > 2
     assert {m.island for r in log.records for m in r.members} == {"a", "b", "c"}
     reads = [each for _, _, read, _ in results for each in read]
     places = [first + i for first, count in reads for i in range(count)]
@@ -259,21 +267,21 @@ def test_elastic_islands_agree_read_once_and_the_log_adds_up(tmp_path, few_compi
 def test_who_comes_back_keeps_its_moments_where_it_is_not_late(tmp_path, few_compiler_passes):
     """With the newest checkpoint or one of two records ago; else they are as at the start, here -3,
     and the learning rate rises over H = 4 steps: a quarter, a half. A new run has no warm-up."""
-    first = an_island(tmp_path / "store", "a", ELASTIC)
+    first = an_island(tmp_path / "store", "a")
     state, batch = started(first)
-    assert first.learning_rate(lambda _: 1.0, 1) == 1.0
+    assert first.warmup(1) == 1.0
     state = until(first, state, batch, lambda: records_of(first) >= 4)
     note = first.checkpoint(state)[1]
     head = note["records"]
     first.leave()
     values, _ = first_values(problem := tiny_problem.problem("layers"))
     for records, rates in ((head, [1, 1]), (head - 2, [1, 1]), (head - 3, [0.25, 0.5])):
-        again = an_island(tmp_path / "store", "a", ELASTIC)
+        again = an_island(tmp_path / "store", "a")
         again.bind(values, values)
         state = again.init_program(lambda *given: given)(values, values)
         again.restore_plan(read_layout(note | {"records": records}, same_rules=True))
-        state = again.join(state)
-        assert [again.learning_rate(lambda _: 1.0, t) for t in (1, 2)] == rates
+        state = again.rejoin(state)
+        assert [again.warmup(t) for t in (1, 2)] == rates
         for moments, x in zip(leaves(state.opt_state), problem.params, strict=True):
             np.testing.assert_array_equal(moments[0], x if rates == [1, 1] else 0 * x - 3)
         again.leave()
@@ -281,10 +289,8 @@ def test_who_comes_back_keeps_its_moments_where_it_is_not_late(tmp_path, few_com
 
 def test_an_island_that_was_frozen_joins_again(tmp_path, few_compiler_passes):
     """It stands still past its death: the other says so, goes on, and says that it is back."""
-    pace, said = FAST._replace(dead=0.8), [[], []]
-    trainers = [
-        an_island(tmp_path / "store", "ab"[m], ELASTIC, said=said[m], pace=pace) for m in (0, 1)
-    ]
+    timing, said = FAST._replace(dead=0.8), [[], []]
+    trainers = [an_island(tmp_path / "store", "ab"[m], said=said[m], timing=timing) for m in (0, 1)]
     froze = threading.Event()
 
     def work(m):
@@ -293,7 +299,7 @@ def test_an_island_that_was_frozen_joins_again(tmp_path, few_compiler_passes):
         state = until(trainer, state, batch, lambda: records_of(trainer) >= 3)
         if m == 1:
             state = until(trainer, state, batch, lambda: sent(trainer))
-            with trainer._beside._changed:  # no thread of it goes on
+            with trainer._runtime._changed:  # no thread of it goes on
                 froze.wait(20)
         else:
             state = until(trainer, state, batch, lambda: dead(trainer))
@@ -309,12 +315,12 @@ def test_an_island_that_was_frozen_joins_again(tmp_path, few_compiler_passes):
     assert any(line.startswith("island b is in, its start number 2") for line in said[1])
     about_b = [line for line in said[0] if line.startswith("island b")]
     assert about_b[:2] == [
-        "island b is there", "island b is thought dead: no sign of life for 0.8 s"
+        "island b is there", "island b is thought dead: no heartbeat for 0.8 s"
     ] and about_b[2].startswith("island b is back")  # fmt: skip
 
 
 def sent(trainer):
-    return any(mark.island == "b" for mark in ledger_of(trainer).marks)
+    return any(mark.island == "b" for mark in ledger_of(trainer).watermarks)
 
 
 def dead(trainer):
@@ -323,7 +329,7 @@ def dead(trainer):
 
 def test_an_unavailable_store_is_logged_until_it_is_back(tmp_path, few_compiler_passes):
     said = []
-    trainer = an_island(tmp_path / "store", "a", ELASTIC, said=said)
+    trainer = an_island(tmp_path / "store", "a", said=said)
     state, batch = started(trainer)
     state = until(trainer, state, batch, lambda: records_of(trainer) >= 2)
     bucket, head = trainer._bucket._bucket, records_of(trainer)
@@ -348,7 +354,7 @@ def test_values_that_are_not_finite_end_an_island(tmp_path, few_compiler_passes)
     problem = tiny_problem.problem("layers")
     nan = np.float32("nan")
     targets = [[[x * nan for x in leaf] for leaf in step] for step in problem.targets]
-    trainer = an_island(tmp_path / "store", "a", ELASTIC)
+    trainer = an_island(tmp_path / "store", "a")
     with pytest.raises(NumericsError, match="a: .* fragment 0 "):
         steps_of(trainer, 0, 10**4, problem._replace(targets=targets * 400))
     trainer.leave()

@@ -6,7 +6,7 @@ from ssh_keys import make
 from together import a_run
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import keys
+from maxdiloco.islands import signatures
 
 
 @pytest.fixture
@@ -20,24 +20,26 @@ def two(tmp_path):
 
 
 def test_the_first_island_names_the_keys_of_all(two):
-    a, b = map(keys.read, two)
+    a, b = map(signatures.read, two)
     assert b.of_all == ()
-    known = keys.of_run(a, None, "a", "u")
-    assert dict(known) == {"a": keys.public(a.own), "b": keys.public(b.own)}
+    known = signatures.of_run(a, None, "a", "u")
+    assert dict(known) == {"a": signatures.public(a.own), "b": signatures.public(b.own)}
     run = a_run(keys=known)
-    assert keys.of_run(b, run, "b", "u") == keys.of_run(a, run, "a", "u") == known
-    assert keys.of_run(None, None, "c", "u") == keys.of_run(None, a_run(), "c", "u") == ()
+    assert signatures.of_run(b, run, "b", "u") == signatures.of_run(a, run, "a", "u") == known
+    assert (
+        signatures.of_run(None, None, "c", "u") == signatures.of_run(None, a_run(), "c", "u") == ()
+    )
 
 
 def test_an_island_whose_messages_would_not_count_is_refused(two, tmp_path):
-    a, b = map(keys.read, two)
-    known = keys.of_run(a, None, "a", "s3://b/r")
+    a, b = map(signatures.read, two)
+    known = signatures.of_run(a, None, "a", "s3://b/r")
     run, other = a_run(keys=known), a_run(keys=(("a", "00"), ("b", "11")))
     for own, stored, name in (
         (None, run, "c"), (b, run, "a"), (b, None, "b"), (a, a_run(), "a"), (a, other, "a")
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"^island_name={name}, islands_store=s3://b/r: "):
-            keys.of_run(own, stored, name, "s3://b/r")
+            signatures.of_run(own, stored, name, "s3://b/r")
 
 
 def test_a_file_that_is_not_an_ed25519_key_is_named(two, tmp_path):
@@ -46,4 +48,4 @@ def test_a_file_that_is_not_an_ed25519_key_is_named(two, tmp_path):
     elliptic = make(tmp_path / "b", "c", ec.generate_private_key(ec.SECP256R1()))
     for path in (tmp_path / "none", tmp_path / "text", elliptic):
         with pytest.raises(ConfigError, match=f"^islands_key={path}: "):
-            keys.read(str(path))
+            signatures.read(str(path))

@@ -1,4 +1,4 @@
-"""Is a store fit for islands: races for a name, reads and listings after writes, latency."""
+"""Check that a store suits islands: races for a name, reads and listings after writes, latency."""
 
 import functools
 import secrets
@@ -16,9 +16,17 @@ RACES, WRITERS = 40, 8
 
 
 def check(bucket: Bucket, say: Callable[[str], None], clock=time.monotonic) -> list[str]:
-    """What is wrong with a store, a line each. say: gets a line for each finding.
+    """Return what is wrong with a store, a line each.
 
-    Writes below check/, and deletes it again. Raises OSError.
+    It writes objects below check/ and deletes them again.
+
+    Args:
+      bucket: the store.
+      say: logs a line for each finding.
+      clock: [s].
+
+    Raises:
+      OSError: the store cannot be used.
     """
     folder = f"check/{secrets.token_hex(8)}"
     wrong, names, times = [], [], []
@@ -61,8 +69,11 @@ def _race(bucket: Bucket, name: str, start: threading.Barrier, writer: int) -> b
 
 
 def require_rights(bucket: Bucket, url: str, name: str) -> None:
-    """Raise ConfigError for a store that is away, that this island may not read and write, or that
-    does not put if absent."""
+    """Check that this island can read and write, and that put-if-absent works.
+
+    Raises:
+      ConfigError: it cannot, or the store replaces what exists.
+    """
     probe = f"check/{name}.{time.time_ns()}"
     try:
         bucket.put(probe, b"")

@@ -5,13 +5,13 @@ import threading
 import time
 
 import pytest
-from together import a_run, begun, beside_training
+from together import a_run, begun, with_threads
 
-from maxdiloco.islands import ahead, audit, records
-from maxdiloco.islands.counted import Counted
+from maxdiloco.islands import audit, prefetch, records
+from maxdiloco.islands.log_store import MeteredStore
 
 
-class Slow(Counted):
+class Slow(MeteredStore):
     """A bucket whose answers take a while. times: by name; most: at once of records."""
 
     def __init__(self, bucket):
@@ -33,9 +33,9 @@ class Slow(Counted):
 def joined(bucket, run):
     """A newcomer that has caught up with the log, and the bucket that it read it from."""
     slow = Slow(bucket)
-    both = beside_training(run, "b", slow)
+    both = with_threads(run, "b", slow)
     both.close(drain=False)
-    return both.driver, slow
+    return both.executor, slow
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +47,19 @@ def log():
 
 def test_a_late_joiner_prefetches_and_reads_each_object_once(log):
     bucket, run = log
-    driver, slow = joined(bucket, run)
+    one, slow = joined(bucket, run)
     for fragment in range(2):
-        ledger = audit.replay(bucket, run, fragment).ledger
-        assert driver.state.logs[fragment].ledger == ledger
+        ledger = audit.replay(bucket, run, fragment).state
+        assert one.state.logs[fragment].state == ledger
         for number in range(1, ledger.number + 1):
             assert slow.times[records.record_name(fragment, number)] == 1
     assert {count for name, count in slow.times.items() if name[0] == "g"} == {1}
     assert slow.most > 4
 
 
-@pytest.mark.parametrize("limit", ["MOST_RECORDS", "MOST_BYTES"])
+@pytest.mark.parametrize("limit", ["MAX_RECORDS", "MAX_BYTES"])
 def test_without_room_it_reads_one_record_of_a_fragment_at_a_time(log, limit, monkeypatch):
-    monkeypatch.setattr(ahead, limit, 0)
+    monkeypatch.setattr(prefetch, limit, 0)
     assert joined(*log)[1].most <= 2
 
 
@@ -72,7 +72,7 @@ def test_what_was_not_there_is_asked_for_again():
             raise FileNotFoundError(name)
         return there[name], b""
 
-    reads = ahead.ReadAhead(a_run(), read)
+    reads = prefetch.Prefetch(a_run(), read)
     requests = reads.after("c/0/1")
     assert [request.name for request in requests] == [f"c/0/{n}" for n in range(2, 10)]
     reads.carry_out(requests[0])

@@ -4,12 +4,12 @@ import queue
 import threading
 
 import pytest
-from together import PACE, a_run, begun, beside_training, heads
+from together import PACE, a_run, begun, heads, with_threads
 
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import beside, core, fitness, objects
-from maxdiloco.islands.island import Seen
-from maxdiloco.islands.records import Beat
+from maxdiloco.islands import log_store, runtime, state_machine, store_check
+from maxdiloco.islands.records import Heartbeat
+from maxdiloco.islands.state_machine import Peer
 from maxdiloco.storage import store
 
 
@@ -33,23 +33,23 @@ def test_a_store_that_is_full_is_away_until_something_is_written():
     start = group.now
     group.until(lambda _: group.now >= start + 3 * PACE.dead)
     said = {name: list(one.said) for name, one in group.islands.items()}
-    assert all(lines.count(core.AWAY) == 1 for lines in said.values())
+    assert all(lines.count(state_machine.AWAY) == 1 for lines in said.values())
     bucket.full, before = False, heads(group.islands.values())
     group.until_records(max(before) + 3)
     for name, one in group.islands.items():
         assert len([line for line in one.said[len(said[name]) :] if "store" in line]) == 1
-        assert one.stop is None and not any(log.ledger.dead for log in one.state.logs)
+        assert one.stop is None and not any(log.state.dead for log in one.state.logs)
 
 
 def test_an_island_that_waits_says_for_what(monkeypatch):
-    monkeypatch.setattr(beside, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(runtime, "WAIT_LINE_S", 0.5)
     said, ended = queue.Queue(), threading.Event()
-    one = beside_training(a_run(block_tokens=64, islands_min=2), say=said.put)
+    one = with_threads(a_run(block_tokens=64, islands_min=2), say=said.put)
 
     def train():
         while not ended.is_set():
-            one.ready()
-            one.stepped(8)
+            one.wait_to_step()
+            one.step_done(8)
 
     trains = threading.Thread(target=train)
     trains.start()
@@ -59,34 +59,34 @@ def test_an_island_that_waits_says_for_what(monkeypatch):
         ended.set()
         one.close(drain=False)
     trains.join()
-    assert "island a " in line and "islands_min_members=2" in line and said.empty()
+    assert "island a " in line and " 2 islands" in line and said.empty()
 
 
 def test_an_island_of_last_week_is_not_there():
     """Its sign of life is still in the store; it is there once that has changed."""
     (one,) = begun(a_run(), "a", 1).islands.values()
-    company = beside.Company("a")
+    company = runtime.Members("a")
 
     def lines(beat):
-        one.state.seen = {**one.state.seen, "b": Seen(beat, one.state.watched, 0.0)}
-        return company.lines(one.state, PACE)
+        one.state.peers = {**one.state.peers, "b": Peer(beat, one.state.observed, 0.0)}
+        return company.lines(one.state)
 
-    old = Beat("b", 1, 7, True, 1.0, False)
+    old = Heartbeat("b", 1, 7, True, 1.0, False)
     assert lines(old) == []
-    (line,) = lines(old._replace(beat=8))
+    (line,) = lines(old._replace(count=8))
     assert "island b " in line
 
 
 def test_a_store_that_replaces_what_is_there_is_refused():
     bucket = store.in_memory()
-    fitness.require_rights(bucket, "u", "a")
+    store_check.require_rights(bucket, "u", "a")
     bucket.put_if = lambda name, data, version: {"e_tag": "1"}
     with pytest.raises(ConfigError, match="islands_store=u "):
-        fitness.require_rights(bucket, "u", "a")
+        store_check.require_rights(bucket, "u", "a")
 
 
 def test_a_store_of_the_home_folder_is_there(tmp_path, monkeypatch):
     """As with every key that is a path; a shell leaves `islands_store=~/x` as it is."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    objects.open_bucket("~/runs").put("hb/a", b"")
+    log_store.open_bucket("~/runs").put("hb/a", b"")
     assert (tmp_path / "runs" / "hb" / "a").exists()

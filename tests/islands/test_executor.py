@@ -1,4 +1,4 @@
-"""The driver over a bucket: the numbers of its steps, its ledger, and its end."""
+"""The executor over a bucket: the numbers of its steps, its ledger, and its end."""
 
 import functools
 
@@ -12,9 +12,17 @@ from together import PACE, Together, a_run, begun, in_lockstep, movement, start_
 
 from maxdiloco import DiLoCo
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import audit, core, driver, keys, objects, outer, records, rules
-from maxdiloco.islands.island import REPLACED, Apply, Stop
+from maxdiloco.islands import (
+    audit,
+    executor,
+    log_store,
+    outer_step,
+    records,
+    rules,
+    signatures,
+)
 from maxdiloco.islands.records import Leaf
+from maxdiloco.islands.state_machine import REPLACED, Apply, Stop
 from maxdiloco.storage import store
 
 STEPS = 14
@@ -51,11 +59,19 @@ def bound_of(bucket, run):
     """What rounding may add up to, of both sides, over the records of a log, by fragment."""
     bounds = []
     for fragment, theta in enumerate(start_values(run)):
-        state, total, read = outer.fresh(theta), 0.0, functools.partial(objects.read, bucket, run)
+        state, total, read = (
+            outer_step.fresh(theta),
+            0.0,
+            functools.partial(log_store.read, bucket, run),
+        )
         for record in audit.replay(bucket, run, fragment).records:
-            terms = [driver.term(bucket, run, fragment, member) for member in record.members]
+            terms = [
+                log_store.read_term(bucket, run, fragment, member) for member in record.members
+            ]
             total = total + 4 * together.rounding(run, state, terms)
-            state = driver.apply(run, state, record, driver.gradient_of(read, run, record))
+            state = outer_step.stepped(
+                run, state, record, log_store.read_gradient(read, run, record)
+            )
         bounds.append(total)
     return bounds
 
@@ -97,7 +113,7 @@ def test_a_coarser_wire_down_changes_theta_only_by_rounding():
 
 def decided_of(island):
     """Names and incarnations of which the ledger of fragment 0 has a message."""
-    return {mark[:2] for mark in island.state.logs[0].ledger.marks}
+    return {mark[:2] for mark in island.state.logs[0].state.watermarks}
 
 
 def elastic(seed):
@@ -117,13 +133,13 @@ def group():
 
 def test_elastic_islands_agree_and_the_ledger_adds_up(group):
     logs = [audit.replay(group.bucket, group.run, fragment) for fragment in range(2)]
-    rejects = {driver.rejected(r, one) for log in logs for r in log.records for one in r.rejected}
-    rejects |= {driver.scaled(r) for log in logs for r in log.records if r.scale < 0.5}
+    rejects = {line for log in logs for r in log.records for line in executor.reject_lines(r)}
+    rejects |= {executor.scale_line(r) for log in logs for r in log.records if r.scale < 0.5}
     for one in group.islands.values():
         assert one.stop is None and set(one.said) <= rejects
     members = [m for record in logs[0].records for m in record.members]
     assert {m.island for m in members} == {"a", "b", "c"}
-    assert logs[0].ledger.tokens == sum(m.tokens for m in members) > 0
+    assert logs[0].state.tokens == sum(m.tokens for m in members) > 0
     assert max(m.incarnation for m in members) == 2  # the one that started again
 
 
@@ -133,7 +149,7 @@ def test_the_audit_finds_a_reject_without_a_reason(reason, group):
     last = audit.replay(bucket, run, 1).records[-1]
     name, out = records.record_name(1, last.number), last.members[-1][:2]  # all of one island
     out_of_it = [m for m in last.members if m[:2] == out]
-    rejected = (records.Reject(*rules.key_of(m), reason, m.steps, m.norm) for m in out_of_it)
+    rejected = (records.Reject(*rules.message_key(m), reason, m.steps, m.norm) for m in out_of_it)
     members = tuple(m for m in last.members if m[:2] != out)
     before = bucket.get(name)
     bucket.put(name, records.encode(last._replace(members=members, rejected=tuple(rejected))))
@@ -156,48 +172,48 @@ def test_an_islands_own_progress_is_what_it_has_not_sent(group):
             left = rules.unsent(island.outer[F].theta, island.sent[F].values(), x)
             back = island.outer[F].theta - sum(island.sent[F].values()) - left
             np.testing.assert_allclose(x, back, atol=1e-5)
-            assert len(island.sent[F]) == len(island.state.logs[F].own)
+            assert len(island.sent[F]) == len(island.state.logs[F].undecided)
 
 
 def test_a_guest_is_stored_and_never_counted():
     """Of two islands the run knows the keys; a message of one is signed with another."""
     secret = {name: bytes([place] * 32) for place, name in enumerate(("a", "b"))}
-    run = a_run(keys=tuple((name, keys.public(key)) for name, key in secret.items()))
+    run = a_run(keys=tuple((name, signatures.public(key)) for name, key in secret.items()))
     group = begun(run, "a", 3, keys=secret)
-    newest = max(objects.listed(group.bucket, "u/0"), key=lambda name: int(name.split(".")[-1]))
-    message, payload = objects.read(group.bucket, run, newest)
-    forged = keys.signed(message._replace(island="b", seq=1), b"\7" * 32)
+    newest = max(log_store.listed(group.bucket, "u/0"), key=lambda name: int(name.split(".")[-1]))
+    message, payload = log_store.read(group.bucket, run, newest)
+    forged = signatures.signed(message._replace(island="b", seq=1), b"\7" * 32)
     group.bucket.put("u/0/b.1.1", records.encode(forged, payload))
-    beat = keys.signed(records.Beat("b", 1, 1, True, 1.0, False), secret["b"])
+    beat = signatures.signed(records.Heartbeat("b", 1, 1, True, 1.0, False), secret["b"])
     group.bucket.put("hb/b", records.encode(beat))
     group.until(lambda islands: all(("b", 1) in decided_of(island) for island in islands))
     log = audit.replay(group.bucket, run, 0)
     assert {m.island for record in log.records for m in record.members} == {"a"}
     reasons = {(r.island, r.reason) for record in log.records for r in record.rejected}
-    assert reasons == {("b", "guest")}
+    assert reasons == {("b", "signature")}
 
 
 def test_a_sign_of_life_that_its_key_has_not_signed_is_ignored():
     secret = {name: bytes([place] * 32) for place, name in enumerate("ab")}
-    run = a_run(keys=tuple((name, keys.public(key)) for name, key in secret.items()))
+    run = a_run(keys=tuple((name, signatures.public(key)) for name, key in secret.items()))
     bucket = begun(run, "ab", 1, keys=secret).bucket
-    known = objects.beats(bucket, run)
+    known = log_store.heartbeats(bucket, run)
     assert known.keys() == {"a", "b"}
-    forged = known["b"]._replace(beat=10**6, speed=9e11)
+    forged = known["b"]._replace(count=10**6, speed=9e11)
     bucket.put("hb/b", records.encode(forged))
-    assert objects.beats(bucket, run) == {"a": known["a"]}
-    bucket.put("hb/b", records.encode(keys.signed(forged, secret["a"])))
-    assert objects.beats(bucket, run) == {"a": known["a"]}
+    assert log_store.heartbeats(bucket, run) == {"a": known["a"]}
+    bucket.put("hb/b", records.encode(signatures.signed(forged, secret["a"])))
+    assert log_store.heartbeats(bucket, run) == {"a": known["a"]}
 
 
 def test_an_island_that_sends_nothing_scales_nothing_for_long():
     """9e11 tokens/s: at first it is expected to bring what the other does, half of the record."""
     group = begun(a_run(), "a", 1)
-    beat = records.Beat("liar", 1, 1, True, 9e11, False)
+    beat = records.Heartbeat("liar", 1, 1, True, 9e11, False)
     (one,) = group.islands.values()
-    until = one.state.logs[0].ledger.number + 8
-    while one.state.logs[0].ledger.number < until:
-        beat = beat._replace(beat=beat.beat + 1)
+    until = one.state.logs[0].state.number + 8
+    while one.state.logs[0].state.number < until:
+        beat = beat._replace(count=beat.count + 1)
         group.bucket.put("hb/liar", records.encode(beat))
         for _ in range(20):
             group.event(10**6)
@@ -207,7 +223,7 @@ def test_an_island_that_sends_nothing_scales_nothing_for_long():
 
 def test_a_record_that_moves_little_is_logged_once_in_a_row():
     (one,) = begun(a_run(), "a", 3).islands.values()
-    record, _ = objects.read(one._bucket, one._run, "c/0/2")
+    record, _ = log_store.read(one._bucket, one._run, "c/0/2")
 
     def lines(scale):
         del one.said[:]
@@ -227,10 +243,10 @@ def test_an_island_that_ends_leaves_and_a_replaced_one_does_not():
     a.leave()
     b.stop = Stop("", again=False, why=REPLACED)
     b.leave()
-    b.stop, beats = None, objects.beats(group.bucket, group.run)
+    b.stop, beats = None, log_store.heartbeats(group.bucket, group.run)
     assert beats["a"].left and not beats["b"].left
-    group.until(lambda _: b.state.seen["a"].beat.left)
-    assert "a" not in core._present(b.state)
+    group.until(lambda _: b.state.peers["a"].heartbeat.left)
+    assert "a" not in b.state._present()
 
 
 @pytest.mark.parametrize(
@@ -253,9 +269,9 @@ def test_a_run_that_cannot_be_computed_with_is_named(changes, named):
 def test_a_message_of_another_name_is_rejected():
     group = begun(a_run(), "ab", 1)
     bucket = group.bucket
-    name = next(objects.listed(bucket, "u/0"))
+    name = next(log_store.listed(bucket, "u/0"))
     bucket.put("u/0/c.1.1", bucket.get(name))
-    bucket.put("hb/c", records.encode(records.Beat("c", 1, 1, True, 1.0, False)))
+    bucket.put("hb/c", records.encode(records.Heartbeat("c", 1, 1, True, 1.0, False)))
     group.until(lambda islands: all(("c", 1) in decided_of(island) for island in islands))
     rejected = [r for one in audit.replay(bucket, group.run, 0).records for r in one.rejected]
     assert [(r.island, r.reason) for r in rejected] == [("c", "name")]
@@ -278,7 +294,7 @@ def test_a_run_ends_at_its_tokens_and_is_evaluated_once_a_mark():
         assert not island.stop.again
     numbers = sorted(n for island in group.islands.values() for n in island.evaluations)
     assert len(numbers) == len(set(numbers)) and set(numbers) <= set(range(9)) and numbers
-    assert audit.replay(bucket, run, 0).ledger.tokens >= 4000
+    assert audit.replay(bucket, run, 0).state.tokens >= 4000
 
 
 def leases(bucket):
@@ -294,7 +310,7 @@ def test_leases_of_what_was_read_long_ago_are_deleted():
     assert min(leases(group.bucket)) > 1 and counts[1] < 1.5 * counts[0]
     log = audit.replay(group.bucket, group.run, 0)
     assert "data" not in {one.reason for record in log.records for one in record.rejected}
-    assert log.ledger.top > 2 * counts[1]
+    assert log.state.top > 2 * counts[1]
 
 
 def test_a_restart_of_everything_goes_on_with_the_log():
@@ -304,7 +320,7 @@ def test_a_restart_of_everything_goes_on_with_the_log():
     begun(run, "ab", 8, 1, bucket)
     log = audit.replay(bucket, run, 0)
     assert {m.incarnation for m in log.records[-1].members} == {2}
-    assert log.ledger.number >= 8
+    assert log.state.number >= 8
 
 
 def test_values_that_are_not_finite_end_the_island_alone():
@@ -313,8 +329,8 @@ def test_values_that_are_not_finite_end_the_island_alone():
     a.x[0] = a.x[0] * np.float32("nan")
     group.until(lambda _: a.stop is not None)
     assert "fragment 0" in a.stop.line
-    before = b.state.logs[0].ledger.number
-    group.until(lambda _: b.state.logs[0].ledger.number > before + 1)
+    before = b.state.logs[0].state.number
+    group.until(lambda _: b.state.logs[0].state.number > before + 1)
     assert np.isfinite(b.outer[0].theta).all()
 
 
@@ -323,8 +339,8 @@ def test_a_program_gives_way_to_a_later_one_of_its_name():
     bucket, run = store.in_memory(), a_run()
     ways = []
     for after in (0, 0, 1, 2):  # two programs; each joins again
-        island = driver.Driver(bucket, run, PACE, "a", start_values(run), after=after)
-        while island.stop is None and island.state.phase != "in":
+        island = executor.Executor(bucket, run, PACE, "a", start_values(run), after=after)
+        while island.stop is None and island.state.phase != "train":
             island.tick()
             while island.work():
                 pass

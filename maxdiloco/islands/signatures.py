@@ -1,4 +1,4 @@
-"""Ed25519 signatures of islands, where run.json names their keys. Rule 12."""
+"""Rule 12: Ed25519 signatures of messages and heartbeats, for runs whose run.json has keys."""
 
 import os
 import pathlib
@@ -11,25 +11,26 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from maxdiloco import small_files
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import records
-from maxdiloco.islands.records import Beat, Message, Run
+from maxdiloco.islands.records import Heartbeat, Message, Run
 
 _REMEDY = "`ssh-keygen -t ed25519 -N '' -f NAME` makes NAME and NAME.pub."
 
-Signed = TypeVar("Signed", Message, Beat)
-Named = tuple[tuple[str, str], ...]  # public keys by island, as run.json has them
+Signed = TypeVar("Signed", Message, Heartbeat)
+PublicKeys = tuple[tuple[str, str], ...]  # (island, key), as in run.json
 
 
 class Keys(NamedTuple):
-    """What an island has: its private key, 32 bytes, and public ones."""
+    """The private key of an island, 32 bytes, and the public keys that it knows."""
 
     own: bytes
-    of_all: Named
+    of_all: PublicKeys
 
 
 def read(path: str) -> Keys:
-    """The private key of a file, as OpenSSH writes it, and that of each NAME.pub beside it.
+    """Read a private key of OpenSSH, and each NAME.pub in its folder.
 
-    path: the value of islands_key. Raises ConfigError.
+    Raises:
+      ConfigError: a file cannot be read, or is not an Ed25519 key.
     """
     file = pathlib.Path(os.path.expanduser(path))
     try:
@@ -46,20 +47,29 @@ def read(path: str) -> Keys:
         ) from error
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(
-            f"islands_key={path}: it, or a .pub beside it, is no key of OpenSSH without a "
-            f"passphrase ({error}). {_REMEDY}"
+            f"islands_key={path}: it, or a .pub in its folder, is not an OpenSSH key without "
+            f"a passphrase ({error}). {_REMEDY}"
         ) from error
     public = {n: k for n, k in of_all.items() if isinstance(k, ed25519.Ed25519PublicKey)}
     if not isinstance(own, ed25519.Ed25519PrivateKey) or public.keys() != of_all.keys():
-        raise ConfigError(f"islands_key={path}: it, or a .pub beside it, is not ed25519. {_REMEDY}")
+        raise ConfigError(
+            f"islands_key={path}: it, or a .pub in its folder, is not ed25519. {_REMEDY}"
+        )
     named = tuple((name, key.public_bytes_raw().hex()) for name, key in public.items())
     return Keys(own.private_bytes_raw(), named)
 
 
-def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> Named:
-    """The keys in run.json, of the store or as its first island `name` begins it.
+def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> PublicKeys:
+    """Return the public keys of run.json, as stored or as this island begins the run.
 
-    Raises ConfigError where they are not those of this island, whose messages would not count.
+    Args:
+      keys: of this island; None: it does not sign.
+      stored: run.json of the store; None: this island begins the run.
+      name: of this island.
+      url: of the store.
+
+    Raises:
+      ConfigError: the messages of this island would not count.
     """
     first = stored is None
     known = dict((keys.of_all if keys else ()) if first else stored.keys)
@@ -68,38 +78,38 @@ def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> Named:
     where = f"island_name={name}, islands_store={url}: "
     if keys is None:
         raise ConfigError(
-            f"{where}signed messages count alone, and islands_key is not set. Set it to the "
+            f"{where}only signed messages count, and islands_key is not set. Set it to the "
             f"private key of {name}."
         )
     other = [each for each, key in keys.of_all if known.get(each) != key]
     if not known or other:
         raise ConfigError(
             f"{where}the run has {'another key of ' + other[0] if known else 'no keys'}. Put the "
-            ".pub files of that run beside islands_key, or use another islands_store."
+            ".pub files of that run next to islands_key, or use another islands_store."
         )
     if known.get(name) != public(keys.own):
         raise ConfigError(
             f"{where}its islands_key is not that of {name} in the run's keys "
-            f"({', '.join(known)}). The first island needs each NAME.pub beside its "
+            f"({', '.join(known)}). The first island needs each NAME.pub next to its "
             "islands_key; set it to the private key of this name."
         )
     return tuple(sorted(known.items()))
 
 
 def public(key: bytes) -> str:
-    """The public key, as run.json has it, of a private one of 32 bytes."""
+    """Return the public key of a private one, as run.json has it."""
     private = ed25519.Ed25519PrivateKey.from_private_bytes(key)
     return private.public_key().public_bytes_raw().hex()
 
 
 def signed(value: Signed, key: bytes) -> Signed:
-    """A message, whose header has the payload's sha256, or a heartbeat with its signature."""
+    """Return a message or a heartbeat with its signature. The header has the payload's sha256."""
     private = ed25519.Ed25519PrivateKey.from_private_bytes(key)
     return value._replace(signature=private.sign(_text(value)).hex())
 
 
-def is_known(run: Run, value: Message | Beat) -> bool:
-    """Whether it counts: its island's key has signed it, or the run has no keys."""
+def is_trusted(run: Run, value: Message | Heartbeat) -> bool:
+    """Return whether its island's key has signed a value, or the run has no keys."""
     if not run.keys:
         return True
     try:
@@ -111,5 +121,5 @@ def is_known(run: Run, value: Message | Beat) -> bool:
     return True
 
 
-def _text(value: Message | Beat) -> bytes:
+def _text(value: Message | Heartbeat) -> bytes:
     return records.encode(value._replace(signature=""))

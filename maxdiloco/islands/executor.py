@@ -1,0 +1,321 @@
+"""Carry out the actions of an island's state machine, on a store and on numpy arrays.
+
+Nothing here has a thread or waits for anything but the store; runtime.py has the threads. The
+caller takes the inner steps. The values of a fragment are one array [N]: its leaves, flattened and
+concatenated.
+"""
+
+import contextlib
+import functools
+import secrets
+import time
+from collections.abc import Callable, MutableSequence, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxdiloco.errors import ConfigError
+from maxdiloco.islands import log_store, outer_step, records, rules, signatures
+from maxdiloco.islands import state_machine as machine
+from maxdiloco.islands.outer_step import Outer, Term
+from maxdiloco.islands.prefetch import Prefetch, ReadAhead
+from maxdiloco.islands.records import Damaged, Gradient, Heartbeat, LogState, Message, Record, Run
+from maxdiloco.islands.rules import Timing
+from maxdiloco.islands.state_machine import StateMachine
+from maxdiloco.storage.store import Bucket
+
+
+class Executor:
+    """An island over a store, without threads.
+
+    Attributes:
+      state: the state machine.
+      outer: the outer state of each fragment.
+      x: own values of each fragment; the caller may replace them between two calls.
+      requests: to the store, to be carried out by `carry_out`.
+      said: lines for the user.
+      evaluations: numbers of the evaluations that this island makes.
+      moments: "kept" or "zero", what happens to the inner optimizer's moments; "" before it begins.
+      norm: of the last message. finite: whether all messages were finite.
+      stop: why the island has ended; None while it runs.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        run: Run,
+        timing: Timing,
+        name: str,
+        outer_params: Sequence[np.ndarray],
+        *,
+        x: MutableSequence[np.ndarray] | None = None,
+        error_feedback: bool = False,
+        moments_of: int | None = None,
+        after: int = 0,
+        key: bytes | None = None,
+        nonce: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Begin with outer parameters for each fragment, which count if this island begins the run.
+
+        Args:
+          bucket: the store.
+          run: see StateMachine.
+          timing: see StateMachine.
+          name: see StateMachine.
+          outer_params: by fragment.
+          x: own values by fragment; None: they are kept here.
+          error_feedback: whether the encoding error of a message stays for the next one also after
+            a merge, which replaces x.
+          moments_of: see StateMachine.
+          after: see StateMachine.
+          key: private key of 32 bytes to sign with; None: messages are not signed.
+          nonce: of this program; None: a random one.
+          clock: [s].
+
+        Raises:
+          ConfigError: outer steps cannot be computed with this run.
+        """
+        if wrong := outer_step.problem(run):
+            raise ConfigError(f"{wrong}. Islands cannot run with it. Set another value.")
+        self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
+        self._prefetch = Prefetch(run, functools.partial(log_store.read, bucket, run))
+        self.outer = [outer_step.fresh(values) for values in outer_params]
+        self.x = [each.theta for each in self.outer] if x is None else x
+        self.sent: list[dict[int, np.ndarray]] = [{} for _ in outer_params]
+        # With error feedback: the error of the last message, and what the next one has to add.
+        self._error_feedback = error_feedback
+        self._error: list[Any] = [np.float32(0)] * len(outer_params)
+        self._residual: list[Any] = [np.float32(0)] * len(outer_params)
+        self._payloads = {
+            records.snapshot_name(fragment, 0): each.to_bytes()
+            for fragment, each in enumerate(self.outer)
+        }
+        self._small = [False] * len(outer_params)  # whether the last record had a small scale
+        self._after: dict[str, tuple[Outer, str]] = {}  # outer state and digest, by gradient
+        self.requests: list[Any] = []
+        self.said: list[str] = []
+        self.evaluations: list[int] = []
+        self.moments, self.norm, self.finite = "", 0.0, True
+        self.stop: machine.Stop | None = None
+        digests = tuple(each.digest() for each in self.outer)
+        nonce = secrets.token_hex(8) if nonce is None else nonce
+        self.state = StateMachine(run, timing, name, nonce, digests, moments_of, after)
+
+    def tick(self, *, within_step: bool = False) -> None:
+        """Let time pass. within_step: an inner step is running, so x stays as it is."""
+        self.deliver(machine.Tick(self._clock(), within_step))
+
+    def step_done(self, tokens: int) -> None:
+        """Note an inner step, whose values are in `x`."""
+        self.deliver(machine.StepDone(tokens))
+
+    def work(self) -> bool:
+        """Carry out the oldest request; return False without one."""
+        if not self.requests:
+            return False
+        self.deliver(self.carry_out(self.requests.pop(0)))
+        return True
+
+    def carry_out(self, request: Any) -> machine.Answer:
+        """Carry out a request, and return the event to deliver. Threads may do so concurrently."""
+        try:
+            return machine.Answer(request, self._request(request))
+        except OSError:
+            return machine.Answer(request, machine.FAILED)
+        except Damaged as error:
+            return machine.Answer(request, machine.Damage(str(error)))
+
+    def deliver(self, event: Any) -> None:
+        """Handle an event; one at a time."""
+        for action in self.state.handle(event):
+            match action:
+                case machine.Pack(message):
+                    self.deliver(machine.Answer(action, self._packed(message)))
+                case machine.Apply():
+                    self.deliver(machine.Answer(action, self._applied(action)))
+                case machine.Begin(moments):
+                    self.moments = moments
+                    for fragment, each in enumerate(self.outer):
+                        self.x[fragment] = each.theta
+                case machine.Evaluate(number):
+                    self.evaluations.append(number)
+                case machine.Say(line):
+                    self.said.append(line)
+                case machine.Stop():
+                    self.stop = action
+                    self.requests.clear()
+                case _:
+                    self.requests.append(action)
+                    if self.state.phase == machine.LOAD and isinstance(action, machine.Get):
+                        self.requests += self._prefetch.after(action.name)
+
+    def leave(self) -> None:
+        """Put a last heartbeat once the program ends, so that nobody waits for this island."""
+        s = self.state
+        was_replaced = self.stop is not None and self.stop.why == machine.REPLACED
+        if s.beats and not was_replaced and s.failing_since is None:
+            last = Heartbeat(s.name, s.incarnation, s.beats + 1, False, 0.0, left=True)
+            with contextlib.suppress(OSError):  # without it the others wait until it is dead
+                self._request(machine.PutHeartbeat(f"hb/{s.name}", last))
+
+    # -- on arrays ---------------------------------------------------------------------------------
+
+    def _packed(self, message: Message) -> Message:
+        """Rule 10."""
+        fragment, wire = message.fragment, self._run.wire
+        sizes, sent = outer_step.sizes_of(self._run, fragment), self.sent[fragment]
+        wanted = rules.unsent(self.outer[fragment].theta, sent.values(), self.x[fragment])
+        wanted = wanted + self._residual[fragment]
+        payload = outer_step.encode(wire, sizes, wanted)
+        values = sent[message.seq] = outer_step.decode(wire, sizes, payload)
+        norm = outer_step.norm(values)
+        self.finite = bool(np.isfinite(wanted).all() and np.isfinite(norm))
+        self.norm = norm if self.finite else 0.0
+        self._error[fragment] = wanted - values
+        message = message._replace(
+            norm=self.norm, finite=self.finite, sha256=records.sha256(payload)
+        )
+        self._payloads[records.name_of_message(message)] = payload
+        return self._signed(message)
+
+    def _signed(self, value: signatures.Signed) -> signatures.Signed:
+        return value if self._key is None else signatures.signed(value, self._key)
+
+    def _applied(self, action: machine.Apply) -> str:
+        """Rule 6; the outer step itself is taken when the gradient is fetched."""
+        record, fragment, run = action.record, action.record.fragment, self._run
+        before, sent = self.outer[fragment], self.sent[fragment]
+        if record.members:
+            after, digest = self._after.pop(records.gradient_name(record))
+        else:
+            after, digest = before, before.digest()
+        for own in self.state.logs[fragment].undecided:
+            if own.message.seq in (*action.committed, *action.returned):
+                del self._payloads[records.name_of_message(own.message)]
+        committed = [sent.pop(seq) for seq in action.committed]
+        for seq in action.returned:
+            del sent[seq]
+        if action.how == "shift":
+            x = self.x[fragment]
+            self.x[fragment] = rules.rebase(x, before.theta, after.theta, committed)
+        elif action.how == "merge":
+            x = self.x[fragment] if run.alpha else after.theta  # reading x may be a transfer
+            self.x[fragment] = outer_step.merged(x, after.theta, run.alpha)
+            if self._error_feedback:
+                self._residual[fragment] = self._error[fragment]
+        self.outer[fragment] = after
+        if action.how != "load":
+            self._log_record(record)
+        if action.keep:
+            name = records.snapshot_name(fragment, record.number)
+            self._payloads[name] = after.to_bytes()
+        return digest
+
+    def _log_record(self, record: Record) -> None:
+        self.said += reject_lines(record)
+        is_small = record.scale < rules.SMALL_SCALE
+        if is_small and not self._small[record.fragment]:
+            self.said.append(scale_line(record))
+        self._small[record.fragment] = is_small
+
+    # -- on the store ------------------------------------------------------------------------------
+
+    def _request(self, action: Any) -> Any:
+        bucket, run = self._bucket, self._run
+        match action:
+            case machine.Create(name, body):
+                result = log_store.create(bucket, run, name, body, self._payloads.get(name, b""))
+                if result != machine.FAILED and name[0] != "u":
+                    self._payloads.pop(name, None)
+                return result
+            case machine.PutHeartbeat(name, body):
+                return bucket.put(name, log_store.encoded(run, name, self._signed(body)))
+            case machine.Get(name):
+                return log_store.get(self._prefetch.read, name)
+            case machine.GetMessage(name):
+                return log_store.get_message(bucket, run, name)
+            case machine.ListIncarnations(island):
+                return log_store.last_incarnation(bucket, island)
+            case machine.ListHeartbeats():
+                return log_store.heartbeats(bucket, run)
+            case machine.Reduce(draft):
+                return self._reduced(draft)
+            case machine.FetchGradient(record):
+                return self._fetched(record)
+            case machine.LoadSnapshot(fragment):
+                return self._loaded(fragment)
+            case machine.Delete(fragment):
+                return self._deleted(fragment)
+            case ReadAhead():
+                return self._prefetch.carry_out(action)
+        raise AssertionError(action)
+
+    def _reduced(self, draft: Record) -> Any:
+        found = [
+            log_store.read_term(self._bucket, self._run, draft.fragment, member)
+            for member in draft.members
+        ]
+        if damaged := tuple(each for each in found if not isinstance(each, Term)):
+            return machine.Reduced("", damaged)
+        payload = outer_step.reduced(self._run, draft.fragment, found)
+        value = Gradient(draft.fragment, draft.number, records.sha256(payload))
+        name = records.gradient_name(draft)
+        result = log_store.create(self._bucket, self._run, name, value, payload)
+        return machine.FAILED if result == machine.FAILED else machine.Reduced(value.sha256)
+
+    def _fetched(self, record: Record) -> bool | None:
+        """Read a gradient, and take the outer step while inner steps are running."""
+        try:
+            gradient = log_store.read_gradient(self._prefetch.read, self._run, record)
+        except FileNotFoundError:
+            return None
+        after = outer_step.stepped(self._run, self.outer[record.fragment], record, gradient)
+        self._after[records.gradient_name(record)] = after, after.digest()
+        return True
+
+    def _loaded(self, fragment: int) -> LogState | None:
+        found = log_store.newest_snapshot(self._bucket, self._run, fragment)
+        if found is None:
+            return None
+        state, payload = found
+        name = records.snapshot_name(fragment, state.number)
+        if len(payload) != 8 * sum(outer_step.sizes_of(self._run, fragment)):
+            raise Damaged(f"{name} is damaged: it is not complete")
+        outer = outer_step.from_bytes(payload)
+        if outer.digest() != state.digest:
+            raise Damaged(f"{name} is damaged: its payload has another digest")
+        self.outer[fragment] = outer
+        return state
+
+    def _deleted(self, fragment: int) -> bool:
+        """Rule 13."""
+        names = log_store.snapshots(self._bucket, fragment)[-2:]
+        try:
+            states = [log_store.read(self._bucket, self._run, name)[0] for name in names]
+        except Damaged:  # an island that needs it reports it
+            return True
+        folders = [f"{kind}/{fragment}" for kind in "ugs"]
+        folders += ["d"] * (fragment == 0 and self._run.block_tokens > 0)
+        names = [name for folder in folders for name in log_store.listed(self._bucket, folder)]
+        if found := rules.deletable(names, states):
+            self._bucket.delete(found)
+        return True
+
+
+def reject_lines(record: Record) -> list[str]:
+    """Return a line for each message that a record rejects."""
+    where = f"record {record.number} of fragment {record.fragment}"
+    return [
+        f"{where} rejects message {one.incarnation}.{one.seq} of island {one.island}: {one.reason}"
+        for one in record.rejected
+    ]
+
+
+def scale_line(record: Record) -> str:
+    """Return the line for a record with a small scale."""
+    members = ", ".join(sorted({member.island for member in record.members}))
+    return (
+        f"record {record.number} of fragment {record.fragment} takes {record.scale:.2g} of a full "
+        f"step: that part of the expected tokens has come, from {members}"
+    )

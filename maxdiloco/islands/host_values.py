@@ -1,0 +1,155 @@
+"""Copy the values of a fragment between the devices and host memory (needs JAX).
+
+On the host a fragment is one float32 array [N]: its leaves in tree order, flattened and
+concatenated, whatever the mesh is. With several processes all call the same methods in the same
+order. Only process 0 uses the values. A leaf is replicated on the devices while it travels.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from maxdiloco.diloco import fragments
+from maxdiloco.engine.calls import Call
+from maxdiloco.engine.fragment_values import FragmentArrays, FragmentView, arrays_of, with_arrays
+from maxdiloco.engine.layout import FragmentPlan, Layout, State, fragment_leaves
+from maxdiloco.engine.programs import Programs
+from maxdiloco.islands.records import Leaf
+from maxdiloco.parallel.program import Program
+from maxdiloco.parallel.sharding import shardings_of
+
+
+class HostValues:
+    """Reads and writes the values of fragments, with one program each."""
+
+    def __init__(self, programs: Programs):
+        """Keep the programs of a DiLoCo of one replica."""
+        self._programs, self._layout = programs, programs.layout
+
+    def params(self, state: State, plan: FragmentPlan) -> np.ndarray:
+        """Return the replica's values [N]. Waits for them."""
+        return _gathered(self._read_params(plan)(arrays_of(state, plan).params, plan.starts))
+
+    def outer(self, state: State, plan: FragmentPlan) -> np.ndarray:
+        """Return the outer parameters [N]. Waits for them."""
+        read = FragmentView(self._layout, plan).theta.read
+        program = self._programs.of_fragment("theta", plan, read)
+        return _gathered(program(arrays_of(state, plan).theta, plan.starts))
+
+    def put(self, state: State, plan: FragmentPlan, values: Sequence[np.ndarray] | None) -> State:
+        """Return the state with new values of a fragment.
+
+        Args:
+          state: donated.
+          plan: of the fragment.
+          values: replica, outer parameters and momentum [N], in process 0; None in others.
+        """
+        like = self._like(plan)
+        ends = np.cumsum([np.prod(x.shape, dtype=int) for x in like])
+        if values is None:
+            values = 3 * [np.zeros(ends[-1], np.float32)]
+        placed = [
+            [_placed(part, x) for part, x in zip(np.split(each, ends[:-1]), like, strict=True)]
+            for each in values
+        ]
+        leaves = arrays_of(state, plan)._replace(residual=())
+        return with_arrays(state, plan, self._write(plan)(leaves, plan.starts, *placed))
+
+    def without_moments(self, state: State, init_opt_state: Callable[[Any], Any]) -> State:
+        """Return the state with an inner optimizer that has seen nothing. state: donated."""
+        shardings = jax.tree.map(lambda x: x.sharding, state.opt_state)
+        for old in jax.tree.leaves(state.opt_state):
+            old.delete()  # before there are two
+        make = jax.jit(jax.vmap(init_opt_state), out_shardings=shardings)
+        return replace(state, opt_state=make(state.params))
+
+    def calls(self, runs: float) -> Iterable[Call]:
+        """Return each program once. runs: how often a period reads and writes each fragment."""
+        by_program: dict[int, Call] = {}
+        for plan in self._layout.plans:
+            leaves = arrays_of(self._layout.state, plan)._replace(residual=())
+            like = self._like(plan)
+            for call in (
+                Call(self._read_params(plan), (leaves.params, plan.starts), runs),
+                Call(self._write(plan), (leaves, plan.starts, like, like, like), runs),
+            ):
+                old = by_program.get(id(call.program), call._replace(runs=0))
+                by_program[id(call.program)] = old._replace(runs=old.runs + runs)
+        return by_program.values()
+
+    def _read_params(self, plan: FragmentPlan) -> Program:
+        view = FragmentView(self._layout, plan)
+
+        def read(leaves, starts):
+            return [x[0].astype(jnp.float32) for x in view.params.read(leaves, starts)]
+
+        out = self._shardings(plan)
+        return self._programs.of_fragment("values", plan, read, out_shardings=out)
+
+    def _write(self, plan: FragmentPlan) -> Program:
+        view = FragmentView(self._layout, plan)
+
+        def write(leaves, starts, x, theta, trace):
+            dtypes = [leaf.dtype for leaf in leaves.params]
+            x = [value[None].astype(dtype) for value, dtype in zip(x, dtypes, strict=True)]
+            kept, structure = jax.tree.flatten(leaves.outer_opt)
+            outer_opt = jax.tree.unflatten(structure, trace if kept else [])
+            return view.write(leaves, starts, FragmentArrays(x, theta, outer_opt))
+
+        kept = shardings_of(arrays_of(self._layout.state, plan)._replace(residual=()))
+        return self._programs.of_fragment("replace", plan, write, donate=(0,), out_shardings=kept)
+
+    def _like(self, plan: FragmentPlan) -> list[jax.ShapeDtypeStruct]:
+        leaves = fragment_leaves(self._layout.state.outer, plan)
+        shapes = [s.shape(x.shape) for s, x in zip(plan.slices, leaves, strict=True)]
+        return [
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+            for shape, sharding in zip(shapes, self._shardings(plan), strict=True)
+        ]
+
+    def _shardings(self, plan: FragmentPlan) -> list[NamedSharding]:
+        return [NamedSharding(self._layout.mesh, shard.spec) for shard in plan.payload.shards]
+
+
+def _gathered(parts: Sequence[jax.Array]) -> np.ndarray:
+    if jax.process_count() > 1:
+        parts = [multihost_utils.process_allgather(part, tiled=True) for part in parts]
+    return np.concatenate([np.asarray(part).reshape(-1) for part in jax.device_get(parts)])
+
+
+def _placed(part: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+    part = part.reshape(like.shape)
+    if jax.process_count() == 1:
+        return jax.device_put(part, like.sharding)
+    # As integers: a broadcast is a sum, and the sum of -0 and 0 is 0.
+    bits = multihost_utils.broadcast_one_to_all(np.ascontiguousarray(part).view(np.int32))
+    part = np.asarray(bits).view(np.float32)
+    return jax.make_array_from_callback(like.shape, like.sharding, part.__getitem__)
+
+
+def leaves_of(layout: Layout, layer_axis: Any) -> tuple[tuple[Leaf, ...], ...]:
+    """Return the leaves of each fragment for run.json."""
+    like = layout.state.outer
+    kinds, leaves = fragments.kinds_of(like, layer_axis), jax.tree.leaves(like)
+    found = []
+    for plan in layout.plans:
+        shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
+        found.append(
+            tuple(_leaf(kinds[s.leaf], shape) for s, shape in zip(plan.slices, shapes, strict=True))
+        )
+    return tuple(found)
+
+
+def _leaf(kind: Any, shape: tuple[int, ...]) -> Leaf:
+    size = int(np.prod(shape))
+    if isinstance(kind, fragments.Vocabulary):
+        return Leaf(size, 0)
+    if isinstance(kind, fragments.Stacked) and kind.axis == 0:
+        return Leaf(size, shape[0])
+    return Leaf(size, 1)

@@ -1,0 +1,330 @@
+"""The objects of a log in a store: bounded reads, checked bytes, and FAILED instead of errors."""
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from maxdiloco.data.packages import require
+from maxdiloco.errors import ConfigError
+from maxdiloco.islands import outer_step, records, rules, signatures
+from maxdiloco.islands.outer_step import Term
+from maxdiloco.islands.records import (
+    Damaged,
+    Gradient,
+    Heartbeat,
+    Lease,
+    LogState,
+    Member,
+    Message,
+    Record,
+    Run,
+    TooLarge,
+)
+from maxdiloco.islands.state_machine import CREATED, EXISTS, FAILED, Damage
+from maxdiloco.storage import store
+from maxdiloco.storage.store import Bucket, Entry, LocalFolder, Version
+
+T = TypeVar("T")
+Read = Callable[[str], tuple[Any, bytes]]  # name -> (object, payload)
+_NAMES = re.compile(
+    r"hb/[A-Za-z0-9_-]{1,64}|i/[A-Za-z0-9_-]{1,64}/\d{1,19}|[cs]/\d{1,9}/\d{1,19}|d/\d{1,19}(\.2)?"
+    r"|g/\d{1,9}/\d{1,19}\.[A-Za-z0-9_.-]{1,400}|u/\d{1,9}/[A-Za-z0-9_-]{1,64}(\.\d{1,19}){2}"
+)
+_GRADIENT = re.compile(r"g/\d+/\d+\.[A-Za-z0-9_-]{1,64}\.[0-9.]{1,40}")
+_MAX_SPEED = 1e12  # tokens a second; a heartbeat that claims more is ignored
+_FIRST_BYTES = 1 << 16  # of a message are read first; few headers are longer
+
+
+def open_bucket(url: str, key: str = "URL") -> Bucket | LocalFolder:
+    """Open the bucket or folder of a URL or a path.
+
+    Args:
+      url: gs://, s3://, az:// or file:// with a folder, or a path.
+      key: name of the option, for errors.
+
+    Raises:
+      ConfigError: it cannot be opened.
+    """
+    scheme, _, rest = url.rpartition("://")
+    if scheme and scheme not in (*store.SCHEMES, "file"):
+        known = ", ".join(f"{name}://" for name in (*store.SCHEMES, "file"))
+        raise ConfigError(f"{key}={url} has an unknown scheme. Use {known} or a path.")
+    if scheme in store.SCHEMES and not re.match(r"[A-Za-z0-9]", rest):
+        raise ConfigError(f"{key}={url} does not name a bucket. Use {scheme}://bucket/folder.")
+    try:
+        if scheme in store.SCHEMES:
+            require("obstore", f"{key}={url}", extra="buckets")
+            return store.connect(scheme, *re.split("/+", rest.rstrip("/"), maxsplit=1))
+        return store.local_folder(os.path.expanduser(rest))
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={url} cannot be opened: {error.strerror or error}. Name a folder or a bucket "
+            "that can."
+        ) from error
+
+
+# -- one object ------------------------------------------------------------------------------------
+
+
+def max_bytes(run: Run | None, name: str) -> int:
+    """Rule 12: return the most bytes of an object with its payload. run: None for run.json."""
+    header = records.max_header(records.kind_of(name))
+    if run is None or name[0] not in "ugs":
+        return header
+    sizes = outer_step.sizes_of(run, records.fragment_of(name))
+    if name[0] == "s":
+        return header + 8 * sum(sizes)
+    wire = run.wire if name[0] == "u" else run.wire_down
+    return header + outer_step.payload_size(wire, sizes)
+
+
+def require_size(run: Run | None, name: str, size: int) -> None:
+    """Rule 12: raise TooLarge for an object that no reader accepts."""
+    if size > (most := max_bytes(run, name)):
+        raise TooLarge(f"{name} has {size} bytes, and {most} are the most")
+
+
+def encoded(run: Run, name: str, value: Any, payload: bytes = b"") -> bytes:
+    """Return the bytes of an object that every reader accepts. Raises TooLarge."""
+    data = records.encode(value, payload)
+    require_size(run, name, len(data))
+    return data
+
+
+def create(bucket: Bucket, run: Run, name: str, value: Any, payload: bytes = b"") -> str:
+    """Put an object if its name is free. Return CREATED, EXISTS or FAILED. Raises TooLarge."""
+    data = encoded(run, name, value, payload)
+    try:
+        version = bucket.put_if(name, data, None)
+    except OSError:
+        return FAILED
+    return EXISTS if version is None else CREATED
+
+
+def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
+    """Return an object and its payload.
+
+    Raises:
+      FileNotFoundError: it is absent.
+      OSError: the store cannot be read.
+      Damaged: it is not the object of its name.
+    """
+    part = store.BLOCK_BYTES
+    data, entry = bucket.get_first(name, min(max_bytes(run, name), part))
+    require_size(run, name, entry.size)
+    starts = range(len(data), entry.size, part)
+    rest = [bucket.get_range(name, n, min(n + part, entry.size)) for n in starts]
+    value, payload = records.decode(name, b"".join([data, *rest]))
+    if not _has_name(value, name):
+        raise Damaged(f"{name} is damaged: it is not the object of its name")
+    return value, payload
+
+
+def _has_name(value: Any, name: str) -> bool:
+    """Return whether an object belongs to a name, as far as its fields say."""
+    match value:
+        case Record(fragment, number):
+            is_safe = _GRADIENT.fullmatch(records.gradient_name(value)) is not None
+            return name == records.record_name(fragment, number) and is_safe
+        case Message():
+            return name == records.name_of_message(value)
+        case LogState(fragment, number):
+            return name == records.snapshot_name(fragment, number)
+        case Gradient(fragment, number):
+            return name.startswith(f"g/{fragment}/{number}.")
+        case Heartbeat(island):
+            return name == f"hb/{island}"
+        case Lease(own):
+            return name == own
+    return True
+
+
+def get(read: Read, name: str) -> Any:
+    """Return an object, None, FAILED or Damage. A damaged lease counts as another island's.
+
+    Args:
+      read: reads an object.
+      name: of the object.
+    """
+    try:
+        return read(name)[0]
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return FAILED
+    except Damaged as error:
+        if name.startswith("d/"):
+            return Lease(name, "", 0, "")
+        return Damage(str(error))
+
+
+def get_message(bucket: Bucket, run: Run, name: str) -> Any:
+    """Return a message without its payload, None, FAILED or Damage. An unsigned one is Damage."""
+    try:
+        data, entry = bucket.get_first(name, _FIRST_BYTES)
+        if data.count(b"\n", 0, _FIRST_BYTES) < 2 and len(data) < entry.size:
+            data, entry = bucket.get_first(name, records.max_header(Message))
+        message, _ = records.decode(name, data, whole=False)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return FAILED
+    except Damaged:
+        return Damage("format")
+    if not _has_name(message, name):
+        return Damage("name")
+    sizes = outer_step.sizes_of(run, message.fragment)
+    payload_size = outer_step.payload_size(run.wire, sizes)
+    if entry.size != len(records.encode(message)) + payload_size:
+        return Damage("size")
+    return message if signatures.is_trusted(run, message) else Damage("signature")
+
+
+def read_term(bucket: Bucket, run: Run, fragment: int, member: Member) -> Term | tuple[Any, str]:
+    """Return a member's values; or (its key, why they cannot count). Raises OSError."""
+    key = rules.message_key(member)
+    try:
+        message, payload = read(bucket, run, records.message_name(fragment, *key))
+        values = outer_step.decode(run.wire, outer_step.sizes_of(run, fragment), payload)
+    except FileNotFoundError:
+        return key, "gone"
+    except ValueError:  # Damaged, too
+        return key, "sha256"
+    if not signatures.is_trusted(run, message):
+        return key, "signature"
+    if not np.isfinite(values).all():
+        return key, "not finite"
+    if message.norm != outer_step.norm(values):
+        return key, "another norm"
+    return Term(key[:2], member.weight, values)
+
+
+def read_gradient(read: Read, run: Run, record: Record) -> np.ndarray:
+    """Return the gradient of a record [N]. Raises OSError, Damaged."""
+    name = records.gradient_name(record)
+    value, payload = read(name)
+    if value != Gradient(record.fragment, record.number, record.gradient):
+        raise Damaged(f"{name} is damaged: it is not what its record names")
+    return outer_step.decode(run.wire_down, outer_step.sizes_of(run, record.fragment), payload)
+
+
+# -- listings --------------------------------------------------------------------------------------
+
+
+def listed(bucket: Bucket, folder: str) -> Iterator[str]:
+    """Yield the names in a folder that can belong to a log. Raises OSError."""
+    return (entry.name for entry in bucket.list_all(folder) if _NAMES.fullmatch(entry.name))
+
+
+def heartbeats(bucket: Bucket, run: Run) -> dict[str, Heartbeat]:
+    """Return trusted heartbeats by island. Raises OSError."""
+    found = (get(lambda name: read(bucket, run, name), name) for name in listed(bucket, "hb"))
+    return {
+        one.island: one
+        for one in found
+        if isinstance(one, Heartbeat)
+        and 0 <= one.speed < _MAX_SPEED
+        and signatures.is_trusted(run, one)
+    }
+
+
+def last_incarnation(bucket: Bucket, island: str) -> int:
+    """Return the highest incarnation of an island that is listed; 0 without one. Raises OSError."""
+    return max(map(records.number_of, listed(bucket, f"i/{island}")), default=0)
+
+
+def snapshots(bucket: Bucket, fragment: int) -> list[str]:
+    """Return the names of the listed snapshots, the oldest first. Raises OSError."""
+    return sorted(listed(bucket, f"s/{fragment}"), key=records.number_of)
+
+
+def newest_snapshot(bucket: Bucket, run: Run, fragment: int) -> tuple[LogState, bytes] | None:
+    """Return the newest listed snapshot; None without one. Raises OSError, Damaged."""
+    names = snapshots(bucket, fragment)
+    with contextlib.suppress(FileNotFoundError):
+        return read(bucket, run, names[-1]) if names else None
+    return None
+
+
+# -- counts ----------------------------------------------------------------------------------------
+
+
+class Counts(NamedTuple):
+    """Requests, and bytes of objects to and from the store."""
+
+    requests: int = 0
+    sent: int = 0
+    received: int = 0
+
+
+class MeteredStore:
+    """A bucket that counts its requests.
+
+    Attributes:
+      counts: so far.
+      failure: the last error, "" without one.
+    """
+
+    def __init__(self, bucket: Bucket):
+        """Wrap a bucket."""
+        self._bucket, self._lock = bucket, threading.Lock()
+        self.counts, self.failure = Counts(), ""
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        """See Bucket."""
+        return self._ask(self._bucket.get_range, name, start, end, received=len)
+
+    def get_first(self, name: str, most: int) -> tuple[bytes, Entry]:
+        """See Bucket."""
+        return self._ask(self._bucket.get_first, name, most, received=lambda found: len(found[0]))
+
+    def put(self, name: str, data: bytes) -> None:
+        """See Bucket."""
+        self._ask(self._bucket.put, name, data, sent=len(data))
+
+    def put_if(self, name: str, data: bytes, version: Version | None) -> Version | None:
+        """See Bucket."""
+        return self._ask(self._bucket.put_if, name, data, version, sent=len(data))
+
+    def head(self, name: str) -> Entry | None:
+        """See Bucket."""
+        return self._ask(self._bucket.head, name)
+
+    def list_all(self, prefix: str) -> Iterator[Entry]:
+        """See Bucket. Each 1,000 names are one request."""
+        found = self._ask(lambda: list(self._bucket.list_all(prefix)))
+        self._count(requests=len(found) // 1000)
+        return iter(found)
+
+    def delete(self, names: Collection[str]) -> None:
+        """See Bucket."""
+        self._ask(self._bucket.delete, names)
+
+    def _ask(
+        self,
+        request: Callable[..., T],
+        *args: Any,
+        sent: int = 0,
+        received: Callable[[T], int] = lambda _: 0,
+    ) -> T:
+        try:
+            result = request(*args)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            self.failure = str(error.strerror)
+            raise
+        self._count(requests=1, sent=sent, received=received(result))
+        return result
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            old = self.counts
+            self.counts = old._replace(
+                **{key: n + more.get(key, 0) for key, n in old._asdict().items()}
+            )

@@ -1,0 +1,70 @@
+"""The processes of one island: process 0 decides, and the others follow in the same order.
+
+Only process 0 has the executor, its threads and the store. Before it reads or replaces values on
+the devices it tells the others, since those programs span all processes (needs JAX).
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
+
+# What process 0 does next.
+READ, WRITE, RESET, WAIT, GO, FAIL = "read", "write", "reset", "wait", "go", "fail"
+_BYTES = 4096  # of a message, which is broadcast with a fixed size
+_ERRORS = {kind.__name__: kind for kind in (CheckpointError, ConfigError, NumericsError)}
+
+
+def decides() -> bool:
+    """Return whether this is process 0."""
+    return jax.process_index() == 0
+
+
+def tell(what: str, value: Any = None) -> None:
+    """In process 0: tell the others what it does next."""
+    if jax.process_count() > 1:
+        _broadcast(json.dumps([what, value]).encode())
+
+
+def told() -> tuple[str, Any]:
+    """In another process: return what process 0 does next. Raises the error that ends process 0."""
+    while True:
+        what, value = json.loads(_broadcast(b"").rstrip(b"\0"))
+        if what == FAIL:
+            raise _ERRORS[value[0]](value[1])
+        if what != WAIT:
+            return what, value
+
+
+def first(work: Callable[[], Any]) -> Any:
+    """Let only process 0 do some work, and return what it has returned in all processes.
+
+    Raises:
+      Exception: what `work` raises, if it is an error of this package, in all processes.
+    """
+    if not decides():
+        return told()[1]
+    try:
+        result = work()
+    except tuple(_ERRORS.values()) as error:
+        fail(error)
+        raise
+    tell(GO, result)
+    return result
+
+
+def fail(error: Exception) -> None:
+    """In process 0: end the others with an error."""
+    tell(FAIL, [type(error).__name__, str(error)[: _BYTES // 8]])
+
+
+def _broadcast(data: bytes) -> bytes:
+    if len(data) > _BYTES:
+        raise AssertionError(f"{len(data)} bytes do not fit")
+    padded = np.frombuffer(data.ljust(_BYTES, b"\0"), np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes()

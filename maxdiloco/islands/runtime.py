@@ -1,0 +1,298 @@
+"""Run an island concurrently with the training steps: threads, clock, leased data, log lines.
+
+The thread that trains calls `wait_to_step` before an inner step and `step_done` after it. Only
+there does the executor read and replace the island's values. All else happens while steps run.
+"""
+
+import bisect
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from maxdiloco.islands import rules
+from maxdiloco.islands.executor import Executor
+from maxdiloco.islands.records import Heartbeat, Range
+from maxdiloco.islands.state_machine import TRAIN, Create, PutHeartbeat, Reduce, StateMachine
+
+# A request may be a fragment that travels for minutes, or wait for a store that is away. Heartbeats
+# have a thread of their own.
+THREADS = 8
+PAUSE_S = 0.02  # between two ticks
+DRAIN_S = 10.0  # for requests in flight at the end
+WAIT_LINE_S = 30.0  # after which a waiting island logs what it waits for
+MEANWHILE_S = 1.0  # between two calls of `meanwhile`
+
+
+class LeasedData:
+    """The data that an island has leased, in the order of reading. Any thread calls the methods.
+
+    Attributes:
+      begun: inner steps before this start of the island.
+      ranges: leases, each in full length.
+    """
+
+    def __init__(self, begun: int = 0):
+        """Begin without leases."""
+        self.begun, self.ranges = begun, list[Range]()
+        self._ends, self._known = list[int](), set[tuple[int, int]]()
+        self._changed, self._ended, self._closed = threading.Condition(), False, False
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that were ever leased."""
+        return self._ends[-1] if self._ends else 0
+
+    def extend(self, leases: Iterable[Range]) -> None:
+        """Add leases, each in full length at its first appearance."""
+        with self._changed:
+            for lease in leases:
+                if lease[:2] not in self._known:
+                    self._known.add(lease[:2])
+                    self._ends.append(self.tokens + lease.stop - lease.start)
+                    self.ranges.append(lease)
+            self._changed.notify_all()
+
+    def read(self, start: int, stop: int) -> list[Range]:
+        """Return what the island's own tokens from `start` to before `stop` are.
+
+        Waits until they are leased. Returns [] if they never will be, or the data are closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self.tokens >= stop)
+            if self._closed or self.tokens < stop:
+                return []
+            found, i = [], bisect.bisect_right(self._ends, start)
+            while start < stop:
+                lease, end = self.ranges[i], min(stop, self._ends[i])
+                before = self._ends[i] - lease.stop  # from own tokens to those of the block
+                found.append(lease._replace(start=start - before, stop=end - before))
+                start, i = end, i + 1
+            return found
+
+    def end(self) -> None:
+        """No lease follows: end all waits."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """No step follows: what is leased is not read either."""
+        self._closed = True
+        self.end()
+
+
+class Runtime:
+    """An executor with threads."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        data: LeasedData,
+        say: Callable[[str], None],
+        meanwhile: Callable[[], None] = lambda: None,
+    ):
+        """Start the threads.
+
+        Args:
+          executor: of the island.
+          data: gets the leases.
+          say: logs a line; any thread calls it.
+          meanwhile: called every MEANWHILE_S by a thread that waits for a step.
+        """
+        self.executor, self.data = executor, data
+        self._say, self._meanwhile = say, meanwhile
+        self._members = Members(executor.state.name)
+        lock = threading.Lock()  # around every event
+        self._changed, self._wanted = threading.Condition(lock), threading.Condition(lock)
+        self._in_flight, self._closing = list[Any](), False
+        self._waited_for = set[str]()
+        self._error: BaseException | None = None
+        targets = [(self._tick,), (self._work, True), *[(self._work, False)] * THREADS]
+        self._threads = [
+            threading.Thread(target=self._guarded, args=target, daemon=True) for target in targets
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait until the island has caught up with the log, or has ended."""
+        self._wait_until(lambda: self.executor.state.phase == TRAIN)
+
+    def wait_to_step(self, tokens: int = 0) -> None:
+        """Wait until the next inner step may begin, or the island has ended.
+
+        Args:
+          tokens: number of own tokens that have to be leased.
+        """
+        began = self.executor.state.now
+
+        def may_step():
+            state = self.executor.state
+            if state.may_step() and self.data.tokens >= tokens:
+                return True
+            line = wait_line(state) if state.now - began >= WAIT_LINE_S else ""
+            if line and line not in self._waited_for:
+                self._waited_for.add(line)
+                self._say(line)
+            return False
+
+        self._wait_until(may_step)
+
+    def step_done(self, tokens: int) -> None:
+        """Note an inner step."""
+        with self._changed:
+            self.executor.step_done(tokens)
+            self._after_event()
+
+    def close(self, *, drain: bool) -> None:
+        """End the threads. drain: wait a while for requests in flight."""
+        with self._changed:
+            if drain and not self._closing and self._error is None:
+                self._changed.wait_for(self._has_stored, DRAIN_S)
+            self._closing = True
+            self._changed.notify_all()
+            self._wanted.notify_all()
+        self.data.close()
+        self._threads[0].join()
+
+    def leave(self, *, drain: bool) -> None:
+        """End the threads as `close`, and put a last heartbeat."""
+        self.close(drain=drain)
+        self._threads[1].join(DRAIN_S)  # it puts heartbeats, of which this is the last
+        self.executor.leave()
+
+    def _has_stored(self) -> bool:
+        requests = [*self._in_flight, *self.executor.requests]
+        return not any(isinstance(request, Create | Reduce) for request in requests)
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        called = time.monotonic()
+        while True:
+            with self._changed:
+                self.executor.tick()
+                self._after_event()
+                if self._error is not None:
+                    raise self._error
+                if self._closing or self.executor.stop is not None or done():
+                    return
+                self._changed.wait(PAUSE_S)
+            if time.monotonic() - called >= MEANWHILE_S:
+                self._meanwhile()
+                called = time.monotonic()
+
+    def _guarded(self, target: Callable[..., None], *args: Any) -> None:
+        try:
+            target(*args)
+        finally:
+            self._error = self._error or sys.exception()
+
+    def _tick(self) -> None:
+        with self._changed:
+            while not self._closing:
+                self.executor.tick(within_step=True)
+                self._after_event()
+                self._changed.wait(PAUSE_S)
+
+    def _work(self, of_heartbeats: bool) -> None:
+        """Carry out requests: those for heartbeats, or all others."""
+        with self._wanted:
+            while not self._closing:
+                requests = self.executor.requests
+                own = (one for one in requests if isinstance(one, PutHeartbeat) == of_heartbeats)
+                if (request := next(own, None)) is None:
+                    self._wanted.wait()
+                    continue
+                requests.remove(request)
+                self._in_flight.append(request)
+                self._wanted.release()
+                try:
+                    answer = self.executor.carry_out(request)
+                finally:
+                    self._wanted.acquire()
+                    self._in_flight.remove(request)
+                self.executor.deliver(answer)
+                self._after_event()
+
+    def _after_event(self) -> None:
+        """Pass on leases and lines, and wake the threads. The caller holds the lock."""
+        executor = self.executor
+        self.data.extend(executor.state.leases)
+        said, executor.said = executor.said + self._members.lines(executor.state), []
+        for line in said:
+            self._say(line)
+        if executor.stop is not None:
+            self.data.end()
+        self._changed.notify_all()
+        if executor.requests:
+            self._wanted.notify_all()
+
+
+def wait_line(state: StateMachine) -> str:
+    """Return the line about what an island waits for."""
+    what = "a block of the data"
+    for fragment, log in enumerate(state.logs):
+        if not log.undecided or log.record is not None:
+            continue
+        islands, least = {island for island, *_ in log.inbox}, state.run.islands_min
+        if not all(own.stored for own in log.undecided):
+            what = f"its message of fragment {fragment} to be in the store"
+        elif len(islands) < least:
+            what = f"messages of fragment {fragment} of {least} islands, and has {len(islands)}"
+        else:
+            what = f"the next record of fragment {fragment}"
+        break
+    return f"island {state.name} waits for {what}"
+
+
+class Members:
+    """The other islands, for a line when one comes or goes."""
+
+    def __init__(self, name: str):
+        """Keep the name of this island."""
+        self._name = name
+        self._first: dict[str, Heartbeat] = {}  # one that never changes may be of last week
+        self._present: Mapping[str, int] = {}  # incarnations
+        self._gone: set[str] = set()
+
+    def lines(self, state: StateMachine) -> list[str]:
+        """Return what has changed since the last call."""
+        if state.phase != TRAIN:
+            return []
+        beats = {name: state.peers[name].heartbeat for name in state.alive() - {self._name}}
+        present = {
+            name: beat.incarnation
+            for name, beat in beats.items()
+            if self._first.setdefault(name, beat) != beat
+        }
+        if present == self._present:
+            return []
+        before, self._present, found = self._present, present, []
+        for name in sorted(before.keys() - present.keys()):
+            self._gone.add(name)
+            dead = f"is thought dead: no heartbeat for {state.timing.dead:g} s"
+            has_left = state.peers[name].heartbeat.left
+            found.append(f"island {name} {'has left' if has_left else dead}")
+        for name, incarnation in sorted(present.items()):
+            start = f", its start number {incarnation}" if incarnation > 1 else ""
+            if name not in before:
+                found.append(f"island {name} is {'back' if name in self._gone else 'there'}{start}")
+            elif incarnation != before[name]:
+                found.append(f"island {name} has started again{start}")
+        return found
+
+
+def metrics(state: StateMachine) -> dict[str, float]:
+    """Return islands/* of a row: of the log of fragment 0, and of this island in it."""
+    log = state.logs[0].state
+    own = (one.tokens for one in log.watermarks if one.island == state.name)
+    found = {
+        "islands/alive": len(state.alive() | {state.name}),
+        "islands/progress": rules.progress(state.run, log),
+        "islands/records": log.number,
+        "islands/committed_tokens": log.tokens,
+        "islands/own_tokens": sum(own),
+        "islands/undecided": sum(len(each.undecided) for each in state.logs),
+    }
+    return {name: float(value) for name, value in found.items()}

@@ -1,0 +1,966 @@
+"""State machine of an island: `StateMachine.handle(event)` returns actions.
+
+The machine has no clock, thread, store or array. Time is an event, and so is the answer to every
+action. runtime.py carries the actions out; the simulator of the tests does so with numbers of one
+value. rules.py has what all islands agree on, and docs/development/islands-protocol.md states the
+numbered rules.
+
+The file reads from top to bottom: actions, events, state; the step loop; the next record; requests;
+answers of the store, in the order of an island's life.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from maxdiloco.islands import records, rules
+from maxdiloco.islands.records import (
+    Heartbeat,
+    Lease,
+    LogState,
+    Member,
+    Message,
+    Range,
+    Record,
+    Run,
+)
+from maxdiloco.islands.rules import Key, Peer, Timing
+
+# -- actions on the store --------------------------------------------------------------------------
+# Each has one answer, sooner or later, in any order. FAILED says that nobody knows whether the
+# request was carried out. An object that is read may be None, if it is absent, or Damage.
+FAILED, CREATED, EXISTS = "failed", "created", "exists"
+
+
+class Damage(NamedTuple):
+    """What was read cannot be trusted."""
+
+    reason: str
+
+
+class Create(NamedTuple):
+    """Put an object unless its name exists. Answer: CREATED or EXISTS."""
+
+    name: str
+    body: Any
+
+
+class PutHeartbeat(NamedTuple):
+    """Replace the own heartbeat. Answer: anything."""
+
+    name: str
+    body: Heartbeat
+
+
+class Get(NamedTuple):
+    """Read an object. Answer: the object."""
+
+    name: str
+
+
+class GetMessage(NamedTuple):
+    """Read a message without its payload. Answer: the message."""
+
+    name: str
+
+
+class ListIncarnations(NamedTuple):
+    """List the starts of an island. Answer: the highest incarnation, 0 without any."""
+
+    island: str
+
+
+class ListHeartbeats(NamedTuple):
+    """Read all heartbeats. Answer: {island: Heartbeat}."""
+
+    folder: str = "hb"
+
+
+class Reduce(NamedTuple):
+    """Compute the gradient of a record and put it. Answer: Reduced."""
+
+    draft: Record
+
+
+class Reduced(NamedTuple):
+    """The gradient's sha256; or which members cannot be used and why, and then no gradient."""
+
+    sha256: str
+    damaged: tuple[tuple[Key, str], ...] = ()
+
+
+class FetchGradient(NamedTuple):
+    """Read the gradient of a record, and keep it for Apply. Answer: True."""
+
+    record: Record
+
+
+class LoadSnapshot(NamedTuple):
+    """Adopt the newest snapshot that is listed. Answer: its LogState."""
+
+    fragment: int
+
+
+class Delete(NamedTuple):
+    """Delete the objects of rules.deletable. Answer: anything."""
+
+    fragment: int
+
+
+# -- actions on the island's values: carried out at once, and the answer is the next event ---------
+
+
+class Pack(NamedTuple):
+    """Encode the unsent progress. Answer: the message with norm, finite, sha256 and signature."""
+
+    message: Message
+
+
+class Apply(NamedTuple):
+    """Take the outer step of a record. Answer: the digest of the outer state.
+
+    Attributes:
+      record: the next record.
+      how: what happens to the island's own values x. "load": nothing, training has not begun;
+        "merge": x <- alpha x + (1 - alpha) outer parameters; "shift": rules.rebase.
+      committed: numbers of the own messages that the record takes.
+      returned: numbers of the own messages that it rejects.
+      keep: whether a snapshot is made, which the record's author puts.
+    """
+
+    record: Record
+    how: str
+    committed: tuple[int, ...]
+    returned: tuple[int, ...]
+    keep: bool
+
+
+class Begin(NamedTuple):
+    """Start training from the outer parameters. moments: "kept" or "zero". No answer."""
+
+    moments: str
+
+
+class Evaluate(NamedTuple):
+    """Evaluate the outer parameters; only this island does. No answer."""
+
+    number: int
+
+
+class Say(NamedTuple):
+    """Log a line. No answer."""
+
+    line: str
+
+
+DONE, REPLACED = "done", "replaced"
+
+
+class Stop(NamedTuple):
+    """The island has ended. No answer.
+
+    Attributes:
+      line: why, for the user.
+      again: whether it may join again, as a new incarnation.
+      why: DONE, REPLACED by another program of its name, or "".
+    """
+
+    line: str
+    again: bool
+    why: str = ""
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+
+class Tick(NamedTuple):
+    """Time has passed, by the island's own clock [s]. within_step: an inner step is running."""
+
+    now: float
+    within_step: bool = False
+
+
+class StepDone(NamedTuple):
+    """An inner step has finished."""
+
+    tokens: int
+
+
+class Answer(NamedTuple):
+    """The answer to an action."""
+
+    action: Any
+    result: Any
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+class Undecided(NamedTuple):
+    """An own message that no record has decided, its step, and whether the store has it."""
+
+    message: Message
+    t: int
+    stored: bool
+
+
+class Request(NamedTuple):
+    """A request to the store, due at a time [s] or in flight."""
+
+    due: float
+    tries: int
+    in_flight: bool
+
+
+@dataclasses.dataclass(slots=True)
+class FragmentLog:
+    """The log of one fragment, as far as the island has followed it, and its part in it.
+
+    Values are replaced as a whole, never changed in place.
+
+    Attributes:
+      state: after the records that are applied; None before a snapshot is loaded.
+      record: the next record, once it is known. fetched: with its gradient.
+      draft: the record that this island is writing. drafts: number of drafts so far.
+      caught_up: whether no later record was there.
+      undecided: own messages. seq: number of the last one.
+      steps, tokens, data: progress that is not sent.
+      sent_at: time of the last message [s].
+      inbox: messages that the next record may decide. damaged: {message: reason}.
+      first_at, ripe_at: when the next record had its first message, and could be written [s].
+      refused: own messages rejected in a row for a reason that repeats.
+      missing: a gradient that is deleted, and how often it was asked for.
+    """
+
+    state: LogState | None = None
+    record: Record | None = None
+    fetched: bool = False
+    draft: Record | None = None
+    drafts: int = 0
+    caught_up: bool = False
+    undecided: tuple[Undecided, ...] = ()
+    seq: int = 0
+    steps: int = 0
+    tokens: int = 0
+    data: tuple[Range, ...] = ()
+    sent_at: float = 0.0
+    inbox: Mapping[Key, Message] = dataclasses.field(default_factory=dict)
+    damaged: Mapping[Key, str] = dataclasses.field(default_factory=dict)
+    first_at: float | None = None
+    ripe_at: float | None = None
+    refused: int = 0
+    missing: tuple[str, int] = ("", 0)
+
+
+AWAY = "the store is away: this island trains on for two periods"
+FIND, CLAIM, LOAD, TRAIN, STOPPED = "find", "claim", "load", "train", "stopped"  # phases
+
+
+@dataclasses.dataclass
+class StateMachine:
+    """An island.
+
+    Attributes:
+      run: what all islands of the log have in common.
+      timing: of this island.
+      name: of this island. nonce: of this program.
+      initial: digests of the outer state of each fragment before the first record.
+      moments_of: number of records that the own checkpoint has; None without a checkpoint.
+      after: the incarnation of this program before it joined again; 0 at its first start.
+      logs: one for each fragment.
+      requests: to the store. creating: {name: object} whose creation is not known to be done.
+      phase: FIND the run, CLAIM an incarnation, LOAD the log, TRAIN, or STOPPED.
+      t, tokens_read: inner steps, and their tokens.
+      peers: newest heartbeat of each island. observed: how long heartbeats were watched [s], up to
+        listed_at.
+      beats, beat_at, beat_tokens: number of the last own heartbeat, when the next one is due, and
+        tokens_read at the last one.
+      leases: rests of the blocks that this island holds. leasing: requested leases by name.
+        leased: every block that was requested. missed: requests in a row that others had won.
+      period_tokens: tokens of the last message of fragment 0.
+      failing_since, unwritten_since: since when requests, or writes, fail [s].
+    """
+
+    run: Run
+    timing: Timing
+    name: str
+    nonce: str
+    initial: tuple[str, ...]
+    moments_of: int | None = None
+    after: int = 0
+    logs: tuple[FragmentLog, ...] = ()
+    requests: dict[Any, Request] = dataclasses.field(default_factory=dict)
+    creating: dict[str, Any] = dataclasses.field(default_factory=dict)
+    incarnation: int = 1
+    phase: str = FIND
+    now: float = 0.0
+    t: int = 0
+    tokens_read: int = 0
+    peers: Mapping[str, Peer] = dataclasses.field(default_factory=dict)
+    observed: float = 0.0
+    listed_at: float = 0.0
+    beats: int = 0
+    beat_at: float = 0.0
+    beat_tokens: int = 0
+    leases: tuple[Range, ...] = ()
+    leasing: dict[str, Range] = dataclasses.field(default_factory=dict)
+    leased: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    missed: int = 0
+    period_tokens: int = 0
+    failing_since: float | None = None
+    unwritten_since: float | None = None
+    said_away: bool = False
+    _asked_for: tuple[Any, ...] = (None,)  # what the requests for messages follow from
+    _actions: list[Any] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        """Begin with a question for the run of the store. Rule 9: every start is the same path."""
+        self.logs = tuple(FragmentLog() for _ in self.run.fragments)
+        self._request(Get(records.RUN))
+
+    def handle(self, event: Any) -> list[Any]:
+        """Change the state by an event, and return the actions that follow."""
+        if self.phase == STOPPED:
+            return []
+        match event:
+            case Tick(now, within_step):
+                self._tick(now, within_step)
+            case StepDone(tokens):
+                self._count_step(tokens)
+                self._at_boundary()
+            case Answer(Pack(), message):
+                self._packed(message)
+            case Answer(Apply() as action, digest):
+                self._applied(action, digest)
+            case Answer(action, result):
+                if (request := self.requests.pop(action, None)) is not None:
+                    self._answered(action, result, request.tries)
+        actions, self._actions = self._actions, []
+        return actions
+
+    def may_step(self) -> bool:
+        """Rules 6 and 8: return whether the next inner step may begin.
+
+        An island waits only before it would send a third undecided message, or without data.
+        """
+        if self.phase != TRAIN or (self.run.block_tokens and not self.leases):
+            return False
+        # A record that is known decides a message, perhaps at a later step.
+        return not any(
+            log.undecided
+            and not rules.may_send(log.undecided)
+            and log.record is None
+            and self._is_due(log)
+            for log in self.logs
+        )
+
+    def observed_now(self) -> float:
+        """Rule 3: return how long heartbeats were watched until now [s]."""
+        since = self.now - self.listed_at
+        return self.observed + rules.observed(self.timing, since, self.unwritten_since is None)
+
+    def alive(self) -> set[str]:
+        """Rule 3: return the islands that are alive."""
+        return rules.alive(self.peers, self.observed_now(), self.timing)
+
+    # -- the step loop -----------------------------------------------------------------------------
+
+    def _tick(self, now: float, within_step: bool) -> None:
+        self.now = now
+        if self.phase in (LOAD, TRAIN) and not within_step:
+            self._at_boundary()
+        if self.phase == LOAD and all(log.caught_up and log.record is None for log in self.logs):
+            self._begin()
+        if self.phase == TRAIN:
+            for log in self.logs:
+                if log.inbox and log.record is None and log.draft is None:
+                    self._draft_record(log)
+            self._ask_for_messages()
+            self._ask_for_leases()
+            self._send_heartbeat()
+        for action, (due, tries, in_flight) in self.requests.items():
+            if not in_flight and due <= now:
+                self.requests[action] = Request(due, tries, True)
+                self._actions.append(action)
+
+    def _begin(self) -> None:
+        """Rule 9: the island has caught up with the log. Its messages are spread over a period."""
+        for fragment, log in enumerate(self.logs):
+            log.sent_at = self.now - self.timing.period * fragment / len(self.logs)
+        self.phase, self.beat_at = TRAIN, self.now
+        moments = rules.moments(self.moments_of, self.logs[0].state.number)
+        self._actions.append(Begin(moments))
+
+    def _count_step(self, tokens: int) -> None:
+        """Rule 8: a step reads the leased blocks in turn."""
+        data: list[Range] = []
+        leases, left = list(self.leases), tokens
+        while leases and left:
+            block, lease, start, stop = leases[0]
+            end = min(start + left, stop)
+            data.append(Range(block, lease, start, end))
+            left -= end - start
+            leases[:1] = [Range(block, lease, end, stop)] if end < stop else []
+        for log in self.logs:
+            log.steps, log.tokens = log.steps + 1, log.tokens + tokens
+            log.data = rules.joined(log.data, data, self.run.block_tokens)
+        self.t, self.tokens_read, self.leases = self.t + 1, self.tokens_read + tokens, tuple(leases)
+
+    def _at_boundary(self) -> None:
+        """Between two inner steps: send fragments that are due, and apply records of others."""
+        for fragment, log in enumerate(self.logs):
+            if self.phase == TRAIN and self._is_due(log) and rules.may_send(log.undecided):
+                self._send(fragment, log)
+            elif log.record is not None and log.fetched:
+                self._apply(log)
+
+    def _is_due(self, log: FragmentLog) -> bool:
+        return rules.is_due(self.timing, log.steps, self.now - log.sent_at)
+
+    def _send(self, fragment: int, log: FragmentLog) -> None:
+        count = rules.fitting_ranges(log.data)
+        left = rules.tokens_of(log.data[count:])  # sent with the next message
+        log.seq += 1
+        message = Message(
+            fragment=fragment,
+            island=self.name,
+            incarnation=self.incarnation,
+            seq=log.seq,
+            base=log.state.number,
+            steps=log.steps,
+            tokens=log.tokens - left,
+            read=self.tokens_read - left,
+            data=log.data[:count],
+            norm=0.0,
+            finite=True,
+            sha256="",
+        )
+        log.steps, log.tokens, log.data, log.sent_at = 0, left, log.data[count:], self.now
+        self._actions.append(Pack(message))
+
+    def _packed(self, message: Message) -> None:
+        if not message.finite:
+            line = f"its outer gradient of fragment {message.fragment} is not finite"
+            return self._stop(line, again=True)
+        log = self.logs[message.fragment]
+        if message.fragment == 0:
+            self.period_tokens = message.tokens
+        log.undecided = (*log.undecided, Undecided(message, self.t, False))
+        self._request(Create(records.name_of_message(message), message))
+
+    def _apply(self, log: FragmentLog) -> None:
+        """Rule 6."""
+        record, how = log.record, "load"
+        taken = {rules.message_key(one) for one in record.members}
+        refused = {rules.message_key(one) for one in record.rejected}
+        committed = [own for own in log.undecided if rules.message_key(own.message) in taken]
+        returned = [own for own in log.undecided if rules.message_key(own.message) in refused]
+        if self.phase == TRAIN:
+            sent_at = max((own.t for own in committed), default=None)
+            others = len(log.undecided) - len(committed) - len(returned)
+            how = rules.how_to_apply(self.run, self.t, sent_at, others)
+        if how == "wait":
+            return
+        keep = record.author == self.name and how != "load"
+        self._actions.append(
+            Apply(
+                record,
+                how,
+                committed=tuple(own.message.seq for own in committed),
+                returned=tuple(own.message.seq for own in returned),
+                keep=keep and record.number % self.run.snapshot_every == 0,
+            )
+        )
+
+    def _applied(self, action: Apply, digest: str) -> None:
+        record, log, size = action.record, self.logs[action.record.fragment], self.run.block_tokens
+        before = log.state
+        log.state = rules.next_state(self.run, before, record, digest)
+        for own in reversed(log.undecided):
+            if own.message.seq in action.returned:
+                log.steps, log.tokens = (
+                    log.steps + own.message.steps,
+                    log.tokens + own.message.tokens,
+                )
+                log.data = rules.joined(own.message.data, log.data, size)
+        reasons = {rules.message_key(one): one.reason for one in record.rejected}
+        own_reasons = [reasons.get(rules.message_key(own.message)) for own in log.undecided]
+        log.refused = 0 if action.committed else log.refused
+        log.refused += any(reason in rules.REPEATED for reason in own_reasons)
+        decided = {*action.committed, *action.returned}
+        log.undecided = tuple(own for own in log.undecided if own.message.seq not in decided)
+        watermarks = rules.watermarks(log.state)
+        log.inbox = {
+            key: message
+            for key, message in log.inbox.items()
+            if not rules.is_decided(watermarks, key)
+            and not rules.is_forgotten(self.run, log.state, message)
+        }
+        log.damaged = {
+            key: reason
+            for key, reason in log.damaged.items()
+            if not rules.is_decided(watermarks, key)
+        }
+        log.record, log.fetched, log.draft, log.first_at, log.ripe_at = (
+            None,
+            False,
+            None,
+            None,
+            None,
+        )
+        self._request(Get(records.record_name(record.fragment, record.number + 1)))
+        if action.keep:
+            name = records.snapshot_name(record.fragment, record.number)
+            self._request(Create(name, log.state))
+        if log.refused >= rules.MAX_UNDECIDED:
+            return self._stop("two of its messages in a row were rejected", again=True)
+        if (self.name, self.incarnation) in log.state.dead:
+            return self._stop("the others took it for dead", again=True)
+        if any(rules.is_forgotten(self.run, log.state, own.message) for own in log.undecided):
+            return self._stop("the log has gone on without its messages", again=True)
+        if self.phase == TRAIN and record.fragment == 0:
+            if rules.progress(self.run, log.state) >= 1:
+                line = f"done: {log.state.tokens} tokens are committed"
+                return self._stop(line, again=False, why=DONE)
+            self._evaluate(record, before.tokens, log.state.tokens)
+
+    def _evaluate(self, record: Record, before: int, after: int) -> None:
+        """Rule 8: the author of the record that passes a mark evaluates, if it is still running."""
+        own = record.author == self.name and record.nonce.startswith(f"{self.incarnation}.")
+        interval = self.run.eval_tokens
+        if own and interval and after // interval > before // interval:
+            self._actions.append(Evaluate(after // interval))
+
+    # -- the next record ---------------------------------------------------------------------------
+
+    def _draft_record(self, log: FragmentLog) -> None:
+        """Rule 2: begin to write the next record, if it is this island's turn."""
+        present = self._present()
+        log.first_at = self.now if log.first_at is None else log.first_at
+        found = rules.decidable(
+            self.run,
+            log.state,
+            log.inbox,
+            log.damaged,
+            present,
+            waited=self.now - log.first_at,
+            timing=self.timing,
+        )
+        if found is None:
+            log.ripe_at = None
+            return
+        log.ripe_at = self.now if log.ripe_at is None else log.ripe_at
+        earlier = rules.authors_before(log.state.number + 1, self.name, present)
+        if self.now - log.ripe_at < earlier * self.timing.takeover:
+            return
+        draft = self._largest_that_fits(log, present, *found)
+        if draft is None:
+            return
+        log.draft, log.drafts = draft, log.drafts + 1
+        name = records.record_name(draft.fragment, draft.number)
+        self._request(Reduce(draft) if draft.members else Create(name, draft))
+
+    def _present(self) -> set[str]:
+        """Return the islands whose messages a record waits for."""
+        dead = self.logs[0].state.dead
+        present = {self.name} if self._has_sent() else set()
+        for name in self.alive() & self.peers.keys():
+            heartbeat = self.peers[name].heartbeat
+            if heartbeat.ready and not heartbeat.left:
+                present |= {name} if (name, heartbeat.incarnation) not in dead else set()
+        return present
+
+    def _has_sent(self) -> bool:
+        decided = sum(log.seq - len(log.undecided) for log in self.logs)
+        return rules.is_ready(
+            decided + sum(own.stored for log in self.logs for own in log.undecided)
+        )
+
+    def _largest_that_fits(self, log, present, members, rejected) -> Record | None:
+        """Rule 12: return the record of as many messages as fit; None if none does.
+
+        The oldest messages come first, but an island's second one after all first ones.
+        """
+        draft = self._record(log, present, members, rejected)
+        if rules.fits(self.run, log.state, draft):
+            return draft
+        watermarks = rules.watermarks(log.state)
+
+        def turn(key):
+            return key[2] - watermarks.get(key[:2], 0), log.inbox[key].base, key
+
+        order = sorted(map(rules.message_key, (*members, *rejected)), key=turn)
+        fits, too_many, found = 0, len(order), None
+        while too_many - fits > 1:
+            count = (fits + too_many) // 2
+            taken = {*order[:count]}
+            parts = (
+                [one for one in part if rules.message_key(one) in taken]
+                for part in (members, rejected)
+            )
+            draft = self._record(log, present, *parts)
+            if rules.fits(self.run, log.state, draft):
+                fits, found = count, draft
+            else:
+                too_many = count
+        return found
+
+    def _record(self, log, present, members, rejected) -> Record:
+        """Rule 5: weights and scale."""
+        state, observed = log.state, self.observed_now()
+        by_island: dict[tuple[str, int], list[Message]] = {}
+        tokens: dict[str, float] = {}
+        for message in members:
+            by_island.setdefault((message.island, message.incarnation), []).append(message)
+            tokens[message.island] = tokens.get(message.island, 0) + message.tokens
+        weights = {key: rules.weight(state.number + 1, found) for key, found in by_island.items()}
+        came, mean = sum(tokens.values()), sum(tokens.values()) / max(len(tokens), 1)
+        expected = came + sum(
+            rules.expected_tokens(state, self.peers[name], mean, observed, self.timing)
+            for name in sorted((present - tokens.keys()) & self.peers.keys())
+        )
+        alive = self.alive() & self.peers.keys()
+        living = {name: self.peers[name].heartbeat.incarnation for name in alive}
+        living[self.name] = self.incarnation
+        return Record(
+            fragment=state.fragment,
+            number=state.number + 1,
+            author=self.name,
+            nonce=f"{self.incarnation}.{log.drafts}",
+            members=tuple(
+                Member(
+                    *rules.message_key(one),
+                    weights[one.island, one.incarnation],
+                    one.steps,
+                    one.tokens,
+                    one.norm,
+                    one.data,
+                )
+                for one in members
+            ),
+            rejected=tuple(rejected),
+            dead=rules.newly_dead(state, living, absent=observed >= self.timing.dead),
+            scale=rules.scale(came, expected),
+            previous=state.record_hash,
+            state=state.digest,
+            gradient="",
+        )
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _request(self, action: Any, delay: float = 0.0, tries: int = 0) -> None:
+        """Make a request after `delay`, or earlier if that was planned already."""
+        old, due = self.requests.get(action), self.now + delay
+        if old is None or not (old.in_flight or old.due <= due):
+            self.requests[action] = Request(due, tries, False)
+
+    def _repeat(self, action: Any, tries: int) -> None:
+        salt = f"{self.name}{self.nonce}{action[0]}"
+        self._request(action, rules.pause(self.timing, tries, salt), tries + 1)
+
+    def _ask_for_messages(self) -> None:
+        """Rule 11: read messages of others by name."""
+        known_from = (self.peers, *(part for log in self.logs for part in (log.state, log.inbox)))
+        if all(map(lambda a, b: a is b, known_from, self._asked_for)):
+            return  # all of them are asked for, with pauses that grow
+        self._asked_for = known_from
+        watermarks = [rules.watermarks(log.state) for log in self.logs]
+        for name, peer in self.peers.items():
+            key = name, peer.heartbeat.incarnation
+            for fragment, log in enumerate(self.logs) if name != self.name else ():
+                mark = watermarks[fragment].get(key, 0)
+                known = max([k[2] for k in log.inbox if k[:2] == key], default=mark)
+                if known < mark + rules.MAX_UNDECIDED and key not in log.state.dead:
+                    self._request(GetMessage(records.message_name(fragment, *key, known + 1)))
+
+    def _ask_for_leases(self) -> None:
+        """Rule 8: hold blocks for as long as this island trains on without the store."""
+        size, log = self.run.block_tokens, self.logs[0]
+        period_tokens = max(self.period_tokens, log.tokens)
+        while size and rules.wants_lease(
+            [*self.leases, *self.leasing.values()], period_tokens, self.missed
+        ):
+            name, found = rules.next_lease(log.state, size, self.leased)
+            self.leasing[name] = found
+            self.leased.add(found[:2])
+            self._request(Create(name, Lease(name, self.name, self.incarnation, self.nonce)))
+
+    def _send_heartbeat(self) -> None:
+        """Rule 3."""
+        if self.now < self.beat_at or any(isinstance(one, PutHeartbeat) for one in self.requests):
+            return
+        since = self.now - self.beat_at + self.timing.beat
+        speed = (self.tokens_read - self.beat_tokens) / since
+        self.beats, self.beat_at = self.beats + 1, self.now + self.timing.beat
+        self.beat_tokens = self.tokens_read
+        body = Heartbeat(
+            self.name, self.incarnation, self.beats, self._has_sent(), speed, left=False
+        )
+        self._request(PutHeartbeat(f"hb/{self.name}", body))
+
+    # -- answers of the store ----------------------------------------------------------------------
+
+    def _answered(self, action: Any, result: Any, tries: int) -> None:
+        self._watch_store(action, result)
+        if isinstance(result, Damage) and not isinstance(action, GetMessage):
+            return self._stop(result.reason, again=False)
+        if result == FAILED and not isinstance(action, Create):
+            if self._is_retried(action):
+                self._repeat(action, tries)
+            return
+        match action:
+            case Create(name, body):
+                self._created(name, body, result, tries)
+            case Get():
+                self._got(action, result, tries)
+            case ListIncarnations():
+                self._claim(result + 1)
+            case ListHeartbeats():
+                self._listed(action, result)
+            case LoadSnapshot(fragment):
+                self._loaded(action, fragment, result, tries)
+            case GetMessage():
+                self._got_message(action, result, tries)
+            case Reduce(draft):
+                self._reduced(draft, result)
+            case FetchGradient(record):
+                self._fetched(record, result)
+
+    def _watch_store(self, action: Any, result: Any) -> None:
+        """Rule 12: say once that the store is away, and that it is back.
+
+        A full disk, which can be read, is away until something is written.
+        """
+        own = self.creating.get(action[0])
+        writes = isinstance(action, Create | PutHeartbeat) or (own is not None and result == own)
+        if result == FAILED:
+            if self.failing_since is None:
+                self.failing_since = self.now
+            if writes and self.unwritten_since is None:
+                self.unwritten_since = self.now
+            since = self.failing_since
+            if self.unwritten_since is not None:
+                since = min(since, self.unwritten_since)
+            if self.now - since >= self.timing.period and not self.said_away:
+                self.said_away = True
+                self._actions.append(Say(AWAY))
+            return
+        if self.failing_since is not None and self.now - self.failing_since >= self.timing.max_poll:
+            self.requests = {  # at once, and with short pauses again
+                one: old if old.in_flight else Request(min(old.due, self.now), 0, False)
+                for one, old in self.requests.items()
+            }
+        self.failing_since = None
+        self.unwritten_since = None if writes else self.unwritten_since
+        if self.said_away and self.unwritten_since is None:
+            self.said_away = False
+            self._actions.append(Say("the store is back"))
+
+    def _is_retried(self, action: Any) -> bool:
+        """Rule 12: return whether a failed request is repeated, however long the store is away.
+
+        A heartbeat is not, since the next one is newer; nor a deletion, or what the log has passed.
+        """
+        match action:
+            case PutHeartbeat() | Delete():
+                return False
+            case Reduce(draft):
+                return self.logs[draft.fragment].draft == draft
+            case FetchGradient(record):
+                return self.logs[record.fragment].record == record
+        return True
+
+    def _created(self, name: str, body: Any, result: str, tries: int) -> None:
+        """Rule 2: after a lost answer, the object in the store says who wrote it."""
+        if result == CREATED:
+            return self._settled(name, body)
+        self.creating[name] = body
+        delay = rules.pause(self.timing, tries, self.nonce) if result == FAILED else 0.0
+        self._request(Get(name), delay, tries)
+
+    def _got(self, action: Get, found: Any, tries: int) -> None:
+        name = action.name
+        own = self.creating.pop(name, None)
+        if found is not None:
+            return self._settled(name, found)
+        if own is not None:
+            self._request(Create(name, own), tries=tries + 1)
+        elif name == records.RUN:  # this island begins the run: snapshots first, then run.json
+            for fragment, digest in enumerate(self.initial):
+                state = rules.genesis(self.run, fragment, digest)
+                self._request(Create(records.snapshot_name(fragment, 0), state))
+        if name[0] == "c":
+            fragment, number = records.fragment_of(name), records.number_of(name)
+            log = self.logs[fragment]
+            if log.state is not None and number == log.state.number + 1 and log.record is None:
+                log.caught_up = True
+                self._repeat(action, tries)
+
+    def _settled(self, name: str, body: Any) -> None:
+        """Act on an object that the store has under this name for ever."""
+        match name[0]:
+            case "r":
+                self._run_settled(body)
+            case "i":
+                self._incarnation_settled(body)
+            case "s":
+                self._snapshot_settled(name, body)
+            case "u":
+                self._message_settled(name, body)
+            case "c":
+                self._record_settled(name, body)
+            case "d":
+                self._lease_settled(name, body)
+
+    def _run_settled(self, run: Run) -> None:
+        for key, own, other in zip(run._fields, self.run, run, strict=True):
+            if own != other:
+                line = f"{key}={own} here, and {other} in the run of this store. Set the same, or"
+                return self._stop(f"{line} use another store", again=False)
+        self.phase = CLAIM
+        # A program that joins again knows its number; a higher one is of a later program.
+        if self.after:
+            self._claim(self.after + 1)
+        else:
+            self._request(ListIncarnations(self.name))
+
+    def _claim(self, incarnation: int) -> None:
+        """Rule 2: a listing may be late, the put decides."""
+        name = records.incarnation_name(self.name, incarnation)
+        self._request(Create(name, Lease(name, self.name, incarnation, self.nonce)))
+
+    def _incarnation_settled(self, lease: Lease) -> None:
+        """Rule 2: each program that shares a name has its own incarnation."""
+        if self.phase != CLAIM:
+            return
+        if not rules.is_own(lease, self.nonce):
+            return self._replaced() if self.after else self._claim(lease.incarnation + 1)
+        self.phase, self.incarnation, self.listed_at = LOAD, lease.incarnation, self.now
+        for fragment in range(len(self.logs)):
+            self._request(LoadSnapshot(fragment))
+        self._request(ListHeartbeats())
+
+    def _snapshot_settled(self, name: str, state: LogState) -> None:
+        if self.phase != FIND:
+            return self._request(Delete(state.fragment))
+        if state.record_hash != rules.genesis_hash(self.run):
+            line = f"{name} is of a start with other keys, which has no {records.RUN} yet."
+            return self._stop(f"{line} Use another store, or a folder without it", again=False)
+        self.logs[state.fragment].caught_up = True
+        if all(log.caught_up for log in self.logs):
+            for log in self.logs:
+                log.caught_up = False
+            self._request(Create(records.RUN, self.run))
+
+    def _message_settled(self, name: str, message: Message) -> None:
+        log, key = self.logs[message.fragment], rules.message_key(message)
+        for own in log.undecided:
+            if rules.message_key(own.message) == key:
+                if message != own.message:
+                    line = f"another program writes {name}"
+                    return self._stop(line, again=True, why=REPLACED)
+                log.undecided = tuple(
+                    one._replace(stored=True) if one is own else one for one in log.undecided
+                )
+                log.inbox = {**log.inbox, key: message}
+
+    def _record_settled(self, name: str, record: Record) -> None:
+        """Rule 1."""
+        log = self.logs[records.fragment_of(name)]
+        number = records.number_of(name)
+        if log.state is None or number != log.state.number + 1 or log.record is not None:
+            return
+        if reason := rules.validate_record(log.state, record):
+            return self._stop(f"{name} does not follow: {reason}", again=False)
+        log.record, log.fetched, log.draft = record, not record.members, None
+        if record.members:
+            self._request(FetchGradient(record))
+
+    def _lease_settled(self, name: str, lease: Lease) -> None:
+        found = self.leasing.pop(name)
+        if rules.is_own(lease, self.nonce):
+            self.leases, self.missed = (*self.leases, found), 0
+        else:
+            self.missed += 1
+
+    def _listed(self, action: ListHeartbeats, heartbeats: Mapping[str, Heartbeat]) -> None:
+        """Rule 3: note changes by the own clock."""
+        self.observed, self.listed_at = self.observed_now(), self.now
+        peers = dict(self.peers)
+        for name, heartbeat in heartbeats.items():
+            old = peers.get(name)
+            if old is None or heartbeat[1:3] > old.heartbeat[1:3]:  # incarnation, then count
+                same = old is not None and old.heartbeat.incarnation == heartbeat.incarnation
+                peers[name] = Peer(heartbeat, self.observed, old.since if same else self.observed)
+        self.peers = peers
+        self._request(action, self.timing.list)
+        own = peers.get(self.name)
+        if own is not None and self.phase in (LOAD, TRAIN):
+            if own.heartbeat.incarnation > self.incarnation:
+                self._replaced()
+
+    def _loaded(self, action: LoadSnapshot, fragment: int, state: Any, tries: int) -> None:
+        """Rule 9."""
+        if state is None:
+            return self._repeat(action, tries)
+        self.logs[fragment].state = state
+        self._request(Get(records.record_name(fragment, state.number + 1)))
+
+    def _got_message(self, action: GetMessage, found: Any, tries: int) -> None:
+        """Rule 12: a message that cannot be read is decided, too: rejected by its name."""
+        fragment, key = records.fragment_of(action.name), records.message_of(action.name)
+        log = self.logs[fragment]
+        if rules.is_decided(rules.watermarks(log.state), key) or key[:2] in log.state.dead:
+            return
+        if found is None:
+            peer = self.peers.get(key[0])
+            if peer is not None and peer.heartbeat.incarnation == key[1]:
+                self._repeat(action, tries)
+            return
+        if isinstance(found, Damage):
+            log.damaged = {**log.damaged, key: found.reason}
+            base = log.state.number
+            found = Message(fragment, *key, base, 0, 0, 0, (), 0.0, False, "")
+        elif rules.is_forgotten(self.run, log.state, found):
+            return
+        log.inbox = {**log.inbox, key: found}
+
+    def _reduced(self, draft: Record, result: Reduced) -> None:
+        log = self.logs[draft.fragment]
+        if log.draft != draft or log.record is not None:
+            return
+        if result.damaged:
+            log.draft, log.damaged = None, {**log.damaged, **dict(result.damaged)}
+            return
+        name = records.record_name(draft.fragment, draft.number)
+        self._request(Create(name, draft._replace(gradient=result.sha256)))
+
+    def _fetched(self, record: Record, found: Any) -> None:
+        """Rule 13: an island that is so late that a gradient is deleted joins as new."""
+        log = self.logs[record.fragment]
+        if log.record != record:
+            return
+        if found is not None:
+            log.fetched = True
+            return
+        name = records.gradient_name(record)
+        if self.phase == TRAIN:
+            return self._stop(f"{name} is deleted already", again=True)
+        times = log.missing[1] + 1 if log.missing[0] == name else 0
+        log.state, log.record, log.caught_up, log.missing = None, None, False, (name, times)
+        log.fetched = False
+        if times == 1:
+            line = f"{name} is lost: this island waits for a snapshot that is later"
+            self._actions.append(Say(line))
+        self._repeat(LoadSnapshot(record.fragment), times)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _stop(self, line: str, *, again: bool, why: str = "") -> None:
+        self.phase = STOPPED
+        self.requests.clear()
+        self._actions.append(Stop(line, again, why))
+
+    def _replaced(self) -> None:
+        line = f"another program runs as island {self.name}. Give each its own name"
+        self._stop(line, again=False, why=REPLACED)

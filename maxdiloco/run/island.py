@@ -1,0 +1,218 @@
+"""A run as an island: from the config to maxdiloco.Island, its data and its control.
+
+# B sequences of a step  L tokens
+"""
+
+import hashlib
+from collections.abc import Callable
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from maxdiloco.config.keys import KEYS, Config
+from maxdiloco.config.values import show
+from maxdiloco.data import order
+from maxdiloco.data.mixture import TrainingData
+from maxdiloco.data.pipeline import Batch
+from maxdiloco.engine.diloco import InnerStep
+from maxdiloco.engine.settings import ExchangeSettings
+from maxdiloco.errors import ConfigError
+from maxdiloco.islands.island import Island
+
+# One request for a lease in so many steps, and a step of sixteen times the tokens fits.
+STEPS_OF_A_BLOCK = 16
+_MAX_TEXT = 200  # characters of a value in run.json; longer ones are hashed
+# The keys of the arguments of Island.
+_KEYS = MappingProxyType({
+    "store": "islands_store",
+    "name": "island_name",
+    "min_members": "islands_min_members",
+    "key_file": "islands_key",
+    "sync_period": "diloco_sync_period",
+    "num_fragments": "num_diloco_fragments",
+    "overlap_steps": "num_communication_overlapping_steps",
+    "alpha": "communication_overlapping_alpha",
+    "exchange_dtype": "diloco_exchange_dtype",
+    "aggregation": "diloco_aggregation",
+    "outer_optimizer": "diloco_outer_optimizer",
+    "outer_lr": "diloco_outer_lr",
+    "outer_momentum": "diloco_outer_momentum",
+    "step_tokens": "per_device_batch_size",
+    "eval_tokens": "eval_interval",
+})  # fmt: skip
+# Keys that have to be equal on all islands, in addition to those of the model.
+_OF_FRAGMENTS = (
+    "enable_streaming_diloco", "num_diloco_fragments", "num_nonlayer_fragments",
+    "use_sequential_layers",
+)  # fmt: skip
+_OF_DATA = (
+    "max_target_length", "enable_data_shuffling", "data_shuffle_seed", "packing",
+    "grain_packing_type",
+)  # fmt: skip
+
+
+class Facts(NamedTuple):
+    """What an island has to know in addition to the config.
+
+    Attributes:
+      contents, tokenizer: fingerprints.
+      steps: of the learning rate's schedule.
+      step_tokens: of an inner step. length: of a sequence.
+      say: logs a line.
+    """
+
+    contents: str
+    tokenizer: str
+    steps: int
+    step_tokens: int
+    length: int
+    say: Callable[[str], None]
+
+
+def build(
+    step: InnerStep,
+    cfg: Config,
+    exchange: ExchangeSettings,
+    facts: Facts | None,
+    fresh: Callable[[Any], Any],
+    **options: Any,
+) -> Island:
+    """Return the island that a config describes.
+
+    Args:
+      step: of a replica.
+      cfg: of the run.
+      exchange: of the run.
+      facts: None if nothing is trained.
+      fresh: params -> the first state of the inner optimizer.
+      **options: mesh, layer_axis and on_compile of Island.
+    """
+    step_tokens = facts.step_tokens if facts else 1
+    return Island.from_settings(
+        step,
+        exchange,
+        store=cfg.islands_store,
+        name=cfg.island_name,
+        total_tokens=facts.steps * step_tokens if facts else 1,
+        step_tokens=step_tokens,
+        block_tokens=STEPS_OF_A_BLOCK * step_tokens,
+        eval_tokens=max(cfg.eval_interval, 0) * step_tokens,
+        period_seconds=cfg.islands_period_seconds,
+        dead_seconds=cfg.islands_dead_seconds,
+        min_members=cfg.islands_min_members,
+        key_file=cfg.islands_key,
+        same=same_settings(cfg, facts),
+        init_opt_state=fresh,
+        say=facts.say if facts else lambda _: None,
+        option_names=_KEYS,
+        **options,
+    )
+
+
+def same_settings(cfg: Config, facts: Facts | None) -> dict[str, str]:
+    """Return what shapes the parameters, their fragments and the data."""
+    group = KEYS["model_name"].group
+    names = [name for name, key in KEYS.items() if key.group == group]
+    names = [name for name in names if name not in ("model_name", "override_model_config")]
+    found = {name: show(vars(cfg)[name]) for name in (*names, *_OF_FRAGMENTS, *_OF_DATA)}
+    if entries := list(map(dict, cfg.dataset_mixture)):
+        shares = order.shares([Fraction(entry.get("weight", "1")) for entry in entries])
+        names = [entry["name"] for entry in entries]
+        pairs = sorted(f"{name}:{share}" for name, share in zip(names, shares, strict=True))
+        found["dataset_mixture"] = ",".join(pairs)
+    if facts is not None:
+        found |= {"dataset_path": _hash(facts.contents), "tokenizer_path": facts.tokenizer}
+    return {key: text if len(text) <= _MAX_TEXT else _hash(text) for key, text in found.items()}
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class IslandControl:
+    """The run control of an island: the log decides about learning rate, data and end."""
+
+    def __init__(self, island: Island, facts: Facts | None):
+        """Keep the island, and open its store if it is to train. Raises ConfigError."""
+        self._island, self._facts = island, facts
+        if facts is not None:
+            island.open()
+            if island.run.block_tokens % facts.length:
+                raise ConfigError(
+                    f"max_target_length={facts.length} does not divide the blocks of "
+                    f"{island.run.block_tokens} tokens of this store. Start the run with an island "
+                    "whose steps have whole sequences."
+                )
+
+    def join(self, state: Any) -> Any:
+        """See RunControl."""
+        return self._island.rejoin(state)
+
+    def reads(self, text: TrainingData) -> "LeasedText":
+        """Return the blocks of the text that the island leases."""
+        return LeasedText(text, self._island, self._facts.length)
+
+    def learning_rate(self, rate: Callable[[float], float], t: int) -> float:
+        """Return the rate by the tokens of all islands."""
+        found = rate(self._island.progress * (self._facts.steps - 1)) * self._island.warmup(t)
+        return float(np.float32(found))
+
+    def evaluates(self, t: int, interval: int) -> bool:
+        """See Island.evaluates."""
+        return self._island.evaluates
+
+    def ended(self) -> bool:
+        """Tell whether all tokens of the run are committed."""
+        return self._island.done
+
+    def leave(self) -> None:
+        """See Island.leave."""
+        self._island.leave()
+
+
+class LeasedText:
+    """A text as data.pipeline.batches reads one, in the order in which an island leases it.
+
+    The blocks of an epoch follow each other.
+    """
+
+    def __init__(self, text: TrainingData, island: Island, length: int):
+        """Keep text and island. length: of a sequence."""
+        self._text, self._island, self._length = text, island, length
+        self.computed = text.computed
+
+    @property
+    def requests(self) -> int:
+        """The requests of the text."""
+        return self._text.requests
+
+    def check_size(self, position: order.Position) -> None:
+        """Check the text."""
+        self._text.check_size(position)
+
+    def sequences(self, step: int) -> list[tuple[int, int]]:
+        """Return (first, count) of the sequences of the text that a step reads. Waits for them."""
+        block, length = self._island.run.block_tokens, self._length
+        return [
+            (((part.block - 1) * block + part.start) // length, (part.stop - part.start) // length)
+            for part in self._island.leased(step)
+        ]
+
+    def read(
+        self, position: order.Position, step: int, replicas: ArrayLike, rows: ArrayLike
+    ) -> Batch:
+        """Return rows of the replica, ascending, leaves [*their shape, L]."""
+        parts, start, rows_B = [], 0, np.asarray(rows)
+        for first, count in self.sequences(step):
+            here = order.Position(first, 1, 1, count, position.sources)
+            own_B = rows_B[(rows_B >= start) & (rows_B < start + count)] - start
+            parts.append(self._text.read(here, 1, np.zeros_like(own_B), own_B))
+            start += count
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+    def metrics(self, position: order.Position, step: int) -> dict[str, Any]:
+        """Return learning/tokens: those that all islands have committed."""
+        return {"learning/tokens": self._island.committed_tokens}
