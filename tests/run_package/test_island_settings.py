@@ -1,34 +1,64 @@
-"""What islands of a run agree on, and the keys that are named when they do not."""
+"""What islands of a run have in common, and the argument or key that an error names."""
 
 import pytest
-from maxdiloco.run.island.settings import Facts
-from test_island_trainer import ELASTIC
+import tiny_problem
+from test_island_trainer import an_island, first_values
 
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
-from maxdiloco.run.island import settings as island_settings
+from maxdiloco.run import island as run_island
+from maxdiloco.run.island import Facts
+
+ISLAND = ["enable_islands=true", "island_name=a", "islands_store=s"]
+
+
+def opened(store, name, **options):
+    """An island that has opened its store."""
+    island = an_island(store, name, **options)
+    island.bind(*first_values(tiny_problem.problem("layers")))
+    island.open()
+    return island
 
 
 @pytest.mark.parametrize(
     ("changes", "here", "there"),
     [
-        ({"wire": "int8"}, "diloco_exchange_dtype=int8", "float32"),
-        ({"sync_period": 5}, "diloco_sync_period=5", "4"),
-        ({"data": "data_shuffle_seed=1"}, "data_shuffle_seed=1", "0"),
-        ({"model": "base_emb_dim=64 head_dim=8"}, "base_emb_dim=64", "128"),
-        ({"islands_min": 2}, "islands_min_members=2", "1"),
-        ({"eval_tokens": 48}, "eval_interval=12", "-1"),
-        ({"model": "head_dim=8 num=1 all=ab"}, "num=1", "default"),
-        ({"model": "head_dim=8 all=ab"}, "all=ab", "default"),
+        ({"exchange_dtype": "int8"}, "exchange_dtype=int8", "float32"),
+        ({"sync_period": 5}, "sync_period=5", "4"),
+        ({"same": {"data": "v2"}}, "data=v2", "v1"),
+        ({"same": {"data": "v1", "more": 1}}, "more=1", "None"),
+        ({"min_members": 2}, "members=2", "1"),
+        ({"eval_tokens": 48}, "eval_tokens=48", "0"),
     ],
 )
-def test_an_island_with_other_keys_is_refused_by_key(changes, here, there):
-    """Texts of run.json are key=value words; a key that is absent has the default of base.yml."""
-    stored = ELASTIC._replace(model="head_dim=8", data="default", tokens=7)
-    own = stored._replace(tokens=9, **changes)
-    with pytest.raises(ConfigError, match=f"^{here} .* {there} .*islands_store"):
-        island_settings.adopted(own, stored, "s3://b/r", 4)
-    assert island_settings.adopted(stored._replace(tokens=9), stored, "u", 4).tokens == 7
+def test_an_island_with_other_settings_is_refused_by_name(changes, here, there, tmp_path):
+    names = {"min_members": "members"}
+    same = dict(same={"data": "v1"}, option_names=names)
+    first = an_island(tmp_path / "store", "a", **same)
+    first.join(*first_values(tiny_problem.problem("layers")))
+    first.leave()
+    with pytest.raises(ConfigError, match=f"^{here} .* {there} "):
+        opened(tmp_path / "store", "b", **same | changes)
+    other = opened(tmp_path / "store", "c", **same | dict(total_tokens=7, block_tokens=8))
+    assert (other.run.tokens, other.run.block_tokens) == (10**6, 64)
+    with pytest.raises(ConfigError, match="step_tokens"):
+        opened(tmp_path / "store", "d", **same | dict(step_tokens=65))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"name": "a/b"}, "name="),
+        ({"outer_optimizer": "adam"}, "outer_optimizer="),
+        ({"round_overlap": "eager"}, "round_overlap="),
+        ({"collective": "reduce_scatter"}, "collective="),
+        ({"exchange_dtype": "int9"}, "exchange_dtype="),
+    ],
+)
+def test_an_argument_that_islands_do_not_have_is_refused(options, named, tmp_path):
+    name = options.pop("name", "a")
+    with pytest.raises(ValueError, match=f"^{named}"):
+        an_island(tmp_path, name, **options)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +72,13 @@ def test_an_island_with_other_keys_is_refused_by_key(changes, here, there):
 def test_the_shares_of_a_mixture_are_of_the_run(first, second, word):
     """Weights in the same proportion are the same."""
     mixture = f"[{{path: p, name: b{first}}}, {{path: q, name: a{second}}}]"
-    mode = ["enable_islands=true", "island_name=a", "islands_store=s"]
-    cfg = config.load([f"dataset_mixture={mixture}", *mode], {})
-    words = island_settings.of(cfg, Facts("d", "t", 100, 4, 4, print)).run.data.split()
-    assert f"dataset_mixture={word}" in words
+    cfg = config.load([f"dataset_mixture={mixture}", *ISLAND], {})
+    same = run_island.same_settings(cfg, Facts("d", "t", 100, 4, 4, print))
+    assert same["dataset_mixture"] == word and same["tokenizer_path"] == "t"
+
+
+def test_a_long_value_is_hashed_and_a_key_is_one_pair():
+    sizes = config.load([*ISLAND, "override_model_config=true", "base_emb_dim=64"], {})
+    same = run_island.same_settings(sizes, None)
+    assert same["base_emb_dim"] == "64" and same["num_diloco_fragments"]
+    assert max(map(len, same.values())) <= 200
