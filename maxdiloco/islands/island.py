@@ -331,11 +331,9 @@ class Island:
         if isinstance(stored, Damage):
             raise ConfigError(f"{self._name_of('store')}={self._store}: {stored.reason}.")
         known = stored if isinstance(stored, Run) else None
+        own = self.run if known is None else self._adopted(known)
         keys = signatures.of_run(self._keys, known, self._name, self._store)
-        own = self.run._replace(keys=keys)
-        if known is not None:
-            own = self._adopted(own, known)
-        self.run = own
+        self.run = own._replace(keys=keys)
         if 0 < own.block_tokens < self._step_tokens:
             raise ConfigError(
                 f"a step of this island reads {self._step_tokens:,} tokens, and the islands of "
@@ -345,7 +343,8 @@ class Island:
             )
         return stored
 
-    def _adopted(self, own: Run, stored: Run) -> Run:
+    def _adopted(self, stored: Run) -> Run:
+        own = self.run._replace(keys=stored.keys)  # signatures.of_run checks whose they are
         both = own.eval_tokens and stored.eval_tokens
         for field in (*_FROM_FIRST, *(("eval_tokens",) if both else ())):
             own = own._replace(**{field: stored._asdict()[field]})

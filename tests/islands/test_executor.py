@@ -1,6 +1,7 @@
 """The executor over a bucket: the numbers of its steps, its ledger, and its end."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import together
 from tiers import corner
 from together import PACE, Together, a_run, begun, in_lockstep, movement, start_values
 
-from maxdiloco import DiLoCo
+from maxdiloco import DiLoCo, Island
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import (
     audit,
@@ -295,6 +296,24 @@ def test_a_run_ends_at_its_tokens_and_is_evaluated_once_a_mark():
     numbers = sorted(n for island in group.islands.values() for n in island.evaluations)
     assert len(numbers) == len(set(numbers)) and set(numbers) <= set(range(9)) and numbers
     assert audit.replay(bucket, run, 0).state.tokens >= 4000
+
+
+def test_progress_counts_what_every_living_island_has_not_committed():
+    """Of three islands: by its own alone the learning rate would jump at each record."""
+    group = begun(run := a_run(tokens=10**6), "abc", 3, seed=1)
+    one = group.islands["a"]
+    island = Island(lambda *trees: trees, store="s", name="a", sync_period=4, total_tokens=1)
+    island.run, island._runtime = run, SimpleNamespace(executor=one)
+    log = one.state.logs[0]
+    own = log.tokens + sum(each.message.tokens for each in log.undecided)
+    before = island._look()
+    assert own > 0 and before.expected == (log.state.tokens + 3 * own) / 10**6
+    assert before.progress == log.state.tokens / 10**6
+    one.state.peers = {
+        name: peer._replace(changed_at=-1e9) if name != "a" else peer
+        for name, peer in one.state.peers.items()
+    }
+    assert island._look().expected == (log.state.tokens + own) / 10**6
 
 
 def leases(bucket):
