@@ -37,7 +37,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.speed import flops_per_token, performance
 from maxdiloco.models.model import count_parameters
 from maxdiloco.output import aligned
-from maxdiloco.parallel import feeding
+from maxdiloco.parallel import global_batch
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import assemble, remat_choice
 from maxdiloco.run import settings as run_settings
@@ -220,7 +220,9 @@ def make_batch(cfg: Config, parts: assemble.Parts) -> dict[str, jax.Array]:
     tokens_NL, segments_NL = windows.read(np.arange(shape[0] * shape[1]))
     rows = {"tokens": tokens_NL, "segment_ids": segments_NL}
     sharding = parts.batch["tokens"].sharding
-    (batch,) = feeding.feed([rows], feeding.local_rows(sharding, shape), sharding, shape)
+    (batch,) = global_batch.assemble(
+        [rows], global_batch.local_rows(sharding, shape), sharding, shape
+    )
     return assemble.with_learning_rate(parts, batch, 1)
 
 

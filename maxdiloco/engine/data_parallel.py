@@ -85,7 +85,7 @@ class DataParallel:
         """
 
         def struct(x):
-            sharding = NamedSharding(mesh, spec_on(x, mesh), memory_kind=offload.kind_of(x))
+            sharding = NamedSharding(mesh, spec_on(x, mesh), memory_kind=offload.memory_kind(x))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         def step(params, opt_state, batch):

@@ -427,7 +427,7 @@ def lay_out(
 
     def replicas(x):
         spec = P("diloco", *spec_on(x, mesh))
-        return struct((M, *x.shape), spec, x.dtype, offload.kind_of(x))
+        return struct((M, *x.shape), spec, x.dtype, offload.memory_kind(x))
 
     def residual(x):
         return struct((M, *x.shape), P("diloco", *spec_on(x, mesh)))

@@ -39,7 +39,7 @@ from maxdiloco.parallel.replicas import (
     fold_in_replica,
     map_fn,
     mean_of_all,
-    mean_of_each_slot,
+    mean_of_each_position,
 )
 from maxdiloco.parallel.sharding import shardings_of, zeros
 
@@ -256,7 +256,7 @@ class Programs:
         if num_slices == layout.num_replicas and not offload.on_host(jax.tree.leaves(theta)[0]):
             return exported, as_kept
         name = "outer parameters of a slice"
-        return exported, self._mean_view(name, mean_of_each_slot, of_slots=True)
+        return exported, self._mean_view(name, mean_of_each_position, of_slots=True)
 
     def _mean_view(self, name: str, means: Callable, *, of_slots: bool = False) -> OuterParamsView:
         """Return the view of a mean of the replicas' outer parameters."""

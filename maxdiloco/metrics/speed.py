@@ -72,7 +72,7 @@ def performance(
         "perf/tokens_per_second": tokens_per_second,
         "perf/tflops_per_device": flops_per_device / 1e12,
     }
-    if chip := chips.of_kind(device_kind):
+    if chip := chips.find_chip(device_kind):
         metrics["perf/mfu"] = flops_per_device / chip.peak_flops
     return metrics
 

@@ -1,4 +1,4 @@
-"""What one device is, for the chips that a run may meet: the only table of their facts."""
+"""The table of the chips that a run may use: rates, memory, and options of their compilers."""
 
 import os
 import re
@@ -6,12 +6,17 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """One JAX device. What only compiling ahead needs is None where it cannot be compiled for.
+    """One JAX device. Fields that only compile reports need are None for chips without reports.
 
-    kinds: of jax.Device.device_kind. peak_flops: dense bfloat16 FLOP/s. hbm_gib: what a program may
-    use. clock_hz: of the compiler's estimated cycles. ici_gbps: all ICI links of the device
-    together, one way [Gbit/s]. options: of the compiler for the programs of a step, (name, value)
-    each. bandwidth: of its memory [bytes/s]. eight_bit: see the function.
+    Attributes:
+      kinds: its names in jax.Device.device_kind.
+      peak_flops: dense bfloat16 FLOP/s.
+      hbm_gib: memory that a program may use [GiB].
+      clock_hz: clock of the compiler's estimated cycles.
+      ici_gbps: rate of all ICI links of the device together, one way [Gbit/s].
+      options: (name, value) of the compiler's options for the programs of a step.
+      bandwidth: of its memory [bytes/s].
+      eight_bit: formats that are faster than bfloat16, see eight_bit_formats.
     """
 
     kinds: tuple[str, ...]
@@ -25,12 +30,12 @@ class Chip(NamedTuple):
 
     @property
     def timed(self) -> bool:
-        """Whether the compiler estimates the time of a program; for GPUs it does not."""
+        """Whether the compiler estimates the time of a program, which it does only for TPUs."""
         return self.clock_hz is not None
 
     @property
     def hbm(self) -> int:
-        """What a program may use [bytes]."""
+        """Memory that a program may use [bytes]."""
         return int(self.hbm_gib * 2**30)
 
 
@@ -48,12 +53,12 @@ _V5E_OPTIONS = (
 )
 # libtpu's scheduler puts the end of a transfer to other slices as far from its start as it believes
 # that it takes: by its figures for DCN, 51 Gbit/s, or for PCIe, 32 GB/s, whichever is slower. This
-# factor of the second gives every transfer the whole step (benchmarks/results). A process takes
-# it at its first compile, so it is no option of one program.
+# factor of the second gives every transfer the whole step (benchmarks/results). A process reads it
+# at its first compile, so it cannot be an option of one program.
 _SLOW_LINK = ("xla_tpu_pcie_bandwidth_multiplier", "0.00001")
-# Formats of 8 bits: of TPUs those with twice the operations of bfloat16 in JAX's own table
-# (jax/_src/pallas/mosaic/tpu_info.py), where v4 has neither and v6e counts fp8 as bfloat16; of
-# NVIDIA the compute capability whose Tensor Cores were the first: Turing's, Ada's (data sheets).
+# Formats of 8 bits. For TPUs: those with twice the operations of bfloat16 in JAX's own table
+# (jax/_src/pallas/mosaic/tpu_info.py), in which v4 has neither and v6e computes fp8 as bfloat16.
+# For NVIDIA: the first compute capability whose Tensor Cores have it (Turing, Ada; data sheets).
 _CUDA_SINCE = {"int8": 7.5, "fp8": 8.9}
 CHIPS = {
     "v2": Chip(("TPU v2",), 46e12 / 2),
@@ -82,30 +87,39 @@ CHIPS = {
 }  # fmt: skip
 
 
-def of_kind(device_kind: str) -> Chip | None:
-    """The chip of a jax.Device; None where the table does not have it."""
+def find_chip(device_kind: str) -> Chip | None:
+    """Return the chip of a jax.Device; None if it is not in the table."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
 
 
-def eight_bit(device_kind: str, capability: str) -> tuple[str, ...]:
-    """Formats of 8 bits whose products take a device less time than bfloat16's, as the key
-    `quantization` names them. capability: of CUDA, as jax.Device has it; "" for TPUs.
+def eight_bit_formats(device_kind: str, capability: str) -> tuple[str, ...]:
+    """Return the formats of 8 bits in which a device multiplies faster than in bfloat16.
+
+    Args:
+      device_kind: of the jax.Device.
+      capability: compute capability of CUDA, as jax.Device has it; "" for TPUs.
+
+    Returns:
+      Their names in the key `quantization`.
     """
     if re.fullmatch(r"\d+\.\d+", capability):
         return tuple(name for name, first in _CUDA_SINCE.items() if float(capability) >= first)
-    chip = of_kind(device_kind)
+    chip = find_chip(device_kind)
     return chip.eight_bit if chip else ()
 
 
 def step_options(device_kind: str) -> dict[str, str] | None:
-    """The compiler's options for the programs of a step; None: its own. The user's flags win."""
-    chip = of_kind(device_kind)
+    """Return the compiler's options for the programs of a step, except those that the user sets.
+
+    None leaves all of them to the compiler.
+    """
+    chip = find_chip(device_kind)
     wanted = dict(chip.options) if chip else {}
     return {name: wanted[name] for name in wanted if not _is_given(name)} or None
 
 
 def hide_transfers() -> None:
-    """Have libtpu give a transfer to other slices the whole step, before JAX loads it."""
+    """Let libtpu schedule a transfer to other slices over the whole step; before JAX loads it."""
     name, value = _SLOW_LINK
     if not _is_given(name):
         flags = compiler_flags()["LIBTPU_INIT_ARGS"]
@@ -113,10 +127,10 @@ def hide_transfers() -> None:
 
 
 def _is_given(name: str) -> bool:
-    """Whether the user has a flag in LIBTPU_INIT_ARGS."""
+    """Tell whether the user sets a flag in LIBTPU_INIT_ARGS."""
     return f"--{name}=" in compiler_flags()["LIBTPU_INIT_ARGS"]
 
 
 def compiler_flags() -> dict[str, str]:
-    """What the environment tells XLA's and libtpu's compilers; "" where it says nothing."""
+    """Return the flags of XLA and libtpu in the environment; "" for a variable that is not set."""
     return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}

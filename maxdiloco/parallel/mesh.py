@@ -17,8 +17,8 @@ from maxdiloco.parallel import chips, processor
 
 # Axes of a mesh. Replicas are divided over `diloco` alone.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
-# CPU devices in one process. Our choice: on two cores collectives of 128 devices ended within
-# XLA's 40 s, those of 512 did not.
+# CPU devices in one process. On two cores collectives of 128 devices ended within XLA's 40 s, and
+# those of 512 did not.
 MOST_EMULATED = 256
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _EXTRAS = {"gpu": "cuda13", "tpu": "tpu"}  # of setup.py
@@ -32,12 +32,12 @@ class MeshSettings:
 
     Attributes:
       hardware: `auto`, `cpu`, `gpu` or `tpu`.
-      dcn: size of each axis over slices, in the order of AXES. -1 in one of them: what is left.
-      ici: size of each axis inside a slice, likewise.
+      dcn: size of each axis over slices, in the order of AXES; -1 for one: all that remain.
+      ici: size of each axis inside a slice, in the same form.
       num_slices: number of slices. -1: found from the devices.
       enable_diloco: whether the axis `diloco` has replicas.
       hide_transfers: whether libtpu is told to hide transfers behind compute. False where copies
-        of the optimizer state would seem slow too, and begin early.
+        of the optimizer state would also count as slow, and start early.
     """
 
     hardware: str
@@ -49,9 +49,16 @@ class MeshSettings:
 
 
 def fill(sizes: Mapping[str, int], total: int, name: str, *, remedy: str = "") -> dict[str, int]:
-    """The sizes with the one -1 replaced so that their product is `total`. Raises ConfigError.
+    """Replace the -1 among the sizes so that their product is `total`.
 
-    remedy: the remedy that the error names instead of a general one.
+    Args:
+      sizes: of the axes.
+      total: number of slices, or of devices in a slice.
+      name: `dcn` or `ici`, for messages.
+      remedy: for the error, instead of a general one.
+
+    Raises:
+      ConfigError: the sizes do not fit.
     """
     known = math.prod(size for size in sizes.values() if size != -1)
     filled = {
@@ -71,7 +78,7 @@ def fill(sizes: Mapping[str, int], total: int, name: str, *, remedy: str = "") -
 
 
 def product(sizes: Mapping[str, int]) -> str:
-    """The sizes as an equation, those that are 1 or open left out: `diloco 2 * fsdp 4 = 8`."""
+    """Format sizes as an equation without those that are 1 or open: `diloco 2 * fsdp 4 = 8`."""
     shown = [f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)]
     return f"{' * '.join(shown) or 'all 1'} = {abs(math.prod(sizes.values()))}"
 
@@ -81,7 +88,7 @@ def product(sizes: Mapping[str, int]) -> str:
 
 def choose_platform(settings: MeshSettings) -> None:
     """Set JAX's platform; hardware=auto leaves the choice to JAX."""
-    if settings.hardware == "tpu" or (settings.hardware == "auto" and not on_cpu_alone(settings)):
+    if settings.hardware == "tpu" or (settings.hardware == "auto" and not uses_only_cpu(settings)):
         tell_libtpu(settings)
     if settings.hardware in _PLATFORMS:
         jax.config.update("jax_platforms", _PLATFORMS[settings.hardware])
@@ -93,15 +100,15 @@ def tell_libtpu(settings: MeshSettings) -> None:
         chips.hide_transfers()
 
 
-def on_cpu_alone(settings: MeshSettings) -> bool:
-    """Whether JAX may use nothing but the CPU."""
+def uses_only_cpu(settings: MeshSettings) -> bool:
+    """Tell whether JAX may use nothing but the CPU."""
     on_cpu = settings.hardware == "auto" and jax.config.jax_platforms == "cpu"
     return settings.hardware == "cpu" or on_cpu
 
 
 def set_up_cpu(settings: MeshSettings) -> None:
-    """Memory and threads of XLA:CPU where JAX may use nothing else."""
-    if not on_cpu_alone(settings):
+    """Set memory and threads of XLA:CPU, if JAX may use nothing else."""
+    if not uses_only_cpu(settings):
         return
     count = jax.config.jax_num_cpu_devices
     count = emulated_devices(settings, num_processes=1) if count == -1 else count
@@ -112,15 +119,18 @@ def set_up_cpu(settings: MeshSettings) -> None:
 
 
 def run_in_caller() -> None:
-    """Have XLA:CPU run a program in the thread that calls it, which so allocates its arrays."""
+    """Let XLA:CPU run a program in the calling thread, which then allocates its arrays."""
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def emulated_devices(settings: MeshSettings, num_processes: int) -> int:
-    """CPU devices that the mesh needs, the same number in each process.
+    """Return the number of CPU devices that the mesh needs, the same in each process.
 
-    Open sizes: of the dcn tier a slice for each process, of the ici tier a device for each.
-    Raises ConfigError when all sizes are given and the devices cannot be shared evenly.
+    An open size counts as one slice a process in the dcn tier, and as one device a process in the
+    ici tier.
+
+    Raises:
+      ConfigError: all sizes are set, and the processes cannot share the devices evenly.
     """
     slices = known = math.prod(size for size in settings.dcn.values() if size != -1)
     if -1 in settings.dcn.values():
@@ -139,12 +149,15 @@ def emulated_devices(settings: MeshSettings, num_processes: int) -> int:
 
 
 def emulate_devices(settings: MeshSettings, *, num_processes: int) -> None:
-    """Make as many CPU devices as the mesh needs, where JAX may use nothing else.
+    """Make as many CPU devices as the mesh needs, if JAX may use nothing else.
 
-    MOST_EMULATED at most; `build` refuses a mesh that needs more. An explicit jax_num_cpu_devices
-    is respected. Raises ConfigError like emulated_devices.
+    It makes at most MOST_EMULATED; `build` refuses a mesh that needs more. An explicit
+    jax_num_cpu_devices is respected.
+
+    Raises:
+      ConfigError: as emulated_devices.
     """
-    if on_cpu_alone(settings) and jax.config.jax_num_cpu_devices == -1:
+    if uses_only_cpu(settings) and jax.config.jax_num_cpu_devices == -1:
         needed = emulated_devices(settings, num_processes)
         jax.config.update("jax_num_cpu_devices", min(needed // num_processes, MOST_EMULATED))
 
@@ -153,10 +166,11 @@ def emulate_devices(settings: MeshSettings, *, num_processes: int) -> None:
 
 
 def visible_devices(settings: MeshSettings) -> list[jax.Device]:
-    """All devices of the run; starts JAX's backends.
+    """Return all devices of the run; this starts JAX's backends.
 
-    Raises ConfigError when they are not what `hardware` asks for, and when they belong to several
-    processes without jax.distributed: nobody would notice a lost one.
+    Raises:
+      ConfigError: they are not of the kind that `hardware` names, or they belong to several
+        processes without jax.distributed, where a lost process would go unnoticed.
     """
     needs_extra = settings.hardware in _EXTRAS
     remedy = (
@@ -188,7 +202,7 @@ def visible_devices(settings: MeshSettings) -> list[jax.Device]:
 
 
 def slice_of(device: jax.Device) -> int:
-    """Index of the slice of a device.
+    """Return the index of the slice of a device.
 
     XLA numbers the slices of TPUs, and the hosts of GPUs unless JAX_PARTITION_INDEX gives each
     process a number. The devices of a single TPU slice may have no number; CPUs have none.
@@ -200,7 +214,7 @@ def slice_of(device: jax.Device) -> int:
 
 
 def count_slices(settings: MeshSettings, devices: Sequence[jax.Device]) -> int:
-    """Real slices on TPU; elsewhere by the dcn tier, num_slices, or GPU hosts and processes."""
+    """Count the slices: real ones on TPU, otherwise by the dcn tier, num_slices, or hosts."""
     numbered, platform = len({slice_of(device) for device in devices}), devices[0].platform
     if platform != "tpu" and -1 not in settings.dcn.values():
         return math.prod(settings.dcn.values())
@@ -212,7 +226,7 @@ def count_slices(settings: MeshSettings, devices: Sequence[jax.Device]) -> int:
 
 
 def on_gpus(mesh: Mesh) -> bool:
-    """Whether its devices are GPUs, whatever their plugin calls them."""
+    """Tell whether the devices of a mesh are GPUs, whatever their plugin calls them."""
     return mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
 
 
@@ -222,12 +236,17 @@ def backend(mesh: Mesh) -> str:
 
 
 def build(settings: MeshSettings, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh over AXES, DCN parts outermost within each axis.
+    """Build the mesh over AXES, with the parts over slices outermost within each axis.
 
-    devices: those to use, all visible ones when None; on CPU the mesh takes the first ones it
-    needs. A slice is on TPU the devices of one `slice_index`, on GPU a block of devices that is
-    some whole hosts or a part of one, on CPU any contiguous block.
-    Raises ConfigError when the sizes do not fit the devices.
+    A slice is on TPU the devices of one `slice_index`, on GPU a block of devices that is some whole
+    hosts or a part of one, on CPU any contiguous block.
+
+    Args:
+      settings: of the mesh.
+      devices: to use; None: all visible ones, of which CPU meshes take the first ones they need.
+
+    Raises:
+      ConfigError: the sizes do not fit the devices.
     """
     devices = visible_devices(settings) if devices is None else list(devices)
     platform, ici = devices[0].platform, settings.ici
@@ -253,7 +272,7 @@ def build(settings: MeshSettings, devices: Sequence[jax.Device] | None = None) -
 
 
 def _check_hosts(devices: list[jax.Device], slices: int) -> None:
-    """Refuse a slice of parts of several hosts: its traffic would leave them."""
+    """Raise ConfigError for a slice of parts of several hosts: its traffic would leave them."""
     size = len(devices) // slices
     hosts = Counter(map(slice_of, devices))
     for start in range(0, len(devices), size):
@@ -267,7 +286,7 @@ def _check_hosts(devices: list[jax.Device], slices: int) -> None:
 
 
 def sizes_over_slices(settings: MeshSettings, devices: Sequence[jax.Device]) -> dict[str, int]:
-    """Size of each axis over slices, in mesh order, none left open."""
+    """Return the size of each axis over slices, in mesh order, with none left open."""
     sizes, slices = settings.dcn, count_slices(settings, devices)
     known, remedy = math.prod(size for size in sizes.values() if size != -1), ""
     if devices[0].platform != "tpu" and settings.num_slices == -1 and slices % known:
@@ -283,7 +302,7 @@ def sizes_over_slices(settings: MeshSettings, devices: Sequence[jax.Device]) -> 
 def _arrange(
     devices: list[jax.Device], dcn: tuple[int, ...], ici: tuple[int, ...]
 ) -> tuple[np.ndarray, bool]:
-    """The devices in the shape of the mesh, and whether axes share a dimension of the torus."""
+    """Return the devices in the shape of the mesh, and whether axes share a torus dimension."""
     if devices[0].platform == "tpu":
         make, shapes = mesh_utils.create_hybrid_device_mesh, (ici, dcn)
         if math.prod(dcn) == 1:
@@ -300,12 +319,12 @@ def _arrange(
 
 
 def in_slice_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Every axis of the mesh but `diloco`, in mesh order."""
+    """Return every axis of the mesh except `diloco`, in mesh order."""
     return tuple(axis for axis in mesh.axis_names if axis != "diloco")
 
 
 def devices_of_slice(mesh: Mesh) -> int:
-    """Devices of one slot of `diloco`."""
+    """Return the number of devices of one position of `diloco`."""
     return mesh.size // mesh.shape["diloco"]
 
 
@@ -316,7 +335,7 @@ def joins_processes(mesh: Mesh) -> bool:
 
 
 def describe(mesh: Mesh, settings: MeshSettings) -> str:
-    """One line for the start of a run."""
+    """Describe the mesh in one line, for the start of a run."""
     devices = list(mesh.devices.flat)
     dcn = sizes_over_slices(settings, devices)
     ici = tuple(mesh.shape[axis] // size for axis, size in dcn.items())

@@ -1,4 +1,4 @@
-"""Arrays that are kept in host memory between programs, and on the device inside them."""
+"""Arrays that are kept in host memory between programs, and in device memory inside them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +11,28 @@ HOST = "pinned_host"
 
 
 def on_host(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether an array is kept in host memory."""
-    return kind_of(x) == HOST
+    """Tell whether an array is kept in host memory."""
+    return memory_kind(x) == HOST
 
 
-def kind_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> str | None:
-    """HOST for an array that is kept in host memory; None for any other, a NumPy array too."""
-    has_place = isinstance(x, jax.Array | jax.ShapeDtypeStruct) and x.sharding is not None
-    return HOST if has_place and x.sharding.memory_kind == HOST else None
+def memory_kind(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> str | None:
+    """Return HOST for an array in host memory, and None for any other, such as a NumPy array."""
+    has_sharding = isinstance(x, jax.Array | jax.ShapeDtypeStruct) and x.sharding is not None
+    return HOST if has_sharding and x.sharding.memory_kind == HOST else None
 
 
 def moved(
     x: jax.Array | jax.ShapeDtypeStruct, memory: str | None
 ) -> jax.Array | jax.ShapeDtypeStruct:
-    """x in another memory of its devices: HOST or, None, the devices' own.
+    """Copy an array to another memory of its devices.
 
-    Copied beside the programs that run, not by one: it holds up only what takes the result.
+    The copy runs concurrently with programs: it delays only programs that use the result.
+
+    Args:
+      x: the array.
+      memory: HOST, or None for the devices' own memory.
     """
-    if kind_of(x) == memory:
+    if memory_kind(x) == memory:
         return x
     sharding = x.sharding.with_memory_kind(memory)
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -41,9 +45,13 @@ def moved(
 
 
 def with_state_on_device(step: Callable, like: Any) -> Callable:
-    """step(params, opt_state, batch) over an opt_state that is kept as `like` says, under jit.
+    """Let a step compute with an optimizer state that is kept in host memory; call it under jit.
 
-    A TPU computes in device memory only: what is in host memory is loaded and stored again.
+    A TPU computes only in device memory: the leaves in host memory are loaded and stored again.
+
+    Args:
+      step: (params, opt_state, batch) -> (params, opt_state, metrics).
+      like: opt_state as ShapeDtypeStructs, whose shardings have the memory of each leaf.
     """
     if not any(map(on_host, jax.tree.leaves(like))):
         return step

@@ -1,4 +1,4 @@
-"""The host that XLA:CPU computes on: what its processor is good at, and its memory."""
+"""Facts and settings of the host for XLA:CPU: its processor, and its heap."""
 
 import ctypes
 import os
@@ -11,16 +11,19 @@ TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # parameters of glibc's mallop
 
 
 def host_cpuinfo() -> str:
-    """The text of /proc/cpuinfo; "" where there is none."""
+    """Return the text of /proc/cpuinfo; "" on systems without it."""
     return CPUINFO.read_text() if CPUINFO.exists() else ""
 
 
 def float32_is_faster(cpuinfo: str) -> bool:
-    """Whether an x86 processor multiplies matrices faster in float32 than in bfloat16.
+    """Tell whether an x86 processor multiplies matrices faster in float32 than in bfloat16.
 
-    Intel's AVX512-BF16 multiplies no more numbers a cycle than float32, and its factors have to be
-    interleaved; without bfloat16 instructions they have to be widened. With AMX, and with AMD's
-    AVX512-BF16, bfloat16 is faster (benchmarks/results). False where the text does not say.
+    Intel's AVX512-BF16 multiplies no more numbers a cycle than float32, and its factors must be
+    interleaved; without bfloat16 instructions they must be widened. With AMX, and with AMD's
+    AVX512-BF16, bfloat16 is faster (benchmarks/results).
+
+    Args:
+      cpuinfo: of host_cpuinfo. For a text without flags the answer is False.
     """
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
     if flags is None:
@@ -31,13 +34,16 @@ def float32_is_faster(cpuinfo: str) -> bool:
 
 
 def keep_freed_memory(*, in_caller: bool) -> None:
-    """Have glibc keep the memory that XLA frees after a step, for the next step.
+    """Let glibc keep the memory that XLA frees after a step, for the next step.
 
     Otherwise each step gets its temporary arrays as new pages, which the kernel clears one by one
-    (benchmarks/results). Call before JAX's backends start. Nothing is set without glibc, nor beside
-    GLIBC_TUNABLES. in_caller: of mesh.run_in_caller; otherwise all threads share the first one's
-    heap, since that of another maps large blocks whatever else is set. Threads that compile wait
-    for each other there: compiling takes a half longer.
+    (benchmarks/results). Call it before JAX's backends start. It does nothing without glibc, or if
+    the user sets GLIBC_TUNABLES.
+
+    Args:
+      in_caller: whether programs run in the calling thread, see mesh.run_in_caller. Otherwise all
+        threads share the heap of the first one, since the others' map large blocks whatever else
+        is set. Threads that compile wait for each other there: compiling takes half as long again.
     """
     if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
         return

@@ -1,4 +1,4 @@
-"""A program with a name, compiled at its first call; every compilation is reported."""
+"""A jitted function with a name, whose compilations are reported."""
 
 import hashlib
 import time
@@ -10,23 +10,29 @@ from jax.sharding import Mesh
 
 
 def throttle_cpu(mesh: Mesh, arrays: Any) -> None:
-    """On several emulated devices wait for arrays: a host that runs ahead deadlocks XLA:CPU."""
+    """Wait for arrays on several emulated devices: a host that runs ahead deadlocks XLA:CPU."""
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(arrays)
 
 
 def _abstract(args: Any) -> tuple:
-    """What a program is compiled for, by value: jax 0.12 compares types by identity, and those of
-    what a loaded executable returns have a layout of their own."""
+    """Return the types that a program is compiled for, by value.
+
+    jax 0.12 compares types by identity, and the results of a loaded executable have a layout of
+    their own.
+    """
     types = map(jax.typeof, jax.tree.leaves(args))
     return tuple((t.shape, t.dtype, t.weak_type, t.sharding, t.memory_space) for t in types)
 
 
 class Program:
-    """fn under jit, compiled once for each set of argument shapes.
+    """A function under jit, compiled once for each set of argument shapes.
 
-    options: of jax.jit. on_compile(name, seconds, compiled) is called after each compilation.
     Arguments must keep the shardings of the first call.
+
+    Attributes:
+      name: for the log.
+      compiled: the executables.
     """
 
     def __init__(
@@ -39,6 +45,16 @@ class Program:
         on_compile: Callable[[str, float, jax.stages.Compiled], None],
         **options: Any,
     ):
+        """Compile nothing yet.
+
+        Args:
+          name: for the log.
+          fn: the function.
+          donate: indices of arguments whose memory the results may use.
+          compiler_options: of XLA.
+          on_compile: called with name, seconds and executable after each compilation.
+          **options: of jax.jit.
+        """
         self.name = name
         self.compiled: dict[tuple, jax.stages.Compiled] = {}
         self._compiler_options = compiler_options
@@ -47,15 +63,18 @@ class Program:
         self._jitted = jax.jit(fn, **options)
 
     def out_shapes(self, *args: Any) -> Any:
-        """Shapes and dtypes of the results."""
+        """Return shapes and dtypes of the results."""
         return jax.eval_shape(self._jitted, *args)
 
     def compile(self, *args: Any) -> jax.stages.Compiled:
-        """The executable for arguments (ShapeDtypeStructs) like args, compiled if there is none."""
+        """Return the executable for such arguments (ShapeDtypeStructs); compile it if needed."""
         return self.lowered(*args)()
 
     def lowered(self, *args: Any) -> Callable[[], jax.stages.Compiled]:
-        """Lower fn, which holds the GIL; what is returned compiles it, in any thread."""
+        """Lower the function, which holds the GIL, and return a function that compiles it.
+
+        The latter may be called in any thread.
+        """
         key = _abstract(args)
         if key in self.compiled:
             return lambda: self.compiled[key]
@@ -72,11 +91,11 @@ class Program:
         return compile_
 
     def fingerprint(self, *args: Any) -> str:
-        """A digest of what is compiled for such arguments, to tell equal programs by."""
+        """Return a digest of the program for such arguments, by which equal programs are found."""
         text = self._jitted.lower(*args).as_text()
         whole = repr((text, _abstract(args), sorted((self._compiler_options or {}).items())))
         return hashlib.sha256(whole.encode()).hexdigest()
 
     def __call__(self, *args: Any) -> Any:
-        """Run the executable; compile it first if there is none yet."""
+        """Run the executable; compile it first if needed."""
         return self.compile(*args)(*args)

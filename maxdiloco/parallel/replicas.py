@@ -1,8 +1,8 @@
-"""The map over replicas and its companions: broadcast and means.
+"""The map over replicas, broadcast to replicas, and means over them.
 
 A small vocabulary in the manner of DrJAX (arXiv 2403.07128). Every array that differs between
-replicas has R, of size M, as its first dim, sharded over the mesh axis `diloco`; a slot of that
-axis holds M / (its size) replicas, side by side.
+replicas has R, of size M, as its first dim, sharded over the mesh axis `diloco`. Each of the S
+positions of that axis holds M / S replicas.
 """
 
 import functools
@@ -20,21 +20,21 @@ from maxdiloco.cluster import agree
 
 
 def map_fn(fn: Callable, *, mesh: Mesh) -> Callable:
-    """fn of one replica's view, as a function over arrays with a leading R: Algorithm 2, line 1.
+    """Map a function of one replica over arrays with a leading R: Algorithm 2, line 1.
 
-    Manual over `diloco` and automatic over the other axes, so that nothing in fn can reach another
-    replica. The replicas of a slot are under a vmap, also where there is one: removing R and
-    adding it again made XLA copy the optimizer state (benchmarks/results). Code that supports no
-    vmap goes into `without_singleton_vmap`. Call the result under jit.
+    It is manual over `diloco` and automatic over the other axes, so that nothing in fn can reach
+    another replica. The replicas of a mesh position are under a vmap, even if there is only one:
+    removing R and adding it again made XLA copy the optimizer state (benchmarks/results). Code
+    that supports no vmap goes into `without_singleton_vmap`. Call the result under jit.
     """
     return manual(jax.vmap(fn), mesh, P("diloco"))
 
 
 def without_singleton_vmap(fn: Callable) -> Callable:
-    """fn without R where a slot holds one replica, under a vmap where it holds several.
+    """Remove the vmap of `map_fn` if a mesh position holds one replica.
 
     For the heavy part of an inner step, such as the gradient: kernels that support no vmap work
-    with one replica a slot, and matrix products have no dim of size 1. It has no derivative.
+    with one replica a position, and matrix products have no dim of size 1. It has no derivative.
     """
     fn = jax.jit(fn, inline=True)  # traced once for the call, the rule and an eval_shape of it
     wrapped = jax.custom_batching.custom_vmap(fn)
@@ -53,7 +53,7 @@ def without_singleton_vmap(fn: Callable) -> Callable:
 
 
 def broadcast(x: jax.Array, num_replicas: int) -> jax.Array:
-    """[...] -> [R, ...]: every replica starts from the same values."""
+    """Repeat an array for each replica: [...] -> [R, ...]."""
     return jnp.broadcast_to(x[None], (num_replicas, *x.shape))
 
 
@@ -68,7 +68,7 @@ def fold_in_replica(keys_R: jax.Array, numbers_R: jax.Array) -> jax.Array:
 
 
 def reduce_mean(x_R: jax.Array) -> jax.Array:
-    """[R, ...] -> [...]: the unweighted mean, summed in float32 in replica order.
+    """Take the unweighted mean over replicas, summed in float32 in their order: [R, ...] -> [...].
 
     It divides; diloco.outer.ordered_mean multiplies by 1 / M, rounded, which gives other bits.
     """
@@ -79,24 +79,27 @@ def reduce_mean(x_R: jax.Array) -> jax.Array:
 
 
 def mean_of_all(theta_R: Any, mesh: Mesh) -> Any:
-    """The mean over the replicas, leaves [...], on all slots."""
+    """Take the mean over all replicas: leaves [R, ...] -> [...], on all mesh positions."""
     of_all = functools.partial(jax.lax.all_gather, axis_name="diloco", tiled=True)
-    return _over_slots(lambda x_S: reduce_mean(of_all(x_S)), P(), theta_R, mesh)
+    return _over_positions(lambda x_S: reduce_mean(of_all(x_S)), P(), theta_R, mesh)
 
 
-def mean_of_each_slot(theta_R: Any, mesh: Mesh) -> Any:
-    """The mean over the replicas of each slot of `diloco`, leaves [slots, ...]; no traffic."""
-    return _over_slots(lambda x_S: reduce_mean(x_S)[None], P("diloco"), theta_R, mesh)
+def mean_of_each_position(theta_R: Any, mesh: Mesh) -> Any:
+    """Take the mean over the replicas of each mesh position: leaves [S, ...]; no traffic."""
+    return _over_positions(lambda x_S: reduce_mean(x_S)[None], P("diloco"), theta_R, mesh)
 
 
-def _over_slots(fn, out_specs, theta_R, mesh):
-    # A TPU computes in device memory only.
+def _over_positions(fn, out_specs, theta_R, mesh):
+    # A TPU computes only in device memory.
     on_device = jax.device_put(theta_R, jax.memory.Space.Device)
     return jax.tree.map(manual(fn, mesh, out_specs), on_device)
 
 
 def manual(fn: Callable, mesh: Mesh, out_specs: P, in_specs: Any = None) -> Callable:
-    """fn over its slot's part of arrays [R, ...], automatic over the axes inside a slot."""
+    """Make a function manual over `diloco`, on the part of arrays [R, ...] of a mesh position.
+
+    It stays automatic over the axes inside a position.
+    """
     return jax.shard_map(
         fn,
         mesh=mesh,
@@ -107,12 +110,12 @@ def manual(fn: Callable, mesh: Mesh, out_specs: P, in_specs: Any = None) -> Call
     )
 
 
-# -- programs beside the steps ---------------------------------------------------------------------
-# S slots of the mesh axis diloco
+# -- programs between the steps --------------------------------------------------------------------
+# S positions of the mesh axis diloco
 
 
-def of_whole_mesh(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any, Any], Any]:
-    """fn(params, batch, shared) on the whole mesh."""
+def on_whole_mesh(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any, Any], Any]:
+    """Make a program fn(params, batch, shared) on the whole mesh."""
 
     def program(params, batch, shared):
         # The context mesh lets a model lay out its activations.
@@ -122,32 +125,35 @@ def of_whole_mesh(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[A
     return program
 
 
-def of_each_slot(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any, Any], Any]:
-    """fn(params, batch, shared) of one slot, for params [S, ...]; no traffic between slots.
+def on_each_position(
+    fn: Callable[[Any, Any, Any], Any], mesh: Mesh
+) -> Callable[[Any, Any, Any], Any]:
+    """Make a program fn(params, batch, shared) of each mesh position, for params [S, ...].
 
-    Batches are divided over the slots; leaves of the result are [1, ...] in fn, [S, ...] outside.
+    Batches are divided over the positions, without traffic between them. Leaves of the result are
+    [1, ...] in fn and [S, ...] outside.
     """
 
-    def of_slot(params, batch, shared):
+    def of_position(params, batch, shared):
         return fn(jax.tree.map(lambda x: x[0], params), batch, shared)
 
-    return manual(of_slot, mesh, P("diloco"), in_specs=(P("diloco"), P("diloco"), P()))
+    return manual(of_position, mesh, P("diloco"), in_specs=(P("diloco"), P("diloco"), P()))
 
 
 def first_here(x: jax.Array) -> np.ndarray:
-    """x[0] of an array [S, ...], or the first entry that this process holds."""
+    """Return x[0] of an array [S, ...], or the first entry that this process holds."""
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return np.asarray(shards[0].data)[0]
 
 
 def sums_of_all(batches: Sequence[Sequence[jax.Array]]) -> list[float]:
-    """n arrays [S] a batch, added up in float64 over batches and slots, in all processes."""
+    """Add up N arrays [S] a batch over batches and positions, in float64, in all processes."""
     sums_Sn = np.zeros((*batches[0][0].shape, len(batches[0])))
     owned_Sn = np.zeros(sums_Sn.shape, bool)
     for batch in batches:
         for i, x in enumerate(batch):
             for shard in x.addressable_shards:
-                if shard.replica_id == 0:  # of the devices that hold a slot's sum, one
+                if shard.replica_id == 0:  # one of the devices that hold a position's sum
                     sums_Sn[shard.index[0], i] += np.asarray(shard.data, np.float64)
                     owned_Sn[shard.index[0], i] = True
     found = agree.from_owners(sums_Sn.reshape(-1), owned_Sn.reshape(-1)).reshape(sums_Sn.shape)

@@ -1,4 +1,4 @@
-"""From logical axis names to mesh axes: one table for parameters and activations."""
+"""Map logical axis names to mesh axes: one table for parameters and activations."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from maxdiloco.errors import ConfigError
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
-# Logical name of each dim, or several whose mesh axes share it; None: not sharded.
+# For each dim a logical name, or several whose mesh axes share the dim, or None: not sharded.
 Names = Sequence[str | tuple[str, ...] | None]
 
 # `batch` has `diloco` for data parallelism; under the map over replicas that axis is manual and
@@ -46,12 +46,17 @@ EXPERTS = ("expert", "stored_expert")  # names of a dim of experts
 
 
 def rules_with(overrides: Sequence[Sequence[Any]]) -> Rules:
-    """DEFAULT_RULES with the entries of `logical_axis_rules` put over them.
+    """Return DEFAULT_RULES with the entries of `logical_axis_rules` replaced.
 
-    overrides: pairs (logical name, mesh axis or list of mesh axes). The experts' matrices are
-    stored over the axes of `expert` unless `stored_expert` is one of them.
-    Raises ConfigError for an unknown name, for experts over an axis that does not split the batch,
-    over which tokens travel, and for matrices stored otherwise than over these axes and then more.
+    The experts' matrices are stored over the axes of `expert`, unless an entry sets
+    `stored_expert`.
+
+    Args:
+      overrides: pairs (logical name, mesh axis or list of mesh axes).
+
+    Raises:
+      ConfigError: a name is unknown; experts are put over an axis that does not split the batch,
+        over which tokens travel; or matrices are not stored over these axes first.
     """
     table = dict(DEFAULT_RULES)
     for entry in overrides:
@@ -82,20 +87,23 @@ def rules_with(overrides: Sequence[Sequence[Any]]) -> Rules:
 
 
 def is_expert(names: Names) -> bool:
-    """Whether a parameter is of experts, a part for each."""
+    """Tell whether a parameter has a part for each expert."""
     return any(name in EXPERTS for name in names)
 
 
 def is_vector(names: Names) -> bool:
-    """Whether it is a scale, bias or sink: of its own type, without decay, Adam's with muon."""
+    """Tell whether a parameter is a scale, a bias or a sink.
+
+    These have their own dtype and no weight decay, and Adam updates them under muon.
+    """
     own = [name for name in names if name not in ("layers", *EXPERTS)]
     return len(own) < 2 or "norm" in own or "bias" in own
 
 
 def spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -> P:
-    """PartitionSpec of an array whose dims have these logical names; None is not sharded.
+    """Return the PartitionSpec of an array whose dims have these logical names.
 
-    A mesh axis serves the first dim that asks for it; the axes in `without` serve none.
+    A mesh axis shards the first dim whose rule has it; the axes in `without` shard none.
     """
     table = dict(rules)
     taken = set(without)
@@ -111,16 +119,20 @@ def spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -> P:
 def constrain(
     x: jax.Array, names: Names, rules: Rules, *, without: Sequence[str] = ()
 ) -> jax.Array:
-    """x, sharded on the context's mesh, if any, but for manual axes and those in `without`."""
+    """Constrain the sharding of x on the context's mesh, if there is one.
+
+    Manual axes and those in `without` are left out.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, automatic_spec(names, rules, without=without))
 
 
 def automatic_spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -> P:
-    """PartitionSpec over the automatic axes of the context's mesh, those in `without` left out.
+    """Return the PartitionSpec over the automatic axes of the context's mesh.
 
     Manual are all axes inside devices.on_each_device, and `diloco` under the map over replicas.
+    Those in `without` are left out too.
     """
     mesh = jax.sharding.get_abstract_mesh()
     absent = {axis for _, axes in rules for axis in axes} - set(mesh.axis_names)
@@ -128,12 +140,18 @@ def automatic_spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -
 
 
 def gathered(w: jax.Array, names: Names, rules: Rules, *, scattered: bool = False) -> jax.Array:
-    """A weight, gathered over the mesh axes that split the tokens, for its use in a product.
+    """Gather a weight over the mesh axes that split the tokens, for its use in a product.
 
     Without the constraint the partitioner may cut the product into as many pieces as the axis has
     devices, which took twice the time on TPU (benchmarks/results). The weight stays sharded over
-    `tensor`. Experts stay as they are: models/moe.py gathers them. scattered: the gradient comes in
-    parts, as of models/kernels/matmul.py, and is not gathered too.
+    `tensor`. Experts are returned unchanged: models/moe.py gathers them.
+
+    Args:
+      w: the weight.
+      names: of its dims.
+      rules: for the names.
+      scattered: whether the gradient comes in parts, as from models/kernels/matmul.py, so that it
+        is not gathered too.
     """
     if is_expert(names):
         return w
@@ -155,10 +173,17 @@ _gathered.defvjp(
 
 
 def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules) -> Any:
-    """NamedSharding of every parameter of one replica.
+    """Return the NamedSharding of every parameter of one replica.
 
-    logical_axes: tuples of logical names. Raises ConfigError for a dim that its axes do not divide,
-    and for rules that would add up what belongs to different tokens.
+    Args:
+      logical_axes: tuples of logical names.
+      shapes: the parameters, of the same structure.
+      mesh: of the run.
+      rules: for the names.
+
+    Raises:
+      ConfigError: the axes of a dim do not divide it, or the rules would add up results that
+        belong to different tokens.
     """
     _check_sums(logical_axes, mesh, rules)
 
@@ -182,7 +207,7 @@ def parameter_shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules
 
 
 def _check_sums(logical_axes: Any, mesh: Mesh, rules: Rules) -> None:
-    """Raise ConfigError where devices that have different tokens would add up their results."""
+    """Raise ConfigError if devices with different tokens would add up their results."""
     over = {name: [axis for axis in axes if mesh.shape[axis] > 1] for name, axes in rules}
     names = jax.tree.leaves(logical_axes, is_leaf=lambda x: isinstance(x, tuple))
     summed = ("vocab", "mlp") if any(map(is_expert, names)) else ("vocab",)
@@ -198,9 +223,15 @@ def _check_sums(logical_axes: Any, mesh: Mesh, rules: Rules) -> None:
 def optimizer_shardings(
     optimizer: optax.GradientTransformation, params: Any, shardings: Any, mesh: Mesh
 ) -> Any:
-    """NamedSharding of every leaf of `optimizer.init(params)`; shardings: pytree like params.
+    """Return the NamedSharding of every leaf of `optimizer.init(params)`.
 
-    A leaf shaped like a parameter is sharded like it; the rest (step counts) is on every device.
+    A leaf shaped like a parameter is sharded like it; the others, step counts, are replicated.
+
+    Args:
+      optimizer: the transformation.
+      params: of one replica.
+      shardings: pytree like params.
+      mesh: of the run.
     """
     replicated = NamedSharding(mesh, P())
 
@@ -208,16 +239,22 @@ def optimizer_shardings(
         return sharding if leaf.shape == parameter.shape else replicated
 
     state = jax.eval_shape(optimizer.init, params)
-    return of_parameters(optimizer, sharding_of, state, params, shardings, other=replicated)
+    return map_parameters(optimizer, sharding_of, state, params, shardings, other=replicated)
 
 
-def of_parameters(
+def map_parameters(
     optimizer: optax.GradientTransformation, fn: Callable, state: Any, *trees: Any, other: Any
 ) -> Any:
-    """fn(leaf, *entries) in place of each leaf of an optimizer's state that is a parameter's.
+    """Replace each leaf of an optimizer's state that belongs to a parameter.
 
-    trees: like the parameters, with an entry for each. other: in place of the rest. Where the
-    optimizer keeps nothing, optax's MaskedNode stays.
+    optax's MaskedNode, in place of leaves that the optimizer does not keep, stays.
+
+    Args:
+      optimizer: whose state it is.
+      fn: called with the leaf and the entry of each tree for the parameter.
+      state: of the optimizer.
+      *trees: pytrees like the parameters.
+      other: replaces the other leaves.
     """
 
     def is_masked(leaf):
@@ -234,12 +271,12 @@ def of_parameters(
 
 
 def shardings_of(tree: Any) -> Any:
-    """The sharding of every array or ShapeDtypeStruct."""
+    """Return the sharding of every array or ShapeDtypeStruct of a tree."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def spec_on(x: Any, mesh: Mesh) -> P:
-    """PartitionSpec of x on `mesh`; P() for an array that is not sharded over its axes."""
+    """Return the PartitionSpec of x on `mesh`; P() for an array not sharded over its axes."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and isinstance(x.sharding, NamedSharding):
         if x.sharding.mesh.axis_names == mesh.axis_names:
             return x.sharding.spec
@@ -247,12 +284,12 @@ def spec_on(x: Any, mesh: Mesh) -> P:
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one entry of a PartitionSpec."""
+    """Return the mesh axes of one entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros like x, made on the devices that keep them, where XLA would send them. Under jit."""
+    """Make zeros like x on the devices that keep them, which XLA would send; call it under jit."""
     local = x.sharding.shard_shape(x.shape)
     return jax.shard_map(
         lambda: jnp.zeros(local, x.dtype),

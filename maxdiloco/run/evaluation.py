@@ -19,7 +19,7 @@ from maxdiloco.models import sampling
 from maxdiloco.models.devices import token_shards
 from maxdiloco.models.loss import next_tokens
 from maxdiloco.models.model import Model
-from maxdiloco.parallel import feeding, replicas
+from maxdiloco.parallel import global_batch, replicas
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import spec
 
@@ -127,7 +127,7 @@ class Evaluation:
         """Run the program on each batch of a data set."""
         from maxdiloco.data import pipeline  # needs etils, which a benchmark of the step does not
 
-        rows = feeding.local_rows(self._sharding, self._shape)
+        rows = global_batch.local_rows(self._sharding, self._shape)
         # Not device_put, with which processes would compare it over the slow link.
         bytes_V = jax.make_array_from_callback(
             self._bytes_V.shape, self._replicated, lambda index: self._bytes_V[index]
@@ -137,7 +137,7 @@ class Evaluation:
         with pipeline.eval_batches(
             dataset, batch_size=self._shape[0], num_sequences=self._num_sequences, rows=rows[0]
         ) as local:
-            for batch in feeding.feed(local, rows, self._sharding, self._shape):
+            for batch in global_batch.assemble(local, rows, self._sharding, self._shape):
                 sums.append(self._program(params, batch, bytes_V))
                 jax.block_until_ready(sums[-ahead:][0])
         return sums
@@ -187,6 +187,6 @@ class Sampler:
 
 def _of_theta(name, fn, mesh, of_slots, on_compile):
     """The program fn(params, batch, shared) on the mesh, or on each slot of `diloco`."""
-    over = replicas.of_each_slot if of_slots else replicas.of_whole_mesh
+    over = replicas.on_each_position if of_slots else replicas.on_whole_mesh
     where = NamedSharding(mesh, P("diloco") if of_slots else P())
     return Program(name, over(fn, mesh), out_shardings=where, on_compile=on_compile)

@@ -35,7 +35,7 @@ ON_CPU = "save_context"  # the fastest by measurement (benchmarks/results), for 
 def device_memory(mesh: Mesh) -> int | None:
     """What a program may use on a device [bytes]; None where nothing says it, as on a CPU."""
     device = mesh.local_devices[0] if mesh.local_devices else mesh.devices.flat[0]
-    chip = chips.of_kind(device.device_kind)
+    chip = chips.find_chip(device.device_kind)
     if chip and chip.hbm_gib:
         return chip.hbm
     return None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")

@@ -27,7 +27,7 @@ from maxdiloco.metrics.speed import active_parameters
 from maxdiloco.metrics.start_time import StartClock
 from maxdiloco.metrics.wandb_run import require_wandb
 from maxdiloco.models.model import count_parameters
-from maxdiloco.parallel import feeding
+from maxdiloco.parallel import global_batch
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import assemble, loop, remat_choice, run_files, startup
 from maxdiloco.run import data as run_data
@@ -254,7 +254,7 @@ def _open_batches(
 ) -> Iterator[Iterator[Any]]:
     """Yield the global batches of some steps. text: of RunControl.reads."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding
-    replicas, rows = feeding.local_rows(sharding, shape)
+    replicas, rows = global_batch.local_rows(sharding, shape)
     with pipeline.batches(
         text,
         position,
@@ -264,7 +264,7 @@ def _open_batches(
         worker_count=settings.data.grain_worker_count,
     ) as local:
         try:
-            yield feeding.feed(local, (replicas, rows), sharding, shape)
+            yield global_batch.assemble(local, (replicas, rows), sharding, shape)
         finally:
             parts.control.leave()  # the reader of an island may wait for a lease
 

@@ -49,7 +49,7 @@ def check_device(quantization: str, backend: str, device_kind: str, capability: 
     """
     if quantization == NONE or backend == "cpu" or not (device_kind or capability):
         return
-    has = chips.eight_bit(device_kind, capability)
+    has = chips.eight_bit_formats(device_kind, capability)
     if quantization not in has:
         raise ConfigError(
             f"quantization={quantization}: {device_kind} multiplies {quantization} no faster than "

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxdiloco.data import order, pipeline
 from maxdiloco.data.synthetic import SyntheticWindows
-from maxdiloco.parallel import feeding
+from maxdiloco.parallel import global_batch
 
 
 def test_hosts_of_a_torus_read_their_rows_and_feed_their_devices():
@@ -29,12 +29,12 @@ def test_hosts_of_a_torus_read_their_rows_and_feed_their_devices():
     whole = data.read(position, 1, replicas=indices[0], rows=indices[1])["tokens"]
     count = 0
     for shards in hosts.values():
-        rows = feeding.rows_of(shards, whole.shape)
+        rows = global_batch.rows_of(shards, whole.shape)
         # The tile's second row of devices is 12 rows further on: a box around the rows has 18.
         assert np.prod([np.ptp(coordinates) + 1 for coordinates in rows]) == 18
         count += len(rows[0])
         local = data.read(position, 1, replicas=rows[0], rows=rows[1])["tokens"]
-        take_shard = feeding.shard_taker(rows, whole.shape)
+        take_shard = global_batch.shard_reader(rows, whole.shape)
         for shard in shards:
             assert np.array_equal(take_shard(local, shard), whole[shard])
     assert count == M * B
@@ -44,9 +44,9 @@ def test_a_row_of_another_process_is_no_row_of_this_one():
     """Asking for it is an error, not some other row. Rows that several devices hold are read
     once."""
     shards = [(slice(2, 4), slice(None)), (slice(2, 4), slice(None)), (slice(0, 1), slice(None))]
-    (rows,) = feeding.rows_of(shards, (6, 8))
+    (rows,) = global_batch.rows_of(shards, (6, 8))
     assert rows.tolist() == [0, 2, 3]
-    take_shard = feeding.shard_taker((rows,), (6, 8))
+    take_shard = global_batch.shard_reader((rows,), (6, 8))
     local = np.arange(24).reshape(3, 8)
     shard = take_shard(local, (slice(3, 4), slice(0, 4)))
     assert np.array_equal(shard, local[2:, :4])
@@ -63,7 +63,7 @@ def test_arrays_of_the_whole_shape_hold_every_row_in_its_place(spec):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("diloco", "fsdp"))
     whole = np.arange(2 * 4 * 6, dtype=np.int32).reshape(2, 4, 6)
     sharding = NamedSharding(mesh, spec)
-    rows = feeding.local_rows(sharding, whole.shape)
-    (batch,) = feeding.feed(iter([{"tokens": whole[rows]}]), rows, sharding, whole.shape)
+    rows = global_batch.local_rows(sharding, whole.shape)
+    (batch,) = global_batch.assemble(iter([{"tokens": whole[rows]}]), rows, sharding, whole.shape)
     assert batch["tokens"].sharding == sharding
     assert np.array_equal(batch["tokens"], whole)
