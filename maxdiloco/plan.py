@@ -27,7 +27,6 @@ OPTIONS = MappingProxyType({
                                    float, 0),
     "latency_ms": Option(None, "milliseconds from one slice to another, half a round trip; by "
                          "default none", float, 0),
-    "link_latency_ms": Option(None, "the same as latency_ms", float, 0),
     "tokens": Option(None, "tokens to train on, in place of steps; without both 20 for each "
                      "parameter", float, 0),
     "price_per_device_hour": Option(None, "of one device, in any currency", float, 0),
@@ -42,7 +41,6 @@ EXAMPLES = (  # 8B on two hosts of eight absent H100s; a model whose step was me
 )
 # Each names one link between slices: of a device, a host, a slice.
 LINKS = ("dcn_bandwidth_gbps", "host_bandwidth_gbps", "slice_bandwidth_gbps")
-LATENCIES = ("latency_ms", "link_latency_ms")
 TOKENS = 20  # for each parameter, as the papers' tables of losses train (2503.09799 Tab. 3)
 
 
@@ -54,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     options, keys = read_options(argv, OPTIONS, "plan", keys=True)
     cfg = config.load(keys, os.environ)
-    names, _ = (_given(options, names) for names in (LINKS, LATENCIES))
+    names = [name for name in LINKS if vars(options)[name] is not None]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} name the same link. Give one of them.")
     if not names:
         raise ConfigError(
             "dcn_bandwidth_gbps is not given, and the plan is for a link. Give one device's share "
@@ -69,14 +69,6 @@ def main(argv: Sequence[str]) -> int:
     from maxdiloco.run import tokenizer as run_tokenizer
 
     return _plan(run_tokenizer.resolved(cfg), options, keys, names[0])
-
-
-def _given(options: SimpleNamespace, names: Sequence[str]) -> list[str]:
-    """Return the one of several options for the same quantity that was given."""
-    given = [name for name in names if vars(options)[name] is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} name the same link. Give one of them.")
-    return given
 
 
 def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:
@@ -96,7 +88,7 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
         )
     sharing = ((1, "device"), (job.per_host, "host"), (job.per_slice, "slice"))
     share = sharing[LINKS.index(link)]
-    latency_s = (options.latency_ms or options.link_latency_ms or 0.0) / 1e3
+    latency_s = (options.latency_ms or 0.0) / 1e3
     tokens, origin = _tokens(
         cfg,
         options.tokens,

@@ -271,7 +271,6 @@ REFUSED = [
     (OF_10B, "model_name"),
     (f"{ON_V6E} quantization=fp8", "quantization"),
     (f"{ON_CPU} steps=5 tokens=1e9", "tokens"),
-    (f"{ON_CPU} latency_ms=5 link_latency_ms=5", "link_latency_ms"),
     (f"{ON_CPU} price_per_gb=-1", "price_per_gb"),
     (f"{ON_CPU} {EVERY_STEP} enable_streaming_diloco=true", "diloco_sync_period"),
 ]
