@@ -1,7 +1,7 @@
-"""Saved arrays: read leaf by leaf, each straight to its devices; written and read part by part.
+"""Arrays of checkpoints: read leaf by leaf, each directly to its devices, or part by part.
 
-Orbax writes those of a run. An import writes and an export reads part by part, in the same files,
-so that memory holds one part.
+Orbax writes the arrays of a run. An import writes, and an export reads, part by part, in the same
+files, so that memory holds one part.
 """
 
 import contextlib
@@ -19,19 +19,20 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiloco.checkpoint import staging
-from maxdiloco.checkpoint.orbax_io import is_key, named_leaves
+from maxdiloco.checkpoint.trees import is_key, named_leaves
 from maxdiloco.engine.calls import BESIDE, Call
 from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import axes_of
-from maxdiloco.storage.run_folder import reason
+from maxdiloco.storage.os_errors import reason
 
 if TYPE_CHECKING:
     import tensorstore as ts
 
-# Bytes that a process reads ahead of the leaf that goes to its devices; one leaf may be larger.
-READ_AHEAD_BYTES = 1 << 30  # our choice
-# Bytes that are committed together: a commit writes the list of all parts anew. Our choice.
+# Bytes that a process reads ahead of the leaf that goes to its devices, so that the host's memory
+# holds little more than one leaf; one leaf may be larger.
+READ_AHEAD_BYTES = 1 << 30
+# Bytes that are committed together, since each commit rewrites the list of all parts.
 _COMMIT_BYTES = 1 << 25
 ACROSS_SLICES = "diloco"  # the mesh axis that joins the slices
 
@@ -41,9 +42,14 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Cycled:
-    """An array to make from a saved one with another number of entries in its first dim, `stored`.
+    """An array to make from a saved one with another number of entries in its first dim.
 
-    Entry i of the target is entry (first + i) mod `stored`. shape: of the saved array.
+    Entry i of the target is entry (first + i) mod `stored` of the saved array.
+
+    Attributes:
+      target: shape, dtype and sharding of the array to make.
+      stored: entries of the saved array.
+      first: entry of the saved array that becomes entry 0.
     """
 
     target: jax.ShapeDtypeStruct
@@ -52,17 +58,23 @@ class Cycled:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[stored, ...]."""
+        """The shape of the saved array."""
         return (self.stored, *self.target.shape[1:])
 
     @property
     def dtype(self) -> np.dtype:
-        """That of the target."""
+        """The dtype of the target."""
         return self.target.dtype
 
 
 class PartedLeaf(NamedTuple):
-    """A leaf to write. num_indexed: leading dims whose entries are written apart."""
+    """A leaf to write.
+
+    Attributes:
+      shape: of the whole leaf.
+      dtype: of the leaf.
+      num_indexed: leading dims whose entries are written separately.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -72,15 +84,24 @@ class PartedLeaf(NamedTuple):
 def read_item(
     step_folder: epath.Path, name: str, abstract: Any, *, absent: Collection[str] = ()
 ) -> Any:
-    """The tree of arrays of one item; a device holds its parts of it and of one more leaf at most.
+    """Read the arrays of one item. A device holds its part of them, and of one more leaf at most.
 
-    abstract: tree of jax.ShapeDtypeStruct or Cycled. A leaf without a sharding goes to the first
-    device; a dtype other than the saved one is a cast. absent: names of leaves that are not read
-    and are zeros.
     With several processes, a leaf that all slices hold alike is read in parts, one part a slice,
     and the parts are gathered over the slow link: a byte leaves the storage once, not once a slice.
     (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
-    Raises CheckpointError when a leaf cannot be read.
+
+    Args:
+      step_folder: of the checkpoint.
+      name: of the item.
+      abstract: tree of jax.ShapeDtypeStruct or Cycled. A leaf without a sharding goes to the first
+        device. A leaf of another dtype than the saved one is cast.
+      absent: names of leaves that are zeros instead of read.
+
+    Returns:
+      The tree of arrays.
+
+    Raises:
+      CheckpointError: a leaf cannot be read.
     """
     wanted = {".".join(path): leaf for path, leaf in named_leaves(abstract)}
     stored = dict.fromkeys(
@@ -103,8 +124,18 @@ def read_item(
 def opened(
     folder: epath.Path, leaves: Mapping[str, PartedLeaf | None]
 ) -> Iterator[dict[str, "ts.Future[ts.TensorStore]"]]:
-    """The arrays of an item that begin to open, by name, for a `with`. folder: of the item. Those
-    with a PartedLeaf are made. Raises OSError where a copy of the item is needed and fails."""
+    """Start to open the arrays of an item, for the time of a `with`.
+
+    Args:
+      folder: of the item.
+      leaves: by name, the leaves to make; None for one to open.
+
+    Yields:
+      Futures of the arrays, by name.
+
+    Raises:
+      OSError: the item must be copied to be read, and cannot be.
+    """
     import orbax.checkpoint as ocp
     import tensorstore as ts
 
@@ -135,10 +166,15 @@ def opened(
 def _started(
     opening: "ts.Future[ts.TensorStore] | None", leaf: Any, name: str
 ) -> tuple[int, Callable[[], jax.Array]]:
-    """Begin to read what the devices of this process hold of a leaf, each part once.
+    """Start to read the parts of a leaf that devices of this process hold, each part once.
 
-    opening: None for a leaf of zeros, or an empty one. name: for messages. Returns the bytes of the
-    parts on the host, and what puts the leaf on its devices.
+    Args:
+      opening: the array; None for a leaf of zeros or without elements.
+      leaf: ShapeDtypeStruct or Cycled.
+      name: for messages.
+
+    Returns:
+      The bytes of the parts on the host, and a function that puts the leaf on its devices.
     """
     import tensorstore as ts
 
@@ -176,7 +212,7 @@ def _started(
 
 
 def _as_stored(leaf: Any) -> Any:
-    """A leaf of typed PRNG keys as the integers in the files; any other leaf as it is."""
+    """Return a leaf of typed PRNG keys as the integers in the files; any other leaf unchanged."""
     if not is_key(leaf.dtype):
         return leaf
     if isinstance(leaf, Cycled):
@@ -189,12 +225,12 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shard
     def part(index):
         return np.zeros([end - start for start, end in _bounds(index, shape)], dtype)
 
-    # Not device_put, by which processes compare what they put: that is a collective.
+    # Not device_put, with which processes compare their values in a collective.
     return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
 
 def read_part(array: "ts.TensorStore", bounds: Bounds) -> "ts.Future[np.ndarray]":
-    """Begin to read a part of an array; indices beyond its end are left out."""
+    """Start to read a part of an array; indices beyond its end are ignored."""
     pairs = zip(bounds, array.shape, strict=True)
     return array[tuple(slice(min(a, n), min(b, n)) for (a, b), n in pairs)].read()
 
@@ -204,18 +240,31 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
 
 
 def result(future: "ts.Future[Any]", name: str) -> Any:
-    """What a future of TensorStore gives. name: of the array. Raises CheckpointError."""
+    """Wait for a future of TensorStore and return its value.
+
+    Args:
+      future: of a read, or of an array that opens.
+      name: of the array, for messages.
+
+    Raises:
+      CheckpointError: it failed.
+    """
     try:
         return future.result()
     except (OSError, ValueError) as error:  # TensorStore raises ValueError for files too
         raise CheckpointError(
-            f"{name} cannot be read: {reason(error)}. See that the storage can be reached and "
-            f"start again, or remove that checkpoint to go on from the one before it."
+            f"{name} cannot be read: {reason(error)}. Check that the storage can be reached and "
+            f"start again, or remove that checkpoint to resume from the one before it."
         ) from error
 
 
 def calls(abstract: Any, *, on_compile: Callable) -> list[Call]:
-    """The program with which read_item(abstract) gathers the largest leaf; [] without a gather."""
+    """Return the program with which read_item gathers the largest leaf of a state, if it does.
+
+    Args:
+      abstract: the state, as ShapeDtypeStructs.
+      on_compile: see parallel.program.Program.
+    """
     leaves = [_as_stored(leaf) for leaf in jax.tree.leaves(abstract) if _is_gathered(leaf)]
     devices = leaves[0].sharding.mesh.devices.flat if leaves else ()
     if len({device.process_index for device in devices}) < 2:
@@ -243,10 +292,13 @@ def _is_gathered(leaf: jax.ShapeDtypeStruct) -> bool:
 def split_over_slices(
     shape: tuple[int, ...], sharding: NamedSharding
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Shape, padded where nothing divides, and sharding with one more dim split over the slices.
+    """Split one more dim of an array over the slices.
 
-    It is the first dim whose shards divide, else the longest. Orbax chooses the same one when it
-    writes replicated arrays, so a part is a whole stored chunk.
+    It is the first dim whose shards can be divided, or else the longest one, which is padded. Orbax
+    chooses the same one when it writes replicated arrays, so a part is a whole stored chunk.
+
+    Returns:
+      The shape, perhaps padded, and the sharding.
     """
     size = sharding.mesh.shape[ACROSS_SLICES]
     local = sharding.shard_shape(shape)
@@ -273,9 +325,10 @@ def _without_padding(padded: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 class Writer:
-    """Writes one item of a checkpoint. folder: of the item, absolute and on this machine."""
+    """Writes one item of a checkpoint, part by part."""
 
     def __init__(self, folder: epath.Path, leaves: Mapping[str, PartedLeaf]):
+        """Make the arrays of the item in `folder`, an absolute path on this machine."""
         import tensorstore as ts
 
         folder.mkdir(parents=True)
@@ -284,7 +337,11 @@ class Writer:
         self._pending, self._pending_bytes = ts.Transaction(), 0
 
     def write(self, name: str, index: Sequence[int], values: np.ndarray) -> None:
-        """Write the part of a leaf at an index of its leading dims. Raises OSError, ValueError."""
+        """Write the part of a leaf at an index of its leading dims.
+
+        Raises:
+          OSError, ValueError: it cannot be written.
+        """
         store = self._stores[name].with_transaction(self._pending)
         store[tuple(index)].write(values).result()
         self._pending_bytes += values.nbytes
@@ -292,7 +349,7 @@ class Writer:
             self.commit()
 
     def commit(self) -> None:
-        """Put what was written since the last commit on the disk."""
+        """Make all parts since the last commit durable."""
         import tensorstore as ts
 
         pending, self._pending, self._pending_bytes = self._pending, ts.Transaction(), 0
@@ -300,25 +357,36 @@ class Writer:
 
 
 class Reader:
-    """Reads leaves of one item of a checkpoint, or of one entry of their first dim, box by box."""
+    """Reads leaves of one item of a checkpoint, box by box."""
 
     def __init__(
         self, step_folder: epath.Path, item: str, names: Sequence[str], entry: int | None = None
     ):
+        """Open the leaves.
+
+        Args:
+          step_folder: of the checkpoint.
+          item: its name.
+          names: of the leaves.
+          entry: index in the first dim of each leaf; None for whole leaves.
+
+        Raises:
+          CheckpointError: a leaf cannot be opened.
+        """
         self._where = f"of {item} in checkpoint {step_folder}"
         self._stores = {}
-        self._copy = contextlib.ExitStack()  # of the item, where it takes one; goes with the reader
+        self._copy = contextlib.ExitStack()  # a local copy of the item, if needed; ends with this
         opening = self._copy.enter_context(opened(step_folder / item, dict.fromkeys(names)))
         for name, future in opening.items():
             store = result(future, f"{name} {self._where}")
             self._stores[name] = store if entry is None else store[entry]
 
     def dtype(self, name: str) -> np.dtype:
-        """Dtype of a leaf."""
+        """Return the dtype of a leaf."""
         return self._stores[name].dtype.numpy_dtype
 
     def boxes(self, name: str, num_indexed: int) -> Iterator[Box]:
-        """Boxes that make up a leaf: a stored chunk each, or several up to one indexed entry."""
+        """Yield boxes that make up a leaf: stored chunks, joined up to the size of one entry."""
         store = self._stores[name]
         shape, chunk = store.shape, store.chunk_layout.read_chunk.shape or store.shape
         size = [min(n, c) for n, c in zip(shape, chunk, strict=True)]
@@ -331,5 +399,9 @@ class Reader:
             )
 
     def read(self, name: str, box: Box = ()) -> np.ndarray:
-        """A box of a leaf, () for all of it. Raises CheckpointError."""
+        """Read a box of a leaf, or all of it.
+
+        Raises:
+          CheckpointError: it cannot be read.
+        """
         return result(self._stores[name][box].read(), f"{name} {self._where}")

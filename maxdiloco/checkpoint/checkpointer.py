@@ -1,9 +1,9 @@
-"""Checkpoints of the run under way, written beside the training; each is whole or absent.
+"""Checkpoints of a run, written while it trains; each is whole or absent.
 
 checkpoints/120/            the state after inner step 120
     <item>/                 a tree of arrays, written by Orbax; each can be read alone
     meta/                   JSON: the caller's meta, and names, shapes and dtypes of all arrays
-    tokenizer/              files of the run, such as those of its tokenizer
+    tokenizer/              further files of the run
     seal.json               sizes and CRC-32 of these files
 checkpoints/130.damaged/    a damaged checkpoint, set aside
 checkpoints/140.maxdiloco-saving/   an unfinished save; removed by the next good save
@@ -23,13 +23,19 @@ import jax
 from etils import epath
 
 from maxdiloco import output
-from maxdiloco.checkpoint import metadata, orbax_io, read, staging, write
+from maxdiloco.checkpoint import metadata, orbax_io, read, staging, trees, write
+from maxdiloco.checkpoint.files import is_complete
+from maxdiloco.checkpoint.own_folder import OwnFolder
 from maxdiloco.cluster import agree
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.storage import durable, shared_folder
-from maxdiloco.storage.run_folder import absolute, is_local, reason, refusing
+from maxdiloco.storage.os_errors import reason, refusing
+from maxdiloco.storage.run_folder import absolute, is_local
 
-_REMEDY = "Set the keys of the model and the optimizer back, or set another run_name."
+_REMEDY = (
+    "Restore the keys of the model and the optimizer to their earlier values, or set another "
+    "run_name."
+)
 
 # The outcome of starting a save, as the first process decides it.
 _RUNS, _EXISTS, _FAILED, _REFUSED = range(4)
@@ -40,17 +46,7 @@ _BUGS = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 class Checkpointer:
     """Saves and restores the state of one run. All processes of the run make the same calls.
 
-    folder: one that all processes see. The first save makes it and removes what the run left
-    unfinished there; who only reads changes nothing.
-    max_to_keep: complete checkpoints of this run that stay, at least 1; None keeps all. Those of
-    other runs stay and do not count; a run goes on from the checkpoint that it restores.
-    use_async: save() returns as soon as the arrays are copied to the host. timeout_s: seconds that
-    the processes may take to write the arrays of one save.
-    files: content of files to put into each checkpoint, by path inside it: <folder>/<name>.
-    say: prints a line; called in the first process only. locked: whether the caller holds a lock on
-    the folder; else the first save takes one, until the context is left.
-    A context manager: leaving it waits for the save that runs. Raises CheckpointError when the
-    folder cannot be used.
+    A context manager: leaving it waits for the save in progress.
 
     A failed save is a warning, and the next one tries again. Two in a row raise SaveError in all
     processes; the complete checkpoints stay as they are.
@@ -67,6 +63,24 @@ class Checkpointer:
         say: read.Say = output.say,
         locked: bool = False,
     ):
+        """Check that all processes can use the folder.
+
+        Args:
+          folder: one that all processes see. The first save makes it and removes what the run left
+            unfinished there; restoring changes nothing.
+          max_to_keep: number of complete checkpoints of this run to keep, at least 1; None keeps
+            all. Those of other runs stay and do not count; after a restore, those of the restored
+            run are this run's.
+          use_async: save() returns as soon as the arrays are copied to the host.
+          timeout_s: seconds that the processes may take to write the arrays of one save.
+          files: content of files to put into each checkpoint, by path in it: <folder>/<name>.
+          say: prints a line; called in the first process only.
+          locked: whether the caller holds a lock on the folder; otherwise the first save takes
+            one, until the context is left.
+
+        Raises:
+          CheckpointError: the folder cannot be used.
+        """
         self._folder = absolute(folder)
         self._max_to_keep = max_to_keep
         self._use_async = use_async
@@ -82,7 +96,7 @@ class Checkpointer:
         self._damaged: list[epath.Path] = []  # found by restore; the next save sets them aside
         self._failed_folders: set[epath.Path] = set()  # in which there may still be files
         run = secrets.token_hex(8)
-        self._own = write.OwnFolder(self._folder, run=run, locked=locked, say=self.say)
+        self._own = OwnFolder(self._folder, run=run, locked=locked, say=self.say)
         if self._primary and is_local(self._folder):
             what = f"base_output_directory: cannot be used in {self._folder}"
             with refusing(CheckpointError, what, "Free some space or set another folder."):
@@ -93,13 +107,14 @@ class Checkpointer:
         shared_folder.require(self._folder)
         saves = agree.from_first_process(secrets.randbelow(1 << 31))
         self._save_keys = (f"maxdiloco/saves/{saves}/{count}" for count in itertools.count(1))
-        self._writer: Future | None = None  # of open_writer
+        self._writer: Future | None = None  # see open_writer
         # A future keeps the error of a thread. One thread does the work of a save in its order;
         # the other one removes old checkpoints, which may take longer.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="old-checkpoints")
 
     def __enter__(self) -> "Checkpointer":
+        """Start to filter what Orbax logs."""
         self._closing = contextlib.ExitStack()
         self._closing.enter_context(orbax_io.quiet())
         self._closing.callback(self._own.close)
@@ -109,6 +124,11 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind, exception, traceback) -> None:
+        """Wait for the save in progress; after an exception, warn if it failed.
+
+        Raises:
+          SaveError: it failed, and there is no other exception.
+        """
         with self._closing:
             if exception is None:
                 self.wait(last=True)
@@ -119,10 +139,10 @@ class Checkpointer:
                     self.say(f"warning: {self._failure(step, reason(error))}")
 
     def open_writer(self) -> Future:
-        """Begin to import Orbax, in a thread; a save waits for it. Returns a future of the writer.
+        """Start to import Orbax in a thread and return a future of the writer.
 
-        It takes most of a second, so a run begins it after its first step, and who only reads
-        never does.
+        A save waits for it. It takes most of a second, so a run starts it after its first step; a
+        program that only reads never does.
         """
         if self._writer is None:
             self._writer = self._thread.submit(orbax_io.open_writer)
@@ -133,23 +153,32 @@ class Checkpointer:
             self._writer.result().close()
 
     def steps(self) -> list[int]:
-        """The steps, of any run, with a complete checkpoint that was not found damaged."""
+        """Return the steps, of any run, with a complete checkpoint that was not found damaged."""
         damaged = {path.name for path in self._damaged}
         return [step for step in read.steps(self._folder) if str(step) not in damaged]
 
     def shortage(self, nbytes: int) -> list[str]:
-        """The line that tells that the disk is too small for what is kept of nbytes each."""
+        """Return a warning if the disk is too small for max_to_keep checkpoints of nbytes each."""
         return self._own.shortage(nbytes, count=self._max_to_keep) if self._primary else []
 
     def save(
         self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, last: bool = False
     ) -> bool:
-        """Write a checkpoint; does nothing and returns False when this step has one.
+        """Write a checkpoint, after waiting for the save before this one.
 
-        items: {name: tree of arrays}; the caller may donate or delete them afterwards. meta: what
-        JSON takes. last: whether it is the last save: wait until it is on the disk, and try once
-        more at once if it fails. Waits for the save before this one. Raises SaveError when two in a
-        row have failed, CheckpointError when another process saves to the folder.
+        Args:
+          step: number of inner steps.
+          items: {name: tree of arrays}; the caller may donate or delete them afterwards.
+          meta: further fields of META, of types that JSON has.
+          last: whether it is the last save: wait until it is on the disk, and try once more at once
+            if it fails.
+
+        Returns:
+          False if this step has a checkpoint already; then nothing is written.
+
+        Raises:
+          SaveError: two saves in a row have failed.
+          CheckpointError: another process saves to the folder.
         """
         self._end_of_save(limit=None if last else 2)
         if self._removal is not None and self._removal.done():
@@ -163,9 +192,13 @@ class Checkpointer:
         return started != _EXISTS
 
     def wait(self, *, last: bool = False) -> None:
-        """Wait until the save that runs is on the disk and older ones are removed.
+        """Wait until the save in progress is on the disk and older checkpoints are removed.
 
-        last: whether a failure of it is final. Raises SaveError.
+        Args:
+          last: whether a failure of it is final.
+
+        Raises:
+          SaveError: it failed, and so did the save before it, or it is the last one.
         """
         self._end_of_save(limit=1 if last else 2)
         self._end_of_removal()
@@ -174,12 +207,21 @@ class Checkpointer:
     def restore(
         self, abstract_of: read.AbstractOf, *, needs: Collection[str] = ()
     ) -> read.Restored | None:
-        """Read the newest undamaged checkpoint; None when there is no checkpoint at all.
+        """Read the newest undamaged checkpoint.
 
-        A damaged one is not used, with a warning, and the one before it is read; the next save sets
-        it aside as <step>.damaged. `restore(lambda meta: {}).meta` reads no arrays. needs: fields
-        that the meta has to have. Raises CheckpointError when all are damaged, when a field is not
-        there, or when shapes or dtypes differ from abstract_of's.
+        For a damaged one there is a warning, and the one before it is read; the next save renames
+        the damaged one to <step>.damaged.
+
+        Args:
+          abstract_of: the arrays to read; `lambda meta: {}` reads none.
+          needs: fields that the meta must have.
+
+        Returns:
+          The checkpoint; None if there is no checkpoint at all.
+
+        Raises:
+          CheckpointError: all are damaged, a field is absent, or shapes or dtypes differ from those
+            of abstract_of.
         """
         self._end_of_save()
         with read.reading(self._folder, "base_output_directory"):
@@ -201,12 +243,12 @@ class Checkpointer:
         return restored
 
     def _start(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> int:
-        """Start a save, in all processes or in none: _RUNS, _EXISTS or _FAILED."""
-        trees = {name: nested for name, tree in items.items() if (nested := orbax_io.nested(tree))}
+        """Start a save, in all processes or in none; return _RUNS, _EXISTS or _FAILED."""
+        arrays = {name: nested for name, tree in items.items() if (nested := trees.nested(tree))}
         note = metadata.note_of(step, items, meta, run=self._own.run)
         target = self._folder / str(step)
         key = next(self._save_keys)
-        save = write.Save(target, tuple(trees), self._files, note, self._failures, key)
+        save = write.Save(target, tuple(arrays), self._files, note, self._failures, key)
         nbytes = sum(array.nbytes for array in jax.tree.leaves(dict(items)))
         nbytes += sum(map(len, self._files.values()))
         prepared = self._thread.submit(self._prepare, save, nbytes)
@@ -224,7 +266,7 @@ class Checkpointer:
             writer = self.open_writer().result()
             try:
                 save = save._replace(arrays=staging.begin(save.folder))
-                writes = orbax_io.start_writing(writer, save.arrays or save.folder, trees)
+                writes = orbax_io.start_writing(writer, save.arrays or save.folder, arrays)
             except OSError as begun:  # this process's part has failed; the others' may succeed
                 writes = [failed := Future()]
                 failed.set_exception(begun)
@@ -243,12 +285,12 @@ class Checkpointer:
             return True
         own, target, step = self._own, save.target, int(save.target.name)
         own.begin(step, self._damaged)
-        is_there = orbax_io.is_complete(target)
-        if is_there and own.includes(step):
+        exists = is_complete(target)
+        if exists and own.includes(step):
             own.steps.add(step)
-        elif is_there:
+        elif exists:
             self.say(
-                f"warning: step {step} is not saved: {target} is there already, of another run. "
+                f"warning: step {step} is not saved: {target} exists already, of another run. "
                 "Use a folder for each run."
             )
         elif self._max_to_keep is not None:
@@ -280,7 +322,11 @@ class Checkpointer:
             self._removal = self._remover.submit(self._own.keep, self._max_to_keep)
 
     def _end_of_save(self, *, limit: int | None = 2) -> bool:
-        """Whether the save that runs succeeds. Raises SaveError at `limit` failures in a row."""
+        """Wait for the save in progress and return whether it succeeded.
+
+        Raises:
+          SaveError: it is the `limit`-th failure in a row.
+        """
         if self._saving is None:
             return True
         step, saved = self._saving
@@ -297,17 +343,17 @@ class Checkpointer:
         line = self._failure(step, why)
         if limit is not None and self._failures >= limit:
             raise SaveError(
-                f"base_output_directory: {line} Free some space or mend the disk; then the same "
+                f"base_output_directory: {line} Free some space or repair the disk; then the same "
                 "command resumes."
             ) from error
-        self.say(f"warning: {line} It is tried again with the next save.")
+        self.say(f"warning: {line} The next save tries again.")
         return False
 
     def _failure(self, step: int, why: str) -> str:
-        there = "no step was saved since the start"
+        newest = "no step was saved since the start"
         if self._newest is not None:
-            there = f"the last step saved is {self._newest}"
-        return f"step {step} could not be saved in {self._folder}: {why}; {there}."
+            newest = f"the last step saved is {self._newest}"
+        return f"step {step} could not be saved in {self._folder}: {why}; {newest}."
 
     def _end_of_removal(self) -> None:
         """Wait until the older checkpoints are removed; a failure is a warning."""

@@ -1,19 +1,20 @@
-"""META of a checkpoint: what it says of its run and its arrays, checked before it is used.
+"""META of a checkpoint: its run and its arrays, checked before any reader uses them.
 
-A damaged disk and other people write here too. So the file has to fit the seal, and each field that
-a reader uses has to have its type: no reader looks at what this file has not checked. The values of
-`config` are checked by maxdiloco.config, which knows the keys.
+A damaged disk and other people write to checkpoints too. So the file must match the seal, and each
+field that a reader uses must have its type. maxdiloco.config, which knows the keys, checks the
+values of `config`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from etils import epath
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from maxdiloco import json_text, small_files
 from maxdiloco.checkpoint import seal
-from maxdiloco.checkpoint.orbax_io import META, META_FILE, shapes
+from maxdiloco.checkpoint.files import META, META_FILE
+from maxdiloco.checkpoint.trees import shapes
 from maxdiloco.diloco.schedule import ROUND_OVERLAPS
 from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS
 from maxdiloco.errors import CheckpointError
@@ -26,12 +27,14 @@ _LARGEST = 2**63 - 1  # of int64, in which steps, tokens and sequences are count
 
 
 class DamagedError(CheckpointError):
-    """META of a checkpoint cannot be read, does not fit its seal, or is not what a save writes.
+    """META of a checkpoint cannot be read, does not match its seal, or is not what a save writes.
 
-    what: a few words on it.
+    Attributes:
+      what: the damage, in a few words.
     """
 
     def __init__(self, step_folder: epath.Path, what: str):
+        """Make the error for the checkpoint in `step_folder`."""
         super().__init__(
             f"{META} of checkpoint {step_folder} is damaged: {what}. Use another checkpoint."
         )
@@ -39,131 +42,145 @@ class DamagedError(CheckpointError):
 
 
 class Note(NamedTuple):
-    """The content of a checkpoint's META. run: the same in all checkpoints of a run."""
+    """The content of META.
+
+    Attributes:
+      step: number of inner steps before the save.
+      meta: what the caller of Checkpointer.save adds; Meta has the fields that a reader uses.
+      arrays: {item: {leaf name: [shape, dtype name]}}.
+      run: a random name, the same in all checkpoints of a run.
+      format: FORMAT of the version that wrote it.
+      version: version of maxdiloco that wrote it.
+    """
 
     step: int
     meta: dict[str, Any]
-    arrays: dict[str, dict[str, Any]]  # {item: {leaf name: [shape, dtype name]}}
+    arrays: dict[str, dict[str, Any]]
     run: str
     format: int
-    version: str  # of maxdiloco
+    version: str
 
 
-Check = Callable[[Any], bool]
+# -- the types of the fields -----------------------------------------------------------------------
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _fits_int64(value: int | float) -> int | float:
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ValueError("beyond int64")
+    return value
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
+Count = Annotated[int, Field(ge=0, le=_LARGEST)]
+Size = Annotated[int, Field(ge=1, le=_LARGEST)]
+Number = Annotated[int | float, AfterValidator(_fits_int64)]  # a sum of losses may be infinite
 
 
-def _is_number(value: Any) -> bool:
-    """An int64 or any float: a sum over steps that were skipped may be infinite."""
-    return isinstance(value, float) or (type(value) is int and abs(value) <= _LARGEST)
+class _Fields(BaseModel):
+    """A table that may have other fields too."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
 
-def _whole(least: int) -> Check:
-    return lambda value: type(value) is int and least <= value <= _LARGEST
+class _Sources(_Fields):
+    begun: Count
+    read: dict[str, Count]
+    shares: dict[str, Count]
+    order: list[str] = []
 
 
-def _one_of(*names: str) -> Check:
-    return lambda value: isinstance(value, str) and value in names
+class _Position(_Fields):
+    base: Count
+    s0: Size
+    M: Size
+    B: Size
+    sources: _Sources = Field(default=None)
 
 
-def _list_of(check: Check, least: int = 0) -> Check:
-    return lambda value: isinstance(value, list) and len(value) >= least and all(map(check, value))
+class _Exchange(_Fields):
+    """Fields of engine.settings.ExchangeSettings.to_json."""
+
+    num_replicas: Size
+    sync_period: Size
+    num_fragments: Size
+    overlap_steps: Count
+    alpha: Number
+    round_overlap: Literal[ROUND_OVERLAPS]
+    outer_optimizer: str
+    outer_lr: Number | None
+    outer_momentum: Number | None
+    exchange_dtype: str
+    error_feedback: bool
+    aggregation: str
+    collective: str
+    transport: str
+    sequential_layers: bool
+    num_nonlayer_fragments: Size
+    offsets: Annotated[list[Count], Field(min_length=1)]
+    outer_memory: str
 
 
-def _table_of(check: Check) -> Check:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+class _SinceRow(_Fields):
+    __pydantic_extra__: dict[str, Annotated[list[Number], Field(min_length=1)]]
+
+    row: Count
 
 
-def _or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
+class _Meta(_Fields):
+    """The fields of Note.meta that a reader uses, each of which may be absent: see `require`."""
+
+    # Of a trainer's state: see engine.trainer.SavedLayout.
+    num_replicas: Size = 1
+    mesh: dict[str, Size] = {}
+    exchange: _Exchange | Annotated[dict[str, Any], Field(max_length=0)] = {}
+    dropped_until: Count = 0
+    schedule_since: Count = 0
+    chunk_lengths: list[Count] = []
+    theta_item: Literal[OUTER_PARAMS, OUTER_OF_EACH] = OUTER_PARAMS
+    records: Count | None = None
+    specs: Count = 0
+    # Of a run of maxdiloco.train: see run.state and run.recorder.
+    config: dict[str, Any] = {}
+    position: _Position = Field(default=None)
+    tokenizer: str = ""
+    contents: str = ""
+    schedule_steps: Count = 0
+    since_row: _SinceRow = Field(default=None)
+    imported: bool = False
 
 
-def _fields(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Check:
-    """A table with all of `required`, and perhaps those of `optional` and others."""
+class _Stored(BaseModel):
+    """The fields of a Note, with their types."""
 
-    def check(value: Any) -> bool:
-        return (
-            isinstance(value, dict)
-            and required.keys() <= value.keys()
-            and all(check(value[name]) for name, check in required.items())
-            and all(check(value[name]) for name, check in optional.items() if name in value)
-        )
+    model_config = ConfigDict(strict=True, extra="forbid")
 
-    return check
+    step: Count
+    meta: _Meta
+    arrays: dict[str, dict[str, Annotated[tuple[list[Count], str], Strict(False)]]]
+    run: str
+    format: Size
+    version: str
 
 
-_COUNT, _SIZE = _whole(0), _whole(1)
-_SOURCES = _fields(
-    {"begun": _COUNT, "read": _table_of(_COUNT), "shares": _table_of(_COUNT)},
-    {"order": _list_of(_is_text)},  # added after the others
-)
-# Fields of engine.settings.ExchangeSettings.to_json.
-_is_exchange = _fields(
-    {
-        "num_replicas": _SIZE,
-        "sync_period": _SIZE,
-        "num_fragments": _SIZE,
-        "overlap_steps": _COUNT,
-        "alpha": _is_number,
-        "round_overlap": _one_of(*ROUND_OVERLAPS),
-        "outer_optimizer": _is_text,
-        "outer_lr": _or_none(_is_number),
-        "outer_momentum": _or_none(_is_number),
-        "exchange_dtype": _is_text,
-        "error_feedback": _is_bool,
-        "aggregation": _is_text,
-        "collective": _is_text,
-        "transport": _is_text,
-        "sequential_layers": _is_bool,
-        "num_nonlayer_fragments": _SIZE,
-        "offsets": _list_of(_COUNT, least=1),
-        "outer_memory": _is_text,
-    },
-    {},
-)
-# {field of Note.meta that a reader uses: what it has to be}. A caller of Checkpointer.save may
-# write other fields, and leave these out: see `require`.
-FIELDS: Mapping[str, Check] = MappingProxyType({
-    # of a trainer's state: see engine.trainer.SavedLayout
-    "num_replicas": _SIZE,
-    "mesh": _table_of(_SIZE),
-    "exchange": lambda value: value == {} or _is_exchange(value),  # {}: data parallelism
-    "dropped_until": _COUNT,
-    "schedule_since": _COUNT,
-    "chunk_lengths": _list_of(_COUNT),
-    "theta_item": _one_of(OUTER_PARAMS, OUTER_OF_EACH),
-    "records": _or_none(_COUNT),
-    "specs": _COUNT,
-    # of a run of maxdiloco.train: see trainer.start.note and trainer.recorder
-    "config": _table_of(lambda value: True),
-    "position": _fields({"base": _COUNT, "s0": _SIZE, "M": _SIZE, "B": _SIZE},
-                        {"sources": _SOURCES}),
-    "tokenizer": _is_text,
-    "contents": _is_text,
-    "schedule_steps": _COUNT,
-    "since_row": lambda value: (
-        isinstance(value, dict) and _COUNT(value.get("row"))
-        and all(_list_of(_is_number, least=1)(x) for name, x in value.items() if name != "row")
-    ),
-    "imported": _is_bool,
-})  # fmt: skip
-# The fields of every trainer's state; of every run and import; and of a run that trained.
+class _Version(_Fields):
+    """What every format has."""
+
+    format: Size
+    version: str
+
+
+# Fields of every trainer's state; of every run and every import; of a run that has trained.
 OF_STATE = ("num_replicas", "mesh", "exchange", "dropped_until", "schedule_since")
 OF_MODEL = ("config", "tokenizer", "num_replicas", "mesh", "position", "contents")
 OF_TRAINING = (*OF_MODEL, *OF_STATE, "schedule_steps", "since_row")
 
 
+# -- writing and reading ---------------------------------------------------------------------------
+
+
 def note_of(
     step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, run: str = ""
 ) -> dict[str, Any]:
-    """The Note of a checkpoint of these items, as a dict for JSON."""
+    """Return the Note of a checkpoint of these items, as a dict for JSON."""
     arrays = {name: shapes(tree) for name, tree in items.items()}
     return Note(step, dict(meta), arrays, run, FORMAT, __version__)._asdict()
 
@@ -172,7 +189,7 @@ def read_note(step_folder: epath.Path) -> Note:
     """Read the Note of a checkpoint.
 
     Raises:
-      DamagedError: the file does not fit the seal, or is not what a save writes.
+      DamagedError: the file does not match the seal, or is not what a save writes.
       CheckpointError: a later version wrote it.
       OSError: the file is not there or cannot be read.
     """
@@ -185,8 +202,12 @@ def read_note(step_folder: epath.Path) -> Note:
     damage = seal.damage_of(step_folder, FILE, content)
     if damage is not None and damage.index != seal.SEAL:
         raise DamagedError(step_folder, damage.what)
-    stored = _parsed(step_folder, content)
-    if stored["format"] > FORMAT:  # and perhaps with a seal that this version cannot read
+    try:
+        stored = json_text.parse(content)
+    except ValueError as error:
+        raise DamagedError(step_folder, str(error)) from error
+    _check(step_folder, _Version, stored)
+    if stored["format"] > FORMAT:  # which may have a seal that this version cannot read
         raise CheckpointError(
             f"checkpoint {step_folder} has format {stored['format']}, of maxdiloco "
             f"{stored['version']}; maxdiloco {__version__} reads formats up to {FORMAT}. Use that "
@@ -194,45 +215,19 @@ def read_note(step_folder: epath.Path) -> Note:
         )
     if damage is not None:
         raise DamagedError(step_folder, damage.what)
-    return _checked(step_folder, stored)
+    _check(step_folder, _Stored, stored)
+    return Note(**stored)
 
 
-def _parsed(step_folder: epath.Path, content: bytes) -> dict[str, Any]:
-    """The fields of META, of which `format` and `version` are checked."""
+def _check(step_folder: epath.Path, schema: type[BaseModel], stored: Any) -> None:
+    """Raise DamagedError with the names of the fields that are not what a save writes."""
     try:
-        stored = json_text.parse(content)
-    except ValueError as error:
-        raise DamagedError(step_folder, str(error)) from error
-    if not _fields({"format": _SIZE, "version": _is_text}, {})(stored):
-        raise DamagedError(step_folder, "it has no format and version")
-    return stored
-
-
-def _checked(step_folder: epath.Path, stored: dict[str, Any]) -> Note:
-    """The Note with these fields. Raises DamagedError for one that no save writes."""
-    if stored.keys() != set(Note._fields):
-        raise DamagedError(step_folder, f"it has not the fields {', '.join(Note._fields)}")
-    note = Note(**stored)
-    arrays = _table_of(_table_of(_is_array))
-    of_note = {"step": _COUNT(note.step), "arrays": arrays(note.arrays), "run": _is_text(note.run)}
-    wrong = [name for name, right in of_note.items() if not right]
-    if isinstance(note.meta, dict):
-        wrong += [name for name, x in note.meta.items() if name in FIELDS and not FIELDS[name](x)]
-    else:
-        wrong.append("meta")
-    if wrong:
-        raise DamagedError(step_folder, f"{', '.join(wrong)} is not what a save writes")
-    return note
-
-
-def _is_array(value: Any) -> bool:
-    """[shape, dtype name]"""
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and _list_of(_COUNT)(value[0])
-        and _is_text(value[1])
-    )
+        schema.model_validate(stored)
+    except ValidationError as error:
+        places = (error["loc"][:2] for error in error.errors(include_url=False))
+        wrong = sorted({".".join(map(str, place)) for place in places if place})
+        names = ", ".join(wrong) or "it"
+        raise DamagedError(step_folder, f"{names} is not what a save writes") from None
 
 
 def require(meta: Mapping[str, Any], names: Iterable[str], step_folder: epath.PathLike) -> None:

@@ -1,6 +1,6 @@
-"""Pytrees to and from Orbax, and the names of the files of a checkpoint.
+"""Writing trees of arrays with Orbax, and silence about failures that a save reports itself.
 
-Orbax takes half a second or more to import, so the functions that use it import it.
+Importing Orbax takes half a second or more, so the functions that use it import it.
 """
 
 import asyncio
@@ -12,28 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from etils import epath
-
-from maxdiloco.storage.run_folder import is_local
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 Writes = Sequence["ocp.future.Future"]  # of start_writing
-META = "meta"  # the item that is JSON; the others are trees of arrays
-META_FILE = "metadata"  # Orbax's name of its file
-COMMIT = "commit_success.txt"  # Orbax writes it last
-SEAL = "seal.json"
 # A smaller share is not worth the program that slices it, which compiles in 50-100 ms on a CPU.
-SHARED_WRITE_BYTES = 1 << 22  # our choice
-# A reader decodes whole chunks. A larger chunk is split where its parts have LEAST_CHUNK_BYTES.
-CHUNK_BYTES = 1 << 25  # our choice
+SHARED_WRITE_BYTES = 1 << 22
+# A reader decodes whole chunks, so a larger one is split where its parts have LEAST_CHUNK_BYTES.
+CHUNK_BYTES = 1 << 25
 LEAST_CHUNK_BYTES = 1 << 20  # "below 1 MiB could reduce performance", Orbax says
 
 
 def open_writer() -> "ocp.PyTreeCheckpointHandler":
-    """Orbax's writer of trees of arrays."""
+    """Return Orbax's writer of trees of arrays."""
     import orbax.checkpoint as ocp
 
     arrays = ocp.type_handlers.ArrayHandler(
@@ -48,10 +41,13 @@ def open_writer() -> "ocp.PyTreeCheckpointHandler":
 def start_writing(
     writer: "ocp.PyTreeCheckpointHandler", folder: epath.Path, trees: Mapping[str, Any]
 ) -> list["ocp.future.Future"]:
-    """Start to write trees of arrays, each to the folder of its name; wait by result() of all.
+    """Start to write trees of arrays, each to the folder of its name.
 
     The arrays are copied to the host before it returns, so the caller may donate or delete them:
     on the CPU backend the copy is a view, and JAX copies a donated buffer that a view holds.
+
+    Returns:
+      Futures, which the caller waits for by result() of each.
     """
     import orbax.checkpoint as ocp
 
@@ -74,9 +70,13 @@ def start_writing(
 
 
 def split_dims(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Leading dims (replicas, layers, experts) whose entries are stored as chunks of their own.
+    """Choose the leading dims (replicas, layers, experts) whose entries get chunks of their own.
 
-    shape: of a device's part of a leaf. A chunk holds one tensor, or several of <= CHUNK_BYTES.
+    A chunk holds one tensor, or several that together have at most CHUNK_BYTES.
+
+    Args:
+      shape: of a device's part of a leaf.
+      itemsize: bytes of an element.
     """
     dims: list[int] = []
     size = math.prod(shape) * itemsize
@@ -103,10 +103,10 @@ def quiet() -> Iterator[None]:
     """Keep Orbax from logging a failed save, which the Checkpointer reports in one line.
 
     Orbax runs the writes of a checkpoint as tasks of an event loop and closes the loop at the first
-    write that fails. The other writes go on, into a folder that is being removed, and print
+    write that fails. The other writes continue, into a folder that is being removed, and print
     tracebacks of tasks and of a closed loop. So loops wait for their tasks before they close. Where
-    no file descriptor is left for a loop, Python warns of coroutines that it never ran. Neither is
-    said afterwards either: a thread of a save that timed out may be that late.
+    no file descriptor is left for a loop, Python warns of coroutines that it never ran. The filters
+    stay after the `with`: a thread of a save that timed out may be that late.
     """
     from absl import logging as of_absl  # whose logger has to be there before anybody asks for one
 
@@ -150,52 +150,3 @@ class _Policy(asyncio.DefaultEventLoopPolicy):
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
     return "/orbax/" not in record.pathname
-
-
-def is_complete(step_folder: epath.Path) -> bool:
-    """Whether the folder became visible as a whole checkpoint; one of others has no such files."""
-    if is_local(step_folder):  # it got this name by an atomic rename; damage may take either file
-        return any((step_folder / name).exists() for name in (SEAL, COMMIT))
-    return (step_folder / COMMIT).exists()
-
-
-def shapes(tree: Any) -> dict[str, list[Any]]:
-    """{leaf name: [shape, dtype name]} of a tree of arrays or ShapeDtypeStructs."""
-    return {
-        ".".join(path): [list(leaf.shape), _dtype_name(leaf.dtype)]
-        for path, leaf in named_leaves(tree)
-    }
-
-
-def _dtype_name(dtype: Any) -> str:
-    """The name of a dtype; that of a typed PRNG key, such as key<fry>, has its implementation."""
-    return str(dtype) if is_key(dtype) else np.dtype(dtype).name
-
-
-def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of typed PRNG keys (jax.random.key)."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def nested(tree: Any) -> dict[str, Any]:
-    """Any pytree as nested dicts of its leaves, so that files do not depend on its containers.
-
-    Typed PRNG keys become the integers of jax.random.key_data: files have no such dtype. Arrays
-    without elements are left out: Orbax refuses them.
-    """
-    root: dict[str, Any] = {}
-    for path, leaf in named_leaves(tree):
-        if leaf.size:
-            node = root
-            for key in path[:-1]:
-                node = node.setdefault(key, {})
-            node[path[-1]] = jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf
-    return root
-
-
-def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """(path, leaf) of each leaf of a tree. An item that is a single array has an empty path."""
-    return [
-        (tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("array",), leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    ]

@@ -1,4 +1,4 @@
-"""Finds what a user names, and reads the newest undamaged checkpoint, of this run or another."""
+"""Find the checkpoint that a user names, and read the newest undamaged one of a folder."""
 
 import contextlib
 import re
@@ -12,27 +12,35 @@ import jax
 from etils import epath
 
 from maxdiloco import output
-from maxdiloco.checkpoint import arrays, metadata, orbax_io, seal
+from maxdiloco.checkpoint import arrays, files, metadata, seal, trees
 from maxdiloco.cluster import agree
 from maxdiloco.engine.trainer import DIAGNOSTICS
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import shared_folder
-from maxdiloco.storage.run_folder import AGAIN, absolute, refusing
+from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.run_folder import AGAIN, absolute
 
 _STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
 NEWEST = -1  # as a step: the newest undamaged checkpoint
-_ATTEMPTS = 12  # to read a file that only some hosts find damaged
+_ATTEMPTS = 12  # reads of a file that only some hosts find damaged, within shared_folder.WAIT_S
 
-# The meta of a checkpoint -> {item: tree of jax.ShapeDtypeStruct with shardings, or of
-# arrays.Cycled}; items it leaves out are not read. Called for each checkpoint that is tried.
+# Maps the meta of a checkpoint to {item: tree of jax.ShapeDtypeStruct with shardings, or of
+# arrays.Cycled}. Items that it leaves out are not read. Called for each checkpoint that is tried.
 AbstractOf = Callable[[dict[str, Any]], Mapping[str, Any]]
-# The meta of a checkpoint -> the remedy when its shapes differ from those of the run.
+# Maps the meta of a checkpoint to the remedy if its shapes differ from those of the run.
 Remedy = Callable[[dict[str, Any]], str]
 Say = Callable[[str], None]  # prints a line for the user
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read; restore_from(path) reads the same one again."""
+    """A checkpoint that was read.
+
+    Attributes:
+      step: number of inner steps before it was saved.
+      items: {item: tree of arrays}.
+      meta: the caller's fields of META.
+      path: its folder; restore_from(path) reads the same one again.
+    """
 
     step: int
     items: dict[str, Any]
@@ -41,11 +49,18 @@ class Restored(NamedTuple):
 
 
 def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath.Path:
-    """The folder of a program's argument RUN, for restore_from.
+    """Return the folder that the argument RUN of a program names, for restore_from.
 
-    run: name of a run in base_output_directory, its folder, or the folder of one checkpoint, also
-    in a bucket. step: of the run, or NEWEST. Reads names only.
-    Raises CheckpointError when there is no such checkpoint.
+    Reads names only.
+
+    Args:
+      run: name of a run in base_output_directory, its folder, or the folder of one checkpoint;
+        folders may be in a bucket.
+      base_output_directory: folder of runs.
+      step: of a checkpoint of the run, or NEWEST.
+
+    Raises:
+      CheckpointError: there is no such checkpoint.
     """
     named = absolute(base_output_directory) / run
     is_name = "/" not in run and run not in ("", ".", "..")
@@ -79,11 +94,17 @@ def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath
 def newest_meta(
     folder: epath.Path, *, key: str, needs: Collection[str] = metadata.OF_MODEL
 ) -> dict[str, Any]:
-    """The meta of the newest checkpoint whose meta is undamaged; the arrays are not looked at.
+    """Return the meta of the newest checkpoint whose meta is undamaged.
 
-    For what has to be known before JAX's backends start. folder: of `locate`. needs: fields that
-    the meta has to have.
-    Raises CheckpointError when there is none.
+    The arrays are not examined: it is for what must be known before JAX's backends start.
+
+    Args:
+      folder: as `locate` returns it.
+      key: the key or argument that gave the folder, for messages.
+      needs: fields that the meta must have.
+
+    Raises:
+      CheckpointError: there is none.
     """
     with reading(folder, key):
         paths = [folder]
@@ -111,10 +132,19 @@ def restore_from(
 ) -> Restored:
     """Read the newest undamaged checkpoint of any run's folder, or one checkpoint in it.
 
-    key: the config key or argument that gave the path, for messages. cast: whether dtypes may
-    differ. needs: fields that the meta has to have. Changes nothing at path. Raises CheckpointError
-    when path has no checkpoint, when all are damaged, when a field is not there, or when shapes or
-    dtypes differ from those of abstract_of.
+    Changes nothing at the path.
+
+    Args:
+      path: the folder of a run or of one checkpoint.
+      abstract_of: the arrays to read.
+      key: the config key or argument that gave the path, for messages.
+      remedy: for shapes that differ.
+      cast: whether dtypes may differ.
+      needs: fields that the meta must have.
+
+    Raises:
+      CheckpointError: there is no checkpoint, all are damaged, a field is absent, or shapes or
+        dtypes differ from those of abstract_of.
     """
     folder = absolute(path, key=key)
     with reading(folder, key):
@@ -136,12 +166,12 @@ def restore_from(
 
 
 def primary_only(say: Say) -> Say:
-    """`say` in the first process, silence in the others."""
+    """Return `say` in the first process, and a function that prints nothing in the others."""
     return say if jax.process_index() == 0 else lambda line: None
 
 
 def _no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
-    """The error for a folder without a checkpoint. key: what gave it."""
+    """Return the error for a folder without a checkpoint."""
     return CheckpointError(
         f"{key}={path} holds no checkpoint: give the folder of a run that has saved one, or "
         "one of the folders in its checkpoints/."
@@ -149,21 +179,21 @@ def _no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
 
 
 def reading(folder: epath.Path, key: str) -> contextlib.AbstractContextManager[None]:
-    """Raise CheckpointError where access to a folder fails. key: what gave the folder."""
+    """Raise CheckpointError if access to a folder fails inside a `with`."""
     return refusing(CheckpointError, f"{key}: {folder} cannot be read", AGAIN)
 
 
 def steps(folder: epath.PathLike) -> list[int]:
-    """The steps that have a complete checkpoint in a folder of checkpoints, oldest first."""
+    """Return the steps that have a complete checkpoint in a folder, oldest first."""
     try:
         paths = [path for path in epath.Path(folder).iterdir() if _STEP.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(int(path.name) for path in paths if orbax_io.is_complete(path))
+    return sorted(int(path.name) for path in paths if files.is_complete(path))
 
 
 def newest_first(folder: epath.Path) -> Iterator[epath.Path]:
-    """The complete checkpoints of a folder, the same ones in every process."""
+    """Yield the complete checkpoints of a folder, the same ones in every process."""
     left = steps(folder) if jax.process_index() == 0 else []
     while (step := agree.from_first_process(left.pop() if left else -1)) >= 0:
         yield folder / str(step)
@@ -180,16 +210,28 @@ def first_undamaged(
     needs: Collection[str] = (),
     known_good: Collection[epath.Path] = (),
 ) -> tuple[Restored | None, list[epath.Path]]:
-    """(the first undamaged candidate or None, the damaged ones before it).
+    """Read the first undamaged candidate. The processes share and agree on the examination.
 
-    The processes share the examination and agree on its outcome. known_good: candidates that were
-    examined before. otherwise: the remedy when all are damaged and there is no copy. The other
-    arguments are those of restore_from. Raises CheckpointError for a later format, too.
+    Args:
+      candidates: folders of checkpoints.
+      abstract_of: the arrays to read.
+      say: prints a line.
+      remedy: for shapes that differ.
+      otherwise: remedy if all are damaged and there is no copy.
+      cast: whether dtypes may differ.
+      needs: fields that the meta must have.
+      known_good: candidates that were examined before.
+
+    Returns:
+      What was read, or None if there is no candidate; and the damaged candidates before it.
+
+    Raises:
+      CheckpointError: as restore_from; also for a checkpoint of a later format.
     """
     damaged: dict[epath.Path, str] = {}
     for path in candidates:
         note = None
-        with contextlib.suppress(OSError, metadata.DamagedError):  # the seal knows more of damage
+        with contextlib.suppress(OSError, metadata.DamagedError):  # the seal says more on damage
             note = metadata.read_note(path)  # first: a later format may have another seal
         problem = None if path in known_good else _damage(path)
         if problem is None:
@@ -210,7 +252,7 @@ def first_undamaged(
         folder = next(iter(damaged)).parent
         each = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
         raise CheckpointError(
-            f"no undamaged checkpoint is left in {folder} ({each}). Look whether the whole disk is "
+            f"no undamaged checkpoint is left in {folder} ({each}). Check that the whole disk is "
             f"mounted, put a copy of a checkpoint there, {otherwise}."
         )
     return None, []
@@ -219,10 +261,14 @@ def first_undamaged(
 def _agreed_note(
     path: epath.Path, note: metadata.Note | None
 ) -> tuple[metadata.Note | None, str | None]:
-    """The Note of a checkpoint whose files fit their seal, or what is wrong with it.
+    """Return the Note of a checkpoint whose files match their seal, or the damage of META.
 
-    note: as this process has read it, if it could. It counts as damaged when the first process
-    finds it damaged. Raises DamagedError where only this process does.
+    Args:
+      path: of the checkpoint.
+      note: as this process has read it; None if it could not.
+
+    Raises:
+      DamagedError: only this process finds it damaged; what the first process finds counts.
     """
     error = None
     if note is None:
@@ -232,17 +278,20 @@ def _agreed_note(
             error = found
     if agree.from_first_process(error is not None):
         what = error.what if error else "see the output of process 0"
-        return None, f"{orbax_io.META}: {what}"
+        return None, f"{files.META}: {what}"
     if error is not None:
         raise error
     return note, None
 
 
 def _damage(path: epath.Path) -> str | None:
-    """The damage of a checkpoint or None, agreed by all processes.
+    """Return the damage of a checkpoint or None, agreed by all processes.
 
-    It counts when the first process sees it too: another host may be slow to see a file, or see
-    another folder. Raises CheckpointError when that lasts.
+    Damage counts if the first process sees it too: another host may be slow to see a file, or see
+    another folder.
+
+    Raises:
+      CheckpointError: processes still see different files after shared_folder.WAIT_S.
     """
     nothing = seal.SEAL - 1
     mine = seal.damage(path, range(jax.process_index(), sys.maxsize, jax.process_count()))
@@ -275,11 +324,11 @@ def _refuse_mismatch(
     remedy: Remedy,
     cast: bool,
 ) -> None:
-    """Raise CheckpointError for a leaf of another shape or dtype, except of DIAGNOSTICS."""
+    """Raise CheckpointError for a leaf of another shape or dtype, except in DIAGNOSTICS."""
     for item, tree in abstract.items():
         if item == DIAGNOSTICS:
             continue
-        wanted, saved = orbax_io.shapes(tree), note.arrays.get(item, {})
+        wanted, saved = trees.shapes(tree), note.arrays.get(item, {})
         for name in [*wanted, *saved]:
             there, here = saved.get(name), wanted.get(name)
             if there == here or (cast and there and here and there[0] == here[0]):
@@ -291,11 +340,11 @@ def _refuse_mismatch(
 
 
 def _not_saved(note: metadata.Note, item: str, tree: Any) -> set[str]:
-    """The leaves of DIAGNOSTICS that the checkpoint has not, or has in another shape or dtype."""
+    """Return the leaves of DIAGNOSTICS that the checkpoint lacks, or has with another shape."""
     if item != DIAGNOSTICS:
         return set()
     saved = note.arrays.get(item, {})
-    return {name for name, leaf in orbax_io.shapes(tree).items() if saved.get(name) != leaf}
+    return {name for name, leaf in trees.shapes(tree).items() if saved.get(name) != leaf}
 
 
 def _array(shape_and_dtype: list[Any] | None) -> str:

@@ -1,4 +1,4 @@
-"""The state of a trainer into a checkpoint and back, also with another number of replicas.
+"""Save the state of a trainer, and restore it, also with another number of replicas.
 
 # R replicas
 """
@@ -20,9 +20,11 @@ from maxdiloco.errors import NumericsError
 
 
 def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None:
-    """Write a state as Checkpointer.save does, whose errors it raises.
+    """Write a state, which the caller may donate at once.
 
-    The caller may donate the state at once. Raises NumericsError for one that is not finite.
+    Raises:
+      NumericsError: the state is not finite.
+      SaveError, CheckpointError: as Checkpointer.save.
     """
     require_finite(trainer, state)
     items, metadata = trainer.checkpoint(state)
@@ -33,7 +35,7 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     """Return the newest undamaged state that `save_state` wrote, or None if there is none.
 
     Replicas, mesh, schedule, fragments, wire format, alpha, aggregation, outer learning rate and
-    momentum may differ from those of the saved state; lines of the checkpointer name them.
+    momentum may differ from those of the saved state; the checkpointer prints the differences.
 
     Args:
       checkpointer: of the folder.
@@ -65,7 +67,7 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
 
 
 def read_layout(note: Mapping[str, Any], *, same_rules: bool) -> SavedLayout:
-    """Return how the state of a checkpoint is laid out. note, same_rules: see SavedLayout."""
+    """Return the layout of the state in a checkpoint from its meta; see SavedLayout."""
     given = {name: note[name] for name in SavedLayout._fields if name in note}
     return SavedLayout(**given, same_rules=same_rules)
 
@@ -75,15 +77,15 @@ def read_state(
     trainer: Trainer,
     layout: Callable[[Mapping[str, Any]], SavedLayout],
 ) -> tuple[read.Restored | None, Any]:
-    """Read the state of a checkpoint for a trainer, whose layout may be another.
+    """Read the state of a checkpoint for a trainer with another layout, perhaps.
 
     Args:
-      restore: Checkpointer.restore, or read.restore_from of one place.
+      restore: Checkpointer.restore, or read.restore_from of one path.
       trainer: bound to the parameters.
-      layout: note of the checkpoint -> how its state is laid out.
+      layout: maps the meta of the checkpoint to the layout of its state.
 
     Returns:
-      What was read, and the state; None and None if there is no checkpoint.
+      The checkpoint and the state; None and None if there is no checkpoint.
 
     Raises:
       CheckpointError: as `restore`.
@@ -96,7 +98,7 @@ def read_state(
 
 
 def require_finite(trainer: Trainer, state: Any) -> None:
-    """Raise NumericsError in all processes, which all call it, if a state is not finite in one."""
+    """Raise NumericsError in all processes, which all call it, if one has a state not finite."""
     found = None
     try:
         trainer.check_finite(state)
@@ -109,20 +111,23 @@ def require_finite(trainer: Trainer, state: Any) -> None:
 
 
 def _specs(trainer: Trainer) -> int:
-    """A checksum of how the parameters are sharded: what is in flight is laid out by it."""
+    """Return a checksum of the parameters' shardings, on which receive buffers depend."""
     leaves = jax.tree.leaves(trainer.exported.like)
     return zlib.crc32(" ".join(str(x.sharding.spec) for x in leaves).encode())
 
 
 def nbytes(trainer: Trainer) -> int:
-    """Bytes of the arrays of a checkpoint, uncompressed."""
+    """Return the bytes of the arrays of a checkpoint, uncompressed."""
     items, _ = trainer.checkpoint(trainer.abstract_state)
     leaves = jax.tree.leaves(items)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
 def abstract_items(trainer: Trainer, saved: SavedLayout) -> dict[str, Any]:
-    """{item: tree of ShapeDtypeStruct or Cycled}: replica r takes that of old r mod the old M."""
+    """Return the items to read, as trees of ShapeDtypeStruct or Cycled.
+
+    With another number of replicas, replica r gets the values of saved replica r mod the saved M.
+    """
     plan = trainer.restore_plan(saved)
     if saved.num_replicas == trainer.num_replicas:
         return plan.items

@@ -1,7 +1,7 @@
-"""The seal of a checkpoint: sizes and checksums of its files, so that damage is seen before use.
+"""The seal of a checkpoint: sizes and checksums of its files, so that damage is found before use.
 
-Orbax notices a missing or cut file only while it reads, with an untyped exception, and reads some
-damaged bytes as numbers.
+Orbax notices a missing or truncated file only while it reads, with an untyped exception, and reads
+some damaged bytes as numbers.
 """
 
 import json
@@ -14,37 +14,49 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from maxdiloco import json_text, small_files
-from maxdiloco.checkpoint.orbax_io import META
-from maxdiloco.checkpoint.orbax_io import SEAL as FILE
+from maxdiloco.checkpoint.files import META
+from maxdiloco.checkpoint.files import SEAL as FILE
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import is_local
 
-# Reading back takes about 0.3 s per GB from the page cache; above this the seal has sizes alone.
-CONTENT_LIMIT_BYTES = 16 << 30  # our choice
+# Reading back takes about 0.3 s per GB from the page cache, so 5 s for this many bytes. The seal of
+# a larger checkpoint has sizes only.
+CONTENT_LIMIT_BYTES = 16 << 30
 _BLOCK_BYTES = 1 << 24
 _OTHER_CONTENTS = "has other contents than were written"
 SEAL = -1  # the index of the seal itself
 
 
 class Damage(NamedTuple):
-    """A file that is not as it was written. index: in the list of the seal. what: a few words."""
+    """A file that is not as it was written.
+
+    Attributes:
+      index: of the file in the list of the seal.
+      what: the damage, in a few words.
+    """
 
     index: int
     what: str
 
 
 class Entry(NamedTuple):
-    """A file as it was written. crc32: None where the seal has sizes only."""
+    """A file as it was written.
 
-    name: str  # relative to the checkpoint, inside it
+    Attributes:
+      name: path relative to the checkpoint.
+      size: bytes.
+      crc32: of the content; None if the seal has sizes only.
+    """
+
+    name: str
     size: int
     crc32: int | None
 
 
 def write(folder: epath.Path) -> None:
-    """List the files below the item folders of a checkpoint with size and, locally, CRC-32.
+    """Write the list of files below the item folders, with sizes and, on local disks, CRC-32.
 
-    META, which is read before all others, has its CRC-32 whatever the size of the checkpoint.
+    META, which is read first, has its CRC-32 whatever the size of the checkpoint.
     """
     sizes = {path: size for path, size in _sizes(folder).items() if path.parent != folder}
     small = sum(sizes.values()) <= CONTENT_LIMIT_BYTES
@@ -59,8 +71,9 @@ def write(folder: epath.Path) -> None:
 def read(folder: epath.Path) -> list[Entry]:
     """Read the list of sealed files, in order of name.
 
-    Raises ValueError for a list that `write` does not write, such as one with a name outside of the
-    folder, and OSError.
+    Raises:
+      ValueError: `write` does not write such a list; for example, a name leads out of the folder.
+      OSError: the seal cannot be read.
     """
     stored = json_text.parse(small_files.read_bytes(folder / FILE))
     listed = stored.get("files") if isinstance(stored, dict) else None
@@ -82,10 +95,14 @@ def _entry(name: str, fields: Any) -> Entry:
 
 
 def damage(folder: epath.Path, indices: Container[int] = range(sys.maxsize)) -> Damage | None:
-    """The first damage of the sealed files of a checkpoint, or None.
+    """Return the first damage of the sealed files of a checkpoint, or None.
 
-    indices: look at these files of the list, so that several processes share the reading. Raises
-    OSError, as for a folder that may not be read.
+    Args:
+      folder: of the checkpoint.
+      indices: of the files in the list to examine, so that several processes share the reading.
+
+    Raises:
+      OSError: a file cannot be read.
     """
     entries = _entries(folder)
     if isinstance(entries, Damage):
@@ -111,9 +128,10 @@ def damage(folder: epath.Path, indices: Container[int] = range(sys.maxsize)) -> 
 
 
 def damage_of(folder: epath.Path, name: str, content: bytes) -> Damage | None:
-    """The damage of one file by its content, or None; a file that is not listed has none.
+    """Return the damage of one file by its content, or None; a file that is not listed has none.
 
-    Raises OSError as `damage`.
+    Raises:
+      OSError: the seal cannot be read.
     """
     entries = _entries(folder)
     if isinstance(entries, Damage):
@@ -129,7 +147,7 @@ def damage_of(folder: epath.Path, name: str, content: bytes) -> Damage | None:
 
 
 def _entries(folder: epath.Path) -> list[Entry] | Damage:
-    """The list, or what is wrong with the seal itself. Raises OSError."""
+    """Return the list of the seal, or the damage of the seal itself."""
     try:
         return read(folder)
     except FileNotFoundError:
@@ -143,13 +161,13 @@ def _entries(folder: epath.Path) -> list[Entry] | Damage:
 
 
 def _is_own_file(folder: epath.Path, path: epath.Path) -> bool:
-    """Whether a path leads to a regular file in the folder; a link may lead out of it."""
+    """Tell whether a path leads to a regular file in the folder; a link may lead out of it."""
     inside = os.path.realpath(path).startswith(f"{os.path.realpath(folder)}{os.sep}")
     return inside and os.path.isfile(path)
 
 
 def nbytes(folder: epath.Path) -> int:
-    """Bytes of all files of a checkpoint."""
+    """Return the bytes of all files of a checkpoint."""
     return sum(_sizes(folder).values())
 
 

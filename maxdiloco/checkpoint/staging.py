@@ -1,7 +1,7 @@
-"""Arrays of checkpoints on s3:// and az://, which Orbax writes to a folder of this machine first.
+"""Arrays of checkpoints on s3:// and az://, which Orbax writes to a local folder first.
 
-Orbax 0.12 writes to mounted file systems and gs:// alone. TensorStore reads s3:// as it is; what is
-on az:// is copied to a folder before it is read. The folders are below $TMPDIR.
+Orbax 0.12 writes only to mounted file systems and gs://. TensorStore reads s3:// directly; items on
+az:// are copied to a local folder before they are read. The folders are below $TMPDIR.
 """
 
 import contextlib
@@ -17,19 +17,22 @@ from etils import epath
 from maxdiloco.storage.object_store import BucketPath
 from maxdiloco.storage.store import BLOCK_BYTES, is_local
 
-_READERS = 8  # blocks of an object that are read at once; our choice
+_READERS = 8  # blocks of an object read at once, since one request seldom fills a link
 
 
 def begin(folder: epath.Path) -> epath.Path | None:
-    """A new folder here for the arrays of a save to `folder`; None where Orbax writes there."""
+    """Make a local folder for the arrays of a save to `folder`; None if Orbax can write there."""
     direct = is_local(folder) or folder.parts[1] == "gs"
     return None if direct else epath.Path(tempfile.mkdtemp(prefix="maxdiloco-save-"))
 
 
 def upload(staged: epath.Path | None, folder: epath.Path, *, last: str = "") -> None:
-    """Put the files of `staged` into the bucket's folder, but for those there. Raises OSError.
+    """Put the files of `staged` into the bucket's folder, except those that exist there.
 
-    last: the name of a file that is put after the others.
+    Args:
+      staged: of `begin`; None: there is nothing to do.
+      folder: in the bucket.
+      last: name of a file that is put after the others.
     """
     if staged is None:
         return
@@ -42,7 +45,7 @@ def upload(staged: epath.Path | None, folder: epath.Path, *, last: str = "") -> 
 
 
 def download(folder: BucketPath, staged: epath.Path) -> None:
-    """Copy what is below a bucket's folder, and not here yet, to `staged`. Raises OSError."""
+    """Copy the objects below a bucket's folder to `staged`, except those that exist there."""
     for path, entry in folder.entries():
         target = staged / path.relative_to(folder)
         if target.exists():
@@ -53,7 +56,7 @@ def download(folder: BucketPath, staged: epath.Path) -> None:
 
 
 def blocks(path: BucketPath, start: int, end: int) -> Iterator[bytes]:
-    """The bytes of an object from `start` to before `end`, some blocks at once. Raises OSError."""
+    """Yield the bytes [start, end) of an object in blocks, of which several are read at once."""
     with ThreadPoolExecutor(_READERS) as pool:
         for first in range(start, end, _READERS * BLOCK_BYTES):
             starts = range(first, min(first + _READERS * BLOCK_BYTES, end), BLOCK_BYTES)
@@ -62,16 +65,17 @@ def blocks(path: BucketPath, start: int, end: int) -> Iterator[bytes]:
 
 
 def end(staged: epath.Path | None) -> None:
-    """Remove a folder of `begin`, at the end of the save."""
+    """Remove the folder of `begin`, at the end of the save."""
     if staged is not None:
         staged.rmtree(missing_ok=True)
 
 
 @contextlib.contextmanager
 def readable(folder: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
-    """A folder that Orbax knows for the item at `folder`, and what to change in TensorStore's base.
+    """Make an item in a bucket readable inside a `with`.
 
-    Raises OSError.
+    Yields:
+      A folder that Orbax can name, and what to change in the base of TensorStore's specification.
     """
     scheme = "" if is_local(folder) else folder.parts[1]
     if scheme == "s3":
@@ -86,13 +90,13 @@ def readable(folder: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
 
 
 def _s3(folder: BucketPath) -> dict[str, Any]:
-    """TensorStore's driver for a folder on s3://, with the variables that obstore reads too."""
+    """Return TensorStore's driver for s3://, configured by the variables that obstore reads too."""
     base = {"driver": "s3", "path": f"{folder.key}/"}
     environ = os.environ
     settings = {
         "endpoint": environ.get("AWS_ENDPOINT_URL") or environ.get("AWS_ENDPOINT"),
         "aws_region": environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION"),
-        # With all other places it prints a line for each file that is not there.
+        # With any other source it prints a line for each file that does not exist.
         "aws_credentials": "AWS_ACCESS_KEY_ID" in environ and {"type": "environment"},
     }
     return base | {name: value for name, value in settings.items() if value}

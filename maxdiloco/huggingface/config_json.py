@@ -20,7 +20,7 @@ from maxdiloco.huggingface.families import FAMILIES
 from maxdiloco.huggingface.fields import FIELDS, Field
 from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.tensors import Family
-from maxdiloco.storage.run_folder import refusing
+from maxdiloco.storage.os_errors import refusing
 
 FILE = "config.json"
 # Eighty times the layers of the deepest published model, Llama 3 405B with 126 (arXiv 2407.21783,

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from maxdiloco.checkpoint import arrays, metadata, read, theta
+from maxdiloco.checkpoint import arrays, metadata, parameter_sets, read
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
 from maxdiloco.huggingface import (
@@ -91,7 +91,7 @@ def export_model(
     if (padding := rows - cfg.vocab_size) > 0:
         say(f"the last {padding} of {rows} rows for tokens are padding, left out")
     leaves = list(dict.fromkeys(part.leaf.path for part in parts))
-    item, replicas = theta.source(found.meta, parameters)
+    item, replicas = parameter_sets.item_of(found.meta, parameters)
     readers = [arrays.Reader(found.path, item, leaves, replica) for replica in replicas or [None]]
     dtypes = {path: _DTYPES.get(dtype, readers[0].dtype(path)) for path in leaves}
     dtypes |= {part.leaf.path: _DTYPES["float32"] for part in parts if part.tensor.float32}

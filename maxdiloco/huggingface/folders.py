@@ -14,7 +14,8 @@ from maxdiloco.checkpoint import staging
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_store import BucketPath
-from maxdiloco.storage.run_folder import AGAIN, absolute, refusing
+from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.run_folder import AGAIN, absolute
 from maxdiloco.storage.store import is_local
 
 Folder = pathlib.Path | BucketPath  # that a user names

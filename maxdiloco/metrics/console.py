@@ -15,7 +15,7 @@ from maxdiloco.errors import USER_ERRORS, CheckpointError
 from maxdiloco.metrics.line_files import open_lines
 from maxdiloco.metrics.line_writer import LineWriter
 from maxdiloco.output import one_line, say, shows_bars, span
-from maxdiloco.storage.run_folder import reason
+from maxdiloco.storage.os_errors import reason
 
 WIDTH = 100  # of a terminal, in characters; our choice
 _GAP = "  "  # between the columns of a row

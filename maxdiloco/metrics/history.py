@@ -10,7 +10,8 @@ from typing import Any
 from maxdiloco import json_text, output
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics.line_files import open_lines, read
-from maxdiloco.storage.run_folder import RunFolder, reason
+from maxdiloco.storage.os_errors import reason
+from maxdiloco.storage.run_folder import RunFolder
 
 MAX_STEPS = 10_000  # of a period in the line of a start: 100 kB
 

@@ -16,8 +16,9 @@ from etils import epath
 
 from maxdiloco import small_files
 from maxdiloco.metrics.line_writer import LineWriter
-from maxdiloco.storage.durable import replacing, sync_folder
-from maxdiloco.storage.run_folder import is_local, reason
+from maxdiloco.storage.durable import atomic_write, sync_folder
+from maxdiloco.storage.os_errors import reason
+from maxdiloco.storage.run_folder import is_local
 
 # A line is in the bucket after a minute at most, of which the upload takes a part.
 CHUNK_S = 50.0
@@ -124,7 +125,7 @@ def open_lines(path: epath.Path, require_lock: Callable[[], None]) -> LineWriter
         target = ChunkTarget(_chunk_folder(path), require_lock, suffix=path.suffix)
         return LineWriter(target, require_lock)
     if chunks := chunks_of(path):  # of a folder that was copied from a bucket
-        with replacing(path) as new:
+        with atomic_write(path) as new:
             new.write_bytes(read(path) or b"")
         for chunk in chunks:
             chunk.unlink()

@@ -18,7 +18,8 @@ from maxdiloco.metrics.line_files import open_lines, read_parts
 from maxdiloco.metrics.tensorboard import EventFile
 from maxdiloco.metrics.wandb_run import WandbRun
 from maxdiloco.storage import durable
-from maxdiloco.storage.run_folder import RunFolder, reason, refusing
+from maxdiloco.storage.os_errors import reason, refusing
+from maxdiloco.storage.run_folder import RunFolder
 
 
 class MetricsWriter(contextlib.AbstractContextManager):
@@ -179,7 +180,7 @@ def _drop_later_rows(
         if not clean and part != path:
             part.unlink()
         elif clean != content:
-            with durable.replacing(part) as new:
+            with durable.atomic_write(part) as new:
                 new.write_bytes(clean)
     if later or broken:
         say(

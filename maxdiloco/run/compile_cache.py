@@ -14,6 +14,7 @@ from maxdiloco.cluster import agree
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.storage import run_folder, shared_folder
+from maxdiloco.storage.os_errors import refusing
 
 LOSES_ORDER = (
     "a CPU loses the order of collectives in a saved program, and devices that share a replica "
@@ -95,7 +96,7 @@ def own_cache(folder: str, key: str) -> str:
     if not run_folder.is_local(path):
         return str(path)
     other = "Use a folder of your own"
-    with run_folder.refusing(ConfigError, f"{key}={folder} cannot be used", f"{other}."):
+    with refusing(ConfigError, f"{key}={folder} cannot be used", f"{other}."):
         # Else JAX makes it, which the group may write where the umask lets it.
         os.makedirs(path, mode=0o755, exist_ok=True)
         status = os.stat(path)

@@ -264,7 +264,7 @@ def agree(texts: Mapping[str, Dataset]) -> None:
 
 def agreed(data: str, key: str, what: str = "text") -> str:
     """The contents of data that key names. Raises DataError unless all processes have the same."""
-    shared_folder.meet()  # the first process may still wait for the lock of the run's folder
+    shared_folder.barrier()  # the first process may still wait for the lock of the run's folder
     checksum = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
     if in_any_process(from_first_process(checksum) != checksum):
         why = "; the built-in text differs with the version of Python" if what == "text" else ""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from maxdiloco import output
-from maxdiloco.checkpoint import metadata, read, saved_state, theta
+from maxdiloco.checkpoint import metadata, parameter_sets, read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.cluster import agree
 from maxdiloco.config import config, resume
@@ -122,7 +122,7 @@ def restore(
 def _with_parameters(settings: RunSettings, parts: Parts) -> Any:
     """Return a fresh state with the outer parameters of another run."""
     path = settings.checkpoint.load_parameters_path
-    params, restored = theta.restore_parameters(
+    params, restored = parameter_sets.restore_parameters(
         path,
         lambda meta: parts.params,
         key="load_parameters_path",

@@ -10,7 +10,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from maxdiloco import output, ownership
-from maxdiloco.checkpoint import metadata, theta
+from maxdiloco.checkpoint import metadata, parameter_sets
 from maxdiloco.config import config
 from maxdiloco.config.keys import EVALUATION_KEYS
 from maxdiloco.config.values import show
@@ -50,7 +50,7 @@ def load(
     """Read the newest undamaged checkpoint of a run, or one checkpoint; all processes call it.
 
     folder: of read.locate. configure: meta -> the config and the devices to build the model
-    with. parameters: of theta.source. Raises ConfigError, CheckpointError.
+    with. parameters: of parameter_sets.item_of. Raises ConfigError, CheckpointError.
     """
     built: list[Any] = []
 
@@ -60,7 +60,7 @@ def load(
         built[:] = cfg, mesh, model
         return run_model.parameters(model, mesh)
 
-    params, found = theta.restore_parameters(
+    params, found = parameter_sets.restore_parameters(
         folder, abstract_of, key="RUN", parameters=parameters, needs=metadata.OF_MODEL
     )
     return Stored(found.step, found.path, found.meta, *built, params)

@@ -10,7 +10,8 @@ from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer import SubwordTokenizer, TokenizerSettings
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
-from maxdiloco.storage.run_folder import AGAIN, refusing
+from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.run_folder import AGAIN
 
 # Rows of the embedding are divided among devices: our choice, the lanes of a TPU.
 _MULTIPLE = 128

@@ -1,6 +1,6 @@
-"""Files that appear whole, and fsync, so that a power cut cannot undo what was written.
+"""Files that appear whole, and fsync, so that a power cut cannot undo a finished write.
 
-fsync of a file keeps its contents, fsync of its folder its name. All raise OSError.
+fsync of a file makes its contents durable, fsync of its folder its name. All raise OSError.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def sync_folder(path: epath.PathLike) -> None:
 
 
 def sync_tree(path: epath.PathLike) -> None:
-    """Force a folder and all that is below it to the disk, innermost first."""
+    """Force a folder and everything below it to the disk, innermost first."""
     for entry in os.scandir(path):
         if entry.is_dir(follow_symlinks=False):
             sync_tree(entry.path)
@@ -56,22 +56,24 @@ def make_folder(path: epath.PathLike) -> None:
         sync_folder(folder.parent)
 
 
-def beside(path: epath.PathLike) -> epath.Path:
-    """A name that nothing has, for what is written before it takes the place of a file."""
+def temp_sibling(path: epath.PathLike) -> epath.Path:
+    """Return an unused name in the folder of a file, to write the file under before it replaces."""
     path = epath.Path(path)
     return path.parent / f"{path.name}.{secrets.token_hex(4)}.part"
 
 
 @contextlib.contextmanager
-def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
-    """A name to write a file under, which takes the place of `path` when the `with` ends well. The
-    file is on the disk before it has its name, and its name before the `with` is over. An error
-    leaves nothing beside `path`; a killed process may leave the name of `beside`. In a bucket an
-    object is written whole, and the name is its own."""
+def atomic_write(path: epath.PathLike) -> Iterator[epath.Path]:
+    """Yield a name to write a file under, which replaces `path` when the `with` ends without error.
+
+    The file is on the disk before it gets its name, and the name before the `with` is over. An
+    error leaves no other file; a killed process may leave that of `temp_sibling`. An object in a
+    bucket is written whole anyway, so there the name is its own.
+    """
     if not store.is_local(path):
         yield epath.Path(path)
         return
-    part = beside(path)
+    part = temp_sibling(path)
     try:
         yield part
         sync_file(part)
@@ -83,12 +85,14 @@ def replacing(path: epath.PathLike) -> Iterator[epath.Path]:
 
 
 @contextlib.contextmanager
-def made_here(path: epath.Path) -> Iterator[epath.Path]:
-    """`replacing` for what is written by the name of a file on this machine. What is for a bucket
-    is put when the `with` ends well, and has no name before that: a killed process leaves nothing.
+def atomic_write_local(path: epath.Path) -> Iterator[epath.Path]:
+    """Yield a name on this machine, for writers that only know local files; see `atomic_write`.
+
+    A file for a bucket is uploaded when the `with` ends without error. It has no name before that,
+    so a killed process leaves nothing.
     """
     if store.is_local(path):
-        with replacing(path) as part:
+        with atomic_write(path) as part:
             yield part
         return
     with tempfile.TemporaryFile() as file:

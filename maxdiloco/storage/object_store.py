@@ -1,6 +1,6 @@
-"""Paths on gs://, s3:// and az:// for epath, which Orbax and all of this package use.
+"""Paths on gs://, s3:// and az:// for epath, which Orbax and this package use.
 
-There are no folders: one exists while an object is below it.
+A bucket has no folders of its own: a folder exists while there is an object below it.
 """
 
 import contextlib
@@ -20,9 +20,14 @@ from maxdiloco.storage import store
 
 
 def prepare(path: epath.PathLike, key: str) -> None:
-    """Make epath use BucketPath for a path in a bucket, the value of a key.
+    """Make epath use BucketPath for a path in a bucket.
 
-    Raises CheckpointError without the package, and for settings that cannot be used.
+    Args:
+      path: in a bucket.
+      key: the configuration key that gave it, for messages.
+
+    Raises:
+      CheckpointError: obstore is not installed, or its settings cannot be used.
     """
     if not isinstance(epath.Path(path), BucketPath):
         epath.register_path_cls([f"{scheme}://" for scheme in store.SCHEMES])(BucketPath)
@@ -41,21 +46,25 @@ def prepare(path: epath.PathLike, key: str) -> None:
 
 
 class BucketPath(PosixGPath):
-    """scheme://bucket/a/b. Every failure is an OSError."""
+    """A path scheme://bucket/a/b.
+
+    Methods raise FileNotFoundError if there is no such object or folder, and OSError for any other
+    failure.
+    """
 
     _buckets: ClassVar[dict[tuple[str, str], store.Bucket]] = {}  # with their connections
 
     def bucket(self) -> store.Bucket:
-        """The bucket that the path is in."""
+        """Return the bucket of the path."""
         return self.client(self.parts[1], self.parts[2])
 
     @classmethod
     def client(cls, scheme: str, bucket: str) -> store.Bucket:
-        """A bucket by its name. Raises what store.connect does."""
-        place = scheme, bucket
-        if place not in cls._buckets:
-            cls._buckets[place] = store.connect(*place)
-        return cls._buckets[place]
+        """Open a bucket by its name, once in a process. Raises as store.connect."""
+        name = scheme, bucket
+        if name not in cls._buckets:
+            cls._buckets[name] = store.connect(*name)
+        return cls._buckets[name]
 
     @property
     def key(self) -> str:
@@ -63,43 +72,43 @@ class BucketPath(PosixGPath):
         return "/".join(self.parts[3:])
 
     def entries(self) -> Iterator[tuple["BucketPath", store.Entry]]:
-        """The objects below this folder, at any depth, by one listing."""
+        """Yield the objects below this folder, at any depth, by one listing."""
         for entry in self.bucket().list_all(self.key):
             yield self / entry.name.removeprefix(self.key).lstrip("/"), entry
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
+        """Tell whether there is an object of this name."""
         return bool(self.key) and self.bucket().head(self.key) is not None
 
     def is_dir(self) -> bool:
-        """Whether there is an object below."""
+        """Tell whether there is an object below this name."""
         with contextlib.suppress(FileNotFoundError):  # the bucket
             return any(True for _ in self.bucket().list_all(self.key))
         return False
 
     def exists(self) -> bool:
-        """Whether there is an object of this name, or below it."""
+        """Tell whether there is an object of this name, or below it."""
         return self.is_file() or self.is_dir()
 
     def iterdir(self) -> Iterator["BucketPath"]:
-        """The objects and folders in this folder. Raises FileNotFoundError where there are none."""
+        """Yield the objects and folders in this folder. Raises FileNotFoundError if it is empty."""
         objects, folders = self.bucket().list_folder(self.key)
         if not objects and not folders:
             raise _absent(self)
         yield from (self / os.path.basename(n) for n in [*(e.name for e in objects), *folders])
 
     def glob(self, pattern: str) -> Iterator["BucketPath"]:
-        """The names in this folder that fit a pattern without a slash."""
+        """Yield the paths in this folder whose names match a pattern without a slash."""
         if self.is_dir():
             yield from (path for path in self.iterdir() if fnmatch.fnmatch(path.name, pattern))
 
     def mkdir(self, mode: int | None = None, parents: bool = False, exist_ok: bool = False) -> None:
-        """Nothing: there are no folders. Raises FileExistsError."""
+        """Do nothing, since there are no folders; raise FileExistsError as other paths do."""
         if not exist_ok and self.exists():
             raise FileExistsError(errno.EEXIST, "File exists", str(self))
 
     def rmtree(self, missing_ok: bool = False) -> None:
-        """Delete the object of this name and all below it. Raises FileNotFoundError."""
+        """Delete the object of this name and all objects below it."""
         names = [entry.name for _, entry in self.entries()]
         names += [self.key] if self.is_file() else []
         if not names and not missing_ok:
@@ -108,13 +117,13 @@ class BucketPath(PosixGPath):
             self.bucket().delete(names)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the object. Raises FileNotFoundError."""
+        """Delete the object of this name."""
         if not missing_ok and not self.is_file():
             raise _absent(self)
         self.bucket().delete([self.key])
 
     def open(self, mode: str = "r", **options: str | None) -> io.BytesIO | io.TextIOWrapper:
-        """The content, in memory. An object is written by write_bytes and write_text alone."""
+        """Return a reader of the content, in memory; only write_bytes and write_text write."""
         if mode not in ("r", "rb"):
             raise io.UnsupportedOperation(f"mode {mode} of {self}: an object is written whole")
         file = io.BytesIO(self.bucket().get(self.key))
@@ -130,7 +139,7 @@ class BucketPath(PosixGPath):
         return self.write_bytes(data.encode())
 
     def rename(self, target: epath.PathLike) -> "BucketPath":
-        """Move the object, or all below: copies, then deletes. Raises FileNotFoundError."""
+        """Copy the object, or all objects below, to another name and delete the old ones."""
         target = self._new(target)
         names = [entry.name for _, entry in self.entries()] or [self.key]
         for name in names:
@@ -141,14 +150,14 @@ class BucketPath(PosixGPath):
     replace = rename
 
     def nbytes(self) -> int:
-        """Size of the object in bytes. Raises FileNotFoundError where there is none."""
+        """Return the size of the object in bytes."""
         entry = self.bucket().head(self.key)
         if entry is None:
             raise _absent(self)
         return entry.size
 
     def stat(self) -> StatResult:
-        """Size and kind; a time is not told. Raises FileNotFoundError."""
+        """Return size and kind of the object or folder; its times are not known."""
         entry = self.bucket().head(self.key)
         if entry is None and not self.is_dir():
             raise _absent(self)
@@ -161,5 +170,5 @@ def _absent(path: BucketPath) -> FileNotFoundError:
 
 
 def sizes(folder: BucketPath) -> dict[epath.Path, int]:
-    """{object below folder: its size in bytes}, by one listing."""
+    """Return {object below the folder: its size in bytes}, by one listing."""
     return {path: entry.size for path, entry in folder.entries()}

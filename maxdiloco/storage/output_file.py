@@ -9,7 +9,8 @@ from etils import epath
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.storage import durable
-from maxdiloco.storage.run_folder import absolute, is_local, refusing
+from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.run_folder import absolute, is_local
 
 
 def check_path(key: str, path: str) -> None:
@@ -31,19 +32,23 @@ def check_path(key: str, path: str) -> None:
     with _refusing_os_errors(key, path):
         target = _absolute(key, path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        probe = durable.beside(target)
+        probe = durable.temp_sibling(target)
         probe.write_bytes(b"")
         probe.unlink()
 
 
 def write_whole(key: str, path: str, content: bytes) -> None:
-    """Write a file that appears whole or not at all. Raises ConfigError when it cannot be."""
-    with _refusing_os_errors(key, path), durable.replacing(_absolute(key, path)) as part:
+    """Write a file that appears whole or not at all.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    with _refusing_os_errors(key, path), durable.atomic_write(_absolute(key, path)) as part:
         part.write_bytes(content)
 
 
 def write_json(key: str, path: str, content: Any) -> None:
-    """Write a JSON file; "" for none. Raises as write_whole."""
+    """Write a JSON file; path "" writes none. Raises as write_whole."""
     if path:
         write_whole(key, path, f"{json.dumps(content, indent=1)}\n".encode())
 

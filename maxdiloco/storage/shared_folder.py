@@ -1,4 +1,4 @@
-"""Folders as the processes of a run see them: the run's, and that of a compile cache."""
+"""Check that all processes of a run see the same folder: the run's, and that of a compile cache."""
 
 import secrets
 import socket
@@ -9,24 +9,32 @@ from etils import epath
 
 from maxdiloco.cluster import agree, coordination
 from maxdiloco.errors import CheckpointError
-from maxdiloco.storage.run_folder import reason
+from maxdiloco.storage.os_errors import reason
 
-# All our choice.
 WAIT_S = 60.0  # a network file system may cache for up to a minute that a name is absent
-SHORT_WAIT_S = 5.0  # where nothing can be cached
-PAUSE_S = 1.0
-PATIENCE_S = 1800.0  # until the first process has the lock and has removed what was unfinished
+SHORT_WAIT_S = 5.0  # for a new name, which cannot be cached
+PAUSE_S = 1.0  # between two looks
+# Until the first process has the lock and has removed unfinished saves, which may be many files.
+BARRIER_S = 1800.0
 
 
-def meet() -> None:
-    """Barrier for as long as the first may wait for a lock; a collective gives up after 30 s."""
+def barrier() -> None:
+    """Wait for all processes, as long as the first one may wait for a lock.
+
+    A collective gives up after 30 s.
+    """
     if jax.process_count() > 1:
-        coordination.barrier("maxdiloco/folder", "opened its folders", timeout_s=PATIENCE_S)
+        coordination.barrier("maxdiloco/folder", "opened its folders", timeout_s=BARRIER_S)
 
 
 def require(folder: epath.Path) -> None:
-    """Raise CheckpointError in all unless all see what the first one writes to its folder."""
-    problem, blind = _look(folder, name="maxdiloco-start", wait_s=WAIT_S)
+    """Require that all processes see the same folder.
+
+    Raises:
+      CheckpointError: one process does not see a file that the first one writes there. All
+        processes raise it.
+    """
+    problem, blind = _probe(folder, name="maxdiloco-start", wait_s=WAIT_S)
     if blind:
         here = f" Process {jax.process_index()} on {socket.gethostname()}: {problem}."
         raise CheckpointError(
@@ -37,17 +45,22 @@ def require(folder: epath.Path) -> None:
 
 
 def is_shared(folder: epath.Path | None) -> bool:
-    """Whether all processes see what the first one writes to folder, which it makes. None: this
-    process has none. Runs may share the folder, so the file has a name of its own, which no file
-    system can have cached as absent."""
-    return not _look(folder, name="seen-{}", wait_s=SHORT_WAIT_S)[1]
+    """Tell whether all processes see a file that the first one writes to the folder.
+
+    The first process makes the folder. Runs may share it, so the file has a random name, which no
+    file system can have cached as absent.
+
+    Args:
+      folder: as this process names it; None if it has none.
+    """
+    return not _probe(folder, name="seen-{}", wait_s=SHORT_WAIT_S)[1]
 
 
-def _look(folder: epath.Path | None, name: str, wait_s: float) -> tuple[str | None, list[int]]:
-    """This process's problem, if it has one, and the numbers of the processes that have one."""
+def _probe(folder: epath.Path | None, name: str, wait_s: float) -> tuple[str | None, list[int]]:
+    """Return the problem of this process or None, and the numbers of all processes with one."""
     if jax.process_count() == 1:
         return None, []
-    meet()
+    barrier()
     primary = jax.process_index() == 0
     number = agree.from_first_process(secrets.randbelow(1 << 31))
     marker = None if folder is None else folder / name.format(number)
@@ -58,7 +71,7 @@ def _look(folder: epath.Path | None, name: str, wait_s: float) -> tuple[str | No
             marker.write_text(str(number))
         except OSError as error:
             problem = reason(error)
-    meet()
+    barrier()
     if agree.from_first_process(problem is not None):  # nothing to wait for
         return problem or "process 0 cannot write to it", list(range(jax.process_count()))
     if not primary and marker is not None:
@@ -70,7 +83,7 @@ def _look(folder: epath.Path | None, name: str, wait_s: float) -> tuple[str | No
 
 
 def _wait_for(marker, number, wait_s):
-    """Why the marker with this number cannot be read within wait_s; None when it can."""
+    """Return why the marker with this number cannot be read within wait_s; None if it can."""
     limit = time.monotonic() + wait_s
     while True:
         try:

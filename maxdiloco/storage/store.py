@@ -24,30 +24,36 @@ from typing import Any, BinaryIO, NamedTuple
 from maxdiloco import small_files
 
 SCHEMES = ("gs", "s3", "az")
-# All our choice. A request is repeated after 429, 5xx and a lost connection, with growing pauses.
-PATIENCE_S = 30.0  # until it is given up
-MOST_PAUSE_S = 2.0  # between two tries: so late it notices that the store is back
+# A request is retried after 429, 5xx and a lost connection, with growing pauses.
+PATIENCE_S = 30.0  # of retries: a store's brief outage passes, and a run notices a longer one
+MOST_PAUSE_S = 2.0  # between two retries, so that a store that is back is noticed as soon
 TIMEOUT_S = 60.0  # without a byte of an answer
-MOST_S = 6 * 3600.0  # of one request with its body
-LEAST_BYTES_S = 1e5  # of a link that a whole object is written through by one request
+MOST_S = 6 * 3600.0  # of one request with its body, so that a slow link can upload a large object
+LEAST_BYTES_S = 1e5  # the slowest link through which one request writes a whole object
 _MOST_INI = 1 << 20  # bytes of ~/.aws/config; thousands of profiles
-BLOCK_BYTES = 1 << 24  # of a body that is read or written; larger ones take several requests
+BLOCK_BYTES = 1 << 24  # of one request; a larger object takes several, each of which is retried
 
 # Answers with an errno of their own: no such object, no rights, and shorter than it was.
 _NUMBERS = MappingProxyType(
     {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 416: errno.ESTALE}
 )
 
-Version = Mapping[str, str]  # as obstore writes it: e_tag, and on gs:// the generation
+Version = Mapping[str, str]  # as obstore names it: e_tag, and on gs:// the generation
 
 
 def is_local(path: os.PathLike | str) -> bool:
-    """Whether path is on a mounted file system; a bucket is not."""
+    """Tell whether a path is on a mounted file system, not in a bucket."""
     return "://" not in os.fspath(path)
 
 
 class Entry(NamedTuple):
-    """An object as a listing or head shows it."""
+    """An object in a listing.
+
+    Attributes:
+      name: key in the bucket.
+      size: bytes.
+      version: see Version.
+    """
 
     name: str
     size: int
@@ -55,21 +61,28 @@ class Entry(NamedTuple):
 
 
 class Bucket:
-    """The objects of one bucket. Names have no slash at either end; a prefix is that of a folder.
+    """The objects of one bucket. Names have no slash at either end; a prefix names a folder.
 
-    client: a store of obstore. api: obstore, or what has its functions. patient: the same store by
-    the seconds that it waits for an answer.
+    Methods raise FileNotFoundError for an object that does not exist, and OSError for any other
+    failure.
     """
 
     def __init__(self, client: Any, api: Any, patient: Callable[[float], Any] | None = None):
+        """Wrap a store of obstore.
+
+        Args:
+          client: the store.
+          api: obstore, or an object with its functions.
+          patient: makes the same store with another limit on the seconds without an answer.
+        """
         self._client, self._api, self._patient = client, api, patient
 
     def get(self, name: str) -> bytes:
-        """The content of an object. Raises FileNotFoundError."""
+        """Return the content of an object."""
         return self.get_version(name)[0]
 
     def get_version(self, name: str) -> tuple[bytes, Version]:
-        """The content of an object and its version. Raises FileNotFoundError."""
+        """Return the content of an object and its version."""
         with _as_os_errors():
             found = self._api.get(self._client, name)
             size, version = found.meta["size"], _version(found.meta)
@@ -81,40 +94,46 @@ class Bucket:
         return b"".join(parts), version
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
-        """The bytes of an object from `start` to before `end`. Raises OSError if it is shorter."""
+        """Return the bytes [start, end) of an object. Raises OSError if it is shorter."""
         return self.get_part(name, start, end)[0]
 
     def get_part(self, name: str, start: int, end: int) -> tuple[bytes, Entry]:
-        """get_range, and the object that the bytes are of, by one request."""
+        """Return the bytes [start, end) of an object, and its entry, by one request."""
         with _as_os_errors():
             found = self._api.get(self._client, name, options={"range": (start, end)})
             entry, data = _entry(found.meta), bytes(found.bytes())
         return _whole(data, name, start, end), entry
 
     def get_first(self, name: str, most: int) -> tuple[bytes, Entry]:
-        """Up to `most` bytes from the start of an object, and the object, by one request. Raises
-        FileNotFoundError."""
+        """Return up to `most` bytes from the start of an object, and its entry, by one request."""
         try:
             with _as_os_errors():
                 found = self._api.get(self._client, name, options={"range": (0, most)})
                 return bytes(found.bytes()), _entry(found.meta)
         except FileNotFoundError:
             raise
-        except OSError:  # a range of no bytes is refused, by each store in its own words
+        except OSError:  # each store refuses a range of no bytes, with an error of its own
             entry = self.head(name)
             if entry is None or entry.size:
                 raise
             return b"", entry
 
     def put(self, name: str, data: bytes | os.PathLike) -> None:
-        """Write an object of these bytes, or of a file, in place of any other of that name."""
+        """Write an object from bytes or a file, replacing one of that name."""
         with _as_os_errors():
             self._api.put(self._client, name, data, chunk_size=BLOCK_BYTES)
 
     def put_if(self, name: str, data: bytes, version: Version | None) -> Version | None:
-        """Write an object if its version is this one (None: if there is none); its new version.
+        """Write an object if it has this version.
 
-        None: another version is there. After a lost answer, that may be the one just written.
+        Args:
+          name: of the object.
+          data: its content.
+          version: to replace; None: there must be no object of that name.
+
+        Returns:
+          The new version; None if there is another version. After a lost answer, that may be the
+          one just written.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -129,43 +148,49 @@ class Bucket:
             return None
 
     def head(self, name: str) -> Entry | None:
-        """The object of this name, or None."""
+        """Return the entry of an object; None if there is none."""
         with contextlib.suppress(FileNotFoundError), _as_os_errors():
             return _entry(self._api.head(self._client, name))
         return None
 
     def list_all(self, prefix: str) -> Iterator[Entry]:
-        """The objects below a folder, at any depth, in pages of up to 1000 a request."""
+        """Yield the objects below a folder, at any depth, up to 1000 a request."""
         with _as_os_errors():
             for page in self._api.list(self._client, prefix or None):
                 yield from map(_entry, page)
 
     def list_folder(self, prefix: str) -> tuple[list[Entry], list[str]]:
-        """The objects and the folders in a folder, by one request for each 1000."""
+        """Return the objects and the folders in a folder, up to 1000 a request."""
         with _as_os_errors():
             found = self._api.list_with_delimiter(self._client, prefix or None)
         return [_entry(meta) for meta in found["objects"]], list(found["common_prefixes"])
 
     def copy(self, name: str, target: str) -> None:
-        """Copy an object inside the bucket, in place of any other. Raises FileNotFoundError."""
+        """Copy an object inside the bucket, replacing one of the target's name."""
         with _as_os_errors():
             self._api.copy(self._client, name, target)
 
     def delete(self, names: Collection[str]) -> None:
-        """Delete objects; those that are gone already count as deleted."""
+        """Delete objects; names without an object count as deleted."""
         with contextlib.suppress(FileNotFoundError), _as_os_errors():
             self._api.delete(self._client, list(names))
             return
-        for name in names:  # one was gone, and the others of its request may still be there
+        for name in names:  # one was gone, and others of its request may still exist
             with contextlib.suppress(FileNotFoundError), _as_os_errors():
                 self._api.delete(self._client, name)
 
 
 def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
-    """A bucket, or a folder of one, with the credentials that the cloud's usual places hold; of
-    https:// a host, whose files can be read.
+    """Open a bucket with the credentials from the usual places of its cloud.
 
-    Raises ModuleNotFoundError without obstore, OSError for settings that cannot be used.
+    Args:
+      scheme: `gs`, `s3` or `az`; `https` for the files of a host, which can only be read.
+      bucket: its name, or the host.
+      folder: in the bucket, to which all names are relative.
+
+    Raises:
+      ModuleNotFoundError: obstore is not installed.
+      OSError: the settings cannot be used.
     """
     import obstore
     from obstore import store
@@ -176,7 +201,7 @@ def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
 
     def client(silence_s: float) -> Any:
         options = {
-            # An endpoint comes from the environment alone, also that of a server without TLS.
+            # Only the environment names an endpoint, which may be a server without TLS.
             "client_options": {
                 "allow_http": scheme != "https", "timeout": MOST_S * seconds,
                 "read_timeout": silence_s * seconds,
@@ -195,30 +220,30 @@ def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
 
 
 class LocalFolder:
-    """A folder of this machine as a bucket, as far as islands use one. An object is a file.
+    """A folder of this machine with the methods of Bucket that islands use. An object is a file.
 
-    It appears whole: it is written under another name, in the same folder, and then renamed or
-    linked. So the file system needs hard links, as those of Linux and NFS have.
+    An object appears whole: it is written under another name, in the same folder, and then renamed
+    or linked. So the file system needs hard links, as those of Linux and NFS have.
     """
 
     def __init__(self, path: os.PathLike | str):
+        """Make the folder if it does not exist."""
         self._root = pathlib.Path(path).absolute()
         self._root.mkdir(parents=True, exist_ok=True)
 
     def get(self, name: str) -> bytes:
-        """The content of an object. Raises FileNotFoundError."""
+        """Return the content of an object."""
         with self._opened(name) as file:
             return file.read()
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
-        """The bytes of an object from `start` to before `end`. Raises OSError if it is shorter."""
+        """Return the bytes [start, end) of an object. Raises OSError if it is shorter."""
         with self._opened(name) as file:
             file.seek(start)
             return _whole(file.read(end - start), name, start, end)
 
     def get_first(self, name: str, most: int) -> tuple[bytes, Entry]:
-        """Up to `most` bytes from the start of an object, and the object. Raises
-        FileNotFoundError."""
+        """Return up to `most` bytes from the start of an object, and its entry."""
         with self._opened(name) as file:
             return file.read(most), _file_entry(name, os.fstat(file.fileno()))
 
@@ -228,8 +253,14 @@ class LocalFolder:
             os.replace(part, self._root / name)
 
     def put_if(self, name: str, data: bytes, version: Version | None) -> Version | None:
-        """Write an object if there is none; its version, or None where there is one. version:
-        None; another one is ENOTSUP."""
+        """Write an object if there is none of that name.
+
+        Returns:
+          Its version; None if there is one already.
+
+        Raises:
+          OSError: `version` is not None (ENOTSUP), or the object cannot be written.
+        """
         if version is not None:
             raise OSError(errno.ENOTSUP, "a file is not replaced by its version")
         with self._written(name, data) as part:
@@ -240,14 +271,14 @@ class LocalFolder:
             return _file_entry(name, os.stat(part)).version
 
     def head(self, name: str) -> Entry | None:
-        """The object of this name, or None."""
+        """Return the entry of an object; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(self._root / name)
             return _file_entry(name, found) if stat.S_ISREG(found.st_mode) else None
         return None
 
     def list_all(self, prefix: str) -> Iterator[Entry]:
-        """The objects below a folder, at any depth."""
+        """Yield the objects below a folder, at any depth."""
         for folder, _, files in os.walk(self._root / prefix, onerror=_unless_gone):
             for name in files:
                 path = pathlib.Path(folder, name).relative_to(self._root).as_posix()
@@ -256,7 +287,7 @@ class LocalFolder:
                     yield entry
 
     def delete(self, names: Collection[str]) -> None:
-        """Delete objects; those that are gone already count as deleted."""
+        """Delete objects; names without an object count as deleted."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._root / name)
@@ -272,7 +303,7 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def _written(self, name: str, data: bytes) -> Iterator[pathlib.Path]:
-        """A file with these bytes; its name is gone afterwards."""
+        """Yield a file with these bytes, whose name is removed afterwards."""
         target = self._root / name
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
@@ -297,15 +328,19 @@ def _file_entry(name: str, found: os.stat_result) -> Entry:
 
 
 def local_folder(path: os.PathLike | str) -> LocalFolder:
-    """A folder of this machine as a bucket, made where there is none. Raises OSError.
+    """Return a folder of this machine as a bucket, and make it if it does not exist.
 
-    Its put_if creates alone: version has to be None.
+    Its put_if only creates objects: version must be None.
     """
     return LocalFolder(path)
 
 
 def in_memory() -> Bucket:
-    """A bucket of this process alone, gone with it. Raises ModuleNotFoundError without obstore."""
+    """Return a bucket in the memory of this process.
+
+    Raises:
+      ModuleNotFoundError: obstore is not installed.
+    """
     import obstore
     from obstore import store
 
@@ -313,11 +348,13 @@ def in_memory() -> Bucket:
 
 
 def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:
-    """The region and keys that `aws configure` has stored, as far as no variable names them.
+    """Return the region and keys that `aws configure` stored, except those that variables name.
 
-    A section that is there twice is read as one, whose last value counts, as the AWS SDKs read it.
-    A file that is absent, or that this user must not read, holds nothing. Raises OSError with the
-    path for one that is not in the format.
+    A section that occurs twice is read as one, whose last value counts, as in the AWS SDKs. A file
+    that does not exist, or that this user must not read, counts as empty.
+
+    Raises:
+      OSError: a file, which the error names, does not have the format.
     """
     folder = pathlib.Path.home() / ".aws"
     profile = environ.get("AWS_PROFILE", "default")
@@ -338,8 +375,8 @@ def aws_profile(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_ini(parser: configparser.ConfigParser, path: os.PathLike | str) -> None:
-    """Add what a file says. Raises OSError with the path for one that is not in the format."""
-    if os.fspath(path) == os.devnull:  # what a user names so that no file is read
+    """Add the content of a file. Raises OSError with the path if it does not have the format."""
+    if os.fspath(path) == os.devnull:  # a user names it to have no file read
         return
     try:
         parser.read_string(small_files.read_bytes(path, _MOST_INI).decode("utf-8-sig"))
@@ -360,7 +397,7 @@ def _read_ini(parser: configparser.ConfigParser, path: os.PathLike | str) -> Non
 
 def _whole(data: bytes, name: str, start: int, end: int) -> bytes:
     if len(data) != end - start:
-        why = f"{name} has {len(data)} bytes from {start} to {end}: it is cut, or was replaced"
+        why = f"{name} has {len(data)} bytes from {start} to {end}: it is truncated or was replaced"
         raise OSError(errno.EIO, why)
     return data
 
@@ -375,8 +412,10 @@ def _version(meta: Mapping[str, Any]) -> Version:
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raise OSError, of what is not there FileNotFoundError, where obstore has errors of its own.
-    A condition that does not hold stays one of obstore's."""
+    """Replace obstore's errors by OSError, or by FileNotFoundError if there is no such object.
+
+    The errors of a condition that does not hold stay obstore's.
+    """
     from obstore import exceptions
 
     try:
@@ -394,7 +433,7 @@ def _as_os_errors() -> Iterator[None]:
 
 
 def reason(text: str) -> tuple[str, int | None]:
-    """An error of obstore in one line, and the status of the store's answer, if there was one."""
+    """Return an error of obstore in one line, and the status of the store's answer or None."""
     text = text.partition("\n\nDebug source")[0]
     if answer := re.search(r"status code: (\d{3})[^:]*:?\s*(.*)", text, re.DOTALL):
         code = int(answer[1])

@@ -8,7 +8,7 @@ from fake_gcs import BUCKET
 from faulty_store import FaultyStore
 
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.orbax_io import COMMIT
+from maxdiloco.checkpoint.files import COMMIT
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.storage import object_store, store
 

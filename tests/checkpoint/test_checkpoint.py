@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.theta import restore_parameters
+from maxdiloco.checkpoint.parameter_sets import restore_parameters
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.run_folder import locate
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from checkpoint_tools import folder_of, items, save_and_wait, wanted
 
-from maxdiloco.checkpoint import metadata, read, seal, write
+from maxdiloco.checkpoint import metadata, own_folder, read, seal
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.errors import CheckpointError
@@ -146,7 +146,7 @@ def test_processes_share_the_check_and_large_files_only_sizes(tmp_path, two_save
 def test_without_renames_the_commit_file_is_removed_first(tmp_path, two_saved, monkeypatch):
     """gs://: a folder has its final name from the start, a mark beside it says that it goes."""
     folder = damaged_run(tmp_path, two_saved)
-    monkeypatch.setattr(write, "is_local", lambda path: False)
+    monkeypatch.setattr(own_folder, "is_local", lambda path: False)
     gone = []
     rmtree = type(folder).rmtree
 
@@ -155,7 +155,7 @@ def test_without_renames_the_commit_file_is_removed_first(tmp_path, two_saved, m
         rmtree(path, **options)
 
     monkeypatch.setattr(type(folder), "rmtree", noted)
-    own = write.OwnFolder(folder, run="", locked=True, say=print)
+    own = own_folder.OwnFolder(folder, run="", locked=True, say=print)
     own.adopt(folder / "20", older=True)
     own.remove(10)
     (names,) = gone
@@ -176,4 +176,4 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, two_sav
         save_and_wait(checkpointer, 30)
         assert len(said) == 1 and str(folder) in said[0] and "Permission denied" in said[0]
         monkeypatch.undo()
-    assert sorted(os.listdir(folder)) == [f"10{write.DELETED}", "20", "30"]
+    assert sorted(os.listdir(folder)) == [f"10{own_folder.DELETED}", "20", "30"]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiloco.checkpoint.theta import restore_parameters
+from maxdiloco.checkpoint.parameter_sets import restore_parameters
 from maxdiloco.storage.run_folder import locate
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -17,9 +17,9 @@ from etils import epath
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from maxdiloco.checkpoint import metadata, orbax_io, seal, write
+from maxdiloco.checkpoint import files, metadata, own_folder, seal, write
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.write import DELETED, UNFINISHED
+from maxdiloco.checkpoint.own_folder import DELETED, UNFINISHED
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import run_folder
 
@@ -171,7 +171,7 @@ def test_without_locks_what_is_unfinished_stays_and_is_said(tmp_path, monkeypatc
     def no_locks(descriptor, how):
         raise OSError(9, "Bad file descriptor")
 
-    monkeypatch.setattr(write.fcntl, "flock", no_locks)
+    monkeypatch.setattr(own_folder.fcntl, "flock", no_locks)
     put(tmp_path / f"5{UNFINISHED}", "folder")
     said = []
     assert save(tmp_path, 5, 6, said=said, last=False) == [6]
@@ -198,7 +198,7 @@ def test_a_removed_or_damaged_one_gets_an_unused_name(tmp_path):
 
 def test_objects_of_others_under_the_name_of_a_step_stay(tmp_path, monkeypatch):
     """gs://: a save writes under its final name, so a mark beside it says that it is unfinished."""
-    for module in (write, orbax_io):
+    for module in (write, files):
         monkeypatch.setattr(module, "is_local", lambda path: False)
     target = epath.Path(tmp_path / "7")
     put(target, "folder")
@@ -290,7 +290,7 @@ def test_a_start_names_a_disk_too_small_for_all_checkpoints(disk, opened):
     assert checkpointer.shortage(NBYTES) == []
     disk(2 * NBYTES)
     folder = checkpointer._folder / "not" / "made"
-    other = write.OwnFolder(folder, run="", locked=True, say=print)
+    other = own_folder.OwnFolder(folder, run="", locked=True, say=print)
     assert other.shortage(NBYTES, count=1) == []
     (line,) = checkpointer.shortage(NBYTES)
     assert "max_num_checkpoints_to_keep=3 " in line

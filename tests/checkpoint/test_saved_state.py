@@ -16,7 +16,7 @@ from tiers import full
 
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint import arrays as arrays_lib
-from maxdiloco.checkpoint import saved_state, theta
+from maxdiloco.checkpoint import parameter_sets, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.checkpoint.read import restore_from
 from maxdiloco.engine.trainer import OUTER_OF_EACH, SavedLayout
@@ -255,7 +255,9 @@ def test_an_eager_run_is_read_as_its_mean_and_resumes_without(tmp_path):
     here = SingleDeviceSharding(jax.devices()[0])
     for dtype in (jnp.float32, jnp.bfloat16):
         like = {"w": jax.ShapeDtypeStruct((3, 2), dtype, sharding=here)}
-        found, restored = theta.restore_parameters(tmp_path, lambda _, like=like: like, key="RUN")
+        found, restored = parameter_sets.restore_parameters(
+            tmp_path, lambda _, like=like: like, key="RUN"
+        )
         assert restored.items.keys() == {"outer"}
         np.testing.assert_array_equal(found["w"], mean.astype(dtype))
     target, _ = trained(2, 0, sync_period=2)
@@ -272,13 +274,15 @@ def test_an_eager_run_is_read_as_its_mean_and_resumes_without(tmp_path):
 def test_eager_outer_parameters_are_divided_among_the_slices(mesh_of, R, first):
     """Read in float32, whatever the mean is wanted in."""
     like = jax.ShapeDtypeStruct((6,), jnp.bfloat16, sharding=NamedSharding(mesh_of(2), P()))
-    item, wanted, _ = theta.wanted({"w": like}, {"theta_item": OUTER_OF_EACH, "num_replicas": R})
+    item, wanted, _ = parameter_sets.plan_read(
+        {"w": like}, {"theta_item": OUTER_OF_EACH, "num_replicas": R}
+    )
     found = wanted["w"]
     assert (item, found.shape, found.dtype) == (OUTER_OF_EACH, (R, 6), jnp.float32)
     assert found.sharding.spec == P(first)
     like = {"w": like}
     for meta in ({}, {"theta_item": "outer_params"}):  # of any other run
-        assert theta.wanted(like, meta)[:2] == ("outer_params", like)
+        assert parameter_sets.plan_read(like, meta)[:2] == ("outer_params", like)
 
 
 def noisy_step(params, opt_state, batch):

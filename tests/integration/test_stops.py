@@ -29,7 +29,7 @@ from run_files import (
 )
 from tiers import corner, full
 
-from maxdiloco.checkpoint import orbax_io, seal, write
+from maxdiloco.checkpoint import orbax_io, own_folder, seal, write
 from maxdiloco.cluster.signals import Preemption
 from maxdiloco.config import config
 from maxdiloco.errors import NumericsError
@@ -260,7 +260,7 @@ PHASES = {
     "start": (orbax_io, "start_writing"),
     "arrays": (write, "wait_for_arrays"),
     "commit": (write, "commit"),
-    "removal": (write.OwnFolder, "keep"),
+    "removal": (own_folder.OwnFolder, "keep"),
     "evaluation": (evaluation.Evaluation, "_sums_by_batch"),
 }
 SAVES = dict(

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from maxdiloco.checkpoint import theta
+from maxdiloco.checkpoint import parameter_sets
 from maxdiloco.config import config, files
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.parallel.mesh import AXES
@@ -127,7 +127,7 @@ def test_a_state_that_does_not_fit_with_loaded_parameters_is_refused(monkeypatch
     state = Program("init", lambda x: jnp.full(2**58, x), on_compile=lambda *_: None)
     fingerprint = run_tokenizer.open_tokenizer(BEFORE).fingerprint
     found = np.float32(1), types.SimpleNamespace(meta={"tokenizer": fingerprint})
-    monkeypatch.setattr(theta, "restore_parameters", lambda *_, **__: found)
+    monkeypatch.setattr(parameter_sets, "restore_parameters", lambda *_, **__: found)
     parts = types.SimpleNamespace(trainer=None, params=None, init=state)
     point = run_state.RestorePoint(0, None, "", None)
     with pytest.raises(ConfigError, match="init does not fit .*Out of memory"):

@@ -16,7 +16,8 @@ from maxdiloco.metrics.history import History, read_history
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.storage import durable, object_lock, output_file
 from maxdiloco.storage.object_lock import ObjectLock
-from maxdiloco.storage.run_folder import absolute, locate, open_run_folder, reason
+from maxdiloco.storage.os_errors import reason
+from maxdiloco.storage.run_folder import absolute, locate, open_run_folder
 
 BASE = f"az://{BUCKET}/runs"
 
@@ -142,6 +143,6 @@ def test_a_body_that_is_cut_is_no_content(faulty):
 
 def test_replacing_writes_under_the_name_itself(faulty):
     """An object appears whole, so none lies beside it."""
-    with durable.replacing(absolute(f"{BASE}/a")) as path:
+    with durable.atomic_write(absolute(f"{BASE}/a")) as path:
         path.write_text("x")
     assert faulty.calls == ["put"] and faulty.content() == {"runs/a": b"x"}

@@ -14,7 +14,7 @@ from power import small_ext4
 
 from maxdiloco.checkpoint import seal
 from maxdiloco.checkpoint.checkpointer import Checkpointer
-from maxdiloco.checkpoint.write import DELETED
+from maxdiloco.checkpoint.own_folder import DELETED
 from maxdiloco.metrics.writer import MetricsWriter
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import locate, open_run_folder

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from maxdiloco.errors import CheckpointError
-from maxdiloco.storage import object_store, run_folder
+from maxdiloco.storage import object_store, os_errors, run_lock
 from maxdiloco.storage.run_folder import locate, open_run_folder, require_place
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def test_a_second_run_of_one_name_is_refused_while_one_runs(tmp_path):
 @pytest.mark.parametrize("content", [b"user@host:42\n", bytes(range(256)), b"process 1 on a\nmine"])
 def test_files_of_others_in_the_folder_of_a_run_stay_as_they_are(tmp_path, monkeypatch, content):
     """A file `lock` that no run wrote is locked and not written; nothing probes by a fixed name."""
-    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(run_lock, "LOCK_WAIT_S", 0.0)
     (tmp_path / "run").mkdir()
     files = [tmp_path / "run" / name for name in ("lock", "write-probe")]
     for path in files:
@@ -105,7 +105,7 @@ def test_the_lock_of_an_earlier_run_names_its_new_holder(tmp_path, left):
     with open_run_folder(str(tmp_path), "run"):
         line = lock.read_text()
         assert line.startswith(f"process {os.getpid()} on {os.uname().nodename} (boot ")
-        assert line == run_folder._own_line() + "\n"
+        assert line == run_lock._own_line() + "\n"
 
 
 HOLDER = """
@@ -157,7 +157,7 @@ def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monke
     holder = held(name)
     said, slept = [], []
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "LOCK_WAIT_S", 0.05)
+        patch.setattr(run_lock, "LOCK_WAIT_S", 0.05)
         error = refused(tmp_path, warn=said.append)
     assert f"{name or 'another process'} " in error and len(said) == 1
 
@@ -166,7 +166,7 @@ def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monke
             holder.close()
         slept.append(seconds)
 
-    monkeypatch.setattr(run_folder.time, "sleep", let_go)
+    monkeypatch.setattr(run_lock.time, "sleep", let_go)
     with open_run_folder(str(tmp_path), "run", warn=said.append):
         pass
     assert len(slept) == 3
@@ -175,8 +175,8 @@ def test_the_lock_of_a_host_that_may_be_dead_is_waited_for(tmp_path, held, monke
 
 
 def test_a_holder_that_lives_on_this_host_is_refused_at_once(tmp_path, held, monkeypatch):
-    monkeypatch.setattr(run_folder.time, "sleep", lambda s: pytest.fail("waited"))
-    held(f"process {os.getppid()} on here ({run_folder._moment(os.getppid())})")
+    monkeypatch.setattr(run_lock.time, "sleep", lambda s: pytest.fail("waited"))
+    held(f"process {os.getppid()} on here ({run_lock._moment(os.getppid())})")
     assert f"process {os.getppid()} on here " in refused(tmp_path)
 
 
@@ -188,7 +188,7 @@ def test_a_lock_of_a_dead_process_of_that_number_is_waited_for(
     """As process 1 of a container's successor sees it on NFS; the host's name is the same too.
     A child of a process that has ended may hold the lock a little longer."""
     number = number or os.getpid()
-    moment = run_folder._moment(number) or run_folder._moment(1)
+    moment = run_lock._moment(number) or run_lock._moment(1)
     if change == "start":
         moment = re.sub(r"start \d+", "start 0", moment)
     if change == "boot":
@@ -200,7 +200,7 @@ def test_a_lock_of_a_dead_process_of_that_number_is_waited_for(
         slept.append(seconds)
         holder.close()
 
-    monkeypatch.setattr(run_folder.time, "sleep", let_go)
+    monkeypatch.setattr(run_lock.time, "sleep", let_go)
     with open_run_folder(str(tmp_path), "run", warn=lambda line: None):
         assert len(slept) == 1
 
@@ -249,6 +249,6 @@ def test_a_bucket_without_the_library_names_the_package(monkeypatch, url):
 def test_the_reason_of_an_error_is_its_last_words():
     layers = 'while doing "x": Failed to write 5 bytes: Disk full [code=1]\nmore: here'
     full = "No space left on device"
-    assert run_folder.reason(OSError(errno.ENOSPC, full)) == full
-    assert run_folder.reason(ValueError()) == "ValueError"
-    assert run_folder.reason(ValueError(layers)) == "Failed to write 5 bytes: Disk full"
+    assert os_errors.reason(OSError(errno.ENOSPC, full)) == full
+    assert os_errors.reason(ValueError()) == "ValueError"
+    assert os_errors.reason(ValueError(layers)) == "Failed to write 5 bytes: Disk full"

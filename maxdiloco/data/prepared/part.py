@@ -83,7 +83,7 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
                 yield found
 
     folder = absolute(out, key="out")
-    with durable.made_here(folder / shards.part_name(number)) as path:
+    with durable.atomic_write_local(folder / shards.part_name(number)) as path:
         digest, nbytes = hashlib.sha256(), 0
         with open(path, "wb") as file:
             for block in _blocks(tokens(), dtype_of(work.tokenizer)):
@@ -103,7 +103,7 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
         "sha256": digest.hexdigest(),
     }
     lengths = np.add.reduceat(tokens_P, firsts).tolist()
-    with durable.replacing(folder / facts_name(number)) as path:
+    with durable.atomic_write(folder / facts_name(number)) as path:
         path.write_text(json.dumps(facts | {"lengths": lengths, "checksums": checksums}))
     return facts
 

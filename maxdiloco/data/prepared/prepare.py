@@ -25,7 +25,8 @@ from maxdiloco.data.registry import Reader
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_lock import LockHeldError, ObjectLock
-from maxdiloco.storage.run_folder import absolute, reason
+from maxdiloco.storage.os_errors import reason
+from maxdiloco.storage.run_folder import absolute
 from maxdiloco.storage.store import is_local
 
 # Source bytes of a part. A part is a file of the result, and a killed process loses at most one. A
@@ -42,7 +43,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # Names of files that only an unfinished folder needs, and of files that a kill leaves.
 _FACTS = r"part-\d{5,}\.json"
 _WHOLE = rf"({_FACTS}|part-\d{{5,}}\.bin|(source|manifest)\.json|(offsets|checksums)\.npy)"
-_LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.beside
+_LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.temp_sibling
 _LOOK_S = 1.0  # between two looks for the folder that another process writes [s]
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
@@ -263,14 +264,14 @@ def _begin(plan: dict[str, Any], folder: epath.Path, named: str) -> None:
     there = _sizes(folder)
     if _PLAN in there:
         return
-    # A kill before there was a plan leaves the lock, and what durable.replacing wrote.
+    # A kill before there was a plan leaves the lock, and what durable.atomic_write wrote.
     for name, size in there.items():
         is_lock = name == _LOCK and not (size and is_local(folder))
         if not is_lock and not re.fullmatch(_LEFT, name):
             raise ConfigError(
                 f"{named} is not empty, and was not made by maxdiloco.prepare. Choose a new folder."
             )
-    with durable.replacing(folder / _PLAN) as new:
+    with durable.atomic_write(folder / _PLAN) as new:
         new.write_text(json.dumps({"format": shards.FORMAT, **plan}))
 
 
@@ -309,7 +310,7 @@ def _finish(work, target, facts):
         damaged=[record for found in facts for record in found["damaged"]],
     )
     target.require()
-    with durable.replacing(folder / shards.MANIFEST) as path:
+    with durable.atomic_write(folder / shards.MANIFEST) as path:
         path.write_bytes(manifest.to_bytes())
     _remove(folder, _FACTS, _LEFT)
     return manifest
@@ -317,7 +318,7 @@ def _finish(work, target, facts):
 
 def _write_table(path, table):
     """Write a NumPy file and return its SHA-256."""
-    with durable.made_here(path) as new:
+    with durable.atomic_write_local(path) as new:
         with new.open("wb") as file:
             np.save(file, table)
         return shards.file_hash(os.fspath(new))

@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint: theta, whichever way the run kept it, or those of its replicas.
+"""Read one set of parameters of a checkpoint: the outer parameters, or those of replicas.
 
 # R replicas
 """
@@ -22,12 +22,19 @@ from maxdiloco.parallel.replicas import reduce_mean
 REPLICAS = "params"  # the item with the replicas' own parameters, [R, ...]
 
 
-def source(meta: dict[str, Any], parameters: str) -> tuple[str, range | None]:
-    """The item with the parameters, and of which entries of its first dim they are the mean.
+def item_of(meta: dict[str, Any], parameters: str) -> tuple[str, range | None]:
+    """Choose the item that has the parameters, and entries of its first dim to take the mean of.
 
-    parameters: outer, theta (of a run with eager updates the mean of its replicas' thetas);
-    replica_0 and so on; mean, of all replicas. Entries None: the item is the parameters themselves.
-    Raises ConfigError.
+    Args:
+      meta: of the checkpoint.
+      parameters: `outer`, with eager updates the mean of the replicas' outer parameters;
+        `replica_0` and so on; or `mean`, of all replicas.
+
+    Returns:
+      The name of the item and the entries; None if the item is the parameters themselves.
+
+    Raises:
+      ConfigError: the checkpoint has no such parameters.
     """
     if parameters == "outer":
         item = meta.get("theta_item", OUTER_PARAMS)
@@ -36,7 +43,7 @@ def source(meta: dict[str, Any], parameters: str) -> tuple[str, range | None]:
     number = re.fullmatch(r"replica_([0-9]{1,9})", parameters)
     if (number or parameters == "mean") and not meta.get("exchange"):
         raise ConfigError(
-            f"parameters={parameters}: the checkpoint has no replicas, as of a run with "
+            f"parameters={parameters}: the checkpoint has no replicas, since its run had "
             f"enable_diloco=false. Use parameters=outer."
         )
     first, count = (int(number[1]), 1) if number else (0, R)
@@ -54,15 +61,22 @@ def restore_parameters(
     parameters: str = "outer",
     **options: Any,
 ) -> tuple[Any, Restored]:
-    """One set of parameters alone, cast to the dtypes of abstract_of(meta), and the checkpoint.
+    """Read only one set of parameters, cast to the dtypes of abstract_of(meta).
 
-    parameters: of `source`. path, options, errors: of read.restore_from.
+    Args:
+      path: of a run or a checkpoint.
+      abstract_of: meta -> the parameters as ShapeDtypeStructs.
+      parameters: see item_of.
+      **options: of read.restore_from, whose errors it raises.
+
+    Returns:
+      The parameters, and the checkpoint.
     """
     pick: Callable[[Any], Any]
 
     def items_of(meta):
         nonlocal pick
-        item, abstract, pick = wanted(abstract_of(meta), meta, parameters)
+        item, abstract, pick = plan_read(abstract_of(meta), meta, parameters)
         return {item: abstract}
 
     restored = restore_from(path, items_of, cast=True, **options)
@@ -70,14 +84,21 @@ def restore_parameters(
     return pick(found), restored
 
 
-def wanted(
+def plan_read(
     abstract: Any, meta: dict[str, Any], parameters: str = "outer"
 ) -> tuple[str, Any, Callable[[Any], Any]]:
-    """What to read for one set of parameters, laid out like `abstract`. parameters: of `source`.
+    """Plan how to read one set of parameters, laid out like `abstract`.
 
-    Returns the item, its ShapeDtypeStructs, and what makes one set of parameters of it.
+    Args:
+      abstract: the parameters as ShapeDtypeStructs.
+      meta: of the checkpoint.
+      parameters: see item_of.
+
+    Returns:
+      The name of the item, its ShapeDtypeStructs, and a function that maps the item to the
+      parameters.
     """
-    item, entries = source(meta, parameters)
+    item, entries = item_of(meta, parameters)
     if entries is None:
         return item, abstract, lambda params: params
     R, is_mean = meta["num_replicas"], len(entries) > 1
