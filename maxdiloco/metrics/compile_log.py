@@ -26,14 +26,15 @@ PART_OF_STEP = 0.2
 
 
 class CompileLog:
-    """Prints every compile with its time. Any thread may call it.
-
-    Args:
-      say: prints a line.
-      show_memory: whether `compile_all` prints the memory of each program.
-    """
+    """Prints every compile with its time. Any thread may call it."""
 
     def __init__(self, say: Callable[[str], None], *, show_memory: bool):
+        """Start without programs.
+
+        Args:
+          say: prints a line.
+          show_memory: whether `compile_all` prints the memory of each program.
+        """
         self._say = say
         self._show_memory = show_memory
         self._lock = threading.Lock()

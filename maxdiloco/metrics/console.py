@@ -17,7 +17,7 @@ from maxdiloco.metrics.line_writer import LineWriter
 from maxdiloco.output import one_line, say, shows_bars, span
 from maxdiloco.storage.os_errors import reason
 
-WIDTH = 100  # of a terminal, in characters; our choice
+WIDTH = 100  # of a terminal, in characters
 _GAP = "  "  # between the columns of a row
 _KEPT = "\0"  # a space that no line ends at
 
@@ -42,10 +42,14 @@ _CLEAR_LINE = "\r\x1b[K"  # of every terminal since the VT100
 def console_line(
     step: int, total_steps: int | None, values: Mapping[str, float], *, left: bool = False
 ) -> str:
-    """step 120/2000  loss 2.3456  lr 3.0e-04  0.812 s: the metrics of _COLUMNS, s a step.
+    """Format a row as `step 120/2000  loss 2.3456  lr 3.0e-04  0.812 s`.
 
-    total_steps: None: it is not known. left: add the time of the steps that are left, `25.4 min
-    left`, without evaluations and saves.
+    Args:
+      step: of the row.
+      total_steps: None if it is not known.
+      values: of the row, of which those in _COLUMNS are shown.
+      left: whether to add the time of the remaining steps, `25.4 min left`, without evaluations and
+        saves.
     """
     columns = [
         form.format(_short(values[name]) if form.startswith("{}") else values[name])
@@ -88,10 +92,15 @@ def fit(text: str, width: int) -> str:
 class Console:
     """Prints lines above the progress bar, if there is one, and keeps them for the log file.
 
-    Any thread may call it. shown: False in all processes but the first, which print nothing.
+    Any thread may call it.
     """
 
     def __init__(self, *, shown: bool = True):
+        """Start without a log file; lines are kept until there is one.
+
+        Args:
+          shown: False in all processes except the first: they print nothing.
+        """
         self._shown = shown
         self._bar = None
         self._early: list[str] | None = []  # lines before there is a log

@@ -25,20 +25,23 @@ class History(contextlib.AbstractContextManager):
          are under way, by a replica to all other slices; of MAX_STEPS at most}
         {"event": "end", "time": ..., "why": the error that ended it, or "" for none}
 
-    A start without an end was killed, or runs. Lines of earlier sessions stay. A failed write is a
-    warning.
-
-    Args:
-      folder: of the run.
-      start: the fields of the first line, except "event" and "time".
+    A session without an end was killed or is running. Lines of earlier sessions stay. A failed
+    write is a warning.
     """
 
     def __init__(self, folder: RunFolder, start: Mapping[str, Any]):
+        """Write the line of the start.
+
+        Args:
+          folder: of the run.
+          start: the fields of the first line, except "event" and "time".
+        """
         self._folder = folder
         self._lock, self._has_ended = threading.Lock(), False
         self._add("start", start)
 
     def __exit__(self, kind, exception, traceback) -> None:
+        """Write the line of the end, with the error if there is one."""
         self.end("" if exception is None else f"{kind.__name__}: {exception}")
 
     def end(self, why: str) -> None:

@@ -38,6 +38,7 @@ class FileTarget:
     patience_s = None  # a disk has no deadline: a checkpoint must not outlive its rows
 
     def __init__(self, path: epath.Path):
+        """Open the file, and make it if it does not exist."""
         self.stall_s = STALL_S
         self._file = open(path, "a+b", buffering=0)
         size = os.fstat(self._file.fileno()).st_size
@@ -64,14 +65,7 @@ class FileTarget:
 
 
 class ChunkTarget:
-    """Numbered objects in a bucket, each written once. Numbers continue those that exist.
-
-    Args:
-      folder: where the chunks are.
-      require_lock: called before each request, see LineWriter.
-      prefix, suffix: what a chunk's name has before and after its number.
-      header: the bytes that every chunk begins with.
-    """
+    """Numbered objects in a bucket, each written once. Numbers continue those that exist."""
 
     def __init__(
         self,
@@ -82,6 +76,15 @@ class ChunkTarget:
         suffix: str = "",
         header: bytes = b"",
     ):
+        """Find the next number.
+
+        Args:
+          folder: where the chunks are.
+          require_lock: called before each request, see LineWriter.
+          prefix: of a chunk's name, before its number.
+          suffix: of a chunk's name, after its number.
+          header: first bytes of every chunk.
+        """
         self.delay_s, self.stall_s, self.patience_s = CHUNK_S, 0.0, PATIENCE_S
         self._folder, self._require_lock, self._header = folder, require_lock, header
         self._prefix, self._suffix = prefix, suffix

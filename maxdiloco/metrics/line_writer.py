@@ -43,14 +43,16 @@ class LineWriter:
 
     A failed append is repeated until it succeeds. Meanwhile `write` keeps each line and raises
     OSError. Any thread may call the methods.
-
-    Args:
-      target: where the lines go.
-      require_lock: called before each line and each wait. It raises CheckpointError when another
-        process has taken over the run's folder.
     """
 
     def __init__(self, target: Target, require_lock: Callable[[], None] = lambda: None):
+        """Start the thread.
+
+        Args:
+          target: where the lines go.
+          require_lock: called before each line and each wait. It raises CheckpointError if
+            another process has taken over the run's folder.
+        """
         self._target, self._require_lock = target, require_lock
         self._changed = threading.Condition()  # guards what follows
         self._lines: collections.deque[bytes] = collections.deque()

@@ -31,16 +31,17 @@ def _first_bad(first, loss, grad_norm, t):
 
 
 class Monitor:
-    """Watches every step without waiting for it; `check` waits.
-
-    Args:
-      trainer: whose steps they are.
-      batch: of a step, as ShapeDtypeStructs.
-      stop_on_nan: whether a loss or gradient norm that is not finite ends the run.
-      on_compile: of Program.
-    """
+    """Watches every step without waiting for it; `check` waits."""
 
     def __init__(self, trainer: Trainer, batch: Any, *, stop_on_nan: bool, on_compile: Callable):
+        """Build the program that adds up metrics.
+
+        Args:
+          trainer: whose steps they are.
+          batch: of a step, as ShapeDtypeStructs.
+          stop_on_nan: whether a loss or gradient norm that is not finite ends the run.
+          on_compile: of Program.
+        """
         self._trainer = trainer
         self._batch = batch
         self._stop_on_nan = stop_on_nan

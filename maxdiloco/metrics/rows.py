@@ -41,13 +41,6 @@ class RowCollector:
     """Collects the rows of a run. Every process adds the same steps, process 0 writes them.
 
     No process waits for another at a log step.
-
-    Args:
-      process: the number of this one.
-      replicas: {process: replicas whose metrics it reads}, the same in all processes. Each replica
-        is there once, and process 0 has some.
-      mailbox: to the other processes; None where process 0 reads all replicas.
-      write: called as write(step, metrics, values), in process 0. metrics may be None.
     """
 
     def __init__(
@@ -58,6 +51,15 @@ class RowCollector:
         mailbox: "Mailbox | None",
         write: Callable[[int, Metrics | None, Values], None],
     ):
+        """Start without rows.
+
+        Args:
+          process: number of this process.
+          replicas: {process: replicas whose metrics it reads}, the same in all processes. Each
+            replica occurs once, and process 0 has at least one.
+          mailbox: to the other processes; None if process 0 reads all replicas.
+          write: called as write(step, metrics, values), in process 0; metrics may be None.
+        """
         self._process = process
         self._replicas = {peer: list(rows) for peer, rows in sorted(replicas.items()) if rows}
         self._mailbox = mailbox

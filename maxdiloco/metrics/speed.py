@@ -88,10 +88,15 @@ class StepClock:
     """perf/step_time: the interval between log points divided by its steps.
 
     Block on the state before lap() and excluded(), or running steps are timed as zero.
-    clock: seconds, monotonic.
     """
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter):
+        """Start timing after a step.
+
+        Args:
+          step: the last one that is not timed.
+          clock: returns seconds, monotonic.
+        """
         self._clock = clock
         self._restart(step)
 

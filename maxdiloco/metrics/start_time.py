@@ -5,12 +5,14 @@ from collections.abc import Callable
 
 
 class StartClock:
-    """Divides the time since the program began among what it was spent on.
+    """Divides the time since the program started among its phases.
 
-    clock: seconds, monotonic. begun: its time at the start.
+    Attributes:
+      begun: time of the clock at the start [s].
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter):
+        """Start now. clock: returns seconds, monotonic."""
         self._clock, self._spent = clock, {}
         self.begun = self._since = clock()
 

@@ -19,15 +19,17 @@ class EventFile:
 
     The records are written here: tensorboardX's own SummaryWriter waits for ever once an error has
     ended its thread.
-
-    Args:
-      folder: of the run.
-      purge_step: TensorBoard drops what an earlier session of the run wrote from this step on.
     """
 
     failure = OSError
 
     def __init__(self, folder: RunFolder, *, purge_step: int):
+        """Make nothing until the first row.
+
+        Args:
+          folder: of the run.
+          purge_step: TensorBoard drops what an earlier session of the run wrote from this step on.
+        """
         self._folder, self._purge_step = folder, purge_step
         self._lines: LineWriter | None = None  # until the first row
         self._importing: Future | None = None

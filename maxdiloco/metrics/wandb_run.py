@@ -28,18 +28,20 @@ class WandbRun:
     """A run of Weights & Biases. A restart continues the same one.
 
     Its methods raise `failure`, the base class of wandb's errors.
-
-    Args:
-      folder: of the run. Its file wandb_id names the run of Weights & Biases.
-      config: keys and values.
-
-    Raises:
-      ConfigError: the package is missing, or refuses to begin a run.
     """
 
     name = "wandb is given up"
 
     def __init__(self, folder: RunFolder, config: Mapping[str, Any]):
+        """Start the run, or continue it.
+
+        Args:
+          folder: of the run. Its file wandb_id names the run of Weights & Biases.
+          config: keys and values.
+
+        Raises:
+          ConfigError: the package is missing, or refuses to begin a run.
+        """
         wandb = require_wandb()
         self.failure: type[Exception] = wandb.errors.Error
         path = folder.path / "wandb_id"  # a folder that was deleted and made again is another run

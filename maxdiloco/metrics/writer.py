@@ -27,18 +27,6 @@ class MetricsWriter(contextlib.AbstractContextManager):
 
     Rows are written in threads (line_writer): a slow disk or bucket delays no step. After a
     failure, which is one warning, the rows are kept, and the next write that succeeds writes them.
-
-    Args:
-      folder: of the run.
-      tensorboard: whether to write an event file.
-      resume_step: the step after which this session of the run starts, or None for a new run. Later
-        rows and broken lines of an earlier session are dropped, so that no step is there twice.
-      say: prints a line.
-      wandb_config: the keys of the run, or None without Weights & Biases.
-
-    Raises:
-      CheckpointError: metrics.jsonl cannot be written at the start, or rows are still unwritten at
-        the end. Beside another error, rows that are left are a warning.
     """
 
     def __init__(
@@ -50,6 +38,20 @@ class MetricsWriter(contextlib.AbstractContextManager):
         say: Callable[[str], None] = output.say,
         wandb_config: Mapping[str, Any] | None = None,
     ):
+        """Open the files of process 0.
+
+        Args:
+          folder: of the run.
+          tensorboard: whether to write an event file.
+          resume_step: the step after which this session of the run starts, or None for a new run.
+            Later rows and broken lines of an earlier session are dropped, so that no step occurs
+            twice.
+          say: prints a line.
+          wandb_config: the keys of the run, or None without Weights & Biases.
+
+        Raises:
+          CheckpointError: metrics.jsonl cannot be written.
+        """
         self._path = folder.metrics
         self._say, self._is_failing = say, False
         what = f"base_output_directory: cannot write {self._path}"
@@ -63,6 +65,11 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self._events = EventFile(folder, purge_step=purge_step) if tensorboard else None
 
     def __exit__(self, kind, exception, traceback) -> None:
+        """Wait until all rows are written, and close the files.
+
+        Raises:
+          CheckpointError: rows are still unwritten; if there is another error, that is a warning.
+        """
         for sink in self._optional_sinks():
             self._or_give_up(sink, sink.close)
         try:
