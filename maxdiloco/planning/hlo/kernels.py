@@ -1,5 +1,9 @@
 """Floating-point operations of the matrix products in a compiled program, and of its kernels.
 
+The compiler's own count, compiled.cost_analysis(), is not used: it takes the body of a loop once,
+leaves Pallas kernels out, and is None for absent GPUs (docs/reference/compile-report.md has
+figures).
+
 The compiler estimates no time for Pallas kernels. The grouped products of experts bring an
 estimate. Splash attention of jax.experimental.pallas.ops.tpu has a name; what it multiplies follows
 from the operands, with heads padded to the lanes of the matrix unit.
