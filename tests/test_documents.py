@@ -6,11 +6,13 @@ import re
 
 import pytest
 
+from maxdiloco.config.keys import KEYS
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+def script(name, folder="scripts"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -61,3 +63,20 @@ def test_the_readme_s_table_is_that_of_the_results_page():
         source = re.search(rf"^\| {re.escape(ours)} \| .*? \| (\S+%) .* (\d+) \|$", page, re.M)
         assert row.groups()[:2] == (source[2], source[1]), name
         assert float(row[3]) == pytest.approx(100 * (paper / parallel - 1), abs=0.05), name
+
+
+def test_the_site_generates_a_row_for_every_key():
+    """With an anchor; a part that does not exist is an error."""
+    site = script("site_pages", "docs")
+    text = site.filled("docs/reference/configuration", "a\n<!-- generated: configuration -->\n")
+    assert re.findall(r"^\| \[`(\w+)`\]\{#\1\}", text, re.M) == list(KEYS)
+    with pytest.raises(KeyError):
+        site.filled("docs/page", "<!-- generated: other -->")
+
+
+def test_the_navigation_of_the_site_has_every_page():
+    site = script("site_pages", "docs")
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    found = set(re.findall(r"^/(\S+\.md)$", site.navigation(text), re.M))
+    pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - {"docs/index.md"} == {page for page in found if page.startswith("docs/")}

@@ -1,5 +1,5 @@
-"""The commands of your-data.md, huggingface.md and tpu-slices.md run as they stand,
-except for their paths and their size; so does the example of the library class.
+"""The commands of your-data.md, huggingface.md and two tutorials run as they stand, except for
+their paths and their size; so do the examples of the library class.
 """
 
 import importlib
@@ -123,7 +123,7 @@ def test_the_commands_of_the_huggingface_page_run(tmp_path, monkeypatch):
     assert (tmp_path / "qwen3-more/tokenizer.json").is_file()
 
 
-SLICES = blocks(page("docs/tutorials/tpu-slices.md"))
+SLICES = blocks(page("docs/tutorials/laptop.md")) + blocks(page("docs/tutorials/tpu-slices.md"))
 # A command that is not run; its keys are read all the same.
 NOT_RUN = (
     "bash scripts/xpk_run.sh",  # needs a cluster; its dry run is run
@@ -153,7 +153,7 @@ def in_a_shell(line, folder, environ):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("few_compiler_passes")
-def test_the_commands_of_the_two_slices_page_run(tmp_path, monkeypatch):
+def test_the_commands_of_the_pages_on_slices_run(tmp_path, monkeypatch):
     """Those that can run here. The runs of the page have the keys that its plans print."""
     monkeypatch.chdir(tmp_path)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
@@ -239,3 +239,14 @@ def test_the_library_example_learns_and_resumes_to_the_bit(tmp_path, built):
     kernel = layout.state.params["blocks"]["up"]["kernel"]
     assert kernel.shape == (4, 4, 32, 128)  # replicas, layers, inputs, outputs
     assert kernel.sharding.shard_shape(kernel.shape) == (1, 4, 16, 128)
+
+
+def test_the_program_of_the_own_loop_tutorial_prints_what_the_page_shows(capsys):
+    """Its losses to a tenth: a sum may have another order on another machine."""
+    text = page("docs/tutorials/own-loop.md")
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    (shown,) = re.findall(r"It prints:\n\n```\n(.*?)```", text, re.S)
+    exec(program, {})
+    printed = capsys.readouterr().out
+    numbers = [[float(x) for x in re.findall(r"\d+(?:\.\d+)?", each)] for each in (printed, shown)]
+    assert len(numbers[0]) == 7 and numbers[0] == pytest.approx(numbers[1], rel=0.1)
