@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The checks that take seconds: ruff, import-linter, shellcheck and tests/test_house.py.
-# Any violation ends it with an exit code that is not zero.
+# Any violation ends it with an exit code that is not zero. The sentences that
+# scripts/plain_language.py prints last are a warning only.
 #   MAXDILOCO_VENV: the environment made by scripts/test.sh (.venv).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,3 +17,4 @@ fi
 "${MAXDILOCO_VENV:-.venv}/bin/shellcheck" -x scripts/*.sh benchmarks/*.sh scripts/launch/*.sh \
   scripts/launch/train.sbatch .ci/run
 "$python" -m pytest -q tests/test_house.py
+"$python" scripts/plain_language.py || true

@@ -1,0 +1,66 @@
+"""The hints on language: which sentences they name, which they leave, and in which lines."""
+
+import subprocess
+
+import pytest
+from test_documents import script
+
+language = script("plain_language")
+
+
+def patterns(name, content):
+    return [found.pattern for found in language.findings(name, content)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "caught", "left"),
+    [
+        ("clause for a noun", "This is what crosses the link.", "What does it cost?"),
+        ("of without its noun", "Of a state; the rest.", "The loss of a state."),
+        ("preposition", "It runs beside the step.", "It runs concurrently with the step."),
+        ("word after its noun", "Process 0 alone writes.", "A stand-alone program."),
+        ("negated noun", "It is no folder.", "It is no longer a folder."),
+        ("personified software", "A line says so.", "The log has a line."),
+        ("all-purpose verb", "The run goes on.", "The run continues."),
+        ("private noun", "The mean of theta.", "The mean of the outer parameters."),
+        ("distant reference", "It has so many rows.", "It has ten rows."),
+        ("long sentence", "A word" + " more" * 24 + ".", "A word" + " more" * 23 + "."),
+    ],
+)
+def test_a_pattern_is_found_in_every_kind_of_prose(pattern, caught, left):
+    for name, frame in (
+        ("page.md", "# Title\n\n* {}\n"),
+        ("module.py", '"""{}"""\n'),
+        ("module.py", 'def f():\n    """Title.\n\n    {}\n    """\n'),
+        ("module.py", "x = 1  # {}\n"),
+        ("module.py", 'raise ValueError("{}")\n'),
+        ("script.sh", "# {}\n"),
+    ):
+        assert patterns(name, frame.format(caught)) == [pattern], name
+        assert patterns(name, frame.format(left)) == [], name
+
+
+def test_code_in_markdown_is_not_prose():
+    code = "```\nwhat crosses\n```\nThe `theta` of [it](theta.md).\n\n    beside\n"
+    assert patterns("page.md", code) == []
+    assert patterns("page.md", code + "\nbeside\n") == ["preposition"]
+
+
+def test_only_changed_lines_are_printed_and_the_exit_code_is_0(tmp_path, monkeypatch, capsys):
+    def git(*arguments):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    page = tmp_path / "page.md"
+    page.write_text("It runs beside the step.\n\nA sentence.\n")
+    git("init", "-b", "main")
+    git("add", ".")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    git(*author, "commit", "-m", "page")
+    monkeypatch.chdir(tmp_path)
+    assert language.main([]) == 0 and capsys.readouterr().out == ""
+    page.write_text("It runs beside the step.\n\nA sentence of theta.\n")
+    (tmp_path / "new.py").write_text("# What it holds.\n")
+    assert language.main([]) == 0
+    printed = capsys.readouterr().out
+    assert "page.md:3: private noun" in printed and "new.py:1: clause for a noun" in printed
+    assert "preposition" not in printed
