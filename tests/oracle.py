@@ -1,6 +1,6 @@
 """The whole algorithm in float64 NumPy, by brute force: what the library class is held to.
 
-Written from the contract (docs/development/architecture.md) and the papers, DiLoCo (arXiv
+Written from the contract (docs/development/algorithm-contract.md) and the papers, DiLoCo (arXiv
 2311.08105) Algorithm 1, Streaming DiLoCo (2501.18512) Algorithm 2 and eager updates (2502.12996);
 it imports nothing of the package. One replica's parameters are a list of arrays in tree order. A
 fragment is one boolean mask for each leaf, a schedule is a question asked at every step, an
