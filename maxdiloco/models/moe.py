@@ -17,12 +17,13 @@ from flax import nnx
 from maxdiloco.models import router
 from maxdiloco.models.config import ModelConfig
 from maxdiloco.models.devices import on_each_device, split_axes
+from maxdiloco.models.kernels import token_exchange
 from maxdiloco.models.kernels.choice import Kernels
 from maxdiloco.models.kernels.expert_rows import fork, gather_rows, sort_by_expert, sum_rows
 from maxdiloco.models.linear import Names, bias_names, constant, matrix
 from maxdiloco.models.mlp import MLP, activation
 from maxdiloco.models.params import is_names, leaves, map_weights, names_of
-from maxdiloco.models.remat import MLP_IN, keep
+from maxdiloco.models.remat import MLP_IN, ROUTED, keep
 from maxdiloco.models.router import Router, Usage
 from maxdiloco.parallel.sharding import is_expert
 
@@ -140,6 +141,8 @@ class RoutedExperts(nnx.Module):
             y_TD, dropped = self.in_slots(*tokens, axes=axes.experts)
         elif not axes.experts:
             y_TD = self._dropless(*tokens, first=0)
+        elif self.kernels.token_exchange != "all_gather":
+            y_TD = self._exchanged(*tokens, axes=axes.experts)
         else:
             tokens = [jax.lax.all_gather(x, axes.experts, tiled=True) for x in tokens]
             first = jax.lax.axis_index(axes.experts) * self.w_up.kernel.shape[0]
@@ -156,24 +159,41 @@ class RoutedExperts(nnx.Module):
         """[T, D]: the weighted sum of the outputs of this device's experts for each token.
 
         The experts of this device have the numbers from `first` on; choices of others give 0.
-        Hidden values are weighted instead of the outputs, so that no gradient needs the latter.
         """
-        (T, K), E = experts_TK.shape, self.w_up.kernel.shape[0]
-        keys_A, rows = sort_by_expert(experts_TK, first, E)
-        sorted_A = jnp.minimum(keys_A[rows.order_A], E - 1)
-        here_A1 = (jnp.arange(T * K) < jnp.sum(rows.sizes_E))[:, None]
-        weights_A1 = gather_rows(1, weights_TK.T.reshape(-1), rows)[:, None]
+        K, E = experts_TK.shape[1], self.w_up.kernel.shape[0]
+        _, rows = sort_by_expert(experts_TK, first, E)
+        x_AD = gather_rows(K, x_TD, rows)
+        weights_A = gather_rows(1, weights_TK.T.reshape(-1), rows)
+        y_AD = _apply_experts(
+            self.kernels, self.activation, rows.sizes_E, (self._layers(), x_AD, weights_A)
+        )
+        return sum_rows(K, y_AD, rows)
 
-        def product(linear, x_AD, weights=1):
-            out = self.kernels.grouped_product(x_AD, linear.kernel[...], rows.sizes_E)
-            return _plus_bias(out, linear, sorted_A, here_A1, weights)
+    def _exchanged(self, x_TD, experts_TK, weights_TK, *, axes):
+        """[T, D]: the weighted sum of the outputs of all experts, which are split over `axes`.
 
-        for_up_AD, for_gate_AD = fork(gather_rows(K, x_TD, rows))
-        inputs = [keep(product(self.w_up, for_up_AD), MLP_IN)]
-        if self.w_gate is not None:
-            inputs.append(keep(product(self.w_gate, for_gate_AD), MLP_IN))
-        hidden_AF = (self.activation(*inputs) * weights_A1).astype(x_TD.dtype)
-        return sum_rows(K, product(self.w_out, hidden_AF, weights_A1), rows)
+        Rows go to the devices of their experts, and the outputs come back.
+        """
+        K = experts_TK.shape[1]
+        _, rows = sort_by_expert(experts_TK, 0, self.config.num_experts)
+        x_AD = gather_rows(K, x_TD, rows)
+        weights_A = gather_rows(1, weights_TK.T.reshape(-1), rows)
+        counts_NE = keep(jax.lax.all_gather(rows.sizes_E, axes), ROUTED)
+        room = token_exchange.buffer_rows(len(x_AD), len(counts_NE))
+        one_round = functools.partial(_one_round, self.kernels, self.activation, axes, room)
+        count = token_exchange.num_rounds(counts_NE, room)
+        operands = self._layers(), x_AD, weights_A
+        y_AD = token_exchange.sum_rounds(one_round, count, counts_NE, operands)
+        return sum_rows(K, y_AD, rows)
+
+    def _layers(self) -> dict[str, tuple[jax.Array, jax.Array | None]]:
+        """Kernel and bias of each linear layer."""
+        layers = {"w_up": self.w_up, "w_gate": self.w_gate, "w_out": self.w_out}
+        return {
+            name: (layer.kernel[...], None if layer.bias is None else layer.bias[...])
+            for name, layer in layers.items()
+            if layer is not None
+        }
 
     def in_slots(
         self,
@@ -217,7 +237,9 @@ class RoutedExperts(nnx.Module):
                 precision=products.precision,
                 preferred_element_type=products.result_type,
             ).astype(x_ECI.dtype)
-            return _plus_bias(out, linear, (slice(None), None))
+            if linear.bias is None:
+                return out
+            return _plus_bias(out, linear.bias[...], (slice(None), None))
 
         inputs = [keep(product(self.w_up, x_ECD), MLP_IN)]
         if self.w_gate is not None:
@@ -330,11 +352,50 @@ def _gathered(to_gather, over_hidden, x, names):
     return x
 
 
-def _plus_bias(out, linear, experts, here=True, weights=1):
+def _apply_experts(kernels, activate, sizes_E, operands):
+    """[A, D]: weighted outputs of experts for rows that are sorted by expert.
+
+    Hidden values are weighted instead of the outputs, so that no gradient needs the latter.
+
+    operands: the experts' layers, x_AD, weights_A.
+    """
+    layers, x_AD, weights_A = operands
+    weights_A1 = weights_A[:, None]
+
+    def product(name, x_AD, weights=1):
+        kernel, bias = layers[name]
+        out = kernels.grouped_product(x_AD, kernel, sizes_E)
+        if bias is None:
+            return out
+        ends_E, row_A = jnp.cumsum(sizes_E), jnp.arange(len(x_AD))
+        expert_A = jnp.searchsorted(ends_E, row_A, side="right")
+        expert_A = jnp.minimum(expert_A, len(sizes_E) - 1)
+        return _plus_bias(out, bias, expert_A, (row_A < ends_E[-1])[:, None], weights)
+
+    for_up_AD, for_gate_AD = fork(x_AD)
+    inputs = [keep(product("w_up", for_up_AD), MLP_IN)]
+    if "w_gate" in layers:
+        inputs.append(keep(product("w_gate", for_gate_AD), MLP_IN))
+    hidden_AF = (activate(*inputs) * weights_A1).astype(x_AD.dtype)
+    return product("w_out", hidden_AF, weights_A1)
+
+
+def _one_round(kernels, activate, axes, room, number, counts_NE, operands):
+    """[A, D]: weighted outputs of all experts for the rows of this device in one round."""
+    layers, x_AD, weights_A = operands
+    me = jax.lax.axis_index(axes)
+    out, back = token_exchange.slices_of_round(counts_NE, me, number, room)
+    move = functools.partial(token_exchange.exchange, kernels.token_exchange, axes)
+    sizes = len(x_AD), room
+    x_RD, weights_R = (move(sizes, x, out, back) for x in (x_AD, weights_A))
+    sizes_E = jnp.sum(back.sizes_NL, axis=0)
+    y_RD = _apply_experts(kernels, activate, sizes_E, (layers, x_RD, weights_R))
+    return move(sizes[::-1], y_RD, back, out)
+
+
+def _plus_bias(out, bias_EF, experts, here=True, weights=1):
     """Add each row's bias. experts: index of each row's expert. here: rows that have an expert."""
-    if linear.bias is None:
-        return out
-    bias = jnp.where(here, linear.bias[...][experts] * weights, 0)
+    bias = jnp.where(here, bias_EF[experts] * weights, 0)
     return out + bias.astype(out.dtype)
 
 

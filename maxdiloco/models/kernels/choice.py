@@ -57,6 +57,8 @@ class Kernels:
       rotation: form of the rotary embedding, see rotation.py.
       products: how products of activations and weights are computed, see matmul.py.
       grouped_matmul: `xla`, `megablox` or `triton`, see grouped_matmul.py.
+      token_exchange: how rows reach the devices of their experts: `all_gather` sends all tokens to
+        all devices, `padded` and `ragged` are those of token_exchange.py.
       recompute_activations: form activation functions again in the backward pass. XLA:GPU would
         store what is between their operations, for more reading and writing than it saves.
       one_pass_logsumexp: see reductions.py.
@@ -68,6 +70,7 @@ class Kernels:
     rotation: str = "concatenate"
     products: Products = Products()
     grouped_matmul: str = "xla"
+    token_exchange: str = "all_gather"
     recompute_activations: bool = False
     one_pass_logsumexp: bool = False
     unroll_layers: bool = False
@@ -86,7 +89,7 @@ class Kernels:
             parts.append("reduce-scattered gradients")
         return (
             f"attention {self.attention}, products {', '.join(parts) or 'plain'}, "
-            f"grouped products {self.grouped_matmul}, "
+            f"grouped products {self.grouped_matmul}, tokens by {self.token_exchange}, "
             f"layers {'unrolled' if self.unroll_layers else 'in a loop'}"
         )
 
@@ -233,6 +236,7 @@ def _cpu_kernels(config: ModelConfig, attention: str, products: Products) -> Ker
     return Kernels(
         attention=attention,
         products=dataclasses.replace(products, float32_results=is_half, float32_operands=is_wide),
+        token_exchange="padded",
         head_chunk=CPU_BF16_CHUNK_TOKENS if is_half and not is_wide else CHUNK_TOKENS,
     )
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from maxdiloco.models.kernels.token_exchange import FURTHER_ROUNDS
+
 _HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
 _LINE = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _END = re.compile(r"\}(, execution_thread=.*)?$")
@@ -179,10 +181,13 @@ def _run(module: Module, computation: Computation, **where) -> Iterator[Executed
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:
     """Trips of a counted loop: the compiler's number, or from start, step and bound of its counter.
 
+    The loop over further rounds of an exchange of tokens has 0, as if experts were used alike.
     Raises ValueError where the text has neither.
     """
     if known := _TRIPS.search(loop.attributes):
         return int(known[1])
+    if FURTHER_ROUNDS in (loop.attribute("op_name") or ""):
+        return 0
     condition = module.computation(loop.attribute("condition"))
     body = module.computation(loop.attribute("body"))
     compared = condition.root()

@@ -29,7 +29,8 @@ UNTIMED = """
     divide exponential exponential-minus-one floor is-finite log log-plus-one maximum minimum
     multiply negate not or power remainder rsqrt round-nearest-even select shift-left
     shift-right-arithmetic shift-right-logical sign sine sqrt cbrt subtract tan tanh logistic atan2
-    xor rng rng-bit-generator all-gather all-reduce all-to-all reduce-scatter collective-permute
+    xor rng rng-bit-generator all-gather all-reduce all-to-all ragged-all-to-all reduce-scatter
+    collective-permute
     all-gather-start all-gather-done all-reduce-start all-reduce-done collective-permute-start
     collective-permute-done async-update async-done call-done
 """

@@ -90,10 +90,13 @@ def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
 
 def bytes_of(computation: Computation, item: Instruction) -> int:
     """Bytes that leave one device each time a collective runs."""
-    size = max(map(len, notation.groups_of(item.attributes)))
+    size, kind = max(map(len, notation.groups_of(item.attributes))), item.opcode
     operands = (notation.shape(computation[name].shape) for name in item.operands)
-    payload = sum(shape.bytes_laid_out() for shape in operands)
-    return _ring_bytes(item.opcode.removesuffix("-start"), payload, size, name=f"%{item.name}")
+    sizes = [shape.bytes_laid_out() for shape in operands]
+    # A ragged one has rows, a buffer for them, and offsets. The number of rows is known at run time
+    # only; if all devices get alike, the smaller array is full.
+    payload = min(sizes[:2]) if kind.startswith("ragged") else sum(sizes)
+    return _ring_bytes(kind.removesuffix("-start"), payload, size, name=f"%{item.name}")
 
 
 def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
@@ -103,7 +106,7 @@ def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
         return payload * others
     if kind == "all-reduce":
         return 2 * payload * others // size
-    if kind in ("reduce-scatter", "all-to-all"):
+    if kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all"):
         return payload * others // size
     if kind in ("collective-permute", "one-to-one"):
         return payload

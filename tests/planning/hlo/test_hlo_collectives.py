@@ -55,6 +55,29 @@ def test_a_collective_in_a_scan_counts_at_every_trip(devices):
     assert [(one.kind, one.times) for one in found(text)] == [("all-reduce", 5)]
 
 
+RAGGED = """HloModule ragged, is_scheduled=true
+
+ENTRY %main (x: bf16[64,128], buffer: bf16[80,128], a: s32[16]) -> bf16[80,128] {
+  %x = bf16[64,128] parameter(0)
+  %buffer = bf16[80,128] parameter(1)
+  %a = s32[16] parameter(2)
+  ROOT %r = bf16[80,128] ragged-all-to-all(%x, %buffer, %a, %a, %a, %a), replica_groups={GROUPS}
+}
+"""
+
+
+def test_a_ragged_all_to_all_sends_the_rows_of_even_use():
+    """64 rows of 256 bytes, of which a quarter stays on each of four devices; the same rows where
+    they come back from the buffer of 80."""
+    groups = "{0,1,2,3},{4,5,6,7}"
+    there = RAGGED.replace("GROUPS", groups)
+    back = there.replace("ragged-all-to-all(%x, %buffer", "ragged-all-to-all(%buffer, %x")
+    for text in (there, back):
+        (one,) = found(text)
+        assert (one.kind, one.axes) == ("ragged-all-to-all", ("fsdp",))
+        assert one.bytes_sent == 64 * 256 * 3 // 4
+
+
 FUSED = """%gather.N (p: f32[8]) -> f32[32] {
   %p = f32[8] parameter(0)
   ROOT %g = f32[32] all-gather(%p), channel_id=CHANNEL, replica_groups={{0,1,2,3}}, dimensions={0}

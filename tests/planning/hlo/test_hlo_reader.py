@@ -5,6 +5,7 @@ import re
 import pytest
 from hlo_excerpts import BESIDE_LOOP, IN_CONDITIONAL, changed
 
+from maxdiloco.models.kernels.token_exchange import FURTHER_ROUNDS as ROUNDS
 from maxdiloco.planning.hlo import notation, reader
 
 
@@ -85,6 +86,8 @@ def trips(text):
         # 0, 3, 6
         ("constant.7 = s32[]{:T(128)} constant(1)", "constant.7 = s32[]{:T(128)} constant(3)", 3),
         ("body=%body.1", 'body=%body.1, backend_config={"known_trip_count":{"n":"5"}}', 5),
+        # Even use of the experts needs no further round.
+        ("body=%body.1", f'body=%body.1, metadata={{op_name="jit(step)/{ROUNDS}/while"}}', 0),
     ],
 )
 def test_trips_of_a_loop(old, new, expected):
