@@ -381,6 +381,27 @@ def test_exposed_time(smoke):
             assert exposed[-1] > 0, name
 
 
+# -- goodput --------------------------------------------------------------------------------------
+
+
+def test_goodput_reproduces_the_published_table_and_runs_islands(smoke, tmp_path):
+    """Each set of assumptions is within 3 points of every published row. Islands that keep their
+    state commit more than islands that start again."""
+    ran = smoke("goodput.py", "islands=2", "minutes=10", "out=out")
+    text = (tmp_path / "out/table.md").read_text()
+    assert text == ran.stdout.removesuffix("\n")
+    published, islands = markdown(text.partition("Our islands")[0]), markdown(text)
+    assert len(published) == 9
+    for row in published:
+        wanted, *found = positive(row.pop(name).rstrip(" %") for name in list(row)[2:])
+        assert found == pytest.approx([wanted] * 2, abs=3), row
+    assert len(islands) == 6
+    for stands, starts, _ in (islands[:3], islands[3:]):
+        for name in list(stands)[4:]:
+            more, less = positive([stands[name].rstrip(" %"), starts[name].rstrip(" %")])
+            assert less < more < 100
+
+
 # -- bandwidth_model ----------------------------------------------------------------------------
 
 
