@@ -4,6 +4,7 @@ A value is validated strictly: text from a file, the environment or the command 
 first, and only in the context TEXT. A value of a stored configuration must have its type already.
 """
 
+import dataclasses
 import decimal
 import math
 import re
@@ -98,6 +99,13 @@ ShareBelowOne = Annotated[float, Ge(0), Lt(1), NUMBER]
 MinusOneFloat = Annotated[float, Ge(-1), Le(-1), NUMBER]
 
 
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """Annotates a type with what messages call its values."""
+
+    text: str
+
+
 def frozen(value: Any) -> Any:
     """Return a value with tuples in place of lists, as keys have them."""
     if isinstance(value, dict):
@@ -165,6 +173,9 @@ def expected(annotation: Any, metadata: Sequence[Any] = (), *, brief: bool = Fal
       brief: name only limits and choices, such as `>= 1`, for a line about the key.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    for words in metadata:
+        if isinstance(words, Words):
+            return words.text
     if origin is Annotated:
         return expected(arguments[0], (*arguments[1:], *metadata), brief=brief)
     if origin in (typing.Union, types.UnionType):

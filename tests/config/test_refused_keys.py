@@ -170,6 +170,7 @@ dataset_mixture=[{name: a, path: /a, dataset_type: csv}] | dataset_mixture csv
 dataset_mixture=[{name: a/b, path: /a}] | dataset_mixture a/b
 dataset_mixture=[{name: a, path: hf://b/c}] | dataset_mixture
 dataset_mixture=[{name: a, path: /a, weight: -1}] | dataset_mixture weight
+dataset_mixture=[{name: a, path: /a, weight: 1/3}] | dataset_mixture weight
 dataset_mixture=[{name: a, path: /a, weight: nan}] | dataset_mixture weight
 dataset_mixture=[{name: a, path: /a, weight: 0}] | dataset_mixture weight
 dataset_mixture=[{name: a, path: /a}, {name: a, path: /b}] | dataset_mixture

@@ -8,7 +8,7 @@ from pydantic import StringConstraints, WithJsonSchema
 
 from maxdiloco.config import checks
 from maxdiloco.config.fields import APART, DIFFER, FREE, PATHS, Group, Table, key, rule
-from maxdiloco.config.values import NESTED, TABLE, Bool, Natural, Seed, show
+from maxdiloco.config.values import NESTED, TABLE, Bool, Natural, Seed, Words, show
 from maxdiloco.errors import ConfigError
 
 BYTE_TOKENS = 257  # of the byte tokenizer: the bytes, and the start of a document
@@ -20,6 +20,7 @@ Weight = Annotated[
     str,
     StringConstraints(pattern=r"^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,2})?$"),
     WithJsonSchema({"type": ["number", "string"], "minimum": 0}),
+    Words("a number >= 0"),
 ]
 
 
