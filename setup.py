@@ -51,6 +51,7 @@ setup(
         ],  # fmt: skip
         "buckets": ["obstore>=0.12"],
         "data": ["datasets>=4", "pyarrow>=20"],
+        "eval": ["lm_eval>=0.4.13,<0.5"],
         "hf": [
             "huggingface_hub>=1.0",
             "safetensors>=0.6",
@@ -77,8 +78,9 @@ setup(
         ],  # fmt: skip
         # The documentation site: scripts/docs.sh.
         "docs": ["sphinx>=8", "furo", "myst-parser>=4"],
-        # What tests compare with. Its build, for CPUs or CUDA, is the package index's choice.
-        "torch": ["torch>=2.8"],
+        # What tests compare with. The build of PyTorch, for CPUs or CUDA, is the package index's
+        # choice. lm_eval's model of transformers imports accelerate.
+        "torch": ["torch>=2.8", "accelerate>=1"],
     },
     entry_points={
         "console_scripts": [
@@ -92,6 +94,8 @@ setup(
             "maxdiloco-report = maxdiloco.report.__main__:main",
             "maxdiloco-hf = maxdiloco.hf:main",
             "maxdiloco-islands = maxdiloco.islands.__main__:main",
-        ]
+        ],
+        # Releases of lm_eval after 0.4.13 find models here; with 0.4.13 see docs/huggingface.md.
+        "lm_eval.models": ["maxdiloco = maxdiloco.huggingface.harness:HarnessModel"],
     },
 )

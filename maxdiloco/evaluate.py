@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Sequence
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.output import one_line, say
@@ -15,11 +15,14 @@ from maxdiloco.output import one_line, say
 USAGE = """usage: python -m maxdiloco.evaluate RUN [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also in a bucket
-  eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}"""
+  eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}
+  tasks=              tasks of lm_eval instead, such as hellaswag,arc_easy"""
 OPTIONS = MappingProxyType({
     "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
     "parameters": Option("outer", "outer: theta; replica_0 ...: those of one replica; mean: of all "
                          "replicas"),
+    "tasks": Option("", "tasks of the Language Model Evaluation Harness in place of text, with "
+                    "commas, or the yml file of one (extra eval)"),
     "report": Option("", "file to write the result to, as JSON"),
 })  # fmt: skip
 
@@ -45,6 +48,9 @@ def main(argv: Sequence[str]) -> int:
     place = [key for key in keys if key.startswith("base_output_directory=")]
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
+    if options.tasks:
+        _evaluate_tasks(run, options, keys, base)
+        return 0
     folder = read.locate(run, base_output_directory=base, step=options.step)
     import jax
 
@@ -71,6 +77,32 @@ def main(argv: Sequence[str]) -> int:
             say_once(line)
         output_file.write_json("report", report, stored.as_json(evaluated, texts))
     return 0
+
+
+def _evaluate_tasks(run: str, options: SimpleNamespace, keys: Sequence[str], base: str) -> None:
+    """Evaluate on tasks of the harness, and print and write the results."""
+    from maxdiloco.data import packages
+    from maxdiloco.storage import output_file
+
+    packages.require("lm_eval", f"tasks={options.tasks}", extra="eval")
+    from maxdiloco.huggingface import harness
+
+    output_file.check_path("report", options.report)
+    tasks, manager = harness.find_tasks(options.tasks.split(","))
+    model = harness.HarnessModel(
+        run,
+        step=options.step,
+        parameters=options.parameters,
+        **{"base_output_directory": base} | dict(key.partition("=")[::2] for key in keys),
+    )
+    found = model.found
+    say(f"step {found.step} of {found.path.parent.parent}, parameters: {options.parameters}")
+    results = harness.evaluate(model, tasks, manager)
+    for line in harness.as_text(results):
+        say(line)
+    evaluated = {"checkpoint": str(found.path), "step": found.step}
+    evaluated |= {"parameters": options.parameters, "tasks": harness.as_json(results)}
+    output_file.write_json("report", options.report, evaluated)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ python=${MAXDILOCO_VENV:-.venv}/bin/python
 if ! "$python" -m ruff --version >/dev/null 2>&1; then
   echo "check: no ruff in ${MAXDILOCO_VENV:-.venv}. Make the environment with" \
     "'bash scripts/make_venv.sh ${MAXDILOCO_VENV:-.venv}" \
-    "buckets,data,dev,docs,hf,quantization,text,torch,tpu'." >&2
+    "buckets,data,dev,docs,eval,hf,quantization,text,torch,tpu'." >&2
   exit 2
 fi
 "$python" -m ruff check .

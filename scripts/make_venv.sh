@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes or refreshes a virtual environment: the pinned dependencies of requirements.lock, each file
 # compared with its hash, and this checkout, editable. Does nothing when the folder already holds
-# them. PyTorch (the extra torch, for tests) is installed by its version only.
+# them. The extra torch, for tests, is installed by its versions only.
 #   usage: bash scripts/make_venv.sh FOLDER [EXTRA,EXTRA...]      extras: see setup.py
 #   MAXDILOCO_PYTHON: the Python to use; by default what `python3` is, where that is 3.11 or newer,
 #   else the first one found that is.
@@ -63,7 +63,7 @@ pins=$folder/maxdiloco-pins.txt
 case ,$extras, in
   *,torch,*) # a package index may offer a build for CPUs, which has other hashes and needs less
     "$folder/bin/python" scripts/lock.py pins >"$pins"
-    "${pip[@]}" -c "$pins" torch ;;
+    "${pip[@]}" -c "$pins" torch accelerate ;;
 esac
 # --no-build-isolation: an isolated build would fetch a setuptools that nothing pins.
 "${pip[@]}" --no-build-isolation --no-deps --editable .

@@ -82,6 +82,8 @@ def test_the_wheel_holds_every_module_config_and_console_command(wheel):
     programs = programs_of(package)
     modules = {n: f"{n}.__main__" if (package / n).is_dir() else n for n in programs}
     assert commands == {f"maxdiloco-{n.replace('_', '-')}": m for n, m in modules.items()}
+    models = re.findall(r"^\[lm_eval.models\]\nmaxdiloco = (.*)$", entries, re.M)
+    assert models == ["maxdiloco.huggingface.harness:HarnessModel"]
     for module in modules.values():  # which takes no arguments then, and ends the process
         path = package / f"{module.replace('.', '/')}.py"
         tree = ast.parse(path.read_text(encoding="utf-8"))
