@@ -18,6 +18,7 @@ import sys
 
 import pytest
 
+from benchmarks import downstream
 from benchmarks.bandwidth import own, simulator
 from benchmarks.bandwidth.tables import Size
 from maxdiloco.diloco.schedule import Schedule
@@ -268,6 +269,38 @@ def test_quality(smoke, tmp_path):
     assert len(markdown(ran.stdout)) == 2
     for figure in ("curves", "bytes"):
         assert "<polyline" in (tmp_path / f"out/{figure}.svg").read_text()
+
+
+def test_downstream(smoke, tmp_path):
+    """Any loss is close enough, so each mode trains its first guess: 1.2 and 1.6 times 105 steps,
+    in rounds of 15."""
+    (tmp_path / "text.txt").write_text("the cat sat on a mat, and why not?\n" * 2000)
+    sizes = "base_emb_dim=16 base_mlp_dim=16 base_num_decoder_layers=2 head_dim=8".split()
+    arguments = "seeds=1 steps=105 finetune_steps=2 tests=5 tolerance=9 out=out text=text.txt"
+    ran = smoke("downstream.py", *arguments.split(), *sizes)
+    pretrained, answers, characters = map(markdown, ran.stdout.rstrip().split("\n\n"))
+    assert [row["steps"] for row in pretrained] == ["105", "120", "165"]
+    losses = positive(row["held-out loss"] for row in pretrained)
+    assert max(losses) < math.log(257)
+    for table in (answers, characters):
+        assert len(table) == 4 + 3 and len(table[0]) == 1 + 7 + 1
+        assert all(0 <= float(cell) <= 100 for row in table[:4] for cell in list(row.values())[1:])
+    again = smoke("downstream.py", *arguments.split(), *sizes)  # all rows are there
+    assert again.stdout == ran.stdout[ran.stdout.index("| mode") :]
+
+
+def test_the_search_for_a_length_finds_an_equal_loss():
+    """For a loss of 4 - 0.3 ln(steps), which is not the slope of the first guess."""
+    found, steps = {}, 360
+    for _ in range(downstream.BRANCHES):
+        found[steps] = 4 - 0.3 * math.log(steps)
+        steps = downstream.next_length(found, 4 - 0.3 * math.log(600))
+    assert steps == 600
+
+
+def test_an_interval_is_that_of_student():
+    """1, 2 and 3: a standard deviation of 1, so 4.303 / sqrt(3) = 2.5."""
+    assert downstream.interval([1.0, 2.0, 3.0]) == "+2.0 ± 2.5"
 
 
 def test_the_figure_of_many_replicas(smoke, tmp_path):
