@@ -11,7 +11,7 @@ PACKAGE = pathlib.Path(json_text.__file__).parent
 OWN_WORDS = {
     "json_text.py",
     "cluster/coordination.py",
-    "run/island/processes.py",
+    "islands/processes.py",
 }
 
 
