@@ -1,6 +1,5 @@
 """Draw runs as one HTML page: `python -m maxdiloco.report RUN [RUN ...] [out=FILE]`."""
 
-import time
 from collections.abc import Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,8 +28,6 @@ options:"""
 OPTIONS = MappingProxyType({
     "out": Option("", "file to write; empty: report.html in the first run's folder, or in the "
                   "working directory for a run in a bucket"),
-    "watch": Option(0, "seconds after which the page is written again, until every run has ended; "
-                    "open browsers load it again; 0: write it once", int, 0),
     "base_output_directory": Option("runs", "where the runs are that are given by name"),
 })  # fmt: skip
 
@@ -44,24 +41,14 @@ def main(argv: Sequence[str]) -> int:
     options, names = read_options(argv, OPTIONS, "report", names=True)
     if not names:
         raise ConfigError("RUN is missing: give the name or the folder of one run or more.")
-    is_running, is_first = options.watch > 0, True
-    while is_running:
-        is_running, line = _write(names, options, reload_s=options.watch)
-        if is_running and is_first:
-            say(f"{line}; written again every {options.watch} s until every run has ended")
-        if is_running:
-            time.sleep(options.watch)
-        is_first = False
-    say(_write(names, options, reload_s=0)[1])
+    say(_write(names, options))
     return 0
 
 
-def _load(
-    names: Sequence[str], options: SimpleNamespace
-) -> tuple[list["RunData"], dict[str, Any], bool]:
-    """Return the runs, the default of every key, and whether a run may still be running."""
+def _load(names: Sequence[str], options: SimpleNamespace) -> tuple[list["RunData"], dict[str, Any]]:
+    """Return the runs, and the default of every key."""
     from maxdiloco.config import checks
-    from maxdiloco.report import run_data, run_info, timeline
+    from maxdiloco.report import run_data, timeline
 
     for name in names:
         checks.refuse_store("RUN", name)
@@ -78,24 +65,23 @@ def _load(
                 f"RUN={name}: {run.folder}/config.yml has {values}, which make no schedule. "
                 f"Restore the file, or move it away for a page without a timeline."
             ) from error
-    newest = [session for run in runs for session in run_info.sessions(run)[-1:]]
-    return runs, defaults, any(session.end is None for session in newest)
+    return runs, defaults
 
 
-def _write(names: Sequence[str], options: SimpleNamespace, *, reload_s: int) -> tuple[bool, str]:
-    """Write the page. Returns whether a run may still be running, and a line on the file."""
+def _write(names: Sequence[str], options: SimpleNamespace) -> str:
+    """Write the page; returns a line on the file."""
     from maxdiloco.report import html
     from maxdiloco.storage import output_file
     from maxdiloco.storage.run_folder import is_local
 
-    runs, defaults, is_running = _load(names, options)
+    runs, defaults = _load(names, options)
     folder = runs[0].folder
     out = options.out or (str(folder / "report.html") if is_local(folder) else "report.html")
     output_file.check_path("out", out)
-    content = html.page(runs, defaults, reload_s=reload_s).encode()
+    content = html.page(runs, defaults).encode()
     output_file.write_whole("out", out, content)
     rows = sum(len(run.steps) for run in runs)
-    return is_running, f"{out}: {len(content) / 1e6:.2f} MB, {rows:,} rows"
+    return f"{out}: {len(content) / 1e6:.2f} MB, {rows:,} rows"
 
 
 if __name__ == "__main__":

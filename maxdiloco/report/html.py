@@ -20,13 +20,12 @@ from maxdiloco.report.run_data import NOT_FINITE, RunData
 from maxdiloco.report.tables import MAX_ROWS, format_date, swatch, to_html
 
 
-def page(runs: Sequence[RunData], defaults: Mapping[str, Any], *, reload_s: int = 0) -> str:
+def page(runs: Sequence[RunData], defaults: Mapping[str, Any]) -> str:
     """Return the page of one run or several.
 
     Args:
       runs: the first one is what the others are compared with.
       defaults: the default of every key.
-      reload_s: seconds after which a browser loads the page again; 0 for never.
     """
     is_single = len(runs) == 1
     names = ", ".join(run.name for run in runs)
@@ -38,7 +37,6 @@ def page(runs: Sequence[RunData], defaults: Mapping[str, Any], *, reload_s: int 
         title=escape(f"{names} – maxdiloco"),
         heading=escape(names if is_single else f"{len(runs)} runs"),
         subtitle=escape(f"{runs[0].folder} · {made}" if is_single else made),
-        reload=f'<meta http-equiv="refresh" content="{reload_s}">' if reload_s else "",
         summary=to_html(summary.table(runs)),
         notes=_notes(runs),
         marks=_marks(runs),

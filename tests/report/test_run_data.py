@@ -102,24 +102,6 @@ def test_the_page_is_written_to_the_first_run_or_to_out(tmp_path, capsys):
     assert second.startswith(f"{tmp_path}/b/page.html: 0.")
 
 
-def test_a_watched_page_is_written_until_every_run_has_ended(tmp_path, monkeypatch):
-    """The run ends while the program sleeps: two pages that reload themselves, then a final one."""
-    history = [synthetic_runs.start(0, until=200)]
-    folder = synthetic_runs.write(tmp_path / "a", steps=20, history=history)
-    pages = []
-
-    def sleep(seconds):
-        assert seconds == 7
-        pages.append((folder / "report.html").read_text())
-        if len(pages) == 2:
-            synthetic_runs.append(folder / "history.jsonl", synthetic_runs.end())
-
-    monkeypatch.setattr(report.time, "sleep", sleep)
-    assert report.main([str(folder), "watch=7"]) == 0
-    assert ['content="7"' in page for page in pages] == [True, True]
-    assert "refresh" not in (folder / "report.html").read_text()
-
-
 def test_an_argument_that_cannot_work_is_named(tmp_path, monkeypatch, capsys):
     synthetic_runs.write(tmp_path / "runs" / "a", steps=1)
     for name, H in (("b", 0), ("c", "abc")):
@@ -127,7 +109,6 @@ def test_an_argument_that_cannot_work_is_named(tmp_path, monkeypatch, capsys):
         synthetic_runs.write(tmp_path / "runs" / name, steps=1, config=config)
     monkeypatch.chdir(tmp_path)
     for argv, named in {
-        "a watch=soon": "watch=soon",
         "b": "/b/config.yml has diloco_sync_period=0",
         "a c": "diloco_sync_period=abc",
         "out=x.html": "RUN",
