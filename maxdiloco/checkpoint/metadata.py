@@ -135,7 +135,7 @@ class _Meta(_Fields):
     dropped_until: Count = 0
     schedule_since: Count = 0
     chunk_lengths: list[Count] = []
-    theta_item: Literal[OUTER_PARAMS, OUTER_OF_EACH] = OUTER_PARAMS
+    outer_item: Literal[OUTER_PARAMS, OUTER_OF_EACH] = OUTER_PARAMS
     records: Count | None = None
     specs: Count = 0
     # Of a run of maxdiloco.train: see run.state and run.recorder.

@@ -37,7 +37,7 @@ def item_of(meta: dict[str, Any], parameters: str) -> tuple[str, range | None]:
       ConfigError: the checkpoint has no such parameters.
     """
     if parameters == "outer":
-        item = meta.get("theta_item", OUTER_PARAMS)
+        item = meta.get("outer_item", OUTER_PARAMS)
         return item, range(meta["num_replicas"]) if item == OUTER_OF_EACH else None
     R = meta["num_replicas"]
     number = re.fullmatch(r"replica_([0-9]{1,9})", parameters)

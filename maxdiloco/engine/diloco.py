@@ -28,7 +28,7 @@ from maxdiloco.engine.fragment_values import arrays_of, with_arrays
 from maxdiloco.engine.host_transfer import Mailbox
 from maxdiloco.engine.layout import Layout, State, lay_out, with_fragment
 from maxdiloco.engine.programs import Programs
-from maxdiloco.engine.restore import Restorer, saved_items, theta_item
+from maxdiloco.engine.restore import Restorer, outer_item, saved_items
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.engine.trainer import Description, RestorePlan, SavedLayout
 from maxdiloco.engine.transports import TRANSPORTS, DryTransport, Leg, Transport
@@ -380,7 +380,7 @@ class DiLoCo:
             "dropped_until": state.dropped_until,
             "schedule_since": state.schedule_since,
             "chunk_lengths": list(self.layout.chunk_lengths),
-            "theta_item": theta_item(self.layout),
+            "outer_item": outer_item(self.layout),
         }
         state = self._transport.state_for_checkpoint(state)
         return saved_items(state, self.layout), metadata

@@ -37,7 +37,7 @@ def saved_items(state: State, layout: Layout) -> dict[str, Any]:
         OUTER_OPT: state.outer_opt,
         FLIGHT: {name: vars(state)[name].chunks for name in BUFFERS},
         DIAGNOSTICS: diagnostics,
-        theta_item(layout): state.outer,
+        outer_item(layout): state.outer,
     }
     if jax.tree.leaves(state.residual):
         items[RESIDUAL] = state.residual
@@ -45,7 +45,7 @@ def saved_items(state: State, layout: Layout) -> dict[str, Any]:
     return items
 
 
-def theta_item(layout: Layout) -> str:
+def outer_item(layout: Layout) -> str:
     """Return the item of the outer parameters. Eager: each replica has its own, readers average."""
     return OUTER_OF_EACH if layout.settings.is_eager else OUTER_PARAMS
 
@@ -120,7 +120,7 @@ class Restorer:
         items = {name: tree for name, tree in items.items() if name not in self._fresh}
         if self.before.is_eager != self.layout.settings.is_eager:
             change = self._with_saved_replicas if self.before.is_eager else _without_replicas
-            items[self._saved_theta] = jax.tree.map(change, items.pop(theta_item(self.layout)))
+            items[self._saved_outer] = jax.tree.map(change, items.pop(outer_item(self.layout)))
             if OUTER_OPT in items:
                 items[OUTER_OPT] = jax.tree.map(change, items[OUTER_OPT])
         return items
@@ -139,7 +139,7 @@ class Restorer:
         fresh = {name: tree for name, tree in self._fresh.items() if name != OUTER_OPT}
         zeroed = jax.jit(lambda: jax.tree.map(zeros, fresh), out_shardings=shardings_of(fresh))
         items = items | zeroed()
-        outer = self._converted(items[self._saved_theta], like.outer)
+        outer = self._converted(items[self._saved_outer], like.outer)
         if OUTER_OPT in self._fresh:
             outer_opt = self._initial_outer_opt(outer)
         else:
@@ -165,7 +165,7 @@ class Restorer:
         )
 
     @property
-    def _saved_theta(self) -> str:
+    def _saved_outer(self) -> str:
         """Name of the checkpoint's item with the outer parameters."""
         return OUTER_OF_EACH if self.before.is_eager else OUTER_PARAMS
 

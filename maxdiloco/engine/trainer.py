@@ -33,7 +33,7 @@ class SavedLayout(NamedTuple):
       exchange: ExchangeSettings.to_json; {} for data parallelism.
       dropped_until, schedule_since: see engine.layout.State.
       chunk_lengths: Layout.chunk_lengths.
-      theta_item: the item that has the outer parameters.
+      outer_item: the item that has the outer parameters.
       records: number of log records of fragment 0 that an island had applied; None for other runs.
     """
 
@@ -44,7 +44,7 @@ class SavedLayout(NamedTuple):
     dropped_until: int
     schedule_since: int
     chunk_lengths: Sequence[int] = ()
-    theta_item: str = OUTER_PARAMS
+    outer_item: str = OUTER_PARAMS
     records: int | None = None
 
 

@@ -275,13 +275,13 @@ def test_eager_outer_parameters_are_divided_among_the_slices(mesh_of, R, first):
     """Read in float32, whatever the mean is wanted in."""
     like = jax.ShapeDtypeStruct((6,), jnp.bfloat16, sharding=NamedSharding(mesh_of(2), P()))
     item, wanted, _ = parameter_sets.plan_read(
-        {"w": like}, {"theta_item": OUTER_OF_EACH, "num_replicas": R}
+        {"w": like}, {"outer_item": OUTER_OF_EACH, "num_replicas": R}
     )
     found = wanted["w"]
     assert (item, found.shape, found.dtype) == (OUTER_OF_EACH, (R, 6), jnp.float32)
     assert found.sharding.spec == P(first)
     like = {"w": like}
-    for meta in ({}, {"theta_item": "outer_params"}):  # of any other run
+    for meta in ({}, {"outer_item": "outer_params"}):  # of any other run
         assert parameter_sets.plan_read(like, meta)[:2] == ("outer_params", like)
 
 

@@ -17,7 +17,7 @@ from tiers import corner, full
 
 from maxdiloco import DiLoCo
 from maxdiloco.engine.fragment_values import arrays_of
-from maxdiloco.engine.restore import theta_item
+from maxdiloco.engine.restore import outer_item
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.replicas import mean_of_all, mean_of_each_position
 
@@ -127,7 +127,7 @@ def test_pinned_host_memory_changes_no_bit(mode, carrier):
             for name, tree in items.items()
             if {"pinned_host"} == {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
         }
-        outer = {"outer_opt", theta_item(algorithm.layout)}
+        outer = {"outer_opt", outer_item(algorithm.layout)}
         assert kept == (outer if memory == "pinned_host" else set())
         states.append(items)
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
