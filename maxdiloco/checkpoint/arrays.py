@@ -29,8 +29,8 @@ from maxdiloco.storage.os_errors import reason
 if TYPE_CHECKING:
     import tensorstore as ts
 
-# Bytes that a process reads ahead of the leaf that goes to its devices, so that the host's memory
-# holds little more than one leaf; one leaf may be larger.
+# Bytes that a process reads ahead of the leaf that goes to its devices. The host's memory holds
+# little more than that; one leaf may be larger.
 READ_AHEAD_BYTES = 1 << 30
 # Bytes that are committed together, since each commit rewrites the list of all parts.
 _COMMIT_BYTES = 1 << 25
@@ -86,8 +86,8 @@ def read_item(
 ) -> Any:
     """Read the arrays of one item. A device holds its part of them, and of one more leaf at most.
 
-    With several processes, a leaf that all slices hold alike is read in parts, one part a slice,
-    and the parts are gathered over the slow link: a byte leaves the storage once, not once a slice.
+    With several processes, each slice reads one part of a leaf that all slices hold alike, and the
+    parts are gathered over the slow link. So a byte leaves the storage once, not once a slice.
     (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
 
     Args:
@@ -115,7 +115,7 @@ def read_item(
             started.append(_started(opening.get(path), leaf, f"{path} {where}"))
             while sum(nbytes for nbytes, _ in started) > READ_AHEAD_BYTES:
                 found.append(started.popleft()[1]())
-        while started:  # not a loop over them: what is done leaves the host
+        while started:  # not a loop over the deque: a finished leaf is freed on the host
             found.append(started.popleft()[1]())
     return jax.tree.structure(abstract).unflatten(found)
 

@@ -66,11 +66,11 @@ class Checkpointer:
         """Check that all processes can use the folder.
 
         Args:
-          folder: one that all processes see. The first save makes it and removes what the run left
-            unfinished there; restoring changes nothing.
+          folder: one that all processes see. The first save makes it and removes unfinished saves
+            of the run; restoring changes nothing.
           max_to_keep: number of complete checkpoints of this run to keep, at least 1; None keeps
-            all. Those of other runs stay and do not count; after a restore, those of the restored
-            run are this run's.
+            all. Checkpoints of other runs stay and do not count. A restored run is continued: its
+            checkpoints count.
           use_async: save() returns as soon as the arrays are copied to the host.
           timeout_s: seconds that the processes may take to write the arrays of one save.
           files: content of files to put into each checkpoint, by path in it: <folder>/<name>.
@@ -100,7 +100,7 @@ class Checkpointer:
         if self._primary and is_local(self._folder):
             what = f"base_output_directory: cannot be used in {self._folder}"
             with refusing(CheckpointError, what, "Free some space or set another folder."):
-                if jax.process_count() > 1:  # they look whether all see what one writes there
+                if jax.process_count() > 1:  # shared_folder.require writes a file there
                     durable.make_folder(self._folder)
                 with contextlib.suppress(FileNotFoundError):
                     os.listdir(self._folder)
@@ -114,7 +114,7 @@ class Checkpointer:
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="old-checkpoints")
 
     def __enter__(self) -> "Checkpointer":
-        """Start to filter what Orbax logs."""
+        """Start to filter Orbax's log."""
         self._closing = contextlib.ExitStack()
         self._closing.enter_context(orbax_io.quiet())
         self._closing.callback(self._own.close)
@@ -127,7 +127,7 @@ class Checkpointer:
         """Wait for the save in progress; after an exception, warn if it failed.
 
         Raises:
-          SaveError: it failed, and there is no other exception.
+          SaveError: it failed, and no other exception was raised.
         """
         with self._closing:
             if exception is None:
@@ -217,10 +217,10 @@ class Checkpointer:
           needs: fields that the meta must have.
 
         Returns:
-          The checkpoint; None if there is no checkpoint at all.
+          The checkpoint; None if the folder has none.
 
         Raises:
-          CheckpointError: all are damaged, a field is absent, or shapes or dtypes differ from those
+          CheckpointError: all are damaged, a field is absent, or shapes or dtypes are not the ones
             of abstract_of.
         """
         self._end_of_save()
@@ -274,7 +274,7 @@ class Checkpointer:
             self._saving = step, self._thread.submit(finish, save, writes)
         elif started == _FAILED:
             self._saving = step, prepared
-            others = isinstance(error, FileExistsError)  # what is in the way is not of this save
+            others = isinstance(error, FileExistsError)  # the folder in the way is another's
             if error is not None and is_local(self._folder) and not others:
                 self._failed_folders.add(save.folder)
         return started
@@ -295,7 +295,7 @@ class Checkpointer:
             )
         elif self._max_to_keep is not None:
             if self._removal is not None and own.free() < nbytes:
-                self._removal.exception()  # what it removes makes room too
+                self._removal.exception()  # wait for it: it makes room too
             for old in own.in_the_way(nbytes, kept=self._newest):
                 own.remove(old)
                 self.say(
@@ -316,7 +316,7 @@ class Checkpointer:
             write.commit(save, self.open_writer().result())
             self._own.steps.add(int(save.target.name))
             failed.pop_all()
-        while self._failed_folders:  # and again: what was written late
+        while self._failed_folders:  # again, since threads may have written late
             self._thread.submit(write.discard, self._failed_folders.pop())
         if self._max_to_keep is not None:
             self._removal = self._remover.submit(self._own.keep, self._max_to_keep)

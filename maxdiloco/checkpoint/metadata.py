@@ -27,7 +27,7 @@ _LARGEST = 2**63 - 1  # of int64, in which steps, tokens and sequences are count
 
 
 class DamagedError(CheckpointError):
-    """META of a checkpoint cannot be read, does not match its seal, or is not what a save writes.
+    """META of a checkpoint cannot be read, does not match its seal, or has wrong fields.
 
     Attributes:
       what: the damage, in a few words.
@@ -46,7 +46,7 @@ class Note(NamedTuple):
 
     Attributes:
       step: number of inner steps before the save.
-      meta: what the caller of Checkpointer.save adds; Meta has the fields that a reader uses.
+      meta: fields of the caller of Checkpointer.save; _Meta has the ones that a reader uses.
       arrays: {item: {leaf name: [shape, dtype name]}}.
       run: a random name, the same in all checkpoints of a run.
       format: FORMAT of the version that wrote it.
@@ -128,7 +128,7 @@ class _SinceRow(_Fields):
 class _Meta(_Fields):
     """The fields of Note.meta that a reader uses, each of which may be absent: see `require`."""
 
-    # Of a trainer's state: see engine.trainer.SavedLayout.
+    # A trainer's state: see engine.trainer.SavedLayout.
     num_replicas: Size = 1
     mesh: dict[str, Size] = {}
     exchange: _Exchange | Annotated[dict[str, Any], Field(max_length=0)] = {}
@@ -138,7 +138,7 @@ class _Meta(_Fields):
     outer_item: Literal[OUTER_PARAMS, OUTER_OF_EACH] = OUTER_PARAMS
     records: Count | None = None
     specs: Count = 0
-    # Of a run of maxdiloco.train: see run.state and run.recorder.
+    # A run of maxdiloco.train: see run.state and run.recorder.
     config: dict[str, Any] = {}
     position: _Position = Field(default=None)
     tokenizer: str = ""
@@ -162,7 +162,7 @@ class _Stored(BaseModel):
 
 
 class _Version(_Fields):
-    """What every format has."""
+    """The fields that every format has."""
 
     format: Size
     version: str
@@ -189,7 +189,7 @@ def read_note(step_folder: epath.Path) -> Note:
     """Read the Note of a checkpoint.
 
     Raises:
-      DamagedError: the file does not match the seal, or is not what a save writes.
+      DamagedError: the file does not match the seal, or no save writes such fields.
       CheckpointError: a later version wrote it.
       OSError: the file is not there or cannot be read.
     """
@@ -220,20 +220,22 @@ def read_note(step_folder: epath.Path) -> Note:
 
 
 def _check(step_folder: epath.Path, schema: type[BaseModel], stored: Any) -> None:
-    """Raise DamagedError with the names of the fields that are not what a save writes."""
+    """Raise DamagedError with the names of the fields that do not have their types."""
     try:
         schema.model_validate(stored)
     except ValidationError as error:
         places = (error["loc"][:2] for error in error.errors(include_url=False))
         wrong = sorted({".".join(map(str, place)) for place in places if place})
         names = ", ".join(wrong) or "it"
-        raise DamagedError(step_folder, f"{names} is not what a save writes") from None
+        raise DamagedError(
+            step_folder, f"{names} does not have the form that a save writes"
+        ) from None
 
 
 def require(meta: Mapping[str, Any], names: Iterable[str], step_folder: epath.PathLike) -> None:
     """Raise CheckpointError unless the meta of a checkpoint has these fields.
 
-    A checkpoint of DiLoCo's library interface lacks those of a run.
+    A checkpoint of DiLoCo's library interface lacks the fields of a run.
     """
     if missing := [name for name in names if name not in meta]:
         raise CheckpointError(

@@ -104,8 +104,8 @@ def quiet() -> Iterator[None]:
 
     Orbax runs the writes of a checkpoint as tasks of an event loop and closes the loop at the first
     write that fails. The other writes continue, into a folder that is being removed, and print
-    tracebacks of tasks and of a closed loop. So loops wait for their tasks before they close. Where
-    no file descriptor is left for a loop, Python warns of coroutines that it never ran. The filters
+    tracebacks of tasks and of a closed loop. So loops wait for their tasks before they close. If no
+    file descriptor is left for a loop, Python warns of coroutines that it never ran. The filters
     stay after the `with`: a thread of a save that timed out may be that late.
     """
     from absl import logging as of_absl  # whose logger has to be there before anybody asks for one
@@ -129,7 +129,7 @@ class _Loop(asyncio.SelectorEventLoop):
         self._made = True
 
     def is_closed(self) -> bool:
-        # Or Python would close what was never opened when it collects a half-made loop.
+        # Otherwise Python closes a half-made loop, which was never opened, on collecting it.
         return not self._made or super().is_closed()
 
     def close(self) -> None:

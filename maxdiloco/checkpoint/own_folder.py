@@ -1,7 +1,7 @@
 """The checkpoints of one run, in a folder that others may use too.
 
 People, other runs and a process that saves right now may have files in the folder of checkpoints.
-So a Checkpointer changes only what its run made, only when it saves, and under a lock.
+So a Checkpointer changes only files of its own run, only when it saves, and under a lock.
 """
 
 import fcntl
@@ -173,8 +173,8 @@ class OwnFolder:
             os.close(descriptor)
             if self._left():
                 self._say(
-                    f"warning: {self._path} cannot be locked ({reason(error)}): what earlier saves "
-                    "left unfinished stays there. Remove it when no process saves."
+                    f"warning: {self._path} cannot be locked ({reason(error)}): unfinished "
+                    "earlier saves stay there. Remove them when no process saves."
                 )
             return
         self._lock, self.is_alone = descriptor, True
@@ -183,13 +183,13 @@ class OwnFolder:
         """Return the remains of earlier saves and removals, each with its step."""
         try:
             found = [(path, _LEFT.fullmatch(path.name)) for path in self._path.iterdir()]
-        except FileNotFoundError:  # in a bucket, where there is no folder without an object
+        except FileNotFoundError:  # in a bucket, where a folder needs an object
             return []
         return [(path, int(match[1])) for path, match in found if match]
 
     def _remove_left(self) -> None:
         for path, step in self._left():
-            if not is_local(path):  # a mark beside the objects of a step
+            if not is_local(path):  # the mark of a step, next to its objects
                 folder = self._path / str(step)
                 if folder.exists() and not files.is_complete(folder):
                     folder.rmtree()

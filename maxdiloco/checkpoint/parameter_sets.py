@@ -1,4 +1,4 @@
-"""Read one set of parameters of a checkpoint: the outer parameters, or those of replicas.
+"""Read one set of parameters of a checkpoint: the outer parameters, or a replica's.
 
 # R replicas
 """

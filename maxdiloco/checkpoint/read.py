@@ -27,7 +27,7 @@ _ATTEMPTS = 12  # reads of a file that only some hosts find damaged, within shar
 # Maps the meta of a checkpoint to {item: tree of jax.ShapeDtypeStruct with shardings, or of
 # arrays.Cycled}. Items that it leaves out are not read. Called for each checkpoint that is tried.
 AbstractOf = Callable[[dict[str, Any]], Mapping[str, Any]]
-# Maps the meta of a checkpoint to the remedy if its shapes differ from those of the run.
+# Maps the meta of a checkpoint to the remedy if its shapes differ from the run's.
 Remedy = Callable[[dict[str, Any]], str]
 Say = Callable[[str], None]  # prints a line for the user
 
@@ -96,7 +96,7 @@ def newest_meta(
 ) -> dict[str, Any]:
     """Return the meta of the newest checkpoint whose meta is undamaged.
 
-    The arrays are not examined: it is for what must be known before JAX's backends start.
+    The arrays are not examined, so it can be called before JAX's backends start.
 
     Args:
       folder: as `locate` returns it.
@@ -144,7 +144,7 @@ def restore_from(
 
     Raises:
       CheckpointError: there is no checkpoint, all are damaged, a field is absent, or shapes or
-        dtypes differ from those of abstract_of.
+        dtypes are not the ones of abstract_of.
     """
     folder = absolute(path, key=key)
     with reading(folder, key):
@@ -217,13 +217,13 @@ def first_undamaged(
       abstract_of: the arrays to read.
       say: prints a line.
       remedy: for shapes that differ.
-      otherwise: remedy if all are damaged and there is no copy.
+      otherwise: remedy if all are damaged and no copy exists.
       cast: whether dtypes may differ.
       needs: fields that the meta must have.
       known_good: candidates that were examined before.
 
     Returns:
-      What was read, or None if there is no candidate; and the damaged candidates before it.
+      The restored checkpoint, or None without a candidate; and the damaged candidates before it.
 
     Raises:
       CheckpointError: as restore_from; also for a checkpoint of a later format.
@@ -231,7 +231,9 @@ def first_undamaged(
     damaged: dict[epath.Path, str] = {}
     for path in candidates:
         note = None
-        with contextlib.suppress(OSError, metadata.DamagedError):  # the seal says more on damage
+        with contextlib.suppress(
+            OSError, metadata.DamagedError
+        ):  # the seal has more detail on damage
             note = metadata.read_note(path)  # first: a later format may have another seal
         problem = None if path in known_good else _damage(path)
         if problem is None:
@@ -268,7 +270,7 @@ def _agreed_note(
       note: as this process has read it; None if it could not.
 
     Raises:
-      DamagedError: only this process finds it damaged; what the first process finds counts.
+      DamagedError: only this process finds it damaged; the first process decides.
     """
     error = None
     if note is None:

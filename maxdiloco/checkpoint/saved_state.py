@@ -34,8 +34,8 @@ def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None
 def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     """Return the newest undamaged state that `save_state` wrote, or None if there is none.
 
-    Replicas, mesh, schedule, fragments, wire format, alpha, aggregation, outer learning rate and
-    momentum may differ from those of the saved state; the checkpointer prints the differences.
+    The saved state may have other replicas, mesh, schedule, fragments, wire format, alpha,
+    aggregation, outer learning rate and momentum. The checkpointer prints the differences.
 
     Args:
       checkpointer: of the folder.
@@ -85,7 +85,7 @@ def read_state(
       layout: maps the meta of the checkpoint to the layout of its state.
 
     Returns:
-      The checkpoint and the state; None and None if there is no checkpoint.
+      The checkpoint and the state; None and None without a checkpoint.
 
     Raises:
       CheckpointError: as `restore`.

@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 def write(folder: epath.Path) -> None:
     """Write the list of files below the item folders, with sizes and, on local disks, CRC-32.
 
-    META, which is read first, has its CRC-32 whatever the size of the checkpoint.
+    META, which is read first, has its CRC-32 in checkpoints of any size.
     """
     sizes = {path: size for path, size in _sizes(folder).items() if path.parent != folder}
     small = sum(sizes.values()) <= CONTENT_LIMIT_BYTES

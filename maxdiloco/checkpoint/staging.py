@@ -75,7 +75,7 @@ def readable(folder: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
     """Make an item in a bucket readable inside a `with`.
 
     Yields:
-      A folder that Orbax can name, and what to change in the base of TensorStore's specification.
+      A folder that Orbax can name, and changes of the base of TensorStore's specification.
     """
     scheme = "" if is_local(folder) else folder.parts[1]
     if scheme == "s3":

@@ -39,7 +39,7 @@ def shapes(tree: Any) -> dict[str, list[Any]]:
 
 
 def is_key(dtype: Any) -> bool:
-    """Tell whether a dtype is that of typed PRNG keys (jax.random.key)."""
+    """Tell whether a dtype is the one of typed PRNG keys (jax.random.key)."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 

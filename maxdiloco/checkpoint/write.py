@@ -148,7 +148,7 @@ def commit(save: Save, writer: Any) -> None:
             (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     seal.write(folder)
-    # On a mounted file system for a copy in a bucket, where a folder without it is no checkpoint.
+    # On a mounted file system too, for a copy to a bucket, where a checkpoint needs this file.
     (folder / files.COMMIT).write_text("complete\n")
     if local:
         durable.sync_tree(folder)

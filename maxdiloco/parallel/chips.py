@@ -41,12 +41,12 @@ class Chip(NamedTuple):
 
 # TPU: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "peak compute per chip (bf16)", "HBM
 # bandwidth" and ICI. A device is a chip, except on v2, v3 and TPU7x, where it is one of a chip's
-# two TensorCores. HBM as libtpu says when a program is too big; the clock is the peak over the
-# FLOPs of a cycle. v5e's compiler leaves 16 of 128 MiB to an operation; with twice as much,
-# products are not cut into small pieces. It makes one operation of the two products of an MLP,
-# which takes longer than both apart (benchmarks/results).
-# GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity, sums in float32; a T4's are of
-# float16, since it has no bfloat16.
+# two TensorCores. HBM as in libtpu's error for a program that is too big; the clock is the peak
+# over the FLOPs of a cycle. v5e's compiler leaves 16 of 128 MiB to an operation; with twice as
+# much, products are not cut into small pieces. It makes one operation of the two products of an
+# MLP, which takes longer than the two apart (benchmarks/results).
+# GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity, sums in float32; float16 for a
+# T4, which has no bfloat16.
 _V5E_OPTIONS = (
     ("xla_tpu_scoped_vmem_limit_kib", "32768"),
     ("xla_tpu_dot_dot_fusion", "false"),

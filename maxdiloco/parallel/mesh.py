@@ -15,10 +15,10 @@ from maxdiloco.cluster.start import launcher
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel import chips, processor
 
-# Axes of a mesh. Replicas are divided over `diloco` alone.
+# Axes of a mesh. Replicas are divided only over `diloco`.
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
-# CPU devices in one process. On two cores collectives of 128 devices ended within XLA's 40 s, and
-# those of 512 did not.
+# CPU devices in one process. On two cores the collectives of 128 devices ended within XLA's 40 s,
+# and the collectives of 512 did not.
 MOST_EMULATED = 256
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 _EXTRAS = {"gpu": "cuda13", "tpu": "tpu"}  # of setup.py
@@ -36,7 +36,7 @@ class MeshSettings:
       ici: size of each axis inside a slice, in the same form.
       num_slices: number of slices. -1: found from the devices.
       enable_diloco: whether the axis `diloco` has replicas.
-      hide_transfers: whether libtpu is told to hide transfers behind compute. False where copies
+      hide_transfers: whether libtpu is set to hide transfers behind compute. False where copies
         of the optimizer state would also count as slow, and start early.
     """
 
@@ -226,7 +226,7 @@ def count_slices(settings: MeshSettings, devices: Sequence[jax.Device]) -> int:
 
 
 def on_gpus(mesh: Mesh) -> bool:
-    """Tell whether the devices of a mesh are GPUs, whatever their plugin calls them."""
+    """Tell whether the devices of a mesh are GPUs, by any of the platform's names."""
     return mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
 
 
@@ -238,8 +238,8 @@ def backend(mesh: Mesh) -> str:
 def build(settings: MeshSettings, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Build the mesh over AXES, with the parts over slices outermost within each axis.
 
-    A slice is on TPU the devices of one `slice_index`, on GPU a block of devices that is some whole
-    hosts or a part of one, on CPU any contiguous block.
+    A TPU slice has the devices of one `slice_index`. A GPU slice is some whole hosts or a part of
+    one. A CPU slice is any contiguous block of devices.
 
     Args:
       settings: of the mesh.
@@ -290,10 +290,10 @@ def sizes_over_slices(settings: MeshSettings, devices: Sequence[jax.Device]) -> 
     sizes, slices = settings.dcn, count_slices(settings, devices)
     known, remedy = math.prod(size for size in sizes.values() if size != -1), ""
     if devices[0].platform != "tpu" and settings.num_slices == -1 and slices % known:
-        remedy = f"Use num_slices={known}, which makes slices of what is here."
+        remedy = f"Use num_slices={known}, which divides these devices into slices."
         if not settings.enable_diloco and sizes["data"] == known:
             remedy = (
-                f"Use num_slices={known}, or dcn_diloco_parallelism={known} in place of "
+                f"Use num_slices={known}, or dcn_diloco_parallelism={known} instead of "
                 f"dcn_data_parallelism: without DiLoCo it is data parallelism too."
             )
     return fill(sizes, slices, "dcn", remedy=remedy)

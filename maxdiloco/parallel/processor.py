@@ -42,8 +42,9 @@ def keep_freed_memory(*, in_caller: bool) -> None:
 
     Args:
       in_caller: whether programs run in the calling thread, see mesh.run_in_caller. Otherwise all
-        threads share the heap of the first one, since the others' map large blocks whatever else
-        is set. Threads that compile wait for each other there: compiling takes half as long again.
+        threads share the heap of the first one, since no setting keeps the others' from mapping
+        large blocks. Threads that compile wait for each other there: compiling takes half as long
+        again.
     """
     if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
         return

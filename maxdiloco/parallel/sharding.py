@@ -55,8 +55,8 @@ def rules_with(overrides: Sequence[Sequence[Any]]) -> Rules:
       overrides: pairs (logical name, mesh axis or list of mesh axes).
 
     Raises:
-      ConfigError: a name is unknown; experts are put over an axis that does not split the batch,
-        over which tokens travel; or matrices are not stored over these axes first.
+      ConfigError: a name is unknown; experts are put over an axis that does not split the batch;
+        or their matrices are not stored over the axes of `expert` first.
     """
     table = dict(DEFAULT_RULES)
     for entry in overrides:
@@ -142,8 +142,8 @@ def automatic_spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -
 def gathered(w: jax.Array, names: Names, rules: Rules, *, scattered: bool = False) -> jax.Array:
     """Gather a weight over the mesh axes that split the tokens, for its use in a product.
 
-    Without the constraint the partitioner may cut the product into as many pieces as the axis has
-    devices, which took twice the time on TPU (benchmarks/results). The weight stays sharded over
+    Without the constraint the partitioner may cut the product into one piece for each device of
+    the axis. That took twice the time on TPU (benchmarks/results). The weight stays sharded over
     `tensor`. Experts are returned unchanged: models/moe.py gathers them.
 
     Args:
@@ -216,7 +216,7 @@ def _check_sums(logical_axes: Any, mesh: Mesh, rules: Rules) -> None:
             raise ConfigError(
                 f"logical_axis_rules puts {name} over {'+'.join(shared)}, as it puts batch or "
                 f"length, so devices with parts of {name} have different tokens and cannot add up "
-                f"what they compute. Give {name} other axes, or none: [{name}, []]."
+                f"their results. Give {name} other axes, or none: [{name}, []]."
             )
 
 
@@ -247,7 +247,7 @@ def map_parameters(
 ) -> Any:
     """Replace each leaf of an optimizer's state that belongs to a parameter.
 
-    optax's MaskedNode, in place of leaves that the optimizer does not keep, stays.
+    optax's MaskedNode, which stands for a leaf that the optimizer does not keep, stays.
 
     Args:
       optimizer: whose state it is.

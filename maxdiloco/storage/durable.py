@@ -14,7 +14,7 @@ from etils import epath
 
 from maxdiloco.storage import store
 
-# Errors of fsync of a folder where only files can be synced (FUSE, some network mounts), and of
+# Errors of fsync of a folder on systems that sync only files (FUSE, some network mounts), and of
 # open for a folder that may be entered but not read.
 _FOLDERS_NOT_SYNCED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES}
 
@@ -67,8 +67,8 @@ def atomic_write(path: epath.PathLike) -> Iterator[epath.Path]:
     """Yield a name to write a file under, which replaces `path` when the `with` ends without error.
 
     The file is on the disk before it gets its name, and the name before the `with` is over. An
-    error leaves no other file; a killed process may leave that of `temp_sibling`. An object in a
-    bucket is written whole anyway, so there the name is its own.
+    error leaves no other file; a killed process may leave a `temp_sibling`. An object in a bucket
+    is written whole anyway, so there the name is its own.
     """
     if not store.is_local(path):
         yield epath.Path(path)

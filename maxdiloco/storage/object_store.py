@@ -40,8 +40,8 @@ def prepare(path: epath.PathLike, key: str) -> None:
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"{key}={path} cannot be opened: {error.strerror}. Set what its cloud needs in the "
-            "environment, or use a folder on a mounted file system."
+            f"{key}={path} cannot be opened: {error.strerror}. Set the variables of its cloud in "
+            "the environment, or use a folder on a mounted file system."
         ) from error
 
 
@@ -103,7 +103,7 @@ class BucketPath(PosixGPath):
             yield from (path for path in self.iterdir() if fnmatch.fnmatch(path.name, pattern))
 
     def mkdir(self, mode: int | None = None, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing, since there are no folders; raise FileExistsError as other paths do."""
+        """Do nothing, since a bucket needs no folders; raise FileExistsError as other paths do."""
         if not exist_ok and self.exists():
             raise FileExistsError(errno.EEXIST, "File exists", str(self))
 

@@ -115,7 +115,7 @@ def open_run_folder(
                     probe.write(bytes(_PROBE_BYTES))
                     probe.flush()
                     os.fsync(probe.fileno())  # some file systems report a full disk only here
-            else:  # there are no folders to make, and writing the lock is the probe
+            else:  # a bucket needs no folders, and writing the lock is the probe
                 key, otherwise = f"run_name={run_name}", "set another run_name"
                 lock = ObjectLock(folder.path / "lock", key=key, otherwise=otherwise, say=warn)
                 stack.enter_context(lock)
@@ -124,7 +124,7 @@ def open_run_folder(
 
 
 def _refuse_other_case(path: epath.Path) -> None:
-    """Raise CheckpointError if the folder is that of a name that differs only in case."""
+    """Raise CheckpointError if the folder belongs to a name that differs only in case."""
     try:
         names = os.listdir(path.parent)
     except PermissionError:  # a folder may be entered that may not be listed

@@ -1,4 +1,4 @@
-"""Check that all processes of a run see the same folder: the run's, and that of a compile cache."""
+"""Check that all processes of a run see the same folder: the run's, and a compile cache."""
 
 import secrets
 import socket

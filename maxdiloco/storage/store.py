@@ -1,10 +1,10 @@
-"""Buckets of objects on gs://, s3:// and az://, and files on https://: the one user of obstore.
+"""Buckets of objects on gs://, s3:// and az://, and files on https://; only this uses obstore.
 
 A folder of this machine serves as a bucket without it.
 
 An object appears whole or not at all. A read that follows a write sees it, in all three clouds. A
-version is what the store calls one content of an object; a conditional put names the one that it
-replaces, so of two writers one fails. Every failure is an OSError whose strerror is one line.
+version identifies one content of an object. A conditional put names the version that it replaces,
+so of two writers one fails. Every failure is an OSError whose strerror is one line.
 """
 
 import configparser
@@ -223,7 +223,7 @@ class LocalFolder:
     """A folder of this machine with the methods of Bucket that islands use. An object is a file.
 
     An object appears whole: it is written under another name, in the same folder, and then renamed
-    or linked. So the file system needs hard links, as those of Linux and NFS have.
+    or linked. So the file system needs hard links, which Linux and NFS have.
     """
 
     def __init__(self, path: os.PathLike | str):
@@ -253,7 +253,7 @@ class LocalFolder:
             os.replace(part, self._root / name)
 
     def put_if(self, name: str, data: bytes, version: Version | None) -> Version | None:
-        """Write an object if there is none of that name.
+        """Write an object if the name is free.
 
         Returns:
           Its version; None if there is one already.
