@@ -78,8 +78,8 @@ setup(
         ],  # fmt: skip
         # The documentation site: scripts/docs.sh.
         "docs": ["sphinx>=8", "furo", "myst-parser>=4"],
-        # What tests compare with. The build of PyTorch, for CPUs or CUDA, is the package index's
-        # choice. lm_eval's model of transformers imports accelerate.
+        # Tests compare with PyTorch. Its build, for CPUs or CUDA, is the package index's choice.
+        # The model `hf` of lm_eval imports accelerate.
         "torch": ["torch>=2.8", "accelerate>=1"],
     },
     entry_points={

@@ -21,8 +21,8 @@ OPTIONS = MappingProxyType({
     "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
     "parameters": Option("outer", "outer: theta; replica_0 ...: those of one replica; mean: of all "
                          "replicas"),
-    "tasks": Option("", "tasks of the Language Model Evaluation Harness in place of text, with "
-                    "commas, or the yml file of one (extra eval)"),
+    "tasks": Option("", "tasks of lm_eval, with commas, instead of text; or the yml file of one "
+                    "(extra eval)"),
     "report": Option("", "file to write the result to, as JSON"),
 })  # fmt: skip
 

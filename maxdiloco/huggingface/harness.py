@@ -7,9 +7,9 @@ Importing this module registers the model `maxdiloco`:
 is the harness's own command line with it. A release of lm_eval after 0.4.13 finds the model by the
 entry point of setup.py, so that `lm_eval --model maxdiloco` is enough.
 
-Prompts, truncation and batches follow the harness's model `hf`, so that a run and its export have
-the same results. In a rolling log-likelihood that includes the BOS token twice, once as the
-harness's prefix and once as the first token of a document, if the tokenizer of the run adds one.
+Prompts and truncation follow the harness's model `hf`, so that a run and its export have the same
+results. A rolling log-likelihood therefore has the BOS token twice if the tokenizer adds it: as the
+harness's prefix, and as the first token of the text.
 """
 # B sequences of a batch  L tokens
 
@@ -42,8 +42,8 @@ from maxdiloco.run import model as run_model
 from maxdiloco.run import settings, startup, stored
 from maxdiloco.run import tokenizer as run_tokenizer
 
-BATCH_SIZE = 8  # sequences; our choice, since the harness's 1 leaves most devices idle
-MAX_NEW_TOKENS = 256  # of a generation whose task does not say, as in the harness's model `hf`
+BATCH_SIZE = 8  # sequences; the harness's default of 1 leaves devices of a mesh idle
+MAX_NEW_TOKENS = 256  # default of the harness's model `hf`
 GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k")  # supported options
 Request = tuple[Any, list[int], list[int]]  # key of the harness's cache, context, continuation
 
@@ -204,7 +204,7 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue prompts up to a stop string, the end of a document, or max_gen_toks tokens.
 
-        Prompts with as many tokens and the same options share a batch.
+        A batch has prompts of one length with the same options.
         """
         groups: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
         prompts: list[list[int]] = []

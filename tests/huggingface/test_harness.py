@@ -61,7 +61,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(trained):
-    """(the harness's model of the run, that of its export)."""
+    """A pair: the harness's models of the run and of its export."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("torch")
     from lm_eval.api import registry
@@ -70,8 +70,8 @@ def models(trained):
     from maxdiloco.huggingface.harness import HarnessModel
 
     assert registry.get_model("maxdiloco") is HarnessModel
-    # Its cache of logits takes the first positions, not the last ones, for a text that several
-    # requests divide into context and continuation at different places.
+    # Without its cache of logits, which reads wrong positions if two requests divide one text into
+    # context and continuation at different places.
     theirs = HFLM(
         pretrained=str(trained / "export"),
         dtype="float32",
@@ -158,7 +158,7 @@ def test_evaluate_has_the_accuracies_of_the_export(models, trained):
 
 
 def test_the_command_line_of_the_harness_has_the_model(models, trained):
-    """With one device in place of the run's two."""
+    """With one device instead of the run's two."""
     command = [sys.executable, "-m", "maxdiloco.huggingface.harness", "--model", "maxdiloco"]
     command += ["--model_args", f"run={trained / 'run'},dcn_diloco_parallelism=1"]
     command += ["--tasks", str(trained / "mats.yaml"), "--output_path", str(trained / "out.json")]
