@@ -87,9 +87,9 @@ def _audit(bucket, run) -> int:
 
 
 def _status(bucket, run, wait: float) -> int:
-    before = log_store.beats(bucket, run)
+    before = log_store.heartbeats(bucket, run)
     time.sleep(wait)
-    now = log_store.beats(bucket, run)
+    now = log_store.heartbeats(bucket, run)
     logs = [audit.follow(bucket, run, fragment) for fragment in range(len(run.fragments))]
     rows = [["island", "incarnation", "is", "tokens/s", "tokens", "records behind"]]
     for name, beat in sorted(now.items()):
