@@ -1,7 +1,7 @@
 """The figures of programs compiled ahead of time: sums over a period, and all of them as JSON.
 
-Memory is the compiler's. Times are its estimates, and those of hlo/replay.py; what would do in
-place of what was compiled is arithmetic. Nothing was run, and nothing else was compiled.
+Memory is the compiler's. Times are the compiler's estimates, or come from hlo/replay.py. Remedies
+are arithmetic. Nothing was run, and nothing else was compiled.
 """
 
 import math
@@ -17,15 +17,26 @@ from maxdiloco.planning.program_costs import Measured
 
 
 class Report(NamedTuple):
-    """What was compiled, and for what.
+    """The programs of a run, and the hardware they were compiled for.
 
-    period: the H inner steps in which a program runs `runs` times. chip: None where what was
-    compiled for is this machine. topology: name of a slice. gbps: one device's share of the DCN
-    [Gbit/s]. devices_per_host: they share its link; 0 where that is not known. flags: of the
-    compiler; the job needs the same. tokens_per_step: of all replicas. flops_per_token: of the
-    model, see metrics/speed.py. overlap: diloco_round_overlap; "" without DiLoCo. room: what makes
-    room on a device and is not yet on. ici: sizes of the mesh axes inside a slice. by_hosts: bytes
-    that a slice sends to others in a period beside its programs, diloco_transport=host.
+    Attributes:
+      title: of the report.
+      period: H inner steps, in which a program runs `runs` times.
+      programs: compiled.
+      chip: of a device; None for this machine's devices.
+      topology: name of a slice.
+      devices_per_slice: number of them.
+      devices_per_host: number of devices that share a host's link; 0 if unknown.
+      num_devices: of all slices.
+      gbps: one device's share of the DCN [Gbit/s].
+      flags: of the compiler; the job needs the same.
+      tokens_per_step: of all replicas.
+      flops_per_token: of the model, see metrics/speed.py.
+      tau: overlap steps.
+      overlap: diloco_round_overlap; "" without DiLoCo.
+      room: remedies for a lack of memory that are not yet active.
+      ici: sizes of the mesh axes inside a slice.
+      by_hosts: bytes that the hosts of a slice send in a period with diloco_transport=host.
     """
 
     title: str
@@ -52,7 +63,7 @@ class Report(NamedTuple):
         return self.chip is not None and self.chip.timed
 
     def cost(self, kind: str) -> "Cost":
-        """What programs of a kind cost, as often as they run: see `when` and `event` of Call."""
+        """Add up the programs of a kind, as often as they run: see `when` and `event` of Call."""
         ran = [program for program in self.programs if kind in (program.when, program.event)]
         sends = [(p.runs, crossing) for p in ran for crossing in p.crossings]
         return Cost(
@@ -68,19 +79,22 @@ class Report(NamedTuple):
     def step_seconds(self) -> float | None:
         """Mean device time of a step, its waits for other slices included.
 
-        None off TPU, and where a program of the steps was not compiled.
+        None off TPU, and if a program of the steps was not compiled.
         """
         steps = self.cost(STEP)
         return steps.seconds / self.period if self.timed and steps.known else None
 
 
 class Cost(NamedTuple):
-    """What programs cost a device in a period.
+    """Costs of programs for a device in a period.
 
-    known: whether all of them were compiled; the rest is of those that were. dcn_bytes: that leave
-    it for other slices. seconds: its time, waits included, 0 off TPU. exposed: seconds that it
-    waits for other slices, at most; least: where a send-done waits for nothing, see hlo/replay.py.
-    busy: seconds of the link.
+    Attributes:
+      known: whether all of them were compiled; the other fields count the compiled ones.
+      dcn_bytes: bytes that leave the device for other slices.
+      seconds: device time with waits; 0 off TPU.
+      exposed: seconds that the device waits for other slices, at most.
+      least: the same if a send-done waits for nothing, see hlo/replay.py.
+      busy: seconds of the link.
     """
 
     known: bool
@@ -92,9 +106,9 @@ class Cost(NamedTuple):
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The figures of the report's tables: bytes, seconds, and parts of the whole.
+    """Return the figures of the report's tables: bytes, seconds, and fractions.
 
-    None: not known, as a program was not compiled, or there is no TPU.
+    None stands for an unknown figure: a program was not compiled, or the hardware is not a TPU.
     """
     steps, untimed = report.cost(STEP), report.step_seconds is None
     return {
@@ -119,9 +133,9 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _event(report: Report, event: str) -> dict[str, float | None] | None:
-    """What a period's evaluations, saves or log steps cost a device; None: not compiled.
+    """Return the costs of a period's evaluations, saves or log steps; None if not compiled.
 
-    share: of the steps' time. Times are None where the steps' time is not known.
+    share: relative to the steps' time. Times are None if the steps' time is unknown.
     """
     found = report.cost(event)
     if not found.known:
@@ -135,11 +149,12 @@ def _event(report: Report, event: str) -> dict[str, float | None] | None:
 
 
 def verdict(report: Report) -> dict[str, Any]:
-    """What fits, how fast it is, and what would expose nothing. None: not known, or not wanted.
+    """Return whether the run fits, its speed, and settings that would expose nothing.
 
-    topology_enough: a slice whose devices hold what these need, if all of it is shared by more of
-    them; "" where no known slice of the kind would do. bandwidth_enough_gbps: one device's share of
-    the link that would expose nothing of a step, tau_enough: the tau within a period; see wait.py.
+    None stands for an unknown figure, or for a remedy that is not needed.
+    topology_enough: a slice whose devices hold the run if they share all of it; "" if no known
+    slice of the kind would do. bandwidth_enough_gbps: one device's share of the link that
+    would expose nothing of a step. tau_enough: the tau within a period; see link_model.py.
     """
     largest = max(report.programs, key=lambda program: program.memory.needed)
     needed, hbm = largest.memory.needed, report.chip and report.chip.hbm
@@ -233,9 +248,9 @@ def _crossing(report: Report, program: Measured, crossing: Collective) -> dict[s
 
 
 def _collectives(program: Measured) -> list[dict[str, Any]]:
-    """What stays inside a slice: a row for each kind and dtype of collective over the same axes.
+    """Return a row for each kind and dtype of collective over the same axes inside a slice.
 
-    asynchronous: each of them has its start and its end apart.
+    asynchronous: whether each of them has a start and an end of its own.
     """
     rows: dict[tuple, dict[str, Any]] = {}
     for item in program.inside:

@@ -1,4 +1,4 @@
-"""Compiles every program of a run for devices that need not be there, and reads the results."""
+"""Compile every program of a run, for devices that may be absent, and measure the results."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,11 +18,22 @@ from maxdiloco.planning.hlo import kernels, reader, replay, traffic
 class Measured(NamedTuple):
     """One compiled program.
 
-    runs: in the H steps of a period. when, event: see Call. too_big: the compiler's message when
-    the program does not fit the chip; all that is known then is the memory of its arguments and of
-    the state, and that of the temporaries where the message has it. seconds: device time of one run
-    without waits for other slices, as the compiler estimates it; None off TPU. unknown_calls: how
-    often each custom call runs that adds nothing to `seconds`, see hlo/kernels.py.
+    Attributes:
+      name: of the program.
+      runs: in the H steps of a period.
+      when: see Call.
+      event: see Call.
+      compile_seconds: time of its compile.
+      memory: on a device. For a program that does not fit, only its arguments and the rest of the
+        state, and temporaries if the compiler's message has them.
+      too_big: the compiler's message if the program does not fit the chip.
+      flops: of one run on a device.
+      seconds: device time of one run without waits for other slices, as the compiler estimates it;
+        None off TPU.
+      unknown_calls: how often each custom call runs that adds nothing to `seconds`, see
+        hlo/kernels.py.
+      crossings: collectives between slices.
+      inside: collectives inside a slice.
     """
 
     name: str
@@ -59,11 +70,22 @@ def measure(
     gbps: float,
     say: Callable[[str], None],
 ) -> list[Measured]:
-    """Compile the program of every call and read its HLO; one too big is in the result.
+    """Compile the program of every call and read its HLO.
 
-    state: what the run keeps on the devices, as ShapeDtypeStructs. dcn: sizes of the mesh axes over
-    slices. chip: None, and those that are not timed, have no schedule of transfers. gbps: a
-    device's share of the link [Gbit/s]. Raises ConfigError for what the HLO reader does not know.
+    Args:
+      calls: of the run.
+      state: the run's arrays on the devices, as ShapeDtypeStructs.
+      mesh: of the run.
+      dcn: sizes of the mesh axes over slices.
+      chip: of a device. None, and chips without estimated times, have no schedule of transfers.
+      gbps: a device's share of the link [Gbit/s].
+      say: prints a line.
+
+    Returns:
+      The programs; a program that does not fit is one of them.
+
+    Raises:
+      ConfigError: the HLO reader cannot read a program.
     """
     out = []
     for call in calls:
@@ -93,8 +115,8 @@ def measure(
             out[-1] = found._replace(flops=kernels.matmul_flops(module), **read)
         except ValueError as error:
             raise ConfigError(
-                f"the compiled program {name!r} has something that the report cannot read, so "
-                f"what it sends is unknown: {error}"
+                f"the compiled program {name!r} cannot be read by the report, so its traffic is "
+                f"unknown: {error}"
             ) from error
     return out
 
@@ -102,7 +124,7 @@ def measure(
 def _on_tpu(
     module: reader.Module, mesh: Mesh, dcn: Mapping[str, int], chip: Chip, gbps: float
 ) -> dict[str, Any]:
-    """Fields of Measured. A program numbers the devices of one slice."""
+    """Return fields of Measured. A program numbers the devices of one slice."""
     played = replay.replay(module, chip, gbps)
     least = replay.replay(module, chip, gbps, send_done_waits=False).transfers
     crossings = [
@@ -120,7 +142,10 @@ def _on_tpu(
 
 
 def _off_tpu(module: reader.Module, mesh: Mesh, dcn: Mapping[str, int]) -> dict[str, Any]:
-    """CPU and GPU number all devices in one program; slices are its major blocks of them."""
+    """Return fields of Measured.
+
+    On CPU and GPU one program numbers all devices, of which slices are the major blocks.
+    """
     over_slices = {axis for axis, size in dcn.items() if size > 1}
     found = traffic.collectives(module, dict(mesh.shape))
     crossings = tuple(item for item in found if over_slices & set(item.axes))

@@ -1,6 +1,6 @@
 """The report on programs compiled ahead of time: verdict, tables, and reasons not to start the job.
 
-Its figures are those of figures.as_json.
+Its figures come from compile_report.as_json.
 """
 
 import textwrap
@@ -14,18 +14,18 @@ from maxdiloco.planning.compile_report import Report, as_json, verdict
 
 MIB = 2**20
 WIDTH = 100  # columns of a line of prose, and of the tables unless a number is very long
-TIGHT = 0.9  # part of the memory; above it another version of the compiler may not fit. Our choice
+TIGHT = 0.9  # fraction of the memory, above which another version of the compiler may not fit
 # Devices of an axis over which XLA:TPU of libtpu 0.0.42 still makes all-gathers, on v5e and v5p
 # (benchmarks/results, Qwen3 30B-A3B).
 MOST_GATHERED = 32
 SEND_DONE = (
     "exposed ms: if a send is done when the other slice has the data; or: when its buffer",
-    "  is free. No TPU has told yet which; the first one counts",
+    "  is free. Which is true was not measured on a TPU yet; the first one counts",
 )
 WITHOUT_GPU = (
     "compiled without a GPU: kernels are the compiler's default ones, none tried for its speed,",
-    "  and no time is estimated. Memory is the share of a GPU that JAX takes at its start, 0.75",
-    "  unless XLA_PYTHON_CLIENT_MEM_FRACTION says another",
+    "  and no time is estimated. Memory is the share of a GPU that JAX allocates, 0.75 or",
+    "  XLA_PYTHON_CLIENT_MEM_FRACTION",
 )
 
 
@@ -34,11 +34,11 @@ def _wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, width, **how)
 
 
-# -- the verdict: memory, speed, what is exposed, what would do ------------------------------------
+# -- the verdict: memory, speed, exposed time, remedies --------------------------------------------
 
 
 def verdict_lines(report: Report) -> list[str]:
-    """The verdict, in lines of WIDTH at most."""
+    """Return the verdict, in lines of WIDTH at most."""
     found = verdict(report)
     texts = [f"verdict on {report.title}", *_memory(report, found), _speed(report, found)]
     texts += [*_exposed(report, found), *_long_axis(report)]
@@ -112,7 +112,7 @@ def _exposed(report: Report, found: dict[str, Any]) -> list[str]:
 
 
 def _long_axis(report: Report) -> list[str]:
-    """Where an axis is so long that weights are not gathered, how to make two of it."""
+    """Return a remedy for an axis so long that the compiler does not gather weights over it."""
     data, fsdp = (report.ici.get(axis, 1) for axis in ("data", "fsdp"))
     if not report.timed or fsdp <= MOST_GATHERED or fsdp % MOST_GATHERED:
         return []
@@ -125,11 +125,11 @@ def _long_axis(report: Report) -> list[str]:
     ]
 
 
-# -- the tables: programs and memory, what crosses slices, what stays inside -----------------------
+# -- the tables: programs and memory, traffic between slices, traffic inside -----------------------
 
 
 def lines(report: Report) -> list[str]:
-    """The tables behind the verdict. What was not compiled is named, never shown as zero."""
+    """Return the tables behind the verdict. A program that was not compiled is named, not zero."""
     found = as_json(report)
     programs = found["programs"]
     out = [f"== {report.title}", ""]
@@ -163,7 +163,7 @@ def _programs(report: Report, programs: list[dict[str, Any]]) -> list[str]:
         for name, times in sorted((program["unknown_calls"] or {}).items()):
             out += _wrapped(
                 f"unknown kernel in {program['name']}: {name}, {times} times a run. est. ms leaves "
-                f"it out, and what it may send to other slices is not seen"
+                f"it out, and traffic of it between slices is not seen"
             )
     return out
 
@@ -211,7 +211,7 @@ def _in_slice(report: Report, programs: list[dict[str, Any]]) -> list[str]:
 def _grouped(
     header: tuple, programs: list[dict[str, Any]], key: str, cells: Callable[[dict], tuple]
 ) -> list[str]:
-    """One table for all programs, each program's name on a line above its rows."""
+    """Return one table for all programs, each program's name on a line above its rows."""
     groups: dict[str, list[tuple]] = {}
     for program in programs:
         for row in program[key] or ():
@@ -227,7 +227,7 @@ def _grouped(
 
 
 def _summary(report: Report) -> list[str]:
-    """The sums of a period: the steps, and what runs beside them."""
+    """Return the sums of a period: for the steps, and for the other programs."""
     steps, beside = report.cost(STEP), report.cost(BESIDE)
     sent, aside = (
         f"{each.dcn_bytes:,.0f} bytes" if each.known else "not known" for each in (steps, beside)
@@ -236,7 +236,7 @@ def _summary(report: Report) -> list[str]:
     if report.by_hosts:
         gbps = report.gbps * report.devices_per_slice
         out += [
-            f"beside the programs the hosts of a slice send (diloco_transport=host) "
+            f"outside the programs the hosts of a slice send (diloco_transport=host) "
             f"{report.by_hosts:,.0f} bytes a period,",
             f"  {report.by_hosts * 8e-9 / gbps:.2f} s at {gbps:g} Gbit/s a slice",
         ]
@@ -251,7 +251,7 @@ def _summary(report: Report) -> list[str]:
 
 
 def _events(events: dict[str, dict[str, Any] | None]) -> list[str]:
-    """A line for a period's evaluations, saves and log steps: what they send, and how long."""
+    """Return a line for a period's evaluations, saves and log steps: their traffic and time."""
     out = []
     for name, event in events.items():
         cost = "not known" if event is None else f"{event['dcn_bytes']:,.0f} bytes to other slices"
@@ -266,9 +266,9 @@ def _events(events: dict[str, dict[str, Any] | None]) -> list[str]:
 
 
 def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
-    """Why a job with these programs should not start; empty when it may.
+    """Return the reasons not to start a job with these programs; empty when it may start.
 
-    The first says by what a run that the chip does not hold would fit.
+    The first one has the remedy for a run that the chip cannot hold.
     """
     out = []
     found = verdict(report)
@@ -294,6 +294,6 @@ def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
         if program.name == "inner" and "diloco" in axes:
             out.append(
                 "a plain step sends bytes to other slices over diloco, which only an exchange "
-                "should. Look for what reads across replicas in the inner step."
+                "should. Look for a read across replicas in the inner step."
             )
     return out

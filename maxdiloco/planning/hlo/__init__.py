@@ -1,1 +1,1 @@
-"""Reads the text of a compiled program: what crosses slices, when, and what hides it."""
+"""Read the text of a compiled program: cross-slice traffic, its schedule, and FLOPs."""

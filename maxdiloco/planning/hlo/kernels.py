@@ -5,8 +5,8 @@ leaves Pallas kernels out, and is None for absent GPUs (docs/reference/compile-r
 figures).
 
 The compiler estimates no time for Pallas kernels. The grouped products of experts bring an
-estimate. Splash attention of jax.experimental.pallas.ops.tpu has a name; what it multiplies follows
-from the operands, with heads padded to the lanes of the matrix unit.
+estimate. Splash attention of jax.experimental.pallas.ops.tpu is known by its name; its products
+follow from the operands, with heads padded to the lanes of the matrix unit.
 """
 
 import math
@@ -17,8 +17,8 @@ from maxdiloco.planning.hlo.reader import Computation, Instruction, Module, exec
 
 PALLAS = "tpu_custom_call"
 LANES = 128
-# Products of each score's two tokens over the features of keys, and over those of values. The
-# kernels of the backward pass compute the scores again.
+# Products for each score of two tokens: over the features of keys, and over the features of values.
+# The kernels of the backward pass compute the scores again.
 PRODUCTS = {"fwd": (1, 1), "dkv": (2, 2), "dq": (2, 1)}
 FLOATS = ("bf16", "f16", "f32")
 _ATTENTION = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)_")
@@ -34,10 +34,10 @@ _NUMBER = re.compile(r"(\.\d+)+$")  # by which XLA tells instructions of one nam
 
 
 def matmul_flops(module: Module) -> float:
-    """FLOPs of one run on one device; a multiplication with its addition counts as two.
+    """Count the FLOPs of one run on one device; a multiplication with its addition counts as two.
 
-    The body of a loop counts as often as it runs; XLA's own count takes it once. Products inside
-    Pallas kernels are not in the text and do not count.
+    The body of a loop counts as often as it runs. Products inside Pallas kernels are not in the
+    text and do not count.
     """
     counts = {"dot": _dot, "convolution": _convolution}
     products = (
@@ -60,10 +60,13 @@ def _dot(computation: Computation, item: Instruction) -> float:
 
 
 def _convolution(computation: Computation, item: Instruction) -> float:
-    """XLA:TPU writes every product as a convolution.
+    """Count a product that XLA:TPU writes as a convolution, as it does with every product.
 
-    A spatial dim is of size n or 1 in each of the three: one of the batch, one that is summed over,
-    or one of a factor. Of its n * n pairs of places n meet. Raises ValueError for another window.
+    A spatial dim has size n or 1 in each of the three arrays: it is a batch dim, a dim that is
+    summed over, or a dim of one factor. Of its n * n pairs of positions n are multiplied.
+
+    Raises:
+      ValueError: the window is another one.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", item.attributes)
     if labels is None:
@@ -78,18 +81,18 @@ def _convolution(computation: Computation, item: Instruction) -> float:
     for dim in (key for key in out if key.isdigit()):
         sizes = {out[dim], kernel[dim], lhs[dim]}
         if len(sizes - {1}) > 1:
-            raise ValueError(f"%{item.name} is no matrix product: its window has sizes {sizes}")
+            raise ValueError(f"%{item.name} is not a matrix product: its window has sizes {sizes}")
         products *= max(sizes)
     return products / int(item.attribute("batch_group_count") or 1)
 
 
 def is_kernel(item: Instruction) -> bool:
-    """Whether an instruction calls a Pallas kernel."""
+    """Tell whether an instruction calls a Pallas kernel."""
     return item.opcode == "custom-call" and item.attribute("custom_call_target") == PALLAS
 
 
 def kernel_flops(where: Computation, item: Instruction) -> float | None:
-    """FLOPs of a kernel on one device; None for one that is not known here."""
+    """Return the FLOPs of a kernel on one device; None for an unknown kernel."""
     if own := _OWN_ESTIMATE.search(item.attributes):
         return float(own[1])
     if item.name.startswith(_INDICES):
@@ -101,7 +104,7 @@ def kernel_flops(where: Computation, item: Instruction) -> float | None:
 def unknown_calls(module: Module) -> dict[str, int]:
     """Count the custom calls that a report cannot judge.
 
-    They add no time to an estimate, and what they may send to other slices is not seen.
+    They add no time to an estimate, and traffic of theirs between slices is not seen.
 
     Returns:
       How often each runs in one run of the program, by the name of a Pallas kernel or the target of
@@ -121,13 +124,13 @@ def unknown_calls(module: Module) -> dict[str, int]:
 
 
 def _attention_flops(name: str, where: Computation, item: Instruction) -> float | None:
-    """FLOPs of a causal attention kernel on one device, lanes included; None for other operands.
+    """Count a causal attention kernel on one device, padded lanes included; None if it is unknown.
 
-    The first operand says which blocks of scores are computed, those on and below the diagonal:
-    [.., rows of blocks, at most so many a row], of dkv [.., at most so many a column, columns].
-    Queries, keys and values are the first three arrays of floats, [B, N, tokens, features] or of
-    one sequence [N, tokens, features]; tokens may come last. There are fewer queries than keys
-    where devices share a sequence, evenly. Values may have fewer features than keys.
+    The first operand lists the blocks of scores to compute, on and below the diagonal: [.., rows of
+    blocks, most blocks of a row], or for dkv [.., most blocks of a column, columns]. Queries, keys
+    and values are the first three arrays of floats, [B, N, tokens, features], or for one sequence
+    [N, tokens, features]; tokens may be the last dim. If devices share a sequence, evenly, there
+    are fewer queries than keys. Values may have fewer features than keys.
     """
     try:
         operands = _shapes(where, item)
@@ -158,10 +161,17 @@ def _attention_flops(name: str, where: Computation, item: Instruction) -> float 
 def _attention_sizes(
     name: str, made: list[tuple[int, ...]], q: int, k: int, v: int
 ) -> tuple[int, int, int, int] | None:
-    """Numbers of queries and keys, features of keys and of values, from a kernel's results.
+    """Return the numbers of queries and keys, and the features of keys and of values.
 
-    made: (tokens, features) of each result. q, k, v: tokens times features of what goes in. Returns
-    None where these do not fit each other.
+    Args:
+      name: of the kernel: `fwd`, `dkv` or `dq`.
+      made: (tokens, features) of each result.
+      q: tokens times features of the queries.
+      k: the same of the keys.
+      v: the same of the values.
+
+    Returns:
+      The sizes; None if they do not fit each other.
     """
     match name, made:
         case "fwd", [(L, V), *_]:  # the context, and the normalisers

@@ -1,4 +1,4 @@
-"""How XLA writes shapes and groups of devices.
+"""The spelling of shapes and groups of devices in HLO text.
 
 A shape is `u8[2,3]{1,0:T(4,128)(4,1)}`: dtype, dims, minor-to-major order, tiles of a TPU.
 """
@@ -32,7 +32,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Shape(NamedTuple):
-    """One array. in_memory: its dims from major to minor; tiles: outermost first."""
+    """One array.
+
+    Attributes:
+      dtype: its name.
+      dims: in logical order.
+      in_memory: dims from major to minor.
+      tiles: of the layout, outermost first.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -40,11 +47,11 @@ class Shape(NamedTuple):
     tiles: tuple[tuple[int, ...], ...]
 
     def bytes_logical(self) -> int:
-        """Bytes of the values alone."""
+        """Return the bytes of the values without padding."""
         return -(-math.prod(self.dims) * _BITS[self.dtype] // 8)
 
     def bytes_laid_out(self) -> int:
-        """Bytes of the values and of the padding that fills the tiles."""
+        """Return the bytes of the values and of the padding of tiles."""
         dims = list(self.in_memory)
         for tile in self.tiles:
             dims = [1] * (len(tile) - len(dims)) + dims
@@ -54,7 +61,7 @@ class Shape(NamedTuple):
 
 
 def shape(text: str) -> Shape:
-    """The shape of one array, with or without a layout. Raises ValueError for any other text."""
+    """Parse the shape of one array, with or without a layout. Raises ValueError otherwise."""
     match = _SHAPE.match(text.strip())
     if match is None or match[1] not in _BITS:
         raise ValueError(f"cannot read {text!r} as the shape of one array of a known dtype")
@@ -70,14 +77,15 @@ def shape(text: str) -> Shape:
 
 
 def arrays(text: str) -> list[str]:
-    """The shapes of the arrays in the text of a shape, a tuple's or one array's."""
+    """Return the texts of the arrays in the shape of an array or a tuple."""
     return _ARRAY.findall(text)
 
 
 def groups_of(attributes: str) -> Groups:
-    """The groups (or source and target pairs) in the attributes of a collective.
+    """Return the groups, or source and target pairs, in the attributes of a collective.
 
-    Raises ValueError where there are none: `{}` means all devices, and does not say how many.
+    Raises:
+      ValueError: there are none. `{}` means all devices, but not how many.
     """
     attribute = _ATTRIBUTE.search(attributes)
     if attribute is None:
@@ -86,10 +94,13 @@ def groups_of(attributes: str) -> Groups:
 
 
 def groups(text: str) -> Groups:
-    """`{{0,1},{2,3}}`, `[4,2]<=[2,4]T(1,0)` or `mesh['a'=2,'b'=4] {'b'}` as groups of devices.
+    """Parse `{{0,1},{2,3}}`, `[4,2]<=[2,4]T(1,0)` or `mesh['a'=2,'b'=4] {'b'}`.
 
-    The second is an iota over the dims after `<=`, transposed by T if there is one, and reshaped to
-    the dims before `<=`. See _over_mesh for the third. Raises ValueError for any other spelling.
+    The second is an iota over the dims after `<=`, transposed by T if it is given, and reshaped to
+    the dims before `<=`. See _over_mesh for the third.
+
+    Raises:
+      ValueError: the spelling is another one.
     """
     if listed := _LISTED.match(text):
         return tuple(map(_numbers, re.findall(r"\{([\d,]*)\}", listed[1])))
@@ -110,10 +121,14 @@ def groups(text: str) -> Groups:
 def _over_mesh(
     axes: str, counted: str | None, order: str | None, listed: str | None, grouped: str
 ) -> Groups:
-    """Groups of devices that differ only along the grouped axes of a mesh (XLA's mesh_and_axis.cc).
+    """Return groups of devices that differ only along some axes of a mesh (mesh_and_axis.cc).
 
-    axes: `'a'=2,'b'=4`, the dims of the array of devices, which is 0, 1, .., the iota of counted
-    and order, or listed. grouped: `'b':(2)2` is the sub-axis of size 2 after a product of 2.
+    Args:
+      axes: `'a'=2,'b'=4`, the dims of the array of devices.
+      counted: dims of an iota, which is the array of devices.
+      order: transposition of the iota.
+      listed: the devices, if they are not an iota; without both they are 0, 1, ...
+      grouped: the axes; `'b':(2)2` is the sub-axis of size 2 after a product of 2.
     """
     sizes = {name: int(size) for name, _, size in (a.rpartition("=") for a in axes.split(","))}
     if counted:
@@ -143,13 +158,15 @@ def _rows(numbers: np.ndarray) -> Groups:
 
 
 def slices_of(target: str) -> Groups:
-    """Groups of slices in the target of a MegaScale transfer, slices counted from 0.
+    """Return groups of slices, counted from 0, in the target of a MegaScale transfer.
 
-    `{1,2}x{0:3}`: one group of slices for every device of a slice. `{{100000,300000},{100001,..}}`:
-    groups of devices; a device is 100000 times its slice plus its number in it.
-    `{{200000->100000},..}`: sender and receiver, groups of two. Every slice is in a group, so the
-    lowest number is that of the first slice. Raises ValueError for any other spelling and for
-    groups of unequal size.
+    `{1,2}x{0:3}` is one group of slices for every device of a slice. `{{100000,300000},..}` has
+    groups of devices; a device is 100000 times its slice plus its number in the slice.
+    `{{200000->100000},..}` has senders and receivers, groups of two. Every slice is in a group, so
+    the lowest number is the first slice.
+
+    Raises:
+      ValueError: the spelling is another one, or groups have unequal sizes.
     """
     if product := re.fullmatch(r"\{([\d,]+)\}x\{\d+(?::\d+)?\}", target):
         numbered = [_numbers(product[1])]

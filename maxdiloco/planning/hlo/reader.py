@@ -15,7 +15,7 @@ _END = re.compile(r"\}(, execution_thread=.*)?$")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-NO_ESTIMATE = 2**63 - 1  # what the compiler prints where it has none
+NO_ESTIMATE = 2**63 - 1  # printed by the compiler without an estimate
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Opcodes that return their operand unchanged.
@@ -35,24 +35,24 @@ class Instruction(NamedTuple):
     is_root: bool
 
     def attribute(self, key: str) -> str | None:
-        """The value of `key="value"` or `key=value`; None without it."""
+        """Return the value of `key="value"` or `key=value`; None without it."""
         match = re.search(rf'(?<![\w]){re.escape(key)}=(?:"([^"]*)"|%?([\w.-]+))', self.attributes)
         return None if match is None else match[1] if match[1] is not None else match[2]
 
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it runs, in the order of the text."""
+        """Return the names of the computations that it runs, in the order of the text."""
         branches = _BRANCHES.search(self.attributes)
         names = tuple(_CALLED.findall(self.attributes))
         return names + (tuple(re.findall(r"[\w.-]+", branches[1])) if branches else ())
 
     def estimated_cycles(self) -> int | None:
-        """The compiler's estimate; None without one, as of what a sparse core does."""
+        """Return the compiler's estimate; None without one, as for work of a sparse core."""
         match = _CYCLES.search(self.attributes)
         return int(match[1]) if match and int(match[1]) != NO_ESTIMATE else None
 
 
 class Computation(NamedTuple):
-    """Instructions in the order of the text, which is that of execution."""
+    """Instructions in the order of the text, in which they are executed."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -65,7 +65,7 @@ class Computation(NamedTuple):
         raise ValueError(f"{self.name} has no %{name}: the text was cut. Give the whole module.")
 
     def root(self) -> Instruction:
-        """The instruction whose value the computation returns."""
+        """Return the instruction whose value the computation returns."""
         for instruction in self.instructions:
             if instruction.is_root:
                 return instruction
@@ -79,16 +79,21 @@ class Module(NamedTuple):
     entry: Computation
 
     def computation(self, name: str) -> Computation:
-        """The computation of that name. Raises ValueError when the text does not hold it."""
+        """Return the computation of that name. Raises ValueError if the text does not have it."""
         if name not in self.computations:
             raise ValueError(f"%{name} is called but not in the text. Give the whole module.")
         return self.computations[name]
 
 
 class Executed(NamedTuple):
-    """An instruction where it runs, `times` in one run; every branch counts as taken.
+    """An instruction in one of its executions; every branch counts as taken.
 
-    place: name of the innermost computation around it that is not a fusion.
+    Attributes:
+      computation: that has it.
+      instruction: the instruction.
+      times: how often it runs in one run of the program.
+      place: name of the innermost computation around it that is not a fusion.
+      in_conditional: whether a conditional is around it.
     """
 
     computation: Computation
@@ -99,9 +104,10 @@ class Executed(NamedTuple):
 
 
 def read(text: str) -> Module:
-    """The module of `compiled.as_text()`.
+    """Parse `compiled.as_text()`.
 
-    Raises ValueError for a text without a schedule or an ENTRY, and for a line it cannot read.
+    Raises:
+      ValueError: the text has no schedule or no ENTRY, or a line cannot be read.
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
@@ -142,7 +148,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
+    """Return the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', text[start:]):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
@@ -206,7 +212,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """The constant that the body adds to item `index` of its argument; None for anything else."""
+    """Return the constant that the body adds to item `index` of its argument, or None."""
     following = _source(body, _item(body, body.root().name, index))
     if following.opcode != "add":
         return None
@@ -218,7 +224,7 @@ def _step(body: Computation, index: int) -> int | None:
 
 
 def _item(computation: Computation, name: str, index: int) -> str:
-    """Name of item `index` of a tuple."""
+    """Return the name of item `index` of a tuple."""
     tuple_ = computation[name]
     if tuple_.opcode != "tuple":
         raise _unknown(tuple_, "its initial value is not a tuple in the same computation")
@@ -226,7 +232,7 @@ def _item(computation: Computation, name: str, index: int) -> str:
 
 
 def _source(computation: Computation, name: str) -> Instruction:
-    """The instruction that makes a value, past those that return it unchanged."""
+    """Return the instruction that makes a value, past instructions that return it unchanged."""
     item = computation[name]
     while item.opcode in _SAME:
         item = computation[item.operands[0]]

@@ -1,12 +1,13 @@
-"""Replays a scheduled TPU program against one link per device: how much of the traffic is exposed.
+"""Replay a scheduled TPU program with one link per device, to find the exposed traffic.
 
-An instruction takes the compiler's `estimated_cycles` at the chip's clock, a Pallas kernel the
-least time of its products (hlo/products.py) at the chip's peak, a transfer its bytes at the rate of
-the link, and a collective inside the slice that the schedule waits for its bytes at that of the ICI
-links. Everything else takes no time: the replay hides too little, never too much.
+An instruction takes the compiler's `estimated_cycles` at the chip's clock. A Pallas kernel takes
+the least time of its products (hlo/kernels.py) at the chip's peak. A transfer takes its bytes at
+the rate of the link. A collective inside the slice that the schedule waits for takes its bytes at
+the rate of the ICI links. Everything else takes no time: the replay hides too little, never too
+much.
 
-Whether a `send-done` waits until the other slice has the data, or only until its buffer may be used
-again, no documentation says and no TPU was asked: send_done_waits offers both.
+A `send-done` may wait until the other slice has the data, or only until its buffer may be used
+again. No documentation tells which, and no TPU was asked: send_done_waits offers both.
 """
 
 import copy
@@ -49,7 +50,16 @@ def replay(module: Module, chip: Chip, gbps: float, *, send_done_waits: bool = T
 
 @dataclasses.dataclass
 class Replay:
-    """One run of a module. transfers: by rendezvous."""
+    """One run of a module.
+
+    Attributes:
+      module: the program.
+      chip: of the devices.
+      gbps: rate of a device's link.
+      send_done_waits: whether a send-done waits for the whole transfer.
+      clock: the device's time and the link's.
+      transfers: timing by rendezvous.
+    """
 
     module: Module
     chip: Chip
@@ -69,7 +79,7 @@ class Replay:
         return sum(timing.busy for timing in self.transfers.values())
 
     def branch(self) -> "Replay":
-        """A run that goes on from here, and leaves this one as it is."""
+        """Return a run that continues from here, and leave this one unchanged."""
         clock, transfers = copy.deepcopy(self.clock), dict(self.transfers)
         return dataclasses.replace(self, clock=clock, transfers=transfers)
 
@@ -120,7 +130,7 @@ class Replay:
         return 0.0
 
     def _start(self, item: Instruction) -> None:
-        """A send puts the payload on the link; a recv only makes room for what arrives."""
+        """Put the payload of a send on the link; a recv only makes room for a payload."""
         name, now = traffic.rendezvous_of(item), self.clock.now
         timing = self.transfers.setdefault(name, traffic.Timing(now, now))
         if item.opcode == "send":

@@ -1,8 +1,8 @@
-"""What a compiled program sends: collectives among the devices it numbers, transfers of slices.
+"""Traffic of a compiled program: collectives among devices, and transfers between slices.
 
-On CPU and GPU a program numbers all devices. On TPU it numbers those of one slice, and a collective
-over slices is a `send` and a `recv` through the host (MegaScale) with their `-done`, one pair for
-each rendezvous name.
+On CPU and GPU a program numbers all devices. On TPU it numbers the devices of one slice, and a
+collective over slices is a `send` and a `recv` through the host (MegaScale) with their `-done`, one
+pair for each rendezvous name.
 """
 
 import math
@@ -30,8 +30,11 @@ _TARGET = re.compile(rf'{TARGET}=("[^"]*"|\{{\{{.*?\}}\}})')
 class Timing(NamedTuple):
     """One transfer between slices, in all its runs.
 
-    start, done: of its first and its last run [seconds from the start of the program]. busy:
-    seconds on the link. waited: seconds that the device waits for it.
+    Attributes:
+      start: of its first run [seconds from the start of the program].
+      done: end of its last run, on the same clock.
+      busy: seconds on the link.
+      waited: seconds that the device waits for it.
     """
 
     start: float
@@ -43,12 +46,18 @@ class Timing(NamedTuple):
 class Collective(NamedTuple):
     """One collective.
 
-    axes: mesh axes that its groups span. bytes_sent: bytes that leave one device in each run, by a
-    ring. times: runs in one run of the program. waits: whether the schedule waits for it, which it
-    does when start and done are one instruction. The rest is of a collective over slices. padding:
-    of its bytes, what only fills tiles. timing: where a send-done waits for the whole transfer;
-    None off TPU. waited_least: seconds that the device waits where it waits for nothing; see
-    hlo/replay.py.
+    Attributes:
+      kind: its opcode.
+      dtype: of its payload.
+      axes: mesh axes that its groups span.
+      bytes_sent: bytes that leave one device in each run, by a ring.
+      times: runs in one run of the program.
+      waits: whether the schedule waits for it: its start and its done are one instruction.
+      padding: bytes that only pad tiles; this and the rest are for a collective over slices.
+      in_conditional: whether it is inside a conditional.
+      timing: with a send-done that waits for the whole transfer; None off TPU.
+      waited_least: seconds that the device waits if a send-done waits for nothing, see replay.
+      rendezvous: name of the transfer.
     """
 
     kind: str
@@ -89,7 +98,7 @@ def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
 
 
 def bytes_of(computation: Computation, item: Instruction) -> int:
-    """Bytes that leave one device each time a collective runs."""
+    """Return the bytes that leave one device each time a collective runs."""
     size, kind = max(map(len, notation.groups_of(item.attributes))), item.opcode
     operands = (notation.shape(computation[name].shape) for name in item.operands)
     sizes = [shape.bytes_laid_out() for shape in operands]
@@ -100,7 +109,7 @@ def bytes_of(computation: Computation, item: Instruction) -> int:
 
 
 def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
-    """Bytes that one member of a group sends in a collective, by a ring."""
+    """Return the bytes that one member of a group sends in a collective, by a ring."""
     others = size - 1
     if kind == "all-gather":
         return payload * others
@@ -114,7 +123,11 @@ def _ring_bytes(kind: str, payload: int, size: int, *, name: str) -> int:
 
 
 def axes_of(groups: notation.Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which members of a group differ. Raises ValueError for a device outside."""
+    """Return the mesh axes along which members of a group differ.
+
+    Raises:
+      ValueError: a device is outside the mesh.
+    """
     last, count = max((n for group in groups for n in group), default=0), math.prod(sizes.values())
     if last >= count:
         raise ValueError(
@@ -149,7 +162,7 @@ def transfers(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
 
 
 def rendezvous_of(instruction: Instruction) -> str | None:
-    """The rendezvous that an instruction starts; None without traffic between slices."""
+    """Return the rendezvous that an instruction starts; None without cross-slice traffic."""
     if instruction.opcode not in ("send", "recv"):
         return None
     if instruction.attribute(HANDLER) != RUNTIME:
@@ -164,7 +177,7 @@ def rendezvous_of(instruction: Instruction) -> str | None:
 
 
 def _transfer(name: str, runs: list[Executed], sizes: Mapping[str, int]) -> Collective:
-    """runs: of the send and the recv."""
+    """Build the transfer of a send and a recv."""
     where = runs[0].computation
     pair = {run.instruction.opcode: run.instruction for run in runs}
     if len({run.instruction.name for run in runs}) != 2 or len(pair) != 2:
@@ -188,13 +201,13 @@ def _transfer(name: str, runs: list[Executed], sizes: Mapping[str, int]) -> Coll
 
 
 def bytes_of_send(send: Instruction) -> int:
-    """Bytes that leave one device for other slices each time a send runs, tile padding included."""
+    """Return the bytes that leave one device each time a send runs, tile padding included."""
     kind, slices, sent = _exchange(send)
     return _ring_bytes(kind, sent.bytes_laid_out(), len(slices[0]), name=f"%{send.name}")
 
 
 def _exchange(send: Instruction) -> tuple[str, notation.Groups, notation.Shape]:
-    """Its kind, the groups of slices that exchange, and what is given to the runtime."""
+    """Return the kind, the groups of slices that exchange, and the payload of a send."""
     if (kind := send.attribute(KIND)) is None:
         raise ValueError(f"%{send.name} names no {KIND}: its bytes are unknown")
     if (target := _TARGET.search(send.attributes)) is None:
