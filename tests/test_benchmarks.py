@@ -278,7 +278,8 @@ def test_downstream(smoke, tmp_path):
     sizes = "base_emb_dim=16 base_mlp_dim=16 base_num_decoder_layers=2 head_dim=8".split()
     arguments = "seeds=1 steps=105 finetune_steps=2 tests=5 tolerance=9 out=out text=text.txt"
     ran = smoke("downstream.py", *arguments.split(), *sizes)
-    pretrained, answers, characters = map(markdown, ran.stdout.rstrip().split("\n\n"))
+    tables = ran.stdout.rstrip().split("\n\n")
+    pretrained, answers, characters = (markdown(table + "\n") for table in tables)
     assert [row["steps"] for row in pretrained] == ["105", "120", "165"]
     losses = positive(row["held-out loss"] for row in pretrained)
     assert max(losses) < math.log(257)
