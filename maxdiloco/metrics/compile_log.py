@@ -14,7 +14,6 @@ import jax
 
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.metrics.out_of_memory import require_fit
-from maxdiloco.output import span
 
 # XLA compiles without the GIL. A run has two or three programs that take long; more threads would
 # only need more host memory.
@@ -125,7 +124,7 @@ class CompileLog:
         since = f" for {elapsed:.0f} s" if elapsed else ""
         self._say(
             f"compiling {calls[index].program.name}, {index + 1} of {len(calls)}{since}, about "
-            f"{span(left.seconds(index, elapsed))} left"
+            f"{_rounded(left.seconds(index, elapsed))} left"
         )
 
     def _say_memory(self, calls: Sequence[Call], resident: str) -> None:
@@ -185,6 +184,11 @@ def time_left(expected_s: float, elapsed: float) -> float:
     return max(expected_s - elapsed, elapsed / 4)
 
 
+def _rounded(seconds: float) -> str:
+    """Format an estimate in whole seconds, or else in whole minutes."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
 @contextmanager
 def log_progress(
     say: Callable[[str], None], total: int, *, expected_s: float | None = None
@@ -204,7 +208,9 @@ def log_progress(
     def tell(elapsed: float) -> None:
         if len(ended) < total:
             left = (
-                "" if expected_s is None else f", about {span(time_left(expected_s, elapsed))} left"
+                ""
+                if expected_s is None
+                else f", about {_rounded(time_left(expected_s, elapsed))} left"
             )
             say(f"compiling: {len(ended)} of {total} programs, {elapsed:.0f} s{left}")
 

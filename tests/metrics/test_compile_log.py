@@ -105,7 +105,7 @@ def test_programs_in_turn_say_which_begins_and_what_is_left(monkeypatch):
         assert said[-1].startswith(f"compiling {call.program.name}, {len(said)} of 5")
     # 2 * 50 s + 3 * 10 s; 100 s + 3 * 20 s; then 2 * 10 s after the last step's program.
     assert [re.search(r"about (.*) left$", line)[1] for line in said] == [
-        "2.17 min", "2.67 min", "60 s", "20 s", "10 s",
+        "2 min", "3 min", "60 s", "20 s", "10 s",
     ]  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_a_long_compile_counts_down_and_never_says_that_nothing_is_left(monkeypa
     for _ in log.announce_each([in_turn("inner", object())], expected_s=100.0):
         assert full.wait(60)
     assert [re.search(r"about (.*) left$", line)[1] for line in said[:4]] == [
-        "1.67 min", "60 s", "20 s", "30 s",
+        "2 min", "60 s", "20 s", "30 s",
     ]  # fmt: skip
 
 
