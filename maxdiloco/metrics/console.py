@@ -34,7 +34,7 @@ _COLUMNS = (
     ("perf/mfu", "mfu {:.0%}"),
     ("islands/progress", "{:.1%} of the run"),
 )
-# Of a fixed length: what a terminal echoes at Ctrl-C has room behind it.
+# A fixed length leaves room for the terminal's echo of Ctrl-C.
 _BAR = "{percentage:3.0f}%|{bar:30}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
 _CLEAR_LINE = "\r\x1b[K"  # of every terminal since the VT100
 
@@ -64,9 +64,9 @@ def console_line(
 
 
 def _short(number: float) -> str:
-    """Three digits: 12345.6 -> 12.3k."""
+    """Format a number with three digits: 12345.6 -> 12.3k."""
     units = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-    # From 999.5 on three digits are those of the next unit.
+    # From 999.5 on, three digits need the next unit.
     limit, unit = next((each for each in units if number >= 0.9995 * each[0]), (1.0, ""))
     return f"{number / limit:.3g}{unit}"
 
@@ -131,11 +131,14 @@ class Console:
     def logging(
         self, path: epath.Path, *, require_lock: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Keep the lines in a file, those before this call too, and the error that ends it.
+        """Write all lines to a file, also earlier ones, and an error that leaves the `with`.
 
-        With the time of day in front; in a bucket a minute later at most. A file that cannot be
-        written is a line; the training goes on, and the lines are kept for later. require_lock: of
-        RunFolder; a run that has lost its folder writes no more there.
+        Each has the time of day. In a bucket it arrives a minute later at most. If the file cannot
+        be written, there is a line on the console, training continues, and the lines are kept.
+
+        Args:
+          path: of the file.
+          require_lock: of RunFolder: a run that has lost its folder writes no more there.
         """
 
         def close(kind, error, trace):
@@ -220,6 +223,6 @@ class Console:
 
 
 def _clear(bar) -> None:
-    """Remove the bar and what the terminal has echoed behind it."""
+    """Remove the bar and the terminal's echo behind it."""
     bar.fp.write(_CLEAR_LINE)
     bar.fp.flush()

@@ -2,7 +2,7 @@
 
 An object in a bucket cannot be appended to. There `metrics.jsonl` is the folder `metrics`, whose
 objects `000001.jsonl`, `000002.jsonl` ... hold the lines in their order. Each is written once, so
-what is transferred is what is stored. `read` returns either, and both of a folder that was copied.
+no byte is transferred twice. `read` returns either, and both of a folder that was copied.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from maxdiloco.storage.run_folder import is_local
 
 # A line is in the bucket after a minute at most, of which the upload takes a part.
 CHUNK_S = 50.0
-# A healthy disk stores a line in well below 1 ms. A slow one may delay a step by what a person does
-# not notice.
+# A healthy disk stores a line in well below 1 ms. A slow one may delay a step by a tenth of a
+# second, which a person does not notice.
 STALL_S = 0.1
 PATIENCE_S = 30.0  # for uploads before a save and at the end: as long as obstore repeats a request
 READERS = 32  # requests at once: a day has 1,700 chunks, which take 3 s at 50 ms each
@@ -108,10 +108,10 @@ class ChunkTarget:
                 return len(data)
 
     def sync(self) -> None:
-        """Do nothing: what a bucket has answered is stored."""
+        """Do nothing: a bucket stores an object before it answers."""
 
     def close(self) -> None:
-        """Do nothing: there is no connection of its own."""
+        """Do nothing: the bucket keeps the connections."""
 
 
 def open_lines(path: epath.Path, require_lock: Callable[[], None]) -> LineWriter:
@@ -188,7 +188,7 @@ def _numbered(folder: epath.Path, prefix: str, suffix: str) -> dict[int, epath.P
 def noted(
     path: epath.Path, say: Callable[[str], None], done: str = "written", so: str = ""
 ) -> Iterator[None]:
-    """Turn the failure of an access to a path into a line: what cannot be `done`, and so what."""
+    """Print a line if an access to a path fails: it cannot be `done`, and the consequence `so`."""
     try:
         yield
     except OSError as error:

@@ -17,11 +17,12 @@ RETRY_S = 10.0  # between two tries of an upload, each of which obstore repeats 
 
 
 class Target(Protocol):
-    """What a LineWriter writes to. Its methods run in the writer's thread and raise OSError.
+    """The destination of a LineWriter. Its methods run in the writer's thread and raise OSError.
 
-    delay_s: how long a line waits for others, to be stored with them.
-    stall_s: how long `write` waits for the line to be stored, or 0.
-    patience_s: how long `sync` and `close` wait for the target, or None for as long as it takes.
+    Attributes:
+      delay_s: how long a line waits for others, to be stored with them.
+      stall_s: how long `write` waits for the line to be stored, or 0.
+      patience_s: how long `sync` and `close` wait for the target; None: without a limit.
     """
 
     delay_s: float
@@ -32,7 +33,7 @@ class Target(Protocol):
         """Store bytes; returns how many were stored, at least one."""
 
     def sync(self) -> None:
-        """Force what was stored to the disk."""
+        """Force the stored lines to the disk."""
 
     def close(self) -> None:
         """Release the target."""
@@ -105,7 +106,7 @@ class LineWriter:
             self._require_stored()
 
     def close(self) -> None:
-        """Store what is left and end the thread, in patience_s at most.
+        """Store the remaining lines and end the thread, in patience_s at most.
 
         Raises OSError or CheckpointError if lines are left.
         """

@@ -188,7 +188,7 @@ class Monitor:
 
 
 def _read(tree: Any) -> Any:
-    """Read what this process's devices hold of arrays [R] with one sharding, as [S]."""
+    """Read the entries of arrays [R] on this process's devices, as [S]; they share a sharding."""
 
     def positions(x: jax.Array) -> list[jax.Array]:
         """Return the values of each mesh position; several devices may have the same ones."""

@@ -94,7 +94,7 @@ class RowCollector:
             self._write_first()
 
     def write_all(self) -> None:
-        """Wait for what is missing and write all rows. Raises LostPeerError."""
+        """Wait for the missing parts and write all rows. Raises LostPeerError."""
         while self._waiting:
             self._write_first()
 
@@ -112,9 +112,11 @@ class RowCollector:
         self._write(step, metrics and self._join(metrics, parts), values)
 
     def _join(self, own: Metrics, parts: Mapping[int, bytearray]) -> Metrics:
-        """Return the metrics [R] of all replicas, from those of process 0 and of other processes.
+        """Join the metrics of process 0 and of other processes to [R], for all replicas.
 
-        parts: what each other process has sent, one metric after the other by name.
+        Args:
+          own: metrics of process 0.
+          parts: bytes from each other process, one metric after the other by name.
         """
         size = sum(map(len, self._replicas.values()))
         found = {name: np.empty(size, values.dtype) for name, values in own.items()}

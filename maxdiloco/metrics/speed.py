@@ -11,7 +11,7 @@ import jax
 from maxdiloco.models.config import ModelConfig
 from maxdiloco.parallel import chips
 
-# Our names, and those of jax.Device.memory_stats.
+# Names of our metrics, and names in jax.Device.memory_stats.
 _MEMORY = {
     "device/memory_in_use_bytes": "bytes_in_use",
     "device/memory_peak_bytes": "peak_bytes_in_use",

@@ -1,4 +1,4 @@
-"""Where the time goes from the start of a program to the end of its first step, for one line."""
+"""The phases of a program's time until the end of its first step, for one line."""
 
 import time
 from collections.abc import Callable

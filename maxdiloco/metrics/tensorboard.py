@@ -28,7 +28,7 @@ class EventFile:
 
         Args:
           folder: of the run.
-          purge_step: TensorBoard drops what an earlier session of the run wrote from this step on.
+          purge_step: TensorBoard drops rows of earlier sessions of the run from this step on.
         """
         self._folder, self._purge_step = folder, purge_step
         self._lines: LineWriter | None = None  # until the first row
@@ -59,7 +59,7 @@ class EventFile:
                 self._lines.sync()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         if self._importing is not None:
             self._importing.exception()  # waits
         self._write_waiting()

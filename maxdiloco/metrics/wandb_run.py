@@ -71,5 +71,5 @@ class WandbRun:
         """Do nothing: wandb stores its rows by itself."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining rows."""
         self._run.finish()

@@ -1,6 +1,7 @@
-"""Where the rows of a run go: metrics.jsonl, TensorBoard and Weights & Biases.
+"""Write the rows of a run to metrics.jsonl, TensorBoard and Weights & Biases.
 
-A failure of the latter two is a warning and ends no run. metrics/definitions.py has the names.
+A failure of the latter two is a warning and does not end a run. metrics/definitions.py has the
+names.
 """
 
 import contextlib
@@ -92,11 +93,11 @@ class MetricsWriter(contextlib.AbstractContextManager):
         """Add the row of a step.
 
         Args:
-          step: beyond that of the last row.
+          step: larger than the step of the last row.
           values: all metrics of the step, numbers or arrays with one element.
 
         Raises:
-          ValueError: the step is not beyond that of the last row.
+          ValueError: the step is not larger than the step of the last row.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""What a run needs of a link, and which way to synchronise fits one: arithmetic, nothing is run."""
+"""Plans and compile reports: the mode that fits a link, by arithmetic or by compiling a run."""

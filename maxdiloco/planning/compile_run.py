@@ -33,7 +33,7 @@ _ON_HOST = (
 
 
 def open_devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
-    """Open the devices to compile for: those of compile_topology, or of this machine.
+    """Open the devices to compile for: compile_topology's, or this machine's.
 
     Returns:
       The config with its slices, the mesh, and the chip; None for devices of this machine.

@@ -1,4 +1,4 @@
-"""What a plan is for: a run on slices that may be absent, and how it could synchronise."""
+"""The job of a plan: a run on slices that may be absent, and the candidates for its exchange."""
 
 import math
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ class Clock:
         self.arrives[name] = self.free + latency_s
 
     def wait(self, name: Hashable) -> float:
-        """Wait until a transfer is there; returns how long that takes."""
+        """Wait until a transfer has arrived; returns the seconds that it takes."""
         waited = max(0.0, self.arrives[name] - self.now)
         self.now += waited
         return waited
@@ -48,15 +48,22 @@ def exposed_s(
     step_s: float,
     latency_s: float = 0.0,
 ) -> float:
-    """Seconds that a period of H steps waits for its exchanges, in a run without end.
+    """Return the seconds that a period waits for its exchanges, in a run without end.
 
-    fragments: of each the seconds on the link. Fragment p is sent after the steps t with
-    t = floor(p H / P) (mod H) and used `lag` steps later. chunks: the seconds of each chunk that
-    compiled programs exchange, one beside a step, which ends when the chunk has arrived. Without
-    chunks an exchange goes through host memory, behind those on the link. shared: of the seconds of
-    each fragment those of its means with reduce-scatter, which are sent when its parts have
-    arrived, `scatter_steps` steps after the send; () with all-gather. alone: seconds that no step
-    of the compiled programs hides.
+    Args:
+      fragments: seconds of each on the link. Fragment p is sent after the steps t with
+        t = floor(p H / P) (mod H) and used `lag` steps later.
+      chunks: seconds of each chunk that compiled programs exchange, one concurrently with each
+        step, which ends when the chunk has arrived. Without chunks an exchange goes through host
+        memory, after the exchanges that are on the link already.
+      shared: with reduce-scatter the seconds of each fragment that its means take. They are sent
+        when its parts have arrived, `scatter_steps` steps after the send. () with all-gather.
+      alone: seconds that no step of the compiled programs hides.
+      H: steps of a period.
+      lag: steps between the send of a fragment and its use.
+      scatter_steps: steps between the send of the parts and of the means.
+      step_s: time of a step without an exchange.
+      latency_s: of the link.
     """
     if not lag:
         return sum(seconds + latency_s for seconds in fragments) + latency_s * len(shared)

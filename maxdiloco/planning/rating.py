@@ -1,4 +1,4 @@
-"""What a candidate costs on a link, and which candidate comes first."""
+"""The costs of a candidate on a link, and the order of candidates."""
 
 import dataclasses
 import itertools
@@ -57,7 +57,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Rated:
-    """What a candidate costs on a link."""
+    """The costs of a candidate on a link."""
 
     candidate: Candidate
     exposed_seconds_per_period: float
@@ -125,7 +125,7 @@ def exposed_seconds(
 
 
 def rate(job: Job, candidate: Candidate, sent: Traffic, *, step: Step, link: Link) -> Rated:
-    """Compute what a candidate costs. sent: see `traffic`."""
+    """Compute the costs of a candidate. sent: see `traffic`."""
 
     def exposed(gbps: float) -> float:
         at = dataclasses.replace(link, gbps=gbps)

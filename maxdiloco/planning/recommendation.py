@@ -1,4 +1,4 @@
-"""Answer what a user asks of a plan: which mode, how long, at what loss, how sure."""
+"""Answer the user's questions on a plan: the mode, the time, the loss, and how sure they are."""
 
 import itertools
 import math

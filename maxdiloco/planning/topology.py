@@ -1,10 +1,10 @@
 """Slices to compile for on a machine without them: their names, chips and devices.
 
-A name is a kind and a size. Names of TPUs are MaxText's; XPK's, Cloud TPU's (v5litepod-16) and a
-kind with its shape, as GKE has them (v5p-2x2x4, tpu-v5-lite-podslice-4x4), mean the same slices.
-Sizes are cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. The size of GPUs is the number of those
-of one slice, of one host or of whole hosts. No GPU is there to try kernels on, so the compiler
-takes its default ones and estimates no time.
+A name is a kind and a size. Names of TPUs are MaxText's. The names of XPK and Cloud TPU
+(v5litepod-16), and a kind with its shape, as in GKE (v5p-2x2x4, tpu-v5-lite-podslice-4x4), mean the
+same slices. Sizes come from cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. The size of GPUs is
+the number in one slice, which is a part of a host or whole hosts. Without a GPU the compiler cannot
+try kernels, so it uses its default ones and estimates no time.
 """
 
 import importlib.util
@@ -23,8 +23,11 @@ from maxdiloco.parallel.chips import CHIPS, Chip
 class Tpu(NamedTuple):
     """A kind of TPU.
 
-    counted: what the number of a name counts, and how many of it a chip has. devices: JAX devices
-    of a chip. shapes: of its slices, in chips.
+    Attributes:
+      counted: the unit of the number in a name, in words.
+      per_chip: number of these units in a chip.
+      devices: number of JAX devices in a chip.
+      shapes: of its slices, in chips.
     """
 
     counted: str
@@ -45,13 +48,22 @@ TPUS = {
 
 
 class Gpu(NamedTuple):
-    """What XLA's compiler asks of a GPU, as its own descriptions have it.
+    """Facts on a GPU that XLA's compiler needs, as in its own descriptions.
 
-    chip: the name in CHIPS. name: jax.Device.device_kind. capability: of CUDA. accelerated:
-    whether it has instructions of that generation alone. cores: multiprocessors. lanes: float32
-    units of one. memory, l2: bytes. room: threads that run at once on a multiprocessor, bytes of
-    its shared memory, and what one block may take of them. bandwidth: bytes a second. link_gbps: to
-    the GPUs of its host, NVLink or PCIe, all links together, one way [1e9 bits per second].
+    Attributes:
+      chip: the name in CHIPS.
+      name: jax.Device.device_kind.
+      capability: compute capability of CUDA.
+      accelerated: whether it has instructions that only its generation has.
+      cores: number of multiprocessors.
+      lanes: float32 units of a multiprocessor.
+      memory: bytes.
+      l2: bytes of the L2 cache.
+      room: threads at once on a multiprocessor, bytes of its shared memory, and the most of these
+        bytes that one block may use.
+      bandwidth: of the memory [bytes/s].
+      clock_ghz: clock rate.
+      link_gbps: rate of all links to the GPUs of its host, NVLink or PCIe, one way [Gbit/s].
     """
 
     chip: str
@@ -68,8 +80,8 @@ class Gpu(NamedTuple):
     link_gbps: float
 
 
-# github.com/openxla/xla, xla/backends/gpu/target_config/specs; of T4, L4 and GeForce what
-# deviceQuery of NVIDIA's CUDA samples prints. Links by NVIDIA's data sheets.
+# github.com/openxla/xla, xla/backends/gpu/target_config/specs; for T4, L4 and GeForce the output of
+# deviceQuery of NVIDIA's CUDA samples. Links by NVIDIA's data sheets.
 _TURING, _AMPERE, _HOPPER = (1024, 65536, 65536), (2048, 167936, 166912), (2048, 233472, 232448)
 _SMALL = (1536, 102400, 101376)  # Ampere, Ada and Blackwell for desktops
 GPUS = {
@@ -106,9 +118,9 @@ OTHER_KINDS = {
 }
 ON_HOST = 8  # GPUs of a host, joined by NVLink or PCIe
 SIZES = (1, 2, 4, *(ON_HOST * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128)))
-# Of these jax 0.12 has no name (pallas.triton.GpuVersion), and makes a Triton kernel where one is.
+# jax 0.12 has no name for these (pallas.triton.GpuVersion), so Triton kernels compile only on them.
 UNNAMED, UNNAMED_SINCE = ("a6000", "rtx5090"), (0, 11)
-# The part of a GPU's memory that JAX takes when it starts, and where the user says another:
+# The fraction of a GPU's memory that JAX allocates, and the variables that set another one:
 # docs.jax.dev/en/latest/gpu_memory_allocation.html.
 SHARE, SHARE_KEYS = 0.75, ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # Without these libtpu asks a cloud's metadata server and locks the chip.
@@ -141,9 +153,10 @@ class Slice(NamedTuple):
 
 
 def find(name: str) -> Slice:
-    """The slice by any of its names.
+    """Return a slice by any of its names.
 
-    Raises ConfigError for another name, with those of its kind, or the kinds.
+    Raises:
+      ConfigError: the name is unknown; the message lists the names of its kind, or the kinds.
     """
     kind, _, size = name.rpartition("-")
     kind = OTHER_KINDS.get(kind, kind)
@@ -168,7 +181,7 @@ def find(name: str) -> Slice:
 
 
 def names(kind: str) -> dict[str, tuple[int, ...]]:
-    """The names of a kind's slices, of TPUs MaxText's, with their shapes; the smallest first."""
+    """Return the names of a kind's slices, MaxText's for TPUs, and shapes, smallest first."""
     if kind in GPUS:
         return {f"{kind}-{size}": (size,) for size in SIZES}
     shapes = [tuple(map(int, text.split("x"))) for text in TPUS[kind].shapes.split()]
@@ -176,7 +189,7 @@ def names(kind: str) -> dict[str, tuple[int, ...]]:
 
 
 def larger(name: str, num_devices: float) -> str:
-    """The smallest known slice of the same kind with at least so many devices; "" for none."""
+    """Return the smallest known slice of the kind with this many devices; "" without one."""
     same_kind = names(find(name).kind)
     return next((known for known in same_kind if find(known).devices >= num_devices), "")
 

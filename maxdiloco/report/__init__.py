@@ -1,1 +1,1 @@
-"""The HTML report of runs: what their folders hold, the tables and panels made of it, the page."""
+"""The HTML report of runs: reading their folders, its tables and panels, and the page."""

@@ -34,16 +34,17 @@ _EVENT_FIELDS = {
 
 
 class RunData(NamedTuple):
-    """What the report shows of a run.
+    """The data of a run that the report shows.
 
-    name: the last parts of the folder's path that distinguish it from the other runs.
-    folder: of the run.
-    steps: [N] of its rows, strictly increasing.
-    columns: {metric: float64 [N]}; NaN in a row without it, NOT_FINITE where it was not finite.
-    config: {key: value} of every key, or None for a run without config.yml.
-    history: the events of history.jsonl, oldest first.
-    checkpoints: {step of a kept checkpoint: when it was sealed, seconds since 1970, or NaN}.
-    notes: lines for the reader on what is missing.
+    Attributes:
+      name: the last parts of the folder's path that distinguish it from the other runs.
+      folder: of the run.
+      steps: [N] of its rows, strictly increasing.
+      columns: {metric: float64 [N]}; NaN in a row without it, NOT_FINITE where it was not finite.
+      config: {key: value} of every key, or None for a run without config.yml.
+      history: the events of history.jsonl, oldest first.
+      checkpoints: {step of a kept checkpoint: when it was sealed, seconds since 1970, or NaN}.
+      notes: lines for the reader on missing data.
     """
 
     name: str

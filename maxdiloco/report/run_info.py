@@ -1,4 +1,4 @@
-"""How a run was started, how it ended, what it has saved, and which keys it sets."""
+"""Tables of a run's sessions, its checkpoints and its keys."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from maxdiloco.config.values import show
 from maxdiloco.report.run_data import RunData
 from maxdiloco.report.tables import UNKNOWN, Table, format_date
 
-# Keys that say where a run is, not what it does.
+# Keys that locate a run and do not change it.
 _LOCATION_KEYS = ("run_name", "base_output_directory")
 
 

@@ -23,13 +23,13 @@ COMMITTED = "islands/committed_tokens"
 WAITED = "dcn/waited_s"  # only of the host transport
 TWO_PERIODS = 60  # longest H of which two periods are legible on a phone [inner steps]
 MAX_STEPS = 5000  # longest period that is drawn; a screen has fewer pixels [inner steps]
-# A mean over whole periods that log_period divides is exact. Of longer windows a panel would show
-# no change, so that beyond these many periods the mean is approximate.
+# A mean over whole periods that log_period divides is exact. A panel would show no change with a
+# longer window, so beyond this many periods the mean is approximate.
 MAX_PERIODS = 10
 
 
 def is_island(run: RunData) -> bool:
-    """Whether a run is an island; its outer parameters are those of all islands of its log."""
+    """Tell whether a run is an island; all islands of a log share the outer parameters."""
     return bool(np.isfinite(run.column(COMMITTED)).any())
 
 
