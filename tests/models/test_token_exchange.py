@@ -89,7 +89,7 @@ def test_rows_come_back_to_where_they_were(devices):
 @pytest.mark.parametrize("policy", ["minimal", full("full")])
 def test_tokens_by_all_to_all_are_tokens_by_all_gather(devices, sizes, changes, policy):
     """Two replicas' losses to 1e-6 and gradients, with biases and padding. The routers' biases send
-    most tokens to experts 0 and 1, which are on one device: its rows need more rounds."""
+    most tokens to experts 0 and 1, whose devices need more than one round."""
     changes = on_mesh.EXPERTS | dict(remat_policy=policy) | changes
     model = tiny_model.build(**changes)
     mesh = tiny_model.mesh_of(devices, **sizes)
