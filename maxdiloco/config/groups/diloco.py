@@ -194,7 +194,7 @@ class Islands(Group):
 
     group: ClassVar[str] = "islands"
     title: ClassVar[str] = (
-        "programs that train one model through a store (docs/tutorials/islands.md)"
+        "programs that train one model through a store (docs/howto/operate-islands.md)"
     )
 
     enable_islands: Bool = key(False, from_checkpoint=False)
