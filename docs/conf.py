@@ -36,6 +36,7 @@ myst_heading_anchors = 3  # the anchors that GitHub gives to headings
 myst_enable_extensions = ["attrs_inline"]  # anchors of the keys in the configuration reference
 
 default_role = "literal"
+autoclass_content = "both"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_google_docstring = True

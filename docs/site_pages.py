@@ -28,6 +28,9 @@ API = """\
 
 .. autoclass:: maxdiloco.Stacked
 
+.. autoclass:: maxdiloco.Island
+   :members:
+
 .. autoclass:: maxdiloco.Checkpointer
    :members:
 

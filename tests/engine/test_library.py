@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import maxdiloco
-from maxdiloco import Checkpointer, DiLoCo, Stacked, restore_state, save_state
+from maxdiloco import Checkpointer, DiLoCo, Island, Stacked, restore_state, save_state
 from maxdiloco.config import config
 from maxdiloco.config.keys import KEYS
 from maxdiloco.diloco import outer_rate
@@ -25,6 +25,7 @@ from maxdiloco.errors import NumericsError
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/howto/use-as-a-library.md").read_text(encoding="utf-8")
+PAGES = ROOT / "docs/site_pages.py"
 BATCH = np.ones((2, 1), np.float32)
 
 
@@ -245,16 +246,18 @@ def test_the_library_s_outer_rate_and_momentum_are_the_trainer_s(options, keys):
     assert settings.outer_momentum == cfg.diloco_outer_momentum == outer_rate.MOMENTUM
 
 
-def test_the_page_names_everything_public_and_every_argument():
-    """Each name that maxdiloco exports, with every argument and default of the constructors."""
+def test_the_docstrings_name_every_argument():
+    """The site generates the Python API from them."""
+    for made, text in (
+        (DiLoCo, inspect.getdoc(DiLoCo.__init__)),
+        (Island, inspect.getdoc(Island.__init__)),
+        (Checkpointer, f"{inspect.getdoc(Checkpointer)} {Checkpointer.__init__.__doc__}"),
+        (ExchangeSettings, inspect.getdoc(ExchangeSettings)),
+    ):
+        for argument in inspect.signature(made).parameters:
+            assert re.search(rf"(?m)\b{argument}\b[^\n]*:", text), (made, argument)
     for name in maxdiloco.__all__:
-        assert f"maxdiloco.{name}" in PAGE, name
-    for made in (DiLoCo, Checkpointer):
-        for argument in list(inspect.signature(made).parameters)[1:]:
-            assert f"`{argument}`" in PAGE or argument == "settings", argument
-    for field in dataclasses.fields(ExchangeSettings):
-        assert f"`{field.name}`" in PAGE, field.name
-    assert "`not_an_argument`" not in PAGE
+        assert f"maxdiloco.{name}\n" in PAGES.read_text(encoding="utf-8"), name
 
 
 def test_each_replica_has_its_own_typed_keys():
