@@ -452,7 +452,8 @@ class Island:
             raise
         self._position = self._look()
         self._leases_told += len(self._position.leases)
-        processes.tell(processes.GO, [self._incarnation, self._warm_from, self._position])
+        standing = self._incarnation, self._warm_from, self.run.block_tokens, self._position
+        processes.tell(processes.GO, standing)
         return state
 
     def _follow(self, state: State) -> State:
@@ -465,7 +466,9 @@ class Island:
                     state = self._values.put(state, self._diloco.layout.plans[fragment], None)
                 case processes.RESET, _:
                     state = self._values.without_moments(state, self._init_opt_state)
-                case _, (incarnation, self._warm_from, position):
+                case processes.GO, (incarnation, warm_from, block_tokens, position):
+                    self._warm_from = warm_from
+                    self.run = self.run._replace(block_tokens=block_tokens)
                     if incarnation != self._incarnation:
                         self._incarnation, self._tokens = incarnation, 0
                         self._data = LeasedData(state.t)
@@ -474,6 +477,8 @@ class Island:
                     if self._position.ended:
                         self._data.end()
                     return state
+                case message:
+                    raise AssertionError(message)
 
     def _wait(self, state: State) -> State:
         """Wait until the next step may begin, and join again if the log went on without it."""
