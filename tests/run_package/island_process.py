@@ -25,6 +25,7 @@ LIES = {"bias": P(), "kernel": P(None, "fsdp")}
 OVERLAPPED = dict(
     exchange_dtype="float4_e3m0", overlap_steps=2, alpha=0.25, min_members=2, error_feedback=True
 )
+AGAIN = "again"  # two steps after a second start in the store of "lockstep"
 # "free": until 400 tokens are committed, at the speed of each; min_members lets none run ahead.
 RUNS = {"lockstep": (OVERLAPPED, LOCKSTEP), "free": (OVERLAPPED | dict(total_tokens=400), FAST)}
 
@@ -56,8 +57,10 @@ def trained(trainer, name):
     start = placed(params, LIES), placed(jax.tree.map(np.zeros_like, params), LIES)
     trainer.bind(*start)
     state = trainer.rejoin(trainer.init_program(lambda *given: given)(*start))
-    found = dict(places=[], rates=[])
-    while state.t < STEPS if name == "lockstep" else not trainer.done:
+    found = dict(places=[], rates=[], warmups=[])
+    last = {"lockstep": STEPS, AGAIN: 2}.get(name)
+    while state.t < last if last else not trainer.done:
+        found["warmups"] += [trainer.warmup(state.t + 1)]
         if name == "free":
             for part in trainer.leased(state.t + 1):
                 found["places"] += [64 * part.block + n for n in range(part.start, part.stop, 4)]
@@ -83,6 +86,9 @@ def main(argv):
         for name in names:
             trainer = over_two_devices(pathlib.Path(folder), name)
             np.savez(f"{folder}/{name}.{jax.process_index()}.npz", **trained(trainer, name))
+        # The log of a run in progress: the inner optimizer begins again.
+        trainer = over_two_devices(pathlib.Path(folder), "lockstep")
+        np.savez(f"{folder}/{AGAIN}.{jax.process_index()}.npz", **trained(trainer, AGAIN))
     return 0
 
 

@@ -82,6 +82,14 @@ def test_an_island_of_two_processes_is_one_of_two_devices(folder, tmp_path):
     assert of_processes == of_devices and len(of_processes) == 3
 
 
+def test_both_processes_warm_up_after_a_second_start(folder):
+    """The rates of steps 1 and 2 of H = 4; in the first start there is no warm-up."""
+    first, second = found(folder, island_process.AGAIN)
+    require_equal(first, second)
+    assert first["warmups"].tolist() == [0.25, 0.5]
+    assert set(found(folder, "lockstep")[1]["warmups"].tolist()) == {1.0}
+
+
 def test_an_island_of_two_processes_reads_and_steps_alike(folder):
     """The same rates and places of the text in both, no place of the other island's, each once;
     the log adds up, with messages of both islands."""
