@@ -83,7 +83,7 @@ def test_an_island_of_two_processes_is_one_of_two_devices(folder, tmp_path):
 
 
 def test_both_processes_warm_up_after_a_second_start(folder):
-    """The rates of steps 1 and 2 of H = 4; in the first start there is no warm-up."""
+    """A quarter and a half of the rate, as H = 4; the first start has the full rate."""
     first, second = found(folder, island_process.AGAIN)
     require_equal(first, second)
     assert first["warmups"].tolist() == [0.25, 0.5]
