@@ -4,7 +4,7 @@
 
 Run it in two terminals, or on two machines, with the same STORE and two names. Stop and start them
 as you like: a program that starts again continues with the log. All end with the same parameters.
-docs/howto/use-as-a-library.md explains every argument.
+docs/howto/use-as-a-library.md explains it.
 """
 
 import sys

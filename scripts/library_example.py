@@ -6,7 +6,7 @@ The script runs on eight emulated CPU devices: four replicas, each sharded over 
 folder is given, the state is saved there after every round, and the next call resumes from it.
 
 The first half is an ordinary model and does not mention DiLoCo. The second half, `main`, trains it.
-docs/howto/use-as-a-library.md explains every argument.
+docs/howto/use-as-a-library.md explains it.
 """
 
 import contextlib
