@@ -99,11 +99,12 @@ def _markdown(content: str) -> Iterator[Text]:
             yield Text(start, number - 1, NOT_PROSE.sub("", " ".join(block)))
             block = []
         fenced ^= fence
-        if fence or fenced or not line.strip() or line.startswith("    "):
+        if fence or fenced or not line.strip() or (line.startswith("    ") and not block):
             continue
         if not block:
             start = number
-        block.append(ITEM.sub("", line).strip())
+        item = ITEM.match(line)
+        block.append(line[item.end() if item else 0 :].strip())
 
 
 def _comments(lines: Iterator[tuple[int, str]]) -> Iterator[Text]:

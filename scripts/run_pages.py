@@ -37,7 +37,8 @@ PAGES = (
     "docs/tutorials/two-machines.md", "docs/tutorials/tpu-slices.md",
     "docs/tutorials/own-loop.md", "docs/howto/evaluate-and-sample.md",
     "docs/howto/monitor-a-run.md", "docs/tutorials/islands.md",
-    "docs/reference/compile-report.md", "docs/reference/results.md",
+    "docs/development/add-a-wire-format.md", "docs/reference/compile-report.md",
+    "docs/reference/results.md",
 )  # fmt: skip
 SKIPPED = (
     r"^git clone ",  # the address of the repository is not known here

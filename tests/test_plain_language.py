@@ -46,6 +46,13 @@ def test_code_in_markdown_is_not_prose():
     assert patterns("page.md", code + "\nbeside\n") == ["preposition"]
 
 
+def test_an_item_of_a_list_is_read_to_its_end():
+    """A continued line may be indented like code, and may contain a number with a full stop."""
+    item = "10. A part of version 1. It runs\n    beside the step.\n"
+    (found,) = language.findings("page.md", item)
+    assert (found.first, found.last, found.sentence) == (1, 2, "It runs beside the step.")
+
+
 def test_only_changed_lines_are_printed_and_the_exit_code_is_0(tmp_path, monkeypatch, capsys):
     def git(*arguments):
         subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True)
