@@ -130,7 +130,7 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
         calls = [Call(program, (tokens,), 1) for program in programs]
         trainer = of(calls=lambda batch: calls, abstract_state=None)
         parts = of(batch={"tokens": tokens}, trainer=trainer)
-        return remat_choice._needed(settings_of(), parts, 9, lambda line: None)
+        return remat_choice._needed(settings_of(), parts, 9, lambda line: None, None)
 
     monkeypatch.setattr(remat_choice, "kept_bytes", lambda *_: 0)
     given = lambda compiled, *_: types.SimpleNamespace(needed=compiled)  # noqa: E731
