@@ -36,9 +36,9 @@ def page(name):
 
 
 def blocks(text):
-    """Every line of every block."""
-    found = re.findall(r"^```\n(.*?)^```", text, re.S | re.M)
-    return [line for block in found for line in block.splitlines()]
+    """Every line of every block without a language: outputs are `text`."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.S | re.M)
+    return [line for language, block in found if not language for line in block.splitlines()]
 
 
 def as_variables(keys):
@@ -49,7 +49,10 @@ def output_of_command(line, *more):
     """Run a command in this process with more arguments, and return what it prints."""
     python, flag, module, *arguments = shlex.split(line)
     assert (python, flag) == ("python", "-m")
-    return output_of(importlib.import_module(module).main, *arguments, *more)
+    program = importlib.import_module(module)
+    if "__path__" in vars(program):  # a package, such as maxdiloco.report
+        program = importlib.import_module(f"{module}.__main__")
+    return output_of(program.main, *arguments, *more)
 
 
 @pytest.mark.usefixtures("programs")
