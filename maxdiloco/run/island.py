@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,7 +20,9 @@ from maxdiloco.data.pipeline import Batch
 from maxdiloco.engine.diloco import InnerStep
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands.island import Island
+
+if TYPE_CHECKING:
+    from maxdiloco.islands.island import Island
 
 # One request for a lease in so many steps, and a step of sixteen times the tokens fits.
 STEPS_OF_A_BLOCK = 16
@@ -79,7 +81,7 @@ def build(
     facts: Facts | None,
     fresh: Callable[[Any], Any],
     **options: Any,
-) -> Island:
+) -> "Island":
     """Return the island that a config describes.
 
     Args:
@@ -90,6 +92,9 @@ def build(
       fresh: params -> the first state of the inner optimizer.
       **options: mesh, layer_axis and on_compile of Island.
     """
+    # Here, not above: other runs start without cryptography.
+    from maxdiloco.islands.island import Island
+
     step_tokens = facts.step_tokens if facts else 1
     return Island.from_settings(
         step,
@@ -135,7 +140,7 @@ def _hash(text: str) -> str:
 class IslandControl:
     """The run control of an island: the log decides about learning rate, data and end."""
 
-    def __init__(self, island: Island, facts: Facts | None):
+    def __init__(self, island: "Island", facts: Facts | None):
         """Keep the island, and open its store if it is to train. Raises ConfigError."""
         self._island, self._facts = island, facts
         if facts is not None:
@@ -179,7 +184,7 @@ class LeasedText:
     The blocks of an epoch follow each other.
     """
 
-    def __init__(self, text: TrainingData, island: Island, length: int):
+    def __init__(self, text: TrainingData, island: "Island", length: int):
         """Keep text and island. length: of a sequence."""
         self._text, self._island, self._length = text, island, length
         self.computed = text.computed

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 
 import pytest
 from run import ROOT, Process, assert_exit_codes
@@ -10,7 +11,7 @@ from maxdiloco.islands import __main__ as islands
 from maxdiloco.islands import audit, log_store
 
 pytestmark = [pytest.mark.usefixtures("programs")]
-TOKENS = 150_000
+TOKENS = 1_000_000
 
 
 def test_the_island_example_survives_a_kill_and_ends_with_equal_parameters(tmp_path):
@@ -23,6 +24,10 @@ def test_the_island_example_survives_a_kill_and_ends_with_equal_parameters(tmp_p
 
     with start("a") as a, start("b") as killed:
         killed.wait_for_output("step 200")
+        deadline = time.monotonic() + 120
+        while "b" not in members(log_of(store)):
+            assert time.monotonic() < deadline and killed.popen.poll() is None
+            time.sleep(0.1)
         killed.popen.kill()
         with start("b") as b:
             assert_exit_codes([a, b, killed], 0, 0, -9)
@@ -30,7 +35,15 @@ def test_the_island_example_survives_a_kill_and_ends_with_equal_parameters(tmp_p
             ends = [re.search(r"parameters\| (\S+)", one.output)[1] for one in (a, b)]
     assert ends[0] == ends[1] and float(ends[0]) > 0
     assert islands.main(["audit", store]) == 0
-    bucket = log_store.open_bucket(store)
-    log = audit.replay(bucket, audit.read_run(bucket), 0)
+    log = log_of(store)
     assert log.state.tokens >= TOKENS
-    assert {m.island for record in log.records for m in record.members} == {"a", "b"}
+    assert members(log) == {"a", "b"}
+
+
+def log_of(store):
+    bucket = log_store.open_bucket(store)
+    return audit.replay(bucket, audit.read_run(bucket), 0)
+
+
+def members(log):
+    return {member.island for record in log.records for member in record.members}

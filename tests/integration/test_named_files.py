@@ -13,7 +13,7 @@ from maxdiloco.config import config
 from maxdiloco.data import shards, tokenizer
 from maxdiloco.errors import USER_ERRORS, CheckpointError, ConfigError
 from maxdiloco.huggingface import safetensors_files, sidecar_files
-from maxdiloco.islands import keys
+from maxdiloco.islands import signatures
 from maxdiloco.report import run_data
 
 LARGE = 1 << 36  # bytes of a sparse file: more than any limit
@@ -61,13 +61,13 @@ def saved_tokenizer(folder, kind):
 
 
 def islands_key(folder, kind):
-    keys.read(str(place(folder / "a", kind)))
+    signatures.read(str(place(folder / "a", kind)))
 
 
 def public_key(folder, kind):
     own = make(folder, "a")
     place(folder / "b.pub", kind)
-    keys.read(own)
+    signatures.read(own)
 
 
 def exchange_secret_file(folder, kind):
@@ -137,7 +137,7 @@ def test_a_secret_that_others_may_read_is_refused(tmp_path, mode):
     secret = tmp_path / "secret"
     secret.write_text("known to every host of the run\n")
     for path, read, key in (
-        (make(tmp_path, "a"), keys.read, "islands_key"),
+        (make(tmp_path, "a"), signatures.read, "islands_key"),
         (secret, peers.secret_of_file, "exchange_secret_file"),
     ):
         os.chmod(path, 0o600)
@@ -152,4 +152,4 @@ def test_a_secret_of_another_user_may_be_readable(tmp_path, monkeypatch):
     path = pathlib.Path(make(tmp_path, "a"))
     path.chmod(0o640)
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(path).st_uid + 1)
-    assert keys.read(str(path)).own
+    assert signatures.read(str(path)).own
