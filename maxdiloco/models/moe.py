@@ -141,7 +141,7 @@ class RoutedExperts(nnx.Module):
             y_TD, dropped = self.in_slots(*tokens, axes=axes.experts)
         elif not axes.experts:
             y_TD = self._dropless(*tokens, first=0)
-        elif self.kernels.token_exchange != "all_gather":
+        elif self.kernels.token_exchange == "all_to_all":
             y_TD = self._exchanged(*tokens, axes=axes.experts)
         else:
             tokens = [jax.lax.all_gather(x, axes.experts, tiled=True) for x in tokens]
@@ -385,7 +385,7 @@ def _one_round(kernels, activate, axes, room, number, counts_NE, operands):
     layers, x_AD, weights_A = operands
     me = jax.lax.axis_index(axes)
     out, back = token_exchange.slices_of_round(counts_NE, me, number, room)
-    move = functools.partial(token_exchange.exchange, kernels.token_exchange, axes)
+    move = functools.partial(token_exchange.exchange, axes)
     sizes = len(x_AD), room
     x_RD, weights_R = (move(sizes, x, out, back) for x in (x_AD, weights_A))
     sizes_E = jnp.sum(back.sizes_NL, axis=0)

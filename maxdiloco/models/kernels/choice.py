@@ -58,7 +58,7 @@ class Kernels:
       products: how products of activations and weights are computed, see matmul.py.
       grouped_matmul: `xla`, `megablox` or `triton`, see grouped_matmul.py.
       token_exchange: how rows reach the devices of their experts: `all_gather` sends all tokens to
-        all devices, `padded` and `ragged` are those of token_exchange.py.
+        all devices, `all_to_all` each row to the device of its expert (token_exchange.py).
       recompute_activations: form activation functions again in the backward pass. XLA:GPU would
         store what is between their operations, for more reading and writing than it saves.
       one_pass_logsumexp: see reductions.py.
@@ -236,7 +236,7 @@ def _cpu_kernels(config: ModelConfig, attention: str, products: Products) -> Ker
     return Kernels(
         attention=attention,
         products=dataclasses.replace(products, float32_results=is_half, float32_operands=is_wide),
-        token_exchange="padded",
+        token_exchange="all_to_all",
         head_chunk=CPU_BF16_CHUNK_TOKENS if is_half and not is_wide else CHUNK_TOKENS,
     )
 

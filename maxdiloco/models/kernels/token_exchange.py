@@ -93,9 +93,8 @@ def slices_of_round(
     return out, back
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def exchange(
-    kernel: str,
     axes: tuple[str, ...],
     sizes: tuple[int, int],
     x_AD: jax.Array,
@@ -104,9 +103,11 @@ def exchange(
 ) -> jax.Array:
     """Send slices of rows to other devices. The gradient is the exchange back.
 
+    It is an all-to-all of equal parts, each with room for all rows. With jax.lax.ragged_all_to_all,
+    which sends no padding, the estimated step on TPUs is longer than with an all-gather
+    (benchmarks/results/experts.md), and XLA:CPU of jax 0.10 does not have it.
+
     Args:
-      kernel: `ragged` is jax.lax.ragged_all_to_all, which XLA:CPU of jax 0.10 does not have.
-        `padded` is an all-to-all of equal parts, each with room for all rows.
       axes: mesh axes of the N devices, manual here.
       sizes: numbers of rows (A, R) of x and of the result.
       x_AD: rows [A, D] or [A].
@@ -116,21 +117,6 @@ def exchange(
     Returns:
       [R, D] or [R]; 0 in rows that nobody sent.
     """
-    return _move(kernel, axes, sizes, x_AD, out, back)
-
-
-def _move(kernel, axes, sizes, x_AD, out, back):
-    if kernel == "padded":
-        return _padded(axes, sizes, x_AD, out, back)
-    empty = jnp.zeros((sizes[1], *x_AD.shape[1:]), x_AD.dtype)
-    offsets = (out.first_NL, out.sizes_NL, out.there_NL, back.sizes_NL)
-    one_by_one = jax.custom_batching.sequential_vmap(
-        functools.partial(jax.lax.ragged_all_to_all, axis_name=axes)
-    )
-    return one_by_one(x_AD, empty, *(x.reshape(-1) for x in offsets))
-
-
-def _padded(axes, sizes, x_AD, out, back):
     room = min(sizes)
     sent_NRD = x_AD[jnp.minimum(_rows(out, room, beyond=sizes[0]), sizes[0] - 1)]
     got_NRD = jax.lax.all_to_all(sent_NRD, axes, split_axis=0, concat_axis=0, tiled=True)
@@ -152,12 +138,9 @@ def _rows(slices: Slices, room: int, *, beyond: int) -> jax.Array:
 
 
 exchange.defvjp(
-    lambda kernel, axes, sizes, x_AD, out, back: (
-        exchange(kernel, axes, sizes, x_AD, out, back),
-        (out, back),
-    ),
-    lambda kernel, axes, sizes, slices, d_RD: (
-        exchange(kernel, axes, sizes[::-1], d_RD, *slices[::-1]),
+    lambda axes, sizes, x_AD, out, back: (exchange(axes, sizes, x_AD, out, back), (out, back)),
+    lambda axes, sizes, slices, d_RD: (
+        exchange(axes, sizes[::-1], d_RD, *slices[::-1]),
         None,
         None,
     ),
