@@ -1,7 +1,8 @@
-"""The algorithm on numbers and pytrees. This page leads from the lines of the papers to the code.
+"""The DiLoCo algorithms on numbers and pytrees, with an index from the papers' lines to functions.
 
-Streaming DiLoCo (arXiv 2501.18512), Algorithm 2. Names are those below `maxdiloco`; g is the outer
-gradient. Line 2 is the caller's loop around `step`.
+The table follows Streaming DiLoCo (arXiv 2501.18512), Algorithm 2. Function names are relative to
+`maxdiloco`. The paper's theta are the outer parameters, and g is the outer gradient. Line 2 is the
+caller's loop around `step`.
 
 | line | the paper                                       | function                              |
 |------|-------------------------------------------------|---------------------------------------|
@@ -21,13 +22,13 @@ gradient. Line 2 is the caller's loop around `step`.
 | 12   | theta_m,p = alpha theta_m,p + (1-alpha) theta_p | diloco.outer.merge                    |
 | 3-12 | in this order, for one t and in every mode      | diloco.schedule.Schedule.actions      |
 
-DiLoCo (arXiv 2311.08105), Algorithm 1 is one fragment and tau = 0. Eager updates (arXiv
-2502.12996), Algorithm 3 runs lines 7-12 when a fragment is sent, for each replica with outer
-parameters of its own: engine.programs.eager_step. Its mean is engine.collective.receive_eager, in
-which diloco.outer.eager_own_term puts the replica's fresh g among those of the others of the round
-before.
+DiLoCo (arXiv 2311.08105), Algorithm 1 is the case of one fragment and tau = 0. Eager updates (arXiv
+2502.12996), Algorithm 3 run lines 7-12 when a fragment is sent: engine.programs.eager_step. Each
+replica then has its own outer parameters. The eager mean is engine.collective.receive_eager:
+diloco.outer.eager_own_term chooses the replica's own g of this round, and the other replicas' g of
+the previous round.
 
-Error feedback adds the residual of earlier sends in line 7, diloco.outer.add_residual, and keeps
-what line 8 loses, diloco.outer.new_residual. Every receiver of line 10, in eager mode the replica
-itself too, uses the values that were sent.
+With error feedback, diloco.outer.add_residual adds the residual of earlier sends in line 7, and
+diloco.outer.new_residual keeps the encoding error of line 8. Every receiver in line 10 uses the
+decoded values; in eager mode this includes the sender itself.
 """

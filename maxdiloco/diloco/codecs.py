@@ -1,7 +1,7 @@
-"""The codecs of the wire formats; diloco/quantize.py has their layouts in words and error bounds.
+"""Encoders and decoders of the wire formats; quantize.py describes their layouts and error bounds.
 
 Every step is integer arithmetic, a selection, or a float32 operation with one correctly rounded
-result, so that no bit depends on how a program is compiled.
+result. The bits therefore do not depend on how a program is compiled.
 """
 
 # N values  K wire elements  B blocks  Q = 256 values of a block  T values of a block that are sent
@@ -11,35 +11,35 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-BLOCK = 256  # our choice: one scale byte in 256 half bytes is 0.8 % of the payload
+BLOCK = 256  # values that share a scale; one scale byte for 256 codes of 4 bits adds 0.8%
 EXPONENT = 0x7F800000
 MANTISSA = 0x007FFFFF
 MAGNITUDE = 0x7FFFFFFF
 _LOWEST = 8  # biased exponent of 2^-119: below it, 2^-7 of it would not be a normal float32
 _BFLOAT16_LARGEST = 0x7F7F
 _BYTES = (0, 8, 16, 24)  # a byte each, lowest first [bits]
-# Values of a block that topk sends: 3.1 %. SparseLoCo (arXiv 2508.15706) sends 1 to 3 % of larger
-# blocks; with 256 an index is one byte.
+# Values of a block that topk sends: 3.1%. SparseLoCo (arXiv 2508.15706) sends 1% to 3% of larger
+# blocks. An index into a block of 256 is one byte.
 SENT = 8
-# The step of the best uniform quantiser of four levels for normal values is 0.9957 of their
-# deviation (Max 1960, table II), which is 1.2533 of their mean magnitude: together 5/4.
+# The best uniform quantiser with four levels for normal values has a step of 0.9957 standard
+# deviations (Max 1960, table II). The deviation is 1.2533 mean magnitudes; the product is 5/4.
 _STEP = 1.25
-# jax.Array or numpy.ndarray; each function computes with the library of what it gets.
+# jax.Array or numpy.ndarray; each function computes with the library of its arguments.
 Array = Any
 
 
 def bits_of(x: Array) -> Array:
-    """float32 as int32."""
+    """Reinterpret float32 values as int32."""
     return x.view(np.int32)
 
 
 def float_of(bits: Array) -> Array:
-    """int32 as float32."""
+    """Reinterpret int32 values as float32."""
     return bits.view(np.float32)
 
 
 def normal_bits(x_N: Array) -> Array:
-    """Bits of x; of +0 for zeros, denormals, infinities and NaN."""
+    """Return the bits of x; zeros, denormals, infinities and NaN become the bits of +0."""
     xp = x_N.__array_namespace__()
     bits_N = bits_of(x_N)
     exponent_N = bits_N & EXPONENT
@@ -47,33 +47,33 @@ def normal_bits(x_N: Array) -> Array:
 
 
 def blocks(x_N: Array) -> Array:
-    """[B, Q], the last block filled up with zeros."""
+    """Reshape x to blocks [B, Q]; the last block is padded with zeros."""
     xp = x_N.__array_namespace__()
     return xp.pad(x_N, (0, -x_N.shape[0] % BLOCK)).reshape(-1, BLOCK)
 
 
 def _largest(magnitude_BQ: Array) -> Array:
-    """Places of the SENT largest of each block, of equal ones the first."""
+    """Return the indices of the SENT largest values of each block; the first one wins a tie."""
     if magnitude_BQ.__array_namespace__() is np:
         return np.argsort(-magnitude_BQ, axis=1, kind="stable")[:, :SENT]
-    from jax import lax  # not above: a log of islands is read without JAX
+    from jax import lax  # not at the top: the log of an islands run is read without JAX
 
     return lax.top_k(float_of(magnitude_BQ), SENT)[1]
 
 
 def _once(x_B: Array) -> Array:
-    """x >= 0 itself, as the maximum with 0: XLA:CPU computes what it reduces once for each block.
+    """Return x >= 0 as the maximum of x and 0, a reduction that XLA:CPU computes once per block.
 
-    Else it would compute it again for each value of the block that uses it.
+    Without the reduction XLA:CPU would compute x again for each value of the block.
     """
     xp = x_B.__array_namespace__()
     return xp.max(xp.where(np.arange(2)[:, None] == 0, x_B, 0), axis=0)
 
 
 def _packed(code_N: Array, values: int) -> Array:
-    """So many codes in a byte: the first part of them in the lowest bits.
+    """Pack `values` codes into each byte; the first 1 / `values` of the codes get the lowest bits.
 
-    A sum, since XLA:CPU would take slices of the codes value by value.
+    The bytes are computed as a sum, because XLA:CPU would copy slices of the codes value by value.
     """
     xp = code_N.__array_namespace__()
     shifts = 8 // values * np.arange(values)[:, None]
@@ -82,12 +82,12 @@ def _packed(code_N: Array, values: int) -> Array:
 
 
 def times_power_of_two(integer: Array, power: Array) -> Array:
-    """integer * 2^power in float32, exact for positive integers below 2^24 and normal results."""
+    """Return integer * 2^power as float32; exact for 0 < integer < 2^24 and normal results."""
     return float_of(bits_of(integer.astype(np.float32)) + (power << 23))
 
 
 def bfloat16_bits(bits_N: Array) -> Array:
-    """The 16 bits of the nearest bfloat16, ties to even, as int32; never infinity."""
+    """Return the 16 bits of the nearest bfloat16, ties to even, as int32; never infinity."""
     xp = bits_N.__array_namespace__()
     odd_N = (bits_N >> 16) & 1
     magnitude_N = ((bits_N & MAGNITUDE) + 0x7FFF + odd_N) >> 16
@@ -96,10 +96,10 @@ def bfloat16_bits(bits_N: Array) -> Array:
 
 
 def e3m0_codes(bits_BQ: Array) -> tuple[Array, Array]:
-    """Four bits a value [B, Q] and the exponent of s [B], int32; see quantize, float4_e3m0."""
+    """Return 4-bit codes [B, Q] and the exponents of s [B], int32; see quantize, float4_e3m0."""
     xp = bits_BQ.__array_namespace__()
     magnitude_BQ = bits_BQ & MAGNITUDE
-    half = (MANTISSA + 1) // 2  # carries into the exponent from a mantissa of 1.5 on
+    half = (MANTISSA + 1) // 2  # a significand of 1.5 or more carries into the exponent
     power_BQ = (magnitude_BQ + half) >> 23
     is_sent_BQ = magnitude_BQ >> 23 >= _LOWEST
     top_B = xp.max(xp.where(is_sent_BQ, xp.minimum(power_BQ, 254), 0), axis=1)  # of the largest
@@ -111,7 +111,7 @@ def e3m0_codes(bits_BQ: Array) -> tuple[Array, Array]:
 
 
 def e3m0_values(code_BQ: Array, top_B: Array) -> Array:
-    """The float32 values of what e3m0_codes gave."""
+    """Return the float32 values [B, Q] of the results of e3m0_codes."""
     xp = code_BQ.__array_namespace__()
     power_BQ = code_BQ & 7
     bits_BQ = ((code_BQ & 8) << 28) | ((top_B[:, None] - 7 + power_BQ) << 23)
@@ -119,17 +119,17 @@ def e3m0_values(code_BQ: Array, top_B: Array) -> Array:
 
 
 def encode_bfloat16(x_N: Array) -> Array:
-    """The nearest values of bfloat16, none infinite."""
+    """Round to the nearest finite bfloat16."""
     return bfloat16_bits(normal_bits(x_N)).astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
 def decode_bfloat16(code_N: Array, n: int) -> Array:
-    """The float32 values of encode_bfloat16."""
+    """Return the float32 values of the result of encode_bfloat16."""
     return float_of(code_N.view(np.uint16).astype(np.int32) << 16)
 
 
 def encode_int8(x_N: Array) -> Array:
-    """Codes of a byte, then the four bytes of the blocks' scales."""
+    """Encode as one-byte codes, followed by the four bytes of each block's scale."""
     xp = x_N.__array_namespace__()
     bits_BQ = blocks(normal_bits(x_N))
     largest_B = xp.max(bits_BQ & MAGNITUDE, axis=1)
@@ -152,7 +152,7 @@ def encode_int8(x_N: Array) -> Array:
 
 
 def decode_int8(code_K: Array, n: int) -> Array:
-    """The n float32 values of encode_int8."""
+    """Return the n float32 values of the result of encode_int8."""
     code_BQ = blocks(code_K[:n])
     byte_4B = code_K[n:].reshape(4, -1).astype(np.int32) & 255
     bits_4B = byte_4B << np.array(_BYTES, np.int32)[:, None]
@@ -161,7 +161,7 @@ def decode_int8(code_K: Array, n: int) -> Array:
 
 
 def encode_e3m0(x_N: Array) -> Array:
-    """Two codes in a byte, then the blocks' exponents."""
+    """Encode as two codes in a byte, followed by the blocks' exponents."""
     xp = x_N.__array_namespace__()
     n = x_N.shape[0]
     code_BQ, top_B = e3m0_codes(blocks(normal_bits(x_N)))
@@ -170,7 +170,7 @@ def encode_e3m0(x_N: Array) -> Array:
 
 
 def decode_e3m0(code_K: Array, n: int) -> Array:
-    """The n float32 values of encode_e3m0."""
+    """Return the n float32 values of the result of encode_e3m0."""
     xp = code_K.__array_namespace__()
     code_K = code_K.astype(np.int32)
     packed_K = code_K[: (n + 1) // 2]
@@ -179,9 +179,10 @@ def decode_e3m0(code_K: Array, n: int) -> Array:
 
 
 def encode_int2(x_N: Array, count_B: Array | None = None) -> Array:
-    """[encoded_size] uint8: four codes in a byte, then both bytes of the blocks' steps.
+    """Encode as [encoded_size] uint8: four codes in a byte, then both bytes of the blocks' steps.
 
-    count_B: values of each block, of one that zeros fill up.
+    count_B: number of values in each block without its zero padding; None: only the last block of
+    x_N is padded.
     """
     xp = x_N.__array_namespace__()
     n = x_N.shape[0]
@@ -199,33 +200,33 @@ def encode_int2(x_N: Array, count_B: Array | None = None) -> Array:
 
 
 def _steps(magnitude_BQ: Array, factor_B: Array) -> Array:
-    """5/4 of the mean magnitude of each block, as bits of bfloat16; 0 for a block of zeros.
+    """Return 5/4 of each block's mean magnitude, as bits of bfloat16; 0 for a block of zeros.
 
-    factor_B: 5/4 over the number of values.
+    factor_B: 5/4 divided by the number of values in the block.
 
-    The magnitudes are added as integers, so that their order means nothing.
+    The magnitudes are added as integers, so the sum does not depend on their order.
     """
     xp = magnitude_BQ.__array_namespace__()
     exponent_BQ = magnitude_BQ >> 23
     top_B = xp.max(exponent_BQ, axis=1)
     significand_BQ = xp.where(exponent_BQ > 0, (magnitude_BQ & MANTISSA) | (MANTISSA + 1), 0)
-    # In units of 2^(top - 148): below 2^22 each, so below 2^30 together.
+    # In units of 2^(top - 148): each value is below 2^22, and their sum is below 2^30.
     shift_BQ = xp.minimum(top_B[:, None] - exponent_BQ + 2, 31)
     total_B = xp.sum(significand_BQ >> shift_BQ, axis=1)
-    # 24 bits are exact in float32; the least of them is 2^-15 of the sum or less.
+    # 24 bits are exact in float32; the lowest bit is at most 2^-15 of the sum.
     step_B = bfloat16_bits(bits_of((total_B >> 6).astype(np.float32) * factor_B))
     step_B = xp.minimum(step_B + ((top_B - 142) << 7), 254 << 7)  # 3/2 of 2^127 is finite
     return _once(xp.where((top_B > 0) & (step_B >> 7 >= 2), step_B, 0))  # half a step is normal
 
 
 def decode_int2(code_K: Array, n: int) -> Array:
-    """The n float32 values of encode_int2."""
+    """Return the n float32 values of the result of encode_int2."""
     xp = code_K.__array_namespace__()
     code_K = code_K.astype(np.int32)
     packed, scales = code_K[: (n + 3) // 4], code_K[(n + 3) // 4 :].reshape(2, -1)
     code_BQ = blocks(xp.concatenate([(packed >> (2 * i)) & 3 for i in range(4)])[:n])
     step_B = scales[0] | (scales[1] << 8)
-    # In integers: of two float32 products in a program a compiler may contract either.
+    # Integer arithmetic, because a compiler may contract either of two float32 products.
     halves_BQ = ((step_B & 127) | 128)[:, None] * xp.where(code_BQ & 1, 3, 1)
     power_B = (step_B >> 7) - 135
     bits_BQ = bits_of(times_power_of_two(halves_BQ, power_B[:, None])) | ((code_BQ & 2) << 30)
@@ -233,12 +234,12 @@ def decode_int2(code_K: Array, n: int) -> Array:
 
 
 def encode_topk(x_N: Array) -> Array:
-    """[encoded_size] uint8: places in the block, then codes, two in a byte, then scales."""
+    """Encode as [encoded_size] uint8: indices in the block, codes (two in a byte), scales."""
     xp = x_N.__array_namespace__()
     bits_BQ = blocks(normal_bits(x_N))
     place_BT = _largest(bits_BQ & MAGNITUDE)
     code_BT, top_B = e3m0_codes(xp.take_along_axis(bits_BQ, place_BT, axis=1))
-    # By place, what is sent as zero in front: the same values have the same bytes.
+    # Sorted by index, with values that are sent as zero first: equal values give equal bytes.
     key_BT = xp.sort(xp.where(code_BT > 0, (place_BT << 4) | code_BT, 0), axis=1)
     place_BT, (low, high) = key_BT >> 4, xp.split(key_BT & 15, 2, axis=1)
     parts = (place_BT, low | (high << 4), top_B)
@@ -246,7 +247,7 @@ def encode_topk(x_N: Array) -> Array:
 
 
 def decode_topk(code_K: Array, n: int) -> Array:
-    """The n float32 values of encode_topk."""
+    """Return the n float32 values of the result of encode_topk."""
     xp = code_K.__array_namespace__()
     code_K = code_K.astype(np.int32)
     num_blocks = -(-n // BLOCK)
@@ -260,7 +261,7 @@ def decode_topk(code_K: Array, n: int) -> Array:
         value_BQ[row_S, place_BT[row_S, sent_S]] = value_BT[row_S, sent_S]
         return value_BQ.reshape(-1)[:n]
     lane_BQ = np.arange(BLOCK, dtype=np.int32)
-    for i in range(SENT):  # a scatter would take one value after the other
+    for i in range(SENT):  # a scatter would write one value after the other
         here_BQ = (lane_BQ == place_BT[:, i, None]) & (code_BT[:, i, None] > 0)
         value_BQ = xp.where(here_BQ, value_BT[:, i, None], value_BQ)
     return value_BQ.reshape(-1)[:n]

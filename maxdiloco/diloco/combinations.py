@@ -1,11 +1,11 @@
-"""Settings of an exchange that cannot be combined: checked by the library and by the keys alike."""
+"""Check for settings of an exchange that cannot be combined; used by the library and the config."""
 
 from types import MappingProxyType
 from typing import NamedTuple
 
 RADIAL = "radial_directional_mean"
 LOSSLESS = "float32"  # the wire format that leaves no residual
-# What reduce-scatter cannot be combined with, and why.
+# Settings that reduce-scatter cannot be combined with, each with the reason.
 NOT_WITH_REDUCE_SCATTER = MappingProxyType(
     {
         ("aggregation", RADIAL): "a slice has parts of tensors, not their norms",
@@ -16,7 +16,7 @@ NOT_WITH_REDUCE_SCATTER = MappingProxyType(
 
 
 class Names(NamedTuple):
-    """What messages call the settings: by default keywords of DiLoCo."""
+    """The names of the settings in error messages; by default the keyword arguments of DiLoCo."""
 
     collective: str = "collective"
     aggregation: str = "aggregation"
@@ -31,7 +31,7 @@ ARGUMENTS = Names()
 def no_reduce_scatter(
     *, aggregation: str, exchange_dtype: str, round_overlap: str, names: Names = ARGUMENTS
 ) -> str:
-    """Return the setting that rules reduce-scatter out, with the reason; empty if none does."""
+    """Return the setting that excludes reduce-scatter, with the reason; "" if none does."""
     values = {
         "aggregation": aggregation,
         "exchange_dtype": exchange_dtype,
@@ -52,7 +52,10 @@ def check(
     error_feedback: bool | None,
     names: Names = ARGUMENTS,
 ) -> None:
-    """Raise ValueError for settings that cannot be combined. Arguments: ExchangeSettings."""
+    """Raise ValueError for settings that cannot be combined; for the settings see ExchangeSettings.
+
+    names: the names of the settings in the message.
+    """
     if error_feedback and exchange_dtype == LOSSLESS:
         raise ValueError(
             f"{names.error_feedback} has no effect with {names.exchange_dtype}={exchange_dtype}, "

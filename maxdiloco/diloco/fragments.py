@@ -1,8 +1,8 @@
-"""Which part of the parameters travels together: the partition into fragments.
+"""Partition of the parameters into fragments; a fragment is exchanged as a whole.
 
 Streaming DiLoCo (arXiv 2501.18512) sec. 2.2: fragments are sets of whole layers, strided by
-default, contiguous on request. What belongs to no layer (embeddings, head, last norm) makes
-fragments of its own, so layer fragments hold layers only.
+default, contiguous on request. Parameters outside the layers (embeddings, head, last norm) form
+separate fragments, so layer fragments contain only layers.
 """
 
 import math
@@ -16,23 +16,23 @@ from maxdiloco.diloco.slices import LeafSlice, slice_along
 
 
 class Stacked(NamedTuple):
-    """A leaf that stacks layers along dim `axis`; entry i holds layer `layers[i]`."""
+    """A leaf that stacks layers along dim `axis`; entry i is layer `layers[i]`."""
 
     axis: int
     layers: tuple[int, ...]
 
 
 class Vocabulary(NamedTuple):
-    """A leaf of no layer whose dim `axis` is the vocabulary; its rows may be split."""
+    """A leaf outside the layers whose dim `axis` is the vocabulary; its rows may be split."""
 
     axis: int
 
 
-_ENTRIES = Stacked | Vocabulary | int | None  # of layer_axis
+_ENTRIES = Stacked | Vocabulary | int | None  # allowed entries of layer_axis
 
 
 class Fragment(NamedTuple):
-    """One fragment: its slices in tree order of the leaves, its layers, its number of values."""
+    """A fragment: its slices in tree order of the leaves, its layers, and its number of values."""
 
     slices: tuple[LeafSlice, ...]
     layers: tuple[int, ...]
@@ -49,11 +49,17 @@ def partition(
 ) -> tuple[Fragment, ...]:
     """Put every value of `params` into exactly one fragment.
 
-    params: one replica's pytree of arrays or ShapeDtypeStructs. layer_axis: None (no leaf is
-    stacked), or a pytree like params with an entry None, int, Stacked or Vocabulary for each leaf.
-    An int axis means entry i is layer i. num_nonlayer: k fragments for what belongs to no layer;
-    with k > 1 row v of a Vocabulary leaf goes to fragment v mod k and all other such leaves to
-    fragment 0. Raises ValueError for counts that leave a fragment empty.
+    Args:
+      params: one replica's pytree of arrays or ShapeDtypeStructs.
+      layer_axis: None (no leaf is stacked), or a pytree like params with None, int, Stacked or
+        Vocabulary for each leaf. An int is the axis of layers: entry i is layer i.
+      num_fragments: number of fragments, P.
+      num_nonlayer: number k of fragments for parameters outside the layers. With k > 1, row v of a
+        Vocabulary leaf belongs to fragment v mod k; the other leaves without layers to fragment 0.
+      sequential: whether a fragment's layers are contiguous instead of strided.
+
+    Raises:
+      ValueError: `layer_axis` does not match `params`, or the counts leave a fragment empty.
     """
     leaves = jax.tree.leaves(params)
     kinds = kinds_of(params, layer_axis)
@@ -78,7 +84,7 @@ def partition(
 
 
 def kinds_of(params: Any, layer_axis: Any) -> list[Any]:
-    """None, Stacked or Vocabulary for each leaf; see partition. Raises ValueError."""
+    """Return None, Stacked or Vocabulary for each leaf; arguments and errors as in `partition`."""
     if layer_axis is None:
         return [None] * len(jax.tree.leaves(params))
     leaves, kinds = _by_path(params, type(None)), _by_path(layer_axis, _ENTRIES)
@@ -89,12 +95,12 @@ def kinds_of(params: Any, layer_axis: Any) -> list[Any]:
                 f"{lacks}{name} is missing, which {has} has. Give layer_axis the structure of "
                 "params, with None, an axis, Stacked or Vocabulary for each leaf."
             )
-    # A None in params is no leaf, whatever stands for it in layer_axis.
+    # A None in params is not a leaf, so its entry in layer_axis is ignored.
     return [_checked(kinds[name], x.shape) for name, x in leaves.items() if x is not None]
 
 
 def _by_path(tree, entries) -> dict[str, Any]:
-    """{path: leaf}, where what is of the types `entries` is a leaf, too."""
+    """Return {path: leaf}; values of the types `entries` count as leaves."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, entries))
     return {jax.tree_util.keystr(path): leaf for path, leaf in pairs}
 
@@ -157,7 +163,10 @@ def _by_leaf(leaves, P, sequential):
 
 
 def assign(n: int, P: int, sequential: bool) -> list[int]:
-    """The fragment of each of n items: strided, or in runs, the first ones longer by one."""
+    """Return the fragment of each of n items: i mod P, or P contiguous runs if `sequential`.
+
+    If P does not divide n, the first runs have one item more.
+    """
     if not sequential:
         return [i % P for i in range(n)]
     short, longer = divmod(n, P)
@@ -165,6 +174,9 @@ def assign(n: int, P: int, sequential: bool) -> list[int]:
 
 
 def oversized(sizes: Sequence[int]) -> list[int]:
-    """Fragments of more than twice the median size [any unit]: they set the peak bandwidth."""
+    """Return the fragments larger than twice the median size: they set the peak bandwidth.
+
+    sizes: size of each fragment, in any unit.
+    """
     median = statistics.median(sizes)
     return [p for p, size in enumerate(sizes) if size > 2 * median]

@@ -1,11 +1,11 @@
-"""Outer gradient of a fragment, mean over replicas, outer step, merge.
+"""The outer step of a fragment: outer gradient, mean over replicas, outer optimizer, merge.
 
-Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, lines 7, 8, 11 and 12, and the eager mean of arXiv
-2502.12996. Functions of pytrees; all leaves of a fragment are treated alike. Sums, differences and
-the outer parameters are float32, whatever the replicas compute in.
+The module has lines 7, 8, 11 and 12 of Streaming DiLoCo (arXiv 2501.18512), Algorithm 2, and the
+eager mean of arXiv 2502.12996, as functions of pytrees. They treat all leaves of a fragment alike.
+Sums, differences and the outer parameters are float32, also if the replicas have another dtype.
 """
 
-# R replicas (M of them): the first dim where there is one; the other dims are any
+# R replicas, M in number: the first dim of arrays that have it; the other dims are arbitrary
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -16,18 +16,19 @@ import jax.numpy as jnp
 import optax
 
 AGGREGATIONS = ("mean", "radial_directional_mean")
-ADAM_B2 = 0.95  # our choice: a mean over about 20 rounds, each of H inner steps
-# Our choice. An outer gradient is a distance in parameter space, mostly below 0.01. With a small
-# eps Adam moves every parameter by about the outer learning rate, however little the replicas
-# moved it; with 0.1 the step stays proportional to the outer gradient.
+ADAM_B2 = 0.95  # averages over about 20 rounds, each of H inner steps
+# An outer gradient is a distance in parameter space, mostly below 0.01. With a small eps Adam moves
+# every parameter by about the outer learning rate, even if the replicas hardly moved it. With 0.1
+# the step stays proportional to the outer gradient.
 ADAM_EPS = 0.1
 
 
 def outer_gradient(outer_p: Any, inner_p: Any) -> Any:
-    """Outer minus inner parameters of a fragment, float32: Algorithm 2, line 7.
+    """Compute outer minus inner parameters of a fragment, float32: Algorithm 2, line 7.
 
-    Old minus new, because the outer optimizer subtracts. outer_p, inner_p: one replica's view,
-    equal shapes, any float dtype, before any outer update of the step.
+    The sign is old minus new because the outer optimizer subtracts its gradient. `outer_p` are the
+    outer parameters before any outer update of this step, and `inner_p` one replica's parameters
+    of the same shapes; any float dtype.
     """
     return jax.tree.map(lambda o, i: _float32(o) - _float32(i), outer_p, inner_p)
 
@@ -35,16 +36,17 @@ def outer_gradient(outer_p: Any, inner_p: Any) -> Any:
 def add_residual(g: Any, residual: Any) -> Any:
     """Add the error-feedback residual of earlier sends to an outer gradient.
 
-    1-bit SGD (Seide et al. 2014) and arXiv 1901.09847; for outer gradients MuLoCo (arXiv
-    2505.23725) and SparseLoCo (2508.15706), which lets the residual decay. It does not decay here:
-    all values that were received add up to all outer gradients minus the residual.
+    The method is from 1-bit SGD (Seide et al. 2014) and arXiv 1901.09847. MuLoCo (arXiv 2505.23725)
+    and SparseLoCo (arXiv 2508.15706) use it for outer gradients. SparseLoCo lets the residual
+    decay; here it does not decay. The sum of all received values therefore is the sum of all outer
+    gradients minus the residual.
 
     Args:
       g: outer gradient of a fragment, float32.
-      residual: what earlier sends of this replica lost, same shapes, float32.
+      residual: encoding error of this replica's earlier sends, same shapes, float32.
 
     Returns:
-      What the replica encodes and sends, same shapes, float32.
+      The values that the replica encodes and sends, same shapes, float32.
     """
     return jax.tree.map(jnp.add, g, residual)
 
@@ -66,11 +68,17 @@ def new_residual(wanted: Any, decoded: Any, residual: Any, bad: Any) -> Any:
 
 
 def ordered_mean(term: Callable[[Any], tuple[Any, Any]], num_replicas: int) -> tuple[Any, Any]:
-    """Unweighted mean over the replicas, float32, and a note about each: Algorithm 2, line 8.
+    """Average outer gradients over the replicas, unweighted, in float32: Algorithm 2, line 8.
 
-    term(r): (leaves [...], note) of replica r, which may be traced. A loop calls it, so the values
-    of one replica exist at a time. The sum is g[0] + g[1] + ... in this order, so its bits do not
-    depend on how a reduction is compiled. Returns (leaves [...], note leaves [M, ...]).
+    The sum is g[0] + g[1] + ... in this order, so its bits do not depend on how a reduction is
+    compiled. A loop calls `term`, so only one replica's values exist at a time.
+
+    Args:
+      term: returns (leaves [...], note) of replica r, which may be traced. A note is any pytree.
+      num_replicas: M.
+
+    Returns:
+      (mean, leaves [...]; the notes of all replicas, leaves [M, ...]).
     """
 
     def add(total, r):
@@ -82,7 +90,7 @@ def ordered_mean(term: Callable[[Any], tuple[Any, Any]], num_replicas: int) -> t
     if num_replicas > 1:
         total, rest = jax.lax.scan(add, total, jnp.arange(1, num_replicas))
         notes_R = jax.tree.map(lambda n, r: jnp.concatenate([n, r]), notes_R, rest)
-    # Times the rounded inverse: XLA turns a division by a constant into it in some programs only.
+    # XLA replaces a division by a constant by this product, but only in some programs.
     return jax.tree.map(lambda t: t * jnp.float32(1 / num_replicas), total), notes_R
 
 
@@ -94,16 +102,22 @@ def radial_directional_mean(
     norm: Callable[[Any], Any],
     spread: Callable[[Any], Any],
 ) -> Any:
-    """Average norms and directions separately.
+    """Average norms and directions of the replicas' outer gradients separately.
 
     Decoupled DiLoCo (arXiv 2604.21428): a tensor v of M replicas becomes mean(|v|) * u / |u| with
-    u = mean(v / |v|), 0 / 0 = 0. Outer gradients of replicas are nearly orthogonal, so their mean
-    shrinks with the root of M; this does not. term(r): leaves of replica r; mean: their
-    ordered_mean, which stays where a norm is 0 (u may be, too) or above what float32 holds.
-    norm(leaves): norms of the tensors in each leaf, 0 for a leaf that is averaged plainly;
-    spread(norms): leaves with the norm of its tensor at every value.
+    u = mean(v / |v|), 0 / 0 = 0. The replicas' outer gradients are nearly orthogonal, so their
+    plain mean shrinks with the square root of M; this mean does not.
+
+    Args:
+      term: returns the leaves of replica r, which may be traced.
+      mean: the ordered_mean of the terms. It is the result for tensors whose norm, or norm of u, is
+        0 or exceeds float32.
+      num_replicas: M.
+      norm: returns the norms of the tensors in each leaf, 0 for a leaf that is averaged plainly.
+      spread: returns leaves in which every value is the norm of its tensor.
     """
-    alone = jax.lax.optimization_barrier  # else the order of a sum depends on the program it is in
+    # Without barriers the order of a sum depends on the surrounding program.
+    alone = jax.lax.optimization_barrier
 
     def norms(leaves):
         return alone(norm(alone(leaves)))
@@ -114,7 +128,7 @@ def radial_directional_mean(
         values = term(r)
         factors = jax.tree.map(lambda a, n: jnp.where(n > 0, a / n, 0), radius, norms(values))
         scaled = jax.tree.map(jnp.multiply, values, spread(factors))
-        # A compiler may contract product and sum, in some programs only.
+        # A compiler may contract product and sum, but only in some programs.
         return alone(scaled), ()
 
     total, _ = ordered_mean(equally_long, num_replicas)
@@ -130,12 +144,12 @@ def eager_own_term(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int)
     """Choose the term of replica r in the mean that replica m uses in eager mode.
 
     Eager updates (arXiv 2502.12996), Algorithm 3: replica m uses (g_m(t) + sum over j != m of
-    g_j(t-H)) / M. It is the ordered mean in which term m is the fresh one; nothing is subtracted.
+    g_j(t-H)) / M. It is computed as an ordered mean whose term m is g_m(t); nothing is subtracted.
 
     Args:
-      stale: outer gradient of replica r of the round before, after encode and decode.
-      own: outer gradient of replica m of this round, after encode and decode too: with a value that
-        was not encoded, the outer parameters of the replicas drift apart.
+      stale: outer gradient of replica r of the previous round, after encode and decode.
+      own: outer gradient of replica m of this round, also after encode and decode. With values that
+        were not encoded, the outer parameters of the replicas would drift apart.
       r: replica of the term, 0..M-1; may be traced.
       m: replica that computes the mean, 0..M-1; may be traced.
     """
@@ -145,17 +159,18 @@ def eager_own_term(stale: Any, own: Any, r: jax.Array | int, m: jax.Array | int)
 def outer_update(
     optimizer: optax.GradientTransformation, outer_p: Any, outer_opt: Any, mean_g: Any
 ) -> tuple[Any, Any]:
-    """One step of the outer optimizer on a fragment: Algorithm 2, line 11.
+    """Apply one step of the outer optimizer to a fragment: Algorithm 2, line 11.
 
-    outer_p: of the round before. outer_opt: never opened. mean_g: leaves shaped like outer_p,
-    float32. Returns (outer_p, outer_opt).
+    `outer_p` are the outer parameters of the previous round and `outer_opt` is the optimizer's
+    state for this fragment. `mean_g` is the mean outer gradient, float32 and shaped like `outer_p`.
+    Returns the new (outer_p, outer_opt).
     """
     updates, outer_opt = optimizer.update(mean_g, outer_opt, outer_p)
     return optax.apply_updates(outer_p, updates), outer_opt
 
 
 def update_ratio(before: Any, after: Any) -> jax.Array:
-    """Norm of an outer update of a fragment relative to that of theta; 0 where theta was 0."""
+    """Return |after - before| / |before| of a fragment; the numerator itself if |before| is 0."""
     old, new = jax.tree.leaves(before), jax.tree.leaves(after)
     moved = sum(jnp.sum((n - o) ** 2) for o, n in zip(old, new, strict=True))
     size = sum(jnp.sum(o**2) for o in old)
@@ -165,29 +180,34 @@ def update_ratio(before: Any, after: Any) -> jax.Array:
 def merge(inner_p: Any, outer_p: Any, *, alpha: float) -> Any:
     """Mix a replica's fragment with the updated outer fragment: Algorithm 2, line 12.
 
-    inner_p, outer_p: one replica's view, equal shapes. alpha: a plain number in [0, 1], the weight
-    of the replica's own value; 1 ignores the others, 0 takes theirs, and both are exact, bit for
-    bit. Mixed in float32. Returns leaves of inner_p's dtypes.
+    Args:
+      inner_p: one replica's parameters.
+      outer_p: the updated outer parameters, same shapes.
+      alpha: Python number in [0, 1], the weight of the replica's own values. 1 keeps them, and 0
+        replaces them by the outer values, both bit for bit.
+
+    Returns:
+      The mixed leaves, computed in float32, in the dtypes of `inner_p`.
     """
 
     def mix(i, o):
         if alpha in (0, 1):
             return (i if alpha == 1 else o).astype(i.dtype)
-        # One product, not two: a compiler may contract either of two into a multiply-add.
+        # A single product: of two, a compiler may contract either one into a multiply-add.
         mixed = _float32(i) + (1 - alpha) * (_float32(o) - _float32(i))
         return mixed.astype(i.dtype)
 
     return jax.tree.map(mix, inner_p, outer_p)
 
 
-# The outer optimizers by name, functions of (lr, momentum). The learning rate is constant and no
-# gradient is clipped (arXiv 2503.09799, sec. 3). A momentum of 0 keeps no trace in the state.
+# Constructors of the outer optimizers, called with (lr, momentum). The learning rate is constant,
+# without gradient clipping (arXiv 2503.09799, sec. 3). With momentum 0 the state has no trace.
 Make = Callable[[float, float], optax.GradientTransformation]
 OPTIMIZERS: Mapping[str, Make] = MappingProxyType({
-    # SGD with Nesterov momentum, m' = b m + g, theta' = theta - lr (g + b m'): the choice of DiLoCo
-    # (arXiv 2311.08105) and its successors.
+    # SGD with Nesterov momentum, m' = b m + g, theta' = theta - lr (g + b m'), as in DiLoCo (arXiv
+    # 2311.08105) and its successors.
     "nesterov": lambda lr, momentum: optax.sgd(lr, momentum=momentum or None, nesterov=True),
-    # Plain (heavy-ball) momentum, theta' = theta - lr m'; lr 1 without it averages the parameters.
+    # Heavy-ball momentum, theta' = theta - lr m'; lr=1 with momentum=0 averages the parameters.
     "sgd": lambda lr, momentum: optax.sgd(lr, momentum=momentum or None),
     "adam": lambda lr, momentum: optax.adam(lr, b1=momentum, b2=ADAM_B2, eps=ADAM_EPS),
 })  # fmt: skip

@@ -1,14 +1,16 @@
-"""Outer learning rate and momentum where the user gives none, for the trainer and the library."""
+"""Default outer learning rate and momentum, for the trainer and the library."""
 
-# The best of a grid for DiLoCo at H of 10, 30 and 100, streaming, eager and Muon alike
-# (docs/reference/results.md, loss by mode), and MuLoCo's (arXiv 2505.23725).
+# The best of a grid for DiLoCo at H = 10, 30 and 100, and also for streaming, eager and Muon
+# (docs/reference/results.md, loss by mode). MuLoCo (arXiv 2505.23725) uses the same values.
 RATE, MOMENTUM = 0.7, 0.6
-# Where the mean is a round late, or most of it: delayed, eager with four and more. The same table:
-# 0.7 all but diverges; a direction in which replicas reach their optimum within a round is stable
-# to 0.49 delayed, and eager to 0.68 with 4 and 0.57 with 8. arXiv 2502.12996 Tab. 2 lowers it too.
+# For a mean that is mostly a round late: delayed, and eager with four or more replicas. In the same
+# table 0.7 nearly diverges. If replicas reach their optimum along a direction within a round, this
+# direction is stable up to 0.49 (delayed), 0.68 (eager, M = 4) and 0.57 (eager, M = 8). arXiv
+# 2502.12996 Tab. 2 also lowers the rate.
 LATE_RATE = 0.4
-# The mean of more replicas is shorter, as their gradients differ; rda keeps the norm. The same
-# table has it at 4 and 8 replicas, arXiv 2503.09799 Fig. 7 a higher rate at 8, too.
+# The mean of more replicas is shorter, because their outer gradients differ; the radial-directional
+# mean keeps the norm. The same table has this rate for 4 and 8 replicas; arXiv 2503.09799 Fig. 7
+# also has a higher rate for 8.
 MANY, RATE_OF_MANY = 4, 1.0
 
 
@@ -16,12 +18,12 @@ ADAM_B1 = 0.9  # optax's default
 
 
 def momentum(outer_optimizer: str) -> float:
-    """Return the momentum of an outer optimizer, one of outer.OPTIMIZERS; of Adam its b1."""
+    """Return the momentum of an outer optimizer, one of outer.OPTIMIZERS; for Adam its b1."""
     return ADAM_B1 if outer_optimizer == "adam" else MOMENTUM
 
 
 def rate(num_replicas: int, *, round_overlap: str, aggregation: str) -> float:
-    """Return the outer learning rate for so many replicas.
+    """Return the default outer learning rate.
 
     Args:
       num_replicas: M.

@@ -1,15 +1,16 @@
-"""When which fragment is sent, carried and applied: plain integers, no arrays.
+"""The schedule of a run: in which inner steps each fragment is sent, transferred and applied.
 
-Streaming DiLoCo (arXiv 2501.18512) sec. 2.2 and Algorithm 2, lines 6-12. Letters as there:
-H inner steps between two sends of a fragment, P fragments, tau inner steps between a send and its
-apply, t the inner step, 1-based. Fragment p is sent after inner step t when t = t_p (mod H).
-Two differences to the paper: the first send of a fragment may come before a full H, so no round is
-special; and a fragment with t_p = 0 is first sent at H, since there is no step 0.
+It uses integers only, no arrays. The source is Streaming DiLoCo (arXiv 2501.18512) sec. 2.2 and
+Algorithm 2, lines 6-12, with its letters: H inner steps between two sends of a fragment, P
+fragments, tau inner steps from a send to its apply, t the inner step, from 1. Fragment p is sent
+after inner step t when t = t_p (mod H). There are two differences to the paper. The first send of a
+fragment may come before step H, so all rounds are alike. A fragment with t_p = 0 is first sent at
+H, because steps start at 1.
 
-The sends of a run, in the order of their steps, are numbered 0, 1, 2, ... Sorted by their first
-send, the fragments repeat in the same order every period, so send k is round k // P + 1 of
-fragment k mod P of that order. Everything below follows from k in closed form: a run resumes at
-any t without a replay.
+The sends of a run are numbered 0, 1, 2, ... in the order of their steps. The fragments, sorted by
+their first send, repeat in this order in every period. Send k is therefore round k // P + 1 of
+fragment k mod P in this order. All methods compute from k in closed form, so a run resumes at any t
+without a replay.
 """
 
 import dataclasses
@@ -20,21 +21,23 @@ from collections.abc import Iterable, Iterator
 from numbers import Integral
 from typing import Any, NamedTuple
 
-# Which exchange an outer step uses: that of its own round, or (delayed, eager) the one before.
+# The exchange that an outer step uses: the one of its round, or (delayed, eager) the previous one.
 ROUND_OVERLAPS = ("none", "delayed", "eager")
-# With all_gather every slice receives what all replicas send and averages it. With reduce_scatter
-# every slice averages one part of a fragment, and sends the mean of that part to the others.
+# all_gather: every slice receives all replicas' outer gradients and averages them. reduce_scatter:
+# every slice averages one part of a fragment, and sends the mean of this part to the others.
 ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
 COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER)
 
 
 class Event(NamedTuple):
-    """One exchange, which is sent and applied; (fragment, round) names it.
+    """A scheduled exchange of a fragment, identified by (fragment, round).
 
-    round: from 1. An apply of round 0 (delayed and eager) uses the zeros of a fresh slot in place
-    of an exchange. send_step: the inner step after which the outer gradient was taken; 0 or less
-    for round 0. slot: the receive slot, from step send_step + 1 on: an apply in step send_step may
-    still read the chunks of the exchange before.
+    Attributes:
+      fragment: index of the fragment.
+      round: from 1. An apply of round 0 (delayed and eager) uses the zeros of an unused slot.
+      send_step: the inner step after which the outer gradient is computed; <= 0 for round 0.
+      slot: the receive slot, which is in use from step send_step + 1. An apply in step send_step
+        may still read the chunks of the previous exchange.
     """
 
     fragment: int
@@ -44,7 +47,7 @@ class Event(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One thing that the host does in a step, of ACTIONS.
+    """One action of the host in a step.
 
     Attributes:
       name: one of ACTIONS.
@@ -63,14 +66,14 @@ class Action(NamedTuple):
 # Lines of Streaming DiLoCo, Algorithm 2, in brackets.
 INNER = "inner"  # the inner step [3-5]
 INNER_EXCHANGE = "inner + exchange"  # the inner step with a chunk that goes to all slices [8, 10]
-INNER_SCATTER = "inner + scatter"  # reduce_scatter: with a chunk on its way to be averaged
+INNER_SCATTER = "inner + scatter"  # reduce_scatter: with a chunk for the slice that averages it
 PACK = "pack"  # form and encode the outer gradients [7-8]
 REDUCE = "reduce"  # reduce_scatter: average the part of this slice [8]
-REDUCE_AND_SHARE = "reduce + share"  # the same where no inner step is left to carry the means
+REDUCE_AND_SHARE = "reduce + share"  # reduce and send the means, if no inner step can carry them
 MERGE = "merge"  # decode, average, outer step, mix into the replicas [10-12]
 SYNCHRONISE = "synchronise"  # tau = 0: pack, exchange and merge in one program [7-12]
-DELAYED_STEP = "delayed_step"  # pack, and merge the exchange of the round before
-EAGER_STEP = "eager_step"  # the same, with the own outer gradient of this round
+DELAYED_STEP = "delayed_step"  # pack, and merge the exchange of the previous round
+EAGER_STEP = "eager_step"  # the same, with the replica's own outer gradient of this round
 ACTIONS = (
     INNER,
     INNER_EXCHANGE,
@@ -86,15 +89,15 @@ ACTIONS = (
 
 
 def offsets(P: int, H: int) -> tuple[int, ...]:
-    """Offsets t_p = floor(p * H / P) [inner steps]: Streaming DiLoCo sec. 2.2.
+    """Return the offsets t_p = floor(p * H / P) [inner steps]: Streaming DiLoCo sec. 2.2.
 
-    No two are further apart than ceil(H / P) or nearer than floor(H / P), across periods too.
+    Consecutive sends, also across periods, are floor(H / P) to ceil(H / P) steps apart.
     """
     return tuple(p * H // P for p in range(P))
 
 
 class Names(NamedTuple):
-    """What messages call H, P, tau and the round overlap: by default keywords of DiLoCo."""
+    """The names of H, P, tau and the round overlap in messages; by default DiLoCo's keywords."""
 
     H: str = "sync_period"
     P: str = "num_fragments"
@@ -106,7 +109,7 @@ ARGUMENTS = Names()
 
 
 def check(*, H: int, P: int, tau: int, offsets: Iterable[int], round_overlap: str) -> None:
-    """Raise ValueError as `check_counts`, and unless offsets are P integers distinct mod H."""
+    """Raise ValueError as `check_counts`, or unless offsets are P integers distinct mod H."""
     check_counts(H=H, P=P, tau=tau, round_overlap=round_overlap)
     offsets = tuple(offsets)
     if len(offsets) != P or not all(map(is_count, offsets)):
@@ -122,12 +125,12 @@ def check(*, H: int, P: int, tau: int, offsets: Iterable[int], round_overlap: st
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is an integer; True and 2.0 count nothing."""
+    """Tell whether a value is an integer; True and 2.0 are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_counts(*, H: int, P: int, tau: int, round_overlap: str, names: Names = ARGUMENTS) -> None:
-    """Raise ValueError for counts that no offsets fit, and for tau with a round overlap."""
+    """Raise ValueError for counts without possible offsets, and for tau with a round overlap."""
     if not is_count(H) or H < 1:
         raise ValueError(
             f"{names.H}={H} must be a positive integer: it counts the inner steps between two "
@@ -156,9 +159,9 @@ def check_counts(*, H: int, P: int, tau: int, round_overlap: str, names: Names =
 
 
 def check_replicas(M: int, slots: int, *, name: str, slots_name: str) -> None:
-    """Raise ValueError for replicas that do not fill the slots of the mesh axis `diloco` evenly.
+    """Raise ValueError unless M is a multiple of the size `slots` of the mesh axis `diloco`.
 
-    name, slots_name: what the message calls M and slots.
+    name, slots_name: the names of M and `slots` in the message.
     """
     if not is_count(M) or M < 1 or M % slots:
         raise ValueError(
@@ -169,9 +172,7 @@ def check_replicas(M: int, slots: int, *, name: str, slots_name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The whole schedule of a run.
-
-    Raises ValueError as `check`.
+    """The schedule of a run. The constructor raises ValueError as `check` does.
 
     Attributes:
       H: inner steps between two sends of a fragment.
@@ -180,8 +181,8 @@ class Schedule:
       round_overlap: 'none' applies a send after tau steps. 'delayed' and 'eager' (arXiv 2502.12996)
         use it at the next send of the fragment, H steps later.
       num_chunks: chunks of each fragment that reach all slices; None: `max_chunks` of each.
-      scatter_steps: reduce_scatter: the first steps of the `max_chunks` in which a fragment
-        travels, in which its parts go to the slices that average them. 0 for all_gather.
+      scatter_steps: reduce_scatter: number of steps, the first ones of the `max_chunks`, in which
+        the parts of a fragment go to the slices that average them. 0 for all_gather.
       num_scatter_chunks: chunks of each fragment in these steps; None: one a step.
       in_programs: whether the programs of the inner steps carry the chunks (transport xla). If not
         (transport host), no step carries a chunk and no exchange is fused with its sender.
@@ -199,6 +200,7 @@ class Schedule:
     collective: str = ALL_GATHER
 
     def __post_init__(self):
+        """Check the values."""
         check(
             H=self.H,
             P=self.P,
@@ -219,33 +221,33 @@ class Schedule:
 
     @functools.cached_property
     def _order(self) -> tuple[tuple[int, int], ...]:
-        """(first send step in 1..H, fragment), by step."""
+        """Pairs (first send step in 1..H, fragment), sorted by step."""
         return tuple(sorted(((o - 1) % self.H + 1, p) for p, o in enumerate(self.offsets)))
 
     @functools.cached_property
     def gap(self) -> int:
-        """The smallest number of inner steps between two sends, across periods too."""
+        """The smallest number of inner steps between two sends, also across periods."""
         firsts = [first for first, _ in self._order]
         return min(b - a for a, b in itertools.pairwise([*firsts, firsts[0] + self.H]))
 
     @property
     def max_chunks(self) -> int:
-        """The most chunks of a fragment, one an inner step; one fragment is on the link."""
+        """The most chunks of a fragment: one an inner step, and one fragment at a time."""
         return min(self.lag, self.gap)
 
     @property
     def share_steps(self) -> int:
-        """Steps whose chunks reach all slices; 0: none is left for the means of reduce_scatter."""
+        """Number of steps that can carry chunks to all slices; reduce_scatter may leave 0."""
         return self.max_chunks - self.scatter_steps
 
     @functools.cached_property
     def slots(self) -> int:
         """Number of receive slots: the most exchanges in flight after a step; 0 for tau = 0."""
-        # Most are in flight after a step with a send, and one period has all such steps.
+        # The maximum is reached after a step with a send, and one period has all such steps.
         return max(self._count(t) - self._count(t - self.lag) for t, _ in self._order)
 
     def _count(self, t: int) -> int:
-        """Number k of the first send after step t. Below 0 for t < 0: rounds 0, -1, ..."""
+        """Return the number k of the first send after step t; negative (round <= 0) for t < 0."""
         periods, step = divmod(t, self.H)
         return periods * self.P + bisect_right(self._order, (step, self.P))
 
@@ -256,29 +258,31 @@ class Schedule:
         return Event(fragment, periods + 1, first + periods * self.H, slot)
 
     def is_sent(self, p: int, t: int) -> bool:
-        """Whether fragment p is sent after inner step t: Algorithm 2, line 6.
+        """Tell whether fragment p is sent after inner step t: Algorithm 2, line 6.
 
-        Line 9 asks the same of t - tau.
+        Line 9 has the same condition for t - tau.
         """
         return (t - self.offsets[p]) % self.H == 0
 
     def sends(self, t: int) -> tuple[Event, ...]:
-        """Exchanges that begin after inner step t >= 1: Algorithm 2, lines 6-8."""
-        # At most one, since offsets differ; its number is that of the last send so far.
+        """Return the exchanges that begin after inner step t >= 1: Algorithm 2, lines 6-8."""
+        # At most one, because offsets differ; it is the last send up to this step.
         is_one = any(self.is_sent(p, t) for p in range(self.P))
         return (self._event(self._count(t) - 1),) if is_one else ()
 
     def applies(self, t: int) -> tuple[Event, ...]:
-        """Exchanges used after inner step t >= 1, after its sends: Algorithm 2, lines 9-12.
+        """Return the exchanges applied after inner step t >= 1: Algorithm 2, lines 9-12.
 
-        delayed, eager: a fragment's send of round n and its apply of round n-1 share a step; in
-        round 1 the outer optimizer is called with the zeros of round 0.
+        The sends of the step come first.
+
+        With delayed and eager a fragment's send of round n and its apply of round n-1 are in the
+        same step. In round 1 the outer optimizer is called with the zeros of round 0.
         """
         send_step = t - self.lag
         return () if self.round_overlap == "none" and send_step < 1 else self.sends(send_step)
 
     def actions(self, t: int, *, dropped_until: int = 0) -> tuple[Action, ...]:
-        """Return what the host does in inner step t >= 1, in order: Algorithm 2, lines 3-12.
+        """Return the host's actions in inner step t >= 1, in order: Algorithm 2, lines 3-12.
 
         Args:
           t: the inner step.
@@ -294,7 +298,7 @@ class Schedule:
         return (step, *reduces, *sends, *merges)
 
     def _inner_actions(self, t: int, dropped_until: int) -> Iterator[Action]:
-        """Yield the inner step with what it carries, and what follows on its last chunk."""
+        """Yield the inner step with its chunk, and the reduce after the last scattered chunk."""
         carried = self.carrying(t)
         if carried is None:
             yield Action(INNER)
@@ -312,7 +316,7 @@ class Schedule:
             yield Action(REDUCE_AND_SHARE if fused else REDUCE, send.fragment, send.slot)
 
     def _send_actions(self, send: Event) -> Iterator[Action]:
-        """Yield what the host does when a fragment is sent."""
+        """Yield the host's actions for the send of a fragment."""
         if self.round_overlap != "none":
             name = DELAYED_STEP if self.round_overlap == "delayed" else EAGER_STEP
             yield Action(name, send.fragment, send.slot)
@@ -327,7 +331,7 @@ class Schedule:
             yield Action(MERGE, send.fragment)
 
     def carrying(self, t: int) -> tuple[Event, int] | None:
-        """The send, and which of its steps inner step t = send_step + 1 + chunk is."""
+        """Return (send, chunk) with t = send.send_step + 1 + chunk; else None."""
         number = self._count(t - 1) - 1
         if number < 0:
             return None
@@ -336,16 +340,17 @@ class Schedule:
         return (send, chunk) if chunk < self.max_chunks else None
 
     def pending(self, t: int, *, dropped_until: int = 0) -> tuple[Event, ...]:
-        """Sends up to step t whose apply comes later, oldest first. dropped_until: of `actions`."""
+        """Return the sends up to step t that are applied later, oldest first; see `actions`."""
         sends = map(self._event, range(self._count(max(t - self.lag, 0)), self._count(t)))
         return tuple(send for send in sends if send.send_step > dropped_until)
 
     def ages(self, t: int, *, dropped_until: int = 0) -> tuple[int, ...]:
-        """Per fragment: inner steps since the step whose values theta last took in.
+        """Return the age of each fragment of the outer parameters [inner steps].
 
-        t itself while theta holds its first values. eager: of the newest values that came from
-        every replica; a replica's own are `lag` younger. dropped_until: as for `actions`; of a
-        fragment at most one exchange was in flight, so the one before it counts.
+        The age is t minus the send step of the last applied exchange; t before the first apply. In
+        eager mode a replica's own outer gradient is `lag` steps younger than this. For
+        `dropped_until` see `actions`. A fragment has at most one exchange in flight, so after a
+        drop the previous exchange counts.
         """
         taken = [0] * self.P
         until = self._count(t - self.lag)

@@ -1,7 +1,7 @@
-"""Taking a fragment's slices out of the leaves and putting them back.
+"""Reading and writing a fragment's slices of the parameter leaves.
 
-Where a slice starts is an argument of a compiled program. Fragments whose slices differ in
-nothing else, such as those of other layers, share the program.
+The start of a slice is an argument of a compiled program. Fragments whose slices differ only in
+their starts, such as fragments of different layers, share the program.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Up to this many entries are taken one by one; beyond it a gather compiles smaller (our choice).
+# Up to this number entries are sliced one by one; for more a gather compiles to a smaller program.
 MOST_SINGLE_SLICES = 64
 
 Move = Callable[[jax.Array], jax.Array]
@@ -22,11 +22,14 @@ def identity(x: jax.Array) -> jax.Array:
 
 
 class LeafSlice(NamedTuple):
-    """The entries of one leaf that a fragment takes, along dim `axis` of one replica's view.
+    """A fragment's entries of one leaf, along dim `axis` of one replica's array.
 
-    leaf: its index in tree order. pattern: 'whole', all of the leaf (`axis` means nothing); 'run',
-    `count` neighbours; 'stride', every `stride`-th entry of a dim that divides by it; 'list', any
-    others. start_or_indices: the first entry; of a list all of them.
+    Attributes:
+      leaf: index of the leaf in tree order.
+      pattern: 'whole', the entire leaf, `axis` is unused; 'run', `count` adjacent entries;
+        'stride', every `stride`-th entry of a dim that `stride` divides; 'list', any others.
+      axis: the dim. count: number of entries. stride: distance of entries.
+      start_or_indices: the first entry; for 'list' all entries; None in a `form`.
     """
 
     leaf: int
@@ -38,12 +41,12 @@ class LeafSlice(NamedTuple):
 
     @property
     def form(self) -> "LeafSlice":
-        """The slice without its start: what a compiled program is made for."""
+        """The slice without its start: slices of equal form share a compiled program."""
         return self._replace(start_or_indices=None)
 
     @property
     def entries(self) -> Sequence[int]:
-        """The entries it takes, in order; of a whole leaf any."""
+        """The entries of the slice, in order; for a whole leaf a range that exceeds every dim."""
         start, count = self.start_or_indices, self.count
         if isinstance(start, tuple):
             return start
@@ -51,14 +54,14 @@ class LeafSlice(NamedTuple):
         return range(start, start + count * self.stride, self.stride)
 
     def shape(self, leaf_shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of what it takes of a leaf of `leaf_shape`."""
+        """Return the shape of the slice's entries of a leaf of `leaf_shape`."""
         if self.pattern == "whole":
             return tuple(leaf_shape)
         return (*leaf_shape[: self.axis], self.count, *leaf_shape[self.axis + 1 :])
 
 
 def slice_along(leaf: int, axis: int, entries: Sequence[int], shape: Sequence[int]) -> LeafSlice:
-    """The slice that takes `entries`, ascending, of dim `axis` of a leaf of one replica's shape."""
+    """Return the slice with `entries`, ascending, of dim `axis` of a leaf; shape: without R."""
     first, count = entries[0], len(entries)
     stride = entries[1] - first if count > 1 else 1
     regular = tuple(entries) == tuple(range(first, first + stride * count, stride))
@@ -77,10 +80,14 @@ def gather_slice(
     lead: int = 0,
     load: Move = identity,
 ) -> jax.Array:
-    """The slice's entries of leaf x, in order; `lead` dims (R) come before the leaf's own.
+    """Return the slice's entries of leaf x, in order.
 
-    start_or_indices: int32, may be traced; used in place of the slice's own.
-    load: moves each contiguous piece, say from host memory, before they are concatenated.
+    Args:
+      x: the leaf, with `lead` dims (R) before its own.
+      leaf_slice: the slice; its start is not used.
+      start_or_indices: start or indices, int32; may be traced.
+      lead: number of dims before the leaf's own.
+      load: moves each contiguous piece, for example from host memory, before the concatenation.
     """
     axis, count, stride = leaf_slice.axis + lead, leaf_slice.count, leaf_slice.stride
     if leaf_slice.pattern == "whole":
@@ -107,9 +114,10 @@ def scatter_slice(
     lead: int = 0,
     store: Move = identity,
 ) -> jax.Array:
-    """Leaf x with the slice's entries replaced by `values`, shaped as `gather_slice` returns them.
+    """Return leaf x with the slice's entries replaced by `values`.
 
-    store: moves each contiguous piece to where x is.
+    `values` has the shape of the result of `gather_slice`, and the other arguments are as there.
+    `store` moves each contiguous piece to the memory of x.
     """
     axis, count, stride = leaf_slice.axis + lead, leaf_slice.count, leaf_slice.stride
     if leaf_slice.pattern == "whole":
