@@ -331,7 +331,7 @@ class Schedule:
             yield Action(MERGE, send.fragment)
 
     def carrying(self, t: int) -> tuple[Event, int] | None:
-        """Return (send, chunk) with t = send.send_step + 1 + chunk; else None."""
+        """Return (send, chunk) with t = send.send_step + 1 + chunk, or None without such a send."""
         number = self._count(t - 1) - 1
         if number < 0:
             return None

@@ -1,1 +1,1 @@
-"""The algorithm bound to programs, arrays and a mesh."""
+"""The trainers: the algorithms of `diloco` as compiled programs on the arrays of a mesh."""

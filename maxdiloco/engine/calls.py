@@ -8,10 +8,10 @@ import jax
 from maxdiloco.parallel.program import Program
 
 # When a program runs: in a step; between two steps, while the run's state is on the devices; or at
-# the start, before there is a state.
+# the start, before the state exists.
 STEP, BESIDE, START = "step", "beside", "start"
-# The event for which a program runs between two steps. Only an evaluation has programs of its own:
-# a save writes the arrays of the state, and a log step reads them.
+# The event for which a program runs between two steps. Only an evaluation has separate programs: a
+# save writes the arrays of the state, and a log step reads them.
 EVALUATION, SAVE, LOG = "evaluation", "save", "log step"
 
 
@@ -41,7 +41,7 @@ class Memory(NamedTuple):
 
     Attributes:
       arguments, outputs, temporary: the program's arguments, results and temporary arrays.
-      peak: the most that the program needs.
+      peak: the program's peak memory.
       elsewhere: the arrays of the run's state that are not arguments of the program.
     """
 

@@ -5,8 +5,8 @@ different programs: `send` encodes, `all_gather_chunk` moves encoded chunks betw
 `receive` decodes and averages. With reduce-scatter (reduce_scatter.py) `all_to_all_chunk` moves
 each part to the slice that averages it, `reduce` averages, and `all_gather_chunk` moves the means.
 
-A chunk is in wire format when it crosses the link, as a rank-1 array or in whole tiles, so no
-compiler can widen or pad it.
+A chunk crosses the link in its wire format, as a rank-1 array or in whole tiles. No compiler can
+then widen or pad it.
 
     # R replicas  S replicas of this slice  C wire elements of a replica on one device
 """
@@ -40,7 +40,7 @@ from maxdiloco.engine.payload import (
 from maxdiloco.parallel.mesh import devices_of_slice, in_slice_axes
 
 LARGEST_INDEX = 2**31 - 1  # JAX indexes with 32 bits
-LANES = 128  # of a TPU's tile; a chunk is whole tiles of eight such rows
+LANES = 128  # lanes of a TPU's tile; a chunk is whole tiles of eight rows
 
 Chunks = tuple[jax.Array, ...]
 
@@ -152,7 +152,7 @@ def send(
 
 
 def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
-    """Bring one chunk of every replica to every slice: Algorithm 2, line 8, over the link."""
+    """Send one chunk of every replica to every slice: Algorithm 2, line 8, over the link."""
 
     def on_device(codes):
         dtype = codes.dtype
@@ -166,7 +166,7 @@ def all_gather_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def all_to_all_chunk(chunk: jax.Array, mesh: Mesh) -> jax.Array:
-    """Bring every slice its part of one chunk of all replicas: Algorithm 2, line 8."""
+    """Send every slice its part of one chunk of all replicas: Algorithm 2, line 8."""
 
     def on_device(codes):
         # XLA:TPU pads a rank-1 payload of bytes x2 to x4, and rows of whole tiles not at all.
@@ -207,7 +207,7 @@ def receive(
 ) -> Received:
     """Decode and average all replicas' outer gradients of a fragment: Algorithm 2, line 10.
 
-    The mean of line 8 is taken here, on arrival, in float32 and in replica order.
+    The mean of line 8 is computed here, on arrival, in float32 and in replica order.
 
     Args:
       payload: the fragment's payload.
@@ -293,7 +293,7 @@ def _row(chunks: Sequence[jax.Array], rows: int, size: int, r: Any) -> jax.Array
         length = chunk.shape[0] // rows
         if chunk.shape[0] <= LARGEST_INDEX:
             pieces.append(jax.lax.dynamic_slice_in_dim(chunk, r * length, length))
-        else:  # slower, but r fits an index
+        else:  # slower, but every index fits JAX's 32 bits
             pieces.append(jax.lax.dynamic_index_in_dim(chunk.reshape(rows, length), r, 0, False))
     return jax.lax.slice_in_dim(jnp.concatenate(pieces), 0, size)
 
@@ -317,7 +317,7 @@ def _sizes(payload: Payload, sums_R: ValueSums, mean_N: list[jax.Array]) -> Size
     squares_R, total_R, mean_squares = jax.lax.psum(sums, in_slice_axes(payload.mesh))
     devices, shards = devices_of_slice(payload.mesh), payload.shards
     values = sum(math.prod(shard.local) * (devices // shard.copies) for shard in shards)
-    drift_R = total_R / float(values)  # may exceed what int32 holds
+    drift_R = total_R / float(values)  # the number of values may exceed int32
     return Sizes(jnp.sqrt(squares_R), drift_R, jnp.sqrt(mean_squares))
 
 

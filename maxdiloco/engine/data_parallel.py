@@ -1,6 +1,7 @@
 """The baseline: one set of parameters, gradients averaged over all devices in every step.
 
-The same mesh, batches and inner step as DiLoCo; the mesh axis `diloco` carries rows of the batch.
+It has the same mesh, batches and inner step as DiLoCo. The mesh axis `diloco` splits the rows of
+the batch.
 
     # R leading dim of a batch, which is folded into its rows
 """
@@ -34,10 +35,10 @@ class State:
 
 
 def gradient_bytes(params: Any, dtype: Any, *, slices: int, accumulation: int) -> float:
-    """Return the bytes of gradients that one slice sends to the others in a step, by a ring.
+    """Return the bytes that one slice sends in a step for a ring all-reduce of the gradients.
 
-    It is 2 (S - 1) / S of the gradients for each micro-batch. A compiler may send some gradients in
-    another dtype, or sum the two parts of a tied embedding separately (CPU).
+    They are 2 (S - 1) / S times the bytes of the gradients for each micro-batch. A compiler may
+    send some gradients in another dtype, or sum the two parts of a tied embedding separately (CPU).
 
     Args:
       params: the model's parameters.
@@ -133,7 +134,7 @@ class DataParallel:
         return State(state.t + 1, params, opt_state), metrics
 
     def check_finite(self, state: State, *, exchanges_only: bool = False) -> None:
-        """See Trainer. There are no exchanges; the loss shows gradients that are not finite."""
+        """See Trainer. Nothing is exchanged; the loss shows gradients that are not finite."""
         if not exchanges_only:
             finite.check_params(state.params, state.t, replicas=False)
 
@@ -147,7 +148,7 @@ class DataParallel:
         return {}
 
     def closing_line(self, state: State) -> str:
-        """Return the step."""
+        """Return the step as text."""
         return f"done: step {state.t}"
 
     def checkpoint(self, state: State) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -172,4 +173,4 @@ class DataParallel:
         return trainer.RestorePlan(items, state_of)
 
     def close(self) -> None:
-        """Nothing: it has no threads."""
+        """Do nothing: this trainer has no threads."""

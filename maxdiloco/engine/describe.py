@@ -162,7 +162,7 @@ def restore_lines(restorer: Restorer, t: int) -> list[str]:
 
 
 def _dropped(sends: Sequence[Event], round_overlap: str, M: int) -> str:
-    """Return the line on dropped exchanges. round_overlap, M: of the run that sent them."""
+    """Return the log line on dropped exchanges of a run with this round overlap and M replicas."""
     named = ", ".join(f"{send.fragment} (sent after step {send.send_step})" for send in sends)
     line = f"dropped: exchanges in flight, of fragments {named}."
     if round_overlap == "none":
@@ -183,7 +183,7 @@ def closing_line(schedule: Schedule, state: State) -> str:
 def _ages(schedule: Schedule, t: int, state: State | SavedLayout) -> list[tuple[int, str]]:
     """Return the age of each fragment of the outer parameters [steps], as a number and in words.
 
-    The age is a lower bound where an earlier schedule made the last exchange.
+    The age is a lower bound if the last exchange belongs to an earlier schedule.
     """
     most = t - state.schedule_since if state.schedule_since else math.inf
     ages = schedule.ages(t, dropped_until=state.dropped_until)
@@ -195,7 +195,7 @@ def state_metrics(state: State) -> dict[str, float]:
 
     The cosine is a mean over pairs of replicas, weighted by the product of their norms. It follows
     from the norms of the replicas and of the mean:
-    |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n. In eager mode the update ratio is that of
+    |sum g|^2 = sum |g_m|^2 + sum over pairs of 2 g_m g_n. In eager mode the update ratio belongs to
     one replica of this process. The norm of the residuals refers to the fragment sent last, and is
     a mean over the replicas of this process.
     """

@@ -1,7 +1,7 @@
 """DiLoCo, Streaming DiLoCo and eager updates for any training step.
 
 DiLoCo: arXiv 2311.08105, Algorithm 1. Streaming DiLoCo: arXiv 2501.18512, Algorithm 2. Eager
-updates: arXiv 2502.12996, Algorithm 3. This package does not depend on the model.
+updates: arXiv 2502.12996, Algorithm 3. The package `engine` does not depend on the model.
 
     # R replicas  F leaves
 """
@@ -39,7 +39,7 @@ OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
 
 class DiLoCo:
-    """M replicas that train apart and synchronise fragment by fragment.
+    """M replicas that train independently and synchronise fragment by fragment.
 
     Attributes:
       settings: the settings, resolved.
@@ -94,7 +94,7 @@ class DiLoCo:
     def from_settings(
         cls, inner_step: InnerStep, settings: ExchangeSettings, **options: Any
     ) -> "DiLoCo":
-        """Return DiLoCo with a record of settings. options: the other arguments of DiLoCo."""
+        """Return DiLoCo with these settings. options: the other arguments of the constructor."""
         return cls(inner_step, **options, **vars(settings))
 
     def bind(self, params: Any, opt_state: Any) -> Layout:
@@ -171,7 +171,7 @@ class DiLoCo:
         return state, metrics
 
     def _act(self, action: Action, state: State, batch: Any) -> tuple[State, Any]:
-        """Carry out one action: (state, metrics of an inner step or None)."""
+        """Execute an action and return (state, metrics of an inner step or None)."""
         match action.name:
             case schedule.INNER | schedule.INNER_EXCHANGE | schedule.INNER_SCATTER:
                 return self._transport.inner_step(self._run, state, action, batch)
@@ -233,12 +233,12 @@ class DiLoCo:
         return self._merged(action, state, self._run(self.programs.synchronise(plan), *args))
 
     def _delayed_step(self, action: Action, state: State) -> State:
-        """Merge the exchange of the round before, and send this round's."""
+        """Merge the exchange of the previous round, and send the exchange of this round."""
         plan = self.layout.plans[action.fragment]
         return self._step_of_round(action, state, self.programs.delayed_step(plan))
 
     def _eager_step(self, action: Action, state: State) -> State:
-        """Merge the round before with each replica's own outer gradient of this round, and send."""
+        """Merge the previous round with each replica's outer gradient of this round, and send."""
         plan = self.layout.plans[action.fragment]
         return self._step_of_round(action, state, self.programs.eager_step(plan))
 
@@ -250,7 +250,7 @@ class DiLoCo:
         return self._merged(action, state, self._run(program, *args))
 
     def _received(self, leg: Leg, state: State, action: Action) -> Chunks:
-        """Return the chunks of a leg. They are zeros if nothing was sent, as in round 1."""
+        """Return the chunks of a leg; zeros if nothing was sent, as for a merge in round 1."""
         chunks, plan = self._transport.receive(leg), self.layout.plans[leg.fragment]
         if chunks is not None:
             return chunks
@@ -293,8 +293,8 @@ class DiLoCo:
     def calls(self, batch: Any) -> list[Call]:
         """Return every program that the steps call, `inner` first; after `bind`.
 
-        The actions of the third period, when exchanges are in flight, are carried out with shapes
-        instead of arrays.
+        The method executes the actions of the third period, when exchanges are in flight, with
+        shapes instead of arrays.
 
         Args:
           batch: ShapeDtypeStructs, leaves [R, ...].
@@ -362,11 +362,11 @@ class DiLoCo:
 
     @property
     def description(self) -> Description:
-        """Replicas, fragments and the memory of the outer state."""
+        """Texts on the replicas, the fragments and the memory of the outer state."""
         return describe.description(self.layout)
 
     def closing_line(self, state: State) -> str:
-        """Return the step, and how old the values of the outer parameters are."""
+        """Return the step and the age of the outer parameters as text."""
         return describe.closing_line(self.schedule, state)
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -386,13 +386,13 @@ class DiLoCo:
         return saved_items(state, self.layout), metadata
 
     def restore_plan(self, saved: SavedLayout) -> RestorePlan:
-        """See Trainer; restore.Restorer says what is kept if M, mesh or settings differ."""
+        """See Trainer, and restore.Restorer for a checkpoint of another M, mesh or settings."""
         restorer = Restorer(self.layout, saved)
         lines = functools.partial(describe.restore_lines, restorer)
         return RestorePlan(restorer.items(), restorer.state_of, restorer.replica_items, lines)
 
     def close(self) -> None:
-        """End the threads, and check the last state unless an exception is being raised."""
+        """Stop the threads, and check the last state unless an exception is being raised."""
         if self._transport is not None:
             self._transport.close()
         if (state := self._last_state()) is not None and sys.exception() is None:

@@ -31,7 +31,7 @@ class FragmentArrays(NamedTuple):
 
     Attributes:
       params: parameters of the replicas, [R, ...].
-      theta: outer parameters, float32, [...]; eager: [R, ...].
+      theta: the outer parameters, float32, [...]; eager: [R, ...].
       outer_opt: state of the outer optimizer for the fragment; () if a program does not need it.
       residual: error-feedback residuals, float32, [R, ...]; () if a program does not need them.
     """
@@ -61,7 +61,7 @@ def with_arrays(state: State, plan: FragmentPlan, arrays: FragmentArrays) -> Sta
 
 
 def initial_outer_opt(layout: Layout, theta: Any) -> tuple[Any, ...]:
-    """Return the state of an outer optimizer that has taken no step, for each fragment.
+    """Return the initial state of the outer optimizer for each fragment.
 
     Args:
       layout: the run's layout.

@@ -4,10 +4,10 @@ Streaming DiLoCo (arXiv 2501.18512), Algorithm 2, lines 8 and 10. `start` copies
 `collective.send` made to the host and sends them to the processes that need them. Its result has
 the bits that `collective.all_gather_chunk`, or `all_to_all_chunk` with reduce-scatter, would give.
 
-There is no deadlock. `start` never waits. A result waits for what peers start in the same exchange
-or an earlier one; every process starts the exchanges in the same order, and starts each before it
-waits for a later one. The thread that copies to the host waits for device programs only, and these
-do not wait for another slice.
+Deadlocks cannot occur. `start` never waits. A result depends only on the peers' sends of the same
+exchange or earlier ones. Every process starts the exchanges in the same order, and starts each
+before it waits for a later one. The thread that copies to the host waits only for device programs,
+which do not wait for another slice.
 
     # R replicas  S replicas of a slice  C wire elements of a replica on one device
 """
@@ -48,7 +48,7 @@ class Shard(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The shards that a process sends to each peer, gets from each peer, and keeps, in order."""
+    """The shards that a process sends to each peer, receives from each peer and keeps, in order."""
 
     sends: dict[int, tuple[Shard, ...]]
     gets: dict[int, tuple[Shard, ...]]
@@ -120,7 +120,7 @@ class HostTransfers:
     """
 
     def __init__(self, mesh: Mesh, *, mailbox: Mailbox | None):
-        """Make the threads. mailbox: None in a run of one process."""
+        """Create the threads. mailbox: None in a run of one process."""
         self._mailbox = mailbox
         self._arrived = [
             NamedSharding(mesh, spec) for spec in (incoming_spec(mesh), outgoing_spec(mesh))
@@ -141,8 +141,8 @@ class HostTransfers:
           chunks: sharded by outgoing_spec. They must not be donated before the result is there.
 
         Returns:
-          A future with the chunks of all slices, sharded by incoming_spec (if it scatters:
-          outgoing_spec), or LostPeerError as from Deadlines.
+          A future. Its result is the chunks of all slices, sharded by incoming_spec (outgoing_spec
+          if the transfer scatters); it raises LostPeerError as Deadlines does.
         """
         for chunk in chunks:
             chunk.copy_to_host_async()
@@ -150,7 +150,7 @@ class HostTransfers:
         return self._collector.submit(self._collect, transfer, fetched)
 
     def close(self) -> None:
-        """End the threads; one that waits for a peer ends when the mailbox is closed."""
+        """Stop the threads; a thread that waits for a peer stops when the mailbox is closed."""
         self._fetcher.shutdown(wait=False, cancel_futures=True)
         self._collector.shutdown(wait=False, cancel_futures=True)
 

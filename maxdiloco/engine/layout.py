@@ -79,12 +79,12 @@ class State:
       t: number of inner steps done.
       params: parameters of the replicas, leaves [R, ...].
       opt_state: states of their inner optimizers, leaves [R, ...].
-      outer: outer parameters (theta), float32, leaves [...]; eager: [R, ...].
+      outer: the outer parameters, float32, leaves [...]; eager: [R, ...].
       outer_opt: state of the outer optimizer, one entry for each fragment.
       outgoing: chunks of the fragment that is being sent; one slot.
       incoming: chunks that have arrived at all slices, one slot for each exchange in flight.
-      scatter_outgoing: reduce-scatter: chunks that bring each slice the part that it averages.
-      scatter_incoming: reduce-scatter: the same chunks when they have arrived; one slot.
+      scatter_outgoing: reduce-scatter: chunks with the parts for the slices that average them.
+      scatter_incoming: reduce-scatter: the chunks of `scatter_outgoing` after arrival; one slot.
       bad: [R, F], whether a replica's leaf was not finite in any exchange so far.
       bad_before: `bad` before the last merge.
       sizes: sizes of the outer gradients of the last merge, for the metrics.
@@ -92,7 +92,7 @@ class State:
       residual: error-feedback residuals, float32, leaves [R, ...]; () without error feedback.
       residual_norm_R: L2 norm of the residual of the fragment sent last; () without error feedback.
       dropped_until: step after which the exchanges in flight were dropped at a resume; 0 for none.
-      schedule_since: step after which the present schedule began.
+      schedule_since: step after which the current schedule began.
     """
 
     t: int = field(metadata={"static": True})
@@ -345,7 +345,10 @@ def plan_fragments(
 
 
 def _cuts(sizes: Sequence[int], steps: int) -> list[Cut]:
-    """Cut payloads of these sizes [wire elements] into chunks for so many steps."""
+    """Cut payloads of these sizes [wire elements] into equal chunks, at most one for each step.
+
+    Without steps each payload is one chunk.
+    """
     if steps == 0:
         return [Cut(1, payload.pad_to_tile(size)) for size in sizes]
     length = payload.pad_to_tile(quantize.ceil_div(max(sizes), steps))
@@ -516,6 +519,6 @@ def with_fragment(tree: Any, plan: FragmentPlan, values: Sequence[jax.Array]) ->
 
 
 def with_items(items: tuple, indices: Sequence[int], values: Sequence[Any]) -> tuple:
-    """Return `items` with those at `indices` replaced by `values`."""
+    """Return `items` with the ones at `indices` replaced by `values`."""
     new = dict(zip(indices, values, strict=True))
     return tuple(new.get(i, item) for i, item in enumerate(items))

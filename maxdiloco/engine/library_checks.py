@@ -60,8 +60,8 @@ def _is_sharded_elsewhere(x: Any, mesh: Mesh) -> bool:
 def checked_step(inner_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Callable:
     """Return the step with a check, when it is traced, that it keeps structure, shapes and dtypes.
 
-    Parameters and optimizer state that a step returns are the inputs of the next one, so a leaf of
-    another dtype would silently change the whole run.
+    The parameters and the optimizer state that a step returns are the inputs of the next step. A
+    leaf of another dtype would silently change the whole run.
     """
 
     @functools.wraps(inner_step)

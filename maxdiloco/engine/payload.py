@@ -1,12 +1,12 @@
-"""The payload of a fragment on one device: which values it encodes, and how they are decoded.
+"""The payload of a fragment on one device: the values that it encodes, and their decoding.
 
     # R replicas  S replicas of this slice  N values a device encodes of a leaf
     # C wire elements of a replica on one device  F leaves of the fragment
 
-Every value leaves a slice once: a device encodes its own shard of every leaf, and where several
-devices of a slice hold the same values, each encodes an equal part of them. Blocks of the wire
-format never cross a leaf, a shard or such a part. The payload begins with one flag for each leaf.
-A flag is zero when all values are finite, so an all-zero payload decodes to finite zeros.
+Every value leaves a slice once. A device encodes its own shard of every leaf. If several devices of
+a slice hold the same values, each of them encodes an equal part. Blocks of the wire format never
+cross a leaf, a shard or such a part. The payload begins with one flag for each leaf. A flag is zero
+when all values are finite, so an all-zero payload decodes to finite zeros.
 """
 
 import math
@@ -91,8 +91,8 @@ class Payload(NamedTuple):
     Attributes:
       wire: wire format of outer gradients.
       shards: one for each leaf of the fragment.
-      size: length of the codes that all slices receive [wire elements]: those of a replica; with
-        reduce-scatter, of the means of a slice.
+      size: length of the codes of a replica that all slices receive [wire elements]; with
+        reduce-scatter, length of the codes of a slice's means.
       mesh: the mesh.
       num_replicas: number of replicas, M.
       parts: None with all-gather.
@@ -225,7 +225,7 @@ def finite_values(
     for shard, leaf_S in zip(payload.shards, leaves_S, strict=True):
         x_SN = own_values(shard, leaf_S)
         finite_SN = jnp.isfinite(x_SN)
-        # A maximum of floats is one kernel of XLA:CPU, an `any` a chain of up to four.
+        # XLA:CPU needs one kernel for a maximum of floats, and up to four for an `any`.
         bad.append(jnp.max(jnp.where(finite_SN, 0.0, 1.0), axis=1))
         clean.append(jnp.where(finite_SN, x_SN, 0.0))
     return jnp.stack(bad, axis=1), clean
@@ -317,8 +317,8 @@ def tensor_norms(
 ) -> list[jax.Array]:
     """Compute the L2 norms of the tensors in each leaf of one replica.
 
-    A Stacked leaf has one tensor for each layer. A Vocabulary leaf has norm 0: it is averaged
-    plainly.
+    A Stacked leaf has one tensor for each layer. A Vocabulary leaf gets norm 0, so that it is
+    averaged plainly.
 
     Args:
       payload: the fragment's payload.
@@ -346,7 +346,7 @@ def tensor_norms(
 def spread_norms(
     payload: Payload, kinds: Sequence[Any], norms: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Repeat a number of each tensor, as from `tensor_norms`, at every value of this device."""
+    """Repeat one number for each tensor, such as its norm, at every value of this device."""
     spread = []
     for shard, kind, norm in zip(payload.shards, kinds, norms, strict=True):
         layer = kind.axis if isinstance(kind, Stacked) else None

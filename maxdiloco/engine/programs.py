@@ -51,7 +51,7 @@ NOTHING_SENT = Sent(())
 
 @dataclass(frozen=True)
 class OuterRule:
-    """How an outer step is taken: the same for all fragments of a run.
+    """The rule of an outer step, the same for all fragments of a run.
 
     Attributes:
       optimizer: the outer optimizer.
@@ -111,7 +111,7 @@ def reduce_and_share(plan: FragmentPlan, parts: Sequence[jax.Array]) -> Chunks:
 
 
 def merge(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming: Chunks) -> Merged:
-    """Decode, average, outer step, mix into the replicas: lines 10-12. No traffic."""
+    """Decode, average, take the outer step, mix into the replicas: lines 10-12. No traffic."""
     kinds = None if rule.kinds is None else [rule.kinds[s.leaf] for s in plan.slices]
     received = collective.receive(plan.payload, incoming, kinds=kinds)
     finite = ~jnp.any(received.bad_RF)
@@ -132,7 +132,7 @@ def synchronise(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays) -> 
 def delayed_step(
     plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming: Chunks
 ) -> Merged:
-    """Send, and merge the exchange of the round before: arXiv 2502.12996, Algorithm 2."""
+    """Send, and merge the exchange of the previous round: arXiv 2502.12996, Algorithm 2."""
     sent = pack(plan, values)
     return merge(plan, rule, values, incoming)._replace(sent=sent)
 
@@ -140,9 +140,9 @@ def delayed_step(
 def eager_step(
     plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming: Chunks
 ) -> Merged:
-    """Send, and merge the round before with the own values of this round: 2502.12996, Algorithm 3.
+    """Send, and merge the previous round with the replica's own outer gradient of this round.
 
-    Every replica has outer parameters of its own.
+    Eager updates (arXiv 2502.12996), Algorithm 3. Every replica has its own outer parameters.
     """
     sent = pack(plan, values)
     received = collective.receive_eager(plan.payload, incoming, sent.chunks)
@@ -161,7 +161,8 @@ def outer_step_and_merge(
     Args:
       rule: the optimizer and alpha.
       finite: whether the exchange was finite; if not, nothing changes.
-      values: eager: of one replica. Otherwise params have [R, ...], and theta is shared.
+      values: the fragment's values, params [R, ...] with shared outer parameters; eager: the values
+        of one replica.
       mean: the mean outer gradient.
 
     Returns:
@@ -200,7 +201,7 @@ class Programs:
         kinds: Sequence[Any] | None,
         on_compile: Callable[[str, float, jax.stages.Compiled], None],
     ):
-        """Prepare the programs of the inner step.
+        """Create the programs of the inner step, which are compiled on first use.
 
         Args:
           layout: the run's layout.
@@ -269,7 +270,7 @@ class Programs:
     def init(self, make: Callable, **options) -> Program:
         """See Trainer.init_program. It is one program, so that memory holds one copy of the state.
 
-        Each replica gets typed PRNG keys of its own in opt_state, so dropout masks differ.
+        Each replica gets different typed PRNG keys in opt_state, so that dropout masks differ.
         """
         layout = self.layout
 
@@ -337,7 +338,7 @@ class Programs:
         return self._outer_step(merge, plan, NOTHING_SENT)
 
     def synchronise(self, plan: FragmentPlan) -> Program:
-        """Compile `synchronise`, see `_outer_step`; there are no chunks."""
+        """Compile `synchronise`, see `_outer_step`; it has no chunks."""
         return self._outer_step(synchronise, plan, self._sent_shardings(plan)._replace(chunks=()))
 
     def delayed_step(self, plan: FragmentPlan) -> Program:

@@ -6,11 +6,11 @@ sends part j to slice j (scatter). Slice j decodes the parts, takes the ordered 
 codes, also the slice that computed the mean: with its own finer sum its outer parameters would
 differ from the others'.
 
-A part is whole blocks of 256 values. A leaf begins with a block, and zeros pad its last one. So the
-number of slices does not decide which values share a block, and no bit of a mean depends on it. A
-header comes before the codes of a replica: a flag for each leaf, as in payload.py, and the sums of
-the squares and of the magnitudes of its decoded values. Headers and codes are unsigned integers,
-and an all-zero part stands for finite zeros.
+A part consists of whole blocks of 256 values. A leaf begins with a block, and zeros pad its last
+block. The blocks, and thus the bits of a mean, do not depend on the number of slices. A header
+precedes the codes of a replica: a flag for each leaf, as in payload.py, and the sums of the squares
+and of the magnitudes of its decoded values. Headers and codes are unsigned integers, and an
+all-zero part decodes to finite zeros.
 
     # S replicas of this slice  D slices  N values a device encodes of a leaf  F leaves
     # V values of a part  B blocks of a part  K wire elements of a part  H of a header
@@ -36,8 +36,8 @@ from maxdiloco.engine.payload import (
     value_sums,
 )
 
-# Wire format of the means, unless the replicas' is finer. Encoding a mean again adds an error of
-# 0.7 % of its norm in 8 bits, and 19 % in 4 bits (quantize.FORMATS).
+# Wire format of the means, unless the replicas' format is finer. Encoding a mean again adds an
+# error of 0.7% of its norm in 8 bits, and 19% in 4 bits (quantize.FORMATS).
 MEAN_DTYPE = "int8"
 
 

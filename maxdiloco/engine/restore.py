@@ -46,7 +46,7 @@ def saved_items(state: State, layout: Layout) -> dict[str, Any]:
 
 
 def outer_item(layout: Layout) -> str:
-    """Return the item of the outer parameters. Eager: each replica has its own, readers average."""
+    """Return the item of the outer parameters; in eager mode readers average it over replicas."""
     return OUTER_OF_EACH if layout.settings.is_eager else OUTER_PARAMS
 
 
@@ -183,7 +183,7 @@ class Restorer:
         return jax.jit(convert, out_shardings=shardings_of(like))(tree)
 
     def _initial_outer_opt(self, theta: Any) -> Any:
-        """Return the state of an outer optimizer that has taken no step."""
+        """Return the initial state of the outer optimizer."""
         init = functools.partial(initial_outer_opt, self.layout)
         if self.layout.settings.is_eager:
             init = jax.vmap(init)

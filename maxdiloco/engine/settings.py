@@ -1,7 +1,7 @@
 """The settings of the exchange between replicas: one record, shared by all packages.
 
-The library builds it from keyword arguments, the trainer from its configuration. The planner, the
-checkpoints and the islands read the same record.
+The library builds the record from keyword arguments, and the training program builds it from its
+configuration. The planner, the checkpoints and the islands read the same record.
 """
 
 import dataclasses
@@ -29,9 +29,9 @@ REDUCE_SCATTER_FROM = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExchangeSettings:
-    """When fragments are exchanged, how they travel, and how they are applied.
+    """The settings of a run's exchanges: their schedule, their transport and the outer step.
 
-    Raises ValueError for a value that is not allowed, or cannot be combined with another one.
+    The constructor raises ValueError for values that are not allowed or cannot be combined.
 
     Attributes:
       num_replicas: number of replicas, M.
@@ -51,7 +51,7 @@ class ExchangeSettings:
       collective: 'all_gather', 'reduce_scatter' or 'auto'.
       transport: 'xla', 'host' or 'auto'.
       sequential_layers: whether a fragment has neighbouring layers instead of every P-th layer.
-      num_nonlayer_fragments: fragments for the leaves that belong to no layer.
+      num_nonlayer_fragments: number of fragments for the leaves outside the layers.
       offsets: inner step (mod H) at which each fragment is sent; None: floor(p * H / P).
       outer_memory: 'device' or 'pinned_host': memory of the outer parameters and of the state of
         the outer optimizer.
@@ -180,7 +180,7 @@ class ExchangeSettings:
 
     @property
     def is_eager(self) -> bool:
-        """Whether every replica has outer parameters of its own."""
+        """Whether every replica has its own outer parameters."""
         return self.round_overlap == "eager"
 
     @property

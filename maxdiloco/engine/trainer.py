@@ -1,6 +1,6 @@
 """The interface of a trainer, for the training loop, checkpoints and train_compile.
 
-DiLoCo, DataParallel and the trainer of an island have it.
+DiLoCo, DataParallel and the trainer of an island implement it.
 
     # R replicas: M with DiLoCo, 1 with data parallelism
 """
@@ -24,7 +24,7 @@ DIAGNOSTICS = "diagnostics"
 
 
 class SavedLayout(NamedTuple):
-    """How the state in a checkpoint is laid out: the metadata of Trainer.checkpoint.
+    """The layout of the state in a checkpoint: the metadata of Trainer.checkpoint.
 
     Attributes:
       num_replicas: R of the run that wrote it.
@@ -52,7 +52,7 @@ class OuterParamsView(NamedTuple):
     """How an export or an evaluation reads the outer parameters.
 
     Attributes:
-      like: ShapeDtypeStructs of what `read` returns, on the device.
+      like: ShapeDtypeStructs of the result of `read`, on the device.
       kept: state -> the outer parameters as they are in the state.
       mean: eager: the program that averages them over the replicas. None if the state has one copy,
         or if every slice reads its own.
@@ -179,7 +179,7 @@ class Trainer(Protocol):
         """Return how this run restores a state with the layout `saved`."""
 
     def close(self) -> None:
-        """End the trainer's threads, if it has any."""
+        """Stop the trainer's threads, if it has any."""
 
 
 def abstract_metrics(trainer: Trainer, batch: Any) -> Any:

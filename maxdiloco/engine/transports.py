@@ -124,7 +124,7 @@ class XlaTransport:
         return state
 
     def close(self) -> None:
-        """Do nothing: there are no threads."""
+        """Do nothing: this transport has no threads."""
 
 
 class HostTransport:
