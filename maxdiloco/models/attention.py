@@ -24,8 +24,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv 2305.13245) with rotary embedding.
 
-    Biases, norms of queries and keys, and sinks (a logit of each head without a value, as in
-    gpt-oss, arXiv 2508.10925) exist if the config has them.
+    The config decides whether it has biases, norms of queries and keys, and sinks. A sink is a
+    logit of each head without a value, as in gpt-oss (arXiv 2508.10925).
 
     Attributes:
       query: [D] -> [N, H].
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
           attend: attention of projected queries, keys and values.
 
         Returns:
-          [B, L, D] to be added to the residual stream, and the cache of `attend`.
+          The term for the residual stream [B, L, D], and the cache that `attend` returned.
         """
         q_BLNH = self.query(x_BLD, name=QKV)
         k_BLKH = self.key(x_BLD, name=QKV)

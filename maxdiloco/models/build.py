@@ -11,7 +11,7 @@ from maxdiloco.models.model import Model
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """What is computed, and what is asked of the kernels that compute it.
+    """The sizes and choices of a model, and the requests for its kernels.
 
     Attributes:
       config: sizes and choices of the decoder.
@@ -33,7 +33,7 @@ class ModelSettings:
 
         Args:
           keys: an object whose attributes are the keys of base.yml. Their values have been checked.
-          backend: `cpu`, `gpu` or `tpu`, which decides what dtype=auto is.
+          backend: `cpu`, `gpu` or `tpu`, which decides the type for dtype=auto.
         """
         return cls(
             config.from_keys(keys, auto_dtype=choice.auto_dtype(backend)),
@@ -59,11 +59,11 @@ def build_model(
     """Build a model and choose its kernels.
 
     Args:
-      settings: of the model.
+      settings: the model's settings.
       backend: `cpu`, `gpu` or `tpu`, as jax.default_backend() names it.
       length_shards: number of devices that a sequence is spread over.
-      compute_capability: of a GPU, see choice.has_kernels.
-      device_kind: of jax.Device. "" is not known and refuses nothing.
+      compute_capability: a GPU's compute capability, see choice.has_kernels.
+      device_kind: `device_kind` of jax.Device. "" is unknown, and refuses nothing.
 
     Returns:
       The model.

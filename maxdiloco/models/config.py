@@ -1,6 +1,7 @@
 """Sizes and choices of a decoder, as one frozen record that every module reads.
 
-The record says what is computed. How it is computed on a device is chosen in `models/kernels`.
+The record defines the function that the decoder computes. `models/kernels` chooses the
+implementation for a device.
 """
 
 import dataclasses
@@ -14,14 +15,14 @@ from maxdiloco.models.rope import RopeConfig
 from maxdiloco.parallel.sharding import Rules, rules_with
 
 LAYERS = "layers"  # name of the stack of layers among the parameters
-DENSE_LAYERS = "dense_layers"  # name of the stack before it, where the first layers have no experts
+DENSE_LAYERS = "dense_layers"  # name of the stack of first layers without experts, if there is one
 
 
 class LayerKind(NamedTuple):
     """Properties that differ between layers whose parameters have equal shapes.
 
     Attributes:
-      window: number of keys that a query sees, itself included. 0 is no limit.
+      window: number of keys that a query sees, itself included. 0: unlimited.
       rope: frequencies of the rotary embedding.
     """
 
@@ -151,7 +152,7 @@ def from_keys(cfg: Any, *, auto_dtype: DTypeLike = jnp.float32) -> ModelConfig:
 
     Args:
       cfg: an object whose attributes are the keys of base.yml. Their values have been checked.
-      auto_dtype: type of activations where the key `dtype` is `auto`.
+      auto_dtype: type of activations if the key `dtype` is `auto`.
 
     Returns:
       The model's sizes and choices.
@@ -205,7 +206,7 @@ def from_keys(cfg: Any, *, auto_dtype: DTypeLike = jnp.float32) -> ModelConfig:
 
 
 def _pattern(cfg: Any) -> tuple[LayerKind, ...]:
-    """Kinds named in `attention_pattern`; without a pattern every layer has the window."""
+    """Return the kinds in `attention_pattern`; without a pattern every layer has the window."""
     rope = RopeConfig(cfg.rope_max_timescale, **dict(cfg.rope_scaling))
     window, base = cfg.sliding_window_size, cfg.local_rope_max_timescale
     local = LayerKind(window, rope if base == -1 else RopeConfig(base))

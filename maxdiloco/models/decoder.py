@@ -34,7 +34,7 @@ class DecoderLayer(nnx.Module):
     Attributes:
       attention: Attention or LatentAttention.
       mlp: the feed-forward layer, or None.
-      moe: a mixture of experts in its place, or None.
+      moe: the mixture of experts that replaces `mlp`, or None.
       attention_norm: norm before attention, or None.
       mlp_norm: norm before the feed-forward layer, or None.
       post_attention_norm: norm after attention, or None.
@@ -104,7 +104,7 @@ class Decoder(nnx.Module):
 
     Attributes:
       embedding: [V, D].
-      dense_layers: the first layers of a mixture of experts that have none, if there are such.
+      dense_layers: the first layers of a model with experts that have no experts, or None.
       layers: all other layers.
       final_norm: over D.
       head: [D] -> [V], or None if it is the embedding.
@@ -116,8 +116,8 @@ class Decoder(nnx.Module):
         Args:
           config: the model.
           kernels: implementations to compute with.
-          rngs: the stream `params` draws embedding and head. Each layer draws from a key of its
-            own, split from the key of the stream `layers`.
+          rngs: the stream `params` draws embedding and head. Each layer draws from its own key,
+            split from the key of the stream `layers`.
         """
         self.config, self.kernels = config, kernels
         D, V = config.emb_dim, config.padded_vocab_size
@@ -133,7 +133,7 @@ class Decoder(nnx.Module):
         self.dense_layers, self.layers = stacks.get(DENSE_LAYERS), stacks.get(LAYERS)
 
     def _stacked(self, stack: StackConfig, keys: jax.Array) -> DecoderLayer:
-        """One module with the stacked parameters of layers. keys: of all layers of the model."""
+        """Create one module with stacked parameters. keys: PRNG keys of all layers of the model."""
 
         def make_layer(key):
             rngs = nnx.Rngs(params=key)
@@ -166,8 +166,8 @@ class Decoder(nnx.Module):
             loop.
 
         Returns:
-          The residual stream [B, L, D] after the last layer, the caches of each stack, and the use
-          of experts [layers with experts, ...] or None.
+          The residual stream [B, L, D] after the last layer; the caches of each stack; the use of
+          experts [layers with experts, ...], or None.
         """
         config, out, used = self.config, [], None
         x_BLD = self.embedding(tokens_BL)
@@ -181,7 +181,8 @@ class Decoder(nnx.Module):
             layer, weights = nnx.split(layers, nnx.Param)
             weights = map_weights(self._for_compute, weights)
             # Without a loop, the compiler would gather the weights of all layers before it uses
-            # them, and add up whole gradients of all before it scatters one (benchmarks/results).
+            # them. It would also sum the whole gradients of all layers before it scatters one
+            # (benchmarks/results).
             at_once = unrolled and not any(
                 devices.is_gathered(names, config.rules) for names in leaves(names_of(weights))
             )
@@ -197,7 +198,7 @@ class Decoder(nnx.Module):
         return x_BLD, tuple(out), used  # the last stack is the one with experts
 
     def _layer(self, layer, ropes, attend, real_BL, kind: LayerKind, x_BLD, entry):
-        """One layer of a stack. entry: its weights and its cache."""
+        """Apply one layer of a stack. entry: its weights and its cache."""
         weights, cache = entry
         weights = map_weights(self._gathered, weights)
         attend = functools.partial(attend, kind, cache)

@@ -3,10 +3,10 @@
 XLA cannot split a kernel over an automatic axis. Scattered gradients (kernels/matmul.py) and the
 sums of a mixture of experts are written out by hand as well.
 
-With `length` over C devices a sequence is cut into 2 C chunks, and device i has the chunks i and
-2 C - 1 - i (Llama 3, arXiv 2407.21783, section 3.3.2): an early one that sees few keys and a late
-one that sees many. With chunks in order the last of two devices would have 1.5 times the mean work,
-by arithmetic (benchmarks/results/gpu.md, "Sequences over devices").
+With `length` over C devices a sequence is cut into 2 C chunks. Device i has the chunks i and
+2 C - 1 - i: an early one that sees few keys, and a late one that sees many (Llama 3, arXiv
+2407.21783, section 3.3.2). With one contiguous chunk per device, the second of two devices would
+have 1.5 times the mean work (benchmarks/results/gpu.md, "Sequences over devices").
 """
 # B sequences  L tokens of a sequence, or of one device's part of it
 
@@ -46,7 +46,7 @@ def token_shards(rules: Rules) -> tuple[int, int]:
 
 
 def is_gathered(names: Names, rules: Rules) -> bool:
-    """Tell whether a weight with these names is split over devices that split the tokens, too."""
+    """Tell whether a weight with these names is split over devices that also split the tokens."""
     of_tokens = {axis for axes in split_axes(("batch", "length"), rules) for axis in axes}
     return any(not of_tokens.isdisjoint(axes) for axes in split_axes(names, rules))
 
@@ -118,7 +118,7 @@ def check(length: int, shards: int) -> None:
 
 
 def spread(x_BL: jax.Array, rules: Rules) -> jax.Array:
-    """Reorder [B, L] from the order of the text to that of the devices, and shard it."""
+    """Reorder [B, L] from text order to device order, and shard it."""
     _, shards = token_shards(rules)
     if shards == 1:
         return x_BL
@@ -132,8 +132,8 @@ def whole(x_BL: jax.Array, rules: Rules) -> jax.Array:
 
 
 def positions(length: int, shards: int) -> np.ndarray:
-    """Return the position in the text of each token in the order of the devices, int32 [L]."""
-    if shards == 1:  # which need not be even
+    """Return the position in the text of each token in device order, int32 [L]."""
+    if shards == 1:  # the length may be odd
         return np.arange(length, dtype=np.int32)
     chunks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
     return chunks[[c for i in range(shards) for c in (i, 2 * shards - 1 - i)]].reshape(-1)
@@ -146,7 +146,7 @@ def positions_here(length: int, rules: Rules) -> jax.Array:
 
 
 def by_text(x_BL: jax.Array, shards: int) -> jax.Array:
-    """Reorder [B, L, ...] from the order of the devices to that of the text."""
+    """Reorder [B, L, ...] from device order to text order."""
     B, L, *rest = x_BL.shape
     pairs = x_BL.reshape(B, shards, 2, L // (2 * shards), *rest)
     chunks = jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1)

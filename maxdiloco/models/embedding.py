@@ -19,8 +19,8 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """Create the table.
 
-        A tied table has variance 1 / D for the head's sake, and its rows are scaled by sqrt(D)
-        (arXiv 1706.03762, section 3.4). Another one has variance 1.
+        A table that is tied to the head has variance 1 / D, and its rows are scaled by sqrt(D)
+        (arXiv 1706.03762, section 3.4). Otherwise the table has variance 1.
 
         Args:
           config: the model.

@@ -74,7 +74,7 @@ class LatentAttention(nnx.Module):
           attend: attention of queries and keys [B, L, N, H] and values [B, L, N, V].
 
         Returns:
-          [B, L, D] to be added to the residual stream, and the cache of `attend`.
+          The term for the residual stream [B, L, D], and the cache that `attend` returned.
         """
         latent = self.config.latent
         if self.query is not None:

@@ -22,15 +22,15 @@ def over_layers(
 ) -> tuple[Any, Any]:
     """Apply every layer of a stack.
 
-    Layers of one kind are a scan of one layer. Kinds that repeat are a scan of the shortest block
-    that does, and the layers after the last whole block follow it.
+    If all layers are of one kind, the scan is over single layers. If kinds repeat, it is over the
+    shortest repeating block, and the layers after the last whole block follow it.
 
     Args:
       body: (kind, x, entry) -> (x, y) of one layer, with its entry of `stacked`.
       x: input of the first layer.
       stacked: pytree with leaves [layers, ...].
       kinds: hashable kind of each layer.
-      policy: of remat.checkpointed, for each layer.
+      policy: remat policy of each layer, see remat.checkpointed.
       unrolled: write out every iteration, without a loop.
 
     Returns:
@@ -55,7 +55,7 @@ def over_layers(
 
 
 def _block(body, kinds, policy, *, in_loop):
-    """(x, entries [p, ...]) -> (x, y [p, ...])."""
+    """Return the function (x, entries [p, ...]) -> (x, y [p, ...]) that applies a block."""
 
     def block(x, entries):
         ys = []
@@ -69,7 +69,7 @@ def _block(body, kinds, policy, *, in_loop):
 
 
 def _split(tree, sizes):
-    """The tree in parts of the first dimension; the gradient joins them, which costs one copy."""
+    """Split the first dimension into parts; the gradient joins them, which costs one copy."""
     leaves, structure = jax.tree.flatten(tree)
     parts = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
     return [structure.unflatten([part[i] for part in parts]) for i in range(len(sizes))]

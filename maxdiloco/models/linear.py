@@ -30,7 +30,7 @@ def matrix(
 ) -> nnx.Param:
     """Create a parameter from a truncated normal with deviation gain / sqrt(fan_in).
 
-    The scale is that of LeCun et al. 1998, section 4.6.
+    LeCun et al. 1998, section 4.6, has this scale.
 
     Args:
       shape: sizes of the dimensions.
@@ -68,13 +68,13 @@ def constant(
 def bias_names(names: Names) -> Names:
     """Return the logical axis names of a bias of outputs with these names.
 
-    A bias is small: it is whole where its matrix is split over `embed`.
+    A bias is small, so it is not split over `embed` as its matrix is.
     """
     return tuple("bias" if name in ("embed", "head_dim") else name for name in names)
 
 
 def add_bias(x: jax.Array, bias: nnx.Param | None) -> jax.Array:
-    """Return x plus a bias in the type of x, or x where there is no bias."""
+    """Return x plus a bias in the type of x, or x itself without a bias."""
     return x if bias is None else x + bias[...].astype(x.dtype)
 
 
@@ -106,7 +106,7 @@ class Linear(nnx.Module):
           config: types and rules.
           kernels: provide the product.
           in_shape: sizes of the dimensions that are summed over.
-          out_shape: sizes of the dimensions that take their place.
+          out_shape: sizes of the dimensions that replace them.
           names: logical axis names of in_shape, then of out_shape.
           gain: factor on the initial values of the kernel.
           use_bias: whether there is a bias, which begins as 0.

@@ -1,7 +1,8 @@
 """Cross-entropy of next tokens from the last hidden states, without the logits of a whole batch.
 
-Each chunk of tokens makes its logits once, and from them the loss, the gradient of its hidden
-states and its part of the head's gradient: three matmuls of the head's size, not four.
+The logits of a chunk of tokens are computed once. They give the loss, the gradient of the hidden
+states, and the chunk's part of the head's gradient. These are three matmuls of the head's size,
+instead of four with recomputed logits.
 """
 # B sequences  L tokens  D model  V vocabulary  C chunks
 # G groups of tokens, one per device that batch and length are spread over  S sequences of a group
@@ -53,8 +54,8 @@ def head_logits(config: ModelConfig, kernels: Kernels, x: jax.Array, w: jax.Arra
       w: the head's weight in the type of x, [D, V], or [V, D] if it is the embedding.
 
     Returns:
-      Float32 [..., V]. Logits of padding are -inf: they take no part in a softmax and are never
-      drawn.
+      Float32 [..., V]. Columns of padding are -inf: they do not count in a softmax and are never
+      sampled.
     """
     equation = "...d,vd->...v" if config.tied_head else "...d,dv->...v"
     logits = soft_capped(kernels.einsum_to_float32(equation, x, w), config.final_logits_soft_cap)
@@ -92,19 +93,19 @@ def token_losses(
       config: the model.
       kernels: products and reductions.
       x_BLD: hidden states after the final norm, in the type of the products.
-      w: the head's weight, in the type that its gradient is wanted in.
+      w: the head's weight, in the type of its gradient.
       targets_BL: int32.
       counts_BL: positions that count, bool.
 
     Returns:
-      Cross-entropy plus z-loss, and the pair of both, which is for display and has no gradient.
+      Cross-entropy plus z-loss; and both as a pair, which is for display and has no gradient.
     """
     losses, _ = _forward(config, kernels, x_BLD, w, targets_BL, counts_BL)
     return losses  # XLA drops the gradient, which nothing uses here
 
 
 def _forward(config, kernels, x_BLD, w, targets_BL, counts_BL):
-    """The loss, with its gradient as the residual."""
+    """Compute the loss, with its gradient as the residual."""
     back = "gstv,vd->gstd" if config.tied_head else "gstv,dv->gstd"
     across = "gstv,gstd->gvd" if config.tied_head else "gstd,gstv->gdv"
     # Inside the loop the weight is whole over the batch's mesh axes, split over vocabulary.
@@ -151,7 +152,7 @@ token_losses.defvjp(_forward, _backward)
 
 
 def _losses(config, kernels, logits_GSTV, targets_GST, counts_GST):
-    """Summed cross-entropy, summed z-loss and the log normaliser of each position."""
+    """Return summed cross-entropy, summed z-loss and the log normaliser of each position."""
     lse_GST = kernels.logsumexp(logits_GSTV)
     target_GST = kernels.target_logits(logits_GSTV, targets_GST)
     cross = jnp.sum(jnp.where(counts_GST, lse_GST - target_GST, 0))
@@ -160,7 +161,7 @@ def _losses(config, kernels, logits_GSTV, targets_GST, counts_GST):
 
 
 def _d_logits(config, logits_GSTV, lse_GST, targets_GST, counts_GST):
-    """Gradient of the summed losses by the logits before the soft cap, float32."""
+    """Return the gradient of the summed losses by the logits before the soft cap, float32."""
     softmax_GSTV = jnp.exp(logits_GSTV - lse_GST[..., None])
     z_factor_GST1 = 1 + 2 * config.z_loss_multiplier * lse_GST[..., None]
     d_GSTV = softmax_GSTV * z_factor_GST1 - is_target(targets_GST, logits_GSTV)
@@ -171,7 +172,7 @@ def _d_logits(config, logits_GSTV, lse_GST, targets_GST, counts_GST):
 
 
 def _chunks(config, kernels, arrays):
-    """Each [B, L, ...] as [C, G, S, T, ...], zeros (not counted) after the last token of a part.
+    """Reshape each [B, L, ...] to [C, G, S, T, ...]; zeros, which do not count, pad each part.
 
     Only the length is divided, so that every chunk has tokens of every device's sequences.
     """

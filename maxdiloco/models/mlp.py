@@ -84,7 +84,7 @@ class MLP(nnx.Module):
           x_BLD: the normed residual stream.
 
         Returns:
-          [B, L, D] to be added to the residual stream.
+          The term for the residual stream [B, L, D].
         """
         inputs = [self._hidden(self.w_up, x_BLD)]
         if self.w_gate is not None:

@@ -35,7 +35,7 @@ class Model:
         """Create parameters in config.weight_dtype.
 
         Args:
-          key: of jax.random. The same key gives the same values on any mesh.
+          key: a key of jax.random. The same key gives the same values on any mesh.
 
         Returns:
           A nested dict of arrays.
@@ -50,26 +50,27 @@ class Model:
         return jax.eval_shape(create, jax.random.key(0))
 
     def decoder(self, params: Params) -> Decoder:
-        """Return the NNX module with the values of a nested dict like that of `init`."""
+        """Return the NNX module with the values of a nested dict like the result of `init`."""
         graph, state = self._structure
         return nnx.merge(graph, with_values(state, params))
 
     @functools.cached_property
     def shapes(self) -> Params:
-        """A ShapeDtypeStruct for each parameter, in a dict like that of `init`."""
+        """A ShapeDtypeStruct for each parameter, in a dict like `init`'s result."""
         return to_dict(self._structure[1])
 
     @property
     def logical_axes(self) -> Params:
-        """A tuple of logical axis names for each parameter, in a dict like that of `init`."""
+        """The logical axis names of each parameter, as tuples in a dict like `init`'s result."""
         return self._annotate(lambda names, stack: ("layers", *names) if stack else names)
 
     @property
     def layer_axis(self) -> Params:
-        """How fragments divide each parameter, in a dict like that of `init`.
+        """The entry of each parameter for fragments.partition, in a dict like `init`'s result.
 
-        For a stacked parameter it is the dimension that counts layers, with their numbers if these
-        are not all of the model's. For another one it is Vocabulary(dimension) or None.
+        For a stacked parameter the entry is the dimension of the layers, with their numbers if
+        they are not all layers of the model. For other parameters it is Vocabulary(dimension) or
+        None.
         """
 
         def axis_of(names, stack):
@@ -81,7 +82,7 @@ class Model:
         return self._annotate(axis_of)
 
     def _annotate(self, entry_of) -> Params:
-        """entry_of(logical axis names of one layer's parameter, its StackConfig or None)."""
+        """Return entry_of(logical axis names of a layer's parameter, its StackConfig or None)."""
         stacks = {stack.name: stack for stack in self.config.stacks}
         state = self._structure[1]
         return to_dict(state, lambda path, weight: entry_of(weight.names, stacks.get(path[0])))
@@ -102,9 +103,9 @@ class Model:
 
         Returns:
           The total, and an aux without gradient. The aux has the float32 sums "tokens" (targets
-          that count) and the terms of the total: "cross_entropy", "z_loss" and, with experts, those
-          of router.losses (means over the batch's tokens times the targets). With experts it also
-          has router.sums.
+          that count) and the terms of the total, "cross_entropy" and "z_loss". With experts it also
+          has router.sums and the terms of router.losses (means over the batch's tokens times the
+          targets).
         """
         config, decoder = self.config, self.decoder(params)
         segment_ids_BL = batch["segment_ids"]
@@ -140,7 +141,7 @@ class Model:
         return head_logits(self.config, self.kernels, x_BLD, w)
 
     def _hidden_states(self, decoder, tokens_BL, segment_ids_BL):
-        """After the final norm, [B, L, D]; and the use of experts."""
+        """Return the hidden states after the final norm, [B, L, D], and the use of experts."""
         config, kernels = self.config, self.kernels
 
         def attend(kind, _, q_BLNH, k_BLKH, v_BLKH, sinks_N):

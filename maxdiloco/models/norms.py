@@ -17,7 +17,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, shape: tuple[int, ...], names: Names = ("norm",)):
-        """Create a scale that begins as 1.
+        """Create a scale with the initial value 1.
 
         Args:
           config: epsilon, offset of the scale and type.

@@ -1,8 +1,8 @@
-"""The border between NNX modules and the plain nested dicts of the other packages.
+"""Conversion between NNX modules and the plain nested dicts of the other packages.
 
-Outside of `models/` parameters are a nested dict of arrays. Its paths are those of the modules,
-except that the modules' own weights add nothing: `layers/attention/query/kernel` of a Decoder is
-`layers.attention.query` in the dict, and the bias next to it `layers.attention.query_bias`.
+Outside of `models/` parameters are a nested dict of arrays. Its paths are the paths of the modules,
+without the names of the modules' own weights: `layers/attention/query/kernel` of a Decoder is
+`layers.attention.query` in the dict, and its bias is `layers.attention.query_bias`.
 Checkpoints, fragments and the tables for Hugging Face models use these paths.
 """
 
@@ -45,7 +45,7 @@ def leaves(names: nnx.State) -> list[Names]:
 
 
 def names_of(state: nnx.State) -> nnx.State:
-    """Return the logical axis names in place of each parameter."""
+    """Return the state with each parameter replaced by its logical axis names."""
     return jax.tree.map(lambda weight: weight.names, state, is_leaf=is_weight)
 
 

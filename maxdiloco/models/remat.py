@@ -8,12 +8,12 @@ from jax.ad_checkpoint import checkpoint_name
 QKV = "qkv"  # projections to queries, keys and values; norm and rotation are cheap to redo
 CONTEXT = "context"  # the output of attention, and the residuals of its backward pass
 ATTENTION_OUT = "attention_out"  # the output projection of attention
-NORM_FACTOR = "norm_factor"  # one number a row; forming it again reads the whole row
+NORM_FACTOR = "norm_factor"  # one number a row; to recompute it reads the whole row
 MLP_IN = "mlp_in"  # the projections before the activation function
 ROUTED = "routed"  # the order of a token's choices by expert: a few integers a token
 ROUNDED = "rounded"  # 8-bit activations of a product; without quantization there are none
 
-AUTO = "auto"  # chosen by run.remat_choice; a model that no step trains takes it as `full`
+AUTO = "auto"  # run.remat_choice replaces it; in a model that is not trained it means `full`
 # Policy -> names kept, from the least recomputation to the least memory.
 # The layer's input and ROUTED are kept by all of them; `none` keeps everything.
 POLICIES: dict[str, tuple[str, ...] | None] = {

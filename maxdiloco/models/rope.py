@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864), pairs taken from the two halves of a head."""
+"""Rotary position embedding (arXiv 2104.09864); a pair has one feature of each half of a head."""
 # B sequences, or 1 where all share the positions  L tokens  N heads  H head dim  I = H / 2 pairs
 
 import math
@@ -19,12 +19,12 @@ class RopeConfig(NamedTuple):
       rope_type: `linear`, `llama3` or `yarn`; empty without scaling.
       factor: slow pairs turn 1 / factor as fast.
       original_max_position_embeddings: length of the sequences of the first training.
-      low_freq_factor: of llama3: pairs with fewer turns in that length are slow.
-      high_freq_factor: of llama3: pairs with more turns are fast.
-      beta_fast: of yarn: as high_freq_factor.
-      beta_slow: of yarn: as low_freq_factor.
-      truncate: of yarn: round the borders to whole pairs.
-      attention_factor: of yarn: factor on sine and cosine. 0 is 0.1 ln(factor) + 1.
+      low_freq_factor: llama3: pairs with fewer turns in that length are slow.
+      high_freq_factor: llama3: pairs with more turns are fast.
+      beta_fast: yarn: as high_freq_factor.
+      beta_slow: yarn: as low_freq_factor.
+      truncate: yarn: round the borders to whole pairs.
+      attention_factor: yarn: factor on sine and cosine. 0 stands for 0.1 ln(factor) + 1.
     """
 
     max_timescale: float
@@ -76,7 +76,7 @@ def rotation(positions_BL: jax.Array, head_dim: int, rope: RopeConfig) -> Rotati
 
 
 def _stretch(head_dim: int, rope: RopeConfig) -> np.ndarray:
-    """Factor of each pair's frequency, float32 [I]: 1 / rope.factor for slow pairs, 1 for fast."""
+    """Return the factor on each pair's frequency, float32 [I]: 1 / rope.factor if slow, else 1."""
     pairs_I = np.arange(head_dim // 2)
     if rope.rope_type == "linear":
         divided_I = np.ones(head_dim // 2)

@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, with which weights, and how evenly they are used.
+"""The router: the selection of each token's experts, their weights, and the balance of their use.
 
 The selections of DeepSeek-V3 (arXiv 2412.19437), Qwen3-MoE (arXiv 2505.09388), Mixtral (arXiv
 2401.04088) and gpt-oss (arXiv 2508.10925) are options of one router.
@@ -20,7 +20,7 @@ SMALLEST = 1e-20  # added to the sum of the chosen scores, as DeepSeek-V3 does
 LOAD_BALANCE_LOSS, ROUTER_Z_LOSS = "load_balance_loss", "router_z_loss"
 LOSSES = (LOAD_BALANCE_LOSS, ROUTER_Z_LOSS)
 COUNTS = "expert_counts"
-GROUP_SCORES = 2  # a group's score is the sum of so many best experts (arXiv 2412.19437, 2.1.2)
+GROUP_SCORES = 2  # a group's score is the sum of its two best experts (arXiv 2412.19437, 2.1.2)
 
 
 class Router(nnx.Module):
@@ -79,7 +79,7 @@ class Usage(NamedTuple):
       share: sum of Selection.share_TE, [..., E].
       squared_lse: sum of the squared log normaliser of the logits.
       entropy: sum of the entropies of the shares [nats].
-      dropped: number of choices that found no room in their expert.
+      dropped: number of choices that exceeded the capacity of their expert.
     """
 
     counts: jax.Array
@@ -92,10 +92,10 @@ class Usage(NamedTuple):
 def select(config: ModelConfig, logits_TE: jax.Array, routed_bias_E: jax.Array | None) -> Selection:
     """Select the K experts of each token.
 
-    The score function makes scores of the logits, in float32. The best K experts are selected, with
-    their scores as weights; `normalise_weights` divides the weights by their sum. A softmax over
-    the K best logits (Mixtral, gpt-oss) equals softmax, selection and division. With groups, only
-    the experts of the `groups_per_token` best groups are eligible (arXiv 2412.19437, section
+    The score function computes scores from the logits, in float32. The best K experts are selected,
+    with their scores as weights; `normalise_weights` divides the weights by their sum. A softmax
+    over the K best logits (Mixtral, gpt-oss) equals softmax, selection and division. With groups,
+    only the experts of the `groups_per_token` best groups are eligible (arXiv 2412.19437, section
     2.1.2).
 
     Args:
@@ -125,7 +125,7 @@ def select(config: ModelConfig, logits_TE: jax.Array, routed_bias_E: jax.Array |
 
 
 def _in_best_groups(rank_TE, num_groups, kept):
-    """rank_TE, minus infinity outside the best groups of consecutive experts."""
+    """Return rank_TE with minus infinity outside the best groups of consecutive experts."""
     T, E = rank_TE.shape
     rank_TGE = rank_TE.reshape(T, num_groups, -1)
     best = jax.lax.top_k(rank_TGE, min(GROUP_SCORES, E // num_groups))[0]
@@ -141,9 +141,9 @@ def usage(
 
     Args:
       selection: experts of each token.
-      logits_TE: the logits that it was made from.
+      logits_TE: the logits of the selection.
       real_T: tokens that are not padding, bool.
-      dropped: number of their choices that found no room.
+      dropped: number of their choices that exceeded the capacity.
 
     Returns:
       The sums.
@@ -165,17 +165,17 @@ def usage(
 def losses(config: ModelConfig, used: Usage) -> dict[str, jax.Array]:
     """Compute the routers' losses, means over the layers times their weights.
 
-    The load balance loss is E sum_e f_e P_e (arXiv 2101.03961, equation 4), where f_e counts
-    choices per token and P_e is the mean share of expert e; it is K if all experts are used alike.
-    The router z-loss is the mean squared log normaliser of the logits (arXiv 2202.08906, equation
-    5).
+    The load balance loss is E sum_e f_e P_e (arXiv 2101.03961, equation 4). f_e is the number of
+    choices of expert e per token, and P_e its mean share. The loss is K if all experts are used
+    equally. The router z-loss is the mean squared log normaliser of the logits (arXiv 2202.08906,
+    equation 5).
 
     Args:
       config: the model, which has the weights.
       used: leaves [layers, ...].
 
     Returns:
-      The losses by name; those of weight 0 are left out.
+      The losses by name, without losses of weight 0.
     """
     tokens_l = jnp.maximum(jnp.sum(used.counts, axis=-1) / config.num_experts_per_tok, 1)
     found = {}
@@ -208,14 +208,14 @@ def metrics(aux: dict[str, jax.Array], num_experts_per_tok: int) -> dict[str, ja
     """Compute the metrics moe/* of a step.
 
     Args:
-      aux: contains what `sums` returned.
+      aux: the loss's aux, with the entries of `sums`.
       num_experts_per_tok: K.
 
     Returns:
       Float32 scalars. max_expert_share and min_expert_share: tokens of the most and the least used
-      expert over the mean of all experts, averaged over the layers; 1 if all are used alike.
-      router_entropy: of a token [nats]. dropped_tokens: share of the choices that found no room,
-      only with a capacity.
+      expert over the mean of all experts, averaged over the layers; 1 if all are used equally.
+      router_entropy: mean entropy of a token [nats]. dropped_tokens: share of dropped choices, only
+      with a capacity.
     """
     counts_lE = aux[COUNTS]
     mean_l1 = jnp.maximum(jnp.mean(counts_lE, axis=-1, keepdims=True), SMALLEST)

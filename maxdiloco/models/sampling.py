@@ -1,5 +1,5 @@
-"""Text from a model: the prompt in one pass, then one token at a time with a key/value cache."""
-# B sequences  L prompt tokens  P the same, filled up  T new tokens  C slots of the cache  D model
+"""Text generation: the prompt in one pass, then one token at a time with a key/value cache."""
+# B sequences  L prompt tokens  P the same, padded  T new tokens  C slots of the cache  D model
 # V vocabulary  N query heads  K key/value heads  H head dim
 
 import functools
@@ -31,8 +31,8 @@ def prefill(
     Args:
       model: the decoder.
       params: its parameters.
-      tokens_BP: int32, of which the first `length` count. decode_step overwrites the slots of the
-        others before it reads them.
+      tokens_BP: int32; the first `length` of them count. decode_step overwrites the cache slots of
+        the others before it reads them.
       length: tokens of a prompt.
       cache_length: slots, at least P, and `length` plus the tokens to come.
 
@@ -62,7 +62,7 @@ def decode_step(
     Args:
       model: the decoder.
       params: its parameters.
-      caches: of prefill, or of the last step.
+      caches: the caches from `prefill` or from the last step.
       tokens_B: int32, the token at `position`, whose slot is written first.
       position: its position; later slots are masked.
 
@@ -103,8 +103,8 @@ def sample(
 ) -> jax.Array:
     """Continue prompts.
 
-    The program is compiled for L up to a power of two. The cache has a slot for each of these
-    tokens and of the new ones.
+    The program is compiled for L rounded up to a power of two. The cache has a slot for each of
+    these tokens and for each new token.
 
     Args:
       model: the decoder.
@@ -113,7 +113,7 @@ def sample(
       max_new_tokens: T.
       temperature: 0 takes the likeliest token, 1 samples from the model's distribution.
       top_k: only the k likeliest tokens are sampled. 0: all.
-      key: of jax.random.
+      key: a key of jax.random.
 
     Returns:
       The new tokens, int32 [B, T].
@@ -172,7 +172,7 @@ def next_token(
 
     Args:
       logits_BV: float32.
-      key: of jax.random.
+      key: a key of jax.random.
       temperature: divides the logits.
       top_k: only the k likeliest tokens are drawn. 0: all.
       greedy: take the likeliest token instead.

@@ -43,7 +43,7 @@ def attend(
     segment_ids_BL: jax.Array,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of a training window with itself.
+    """Compute the attention of a training window with itself.
 
     Args:
       name: the kernel, a value of choice.Kernels.attention.
@@ -57,7 +57,7 @@ def attend(
 
     Returns:
       The context [B, L, N, H]. If sequences are spread over devices, q, k, v and the context are in
-      the devices' order and segment_ids in the order of the text, see models/devices.py.
+      device order, and segment_ids in text order; see models/devices.py.
     """
     _, axes = split_axes(("batch", "length"), rules)
     arrays = (q_BLNH, k_BLKH, v_BLKH, segment_ids_BL)
@@ -71,7 +71,7 @@ def attend(
     over_heads, over_kv = (split_axes((name,), rules)[0] for name in ("heads_act", "kv_act"))
     sizes, K = jax.sharding.get_abstract_mesh().shape, k_BLKH.shape[2]
     if over_heads != over_kv or K % math.prod(sizes[axis] for axis in over_heads):
-        # So that a device has the keys and values of its query heads.
+        # A device needs the keys and values of its query heads.
         repeats = q_BLNH.shape[2] // K
         k, v = (jnp.repeat(x, repeats, axis=2) for x in (k_BLKH, v_BLKH))
         arrays, kv_names = (q_BLNH, k, v, *arrays[3:]), q_names
@@ -80,11 +80,11 @@ def attend(
 
 
 def _with_all_keys(kernel: Callable, axes: tuple[str, ...]) -> Callable:
-    """A kernel of a device's part of the sequences, which gathers their keys and values.
+    """Return a kernel for a device's part of the sequences, which gathers their keys and values.
 
-    Llama 3 (arXiv 2407.21783, section 3.3.2): with few key/value heads there is little to gather,
-    and the kernel and its mask stay those of whole sequences. The gradients of keys and values are
-    summed and scattered back.
+    Llama 3 (arXiv 2407.21783, section 3.3.2) does so: with few key/value heads there is little to
+    gather, and the kernel and its mask for whole sequences need no change. The gradients of keys
+    and values are summed and scattered back.
     """
 
     def local(q_BLNH, k_BLKH, v_BLKH, segment_ids_BS, sinks_N=None):

@@ -1,6 +1,6 @@
 """Attention as array code for any backend, block by block of queries.
 
-The backward pass forms the attention weights again from the saved log normalisers (FlashAttention,
+The backward pass recomputes the attention weights from the saved log normalisers (FlashAttention,
 arXiv 2205.14135, algorithm 4). Memory grows with block * L, not with L * L.
 """
 # B sequences  L queries  S keys  N query heads  K key/value heads  G = N / K  H head dim
@@ -19,15 +19,15 @@ f32 = jnp.float32
 # Queries of a block, in sequences of up to two blocks and in longer ones. Each block is unrolled
 # into the program; the sizes follow from step and compile time in benchmarks/results.
 SHORT_BLOCK, BLOCK = 128, 256
-MAX_BLOCKS = 8  # still longer sequences get longer blocks
+MAX_BLOCKS = 8  # sequences of more blocks get longer blocks instead
 
 
 class Scores(NamedTuple):
     """How attention logits are formed.
 
     Attributes:
-      divisor: of the products q k, usually the square root of the head dimension.
-      window: keys that a query sees, itself included. 0 is no limit.
+      divisor: divisor of the products q k, usually the square root of the head dimension.
+      window: keys that a query sees, itself included. 0: unlimited.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap). 0 is off.
       products: types and precision of array code.
     """
@@ -39,7 +39,7 @@ class Scores(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries that are a part of the sequences of the keys: a device's, or one next to a cache.
+    """Queries that are a part of the keys' sequences: on one device, or one query with a cache.
 
     Attributes:
       positions_L: positions in the whole sequence, int.
@@ -67,15 +67,15 @@ def attention(
     sinks_N: jax.Array | None = None,
     queries: Queries | None = None,
 ) -> jax.Array:
-    """Causal attention within segments; each block of queries meets the keys up to its end.
+    """Compute causal attention within segments; a block of queries meets the keys up to its end.
 
-    About half of the square of queries and keys is never computed. Products are in the type of q,
-    the softmax is in float32.
+    About half of the products of queries and keys are never computed. Products are in the type of
+    q, the softmax is in float32.
 
     Args:
       scores: how logits are formed.
       q_BLNH: queries. N is a multiple of K.
-      k_BLKH: keys; their length is that of the segment ids.
+      k_BLKH: keys; as long as the segment ids.
       v_BLKH: values.
       segment_ids_BL: equal ids see each other and are adjacent.
       sinks_N: a logit of each head that every query sees and that has no value, or None.
@@ -120,7 +120,7 @@ def _backward(scores, residuals, d_BLNH):
     B, S, K, H = k_BLKH.shape
     q_BKGLH, d_BKGLH = _by_group(q_BLNH, K), _by_group(d_BLNH, K)
     products = d_BLNH.astype(f32) * context_BLNH.astype(f32)
-    mean_BKGL1 = _by_group(products, K).sum(-1, keepdims=True)  # of d weights, under the weights
+    mean_BKGL1 = _by_group(products, K).sum(-1, keepdims=True)  # weighted mean of d weights
     kT_BKHS, vT_BKHS = k_BLKH.transpose(0, 2, 3, 1), v_BLKH.transpose(0, 2, 3, 1)
     k_BKSH = k_BLKH.transpose(0, 2, 1, 3)
     dq, dkT_BKHS, dvT_BKHS = [], jnp.zeros((B, K, H, S), f32), jnp.zeros(vT_BKHS.shape, f32)
@@ -144,7 +144,7 @@ def _backward(scores, residuals, d_BLNH):
     dk_BLKH = dkT_BKHS.transpose(0, 3, 1, 2).astype(k_BLKH.dtype)
     dv_BLKH = dvT_BKHS.transpose(0, 3, 1, 2).astype(v_BLKH.dtype)
     d_sinks_N = None
-    if sinks_N is not None:  # a sink's weight has the value 0: minus the gradient of the others'
+    if sinks_N is not None:  # a sink has the value 0: its gradient is -weight * mean
         mean_BNL, lse_BNL = (x.reshape(B, -1, q_BLNH.shape[1]) for x in (mean_BKGL1, lse_BKGL1))
         weights_BNL = jnp.exp(sinks_N.astype(f32)[:, None] - lse_BNL)
         d_sinks_N = -jnp.sum(weights_BNL * mean_BNL, axis=(0, 2)).astype(sinks_N.dtype)
@@ -157,14 +157,14 @@ attention.defvjp(_forward, _backward)
 def blocks(num_queries: int, num_keys: int, window: int) -> list[tuple[slice, slice]]:
     """Cut the queries into blocks, each with the keys that some query of it can see.
 
-    If a sequence is spread over devices, every device runs the same program. Its two chunks of
-    queries then begin somewhere between a least and a largest position, as models/devices.py deals
-    out the chunks. A single query may be anywhere, next to a cache.
+    If a sequence is spread over devices, every device runs the same program. The assignment of
+    chunks in models/devices.py gives a least and a largest start for a device's two chunks of
+    queries. A single query, with a cache, may be at any position.
 
     Args:
-      num_queries: queries here.
+      num_queries: queries on this device.
       num_keys: keys of the whole sequence.
-      window: keys that a query sees. 0 is no limit.
+      window: keys that a query sees. 0: unlimited.
 
     Returns:
       Pairs (queries, keys) of slices.
@@ -199,7 +199,7 @@ def mask_of_segments(
 
     Args:
       segment_ids_BL: segments of the keys.
-      window: keys that a query sees. 0 is no limit.
+      window: keys that a query sees. 0: unlimited.
       rows: the block of queries.
       keys: the keys that the block meets.
       queries: positions and segments of the queries if the keys belong to longer sequences.
@@ -225,7 +225,7 @@ def _logits(scores, q_BKGLH, kT_BKHS):
 
 
 def _by_group(x_BLNH, num_kv_heads):
-    """[B, L, N, H] -> [B, K, G, L, H]."""
+    """Reshape [B, L, N, H] to [B, K, G, L, H]."""
     B, L, N, H = x_BLNH.shape
     grouped = x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H)
     return grouped.transpose(0, 2, 3, 1, 4)

@@ -29,20 +29,20 @@ from maxdiloco.parallel.sharding import Names
 
 log = logging.getLogger(__name__)
 
-# Head dimensions that cuDNN's fused attention accepts through jax.nn.dot_product_attention on every
-# GPU that has it. Heads of up to 256 features need compute capability 9.0, and jax asks the machine
-# that compiles.
+# The largest head dimension that cuDNN's fused attention accepts through
+# jax.nn.dot_product_attention on every GPU that has it. Heads of up to 256 features need compute
+# capability 9.0, and jax checks the machine that compiles.
 CUDNN_HEAD_DIM = 128
-# CUDA compute capability from which on GPUs have cuDNN's attention and Triton's bfloat16 products.
+# The least CUDA compute capability with cuDNN's attention and Triton's bfloat16 products.
 CAPABILITY = 8
 DOCUMENT_OFFSETS = (9, 10)  # capabilities whose cuDNN accepts document offsets; 12 was not tried
 # Tokens whose logits exist on a device at once, from benchmarks/results. bfloat16 products are so
-# fast on a CPU that the output of a chunk has to stay in the cache. A GPU adds up a gradient of the
-# head for each chunk, and has room for so many logits.
+# fast on a CPU that the output of a chunk has to stay in the cache. A GPU adds one gradient
+# of the head for each chunk, and has memory for GPU_CHUNK_LOGITS logits: its chunks are larger.
 CHUNK_TOKENS, CPU_BF16_CHUNK_TOKENS, GPU_CHUNK_LOGITS = 1024, 256, 2**27
-# Layers of a GPU's program without a loop, which copies what each layer keeps and reads. Such a
-# step takes 0.9 times as long and compiles three times as long (benchmarks/results); the limit
-# bounds the latter.
+# The most layers that a GPU's program unrolls. A loop would copy the values that each layer keeps
+# and reads. An unrolled step takes 0.9 times as long and compiles three times as long
+# (benchmarks/results); the limit bounds the compile time.
 MOST_UNROLLED = 48
 
 
@@ -50,7 +50,7 @@ MOST_UNROLLED = 48
 class Kernels:
     """Implementations that a model runs with. The defaults are plain array code for any backend.
 
-    Every choice computes the same up to rounding.
+    All choices compute the same values up to rounding.
 
     Attributes:
       attention: `dot_product` (array code), `splash`, `cudnn`, `cudnn_documents` or `cudnn_public`.
@@ -59,8 +59,8 @@ class Kernels:
       grouped_matmul: `xla`, `megablox` or `triton`, see grouped_matmul.py.
       token_exchange: how rows reach the devices of their experts: `all_gather` sends all tokens to
         all devices, `all_to_all` each row to the device of its expert (token_exchange.py).
-      recompute_activations: form activation functions again in the backward pass. XLA:GPU would
-        store what is between their operations, for more reading and writing than it saves.
+      recompute_activations: recompute activation functions in the backward pass. XLA:GPU would
+        store their intermediate values; writing and reading these takes longer.
       one_pass_logsumexp: see reductions.py.
       unroll_layers: write out the layers instead of a loop.
       head_chunk: tokens whose logits are formed at once, see models/loss.py.
@@ -163,7 +163,8 @@ class Kernels:
     def target_logits(self, logits_V: jax.Array, targets: jax.Array) -> jax.Array:
         """Return the logit of each target, 0 for one outside the vocabulary.
 
-        A single CPU device reads it: XLA:CPU would write and read all logits for the sum.
+        A single CPU device gathers the logit, because for the sum XLA:CPU would write and read all
+        logits.
         """
         single = jax.sharding.get_abstract_mesh().size <= 1
         if self.products.float32_results and single:
@@ -198,8 +199,8 @@ def choose(
       precision: the key `matmul_precision`.
       quantization: the key `quantization`.
       length_shards: number of devices that a sequence is spread over.
-      compute_capability: of a GPU, see has_kernels.
-      device_kind: of jax.Device. "" is not known and refuses nothing.
+      compute_capability: a GPU's compute capability, see has_kernels.
+      device_kind: `device_kind` of jax.Device. "" is unknown, and refuses nothing.
 
     Returns:
       The kernels.
@@ -277,8 +278,8 @@ def choose_attention(
 ) -> str:
     """Choose the attention kernel.
 
-    `flash` is the backend's fused kernel or an error. `autoselected` is the fused kernel where it
-    can compute this model, and `dot_product` elsewhere.
+    `flash` is the backend's fused kernel or an error. `autoselected` is the fused kernel if it can
+    compute this model, and otherwise `dot_product`.
 
     Args:
       config: the model.
@@ -286,13 +287,13 @@ def choose_attention(
       backend: `cpu`, `gpu` or `tpu`.
       length: tokens of a sequence.
       shards: number of devices that a sequence is spread over.
-      compute_capability: of a GPU, see has_kernels.
+      compute_capability: a GPU's compute capability, see has_kernels.
 
     Returns:
       A value of Kernels.attention.
 
     Raises:
-      ConfigError: attention=flash has no kernel for the backend and the model.
+      ConfigError: attention=flash, without a kernel for the backend and the model.
     """
     if wanted == "dot_product":
         return "dot_product"
@@ -313,7 +314,7 @@ def choose_attention(
 
 
 def _splash_obstacle(length: int, shards: int) -> str:
-    """Why splash attention cannot be used, or ""."""
+    """Return the reason why splash attention cannot be used, or ""."""
     lanes = splash.LANES
     if length % lanes:
         return f"max_target_length={length} is not a multiple of {lanes}"
@@ -329,7 +330,7 @@ def _cudnn_kernel(compute_capability: str) -> str:
 
 
 def _cudnn_obstacle(config: ModelConfig, length: int, shards: int, compute_capability: str) -> str:
-    """Why cuDNN's attention cannot be used, or ""."""
+    """Return the reason why cuDNN's attention cannot be used, or ""."""
     head_dim = config.head_dim
     value_dim = config.latent.v_head_dim if config.latent else head_dim
     if not has_kernels(compute_capability):
@@ -355,13 +356,13 @@ def has_kernels(compute_capability: str) -> bool:
     """Tell whether a GPU has cuDNN's attention and the grouped products of triton_grouped.py.
 
     Args:
-      compute_capability: of jax.Device, as `8.0`, or AMD's name of a GPU, which has neither. "" is
-        not known and taken for a GPU that has both.
+      compute_capability: `compute_capability` of jax.Device, such as `8.0`; for AMD the name of a
+        GPU, which has neither. "" is unknown, and treated as a GPU that has both.
     """
     return not compute_capability or _major(compute_capability) >= CAPABILITY
 
 
 def _major(compute_capability: str) -> int:
-    """8 for `8.0`; 0 for a name that is not CUDA's."""
+    """Return 8 for `8.0`; 0 for a name that is not CUDA's."""
     major = re.match(r"(\d+)\.\d+$", compute_capability)
     return int(major[1]) if major else 0

@@ -5,7 +5,7 @@ the context have a name for remat policies, so that a recomputed layer does not 
 kernel again.
 """
 # B sequences  L tokens  N query heads  K key/value heads  H head dim
-# M documents of a window that there is room for, in the mean of all windows
+# M capacity: the most documents of a window, as a mean over the batch
 
 import functools
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from maxdiloco.models.kernels.blockwise import Scores, mask_of_segments
 from maxdiloco.models.kernels.private_jax import cudnn_attention
 from maxdiloco.models.remat import CONTEXT, keep
 
-# One M for so many tokens, within these bounds, in addition to one document a window. Kernels take
-# longer for unused room (benchmarks/results). A batch of more documents than the last takes a mask.
+# The capacities M are 1 and L divided by each of these numbers of tokens, within the bounds. Unused
+# capacity makes kernels slower (benchmarks/results). A batch with more documents needs a mask.
 TOKENS_PER_DOCUMENT, LEAST_DOCUMENTS, MOST_DOCUMENTS = (512, 256, 64), 4, 64
-MOST_VALUES = 2**31 - 1  # of the queries, which JAX counts in int32
+MOST_VALUES = 2**31 - 1  # most values of the queries, which JAX counts in int32
 
 
 class Documents(NamedTuple):
@@ -35,7 +35,8 @@ class Documents(NamedTuple):
       of_queries_BM: number of values before a document in the queries, int32 [B, M + 1], then the
         size of the queries.
       of_keys_BM: the same in keys and values.
-      of_tokens: the number of each token's document, and its position in that, int32 [B, L].
+      of_tokens: the number of each token's document, and its position in the document, int32
+        [B, L].
     """
 
     lengths_BM: jax.Array
@@ -45,7 +46,7 @@ class Documents(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """Arguments that both passes share. by_offsets: documents are offsets where they fit."""
+    """Arguments that both passes share. by_offsets: pass documents as offsets if they fit."""
 
     scale: float
     window: int
@@ -63,7 +64,7 @@ def check_installed(attention: str) -> None:
       attention: value of the key, for the message.
 
     Raises:
-      ConfigError: there is no cuDNN. JAX looks for it when it traces a program.
+      ConfigError: JAX, which looks for cuDNN when it traces a program, does not find it.
     """
     heads = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)
     fused = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
@@ -84,7 +85,7 @@ def attention_by_public_api(
     v_BLKH: jax.Array,
     segment_ids_BL: jax.Array,
 ) -> jax.Array:
-    """Causal attention within segments by jax.nn, for a JAX whose private primitives differ.
+    """Compute causal attention in segments by jax.nn, for a JAX whose private primitives differ.
 
     Documents are a mask, and a recomputed layer runs the forward kernel again.
 
@@ -118,7 +119,7 @@ def attention(
     *,
     by_offsets: bool = False,
 ) -> jax.Array:
-    """Causal attention within segments.
+    """Compute causal attention within segments.
 
     Args:
       scores: how logits are formed, without a soft cap.
@@ -149,7 +150,7 @@ def attention(
 
 
 def _folded(fn: Callable) -> Callable:
-    """Make a vmap of fn, a function of arrays [B, ...], one call of more sequences."""
+    """Turn a vmap of fn, a function of arrays [B, ...], into one call with more sequences."""
     mapped = jax.custom_batching.custom_vmap(fn)
 
     @mapped.def_vmap
@@ -166,7 +167,7 @@ def _folded(fn: Callable) -> Callable:
 
 
 def document_capacities(length: int) -> list[int]:
-    """Return every M of windows of this many tokens, the smallest first."""
+    """Return the capacities M for windows of `length` tokens, the smallest first."""
     wanted = {length // tokens for tokens in TOKENS_PER_DOCUMENT}
     return [1, *sorted({min(max(LEAST_DOCUMENTS, M), MOST_DOCUMENTS) for M in wanted})]
 
@@ -176,9 +177,9 @@ def documents(first_BL: jax.Array, M: int, q_BLNH: jax.Array, k_BLKH: jax.Array)
 
     Args:
       first_BL: tokens that begin a document, bool; at most B * M of them.
-      M: documents that there is room for in the mean of all windows.
+      M: the capacity: most documents of a window, as a mean over the batch.
       q_BLNH: queries, whose sizes count in the offsets.
-      k_BLKH: keys, whose sizes count in the offsets too.
+      k_BLKH: keys, whose sizes also count in the offsets.
 
     Returns:
       Their lengths and offsets.
@@ -196,9 +197,9 @@ def documents(first_BL: jax.Array, M: int, q_BLNH: jax.Array, k_BLKH: jax.Array)
 
 
 def _by_documents(options, segment_ids_BL, few, many, *arrays):
-    """Call `few` with the smallest Documents that has room, or `many` if none has.
+    """Call `few` with the smallest Documents that the batch fits, or `many` if it fits none.
 
-    few(None, ...) is for windows of one document each. Without by_offsets it is always `many`.
+    few(None, ...) is for windows of one document each. Without by_offsets `many` is always called.
     """
     if not options.by_offsets:
         return many(*arrays)
@@ -212,12 +213,12 @@ def _by_documents(options, segment_ids_BL, few, many, *arrays):
 
 
 def _countable(options, q_BLNH):
-    """The options, without offsets that JAX cannot count."""
+    """Return the options, without offsets that exceed JAX's int32."""
     return options._replace(by_offsets=options.by_offsets and q_BLNH.size <= MOST_VALUES)
 
 
 def _forward(options, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
-    """The context and the log normaliser of each query, float32 [B, N, L]."""
+    """Return the context and the log normaliser of each query, float32 [B, N, L]."""
     options = _countable(options, q_BLNH)
 
     def few(found, *qkv):
@@ -234,7 +235,7 @@ def _forward(options, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
 
 
 def _backward(options, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, context_BLNH, normalisers, d_BLNH):
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     options = _countable(options, q_BLNH)
 
     def few(found, *arrays):

@@ -15,7 +15,7 @@ f32 = jnp.float32
 
 
 class Rows(NamedTuple):
-    """Choices sorted by expert, earlier tokens first, then those of experts on other devices.
+    """Choices sorted by expert, earlier tokens first; choices of other devices' experts are last.
 
     Attributes:
       order_A: choice of each row.
@@ -39,7 +39,7 @@ def sort_by_expert(
       num_experts: E, number of experts on this device.
 
     Returns:
-      The expert of each choice [A], counted from `first`, num_experts for one that is not on this
+      The expert of each choice [A], counted from `first`, or num_experts if it is on another
       device; and the rows.
     """
     E = num_experts
@@ -55,7 +55,7 @@ def sort_by_expert(
 def gather_rows(K: int, x_TD: jax.Array, rows: Rows) -> jax.Array:
     """Gather the entry of each row's choice.
 
-    The gradient gathers by the inverse, where that of an index would be a scatter.
+    The gradient gathers by the inverse order. The gradient of an indexing would be a scatter.
 
     Args:
       K: choices of each entry of x.
@@ -70,11 +70,11 @@ def gather_rows(K: int, x_TD: jax.Array, rows: Rows) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_rows(K: int, x_AD: jax.Array, rows: Rows) -> jax.Array:
-    """Sum the rows of each token's choices, except those of experts on other devices.
+    """Sum the rows of each token's choices, without the choices of experts on other devices.
 
     The choices are added one by one: a reduction over K takes XLA:TPU five times as long
-    (benchmarks/results). It would lay out every row in memory like the residual stream; the
-    constraint has only the sum transposed.
+    (benchmarks/results). XLA:TPU would lay out every row in memory like the residual stream. With
+    the layout constraint it transposes only the sum.
 
     Args:
       K: choices of each token.

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from maxdiloco.models.kernels.matmul import Products
 
-# Rows of a tile of the Pallas TPU kernel, as many as XLA:TPU's own kernels take: an expert's first
-# and last tile are computed in full. The other sides fill less than half of a core's fast memory on
-# v5e.
+# Rows of a tile of the Pallas TPU kernel, equal to the ones of XLA:TPU's own kernels. They are few
+# because an expert's first and last tile are computed in full. The tiles with the other sides use
+# less than half of a core's fast memory on v5e.
 TILE_ROWS, TILE_SIDE = 128, 1024
 
-# For the replicas of a mesh position: XLA:TPU of jax 0.10 compiles no ragged product with a batch
-# dimension.
+# Used for the replicas of a mesh position: XLA:TPU of jax 0.10 cannot compile a ragged product with
+# a batch dimension.
 _one_by_one = jax.custom_batching.sequential_vmap
 
 
@@ -26,11 +26,11 @@ def grouped_matmul(
     """Multiply consecutive groups of rows by one matrix each.
 
     Args:
-      kernel: "megablox" computes the gradients with JAX's Pallas kernels. XLA:TPU of jax 0.10 has a
-        kernel for the product. It would take it for the gradient in x too, but copies the matrices
-        for it, and multiplies every row by every expert in the other gradient (benchmarks/results).
-        "triton" computes all three products with triton_grouped.py, where its tiles fit. "xla" is
-        jax.lax.ragged_dot, which on a CPU and a GPU multiplies every row by every expert.
+      kernel: "megablox" computes the gradients with JAX's Pallas kernels, and the product with a
+        kernel of XLA:TPU (jax 0.10). XLA's own gradient in x copies the matrices, and its other
+        gradient multiplies every row by every expert (benchmarks/results). "triton" computes all
+        three products with triton_grouped.py, if its tiles fit. "xla" is jax.lax.ragged_dot, which
+        on a CPU and a GPU multiplies every row by every expert.
       products: types and precision.
       x_AD: rows, sorted by group.
       w_EDF: a matrix of each group.
@@ -43,7 +43,7 @@ def grouped_matmul(
 
 
 def _triton(kernel: str, x_AD, w_EDF) -> ModuleType | None:
-    """The module if its kernels are to be used; Pallas takes long to import."""
+    """Return triton_grouped if its kernels are to be used; importing Pallas is slow."""
     if kernel != "triton":
         return None
     from maxdiloco.models.kernels import triton_grouped
@@ -93,10 +93,10 @@ def megablox_gradients(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Both gradients of a grouped product, by the Pallas TPU kernels of jax.experimental.
+    """Compute both gradients of a grouped product by jax.experimental's Pallas TPU kernels.
 
     Args:
-      precision: of the products.
+      precision: precision of the products.
       x_AD: rows, sorted by group.
       w_EDF: a matrix of each group.
       sizes_E: rows of each group, int32.
@@ -104,7 +104,7 @@ def megablox_gradients(
       interpret: run the kernels as array code, for tests without a TPU.
 
     Returns:
-      The gradient of the rows [A, D], undefined after the last group, and that of the matrices
+      The gradient of the rows [A, D], undefined after the last group. The gradient of the matrices
       [E, D, F], zeros for a group without rows.
     """
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm

@@ -1,6 +1,6 @@
-"""Products of activations and weights, with other types or gradients where that is faster.
+"""Products of activations and weights, with other types or gradients if that is faster.
 
-XLA:CPU has instructions for bfloat16 factors only where the result is float32, and without them
+XLA:CPU has instructions for bfloat16 factors only if the result is float32. Without them a product
 takes two to three times as long. On a TPU a reduce-scatter moves half of a gradient's bytes. The
 measured gains are in docs/reference/results.md ("Compared with a PyTorch loop") and
 benchmarks/results ("The step of 1b").
@@ -30,13 +30,13 @@ class Products:
     """How products of activations and weights are computed.
 
     Attributes:
-      precision: of jax.lax.dot_general.
+      precision: `precision` of jax.lax.dot_general.
       float32_results: sum in float32 and round once. Accelerators do so by themselves.
       float32_operands: also convert the factors to float32 first, for processors that multiply
         float32 faster.
-      scattered_gradients: reduce the gradient of a weight straight to the devices that store its
-        parts. Without it the partitioner adds up whole gradients on every device and cuts them
-        afterwards, or cuts the product into as many pieces as there are devices. Both take longer
+      scattered_gradients: reduce the gradient of a weight directly to the devices that store its
+        parts. Otherwise the partitioner sums whole gradients on every device and cuts them
+        afterwards, or cuts the product into one piece for each device. Both take longer
         (benchmarks/results).
       quantization: `none`, or the format of the factors, see quantized.py.
     """
@@ -96,8 +96,8 @@ class _Call:
 def innermost_first(ndim: int, num_last: int | None = None) -> tuple[int, ...]:
     """Return the last dimensions of an array in the order in which products sum over them.
 
-    Heads and head dimension are summed in this order, except for `heads_first`. The other order
-    gives other last bits on a CPU.
+    Heads and head dimension are summed in this order, except for `heads_first`. On a CPU the order
+    changes the last bits.
 
     Args:
       ndim: dimensions of the array.
@@ -138,7 +138,7 @@ def dot_general(
 
 
 def einsum_to_float32(products: Products, equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return an einsum with a float32 result, of factors made float32 first if that is faster."""
+    """Return an einsum with a float32 result; factors become float32 first if that is faster."""
     if products.float32_operands:
         x, w = x.astype(f32), w.astype(f32)
     return jnp.einsum(equation, x, w, precision=products.precision, preferred_element_type=f32)
@@ -185,12 +185,12 @@ _quantized.defvjp(_quantized_forward, _quantized_backward)
 
 
 def _last_dims(d_out, num_out, w):
-    """The output dimensions of d_out and of w."""
+    """Return the output dimensions of d_out and of w."""
     return innermost_first(d_out.ndim, num_out), innermost_first(w.ndim, num_out)
 
 
 def _gradient(call, x, d_out):
-    """The gradient [*in, *out] of the weight; x in 8 bits if the product is quantised."""
+    """Return the gradient [*in, *out] of the weight; x in 8 bits if the product is quantised."""
     if call.products.quantization != quantized.NONE:
         name = call.products.quantization
         dw = quantized.gradient(name, d_out, x, (0, 1), (0, 1), values_first=True)
@@ -201,10 +201,10 @@ def _gradient(call, x, d_out):
 
 
 def _rounded_gradient(call, x, d_out):
-    """The gradient of the weight, summed in float32 and rounded once.
+    """Return the gradient of the weight, summed in float32 and rounded once.
 
-    XLA:CPU transposes the left factor of a sum over tokens in memory, so the smaller factor is the
-    left one, and the result is transposed.
+    XLA:CPU transposes the left factor of a sum over tokens in memory. The smaller factor therefore
+    is the left one, and the result is transposed.
     """
     if d_out.size < x.size:
         return _in_before_out(call.sum_over(d_out, x, (0, 1), (0, 1)), d_out.ndim - 2)
@@ -212,12 +212,12 @@ def _rounded_gradient(call, x, d_out):
 
 
 def _in_before_out(dw, num_out):
-    """[*out, *in] -> [*in, *out]."""
+    """Transpose [*out, *in] to [*in, *out]."""
     return dw.transpose(*range(num_out, dw.ndim), *range(num_out))
 
 
 def _scattered_gradient(call, x, d_out):
-    """The gradient of the weight, reduced straight to the devices that store its parts."""
+    """Return the gradient of the weight, reduced directly to the devices that store its parts."""
     batch, length = split_axes(("batch", "length"), call.rules)
     over = (*batch, *length)
     kept, scattered = _kept_and_scattered(call.names, call.rules, over)
@@ -229,7 +229,7 @@ def _scattered_gradient(call, x, d_out):
 
 
 def scattered_sum(dw_G: jax.Array, names: Names, rules: Rules) -> jax.Array:
-    """Sum parts of a gradient, one of each device that tokens are spread over.
+    """Sum the parts of a gradient, one from each device that tokens are spread over.
 
     Args:
       dw_G: [G, *shape of the weight].
@@ -246,14 +246,14 @@ def scattered_sum(dw_G: jax.Array, names: Names, rules: Rules) -> jax.Array:
 
 
 def _kept_and_scattered(names, rules, over):
-    """Mesh axes of each dimension: those that keep it split, and those that scatter its sum."""
+    """Return the mesh axes of each dimension that keep it split, and that scatter its sum."""
     axes = split_axes(names, rules)
     kept = [tuple(axis for axis in of_dim if axis not in over) for of_dim in axes]
     return kept, [tuple(axis for axis in of_dim if axis in over) for of_dim in axes]
 
 
 def _summed(local, kept, scattered, over, in_specs):
-    """`local` of each device's parts, summed over the axes in `over`: a part for each device."""
+    """Sum `local` of each device's parts over the axes in `over`; each device gets a part."""
 
     def part(*arrays):
         dw = local(*arrays)
@@ -268,10 +268,10 @@ def _summed(local, kept, scattered, over, in_specs):
 
 
 def _reduce_scatter(dw, axes, dim):
-    """The sum over mesh axes, a part of `dim` for each device.
+    """Sum over mesh axes and give each device a part of `dim`.
 
-    The dimension becomes the rows of a matrix, in memory too: where the dimension to scatter lies
-    in the lanes, XLA:TPU makes an all-reduce of twice the bytes.
+    The dimension becomes the rows of a matrix, also in memory. If the dimension to scatter were in
+    the lanes, XLA:TPU would make an all-reduce with twice the bytes.
     """
     rows_first = jnp.moveaxis(dw, dim, 0)
     rows = with_layout_constraint(rows_first.reshape(dw.shape[dim], -1), Layout((0, 1)))

@@ -1,10 +1,10 @@
 """The private parts of JAX that this package calls, checked with the versions in CHECKED.
 
-Only cuDNN's attention needs one: `jax.nn.dot_product_attention` accepts documents only as a mask,
-which the kernels read for each head, and gives no name to the values that a backward pass needs, so
-that a remat policy runs the forward kernel again. Both are operands of the primitives that it
-binds. If a version of JAX lacks them, choice.py selects `cudnn_public`, which calls the function of
-jax.nn.
+Only cuDNN's attention needs one. `jax.nn.dot_product_attention` accepts documents only as a mask,
+which the kernels read for each head. It does not name the values that a backward pass needs, so a
+remat policy runs the forward kernel again. The primitives that it binds accept offsets and return
+these values. If a version of JAX lacks them, choice.py selects `cudnn_public`, which calls the
+function of jax.nn.
 """
 # B sequences  L tokens  N query heads  K key/value heads  H head dim  M documents of a window
 
@@ -20,7 +20,7 @@ PRIMITIVES = ("_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p")
 
 
 def cudnn_module() -> ModuleType | None:
-    """Return JAX's module of cuDNN's attention, or None if it lacks what is used here."""
+    """Return JAX's module of cuDNN's attention, or None if it lacks a function used here."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as module
     except ImportError:
@@ -52,7 +52,7 @@ def cudnn_attention(
 
     Returns:
       The context and the log normalisers, or the gradients of queries, keys and values. Normalisers
-      are [B, N, L], or [B M, N, L] for all documents that there is room for.
+      are [B, N, L], or [B M, N, L] with M documents of a window.
     """
     module = cudnn_module()
     zero = jnp.zeros((), qkv[0].dtype)

@@ -1,15 +1,15 @@
 """Products of 8-bit factors and their gradients: the key `quantization`, with qwix's arrays.
 
-Both factors of all three products are rounded, as in MaxText's recipes for qwix: activations and
-weight for the result, and the gradient of the result once for each of the other two products, where
-it meets the 8-bit values of the weight and of the activations that exist already. A scale, float32,
-is the largest absolute value of the numbers that are summed up for one index of the result, over
-the largest value of the format: one scale a token, one a column of the weight. If a gradient sums
-over the index of such a scale, the scale is multiplied into the gradient of the result before that
-is rounded. Rounding is to the nearest. Sums are in int32, and in float32 for fp8.
+Both factors of all three products are rounded, as in MaxText's recipes for qwix. The result needs
+rounded activations and weights. Each of the two gradients needs the rounded gradient of the result,
+and the existing 8-bit values of the weight or of the activations. A scale is float32: the largest
+absolute value among the numbers that are summed for one index of the result, divided by the largest
+value of the format. There is one scale per token, and one per column of the weight. If a gradient
+sums over the index of a scale, the gradient of the result is multiplied by the scale before it is
+rounded. Rounding is to the nearest. Sums are in int32, and in float32 for fp8.
 
-The rounding is ours and enters through the `dot_general` of Linear. Training through qwix's NNX
-API, `quantize_model` with a `QtProvider`, ends at the same loss: three seeds of int8 and of fp8
+The rounding is implemented here and passed to Linear as its `dot_general`. Training through qwix's
+NNX API, `quantize_model` with a `QtProvider`, reaches the same loss: three seeds of int8 and of fp8
 stay within 0.3% of bfloat16. However, the provider replaces a whole product and its gradients, and
 with them the reduce-scattered gradient of matmul.py. libtpu estimates 1.16 times the cycles for a
 step on four v5e (benchmarks/results/step_time.md, "qwix's training provider compared with our
@@ -30,7 +30,7 @@ from maxdiloco.parallel import chips
 f32 = jnp.float32
 NONE = "none"
 FORMATS = {"int8": (jnp.int8, 127), "fp8": (jnp.float8_e4m3fn, 448)}  # type, largest value
-SMALLEST = 1e-30  # of the largest value of a row, so that the inverse of its scale is finite
+SMALLEST = 1e-30  # lower bound of a row's largest value, so that its scale has a finite inverse
 
 
 def check_device(quantization: str, backend: str, device_kind: str, capability: str) -> None:
@@ -41,7 +41,7 @@ def check_device(quantization: str, backend: str, device_kind: str, capability: 
     Args:
       quantization: the key.
       backend: `cpu`, `gpu` or `tpu`.
-      device_kind: of jax.Device, or "" if it is not known.
+      device_kind: `device_kind` of jax.Device, or "" if it is unknown.
       capability: compute capability of a GPU, or "".
 
     Raises:
@@ -123,7 +123,8 @@ def gradient(
       values_first: order of the result.
 
     Returns:
-      The other dimensions of d_out, then those of `values`, or these first; float32.
+      Float32 with the other dimensions of d_out, then the other ones of `values`; with values_first
+      in the opposite order.
     """
     d = rounded(quantization, d_out, dims_d)
     return _einsum(d, values, dims_d, dims_values, y_first=values_first)

@@ -13,13 +13,13 @@ f32 = jnp.float32
 def rotate(form: str, x_BLNH: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate pairs (i, i + H/2) of every head.
 
-    The forms differ in how the two halves of a head change places (benchmarks/results).
+    The forms differ in how they exchange the two halves of a head (benchmarks/results).
 
     Args:
-      form: "concatenate" is rope.rotate. "reverse" flips the halves, which XLA:GPU fuses in both
-        passes where the halves of the first form go through memory. "permute" multiplies by a
-        permutation, also in the gradient, which XLA:TPU fuses with the operations around it. It is
-        for bfloat16, whose products with 1 and 0 are exact, and for finite x.
+      form: "concatenate" is rope.rotate; XLA:GPU writes its halves to memory. "reverse" flips the
+        halves, which XLA:GPU fuses in both passes. "permute" multiplies by a permutation, also in
+        the gradient, which XLA:TPU fuses with the surrounding operations. It is for bfloat16, whose
+        products with 1 and 0 are exact, and for finite x.
       x_BLNH: queries or keys.
       rotation: sines and cosines of the positions.
 

@@ -11,8 +11,8 @@ from maxdiloco.models.remat import CONTEXT
 
 LANES = 128  # tiles are multiples of a TPU vector register's lanes
 BLOCK = 512  # tile of queries and keys, one of the kernel's power-of-two sizes
-# Tokens in the lanes, which heads of less than 128 features do not fill. XLA then uses this layout
-# before the kernel, too, and the program takes 0.8 times as long (benchmarks/results).
+# Tokens are in the lanes, because heads of less than 128 features do not fill them. XLA then also
+# uses this layout before the kernel, and the program takes 0.8 times as long (benchmarks/results).
 LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 BLOCK_SIZES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 
@@ -28,7 +28,7 @@ def attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention within segments.
+    """Compute causal attention within segments.
 
     Args:
       scores: how logits are formed.
@@ -75,7 +75,7 @@ def attention(
 
 
 def _shard_of(kernel, shard, shards):
-    """The kernel of one shard of the queries: its rows of the tables that describe the mask."""
+    """Return the kernel of one shard of the queries, with its rows of the mask's tables."""
 
     def rows(table):  # [heads, blocks of queries, blocks of keys], or [queries]
         dim = 1 if table.ndim == 3 else 0

@@ -1,7 +1,7 @@
-"""Rows of the embedding for tokens, where devices have parts of the table.
+"""Look-up of tokens in an embedding table that is split over devices.
 
-The parts are written out because the partitioner of jax 0.10 aborts on a gather from a table that
-is split in both dimensions while another axis of the mesh is manual.
+Each device's part is written out because the partitioner of jax 0.10 aborts on some gathers: from a
+table that is split in both dimensions while another axis of the mesh is manual.
 """
 # B sequences  L tokens  D model  V vocabulary
 
@@ -22,8 +22,8 @@ def look_up(config: ModelConfig, table_VD: jax.Array, tokens_BL: jax.Array) -> j
     """Look up tokens in a table that may be split over devices in both dimensions.
 
     On a mesh each device gathers the columns of its part of the vocabulary, scaled and in
-    config.dtype, and looks up its tokens that are in that part; a psum adds the parts. The gradient
-    is summed in the table's own type.
+    config.dtype. It looks up its tokens that are in this part, and a psum adds the parts. The
+    gradient is summed in the table's own type.
 
     Args:
       config: multiplier, type and rules.
@@ -58,7 +58,7 @@ def _scaled(config, x):
 
 
 def _rows(config, table_VD, tokens_BL):
-    """The rows of a table in its type, or in float32 where its rows are split."""
+    """Return the rows of a table in its type, or in float32 if its rows are split."""
     vocab_size = table_VD.shape[0]
     over_rows, over_columns = split_axes(NAMES, config.rules)
 

@@ -15,11 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 f32 = jnp.float32
-SMALLEST = 16  # side of a tile that a GPU's matrix units take
-# Sides of a tile: of the results, and of the sums. They follow from the registers and the shared
-# memory that the compiler reports (benchmarks/results).
+SMALLEST = 16  # smallest side of a tile that a GPU's matrix units accept
+# Sides of a tile of the result, and of a step of the sum. They follow from the registers and the
+# shared memory that the compiler reports (benchmarks/results).
 SIDE, INNER = 128, 64
-MANY_ROWS = 256  # rows of a mean expert from which on tiles have SIDE rows instead of half
+MANY_ROWS = 256  # mean rows of an expert from which tiles have SIDE rows instead of half of them
 
 
 def fits(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> bool:
