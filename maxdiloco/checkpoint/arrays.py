@@ -1,7 +1,7 @@
 """Arrays of checkpoints: read leaf by leaf, each directly to its devices, or part by part.
 
-Orbax writes the arrays of a run. An import writes, and an export reads, part by part, in the same
-files, so that memory holds one part.
+Orbax writes the arrays of a run. An import writes and an export reads the same kind of files part
+by part, so that memory holds one part.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from maxdiloco.storage.os_errors import reason
 if TYPE_CHECKING:
     import tensorstore as ts
 
-# Bytes that a process reads ahead of the leaf that goes to its devices. The host's memory holds
-# little more than that; one leaf may be larger.
+# Bytes that a process reads ahead of the leaf that it copies to its devices. They bound the host
+# memory that is used, except for a single larger leaf.
 READ_AHEAD_BYTES = 1 << 30
-# Bytes that are committed together, since each commit rewrites the list of all parts.
+# Bytes that are committed together, because each commit rewrites the list of all parts.
 _COMMIT_BYTES = 1 << 25
 ACROSS_SLICES = "diloco"  # the mesh axis that joins the slices
 
@@ -42,7 +42,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Cycled:
-    """An array to make from a saved one with another number of entries in its first dim.
+    """A request for an array whose first dim has another number of entries than the saved array's.
 
     Entry i of the target is entry (first + i) mod `stored` of the saved array.
 
@@ -71,9 +71,9 @@ class PartedLeaf(NamedTuple):
     """A leaf to write.
 
     Attributes:
-      shape: of the whole leaf.
-      dtype: of the leaf.
-      num_indexed: leading dims whose entries are written separately.
+      shape: shape of the whole leaf.
+      dtype: dtype of the leaf.
+      num_indexed: number of leading dims whose entries are written separately.
     """
 
     shape: tuple[int, ...]
@@ -86,16 +86,16 @@ def read_item(
 ) -> Any:
     """Read the arrays of one item. A device holds its part of them, and of one more leaf at most.
 
-    With several processes, each slice reads one part of a leaf that all slices hold alike, and the
-    parts are gathered over the slow link. So a byte leaves the storage once, not once a slice.
-    (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
+    In several processes, if all slices hold the same leaf, each slice reads one part of it. The
+    parts are then gathered over the slow link. A byte is read from the storage once, not once for
+    each slice. (Orbax's broadcast from one slice sums with zeros: it loses -0.0 and widens int8.)
 
     Args:
-      step_folder: of the checkpoint.
-      name: of the item.
+      step_folder: folder of the checkpoint.
+      name: name of the item.
       abstract: tree of jax.ShapeDtypeStruct or Cycled. A leaf without a sharding goes to the first
         device. A leaf of another dtype than the saved one is cast.
-      absent: names of leaves that are zeros instead of read.
+      absent: names of leaves that are not read, but are zeros.
 
     Returns:
       The tree of arrays.
@@ -124,17 +124,17 @@ def read_item(
 def opened(
     folder: epath.Path, leaves: Mapping[str, PartedLeaf | None]
 ) -> Iterator[dict[str, "ts.Future[ts.TensorStore]"]]:
-    """Start to open the arrays of an item, for the time of a `with`.
+    """Start to open the arrays of an item; they stay open inside a `with`.
 
     Args:
-      folder: of the item.
-      leaves: by name, the leaves to make; None for one to open.
+      folder: folder of the item.
+      leaves: by name, the leaves to create; None for an existing leaf.
 
     Yields:
       Futures of the arrays, by name.
 
     Raises:
-      OSError: the item must be copied to be read, and cannot be.
+      OSError: the item must be copied to be read, and the copy failed.
     """
     import orbax.checkpoint as ocp
     import tensorstore as ts
@@ -171,10 +171,10 @@ def _started(
     Args:
       opening: the array; None for a leaf of zeros or without elements.
       leaf: ShapeDtypeStruct or Cycled.
-      name: for messages.
+      name: name of the leaf in messages.
 
     Returns:
-      The bytes of the parts on the host, and a function that puts the leaf on its devices.
+      The bytes of the parts on the host, and a function that copies the leaf to its devices.
     """
     import tensorstore as ts
 
@@ -205,7 +205,7 @@ def _started(
 
     def finish():
         made = jax.make_array_from_callback(shape, sharding, part, dtype=wanted.dtype)
-        jax.block_until_ready(made)  # or the host would hold parts of many leaves
+        jax.block_until_ready(made)  # otherwise the host would hold parts of many leaves
         return made if sharding == target else _gathered(made, wanted)
 
     return elements * wanted.dtype.itemsize, finish
@@ -225,7 +225,7 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shard
     def part(index):
         return np.zeros([end - start for start, end in _bounds(index, shape)], dtype)
 
-    # Not device_put, with which processes compare their values in a collective.
+    # With device_put the processes would compare their values in a collective.
     return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
 
 
@@ -243,15 +243,15 @@ def result(future: "ts.Future[Any]", name: str) -> Any:
     """Wait for a future of TensorStore and return its value.
 
     Args:
-      future: of a read, or of an array that opens.
-      name: of the array, for messages.
+      future: future of a read, or of an array that opens.
+      name: name of the array in messages.
 
     Raises:
-      CheckpointError: it failed.
+      CheckpointError: the read or the opening failed.
     """
     try:
         return future.result()
-    except (OSError, ValueError) as error:  # TensorStore raises ValueError for files too
+    except (OSError, ValueError) as error:  # TensorStore also raises ValueError for files
         raise CheckpointError(
             f"{name} cannot be read: {reason(error)}. Check that the storage can be reached and "
             f"start again, or remove that checkpoint to resume from the one before it."
@@ -259,7 +259,7 @@ def result(future: "ts.Future[Any]", name: str) -> Any:
 
 
 def calls(abstract: Any, *, on_compile: Callable) -> list[Call]:
-    """Return the program with which read_item gathers the largest leaf of a state, if it does.
+    """Return the program that read_item uses to gather the largest leaf of a state, if it gathers.
 
     Args:
       abstract: the state, as ShapeDtypeStructs.
@@ -294,8 +294,8 @@ def split_over_slices(
 ) -> tuple[tuple[int, ...], NamedSharding]:
     """Split one more dim of an array over the slices.
 
-    It is the first dim whose shards can be divided, or else the longest one, which is padded. Orbax
-    chooses the same one when it writes replicated arrays, so a part is a whole stored chunk.
+    It is the first dim whose shards can be divided; if there is none, the longest dim is padded.
+    Orbax chooses the same dim when it writes replicated arrays, so a part is a whole stored chunk.
 
     Returns:
       The shape, perhaps padded, and the sharding.
@@ -316,7 +316,7 @@ def _gathered(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     target = leaf.sharding
     on_device = NamedSharding(target.mesh, target.spec)
     gather = jax.jit(_without_padding, static_argnums=1, out_shardings=on_device)
-    # One leaf at a time: the gather needs room for one leaf twice, not for all.
+    # One leaf at a time: the gather needs memory for two copies of one leaf, not of all leaves.
     return jax.device_put(jax.block_until_ready(gather(array, leaf.shape)), target)
 
 
@@ -328,7 +328,7 @@ class Writer:
     """Writes one item of a checkpoint, part by part."""
 
     def __init__(self, folder: epath.Path, leaves: Mapping[str, PartedLeaf]):
-        """Make the arrays of the item in `folder`, an absolute path on this machine."""
+        """Create the arrays of the item in `folder`, an absolute path on this machine."""
         import tensorstore as ts
 
         folder.mkdir(parents=True)
@@ -340,7 +340,7 @@ class Writer:
         """Write the part of a leaf at an index of its leading dims.
 
         Raises:
-          OSError, ValueError: it cannot be written.
+          OSError, ValueError: the part cannot be written.
         """
         store = self._stores[name].with_transaction(self._pending)
         store[tuple(index)].write(values).result()
@@ -365,9 +365,9 @@ class Reader:
         """Open the leaves.
 
         Args:
-          step_folder: of the checkpoint.
-          item: its name.
-          names: of the leaves.
+          step_folder: folder of the checkpoint.
+          item: name of the item.
+          names: names of the leaves.
           entry: index in the first dim of each leaf; None for whole leaves.
 
         Raises:
@@ -375,7 +375,7 @@ class Reader:
         """
         self._where = f"of {item} in checkpoint {step_folder}"
         self._stores = {}
-        self._copy = contextlib.ExitStack()  # a local copy of the item, if needed; ends with this
+        self._copy = contextlib.ExitStack()  # removes the local copy of the item, if one is needed
         opening = self._copy.enter_context(opened(step_folder / item, dict.fromkeys(names)))
         for name, future in opening.items():
             store = result(future, f"{name} {self._where}")
@@ -386,7 +386,7 @@ class Reader:
         return self._stores[name].dtype.numpy_dtype
 
     def boxes(self, name: str, num_indexed: int) -> Iterator[Box]:
-        """Yield boxes that make up a leaf: stored chunks, joined up to the size of one entry."""
+        """Yield the boxes of a leaf: stored chunks, joined up to the size of one entry."""
         store = self._stores[name]
         shape, chunk = store.shape, store.chunk_layout.read_chunk.shape or store.shape
         size = [min(n, c) for n, c in zip(shape, chunk, strict=True)]
@@ -402,6 +402,6 @@ class Reader:
         """Read a box of a leaf, or all of it.
 
         Raises:
-          CheckpointError: it cannot be read.
+          CheckpointError: the box cannot be read.
         """
         return result(self._stores[name][box].read(), f"{name} {self._where}")

@@ -1,7 +1,7 @@
 """Checkpoints of a run, written while it trains; each is whole or absent.
 
 checkpoints/120/            the state after inner step 120
-    <item>/                 a tree of arrays, written by Orbax; each can be read alone
+    <item>/                 a tree of arrays, written by Orbax; can be read without the others
     meta/                   JSON: the caller's meta, and names, shapes and dtypes of all arrays
     tokenizer/              further files of the run
     seal.json               sizes and CRC-32 of these files
@@ -37,16 +37,16 @@ _REMEDY = (
     "run_name."
 )
 
-# The outcome of starting a save, as the first process decides it.
+# The outcomes of starting a save; the first process decides.
 _RUNS, _EXISTS, _FAILED, _REFUSED = range(4)
-# Errors that no disk and no store raises: they end the run with a traceback.
+# Errors that neither a disk nor a store raises: the run exits with a traceback.
 _BUGS = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 class Checkpointer:
     """Saves and restores the state of one run. All processes of the run make the same calls.
 
-    A context manager: leaving it waits for the save in progress.
+    It is a context manager, whose exit waits for the save in progress.
 
     A failed save is a warning, and the next one tries again. Two in a row raise SaveError in all
     processes; the complete checkpoints stay as they are.
@@ -66,14 +66,14 @@ class Checkpointer:
         """Check that all processes can use the folder.
 
         Args:
-          folder: one that all processes see. The first save makes it and removes unfinished saves
-            of the run; restoring changes nothing.
+          folder: a folder that all processes see. The first save creates it and removes unfinished
+            saves of the run; restoring changes nothing.
           max_to_keep: number of complete checkpoints of this run to keep, at least 1; None keeps
             all. Checkpoints of other runs stay and do not count. A restored run is continued: its
             checkpoints count.
           use_async: save() returns as soon as the arrays are copied to the host.
-          timeout_s: seconds that the processes may take to write the arrays of one save.
-          files: content of files to put into each checkpoint, by path in it: <folder>/<name>.
+          timeout_s: time limit for the processes to write the arrays of one save [s].
+          files: further files of each checkpoint: content by path in it, <folder>/<name>.
           say: prints a line; called in the first process only.
           locked: whether the caller holds a lock on the folder; otherwise the first save takes
             one, until the context is left.
@@ -94,7 +94,7 @@ class Checkpointer:
         self._removal: Future | None = None  # of checkpoints that are not kept
         self._known_good: set[epath.Path] = set()
         self._damaged: list[epath.Path] = []  # found by restore; the next save sets them aside
-        self._failed_folders: set[epath.Path] = set()  # in which there may still be files
+        self._failed_folders: set[epath.Path] = set()  # folders that may still have files
         run = secrets.token_hex(8)
         self._own = OwnFolder(self._folder, run=run, locked=locked, say=self.say)
         if self._primary and is_local(self._folder):
@@ -108,8 +108,8 @@ class Checkpointer:
         saves = agree.from_first_process(secrets.randbelow(1 << 31))
         self._save_keys = (f"maxdiloco/saves/{saves}/{count}" for count in itertools.count(1))
         self._writer: Future | None = None  # see open_writer
-        # A future keeps the error of a thread. One thread does the work of a save in its order;
-        # the other one removes old checkpoints, which may take longer.
+        # A future keeps the error of a thread. One thread writes a save in order; the other one
+        # removes old checkpoints, which may take longer.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="old-checkpoints")
 
@@ -127,13 +127,13 @@ class Checkpointer:
         """Wait for the save in progress; after an exception, warn if it failed.
 
         Raises:
-          SaveError: it failed, and no other exception was raised.
+          SaveError: the save failed, and no other exception was raised.
         """
         with self._closing:
             if exception is None:
                 self.wait(last=True)
             elif self._saving is not None:
-                # No agreement: the other processes may not be here.
+                # The processes do not agree on the outcome: others may not reach this line.
                 step, saved = self._saving
                 if (error := saved.exception()) is not None:
                     self.say(f"warning: {self._failure(step, reason(error))}")
@@ -141,8 +141,8 @@ class Checkpointer:
     def open_writer(self) -> Future:
         """Start to import Orbax in a thread and return a future of the writer.
 
-        A save waits for it. It takes most of a second, so a run starts it after its first step; a
-        program that only reads never does.
+        A save waits for the writer. The import takes most of a second, so a run starts it after its
+        first step; a program that only reads never starts it.
         """
         if self._writer is None:
             self._writer = self._thread.submit(orbax_io.open_writer)
@@ -164,14 +164,14 @@ class Checkpointer:
     def save(
         self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any], *, last: bool = False
     ) -> bool:
-        """Write a checkpoint, after waiting for the save before this one.
+        """Write a checkpoint, after waiting for the previous save.
 
         Args:
           step: number of inner steps.
           items: {name: tree of arrays}; the caller may donate or delete them afterwards.
-          meta: further fields of META, of types that JSON has.
-          last: whether it is the last save: wait until it is on the disk, and try once more at once
-            if it fails.
+          meta: further fields of META, of JSON's types.
+          last: whether it is the last save: wait until it is on the disk, and retry once,
+            immediately, if it fails.
 
         Returns:
           False if this step has a checkpoint already; then nothing is written.
@@ -195,10 +195,10 @@ class Checkpointer:
         """Wait until the save in progress is on the disk and older checkpoints are removed.
 
         Args:
-          last: whether a failure of it is final.
+          last: whether it is the last save, so that its failure is final.
 
         Raises:
-          SaveError: it failed, and so did the save before it, or it is the last one.
+          SaveError: the save failed, and it is the last one or the previous save also failed.
         """
         self._end_of_save(limit=1 if last else 2)
         self._end_of_removal()
@@ -209,7 +209,7 @@ class Checkpointer:
     ) -> read.Restored | None:
         """Read the newest undamaged checkpoint.
 
-        For a damaged one there is a warning, and the one before it is read; the next save renames
+        A damaged checkpoint causes a warning, and the previous one is read. The next save renames
         the damaged one to <step>.damaged.
 
         Args:
@@ -220,8 +220,8 @@ class Checkpointer:
           The checkpoint; None if the folder has none.
 
         Raises:
-          CheckpointError: all are damaged, a field is absent, or shapes or dtypes are not the ones
-            of abstract_of.
+          CheckpointError: all are damaged, a field is absent, or shapes or dtypes differ from
+            abstract_of.
         """
         self._end_of_save()
         with read.reading(self._folder, "base_output_directory"):
@@ -295,7 +295,7 @@ class Checkpointer:
             )
         elif self._max_to_keep is not None:
             if self._removal is not None and own.free() < nbytes:
-                self._removal.exception()  # wait for it: it makes room too
+                self._removal.exception()  # wait for the removal, which also frees disk space
             for old in own.in_the_way(nbytes, kept=self._newest):
                 own.remove(old)
                 self.say(

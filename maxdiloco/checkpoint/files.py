@@ -11,10 +11,7 @@ SEAL = "seal.json"
 
 
 def is_complete(step_folder: epath.Path) -> bool:
-    """Tell whether a folder became visible as a whole checkpoint.
-
-    Folders of other programs have no such files.
-    """
+    """Tell whether a folder appeared as a whole checkpoint: only checkpoints have these files."""
     if is_local(step_folder):  # it got this name by an atomic rename; damage may remove either file
         return any((step_folder / name).exists() for name in (SEAL, COMMIT))
     return (step_folder / COMMIT).exists()

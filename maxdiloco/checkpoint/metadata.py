@@ -1,8 +1,8 @@
 """META of a checkpoint: its run and its arrays, checked before any reader uses them.
 
-A damaged disk and other people write to checkpoints too. So the file must match the seal, and each
-field that a reader uses must have its type. maxdiloco.config, which knows the keys, checks the
-values of `config`.
+A disk can damage a checkpoint, and other people can write one. The file must therefore match the
+seal, and each field that a reader uses must have its type. maxdiloco.config, which has the keys,
+checks the values of `config`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,10 +20,10 @@ from maxdiloco.engine.trainer import OUTER_OF_EACH, OUTER_PARAMS
 from maxdiloco.errors import CheckpointError
 from maxdiloco.version import __version__
 
-# The format of a checkpoint, raised with each change that an earlier version cannot read.
+# The format of a checkpoint, increased with each change that an earlier version cannot read.
 FORMAT = 1
 FILE = f"{META}/{META_FILE}"  # as the seal names it
-_LARGEST = 2**63 - 1  # of int64, in which steps, tokens and sequences are counted
+_LARGEST = 2**63 - 1  # largest int64; steps, tokens and sequences are counted in int64
 
 
 class DamagedError(CheckpointError):
@@ -34,7 +34,7 @@ class DamagedError(CheckpointError):
     """
 
     def __init__(self, step_folder: epath.Path, what: str):
-        """Make the error for the checkpoint in `step_folder`."""
+        """Create the error for the checkpoint in `step_folder`."""
         super().__init__(
             f"{META} of checkpoint {step_folder} is damaged: {what}. Use another checkpoint."
         )
@@ -76,7 +76,7 @@ Number = Annotated[int | float, AfterValidator(_fits_int64)]  # a sum of losses 
 
 
 class _Fields(BaseModel):
-    """A table that may have other fields too."""
+    """A table that may also have other fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -189,7 +189,7 @@ def read_note(step_folder: epath.Path) -> Note:
     """Read the Note of a checkpoint.
 
     Raises:
-      DamagedError: the file does not match the seal, or no save writes such fields.
+      DamagedError: the file does not match the seal, or has fields that no save writes.
       CheckpointError: a later version wrote it.
       OSError: the file is not there or cannot be read.
     """
@@ -207,7 +207,7 @@ def read_note(step_folder: epath.Path) -> Note:
     except ValueError as error:
         raise DamagedError(step_folder, str(error)) from error
     _check(step_folder, _Version, stored)
-    if stored["format"] > FORMAT:  # which may have a seal that this version cannot read
+    if stored["format"] > FORMAT:  # a later format may have a seal that this version cannot read
         raise CheckpointError(
             f"checkpoint {step_folder} has format {stored['format']}, of maxdiloco "
             f"{stored['version']}; maxdiloco {__version__} reads formats up to {FORMAT}. Use that "

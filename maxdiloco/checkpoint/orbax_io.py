@@ -1,6 +1,6 @@
-"""Writing trees of arrays with Orbax, and silence about failures that a save reports itself.
+"""Writing trees of arrays with Orbax, without Orbax's log of failures that a save reports itself.
 
-Importing Orbax takes half a second or more, so the functions that use it import it.
+Importing Orbax takes half a second or more, so only the functions that use it import it.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from etils import epath
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-Writes = Sequence["ocp.future.Future"]  # of start_writing
-# A smaller share is not worth the program that slices it, which compiles in 50-100 ms on a CPU.
+Writes = Sequence["ocp.future.Future"]  # the results of start_writing
+# To slice a smaller share is not worth a program, which compiles in 50-100 ms on a CPU.
 SHARED_WRITE_BYTES = 1 << 22
-# A reader decodes whole chunks, so a larger one is split where its parts have LEAST_CHUNK_BYTES.
+# A reader decodes whole chunks. A larger chunk is split if its parts have LEAST_CHUNK_BYTES.
 CHUNK_BYTES = 1 << 25
-LEAST_CHUNK_BYTES = 1 << 20  # "below 1 MiB could reduce performance", Orbax says
+LEAST_CHUNK_BYTES = 1 << 20  # "below 1 MiB could reduce performance" (Orbax)
 
 
 def open_writer() -> "ocp.PyTreeCheckpointHandler":
@@ -30,7 +30,7 @@ def open_writer() -> "ocp.PyTreeCheckpointHandler":
     import orbax.checkpoint as ocp
 
     arrays = ocp.type_handlers.ArrayHandler(
-        # Slices share the writing of arrays that they hold alike. One process would only compile.
+        # Slices share the writing of replicated arrays. One process would only compile for it.
         use_replica_parallel=jax.process_count() > 1,
         min_slice_bytes_for_replica_parallel=SHARED_WRITE_BYTES,
     )
@@ -43,11 +43,12 @@ def start_writing(
 ) -> list["ocp.future.Future"]:
     """Start to write trees of arrays, each to the folder of its name.
 
-    The arrays are copied to the host before it returns, so the caller may donate or delete them:
-    on the CPU backend the copy is a view, and JAX copies a donated buffer that a view holds.
+    The arrays are copied to the host before the function returns, so the caller may donate or
+    delete them. On the CPU backend the copy is a view, and JAX copies a donated buffer that a view
+    holds.
 
     Returns:
-      Futures, which the caller waits for by result() of each.
+      Futures; the caller waits for the result() of each.
     """
     import orbax.checkpoint as ocp
 
@@ -64,18 +65,18 @@ def start_writing(
         ]
         return [write for writes in await asyncio.gather(*copies) for write in writes]
 
-    # Not asyncio.run: at its end it walks over the tasks of the loops of all threads.
+    # Not asyncio.run: at its end it iterates over the tasks of all threads' loops.
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         return loop.run_until_complete(start())
 
 
 def split_dims(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Choose the leading dims (replicas, layers, experts) whose entries get chunks of their own.
+    """Choose the leading dims (replicas, layers, experts) whose entries get separate chunks.
 
     A chunk holds one tensor, or several that together have at most CHUNK_BYTES.
 
     Args:
-      shape: of a device's part of a leaf.
+      shape: shape of a device's part of a leaf.
       itemsize: bytes of an element.
     """
     dims: list[int] = []
@@ -88,7 +89,7 @@ def split_dims(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(dims)
 
 
-# Coroutines of Orbax that it makes before the event loop that would run them.
+# Coroutines that Orbax creates before the event loop that would run them.
 _OF_ORBAX = (
     "_async_serialize_shardings",
     "_serialize_arrays_batches_without_dispatcher",
@@ -104,11 +105,11 @@ def quiet() -> Iterator[None]:
 
     Orbax runs the writes of a checkpoint as tasks of an event loop and closes the loop at the first
     write that fails. The other writes continue, into a folder that is being removed, and print
-    tracebacks of tasks and of a closed loop. So loops wait for their tasks before they close. If no
-    file descriptor is left for a loop, Python warns of coroutines that it never ran. The filters
-    stay after the `with`: a thread of a save that timed out may be that late.
+    tracebacks of tasks and of a closed loop. The loops set here wait for their tasks before they
+    close. If no file descriptor is left for a loop, Python warns of coroutines that it never ran.
+    The filters stay after the `with`, because a thread of a save that timed out may log later.
     """
-    from absl import logging as of_absl  # whose logger has to be there before anybody asks for one
+    from absl import logging as of_absl  # its logger must exist before other code requests one
 
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(_Policy())

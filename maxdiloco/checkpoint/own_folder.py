@@ -1,7 +1,7 @@
 """The checkpoints of one run, in a folder that others may use too.
 
-People, other runs and a process that saves right now may have files in the folder of checkpoints.
-So a Checkpointer changes only files of its own run, only when it saves, and under a lock.
+Users, other runs and another process that is saving may have files in the folder of checkpoints. A
+Checkpointer therefore changes only files of its own run, only when it saves, and under a lock.
 """
 
 import fcntl
@@ -28,22 +28,22 @@ class OwnFolder:
     """The folder of a run's checkpoints, for the process that writes to it.
 
     Attributes:
-      run: the random name that all checkpoints of the run have.
+      run: the random name in all checkpoints of the run.
       steps: steps that the run saved; no others are removed.
       is_alone: whether a lock excludes other processes, so that unfinished saves can be removed.
     """
 
     def __init__(self, path: epath.Path, *, run: str, locked: bool, say: Callable[[str], None]):
-        """Change nothing yet.
+        """Keep the arguments; the folder is not changed yet.
 
         Args:
-          path: of the folder, which need not exist.
+          path: the folder, which need not exist.
           run: name of the run.
           locked: whether the caller holds a lock on the folder; otherwise `begin` takes one.
           say: prints a line.
         """
         self._path, self._say = path, say
-        self._lock: int | None = None  # the open folder that holds it
+        self._lock: int | None = None  # file descriptor of the locked folder
         self._begun = False
         self.run, self.is_alone = run, locked
         self.steps: set[int] = set()
@@ -56,7 +56,7 @@ class OwnFolder:
         self.steps |= set(filter(self.includes, earlier)) if older else set()
 
     def includes(self, step: int) -> bool:
-        """Tell whether a checkpoint, which a failed save may have left, is of this run."""
+        """Tell whether a checkpoint, perhaps left by a failed save, belongs to this run."""
         try:
             return metadata.read_note(self._path / str(step)).run == self.run
         except (OSError, CheckpointError):
@@ -97,7 +97,7 @@ class OwnFolder:
             self._lock = None
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint of the run, so that no part of it ever looks like a whole one."""
+        """Remove a checkpoint of the run; at no time does a part of it look complete."""
         path = self._path / str(step)
         if is_local(path):
             self._rename(path, DELETED).rmtree()
@@ -123,11 +123,11 @@ class OwnFolder:
         """Choose the oldest checkpoints of the run whose removal makes room for a new one.
 
         Args:
-          nbytes: of the new checkpoint.
+          nbytes: bytes of the new checkpoint.
           kept: the newest step known to be whole: it and later ones stay. None: the newest stays.
 
         Returns:
-          Their steps; none if it would not fit without them either.
+          Their steps; none if the new checkpoint would not fit even without them.
         """
         free, removed = self.free(), []
         own = self._saved() if free < nbytes else []
@@ -141,7 +141,7 @@ class OwnFolder:
         """Return a warning if the disk has no room for `count` checkpoints of this run.
 
         Args:
-          nbytes: of each.
+          nbytes: bytes of each checkpoint.
           count: number of checkpoints to keep; None: all, for which no disk suffices.
         """
         if count is None or (free := self.free()) >= count * nbytes:
@@ -189,7 +189,7 @@ class OwnFolder:
 
     def _remove_left(self) -> None:
         for path, step in self._left():
-            if not is_local(path):  # the mark of a step, next to its objects
+            if not is_local(path):  # the marker object of a step, next to its objects
                 folder = self._path / str(step)
                 if folder.exists() and not files.is_complete(folder):
                     folder.rmtree()
@@ -205,5 +205,5 @@ class OwnFolder:
         names = (f"{path.name}{suffix}{f'-{n}' if n > 1 else ''}" for n in itertools.count(1))
         target = path.rename(next(t for name in names if not (t := path.parent / name).exists()))
         if is_local(path):
-            durable.sync_folder(path.parent)  # before anything of it is deleted
+            durable.sync_folder(path.parent)  # before any of its files is deleted
         return target

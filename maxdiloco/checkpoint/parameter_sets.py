@@ -23,10 +23,10 @@ REPLICAS = "params"  # the item with the replicas' own parameters, [R, ...]
 
 
 def item_of(meta: dict[str, Any], parameters: str) -> tuple[str, range | None]:
-    """Choose the item that has the parameters, and entries of its first dim to take the mean of.
+    """Choose the item that has the parameters, and the entries of its first dim to average.
 
     Args:
-      meta: of the checkpoint.
+      meta: meta of the checkpoint.
       parameters: `outer`, with eager updates the mean of the replicas' outer parameters;
         `replica_0` and so on; or `mean`, of all replicas.
 
@@ -64,10 +64,10 @@ def restore_parameters(
     """Read only one set of parameters, cast to the dtypes of abstract_of(meta).
 
     Args:
-      path: of a run or a checkpoint.
+      path: path of a run or a checkpoint.
       abstract_of: meta -> the parameters as ShapeDtypeStructs.
       parameters: see item_of.
-      **options: of read.restore_from, whose errors it raises.
+      **options: options of read.restore_from, whose errors it raises.
 
     Returns:
       The parameters, and the checkpoint.
@@ -91,7 +91,7 @@ def plan_read(
 
     Args:
       abstract: the parameters as ShapeDtypeStructs.
-      meta: of the checkpoint.
+      meta: meta of the checkpoint.
       parameters: see item_of.
 
     Returns:

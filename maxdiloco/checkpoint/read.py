@@ -25,7 +25,7 @@ NEWEST = -1  # as a step: the newest undamaged checkpoint
 _ATTEMPTS = 12  # reads of a file that only some hosts find damaged, within shared_folder.WAIT_S
 
 # Maps the meta of a checkpoint to {item: tree of jax.ShapeDtypeStruct with shardings, or of
-# arrays.Cycled}. Items that it leaves out are not read. Called for each checkpoint that is tried.
+# arrays.Cycled}. Other items are not read. It is called for each checkpoint that is tried.
 AbstractOf = Callable[[dict[str, Any]], Mapping[str, Any]]
 # Maps the meta of a checkpoint to the remedy if its shapes differ from the run's.
 Remedy = Callable[[dict[str, Any]], str]
@@ -49,15 +49,15 @@ class Restored(NamedTuple):
 
 
 def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath.Path:
-    """Return the folder that the argument RUN of a program names, for restore_from.
+    """Return the folder for a program's argument RUN, to be read by restore_from.
 
-    Reads names only.
+    The function reads only names of files.
 
     Args:
       run: name of a run in base_output_directory, its folder, or the folder of one checkpoint;
         folders may be in a bucket.
       base_output_directory: folder of runs.
-      step: of a checkpoint of the run, or NEWEST.
+      step: step of a checkpoint of the run, or NEWEST.
 
     Raises:
       CheckpointError: there is no such checkpoint.
@@ -104,7 +104,7 @@ def newest_meta(
       needs: fields that the meta must have.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: no checkpoint has an undamaged meta.
     """
     with reading(folder, key):
         paths = [folder]
@@ -114,7 +114,7 @@ def newest_meta(
         for path in paths:
             try:
                 meta = metadata.read_note(path).meta
-            except (FileNotFoundError, metadata.DamagedError):  # damaged: the one before it
+            except (FileNotFoundError, metadata.DamagedError):  # damaged: try the previous one
                 continue
             metadata.require(meta, needs, path)
             return meta
@@ -132,19 +132,19 @@ def restore_from(
 ) -> Restored:
     """Read the newest undamaged checkpoint of any run's folder, or one checkpoint in it.
 
-    Changes nothing at the path.
+    The function changes nothing at the path.
 
     Args:
       path: the folder of a run or of one checkpoint.
       abstract_of: the arrays to read.
       key: the config key or argument that gave the path, for messages.
-      remedy: for shapes that differ.
+      remedy: the remedy in the message if shapes differ.
       cast: whether dtypes may differ.
       needs: fields that the meta must have.
 
     Raises:
-      CheckpointError: there is no checkpoint, all are damaged, a field is absent, or shapes or
-        dtypes are not the ones of abstract_of.
+      CheckpointError: the folder has no undamaged checkpoint, a field is absent, or shapes or
+        dtypes differ from abstract_of.
     """
     folder = absolute(path, key=key)
     with reading(folder, key):
@@ -210,14 +210,14 @@ def first_undamaged(
     needs: Collection[str] = (),
     known_good: Collection[epath.Path] = (),
 ) -> tuple[Restored | None, list[epath.Path]]:
-    """Read the first undamaged candidate. The processes share and agree on the examination.
+    """Read the first undamaged candidate. The processes share the checks and agree on the result.
 
     Args:
       candidates: folders of checkpoints.
       abstract_of: the arrays to read.
       say: prints a line.
-      remedy: for shapes that differ.
-      otherwise: remedy if all are damaged and no copy exists.
+      remedy: the remedy in the message if shapes differ.
+      otherwise: the remedy if all are damaged and no copy exists.
       cast: whether dtypes may differ.
       needs: fields that the meta must have.
       known_good: candidates that were examined before.
@@ -266,11 +266,11 @@ def _agreed_note(
     """Return the Note of a checkpoint whose files match their seal, or the damage of META.
 
     Args:
-      path: of the checkpoint.
-      note: as this process has read it; None if it could not.
+      path: path of the checkpoint.
+      note: the Note that this process has read; None if it could not read it.
 
     Raises:
-      DamagedError: only this process finds it damaged; the first process decides.
+      DamagedError: only this process finds the checkpoint damaged; the first process decides.
     """
     error = None
     if note is None:
@@ -289,7 +289,7 @@ def _agreed_note(
 def _damage(path: epath.Path) -> str | None:
     """Return the damage of a checkpoint or None, agreed by all processes.
 
-    Damage counts if the first process sees it too: another host may be slow to see a file, or see
+    Damage counts only if the first process also sees it: another host may see a file late, or see
     another folder.
 
     Raises:

@@ -38,7 +38,7 @@ def restore_state(checkpointer: Checkpointer, trainer: Trainer) -> Any | None:
     aggregation, outer learning rate and momentum. The checkpointer prints the differences.
 
     Args:
-      checkpointer: of the folder.
+      checkpointer: the checkpointer of the folder.
       trainer: bound to the parameters (DiLoCo.bind).
 
     Raises:
@@ -77,7 +77,7 @@ def read_state(
     trainer: Trainer,
     layout: Callable[[Mapping[str, Any]], SavedLayout],
 ) -> tuple[read.Restored | None, Any]:
-    """Read the state of a checkpoint for a trainer with another layout, perhaps.
+    """Read the state of a checkpoint for a trainer, which may have another layout.
 
     Args:
       restore: Checkpointer.restore, or read.restore_from of one path.
@@ -98,7 +98,7 @@ def read_state(
 
 
 def require_finite(trainer: Trainer, state: Any) -> None:
-    """Raise NumericsError in all processes, which all call it, if one has a state not finite."""
+    """Raise NumericsError in all processes, which all call it, if one has a NaN or infinity."""
     found = None
     try:
         trainer.check_finite(state)

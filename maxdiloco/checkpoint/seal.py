@@ -19,8 +19,8 @@ from maxdiloco.checkpoint.files import SEAL as FILE
 from maxdiloco.storage import object_store
 from maxdiloco.storage.run_folder import is_local
 
-# Reading back takes about 0.3 s per GB from the page cache, so 5 s for this many bytes. The seal of
-# a larger checkpoint has sizes only.
+# Reading back takes about 0.3 s per GB from the page cache, which is 5 s for this limit. The seal
+# of a larger checkpoint has sizes only.
 CONTENT_LIMIT_BYTES = 16 << 30
 _BLOCK_BYTES = 1 << 24
 _OTHER_CONTENTS = "has other contents than were written"
@@ -28,10 +28,10 @@ SEAL = -1  # the index of the seal itself
 
 
 class Damage(NamedTuple):
-    """A file that is not as it was written.
+    """A file that changed after it was written.
 
     Attributes:
-      index: of the file in the list of the seal.
+      index: index of the file in the list of the seal.
       what: the damage, in a few words.
     """
 
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     Attributes:
       name: path relative to the checkpoint.
       size: bytes.
-      crc32: of the content; None if the seal has sizes only.
+      crc32: CRC-32 of the content; None if the seal has sizes only.
     """
 
     name: str
@@ -98,8 +98,8 @@ def damage(folder: epath.Path, indices: Container[int] = range(sys.maxsize)) -> 
     """Return the first damage of the sealed files of a checkpoint, or None.
 
     Args:
-      folder: of the checkpoint.
-      indices: of the files in the list to examine, so that several processes share the reading.
+      folder: folder of the checkpoint.
+      indices: indices in the list of the files to examine; several processes share the reading.
 
     Raises:
       OSError: a file cannot be read.
@@ -181,7 +181,7 @@ def _sizes(folder: epath.Path) -> dict[epath.Path, int]:
 
 
 def _crc32(path: epath.Path, size: int) -> int:
-    """Return the CRC-32 of the first `size` bytes, also of a file that grows meanwhile."""
+    """Return the CRC-32 of the first `size` bytes, also of a file that is still growing."""
     value, left = 0, size
     with path.open("rb") as file:
         while block := file.read(min(_BLOCK_BYTES, left)):

@@ -17,11 +17,11 @@ from etils import epath
 from maxdiloco.storage.object_store import BucketPath
 from maxdiloco.storage.store import BLOCK_BYTES, is_local
 
-_READERS = 8  # blocks of an object read at once, since one request seldom fills a link
+_READERS = 8  # blocks of an object read concurrently; one request seldom saturates a link
 
 
 def begin(folder: epath.Path) -> epath.Path | None:
-    """Make a local folder for the arrays of a save to `folder`; None if Orbax can write there."""
+    """Create a local folder for the arrays of a save to `folder`; None if Orbax can write there."""
     direct = is_local(folder) or folder.parts[1] == "gs"
     return None if direct else epath.Path(tempfile.mkdtemp(prefix="maxdiloco-save-"))
 
@@ -30,9 +30,9 @@ def upload(staged: epath.Path | None, folder: epath.Path, *, last: str = "") -> 
     """Put the files of `staged` into the bucket's folder, except those that exist there.
 
     Args:
-      staged: of `begin`; None: there is nothing to do.
-      folder: in the bucket.
-      last: name of a file that is put after the others.
+      staged: the folder from `begin`; None: nothing is uploaded.
+      folder: folder in the bucket.
+      last: name of a file that is uploaded after the others.
     """
     if staged is None:
         return
@@ -56,7 +56,7 @@ def download(folder: BucketPath, staged: epath.Path) -> None:
 
 
 def blocks(path: BucketPath, start: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes [start, end) of an object in blocks, of which several are read at once."""
+    """Yield the bytes [start, end) of an object in blocks; several are read concurrently."""
     with ThreadPoolExecutor(_READERS) as pool:
         for first in range(start, end, _READERS * BLOCK_BYTES):
             starts = range(first, min(first + _READERS * BLOCK_BYTES, end), BLOCK_BYTES)
@@ -75,7 +75,7 @@ def readable(folder: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
     """Make an item in a bucket readable inside a `with`.
 
     Yields:
-      A folder that Orbax can name, and changes of the base of TensorStore's specification.
+      A folder that Orbax accepts, and changes to the base of TensorStore's specification.
     """
     scheme = "" if is_local(folder) else folder.parts[1]
     if scheme == "s3":
@@ -90,13 +90,13 @@ def readable(folder: epath.Path) -> Iterator[tuple[epath.Path, dict[str, Any]]]:
 
 
 def _s3(folder: BucketPath) -> dict[str, Any]:
-    """Return TensorStore's driver for s3://, configured by the variables that obstore reads too."""
+    """Return TensorStore's driver for s3://, configured by the variables that obstore reads."""
     base = {"driver": "s3", "path": f"{folder.key}/"}
     environ = os.environ
     settings = {
         "endpoint": environ.get("AWS_ENDPOINT_URL") or environ.get("AWS_ENDPOINT"),
         "aws_region": environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION"),
-        # With any other source it prints a line for each file that does not exist.
+        # With any other source TensorStore prints a line for each file that does not exist.
         "aws_credentials": "AWS_ACCESS_KEY_ID" in environ and {"type": "environment"},
     }
     return base | {name: value for name, value in settings.items() if value}

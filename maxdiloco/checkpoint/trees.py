@@ -7,7 +7,7 @@ import numpy as np
 
 
 def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """Return (path, leaf) of each leaf. The leaf of a tree that is one array is called `array`."""
+    """Return (path, leaf) of each leaf. If the tree is one array, its leaf is named `array`."""
     return [
         (tuple(jax.tree_util.keystr((key,), simple=True) for key in path) or ("array",), leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
@@ -17,8 +17,8 @@ def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
 def nested(tree: Any) -> dict[str, Any]:
     """Return any pytree as nested dicts of its leaves, as Orbax writes them.
 
-    Typed PRNG keys become the integers of jax.random.key_data: files have no such dtype. Arrays
-    without elements are left out: Orbax refuses them.
+    Typed PRNG keys become the integers of jax.random.key_data, because files have no dtype for
+    them. Arrays without elements are left out, because Orbax refuses them.
     """
     root: dict[str, Any] = {}
     for path, leaf in named_leaves(tree):
@@ -39,10 +39,10 @@ def shapes(tree: Any) -> dict[str, list[Any]]:
 
 
 def is_key(dtype: Any) -> bool:
-    """Tell whether a dtype is the one of typed PRNG keys (jax.random.key)."""
+    """Tell whether a dtype is a dtype of typed PRNG keys (jax.random.key)."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _dtype_name(dtype: Any) -> str:
-    # That of a typed PRNG key, such as key<fry>, has its implementation.
+    # The name for a typed PRNG key, such as key<fry>, contains its implementation.
     return str(dtype) if is_key(dtype) else np.dtype(dtype).name

@@ -1,8 +1,8 @@
 """One save, from arrays on the host to a folder that survives a power cut.
 
-Every process writes its part of the arrays. Then the first process finishes the checkpoint: meta
-and seal; fsync of each file and folder; the rename that makes it visible; fsync of the parent
-folder. In a bucket a commit file takes the place of the rename.
+Every process writes its part of the arrays. Then the first process finishes the checkpoint. It
+writes meta and seal, and calls fsync for each file and folder. A rename makes the checkpoint
+visible, and fsync of the parent folder keeps it. In a bucket a commit file replaces the rename.
 """
 
 import errno
@@ -20,7 +20,7 @@ from maxdiloco.storage import durable
 from maxdiloco.storage.os_errors import reason
 from maxdiloco.storage.run_folder import free_bytes, is_local, megabytes
 
-UNFINISHED = ".maxdiloco-saving"  # suffix of a save that no reader may take for a checkpoint
+UNFINISHED = ".maxdiloco-saving"  # suffix of an unfinished save, which readers ignore
 WRITTEN = "written"  # the outcome of a part that is complete
 
 
@@ -32,10 +32,10 @@ class Save(NamedTuple):
       items: names of the items with arrays.
       files: content of further files, by <folder>/<name>.
       note: content of META.
-      attempt: failed tries before this one, to whose own folders a thread may still write.
-      key: key under which each other process tells the first one the outcome of its part.
-      deadline: for the parts of all processes, of time.monotonic().
-      arrays: folder to which this process writes its arrays, if it is not `folder`; of staging.
+      attempt: number of failed attempts before this one; threads may still write to their folders.
+      key: key under which each other process reports the outcome of its part to the first one.
+      deadline: deadline for the parts of all processes, as time.monotonic().
+      arrays: staging folder to which this process writes its arrays; None if it is `folder`.
     """
 
     target: epath.Path
@@ -62,11 +62,11 @@ def mark_of(target: epath.Path) -> epath.Path:
 
 
 def prepare(save: Save, *, nbytes: int, is_alone: bool = False) -> bool:
-    """Make the folders of a save; only the first process calls it.
+    """Create the folders of a save; only the first process calls it.
 
     Args:
-      save: of the step.
-      nbytes: of the arrays, uncompressed.
+      save: the save.
+      nbytes: bytes of the arrays, uncompressed.
       is_alone: whether no other process writes to the folder, so that an unfinished save in it
         may be removed.
 
@@ -74,12 +74,12 @@ def prepare(save: Save, *, nbytes: int, is_alone: bool = False) -> bool:
       False if the checkpoint exists.
 
     Raises:
-      OSError: the disk is too small, or files of others are in the way.
+      OSError: the disk is too small, or another program's files block the path.
     """
     folder, target = save.folder, save.target
     if files.is_complete(target):
         if is_local(target):
-            durable.sync_folder(target.parent)  # in which the save that made it may have failed
+            durable.sync_folder(target.parent)  # the save that made it may have failed in this call
         return False
     if is_local(target) and target.exists():
         raise _in_the_way(target)
@@ -127,8 +127,8 @@ def commit(save: Save, writer: Any) -> None:
     """Make a checkpoint durable, then visible; only the first process calls it.
 
     Args:
-      save: whose arrays all processes have written.
-      writer: of orbax_io.open_writer.
+      save: the save, whose arrays all processes have written.
+      writer: the writer from orbax_io.open_writer.
 
     Raises:
       OSError, ValueError: a file cannot be written.
@@ -148,7 +148,7 @@ def commit(save: Save, writer: Any) -> None:
             (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     seal.write(folder)
-    # On a mounted file system too, for a copy to a bucket, where a checkpoint needs this file.
+    # Also on a file system: a checkpoint that is copied to a bucket needs this file.
     (folder / files.COMMIT).write_text("complete\n")
     if local:
         durable.sync_tree(folder)
@@ -162,7 +162,7 @@ def discard(folder: epath.Path) -> None:
     """Remove the files of a failed save.
 
     Raises:
-      OSError: they cannot be removed; the next start tries again.
+      OSError: the files cannot be removed; the next start tries again.
     """
     if folder.exists():
         folder.rmtree()
