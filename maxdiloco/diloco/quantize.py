@@ -2,8 +2,8 @@
 
 Streaming DiLoCo (arXiv 2501.18512) sec. 2.4 sends each replica's unreduced outer gradient in 4
 bits, E3M0 (1 sign, 3 exponent, 0 mantissa bits; arXiv 2405.13938 for the notation), and sums in
-float32. It does not publish scales, exponent bias, rounding or the treatment of zero. These are
-chosen here, for the reasons given below.
+float32. It does not publish scales, exponent bias, rounding or the treatment of zero. They are
+chosen here.
 
 | format       | array    | bytes for 256 values | error at most; a: largest |x| of its block |
 |--------------|----------|----------------------|--------------------------------------------|
@@ -12,7 +12,7 @@ chosen here, for the reasons given below.
 | int8         | int8     | 256 + 4 of scale     | a / 253                                    |
 | float4_e3m0  | uint8    | 128 + 1 of scale     | |x| / 3 or a / 96, whichever is more       |
 | int2         | uint8    | 64 + 2 of scale      | s / 2 or |x| - 3/2 s, whichever is more    |
-| topk         | uint8    | 12 + 1 of scale      | 8 values: as float4_e3m0; the others: |x|   |
+| topk         | uint8    | 12 + 1 of scale      | 8 values: as float4_e3m0; the others: |x|  |
 
 All formats except the first two scale blocks of 256 consecutive values; the last block may be
 shorter. The codes come first, then the scales. Rounding is deterministic. Zeros of either sign,
@@ -41,9 +41,9 @@ int2: codes of a sign (bit 1) and a level (bit 0) for -3/2 s, -s/2, s/2 and 3/2 
     the first quarter of the array in the lowest bits. s is 5/4 of the block's mean magnitude,
     rounded to the nearest bfloat16. Magnitudes that are too small to count lower it by at most 1%.
     The lower bytes of all s come first. With this s the four levels are nearly optimal for normal
-    values (Max 1960): the norm of the error is 34.5% of the values' norm. Zero has
-    no code: in a block with other values, it is decoded as s/2. The error of a block is always
-    smaller than the block. 2^127 is the largest s.
+    values (Max 1960): the norm of the error is 34.5% of the values' norm. Zero has no code: in a
+    block with other values, it is decoded as s/2. The norm of a block's error is always smaller
+    than the norm of the block. 2^127 is the largest s.
 topk: each block's 8 values of largest magnitude, the first ones in case of a tie; the others are
     decoded as zero. The array has the indices in the block, a byte each, in ascending order; then
     the codes of float4_e3m0, which have their own scale; then the scales. A value of code 0 has
