@@ -1,4 +1,4 @@
-"""From the config to the parts of a run: the one place that chooses the trainer.
+"""Assemble the parts of a run from its settings. Only this file chooses the trainer.
 
 # R replicas  B sequences per replica  L tokens
 """
@@ -39,7 +39,7 @@ OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
 
 class BatchShape(NamedTuple):
-    """A batch [R, B, L]. Without DiLoCo the R of a batch are the slots of the mesh."""
+    """The shape [R, B, L] of a batch. Without DiLoCo, R is the size of the mesh axis `diloco`."""
 
     num_replicas: int
     sequences: int  # per replica
@@ -47,17 +47,19 @@ class BatchShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, of all replicas together."""
+        """Return the number of tokens of a step in all replicas together."""
         return self.num_replicas * self.sequences * self.length
 
 
 class Parts(NamedTuple):
-    """What a run is made of; arrays are ShapeDtypeStructs with shardings.
+    """The parts of a run. Arrays are ShapeDtypeStructs with shardings.
 
-    learning_rate: inner steps done -> rate of the next. batch: a step's, leaves [R, B, L] and
-    "learning_rate" [R, 1].
-    params: one replica's. init: seed -> state; with load_parameters_path: params, donated -> state.
-    sampler: None without sample_prompt.
+    Attributes:
+      learning_rate: returns the rate of the next inner step, given the number of steps done.
+      batch: of one step, with leaves [R, B, L] and "learning_rate" [R, 1].
+      params: of one replica.
+      init: returns a state from a seed, or from donated parameters with load_parameters_path.
+      sampler: None without sample_prompt.
     """
 
     mesh: Mesh
@@ -84,11 +86,19 @@ def assemble(
     tokenizer: Tokenizer | None = None,
     facts: Facts | None = None,
 ) -> Parts:
-    """Build model, optimizers and trainer on the mesh; nothing is allocated or compiled yet.
+    """Build the model, the optimizers and the trainer, without allocating or compiling anything.
 
-    mailbox: see needs_bulk. tokenizer: None: read here. facts: of an island that is to train.
-    total_steps: of learning_rate_schedule. Raises ConfigError for a model that the devices cannot
-    run, and as batch_shape does.
+    Args:
+      settings: of the run.
+      mesh: the devices of the run.
+      total_steps: see optimizer.learning_rate_schedule.
+      on_compile: called after each compile.
+      mailbox: carries exchanges between processes, see needs_bulk.
+      tokenizer: of the run; None: it is read here if a part needs it.
+      facts: of an island that will train; None otherwise.
+
+    Raises:
+      ConfigError: the devices cannot run the model, or as batch_shape.
     """
     shape = batch_shape(settings, mesh)
     model = run_model.build(settings.model, mesh)
@@ -131,7 +141,7 @@ def assemble(
 
 
 def _evaluations(settings, trainer, model, shape, on_compile, tokenizer):
-    """Build the evaluation of the outer parameters, and the sampler where one is asked for."""
+    """Build the evaluation of the outer parameters, and the sampler if sample_prompt is set."""
     mesh, options = trainer.mesh, dict(of_slots=trainer.evaluated.of_slots, on_compile=on_compile)
     rows = shape.num_replicas * shape.sequences // settings.batch.gradient_accumulation_steps
     evaluation = Evaluation(
@@ -156,10 +166,10 @@ def _evaluations(settings, trainer, model, shape, on_compile, tokenizer):
 
 
 def batch_shape(settings: RunSettings, mesh: Mesh) -> BatchShape:
-    """Return the replicas, and the sequences of each; devices that share sequences count as one.
+    """Return the shape of a batch. Devices that share sequences count as one.
 
     Raises:
-      ConfigError: the devices cannot take the replicas or the dtype.
+      ConfigError: the devices do not support the number of replicas or the dtype.
     """
     keys = settings.batch
     slots = mesh.shape["diloco"]
@@ -194,8 +204,9 @@ def _init_program(settings, trainer, model, inner_optimizer) -> Program:
         return trainer.init_program(lambda p: (p, inner_optimizer.init(p)), donate=(0,))
     fast = None
     if trainer.mesh.devices.flat[0].platform == "cpu":
-        # Runs once. A small model takes LLVM 10 CPU seconds to compile, so 2.7, and 1.4 to run. On
-        # level 0 these are 1.9 and 7.5, and values are rounded otherwise than in other programs.
+        # The program runs once. By default LLVM compiles a small model in 10 CPU seconds. At level
+        # 1 it needs 2.7 s, and 1.4 s to run. At level 0 these are 1.9 s and 7.5 s, and values are
+        # rounded differently than in other programs.
         fast = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
 
     def make(seed):
@@ -206,9 +217,9 @@ def _init_program(settings, trainer, model, inner_optimizer) -> Program:
 
 
 def calls(settings: RunSettings, parts: Parts) -> list[Call]:
-    """Every program of a run: of the steps, those beside, that of a first state.
+    """Return every program of a run: for steps, monitor, evaluation, samples and the first state.
 
-    A save and a log step run none of their own; that of a restore is in checkpoint.arrays.calls.
+    A save or a log step needs no program. checkpoint.arrays.calls has the program of a restore.
     """
     trainer = parts.trainer
     out = trainer.calls(parts.batch) + parts.monitor.calls()
@@ -218,7 +229,7 @@ def calls(settings: RunSettings, parts: Parts) -> list[Call]:
         out += trainer.evaluated.calls(trainer.abstract_state, evaluations)
         out += parts.evaluation.calls(theta, evaluations)
         out += parts.sampler.calls(theta, evaluations) if parts.sampler else []
-    # Parameters have to be read first.
+    # The parameters have to be read before this program runs.
     of = (
         parts.params
         if settings.checkpoint.load_parameters_path
@@ -231,7 +242,7 @@ def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, An
     rows = spec(("batch", "length"), rules, without=("diloco",))
     sharding = NamedSharding(mesh, P("diloco", *rows))
     rows_RBL = jax.ShapeDtypeStruct(tuple(shape), jnp.int32, sharding=sharding)
-    # Everywhere, so that no slice gets its rate from another.
+    # Replicated on all devices, so that no slice receives its rate from another slice.
     rate_R1 = jax.ShapeDtypeStruct(
         (shape.num_replicas, 1), jnp.float32, sharding=NamedSharding(mesh, P())
     )
@@ -239,7 +250,7 @@ def _abstract_batch(shape: BatchShape, mesh: Mesh, rules: Rules) -> dict[str, An
 
 
 def with_learning_rate(parts: Parts, batch: dict[str, jax.Array], t: int) -> dict[str, jax.Array]:
-    """The batch of step t with the learning rate of that step."""
+    """Return the batch of step t with the learning rate of that step."""
     like = parts.batch["learning_rate"]
     rate = parts.control.learning_rate(parts.learning_rate, t)
     rate_R1 = np.full(like.shape, rate)

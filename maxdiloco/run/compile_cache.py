@@ -1,4 +1,4 @@
-"""JAX's compile cache for the programs of a run, where it is sound."""
+"""Use JAX's compile cache for the programs of a run, if cached programs run correctly."""
 
 import os
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ LOSES_ORDER = (
     "would wait for each other forever"
 )
 # Only the first process writes to the cache. XLA:GPU divides the search for fast kernels among the
-# processes that compile a program, and a process waits for the others' parts (github.com/openxla/
-# xla/pull/14968), up to a day.
+# processes that compile a program. Each waits for the parts of the others, up to a day
+# (github.com/openxla/xla/pull/14968).
 NOT_SHARED = (
     "not every process sees what the first one writes there, and a GPU that compiles would wait "
     "for one that loads; use a folder that all machines share, or a bucket"
 )
-# In place of JAX's 1 s, which leaves out most programs of a small model, and so seconds of every
-# start. Our choice.
+# JAX's default of 1 s would leave out most programs of a small model, and cost seconds at every
+# start.
 KEPT_FROM_S = 0.1
 _LEAST = "jax_persistent_cache_min_compile_time_secs"
 
@@ -37,8 +37,9 @@ def keeps_order(mesh: Mesh, *, has_replicas: bool) -> bool:
     """Tell whether the devices of a mesh can run a saved program of the step.
 
     XLA:CPU orders the collectives of a program by one resource. When it loads a program, the body
-    of each loop gets a resource of its own (jaxlib 0.10.2), and collectives in and out of a loop
-    start in any order. Sound are programs without one in a loop: of replicas with a device each.
+    of each loop gets its own resource (jaxlib 0.10.2). Then collectives inside and outside of a
+    loop start in any order. Programs without a collective in a loop are safe. Replicas with one
+    device each have such programs.
     """
     sharing = mesh.size // (mesh.shape["diloco"] if has_replicas else 1)
     return mesh.devices.flat[0].platform != "cpu" or sharing == 1
@@ -46,23 +47,23 @@ def keeps_order(mesh: Mesh, *, has_replicas: bool) -> bool:
 
 @contextmanager
 def compile_cache(jax_cache_dir: str, mesh: Mesh, *, has_replicas: bool) -> Iterator[list[str]]:
-    """Take programs compiled inside from JAX's compile cache, where that is sound, and keep them.
+    """Load programs from JAX's compile cache inside the context, and save new ones, if it is safe.
 
     Args:
-      jax_cache_dir: its folder; empty: that of JAX's own setting.
-      mesh: of the programs.
-      has_replicas: whether `diloco` of the mesh has replicas.
+      jax_cache_dir: folder of the cache; empty: the folder of JAX's own setting.
+      mesh: the devices that run the programs.
+      has_replicas: whether the mesh axis `diloco` has replicas.
 
     Yields:
       Lines for the user.
 
     Raises:
-      ConfigError: others can have put code into the folder.
+      ConfigError: other users can write to the folder.
     """
     folder = jax_cache_dir or jax.config.values["jax_compilation_cache_dir"]
     source = "jax_cache_dir" if jax_cache_dir else "JAX_COMPILATION_CACHE_DIR"
     on_gpus = mesh_lib.on_gpus(mesh)
-    # The variable of the environment may be one host's alone.
+    # The environment variable may be set on some hosts only.
     if not (agree.in_any_process(bool(folder)) if on_gpus else folder):
         yield []
         return
@@ -80,11 +81,11 @@ def compile_cache(jax_cache_dir: str, mesh: Mesh, *, has_replicas: bool) -> Iter
 
 
 def own_cache(folder: str, key: str) -> str:
-    """Make the folder of a compile cache, from which JAX loads machine code.
+    """Create the folder of a compile cache, from which JAX loads machine code.
 
     Args:
-      folder: its path; in a bucket, where nothing is made, the rights are the bucket's.
-      key: what gave it.
+      folder: its path. In a bucket nothing is created, and the bucket's rights apply.
+      key: name of the option that has the path.
 
     Returns:
       The absolute path.
@@ -97,7 +98,7 @@ def own_cache(folder: str, key: str) -> str:
         return str(path)
     other = "Use a folder of your own"
     with refusing(ConfigError, f"{key}={folder} cannot be used", f"{other}."):
-        # Else JAX makes it, which the group may write where the umask lets it.
+        # Otherwise JAX creates it, and the group can write to it if the umask allows that.
         os.makedirs(path, mode=0o755, exist_ok=True)
         status = os.stat(path)
     if breach := ownership.breach(status, path, again=other):
@@ -107,7 +108,7 @@ def own_cache(folder: str, key: str) -> str:
 
 @contextmanager
 def jax_setting(name: str, value: Any) -> Iterator[None]:
-    """A setting of JAX for a `with`; JAX asks only once for those of its compile cache."""
+    """Set an option of JAX inside the context. JAX reads options of its cache only once."""
     before = jax.config.values[name]
     try:
         jax.config.update(name, value)

@@ -1,4 +1,4 @@
-"""The data of a run: the sources and texts that its keys name, as data/ takes them.
+"""Open the data of a run: translate its keys to the sources and texts of data/.
 
 # R replicas  B sequences per replica  L tokens
 """
@@ -34,7 +34,8 @@ from maxdiloco.run.settings import DataSettings
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.run_folder import absolute
 
-# A part more than so many times eval_fraction is reported: a source with few sequences has one.
+# A held-out part above this multiple of eval_fraction is reported. It occurs in sources with few
+# sequences.
 _LARGE = 2
 CACHE = "prepared"  # below base_output_directory
 _BARRIER = "maxdiloco/prepared"
@@ -42,12 +43,12 @@ _LARGE_TEXT = 1e9  # bytes, some minutes of tokenising; above it the log names t
 _SMALL_TEXT = 1 << 20  # bytes, tokenised in less than a second; a first start does so twice
 _PATIENCE_S = 7 * 24 * 3600.0  # for other processes, which prepare; the loss of one ends the wait
 
-# What prepares a source, the folder of the result, and the key that names its parent.
+# The object that prepares a source, the folder of the result, and the key that names its parent.
 Unprepared = tuple[Work, str, str]
 
 
 def trained(settings: DataSettings) -> dict[str, registry.Source]:
-    """The sources that are trained on, by their names in a mixture; one alone has the name ""."""
+    """Return the training sources by their names in a mixture. A single source has the name ""."""
     if not settings.dataset_mixture:
         return {"": of_path(settings, settings.dataset_path)}
     return {
@@ -61,12 +62,12 @@ def trained(settings: DataSettings) -> dict[str, registry.Source]:
 
 
 def of_path(settings: DataSettings, path: str) -> registry.Source:
-    """A path of dataset_path or eval_dataset_path."""
+    """Return the source of a path of dataset_path or eval_dataset_path."""
     return registry.Source(settings.dataset_type, path, settings.text_column)
 
 
 def key_of(name: str) -> str:
-    """The key of a source of `trained`, for messages."""
+    """Return the key of a source of `trained`, for messages."""
     return f"dataset_mixture, source {name}" if name else "dataset_path"
 
 
@@ -121,7 +122,7 @@ def _unprepared(
     if evaluates:
         paths = settings.eval_paths.items()
         keys |= {of_path(settings, path): checks.eval_key(name) for name, path in paths if path}
-    # Every source is opened before the first is prepared: one that is missing leaves no folder.
+    # Open every source before preparing the first, so that a missing source leaves no folder.
     works = {
         source: Work(
             registry.open_source(source, key),
@@ -138,7 +139,7 @@ def _unprepared(
 def _cached_folder(settings: DataSettings, work: Work) -> tuple[str, str]:
     """Return the folder of a source in the cache, and the key that names the cache.
 
-    The folder has the name of a hash of all that it is made from.
+    The name of the folder is a hash of everything that determines its content.
     """
     plan = json.dumps(list(plan_of(work).values()))
     name = hashlib.sha256(plan.encode()).hexdigest()[:16]
@@ -152,10 +153,11 @@ def _cached_folder(settings: DataSettings, work: Work) -> tuple[str, str]:
 def _trial(
     unprepared: Mapping[registry.Source, Unprepared],
 ) -> Iterator[dict[registry.Source, str]]:
-    """Prepare small sources in a temporary folder, to see whether a run can use them.
+    """Prepare small sources in a temporary folder, to find out whether a run can use them.
 
     Yields:
-      As `prepare_sources`; {} if all sources are prepared, or one is too large to tokenise twice.
+      The folders, as `prepare_sources` returns them. {} if all sources are prepared already, or one
+      is too large to tokenise twice.
     """
     folders = {source: out for source, (_, out, _) in unprepared.items()}
     absent = [source for source, out in folders.items() if not shards.is_folder(out)]
@@ -224,7 +226,7 @@ def open_dataset(
             length=settings.max_target_length,
             packing=settings.grain_packing_type if settings.packing else packing.DOCUMENTS_APART,
             held_out=held_out,
-            # Sources of one size differ in order: each has a seed of its own.
+            # Each source has its own seed, so that sources of equal size differ in order.
             seed=order.seed_of(name, settings.data_shuffle_seed),
             shuffled=settings.enable_data_shuffling,
             split=split,
@@ -233,7 +235,7 @@ def open_dataset(
     }
     if path or not settings.dataset_mixture:
         return pipeline.open_dataset(requests[""])
-    weights = None  # the order in the list says which replica reads what
+    weights = None  # the order in the list assigns the texts to the replicas
     if not settings.dataset_per_replica:
         entries = map(dict, settings.dataset_mixture)
         weights = {entry["name"]: Fraction(entry.get("weight", "1")) for entry in entries}
@@ -244,7 +246,10 @@ def open_dataset(
 def open_evaluated(
     settings: DataSettings, tokenizer: Tokenizer, **options: Any
 ) -> dict[str, Dataset]:
-    """{name: data set} of eval_dataset_path, that of eval/loss first; otherwise as open_dataset."""
+    """Return {name: data set} of eval_dataset_path, the one of eval/loss first.
+
+    For the arguments and errors see `open_dataset`.
+    """
     texts = {}
     for name, path in settings.eval_paths.items():
         try:
@@ -263,7 +268,13 @@ def agree(texts: Mapping[str, Dataset]) -> None:
 
 
 def agreed(data: str, key: str, what: str = "text") -> str:
-    """The contents of data that key names. Raises DataError unless all processes have the same."""
+    """Return a fingerprint of data. Raises DataError unless all processes have the same one.
+
+    Args:
+      data: fingerprint in this process.
+      key: name of the option that names the data, for the error.
+      what: the kind of data, for the error.
+    """
     shared_folder.barrier()  # the first process may still wait for the lock of the run's folder
     checksum = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
     if in_any_process(from_first_process(checksum) != checksum):
@@ -291,11 +302,11 @@ def open_data(
     shape: tuple[int, int, int],
     say: Callable[[str], None],
 ) -> tuple[TrainingData, dict[str, Dataset]]:
-    """Open the training data and those to evaluate on, if the run evaluates.
+    """Open the training data, and the evaluation data if the run evaluates.
 
-    Called before the run's folder is made, so that bad data leave no folder. Sources that are not
-    prepared are prepared first: small ones in a temporary folder, so that text that is too short
-    leaves no cache. A cache of larger text stays, and a start with other keys uses it.
+    Call it before the run's folder is created, so that bad data leave no folder. Unprepared sources
+    are prepared first. Small ones are first prepared in a temporary folder, so that text that is
+    too short leaves no cache. A cache of larger text stays, and later starts can use it.
 
     Args:
       settings: of the run.
@@ -334,7 +345,7 @@ def lines(
     held_out: Mapping[str, Dataset],
     shape: tuple[int, int, int],
 ) -> list[str]:
-    """What is read, what lies in the folder beside it, and what is held out, for the user."""
+    """Return log lines on the data read, other files in their folders, and the held-out parts."""
     out = text.summary(text.first_position(*shape[:2]))
     if text.computed:
         return out
@@ -358,7 +369,7 @@ def lines(
 
 
 def _large_shares(settings: DataSettings, text: TrainingData, held: Dataset) -> Iterator[str]:
-    """A warning for each source of which far more is held out than eval_fraction says."""
+    """Yield a warning for each source whose held-out part is far above eval_fraction."""
     pairs, fraction = [(text, held.windows)], settings.eval_fraction
     if settings.dataset_mixture:
         pairs = zip(text.sources, held.windows.sources, strict=True)

@@ -1,4 +1,4 @@
-"""What an evaluation says of theta: losses on held-out sequences, and a sample of text.
+"""Evaluate the outer parameters (theta): losses on held-out sequences, and a sample of text.
 
 # R replicas  B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
 """
@@ -23,15 +23,17 @@ from maxdiloco.parallel import global_batch, replicas
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import spec
 
-# Those of maxdiloco.generate, but for a shorter text. Our choice.
+# The defaults of maxdiloco.generate, except for a shorter text.
 SAMPLING = MappingProxyType({"max_new_tokens": 100, "temperature": 0.8, "top_k": 40})
 SEED = 0
 
 
 class Totals(NamedTuple):
-    """Sums over the targets that count, of which the end of a document has no byte.
+    """Sums over the targets that count. The end of a document counts as a target without bytes.
 
-    cross_entropy: without the z-loss [nats]. num_bytes: of the text; 0 when they stand for none.
+    Attributes:
+      cross_entropy: without the z-loss [nats].
+      num_bytes: bytes of the text; 0 if the tokens do not stand for text.
     """
 
     cross_entropy: float
@@ -40,18 +42,18 @@ class Totals(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Cross entropy per token [nats]; NaN when no token counts."""
+        """Return the cross entropy per token [nats]; NaN if no token counts."""
         return self.cross_entropy / self.tokens if self.tokens else math.nan
 
     def metrics(self, name: str = "") -> dict[str, float]:
-        """eval/loss, eval/perplexity, eval/bits_per_byte of text; of a named text eval/NAME/..."""
+        """Return eval/loss, eval/perplexity and eval/bits_per_byte; eval/NAME/... for a name."""
         prefix, rates = f"eval/{name}/" if name else "eval/", self.rates().items()
         return {prefix + of: rate for of, rate in rates if self.num_bytes or of != "bits_per_byte"}
 
     def rates(self) -> dict[str, float]:
-        """The loss, its exponential, and cross entropy per byte of text [bits]; see `loss`.
+        """Return the loss, its exponential, and the cross entropy per byte of text [bits].
 
-        perplexity is infinite where it is beyond float64, bits_per_byte NaN without text.
+        perplexity is infinite if float64 cannot hold it. bits_per_byte is NaN without text.
         """
         with np.errstate(over="ignore"):
             perplexity = float(np.exp(np.float64(self.loss)))
@@ -62,11 +64,16 @@ class Totals(NamedTuple):
 class Evaluation:
     """The evaluation of a run: one program that adds up the losses of a batch [B, L].
 
-    rows: B. num_sequences: how many are read, -1 for all of the text. token_bytes: bytes that each
-    token stands for, int32 [V]. of_slots: the parameters are those of each slot of `diloco`,
-    [slots, ...]. Each slot then evaluates its own on its part of every batch, and the loss is the
-    mean over all targets: that of a model drawn anew for each sequence, not that of the mean of the
-    models. Nothing of a model's size crosses slices.
+    With `of_slots`, each mesh position of `diloco` evaluates its own parameters on its part of
+    every batch. The loss is the mean over all targets. It is the expected loss of a model drawn at
+    random for each sequence, not the loss of the mean of the models. No data of a model's size
+    cross slices.
+
+    Args:
+      rows: B.
+      num_sequences: number of sequences to read, -1 for the whole text.
+      token_bytes: bytes that each token stands for, int32 [V].
+      of_slots: whether the parameters have a dim of mesh positions, [slots, ...].
     """
 
     def __init__(
@@ -83,14 +90,14 @@ class Evaluation:
     ):
         self.model, self._mesh = model, mesh
         self._shape, self._num_sequences = (rows, length), num_sequences
-        # Rows over every batch axis, `diloco` included.
+        # The rows are sharded over every batch axis, `diloco` included.
         self._sharding = NamedSharding(mesh, spec(("batch", "length"), model.config.rules))
         self._bytes_V, self._replicated = token_bytes, NamedSharding(mesh, P())
         self._of_slots = of_slots
         self._program = _of_theta("evaluate", self._sums, mesh, of_slots, on_compile)
 
     def _sums(self, params, batch, bytes_V):
-        """Cross entropy, targets that count, and their bytes; scalars, or [1] of a slot."""
+        """Return cross entropy, number of counted targets, and their bytes; scalars, or [1]."""
         _, aux = self.model.loss(params, batch)
         targets_BL, counts_BL = next_tokens(batch["tokens"], batch["segment_ids"])
         bytes_BL = jnp.where(counts_BL, bytes_V[targets_BL], 0)
@@ -100,21 +107,21 @@ class Evaluation:
         return tuple(x[None] for x in sums) if self._of_slots else sums
 
     def calls(self, params: Any, runs: float) -> list[Call]:
-        """The program of a batch. params: abstract. runs: evaluations in a period."""
+        """Return the program of a batch. params: abstract. runs: evaluations in a period."""
         tokens_BL = jax.ShapeDtypeStruct(self._shape, jnp.int32, sharding=self._sharding)
         batch = {"tokens": tokens_BL, "segment_ids": tokens_BL}
         bytes_V = jax.ShapeDtypeStruct(self._bytes_V.shape, jnp.int32, sharding=self._replicated)
-        # -1: how many the text has is not known here.
+        # With -1, the number of sequences of the text is not known here.
         batches = max(1, -(-self._num_sequences // self._shape[0]))
         args = (params, batch, bytes_V)
         return [Call(self._program, args, runs * batches, BESIDE, EVALUATION)]
 
     def __call__(self, params: Any, dataset: Any) -> Totals:
-        """The sums over a data set. params: of Trainer.evaluated.
+        """Return the sums over a data set. params: of Trainer.evaluated.
 
-        A batch is summed in float32 on the devices, the batches in float64 on the host. So another
-        mesh or B, which adds in another order, changes the loss by some 1e-7 of itself.
-        With a capacity_factor they also decide which tokens an expert drops.
+        A batch is summed in float32 on the devices, and the batches in float64 on the host. Another
+        mesh or B adds in another order, which changes the loss by about 1e-7 of its value. With a
+        capacity_factor, the mesh and B also decide which tokens an expert drops.
         """
         batches = self._sums_by_batch(params, dataset)
         if self._of_slots:
@@ -128,7 +135,7 @@ class Evaluation:
         from maxdiloco.data import pipeline  # needs etils, which a benchmark of the step does not
 
         rows = global_batch.local_rows(self._sharding, self._shape)
-        # Not device_put, with which processes would compare it over the slow link.
+        # device_put would make the processes compare the value over the slow link.
         bytes_V = jax.make_array_from_callback(
             self._bytes_V.shape, self._replicated, lambda index: self._bytes_V[index]
         )
@@ -144,9 +151,10 @@ class Evaluation:
 
 
 class Sampler:
-    """Continues a prompt on the mesh of a run; every process has to call it.
+    """Continues a prompt on the mesh of a run. Every process has to call it.
 
-    of_slots: as for Evaluation; the text is by the first slot that this process holds.
+    Args:
+      of_slots: see Evaluation. The first mesh position of this process produces the text.
     """
 
     def __init__(
@@ -164,8 +172,8 @@ class Sampler:
         self._program = _of_theta("sample", self._sample, mesh, of_slots, on_compile)
 
     def _sample(self, params, *_):
-        """Tokens [1, T]."""
-        # One prompt cannot be divided: each part of a batch continues a copy, the first counts.
+        """Return the tokens [1, T]."""
+        # One prompt cannot be divided. Each part of a batch continues a copy; the first is used.
         B, _ = token_shards(self._model.config.rules)
         return sampling.sample(
             self._model,
@@ -176,17 +184,17 @@ class Sampler:
         )[:1]
 
     def calls(self, params: Any, runs: float) -> list[Call]:
-        """The program. params: abstract. runs: evaluations in a period."""
+        """Return the program. params: abstract. runs: evaluations in a period."""
         return [Call(self._program, (params, None, None), runs, BESIDE, EVALUATION)]
 
     def __call__(self, params: Any) -> str:
-        """The prompt and its continuation. params: of Trainer.evaluated."""
+        """Return the prompt and its continuation. params: of Trainer.evaluated."""
         tokens = replicas.first_here(self._program(params, None, None))
         return self._prompt + self._tokenizer.continuation(self._tokens, tokens)
 
 
 def _of_theta(name, fn, mesh, of_slots, on_compile):
-    """The program fn(params, batch, shared) on the mesh, or on each slot of `diloco`."""
+    """Build the program fn(params, batch, shared) on the mesh, or on each position of `diloco`."""
     over = replicas.on_each_position if of_slots else replicas.on_whole_mesh
     where = NamedSharding(mesh, P("diloco") if of_slots else P())
     return Program(name, over(fn, mesh), out_shardings=where, on_compile=on_compile)

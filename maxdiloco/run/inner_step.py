@@ -22,20 +22,27 @@ def make(
     accumulation: int,
     nan_policy: str,
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, dict[str, jax.Array]]]:
-    """inner_step(params, opt_state, batch) -> (params, opt_state, metrics) of one replica.
+    """Build the function that takes an inner step of one replica.
 
-    Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, line 5, with the gradient of line 4.
-    accumulation: micro-batches A of a step; micro-batch a holds rows a*B/A to (a+1)*B/A. Summed
-    token losses are divided by all tokens of the step, so A does not change their gradient; the
-    routers' losses are means of a micro-batch. batch: leaves [B, L], and "learning_rate" [1], which
-    goes to the optimizer's update.
-    nan_policy: `stop` takes the step whatever its gradient is; `skip` leaves parameters and
-    optimizer state as they were when loss or gradient norm is not finite.
-    Metrics, float32 scalars: "loss", mean cross-entropy [nats a token], without the z-loss;
-    "z_loss", its mean; "grad_norm", before clipping; "tokens", targets that count; with `skip`
-    also "skipped", 0 or 1; with experts also the losses of models/router.py that have a weight,
-    times it, and moe/*. A batch in which no target counts has loss and gradient 0.
-    With routed_bias a step ends with model.rebalanced.
+    Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, line 5, with the gradient of line 4. With
+    routed_bias, a step ends with model.rebalanced.
+
+    Args:
+      model: the model.
+      optimizer: the inner optimizer. Its update receives the batch's "learning_rate".
+      accumulation: micro-batches A of a step; micro-batch a holds rows a*B/A to (a+1)*B/A. Summed
+        token losses are divided by all tokens of the step, so A does not change their gradient. The
+        routers' losses are means of a micro-batch.
+      nan_policy: `stop` applies every update. `skip` keeps parameters and optimizer state if the
+        loss or the gradient norm is not finite.
+
+    Returns:
+      inner_step(params, opt_state, batch) -> (params, opt_state, metrics). The batch has leaves
+      [B, L], and "learning_rate" [1]. The metrics are float32 scalars: "loss", the mean
+      cross-entropy without the z-loss [nats per token]; "z_loss", its mean; "grad_norm", before
+      clipping; "tokens", the number of targets that count; with `skip` also "skipped", 0 or 1.
+      With experts there are also moe/* and the weighted losses of models/router.py. A batch in
+      which no target counts has loss and gradient 0.
     """
     gradient = replicas.without_singleton_vmap(jax.value_and_grad(model.loss, has_aux=True))
     update = optax.with_extra_args_support(optimizer).update
@@ -73,11 +80,11 @@ def make(
 
 
 def _accumulate(gradient, params, batch, accumulation, rules):
-    """Sums of aux and, in float32, of the gradients over the micro-batches."""
+    """Return the sums of aux and, in float32, of the gradients over the micro-batches."""
 
     def split(x_BL):
         x_ABL = x_BL.reshape(accumulation, -1, *x_BL.shape[1:])
-        # The rows of each micro-batch, spread over the devices again.
+        # Shard the rows of each micro-batch over the devices again.
         return sharding.constrain(x_ABL, (None, "batch", "length"), rules)
 
     def add(sums, micro_batch):

@@ -1,4 +1,4 @@
-"""A run as an island: from the config to maxdiloco.Island, its data and its control.
+"""Run as an island: build maxdiloco.Island, its data and its run control from the config.
 
 # B sequences of a step  L tokens
 """
@@ -24,10 +24,10 @@ from maxdiloco.errors import ConfigError
 if TYPE_CHECKING:
     from maxdiloco.islands.island import Island
 
-# One request for a lease in so many steps, and a step of sixteen times the tokens fits.
+# One lease request in 16 steps. A step with up to 16 times the tokens still fits into a block.
 STEPS_OF_A_BLOCK = 16
 _MAX_TEXT = 200  # characters of a value in run.json; longer ones are hashed
-# The keys of the arguments of Island.
+# {argument of Island: the key that sets it}.
 _KEYS = MappingProxyType({
     "store": "islands_store",
     "name": "island_name",
@@ -45,7 +45,7 @@ _KEYS = MappingProxyType({
     "step_tokens": "per_device_batch_size",
     "eval_tokens": "eval_interval",
 })  # fmt: skip
-# Keys that have to be equal on all islands, in addition to those of the model.
+# Keys that have to be equal on all islands, in addition to the keys of the model.
 _OF_FRAGMENTS = (
     "enable_streaming_diloco", "num_diloco_fragments", "num_nonlayer_fragments",
     "use_sequential_layers",
@@ -57,12 +57,14 @@ _OF_DATA = (
 
 
 class Facts(NamedTuple):
-    """What an island has to know in addition to the config.
+    """Properties of a run that an island needs in addition to the config.
 
     Attributes:
-      contents, tokenizer: fingerprints.
-      steps: of the learning rate's schedule.
-      step_tokens: of an inner step. length: of a sequence.
+      contents: fingerprint of the training data.
+      tokenizer: fingerprint of the tokenizer.
+      steps: length of the learning rate's schedule [inner steps].
+      step_tokens: tokens of an inner step.
+      length: tokens of a sequence.
       say: logs a line.
     """
 
@@ -82,14 +84,14 @@ def build(
     fresh: Callable[[Any], Any],
     **options: Any,
 ) -> "Island":
-    """Return the island that a config describes.
+    """Build the island that a config describes.
 
     Args:
-      step: of a replica.
+      step: the inner step of a replica.
       cfg: of the run.
-      exchange: of the run.
-      facts: None if nothing is trained.
-      fresh: params -> the first state of the inner optimizer.
+      exchange: settings of the exchange.
+      facts: of the run; None if nothing is trained.
+      fresh: returns the first state of the inner optimizer, given the parameters.
       **options: mesh, layer_axis and on_compile of Island.
     """
     # Here, not above: other runs start without cryptography.
@@ -118,7 +120,10 @@ def build(
 
 
 def same_settings(cfg: Config, facts: Facts | None) -> dict[str, str]:
-    """Return what shapes the parameters, their fragments and the data."""
+    """Return the settings that determine the parameters, their fragments and the data.
+
+    They have to be equal on all islands. Long values are hashed.
+    """
     group = KEYS["model_name"].group
     names = [name for name, key in KEYS.items() if key.group == group]
     names = [name for name in names if name not in ("model_name", "override_model_config")]
@@ -138,10 +143,14 @@ def _hash(text: str) -> str:
 
 
 class IslandControl:
-    """The run control of an island: the log decides about learning rate, data and end."""
+    """The run control of an island: the log decides the learning rate, the data and the end."""
 
     def __init__(self, island: "Island", facts: Facts | None):
-        """Keep the island, and open its store if it is to train. Raises ConfigError."""
+        """Keep the island, and open its store if the island will train.
+
+        Raises:
+          ConfigError: the store cannot be used, or max_target_length does not divide its blocks.
+        """
         self._island, self._facts = island, facts
         if facts is not None:
             island.open()
@@ -161,7 +170,7 @@ class IslandControl:
         return LeasedText(text, self._island, self._facts.length)
 
     def learning_rate(self, rate: Callable[[float], float], t: int) -> float:
-        """Return the rate by the tokens of all islands."""
+        """Return the rate that follows from the tokens of all islands. See RunControl."""
         found = rate(self._island.progress * (self._facts.steps - 1)) * self._island.warmup(t)
         return float(np.float32(found))
 
@@ -179,19 +188,19 @@ class IslandControl:
 
 
 class LeasedText:
-    """A text as data.pipeline.batches reads one, in the order in which an island leases it.
+    """A text in the order in which an island leases it, with the methods of TrainingData.
 
-    The blocks of an epoch follow each other.
+    data.pipeline.batches reads it. The blocks of an epoch follow each other.
     """
 
     def __init__(self, text: TrainingData, island: "Island", length: int):
-        """Keep text and island. length: of a sequence."""
+        """Keep the text and the island. length: tokens of a sequence."""
         self._text, self._island, self._length = text, island, length
         self.computed = text.computed
 
     @property
     def requests(self) -> int:
-        """The requests of the text."""
+        """Return the number of requests of the text."""
         return self._text.requests
 
     def check_size(self, position: order.Position) -> None:
@@ -209,7 +218,7 @@ class LeasedText:
     def read(
         self, position: order.Position, step: int, replicas: ArrayLike, rows: ArrayLike
     ) -> Batch:
-        """Return rows of the replica, ascending, leaves [*their shape, L]."""
+        """Return rows of the replica, in ascending order, as leaves [*rows.shape, L]."""
         parts, start, rows_B = [], 0, np.asarray(rows)
         for first, count in self.sequences(step):
             here = order.Position(first, 1, 1, count, position.sources)
@@ -219,5 +228,5 @@ class LeasedText:
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def metrics(self, position: order.Position, step: int) -> dict[str, Any]:
-        """Return learning/tokens: those that all islands have committed."""
+        """Return learning/tokens, the number of tokens that all islands have committed."""
         return {"learning/tokens": self._island.committed_tokens}

@@ -33,27 +33,27 @@ def train(
     Args:
       settings: of the run.
       parts: of the run.
-      state: before the first step; donated.
+      state: the state before the first step; donated.
       batches: global batches, one for each step.
       recorder: of the run.
-      steps: inner steps to take. An island takes as many as its log says, at most these.
-      held_out: texts to evaluate on; empty: none.
+      steps: numbers of the inner steps to take. An island stops earlier if its log has ended.
+      held_out: texts to evaluate on; empty for no evaluation.
       preemption: SIGTERM and Ctrl-C.
-      clock: since the program started.
-      again: how the run is resumed, for the user.
+      clock: measures the time since the program started.
+      again: a sentence for the user on how to resume the run.
 
     Returns:
       The exit code.
 
     Raises:
-      Preempted: after SIGTERM, when the state is saved.
-      MaxDiLoCoError: as the trainer, the data and the recorder.
+      Preempted: after SIGTERM, once the state is saved.
+      MaxDiLoCoError: from the trainer, the data or the recorder.
     """
     trainer, control, console = parts.trainer, parts.control, recorder.console
     recorder.profile(steps.start - 1)
     for t in steps:
-        # The learning rate is a leaf of the batch, so that the compiled step does not depend on
-        # the schedule, and a user's inner step gets it as any other input.
+        # The learning rate is a leaf of the batch. So the compiled step does not depend on the
+        # schedule, and a user's inner step receives the rate like any other input.
         batch = with_learning_rate(parts, next(batches), t)
         if t == steps.start:
             clock.lap("data")

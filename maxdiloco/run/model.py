@@ -1,4 +1,4 @@
-"""The model of a run on the devices of a mesh, and where its parameters are."""
+"""Build the model of a run for the devices of a mesh, and shard its parameters."""
 
 from typing import Any
 
@@ -41,9 +41,14 @@ def build(settings: ModelSettings, mesh: Mesh) -> Model:
 
 
 def build_for_decoding(settings: ModelSettings, mesh: Mesh, model: Model) -> Model:
-    """Return `model`, built from the settings, for prompts of any length.
+    """Return the given model for prompts of any length.
 
-    A prompt cannot be shared: devices that share sequences in training take prompts of their own.
+    A prompt cannot be divided, so devices that share sequences in training each get whole prompts.
+
+    Args:
+      settings: from which `model` was built.
+      mesh: the devices.
+      model: the model that is trained.
     """
     if devices.shards_on(mesh, settings.config.rules) == 1:
         return model
@@ -53,7 +58,7 @@ def build_for_decoding(settings: ModelSettings, mesh: Mesh, model: Model) -> Mod
 
 
 def parameters(model: Model, mesh: Mesh) -> Any:
-    """Return one set of parameters as ShapeDtypeStructs, sharded in a slice, alike in all."""
+    """Return one replica's parameters as ShapeDtypeStructs, sharded equally in each slice."""
     shapes = model.shapes
     shardings = parameter_shardings(model.logical_axes, shapes, mesh, model.config.rules)
     return jax.tree.map(
@@ -66,7 +71,7 @@ def token_bytes(settings: TokenizerSettings, tokenizer: Tokenizer | None = None)
 
     Args:
       settings: of the tokenizer.
-      tokenizer: None: the one that the settings name.
+      tokenizer: of the run; None: the tokenizer that the settings name.
     """
     if settings.dataset_type == "synthetic":
         return np.zeros(settings.vocab_size, np.int32)

@@ -1,6 +1,6 @@
-"""The inner optimizer: its rule, its learning rate, and which parameters decay.
+"""The inner optimizer: its rule, its learning rate, and the parameters that decay.
 
-The learning rate of a step is an argument of the compiled step: no program depends on the schedule.
+The learning rate is an argument of the compiled step, so no program depends on the schedule.
 """
 
 import math
@@ -24,12 +24,17 @@ OUTPUT_NAMES = ("heads", "kv_heads", "head_dim", "mlp")
 
 
 def learning_rate_schedule(settings: OptimizerSettings, total_steps: int) -> Callable[[int], float]:
-    """Learning rate of inner step t, rounded to float32, as a function of the steps before, t - 1.
+    """Return a function from the number of steps before an inner step to its learning rate.
 
-    Linear from 0 to the peak at the last warmup step. Then lr_schedule_type=cosine: half a cosine
-    to the final fraction at the last step of the schedule (arXiv 2503.09799, section 3); wsd: the
-    peak, and from it to the final fraction in the last part of the schedule (arXiv 2404.06395).
-    Constant after the schedule. total_steps: its length where the settings leave it open.
+    The rate is rounded to float32. It rises linearly from 0 to the peak at the last warmup step.
+    With lr_schedule_type=cosine it then follows half a cosine to the final fraction at the last
+    step of the schedule (arXiv 2503.09799, section 3). With wsd it stays at the peak, and falls to
+    the final fraction in the last part of the schedule (arXiv 2404.06395). It is constant after the
+    schedule.
+
+    Args:
+      settings: of the optimizer.
+      total_steps: length of the schedule [inner steps] if the settings leave it open.
     """
     length = schedule_steps(settings, total_steps)
     warmup = round(settings.warmup_steps_fraction * length)
@@ -51,20 +56,24 @@ def learning_rate_schedule(settings: OptimizerSettings, total_steps: int) -> Cal
 
 
 def schedule_steps(settings: OptimizerSettings, total_steps: int) -> int:
-    """Length of the learning-rate schedule [inner steps]."""
+    """Return the length of the learning-rate schedule [inner steps]."""
     given = settings.learning_rate_schedule_steps
     return total_steps if given == -1 else given
 
 
 def build(settings: OptimizerSettings, *, model: Model) -> optax.GradientTransformationExtraArgs:
-    """Clipping by global norm (0: none), then opt_type.
+    """Build the optimizer: clipping by global norm (0: none), then the rule of opt_type.
 
-    adamw: Adam with decoupled weight decay, times the learning rate, on matrices and embeddings;
-    norm scales do not decay. muon: orthogonalised Nesterov momentum for the layers' matrices,
-    Adam for the rest, the same decay (arXiv 2502.16982). sgd: plain, no momentum and no decay.
-    State is float32 as for float32 parameters, since a bfloat16 mean of squares would not move; the
-    mean of gradients is kept in mu_dtype.
-    Its update takes the step's learning_rate.
+    The update has the step's learning_rate as an argument. The rules are:
+
+    * adamw: Adam with decoupled weight decay, times the learning rate, on matrices and embeddings.
+      Norm scales do not decay.
+    * muon: orthogonalised Nesterov momentum for the layers' matrices, Adam for the rest, and the
+      same decay (arXiv 2502.16982).
+    * sgd: plain, without momentum and decay.
+
+    The state is float32 also for bfloat16 parameters, since a bfloat16 mean of squares would not
+    change. The mean of gradients has the type mu_dtype.
     """
     mu = settings.mu_dtype
     adam = optax.scale_by_adam(
@@ -95,7 +104,7 @@ def build(settings: OptimizerSettings, *, model: Model) -> optax.GradientTransfo
 def abstract_state(
     settings: OptimizerSettings, rule: optax.GradientTransformation, params: Any, mesh: Mesh
 ) -> Any:
-    """One replica's state as ShapeDtypeStructs, sharded like params, which are such too."""
+    """Return one replica's state as ShapeDtypeStructs, sharded like `params`, also such structs."""
     shardings = jax.tree.map(lambda x: x.sharding, params)
     state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -109,20 +118,23 @@ def abstract_state(
 
 
 def decays(model: Model) -> Any:
-    """Pytree like the parameters: whether weight decay applies, not to norms, biases and sinks."""
+    """Return a pytree like the parameters: True for leaves with weight decay.
+
+    Norms, biases and attention sinks do not decay.
+    """
     return _by_names(lambda names: not is_vector(names), model)
 
 
 def muon_dims(model: Model) -> Any:
-    """Pytree like the parameters: how muon sees a leaf as matrices, None where Adam takes it.
+    """Return a pytree like the parameters: muon's matrix dims of each leaf, or None for Adam.
 
-    All heads are side by side, each expert apart.
+    All heads form one matrix, and each expert has its own.
     """
 
     def dims(names):
         if "layers" not in names or is_vector(names) or "router" in names:
             return None
-        read = "embed" if "embed" in names else "lora"  # what is no side of heads or experts
+        read = "embed" if "embed" in names else "lora"  # neither heads nor experts
         outer = tuple(dim for dim, name in enumerate(names) if name == read)
         inner = tuple(
             dim
@@ -150,7 +162,7 @@ def _muon(adam, settings, model):
 
 
 def _with_adams_rms(update, dims):
-    """An orthogonal update times MUON_RMS * sqrt(larger side of the matrix)."""
+    """Scale an orthogonal update by MUON_RMS * sqrt(larger side of the matrix)."""
     both = dims.reduction_axis, dims.output_axis
     sides = (math.prod(update.shape[axis] for axis in axes) for axes in both)
     return update * (MUON_RMS * math.sqrt(max(sides)))

@@ -1,4 +1,4 @@
-"""How a run logs, evaluates, saves and profiles a step; loop.py says when."""
+"""Log, evaluate, save and profile a step of a run. loop.py decides when."""
 
 import contextlib
 import time
@@ -35,12 +35,12 @@ class Recorder:
       console: for lines and samples.
       folder: of the run.
       writer: of the first process.
-      mailbox: of several processes.
-      checkpointer: None where nothing is saved.
-      note: what a checkpoint says of the run.
+      mailbox: between processes; None in a run of one process.
+      checkpointer: None if nothing is saved.
+      note: metadata of the run for its checkpoints.
       data_metrics: step -> metrics of the data, see Dataset.metrics.
       since_row: of the checkpoint that the run is restored from, see `save`.
-      begun: time.perf_counter() at the very start.
+      begun: time.perf_counter() at the start of the program.
       profile: called before the first step and after each.
     """
 
@@ -75,15 +75,15 @@ class Recorder:
             self._logged = since_row["row"]
             parts.monitor.resume(since_row)
         self._begun = begun - (writer.wall_time_s if writer is not None else 0.0)
-        self._metrics: Metrics | None = None  # of the row of the step under way
+        self._metrics: Metrics | None = None  # of the row of the current step
         self._values: dict[str, float] = {}  # the rest of it
-        self._samples: dict[int, str] = {}  # text from theta, by step, until its row is written
+        self._samples: dict[int, str] = {}  # sampled text by step, until its row is written
         self.rows = RowCollector(
             jax.process_index(), parts.monitor.replicas, mailbox=mailbox, write=self._write
         )
 
     def log(self, t: int, state: Any) -> None:
-        """Read the metrics of step t that are here. Waits for the step, for no other process."""
+        """Read this process's metrics of step t. Waits for the step, not for other processes."""
         self._metrics = self._check(state)
         parts, mesh = self._parts, self._parts.mesh
         steps, self._logged = range(self._logged + 1, t + 1), t
@@ -103,7 +103,7 @@ class Recorder:
         self._values |= device_memory(mesh.local_devices)
 
     def evaluate(self, t: int, state: Any, held_out: dict[str, Dataset]) -> None:
-        """Take the losses on each text of run_texts.open_evaluated into the row; all call it."""
+        """Add the losses on each text of data.open_evaluated to the row. All processes call it."""
         self._check(state, together=True)
         with self._clock.excluded():
             parts = self._parts
@@ -117,24 +117,31 @@ class Recorder:
                 self._samples[t] = parts.sampler(theta)
 
     def first_step_is_done(self) -> None:
-        """Start what could wait until the first step."""
+        """Start the work that could wait until after the first step."""
         if self._checkpointer is not None:
             self._checkpointer.open_writer()
         if self._writer is not None:
             self._writer.import_ahead()
 
     def write(self, t: int) -> None:
-        """Write the rows up to step t that are complete to the files and to the console."""
+        """Write the complete rows up to step t to the files and to the console."""
         if self._values:
             self.rows.add(t, self._metrics, self._values)
             self._metrics, self._values = None, {}
         self.rows.write_complete()
 
     def save(self, t: int, state: Any, *, last: bool = False) -> None:
-        """Save the state of step t. last: no save comes after it; wait until it is on the disk.
+        """Save the state of step t.
 
-        The note has since_row: the step of the last row, and what the monitor added up since then.
-        Raises NumericsError in place of saving a state that is known to be bad.
+        The note has since_row: the step of the last row, and the monitor's sums since then.
+
+        Args:
+          t: inner step, from 1.
+          state: after step t.
+          last: no save follows; wait until this one is on the disk.
+
+        Raises:
+          NumericsError: the state is known to be bad, and is not saved.
         """
         if self._checkpointer is None:
             return
@@ -145,7 +152,7 @@ class Recorder:
             items, metadata = trainer.checkpoint(state)
             note = self._note | metadata
             note["since_row"] = {"row": self._logged, **self._parts.monitor.sums()}
-            self.rows.write_all()  # a checkpoint on the disk has its rows there too
+            self.rows.write_all()  # the rows of a checkpoint have to be on the disk, too
             if self._writer is not None:
                 self._writer.sync()
             self._checkpointer.save(t, items, note, last=last)
@@ -156,7 +163,7 @@ class Recorder:
             self._checkpointer.wait(last=True)
 
     def _check(self, state: Any, *, together: bool = False) -> Metrics:
-        """The metrics of the step, which is waited for; together: as Monitor.check."""
+        """Wait for the step, and return its metrics. together: see Monitor.check."""
         jax.block_until_ready(state.params)
         saved_steps = self._checkpointer.steps if self._checkpointer else list
         return self._parts.monitor.check(state, saved_steps, together=together)
@@ -191,7 +198,7 @@ def open_recorder(
 ) -> Iterator[Recorder]:
     """Open history.jsonl, the metrics, the progress bar and the profile of a run.
 
-    Arguments: see Recorder. total: if the run is an island, the log says how many steps it has.
+    For the arguments see Recorder. The log of an island decides the number of its steps, not total.
     """
     length = None if settings.is_island else total
     primary = jax.process_index() == 0
@@ -234,7 +241,7 @@ def open_recorder(
 def open_history(parts: Parts, folder: RunFolder, *, done: int, total: int) -> History:
     """Add a line for this start to history.jsonl, and one when the context is left."""
     trainer, H = parts.trainer, parts.trainer.period
-    # A steady state: an exchange of the period before the first H steps is under way.
+    # The steady state, in which an exchange of the previous period is in flight at the start.
     period = range(2 * H + 1, 2 * H + 1 + min(H, MAX_STEPS))
     facts = {
         "step": done,
@@ -252,7 +259,7 @@ def open_history(parts: Parts, folder: RunFolder, *, done: int, total: int) -> H
 def _profile(
     metrics: MetricsSettings, folder: RunFolder, done: int
 ) -> Iterator[Callable[[int], None]]:
-    """Yield what is called before the first step and after each, with the steps done."""
+    """Yield a function to call before the first step and after each, with the steps done."""
     first = done + metrics.skip_first_n_steps_for_profiler
     steps = range(first, first + metrics.profiler_steps if metrics.profiler else first)
     with contextlib.ExitStack() as running:

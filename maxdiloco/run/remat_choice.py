@@ -1,4 +1,4 @@
-"""remat_policy=auto: the policy that computes least twice and whose inner step fits the device."""
+"""remat_policy=auto: choose the policy with the least recomputation that fits the device."""
 
 import math
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from maxdiloco.run.assemble import Parts
 from maxdiloco.run.settings import RunSettings
 
 MIB = 2**20
-# Not `none`, but where layers are no loop: what it keeps beyond `minimal`, 34 GiB a device of 1b,
-# takes longer to write and to read than to compute again, by arithmetic for v5e and by measurement
-# on a CPU (benchmarks/results).
+# `none` is tried only if the layers are not a loop. The values that it keeps beyond `minimal`, 34
+# GiB a device for the 1b model, take longer to write and read than to compute again. This holds by
+# arithmetic for v5e and by measurement on a CPU (benchmarks/results).
 TRIED = tuple(policy for policy in POLICIES if policy != "none")
 LAST = TRIED[-1]
-# Of what JAX takes of a GPU's memory. XLA:GPU wants all temporaries of a program in one piece, and
-# memory in pieces may have none; it shows when the program runs, not before. Our choice.
+# Fraction of the memory that JAX allocates on a GPU. XLA:GPU needs all temporaries of a program in
+# one contiguous piece. Fragmented memory may lack one, which shows only when the program runs.
 SHARE_ON_GPU = 0.9
 ON_CPU = "save_context"  # the fastest by measurement (benchmarks/results), for little memory
 
 
 def device_memory(mesh: Mesh) -> int | None:
-    """What a program may use on a device [bytes]; None where nothing says it, as on a CPU."""
+    """Return the memory that a program may use on a device [bytes]; None if unknown or on a CPU."""
     device = mesh.local_devices[0] if mesh.local_devices else mesh.devices.flat[0]
     chip = chips.find_chip(device.device_kind)
     if chip and chip.hbm_gib:
@@ -50,11 +50,20 @@ def build(
     say: Callable[[str], None],
     expected_s: float | None = None,
 ) -> tuple[RunSettings, Parts]:
-    """Return settings with a policy in place of auto, and their parts; all processes call it.
+    """Replace remat_policy=auto by a policy, and build the parts. All processes call it.
 
-    make: settings -> parts. memory: of device_memory. expected_s: compile time of an inner step,
-    for an estimate in the log. Compiles the inner steps where it compares memory; `full` is taken
-    without a compile.
+    Compiles the inner steps to compare their memory. The last resort, `full`, is not compiled.
+
+    Args:
+      settings: of the run.
+      make: builds the parts from settings.
+      mesh: the devices.
+      memory: see device_memory.
+      say: logs a line.
+      expected_s: compile time of an inner step [s], for an estimate in the log.
+
+    Returns:
+      The settings with a policy, and their parts.
     """
     if settings.model.config.remat_policy != AUTO:
         return settings, make(settings)
@@ -88,7 +97,7 @@ def build(
 
 
 def _has_no_loop(settings, mesh):
-    """Whether a GPU's layers are none, since its weights are whole; see models/decoder.py."""
+    """Whether the layers are unrolled on a GPU, since its weights are whole: models/decoder.py."""
     split = math.prod(n for axis, n in mesh.shape.items() if axis not in ("diloco", "data"))
     return split == 1 and settings.model.config.num_layers <= MOST_UNROLLED
 
@@ -100,14 +109,14 @@ def _needed(
     say: Callable[[str], None],
     expected_s: float | None,
 ) -> float:
-    """Bytes on a device with the largest inner step; inf where it is known not to fit."""
+    """Return the bytes on a device with the largest inner step; inf if it cannot fit."""
     if kept_bytes(parts, settings.batch.gradient_accumulation_steps) > memory:
-        return math.inf  # without a compile, which takes longest where the most does not fit
+        return math.inf  # not compiled: programs that are far too large compile longest
     needed = 0
     tokens = parts.batch["tokens"]
     calls = parts.trainer.calls(parts.batch)
     steps = [call for call in calls if any(x is tokens for x in jax.tree.leaves(call.args))]
-    # All are waited for: they take about as long, and nothing else compiles beside them.
+    # Wait for all of them. They take about equally long, and nothing else compiles concurrently.
     policy = settings.model.config.remat_policy
     say(f"remat_policy=auto: compiling the step with {policy}, programs: {len(steps)}")
     progress = log_progress(say, len(steps), expected_s=expected_s)
@@ -124,10 +133,10 @@ def _needed(
 
 
 def kept_bytes(parts: Parts, accumulation: int) -> int:
-    """Bytes a device keeps from the forward for the backward pass of a step, at least.
+    """Return a lower bound on the bytes that a device keeps for the backward pass of a step.
 
-    Without a loop over layers the compiler forms again part of what `none` keeps: up to half of
-    these bytes. So `none` is left out there on some GPUs that it fits.
+    Without a loop over layers the bound does not hold for `none`: the compiler recomputes up to
+    half of these bytes. `none` is then left out on some GPUs that it would fit.
     """
     devices = parts.mesh.size // parts.mesh.shape["diloco"]
     rows = parts.shape.sequences // accumulation
@@ -142,19 +151,19 @@ def kept_bytes(parts: Parts, accumulation: int) -> int:
 
 
 def make_room(cfg: Config, *, outer_state: bool, remat_policy: str = "", there: bool = True) -> str:
-    """Return the remedy when a program of a run does not fit: what is not yet on.
+    """Return the remedies that are not yet active, for a program that does not fit the memory.
 
     Args:
       cfg: of the run.
-      outer_state: whether there is one.
-      remat_policy: that was chosen; empty: the one of the config.
-      there: False for absent GPUs, whose host memory cannot be compiled for.
+      outer_state: whether the run has outer state.
+      remat_policy: the policy that was chosen; empty: the policy of the config.
+      there: False for absent GPUs, because programs with host memory cannot be compiled for them.
     """
     where = "" if there else " on the GPUs themselves"
     ways = ["more devices in a slice"]
     if cfg.per_device_batch_size > 1:
         ways.append("a smaller per_device_batch_size")
-    # A model that no step trains takes AUTO as `full`.
+    # AUTO means `full` for a model that is not trained.
     if (remat_policy or cfg.remat_policy) not in ("full", AUTO):
         ways.append("remat_policy=full")
     if outer_state and cfg.diloco_outer_memory == "device":

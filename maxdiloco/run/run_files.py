@@ -1,4 +1,4 @@
-"""Files that say what a run is, in its folder: config.yml and environment.json."""
+"""Write the files that describe a run into its folder: config.yml and environment.json."""
 
 import contextlib
 import datetime
@@ -26,24 +26,24 @@ from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.storage.run_folder import RunFolder
 from maxdiloco.version import __version__
 
-# What may change the numbers or the speed of a run, where it is installed.
+# Packages that may change the numbers or the speed of a run, if they are installed.
 _PACKAGES = (
     "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cudnn-cu12",
     "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cudnn-cu13",
     "flax", "optax", "orbax-checkpoint", "tensorstore", "grain", "numpy", "ml_dtypes",
     "tokenizers", "sentencepiece", "datasets", "pyarrow", "tensorboardX", "wandb",
 )  # fmt: skip
-_HOSTS_S = 300.0  # a process puts its name right after all have met; our choice
+_HOSTS_S = 300.0  # generous: a process sends its name right after the barrier
 
 
 def log_path(folder: RunFolder) -> epath.Path:
-    """The log of this process's lines; process 0's is log.txt."""
+    """Return the path of this process's log; log.txt for process 0."""
     number = jax.process_index()
     return folder.path / (f"log_{number}.txt" if number else "log.txt")
 
 
 def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Write config.yml and environment.json; all processes call it. A failure is a line."""
+    """Write config.yml and environment.json, or log a failure. All processes call it."""
     hosts = host_names()
     if jax.process_index() != 0:
         return
@@ -54,11 +54,11 @@ def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
     for name, content in files.items():
         path = folder.path / name
         with line_files.noted(path, say):
-            path.write_bytes(content.encode(errors="surrogateescape"))  # of a path
+            path.write_bytes(content.encode(errors="surrogateescape"))  # paths may have them
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Process 0 writes the tokenizer's files into the run's folder; a failure is a line."""
+    """Write the tokenizer's files into the run's folder on process 0, or log a failure."""
     path, so = folder.path / run_tokenizer.FOLDER, ": the tokenizer is in the checkpoints alone"
     if jax.process_index() == 0 and not isinstance(tokenizer, ByteTokenizer):  # it has none
         with line_files.noted(path, say, so=so):
@@ -66,7 +66,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str],
 
 
 def config_yml(cfg: Config) -> str:
-    """Every key with its value, by group: `train` resumes the run when it is given the file."""
+    """Return config.yml: every key with its value, by group. `train config.yml` resumes the run."""
     lines = [
         "# Every key of this run, as its newest start was given them; the log has what auto and -1",
         "# became, of which some depend on the number of replicas. Resume the run with",
@@ -84,7 +84,7 @@ def config_yml(cfg: Config) -> str:
 
 
 def host_names() -> list[str]:
-    """The host of each process, by its number; in process 0 alone, empty elsewhere."""
+    """Return the host name of each process on process 0, and an empty list on the others."""
     key, here = "maxdiloco/host/{}".format, socket.gethostname()
     if number := jax.process_index():
         coordination.put(key(number), here)
@@ -95,7 +95,7 @@ def host_names() -> list[str]:
 
 
 def environment(hosts: list[str]) -> dict[str, Any]:
-    """What this start of the run ran on: versions, hosts, devices, and the commit of a checkout."""
+    """Return versions, hosts, devices, and the commit of a checkout, for environment.json."""
     installed = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -115,16 +115,19 @@ def environment(hosts: list[str]) -> dict[str, Any]:
 
 
 def git_commit(package: pathlib.Path) -> str | None:
-    """The commit of a package's checkout, `-dirty` after changes in it; None without one or git."""
+    """Return the commit of a package's checkout, with `-dirty` if files have changed.
+
+    None if the package is not in a checkout, or git is absent.
+    """
     if _git(package, "ls-files", "--error-unmatch", "version.py") is None:
-        return None  # installed below the checkout of something else
+        return None  # installed inside the checkout of another project
     commit = _git(package, "rev-parse", "HEAD")
     clean = _git(package, "diff", "--quiet", "HEAD", "--", ".") is not None
     return commit and f"{commit}{'' if clean else '-dirty'}"
 
 
 def _git(folder: pathlib.Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails or is not there."""
+    """Return the output of git; None if it fails or is absent."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()

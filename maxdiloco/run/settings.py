@@ -1,6 +1,7 @@
-"""What a run reads of its config: one frozen record for each package, made once at the start.
+"""The settings that a run reads from its config: a frozen record for each package.
 
-A field that is named after a key has the value of that key; configs/base.yml says what it means.
+They are read once, at the start. A field named after a key has the value of that key, and
+configs/base.yml documents it.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ S = TypeVar("S")
 
 @dataclasses.dataclass(frozen=True)
 class NetworkSettings:
-    """How the processes of a run meet and talk."""
+    """How the processes of a run connect and communicate."""
 
     exchange_interface: str
     exchange_secret_file: str
@@ -33,7 +34,7 @@ class NetworkSettings:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSettings:
-    """Sequences of a step, before the mesh is known."""
+    """The keys that determine the sequences of a step, without the mesh."""
 
     enable_diloco: bool
     num_diloco_replicas: int | Literal["auto"]
@@ -49,7 +50,7 @@ class DataSettings:
 
     Attributes:
       eval_paths: {name: path} of the texts to evaluate on, see Config.eval_paths.
-      holds_out: whether one of them is a part of the training text, which is held out.
+      holds_out: whether one of them is a held-out part of the training text.
     """
 
     tokenizer: TokenizerSettings
@@ -107,7 +108,7 @@ class EvaluationSettings:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """What is saved, and what a run starts from."""
+    """Which states are saved, and which one a run starts from."""
 
     enable_checkpointing: bool
     async_checkpointing: bool
@@ -120,7 +121,7 @@ class CheckpointSettings:
 
 @dataclasses.dataclass(frozen=True)
 class MetricsSettings:
-    """What is written of a run while it trains."""
+    """Logs, metrics and profiles that a run writes while it trains."""
 
     log_period: int
     enable_tensorboard: bool
@@ -133,11 +134,11 @@ class MetricsSettings:
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """Everything that a run reads of its config.
+    """All settings that a run reads from its config.
 
     Attributes:
       config: the keys, for the files of the run and for comparisons with a checkpoint.
-      exchange: None with data parallelism.
+      exchange: of outer gradients; None with data parallelism.
     """
 
     config: Config
@@ -154,12 +155,12 @@ class RunSettings:
 
     @property
     def tokenizer(self) -> TokenizerSettings:
-        """The tokenizer."""
+        """Return the settings of the tokenizer."""
         return self.data.tokenizer
 
     @property
     def is_island(self) -> bool:
-        """Whether the run is an island: the log of the islands says how many steps it takes."""
+        """Whether the run is an island, so that the islands' log decides its number of steps."""
         return self.batch.enable_islands
 
     def with_model(self, **changes: Any) -> "RunSettings":
@@ -174,7 +175,7 @@ def _read(cls: type[S], cfg: Config, **others: Any) -> S:
 
 
 def read_mesh(cfg: Config) -> MeshSettings:
-    """Return which devices a run uses, and how its mesh divides them."""
+    """Return the devices that a run uses, and the axes of its mesh."""
     return MeshSettings(
         hardware=cfg.hardware,
         dcn=cfg.sizes("dcn"),
@@ -186,12 +187,12 @@ def read_mesh(cfg: Config) -> MeshSettings:
 
 
 def read_network(cfg: Config) -> NetworkSettings:
-    """Return how the processes of a run meet and talk."""
+    """Return how the processes of a run connect and communicate."""
     return _read(NetworkSettings, cfg)
 
 
 def read_batch(cfg: Config) -> BatchSettings:
-    """Return what decides the sequences of a step."""
+    """Return the keys that determine the sequences of a step."""
     return _read(BatchSettings, cfg)
 
 
@@ -222,10 +223,10 @@ def read_optimizer(cfg: Config) -> OptimizerSettings:
 
 
 def read_exchange(cfg: Config, num_replicas: int) -> ExchangeSettings:
-    """Return how outer gradients are exchanged; `auto` of collective and transport stays.
+    """Return the settings of the exchange. `auto` of collective and transport is not resolved.
 
     Raises:
-      ValueError: values cannot be combined.
+      ValueError: the values cannot be combined.
     """
     lr, momentum = cfg.diloco_outer_lr, cfg.diloco_outer_momentum
     return ExchangeSettings(

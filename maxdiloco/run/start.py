@@ -1,4 +1,4 @@
-"""A run from its config to its exit code: what is opened, built and compiled before the loop."""
+"""Start a run: open, build and compile its parts, run the loop, and return the exit code."""
 
 import contextlib
 import functools
@@ -55,8 +55,8 @@ def run(
 
     Args:
       cfg: the config.
-      clock: since the program started.
-      notes: lines on the command line.
+      clock: measures the time since the program started.
+      notes: log lines on the command line.
       asked: the config before vocab_size=auto became a number, for config.yml; None: cfg.
 
     Returns:
@@ -89,7 +89,7 @@ def _run(
     console = Console(shown=primary)
     say = console.say
     num_replicas = run_settings.count_replicas(run_settings.read_batch(cfg), mesh)
-    # The config.yml of the run has `asked`: there `auto` may be another number on resume.
+    # The run's config.yml has `asked`, because `auto` may become another number on resume.
     settings = run_settings.read(config.with_replicas(cfg, num_replicas), mesh)
     shape = assemble.batch_shape(settings, mesh)
     for line in [*notes, *_config_lines(settings, mesh)]:
@@ -97,7 +97,7 @@ def _run(
     if cfg.show_fragments:
         return _show_fragments(settings, mesh, say)
 
-    # Data before the folder of the run: bad data must not create one.
+    # Open the data before creating the folder of the run, so that bad data create no folder.
     name = cfg.run_name or _new_name()
     run_state.check_places(
         settings.checkpoint,
@@ -206,7 +206,7 @@ def _run(
 
 
 def _new_name() -> str:
-    """Return a name for a run without one; two that start in the same second differ."""
+    """Return a name for a run without one. Runs that start in the same second differ in it."""
     second, own = map(from_first_process, (int(time.time()), secrets.randbelow(1 << 16)))
     return f"run-{second}-{own:04x}"
 
@@ -219,7 +219,7 @@ def _show_fragments(settings: RunSettings, mesh: Mesh, say: Say) -> int:
 
 
 def _config_lines(settings: RunSettings, mesh: Mesh) -> list[str]:
-    """Return lines on keys and mesh. Raises ConfigError if the mesh cannot hold the model."""
+    """Return log lines on keys and mesh. Raises ConfigError if the mesh cannot hold the model."""
     run_model.parameters(run_model.build(settings.model, mesh), mesh)
     return [
         *config.describe_differences(settings.config),
@@ -252,7 +252,7 @@ def _open_batches(
     position: order.Position,
     steps: range,
 ) -> Iterator[Iterator[Any]]:
-    """Yield the global batches of some steps. text: of RunControl.reads."""
+    """Yield the global batches of some steps. text: see RunControl.reads."""
     shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding
     replicas, rows = global_batch.local_rows(sharding, shape)
     with pipeline.batches(
@@ -270,13 +270,13 @@ def _open_batches(
 
 
 class _ResumeHint(contextlib.AbstractContextManager):
-    """Says after an error how a run without a name is resumed. again: empty for none."""
+    """Log after an error how to resume a run without a name. again: the hint; empty for none."""
 
     def __init__(self, again: str, say: Say):
         self._again, self._say = again, say
 
     def __exit__(self, kind, error, trace) -> None:
-        # Preempted says it itself.
+        # The message of Preempted has the hint already.
         if self._again and error is not None and not isinstance(error, Preempted):
             self._say(f"The run has no name: {self._again}")
 
@@ -289,7 +289,7 @@ def _introduction(
     *,
     total: int,
 ) -> list[str]:
-    """Return lines on what starts here."""
+    """Return log lines on the model, the mode and the starting point of this run."""
     R, B, L = parts.shape
     active, num_parameters = "", count_parameters(parts.model)
     if parts.model.config.num_experts > 1:
@@ -319,9 +319,9 @@ def _compile(
     """Compile every program before the first step.
 
     Returns:
-      The state of a fresh run, made meanwhile; None for a run that is restored.
+      The state of a fresh run, initialised concurrently; None for a run that is restored.
     """
-    # The inner step first, which compiles longest, then the program that makes a first state.
+    # Begin with the inner step, which compiles longest, then the program of the first state.
     inner, *others = assemble.calls(settings, parts)
     others.sort(key=lambda call: call.when != START)
     calls = [inner, *(call for call in others if not (resumes and call.when == START))]

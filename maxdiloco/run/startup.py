@@ -1,4 +1,4 @@
-"""The processes and devices of a program, joined before JAX's backends start."""
+"""Connect the processes and devices of a program, before JAX's backends start."""
 
 import importlib.metadata
 import os
@@ -19,17 +19,22 @@ from maxdiloco.version import __version__
 if TYPE_CHECKING:
     from maxdiloco.cluster.peers import Cluster
 
-# Until all have compiled: large programs take many minutes, cached ones seconds. Our choice.
+# Longest wait until all processes have compiled. Large programs take many minutes, cached ones
+# seconds.
 PATIENCE_S = 2 * 3600.0
-_SAY_AFTER_S = 10.0  # of waiting; our choice
+_SAY_AFTER_S = 10.0  # of waiting, after which a line is logged
 
 
 @contextmanager
 def joined(cfg: Config) -> Iterator["Cluster | None"]:
-    """This process with its devices, beside the others of the job, for a `with`.
+    """Connect this process and its devices to the other processes of the job, inside the context.
 
-    Raises ConfigError for keys or versions that differ between the processes and for devices that
-    are not there, LostPeerError.
+    Yields:
+      The cluster; None for a single process.
+
+    Raises:
+      ConfigError: keys or versions differ between the processes, or devices are absent.
+      LostPeerError: another process is lost.
     """
     mesh, network = settings.read_mesh(cfg), settings.read_network(cfg)
     mesh_lib.choose_platform(mesh)
@@ -53,17 +58,17 @@ def joined(cfg: Config) -> Iterator["Cluster | None"]:
                 timeout_s=network.peer_timeout_seconds,
             )
         mesh_lib.emulate_devices(mesh, num_processes=cluster.job.num_processes if cluster else 1)
-        mesh_lib.visible_devices(mesh)  # those that are not there are refused before JAX is used
+        mesh_lib.visible_devices(mesh)  # refuse absent devices before JAX is used
         yield cluster
 
 
 def wait_for_all(say: Callable[[str], None]) -> None:
     """Wait until all processes have compiled their programs and have their state.
 
-    From here on a process that is silent for long is lost.
+    From then on, a process without heartbeats is considered lost.
 
     Raises:
-      LostPeerError: a process has not come.
+      LostPeerError: a process has not arrived.
     """
     if jax.process_count() == 1:
         return

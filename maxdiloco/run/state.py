@@ -1,4 +1,4 @@
-"""The first state of a run: fresh, or restored from where this or another run stopped."""
+"""The first state of a run: fresh, or restored from a checkpoint of this or another run."""
 
 import functools
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ _OF_TOKENIZER = ("tokenizer_type", "add_bos", "add_eos")  # compared with the ot
 
 
 class RestorePoint(NamedTuple):
-    """Where a run starts.
+    """The point at which a run starts.
 
     Attributes:
       step: inner steps already done.
-      position: in the training text.
+      position: position in the training text.
       origin: one line for the user.
       saved: the checkpoint, without its arrays; None at a fresh start.
     """
@@ -42,10 +42,9 @@ class RestorePoint(NamedTuple):
     saved: read.Restored | None
 
     def since_row(self, t: int) -> dict[str, Any] | None:
-        """Return what the checkpoint of step t holds of the time since the last row.
+        """Return the checkpoint's metrics since the last row before step t. See Recorder.save.
 
-        None at a fresh start, and if an older checkpoint took the place of this one. See
-        Recorder.save.
+        None at a fresh start, and if an older checkpoint was restored instead.
         """
         return self.saved.meta["since_row"] if self.saved and self.step == t else None
 
@@ -58,17 +57,17 @@ def find_restore_point(
     text: mixture.TrainingData,
     data: dict[str, str],
 ) -> RestorePoint:
-    """Find where the run starts, before anything is built.
+    """Find the point at which the run starts, before anything is built.
 
     Args:
       settings: of the run.
-      checkpointer: of the run's folder; None where nothing is saved.
+      checkpointer: of the run's folder; None if nothing is saved.
       shape: of a batch.
       text: the training data.
       data: fingerprints of data.agreed_contents.
 
     Raises:
-      CheckpointError: nothing can be read, or the run differs in what has to stay.
+      CheckpointError: no checkpoint can be read, or settings differ that must not change.
     """
     M, B = shape.num_replicas, shape.sequences
     paths, needs = settings.checkpoint, metadata.OF_MODEL
@@ -83,7 +82,7 @@ def find_restore_point(
             origin += f" with the outer parameters of {paths.load_parameters_path}"
         return RestorePoint(0, text.first_position(M, B), origin, None)
     position = order.Position(**saved.meta["position"])
-    # A run that starts from the state of another may read another batch.
+    # A run that starts from the state of another run may have another batch.
     compared = (M, B) if own else (position.M, position.B)
     refuse_changes(settings, saved, M=compared[0], B=compared[1], data=data)
     metadata.require(saved.meta, metadata.OF_TRAINING, saved.path)
@@ -92,7 +91,7 @@ def find_restore_point(
 
 
 def read_layout(settings: RunSettings, note: Mapping[str, Any]) -> SavedLayout:
-    """Return how the state in a checkpoint of a run is laid out. note: of the checkpoint."""
+    """Return the layout of the state in a run's checkpoint. note: metadata of the checkpoint."""
     rules = note["config"]["logical_axis_rules"]
     same_rules = rules == settings.config.as_dict()["logical_axis_rules"]
     return saved_state.read_layout(note, same_rules=same_rules)
@@ -101,17 +100,17 @@ def read_layout(settings: RunSettings, note: Mapping[str, Any]) -> SavedLayout:
 def restore(
     settings: RunSettings, parts: Parts, point: RestorePoint, checkpointer: Checkpointer | None
 ) -> Any:
-    """Return the state before the first step of a run that does not start fresh, on the mesh.
+    """Restore the state before the first step of a run onto the mesh.
 
     Raises:
       CheckpointError: shapes differ, or the checkpoint cannot be read.
-      ConfigError: the state does not fit the devices beside parameters that are loaded.
+      ConfigError: the state does not fit the devices in addition to the loaded parameters.
     """
     if point.saved is None:
         return _with_parameters(settings, parts)
     if checkpointer is not None and agree.from_first_process(point.step in checkpointer.steps()):
         restore_from = checkpointer.restore
-    else:  # by its path: the other run may have saved a newer checkpoint meanwhile
+    else:  # by its path, since the other run may have saved a newer one meanwhile
         restore_from = functools.partial(
             read.restore_from, point.saved.path, key="load_full_state_path"
         )
@@ -152,8 +151,8 @@ def refuse_changes(
     Args:
       settings: of the run.
       saved: the checkpoint.
-      M: replicas.
-      B: sequences of a replica; with data parallelism M B are compared.
+      M: number of replicas.
+      B: sequences of a replica; with data parallelism M B is compared.
       data: fingerprints of data.agreed_contents.
     """
     cfg = settings.config
@@ -196,9 +195,9 @@ def refuse_changes(
 def check_places(
     checkpoint: CheckpointSettings, folder: RunFolder, *, base_output_directory: str, run_name: str
 ) -> None:
-    """Raise CheckpointError where the folder of a run or what it starts from cannot be had.
+    """Raise CheckpointError if the run's folder or its starting checkpoint cannot be used.
 
-    Makes nothing.
+    Nothing is created.
     """
     if jax.process_index() == 0:
         require_place(base_output_directory, folder.path.name)
@@ -222,7 +221,7 @@ def check_places(
 def change_lines(
     settings: RunSettings, parts: Parts, point: RestorePoint, *, total_steps: int
 ) -> list[str]:
-    """Return lines for the user on what differs from the run that wrote the checkpoint."""
+    """Return log lines on the differences from the run that wrote the checkpoint."""
     if point.saved is None:
         return []
     meta = point.saved.meta
@@ -248,7 +247,7 @@ def rate_lines(
     t: int,
     total_steps: int,
 ) -> list[str]:
-    """Return the line on the rate of step t + 1, if its schedule has changed.
+    """Return a log line on the learning rate of step t + 1, if its schedule has changed.
 
     Args:
       new: settings of this start.
@@ -274,7 +273,7 @@ def rate_lines(
 def note(
     settings: RunSettings, position: order.Position, data: dict[str, str], *, total_steps: int
 ) -> dict[str, Any]:
-    """Return what a checkpoint says of the run besides the trainer's note."""
+    """Return a checkpoint's metadata on the run, which is added to the trainer's note."""
     return {
         "config": settings.config.as_dict(),
         "position": position.to_dict(),

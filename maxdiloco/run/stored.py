@@ -1,4 +1,4 @@
-"""A stored checkpoint on any mesh: its parameters, and their loss on held-out text."""
+"""Load the parameters of a stored checkpoint onto any mesh, and evaluate them."""
 
 import math
 import os
@@ -26,12 +26,15 @@ from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.evaluation import Evaluation, Totals
 from maxdiloco.storage.store import is_local
 
-# The mesh need not divide the replicas. With the interval the config is checked for evaluation.
+# The mesh need not divide the replicas. Setting the interval has the config checked for evaluation.
 _NEUTRAL = MappingProxyType({"num_diloco_replicas": "auto", "eval_interval": 1})
 
 
 class Stored(NamedTuple):
-    """What was read. path: of the checkpoint. meta: what it says of its run; cfg: see `load`."""
+    """A checkpoint that was read.
+
+    path: of the checkpoint. meta: its metadata on the run. cfg: see `load`.
+    """
 
     step: int
     path: epath.Path
@@ -47,10 +50,16 @@ def load(
     configure: Callable[[dict[str, Any]], tuple[config.Config, Mesh]],
     parameters: str = "outer",
 ) -> Stored:
-    """Read the newest undamaged checkpoint of a run, or one checkpoint; all processes call it.
+    """Read the newest undamaged checkpoint of a run, or one checkpoint. All processes call it.
 
-    folder: of read.locate. configure: meta -> the config and the devices to build the model
-    with. parameters: of parameter_sets.item_of. Raises ConfigError, CheckpointError.
+    Args:
+      folder: of the run or the checkpoint, from read.locate.
+      configure: returns the config and the mesh for the model, given the checkpoint's metadata.
+      parameters: see parameter_sets.item_of.
+
+    Raises:
+      ConfigError: as `configure`, or the model cannot be built.
+      CheckpointError: no checkpoint can be read.
     """
     built: list[Any] = []
 
@@ -67,10 +76,10 @@ def load(
 
 
 def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> config.Config:
-    """The config of a run with the keys of a command line. Raises ConfigError."""
+    """Return the config of a run, changed by the keys of a command line. Raises ConfigError."""
     keys, run, may = meta["config"] | _NEUTRAL, _config_of_run(meta), EVALUATION_KEYS
-    if meta.get("imported") and run.dataset_type != "synthetic":  # with a tokenizer
-        may = (*may, "dataset_type")  # an import has no text of its own
+    if meta.get("imported") and run.dataset_type != "synthetic":  # it has a tokenizer
+        may = (*may, "dataset_type")  # an imported model has no text
     cfg = config.changed(keys, argv, environ, may_change=may)
     if cfg.dataset_type == "synthetic" != run.dataset_type:
         raise ConfigError(
@@ -81,7 +90,7 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
 
 
 def _config_of_run(meta: dict[str, Any]) -> config.Config:
-    """The config of the run that wrote a checkpoint. Raises ConfigError."""
+    """Return the config of the run that wrote a checkpoint. Raises ConfigError."""
     return config.from_checkpoint(meta["config"] | _NEUTRAL)
 
 
@@ -93,10 +102,22 @@ def evaluate(
 ) -> tuple[dict[str, Any], dict[str, Totals]]:
     """Evaluate the newest undamaged checkpoint of a run, or one checkpoint, on each of its texts.
 
-    Reads the same sequences as the run, on whatever mesh: eval_steps counts batches of the run's
-    size. folder, parameters: of `load`. configure: meta -> config. All processes call it.
-    Returns what was evaluated, for as_json, and {name of a text: sums}. Raises ConfigError,
-    CheckpointError, DataError.
+    Reads the same sequences as the run on any mesh, because eval_steps counts batches of the run's
+    size. All processes call it.
+
+    Args:
+      folder: see `load`.
+      configure: returns the config, given the checkpoint's metadata.
+      parameters: see `load`.
+      say: logs a line.
+
+    Returns:
+      A description of the evaluated parameters, for as_json, and {name of a text: sums}.
+
+    Raises:
+      ConfigError: as `load`.
+      CheckpointError: as `load`.
+      DataError: a text cannot be read.
     """
 
     def on_devices(meta):
@@ -121,7 +142,7 @@ def evaluate(
     num_sequences = max(-1, found.cfg.eval_steps * rows_of_run)
     cfg, data = found.cfg, settings.read_data(found.cfg)
     tokenizer = ByteTokenizer()
-    if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
+    if cfg.dataset_type != "synthetic":  # its tokens are not text
         tokenizer = run_tokenizer.of_checkpoint(data.tokenizer, found.path)
     texts = _texts(data, tokenizer, found.meta["contents"], say)
     evaluation = Evaluation(
@@ -144,7 +165,7 @@ def evaluate(
 
 
 def _text_of_others(found: Stored) -> list[str]:
-    """The line on paths of text that only the checkpoint of another user names."""
+    """Return a log line on text paths that come only from the checkpoint of another user."""
     file = found.path / metadata.FILE
     if not is_local(file) or ownership.is_own(status := os.stat(file)):
         return []
@@ -163,11 +184,11 @@ def _text_of_others(found: Stored) -> list[str]:
 
 
 def _texts(data, tokenizer, of_run, say):
-    """The texts to evaluate on. of_run: contents of what the run trained on, or ""."""
+    """Open the texts to evaluate on. of_run: fingerprint of the run's training data, or ""."""
     prepared = run_data.prepare_sources(data, tokenizer, say, splits=("eval",))
     texts = run_data.open_evaluated(data, tokenizer, prepared=prepared)
     run_data.agree(texts)
-    if data.holds_out and of_run:  # an imported model says nothing of its text
+    if data.holds_out and of_run:  # unknown for an imported model
         train = run_data.open_dataset(data, tokenizer, split="train", prepared=prepared)
         if train.contents != of_run:
             say(
@@ -178,12 +199,12 @@ def _texts(data, tokenizer, of_run, say):
 
 
 def _batch_devices(mesh: Mapping[str, int]) -> int:
-    """Devices that share sequences count as one."""
+    """Return the number of devices along batch axes. Devices that share sequences count as one."""
     return math.prod(size for axis, size in mesh.items() if axis != "context")
 
 
 def table(texts: Mapping[str, Totals]) -> list[str]:
-    """The lines of a table, one for each text."""
+    """Return the lines of a table with a row for each text."""
     rows = [("text", "tokens", "bytes", "loss", "perplexity", "bits/byte")]
     for name, totals in texts.items():
         rates, num_bytes = totals.rates(), f"{totals.num_bytes:,}"
@@ -197,7 +218,7 @@ def table(texts: Mapping[str, Totals]) -> list[str]:
 
 
 def as_json(evaluated: Mapping[str, Any], texts: Mapping[str, Totals]) -> dict[str, Any]:
-    """What `evaluate` returns, for a file; null where a number is not finite."""
+    """Convert the results of `evaluate` for a JSON file. Numbers that are not finite are null."""
     rows = []
     for name, totals in texts.items():
         sums, rates = ("cross_entropy", "tokens", "bytes"), totals.rates()

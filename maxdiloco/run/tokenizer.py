@@ -1,6 +1,6 @@
-"""The tokenizer of a run: rows of the embedding, copies beside the run and in its checkpoints.
+"""The tokenizer of a run: the rows of the embedding, and copies in checkpoints.
 
-Imports no JAX, so that vocab_size=auto is a number before anything is built.
+Imports no JAX, so that vocab_size=auto is resolved before anything is built.
 """
 
 from etils import epath
@@ -13,19 +13,23 @@ from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.os_errors import refusing
 from maxdiloco.storage.run_folder import AGAIN
 
-# Rows of the embedding are divided among devices: our choice, the lanes of a TPU.
+# The rows of the embedding are a multiple of the lanes of a TPU, so that devices can divide them.
 _MULTIPLE = 128
-# A tokenizer that fills this share of a named model's rows may be the model's own, and the rows
-# stay those of its published weights: our choice; Qwen3's fills 99.8 %, DeepSeek-V2's 97.7 %.
+# A tokenizer that fills this share of a named model's rows may be the model's own. The rows of the
+# published weights are then kept. Qwen3's tokenizer fills 99.8%, DeepSeek-V2's 97.7%.
 _OWN = 0.95
 FOLDER = "tokenizer"  # in a run's folder and in a checkpoint
 
 
 def resolved(cfg: config.Config) -> config.Config:
-    """The config with numbers in place of vocab_size=auto and of rows that are not given.
+    """Return the config with numbers instead of vocab_size=auto and of unset embedding rows.
 
-    The tokenizer's, with its rows rounded up; or the model file's, where the tokenizer fills nearly
-    all of it. Raises DataError and ConfigError of data.tokenizer.build, ConfigError of the checks.
+    They come from the tokenizer, with the rows rounded up, or from the model file if the tokenizer
+    fills nearly all of its rows.
+
+    Raises:
+      DataError: see data.tokenizer.build.
+      ConfigError: see data.tokenizer.build, or the result fails the checks of the config.
     """
     if cfg.vocab_size != "auto":
         return cfg
@@ -39,14 +43,14 @@ def resolved(cfg: config.Config) -> config.Config:
 
 
 def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
-    """The tokenizer of a run. Raises DataError, ConfigError: see data.tokenizer.build."""
+    """Open the tokenizer of a run. Raises DataError, ConfigError: see data.tokenizer.build."""
     if settings.tokenizer_type == "byte" and settings.dataset_type == "synthetic":
         return ByteTokenizer()  # these data may have fewer tokens than there are bytes
     return tokenizers.build(vars(settings), settings.vocab_size)
 
 
 def travelling_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Content of the files that a checkpoint holds, by path. The byte tokenizer needs none."""
+    """Return {path: content} of the files for a checkpoint. The byte tokenizer needs none."""
     if isinstance(tokenizer, ByteTokenizer):
         return {}
     return {f"{FOLDER}/{name}": content for name, content in tokenizer.files().items()}
