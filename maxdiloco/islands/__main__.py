@@ -32,7 +32,7 @@ FAILED = 1
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(STATUS)]))
         return 0

@@ -16,23 +16,23 @@ from maxdiloco.islands.rules import Key
 from maxdiloco.islands.state_machine import FAILED
 from maxdiloco.storage.store import Bucket
 
-TRIES = 8  # to read a log from which a run that goes on deletes objects
+TRIES = 8  # to read a log while its run deletes objects
 _T = TypeVar("_T")
 
 
 class Differs(Exception):
-    """An object contradicts the others: its name, and why."""
+    """An object contradicts the others. The message has its name and the reason."""
 
 
 class Replayed(NamedTuple):
     """The log of a fragment.
 
     Attributes:
-      state: after the last record.
-      records: all of them.
+      state: the log state after the last record.
+      records: all records.
       computed: number of records whose outer state was computed, not only followed.
       remade: number of records whose gradient was computed from their members.
-      messages: those that are stored.
+      messages: the stored messages.
     """
 
     state: LogState
@@ -49,7 +49,7 @@ def replay(bucket: Bucket, run: Run, fragment: int) -> Replayed:
 
 
 def _in_motion(bucket: Bucket, fragment: int, look: Callable[[], _T]) -> _T:
-    """Return look(). If the run has deleted objects meanwhile, look again."""
+    """Return look(), and call it again if the run has deleted objects meanwhile."""
     for left in reversed(range(TRIES)):
         before = _deletable(bucket, fragment)
         try:
@@ -64,7 +64,7 @@ def _deletable(bucket: Bucket, fragment: int) -> set[str]:
 
 
 def _replay(bucket, run, fragment, log) -> Replayed:
-    """Replay. log: records that were read before; later ones are added."""
+    """Replay a log. log: records that were read before; later records are appended."""
     log += _records(bucket, run, fragment, len(log))
     messages = _messages(bucket, run, fragment)
     names = log_store.snapshots(bucket, fragment)
@@ -119,7 +119,7 @@ def _follow(bucket, run, fragment) -> Followed:
 
 
 def lines(run: Run, logs: Iterable[Replayed]) -> list[list[Any]]:
-    """Return what each island did, a row each, under HEADINGS."""
+    """Return a row of figures for each island, under HEADINGS."""
     rows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for fragment, log in enumerate(logs):
         known = set()
@@ -142,7 +142,7 @@ HEADINGS = ("island", "incarnations", "records written", "rejected", "tokens", "
 
 
 def pending(state: LogState, messages: Mapping[Key, Message]) -> list[Message]:
-    """Return the messages that no record has decided; those of dead islands are lost."""
+    """Return the messages that no record has decided. Messages of dead islands are lost."""
     marks = rules.watermarks(state)
     return [m for key, m in sorted(messages.items()) if not rules.is_decided(marks, key)]
 
@@ -150,11 +150,11 @@ def pending(state: LogState, messages: Mapping[Key, Message]) -> list[Message]:
 def account(log: Iterable[Record], messages: Mapping[Key, Message]) -> str:
     """Return the first message whose tokens do not add up, or "".
 
-    A message declares how many tokens its incarnation has read. These are its own, and those of
-    earlier messages that no record had rejected by its base.
+    A message declares how many tokens its incarnation has read. These are the tokens of the message
+    and of earlier messages that no record had rejected by its base.
     """
     log = list(log)
-    # By the first record: what is unreadable may be met again once its incarnation is forgotten.
+    # The first record counts: an unreadable message may recur once its incarnation is forgotten.
     rejected = {rules.message_key(r): one.number for one in reversed(log) for r in one.rejected}
     counted = {rules.message_key(m): m.tokens for record in log for m in record.members}
     for key in counted.keys() & messages.keys():
@@ -204,7 +204,7 @@ def _records(bucket: Bucket, run: Run, fragment: int, known: int) -> list[Record
 
 
 def _messages(bucket: Bucket, run: Run, fragment: int) -> dict[Key, Message]:
-    """Return the messages that can be read; records say why they reject the others."""
+    """Return the readable messages. The records have the reasons for rejecting the others."""
     found = {}
     for name in log_store.listed(bucket, f"u/{fragment}"):
         message = log_store.get_message(bucket, run, name)

@@ -1,8 +1,7 @@
 """Carry out the actions of an island's state machine, on a store and on numpy arrays.
 
-Nothing here has a thread or waits for anything but the store; runtime.py has the threads. The
-caller takes the inner steps. The values of a fragment are one array [N]: its leaves, flattened and
-concatenated.
+This file has no threads, and waits only for the store; runtime.py has the threads. The caller takes
+the inner steps. The values of a fragment are one array [N]: its leaves, flattened and concatenated.
 """
 
 import contextlib
@@ -31,12 +30,13 @@ class Executor:
     Attributes:
       state: the state machine.
       outer: the outer state of each fragment.
-      x: own values of each fragment; the caller may replace them between two calls.
-      requests: to the store, to be carried out by `carry_out`.
-      said: lines for the user.
+      x: the island's values of each fragment; the caller may replace them between two calls.
+      requests: requests to the store that `carry_out` handles.
+      said: log lines for the user.
       evaluations: numbers of the evaluations that this island makes.
-      moments: "kept" or "zero", what happens to the inner optimizer's moments; "" before it begins.
-      norm: of the last message. finite: whether all messages were finite.
+      moments: "kept" or "zero", for the moments of the inner optimizer; "" before training begins.
+      norm: of the last message.
+      finite: whether all messages were finite.
       stop: why the island has ended; None while it runs.
     """
 
@@ -63,15 +63,15 @@ class Executor:
           run: see StateMachine.
           timing: see StateMachine.
           name: see StateMachine.
-          outer_params: by fragment.
-          x: own values by fragment; None: they are kept here.
+          outer_params: values by fragment.
+          x: the island's values by fragment; None: the executor keeps them.
           error_feedback: whether the encoding error of a message stays for the next one also after
             a merge, which replaces x.
           moments_of: see StateMachine.
           after: see StateMachine.
           key: private key of 32 bytes to sign with; None: messages are not signed.
-          nonce: of this program; None: a random one.
-          clock: [s].
+          nonce: of this program; None: a random nonce.
+          clock: returns the time [s].
 
         Raises:
           ConfigError: outer steps cannot be computed with this run.
@@ -83,7 +83,7 @@ class Executor:
         self.outer = [outer_step.fresh(values) for values in outer_params]
         self.x = [each.theta for each in self.outer] if x is None else x
         self.sent: list[dict[int, np.ndarray]] = [{} for _ in outer_params]
-        # With error feedback: the error of the last message, and what the next one has to add.
+        # With error feedback: the encoding error of the last message, and the residual to add next.
         self._error_feedback = error_feedback
         self._error: list[Any] = [np.float32(0)] * len(outer_params)
         self._residual: list[Any] = [np.float32(0)] * len(outer_params)
@@ -162,7 +162,7 @@ class Executor:
     # -- on arrays ---------------------------------------------------------------------------------
 
     def _packed(self, message: Message) -> Message:
-        """Rule 10."""
+        """Rule 10: encode the unsent progress."""
         fragment, wire = message.fragment, self._run.wire
         sizes, sent = outer_step.sizes_of(self._run, fragment), self.sent[fragment]
         wanted = rules.unsent(self.outer[fragment].theta, sent.values(), self.x[fragment])
@@ -183,7 +183,7 @@ class Executor:
         return value if self._key is None else signatures.signed(value, self._key)
 
     def _applied(self, action: machine.Apply) -> str:
-        """Rule 6; the outer step itself is taken when the gradient is fetched."""
+        """Rule 6: apply a record to x. The outer step was taken when the gradient was fetched."""
         record, fragment, run = action.record, action.record.fragment, self._run
         before, sent = self.outer[fragment], self.sent[fragment]
         if record.members:
@@ -289,7 +289,7 @@ class Executor:
         return state
 
     def _deleted(self, fragment: int) -> bool:
-        """Rule 13."""
+        """Rule 13: delete the objects that are no longer needed."""
         names = log_store.snapshots(self._bucket, fragment)[-2:]
         try:
             states = [log_store.read(self._bucket, self._run, name)[0] for name in names]

@@ -1,8 +1,8 @@
 """Copy the values of a fragment between the devices and host memory (needs JAX).
 
-On the host a fragment is one float32 array [N]: its leaves in tree order, flattened and
-concatenated, whatever the mesh is. With several processes all call the same methods in the same
-order. Only process 0 uses the values. A leaf is replicated on the devices while it travels.
+On the host a fragment is one float32 array [N] with any mesh: its leaves in tree order, flattened
+and concatenated. If there are several processes, all call the same methods in the same order. Only
+process 0 uses the values. A leaf is replicated on the devices during its transfer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,11 +33,11 @@ class HostValues:
         self._programs, self._layout = programs, programs.layout
 
     def params(self, state: State, plan: FragmentPlan) -> np.ndarray:
-        """Return the replica's values [N]. Waits for them."""
+        """Wait for the replica's values [N], and return them."""
         return _gathered(self._read_params(plan)(arrays_of(state, plan).params, plan.starts))
 
     def outer(self, state: State, plan: FragmentPlan) -> np.ndarray:
-        """Return the outer parameters [N]. Waits for them."""
+        """Wait for the outer parameters [N], and return them."""
         read = FragmentView(self._layout, plan).theta.read
         program = self._programs.of_fragment("theta", plan, read)
         return _gathered(program(arrays_of(state, plan).theta, plan.starts))
@@ -48,7 +48,8 @@ class HostValues:
         Args:
           state: donated.
           plan: of the fragment.
-          values: replica, outer parameters and momentum [N], in process 0; None in others.
+          values: the replica's values, outer parameters and momentum, [N] each; None in processes
+            other than 0.
         """
         like = self._like(plan)
         ends = np.cumsum([np.prod(x.shape, dtype=int) for x in like])
@@ -62,15 +63,15 @@ class HostValues:
         return with_arrays(state, plan, self._write(plan)(leaves, plan.starts, *placed))
 
     def without_moments(self, state: State, init_opt_state: Callable[[Any], Any]) -> State:
-        """Return the state with an inner optimizer that has seen nothing. state: donated."""
+        """Return the state with a fresh inner optimizer. state: donated."""
         shardings = jax.tree.map(lambda x: x.sharding, state.opt_state)
         for old in jax.tree.leaves(state.opt_state):
-            old.delete()  # before there are two
+            old.delete()  # before the new one is allocated
         make = jax.jit(jax.vmap(init_opt_state), out_shardings=shardings)
         return replace(state, opt_state=make(state.params))
 
     def calls(self, runs: float) -> Iterable[Call]:
-        """Return each program once. runs: how often a period reads and writes each fragment."""
+        """Return each program once. runs: reads and writes of each fragment in a period."""
         by_program: dict[int, Call] = {}
         for plan in self._layout.plans:
             leaves = arrays_of(self._layout.state, plan)._replace(residual=())

@@ -47,11 +47,11 @@ from maxdiloco.islands.runtime import LeasedData, Runtime
 from maxdiloco.islands.state_machine import DONE, REPLACED, Damage, Stop
 from maxdiloco.parallel.program import Program, throttle_cpu
 
-SNAPSHOT_EVERY = 64  # records; a newcomer reads at most so many after a snapshot
+SNAPSHOT_EVERY = 64  # records; the most that a late joiner reads after a snapshot
 # A mean is sent in eight bits or more, as with reduce-scatter.
 _WIRE_DOWN = MappingProxyType(dict.fromkeys(("float4_e3m0", "int2", "topk"), "int8"))
-_LEASES_TOLD = 32  # to the other processes after a step
-_FROM_FIRST = ("tokens", "block_tokens")  # the island that begins a run decides them for all
+_LEASES_TOLD = 32  # broadcast to the other processes after a step
+_FROM_FIRST = ("tokens", "block_tokens")  # set by the island that begins the run
 # The arguments of Island by the fields of run.json.
 _ARGUMENTS = MappingProxyType({
     "wire": "exchange_dtype", "wire_down": "exchange_dtype", "islands_min": "min_members",
@@ -76,17 +76,18 @@ class Block(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position in the log that all processes of an island act by until the next one.
+    """The position in the log on which all processes of an island act until the next position.
 
     Attributes:
-      records, tokens: of the log of fragment 0.
+      records: number of records in the log of fragment 0.
+      tokens: committed tokens in the log of fragment 0.
       progress: committed part of the run.
-      expected: progress with the tokens that this island has not committed, and as many of each
-        other one that is alive.
+      expected: progress plus this island's uncommitted tokens, and the same number for each other
+        island that is alive.
       ended: whether no step follows.
       evaluates: whether this island evaluates now.
-      may_step: whether the next step may begin without another look.
-      leases: of the data, since the last position.
+      may_step: whether the next step may begin without checking the log again.
+      leases: leases of the data since the last position.
     """
 
     records: int
@@ -100,13 +101,13 @@ class Position(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The position for the user."""
+        """Return the position as text for the user."""
         done = f"{100 * self.progress:.1f} % of the run"
         return f"{self.records} records, {self.tokens:,} tokens committed, {done}"
 
 
 def timing_of(period_seconds: float, dead_seconds: float) -> Timing:
-    """Return the times of an island; those below a minute shrink the others, too."""
+    """Return the times of an island. Arguments below a minute also shorten the other times."""
     usual, scale = Timing(), min(1.0, period_seconds / Timing().period)
     return Timing(
         period=period_seconds,
@@ -125,7 +126,7 @@ class Island:
 
     Attributes:
       timing: periods and timeouts of this island.
-      run: what all islands have in common; after `join`.
+      run: settings that all islands have in common; after `join`.
       For the other attributes see engine.trainer.Trainer.
     """
 
@@ -160,20 +161,20 @@ class Island:
         Args:
           inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), as of DiLoCo.
           store: gs://, s3:// or az://bucket/folder, or a folder that all islands see.
-          name: of this island, unique in the store: letters, digits, - and _.
+          name: of this island, unique in the store. It has letters, digits, - and _.
           sync_period: H, inner steps of a round.
-          total_tokens: the run ends once so many tokens of all islands are committed. The island
-            that begins the run decides it. Count in any unit: tokens, examples or steps.
+          total_tokens: committed tokens of all islands at which the run ends. The island that
+            begins the run decides it. Count in any unit: tokens, examples or steps.
           step_tokens: tokens of an inner step of this island.
           block_tokens: tokens of a leased block of the data; 0: data are not leased.
           eval_tokens: tokens between two evaluations, see `evaluates`; 0: none.
-          period_seconds: how often each fragment is sent.
-          dead_seconds: without a heartbeat for so long an island is dead.
-          min_members: fewest islands of a log record.
+          period_seconds: time between two messages of a fragment.
+          dead_seconds: time without a heartbeat after which an island is dead.
+          min_members: fewest islands in a log record.
           key_file: private key of OpenSSH to sign with; "": messages are not signed.
-          same: further values that have to be equal on all islands, as a version of the data.
-          init_opt_state: params -> the first opt_state. It is called when the island comes back so
-            late that its moments are of no use; None: they are kept.
+          same: further values that have to be equal on all islands, such as a version of the data.
+          init_opt_state: returns the first opt_state, given params. It is called if the island
+            returns so late that its moments are useless; None: the moments are kept.
           layer_axis: as of DiLoCo.
           mesh: as of DiLoCo; the axis `diloco` has size 1.
           on_compile: as of DiLoCo.
@@ -201,7 +202,7 @@ class Island:
         if not records.is_island_name(name):
             raise ValueError(f"name={name!r}: expected 1 to 64 letters, digits, - or _.")
         self._settings = settings
-        # The programs are those of one replica without an exchange. The log has the exchange.
+        # The programs are for one replica without an exchange. The log has the exchange.
         plain = dataclasses.replace(
             settings,
             overlap_steps=0,
@@ -276,7 +277,7 @@ class Island:
         return layout
 
     def open(self) -> None:
-        """Open the store, and check that its run is this one. `join` and `rejoin` do so, too.
+        """Open the store, and check that it has this run. `join` and `rejoin` also do this.
 
         Raises:
           ConfigError: the store cannot be used, or it has another run.
@@ -326,7 +327,7 @@ class Island:
         return state
 
     def _agree(self) -> Any:
-        """Adopt the run of the store; return what the store has. Raises ConfigError."""
+        """Adopt the run of the store, and return the stored run.json. Raises ConfigError."""
         stored = log_store.get(functools.partial(log_store.read, self._bucket, None), records.RUN)
         if isinstance(stored, Damage):
             raise ConfigError(f"{self._name_of('store')}={self._store}: {stored.reason}.")
@@ -413,7 +414,8 @@ class Island:
     def step(self, state: State, batch: Any, tokens: int | None = None) -> tuple[State, Any]:
         """Take one inner step, and send and apply the fragments that are due.
 
-        It waits if two messages of this island are undecided and the next one is due, or for data.
+        Waits if two messages of this island are undecided and the next one is due. Also waits for
+        leased data.
 
         Args:
           state: donated.
@@ -434,7 +436,7 @@ class Island:
         state = replace(state, t=state.t + 1)
         throttle_cpu(self.mesh, (state.params, state.outer))
         state, metrics = plain_inner_step(_run_program, self._diloco.programs.inner, state, batch)
-        # A host that runs ahead would send values of steps that are far from done.
+        # Without waiting, the host would send values of steps that are still queued.
         jax.block_until_ready(self._running)
         self._running, self._tokens = metrics, self._tokens + tokens
         state = self._decide(functools.partial(self._finish_step, tokens), state)
@@ -442,7 +444,7 @@ class Island:
         return state, metrics
 
     def _decide(self, work: Callable[[State], State], state: State) -> State:
-        """Let process 0 work on the state, and all processes do the same with their parts of it."""
+        """Let process 0 work on the state, and the others repeat its calls on their shards."""
         if not processes.decides():
             return self._follow(state)
         try:
@@ -457,7 +459,7 @@ class Island:
         return state
 
     def _follow(self, state: State) -> State:
-        """In another process than 0: do what process 0 does, up to its next position."""
+        """In a process other than 0: repeat the calls of process 0, up to its next position."""
         while True:
             match processes.told():
                 case processes.READ, fragment:
@@ -481,7 +483,7 @@ class Island:
                     raise AssertionError(message)
 
     def _wait(self, state: State) -> State:
-        """Wait until the next step may begin, and join again if the log went on without it."""
+        """Wait until the next step may begin. Join again if the log has left this island behind."""
         self._state, leases = state, self.run.block_tokens > 0 and jax.process_count() > 1
         while True:
             started = time.perf_counter()
@@ -494,7 +496,7 @@ class Island:
     def _wait_in_several(self, state: State) -> State:
         """Wait after a step instead of before the next one, if there are several processes.
 
-        They read what is leased until now, so the data of the next step have to be.
+        All processes read only data that are leased now, so the data of the next step must be.
         """
         return self._wait(state) if jax.process_count() > 1 else state
 
@@ -548,7 +550,7 @@ class Island:
         executor = self._runtime.executor
         if executor.stop is not None and executor.stop.why == DONE:
             return True
-        state = executor.state.logs[0].state  # None while it joins again
+        state = executor.state.logs[0].state  # None while the island joins again
         return state is not None and rules.progress(self.run, state) >= 1
 
     def _error(self, stop: Stop, t: int = 0) -> Exception:
@@ -573,8 +575,8 @@ class Island:
     def progress(self) -> float:
         """The part of the run that is done, in [0, 1], for a learning rate schedule.
 
-        It counts committed tokens, those that this island has not committed, and as many of each
-        other island that is alive: the rate would jump when their tokens are committed.
+        It includes this island's uncommitted tokens, and the same number for each other island that
+        is alive. Otherwise the rate would jump when these tokens are committed.
         """
         return self._position.expected
 
@@ -585,14 +587,14 @@ class Island:
 
     @property
     def evaluates(self) -> bool:
-        """Whether this island, and no other, evaluates after this step. Each mark is seen once."""
+        """Whether only this island evaluates after this step. True once for each evaluation."""
         evaluates = self._position.evaluates
         if evaluates and processes.decides():
             self._runtime.executor.evaluations.clear()
         return evaluates
 
     def warmup(self, t: int) -> float:
-        """Return the factor of the learning rate at step t, below 1 after the moments were lost."""
+        """Return the factor of the learning rate at step t, below 1 after a loss of the moments."""
         if self._warm_from is None:
             return 1.0
         return min(1.0, (t - self._warm_from) / self.run.sync_period)
@@ -607,7 +609,7 @@ class Island:
           num_blocks: number of blocks of the data; they are leased again in the next epoch.
 
         Raises:
-          ValueError: block_tokens is 0, or the steps of a block have other tokens.
+          ValueError: block_tokens is 0, or the tokens of the steps do not add up to the block's.
         """
         if not self.run.block_tokens:
             raise ValueError("block_tokens=0: data are not leased. Set block_tokens.")
@@ -617,7 +619,7 @@ class Island:
             stop = next((r.stop for r in self._data.ranges if r[:2] == first[:2]), first.stop)
             epoch, index = divmod(first.block - 1, num_blocks)
             yield Block(index, epoch, first.start, stop)
-            # If the island has joined again meanwhile, it has other leases.
+            # An island that has joined again meanwhile has other leases.
             if self._incarnation == incarnation and not self.done:
                 steps, tokens = self._tokens - read, stop - first.start
                 if steps != tokens:
@@ -627,23 +629,23 @@ class Island:
         """Return the tokens of inner step t, for steps that all have step_tokens.
 
         A reader that runs ahead of the steps uses it instead of `blocks`, in any thread. It waits
-        until the tokens are leased. What was read ahead when the island joins again counts for its
-        new leases.
+        until the tokens are leased. When the island joins again, data that were already read count
+        for its new leases.
         """
         start = (t - 1 - self._data.begun) * self._step_tokens
         return self._leased(start, start + self._step_tokens)
 
     def _leased(self, start: int, stop: int) -> list[Range]:
-        # Without a lease the run has ended, or the next step joins again: then any data will do.
+        # Without a lease the run has ended, or the next step joins again: then any data suffice.
         return self._data.read(start, stop) or [Range(1, 1, 0, stop - start)]
 
     @property
     def incarnation(self) -> int:
-        """The number of this start of the island; it grows when the island joins again."""
+        """The number of this start of the island. It increases when the island joins again."""
         return self._incarnation
 
     def leave(self) -> None:
-        """Wait a while for what is being stored, and tell the others that this island ends."""
+        """Wait a while for requests in flight, and announce the end of this island to others."""
         first, self._left = not self._left, True
         self._data.close()
         if first and self._runtime is not None:
@@ -697,7 +699,7 @@ class Island:
         return self._diloco.restore_plan(saved)
 
     def extra_metrics(self, state: State) -> dict[str, float]:
-        """Return metrics of the log, of what this island has sent, and of the last message."""
+        """Return metrics of the log, of this island's traffic, and of its last message."""
         if not processes.decides():
             return {}
         (before, t), self._counted = self._counted, (self._bucket.counts, state.t)
@@ -715,7 +717,7 @@ class Island:
 
     @property
     def description(self) -> Description:
-        """Fragments with the bytes of their messages, and the memory of the outer state."""
+        """The fragments, the bytes of their messages, and the memory of the outer state."""
         layout, run = self._diloco.layout, self.run
         sizes = [
             outer_step.payload_size(run.wire, outer_step.sizes_of(run, fragment))

@@ -1,4 +1,7 @@
-"""The objects of a log in a store: bounded reads, checked bytes, and FAILED instead of errors."""
+"""Read and write the objects of a log in a store. Reads are bounded, and bytes are checked.
+
+The functions for the state machine return FAILED instead of raising errors of the store.
+"""
 
 import contextlib
 import os
@@ -37,7 +40,7 @@ _NAMES = re.compile(
 )
 _GRADIENT = re.compile(r"g/\d+/\d+\.[A-Za-z0-9_-]{1,64}\.[0-9.]{1,40}")
 _MAX_SPEED = 1e12  # tokens a second; a heartbeat that claims more is ignored
-_FIRST_BYTES = 1 << 16  # of a message are read first; few headers are longer
+_FIRST_BYTES = 1 << 16  # read first of a message; few headers are longer
 
 
 def open_bucket(url: str, key: str = "URL") -> Bucket | LocalFolder:
@@ -112,7 +115,7 @@ def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
     Raises:
       FileNotFoundError: it is absent.
       OSError: the store cannot be read.
-      Damaged: it is not the object of its name.
+      Damaged: its content does not match its name.
     """
     part = store.BLOCK_BYTES
     data, entry = bucket.get_first(name, min(max_bytes(run, name), part))
@@ -126,7 +129,7 @@ def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
 
 
 def _has_name(value: Any, name: str) -> bool:
-    """Return whether an object belongs to a name, as far as its fields say."""
+    """Return whether the fields of an object match a name."""
     match value:
         case Record(fragment, number):
             is_safe = _GRADIENT.fullmatch(records.gradient_name(value)) is not None
@@ -145,7 +148,9 @@ def _has_name(value: Any, name: str) -> bool:
 
 
 def get(read: Read, name: str) -> Any:
-    """Return an object, None, FAILED or Damage. A damaged lease counts as another island's.
+    """Read an object, and return it, None, FAILED or Damage.
+
+    A damaged lease counts as the lease of another island.
 
     Args:
       read: reads an object.
@@ -186,7 +191,7 @@ def get_message(bucket: Bucket, run: Run, name: str) -> Any:
 
 
 def read_term(bucket: Bucket, run: Run, fragment: int, member: Member) -> Term | tuple[Any, str]:
-    """Return a member's values; or (its key, why they cannot count). Raises OSError."""
+    """Return a member's values; or its key and the reason why they cannot count. Raises OSError."""
     key = rules.message_key(member)
     try:
         message, payload = read(bucket, run, records.message_name(fragment, *key))
@@ -217,7 +222,7 @@ def read_gradient(read: Read, run: Run, record: Record) -> np.ndarray:
 
 
 def listed(bucket: Bucket, folder: str) -> Iterator[str]:
-    """Yield the names in a folder that can belong to a log. Raises OSError."""
+    """Yield the names in a folder that are valid in a log. Raises OSError."""
     return (entry.name for entry in bucket.list_all(folder) if _NAMES.fullmatch(entry.name))
 
 
@@ -266,8 +271,8 @@ class MeteredStore:
     """A bucket that counts its requests.
 
     Attributes:
-      counts: so far.
-      failure: the last error, "" without one.
+      counts: of all requests so far.
+      failure: text of the last error; "" without an error.
     """
 
     def __init__(self, bucket: Bucket):

@@ -3,11 +3,11 @@
 Every machine computes the same bits: all operations are elementwise, with correctly rounded
 results, and sums have a fixed order. A compiled program or a library's sum promises neither.
 
-One step differs from exact arithmetic, and by half as much from diloco/outer.py on any device, by
-at most
+With a mean as aggregation, one step differs from exact arithmetic by at most
     (M + 8) 2^-24 (|theta| + lr (1 + b) (a + b |m|)),  a = sum of w_i |g_i| / sum of w_i
-for outer parameters theta, M members, rate lr, momentum b and trace m, where the aggregation is a
-mean: no value goes through more than M + 8 roundings.
+for outer parameters theta, M members, rate lr, momentum b and trace m. The reason is that a value
+is rounded at most M + 8 times. The difference from diloco/outer.py on any device is at most half of
+this bound.
 
     # N values of a fragment  T tensors of a leaf
 """
@@ -22,14 +22,14 @@ from maxdiloco.diloco import quantize
 from maxdiloco.islands.records import Leaf, Record, Run
 
 WIRES = quantize.NAMES
-# A mean is not sparse, and two bits are too few for one that nobody corrects.
+# A mean is not sparse, and it has no error feedback, so that two bits are too few.
 WIRES_DOWN = ("float32", "bfloat16", "int8", "float4_e3m0")
 OPTIMIZERS = ("nesterov", "sgd")  # diloco/outer.py has their formulas
 AGGREGATIONS = ("mean", "radial_directional_mean")
 
 
 def problem(run: Run) -> str:
-    """Return what is wrong with a run.json; "" if outer steps can be computed with it."""
+    """Return the error in a run.json; "" if outer steps can be computed with it."""
     values = run._asdict()
     for key, known in (
         ("wire", WIRES), ("wire_down", WIRES_DOWN), ("aggregation", AGGREGATIONS),
@@ -76,7 +76,7 @@ def from_bytes(payload: bytes) -> Outer:
 
 
 class Term(NamedTuple):
-    """A member's message: (island, incarnation), weight, values [N]."""
+    """The message of a member: (island, incarnation), weight, and values [N]."""
 
     source: tuple[str, int]
     weight: float
@@ -86,9 +86,9 @@ class Term(NamedTuple):
 def aggregate(run: Run, fragment: int, terms: Sequence[Term]) -> np.ndarray:
     """Rule 5: return the gradient of a record, the weighted mean of its islands [N].
 
-    Messages of one island follow each other, and their sum is its progress. With equal weights the
-    mean is diloco.outer.ordered_mean. The other aggregation is radial_directional_mean of the same
-    module, with weights.
+    Messages of one island are consecutive, so their sum is the island's progress. With equal
+    weights the mean is diloco.outer.ordered_mean. The other aggregation is the same module's
+    radial_directional_mean, with weights.
     """
     islands: dict[tuple[str, int], tuple[float, np.ndarray]] = {}
     for source, weight, values in terms:
@@ -143,7 +143,7 @@ def _radial_directional_mean(leaf: Leaf, terms, mean, most, inverse) -> np.ndarr
 
 
 def _norms(x_TN: np.ndarray) -> np.ndarray:
-    """Return L2 norms [T]. Squares are added by halves: no library chooses the order."""
+    """Return L2 norms [T]. Squares are added by halves, in an order that no library chooses."""
     squares = x_TN.astype(np.float64) ** 2
     while squares.shape[1] > 1:
         if squares.shape[1] % 2:
@@ -154,7 +154,7 @@ def _norms(x_TN: np.ndarray) -> np.ndarray:
 
 
 def norm(x_N: np.ndarray) -> float:
-    """Return the norm that a message declares."""
+    """Return the L2 norm that a message declares."""
     return float(_norms(np.asarray(x_N, np.float32)[None])[0])
 
 
@@ -177,7 +177,7 @@ def stepped(run: Run, outer: Outer, record: Record, gradient: np.ndarray | None)
 
 
 def merged(x: np.ndarray, theta: np.ndarray, alpha: float) -> np.ndarray:
-    """Rule 6: return the own values after a merge, as diloco.outer.merge."""
+    """Rule 6: return the island's values after a merge, as diloco.outer.merge."""
     if alpha in (0, 1):
         return theta if alpha == 0 else x
     return x + np.float32(1 - alpha) * (theta - x)
@@ -192,12 +192,12 @@ def sizes_of(run: Run, fragment: int) -> tuple[int, ...]:
 
 
 def reduced(run: Run, fragment: int, terms: Sequence[Term]) -> bytes:
-    """Return the payload of a gradient: the aggregate, encoded for everyone."""
+    """Return the payload of a record's gradient: the aggregate, encoded in wire_down."""
     return encode(run.wire_down, sizes_of(run, fragment), aggregate(run, fragment, terms))
 
 
 def encode(wire: str, sizes: tuple[int, ...], x_N: np.ndarray) -> bytes:
-    """Return the payload of a fragment: its leaves of these sizes, each encoded by itself."""
+    """Return the payload of a fragment, whose leaves have these sizes. Encodes each leaf."""
     leaves = np.split(np.asarray(x_N, np.float32), np.cumsum(sizes)[:-1])
     return b"".join(quantize.encode(wire, leaf).tobytes() for leaf in leaves)
 

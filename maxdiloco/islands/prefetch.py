@@ -1,7 +1,7 @@
 """Read records ahead while an island catches up with a log.
 
-It follows a log record by record, and would wait for the store twice for each: for the record, and
-for the gradient that it names. Neither ever changes, so the next ones are read concurrently.
+The island follows the log record by record. Without this file it would wait twice for each: for the
+record, and for the gradient that it names. Both never change, so later ones are read concurrently.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ from maxdiloco.islands import outer_step, records
 from maxdiloco.islands.log_store import Read
 from maxdiloco.islands.records import Damaged, Run
 
-# Records of a fragment that are read ahead, and bytes of gradients. With more bytes the bandwidth
-# is the limit, not the latency.
+# Limits on the records of a fragment that are read ahead, and on the bytes of their gradients. With
+# more bytes the bandwidth limits the speed, not the latency.
 MAX_RECORDS, MAX_BYTES = 8, 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadAhead:
-    """A request for a record and its gradient, in addition to those of the state machine.
+    """A request for a record and its gradient, in addition to the state machine's requests.
 
-    It is not a NamedTuple, which would be equal to the machine's own request for the record.
+    It is not a NamedTuple, because a tuple would equal the machine's own request for the record.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Prefetch:
     """Records and gradients that are read ahead. Any thread may call the methods."""
 
     def __init__(self, run: Run, read: Read):
-        """Keep the run, and how an object is read."""
+        """Keep the run, and the function that reads an object."""
         self._run, self._read = run, read
         self._reads: dict[str, Future[tuple[Any, bytes]]] = {}
-        self._ends: dict[int, int] = {}  # by fragment: a record that was absent
+        self._ends: dict[int, int] = {}  # by fragment: number of a record that was absent
 
     def after(self, name: str) -> list[ReadAhead]:
-        """Return the requests that follow when a record is read; none for other names."""
+        """Return further requests after the read of a record; none for other names."""
         if name[0] != "c":
             return []
         fragment, first = records.fragment_of(name), records.number_of(name) + 1
@@ -69,7 +69,7 @@ class Prefetch:
             future.set_result(found)
             return
         name = records.gradient_name(record)
-        gradient = self._reads[name] = Future()  # before anyone can ask for it
+        gradient = self._reads[name] = Future()  # before another thread can ask for it
         gradient.set_running_or_notify_cancel()
         future.set_result(found)
         try:
@@ -78,7 +78,7 @@ class Prefetch:
             gradient.set_exception(error)
 
     def read(self, name: str) -> tuple[Any, bytes]:
-        """Return an object, as it was read ahead or is now. Raises OSError, Damaged."""
+        """Return an object, read ahead or read now. Raises OSError, Damaged."""
         future = self._reads.pop(name, None)
         if future is not None and not future.cancel():
             with contextlib.suppress(OSError, Damaged):

@@ -1,7 +1,7 @@
 """The processes of one island: process 0 decides, and the others follow in the same order.
 
 Only process 0 has the executor, its threads and the store. Before it reads or replaces values on
-the devices it tells the others, since those programs span all processes (needs JAX).
+the devices it broadcasts an operation, since these programs span all processes (needs JAX).
 """
 
 import json
@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
 
-# What process 0 does next.
+# The operations that process 0 broadcasts.
 READ, WRITE, RESET, WAIT, GO, FAIL = "read", "write", "reset", "wait", "go", "fail"
 _BYTES = 4096  # of a message, which is broadcast with a fixed size
 _ERRORS = {kind.__name__: kind for kind in (CheckpointError, ConfigError, NumericsError)}
@@ -26,13 +26,17 @@ def decides() -> bool:
 
 
 def tell(what: str, value: Any = None) -> None:
-    """In process 0: tell the others what it does next."""
+    """In process 0: broadcast the next operation to the others."""
     if jax.process_count() > 1:
         _broadcast(json.dumps([what, value]).encode())
 
 
 def told() -> tuple[str, Any]:
-    """In another process: return what process 0 does next. Raises the error that ends process 0."""
+    """In another process: wait for the next operation of process 0, and return it.
+
+    Raises:
+      Exception: the error that ends process 0.
+    """
     while True:
         what, value = json.loads(_broadcast(b"").rstrip(b"\0"))
         if what == FAIL:
@@ -42,10 +46,10 @@ def told() -> tuple[str, Any]:
 
 
 def first(work: Callable[[], Any]) -> Any:
-    """Let only process 0 do some work, and return what it has returned in all processes.
+    """Call `work` in process 0 only, and return its result in all processes.
 
     Raises:
-      Exception: what `work` raises, if it is an error of this package, in all processes.
+      Exception: an error of this package that `work` raises, in all processes.
     """
     if not decides():
         return told()[1]

@@ -1,7 +1,8 @@
-"""The objects of a log: NamedTuples to bytes and back, with versions, sizes and digests. No I/O.
+"""Encode and decode the objects of a log, with versions, sizes and digests. No I/O.
 
-An object is a line `maxdiloco-islands VERSION KIND`, a line of JSON, and a payload, if it has one.
-Each value has exactly one encoding, and other bytes are refused. Nothing is executed.
+An object is a line `maxdiloco-islands VERSION KIND`, a line of JSON, and an optional payload. In
+Python it is a NamedTuple. Each value has exactly one encoding, and other bytes are refused. Nothing
+is executed.
 """
 
 import hashlib
@@ -15,8 +16,8 @@ from maxdiloco import json_text
 
 VERSION = 6
 MAGIC = "maxdiloco-islands"
-# Bytes of both lines of an object, without its payload. A record of some thousand members fits, and
-# so do at least four of the largest messages in one record.
+# Limit on the bytes of both lines of an object, without its payload. A record of about a thousand
+# members fits, and at least four of the largest messages fit into one record.
 _MAX_HEADER, _MAX_MESSAGE_HEADER = 1 << 20, 1 << 18
 _MAX_INT, _MAX_TEXT = 2**63, 256
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
@@ -24,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Damaged(ValueError):
-    """An object is not what its name says."""
+    """The content of an object does not match its name."""
 
 
 class TooLarge(Damaged):
@@ -32,25 +33,25 @@ class TooLarge(Damaged):
 
 
 class Leaf(NamedTuple):
-    """A leaf of a fragment: number of values, and of tensors in it; 0 tensors: vocabulary rows."""
+    """A leaf of a fragment: its numbers of values and of tensors. 0 tensors: vocabulary rows."""
 
     size: int
     tensors: int
 
 
 class Run(NamedTuple):
-    """run.json: what all islands have in common.
+    """run.json: the settings that all islands have in common.
 
     Attributes:
-      settings: (name, value) pairs of what shapes the parameters and the data.
+      settings: (name, value) pairs that determine the parameters and the data.
       wire, wire_down: wire formats of a message and of a record's gradient.
       aggregation, outer_optimizer, outer_lr, outer_momentum: of the outer step.
       fragments: leaves of each fragment.
       islands_min: fewest islands of a record.
       sync_period, overlap_steps, alpha: H, tau and alpha of Streaming DiLoCo.
-      tokens: after so many committed tokens the run ends.
-      block_tokens: of a lease; 0: data are not leased.
-      eval_tokens: between two evaluations; 0: none.
+      tokens: committed tokens at which the run ends.
+      block_tokens: tokens of a lease; 0: data are not leased.
+      eval_tokens: tokens between two evaluations; 0: none.
       snapshot_every: records between two snapshots.
       keys: (island, public key) pairs; empty: messages are not signed.
     """
@@ -77,7 +78,7 @@ class Run(NamedTuple):
 class Range(NamedTuple):
     """Tokens `start` to before `stop`, counted from the first token of the block `block`.
 
-    They may extend into the blocks that follow, all of them read under leases number `lease`.
+    They may extend into the following blocks. All of them are read under leases number `lease`.
     """
 
     block: int
@@ -92,10 +93,11 @@ class Message(NamedTuple):
     Attributes:
       fragment, island, incarnation, seq: its name.
       base: records of the fragment that the island had applied.
-      steps, tokens: since the message before; a rejected message's are in the next one.
-      read: tokens that this incarnation has read until then.
+      steps, tokens: since the previous message. The next message includes those of a rejected one.
+      read: tokens that this incarnation has read so far.
       data: ranges of the tokens. Ranges that do not fit wait for the next message.
-      norm: of the values. finite: whether all values are.
+      norm: of the values.
+      finite: whether all values are finite.
       sha256: of the payload.
       signature: Ed25519 in hex, or "".
     """
@@ -116,7 +118,7 @@ class Message(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A message that a record takes."""
+    """A message that a record accepts."""
 
     island: str
     incarnation: int
@@ -129,7 +131,7 @@ class Member(NamedTuple):
 
 
 class Reject(NamedTuple):
-    """A message that a record does not take, and why."""
+    """A message that a record rejects, and the reason."""
 
     island: str
     incarnation: int
@@ -144,11 +146,12 @@ class Record(NamedTuple):
 
     Attributes:
       fragment, number: its name.
-      author: island that wrote it. nonce: of the draft.
+      author: island that wrote it.
+      nonce: of the draft.
       members, rejected: by island, incarnation and seq.
-      dead: incarnations that are dead from here on.
+      dead: incarnations that this record declares dead.
       scale: part of a full outer step.
-      previous: sha256 of the record before.
+      previous: sha256 of the previous record.
       state: digest of the outer state before it.
       gradient: sha256 of the payload of its gradient.
     """
@@ -171,7 +174,7 @@ class Watermark(NamedTuple):
 
     Attributes:
       island, incarnation, seq: the last decided message.
-      tokens: of the members, and of the island's forgotten incarnations.
+      tokens: committed tokens, including the island's forgotten incarnations.
       since, record: first and last record that named it.
     """
 
@@ -184,7 +187,7 @@ class Watermark(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A leased block: `tokens` of it are committed, none at or after `stop`."""
+    """A leased block. `tokens` of its tokens are committed, none of them at or after `stop`."""
 
     block: int
     lease: int
@@ -195,7 +198,7 @@ class Block(NamedTuple):
 
 
 class LogState(NamedTuple):
-    """s/F/R: a snapshot, the sum of all records up to R. The payload is the outer state.
+    """s/F/R: a snapshot, the state after all records up to R. The payload is the outer state.
 
     Attributes:
       fragment, number: its name.
@@ -205,8 +208,9 @@ class LogState(NamedTuple):
       watermarks: by island and incarnation.
       norms: of the last messages, with their steps.
       dead: incarnations that are dead and not forgotten.
-      blocks: unfinished ones.
-      top: highest block seen. tops: its values at the last snapshots.
+      blocks: unfinished blocks.
+      top: highest block seen.
+      tops: values of `top` at the last snapshots.
     """
 
     fragment: int
@@ -234,11 +238,12 @@ class Heartbeat(NamedTuple):
     """hb/ISLAND: shows that an island is alive.
 
     Attributes:
-      island, incarnation: of the island. count: grows with each heartbeat.
+      island, incarnation: of the island.
+      count: grows with each heartbeat.
       ready: whether it has sent a message.
       speed: tokens a second.
-      left: whether this is the last one, since the program has ended.
-      signature: as that of a message.
+      left: whether this is the last heartbeat, since the program has ended.
+      signature: Ed25519 in hex, or "".
     """
 
     island: str
@@ -255,7 +260,8 @@ class Lease(NamedTuple):
 
     Attributes:
       name: of this object.
-      island, incarnation: of its owner. nonce: of the owner's program.
+      island, incarnation: of its owner.
+      nonce: of the owner's program.
     """
 
     name: str
@@ -276,7 +282,7 @@ RUN = "run.json"
 
 
 def message_name(fragment: int, island: str, incarnation: int, seq: int) -> str:
-    """Return the name of a message; seq begins at 1."""
+    """Return the name of a message. seq begins at 1."""
     return f"u/{fragment}/{island}.{incarnation}.{seq}"
 
 
@@ -286,7 +292,7 @@ def name_of_message(message: Message) -> str:
 
 
 def record_name(fragment: int, number: int) -> str:
-    """Return the name of a record; numbers begin at 1."""
+    """Return the name of a record. Numbers begin at 1."""
     return f"c/{fragment}/{number}"
 
 
@@ -345,7 +351,7 @@ def encode(value: Any, payload: bytes = b"") -> bytes:
 
     Raises:
       ValueError: a number that JSON lacks.
-      TooLarge: no reader would accept it.
+      TooLarge: the object is larger than readers accept.
     """
     header = _header(value)
     if len(header) > (most := max_header(type(value))):
@@ -388,7 +394,7 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
       whole: False if these are only the first bytes.
 
     Raises:
-      Damaged: with one line.
+      Damaged: the bytes are not an object of this name.
     """
     expected = kind_of(name)
     first, _, rest = data[: max_header(expected)].partition(b"\n")

@@ -1,7 +1,7 @@
 """The rules that all islands agree on, as pure functions of plain values.
 
-docs/development/islands-protocol.md states the rules in sentences under the same numbers. The
-constants were chosen with the simulator and the storm benchmark, unless a comment has a reason.
+docs/development/islands-protocol.md states the rules in prose under the same numbers. The constants
+were chosen with the simulator and the storm benchmark, unless a comment has another reason.
 """
 
 import itertools
@@ -27,28 +27,29 @@ from maxdiloco.islands.records import (
 
 Key = tuple[str, int, int]  # island, incarnation, seq
 
-MAX_UNDECIDED = 2  # messages of an island and fragment
+MAX_UNDECIDED = 2  # messages of an island in one fragment
 MAX_STALENESS = 2  # records
-STALE_WEIGHT = 0.8  # for each record
+STALE_WEIGHT = 0.8  # factor for each record
 REASONS = ("not finite", "base", "stale", "norm", "data")  # of a reject, in this order
-REPEATED = ("norm", "data")  # reasons that the island's next message meets, too
+REPEATED = ("norm", "data")  # reasons that also apply to the island's next message
 MAX_NORM, NORMS, MIN_NORMS = 4.0, 16, 4  # times the median of the last 16, once there are 4
-# A dead incarnation is forgotten after so many snapshots' records. Its objects are deleted two
-# snapshots later; the other two are for deletions that failed.
+# Snapshots after which a dead incarnation is forgotten. Its objects are deleted after two
+# snapshots; the other two leave time to repeat failed deletions.
 REMEMBERED_SNAPSHOTS = 4
-# Deaths in a record and in a state, which forgets the oldest first. With watermarks they need at
-# most 350 kB of a state, unfinished blocks 480 kB, and the watermarks of 1,000 living islands fit.
+# Limits on deaths in a record and in a state, which forgets the oldest first. With watermarks they
+# need at most 350 kB of a state, and unfinished blocks 480 kB. The watermarks of 1,000 living
+# islands fit in addition.
 MAX_DEATHS, MAX_DEAD = 256, 1024
-MAX_SPEEDUP = 4.0  # a speed is believed up to so many times the average so far, as with norms
-NEW_PERIODS = 2  # in which an island that has committed nothing is expected to send
+MAX_SPEEDUP = 4.0  # limit on a declared speed, relative to the average so far
+NEW_PERIODS = 2  # in which an island without committed tokens is expected to send
 SMALL_SCALE = 0.5  # a record with a smaller scale is logged
 
-LEASED_PERIODS = 3  # an island trains on for so long without the store
+LEASED_PERIODS = 3  # in which an island can train without the store
 MIN_LEASES, MAX_MORE_LEASES = 2, 6  # blocks
-MAX_BLOCKS_AHEAD = 1 << 20  # blocks above the highest one seen that may be read
-MAX_UNFINISHED = 2048  # blocks in a state, which drops the lowest first; an island has one or two
-# Values of `top` in a state. The oldest is four snapshots old, as long as a dead incarnation is
-# remembered: a slow island sends what it leases much sooner, or is so late that it joins as new.
+MAX_BLOCKS_AHEAD = 1 << 20  # limit on blocks that are read above the highest one seen
+MAX_UNFINISHED = 2048  # limit on blocks in a state, which drops the lowest first; 1 or 2 an island
+# Values of `top` in a state. The oldest is four snapshots old, and a dead incarnation is remembered
+# equally long. A slow island sends its leased data much sooner, or is so late that it joins as new.
 TOPS = 5
 # Bytes of a message's header without ranges: names, sha256, signature and numbers of 19 digits.
 HEADER_WITHOUT_DATA = 1 << 10
@@ -60,10 +61,10 @@ class Timing(NamedTuple):
     Attributes:
       period: between two messages of a fragment, T.
       min_steps: fewest inner steps of a message.
-      dead: without a new heartbeat an island is dead after this time.
+      dead: time without a new heartbeat after which an island is dead.
       grace: how long a record waits for messages after the first one.
-      takeover: how long an author waits for each island before it in the order.
-      beat: between two own heartbeats.
+      takeover: how long an author waits for each island that precedes it in the order.
+      beat: between two heartbeats of this island.
       list: between two listings of heartbeats.
       poll, max_poll: first and longest pause before a request is repeated.
     """
@@ -80,12 +81,12 @@ class Timing(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """An island as another one sees it; times are StateMachine.observed_now [s].
+    """An island as another island observes it. Times are StateMachine.observed_now [s].
 
     Attributes:
-      heartbeat: the newest one.
-      changed_at: when it came.
-      since: when the first heartbeat of its incarnation came.
+      heartbeat: the newest heartbeat.
+      changed_at: when the newest heartbeat was observed.
+      since: when the first heartbeat of its incarnation was observed.
     """
 
     heartbeat: Heartbeat
@@ -94,7 +95,7 @@ class Peer(NamedTuple):
 
 
 def message_key(one: Message | Member | Reject) -> Key:
-    """Return what names a message in the log of its fragment."""
+    """Return the key that identifies a message in the log of its fragment."""
     return one.island, one.incarnation, one.seq
 
 
@@ -107,7 +108,10 @@ def watermarks(state: LogState) -> dict[tuple[str, int], int]:
 
 
 def genesis_hash(run: Run) -> str:
-    """Rule 1: return the hash that the first record names, equal for islands that begin at once."""
+    """Rule 1: return the hash at the start of the chain of records.
+
+    It depends only on the settings, so islands that begin a run concurrently have the same hash.
+    """
     return records.digest(run._replace(tokens=1, block_tokens=0, eval_tokens=0))
 
 
@@ -117,7 +121,7 @@ def genesis(run: Run, fragment: int, digest: str) -> LogState:
 
 
 def validate_record(state: LogState, record: Record) -> str:
-    """Rule 1: return why a record cannot follow a state; "" if it can."""
+    """Rule 1: return the reason why a record cannot follow a state; "" if it can."""
     marks = watermarks(state)
     if (record.fragment, record.number) != (state.fragment, state.number + 1):
         return "it has another number"
@@ -177,7 +181,7 @@ def next_state(run: Run, state: LogState, record: Record, digest: str) -> LogSta
 
 
 def _forget(marks: dict[tuple[str, int], Watermark], key: tuple[str, int]) -> None:
-    """Drop the watermark of an incarnation; the island's next one inherits its tokens."""
+    """Drop the watermark of an incarnation. The island's next incarnation inherits its tokens."""
     old = marks.pop(key)
     if later := [other for other in marks if other[0] == key[0] and other > key]:
         heir = marks[min(later)]
@@ -189,13 +193,13 @@ def _forget(marks: dict[tuple[str, int], Watermark], key: tuple[str, int]) -> No
 
 
 def authors_before(number: int, name: str, present: Iterable[str]) -> int:
-    """Rule 2: return how many islands come before this one as author of a record."""
+    """Rule 2: return the number of islands that precede this one as author of a record."""
     order = sorted({*present, name})
     return (order.index(name) - number) % len(order)
 
 
 def is_own(lease: Lease, nonce: str) -> bool:
-    """Rule 2: return whether this program wrote an object, whatever the store has answered."""
+    """Rule 2: return whether this program wrote an object, regardless of the store's answer."""
     return lease.nonce == nonce
 
 
@@ -209,15 +213,15 @@ def decidable(
     waited: float,
     timing: Timing,
 ) -> tuple[list[Message], list[Reject]] | None:
-    """Rule 2: return the messages that the next record takes and rejects; None: not yet.
+    """Rule 2: return the messages that the next record accepts and rejects; None: not yet.
 
     Args:
       run: of the log.
       state: before the record.
       inbox: messages by key.
-      damaged: {key: reason} of those that cannot be used.
+      damaged: {key: reason} of the messages that cannot be used.
       present: islands that are ready and alive.
-      waited: since the first message came [s].
+      waited: time since the first message arrived [s].
       timing: of the author.
     """
     members, rejected = order_messages(run, state, inbox, damaged)
@@ -236,20 +240,20 @@ def decidable(
 
 
 def observed(timing: Timing, since: float, writes: bool) -> float:
-    """Rule 3: return how much of the time since a listing counts: a pause, and half of one more.
+    """Rule 3: return how much of the time since a listing counts as observed, at most 1.5 pauses.
 
-    While the store is away, or the observer stands still, nobody is silent.
+    While the store is unavailable, or the observer is suspended, no island is considered silent.
 
     Args:
       timing: of the observer.
-      since: the last listing [s].
-      writes: whether the observer's own heartbeat is written; if not, others' may not be either.
+      since: time since the last listing [s].
+      writes: whether the observer can write its heartbeat; otherwise others may fail, too.
     """
     return min(since, 1.5 * timing.list) if writes else 0.0
 
 
 def alive(peers: Mapping[str, Peer], now: float, timing: Timing) -> set[str]:
-    """Rule 3: return the islands with a recent heartbeat. now: of Peer."""
+    """Rule 3: return the islands with a recent heartbeat. now: as the times of Peer [s]."""
     return {name for name, one in peers.items() if now - one.changed_at < timing.dead}
 
 
@@ -260,8 +264,8 @@ def newly_dead(
 
     Args:
       state: before the record.
-      living: {island: its newest incarnation}; earlier ones are dead.
-      absent: whether all others were observed long enough to be dead, too.
+      living: {island: its newest incarnation}; earlier incarnations are dead.
+      absent: whether the observation was long enough to declare all other islands dead, too.
     """
     dead = {*state.dead}
     known = ((one.island, one.incarnation) for one in state.watermarks)
@@ -275,12 +279,12 @@ def newly_dead(
 
 
 def is_decided(marks: Mapping[tuple[str, int], int], key: Key) -> bool:
-    """Rule 4: return whether a record has taken or rejected a message."""
+    """Rule 4: return whether a record has accepted or rejected a message."""
     return key[2] <= marks.get(key[:2], 0)
 
 
 def is_next(marks: Mapping[tuple[str, int], int], key: Key) -> bool:
-    """Rule 4: return whether a message follows the decided ones of its incarnation."""
+    """Rule 4: return whether a message follows the decided messages of its incarnation."""
     return not is_decided(marks, key) and key[2] - 1 <= marks.get(key[:2], 0)
 
 
@@ -295,7 +299,7 @@ def may_send(undecided: Sequence[Any]) -> bool:
 
 
 def remembered_records(run: Run) -> int:
-    """Rule 4: return after how many records a dead incarnation is forgotten."""
+    """Rule 4: return the number of records after which a dead incarnation is forgotten."""
     return REMEMBERED_SNAPSHOTS * run.snapshot_every
 
 
@@ -310,7 +314,7 @@ def is_forgotten(run: Run, state: LogState, message: Message) -> bool:
 def order_messages(
     run: Run, state: LogState, inbox: Mapping[Key, Message], damaged: Mapping[Key, str]
 ) -> tuple[list[Message], list[Reject]]:
-    """Rules 4 and 12: return the messages that the next record may take and rejects, in order."""
+    """Rules 4 and 12: return the messages that the next record may accept and must reject."""
     marks, members, rejected = watermarks(state), [], []
     for key in sorted(inbox):
         message = inbox[key]
@@ -336,7 +340,7 @@ def rejects_in_turn(members: Sequence[Message], rejected: Sequence[Reject]) -> l
 
 
 def weight(number: int, messages: Sequence[Message]) -> float:
-    """Rule 5: return the weight of an island in record `number`: tokens^2 / steps, less if late.
+    """Rule 5: return the weight of an island in record `number`: tokens^2 / steps, lower if stale.
 
     Decoupled DiLoCo (arXiv 2604.21428) has the same weights.
     """
@@ -350,7 +354,7 @@ def weight(number: int, messages: Sequence[Message]) -> float:
 def expected_tokens(
     state: LogState, peer: Peer, mean: float, observed: float, timing: Timing
 ) -> float:
-    """Rule 5: return the tokens that an island without a message would have brought.
+    """Rule 5: return the tokens that an island without a message would have contributed.
 
     Args:
       state: before the record.
@@ -370,7 +374,7 @@ def expected_tokens(
 
 
 def scale(committed: int, expected: float) -> float:
-    """Rule 5: return the part of a full step that a record takes."""
+    """Rule 5: return the fraction of a full outer step that a record applies."""
     return min(1.0, committed / expected) if committed else 1.0
 
 
@@ -393,8 +397,8 @@ def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
     Args:
       run: of the log.
       t: inner steps done.
-      sent_at: step of the own message in the record; None without one.
-      others: own messages that stay undecided.
+      sent_at: step of this island's message in the record; None without one.
+      others: number of this island's messages that stay undecided.
     """
     if sent_at is None:
         return "shift"
@@ -412,7 +416,7 @@ def is_due(timing: Timing, steps: int, waited: float) -> bool:
 def unsent(outer: Any, undecided: Iterable[Any], x: Any) -> Any:
     """Rule 10: return the progress that is not sent: outer parameters - undecided messages - x.
 
-    Numbers or arrays. It contains what a wire format has rounded off.
+    Arguments are numbers or arrays. The result includes the rounding errors of the wire format.
     """
     for value in undecided:
         outer = outer - value
@@ -423,10 +427,10 @@ def rebase(x: Any, before: Any, after: Any, committed: Iterable[Any]) -> Any:
     """Rules 6 and 10: return x after a record, with all progress that is not committed.
 
     Args:
-      x: own values.
+      x: this island's values.
       before: outer parameters before the record.
-      after: outer parameters after it.
-      committed: own messages that it takes.
+      after: outer parameters after the record.
+      committed: this island's messages that the record accepts.
     """
     x = x + (after - before)
     for value in committed:
@@ -450,7 +454,7 @@ def unfinished_blocks(run: Run, state: LogState, record: Record) -> tuple[tuple[
         for part in (one for each in member.data for one in ranges_by_block(each, size)):
             key, top = (part.block, part.lease), max(top, part.block)
             old = blocks.get(key)
-            # A part of a rejected message may come after a later one.
+            # A part of a rejected message may arrive after a later part.
             stop = max(old.stop if old else 0, part.stop)
             tokens = (old.tokens if old else 0) + part.stop - part.start
             blocks[key] = Block(*key, member.island, member.incarnation, stop, tokens)
@@ -471,7 +475,7 @@ def ranges_by_block(part: Range, size: int) -> Iterator[Range]:
 
 
 def joined(first: Iterable[Range], then: Iterable[Range], size: int) -> tuple[Range, ...]:
-    """Return ranges one after the other, as one where they touch. size: of a block."""
+    """Concatenate ranges, and join those that touch. size: tokens of a block."""
     found = list(first)
     for part in then:
         last = found[-1] if found else None
@@ -489,23 +493,23 @@ def tokens_of(data: Sequence[Range]) -> int:
 
 
 def highest_finished(state: LogState) -> int:
-    """Rule 8: return the highest block that can be finished; 0: none is."""
+    """Rule 8: return the highest block that can be finished; 0 without one."""
     return state.tops[0] if len(state.tops) == TOPS else 0
 
 
 def finished_blocks(state: LogState, blocks: Iterable[int]) -> Iterator[int]:
     """Rule 8: yield the blocks that no message may name any more, so that leases can be deleted.
 
-    They are committed, or nobody began them until four snapshots after a higher one. A finished
-    block is finished in all later states. An island whose state is so old that it leases one again
-    sends what no record takes.
+    They are committed, or no island began them until four snapshots after a higher one. A finished
+    block is finished in all later states. An island with an outdated state may lease one again, but
+    every record rejects its messages.
     """
     highest, unfinished = highest_finished(state), {one.block for one in state.blocks}
     return (block for block in blocks if block <= highest and block not in unfinished)
 
 
 def are_valid_ranges(run: Run, state: LogState, data: Sequence[Range]) -> bool:
-    """Rules 8 and 12: return whether ranges can be of blocks that an island holds."""
+    """Rules 8 and 12: return whether ranges can belong to blocks that an island holds."""
     size = run.block_tokens
     known = all(
         0 <= part.start < min(part.stop, size)
@@ -513,14 +517,14 @@ def are_valid_ranges(run: Run, state: LogState, data: Sequence[Range]) -> bool:
         and part.block + (part.stop - 1) // size <= state.top + MAX_BLOCKS_AHEAD
         for part in data
     )
-    end = highest_finished(state) + 1  # few blocks of a very long range are below
+    end = highest_finished(state) + 1  # bounds the loop for a very long range
     parts = (range(p.block, min(p.block + -(-p.stop // size), end)) for p in data)
     finished = finished_blocks(state, itertools.chain.from_iterable(parts))
     return known and not any(True for _ in finished)
 
 
 def released_ranges(state: LogState, size: int) -> list[Range]:
-    """Rule 8: return the rests of blocks of dead islands, which may be leased once more."""
+    """Rule 8: return the remaining parts of dead islands' blocks, which may be leased once more."""
     dead = (
         one
         for one in state.blocks
@@ -532,13 +536,13 @@ def released_ranges(state: LogState, size: int) -> list[Range]:
 def wants_lease(held: Sequence[Range], period_tokens: int, missed: int) -> bool:
     """Rule 8: return whether an island requests one more block.
 
-    It can then read while the store is away: with two undecided messages and a third one due it
-    trains on for three periods. It holds at least the block that it reads and the next one.
+    The island can then read while the store is unavailable. It trains for three periods, until two
+    messages are undecided and a third one is due. It holds at least the current and the next block.
 
     Args:
-      held: leases, and requested ones.
+      held: leases, including requested ones.
       period_tokens: tokens that the island reads in a period.
-      missed: requests in a row that others had won; a newcomer passes over their blocks quickly.
+      missed: consecutive requests that others won. It lets a late joiner skip their blocks quickly.
     """
     least = MIN_LEASES + min(missed, MAX_MORE_LEASES)
     return len(held) < least or tokens_of(held) < LEASED_PERIODS * period_tokens
@@ -552,7 +556,7 @@ def next_lease(
     Args:
       state: of fragment 0.
       size: tokens of a block.
-      leased: (block, number of the lease) that were requested before.
+      leased: (block, number of the lease) pairs that were requested before.
     """
     rests = [one for one in released_ranges(state, size) if one[:2] not in leased]
     block = max([state.top, *(block for block, _ in leased)]) + 1
@@ -564,17 +568,17 @@ def next_lease(
 
 
 def moments(own: int | None, head: int) -> str:
-    """Rule 9: return "kept" or "zero" for the moments of a newcomer's inner optimizer.
+    """Rule 9: return "kept" or "zero" for the moments of a late joiner's inner optimizer.
 
     Args:
-      own: records that its checkpoint has; None without a checkpoint.
-      head: records of the log.
+      own: number of records that its checkpoint has; None without a checkpoint.
+      head: number of records in the log.
     """
     return "kept" if own is not None and 0 <= head - own <= MAX_STALENESS else "zero"
 
 
 def is_ready(sent: int) -> bool:
-    """Rule 9: return whether records wait for an island that has sent so many messages."""
+    """Rule 9: return whether records wait for an island that has sent `sent` messages."""
     return sent > 0
 
 
@@ -588,7 +592,7 @@ def pause(timing: Timing, tries: int, salt: str) -> float:
 
 
 def reject_reason(run: Run, state: LogState, message: Message, damage: str) -> str:
-    """Rule 12: return why a message cannot count; "" if it can. damage: of its payload."""
+    """Rule 12: return the reason to reject a message; "" if valid. damage: of its payload."""
     found = [
         not message.finite,
         message.base > state.number,
@@ -602,8 +606,8 @@ def reject_reason(run: Run, state: LogState, message: Message, damage: str) -> s
 def is_outlier(state: LogState, message: Message) -> bool:
     """Rule 12: return whether a norm is too large against recent ones, in total and per inner step.
 
-    A fast island has longer updates in total. One of few steps has longer ones per step, since
-    steps oscillate.
+    A fast island has longer updates in total. A message of few steps has longer updates per step,
+    since steps oscillate.
     """
     if len(state.norms) < MIN_NORMS:
         return False
@@ -614,13 +618,13 @@ def is_outlier(state: LogState, message: Message) -> bool:
 
 def fits(run: Run, state: LogState, record: Record) -> bool:
     """Rule 12: return whether a record, and a snapshot after it, can be written and read."""
-    digest = "0" * 64  # of the gradient and the state, which are not known yet
+    digest = "0" * 64  # placeholder for the gradient's and the state's
     record = record._replace(gradient=digest)
     return records.fits(record) and records.fits(next_state(run, state, record, digest))
 
 
 def fitting_ranges(data: Sequence[Range]) -> int:
-    """Rule 12: return how many of the first ranges fit into a message."""
+    """Rule 12: return the number of ranges, from the first, that fit into a message."""
     left = records.max_header(Message) - HEADER_WITHOUT_DATA
     for count, part in enumerate(data):
         left -= records.size_in_list(part)
@@ -630,9 +634,9 @@ def fitting_ranges(data: Sequence[Range]) -> int:
 
 
 def deletable(names: Iterable[str], snapshots: Iterable[LogState]) -> list[str]:
-    """Rule 13: return the objects of one fragment that nobody needs, below the last two snapshots.
+    """Rule 13: return the names of one fragment that are not needed after the last two snapshots.
 
-    Messages of incarnations that were dead by then are not needed, nor leases of blocks that were
+    This includes messages of incarnations that were dead by then, and leases of blocks that were
     finished by then. Records stay, so that a reader can follow their chain from the start.
     """
     kept = sorted(snapshots, key=lambda state: state.number)[-2:]

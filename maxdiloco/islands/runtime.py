@@ -1,7 +1,7 @@
 """Run an island concurrently with the training steps: threads, clock, leased data, log lines.
 
-The thread that trains calls `wait_to_step` before an inner step and `step_done` after it. Only
-there does the executor read and replace the island's values. All else happens while steps run.
+The training thread calls `wait_to_step` before an inner step and `step_done` after it. The executor
+reads and replaces the island's values only in these calls. All other work runs concurrently.
 """
 
 import bisect
@@ -16,21 +16,21 @@ from maxdiloco.islands.executor import Executor
 from maxdiloco.islands.records import Heartbeat, Range
 from maxdiloco.islands.state_machine import TRAIN, Create, PutHeartbeat, Reduce, StateMachine
 
-# A request may be a fragment that travels for minutes, or wait for a store that is away. Heartbeats
-# have a thread of their own.
+# A request may transfer a fragment for minutes, or wait for an unavailable store. So heartbeats
+# have their own thread.
 THREADS = 8
 PAUSE_S = 0.02  # between two ticks
 DRAIN_S = 10.0  # for requests in flight at the end
-WAIT_LINE_S = 30.0  # after which a waiting island logs what it waits for
+WAIT_LINE_S = 30.0  # after which a waiting island logs the reason
 MEANWHILE_S = 1.0  # between two calls of `meanwhile`
 
 
 class LeasedData:
-    """The data that an island has leased, in the order of reading. Any thread calls the methods.
+    """The data that an island has leased, in reading order. Any thread may call the methods.
 
     Attributes:
       begun: inner steps before this start of the island.
-      ranges: leases, each in full length.
+      ranges: leases, each with its full length.
     """
 
     def __init__(self, begun: int = 0):
@@ -41,11 +41,11 @@ class LeasedData:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that were ever leased."""
+        """Number of tokens in all leases so far."""
         return self._ends[-1] if self._ends else 0
 
     def extend(self, leases: Iterable[Range]) -> None:
-        """Add leases, each in full length at its first appearance."""
+        """Add the new leases among these. A lease has its full length when it first appears."""
         with self._changed:
             for lease in leases:
                 if lease[:2] not in self._known:
@@ -55,7 +55,7 @@ class LeasedData:
             self._changed.notify_all()
 
     def read(self, start: int, stop: int) -> list[Range]:
-        """Return what the island's own tokens from `start` to before `stop` are.
+        """Return the ranges of the island's own tokens from `start` to before `stop`.
 
         Waits until they are leased. Returns [] if they never will be, or the data are closed.
         """
@@ -66,25 +66,25 @@ class LeasedData:
             found, i = [], bisect.bisect_right(self._ends, start)
             while start < stop:
                 lease, end = self.ranges[i], min(stop, self._ends[i])
-                before = self._ends[i] - lease.stop  # from own tokens to those of the block
+                before = self._ends[i] - lease.stop  # offset from own tokens to tokens of the block
                 found.append(lease._replace(start=start - before, stop=end - before))
                 start, i = end, i + 1
             return found
 
     def end(self) -> None:
-        """No lease follows: end all waits."""
+        """End all waits, because no lease follows."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """No step follows: what is leased is not read either."""
+        """End all reads, because no step follows. Leased data are not read either."""
         self._closed = True
         self.end()
 
 
 class Runtime:
-    """An executor with threads."""
+    """The threads that carry out an executor's requests and ticks."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class Runtime:
 
         Args:
           executor: of the island.
-          data: gets the leases.
-          say: logs a line; any thread calls it.
+          data: receives the leases.
+          say: logs a line; any thread may call it.
           meanwhile: called every MEANWHILE_S by a thread that waits for a step.
         """
         self.executor, self.data = executor, data
@@ -124,7 +124,7 @@ class Runtime:
         """Wait until the next inner step may begin, or the island has ended.
 
         Args:
-          tokens: number of own tokens that have to be leased.
+          tokens: number of this island's tokens that have to be leased.
         """
         began = self.executor.state.now
 
@@ -158,9 +158,9 @@ class Runtime:
         self._threads[0].join()
 
     def leave(self, *, drain: bool) -> None:
-        """End the threads as `close`, and put a last heartbeat."""
+        """End the threads like `close`, and put a last heartbeat."""
         self.close(drain=drain)
-        self._threads[1].join(DRAIN_S)  # it puts heartbeats, of which this is the last
+        self._threads[1].join(DRAIN_S)  # the thread for heartbeats; this one is the last
         self.executor.leave()
 
     def _has_stored(self) -> bool:
@@ -196,7 +196,7 @@ class Runtime:
                 self._changed.wait(PAUSE_S)
 
     def _work(self, of_heartbeats: bool) -> None:
-        """Carry out requests: those for heartbeats, or all others."""
+        """Carry out requests: only heartbeats, or all except heartbeats."""
         with self._wanted:
             while not self._closing:
                 requests = self.executor.requests
@@ -230,7 +230,7 @@ class Runtime:
 
 
 def wait_line(state: StateMachine) -> str:
-    """Return the line about what an island waits for."""
+    """Return a log line on the reason for which an island waits."""
     what = "a block of the data"
     for fragment, log in enumerate(state.logs):
         if not log.undecided or log.record is not None:
@@ -247,17 +247,17 @@ def wait_line(state: StateMachine) -> str:
 
 
 class Members:
-    """The other islands, for a line when one comes or goes."""
+    """The other islands, for log lines when one joins or leaves."""
 
     def __init__(self, name: str):
         """Keep the name of this island."""
         self._name = name
-        self._first: dict[str, Heartbeat] = {}  # one that never changes may be of last week
+        self._first: dict[str, Heartbeat] = {}  # one that never changes may be old
         self._present: Mapping[str, int] = {}  # incarnations
         self._gone: set[str] = set()
 
     def lines(self, state: StateMachine) -> list[str]:
-        """Return what has changed since the last call."""
+        """Return log lines on the changes since the last call."""
         if state.phase != TRAIN:
             return []
         beats = {name: state.peers[name].heartbeat for name in state.alive() - {self._name}}
@@ -284,7 +284,7 @@ class Members:
 
 
 def metrics(state: StateMachine) -> dict[str, float]:
-    """Return islands/* of a row: of the log of fragment 0, and of this island in it."""
+    """Return the islands/* metrics of a row, on the log of fragment 0 and this island in it."""
     log = state.logs[0].state
     own = (one.tokens for one in log.watermarks if one.island == state.name)
     found = {

@@ -60,7 +60,7 @@ def read(path: str) -> Keys:
 
 
 def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> PublicKeys:
-    """Return the public keys of run.json, as stored or as this island begins the run.
+    """Return the public keys of run.json: the stored ones, or this island's if it begins the run.
 
     Args:
       keys: of this island; None: it does not sign.
@@ -97,19 +97,19 @@ def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> Public
 
 
 def public(key: bytes) -> str:
-    """Return the public key of a private one, as run.json has it."""
+    """Return the public key of a private key, in the form of run.json."""
     private = ed25519.Ed25519PrivateKey.from_private_bytes(key)
     return private.public_key().public_bytes_raw().hex()
 
 
 def signed(value: Signed, key: bytes) -> Signed:
-    """Return a message or a heartbeat with its signature. The header has the payload's sha256."""
+    """Sign a message or a heartbeat. The signed header contains the payload's sha256."""
     private = ed25519.Ed25519PrivateKey.from_private_bytes(key)
     return value._replace(signature=private.sign(_text(value)).hex())
 
 
 def is_trusted(run: Run, value: Message | Heartbeat) -> bool:
-    """Return whether its island's key has signed a value, or the run has no keys."""
+    """Return whether the key of the value's island has signed it. True for a run without keys."""
     if not run.keys:
         return True
     try:

@@ -1,12 +1,12 @@
 """State machine of an island: `StateMachine.handle(event)` returns actions.
 
 The machine has no clock, thread, store or array. Time is an event, and so is the answer to every
-action. runtime.py carries the actions out; the simulator of the tests does so with numbers of one
-value. rules.py has what all islands agree on, and docs/development/islands-protocol.md states the
-numbered rules.
+action. executor.py and runtime.py carry out the actions; in the tests a simulator does so, with a
+single number as the values. rules.py has the rules on which all islands agree, under the numbers of
+docs/development/islands-protocol.md.
 
 The file reads from top to bottom: actions, events, state; the step loop; the next record; requests;
-answers of the store, in the order of an island's life.
+answers of the store, in the order in which an island receives them.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from maxdiloco.islands.records import (
 from maxdiloco.islands.rules import Key, Peer, Timing
 
 # -- actions on the store --------------------------------------------------------------------------
-# Each has one answer, sooner or later, in any order. FAILED says that nobody knows whether the
-# request was carried out. An object that is read may be None, if it is absent, or Damage.
+# Each action eventually has one answer, in any order. FAILED means that it is unknown whether the
+# request was carried out. The answer to a read may be None, for an absent object, or Damage.
 FAILED, CREATED, EXISTS = "failed", "created", "exists"
 
 
 class Damage(NamedTuple):
-    """What was read cannot be trusted."""
+    """An object that was read but cannot be trusted."""
 
     reason: str
 
@@ -46,7 +46,7 @@ class Create(NamedTuple):
 
 
 class PutHeartbeat(NamedTuple):
-    """Replace the own heartbeat. Answer: anything."""
+    """Replace this island's heartbeat. Answer: anything."""
 
     name: str
     body: Heartbeat
@@ -65,7 +65,7 @@ class GetMessage(NamedTuple):
 
 
 class ListIncarnations(NamedTuple):
-    """List the starts of an island. Answer: the highest incarnation, 0 without any."""
+    """List the starts of an island. Answer: the highest incarnation; 0 without one."""
 
     island: str
 
@@ -83,7 +83,7 @@ class Reduce(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """The gradient's sha256; or which members cannot be used and why, and then no gradient."""
+    """The gradient's sha256; or, without a gradient, the unusable members and the reasons."""
 
     sha256: str
     damaged: tuple[tuple[Key, str], ...] = ()
@@ -107,7 +107,7 @@ class Delete(NamedTuple):
     fragment: int
 
 
-# -- actions on the island's values: carried out at once, and the answer is the next event ---------
+# -- actions on the island's values: carried out at once; the next event is the answer -------------
 
 
 class Pack(NamedTuple):
@@ -121,11 +121,11 @@ class Apply(NamedTuple):
 
     Attributes:
       record: the next record.
-      how: what happens to the island's own values x. "load": nothing, training has not begun;
-        "merge": x <- alpha x + (1 - alpha) outer parameters; "shift": rules.rebase.
-      committed: numbers of the own messages that the record takes.
-      returned: numbers of the own messages that it rejects.
-      keep: whether a snapshot is made, which the record's author puts.
+      how: change of the island's values x. "load": none, training has not begun; "merge":
+        x <- alpha x + (1 - alpha) outer parameters; "shift": rules.rebase.
+      committed: numbers of this island's messages that the record accepts.
+      returned: numbers of this island's messages that it rejects.
+      keep: whether to make a snapshot, which the record's author puts.
     """
 
     record: Record
@@ -142,7 +142,7 @@ class Begin(NamedTuple):
 
 
 class Evaluate(NamedTuple):
-    """Evaluate the outer parameters; only this island does. No answer."""
+    """Evaluate the outer parameters. Only this island does so. No answer."""
 
     number: int
 
@@ -160,9 +160,9 @@ class Stop(NamedTuple):
     """The island has ended. No answer.
 
     Attributes:
-      line: why, for the user.
+      line: the reason, for the user.
       again: whether it may join again, as a new incarnation.
-      why: DONE, REPLACED by another program of its name, or "".
+      why: DONE, REPLACED (by another program of its name), or "".
     """
 
     line: str
@@ -197,7 +197,10 @@ class Answer(NamedTuple):
 
 
 class Undecided(NamedTuple):
-    """An own message that no record has decided, its step, and whether the store has it."""
+    """A message of this island that no record has decided.
+
+    It has the step of the message, and whether the store has it.
+    """
 
     message: Message
     t: int
@@ -214,22 +217,26 @@ class Request(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class FragmentLog:
-    """The log of one fragment, as far as the island has followed it, and its part in it.
+    """The log of one fragment, as far as the island has followed it, and the island's part in it.
 
     Values are replaced as a whole, never changed in place.
 
     Attributes:
       state: after the records that are applied; None before a snapshot is loaded.
-      record: the next record, once it is known. fetched: with its gradient.
-      draft: the record that this island is writing. drafts: number of drafts so far.
-      caught_up: whether no later record was there.
-      undecided: own messages. seq: number of the last one.
+      record: the next record, once it is known.
+      fetched: whether the gradient of `record` was read.
+      draft: the record that this island is writing.
+      drafts: number of drafts so far.
+      caught_up: whether no later record existed at the last read.
+      undecided: this island's messages that no record has decided.
+      seq: number of this island's last message.
       steps, tokens, data: progress that is not sent.
       sent_at: time of the last message [s].
-      inbox: messages that the next record may decide. damaged: {message: reason}.
+      inbox: messages that the next record may decide.
+      damaged: {message: reason}.
       first_at, ripe_at: when the next record had its first message, and could be written [s].
-      refused: own messages rejected in a row for a reason that repeats.
-      missing: a gradient that is deleted, and how often it was asked for.
+      refused: number of consecutive messages of this island rejected for a reason that repeats.
+      missing: a gradient that is deleted, and the number of requests for it.
     """
 
     state: LogState | None = None
@@ -258,25 +265,29 @@ FIND, CLAIM, LOAD, TRAIN, STOPPED = "find", "claim", "load", "train", "stopped" 
 
 @dataclasses.dataclass
 class StateMachine:
-    """An island.
+    """The state of an island, and its transitions.
 
     Attributes:
-      run: what all islands of the log have in common.
+      run: settings that all islands of the log have in common.
       timing: of this island.
-      name: of this island. nonce: of this program.
+      name: of this island.
+      nonce: of this program.
       initial: digests of the outer state of each fragment before the first record.
-      moments_of: number of records that the own checkpoint has; None without a checkpoint.
+      moments_of: number of records in this island's checkpoint; None without a checkpoint.
       after: the incarnation of this program before it joined again; 0 at its first start.
       logs: one for each fragment.
-      requests: to the store. creating: {name: object} whose creation is not known to be done.
+      requests: requests to the store.
+      creating: {name: object} whose creation is not confirmed.
       phase: FIND the run, CLAIM an incarnation, LOAD the log, TRAIN, or STOPPED.
       t, tokens_read: inner steps, and their tokens.
-      peers: newest heartbeat of each island. observed: how long heartbeats were watched [s], up to
-        listed_at.
-      beats, beat_at, beat_tokens: number of the last own heartbeat, when the next one is due, and
-        tokens_read at the last one.
-      leases: rests of the blocks that this island holds. leasing: requested leases by name.
-        leased: every block that was requested. missed: requests in a row that others had won.
+      peers: newest heartbeat of each island.
+      observed: how long heartbeats were observed until listed_at [s].
+      beats, beat_at, beat_tokens: number of this island's last heartbeat, when the next one is due,
+        and tokens_read at the last one.
+      leases: remaining parts of the blocks that this island holds.
+      leasing: requested leases by name.
+      leased: every block that was requested.
+      missed: number of consecutive requests that others won.
       period_tokens: tokens of the last message of fragment 0.
       failing_since, unwritten_since: since when requests, or writes, fail [s].
     """
@@ -310,16 +321,16 @@ class StateMachine:
     failing_since: float | None = None
     unwritten_since: float | None = None
     said_away: bool = False
-    _asked_for: tuple[Any, ...] = (None,)  # what the requests for messages follow from
+    _asked_for: tuple[Any, ...] = (None,)  # input of the last requests for messages
     _actions: list[Any] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
-        """Begin with a question for the run of the store. Rule 9: every start is the same path."""
+        """Request the run of the store. Rule 9: every start takes the same path."""
         self.logs = tuple(FragmentLog() for _ in self.run.fragments)
         self._request(Get(records.RUN))
 
     def handle(self, event: Any) -> list[Any]:
-        """Change the state by an event, and return the actions that follow."""
+        """Apply an event to the state, and return the resulting actions."""
         if self.phase == STOPPED:
             return []
         match event:
@@ -341,11 +352,11 @@ class StateMachine:
     def may_step(self) -> bool:
         """Rules 6 and 8: return whether the next inner step may begin.
 
-        An island waits only before it would send a third undecided message, or without data.
+        An island waits only if it would send a third undecided message, or has no leased data.
         """
         if self.phase != TRAIN or (self.run.block_tokens and not self.leases):
             return False
-        # A record that is known decides a message, perhaps at a later step.
+        # A known record decides a message, although it may be applied at a later step.
         return not any(
             log.undecided
             and not rules.may_send(log.undecided)
@@ -355,7 +366,7 @@ class StateMachine:
         )
 
     def observed_now(self) -> float:
-        """Rule 3: return how long heartbeats were watched until now [s]."""
+        """Rule 3: return how long heartbeats were observed until now [s]."""
         since = self.now - self.listed_at
         return self.observed + rules.observed(self.timing, since, self.unwritten_since is None)
 
@@ -384,7 +395,7 @@ class StateMachine:
                 self._actions.append(action)
 
     def _begin(self) -> None:
-        """Rule 9: the island has caught up with the log. Its messages are spread over a period."""
+        """Rule 9: begin training, after catching up. The messages are spread over a period."""
         for fragment, log in enumerate(self.logs):
             log.sent_at = self.now - self.timing.period * fragment / len(self.logs)
         self.phase, self.beat_at = TRAIN, self.now
@@ -392,7 +403,7 @@ class StateMachine:
         self._actions.append(Begin(moments))
 
     def _count_step(self, tokens: int) -> None:
-        """Rule 8: a step reads the leased blocks in turn."""
+        """Rule 8: count a step, which reads the leased blocks in turn."""
         data: list[Range] = []
         leases, left = list(self.leases), tokens
         while leases and left:
@@ -407,7 +418,7 @@ class StateMachine:
         self.t, self.tokens_read, self.leases = self.t + 1, self.tokens_read + tokens, tuple(leases)
 
     def _at_boundary(self) -> None:
-        """Between two inner steps: send fragments that are due, and apply records of others."""
+        """Between two inner steps: send fragments that are due, and apply the next records."""
         for fragment, log in enumerate(self.logs):
             if self.phase == TRAIN and self._is_due(log) and rules.may_send(log.undecided):
                 self._send(fragment, log)
@@ -449,7 +460,7 @@ class StateMachine:
         self._request(Create(records.name_of_message(message), message))
 
     def _apply(self, log: FragmentLog) -> None:
-        """Rule 6."""
+        """Rule 6: apply the next record."""
         record, how = log.record, "load"
         taken = {rules.message_key(one) for one in record.members}
         refused = {rules.message_key(one) for one in record.rejected}
@@ -525,7 +536,7 @@ class StateMachine:
             self._evaluate(record, before.tokens, log.state.tokens)
 
     def _evaluate(self, record: Record, before: int, after: int) -> None:
-        """Rule 8: the author of the record that passes a mark evaluates, if it is still running."""
+        """Rule 8: evaluate if this island wrote a record that passes a multiple of eval_tokens."""
         own = record.author == self.name and record.nonce.startswith(f"{self.incarnation}.")
         interval = self.run.eval_tokens
         if own and interval and after // interval > before // interval:
@@ -577,9 +588,9 @@ class StateMachine:
         )
 
     def _largest_that_fits(self, log, present, members, rejected) -> Record | None:
-        """Rule 12: return the record of as many messages as fit; None if none does.
+        """Rule 12: return the record of the most messages that fit; None if not even one fits.
 
-        The oldest messages come first, but an island's second one after all first ones.
+        The oldest messages come first, but an island's second message follows all first messages.
         """
         draft = self._record(log, present, members, rejected)
         if rules.fits(self.run, log.state, draft):
@@ -606,7 +617,7 @@ class StateMachine:
         return found
 
     def _record(self, log, present, members, rejected) -> Record:
-        """Rule 5: weights and scale."""
+        """Rule 5: return a record with weights and scale."""
         state, observed = log.state, self.observed_now()
         by_island: dict[tuple[str, int], list[Message]] = {}
         tokens: dict[str, float] = {}
@@ -662,7 +673,7 @@ class StateMachine:
         """Rule 11: read messages of others by name."""
         known_from = (self.peers, *(part for log in self.logs for part in (log.state, log.inbox)))
         if all(map(lambda a, b: a is b, known_from, self._asked_for)):
-            return  # all of them are asked for, with pauses that grow
+            return  # all are already requested, with growing pauses
         self._asked_for = known_from
         watermarks = [rules.watermarks(log.state) for log in self.logs]
         for name, peer in self.peers.items():
@@ -674,7 +685,7 @@ class StateMachine:
                     self._request(GetMessage(records.message_name(fragment, *key, known + 1)))
 
     def _ask_for_leases(self) -> None:
-        """Rule 8: hold blocks for as long as this island trains on without the store."""
+        """Rule 8: request blocks for the time that this island can train without the store."""
         size, log = self.run.block_tokens, self.logs[0]
         period_tokens = max(self.period_tokens, log.tokens)
         while size and rules.wants_lease(
@@ -686,7 +697,7 @@ class StateMachine:
             self._request(Create(name, Lease(name, self.name, self.incarnation, self.nonce)))
 
     def _send_heartbeat(self) -> None:
-        """Rule 3."""
+        """Rule 3: put the next heartbeat, if it is due."""
         if self.now < self.beat_at or any(isinstance(one, PutHeartbeat) for one in self.requests):
             return
         since = self.now - self.beat_at + self.timing.beat
@@ -727,9 +738,9 @@ class StateMachine:
                 self._fetched(record, result)
 
     def _watch_store(self, action: Any, result: Any) -> None:
-        """Rule 12: say once that the store is away, and that it is back.
+        """Rule 12: log once that the store is unavailable, and once that it is available again.
 
-        A full disk, which can be read, is away until something is written.
+        A full disk counts as unavailable until a write succeeds, although it can be read.
         """
         own = self.creating.get(action[0])
         writes = isinstance(action, Create | PutHeartbeat) or (own is not None and result == own)
@@ -757,9 +768,10 @@ class StateMachine:
             self._actions.append(Say("the store is back"))
 
     def _is_retried(self, action: Any) -> bool:
-        """Rule 12: return whether a failed request is repeated, however long the store is away.
+        """Rule 12: return whether a failed request is repeated without limit.
 
-        A heartbeat is not, since the next one is newer; nor a deletion, or what the log has passed.
+        Heartbeats are not repeated, since the next one is newer. Neither are deletions, nor
+        requests for objects that the log has passed.
         """
         match action:
             case PutHeartbeat() | Delete():
@@ -771,7 +783,7 @@ class StateMachine:
         return True
 
     def _created(self, name: str, body: Any, result: str, tries: int) -> None:
-        """Rule 2: after a lost answer, the object in the store says who wrote it."""
+        """Rule 2: handle the answer to a creation. Read the object unless its creation is known."""
         if result == CREATED:
             return self._settled(name, body)
         self.creating[name] = body
@@ -797,7 +809,7 @@ class StateMachine:
                 self._repeat(action, tries)
 
     def _settled(self, name: str, body: Any) -> None:
-        """Act on an object that the store has under this name for ever."""
+        """Act on an object that the store has under this name permanently."""
         match name[0]:
             case "r":
                 self._run_settled(body)
@@ -818,19 +830,19 @@ class StateMachine:
                 line = f"{key}={own} here, and {other} in the run of this store. Set the same, or"
                 return self._stop(f"{line} use another store", again=False)
         self.phase = CLAIM
-        # A program that joins again knows its number; a higher one is of a later program.
+        # A program that joins again knows its number; a higher number belongs to a later program.
         if self.after:
             self._claim(self.after + 1)
         else:
             self._request(ListIncarnations(self.name))
 
     def _claim(self, incarnation: int) -> None:
-        """Rule 2: a listing may be late, the put decides."""
+        """Rule 2: claim an incarnation. The put decides, since a listing may be outdated."""
         name = records.incarnation_name(self.name, incarnation)
         self._request(Create(name, Lease(name, self.name, incarnation, self.nonce)))
 
     def _incarnation_settled(self, lease: Lease) -> None:
-        """Rule 2: each program that shares a name has its own incarnation."""
+        """Rule 2: use an incarnation, or try the next one if another program has it."""
         if self.phase != CLAIM:
             return
         if not rules.is_own(lease, self.nonce):
@@ -865,7 +877,7 @@ class StateMachine:
                 log.inbox = {**log.inbox, key: message}
 
     def _record_settled(self, name: str, record: Record) -> None:
-        """Rule 1."""
+        """Rule 1: check that a record follows the log, and keep it as the next one."""
         log = self.logs[records.fragment_of(name)]
         number = records.number_of(name)
         if log.state is None or number != log.state.number + 1 or log.record is not None:
@@ -884,7 +896,7 @@ class StateMachine:
             self.missed += 1
 
     def _listed(self, action: ListHeartbeats, heartbeats: Mapping[str, Heartbeat]) -> None:
-        """Rule 3: note changes by the own clock."""
+        """Rule 3: note changes of heartbeats by this island's clock."""
         self.observed, self.listed_at = self.observed_now(), self.now
         peers = dict(self.peers)
         for name, heartbeat in heartbeats.items():
@@ -900,14 +912,14 @@ class StateMachine:
                 self._replaced()
 
     def _loaded(self, action: LoadSnapshot, fragment: int, state: Any, tries: int) -> None:
-        """Rule 9."""
+        """Rule 9: adopt a snapshot."""
         if state is None:
             return self._repeat(action, tries)
         self.logs[fragment].state = state
         self._request(Get(records.record_name(fragment, state.number + 1)))
 
     def _got_message(self, action: GetMessage, found: Any, tries: int) -> None:
-        """Rule 12: a message that cannot be read is decided, too: rejected by its name."""
+        """Rule 12: note a message. An unreadable message is also decided: rejected by its name."""
         fragment, key = records.fragment_of(action.name), records.message_of(action.name)
         log = self.logs[fragment]
         if rules.is_decided(rules.watermarks(log.state), key) or key[:2] in log.state.dead:
@@ -936,7 +948,7 @@ class StateMachine:
         self._request(Create(name, draft._replace(gradient=result.sha256)))
 
     def _fetched(self, record: Record, found: Any) -> None:
-        """Rule 13: an island that is so late that a gradient is deleted joins as new."""
+        """Rule 13: note a gradient. If it is deleted, the island is too late and joins as new."""
         log = self.logs[record.fragment]
         if log.record != record:
             return

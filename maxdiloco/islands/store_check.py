@@ -1,4 +1,4 @@
-"""Check that a store suits islands: races for a name, reads and listings after writes, latency."""
+"""Check a store for islands: races for a name, reads and listings after writes, latency."""
 
 import functools
 import secrets
@@ -16,14 +16,14 @@ RACES, WRITERS = 40, 8
 
 
 def check(bucket: Bucket, say: Callable[[str], None], clock=time.monotonic) -> list[str]:
-    """Return what is wrong with a store, a line each.
+    """Return the faults of a store, a line each.
 
     It writes objects below check/ and deletes them again.
 
     Args:
       bucket: the store.
       say: logs a line for each finding.
-      clock: [s].
+      clock: returns the time [s].
 
     Raises:
       OSError: the store cannot be used.
@@ -72,7 +72,7 @@ def require_rights(bucket: Bucket, url: str, name: str) -> None:
     """Check that this island can read and write, and that put-if-absent works.
 
     Raises:
-      ConfigError: it cannot, or the store replaces what exists.
+      ConfigError: a request fails, or the store replaces an existing object.
     """
     probe = f"check/{name}.{time.time_ns()}"
     try:
