@@ -16,18 +16,18 @@ from maxdiloco.run import settings as run_settings
 
 # arXiv 2503.09799 and 2501.18512 train with 30, 2501.18512 with 100, DiLoCo 2311.08105 with 500.
 PERIODS = (30, 50, 100, 300, 500)
-TAUS = (1, 2, 3, 4, 5)  # 2501.18512 section 3.3.2 advises 5 at most
+TAUS = (1, 2, 3, 4, 5)  # 2501.18512 section 3.3.2 advises at most 5
 LAYERS = 3  # of a fragment, 2501.18512 section 3.2
 
 
 def families(job: Job, given: Collection[str]) -> list[list[Candidate]]:
-    """Return lists of candidates, each of one mode and wire format, that differ in the rest.
+    """Return a list of candidates for each mode and wire format. They differ in other settings.
 
-    The candidate that changes training least is first in its list.
+    In each list, the candidate that changes training least is first.
 
     Args:
       job: the job.
-      given: names of the keys that the user has set; their values stay.
+      given: names of the keys that the user has set; their values are kept.
     """
     # int2 and topk, which lose much and rely on error feedback, are candidates on request only.
     wires = [name for name in WIRES if not wire_format(name).feedback]
@@ -56,7 +56,7 @@ def families(job: Job, given: Collection[str]) -> list[list[Candidate]]:
 def _collectives(job: Job, given: Collection[str], candidate: Candidate) -> list[Candidate]:
     """Return the candidate with each collective, auto first.
 
-    With two slices reduce-scatter sends as much as all-gather or more, and some settings refuse it.
+    With two slices reduce-scatter does not send less than all-gather. Some settings refuse it.
     """
     settings = settings_of(job, candidate)
     if "diloco_collective" in given or settings.no_reduce_scatter or job.slices < 3:
@@ -113,7 +113,7 @@ def _modes(job: Job, given: Collection[str]) -> Iterator[tuple[str, bool, tuple[
 
 
 def _fragments(job: Job, given: Collection[str]) -> tuple[int, int]:
-    """Return P, and how many fragments hold no layer; none is larger than LAYERS layers."""
+    """Return P and the number of fragments without layers. Fragments have at most LAYERS layers."""
     if "num_diloco_fragments" in given:
         return job.asked.P, job.asked.nonlayer
     layers = job.model.config.num_layers

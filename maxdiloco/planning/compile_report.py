@@ -1,7 +1,7 @@
-"""The figures of programs compiled ahead of time: sums over a period, and all of them as JSON.
+"""The figures of programs compiled ahead of time: sums over a period, and JSON of all figures.
 
-Memory is the compiler's. Times are the compiler's estimates, or come from hlo/replay.py. Remedies
-are arithmetic. Nothing was run, and nothing else was compiled.
+The memory is reported by the compiler. Times are the compiler's estimates, or come from
+hlo/replay.py. Remedies are computed. No program was run, and none was compiled for a remedy.
 """
 
 import math
@@ -29,7 +29,7 @@ class Report(NamedTuple):
       devices_per_host: number of devices that share a host's link; 0 if unknown.
       num_devices: of all slices.
       gbps: one device's share of the DCN [Gbit/s].
-      flags: of the compiler; the job needs the same.
+      flags: of the compiler; the job needs the same flags.
       tokens_per_step: of all replicas.
       flops_per_token: of the model, see metrics/speed.py.
       tau: overlap steps.
@@ -63,7 +63,7 @@ class Report(NamedTuple):
         return self.chip is not None and self.chip.timed
 
     def cost(self, kind: str) -> "Cost":
-        """Add up the programs of a kind, as often as they run: see `when` and `event` of Call."""
+        """Add up the programs of a kind, times their runs. See `when` and `event` of Call."""
         ran = [program for program in self.programs if kind in (program.when, program.event)]
         sends = [(p.runs, crossing) for p in ran for crossing in p.crossings]
         return Cost(
@@ -77,9 +77,9 @@ class Report(NamedTuple):
 
     @property
     def step_seconds(self) -> float | None:
-        """Mean device time of a step, its waits for other slices included.
+        """Mean device time of a step, including its waits for other slices [s].
 
-        None off TPU, and if a program of the steps was not compiled.
+        None off TPU, or if a program of the steps was not compiled.
         """
         steps = self.cost(STEP)
         return steps.seconds / self.period if self.timed and steps.known else None
@@ -92,9 +92,9 @@ class Cost(NamedTuple):
       known: whether all of them were compiled; the other fields count the compiled ones.
       dcn_bytes: bytes that leave the device for other slices.
       seconds: device time with waits; 0 off TPU.
-      exposed: seconds that the device waits for other slices, at most.
-      least: the same if a send-done waits for nothing, see hlo/replay.py.
-      busy: seconds of the link.
+      exposed: upper bound on the seconds that the device waits for other slices.
+      least: the same if a send-done never waits, see hlo/replay.py.
+      busy: seconds that the link is busy.
     """
 
     known: bool
@@ -149,12 +149,12 @@ def _event(report: Report, event: str) -> dict[str, float | None] | None:
 
 
 def verdict(report: Report) -> dict[str, Any]:
-    """Return whether the run fits, its speed, and settings that would expose nothing.
+    """Return whether the run fits, its speed, and settings without exposed communication.
 
     None stands for an unknown figure, or for a remedy that is not needed.
     topology_enough: a slice whose devices hold the run if they share all of it; "" if no known
-    slice of the kind would do. bandwidth_enough_gbps: one device's share of the link that
-    would expose nothing of a step. tau_enough: the tau within a period; see link_model.py.
+    slice of the kind suffices. bandwidth_enough_gbps: one device's share of a link that the steps
+    would hide. tau_enough: the tau within a period; see link_model.py.
     """
     largest = max(report.programs, key=lambda program: program.memory.needed)
     needed, hbm = largest.memory.needed, report.chip and report.chip.hbm
@@ -250,7 +250,7 @@ def _crossing(report: Report, program: Measured, crossing: Collective) -> dict[s
 def _collectives(program: Measured) -> list[dict[str, Any]]:
     """Return a row for each kind and dtype of collective over the same axes inside a slice.
 
-    asynchronous: whether each of them has a start and an end of its own.
+    asynchronous: whether each of them has separate operations for its start and its end.
     """
     rows: dict[tuple, dict[str, Any]] = {}
     for item in program.inside:

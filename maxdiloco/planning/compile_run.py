@@ -65,7 +65,7 @@ def _absent(cfg: Config) -> tuple[Config, Mesh, Chip]:
     jax.config.update("jax_platforms", "cpu")  # nothing here runs; other backends may be absent
     name, num_slices = cfg.compile_topology, cfg.compile_topology_num_slices
     found = topology.find(name)
-    if found.is_gpu:  # whose devices do not say in which slice they are
+    if found.is_gpu:  # the devices do not have the number of their slice
         for key, on_host, on_device in _ON_HOST:
             if vars(cfg)[key] == on_host:
                 raise ConfigError(
@@ -170,6 +170,6 @@ def _by_hosts(settings: RunSettings, parts: assemble.Parts, mesh: Mesh) -> float
     if not assemble.needs_bulk(settings, mesh):
         return 0.0
     period = parts.trainer.period
-    steps = range(2 * period + 1, 3 * period + 1)  # not the first, in which little has arrived
+    steps = range(2 * period + 1, 3 * period + 1)  # little has arrived in the first period
     replicas = parts.shape.num_replicas // mesh.shape["diloco"]
     return float(replicas * sum(map(parts.trainer.bytes_sent, steps)))

@@ -1,12 +1,12 @@
-"""How long compiling takes, as far as it is known before anything is compiled.
+"""Estimate compile times, before anything is compiled.
 
 Imports no JAX, so that a program can log it in its first second.
 """
 
 from maxdiloco.config.keys import Config
 
-# Compile time of a program with the inner step on two cores, for TPUs [s]: 20 for a model of 0.2B
-# parameters, 60 for 1.2B, 173 for 671B. Their geometric mean.
+# Compile time of a program with the inner step on two cores, for TPUs [s]: the geometric mean of 20
+# for a model of 0.2B parameters, 60 for 1.2B and 173 for 671B.
 STEP_S = 60.0
 STEP_ON_CPU_S = 10.0  # 4 for `tiny`, 8 on a loaded machine
 
@@ -19,7 +19,7 @@ def step_seconds(cfg: Config) -> float:
 def run_seconds(cfg: Config) -> float:
     """Return the expected compile time of all programs of a run [s].
 
-    The programs without the inner step take about as long as one with it, all together.
+    All programs without the inner step together take about as long as one program with it.
     """
     has_exchange = cfg.enable_diloco and cfg.num_communication_overlapping_steps > 0
     return step_seconds(cfg) * (2 + has_exchange)

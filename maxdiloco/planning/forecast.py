@@ -1,7 +1,7 @@
-"""Forecast the loss of DiLoCo relative to that of data parallelism, by a law fitted to losses.csv.
+"""Forecast the loss of DiLoCo relative to data parallelism, by a law fitted to losses.csv.
 
-docs/reference/loss-forecast.md documents the law, its error and its limits. Of a model it knows
-only the size and the batch. NumPy only: no JAX.
+docs/reference/loss-forecast.md documents the law, its error and its limits. The law knows only the
+size of a model and its batch. Needs NumPy, not JAX.
 """
 
 import csv
@@ -16,25 +16,25 @@ import numpy as np
 LOSSES = pathlib.Path(__file__).parent / "losses.csv"
 # Sequences of 2,048 tokens a step that are best for data parallelism: A N^b, 2503.09799 Tab. 10.
 SEQUENCES, SEQUENCES_EXPONENT, LENGTH = 0.00709, 0.4695, 2048
-# Wire formats that lose nothing in any table. Each of the others is a class of its own.
+# Wire formats that lose nothing in any table. Each other format is a separate class.
 FREE_WIRES = ("float32", "bfloat16", "int8", "float4_e3m0")
-# Mean and deviation of each coefficient before a row is seen. They are wide where the rows tell.
+# Mean and deviation of each coefficient in the prior. It is wide if the rows determine the value.
 PRIOR = ((-4.5, 3), (0, 1), (0, 0.5), (0, 1), (0, 1), (0.003, 0.003))
 # Deviation of a row from the law, relative to gap and head start: the most likely value when whole
 # sources are left out (benchmarks/results/loss_by_mode.md, "Another text").
 SPREAD = 0.2
-# Half the width of the interval, in deviations: nine in ten rows of a source that the law has not
-# seen lie within it.
+# Half the width of the interval, in deviations. It contains nine in ten rows of a source that the
+# law has not seen.
 HALF = 1.43
-# Gap and head start at an outer rate one grid step away from the best one, relative to those at the
-# best: nine in ten of 25 rows lie below ("A rate that was not tuned" in the same page).
+# Factor on gap and head start at an outer rate one grid step away from the best rate. Nine in ten
+# of 25 rows are below it ("A rate that was not tuned" in the same page).
 UNTUNED = 2.17
-MOST_ROUNDS = 11_491  # of a row; more rounds count as this many
-SLACK = 1.5  # how far beyond the range of its rows the law is used, as a factor
+MOST_ROUNDS = 11_491  # of a row; larger numbers of rounds count as this one
+SLACK = 1.5  # factor beyond the range of its rows up to which the law is used
 # Loss of data parallelism with tokens in proportion to the size: A N^-EXPONENT (2503.09799 Tab. 7).
-# Compute grows with N^2; where its split is best, tokens lower the loss as much as compute does.
+# Compute grows with N^2. At the best split, more tokens lower the loss as much as more compute.
 EXPONENT = 0.0953
-# Fields of a case that a row has to share, and those that have to be in the range of the rows.
+# Fields of a case that a row has to share, and fields that have to be in the range of the rows.
 CLASSES = ("overlap", "inner", "wire_class", "layers")
 RANGES = ("parameters", "replicas", "H", "tau", "tokens", "rounds")
 
@@ -71,7 +71,7 @@ class Row:
     """A loss that was measured."""
 
     case: Case
-    gap: float  # loss relative to that of data parallelism, less 1
+    gap: float  # loss relative to data parallelism, minus 1
     error: float  # of the gap
     source: str
 
@@ -87,7 +87,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Loss relative to that of data parallelism on as many tokens, less 1, with its interval."""
+    """The loss relative to data parallelism on equally many tokens, minus 1, with its interval."""
 
     share: float
     least: float  # nine in ten losses lie between `least` and `most`
@@ -116,12 +116,12 @@ def read_rows(path: pathlib.Path = LOSSES) -> list[Row]:
 
 
 def features(case: Case) -> list[float]:
-    """Return what the coefficients multiply; the gap is the exponential of it, less a head start.
+    """Return the factors of the coefficients.
 
-    The gap has powers of the other replicas (another one for muon) and of the rounds, and a factor
-    for eager updates. With these the size, H and the tokens have no effect that the rows show. The
-    head start is what outer steps gain: one replica is ahead of data parallelism (2503.09799 Tab.
-    4).
+    The gap is the exponential of their weighted sum, minus a head start. It has powers of the
+    number of other replicas (another power for muon) and of the rounds, and a factor for eager
+    updates. Given these, the rows show no effect of the size, H and the tokens. The head start is
+    the gain of outer steps: one replica is ahead of data parallelism (2503.09799 Tab. 4).
     """
     others = math.log(max(0.5, case.replicas - 1))
     rounds = math.log(min(case.rounds, MOST_ROUNDS) / 500)
@@ -145,7 +145,7 @@ def fit(rows: Sequence[Row], steps: int = 30) -> Law:
 
 
 def estimate(law: Law, case: Case) -> tuple[float, float]:
-    """Return the gap of a case and its deviation, of the coefficients and of rows from the law."""
+    """Return the gap of a case and its deviation, from the coefficients and the spread of rows."""
     x_P = np.array(features(case))
     over = math.exp(x_P @ law.coefficients_P[:-1])
     slope_P = np.append(x_P * over, -1)
@@ -171,7 +171,7 @@ def predict(law: Law, case: Case) -> Forecast:
 
 
 def _distance(a: Case, b: Case) -> float:
-    """Measure how much two cases differ: in factors e, and in settings."""
+    """Measure the difference of two cases: log ratios of numbers, plus differing settings."""
     numbers = ("parameters", "rounds", "H", "replicas")
     far = sum(abs(math.log(getattr(a, name) / getattr(b, name))) for name in numbers)
     return far + (a.inner != b.inner) + (a.overlap != b.overlap) + (a.wire != b.wire) / 9
@@ -180,8 +180,8 @@ def _distance(a: Case, b: Case) -> float:
 def _outside(rows: Sequence[Row], case: Case) -> list[str]:
     """Name the settings that no row has, and those beyond SLACK times the range of the rows.
 
-    The range is that of the rows of each class of the case; for tau, which has no effect in any,
-    that of the overlap. No number of rounds is too large.
+    The range is taken over the rows of each class of the case. For tau, which has no effect in any
+    class, it is taken over the rows of the overlap. No number of rounds is too large.
     """
     cases = [row.case for row in rows]
     alike = {k: [x for x in cases if getattr(x, k) == getattr(case, k)] for k in CLASSES}

@@ -23,7 +23,7 @@ from maxdiloco.run import model as run_model
 from maxdiloco.run import optimizer
 from maxdiloco.run import settings as run_settings
 
-MOST_PERIOD = 100_000  # a plan follows each step of a period, which takes seconds for so many
+MOST_PERIOD = 100_000  # a plan simulates each step of a period; so many take seconds
 # The keys that a candidate sets, and its fields.
 KEYS = {
     "diloco_sync_period": "H",
@@ -40,7 +40,7 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings of the synchronisation that a plan looks at."""
+    """Settings of the synchronisation that a plan rates."""
 
     H: int  # inner steps between two sends of a fragment
     P: int  # fragments
@@ -93,19 +93,19 @@ class Job:
     num_replicas: int  # of all slices
     model: Model
     params: Any  # of one replica, as ShapeDtypeStructs
-    opt_state: Any  # likewise
+    opt_state: Any  # of one replica, as ShapeDtypeStructs
     tokens: int  # of a step
     transport: str
     chip: Chip | None  # None without compile_topology
 
     @property
     def asked(self) -> Candidate:
-        """Return the settings of the synchronisation that the keys have."""
+        """Return the candidate with the settings of the keys."""
         return Candidate(**{field: vars(self.cfg)[key] for key, field in KEYS.items()})
 
     @property
     def num_parameters(self) -> int:
-        """Return the parameters of one replica."""
+        """Return the number of parameters of one replica."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
 
     @property
@@ -116,14 +116,14 @@ class Job:
 
     @property
     def copies(self) -> int:
-        """Return how often a device sends its shard: for its replicas, to each other slice."""
+        """Return how often a device sends its shard: once per own replica and other slice."""
         return self.num_replicas // self.slices * (self.slices - 1)
 
 
 def describe_job(cfg: Config) -> Job:
-    """Return the job of a config: on compile_topology, or on a mesh of the sizes that it has.
+    """Return the job of a config, on compile_topology or on a mesh of the config's sizes.
 
-    Nothing is compiled and no accelerator is used.
+    Nothing is compiled, and no accelerator is used.
 
     Raises:
       ConfigError: no link separates the replicas, or a plain step would cross it.

@@ -1,6 +1,7 @@
-"""How long a device waits for its link to other slices, which carries one transfer after another.
+"""Compute how long a device waits for its link to other slices.
 
-Only bytes count, and the latency that is given: no header, no packing, no compute of the exchange.
+The link carries one transfer after another. Only bytes and the given latency count. Headers,
+packing and the compute of an exchange are left out.
 """
 
 import dataclasses
@@ -10,27 +11,27 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from maxdiloco.diloco.schedule import offsets
 
 FULL = 0.99  # compute utilisation at which a choice fits a link (arXiv 2501.18512, Table 4)
-PERIODS = 12  # that are simulated: every period is as long as the last by then
-HIDDEN = 0.02  # of a transfer's time: with less of it hidden, none is hidden by design. Our choice
+PERIODS = 12  # to simulate; the length of a period is constant by then
+HIDDEN = 0.02  # of a transfer's time; a smaller hidden part is not hidden by design
 BFLOAT16 = 16.0  # bits of a gradient of data parallelism, as the papers count
 ENDLESS = 200  # steps of data parallelism, whose last reduction is not waited for
 
 
 @dataclasses.dataclass
 class Clock:
-    """The time of a device [s]; when its link has carried all, and when each transfer arrives."""
+    """The time of a device, when its link becomes free, and when each transfer arrives [s]."""
 
     now: float = 0.0
     free: float = 0.0
     arrives: dict[Hashable, float] = dataclasses.field(default_factory=dict)
 
     def send(self, name: Hashable, seconds: float, *, latency_s: float = 0.0) -> None:
-        """Put a transfer on the link, behind those that are there. seconds: on the link."""
+        """Queue a transfer on the link. seconds: time on the link."""
         self.free = max(self.free, self.now) + seconds
         self.arrives[name] = self.free + latency_s
 
     def wait(self, name: Hashable) -> float:
-        """Wait until a transfer has arrived; returns the seconds that it takes."""
+        """Wait until a transfer has arrived, and return the waiting time [s]."""
         waited = max(0.0, self.arrives[name] - self.now)
         self.now += waited
         return waited
@@ -48,16 +49,16 @@ def exposed_s(
     step_s: float,
     latency_s: float = 0.0,
 ) -> float:
-    """Return the seconds that a period waits for its exchanges, in a run without end.
+    """Return the seconds that a period waits for its exchanges, in an endless run.
 
     Args:
       fragments: seconds of each on the link. Fragment p is sent after the steps t with
         t = floor(p H / P) (mod H) and used `lag` steps later.
       chunks: seconds of each chunk that compiled programs exchange, one concurrently with each
-        step, which ends when the chunk has arrived. Without chunks an exchange goes through host
+        step, which ends when the chunk has arrived. Without chunks an exchange is sent from host
         memory, after the exchanges that are on the link already.
-      shared: with reduce-scatter the seconds of each fragment that its means take. They are sent
-        when its parts have arrived, `scatter_steps` steps after the send. () with all-gather.
+      shared: with reduce-scatter the seconds of the means of each fragment. They are sent when its
+        parts have arrived, `scatter_steps` steps after the send. () with all-gather.
       alone: seconds that no step of the compiled programs hides.
       H: steps of a period.
       lag: steps between the send of a fragment and its use.
@@ -87,24 +88,24 @@ def exposed_s(
         if t - lag in sends:
             seconds = clock.wait(t - lag)
             waited += seconds if t > before else 0.0
-    # A link that is barely too slow fills its queue for longer than is simulated.
+    # The queue of a link that is barely too slow grows for longer than is simulated.
     return max(waited, sum(fragments) - H * step_s)
 
 
 def utilisation(step_s: float, exposed: float, H: int) -> float:
-    """Time of the H steps of a period / time of the period. exposed: seconds of a period."""
+    """Return time of the H steps / time of the period. exposed: seconds of a period."""
     return H * step_s / (H * step_s + exposed)
 
 
 def share(exposed: float, busy: float) -> float:
-    """Exposed over busy seconds of a link, in [0, 1]; 0 when nothing crosses."""
+    """Return exposed / busy seconds of a link, in [0, 1]; 0 without transfers."""
     return min(1.0, exposed / busy) if busy else 0.0
 
 
 def least_gbps(at: Callable[[float], float]) -> float:
-    """Return the least bandwidth for the utilisation FULL, to one in a thousand.
+    """Return the least bandwidth for the utilisation FULL, with a precision of 0.1%.
 
-    inf: the latency is too long.
+    inf if the latency is too long. at: returns the utilisation at a bandwidth.
     """
     low, high = 1e-14, 1e6
     if at(high) < FULL:
@@ -116,10 +117,13 @@ def least_gbps(at: Callable[[float], float]) -> float:
 
 
 def enough_gbps(gbps: float, programs: Iterable[tuple[float, float]]) -> float | None:
-    """The bandwidth at which nothing would be exposed, in two digits; None where none would do.
+    """Return the bandwidth without exposed communication, in two digits; None if none suffices.
 
-    programs: (busy, exposed) seconds of each at gbps. An exchange that the program waits for by
-    design, as with tau=0, is exposed on every link.
+    An exchange that the program waits for by design, as with tau=0, is exposed on every link.
+
+    Args:
+      gbps: bandwidth of the programs' times [Gbit/s].
+      programs: (busy, exposed) seconds of each program.
     """
     factor = 1.0
     for busy, exposed in programs:
@@ -131,9 +135,14 @@ def enough_gbps(gbps: float, programs: Iterable[tuple[float, float]]) -> float |
 
 
 def enough_tau(tau: int, *, H: int, step_s: float, chunk_s: float, busy_s: float) -> int | None:
-    """The tau whose steps are as long as a fragment's exchange; None where no tau of H would do.
+    """Return the tau whose steps are as long as a fragment's exchange; None if none suffices.
 
-    chunk_s: on the link of a fragment's share of a step with this tau; busy_s: of a period.
+    Args:
+      tau: current overlap steps.
+      H: inner steps of a period.
+      step_s: time of a step.
+      chunk_s: time on the link of a fragment's share of a step with this tau.
+      busy_s: time that the link is busy in a period.
     """
     enough = math.ceil(max(tau, 1) * chunk_s / step_s)
     return enough if busy_s <= H * step_s and tau < enough < H else None
@@ -148,12 +157,19 @@ def data_parallel(
     latency_s: float = 0.0,
     bits: float = BFLOAT16,
 ) -> float:
-    """Utilisation of data parallelism, which sends so many bits of each gradient once a step.
+    """Return the utilisation of data parallelism, which sends each gradient once a step.
 
-    Their simulator (arXiv 2501.18512, section 3.1 and supplement), whose layers are equal: the
-    backward takes two thirds of a step, and each layer is sent after its own. The first layer
-    leaves last, and the next step begins with it, so it alone is waited for.
-    gbps: of all devices of a replica together [Gbit/s]. The papers have no latency.
+    This is the simulator of arXiv 2501.18512, section 3.1 and supplement, with equal layers. The
+    backward takes two thirds of a step, and each layer is sent after its own backward. The first
+    layer is sent last, and the next step begins with it, so the step waits only for this layer.
+
+    Args:
+      layers: number of layers.
+      parameters: of the model.
+      step_s: time of a step.
+      gbps: of all devices of a replica together [Gbit/s].
+      latency_s: of the link; the papers have none.
+      bits: of a gradient.
     """
     layer_s, backward_s = bits * parameters / layers / (gbps * 1e9), 2 * step_s / 3
     exposed = max(layer_s, layers * layer_s - backward_s * (1 - 1 / layers)) + latency_s

@@ -24,13 +24,13 @@ class Measured(NamedTuple):
       when: see Call.
       event: see Call.
       compile_seconds: time of its compile.
-      memory: on a device. For a program that does not fit, only its arguments and the rest of the
-        state, and temporaries if the compiler's message has them.
+      memory: on a device. If the program does not fit, it has only the arguments and the rest of
+        the state, and the temporaries if the compiler's message has them.
       too_big: the compiler's message if the program does not fit the chip.
       flops: of one run on a device.
       seconds: device time of one run without waits for other slices, as the compiler estimates it;
         None off TPU.
-      unknown_calls: how often each custom call runs that adds nothing to `seconds`, see
+      unknown_calls: number of runs of each custom call that adds nothing to `seconds`, see
         hlo/kernels.py.
       crossings: collectives between slices.
       inside: collectives inside a slice.
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds that a device waits for other slices in one run, at most."""
+        """Upper bound on the seconds that a device waits for other slices in one run."""
         return sum(crossing.timing.waited for crossing in self.crossings if crossing.timing)
 
 
@@ -82,7 +82,7 @@ def measure(
       say: prints a line.
 
     Returns:
-      The programs; a program that does not fit is one of them.
+      The programs, including programs that do not fit.
 
     Raises:
       ConfigError: the HLO reader cannot read a program.
@@ -124,7 +124,7 @@ def measure(
 def _on_tpu(
     module: reader.Module, mesh: Mesh, dcn: Mapping[str, int], chip: Chip, gbps: float
 ) -> dict[str, Any]:
-    """Return fields of Measured. A program numbers the devices of one slice."""
+    """Return the fields of Measured for TPUs, whose programs number the devices of one slice."""
     played = replay.replay(module, chip, gbps)
     least = replay.replay(module, chip, gbps, send_done_waits=False).transfers
     crossings = [
@@ -142,9 +142,9 @@ def _on_tpu(
 
 
 def _off_tpu(module: reader.Module, mesh: Mesh, dcn: Mapping[str, int]) -> dict[str, Any]:
-    """Return fields of Measured.
+    """Return the fields of Measured for CPU and GPU.
 
-    On CPU and GPU one program numbers all devices, of which slices are the major blocks.
+    There one program numbers all devices. Each slice is a contiguous block of them.
     """
     over_slices = {axis for axis, size in dcn.items() if size > 1}
     found = traffic.collectives(module, dict(mesh.shape))

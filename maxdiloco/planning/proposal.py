@@ -17,12 +17,12 @@ from maxdiloco.run.remat_choice import MIB, make_room
 
 @dataclass(frozen=True)
 class Plan:
-    """Rated candidates, best first, and what they are planned for."""
+    """Rated candidates, best first, with the job and the link of the plan."""
 
     job: Job
     step: Step
     link: Link
-    share: tuple[int, str]  # devices of the link that the user named, and whose link it is
+    share: tuple[int, str]  # number of devices that share the user's link, and their unit
     keys: Sequence[str]  # of the command line of the plan, without its options
     law: Law  # of the losses
     tokens: float  # to train on
@@ -55,7 +55,7 @@ class Plan:
     def data_parallel(self) -> float:
         """Return the utilisation of data parallelism on the same link, by the papers' simulator.
 
-        The bytes are those of this trainer, which sends the gradient of each micro-batch.
+        The bytes are counted as in this trainer, which sends the gradient of each micro-batch.
         """
         job, micro_batches = self.job, self.job.cfg.gradient_accumulation_steps
         return link_model.data_parallel(

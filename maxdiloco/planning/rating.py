@@ -19,7 +19,7 @@ from maxdiloco.planning.forecast import Forecast
 from maxdiloco.planning.job import Candidate, Job
 from maxdiloco.planning.link_model import FULL
 
-# Times to a loss that count as equal, as a factor: fitting the link may cost as much.
+# Factor within which times to a loss count as equal. Fitting the link may cost this factor.
 TIE = 1 / FULL
 GRADIENT = 2  # bytes a parameter that data parallelism sends in a step, as the papers count
 
@@ -31,7 +31,7 @@ class Step:
     seconds: float
     peak: int = 0  # bytes of a device that it needs; 0: unknown
     origin: str = "as given"  # of its time, in words
-    is_guess: bool = False  # nothing was compiled or run for its time
+    is_guess: bool = False  # no program was compiled or run for its time
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Rated:
 
 
 def traffic(job: Job, candidate: Candidate) -> Traffic:
-    """Return the bytes that the trainer sends, as its table of fragments has them."""
+    """Return the bytes that the trainer sends, as in its table of fragments."""
     specs = tuple(x.sharding.spec for x in jax.tree.leaves(job.params))
     settings = settings_of(job, candidate)
     plans = plan_fragments(
@@ -151,7 +151,7 @@ def rate(job: Job, candidate: Candidate, sent: Traffic, *, step: Step, link: Lin
 
 
 def _memory(job: Job, candidate: Candidate, step: Step) -> int:
-    """Return the bytes of a device: the compiled step's, if there is one, and the other state."""
+    """Return the bytes of a device: the outer state, and the compiled step or the inner state."""
     settings = settings_of(job, candidate)
     state = lay_out(
         job.params, job.opt_state, settings, layer_axis=job.model.layer_axis, mesh=job.mesh
@@ -165,7 +165,7 @@ def _memory(job: Job, candidate: Candidate, step: Step) -> int:
 def utilisations(
     job: Job, sent: Mapping[Candidate, Traffic], *, step: Step, link: Link
 ) -> dict[Candidate, float]:
-    """Return the part of its time that each candidate computes."""
+    """Return the utilisation of each candidate: the part of the time that its devices compute."""
     out = {}
     for candidate, its in sent.items():
         waited = exposed_seconds(job, candidate, its, step_s=step.seconds, link=link)
@@ -182,12 +182,12 @@ def rank(
     link: Link,
     loss: Callable[[Candidate], Forecast],
 ) -> list[Rated]:
-    """Rate one candidate of each family, the soonest at the loss of data parallelism first.
+    """Rate one candidate of each family, sorted by the time to the loss of data parallelism.
 
-    Candidates within TIE of the soonest count as equally soon; of these the one that changes
-    training least is first. Candidates with settings outside of what was measured follow the
-    others, and candidates that do not fit the chip come last. A candidate is left out where another
-    one of its mode is as soon and changes training less.
+    Candidates within TIE of the shortest time count as equal; among them, the candidate that
+    changes training least is first. Candidates with settings outside the measured range follow the
+    others, and candidates that do not fit the chip come last. A candidate is left out if another
+    candidate of its mode is equally soon and changes training less.
 
     Args:
       job: the job.
@@ -256,7 +256,7 @@ def least_demanding(
 
 
 def _in_memory(job: Job, candidate: Candidate, sent: Traffic, *, step: Step, link: Link) -> Rated:
-    """Rate a candidate, with its outer state in host memory where it fits only so."""
+    """Rate a candidate, with its outer state in host memory if it does not fit otherwise."""
     row = rate(job, candidate, sent, step=step, link=link)
     if row.fits or candidate.memory != "device":
         return row

@@ -13,10 +13,10 @@ from maxdiloco.planning.forecast import Case, Forecast, Law, Row, show_size
 from maxdiloco.planning.proposal import Plan
 from maxdiloco.planning.table import WIDTH, few_digits, loss_as_json
 
-# Measured waits relative to those of the link model: docs/reference/results.md, "The plan
+# Measured waits relative to the waits of the link model: docs/reference/results.md, "The plan
 # compared with measurements".
 MEASURED = "measured waits were 7 to 12% longer"
-NEAR = 2.0  # a row within this factor of a size is near it: about the step between sizes of a table
+NEAR = 2.0  # factor within which a row is near a size: about the step between sizes of a table
 LABEL = 12  # characters
 
 
@@ -28,17 +28,17 @@ class Strategy:
     step_seconds: float
     tokens_per_step: float
     devices: int
-    bytes_per_step: float = 0.0  # that all sites together send to each other
-    loss: Forecast | None = None  # None: that of data parallelism
+    bytes_per_step: float = 0.0  # total traffic between all sites
+    loss: Forecast | None = None  # None: equal to data parallelism
 
     def seconds(self, tokens: float) -> float:
-        """Return the time to train on so many tokens, without evaluations and saves."""
+        """Return the time to train on this number of tokens [s], without evaluations and saves."""
         return tokens / self.tokens_per_step * self.step_seconds
 
     def seconds_to_loss(self, tokens: float) -> float | None:
-        """Return the time to the loss that data parallelism has after so many tokens.
+        """Return the time to the loss that data parallelism has after `tokens` tokens [s].
 
-        None where the loss lies outside of what was measured.
+        None if the loss is outside the measured range.
         """
         if self.loss is None:
             return self.seconds(tokens)
@@ -76,9 +76,9 @@ def compare_strategies(plan: Plan) -> list[Strategy]:
 
 
 def recommend(plan: Plan, strategies: Sequence[Strategy]) -> Strategy | None:
-    """Return the strategy that is soonest at the loss of data parallelism, of equals the simplest.
+    """Return the strategy that reaches the loss of data parallelism soonest.
 
-    None where that depends on a loss that lies outside of what was measured.
+    Among equals, the simplest. None if the choice depends on a loss outside the measured range.
     """
     best, other, tokens = strategies[0], _without_diloco(plan, strategies), plan.tokens
     known = best.seconds_to_loss(tokens)
@@ -178,7 +178,7 @@ def _how_sure(plan: Plan, loss: Forecast) -> str:
 
 
 def near_rows(law: Law, case: Case) -> list[Row]:
-    """Return the rows with as many replicas and the same modes, within NEAR of the size."""
+    """Return the rows with equal replicas and modes, and a size within the factor NEAR."""
     alike = ("replicas", "overlap", "inner")
     return [
         row

@@ -14,7 +14,7 @@ from maxdiloco.planning.compile_report import Report, as_json, verdict
 
 MIB = 2**20
 WIDTH = 100  # columns of a line of prose, and of the tables unless a number is very long
-TIGHT = 0.9  # fraction of the memory, above which another version of the compiler may not fit
+TIGHT = 0.9  # fraction of the memory above which another compiler version may not fit
 # Devices of an axis over which XLA:TPU of libtpu 0.0.42 still makes all-gathers, on v5e and v5p
 # (benchmarks/results, Qwen3 30B-A3B).
 MOST_GATHERED = 32
@@ -38,7 +38,7 @@ def _wrapped(text: str, width: int = WIDTH, indent: str = "  ") -> list[str]:
 
 
 def verdict_lines(report: Report) -> list[str]:
-    """Return the verdict, in lines of WIDTH at most."""
+    """Return the verdict, in lines of at most WIDTH columns."""
     found = verdict(report)
     texts = [f"verdict on {report.title}", *_memory(report, found), _speed(report, found)]
     texts += [*_exposed(report, found), *_long_axis(report)]
@@ -112,7 +112,7 @@ def _exposed(report: Report, found: dict[str, Any]) -> list[str]:
 
 
 def _long_axis(report: Report) -> list[str]:
-    """Return a remedy for an axis so long that the compiler does not gather weights over it."""
+    """Return a remedy for an axis that is too long for the compiler to gather weights over it."""
     data, fsdp = (report.ici.get(axis, 1) for axis in ("data", "fsdp"))
     if not report.timed or fsdp <= MOST_GATHERED or fsdp % MOST_GATHERED:
         return []
@@ -129,7 +129,7 @@ def _long_axis(report: Report) -> list[str]:
 
 
 def lines(report: Report) -> list[str]:
-    """Return the tables behind the verdict. A program that was not compiled is named, not zero."""
+    """Return the tables behind the verdict. A missing program is named instead of counted as 0."""
     found = as_json(report)
     programs = found["programs"]
     out = [f"== {report.title}", ""]
@@ -268,7 +268,7 @@ def _events(events: dict[str, dict[str, Any] | None]) -> list[str]:
 def refusals(report: Report, *, max_exposed_fraction: float) -> list[str]:
     """Return the reasons not to start a job with these programs; empty when it may start.
 
-    The first one has the remedy for a run that the chip cannot hold.
+    The first reason has the remedy for a run that does not fit the chip.
     """
     out = []
     found = verdict(report)

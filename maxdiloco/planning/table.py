@@ -139,7 +139,7 @@ def train_command(plan: Plan) -> list[str]:
     if job.chip and "hardware" not in map(_name, plan.keys):
         more = ["hardware=tpu" if job.chip.timed else "hardware=gpu"]
     if job.chip and not job.chip.timed and -1 in job.cfg.sizes("dcn").values():
-        more.append(f"num_slices={job.slices}")  # GPUs count as a slice each host otherwise
+        more.append(f"num_slices={job.slices}")  # otherwise each host of GPUs counts as a slice
         not_training.append("num_slices")
     steps = f"steps={math.ceil(plan.tokens / job.tokens)}"
     return _command(plan, "train", [*more, steps], without=not_training)
@@ -148,7 +148,7 @@ def train_command(plan: Plan) -> list[str]:
 def _command(
     plan: Plan, program: str, more: Sequence[str], *, without: Sequence[str] = ()
 ) -> list[str]:
-    """Return a command with the plan's keys, more, and those of the best candidate."""
+    """Return a command with the keys of the plan, further keys, and the best candidate's keys."""
     best = plan.rows[0].candidate
     keys = [key for key in plan.keys if _name(key) not in {*without, *best.keys()}]
     return ["python", "-m", f"maxdiloco.{program}", *keys, *more, *best.arguments()]
@@ -159,7 +159,7 @@ def _name(argument: str) -> str:
 
 
 def refusals(plan: Plan) -> list[str]:
-    """Return why no candidate fits the link; empty if one does, whatever its loss."""
+    """Return the reasons why no candidate fits the link; empty if one fits, with any loss."""
     (share, of), least = plan.share, plan.undemanding
     if least.fits and least.fits_link:
         return []
@@ -193,7 +193,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def loss_as_json(loss: Forecast) -> dict[str, Any]:
-    """Return a forecast, without figures where the settings are outside of what was measured."""
+    """Return a forecast, without figures if the settings are outside the measured range."""
     shown = {name: getattr(loss, name) for name in ("share", "least", "most", "times_tokens")}
     return (dict.fromkeys(shown) if loss.outside else shown) | {"outside": ", ".join(loss.outside)}
 

@@ -133,10 +133,15 @@ _PRETEND = {
 
 
 class Slice(NamedTuple):
-    """One slice. kind: in TPUS or GPUS. shape: of a TPU's in chips, of GPUs (how many,).
+    """One slice.
 
-    devices: of JAX. on_host: those of one host. chip: that one device is, with the memory and the
-    links that it has in this slice. capability: of CUDA, as jax.Device has it; "" for TPUs.
+    Attributes:
+      kind: a key of TPUS or GPUS.
+      shape: of TPUs in chips; of GPUs (number of GPUs,).
+      devices: number of JAX devices.
+      on_host: number of devices of one host.
+      chip: the chip of one device, with its memory and links in this slice.
+      capability: of CUDA, as in jax.Device; "" for TPUs.
     """
 
     kind: str
@@ -181,7 +186,7 @@ def find(name: str) -> Slice:
 
 
 def names(kind: str) -> dict[str, tuple[int, ...]]:
-    """Return the names of a kind's slices, MaxText's for TPUs, and shapes, smallest first."""
+    """Return {name: shape} of a kind's slices, smallest first. Names of TPUs are MaxText's."""
     if kind in GPUS:
         return {f"{kind}-{size}": (size,) for size in SIZES}
     shapes = [tuple(map(int, text.split("x"))) for text in TPUS[kind].shapes.split()]
@@ -199,23 +204,28 @@ def _written(shape: tuple[int, ...]) -> str:
 
 
 def _tpus(kind: str, shape: tuple[int, ...]) -> Slice:
-    """A slice with the ICI links of its corner, the slowest, for which a collective waits.
+    """Return a slice of TPUs, with the ICI links of its corner.
 
-    A dim of a v5e or v6e slice closes to a ring when it is 16 long; all dims of the others, when
-    each is a multiple of 4 (cloud.google.com/tpu/docs/{v5e,v6e,v4,v5p,tpu7x}, "slice topology").
+    The corner is the slowest chip, and a collective waits for it. A dim of a v5e or v6e slice is a
+    ring if its length is 16. In other slices all dims are rings if each is a multiple of 4
+    (cloud.google.com/tpu/docs/{v5e,v6e,v4,v5p,tpu7x}, "slice topology").
     """
     rings = [all(size % 4 == 0 for size in shape)] * len(shape)
     if kind in ("v5e", "v6e"):
         rings = [size == 16 for size in shape]
     links = sum(2 if ring else min(size - 1, 1) for size, ring in zip(shape, rings, strict=True))
-    torus_gbps = CHIPS[kind].ici_gbps  # of a chip with two links in each dim
+    torus_gbps = CHIPS[kind].ici_gbps  # for a chip with two links in each dim
     chip = CHIPS[kind]._replace(ici_gbps=torus_gbps * links / (2 * len(shape)))
     of_chip, chips_on_host = TPUS[kind].devices, 8 if shape == (2, 4) else 4
     return Slice(kind, shape, math.prod(shape) * of_chip, chips_on_host * of_chip, chip)
 
 
 def _gpus(kind: str, size: int) -> Slice:
-    """A slice with the memory that JAX takes. Raises ConfigError for a share not in (0, 1]."""
+    """Return a slice of GPUs, with the memory that JAX allocates.
+
+    Raises:
+      ConfigError: the allocated share is not in (0, 1].
+    """
     gpu, share = GPUS[kind], SHARE
     if key := next((key for key in SHARE_KEYS if os.environ.get(key)), ""):
         try:
@@ -233,7 +243,7 @@ def _gpus(kind: str, size: int) -> Slice:
 
 
 def target_config(gpu: Gpu) -> str:
-    """The stream_executor.GpuTargetConfigProto of a GPU, as text."""
+    """Return the stream_executor.GpuTargetConfigProto of a GPU, as text."""
     extension = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
     major, minor = gpu.capability.split(".")
     return f"""
@@ -265,7 +275,7 @@ device_description_str: "{gpu.name}"
 
 
 def check_experts(name: str, num_experts: int) -> None:
-    """Raise ConfigError for experts on absent GPUs of which JAX has no name."""
+    """Raise ConfigError for experts on absent GPUs for which JAX has no name."""
     found = find(name)
     if found.kind in UNNAMED and num_experts > 1 and jax.__version_info__ >= UNNAMED_SINCE:
         raise ConfigError(
@@ -276,10 +286,10 @@ def check_experts(name: str, num_experts: int) -> None:
 
 
 def devices(name: str, num_slices: int) -> list[jax.Device]:
-    """Devices of `num_slices` slices to compile for, slice by slice; nothing can run on them.
+    """Return the devices of `num_slices` slices, slice by slice, to compile but not to run.
 
-    Raises ConfigError for an unknown name, and where libtpu, or JAX's plugin for CUDA, is not
-    installed.
+    Raises:
+      ConfigError: the name is unknown, or libtpu or JAX's plugin for CUDA is not installed.
     """
     found, needs, modules, extra = find(name), "libtpu", ["libtpu"], "tpu"
     if found.is_gpu:
@@ -302,7 +312,7 @@ def devices(name: str, num_slices: int) -> list[jax.Device]:
     else:
         libtpu_name = f"{found.kind}:{_written(found.shape)}"
         options = {"platform": "tpu", "topology_name": libtpu_name, "num_slices": num_slices}
-        if found.kind == "v4":  # whose two cores a real chip joins into one device
+        if found.kind == "v4":  # a real chip joins its two cores into one device
             options["chip_config_name"] = "megacore"
     with _pretending():
         return list(topologies.get_topology_desc(**options).devices)
