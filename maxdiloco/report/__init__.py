@@ -1,1 +1,1 @@
-"""The HTML report of runs: reading their folders, its tables and panels, and the page."""
+"""The HTML report of runs: read their folders, make tables and panels, and write the page."""

@@ -34,7 +34,7 @@ OPTIONS = MappingProxyType({
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program, and return its exit code."""
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
@@ -69,7 +69,7 @@ def _load(names: Sequence[str], options: SimpleNamespace) -> tuple[list["RunData
 
 
 def _write(names: Sequence[str], options: SimpleNamespace) -> str:
-    """Write the page; returns a line on the file."""
+    """Write the page, and return a line on the file."""
     from maxdiloco.report import html
     from maxdiloco.storage import output_file
     from maxdiloco.storage.run_folder import is_local

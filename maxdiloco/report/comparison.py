@@ -1,7 +1,7 @@
 """Compare the outer parameters of two runs by their loss at equal tokens.
 
-There is one comparison for each run, and one verdict. Equal steps are not equal work where batches
-differ; what a run sends and how long it takes is in the charts, which have these as x axes.
+There is one comparison and one verdict for each run. Equal steps are not equal work if batches
+differ. For comparisons by traffic or time, the charts have these as x axes.
 """
 
 import enum
@@ -16,10 +16,10 @@ from maxdiloco.report import timeline
 from maxdiloco.report.run_data import RunData
 from maxdiloco.report.tables import UNKNOWN, Table
 
-RECENT = 8  # evaluations that the noise is estimated from; few, as it falls with the learning rate
-SIGMAS = 2  # of the noise; a smaller difference is called none, as in a 95% interval
-FLAT = 0.002  # relative difference that is called none: two modes vary by 0.005 between seeds
-# The keys that decide which text and tokens eval/loss is a loss of.
+RECENT = 8  # last evaluations, for the noise; few, because the noise falls with the learning rate
+SIGMAS = 2  # of the noise; smaller differences count as equal, as in a 95% interval
+FLAT = 0.002  # relative difference that counts as equal: two modes vary by 0.005 between seeds
+# The keys that decide the text and the tokens of eval/loss.
 _EVAL_KEYS = (
     "dataset_type", "dataset_path", "dataset_mixture", "eval_dataset_path", "text_column",
     "tokenizer_type", "tokenizer_path", "add_bos", "add_eos", "vocab_size", "max_target_length",
@@ -28,7 +28,7 @@ _EVAL_KEYS = (
 
 
 class Verdict(enum.Enum):
-    """How the loss of a run compares with that of the first run."""
+    """The result of comparing the loss of a run with the loss of the first run."""
 
     SAME = "no difference"
     WORSE = "worse"
@@ -38,8 +38,10 @@ class Verdict(enum.Enum):
 class Comparison(NamedTuple):
     """The losses of two runs after equally many tokens.
 
-    tokens: of both. first, other: the losses [nats/token]. noise: standard deviation of the
-    difference of two evaluations, or NaN where it is unknown.
+    Attributes:
+      tokens: number of tokens of both runs.
+      first, other: the losses [nats/token].
+      noise: standard deviation of the difference of two evaluations; NaN if unknown.
     """
 
     tokens: float
@@ -62,7 +64,7 @@ def compare(first: RunData, other: RunData) -> Comparison | str:
     """Compare two runs at the most tokens that both have reached.
 
     Returns:
-      The comparison, or why there is none, in a few words.
+      The comparison, or a few words on the reason why there is none.
     """
     if names := differing_eval_keys(first, other):
         return f"the held-out texts may differ: {', '.join(names)}"
@@ -77,9 +79,9 @@ def compare(first: RunData, other: RunData) -> Comparison | str:
 def tokens(run: RunData) -> np.ndarray:
     """Return the tokens that the outer parameters of each row were trained on, [N].
 
-    Of an island these are the committed tokens: its outer parameters are those of all islands. A
-    row that has an evaluation only gets a value between those of the rows around it, or NaN before
-    the first of them.
+    For an island these are the committed tokens, because all islands share the outer parameters. A
+    row with only an evaluation gets a value interpolated between adjacent rows, or NaN before the
+    first row with tokens.
     """
     counts = run.column(timeline.COMMITTED if timeline.is_island(run) else "learning/tokens")
     known = np.isfinite(counts)
@@ -114,8 +116,8 @@ def _is_trained(run: RunData) -> np.ndarray:
 def noise_of(losses: np.ndarray) -> float:
     """Estimate the standard deviation of one evaluation.
 
-    The middle of three points with equal noise lies off the line through its neighbours by
-    sqrt(3 / 2) times the deviation.
+    For three points with equal noise, the distance of the middle one from the line through its
+    neighbours has a deviation of sqrt(3 / 2) times theirs.
 
     Returns:
       The estimate from the last RECENT losses; NaN for fewer than four.
@@ -130,7 +132,7 @@ def noise_of(losses: np.ndarray) -> float:
 def differing_eval_keys(first: RunData, other: RunData) -> list[str]:
     """Return the keys in which the held-out texts of two runs may differ.
 
-    The training text counts only if a part of it is held out. Unknown keys are taken for equal.
+    The training text counts only if a part of it is held out. Unknown keys count as equal.
     """
     if first.config is None or other.config is None:
         return []
@@ -143,7 +145,7 @@ def differing_eval_keys(first: RunData, other: RunData) -> list[str]:
 
 
 def table(runs: Sequence[RunData]) -> Table:
-    """Return a row for each other run: its comparison with the first one, or why there is none."""
+    """Return a row for each other run: its comparison with the first run, or why it is missing."""
     first = runs[0]
     head = ["run", "tokens", f"loss of {first.name}", "loss", "difference", "noise", "verdict"]
     rows = [[other.name, *_cells(compare(first, other))] for other in runs[1:]]

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from maxdiloco import small_files
 from maxdiloco.metrics.line_files import MAX_FILE_BYTES
 
-# Their names of metrics that have a name here. All losses are nats per token.
+# {their name of a metric: its name here}. All losses are in nats per token.
 NAMES = {
     "learning/current_learning_rate": "learning/lr",
     "perf/step_time_seconds": "perf/step_time",
@@ -22,9 +22,9 @@ NAMES = {
     "time_metrics/end_to_end(s)": "perf/step_time",
     "validation_metrics/loss": "eval/loss",
 }
-MAX_STEP = 2**40  # far above what a run writes: steps, and seconds since 1970
+MAX_STEP = 2**40  # far above the steps of a run, and seconds since 1970
 WALL_TIME = "perf/wall_time_s"
-# MaxText writes the tokens of a step, a row here has those since step 1.
+# MaxText writes the tokens of a step. A row here has the tokens since step 1.
 STEP_TOKENS, TOTAL_TOKENS = "learning/total_weights", "learning/tokens"
 
 
@@ -36,10 +36,10 @@ def find(folder: epath.Path) -> list[epath.Path]:
 
 
 def rows(paths: list[epath.Path]) -> list[dict[str, Any]]:
-    """Read one row per step, as a line of metrics.jsonl has it.
+    """Read one row per step, in the form of a line of metrics.jsonl.
 
-    The last value of a step wins. An incomplete record at the end of a file, whose writer may
-    still run, is ignored.
+    The last value of a step wins. An incomplete record at the end of a file is ignored, because the
+    writer may still run.
     """
     by_step: dict[int, dict[str, Any]] = {}
     first = None

@@ -1,7 +1,7 @@
-"""The page: tables as HTML, points as numbers in it, and uPlot, which draws them, in one file.
+"""Write the page, one file with tables as HTML, points as numbers, and uPlot, which draws them.
 
-uPlot (MIT licence, in static/uplot/) is part of the package. It has 52 KB; the scripts of bokeh and
-plotly have 1 and 4.5 MB, for a page of at most 1 MB.
+uPlot (MIT licence, in static/uplot/) is part of the package. It has 52 KB. The scripts of bokeh and
+plotly have 1 MB and 4.5 MB, while the page has at most 1 MB.
 """
 
 import base64
@@ -24,7 +24,7 @@ def page(runs: Sequence[RunData], defaults: Mapping[str, Any]) -> str:
     """Return the page of one run or several.
 
     Args:
-      runs: the first one is what the others are compared with.
+      runs: all runs; the others are compared with the first one.
       defaults: the default of every key.
     """
     is_single = len(runs) == 1
@@ -32,7 +32,7 @@ def page(runs: Sequence[RunData], defaults: Mapping[str, Any]) -> str:
     made = f"made {format_date(time.time(), show_seconds=True)}"
     timelines = [timeline.build(run) for run in runs]
     config = _config(runs, defaults)
-    # Template.substitute does not look for placeholders in what it inserts.
+    # Template.substitute does not replace placeholders in inserted text.
     return string.Template(_static("page.html")).substitute(
         title=escape(f"{names} – maxdiloco"),
         heading=escape(names if is_single else f"{len(runs)} runs"),
@@ -60,7 +60,7 @@ def _static(name: str) -> str:
 
 
 def _notes(runs: Sequence[RunData]) -> str:
-    """Return a list of what is missing or not finite."""
+    """Return a list of missing data and of metrics that were not finite."""
     lines = [
         f"{run.name}: {line}" if len(runs) > 1 else line
         for run in runs
@@ -71,7 +71,7 @@ def _notes(runs: Sequence[RunData]) -> str:
 
 
 def not_finite(run: RunData) -> list[str]:
-    """Return lines on metrics that were NaN or infinite: how often, and where first."""
+    """Return lines on metrics that were NaN or infinite: how often, and the first step."""
     found = {name: np.flatnonzero(each == NOT_FINITE) for name, each in run.columns.items()}
     return [
         f"{name} is not finite in {len(rows):,} row{'s' * (len(rows) > 1)}, first after step "
@@ -123,7 +123,7 @@ def _timelines(runs: Sequence[RunData], timelines: Sequence[dict[str, Any] | str
 
 
 def _data(runs: Sequence[RunData], timelines: Sequence[dict[str, Any] | str]) -> dict[str, Any]:
-    """Return what page.js reads: numbers, and the names that belong to them."""
+    """Return the input of page.js: numbers and their names."""
     tables = series.of_runs(runs)
     return {
         "runs": [

@@ -1,4 +1,4 @@
-"""The panels of the page: which curves share a chart, its title, unit and note."""
+"""Group the curves of the page into panels, each with a title, a unit and a note."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,8 +15,12 @@ from maxdiloco.report.series import Curves
 class Line(NamedTuple):
     """One curve of a panel, as page.js reads it.
 
-    label: in the legend. role: how it is drawn, see metrics.definitions. run: index of the run.
-    table, column: where its points are. is_gone: a replica that the run no longer has.
+    Attributes:
+      label: in the legend.
+      role: style of the curve, see metrics.definitions.
+      run: index of the run.
+      table, column: index and column of the table with its points.
+      is_gone: whether it is a replica that the run no longer has.
     """
 
     label: str
@@ -44,9 +48,9 @@ _ROLES = ("replica", "line", "mean", "outer")  # drawn in this order, the last o
 
 
 def build(runs: Sequence[RunData], tables: Sequence[Curves]) -> list[Panel]:
-    """Return the panels in the order of metrics.definitions, then those of other metrics by name.
+    """Return the panels in the order of metrics.definitions, then other metrics by name.
 
-    Every column of the tables is in one panel. A panel without a value other than 0 is folded.
+    Every column of the tables is in one panel. A panel whose values are all 0 is folded.
     """
     titles = list(dict.fromkeys(metric.panel for metric in definitions.METRICS if metric.panel))
     found: dict[str, list[Line]] = {title: [] for title in titles}
@@ -77,7 +81,7 @@ def _line(
 
 
 def _last_step(run: RunData, name: str) -> int | None:
-    """Return the last step of a replica's loss; None if the last row with losses has it."""
+    """Return the last step with a replica's loss; None if the last row with losses has it."""
     rows = run.steps[~np.isnan(run.column("learning/loss"))]
     own = run.steps[~np.isnan(run.column(name))]
     return int(own[-1]) if len(rows) and own[-1] < rows[-1] else None

@@ -21,7 +21,7 @@ from maxdiloco.report.event_files import MAX_STEP
 from maxdiloco.storage.run_folder import RunFolder, is_local
 
 NAN = math.nan
-NOT_FINITE = math.inf  # in a column: the row has null, or a value above MAX_VALUE
+NOT_FINITE = math.inf  # in a column, for a row with null or a value above MAX_VALUE
 # Metrics are float32. Sums and products of such values are finite in the float64 of a column.
 MAX_VALUE = float(np.finfo(np.float32).max)
 _SHOWN_DIGITS = 20  # of a value that is refused
@@ -40,7 +40,7 @@ class RunData(NamedTuple):
       name: the last parts of the folder's path that distinguish it from the other runs.
       folder: of the run.
       steps: [N] of its rows, strictly increasing.
-      columns: {metric: float64 [N]}; NaN in a row without it, NOT_FINITE where it was not finite.
+      columns: {metric: float64 [N]}; NaN in a row without it, NOT_FINITE if it was not finite.
       config: {key: value} of every key, or None for a run without config.yml.
       history: the events of history.jsonl, oldest first.
       checkpoints: {step of a kept checkpoint: when it was sealed, seconds since 1970, or NaN}.
@@ -67,7 +67,7 @@ class RunData(NamedTuple):
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that the last row with a loss has; a resume may have changed their number."""
+        """Number of replicas in the last row with a loss. A resume may have changed it."""
         rows = np.flatnonzero(~np.isnan(self.column("learning/loss")))
         last = rows[-1] if len(rows) else -1
         losses = [x for name, x in self.columns.items() if name.startswith(REPLICA_LOSS)]
@@ -78,7 +78,7 @@ REPLICA_LOSS = "learning/loss_replica_"
 
 
 def default_config() -> dict[str, Any]:
-    """Return every key with its default, as `load` fills the keys that a config.yml lacks."""
+    """Return the default of every key. `load` uses it for keys that a config.yml lacks."""
     return {name: as_json(key.default) for name, key in KEYS.items()}
 
 
@@ -88,15 +88,15 @@ def load(
     """Read runs.
 
     Args:
-      names: of each run its name, its folder, or the folder of one of its checkpoints.
-      base_output_directory: where the runs are that are given by name.
+      names: for each run, its name, its folder, or the folder of one of its checkpoints.
+      base_output_directory: folder of the runs that are given by name.
       defaults: the default of every key.
 
     Returns:
       The runs, in the order of their names.
 
     Raises:
-      CheckpointError: a name leads to no folder.
+      CheckpointError: there is no folder for a name.
       DataError: a folder has no rows.
       ConfigError: a run is given twice, or its config.yml cannot be read.
     """
@@ -118,7 +118,7 @@ def load(
 
 
 def _load(path: epath.Path, name: str, argument: str, defaults: Mapping[str, Any]) -> RunData:
-    """Read one run. argument: RUN=..., which an error begins with."""
+    """Read one run. argument: RUN=..., for the beginning of an error."""
     folder = RunFolder(path)
     with read.reading(path, argument):
         steps, columns, notes = _read_rows(folder, argument)
@@ -142,7 +142,7 @@ def _load(path: epath.Path, name: str, argument: str, defaults: Mapping[str, Any
 def _read_rows(
     folder: RunFolder, argument: str
 ) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
-    """Return steps, columns and notes: of metrics.jsonl, or else of TensorBoard's event files."""
+    """Return steps, columns and notes from metrics.jsonl, or else from TensorBoard event files."""
     events: list[epath.Path] = []
     if (content := line_files.read(folder.metrics)) is not None:
         steps, columns, notes = parse(content)
@@ -162,7 +162,7 @@ def _read_rows(
 
 
 def parse(text: bytes) -> tuple[np.ndarray, dict[str, np.ndarray], list[str]]:
-    """Parse metrics.jsonl; returns steps, columns and notes, as in RunData."""
+    """Parse metrics.jsonl, and return steps, columns and notes, as in RunData."""
     rows: list[dict[str, Any]] = []
     broken = repeated = 0
     lines = text.split(b"\n")
@@ -200,7 +200,7 @@ def _read_config(path: epath.Path, defaults: Mapping[str, Any]) -> dict[str, Any
     for key, text in files.read_yml(path).items():
         try:
             config[key] = as_json(infer(text))
-        except ValueError as error:  # of Python, for more than 4,300 digits
+        except ValueError as error:  # raised by Python for more than 4,300 digits
             raise ConfigError(
                 f"{key}={text[:_SHOWN_DIGITS]}... in {path} is too large: it has {len(text):,} "
                 "digits. Give the key a number, or remove the file."

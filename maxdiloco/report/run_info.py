@@ -17,8 +17,9 @@ _LOCATION_KEYS = ("run_name", "base_output_directory")
 class Session(NamedTuple):
     """One start of a run and its end.
 
-    start, end: the lines of history.jsonl; end is None for a session that was killed, or that runs.
-    outcome: how it ended, in a few words.
+    Attributes:
+      start, end: the lines of history.jsonl. `end` is None if the session was killed or still runs.
+      outcome: a few words on how it ended.
     """
 
     start: dict[str, Any]
@@ -33,7 +34,8 @@ def sessions(run: RunData) -> list[Session]:
     for k, following in itertools.pairwise([*begins, None]):
         start, events = run.history[k], run.history[k + 1 : following]
         end = events[0] if events else None
-        # The next session begins where this one ended; of the last one the rows say it.
+        # The next session begins at the step at which this one ended. The last session ends at the
+        # last row.
         reached = run.steps[-1] if following is None else run.history[following]["step"]
         if end is None:
             outcome = "running, or killed" if following is None else "killed"
@@ -51,7 +53,7 @@ def progress(run: RunData) -> float:
 
 
 def session_table(runs: Sequence[RunData]) -> Table:
-    """Return one row for each session of each run: when, from where, on what, how it ended."""
+    """Return one row for each session of each run: time, start, devices and outcome."""
     head = ["started", "after step", "processes", "devices", "ended", "outcome"]
     rows, numbers = [], []
     for number, run in enumerate(runs):
@@ -71,7 +73,7 @@ def checkpoint_table(runs: Sequence[RunData]) -> Table:
 
 
 def _with_names(runs: Sequence[RunData], table: Table) -> Table:
-    """Add a first column with the name of the run, where there are several."""
+    """Add a first column with the name of the run, if there are several runs."""
     if len(runs) == 1:
         return table
     named = zip(table.rows, table.runs, strict=True)
@@ -80,7 +82,7 @@ def _with_names(runs: Sequence[RunData], table: Table) -> Table:
 
 
 def config_table(runs: Sequence[RunData], defaults: Mapping[str, Any]) -> Table:
-    """Return the keys of one run that differ from their defaults, or those in which runs differ."""
+    """Return the keys that differ from their defaults for one run, or between several runs."""
     known = [run for run in runs if run.config is not None]
     configs = [{name: _text(value) for name, value in run.config.items()} for run in known]
     base = {name: _text(value) for name, value in defaults.items()}

@@ -11,15 +11,18 @@ from maxdiloco.report.run_data import NOT_FINITE, RunData
 TOTAL_BYTES = "dcn/bytes_sent_in_all"  # of a replica since step 1; a column of the report only
 # Points of all curves together. A point has 4 bytes, 5.3 in base64: 0.6 MB, below a page of 1 MB.
 MAX_POINTS = 110_000
-# Points of one curve. 20,000 are two for each pixel of a wide screen that shows a tenth of the run;
-# 400 are what a narrow panel shows.
+# Limits on the points of one curve. 20,000 points are two for each pixel of a wide screen that
+# shows a tenth of the run. A narrow panel shows 400.
 MOST, LEAST = 20_000, 400
 
 
 class Curves(NamedTuple):
     """Curves over the same steps of one run.
 
-    run: its index. steps: [N], increasing. columns: {metric: float32 [N]}, NOT_FINITE for a gap.
+    Attributes:
+      run: index of the run.
+      steps: [N], increasing.
+      columns: {metric: float32 [N]}, NOT_FINITE for a gap.
     """
 
     run: int
@@ -58,7 +61,7 @@ def by_rows(
 ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """Group the columns that exist in the same rows, and drop the other rows.
 
-    An evaluation, which few rows have, thus becomes a short curve that keeps every value.
+    Few rows have an evaluation. It thus becomes a short curve that keeps every value.
     """
     groups: dict[bytes, list[str]] = {}
     for name, values in columns.items():

@@ -1,4 +1,4 @@
-"""The first table of the page: how far each run is, how it ended, and its losses."""
+"""The first table of the page: the progress of each run, its outcome, and its losses."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ HEAD = [
 
 
 def table(runs: Sequence[RunData]) -> Table:
-    """Return one row for each run. The held-out loss is that of the outer parameters."""
+    """Return one row for each run. The held-out loss uses the outer parameters."""
     rows = [
         [
             run.name,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 UNKNOWN = "–"
-MAX_ROWS = 200  # more rows are not read; with 100 bytes a cell the page stays below 1 MB
+MAX_ROWS = 200  # nobody reads more; with 100 bytes a cell the page stays below 1 MB
 
 
 class Table(NamedTuple):
@@ -27,7 +27,7 @@ def to_html(table: Table, *, cards: bool = True, empty: str = "") -> str:
     Args:
       table: its first MAX_ROWS rows are shown, with a note on the rest.
       cards: whether each row becomes a card on a narrow screen.
-      empty: the text in place of a table without rows.
+      empty: the text instead of a table without rows.
     """
     if not table.rows:
         return f"<p>{escape(empty)}</p>"

@@ -1,6 +1,7 @@
-"""One or two periods of a run's schedule: sends, chunks, applies, and the bytes of each inner step.
+"""Show one or two periods of a run's schedule: sends, chunks, applies, and bytes of inner steps.
 
-Letters as in diloco/schedule.py: H inner steps in a period, P fragments, overlap tau, inner step t.
+Letters are as in diloco/schedule.py: H inner steps in a period, P fragments, overlap tau, inner
+step t.
 """
 
 import itertools
@@ -36,7 +37,8 @@ def is_island(run: RunData) -> bool:
 def schedule_of(run: RunData) -> Schedule | None:
     """Return the schedule of a DiLoCo run; None for data parallelism or an unknown configuration.
 
-    Raises TypeError or ValueError for a configuration that makes no schedule.
+    Raises:
+      TypeError, ValueError: the configuration is not valid for a schedule.
     """
     config = run.config
     if config is None or not config["enable_diloco"]:
@@ -61,7 +63,7 @@ def describe(run: RunData) -> str:
 
 
 def build(run: RunData) -> dict[str, Any] | str:
-    """Build the timeline that timeline.js draws, or a sentence that says why there is none.
+    """Build the timeline that timeline.js draws, or a sentence on why there is none.
 
     Returns:
       fragments: P. steps: the first and the last one. bytes: sent by a replica in each step.
@@ -109,7 +111,7 @@ def _build(run: RunData, schedule: Schedule, sent_in_period: list[float]) -> dic
                 if WAITED in run.columns:
                     chunks = [c for c in chunks if not schedule.sends(c)]
             else:
-                # None with the host transport, where a fragment leaves in the step of its send.
+                # None with the host transport, which sends a fragment in the step of its send.
                 chunks = list(itertools.takewhile(sends, possible))
             drawn = [c for c in chunks if c in steps]
             exchanges.append([send.fragment, t, t + schedule.lag, drawn])
@@ -135,7 +137,7 @@ def _caption(schedule: Schedule, has_bytes: bool) -> str:
 
 
 def _reduce_scatters(run: RunData) -> bool:
-    """Read the collective from the last session, which knows what 'auto' was, or from the key."""
+    """Read the collective from the last session, which has the value of 'auto', or from the key."""
     chosen = [event["reduce_scatter"] for event in run.history if "reduce_scatter" in event]
     return chosen[-1] if chosen else run.config["diloco_collective"] == REDUCE_SCATTER
 
@@ -143,12 +145,12 @@ def _reduce_scatters(run: RunData) -> bool:
 def mean_bytes(run: RunData) -> np.ndarray:
     """Average dcn/bytes_sent over whole periods.
 
-    The value of a row is a mean since the row before, which holds now more and now fewer exchanges:
-    a sawtooth of log_period against H.
+    The value of a row is a mean since the previous row. The number of exchanges in it varies, as
+    log_period and H differ, which would draw a sawtooth.
 
     Returns:
-      [N] bytes per step; each value is the mean of the whole periods up to its row, or the mean so
-      far before a whole period.
+      [N] bytes per step. Each value is the mean of the whole periods up to its row. Before the
+      first whole period it is the mean so far.
     """
     values = run.column(BYTES)
     rows = np.flatnonzero(np.isfinite(values))
@@ -160,7 +162,7 @@ def mean_bytes(run: RunData) -> np.ndarray:
     window = math.lcm(schedule.H, interval)
     if window > MAX_PERIODS * max(schedule.H, interval):
         window = schedule.H * -(-MAX_PERIODS * interval // schedule.H)
-    # The rows may continue those of another file, and another trainer may begin at step 0.
+    # The rows may continue the rows of another file, and another trainer may begin at step 0.
     begin = min(max(0, steps[0] - interval), steps[0] - 1)
     ends = np.concatenate([[begin], steps])
     sums = np.concatenate([[0.0], np.cumsum(values[rows] * np.diff(ends))])
