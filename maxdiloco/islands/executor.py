@@ -35,7 +35,7 @@ class Executor:
       said: log lines for the user.
       evaluations: numbers of the evaluations that this island makes.
       moments: "kept" or "zero", for the moments of the inner optimizer; "" before training begins.
-      norm: of the last message.
+      norm: L2 norm of the last message.
       finite: whether all messages were finite.
       stop: why the island has ended; None while it runs.
     """
@@ -70,7 +70,7 @@ class Executor:
           moments_of: see StateMachine.
           after: see StateMachine.
           key: private key of 32 bytes to sign with; None: messages are not signed.
-          nonce: of this program; None: a random nonce.
+          nonce: nonce of this program; None: a random nonce.
           clock: returns the time [s].
 
         Raises:

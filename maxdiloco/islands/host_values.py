@@ -47,7 +47,7 @@ class HostValues:
 
         Args:
           state: donated.
-          plan: of the fragment.
+          plan: plan of the fragment.
           values: the replica's values, outer parameters and momentum, [N] each; None in processes
             other than 0.
         """

@@ -63,7 +63,7 @@ class Block(NamedTuple):
     """A part of the data that this island has leased.
 
     Attributes:
-      index: of the block, below num_blocks.
+      index: number of the block, below num_blocks.
       epoch: how often all blocks were leased before.
       start, stop: tokens of the block that this island reads. They are 0 and block_tokens, unless a
         dead island has committed the first part.
@@ -161,7 +161,7 @@ class Island:
         Args:
           inner_step: (params, opt_state, batch) -> (params, opt_state, metrics), as of DiLoCo.
           store: gs://, s3:// or az://bucket/folder, or a folder that all islands see.
-          name: of this island, unique in the store. It has letters, digits, - and _.
+          name: name of this island, unique in the store. It has letters, digits, - and _.
           sync_period: H, inner steps of a round.
           total_tokens: committed tokens of all islands at which the run ends. The island that
             begins the run decides it. Count in any unit: tokens, examples or steps.
@@ -300,8 +300,8 @@ class Island:
         An island that begins the run starts with these parameters, others with the log's.
 
         Args:
-          params: of one replica, as of DiLoCo.init.
-          opt_state: of one replica.
+          params: parameters of one replica, as of DiLoCo.init.
+          opt_state: optimizer state of one replica.
 
         Raises:
           ConfigError: the store cannot be used, or it has another run.
@@ -420,7 +420,7 @@ class Island:
         Args:
           state: donated.
           batch: leaves [1, ...], as with one replica of DiLoCo.
-          tokens: of this step; None: step_tokens.
+          tokens: tokens of this step; None: step_tokens.
 
         Returns:
           (state, metrics with leaves [1, ...]).

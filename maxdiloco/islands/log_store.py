@@ -154,7 +154,7 @@ def get(read: Read, name: str) -> Any:
 
     Args:
       read: reads an object.
-      name: of the object.
+      name: name of the object.
     """
     try:
         return read(name)[0]
@@ -271,7 +271,7 @@ class MeteredStore:
     """A bucket that counts its requests.
 
     Attributes:
-      counts: of all requests so far.
+      counts: requests and bytes so far.
       failure: text of the last error; "" without an error.
     """
 

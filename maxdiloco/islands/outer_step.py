@@ -162,7 +162,7 @@ def stepped(run: Run, outer: Outer, record: Record, gradient: np.ndarray | None)
     """Rule 5: return the outer state after a record. One without members changes nothing.
 
     Args:
-      run: of the log.
+      run: run.json of the log.
       outer: before the record.
       record: the record.
       gradient: its decoded gradient [N]; None without members.

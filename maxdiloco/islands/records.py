@@ -93,10 +93,10 @@ class Message(NamedTuple):
     Attributes:
       fragment, island, incarnation, seq: its name.
       base: records of the fragment that the island had applied.
-      steps, tokens: since the previous message. The next message includes those of a rejected one.
+      steps, tokens: since the previous message. The next one adds a rejected message's.
       read: tokens that this incarnation has read so far.
       data: ranges of the tokens. Ranges that do not fit wait for the next message.
-      norm: of the values.
+      norm: L2 norm of the values.
       finite: whether all values are finite.
       sha256: of the payload.
       signature: Ed25519 in hex, or "".
@@ -147,7 +147,7 @@ class Record(NamedTuple):
     Attributes:
       fragment, number: its name.
       author: island that wrote it.
-      nonce: of the draft.
+      nonce: nonce of the draft.
       members, rejected: by island, incarnation and seq.
       dead: incarnations that this record declares dead.
       scale: part of a full outer step.
@@ -203,10 +203,10 @@ class LogState(NamedTuple):
     Attributes:
       fragment, number: its name.
       record_hash: sha256 of record R; rules.genesis_hash before the first record.
-      digest: of the outer state.
+      digest: sha256 of the outer state.
       tokens: committed so far.
       watermarks: by island and incarnation.
-      norms: of the last messages, with their steps.
+      norms: L2 norms of the last messages, with their steps.
       dead: incarnations that are dead and not forgotten.
       blocks: unfinished blocks.
       top: highest block seen.
@@ -259,9 +259,9 @@ class Lease(NamedTuple):
     """A name that belongs to one program: i/ISLAND/INCARNATION, d/BLOCK or d/BLOCK.2.
 
     Attributes:
-      name: of this object.
+      name: name of this object.
       island, incarnation: of its owner.
-      nonce: of the owner's program.
+      nonce: nonce of the owner's program.
     """
 
     name: str
@@ -389,7 +389,7 @@ def decode(name: str, data: bytes, *, whole: bool = True) -> tuple[Any, bytes]:
     """Return an object and its payload.
 
     Args:
-      name: of the object.
+      name: name of the object.
       data: its bytes.
       whole: False if these are only the first bytes.
 

@@ -216,13 +216,13 @@ def decidable(
     """Rule 2: return the messages that the next record accepts and rejects; None: not yet.
 
     Args:
-      run: of the log.
+      run: run.json of the log.
       state: before the record.
       inbox: messages by key.
       damaged: {key: reason} of the messages that cannot be used.
       present: islands that are ready and alive.
       waited: time since the first message arrived [s].
-      timing: of the author.
+      timing: times of the author.
     """
     members, rejected = order_messages(run, state, inbox, damaged)
     islands = {one.island for one in members}
@@ -245,7 +245,7 @@ def observed(timing: Timing, since: float, writes: bool) -> float:
     While the store is unavailable, or the observer is suspended, no island is considered silent.
 
     Args:
-      timing: of the observer.
+      timing: times of the observer.
       since: time since the last listing [s].
       writes: whether the observer can write its heartbeat; otherwise others may fail, too.
     """
@@ -361,7 +361,7 @@ def expected_tokens(
       peer: the island.
       mean: tokens of an island in the record.
       observed: StateMachine.observed_now [s].
-      timing: of the author.
+      timing: times of the author.
     """
     heartbeat = peer.heartbeat
     for mark in state.watermarks:
@@ -395,7 +395,7 @@ def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
     """Rule 6: return "wait", "merge" or "shift" for a record at step t.
 
     Args:
-      run: of the log.
+      run: run.json of the log.
       t: inner steps done.
       sent_at: step of this island's message in the record; None without one.
       others: number of this island's messages that stay undecided.
@@ -554,7 +554,7 @@ def next_lease(
     """Rule 8: return the name and the range of the next lease.
 
     Args:
-      state: of fragment 0.
+      state: log state of fragment 0.
       size: tokens of a block.
       leased: (block, number of the lease) pairs that were requested before.
     """

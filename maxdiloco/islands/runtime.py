@@ -96,7 +96,7 @@ class Runtime:
         """Start the threads.
 
         Args:
-          executor: of the island.
+          executor: carries out the actions of the island.
           data: receives the leases.
           say: logs a line; any thread may call it.
           meanwhile: called every MEANWHILE_S by a thread that waits for a step.

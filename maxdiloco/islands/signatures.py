@@ -63,10 +63,10 @@ def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> Public
     """Return the public keys of run.json: the stored ones, or this island's if it begins the run.
 
     Args:
-      keys: of this island; None: it does not sign.
+      keys: keys of this island; None: it does not sign.
       stored: run.json of the store; None: this island begins the run.
-      name: of this island.
-      url: of the store.
+      name: name of this island.
+      url: URL of the store.
 
     Raises:
       ConfigError: the messages of this island would not count.

@@ -269,9 +269,9 @@ class StateMachine:
 
     Attributes:
       run: settings that all islands of the log have in common.
-      timing: of this island.
-      name: of this island.
-      nonce: of this program.
+      timing: times of this island.
+      name: name of this island.
+      nonce: nonce of this program.
       initial: digests of the outer state of each fragment before the first record.
       moments_of: number of records in this island's checkpoint; None without a checkpoint.
       after: the incarnation of this program before it joined again; 0 at its first start.

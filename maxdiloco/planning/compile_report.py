@@ -20,18 +20,18 @@ class Report(NamedTuple):
     """The programs of a run, and the hardware they were compiled for.
 
     Attributes:
-      title: of the report.
+      title: title of the report.
       period: H inner steps, in which a program runs `runs` times.
       programs: compiled.
-      chip: of a device; None for this machine's devices.
+      chip: type of a device; None for this machine's devices.
       topology: name of a slice.
       devices_per_slice: number of them.
       devices_per_host: number of devices that share a host's link; 0 if unknown.
-      num_devices: of all slices.
+      num_devices: number of devices of all slices.
       gbps: one device's share of the DCN [Gbit/s].
-      flags: of the compiler; the job needs the same flags.
-      tokens_per_step: of all replicas.
-      flops_per_token: of the model, see metrics/speed.py.
+      flags: flags of the compiler; the job needs the same flags.
+      tokens_per_step: tokens of all replicas.
+      flops_per_token: FLOPs of the model, see metrics/speed.py.
       tau: overlap steps.
       overlap: diloco_round_overlap; "" without DiLoCo.
       room: remedies for a lack of memory that are not yet active.

@@ -93,9 +93,9 @@ def compile_programs(
     """Compile the programs of a run on the mesh.
 
     Args:
-      cfg: of the run.
+      cfg: config of the run.
       mesh: to compile for.
-      chip: of a device; None for this machine.
+      chip: type of a device; None for this machine.
       gbps: a device's share of the link [Gbit/s].
       say: prints a line of progress.
       only_step: compile the plain inner step and no other program.

@@ -64,7 +64,7 @@ def exposed_s(
       lag: steps between the send of a fragment and its use.
       scatter_steps: steps between the send of the parts and of the means.
       step_s: time of a step without an exchange.
-      latency_s: of the link.
+      latency_s: latency of the link.
     """
     if not lag:
         return sum(seconds + latency_s for seconds in fragments) + latency_s * len(shared)
@@ -165,11 +165,11 @@ def data_parallel(
 
     Args:
       layers: number of layers.
-      parameters: of the model.
+      parameters: number of parameters of the model.
       step_s: time of a step.
-      gbps: of all devices of a replica together [Gbit/s].
-      latency_s: of the link; the papers have none.
-      bits: of a gradient.
+      gbps: bandwidth of all devices of a replica together [Gbit/s].
+      latency_s: latency of the link; the papers have none.
+      bits: bits of a gradient.
     """
     layer_s, backward_s = bits * parameters / layers / (gbps * 1e9), 2 * step_s / 3
     exposed = max(layer_s, layers * layer_s - backward_s * (1 - 1 / layers)) + latency_s

@@ -19,15 +19,15 @@ class Measured(NamedTuple):
     """One compiled program.
 
     Attributes:
-      name: of the program.
-      runs: in the H steps of a period.
+      name: name of the program.
+      runs: number of runs in the H steps of a period.
       when: see Call.
       event: see Call.
       compile_seconds: time of its compile.
-      memory: on a device. If the program does not fit, it has only the arguments and the rest of
-        the state, and the temporaries if the compiler's message has them.
+      memory: on a device. If the program does not fit, it has the arguments and the rest of the
+        state. It has the temporaries only if the compiler's message has them.
       too_big: the compiler's message if the program does not fit the chip.
-      flops: of one run on a device.
+      flops: FLOPs of one run on a device.
       seconds: device time of one run without waits for other slices, as the compiler estimates it;
         None off TPU.
       unknown_calls: number of runs of each custom call that adds nothing to `seconds`, see
@@ -73,11 +73,11 @@ def measure(
     """Compile the program of every call and read its HLO.
 
     Args:
-      calls: of the run.
+      calls: programs of the run.
       state: the run's arrays on the devices, as ShapeDtypeStructs.
-      mesh: of the run.
+      mesh: mesh of the run.
       dcn: sizes of the mesh axes over slices.
-      chip: of a device. None, and chips without estimated times, have no schedule of transfers.
+      chip: type of a device. None and chips without estimated times have no schedule of transfers.
       gbps: a device's share of the link [Gbit/s].
       say: prints a line.
 

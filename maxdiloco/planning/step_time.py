@@ -24,7 +24,7 @@ def compile_plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) 
     """Compile the step without an exchange, which is the same in every mode.
 
     Args:
-      cfg: of the run, with compile_topology.
+      cfg: config of the run, with compile_topology.
       gbps: a device's share of the link [Gbit/s].
       say: prints a line of progress.
 

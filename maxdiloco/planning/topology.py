@@ -27,7 +27,7 @@ class Tpu(NamedTuple):
       counted: the unit of the number in a name, in words.
       per_chip: number of these units in a chip.
       devices: number of JAX devices in a chip.
-      shapes: of its slices, in chips.
+      shapes: shapes of its slices, in chips.
     """
 
     counted: str
@@ -61,7 +61,7 @@ class Gpu(NamedTuple):
       l2: bytes of the L2 cache.
       room: threads at once on a multiprocessor, bytes of its shared memory, and the most of these
         bytes that one block may use.
-      bandwidth: of the memory [bytes/s].
+      bandwidth: bandwidth of the memory [bytes/s].
       clock_ghz: clock rate.
       link_gbps: rate of all links to the GPUs of its host, NVLink or PCIe, one way [Gbit/s].
     """
@@ -141,7 +141,7 @@ class Slice(NamedTuple):
       devices: number of JAX devices.
       on_host: number of devices of one host.
       chip: the chip of one device, with its memory and links in this slice.
-      capability: of CUDA, as in jax.Device; "" for TPUs.
+      capability: compute capability of CUDA, as in jax.Device; "" for TPUs.
     """
 
     kind: str

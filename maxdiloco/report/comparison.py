@@ -116,8 +116,8 @@ def _is_trained(run: RunData) -> np.ndarray:
 def noise_of(losses: np.ndarray) -> float:
     """Estimate the standard deviation of one evaluation.
 
-    For three points with equal noise, the distance of the middle one from the line through its
-    neighbours has a deviation of sqrt(3 / 2) times theirs.
+    If three points have equal noise, the middle one has a distance from the line through its
+    neighbours. This distance has sqrt(3 / 2) times the deviation of a point.
 
     Returns:
       The estimate from the last RECENT losses; NaN for fewer than four.

@@ -38,7 +38,7 @@ class RunData(NamedTuple):
 
     Attributes:
       name: the last parts of the folder's path that distinguish it from the other runs.
-      folder: of the run.
+      folder: folder of the run.
       steps: [N] of its rows, strictly increasing.
       columns: {metric: float64 [N]}; NaN in a row without it, NOT_FINITE if it was not finite.
       config: {key: value} of every key, or None for a run without config.yml.

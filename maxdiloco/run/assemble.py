@@ -56,8 +56,8 @@ class Parts(NamedTuple):
 
     Attributes:
       learning_rate: returns the rate of the next inner step, given the number of steps done.
-      batch: of one step, with leaves [R, B, L] and "learning_rate" [R, 1].
-      params: of one replica.
+      batch: batch of one step, with leaves [R, B, L] and "learning_rate" [R, 1].
+      params: parameters of one replica.
       init: returns a state from a seed, or from donated parameters with load_parameters_path.
       sampler: None without sample_prompt.
     """
@@ -89,13 +89,13 @@ def assemble(
     """Build the model, the optimizers and the trainer, without allocating or compiling anything.
 
     Args:
-      settings: of the run.
-      mesh: the devices of the run.
+      settings: settings of the run.
+      mesh: devices of the run.
       total_steps: see optimizer.learning_rate_schedule.
       on_compile: called after each compile.
       mailbox: carries exchanges between processes, see needs_bulk.
-      tokenizer: of the run; None: it is read here if a part needs it.
-      facts: of an island that will train; None otherwise.
+      tokenizer: tokenizer of the run; None: it is read here if a part needs it.
+      facts: properties of an island that will train; None otherwise.
 
     Raises:
       ConfigError: the devices cannot run the model, or as batch_shape.

@@ -192,8 +192,8 @@ def open_dataset(
     """Open the data of a split.
 
     Args:
-      settings: of the run.
-      tokenizer: of the run.
+      settings: settings of the run.
+      tokenizer: tokenizer of the run.
       split: train or eval. The eval split is a Dataset, not a Mixture.
       path: for eval, a path of eval_dataset_path; empty: the held-out part of the training data.
       prepared: folders of `prepare_sources`; a source without one is a folder of shards itself.
@@ -268,12 +268,15 @@ def agree(texts: Mapping[str, Dataset]) -> None:
 
 
 def agreed(data: str, key: str, what: str = "text") -> str:
-    """Return a fingerprint of data. Raises DataError unless all processes have the same one.
+    """Return a fingerprint of data, if all processes have the same one.
 
     Args:
       data: fingerprint in this process.
       key: name of the option that names the data, for the error.
       what: the kind of data, for the error.
+
+    Raises:
+      DataError: the processes have different data.
     """
     shared_folder.barrier()  # the first process may still wait for the lock of the run's folder
     checksum = zlib.crc32(data.encode()) >> 1  # fits a signed 32-bit integer
@@ -309,8 +312,8 @@ def open_data(
     too short leaves no cache. A cache of larger text stays, and later starts can use it.
 
     Args:
-      settings: of the run.
-      tokenizer: of the run.
+      settings: settings of the run.
+      tokenizer: tokenizer of the run.
       shape: R, B, L of a step.
       say: receives lines for the user.
 

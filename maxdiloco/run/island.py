@@ -88,9 +88,9 @@ def build(
 
     Args:
       step: the inner step of a replica.
-      cfg: of the run.
+      cfg: config of the run.
       exchange: settings of the exchange.
-      facts: of the run; None if nothing is trained.
+      facts: properties of the run; None if nothing is trained.
       fresh: returns the first state of the inner optimizer, given the parameters.
       **options: mesh, layer_axis and on_compile of Island.
     """

@@ -31,11 +31,11 @@ def train(
     """Train from a state to the end of the run, or until a signal.
 
     Args:
-      settings: of the run.
-      parts: of the run.
+      settings: settings of the run.
+      parts: parts of the run.
       state: the state before the first step; donated.
       batches: global batches, one for each step.
-      recorder: of the run.
+      recorder: records metrics, evaluations and checkpoints.
       steps: numbers of the inner steps to take. An island stops earlier if its log has ended.
       held_out: texts to evaluate on; empty for no evaluation.
       preemption: SIGTERM and Ctrl-C.

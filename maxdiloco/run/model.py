@@ -70,8 +70,8 @@ def token_bytes(settings: TokenizerSettings, tokenizer: Tokenizer | None = None)
     """Return the bytes of text that each token stands for, int32 [V]; 0 with synthetic data.
 
     Args:
-      settings: of the tokenizer.
-      tokenizer: of the run; None: the tokenizer that the settings name.
+      settings: settings of the tokenizer.
+      tokenizer: tokenizer of the run; None: the tokenizer that the settings name.
     """
     if settings.dataset_type == "synthetic":
         return np.zeros(settings.vocab_size, np.int32)

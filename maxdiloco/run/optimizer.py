@@ -33,7 +33,7 @@ def learning_rate_schedule(settings: OptimizerSettings, total_steps: int) -> Cal
     schedule.
 
     Args:
-      settings: of the optimizer.
+      settings: settings of the optimizer.
       total_steps: length of the schedule [inner steps] if the settings leave it open.
     """
     length = schedule_steps(settings, total_steps)

@@ -29,17 +29,17 @@ class Recorder:
     """Metrics, evaluations, checkpoints and the profile of a run.
 
     Args:
-      parts: of the run.
+      parts: parts of the run.
       done: inner steps before this start.
       total: inner steps of the whole run, if known.
       console: for lines and samples.
-      folder: of the run.
-      writer: of the first process.
+      folder: folder of the run.
+      writer: writes the metrics; None except in the first process.
       mailbox: between processes; None in a run of one process.
       checkpointer: None if nothing is saved.
       note: metadata of the run for its checkpoints.
-      data_metrics: step -> metrics of the data, see Dataset.metrics.
-      since_row: of the checkpoint that the run is restored from, see `save`.
+      data_metrics: returns the metrics of the data at a step, see Dataset.metrics.
+      since_row: metrics since the last row, from the restored checkpoint; see `save`.
       begun: time.perf_counter() at the start of the program.
       profile: called before the first step and after each.
     """

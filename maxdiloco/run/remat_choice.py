@@ -55,7 +55,7 @@ def build(
     Compiles the inner steps to compare their memory. The last resort, `full`, is not compiled.
 
     Args:
-      settings: of the run.
+      settings: settings of the run.
       make: builds the parts from settings.
       mesh: the devices.
       memory: see device_memory.
@@ -154,7 +154,7 @@ def make_room(cfg: Config, *, outer_state: bool, remat_policy: str = "", there: 
     """Return the remedies that are not yet active, for a program that does not fit the memory.
 
     Args:
-      cfg: of the run.
+      cfg: config of the run.
       outer_state: whether the run has outer state.
       remat_policy: the policy that was chosen; empty: the policy of the config.
       there: False for absent GPUs, because programs with host memory cannot be compiled for them.

@@ -138,7 +138,7 @@ class RunSettings:
 
     Attributes:
       config: the keys, for the files of the run and for comparisons with a checkpoint.
-      exchange: of outer gradients; None with data parallelism.
+      exchange: settings of the exchange of outer gradients; None with data parallelism.
     """
 
     config: Config

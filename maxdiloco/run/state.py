@@ -60,9 +60,9 @@ def find_restore_point(
     """Find the point at which the run starts, before anything is built.
 
     Args:
-      settings: of the run.
-      checkpointer: of the run's folder; None if nothing is saved.
-      shape: of a batch.
+      settings: settings of the run.
+      checkpointer: reads checkpoints in the run's folder; None if nothing is saved.
+      shape: shape of a batch.
       text: the training data.
       data: fingerprints of data.agreed_contents.
 
@@ -149,7 +149,7 @@ def refuse_changes(
     """Raise CheckpointError when config, batch or data differ from the saved run's.
 
     Args:
-      settings: of the run.
+      settings: settings of the run.
       saved: the checkpoint.
       M: number of replicas.
       B: sequences of a replica; with data parallelism M B is compared.

@@ -33,7 +33,10 @@ _NEUTRAL = MappingProxyType({"num_diloco_replicas": "auto", "eval_interval": 1})
 class Stored(NamedTuple):
     """A checkpoint that was read.
 
-    path: of the checkpoint. meta: its metadata on the run. cfg: see `load`.
+    Attributes:
+      path: path of the checkpoint.
+      meta: metadata of the checkpoint on its run.
+      cfg: see `load`.
     """
 
     step: int
@@ -53,7 +56,7 @@ def load(
     """Read the newest undamaged checkpoint of a run, or one checkpoint. All processes call it.
 
     Args:
-      folder: of the run or the checkpoint, from read.locate.
+      folder: folder of the run or the checkpoint, from read.locate.
       configure: returns the config and the mesh for the model, given the checkpoint's metadata.
       parameters: see parameter_sets.item_of.
 

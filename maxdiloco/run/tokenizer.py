@@ -60,7 +60,7 @@ def of_checkpoint(settings: TokenizerSettings, checkpoint: epath.Path) -> Tokeni
     """Return the tokenizer in a checkpoint, with add_bos as the settings say.
 
     Args:
-      settings: of the run that wrote the checkpoint. add_bos may have another value.
+      settings: settings of the run that wrote the checkpoint. add_bos may have another value.
       checkpoint: the folder of the checkpoint.
 
     Raises:
