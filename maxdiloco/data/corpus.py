@@ -1,4 +1,7 @@
-"""The files of a data set, the records that a source yields, and the errors of damaged files."""
+"""Find the files of a data set, describe parts of a source, and count damaged records.
+
+The readers of the file formats are in `sources/`.
+"""
 
 import contextlib
 import errno
@@ -14,10 +17,10 @@ from maxdiloco.data import paths
 from maxdiloco.data.paths import Stamp, is_local
 from maxdiloco.errors import DataError
 
-# Suffixes that a folder is searched for; a file or a glob may have any.
+# Suffixes of the files that are read in a folder. The path of a file or a glob may have any suffix.
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
-# Folders below the standard library that are not it, or that not every distribution ships; test
-# data are not all text.
+# Subfolders of the standard library's folder that are not read. They hold other packages, or are
+# missing in some distributions; test data are not all text.
 _NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test")
 
 # The longest piece of a text file that is tokenised at once [bytes]. A tokenizer needs about 30
@@ -37,9 +40,9 @@ class Span(NamedTuple):
     """A part of one file, which a process reads independently."""
 
     file: int  # index into the source's names
-    begin: int  # [bytes] of the file, or rows of a hub's data
-    end: int
-    size: int  # about how many bytes will be read
+    begin: int  # offset in the file [bytes]; for a data set of the hub, a row number
+    end: int  # exclusive
+    size: int  # approximate number of bytes to read
 
 
 class Text(NamedTuple):
@@ -50,12 +53,19 @@ class Text(NamedTuple):
     ends: bool = True
 
 
-# Called for a record that cannot be read: the file and place in it, and why.
+# Called for a record that cannot be read, with its file and position, and with the reason.
 Skip = Callable[[str, str], None]
 
 
 def skip(damaged: list[list[str]], allowed: int, where: str, why: str) -> None:
-    """Append a damaged record to `damaged`. Raises DataError as `check_damage`."""
+    """Append a damaged record to `damaged`, and raise DataError if there are now too many.
+
+    Args:
+      damaged: [position, reason] of each record skipped before.
+      allowed: max_corrupted_records.
+      where: the file and the position of the record in it.
+      why: the reason.
+    """
     damaged.append([where, why])
     check_damage(damaged, allowed)
 
@@ -81,13 +91,13 @@ def find(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str,
         folder is searched with its subfolders, except hidden ones. Empty: the source of Python's
         standard library.
       key: the key that has the path, for messages.
-      suffixes: of the files of a folder.
+      suffixes: suffixes of the files to find in a folder.
 
     Returns:
       {path: stamp}, sorted by path. Local files have the stamp None.
 
     Raises:
-      DataError: there is no file, or a folder cannot be read.
+      DataError: no file was found, or a folder cannot be read.
     """
     given = f"{key}={path}"
     if not path:
@@ -146,7 +156,7 @@ def _in_bucket(path, given, suffixes):
 
 
 def _chosen(objects, folder, suffixes):
-    """Choose objects below a folder as `in_folder` chooses files."""
+    """Filter the objects below a folder by the rules of `in_folder` for files."""
     start = len(folder.rstrip("/"))
     hidden = {name for name in objects if "/." in name[start:]}
     names = [name for name in sorted(objects.keys() - hidden) if name.endswith(suffixes)]
@@ -160,7 +170,7 @@ def in_folder(
 
     Args:
       root: the folder, local or in a bucket.
-      suffixes: of the files.
+      suffixes: suffixes of the files to return.
       skipped: names of subfolders that are not searched.
       source: key and value, for messages.
 
@@ -230,7 +240,7 @@ def reading(path: str, remedy: str = "") -> Iterator[None]:
 
     Args:
       path: the file, for the message.
-      remedy: sentences. Empty: to repair the file or to leave it out.
+      remedy: one or more sentences. Empty: the message proposes to repair or leave out the file.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Mixtures: several data sets read as one, in exact shares or each by its own replicas.
+"""Mixtures: read several data sets as one, in exact shares or each by its own replicas.
 
 # K sources  N sequences  L tokens
 """
@@ -23,8 +23,8 @@ class Mixture:
     """Several sources with the methods of a `pipeline.Dataset`.
 
     A source is read in its own order, epoch after epoch. Index i of the run belongs to the same
-    source for any M, B, hosts and processes. Which row of a step reads which of the step's indices
-    is drawn for each step. Otherwise a replica could read a single source.
+    source for any M, B, hosts and processes. A random permutation for each step assigns the step's
+    indices to rows. Otherwise a replica could read a single source in all steps.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Mixture:
         """Compute the order of the sources.
 
         Args:
-          names: of the sources.
-          sources: K of them.
+          names: names of the sources.
+          sources: the K sources.
           shares: sequences of each source in a period, by name. Empty: replica m reads only source
             m mod K.
-          seed: of the order of rows within a step.
+          seed: seed of the order of rows within a step.
         """
         self.names, self.sources, self.shares, self.seed = names, sources, shares, seed
         self._named = list(zip(names, sources, strict=True))
@@ -60,8 +60,8 @@ class Mixture:
     def next_position(self, position: Position, step: int, M: int, B: int) -> Position:
         """Return the position of a run that resumes at `step` (order.next_position).
 
-        Every source continues with its next unread sequence, also with other weights, another M or
-        another order of the sources.
+        Every source continues with its next unread sequence. This also holds if the weights, M or
+        the order of the sources have changed.
         """
         moved, state = order.next_position(position, step, M, B), position.sources
         same = self.shares == state["shares"] and list(self.names) == _order(state)
@@ -80,8 +80,8 @@ class Mixture:
         """Check that each source is long enough for a step.
 
         Raises:
-          DataError: a source is shorter than a step's part of it.
-          ConfigError: no replica reads a source.
+          DataError: a source has fewer sequences than one step reads of it.
+          ConfigError: a source is not read by any replica.
         """
         K, M, B = len(self.sources), position.M, position.B
         if not self.shares and M < K:
@@ -177,7 +177,7 @@ class Mixture:
         state = position.sources
         names, steps = _order(state), step - position.s0
         if state["shares"]:
-            by_share = self.by_share  # of a period of 100,000 it takes 0.4 s to make
+            by_share = self.by_share  # computing a period of 100,000 costs 0.4 s
             if state["shares"] != self.shares or names != list(self.names):
                 by_share = Interleave([state["shares"][name] for name in names])
             index = position.base + position.sequences_before(step) - state["begun"]
@@ -195,18 +195,21 @@ class Mixture:
 
 
 def _order(state: SourcesRead) -> list[str]:
-    """Return the order of the sources in a saved position; older ones have it only in `read`."""
+    """Return the order of the sources in a saved position.
+
+    Positions saved by older versions have the order only in the keys of `read`.
+    """
     return state.get("order") or list(state["read"])
 
 
 def _by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each source that occurs, and where."""
+    """Yield each source number that occurs in an array, and the mask of its entries."""
     for k in np.unique(source).tolist():
         yield k, source == k
 
 
 def changed_sources(before: str, after: str) -> list[str]:
-    """Return the names of the sources of two mixtures whose contents differ, for messages."""
+    """Return the names of the sources that differ between the `contents` of two mixtures."""
     parts = [set(text.removeprefix(_PREFIX).split()) for text in (before, after)]
     return sorted({part.partition("=")[0] for part in parts[0] ^ parts[1] if "=" in part})
 
@@ -235,7 +238,7 @@ class JoinedWindows:
         return " ".join(source.contents() for source in self.sources)
 
 
-TrainingData = Dataset | Mixture  # what steps read
+TrainingData = Dataset | Mixture  # the data that training steps read
 
 
 def open_mixture(
@@ -244,15 +247,15 @@ def open_mixture(
     """Open several sources as one.
 
     Args:
-      requests: by name, in the order of the replicas if there are no weights.
-      seed: of the order of rows within a step.
-      weights: by name. None: each replica reads one source.
+      requests: {name of the source: its split}. Without weights, replica m reads source m mod K.
+      seed: seed of the order of rows within a step.
+      weights: {name of the source: weight}. None: each replica reads one source.
 
     Returns:
-      A Mixture. For the eval split a Dataset of all held-out parts, each sequence once.
+      A Mixture. For the eval split, a Dataset of all held-out parts, each sequence once.
 
     Raises:
-      DataError: a source cannot be opened. The message has its name.
+      DataError: a source cannot be opened. The message has the source's name.
     """
     names, sources = tuple(requests), []
     for name, request in requests.items():

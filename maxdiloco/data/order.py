@@ -1,9 +1,9 @@
-"""The order of sequences: which one a row of a step reads, and from which source of a mixture.
+"""The order of sequences: compute which sequence, of which source, each row of a step reads.
 
     # K sources  T sequences of a period  N indices
 
-The order is a pure function of the position and of (seed, epoch). Hosts, devices and processes do
-not matter.
+The order is a pure function of the position and of (seed, epoch). It does not depend on hosts,
+devices or processes.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ _MIX_2 = 0x94D049BB133111EB
 _MASK = 2**64 - 1
 # Four rounds make a pseudorandom permutation (Luby, Rackoff 1988); two more for tiny sets.
 _ROUNDS = 6
-# Weights are rounded to this many parts if no smaller period has them exactly. Its table takes
-# 0.4 s, and a share is off by 1e-5 at most.
+# Longest period of a mixture, in sequences. Weights that no period up to this length represents
+# exactly are rounded to it: a share is off by 1e-5 at most. Its table costs 0.4 s.
 LONGEST_PERIOD = 100_000
 
 
@@ -32,27 +32,27 @@ class SourcesRead(TypedDict):
     """Progress in the sources of a mixture."""
 
     begun: int  # index at which the present shares began
-    read: dict[str, int]  # sequences of each source before it
-    shares: dict[str, int]  # in a period; empty for replicas with sources of their own
-    order: list[str]  # of the sources in the list of this part of the run
+    read: dict[str, int]  # sequences of each source read before that index
+    shares: dict[str, int]  # sequences in a period; empty if each replica reads one source
+    order: list[str]  # names of the sources in the order of dataset_mixture
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Reading position: step s, replica m, row b reads index base + ((s - s0)*M + m)*B + b."""
+    """Reading position: row b of replica m in step s reads index base + ((s - s0)*M + m)*B + b."""
 
     base: int  # index of the first sequence of step s0
-    s0: int  # 1-based
-    M: int
-    B: int
-    sources: SourcesRead | None = None  # of a mixture
+    s0: int  # first step of this part of the run, 1-based
+    M: int  # replicas
+    B: int  # sequences of a replica in a step
+    sources: SourcesRead | None = None  # progress in the sources of a mixture
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, for the JSON of a checkpoint."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def sequences_before(self, step: int) -> int:
-        """Return the number of sequences from step s0 to before `step`."""
+        """Return the number of sequences read in steps s0 to step - 1."""
         return (step - self.s0) * self.M * self.B
 
 
@@ -77,14 +77,14 @@ def indices(position: Position, step: int, replicas, rows) -> np.ndarray:
     """Return the indices that a step reads, int64 (Algorithm 2, line 3).
 
     Args:
-      position: of the run.
+      position: the reading position of the run.
       step: 1-based, position.s0 or later.
       replicas: numbers below M.
       rows: numbers below B, which broadcast with `replicas`. Two arrays of equal length are pairs
-        (m, b); np.ix_(replicas, rows) are all rows of each replica.
+        (m, b); np.ix_(replicas, rows) selects all rows of each replica.
 
     Returns:
-      Indices that count on through the epochs.
+      Indices in the order of all epochs: epoch e begins at index e * (sequences of an epoch).
     """
     replicas, rows = np.asarray(replicas, np.int64), np.asarray(rows, np.int64)
     assert step >= position.s0
@@ -98,9 +98,9 @@ def windows(indices: np.ndarray, *, size: int | None, seed: int | None) -> np.nd
     """Return the windows at indices.
 
     Args:
-      indices: they count on through the epochs.
+      indices: indices in the order of all epochs.
       size: windows of an epoch. None: endless.
-      seed: of the order. None: file order.
+      seed: seed of the permutation of each epoch. None: file order.
     """
     if size is None:
         return indices
@@ -121,10 +121,10 @@ def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndar
     below `size` goes through it again (cycle walking).
 
     Args:
-      numbers: int64 [N].
-      size: of the set.
-      seed: of the permutation.
-      epoch: of the permutation.
+      numbers: int64 [N], from 0 to size - 1.
+      size: number of elements.
+      seed: seed of the permutation.
+      epoch: number of the epoch; each epoch has another permutation.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = [_mix_int(_mix_int(_mix_int(seed) + epoch) + r) for r in range(_ROUNDS)]
@@ -137,7 +137,7 @@ def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndar
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Return another seed for each name; the empty name has `seed`."""
+    """Derive a seed from a name; the empty name returns `seed` unchanged."""
     return seed + (zlib.crc32(name.encode()) << 32)
 
 
@@ -162,11 +162,11 @@ def _mix_int(value: int) -> int:
 def shares(weights_K: Sequence[Fraction]) -> tuple[int, ...]:
     """Return the sequences of each source in a period.
 
-    They are the smallest whole numbers in proportion to the weights. If they add up to more than
-    LONGEST_PERIOD they are rounded by largest remainder, a positive weight to 1 at least.
+    The result has the smallest whole numbers in proportion to the weights. If they add up to more
+    than LONGEST_PERIOD, they are rounded by largest remainder, a positive weight to 1 at least.
 
     Args:
-      weights_K: not negative, at least one positive.
+      weights_K: weights of the sources, not negative, at least one positive.
     """
     scale = math.lcm(*(weight.denominator for weight in weights_K))
     whole = [int(weight * scale) for weight in weights_K]
@@ -184,15 +184,15 @@ def shares(weights_K: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 class Interleave:
-    """A period of the order of sources, which repeats: the earliest deadline goes first.
+    """A periodic order of sources, scheduled by earliest deadline first.
 
-    After any n indices source k has had less than one sequence more or fewer than its share of n:
-    proportionate fairness (Baruah, Cohen, Plaxton, Varvel 1996) on one processor. Sequence j of a
-    source with share a is due in places floor(j*T/a) to ceil((j+1)*T/a) - 1.
+    After any n indices, the number of sequences of source k differs from its share of n by less
+    than one: proportionate fairness (Baruah, Cohen, Plaxton, Varvel 1996) on one processor.
+    Sequence j of a source with share a is due at indices floor(j*T/a) to ceil((j+1)*T/a) - 1.
     """
 
     def __init__(self, share_K: Sequence[int]):
-        """Compute the period. share_K: sequences of each source in it, T in all."""
+        """Compute one period. share_K: sequences of each source in the period; their sum is T."""
         T = sum(share_K)
         released = [(0, k, 0) for k, share in enumerate(share_K) if share]
         due: list[tuple[int, int, int]] = []
@@ -202,14 +202,14 @@ class Interleave:
                 _, k, number = heapq.heappop(released)
                 heapq.heappush(due, (-(-(number + 1) * T // share_K[k]), k, number))
             _, k, number = heapq.heappop(due)
-            source_T[place], number_T[place] = k, number  # how many of that source come before
+            source_T[place], number_T[place] = k, number  # number: sequences of source k before
             if number + 1 < share_K[k]:
                 heapq.heappush(released, ((number + 1) * T // share_K[k], k, number + 1))
         self._source_T, self._number_T = source_T, number_T
         self._share_K = np.array(share_K, np.int64)
 
     def at(self, indices_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sources of indices and the numbers of their sequences there, int64 [N]."""
+        """Return the source at each index, and the sequence number in that source, int64 [N]."""
         period_N, place_N = np.divmod(indices_N, len(self._source_T))
         source_N = self._source_T[place_N]
         return source_N, period_N * self._share_K[source_N] + self._number_T[place_N]

@@ -1,4 +1,4 @@
-"""Import of optional packages where they are needed."""
+"""Import optional packages on first use, with an error that names the extra to install."""
 
 import importlib
 import types
@@ -11,12 +11,12 @@ def require(name: str, user: str, *, extra: str, otherwise: str = "") -> types.M
 
     Args:
       name: the module.
-      user: what needs it, for the message.
-      extra: the extra of setup.py that has it.
-      otherwise: the end of the message.
+      user: the feature that needs the module, such as a key and its value, for the message.
+      extra: the extra of setup.py that installs the package.
+      otherwise: text at the end of the message, such as an alternative.
 
     Raises:
-      ConfigError: it cannot be imported.
+      ConfigError: the module cannot be imported.
     """
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Packing: which tokens of which documents a window of L tokens holds.
+"""Packing: decide which tokens of which documents each window of L tokens holds.
 
     # D documents  P pieces  W windows  N windows to read  L tokens
 
@@ -21,16 +21,16 @@ Piece = tuple[int, int, int]
 def layout(lengths_D: np.ndarray, length: int, kind: str) -> "EndToEnd | Table":
     """Lay out documents in windows.
 
-    * CONCATENATED: documents end to end, cut every L tokens. The last tokens, fewer than L, are in
-      no window.
-    * DOCUMENTS_APART: each document begins a window and pads its last one.
-    * BEST_FIT: every L tokens of a document fill a window, and the rests of documents share windows
-      (`best_fit`). No document is cut that fits into a window.
+    * CONCATENATED: documents end to end, cut every L tokens. The last tokens, fewer than L, are
+      left out.
+    * DOCUMENTS_APART: each document begins a new window, and its last window is padded.
+    * BEST_FIT: every L tokens of a document fill a window, and the remainders of documents share
+      windows (`best_fit`). A document that fits into a window is not cut.
 
     Args:
       lengths_D: tokens of each document, int64.
-      length: L.
-      kind: one of the three.
+      length: tokens of a window, L.
+      kind: one of the three kinds above.
     """
     if kind == BEST_FIT:
         return _best_fit_layout(lengths_D, length)
@@ -42,13 +42,13 @@ def layout(lengths_D: np.ndarray, length: int, kind: str) -> "EndToEnd | Table":
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:
-    """Return where each item begins if they are end to end, and the end, int64 [n + 1]."""
+    """Return the offset of each item if items are end to end, and their end, int64 [n + 1]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 @dataclasses.dataclass(frozen=True)
 class EndToEnd:
-    """Documents end to end, each with its padding. starts: of each document [tokens]."""
+    """A layout of documents end to end. `starts`: first token of each document, with padding."""
 
     lengths_D: np.ndarray
     starts: np.ndarray
@@ -78,13 +78,16 @@ class EndToEnd:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Windows with a list of pieces. All pieces of a document but the last have L tokens."""
+    """A layout with a list of pieces for each window.
+
+    Pieces are numbered through all documents. All pieces of a document but the last have L tokens.
+    """
 
     lengths_D: np.ndarray
-    first_D: np.ndarray  # first piece of each document, counted through all of them, and their end
+    first_D: np.ndarray  # number of the first piece of each document, and the number of pieces
     piece_P: np.ndarray  # numbers of the pieces, window by window
-    begin_W: np.ndarray  # where a window's begin there, and their end
-    filled_W: np.ndarray  # tokens of each window
+    begin_W: np.ndarray  # offset of each window's pieces in piece_P, and the end
+    filled_W: np.ndarray  # tokens of each window, without padding
     length: int
     num_windows: int
 
@@ -102,7 +105,10 @@ class Table:
 
 
 def _best_fit_layout(lengths_D, length):
-    """Sort the windows by their first pieces, so that file order is close to that of the files."""
+    """Lay out documents by best fit, with the windows in the order of their first pieces.
+
+    File order of the windows is then close to the order of the documents.
+    """
     first_D = starts_of(-(-lengths_D // length))
     size_P = np.full(first_D[-1], length, np.int32)
     has_rest = lengths_D % length > 0
@@ -120,20 +126,20 @@ def _best_fit_layout(lengths_D, length):
 def best_fit(size_P: np.ndarray, length: int) -> tuple[np.ndarray, int]:
     """Pack pieces by best-fit decreasing.
 
-    "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830) sec. 3.1: the largest piece
-    first, each into the window with the least room that still holds it, else into a new one.
+    "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830) sec. 3.1: pieces are placed in
+    descending order of size, each into the window with the least sufficient room, or a new window.
 
-    Pieces of one size s are placed together: the window with the least room r >= s takes r // s of
-    them before another one is the best. Its room falls below half, so it is touched log2(L) times.
+    Pieces of equal size s are placed together: the window with the least room r >= s receives
+    r // s of them. Its room then falls below half, so a window is changed at most log2(L) times.
 
     Args:
       size_P: tokens of each piece, 1 to L.
       length: L.
 
     Returns:
-      The window of each piece, int64 [P], and the number of windows W.
+      The number of the window of each piece, int64 [P], and the number of windows W.
     """
-    small = size_P.astype(np.uint16) if length < 2**16 else size_P  # sorted by radix
+    small = size_P.astype(np.uint16) if length < 2**16 else size_P  # NumPy sorts uint16 by radix
     order_P = np.argsort(small, kind="stable")[::-1]
     count_S = np.bincount(size_P, minlength=length + 1)
     window_P = np.empty(len(size_P), np.int64)
@@ -155,11 +161,14 @@ class _Rooms:
     def __init__(self, length):
         self.num_windows = 0
         self._length = length
-        self._rooms = []  # ascending; each has a list of arrays of windows
+        self._rooms = []  # the keys of _windows, ascending; each has a list of arrays of windows
         self._windows = {}
 
     def take(self, size, count):
-        """Return windows for at most `count` pieces, and the pieces of each but the last."""
+        """Return windows for at most `count` pieces, and the number of pieces in each window.
+
+        The last window may receive fewer pieces.
+        """
         position = bisect.bisect_left(self._rooms, size)
         if position == len(self._rooms):
             room, each = self._length, self._length // size

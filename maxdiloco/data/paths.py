@@ -1,7 +1,8 @@
-"""Paths of data: local files, and objects in a bucket or behind https, read by ranges.
+"""Open and list data at a path: local files, and objects in a bucket or behind https.
 
-All are opened in the same way. An open object is one version of it; another version is an OSError
-with ESTALE. Every failure is an OSError, or a ConfigError if obstore is not installed.
+All are opened in the same way; objects are read by ranges. Every read of an open object returns
+bytes of one version; if the object has changed, it raises OSError with ESTALE. Every failure is an
+OSError, or a ConfigError if obstore is not installed.
 """
 
 import errno
@@ -19,8 +20,8 @@ from maxdiloco.data.read_ahead import REQUESTS, in_threads
 from maxdiloco.storage import store
 from maxdiloco.storage.store import is_local
 
-# Bytes of the first request of a sequential reader, and of the largest one; two of these are in
-# memory. 4 MiB in 20 ms are 200 MB/s.
+# Bytes of the first and of the largest request of a sequential reader; two requests are in memory.
+# 4 MiB in 20 ms are 200 MB/s.
 _LEAST = 1 << 16
 _MOST = 1 << 22
 
@@ -34,7 +35,7 @@ class Stamp(NamedTuple):
     """A version of a file.
 
     Attributes:
-      size: in bytes.
+      size: size in bytes.
       version: the time of the last change [ns], or the ETag of an object.
     """
 
@@ -51,7 +52,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of_entry(cls, entry: store.Entry) -> "Stamp":
-        """Return the stamp of an object. Listings of Azure have ETags without quotes."""
+        """Return the stamp of an object. Quotes are removed, since Azure's listings have none."""
         return cls(entry.size, entry.version.get("e_tag", "").removeprefix("W/").strip('"'))
 
 
@@ -60,8 +61,8 @@ def opened(path: str, stamp: Stamp | None = None, span: tuple[int, int] | None =
 
     Args:
       path: local, in a bucket or on https.
-      stamp: the version of an object. None: the present one.
-      span: bytes of an object that will be read, with one request.
+      stamp: the version of an object to read. None: the present version.
+      span: (begin, end) in bytes of an object that will be read, with one request.
     """
     if is_local(path):
         return small_files.open_regular(path)
@@ -69,19 +70,19 @@ def opened(path: str, stamp: Stamp | None = None, span: tuple[int, int] | None =
 
 
 def objects(path: str) -> dict[str, Stamp]:
-    """Return the objects below a folder, by path. There is no such folder if there are none."""
+    """Return {path: stamp} of the objects below a folder; {} if the folder does not exist."""
     bucket, name = _bucket(path)
     root = path[: path.index("/", path.index("://") + 3) + 1] if name else f"{path.rstrip('/')}/"
     return {root + entry.name: Stamp.of_entry(entry) for entry in bucket.list_all(name)}
 
 
 def find(path: str) -> Stamp | None:
-    """Return the stamp of the object at a path, or None."""
+    """Return the stamp of the object at a path, or None if there is no object."""
     bucket, name = _bucket(path)
     entry = None
     try:
         entry = bucket.head(name) if name else None
-    except PermissionError:  # as S3 says behind https of what is not there
+    except PermissionError:  # the response of S3 over https for a missing object
         if not lists_nothing(path):
             raise
     return None if entry is None else Stamp.of_entry(entry)
@@ -97,7 +98,7 @@ def stamps(folder: str, names: Sequence[str]) -> list[Stamp]:
     """Return the stamps of objects in a folder, by one listing if possible.
 
     Raises:
-      FileNotFoundError: there is no such object.
+      FileNotFoundError: an object does not exist.
     """
     paths = [f"{folder.rstrip('/')}/{name}" for name in names]
     if lists_nothing(folder):
@@ -111,7 +112,7 @@ def stamps(folder: str, names: Sequence[str]) -> list[Stamp]:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Return True if a glob matches the path of an object, as corpus.find matches files."""
+    """Return True if a glob matches the path of an object, by the rules of corpus.find."""
     return _fit(name.split("/"), pattern.split("/"))
 
 
@@ -128,7 +129,7 @@ def _fit(parts: list[str], pattern: list[str]) -> bool:
 
 
 def read_range(path: str, stamp: Stamp, begin: int, end: int) -> bytes:
-    """Return bytes begin to end of one version of an object, by one request. Raises OSError."""
+    """Return the bytes [begin, end) of a version of an object, in one request. Raises OSError."""
     bucket, name = _bucket(path)
     data, entry = bucket.get_part(name, begin, end)
     if Stamp.of_entry(entry) != stamp:
@@ -137,7 +138,7 @@ def read_range(path: str, stamp: Stamp, begin: int, end: int) -> bytes:
 
 
 def _bucket(path: str) -> tuple[store.Bucket, str]:
-    """Return the bucket of a path, and the name in it."""
+    """Return the bucket of a path, and the name of the object in the bucket."""
     # Imported here, because synthetic data must work where etils is not installed.
     from maxdiloco.storage import object_store
 
@@ -152,7 +153,8 @@ def _bucket(path: str) -> tuple[store.Bucket, str]:
 class ObjectFile(io.RawIOBase):
     """An object as a file.
 
-    For a sequential reader a thread fetches the next bytes, twice as many each time.
+    For a sequential reader, a thread fetches the next bytes ahead. Each request is twice as large
+    as the previous one, up to _MOST.
     """
 
     def __init__(
@@ -170,10 +172,10 @@ class ObjectFile(io.RawIOBase):
                 raise FileNotFoundError(errno.ENOENT, "there is no such object")
             stamp = Stamp.of_entry(entry)
         self.stamp = stamp
-        self._place = 0  # of the reader
-        self._begin, self._data = 0, b""  # what was fetched last
-        self._size = _LEAST  # of the next request
-        self._ahead: Future[bytes] | None = None  # what follows it
+        self._place = 0  # position of the reader [bytes]
+        self._begin, self._data = 0, b""  # offset and content of the bytes in memory
+        self._size = _LEAST  # size of the next request [bytes]
+        self._ahead: Future[bytes] | None = None  # the bytes after self._data
 
     def readable(self) -> bool:
         """Yes."""
@@ -189,7 +191,7 @@ class ObjectFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: bytearray) -> int:
-        """Read bytes at the position, at most those that are fetched."""
+        """Read bytes at the reader's position, at most up to the end of the bytes in memory."""
         if not self._begin <= self._place < self._end and self._place < self.stamp.size:
             self._fetch(len(buffer))
         start = self._place - self._begin
@@ -206,7 +208,7 @@ class ObjectFile(io.RawIOBase):
         begin, ahead, kept = self._place, self._ahead, b""
         goes_on = begin == self._end and bool(self._data)
         if goes_on:
-            kept = self._data[-_LEAST:]  # who splits text goes back to the end of a line
+            kept = self._data[-_LEAST:]  # a reader that splits text seeks back to a line end
         if goes_on and ahead is not None:
             data = ahead.result()
         elif self._span[0] <= begin < self._span[1]:
@@ -227,7 +229,7 @@ class ObjectFile(io.RawIOBase):
         return data
 
     def close(self) -> None:
-        """Wait for the thread."""
+        """Close the file, after the request that is in progress."""
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
         super().close()

@@ -1,8 +1,9 @@
-"""Batches of sequences for the replicas, in one global order. A process reads only its own rows.
+"""Read batches of sequences for the replicas, in one global order.
 
     # R replicas  B sequences per replica  L tokens  N windows
 
-A batch is {"tokens", "segment_ids"}, int32 [..., L]. The dims before L are those of the rows.
+A batch is {"tokens", "segment_ids"}, int32 [..., L], with one sequence for each requested row. A
+process reads only its own rows.
 """
 
 from collections.abc import Iterator
@@ -20,9 +21,9 @@ from maxdiloco.data.windows import Request, TextWindows, open_text
 from maxdiloco.errors import DataError
 
 Batch = dict[str, np.ndarray]
-LEAVES = ("tokens", "segment_ids")  # of a batch
+LEAVES = ("tokens", "segment_ids")  # names of the leaves of a batch
 Batches = AbstractContextManager[Iterator[Batch]]  # its exit ends the thread or processes
-# Evaluation reads the same sample of all files, whatever data_shuffle_seed is.
+# Evaluation reads the same sample of all files for every data_shuffle_seed.
 EVAL_SEED = 0
 
 
@@ -33,8 +34,8 @@ class Dataset:
         """Keep the windows.
 
         Args:
-          windows: in file order.
-          seed: of the permutation of each epoch. None: file order.
+          windows: the windows in file order.
+          seed: seed of the permutation of each epoch. None: file order.
           name: key and value, for messages.
         """
         self.windows, self.seed, self.name = windows, seed, name
@@ -62,7 +63,7 @@ class Dataset:
             )
 
     def last_step_of_epoch(self, position: Position) -> int:
-        """Return the last step whose sequences are all of the first epoch, for steps=all.
+        """Return the last step that reads only sequences of the first epoch, for steps=all.
 
         Raises:
           DataError: the data have no end, or are too short for a step.
@@ -92,7 +93,7 @@ class Dataset:
         return self.read_indices(order.indices(position, step, replicas, rows))
 
     def read_indices(self, indices: np.ndarray) -> Batch:
-        """Read sequences by their index in the order of all epochs; leaves [*shape, L]."""
+        """Read sequences by index in the order of all epochs; leaves [*shape of indices, L]."""
         tokens_NL, segments_NL = self.windows.read(self._windows(indices).reshape(-1))
         shape = (*indices.shape, self.windows.length)
         leaves = (tokens_NL.reshape(shape), segments_NL.reshape(shape))
@@ -101,8 +102,8 @@ class Dataset:
     def metrics(self, position: Position, step: int) -> dict[str, float]:
         """Return the metrics of the data at the end of a step.
 
-        They are the tokens that all replicas have read, the epoch and, for packings that pad, the
-        share of padding in the global batch.
+        The metrics are the number of tokens that all replicas have read, the epoch and, for
+        packings that pad, the share of padding in the global batch.
         """
         first = position.base + position.sequences_before(step)
         end = first + position.M * position.B
@@ -115,11 +116,11 @@ class Dataset:
         return found
 
     def num_tokens(self, indices_N: np.ndarray) -> np.ndarray:
-        """Return the tokens of sequences without padding, int64 [N]."""
+        """Return the number of tokens of each sequence without padding, int64 [N]."""
         return self.windows.num_tokens(self._windows(indices_N))
 
     def summary(self, position: Position) -> list[str]:
-        """Return log lines for a start: the text, the length of an epoch, the padding."""
+        """Return log lines for the start of a run: text, length of an epoch, padding."""
         if self.num_windows is None:
             return [f"data: {self.name}, without end"]
         steps = self.num_windows / (position.M * position.B)
@@ -158,15 +159,15 @@ def batches(
     rows: ArrayLike,
     worker_count: int = 0,
 ) -> Batches:
-    """Open the batches of steps, which are read ahead, for a `with`.
+    """Open an iterator over the batches of steps, which are read ahead, for a `with`.
 
     Args:
       dataset: a Dataset or a Mixture.
-      position: of the run.
-      steps: consecutive.
-      replicas: of the rows that this process feeds. No other row is read.
-      rows: of these replicas.
-      worker_count: processes that read text. 0: a thread of this process.
+      position: the reading position of the run.
+      steps: consecutive steps.
+      replicas: replica of each row that this process feeds. No other row is read.
+      rows: numbers of these rows in their replicas, which broadcast with `replicas`.
+      worker_count: number of processes that read text. 0: a thread of this process.
 
     Returns:
       A context manager of the batches, each as `Dataset.read` returns it.
@@ -187,13 +188,13 @@ def batches(
 def eval_batches(
     dataset: Dataset, *, batch_size: int, num_sequences: int, rows: ArrayLike | None = None
 ) -> Batches:
-    """Open batches for evaluation, for a `with`. They are the same each time.
+    """Open an iterator over batches for evaluation, for a `with`. Every call yields the same ones.
 
     Args:
       dataset: the data.
-      batch_size: of all processes.
-      num_sequences: a limit. -1: all of the data.
-      rows: rows that this process feeds. None: all.
+      batch_size: sequences of a batch over all processes.
+      num_sequences: largest number of sequences to read. -1: all of the data.
+      rows: rows of the batch that this process feeds. None: all.
 
     Returns:
       A context manager of batches with leaves [rows, L]. The last one is padded with segment 0,

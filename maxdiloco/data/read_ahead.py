@@ -1,7 +1,7 @@
-"""Reading batches ahead: in a thread, in many threads from a bucket, or in processes by Grain.
+"""Read results ahead of their use: in one thread, in many threads, or in processes of Grain.
 
-An error is raised instead of its batch, and close() waits for the threads. The order of sequences
-is not decided here, see order.py.
+Many threads are for buckets, whose latency is high. An error is raised instead of its batch, and
+close() waits for the threads. The order of sequences is not decided here, see order.py.
 """
 
 import contextlib
@@ -22,25 +22,29 @@ from maxdiloco.errors import ConfigError, LostPeerError
 
 T = TypeVar("T")
 
-# Concurrent requests for one batch, and for the batches after it. At 20 ms a request they return up
-# to 3,200 sequences a second.
+# Concurrent requests for one batch and the batches after it. At 20 ms a request, they return up to
+# 3,200 sequences per second.
 REQUESTS = 64
 _MOST_BATCHES = 16
-_AHEAD = 2  # batches that one thread reads ahead: one that is ready, and the next
+_AHEAD = 2  # batches that one thread reads ahead: one is ready, the next is being read
 
 
 def batches_at_once(sequences: int) -> int:
-    """Return how many batches of some sequences need REQUESTS concurrent requests."""
+    """Return how many batches to read concurrently, so that about REQUESTS requests are in flight.
+
+    Args:
+      sequences: sequences of a batch, one request each.
+    """
     return min(max(2, -(-REQUESTS // sequences)), _MOST_BATCHES)
 
 
 def in_thread(read: Callable[[T], Any], items: Iterable[T]) -> Iterator[Any]:
-    """Yield read(item) for each item, in their order, from one thread that is _AHEAD of them.
+    """Yield read(item) for each item, in order; one thread reads up to _AHEAD results ahead.
 
     An error is raised instead of its result. Closing waits for the read in progress.
 
-    A result that is ready costs 0.06 ms here and 0.15 ms with Grain's ThreadPrefetchIterDataset,
-    and Grain takes 0.3 s to import.
+    Returning a result that is ready costs 0.06 ms. Grain's ThreadPrefetchIterDataset needs 0.15 ms,
+    and 0.3 s to import.
     """
     results: queue.SimpleQueue = queue.SimpleQueue()
     room, closed, end = threading.Semaphore(_AHEAD), threading.Event(), object()
@@ -68,14 +72,14 @@ def in_thread(read: Callable[[T], Any], items: Iterable[T]) -> Iterator[Any]:
 
 
 def in_threads(read: Callable[[T], Any], items: Iterable[T], threads: int) -> Iterator[Any]:
-    """Yield read(item) for each item, in their order.
+    """Yield read(item) for each item, in order, from several threads.
 
     An error is raised instead of its result. Closing waits for the reads in progress.
 
     Args:
-      read: the function.
-      items: its arguments.
-      threads: concurrent calls. 0: each item is read when its result is needed.
+      read: the function to call.
+      items: the argument of each call.
+      threads: number of concurrent calls. 0: each item is read when its result is needed.
     """
     if not threads:
         yield from map(read, items)
@@ -108,25 +112,25 @@ def read_ahead(
     Close it after use. The iterator raises the errors of `read`.
 
     Args:
-      read: the function.
+      read: the function to call.
       count: number of results.
-      worker_count: processes that read. 0: a thread of this process; see in_thread.
-      ahead: results that each process reads ahead.
+      worker_count: number of processes that read. 0: a thread of this process; see in_thread.
+      ahead: number of results that each process reads ahead.
       at_once: concurrent reads in each process, for data with a high latency. 0: one.
-      lost: message for a process that died.
-      setting: key and value that ask for processes, for messages.
-      otherwise: another remedy if no process can be started.
+      lost: message of the LostPeerError for a process that died.
+      setting: key and value that request processes, for messages.
+      otherwise: end of a message if no process can be started, such as another remedy.
 
     Raises:
       LostPeerError: a process died.
-      ConfigError: /dev/shm cannot be written.
+      ConfigError: processes are requested, and /dev/shm cannot be written.
     """
     if not worker_count:
         items = range(count)
         return in_threads(read, items, at_once) if at_once else in_thread(read, items)
-    import grain  # here, not above: it takes 0.3 s
+    import grain  # imported here, because the import costs 0.3 s
 
-    # A worker process ends with its threads.
+    # The threads of a worker process need no clean-up, since they end with the process.
     threads = grain.ReadOptions(num_threads=at_once, prefetch_buffer_size=at_once)
     batches = grain.MapDataset.range(count).map(read).to_iter_dataset(threads)
     options = grain.MultiprocessingOptions(worker_count, per_worker_buffer_size=ahead)
@@ -137,7 +141,7 @@ def _from_processes(batches, options, lost, setting, otherwise):
     from absl import flags
 
     try:
-        multiprocessing.Event()  # of the semaphores that Grain makes for each process
+        multiprocessing.Event()  # fails as the semaphores would that Grain makes for each process
     except OSError as error:
         raise ConfigError(
             f"{setting}: /dev/shm cannot be written ({error.strerror}), and processes share memory "
@@ -162,10 +166,10 @@ def _from_processes(batches, options, lost, setting, otherwise):
 
 @contextlib.contextmanager
 def _ctrl_c_blocked():
-    """Block SIGINT in processes that are started inside, until _begin_process."""
-    # multiprocessing's tracker removes the shared memory that an error leaves, and would warn of it
-    # on the terminal. At its first use it would unblock SIGINT in the thread.
-    sys.warnoptions.append("ignore:resource_tracker")  # an option of the command that it starts
+    """Block SIGINT in processes that are started inside the `with`, until _begin_process."""
+    # multiprocessing's tracker removes shared memory that is left after an error, and would print a
+    # warning. Started later, it would unblock SIGINT in this thread.
+    sys.warnoptions.append("ignore:resource_tracker")  # passed to the process of the tracker
     try:
         resource_tracker.ensure_running()
     finally:
@@ -178,7 +182,7 @@ def _ctrl_c_blocked():
 
 
 def _begin_process(_index, _count):
-    """Ignore SIGINT and SIGTERM, which the trainer handles, and exit when the trainer has died."""
+    """Ignore SIGINT and SIGTERM, which the trainer handles, and exit when the trainer exits."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     trainer = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""The values of dataset_type: the files that each reads, and the function that opens it."""
+"""The values of dataset_type, each with its file suffixes and the function that opens its text."""
 
 import os
 from collections import Counter
@@ -12,7 +12,7 @@ from maxdiloco.data import corpus, paths, shards
 from maxdiloco.data.sources import files, tables
 from maxdiloco.errors import ConfigError, DataError
 
-Reader = files.Files | tables.Hub  # of text that is not yet tokenised
+Reader = files.Files | tables.Hub  # a source of text that is not yet tokenised
 
 
 class Source(NamedTuple):
@@ -26,9 +26,9 @@ class Source(NamedTuple):
 class Kind(NamedTuple):
     """A value of dataset_type."""
 
-    # (path, key, column) -> text that is not yet tokenised; None: there is no text.
+    # (path, key, column) -> source of text; None: this dataset_type does not read text.
     open: Callable[[str, str, str], Reader] | None = None
-    suffixes: tuple[str, ...] = ()  # of the files of a folder; empty: not a folder of files
+    suffixes: tuple[str, ...] = ()  # suffixes of the files in a folder; empty: reads no folder
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType({
@@ -46,12 +46,12 @@ def open_source(source: Source, key: str) -> Reader:
     """Open text that is not yet tokenised.
 
     Args:
-      source: the text.
+      source: the text to open.
       key: the key that has its path, for messages.
 
     Raises:
-      DataError: it is missing, unreadable or prepared already.
-      ConfigError: dataset_type has no text, or a package is missing.
+      DataError: the text is missing, unreadable or already tokenised.
+      ConfigError: the dataset_type does not read text, or a package is missing.
     """
     kind, path, column = source
     readers = {name: row.open for name, row in KINDS.items() if row.open}
@@ -68,7 +68,7 @@ def open_source(source: Source, key: str) -> Reader:
 
 
 def open_for_user(source: Source) -> Reader:
-    """Open the SOURCE of a program, and warn of files in its folder that are not read."""
+    """Open the SOURCE of a command line, and warn about files in its folder that are not read."""
     text = open_source(source, "SOURCE")
     for line in left_out_lines(source, "SOURCE"):
         output.say(line)
@@ -76,7 +76,7 @@ def open_for_user(source: Source) -> Reader:
 
 
 def left_out_lines(source: Source, key: str) -> Iterator[str]:
-    """Yield a warning that counts the files of a folder that its source does not read."""
+    """Yield a warning with the number of files in a folder that a source does not read, if any."""
     kind, path, _ = source
     read, folder = KINDS[kind].suffixes, os.path.expanduser(path)
     no_folder = paths.lists_nothing(path)

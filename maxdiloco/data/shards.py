@@ -1,16 +1,16 @@
-"""Tokenised documents in a folder: flat files of token ids, an index of offsets and a manifest.
+"""Read tokenised documents from a folder of flat token files, an index of offsets and a manifest.
 
     # D documents  F files of the source  N blocks of all parts, in order
 
 FOLDER/manifest.json    describes the folder; written last, so an unfinished folder has none
-FOLDER/offsets.npy      int64 [D + 1], first token of each document in all parts, and the end
+FOLDER/offsets.npy      int64 [D + 1], first token of each document, counted over all parts, and end
 FOLDER/checksums.npy    uint32 [N], CRC-32 of each block
 FOLDER/tokenizer/       the tokenizer's files
 FOLDER/part-00000.bin   token ids of the documents end to end, little-endian uint16 or uint32
 
 A part is checked in blocks of BLOCK tokens; the last block of a part may be shorter. Parts are read
-by positional reads (`os.pread`), not through a memory map: a file that is truncated or a disk that
-fails under a memory map ends the process with SIGBUS, which Python cannot turn into an error.
+by positional reads (`os.pread`), not through a memory map. With a memory map, a truncated file or a
+failing disk would kill the process with SIGBUS, which Python cannot turn into an error.
 """
 
 import contextlib
@@ -35,22 +35,23 @@ from maxdiloco.data.read_ahead import REQUESTS, in_threads
 from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, meaning
 from maxdiloco.errors import DataError
 
-# Tokens of a block, 16 or 32 KiB. A window of 1,024 tokens is in one block or two, and the checksum
-# of a block costs less than reading it.
+# Tokens of a block, 16 or 32 KiB. A window of 1,024 tokens is in one or two blocks, and computing
+# the checksum of a block costs less than reading it.
 BLOCK = 8192
-FORMAT = 3  # of the folder; count it up when this program cannot read the new one
+FORMAT = 3  # version of the folder's format; increase it when older folders cannot be read
 MANIFEST = "manifest.json"
 OFFSETS = "offsets.npy"
 CHECKSUMS = "checksums.npy"
 TOKENIZER = "tokenizer"
 # Neighbouring pieces are read together up to this many tokens: 32 windows of 2,048.
 _LONGEST = 1 << 16
-# Parts of which a start reads the first and last block, spread over all parts. A file that was
-# overwritten or only partly copied is found before compilation; a changed bit when it is read.
+# Number of parts, spread over all, whose first and last block are read at the start of a run. This
+# detects overwritten and partly copied files before compilation; a changed bit is detected later,
+# when its block is read.
 _PARTS_TRIED = 64
-# Open files of one process, far below the usual limit of 1,024.
+# Limit of open files of one process, far below the usual system limit of 1,024.
 _MOST_OPEN = 128
-# Bytes of a manifest: 100 bytes for each of ten million source files.
+# Largest manifest [bytes]: 100 bytes for each of ten million source files.
 _MOST_MANIFEST = 1 << 30
 _REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepare."
 
@@ -59,14 +60,14 @@ _REMEDY = "Copy the folder again, or remove it and run python -m maxdiloco.prepa
 class Manifest:
     """Contents of manifest.json."""
 
-    tokenizer: str  # fingerprint
+    tokenizer: str  # fingerprint of the tokenizer
     vocab_size: int
-    dtype: str  # of the stored tokens
+    dtype: str  # NumPy's name of the type of the stored tokens
     block: int  # tokens of a block
     parts: list[list]  # (tokens, sha256) of each part
-    offsets: list  # (documents, sha256) of the table
-    checksums: list  # (blocks, sha256) of the table
-    files: list[list]  # (name, documents that begin in it) of each file of the source
+    offsets: list  # (number of documents, sha256 of the table)
+    checksums: list  # (number of blocks, sha256 of the table)
+    files: list[list]  # (name, number of documents that begin in it) of each file of the source
     damaged: list[list]  # (position, reason) of each skipped record
 
     def to_bytes(self) -> bytes:
@@ -93,11 +94,11 @@ def read_manifest(folder: str, where: str) -> Manifest:
     """Read the manifest of a folder.
 
     Args:
-      folder: local, in a bucket or on https.
+      folder: path of the folder, local, in a bucket or on https.
       where: key and value that name the folder, for messages.
 
     Raises:
-      DataError: it is missing, damaged, or of another version of this program.
+      DataError: the manifest is missing or damaged, or has another FORMAT.
     """
     try:
         with paths.opened(os.path.join(folder, MANIFEST)) as file:
@@ -125,9 +126,9 @@ def read_manifest(folder: str, where: str) -> Manifest:
 class Shards:
     """The documents of a folder of shards.
 
-    Every block that is read is compared with the table of checksums, which is in memory since the
-    start. So a part that was replaced, truncated or damaged at any time is an error, even if its
-    size is the same. A copy in another process opens its own files.
+    Every block that is read is compared with the table of checksums, which stays in memory. A part
+    that was replaced, truncated or damaged at any time therefore raises an error, even if its size
+    is unchanged. A pickled copy in another process opens its own files.
     """
 
     def __init__(
@@ -144,10 +145,10 @@ class Shards:
 
         Args:
           where: key and value that name the folder, for messages.
-          folder: its path.
-          manifest: of the folder.
-          offsets: int64 [D + 1], see the module.
-          checksums: uint32 [N], of the blocks of all parts.
+          folder: path of the folder.
+          manifest: manifest of the folder.
+          offsets: int64 [D + 1], first token of each document; see the module.
+          checksums: uint32 [N], CRC-32 of the blocks of all parts.
           chosen: numbers of the documents to use. None: all.
           stamps: versions of the parts in a bucket. Empty for local files.
         """
@@ -157,7 +158,7 @@ class Shards:
         self.lengths = lengths if chosen is None else lengths[chosen]  # tokens of each document
         tokens = np.array([count for count, _ in manifest.parts], np.int64)
         self._part_starts = starts_of(tokens)
-        self._first_blocks = starts_of(-(-tokens // manifest.block))  # of each part, in the table
+        self._first_blocks = starts_of(-(-tokens // manifest.block))  # first block of each part
         self._files: dict[int, BinaryIO] = {}  # the last reference closes a file
         self._lock = threading.Lock()
         # Requests that may be in flight at the same time; 0 for local files.
@@ -169,24 +170,24 @@ class Shards:
         return type(self), (self._where, self.folder, self.manifest, *tables, self._stamps)
 
     def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-        """Read pieces of documents, in their order.
+        """Read pieces of documents, in the order of the pieces.
 
-        Pieces that follow each other in the shards cost one read, or one request of a bucket.
+        Adjacent pieces in the shards are read together, with one read or one request of a bucket.
 
         Args:
-          pieces: (document, begin, end) each, in tokens of the document.
+          pieces: (document, begin, end) of each piece, in tokens of the document.
 
         Yields:
           The tokens of each piece, of the stored type, read-only.
 
         Raises:
-          DataError: a part is missing, unreadable, or is not as it was when it was made.
+          DataError: a part is missing, unreadable or has changed.
         """
         for found in in_threads(self._read_run, self._runs(pieces), self.requests):
             yield from found
 
     def _runs(self, pieces: Iterable[Piece]) -> Iterator[list[tuple[int, int]]]:
-        """Group the pieces that follow each other; (begin, end) of each in the tokens of all."""
+        """Group adjacent pieces; yield (begin, end) of each in the tokens of all documents."""
         run: list[tuple[int, int]] = []
         for document, begin, end in pieces:
             number = document if self._chosen is None else self._chosen[document]
@@ -212,7 +213,7 @@ class Shards:
         return [tokens[begin - first : end - first] for begin, end in run]
 
     def _read_part(self, part: int, begin: int, end: int) -> np.ndarray:
-        """Return the tokens begin to end of a part, after a check of their blocks."""
+        """Return the tokens [begin, end) of a part, after their blocks have been checked."""
         size, width = self.manifest.block, np.dtype(self.manifest.dtype).itemsize
         first, last = begin // size, -(-end // size)
         stop = min(last * size, self.manifest.parts[part][0])
@@ -244,7 +245,7 @@ class Shards:
         with self._lock:
             if part not in self._files:
                 if len(self._files) >= _MOST_OPEN:
-                    del self._files[next(iter(self._files))]  # its reader may still hold it
+                    del self._files[next(iter(self._files))]  # closed once no thread reads it
                 self._files[part] = open(path, "rb", buffering=0)
             return self._files[part]
 
@@ -252,7 +253,7 @@ class Shards:
         return f"{self._where}: {part_name(part)}"
 
     def summary(self) -> str:
-        """Describe the data: source files (unless some are left out), documents and tokens."""
+        """Describe the data: numbers of source files (only if all are used), documents, tokens."""
         files = f"{len(self.manifest.files):,} files, " if self._chosen is None else ""
         return f"{files}{len(self.lengths):,} documents, {int(self.lengths.sum()):,} tokens"
 
@@ -265,12 +266,12 @@ class Shards:
             yield self._chosen.tobytes()
 
     def sizes(self) -> list[int]:
-        """Return the tokens of the documents that begin in each file of the source."""
+        """Return, for each file of the source, the tokens of the documents that begin in it."""
         counts = [documents for _, documents in self.manifest.files]
         return np.diff(self._offsets[starts_of(counts)]).tolist()
 
     def chosen(self, files: np.ndarray) -> "Shards":
-        """Return the documents of some files of the source; files: bool [F]."""
+        """Return the documents of selected files of the source; files: bool [F]."""
         documents = np.repeat(files, [documents for _, documents in self.manifest.files])
         chosen, tables = np.flatnonzero(documents), (self._offsets, self._checksums)
         return Shards(self._where, self.folder, self.manifest, *tables, chosen, self._stamps)
@@ -291,10 +292,10 @@ def open_shards(path: str, key: str) -> Shards:
 
     Args:
       path: the folder, local, in a bucket or on https.
-      key: the key that names it, for messages.
+      key: the key that names the folder, for messages.
 
     Raises:
-      DataError: it is unfinished or damaged.
+      DataError: the folder is unfinished or damaged.
     """
     where = f"{key}={path}"
     folder = os.path.expanduser(path)
@@ -341,13 +342,13 @@ def check_contents(shards: Shards) -> None:
 
 
 def file_hash(path: str) -> str:
-    """Return the SHA-256 of a file, hexadecimal. Raises DataError."""
+    """Return the SHA-256 of a file in hexadecimal. Raises DataError if it cannot be read."""
     with reading(path, _REMEDY), paths.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) -> None:
-    """Raise DataError with the differences if the tokens are those of another tokenizer."""
+    """Raise DataError, which names the differences, if another tokenizer made the tokens."""
     if documents.manifest.tokenizer == tokenizer.fingerprint:
         return
     own, files = os.path.join(documents.folder, TOKENIZER), tokenizer.files()
@@ -355,12 +356,12 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
     with reading(settings, _REMEDY):
         there = read_fields(settings)
     kind = there.get("tokenizer_type")
-    keys = {}  # of the folder's tokenizer, where they are others
+    keys = {}  # the keys to set for the folder's tokenizer, where they differ
     wrong = []
     if kind != tokenizer.kind:
         keys["tokenizer_type"] = kind
         if kind == "byte":
-            keys["tokenizer_path"] = ""  # does nothing with byte, and is refused beside it
+            keys["tokenizer_path"] = ""  # has no effect with byte, which refuses it
         wrong.append(f"tokenizer_type={kind}, not {tokenizer.kind}")
     else:
         for name in files.keys() - {SETTINGS}:

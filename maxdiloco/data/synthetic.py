@@ -1,8 +1,8 @@
-"""Endless computed sequences, for benchmarks and tests of learning.
+"""Compute endless synthetic sequences, for benchmarks and for tests of learning.
 
     # N windows to read  L tokens  V tokens of the vocabulary
 
-A Markov chain: the next token is the last one plus one of a few strides, modulo the vocabulary.
+A sequence is a Markov chain: each token is the previous one plus one of a few strides, modulo V.
 The strides depend on the seed; window i is a pure function of (seed, split, i).
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from maxdiloco.data import order
 
-# Probabilities of the strides. Their entropy, 0.91 nats a token, is the lowest loss.
+# Probabilities of the strides. Their entropy, 0.91 nats per token, is the lowest possible loss.
 CHANCES = (0.7, 0.15, 0.1, 0.05)
 _SPLITS = ("train", "eval")
 _UNIT = 2.0**-53
@@ -20,7 +20,7 @@ _UNIT = 2.0**-53
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticWindows:
-    """Windows of the chain. num_windows is None, because they have no end."""
+    """Windows of the chain. num_windows is None, because their number is not limited."""
 
     seed: int
     split: str
@@ -35,7 +35,7 @@ class SyntheticWindows:
         strides = self.strides()
         limits = np.cumsum(self.chances())[:-1]
         key = np.array([self.seed % 2**64, _SPLITS.index(self.split)], np.uint64)
-        # Philox counts in the first two words: each window has 2**128 numbers of its own.
+        # Philox counts in the first two words, so each window has 2**128 numbers of its own.
         counters = [np.array([0, 0, int(window), 0], np.uint64) for window in windows_N]
         generators = [np.random.Philox(key=key, counter=counter) for counter in counters]
         raw_NL = np.stack([generator.random_raw(self.length) for generator in generators])
@@ -57,5 +57,5 @@ class SyntheticWindows:
         return chances / chances.sum()
 
     def contents(self) -> str:
-        """Return a text that is equal for equal data."""
+        """Return a text that is equal for equal data, for comparisons between runs."""
         return f"synthetic-{self.seed}-{self.split}-{self.vocab_size}-{self.length}"

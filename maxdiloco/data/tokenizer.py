@@ -1,7 +1,7 @@
-"""Tokenizers of the packages tokenizers and sentencepiece, and opening the tokenizer of a run.
+"""Open the tokenizer of a run: byte, or a file of the package tokenizers or sentencepiece.
 
-A tokenizer is its files: `save` writes them into a folder, and `load` needs nothing else. The
-packages, extra [text], are imported where they are used.
+A tokenizer consists of its files: `save` writes them into a folder, and `load` needs nothing else.
+The packages, extra [text], are imported on first use.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ from maxdiloco.storage.store import is_local
 
 # The keys of a run that name its tokenizer.
 KEYS = ("tokenizer_type", "tokenizer_path", "add_bos", "add_eos")
-# tokenizer_type -> the file of such a tokenizer in a folder, and the package that reads it.
+# {tokenizer_type: name of its file in a folder}, and {tokenizer_type: package that reads the file}.
 FILES = {"huggingface": "tokenizer.json", "sentencepiece": "tokenizer.model"}
 _PACKAGES = {"huggingface": "tokenizers", "sentencepiece": "sentencepiece"}
-# Next to tokenizer.json. It names the tokens that start and end a document.
+# A file next to tokenizer.json, which names the tokens that start and end a document.
 CONFIG = "tokenizer_config.json"
 # Usual names of these tokens, for folders without that file: Llama 3 and this package, Llama 2, ...
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "<|endoftext|>", "[EOS]")
-# Fields of SubwordTokenizer in the file SETTINGS: what its files name, and also what it adds.
+# Fields of SubwordTokenizer in the file SETTINGS: tokens that its files name, and that it adds.
 _NAMED = ("named_bos", "named_eos", "ends")
 _TOKENS = ("bos", "eos", *_NAMED)
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
-MOST_BYTES = 1 << 28  # of a file, which is read whole; Gemma 3 has 33 MB
+MOST_BYTES = 1 << 28  # largest file, which is read as a whole; Gemma 3 has 33 MB
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(?<!\.json)")
 
 
@@ -58,13 +58,13 @@ class TokenizerSettings:
 class SubwordTokenizer(Tokenizer):
     """Common part of the tokenizers of both packages."""
 
-    content: bytes = dataclasses.field(repr=False)  # of the file that FILES names
+    content: bytes = dataclasses.field(repr=False)  # content of the file that FILES names
     bos: int | None
     eos: int | None
     vocab_size: int
     engine: Any = dataclasses.field(
         compare=False, repr=False
-    )  # the package's object of the content
+    )  # the package's tokenizer, made from `content`
     named_bos: int | None = None  # the tokenizer's token for bos, whether it is added or not
     named_eos: int | None = None
     ends: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ class SubwordTokenizer(Tokenizer):
     def naming(
         self, bos: int | None, eos: int | None, ends: Sequence[int] | None = None
     ) -> "SubwordTokenizer":
-        """Return the tokenizer with other tokens for bos and eos, both of which are added.
+        """Return a copy with other tokens for bos and eos, which adds both to each document.
 
         Args:
           bos: the token that starts a document, or None.
@@ -92,9 +92,9 @@ class SubwordTokenizer(Tokenizer):
         return dataclasses.replace(self, **named, ends=tuple(ends))
 
     def adding(self, *, bos: bool, eos: bool, where: str) -> "SubwordTokenizer":
-        """Return the tokenizer that adds its bos and its eos to a document, or not.
+        """Return a copy that adds its bos and its eos to each document as requested.
 
-        A bos without an eos separates documents, so generation stops at that bos, too.
+        If it adds a bos and no eos, the bos separates documents, so generation also stops at bos.
 
         Args:
           bos: the value of add_bos.
@@ -118,7 +118,7 @@ class SubwordTokenizer(Tokenizer):
         return dataclasses.replace(self, **added, ends=ends)
 
     def __reduce__(self):
-        """Pickle the content: a pickled engine of tokenizers turns text into special tokens."""
+        """Pickle the content, since a pickled engine would encode text as special tokens."""
         tokens = {name: vars(self)[name] for name in _TOKENS}
         return _with_tokens, (self.kind, self.content, "a pickle", tokens)
 
@@ -143,11 +143,11 @@ class HuggingFaceTokenizer(SubwordTokenizer):
         return encoded.ids[: of_text[0]], encoded.ids[of_text[-1] + 1 :]
 
     def special_tokens(self, names: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """Return the tokens that start and end a document, None where there is none.
+        """Return the tokens that start and end a document, each None if the tokenizer has none.
 
-        The token that the post-processor puts directly before a text starts a document, whatever
-        its name is. Otherwise the fields of CONFIG name the tokens, and null stands for none. Where
-        CONFIG lacks a field, the usual names are tried.
+        If the post-processor puts a token directly before a text, this token starts a document.
+        Otherwise the fields of CONFIG name the tokens; null means no token. For a field that CONFIG
+        lacks, the usual names are tried.
 
         Args:
           names: the fields of CONFIG.
@@ -182,7 +182,7 @@ class HuggingFaceTokenizer(SubwordTokenizer):
     def token_bytes(self) -> np.ndarray:
         """Return the bytes of each token (Tokenizer)."""
         model = json_text.parse(self.engine.to_str())
-        byte_level = "ByteLevel" in json.dumps(model["decoder"])  # then a letter is a byte
+        byte_level = "ByteLevel" in json.dumps(model["decoder"])  # then a character is a byte
         added = self.engine.get_added_tokens_decoder()
         bytes_V = np.zeros(self.vocab_size, np.int32)
         for text, token in self.engine.get_vocab(with_added_tokens=True).items():
@@ -225,7 +225,7 @@ class SentencePieceTokenizer(SubwordTokenizer):
 
 
 def _piece_bytes(piece):
-    """Return the bytes of a piece, in which U+2581 is a space and <0xE2> a byte."""
+    """Return the bytes of a piece, in which U+2581 stands for a space and <0xE2> for a byte."""
     return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("\u2581", " ").encode())
 
 
@@ -233,11 +233,11 @@ def build(values: Mapping[str, Any], rows: int | None = None) -> Tokenizer:
     """Open the tokenizer of a run.
 
     Args:
-      values: of KEYS, and any other keys.
-      rows: of the embedding, vocab_size.
+      values: {key: value} with at least KEYS.
+      rows: rows of the embedding, vocab_size. None: any number of tokens is accepted.
 
     Raises:
-      DataError: tokenizer_path has no such tokenizer, or it has more tokens than rows.
+      DataError: tokenizer_path has no such tokenizer, or the tokenizer has more tokens than rows.
       ConfigError: a package, or one of the tokens around a document, is missing.
     """
     kind, path, add_bos, add_eos = (values[key] for key in KEYS)
@@ -254,7 +254,12 @@ def build(values: Mapping[str, Any], rows: int | None = None) -> Tokenizer:
 
 
 def load(folder: pathlib.Path) -> Tokenizer:
-    """Load the tokenizer that `save` wrote. Raises DataError if the folder has none, OSError."""
+    """Load the tokenizer that `save` wrote.
+
+    Raises:
+      DataError: the folder has no tokenizer.
+      OSError: a file cannot be read.
+    """
     try:
         fields = json_text.parse(small_files.read_bytes(folder / SETTINGS))
         kind = fields["tokenizer_type"]
@@ -279,12 +284,12 @@ def _with_tokens(
 
 
 def read(kind: str, path: str) -> SubwordTokenizer:
-    """Read a tokenizer, with the tokens around a document that its files name.
+    """Read a tokenizer, with the tokens that its files name for the start and end of a document.
 
     Args:
       kind: tokenizer_type.
-      path: tokenizer_path. A file or a folder with the file that FILES names, either also in a
-        bucket; the https address of a file; or, for huggingface, a name on the hub.
+      path: tokenizer_path. A file, or a folder with the file that FILES names, local or in a
+        bucket. Or the https address of a file; or, for huggingface, a name on the hub.
 
     Raises:
       DataError: there is no such tokenizer.
@@ -352,7 +357,8 @@ def _fields_next_to(tokenizer_file, name, kind):
     """Return the fields of a JSON file next to a tokenizer's file.
 
     Returns:
-      None if there is no such file, or the tokenizer's file has another name than usual.
+      {name: value}, or None if there is no such file or the tokenizer's file is not named as in
+      FILES.
     """
     folder, own = os.path.split(tokenizer_file)
     file = os.path.join(folder, name)
@@ -371,7 +377,7 @@ def _fields_next_to(tokenizer_file, name, kind):
 
 
 def of_content(kind: str, content: bytes, where: str) -> SubwordTokenizer:
-    """Return the tokenizer of a file's content, with neither bos nor eos.
+    """Return the tokenizer of a file's content, without bos and eos.
 
     Args:
       kind: tokenizer_type.

@@ -16,9 +16,9 @@ from maxdiloco import json_text
 
 # File with the type of a saved tokenizer and the tokens around its documents.
 SETTINGS = "settings.json"
-# Entries of a tokenizer's JSON files that do not decide which tokens a document becomes. Those of
-# tokenizer.json add, cut or pad after the tokens of a text, which is not done here. Those of
-# SETTINGS only say which tokens could be added, and where generation stops.
+# Entries of a tokenizer's JSON files that do not decide which tokens a document becomes. In
+# tokenizer.json they add tokens, cut or pad, which is not done here. In SETTINGS they only name
+# tokens that could be added, and tokens at which generation stops.
 _UNUSED = ("post_processor", "truncation", "padding", "named_bos", "named_eos", "ends")
 BYTES = 256  # the token of the byte tokenizer that starts a document
 
@@ -39,25 +39,25 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode_all(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
-        """Return the tokens of texts, without bos and eos. All cores are used.
+        """Return the tokens of texts, without bos and eos, using all cores.
 
-        Text that looks like bos or eos stays text. Half of a surrogate pair, which UTF-8 cannot
-        encode, becomes a question mark.
+        Text that looks like bos or eos is encoded as ordinary text. Half of a surrogate pair, which
+        UTF-8 cannot encode, becomes a question mark.
         """
 
     @abc.abstractmethod
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens. Special tokens and numbers that are not tokens have none."""
+        """Return the text of tokens. Special tokens and invalid token ids add no text."""
 
     @abc.abstractmethod
     def token_bytes(self) -> np.ndarray:
-        """Return the bytes of UTF-8 that each token adds to a text, int32 [vocab_size].
+        """Return the number of UTF-8 bytes that each token adds to a text, int32 [vocab_size].
 
-        Special tokens add none. A tokenizer that normalises text counts the normalised text.
+        Special tokens add none. If the tokenizer normalises text, the normalised text is counted.
         """
 
     def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a text that starts a document: bos if it is added, and no eos."""
+        """Return the tokens of a text that starts a document: with bos if it is added, no eos."""
         return [*([] if self.bos is None else [self.bos]), *self.encode(text)]
 
     def continuation(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
@@ -77,7 +77,7 @@ class Tokenizer(abc.ABC):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits: a hash of the name and the `meaning` of each file."""
+        """A hash of the name and the `meaning` of each file, 16 hexadecimal digits."""
         digest = hashlib.sha256()
         for name, content in sorted(self.files().items()):
             content = meaning(content)
@@ -94,7 +94,7 @@ class Tokenizer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer(Tokenizer):
-    """Token i below 256 is byte i. Token 256 starts a document, so it ends the one before."""
+    """A tokenizer in which token i < 256 is byte i, and token 256 starts each document."""
 
     bos: int = BYTES
     vocab_size: int = BYTES + 1
@@ -113,15 +113,15 @@ class ByteTokenizer(Tokenizer):
         return known.decode("utf-8", errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        """Return 1 for a byte, 0 for the token that starts a document (Tokenizer)."""
+        """Return 1 for each byte, and 0 for the token that starts a document (Tokenizer)."""
         return (np.arange(self.vocab_size) < BYTES).astype(np.int32)
 
 
 def meaning(content: bytes) -> bytes:
     """Return the part of a tokenizer's file that decides which tokens a text becomes.
 
-    In JSON these are all entries except _UNUSED. For example, the tokenizer.json that `hf export`
-    writes adds a token before each text, which add_bos decides here.
+    For JSON, it consists of all entries except _UNUSED. For example, the post-processor in a
+    tokenizer.json of `hf export` adds a token before each text, but here add_bos decides that.
     """
     try:
         fields = json_text.parse(content)

@@ -1,4 +1,4 @@
-"""Windows of a split of a text: L tokens each, cut from its documents as packing.py lays them out.
+"""Read windows of L tokens of a split of a text, cut from its documents as laid out in packing.py.
 
 # N windows to read  L tokens
 """
@@ -20,28 +20,28 @@ from maxdiloco.errors import DataError
 class Request:
     """A split of a text to read as sequences."""
 
-    folder: str  # of the shards
+    folder: str  # folder of the shards
     key: str  # the key that names the text, for messages
-    path: str  # its value; empty: the default text
+    path: str  # value of the key; empty: the default text
     tokenizer: Tokenizer
-    length: int  # L
+    length: int  # tokens of a window, L
     packing: str  # a kind of packing.layout
-    held_out: Fraction  # share that the eval split takes from the train split; 0: nothing
+    held_out: Fraction  # share of the text that is held out for the eval split; 0: nothing
     seed: int
-    shuffled: bool  # in the order of the seed, otherwise in file order
+    shuffled: bool  # True: in a random order that depends on the seed; False: in file order
     split: str  # train or eval
 
 
 @dataclasses.dataclass(frozen=True)
 class TextWindows:
-    """Windows first .. first + num_windows - 1 of the documents.
+    """The windows from `first` to first + num_windows - 1 of the documents.
 
-    It is a `grain.sources.RandomAccessDataSource`: `grain.MapDataset.source(windows)` reads single
-    windows. A step reads all of its windows with one call of `read`.
+    The class is a `grain.sources.RandomAccessDataSource`, so `grain.MapDataset.source(windows)`
+    reads single windows. A training step reads all of its windows with one call of `read`.
     """
 
     documents: shards.Shards
-    layout: packing.EndToEnd | packing.Table  # of all windows of the documents
+    layout: packing.EndToEnd | packing.Table  # layout of all windows of the documents
     length: int
     packing: str  # a kind of packing.layout
     first: int
@@ -70,7 +70,7 @@ class TextWindows:
         """Read windows.
 
         Args:
-          windows_N: their numbers, counted from `first`.
+          windows_N: numbers of the windows, counted from `first`.
 
         Returns:
           Tokens and segment ids, int32 [N, L]. Segments number the documents of a window from 1; 0
@@ -102,7 +102,7 @@ class TextWindows:
         The processes of a run, or a run and its checkpoint, have the same data if these agree.
         """
         shape = (self.length, self.first, self.num_windows)
-        # Other kinds of packing differ in the number of windows; if it is equal, the windows are.
+        # The other two kinds differ in the number of windows, unless their windows are equal.
         if self.packing == packing.BEST_FIT:
             shape = (*shape, self.packing)
         digest = hashlib.sha256(f"{shape}\n".encode())
@@ -114,14 +114,15 @@ class TextWindows:
 def open_text(request: Request) -> tuple[TextWindows, str]:
     """Open the windows of a split.
 
-    Whole files are held out for eval if those of `held_out_files` make up the share. Otherwise the
-    last windows are held out, at least one.
+    If `held_out_files` finds files for the share, these whole files are held out for eval.
+    Otherwise the last windows are held out, at least one.
 
     Returns:
       The windows, and the key and path of their text, for messages.
 
     Raises:
-      DataError: the shards are missing, damaged, too short for the split, or of another tokenizer.
+      DataError: the shards are missing, damaged, too short for the split, or were made with another
+        tokenizer.
     """
     name = f"{request.key}={request.path}"
     if not request.path:
@@ -146,14 +147,14 @@ def open_text(request: Request) -> tuple[TextWindows, str]:
 
 
 def held_out_files(sizes: Sequence[int], share: Fraction) -> np.ndarray | None:
-    """Choose the files to hold out: 0, 20, 40, ... for a twentieth.
+    """Choose the files to hold out, evenly spaced: files 0, 20, 40, ... for a share of 1/20.
 
     Args:
-      sizes: tokens of the files.
-      share: of the tokens.
+      sizes: tokens of each file.
+      share: share of all tokens to hold out.
 
     Returns:
-      bool [files], or None if there are too few files or their sizes differ too much: the chosen
+      bool [files], or None if there are too few files or their sizes differ too much. The chosen
       files must have half to twice the share, and leave at least half of the rest for training.
     """
     p, q = share.numerator, share.denominator

@@ -1,4 +1,4 @@
-"""Tokenising one part of a source into a file, which depends on the text and tokenizer only."""
+"""Tokenise one part of a source into a file, whose content depends only on text and tokenizer."""
 
 import dataclasses
 import functools
@@ -20,10 +20,10 @@ from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.storage import durable
 from maxdiloco.storage.run_folder import absolute
 
-# Documents of one call of the tokenizer, which also has at most about PIECE characters.
+# Most documents in one call of the tokenizer. A call also has at most about PIECE characters.
 _MOST_DOCUMENTS = 1024
 T = TypeVar("T")
-TABLES = ("lengths", "checksums")  # what a part adds to the tables of the folder
+TABLES = ("lengths", "checksums")  # facts of a part that become rows of the folder's tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +32,21 @@ class Work:
 
     source: Reader
     tokenizer: Tokenizer
-    name: str  # of the source, for messages
+    name: str  # name of the source, for messages
     allowed: int = 0  # max_corrupted_records
     processes: int = 0  # 0: one for each core
-    part_bytes: int = 0  # of the source in a part; 0: prepare.part_bytes_of it
+    part_bytes: int = 0  # bytes of the source in a part; 0: prepare.part_bytes_of the source
 
 
 def facts_name(number: int) -> str:
-    """Return the name of the facts of a part. They are written last, so a part has them if done."""
+    """Return the name of the file with the facts of a part, which is written after its tokens."""
     return f"part-{number:05d}.json"
 
 
 def make_part_on_one_core(
     work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int
 ) -> dict:
-    """Call `make_part` in a worker process, whose tokenizer must not use all cores."""
+    """Call `make_part` in a worker process, where the tokenizer must use only one core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return make_part(work, out, todo, index)
 
@@ -57,13 +57,13 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
     Args:
       work: the source and the tokenizer.
       out: the folder, local or in a bucket.
-      todo: numbers and spans of the parts to make.
-      index: of this part in todo.
+      todo: number and spans of each part to make.
+      index: index of this part in todo.
 
     Returns:
       The facts of the part without TABLES: tokens, documents, bytes and sha256 of the file; damaged
       [(position, reason)]; files [(number, documents that begin in it)]; continues: whether the
-      first document began in an earlier part. The stored facts also have the lengths of the
+      first document began in an earlier part. The stored facts also have TABLES: the lengths of the
       documents [tokens] and the checksums of the blocks.
 
     Raises:
@@ -73,7 +73,7 @@ def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], 
     number, part = todo[index]
     damaged: list[list[str]] = []
     checksums: list[int] = []
-    pieces: list[tuple[int, bool, int]] = []  # tokens of each, whether a document begins, its file
+    pieces: list[tuple[int, bool, int]] = []  # (tokens, whether it begins a document, file)
 
     def tokens():
         skip = functools.partial(corpus.skip, damaged, work.allowed)
@@ -143,7 +143,7 @@ def _tokens(texts: Iterable[Text], tokenizer: Tokenizer) -> Iterator[tuple[np.nd
 def runs(
     items: Iterable[T], size_of: Callable[[T], int], least: int, most: float = math.inf
 ) -> Iterator[list[T]]:
-    """Yield items in runs of at least this size, or of `most` items. The last may be smaller."""
+    """Yield items in lists of total size >= `least` or of `most` items; the last may be smaller."""
     run, size = [], 0
     for item in items:
         run.append(item)
@@ -156,7 +156,7 @@ def runs(
 
 
 def _short(texts: Iterable[Text]) -> Iterator[Text]:
-    """Yield the texts; long ones in pieces that end with a line if possible."""
+    """Yield the texts, with long ones cut into pieces, at the end of a line if possible."""
     for text, begins, ends in texts:
         begin = 0
         while len(text) - begin > PIECE:

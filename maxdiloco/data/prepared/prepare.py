@@ -1,4 +1,4 @@
-"""Preparing a source into a folder of shards: unfinished parts, worker processes, the manifest."""
+"""Prepare a folder of shards from a source: plan parts, make missing ones, write the manifest."""
 
 import contextlib
 import errno
@@ -29,32 +29,32 @@ from maxdiloco.storage.os_errors import reason
 from maxdiloco.storage.run_folder import absolute
 from maxdiloco.storage.store import is_local
 
-# Source bytes of a part. A part is a file of the result, and a killed process loses at most one. A
-# small source has _PARTS parts of at least 1 MB, some for every core. The size depends only on the
-# source, so that the folder does, too.
+# Source bytes of a part. A part is one file of the result, and a killed process loses at most one
+# part. A small source has _PARTS parts of at least 1 MB, so that every core has some. The size of a
+# part depends only on the source, and so does the content of the folder.
 _PART_BYTES = 64 << 20
 _PARTS = 32
 _LEAST_BYTES = 1 << 20
-# A source below this is prepared in this process: two worker processes take 3 s to start.
+# A smaller source is prepared in this process, because two worker processes need 3 s to start.
 _SMALL_BYTES = 32 << 20
 _PLAN = "source.json"
 _LOCK = "lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-# Names of files that only an unfinished folder needs, and of files that a kill leaves.
+# Names of files that only an unfinished folder needs, and of temporary files of a killed process.
 _FACTS = r"part-\d{5,}\.json"
 _WHOLE = rf"({_FACTS}|part-\d{{5,}}\.bin|(source|manifest)\.json|(offsets|checksums)\.npy)"
 _LEFT = rf"{_WHOLE}\.[0-9a-f]{{8}}\.part"  # durable.temp_sibling
-_LOOK_S = 1.0  # between two looks for the folder that another process writes [s]
+_LOOK_S = 1.0  # pause between checks of a folder that another process writes [s]
 _MOST_NAMED = 10  # damaged records that are printed; the manifest has all
 
 
 def size_of(source: Reader) -> int:
-    """Return about how many bytes of a source are read."""
+    """Return the approximate number of bytes of a source."""
     return sum(span.size for span in source.spans(_PART_BYTES))
 
 
 def part_bytes_of(source: Reader) -> int:
-    """Return the default bytes of the source in a part."""
+    """Return the default number of source bytes in a part."""
     return min(_PART_BYTES, max(_LEAST_BYTES, -(-size_of(source) // _PARTS)))
 
 
@@ -83,23 +83,23 @@ def prepare(
     waits: bool = False,
     key: str = "out",
 ) -> None:
-    """Make a folder of shards, complete one that was begun, or find it complete.
+    """Make a folder of shards, or complete an unfinished one.
 
-    The folder is the same to the byte for any number of processes and of kills before. A complete
-    folder is only read, so it may be on a read-only file system.
+    The folder has the same bytes for any number of processes and of earlier interruptions. A
+    complete folder is only read, so it may be on a read-only file system.
 
     Args:
       work: the source and the tokenizer.
       out: the folder, local or in a bucket.
       say: receives lines for the user.
-      waits: wait while another process writes the folder, instead of raising ConfigError.
+      waits: whether to wait while another process writes the folder, instead of a ConfigError.
       key: the key that names the folder, for messages.
 
     Raises:
-      DataError: text that is missing, unreadable or damaged, or a folder that cannot be written.
+      DataError: text is missing, unreadable or damaged, or the folder cannot be written.
       ConfigError: the folder is in use, was made from something else, or has no locks.
       LostPeerError: a process that tokenises has died.
-      CheckpointError: a bucket without obstore.
+      CheckpointError: the folder is in a bucket, and obstore is not installed.
     """
     plan, folder = plan_of(work), absolute(out, key=key)
     named = f"{key}={folder}"
@@ -118,17 +118,17 @@ def prepare(
                         say(f"{folder} is being written by another process: waiting for it")
                     waiting = True
                     time.sleep(_LOOK_S)
-            # Another process may have completed it between the look and the lock.
+            # Another process may have completed the folder between the check and the lock.
             if target is not None and not _is_complete(plan, folder, named):
                 _begin(plan, folder, named)
                 _make(work, plan["part_bytes"], target, say)
             else:
                 with contextlib.suppress(OSError):  # it may be on a read-only file system
-                    _remove(folder, _FACTS, _LEFT)  # of a kill after the manifest was written
+                    _remove(folder, _FACTS, _LEFT)  # left if killed after writing the manifest
                 say(f"{folder} is prepared: nothing to do")
         if is_local(folder):
             shards.open_shards(os.fspath(folder), key)
-        # Another start may have allowed more damaged records than this one.
+        # The run that made the folder may have allowed more damaged records.
         check_damage(shards.read_manifest(os.fspath(folder), named).damaged, work.allowed)
     except OSError as error:
         mend = "Repair the disk" if is_local(folder) else "Make it accessible"
@@ -153,7 +153,7 @@ def _locked(folder: epath.Path, named: str, say: Callable[[str], None]) -> Itera
         return
     durable.make_folder(folder)
     with (folder / _LOCK).open("a") as file:
-        try:  # until the file is closed: the kernel does that for a process that dies
+        try:  # the lock is held until the file is closed, by the kernel if the process dies
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockHeldError(
@@ -182,7 +182,7 @@ def _make(work, part_bytes, target, say):
         name = part.facts_name(number)
         known = shards.read_fields(folder / name) if name in there else None
         if known and there.get(shards.part_name(number)) == known["bytes"]:
-            for table in part.TABLES:  # read again when the parts are joined: all may not fit
+            for table in part.TABLES:  # read again when parts are joined, to save memory
                 del known[table]
             facts[number] = known
     sizes = [sum(span.size for span in spans) for spans in parts]
@@ -211,7 +211,7 @@ def _make(work, part_bytes, target, say):
         "resumes; processes=1 needs less memory."
     )
     with output.progress("tokenised", sum(sizes), say, done=done) as advance:
-        count = len(todo)  # ahead: none waits until a slow part's turn is over
+        count = len(todo)  # as `ahead`, so that no worker waits for a slow part of another
         made = read_ahead(
             make,
             count,
@@ -239,9 +239,10 @@ def _make(work, part_bytes, target, say):
 
 
 def _is_complete(plan: dict[str, Any], folder: epath.Path, named: str) -> bool:
-    """Return True for a complete folder, False for one that is missing, empty or unfinished.
+    """Return whether a folder is complete: not missing, empty or unfinished. Writes nothing.
 
-    Raises ConfigError for a folder that was made from something else. Writes nothing.
+    Raises:
+      ConfigError: the folder was made from another source or with other settings.
     """
     plan = {"format": shards.FORMAT, **plan}
     if not is_local(folder) or folder.is_dir():
@@ -260,11 +261,11 @@ def _is_complete(plan: dict[str, Any], folder: epath.Path, named: str) -> bool:
 
 
 def _begin(plan: dict[str, Any], folder: epath.Path, named: str) -> None:
-    """Write the plan into a new folder. Raises ConfigError for a folder with files of others."""
+    """Write the plan into a new folder. Raises ConfigError if it has files of other programs."""
     there = _sizes(folder)
     if _PLAN in there:
         return
-    # A kill before there was a plan leaves the lock, and what durable.atomic_write wrote.
+    # A process killed before it wrote the plan leaves the lock and temporary files (_LEFT).
     for name, size in there.items():
         is_lock = name == _LOCK and not (size and is_local(folder))
         if not is_lock and not re.fullmatch(_LEFT, name):
@@ -276,14 +277,14 @@ def _begin(plan: dict[str, Any], folder: epath.Path, named: str) -> None:
 
 
 def _finish(work, target, facts):
-    """Write the tables, the tokenizer's files and, last, the manifest, and return it."""
+    """Write the tables, the tokenizer's files and, last, the manifest; returns the manifest."""
     folder = target.path
     lengths, checksums = [], []
     for number in range(len(facts)):
         fields = shards.read_fields(folder / part.facts_name(number))
         lengths.append(np.array(fields["lengths"], "<i8"))
         checksums.append(np.array(fields["checksums"], "<u4"))
-    # A document that goes on in the next part is one.
+    # A document that continues in the next part is counted once.
     begins = [np.arange(found["documents"]) >= found["continues"] for found in facts]
     firsts = np.flatnonzero(np.concatenate(begins))
     if not len(firsts):
@@ -295,7 +296,7 @@ def _finish(work, target, facts):
     work.tokenizer.save(folder / shards.TOKENIZER)
     if is_local(folder):
         durable.sync_tree(folder / shards.TOKENIZER)
-    documents = Counter()  # that begin in each file of the source
+    documents = Counter()  # {file of the source: documents that begin in it}
     for found in facts:
         documents.update(dict(found["files"]))
     manifest = shards.Manifest(
@@ -325,7 +326,7 @@ def _write_table(path, table):
 
 
 def _sizes(folder):
-    """Return {name: bytes} of a folder; in a bucket of all objects below it."""
+    """Return {name: bytes} of the files in a folder, or of all objects below it in a bucket."""
     if is_local(folder):
         entries = os.scandir(folder)
         return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}

@@ -1,7 +1,7 @@
-"""A source of files, read span by span: text, JSON lines, compressed JSON lines, and tables.
+"""Read a source of files span by span: text, JSON lines, compressed JSON lines, and tables.
 
 A text file is one document, cut at the ends of lines. A line of a .jsonl file belongs to the span
-that it begins in.
+in which it begins.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from maxdiloco.data.paths import Stamp, is_local
 from maxdiloco.data.sources import records, tables
 from maxdiloco.errors import DataError
 
-# JSON lines in a compressed file.
+# Suffixes of compressed files of JSON lines.
 COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
 TEXT = corpus.SUFFIXES + COMPRESSED
 PARQUET = (".parquet",)
 ARRAYRECORD = (".arrayrecord", ".array_record")
 # Suffixes of files that are not text.
 _NO_TEXT = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".parquet", ".arrow", ".npy")
-# The longest .jsonl line [bytes]. A line is in memory as a whole.
+# The longest .jsonl line [bytes]. Each line is in memory as a whole.
 MAX_LINE = 1 << 30
-# Bytes of text that are decompressed at once, and lost before the place where a file was cut.
+# Bytes of text that are decompressed at once. Up to this many are lost at the end of a cut file.
 _BUFFER = 1 << 16
 
 
@@ -68,8 +68,7 @@ def read_compressed(
     file: BinaryIO, path: str, _span: Span, column: str, skip: Skip
 ) -> Iterator[Text]:
     """Yield the documents of a file of compressed JSON lines, which is one span."""
-    # pyarrow's stream, because that of the package zstandard ends without an error where a file was
-    # truncated.
+    # pyarrow's stream, because the package zstandard ends a truncated file without an error.
     pyarrow = require("pyarrow", path, extra="data")
     codec = "zstd" if path.endswith(".zst") else "gzip"
     read = 0
@@ -94,7 +93,7 @@ def _document(line, where, column, skip):
 
 
 def _line_start(file, place, size):
-    """Return the start of the first line, or of a character in a long line, from an offset on."""
+    """Return the first line start at or after an offset; in a long line, a character's start."""
     if place <= 0 or place >= size:
         return min(max(place, 0), size)
     file.seek(place - 1)
@@ -104,13 +103,13 @@ def _line_start(file, place, size):
 
 
 def _inside_character(data):
-    """Return how many bytes at the start continue a character of UTF-8, at most 3."""
+    """Return the number of leading bytes that continue a character of UTF-8, at most 3."""
     head = data[:3]
     return len(head) - len(head.lstrip(bytes(range(0x80, 0xC0))))
 
 
 def _piece(file, begin, end):
-    """Return the bytes to tokenise at once. They end with a line if possible."""
+    """Return the next bytes to tokenise, which end at the end of a line if possible."""
     file.seek(begin)
     data = file.read(min(PIECE, end - begin))
     if len(data) == end - begin:
@@ -121,17 +120,17 @@ def _piece(file, begin, end):
     tail = 1
     while tail < 4 and data[-tail] & 0xC0 == 0x80:
         tail += 1
-    # The last character may continue after the piece, and is left to the next one.
+    # If the last character may continue after the piece, it is left for the next piece.
     return data[:-tail] if data[-tail] & 0xC0 == 0xC0 else data
 
 
 def lines(file: BinaryIO, path: str, offset: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and the content of each line of a file from its position.
+    """Yield the offset and the content of each line of a file, from the current position on.
 
     Args:
-      file: open.
-      path: for messages.
-      offset: the position.
+      file: the open file.
+      path: path of the file, for messages.
+      offset: the current position in the file [bytes].
 
     Raises:
       DataError: a line is longer than MAX_LINE.
@@ -170,7 +169,7 @@ def line_text(line: bytes, column: str, where: str) -> str:
     return fields[column]
 
 
-# Suffixes and (file, path, span, column, skip) -> texts; the first that fits.
+# (suffixes, (file, path, span, column, skip) -> texts); the first row that matches is used.
 _READERS = (
     (PARQUET, tables.read),
     (ARRAYRECORD, records.read),
@@ -182,10 +181,10 @@ _READERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Files of a data set, in their order. It is pickled into processes."""
+    """Files of a data set, in the order in which they are read. Worker processes get a copy."""
 
     names: tuple[str, ...]
-    stamps: tuple[Stamp, ...]  # of each when it was opened
+    stamps: tuple[Stamp, ...]  # stamp of each file when the data set was opened
     column: str  # field or column that holds the text
 
     def spans(self, limit: int) -> Iterator[Span]:
@@ -200,8 +199,7 @@ class Files:
         """Yield the documents of a span that are not empty.
 
         Raises:
-          DataError: a file is missing or has changed, or has no such column; and the errors of
-            `skip`.
+          DataError: a file is missing, has changed or lacks the column; or an error of `skip`.
         """
         path, before = self.names[span.file], self.stamps[span.file]
         with corpus.reading(path), paths.opened(path, before) as file:
@@ -213,7 +211,7 @@ class Files:
                 raise corpus.changed(path)
 
     def version(self) -> list[list]:
-        """Return the name and stamp of each file, as JSON. They differ if the source does."""
+        """Return the name and stamp of each file, as JSON, to compare sources."""
         names = (os.path.abspath(name) if is_local(name) else name for name in self.names)
         return [[name, *stamp] for name, stamp in zip(names, self.stamps, strict=True)]
 
@@ -228,14 +226,14 @@ def open_files(
     """Open a data set of files, sorted by path. No file is read.
 
     Args:
-      suffixes: of the files of a folder.
-      check: raises DataError for the name of a file of another kind.
+      suffixes: suffixes of the files to find in a folder.
+      check: called with the name of each file; raises DataError for a file of another kind.
       path: as for `corpus.find`.
       key: as for `corpus.find`.
       column: field or column that holds the text.
 
     Raises:
-      DataError: there is no file, or one cannot be opened.
+      DataError: no file was found, or a file cannot be opened.
     """
     found = corpus.find(path, key, suffixes)
     for name in found:
@@ -245,7 +243,7 @@ def open_files(
 
 
 def check_text(name: str) -> None:
-    """Raise DataError for a file whose suffix is not that of text."""
+    """Raise DataError if the suffix of a file belongs to a format that is not text."""
     if name.endswith(_NO_TEXT) and not name.endswith(COMPRESSED):
         remedy = f"JSON lines may be compressed, as {' '.join(COMPRESSED)}"
         if name.endswith(PARQUET):
@@ -254,7 +252,7 @@ def check_text(name: str) -> None:
 
 
 def check_parquet(name: str) -> None:
-    """Raise DataError for a file whose suffix is not that of parquet."""
+    """Raise DataError if the suffix of a file is not .parquet."""
     if not name.endswith(PARQUET):
         raise DataError(
             f"dataset_type=parquet: {name} does not end in .parquet. Use dataset_type=text for "
@@ -263,7 +261,7 @@ def check_parquet(name: str) -> None:
 
 
 def check_arrayrecord(name: str) -> None:
-    """Raise DataError for a file that is not a local ArrayRecord file."""
+    """Raise DataError unless a file is local and has a suffix of ArrayRecord files."""
     if not name.endswith(ARRAYRECORD):
         raise DataError(
             f"dataset_type=arrayrecord: {name} does not end in {' or '.join(ARRAYRECORD)}. Select "

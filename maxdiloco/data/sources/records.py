@@ -1,6 +1,6 @@
-"""Text in ArrayRecord files whose records are tf.train.Example messages, as TFDS writes them.
+"""Read text from ArrayRecord files of tf.train.Example messages, as TFDS writes them.
 
-The package array_record reads the files and protobuf the messages. TensorFlow is not needed.
+The package array_record reads the files, and protobuf reads the messages. TensorFlow is not needed.
 """
 
 import contextlib
@@ -10,19 +10,20 @@ from typing import Any, BinaryIO
 from maxdiloco.data.corpus import Skip, Span, Text
 from maxdiloco.errors import DataError
 
-# Records that are read at once.
+# Number of records that are read at once.
 _RECORDS = 256
 
 
 def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iterator[Text]:
     """Yield the text of each record of a span.
 
-    A file of N records and S bytes has record i at byte i S / N, so that spans need no index.
+    Record i of a file of N records and S bytes counts as beginning at byte i * S / N, so that spans
+    need no index.
 
     Args:
-      file: open, only for its size.
-      path: of the file, local.
-      span: the bytes.
+      file: the open file, of which only the size is used.
+      path: local path of the file.
+      span: the bytes to read.
       column: the feature that holds the text.
       skip: called for each damaged record.
     """
@@ -41,7 +42,7 @@ def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iter
                     if text:
                         yield Text(text)
     except (RuntimeError, ValueError, IndexError) as error:
-        if isinstance(error, DataError):  # of skip
+        if isinstance(error, DataError):  # raised by skip
             raise
         skip(path, f"not an ArrayRecord file, or a damaged one ({error})")
 
@@ -67,9 +68,9 @@ def _text(message: Any, record: bytes, column: str, where: str, skip: Skip) -> s
 
 
 def _example_class() -> Any:
-    """Return the class of tf.train.Example; only the fields that are read are described.
+    """Return a message class that reads the text features of tf.train.Example.
 
-    The schema is that of tensorflow/core/example/{example,feature}.proto.
+    It has only the necessary fields of tensorflow/core/example/{example,feature}.proto.
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 

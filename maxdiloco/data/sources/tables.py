@@ -1,4 +1,4 @@
-"""Text in a column of a table: parquet files, and data sets of the package datasets."""
+"""Read text from a column of a table: parquet files, and data sets of the package datasets."""
 
 import dataclasses
 import os
@@ -10,16 +10,16 @@ from maxdiloco.data.packages import require
 from maxdiloco.data.paths import is_local
 from maxdiloco.errors import DataError
 
-# Rows that are decoded at once. A page of text has some hundreds.
+# Number of rows that are decoded at once. A page of text has some hundreds.
 _ROWS = 256
-# Arrow's types of text.
+# First letters of the names of Arrow's text types.
 _TEXT = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
 
 
 def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iterator[Text]:
     """Yield the documents of the row groups that begin in a span of a parquet file.
 
-    Spans are bytes, so that no footer is read to plan them.
+    Spans are in bytes, so that they can be planned without reading the footers of files.
 
     Raises:
       DataError: the column is missing or is not text.
@@ -30,7 +30,7 @@ def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iter
     try:
         table = tables.ParquetFile(path if is_local(path) else file)
     except pyarrow.ArrowInvalid as error:
-        if span.begin == 0:  # once, whatever the number of spans
+        if span.begin == 0:  # one damaged record for any number of spans
             skip(path, f"no parquet file, or one that was cut off ({error})")
         return
     with table:
@@ -55,7 +55,7 @@ def _rows(pyarrow, table, group, column, path, skip):
                 except UnicodeDecodeError as error:
                     skip(f"{where} row {row}", f"not UTF-8 ({error.reason})")
                     continue
-                if text:  # None where the column is null
+                if text:  # None if the column is null in this row
                     yield Text(text)
             done += len(batch)
     except (pyarrow.ArrowException, OSError) as error:
@@ -69,8 +69,8 @@ class Hub:
     """A split of a data set of the package datasets, with the methods of `files.Files`."""
 
     names: tuple[str, ...]  # one name
-    dataset: Any  # datasets.Dataset; its pickle names the files of the cache that hold the rows
-    column: str
+    dataset: Any  # datasets.Dataset; pickled as the names of the cache files that hold the rows
+    column: str  # the column that holds the text
 
     def spans(self, limit: int) -> Iterator[Span]:
         """Yield spans of rows of about `limit` bytes (Files)."""
@@ -94,13 +94,13 @@ class Hub:
             yield from (Text(text) for text in texts if text)
 
     def version(self) -> list[list]:
-        """Return name, rows, bytes, and the hash of the package's cache, as JSON (Files)."""
+        """Return name, rows, bytes and hashes of the package's cache, as JSON (Files)."""
         files = [os.path.basename(os.path.dirname(f["filename"])) for f in self.dataset.cache_files]
         return [[self.names[0], len(self.dataset), int(self.dataset.data.nbytes), *files]]
 
 
 def open_hub(path: str, key: str, column: str) -> Hub:
-    """Open a split of a data set of the hub or of a folder.
+    """Open a split of a data set of the Hugging Face hub, or of a folder.
 
     Args:
       path: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT (NAME::SPLIT for the only config). NAME is a name
@@ -109,8 +109,8 @@ def open_hub(path: str, key: str, column: str) -> Hub:
       column: the column that holds the text.
 
     Raises:
-      DataError: it cannot be loaded, or has no such column.
-      ConfigError: the package is not installed.
+      DataError: the data set cannot be loaded, or lacks the column.
+      ConfigError: the package datasets is not installed.
     """
     name, _, rest = path.partition(":")
     config, _, split = rest.partition(":")
@@ -127,7 +127,7 @@ def open_hub(path: str, key: str, column: str) -> Hub:
     user = f"dataset_type=hf of {key}={path}"
     datasets = require("datasets", user, extra="data")
     hub_logging = require("huggingface_hub.utils.logging", user, extra="data")
-    hub_logging.set_verbosity_error()  # our error is one line; the hub logs each attempt
+    hub_logging.set_verbosity_error()  # the hub logs each attempt; one line suffices
     try:
         dataset = _load(datasets, os.path.expanduser(name), config or None, split or "train")
     except ConnectionError as error:
@@ -146,7 +146,7 @@ def open_hub(path: str, key: str, column: str) -> Hub:
 
 
 def _load(datasets, name, config, split):
-    if os.path.isfile(os.path.join(name, "state.json")):  # what Dataset.save_to_disk writes
+    if os.path.isfile(os.path.join(name, "state.json")):  # written by Dataset.save_to_disk
         return datasets.load_from_disk(name)
     if os.path.isfile(os.path.join(name, "dataset_dict.json")):
         return datasets.load_from_disk(name)[split]
@@ -154,7 +154,7 @@ def _load(datasets, name, config, split):
 
 
 def _check_column(schema, column, where):
-    """Raise DataError unless an Arrow schema has a column with text."""
+    """Raise DataError unless an Arrow schema has this column, with text."""
     if column not in schema.names:
         raise DataError(
             f"text_column={column} is not in {where}, which has {', '.join(schema.names)}. Set "
