@@ -1,4 +1,4 @@
-"""The configuration of a run: typed keys, loading, checks, MaxText's names. It needs no JAX.
+"""The configuration of a run: typed keys, loading, checks and MaxText's names, without JAX.
 
 `keys.Config` has every key, `groups/` declares them, and `config.load` reads a command line.
 """

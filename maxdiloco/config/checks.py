@@ -1,4 +1,4 @@
-"""Checks and questions that the keys' rules share with the programs."""
+"""Checks of values that the rules in `groups/` share with the programs."""
 
 import contextlib
 import re
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
 
-BUCKETS = ("gs", "s3", "az")  # as storage.store has them
+BUCKETS = ("gs", "s3", "az")  # URL schemes that storage.store supports
 FEEDBACK = {"auto": None, "always": True, "never": False}  # None: as the wire format needs it
 _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*://"
 
@@ -15,7 +15,8 @@ _ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*://"
 def refuse_store(key: str, value: str) -> None:
     """Raise ConfigError when a path is on an object store that is not one of BUCKETS.
 
-    The lock of a run needs their conditional writes, and a run reads at once what it has written.
+    The lock of a run needs conditional writes, and a run reads objects right after it wrote them.
+    BUCKETS have both.
     """
     scheme, separator, rest = value.partition("://")
     if not separator or (scheme in BUCKETS and re.match(r"[A-Za-z0-9]", rest)):
@@ -57,7 +58,7 @@ def check_replicas(num_replicas: int, positions: int, positions_name: str) -> No
 
 @contextlib.contextmanager
 def as_config_error() -> Iterator[None]:
-    """Raise the ValueError of a check that the library shares as a ConfigError."""
+    """Turn a ValueError, which checks of the library raise, into a ConfigError."""
     try:
         yield
     except ValueError as error:

@@ -17,17 +17,17 @@ from maxdiloco.diloco import outer_rate
 from maxdiloco.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
-BASE = "base.yml"  # the file of defaults, which MaxText's command lines name first
+BASE = "base.yml"  # the file of defaults, the first argument of MaxText's command lines
 COMMAND_LINE = "command line"
 STORED = "stored config"
-# Similarity of two names, by difflib, from which one is suggested for the other: a typing error
-# passes, and another key with some equal words does not. See the tests of both.
+# Least similarity of two names, by difflib, for which one is suggested instead of the other. It
+# accepts a typing error, but not another key with some equal words; tests check both.
 _SIMILAR = 0.8
 Warn = Callable[[str], None]
 
 
 class Given(NamedTuple):
-    """A value as it was written, and where."""
+    """A value as it was written, and its origin for messages, such as a file."""
 
     raw: Any
     where: str
@@ -39,19 +39,21 @@ Layer = dict[str, Given]
 def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print) -> Config:
     """Load the config of a run.
 
-    Later wins: base.yml, the model file, the yml file, the environment, key=value. If none of the
-    last three has vocab_size, it is auto with a tokenizer file, unless weights are loaded.
+    Later sources override earlier ones: base.yml, the model file, the yml file, the environment,
+    key=value. If none of the last three sets vocab_size, it is auto with a tokenizer file, unless
+    weights are loaded.
 
     Args:
-      argv: the command line without the program: at most one yml file, first, then key=value.
-        base.yml may be given, as in MaxText's commands; of an edited copy the edits count.
-        configs/... that is not in the working directory is read from the package.
-      environ: the environment; names that start with M_ are keys.
+      argv: the command line without the program: at most one yml file, first, then key=value. The
+        file may be base.yml, as in MaxText's commands; only edited values of a copy are used. A
+        path configs/... that is not in the working directory is read from the package.
+      environ: the environment; variables whose names start with M_ set keys.
       warn: called with a line for each key that is given twice on the command line, and for keys
         of MaxText that are ignored.
 
     Raises:
-      ConfigError: one line with key, value, reason and remedy; it names all unknown keys.
+      ConfigError: a key or value is invalid. The message is one line with key, value, reason and
+        remedy, or with all unknown keys.
     """
     foreign = maxtext.read()
     given = _accept(_layers(list(argv), environ, foreign, warn), foreign, warn)
@@ -64,7 +66,7 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
 
 
 def check(found: Mapping[str, Any]) -> Config:
-    """Return the config of some values, the others at their defaults.
+    """Return the checked config with some values and the defaults of all other keys.
 
     Raises:
       ConfigError: a value is outside its limits, or values cannot be combined.
@@ -76,13 +78,13 @@ def check(found: Mapping[str, Any]) -> Config:
 
 
 def convert(given: Mapping[str, Given]) -> dict[str, Any]:
-    """Convert text, or nested text from a file, to values within the limits of their keys.
+    """Convert text, or nested tuples and dicts of text, to values within the limits of their keys.
 
     Raises:
       ConfigError: a key is unknown, or a value has another type or is outside its limits.
     """
     _refuse_unknown(given)
-    # null is another word for a default that means none.
+    # For a key whose default means "none", null is another spelling of the default.
     raw = {name: one.raw for name, one in given.items() if not _is_null(KEYS[name], one.raw)}
     where = {name: one.where for name, one in given.items()}
     try:
@@ -113,9 +115,9 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
 
 
 def from_checkpoint(stored: Mapping[str, Any]) -> Config:
-    """Return the config that a checkpoint stores, checked, without the keys of a host.
+    """Return the config that a checkpoint stores, checked, without the keys that concern a host.
 
-    Another person may have written it, so code, secrets and paths come from elsewhere.
+    Another person may have written the checkpoint, so code, secrets and paths are not read from it.
 
     Raises:
       ConfigError: see `from_dict` and `check`.
@@ -143,14 +145,14 @@ def changed(
     """Return the config of a checkpoint with other values for some keys.
 
     Args:
-      stored: see `from_checkpoint`.
-      argv: only key=value.
-      environ: as for `load`; only keys of may_change count, since the others are for training.
-      may_change: the keys that argv may have.
+      stored: the config of the checkpoint; see `from_checkpoint`.
+      argv: arguments key=value.
+      environ: as for `load`; keys that are not in may_change are ignored, as they are for training.
+      may_change: the keys that argv may set.
       warn: as for `load`.
 
     Raises:
-      ConfigError: as `load`, or a key is not in may_change.
+      ConfigError: as for `load`, or argv has a key that is not in may_change.
     """
     foreign = maxtext.read()
     given = _from_environment(environ, foreign)
@@ -167,12 +169,12 @@ def changed(
 
 
 def replace(cfg: Config, **changes: Any) -> Config:
-    """Return a config with other values for some keys. Raises ConfigError as `check`."""
+    """Return a checked config with other values for some keys. Raises ConfigError."""
     return check(vars(cfg) | changes)
 
 
 def model_vocab_size(cfg: Config) -> int | None:
-    """Return vocab_size of the model file that the config names; None if it has none."""
+    """Return vocab_size of the model file that the config names; None if the file lacks it."""
     if cfg.model_name == "default":
         return None
     given = _read(_model_path(cfg.model_name))
@@ -184,10 +186,10 @@ def model_vocab_size(cfg: Config) -> int | None:
 
 
 def with_replicas(cfg: Config, num_replicas: int) -> Config:
-    """Return a config with the outer learning rate and momentum that `auto` stands for.
+    """Return a config in which `auto` is replaced for the outer learning rate and momentum.
 
-    They depend on the number of replicas and on the method. The config.yml of a run keeps `auto`,
-    so that a run that resumes with another number of replicas has the values for that number.
+    The values depend on the number of replicas and on the method. The config.yml of a run keeps
+    `auto`, so that a run that resumes with another number of replicas uses the values for it.
     """
     if not cfg.enable_diloco:
         return cfg
@@ -199,7 +201,7 @@ def with_replicas(cfg: Config, num_replicas: int) -> Config:
 
 
 def outer_lr(keys: Mapping[str, Any], num_replicas: int) -> float:
-    """Return the outer learning rate of a DiLoCo run with these keys and so many replicas."""
+    """Return the outer learning rate of a DiLoCo run with these keys and `num_replicas`."""
     if keys["diloco_outer_lr"] != "auto":
         return keys["diloco_outer_lr"]
     return outer_rate.rate(
@@ -219,7 +221,7 @@ def describe_differences(cfg: Config) -> list[str]:
 
 
 def names_given(argv: Iterable[str], environ: Mapping[str, str]) -> set[str]:
-    """Return the keys that a command line, its yml file and the environment have."""
+    """Return the keys that a command line, its yml file and the environment set."""
     return set(_layers(list(argv), environ, maxtext.read(), lambda line: None))
 
 
@@ -227,7 +229,7 @@ def names_given(argv: Iterable[str], environ: Mapping[str, str]) -> set[str]:
 
 
 def _layers(argv: list[str], environ: Mapping[str, str], foreign: MaxText, warn: Warn) -> Layer:
-    """Read a yml file, the environment and the command line, by the names that are used here."""
+    """Read a yml file, the environment and the command line, with MaxText's names replaced."""
     given: Layer = {}
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
         path = _resolve_path(pathlib.Path(argv.pop(0)))
@@ -263,9 +265,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def _read_copy_of_base(path: pathlib.Path, foreign: MaxText) -> Layer:
-    """Read the values of a copy of base.yml that differ: the others are defaults.
+    """Read the values of a copy of base.yml that differ from it; the others are defaults.
 
-    A file of that name with fewer than half of the keys is read as any other.
+    A file of that name with fewer than half of the keys is read like any other file.
     """
     if not path.is_file():
         raise ConfigError(
@@ -288,7 +290,7 @@ def _read_copy_of_base(path: pathlib.Path, foreign: MaxText) -> Layer:
 
 
 def _warn_of_another_user(path: pathlib.Path, given: Layer, warn: Warn) -> None:
-    """Warn of a file of another user that sets keys of this host."""
+    """Warn if a file of another user sets keys that concern this host."""
     status = os.stat(path)
     if ownership.is_own(status):
         return
@@ -326,7 +328,7 @@ def _from_environment(environ: Mapping[str, str], foreign: MaxText) -> Layer:
 
 
 def _from_command_line(argv: Iterable[str], warn: Warn) -> Layer:
-    """Read key=value or --key=value; the last of several counts."""
+    """Read key=value or --key=value; if a key is repeated, its last value is used."""
     given: Layer = {}
     for argument in argv:
         name, equals, raw = argument.partition("=")
@@ -363,7 +365,7 @@ def _from_model(
                 f"only keys of the group model. Put {name} into a yml file before the keys, or on "
                 "the command line."
             )
-        # The rows of a vocabulary belong to the tokenizer, and a model may have any.
+        # The size of a vocabulary depends on the tokenizer, and a model may have any size.
         is_vocabulary = name == "vocab_size" and (
             found[name] == "auto" or found["tokenizer_type"] != "byte"
         )
@@ -379,7 +381,7 @@ def _from_model(
 
 
 def _model_path(model: str) -> pathlib.Path:
-    """Return the file of model_name, a name in configs/models or a path."""
+    """Return the path of the file that model_name names: a name in configs/models, or a path."""
     if model.endswith((".yml", ".yaml")):
         path = pathlib.Path(model)
         if not path.is_file():
@@ -397,7 +399,7 @@ def _model_path(model: str) -> pathlib.Path:
 
 
 def _rename(layer: Layer, foreign: MaxText) -> Layer:
-    """Return a layer with MaxText's other names replaced. Raises ConfigError for two names."""
+    """Replace MaxText's names in a layer. Raises ConfigError if a key has both names."""
     names: dict[str, str] = {}
     for name in layer:
         own = foreign.other_names.get(name, name)
@@ -411,7 +413,7 @@ def _rename(layer: Layer, foreign: MaxText) -> Layer:
 
 
 def _accept(layer: Layer, foreign: MaxText, warn: Warn) -> Layer:
-    """Leave out the keys of MaxText that have no effect here, with a note."""
+    """Remove the keys of MaxText that have no effect here, with a warning."""
     kept, notes = foreign.accept({name: one.raw for name, one in layer.items()})
     for note in notes:
         warn(note)
@@ -422,9 +424,10 @@ def _accept(layer: Layer, foreign: MaxText, warn: Warn) -> Layer:
 
 
 def nearest_key(name: str) -> str:
-    """Return a key that a name may stand for, empty if there is none.
+    """Return the key that an unknown name probably means, or an empty text.
 
-    That is one that other trainers call so, one that contains the name, or one spelt alike.
+    It is the key for which other trainers use the name, a key that contains the name, or the key
+    with the most similar spelling.
     """
     name = name.lower().replace("-", "_")
     for key, others in files.read_data("other_trainers.yml").items():
@@ -452,7 +455,7 @@ def _refuse_unknown(given: Mapping[str, Given]) -> None:
 def _config_error(
     error: ValidationError, raw: Mapping[str, Any], where: Mapping[str, str] | None = None
 ) -> ConfigError:
-    """Return the line on the first problem of a validation."""
+    """Return a ConfigError for the first problem of a validation."""
     problem = error.errors()[0]
     rule_error = problem.get("ctx", {}).get("error")
     if isinstance(rule_error, ConfigError):

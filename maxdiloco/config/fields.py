@@ -1,4 +1,4 @@
-"""How a key is declared: `name: type = key(default, tags)`, with a sentence below it."""
+"""Declare keys: `name: type = key(default, tags)`, followed by a docstring."""
 
 import ast
 import enum
@@ -20,11 +20,11 @@ class Resume(enum.Enum):
     SHAPES = "fixed: shapes the parameters"
     FREE = "free"
     APART = "free: does not affect training"
-    DROPS = "drops in-flight"  # the exchanges in flight are dropped, and the log says so
+    DROPS = "drops in-flight"  # in-flight exchanges are dropped, with a log line
 
     @property
     def tag(self) -> str:
-        """`fixed`, `free` or `drops in-flight`."""
+        """The tag in base.yml: `fixed`, `free` or `drops in-flight`."""
         return self.value.partition(":")[0]
 
 
@@ -32,7 +32,7 @@ class Hosts(enum.Enum):
     """Whether the processes of a run may have different values."""
 
     SAME = "same"
-    PATHS = "paths may differ"  # each has a path, or none has
+    PATHS = "paths may differ"  # either all processes have a path, or none of them
     DIFFER = "may differ"
 
 
@@ -52,8 +52,8 @@ class Group(Table):
     model_config = ConfigDict(protected_namespaces=(), validate_default=False, defer_build=True)
 
     group: ClassVar[str]  # such as `model`
-    title: ClassVar[str]  # what the group is, in a few words
-    heading: ClassVar[str] = ""  # of a part of a group
+    title: ClassVar[str]  # subject of the group, in a few words
+    heading: ClassVar[str] = ""  # subject of a part of a group
 
 
 def key(
@@ -71,11 +71,12 @@ def key(
     Args:
       default: the default value. Without it, an entry is required.
       example: a value, for a required entry.
-      unit: such as `inner steps`.
+      unit: unit of the value, such as `inner steps`.
       resume: whether a resumed run may change the key.
-      hosts: whether processes may differ in it.
+      hosts: whether the processes of a run may have different values.
       from_checkpoint: whether evaluate, generate and hf accept the value that a checkpoint stores,
-        which another person may have written; by default, if all processes have the same value.
+        which another person may have written. By default they do if all processes must have the
+        same value.
       start_here: whether it is one of the keys that most runs set.
     """
     if from_checkpoint is None:
@@ -92,9 +93,9 @@ def key(
 
 
 def descriptions(table: type[Table]) -> dict[str, str]:
-    """Return {name: the sentences below its declaration}, from the source of a group or table.
+    """Return {name: docstring below its declaration}, from the source of a group or table.
 
-    pydantic can do so for every class at import, which takes half of the import's time.
+    pydantic can do this for every class at import, but that is half of the import's time.
     """
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(table))).body
     return {
@@ -107,8 +108,8 @@ def descriptions(table: type[Table]) -> dict[str, str]:
 def rule(check: Callable[[Any], None]) -> Any:
     """Make a method of a group a cross-key check, which runs once all values are valid.
 
-    The method sees the keys of all groups and raises ConfigError. A validation with a context,
-    which converts values only, leaves the checks out.
+    The method can read the keys of all groups, and raises ConfigError. A validation with a context
+    only converts values and does not run the checks.
     """
 
     def validate(self: Any, info: ValidationInfo) -> Any:
@@ -120,13 +121,13 @@ def rule(check: Callable[[Any], None]) -> Any:
 
 
 def require_default(config: Any, names: str, because: str, remedy: str) -> None:
-    """Raise ConfigError for the first of some keys, in one text, that is not at its default.
+    """Raise ConfigError for the first key that has no effect but is not at its default.
 
     Args:
       config: a Config.
-      names: the keys, which have no effect.
-      because: the key=value why they have none.
-      remedy: what else to set for them to have one.
+      names: the keys that have no effect, separated by spaces.
+      because: the key=value for which they have no effect.
+      remedy: other settings with which they have an effect.
     """
     for name in names.split():
         value, default = getattr(config, name), type(config).model_fields[name].default

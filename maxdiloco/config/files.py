@@ -1,4 +1,4 @@
-"""Files in YAML: configuration files as text, and the package's own."""
+"""Read YAML files: configuration files, whose values stay text, and files of the package."""
 
 import pathlib
 from typing import Any
@@ -9,7 +9,7 @@ from maxdiloco import small_files
 from maxdiloco.errors import ConfigError
 
 PACKAGE = pathlib.Path(__file__).parents[1]
-_MAX_NESTED = 10  # lists in a yml file; no key has more than 3
+_MAX_NESTED = 10  # levels of nesting in a yml file; no key has more than 3
 # The largest yml file: forty times base.yml, which has every key and its comments.
 _MAX_BYTES = 1 << 20
 
@@ -18,7 +18,7 @@ def config_folder(package: pathlib.Path = PACKAGE) -> pathlib.Path:
     """Return the folder `configs`: inside the package when installed, next to it in a checkout.
 
     Raises:
-      ConfigError: there is neither.
+      ConfigError: neither folder exists.
     """
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / "base.yml").is_file():
@@ -35,7 +35,7 @@ def model_names() -> list[str]:
 
 
 def read_data(name: str) -> Any:
-    """Read a yml file of this folder. libyaml, where PyYAML has it, is ten times as fast."""
+    """Read a yml file in this module's folder, with libyaml if PyYAML has it: ten times as fast."""
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     text = pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
     return yaml.load(text, Loader=loader)
@@ -44,12 +44,12 @@ def read_data(name: str) -> Any:
 def read_yml(path: pathlib.Path, *, source: str = "", trusted: bool = False) -> dict[str, Any]:
     """Read the keys of a yml file, as text or nested tuples and dicts of text.
 
-    Scalars stay text, so that `1e-4` and `yes` mean what they mean on the command line.
+    Scalars stay text, so that `1e-4` and `yes` have the same meaning as on the command line.
 
     Args:
       path: the file.
-      source: how messages name it, such as a key with its value; by default the path.
-      trusted: whether the file is the package's own, which a faster parser reads.
+      source: name of the file in messages, such as a key with its value; by default the path.
+      trusted: whether the file belongs to the package; a faster parser then reads it.
 
     Raises:
       ConfigError: the file cannot be read or parsed, is not a table, or has a key twice.
@@ -104,7 +104,7 @@ def parse_nested(text: str) -> tuple | dict | None:
 
 
 class _Loader(yaml.BaseLoader):
-    """Refuses what makes a short text endless: anchors, aliases and deep nesting."""
+    """A loader that refuses anchors, aliases and deep nesting, which can make short text huge."""
 
     _depth = 0
 

@@ -18,7 +18,7 @@ _HELP = ("-h", "--help", "help")
 
 
 def asked(argv: Sequence[str]) -> list[str]:
-    """Return the word that asks for help and those after it; empty if help is not asked for."""
+    """Return the argument that requests help and all arguments after it; [] if there is none."""
     positions = [position for position, argument in enumerate(argv) if argument in _HELP]
     return list(argv[positions[0] :]) if positions else []
 
@@ -31,14 +31,14 @@ def help_text(
     examples: Sequence[str] = (),
     schema: bool = False,
 ) -> str:
-    """Return the usage, examples and groups of keys; or the keys that some words select.
+    """Return the usage, examples and groups of keys; or, with `words`, the keys they select.
 
     Args:
-      program: such as `maxdiloco.train`.
+      program: name of the program's module, such as `maxdiloco.train`.
       words: `all`, or names of groups or keys, parts of them, or words of their descriptions.
       own: lines about options that only this program has.
-      examples: arguments of the program.
-      schema: whether the program has --schema.
+      examples: example arguments of the program.
+      schema: whether the program has the option --schema.
 
     Raises:
       ConfigError: a word selects no key.
@@ -74,7 +74,7 @@ def help_text(
 
 
 def _example(command: str) -> list[str]:
-    """Return a command in lines that a shell accepts."""
+    """Return a command split into lines that a shell accepts."""
     lines = textwrap.wrap(
         command,
         WIDTH - 2,
@@ -97,7 +97,7 @@ def tags(key: Key) -> str:
 
 
 def schema_text() -> str:
-    """Return what --schema prints."""
+    """Return the text that --schema prints."""
     return json.dumps(json_schema(), indent=1)
 
 
@@ -116,7 +116,7 @@ def json_schema() -> dict[str, Any]:
             content["description"] = described[field]
     for name, key in KEYS.items():
         content = schema["properties"][name]
-        if key.entry_table and "$ref" in content:  # {} is none, whatever entries are required
+        if key.entry_table and "$ref" in content:  # {} means none, even with required entries
             content["anyOf"] = [{"$ref": content.pop("$ref")}, {"maxProperties": 0}]
     schema["title"] = "Keys of maxdiloco"
     schema["description"] = "A yml file of maxdiloco: any of these keys."
@@ -147,9 +147,9 @@ def _lines(key: Key, start: str, indent: str) -> list[str]:
 
 
 def _select(word: str) -> list[Key]:
-    """Return the keys of a group, the key of a name, or those that contain the word.
+    """Return the keys of a group, the key of that name, or all keys that contain the word.
 
-    A key is also found by the name that other trainers have for it.
+    A key is also found by the name that other trainers use for it.
     """
     keys = list(KEYS.values())
     if word == ALL:

@@ -40,7 +40,7 @@ GROUPS = (
     run.Tools,
     run.Compile,
 )
-# Axes of the mesh in its order; each has a size in the dcn and in the ici tier.
+# Axes of the mesh, in order. Each has a size between slices (dcn) and a size inside a slice (ici).
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -48,24 +48,24 @@ AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 class Config(*reversed(GROUPS)):
     """The value of every key, as frozen attributes.
 
-    Lists are tuples. Tables are dicts, without the entries that are at their default.
+    Lists are stored as tuples. Tables are dicts without the entries that are at their default.
     """
 
     model_config = ConfigDict(defer_build=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every key and value, fit for JSON. `config.from_dict` accepts it."""
+        """Return {key: value} of all keys, fit for JSON, as `config.from_dict` accepts it."""
         return {name: values.as_json(vars(self)[name]) for name in KEYS}
 
     def sizes(self, tier: str) -> dict[str, int]:
-        """Return the sizes of the mesh axes between slices, tier=dcn, or inside one, tier=ici."""
+        """Return the sizes of the mesh axes between slices (tier=dcn) or inside one (tier=ici)."""
         return {axis: vars(self)[f"{tier}_{axis}_parallelism"] for axis in AXES}
 
     def eval_paths(self) -> dict[str, str]:
-        """Return {name: path} of eval_dataset_path, the text of eval/loss first.
+        """Return {name: path} of eval_dataset_path, with the text of the metric eval/loss first.
 
-        That is the text without a name, or else the first one. An empty path is the part of the
-        training text that is held out.
+        This is the text without a name, or else the first one. An empty path is the held-out part
+        of the training text.
         """
         given = self.eval_dataset_path
         if not isinstance(given, dict):
@@ -73,18 +73,18 @@ class Config(*reversed(GROUPS)):
         return dict(sorted(given.items(), key=lambda entry: entry[0] != "")) or {"": ""}
 
     def holds_out(self) -> bool:
-        """Whether a part of the training text is held out of it (eval_fraction)."""
+        """Whether a part of the text is held out of training for evaluation (eval_fraction)."""
         return "" in self.eval_paths().values()
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What is declared of a key, or of an entry of a table."""
+    """The declaration of a key, or of an entry of a table."""
 
     name: str
     field: FieldInfo
     owner: type[Table]
-    title: str = ""  # of its group
+    title: str = ""  # title of its group
 
     @property
     def group(self) -> str:
@@ -103,22 +103,22 @@ class Key:
 
     @property
     def description(self) -> str:
-        """What the key does."""
+        """The effect of the key, as its docstring describes it."""
         return descriptions(self.owner)[self.name]
 
     @property
     def unit(self) -> str:
-        """Such as `inner steps`; empty for none."""
+        """The unit of the value, such as `inner steps`; empty if it has no unit."""
         return self.field.json_schema_extra["unit"]
 
     @property
     def resume(self) -> Resume:
-        """Whether a resumed run may change it."""
+        """Whether a resumed run may change the key."""
         return Resume(self.field.json_schema_extra["resume"])
 
     @property
     def hosts(self) -> Hosts:
-        """Whether processes may differ in it."""
+        """Whether the processes of a run may have different values."""
         return Hosts(self.field.json_schema_extra["hosts"])
 
     @property
@@ -133,7 +133,7 @@ class Key:
 
     @property
     def entry_table(self) -> type[Table] | None:
-        """The model of a value that is a table, or a list of tables; otherwise None."""
+        """The class of the entries if the value is a table or a list of tables; otherwise None."""
         table = self.field.annotation
         if typing.get_origin(table) is tuple:
             table = typing.get_args(table)[0]
@@ -142,14 +142,14 @@ class Key:
 
     @property
     def entries(self) -> dict[str, "Key"]:
-        """The entries of a value that is a table, or a list of tables."""
+        """{name: entry} if the value is a table or a list of tables."""
         table = self.entry_table
         if table is None:
             return {}
         return {name: Key(name, field, table) for name, field in table.model_fields.items()}
 
     def whole(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a table with the entries that it leaves out, required ones by an example."""
+        """Return a table with all entries: missing ones get their default, or their example."""
         absent = {
             name: entry.field.examples[0] if entry.field.examples else entry.default
             for name, entry in self.entries.items()
@@ -157,12 +157,12 @@ class Key:
         return absent | table
 
     def expected(self, *, brief: bool = False) -> str:
-        """Describe the values, such as `an integer >= 1`; brief: only the limits."""
+        """Describe the accepted values, such as `an integer >= 1`; brief: only their limits."""
         return values.expected(self.field.annotation, self.field.metadata, brief=brief)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The names that the key admits; empty if it admits other values."""
+        """The accepted words; empty if the key accepts other values."""
         return values.choices(self.field.annotation)
 
 
@@ -177,7 +177,7 @@ def _keys() -> dict[str, Key]:
 
 
 KEYS = MappingProxyType(_keys())
-# Keys that an evaluation of a checkpoint accepts: they do not change what is computed.
+# Keys that an evaluation of a checkpoint accepts, since they do not change the computation.
 EVALUATION_KEYS = (
     "hardware", "base_output_directory", "dataset_path", "eval_dataset_path", "add_bos",
     "text_column", "eval_steps", "per_device_batch_size", "dtype", "attention", "remat_policy",

@@ -1,4 +1,4 @@
-"""MaxText's names and values: which are accepted, ignored or refused, as maxtext.yml says."""
+"""Translate MaxText's names and values: accept, ignore or refuse them by the table maxtext.yml."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from maxdiloco.config.keys import KEYS
 from maxdiloco.config.values import show
 from maxdiloco.errors import ConfigError
 
-# So many keys that only MaxText has make a file a copy of its base.yml, which has 700, and not an
-# edited copy of ours with some of them.
+# A file with more of MaxText's keys that do not exist here counts as a copy of MaxText's base.yml,
+# which has 700 keys, and not as an edited copy of ours.
 MAX_FOREIGN = 20
 USE_OUR_BASE = (
     "Put configs/base.yml in its place: the defaults here are this package's, and "
@@ -19,12 +19,12 @@ USE_OUR_BASE = (
 
 
 class Foreign(NamedTuple):
-    """Some of MaxText's keys that do not exist here: an entry of maxtext.yml.
+    """Keys of MaxText that do not exist here: an entry of maxtext.yml.
 
     Attributes:
       names: regular expressions of the keys.
-      ignored: regular expressions of values that have no effect here; an empty value never has.
-      why: why nothing is lost by ignoring them.
+      ignored: regular expressions of values that are ignored. An empty value is always ignored.
+      why: the reason why ignoring these values loses nothing.
       instead: the remedy for other values.
     """
 
@@ -39,7 +39,7 @@ class MaxText(NamedTuple):
 
     Attributes:
       other_names: {MaxText's name: our key} of keys with the same values.
-      values: {our key: {regular expression of MaxText's values: what to use}}.
+      values: {our key: {regular expression of MaxText's values: our setting to use}}.
       keys: the keys that do not exist here.
     """
 
@@ -48,25 +48,25 @@ class MaxText(NamedTuple):
     keys: Sequence[Foreign]
 
     def find(self, name: str) -> Foreign | None:
-        """Return the entry of a key that only MaxText has, None if there is none."""
+        """Return the entry for a key that only MaxText has, or None."""
         entries = () if name in KEYS else self.keys
         return next((entry for entry in entries if _matches(name, entry.names)), None)
 
     def knows(self, name: str) -> bool:
-        """Whether a name is a key of MaxText that does not exist here by that name."""
+        """Return whether a name is a key of MaxText, and not a key of that name here."""
         return name in self.other_names or self.find(name) is not None
 
     def accept(self, layer: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Separate the keys that exist here from those that are ignored.
 
         Args:
-          layer: the raw value of each key, by the names that are used here.
+          layer: {key: raw value}, with MaxText's other names already replaced.
 
         Returns:
-          The keys that remain, and a line on those that are ignored, or none.
+          The keys that exist here, and a list of at most one line about the ignored keys.
 
         Raises:
-          ConfigError: one line for all keys and values that cannot be ignored.
+          ConfigError: some keys cannot be ignored. The message names all of them.
         """
         kept, refused = [], []
         ignored: dict[str, list[str]] = {}
@@ -102,6 +102,6 @@ def _matches(text: str, patterns: Sequence[str]) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a value in one spelling: 0.0 and 0 are the same, and so are None and null."""
+    """Return one spelling for equal values: 0.0 and 0 are equal, and so are None and null."""
     small = text.lower()
     return "none" if small == "null" else re.sub(r"(\d)\.0*$", r"\1", small)

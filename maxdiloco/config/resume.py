@@ -1,4 +1,4 @@
-"""Differences of configurations: from a checkpoint's, and between the processes of a run."""
+"""Compare configurations: of a run and its checkpoint, and of the processes of a run."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from maxdiloco.config.values import as_json
 from maxdiloco.errors import CheckpointError
 
 KEEP = "\N{NO-BREAK SPACE}"
-MAX_SHOWN = 60  # characters of a value in a line on a change
-MAX_LENGTH = 80  # characters of a value in a line on processes that differ
-MAX_NAMED = 8  # processes in that line
+MAX_SHOWN = 60  # characters of a value in a line about a change
+MAX_LENGTH = 80  # characters of a value in a line about processes that differ
+MAX_NAMED = 8  # processes named in that line
 
-# Values that follow from several keys; a caller puts them into both mappings.
+# Values that are computed from several keys; a caller adds them to both mappings.
 _DERIVED = {
     "sequences_per_replica": "per_device_batch_size * devices of a mesh position / context * "
     "gradient_accumulation_steps",
@@ -24,7 +24,7 @@ _DERIVED = {
 
 
 class Change(NamedTuple):
-    """A key that differs, with the saved and the new value."""
+    """The saved and the new value of a key that differs, and its tag for resuming."""
 
     before: Any
     after: Any
@@ -35,8 +35,8 @@ def differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, C
     """Return the keys that differ, in order of name.
 
     Args:
-      saved: the config in a checkpoint. A key that it lacks is newer and had its default; a key
-        that only it has counts as changed to None.
+      saved: the config in a checkpoint. A key that it lacks is newer, and had the effect of its
+        default. A key that only it has counts as changed to None.
       new: the config of the run.
     """
     changes = {}
@@ -49,9 +49,9 @@ def differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, C
 
 
 def change_lines(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return lines on all keys that differ: first those that affect what is trained.
+    """Return lines about all keys that differ, with keys that affect the training first.
 
-    KEEP joins words that belong in one line. Arguments: differences.
+    Words that must not be split at a line end are joined by KEEP. Arguments: see `differences`.
     """
     training, apart = [], []
     for name, change in differences(saved, new).items():
@@ -68,12 +68,12 @@ def _shorten(value: Any) -> str:
 
 
 def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: str) -> None:
-    """Raise CheckpointError if a key has changed that a resumed run may not change.
+    """Raise CheckpointError if a key has changed that must stay the same in a resumed run.
 
     Args:
       saved: the config in the checkpoint.
       new: the config of the run.
-      checkpoint: folder of the checkpoint.
+      checkpoint: folder of the checkpoint, for the message.
     """
     found = differences(saved, new)
     changes = {key: x for key, x in found.items() if x.resume.tag == Resume.FIXED.tag}
@@ -96,7 +96,7 @@ def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoi
 
 
 def model_remedy(new: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
-    """Name the keys that shape the parameters and differ between a checkpoint and this run.
+    """Describe keys that shape the parameters and differ between a checkpoint and this run.
 
     Args:
       new: the config of the run.
@@ -110,7 +110,7 @@ def model_remedy(new: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
 
 
 def shared(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all processes must have in common, from the keys and values of one."""
+    """Return the values that all processes must share, from the keys and values of a process."""
     found = {}
     for name, value in values.items():
         hosts = KEYS[name].hosts
@@ -120,7 +120,10 @@ def shared(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_paths(value: Any) -> Any:
-    """Return whether there is a path; of a source all but its path, of a table the names."""
+    """Remove paths from a value, since they may differ between processes.
+
+    A path becomes a flag for its presence, a source loses its path, and a table keeps its names.
+    """
     if isinstance(value, list):
         return [{name: part for name, part in entry.items() if name != "path"} for entry in value]
     if isinstance(value, dict):
@@ -129,10 +132,10 @@ def _without_paths(value: Any) -> Any:
 
 
 def describe_processes(groups: Mapping[tuple[int, ...], Mapping[str, Any]]) -> str:
-    """Return the line on keys in which processes differ, with each value, and the remedy.
+    """Return a line about the keys in which processes differ, with each value and the remedy.
 
     Args:
-      groups: {processes: what `shared` returns in them}, and what else they compare.
+      groups: {processes: the result of `shared`, with any other values that they compare}.
     """
     differing = []
     for name in dict.fromkeys(name for values in groups.values() for name in values):
@@ -153,7 +156,7 @@ def describe_processes(groups: Mapping[tuple[int, ...], Mapping[str, Any]]) -> s
 
 
 def _cut(text: str, same: int) -> str:
-    """Return a text; if it is long, the part after the `same` characters that all begin with."""
+    """Return a text; if it is long, only from where it differs, after `same` equal characters."""
     if len(text) <= MAX_LENGTH:
         return text
     start = max(0, min(same, len(text)) - MAX_LENGTH // 4)

@@ -1,7 +1,7 @@
-"""Types of the keys' values: how text becomes a value, how a value is written, what is expected.
+"""Types of the keys' values: convert text to values, write values, and describe expected values.
 
-A value is validated strictly: text from a file, the environment or the command line is converted
-first, and only in the context TEXT. A value of a stored configuration must have its type already.
+Values are validated strictly. Text from a file, the environment or the command line is converted
+first, and only in the context TEXT. A value of a stored configuration must already have its type.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from maxdiloco.config import files
 
 LARGEST = 2**31 - 1  # of int32, the type of sizes and counts in JAX
 MAX_SEED = 2**32 - 1
-MAX_DIGITS = 20  # of a whole number; no key has more, and Python refuses 4,301
+MAX_DIGITS = 20  # most digits of a whole number; no key needs more, and Python refuses 4,301
 MAX_SHOWN = 200  # characters of a value in a message
 # Contexts of a validation. Cross-key rules run only without a context.
 TEXT = "text"  # values are text, or nested tuples and dicts of text
@@ -101,20 +101,20 @@ MinusOneFloat = Annotated[float, Ge(-1), Le(-1), NUMBER]
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Annotates a type with what messages call its values."""
+    """Annotates a type with the description of its values in messages."""
 
     text: str
 
 
 def frozen(value: Any) -> Any:
-    """Return a value with tuples in place of lists, as keys have them."""
+    """Return a value with tuples instead of lists, as in a Config."""
     if isinstance(value, dict):
         return {name: frozen(entry) for name, entry in value.items()}
     return tuple(frozen(entry) for entry in value) if isinstance(value, list | tuple) else value
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON gives it back: with lists in place of tuples."""
+    """Return a value as it is after a round trip through JSON: with lists instead of tuples."""
     if isinstance(value, dict):
         return {name: as_json(entry) for name, entry in value.items()}
     return [as_json(entry) for entry in value] if isinstance(value, list | tuple) else value
@@ -134,10 +134,10 @@ def show(value: Any) -> str:
 
 
 def infer(text: Any) -> Any:
-    """Return text of a stored config as the value that it looks like; a list or table as it is.
+    """Convert text of a stored config to the type that it looks like; other values are unchanged.
 
     Raises:
-      ValueError: a whole number has more digits than Python reads.
+      ValueError: a whole number has more digits than Python accepts.
     """
     if not isinstance(text, str):
         return text
@@ -149,13 +149,13 @@ def infer(text: Any) -> Any:
 
 
 def shorten(value: Any) -> str:
-    """Return a value as it is written, cut for a message."""
+    """Return a value as it is written in a file, cut to a length that fits a message."""
     text = show(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def choices(annotation: Any) -> tuple[str, ...]:
-    """Return the names that a type admits, in a list too; empty if it admits others."""
+    """Return the words that a type, or a list of it, accepts; empty if it accepts other values."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return tuple(map(str, arguments))
@@ -169,8 +169,8 @@ def expected(annotation: Any, metadata: Sequence[Any] = (), *, brief: bool = Fal
 
     Args:
       annotation: the type.
-      metadata: its limits.
-      brief: name only limits and choices, such as `>= 1`, for a line about the key.
+      metadata: limits of the values.
+      brief: whether to name only limits and choices, such as `>= 1`, for a line about the key.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     for words in metadata:

@@ -1,22 +1,22 @@
-"""Warnings and notes on settings that are seldom meant, in the start of a run's log."""
+"""Warnings and notes about settings that are rarely intended, for the start of a run's log."""
 
 from collections.abc import Iterator
 
 from maxdiloco.config.keys import KEYS, Config
 from maxdiloco.config.values import show
 
-# Parameters from which a step of 1,000 tokens takes a minute and more on a CPU.
+# Number of parameters above which a step of 1,000 tokens needs a minute or more on a CPU.
 _LARGE_FOR_CPU = 500_000_000
-# Rounds below which a run says little about a mode, and below which an outer momentum above
-# _SHORT_MOMENTUM, an average over many rounds, costs loss (docs/reference/results.md, loss by
-# mode).
+# Below _FEW_ROUNDS rounds, results hardly allow conclusions about a mode. Below _FEW_FOR_MOMENTUM,
+# an outer momentum above _SHORT_MOMENTUM, which averages over many rounds, costs loss
+# (docs/reference/results.md, loss by mode).
 _FEW_ROUNDS, _FEW_FOR_MOMENTUM, _SHORT_MOMENTUM = 100, 200, 0.7
-# From so many replicas, at such periods, the default settings lose to those of the recipe.
+# With at least this many replicas and such a period, the recipe's settings beat the defaults.
 _MANY_REPLICAS, _LONG_PERIOD = 4, 20
 
 
 def lines(cfg: Config) -> list[str]:
-    """Return warnings, then notes, that follow from the keys alone."""
+    """Return warnings, then notes, that depend only on the keys."""
     return [
         *(f"warning: {line}" for line in _warnings(cfg)),
         *(f"note: {line}" for line in _notes(cfg)),
@@ -91,7 +91,7 @@ def _notes(cfg: Config) -> Iterator[str]:
 
 
 def device_lines(cfg: Config, *, platform: str, num_devices: int, num_parameters: int) -> list[str]:
-    """Return warnings and notes that need the devices."""
+    """Return warnings and notes that depend on the devices."""
     found = []
     on_cpu = platform == "cpu"
     if on_cpu and cfg.hardware == "auto" and num_parameters >= _LARGE_FOR_CPU:
@@ -109,7 +109,7 @@ def device_lines(cfg: Config, *, platform: str, num_devices: int, num_parameters
 
 
 def run_lines(cfg: Config, *, num_replicas: int, num_tokens: int) -> list[str]:
-    """Return warnings and notes that need the replicas and the tokenizer's number of tokens."""
+    """Return warnings and notes that depend on the numbers of replicas and tokenizer's tokens."""
     found = []
     if cfg.enable_diloco and num_replicas == 1 and not cfg.enable_islands:
         found.append(
@@ -120,7 +120,7 @@ def run_lines(cfg: Config, *, num_replicas: int, num_tokens: int) -> list[str]:
             "enable_diloco=false."
         )
     unused = 1 - num_tokens / cfg.vocab_size
-    # Half: a vocabulary rounded up to a number of rows is below it.
+    # A vocabulary that is rounded up to a multiple leaves less than half of the rows unused.
     if unused >= 0.5 and cfg.dataset_type != "synthetic":
         found.append(
             f"warning: vocab_size={cfg.vocab_size}, but tokenizer_type={cfg.tokenizer_type} has "
