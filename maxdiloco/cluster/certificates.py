@@ -1,7 +1,8 @@
-"""Certificates of the processes of a run: every process derives the authority from one secret.
+"""Certificates with which the processes of a run authenticate to each other.
 
-Each process issues a certificate to itself when it starts. A connection is TLS 1.3 in which both
-sides show a certificate of the authority, so a client without the secret of the run cannot connect.
+Every process derives the same certificate authority from the secret of the run, and issues a
+certificate to itself when it starts. A connection is TLS 1.3 in which both sides show a certificate
+of the authority, so a client without the secret cannot connect.
 """
 
 import datetime
@@ -19,13 +20,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
-SECRET_BYTES = 16  # at least: 128 bits, the strength of P-256
-# Prefix of the URI in every certificate. JAX's coordination service accepts clients with it only.
+SECRET_BYTES = 16  # least size of a secret: 128 bits, the strength of P-256
+# Prefix of the URI in every certificate. JAX's coordination service accepts only clients with it.
 URI_PREFIX = "maxdiloco://process/"
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256's group
-# At least 64 bits more than the order has: FIPS 186-5, A.2.1. Then no key is more likely.
+# At least 64 bits more than the order, so that all keys are equally likely: FIPS 186-5, A.2.1.
 _SEED_BYTES = 48
-# Valid whatever the clocks of the hosts show. The last one means no end: RFC 5280, 4.1.2.5.
+# Valid at any time, since the clocks of hosts may be wrong. The end means never: RFC 5280, 4.1.2.5.
 _FROM, _UNTIL = datetime.datetime(1970, 1, 1), datetime.datetime(9999, 12, 31, 23, 59, 59)
 
 
@@ -37,7 +38,7 @@ class KeyFiles(NamedTuple):
     key: str
 
     def context(self, side: int) -> ssl.SSLContext:
-        """Return a context that trusts only the authority. side: an ssl.PROTOCOL_TLS_..."""
+        """Return a TLS context that trusts only the authority. side: an ssl.PROTOCOL_TLS_..."""
         context = ssl.SSLContext(side)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -54,7 +55,7 @@ def name_of(process: int) -> str:
 
 
 def subject(certificate: Mapping[str, Any] | None) -> str:
-    """Return the DNS name in a certificate as ssl has it, and "" without one."""
+    """Return the DNS name in a certificate, as ssl decodes it; "" without a certificate."""
     names = dict(certificate.get("subjectAltName", ())) if certificate else {}
     return names.get("DNS", "")
 
@@ -85,15 +86,15 @@ def fingerprint(authority: ec.EllipticCurvePrivateKey) -> str:
 def key_files(authority: ec.EllipticCurvePrivateKey, name: str) -> Iterator[KeyFiles]:
     """Issue a certificate with this DNS name, in files that only this user can read.
 
-    The folder has mode 700 and each file 600. They are removed at the end of the `with`, or when
-    this process ends without it: a shell waits for the end of its input, also after SIGKILL.
+    The folder has mode 700 and each file 600. They are removed at the end of the `with`. If this
+    process is killed, a shell removes them: it waits for the end of its input.
     """
     folder = tempfile.mkdtemp(prefix="maxdiloco-")
     remover = subprocess.Popen(
         ["/bin/sh", "-c", 'cat >/dev/null; rm -rf -- "$0"', folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C does not reach it
+        start_new_session=True,  # Ctrl-C must not reach the shell
     )
     try:
         key = ec.generate_private_key(ec.SECP256R1())
@@ -117,7 +118,7 @@ def key_files(authority: ec.EllipticCurvePrivateKey, name: str) -> Iterator[KeyF
 def _certificate(
     name: str, key: ec.EllipticCurvePrivateKey, authority: ec.EllipticCurvePrivateKey
 ) -> bytes:
-    """Return a certificate of the authority in PEM: its own if the key is its own."""
+    """Return a certificate of the authority for a key, in PEM; self-signed for its own key."""
     builder = (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))

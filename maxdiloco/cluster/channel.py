@@ -1,16 +1,16 @@
-"""A channel to one peer: whole messages, in order, each delivered once.
+"""A channel to one peer, which delivers whole messages, in order, each exactly once.
 
 A channel outlives its connections. A message is kept until the peer acknowledges it. After a broken
 connection every message that is not acknowledged is sent again, from its first byte.
 
-Both sides of a connection write records. A record is a line of JSON, which in the second case is
+Both sides of a connection write records. A record is one line of JSON; the record of a message is
 followed by SIZE bytes:
 
     ["received", NUMBER]              all messages up to this one have arrived; also the heartbeat
     ["message", NUMBER, SIZE, KEY]    the next message
 
-The first record of each side says where the other side starts. Messages follow each other without a
-reply, so the latency of the link counts once.
+The first record of each side tells the other side the message with which to start. Messages are
+sent without waiting for replies, so the latency of the link counts once.
 """
 
 import asyncio
@@ -27,25 +27,25 @@ from maxdiloco import json_text
 from maxdiloco.cluster.payloads import MESSAGE_BYTES, Key, Message
 from maxdiloco.errors import LostPeerError
 
-READ_BYTES = 1 << 20  # aiohttp reads this far ahead
+READ_BYTES = 1 << 20  # bytes that aiohttp reads ahead
 _WRITE_BYTES = 1 << 18  # larger writes took 20% more CPU time in benchmarks/results/thin_link.md
-_LINE_BYTES = 1 << 16  # of a record's line; the keys of this package have less than 100 bytes
+_LINE_BYTES = 1 << 16  # limit of a record's line; keys of this package have less than 100 bytes
 
 _GOODBYE: Key = ()  # the key of the last message
 
 
 class Channel:
-    """The state of a channel, which its connections share. For the thread of the event loop.
+    """The state of a channel, which its connections share. Use it in the event loop's thread only.
 
     Attributes:
-      peer: the peer in words.
-      problem: why there is no connection, in words.
+      peer: description of the peer, for messages.
+      problem: the reason why there is no connection, for messages.
       times_heard: how often bytes have arrived.
-      left: whether the peer has said goodbye, or is lost.
+      left: whether the peer has sent its goodbye, or is lost.
       silence_s: time since the last byte was received [s].
       closed_at: when the peer closed its last connection [time.monotonic()]; None: it is open.
-      refused: whether the peer's port refuses connections, which it once accepted.
-      owes_acknowledgement: whether a message has arrived that the peer does not know of.
+      refused: whether the peer's port refuses connections after it has accepted some.
+      owes_acknowledgement: whether a message has arrived that is not yet acknowledged.
     """
 
     def __init__(self, peer: str, deliver: Callable[[Key, bytearray], None]):
@@ -57,35 +57,35 @@ class Channel:
         self.silence_s = 0.0
         self.closed_at: float | None = None
         self._outgoing: deque[Message] = deque()
-        self._ended = False  # no message follows
-        self._acknowledged = 0  # messages that the peer has
+        self._ended = False  # True once the goodbye is queued
+        self._acknowledged = 0  # messages that the peer has acknowledged
         self._received = 0
         self.owes_acknowledgement = False
         self._changed = asyncio.Event()
 
     @property
     def met(self) -> bool:
-        """Whether the peer was ever reached."""
+        """Whether the peer was ever connected."""
         return self.times_heard > 0
 
     @property
     def flushed(self) -> bool:
-        """Whether the peer has received everything, or has itself left."""
+        """Whether the peer has received all messages, or has left."""
         return self.left or (self._ended and not self._outgoing)
 
     def add(self, new: Message) -> None:
-        """Queue a message. Does nothing after the goodbye of either side."""
+        """Queue a message. Do nothing after the goodbye of either side."""
         if not self._ended and not self.left:
             self._outgoing.append(new)
             self._changed.set()
 
     def say_goodbye(self) -> None:
-        """Queue the last message."""
+        """Queue the goodbye, which is the last message."""
         self.add(Message(_GOODBYE, ()))
         self._ended = True
 
     def leave(self) -> None:
-        """Stop: the peer sends and receives nothing more."""
+        """End the channel: the peer sends and receives nothing more."""
         self.left = True
         self._outgoing.clear()
         self._changed.set()
@@ -97,7 +97,7 @@ class Channel:
         self.problem = "it sends nothing"
 
     def wake(self) -> None:
-        """Let a connection that waits in `next` look whether it is over."""
+        """Wake a connection that waits in `next`, so that it checks whether it is closed."""
         self._changed.set()
 
     def closed_by_peer(self) -> None:
@@ -105,13 +105,13 @@ class Channel:
         self.closed_at = time.monotonic()
 
     def protocol_error(self, line: object) -> LostPeerError:
-        """Return the error for a record that a process of this run does not send."""
+        """Return the error for a record that no process of this run sends."""
         return LostPeerError(f"{self.peer} has sent an invalid record: {line!r:.60}")
 
-    # For connections:
+    # Called by connections:
 
     def acknowledge(self, number: int) -> None:
-        """Drop the messages up to this one. Raises LostPeerError for a number that was not sent."""
+        """Drop the messages up to `number`. Raises LostPeerError if that one was not sent."""
         if self.left:
             return
         if not self._acknowledged <= number <= self._acknowledged + len(self._outgoing):
@@ -121,7 +121,7 @@ class Channel:
         self._acknowledged = number
 
     def receive(self, number: int, key: Key, data: bytearray) -> None:
-        """Deliver the next message. Raises LostPeerError for any other."""
+        """Deliver the next message. Raises LostPeerError if `number` is not the next number."""
         if number != self._received + 1:
             raise self.protocol_error(["message", number])
         self._received, self.owes_acknowledgement = number, True
@@ -132,7 +132,7 @@ class Channel:
             self._deliver(key, data)
 
     async def next(self, number: int, within_s: float) -> Message | None:
-        """Return message `number`; None: it is not there yet, or an acknowledgement is due."""
+        """Wait for message `number`; None after within_s, or if an acknowledgement is due."""
         if number > self._acknowledged + len(self._outgoing) and not self.owes_acknowledgement:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -151,13 +151,13 @@ class Connection:
     """One connection of a channel; `outgoing` and `incoming` run concurrently."""
 
     def __init__(self, channel: Channel, heartbeat_s: float):
-        """Start a connection. heartbeat_s: longest time between two records."""
+        """Start a connection. heartbeat_s: longest time between two records that are sent [s]."""
         self._channel, self._heartbeat_s = channel, heartbeat_s
-        self._start = asyncio.get_running_loop().create_future()  # what the peer has
+        self._start = asyncio.get_running_loop().create_future()  # messages of the peer
         self._over = False
 
     def close(self) -> None:
-        """Send nothing more, and end `outgoing` at once: a killed peer would not end it."""
+        """Send nothing more, and end `outgoing` at once, which a killed peer would not do."""
         self._over = True
         self._channel.wake()
         if not self._start.done():

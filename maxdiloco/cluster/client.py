@@ -1,4 +1,4 @@
-"""The client of a channel: it connects to the peer's server, again after each broken connection."""
+"""The client of a channel: connect to the peer's server, again after each broken connection."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from maxdiloco.cluster.channel import READ_BYTES, Channel, Connection
 from maxdiloco.cluster.deadlines import Times, retry_pause_s
 from maxdiloco.cluster.sockets import set_timeouts
 
-_LAST_S = 0.1  # for the last record of a connection to leave
+_LAST_S = 0.1  # wait for the last record of a connection to be sent [s]
 
 
 def url(host: str, port: int, path: str) -> str:
@@ -24,11 +24,11 @@ async def connect(
     """Keep a channel connected until the peer has left.
 
     Args:
-      channel: its state.
-      url: of the channel at the server.
-      context: this process's certificate and its authority.
-      times: limits of the link.
-      server_name: the name that the server's certificate must have.
+      channel: the state of the channel.
+      url: URL of the channel at the server.
+      context: TLS context with this process's certificate and its authority.
+      times: time limits of the link.
+      server_name: the DNS name that the server's certificate must have.
     """
     connector = aiohttp.TCPConnector(ssl=context, force_close=True)
     limits = aiohttp.ClientTimeout(None, sock_connect=times.quiet_s, sock_read=times.quiet_s)

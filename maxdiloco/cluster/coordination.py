@@ -1,7 +1,7 @@
-"""JAX's coordination service: this process's number, a key-value store, and barriers.
+"""Access JAX's coordination service: this process's number, a key-value store, and barriers.
 
-Process 0 runs it, before any device is used. It has no public name; no other file imports from
-jax._src.
+Process 0 runs the service, before any device is used. JAX has no public interface to it, so this
+file imports from jax._src; no other file does.
 """
 
 import json
@@ -21,14 +21,14 @@ Values = Mapping[str, Any]
 
 
 class Job(NamedTuple):
-    """This process among those of the run."""
+    """The number of this process, and the number of processes of the run."""
 
     process_id: int
     num_processes: int
 
 
 def job() -> Job:
-    """Return what jax.distributed.initialize has found; does not start JAX's backends."""
+    """Return the Job found by jax.distributed.initialize, without starting JAX's backends."""
     return Job(distributed.global_state.process_id, distributed.global_state.num_processes)
 
 
@@ -39,17 +39,17 @@ def address() -> tuple[str, int]:
 
 
 def put(key: str, value: str) -> None:
-    """Store a value once."""
+    """Store the value of a key, which must not have a value yet."""
     distributed.global_state.client.key_value_set(key, value)
 
 
 def get(key: str, *, timeout_s: float) -> str:
-    """Wait for the value of a key. Raises JaxRuntimeError."""
+    """Wait for the value of a key. Raises JaxRuntimeError after timeout_s seconds."""
     return distributed.global_state.client.blocking_key_value_get(key, _milliseconds(timeout_s))
 
 
 def wait_for_all(name: str, *, timeout_s: float) -> None:
-    """Wait until all processes call this. Raises JaxRuntimeError."""
+    """Wait until all processes call this. Raises JaxRuntimeError after timeout_s seconds."""
     distributed.global_state.client.wait_at_barrier(name, _milliseconds(timeout_s))
 
 
@@ -58,16 +58,16 @@ def _milliseconds(seconds: float) -> int:
 
 
 def value_of(process: int, key: str, what: str, *, timeout_s: float) -> str:
-    """Wait for the value that a process stores.
+    """Wait for a value that another process stores.
 
     Args:
-      process: number of the process.
-      key: see `get`.
-      what: the value in words.
+      process: number of the process that stores the value.
+      key: key of the value.
+      what: description of the value, for the message.
       timeout_s: longest wait [s].
 
     Raises:
-      LostPeerError: it was not stored in time.
+      LostPeerError: the value was not stored in time.
     """
     begun = time.strftime("%H:%M:%S")
     try:
@@ -83,12 +83,12 @@ def barrier(name: str, what: str, *, timeout_s: float) -> None:
     """Wait until all processes have done something.
 
     Args:
-      name: of the barrier, used once.
-      what: what they have done, such as `compiled its programs`.
+      name: name of the barrier, which can be used only once.
+      what: the work before the barrier, such as `compiled its programs`, for the message.
       timeout_s: longest wait [s].
 
     Raises:
-      LostPeerError: a process has not done it in time.
+      LostPeerError: a process has not reached the barrier in time.
     """
     begun = time.strftime("%H:%M:%S")
     try:
@@ -110,17 +110,18 @@ def require_equal(
 ) -> None:
     """Raise the same ConfigError in all processes unless all of them have the same values.
 
-    Enter it in every process, once lost peers are detected.
+    Every process must call this, after the failure detector has started.
 
     Args:
-      job: this process among those of the run.
-      values: what JSON can hold.
-      difference: called with {processes: their values} in process 0; returns the difference in
-        words.
-      timeout_s: until the other processes have called this [s].
+      job: the number of this process, and the number of processes.
+      values: the values of this process, fit for JSON.
+      difference: called in process 0 with {processes: their values}; returns a description of the
+        difference.
+      timeout_s: longest wait for the other processes to call this [s].
 
     Raises:
-      ConfigError, LostPeerError: the values differ, or a process is late.
+      ConfigError: the values differ.
+      LostPeerError: a process did not call this in time.
     """
     if job.num_processes == 1:
         return

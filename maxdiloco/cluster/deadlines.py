@@ -1,7 +1,7 @@
-"""Time limits of the links between processes, all of which follow from peer_timeout_seconds.
+"""Compute the time limits of links between processes from peer_timeout_seconds.
 
-A peer that is silent is lost after peer_timeout_seconds. A peer that is alive and owes a message
-has longer, because it may compute more slowly than this process.
+A peer that sends nothing for peer_timeout_seconds is lost. A peer that is alive, but has not sent
+an expected message, has longer, because it may compute more slowly than this process.
 """
 
 import secrets
@@ -15,14 +15,14 @@ from maxdiloco import output
 from maxdiloco.cluster.payloads import Key, get_payload
 from maxdiloco.errors import LostPeerError
 
-# A peer may need this many times as long for the same work. A slower one wastes most of the run.
+# A peer may need this many times as long for the same work. A slower peer wastes most of the run.
 SLOWER = 4
-# A dead connection is replaced after 10 s, or a quarter of the timeout: TCP repeats a lost segment
-# after 0.2, 0.4, ... s, so it would find a mended link again only after twice the outage.
+# A dead connection is replaced after 10 s, or a quarter of the timeout. TCP would resume later, up
+# to twice the length of the outage, because it repeats a lost segment after 0.2, 0.4, ... s.
 _QUIET_S, _QUIET_PART = 10.0, 1 / 4
-# A connection has four heartbeats, or more, before it counts as dead.
+# At least four heartbeats must be missing before a connection counts as dead.
 _HEARTBEAT_S, _HEARTBEAT_PART = 2.0, 1 / 20
-_FIRST_PAUSE_S, _MOST_DOUBLINGS = 0.1, 10  # between two attempts to connect
+_FIRST_PAUSE_S, _MOST_DOUBLINGS = 0.1, 10  # pauses between two attempts to connect
 
 
 class Times(NamedTuple):
@@ -48,10 +48,11 @@ def times(timeout_s: float) -> Times:
 def retry_pause_s(failures: int, most_s: float) -> float:
     """Return the pause before the next attempt to connect [s].
 
-    It doubles up to most_s. Half of it is random, so that clients do not return together.
+    The pause doubles with each failure up to most_s. Half of it is random, so that clients do not
+    reconnect at the same time.
 
     Args:
-      failures: attempts that failed in a row.
+      failures: number of consecutive failed attempts.
       most_s: the longest pause [s].
     """
     pause = min(_FIRST_PAUSE_S * 2 ** min(failures, _MOST_DOUBLINGS), most_s)
@@ -68,12 +69,12 @@ class Mailbox(Protocol):
 
 
 class Deadlines:
-    """Receives messages with deadlines that follow from the schedule.
+    """Receives messages with deadlines that depend on the work of this process.
 
-    By the schedule all processes do the same work between two exchanges. So a peer that is alive
-    has peer_timeout_seconds, plus SLOWER times as long as this process worked between two of them.
-    Each message of a payload has a deadline of its own, so a large payload may take longer.
-    For one thread.
+    The schedule gives all processes the same work between two exchanges. A peer that is alive
+    therefore has peer_timeout_seconds, plus SLOWER times the longest time that this process worked
+    between two exchanges. Each message of a payload has its own deadline, so a large payload may
+    arrive later. Use one object in one thread.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Deadlines:
 
         Args:
           say: prints one line for the user.
-          clock: time [s].
+          clock: returns the time [s].
         """
         self._say, self._clock = say, clock
         self.begin()
@@ -101,20 +102,20 @@ class Deadlines:
         self._longest_s, self._since = max(self._longest_s, now - self._since), now
 
     def receive_payload(self, mailbox: Mailbox, peer: int, key: Key, what: str) -> np.ndarray:
-        """Wait for a payload; each of its messages has a deadline of its own. See `receive`."""
+        """Wait for a payload, each of whose messages has its own deadline. See `receive`."""
         return get_payload(lambda part: self.receive(mailbox, peer, part, what), key)
 
     def receive(self, mailbox: Mailbox, peer: int, key: Key, what: str) -> bytearray:
-        """Wait for one message; the wait is not work of this process.
+        """Wait for one message. The wait does not count as work of this process.
 
         Args:
-          mailbox: where it arrives.
-          peer: the process that sends it.
-          key: its name.
-          what: its content in words.
+          mailbox: the mailbox in which the message arrives.
+          peer: number of the process that sends it.
+          key: key of the message.
+          what: description of its content, for messages to the user.
 
         Raises:
-          LostPeerError: the peer is lost, or alive and too late.
+          LostPeerError: the peer is lost, or is alive and missed the deadline.
         """
         begun, begun_at = self._clock(), time.strftime("%H:%M:%S")
         deadline = begun + mailbox.timeout_s

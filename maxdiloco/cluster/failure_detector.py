@@ -1,8 +1,9 @@
-"""A thread that ends this process when a peer is lost, and tells the peers when this one ends.
+"""A thread that ends this process when a peer is lost, and notifies peers when this process ends.
 
-JAX aborts in C++ instead: without an exit code of ours, without a name, and after a killed process
-other than 0 only at its heartbeat timeout. The mailbox notices a lost peer, also while JAX compiles
-or hangs inside a collective; process 0 tells the others. A message is JSON. No JAX.
+By itself, JAX would abort in C++, without our exit code and without the peer's name. If a process
+other than 0 is killed, JAX notices only at its heartbeat timeout. The mailbox detects a lost peer
+even while JAX compiles or hangs inside a collective, and process 0 notifies the other processes.
+Messages are JSON. This module does not import JAX.
 """
 
 import ctypes
@@ -22,13 +23,13 @@ from maxdiloco.cluster.messages import REMEDY, RESUME, SEE_OUTPUT, Mailbox
 from maxdiloco.errors import SHARED_CODES, LostPeerError, Preempted
 
 # All in seconds.
-CLEAN_UP_S = 1.0  # for the main thread, in which a loss may raise an error, to close its files
-GRACE_S = 5.0  # for a process to end by itself after a peer has ended with an error
-LINGER_S = 60.0  # process 0 stays for peers that still save, twice the grace period of Kubernetes
-WHY_CHARS = 4000  # of an error's text that peers receive
+CLEAN_UP_S = 1.0  # time for the main thread, in which a loss may raise, to close its files
+GRACE_S = 5.0  # time for a process to exit by itself after a peer has exited with an error
+LINGER_S = 60.0  # process 0 waits for peers that save: twice the grace period of Kubernetes
+WHY_CHARS = 4000  # characters of an error's text that peers receive
 
-WORD = "end"  # the key of its messages
-# JAX's stack cannot be kept from the output: see delay_aborts.
+WORD = "end"  # key of the failure detector's messages
+# Printed because the stack that JAX logs cannot be suppressed: see delay_aborts.
 STACK = "JAX ends with its process and prints a stack, which says no more; then comes the reason."
 
 
@@ -36,8 +37,8 @@ class Loss(NamedTuple):
     """Why this process cannot continue.
 
     Attributes:
-      line: for the user.
-      exit_code: of this process.
+      line: the message for the user.
+      exit_code: exit code of this process.
       within_s: time until the failure detector ends the process [s].
     """
 
@@ -53,12 +54,13 @@ def end_process(exit_code: int, line: str | None) -> None:
 
 
 def delay_aborts() -> None:
-    """Make an abort of this process wait for 6 s, so that the failure detector ends it first.
+    """Delay an abort of this process by 6 s, so that the failure detector ends the process first.
 
     When process 0 dies, a C++ thread of JAX in every other process logs a stack and calls abort()
-    after 0.1 to 0.4 s: exit code 134, and no name. No timeout of JAX postpones it, and nothing
-    turns the stack off (benchmarks/results/thin_link.md). The handler of SIGABRT is therefore
-    libc's `sleep`: it is called with the signal's number, 6, as its seconds, and needs no GIL.
+    after 0.1 to 0.4 s, with exit code 134 and without the name of process 0. JAX has no timeout
+    that postpones this, and no option that disables the stack (benchmarks/results/thin_link.md).
+    The handler of SIGABRT is therefore libc's `sleep`, which needs no GIL. Its argument, the
+    seconds, is the number of the signal, 6.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
@@ -67,10 +69,10 @@ def delay_aborts() -> None:
 
 
 class FailureDetector:
-    """Detects lost peers. The first loss ends this process; later ones follow from the first.
+    """Detects lost peers. The first loss ends this process; later losses are its consequences.
 
-    The thread is not a daemon: after `leave` it ends the process when the main thread has printed
-    its error, before Python's clean-up can wait for processes that are gone.
+    The thread is not a daemon. After `leave` it ends the process once the main thread has printed
+    its error, before Python's clean-up can wait for lost processes.
     """
 
     def __init__(
@@ -84,17 +86,17 @@ class FailureDetector:
 
         Args:
           process: number of this process.
-          end: ends the process with an exit code and a line.
-          main: the thread whose end is waited for; None: the main thread.
+          end: called with an exit code and a line; ends the process.
+          main: the thread to wait for before the process ends; None: the main thread.
         """
         self._process, self._mailbox = process, None
         self._end, self._main = end, main or threading.main_thread()
         self._changed = threading.Condition()
         self._loss: Loss | None = None
-        self._due = math.inf  # when it ends the process
+        self._due = math.inf  # when to end the process [time.monotonic()]
         self._left: tuple[int, str | None] | None = None  # the arguments of `leave`
         self._closing = False
-        self._wait_until: float | None = None  # for the loss that may have caused an error
+        self._wait_until: float | None = None  # end of the wait in loss_behind
         self._before_end: list[Callable[[str], None]] = []
         self._thread = threading.Thread(target=self._run, name=signals.DETECTOR, daemon=False)
         self._thread.start()
@@ -105,9 +107,10 @@ class FailureDetector:
         mailbox.watch(WORD, on_message=self._receive, on_loss=self._lose_peer)
 
     def before_end(self, note: Callable[[str], None]) -> None:
-        """Call `note` with the error's line before a lost peer ends the process.
+        """Register a function to call with the error's line before a lost peer ends the process.
 
-        In a thread, for CLEAN_UP_S at most. The line is "LostPeerError: ...", as on the terminal.
+        It is called in a thread, for CLEAN_UP_S at most. The line is "LostPeerError: ...", as on
+        the terminal.
         """
         self._before_end.append(note)
 
@@ -115,8 +118,9 @@ class FailureDetector:
         """Return the loss of a peer that may have caused an error of the main thread, if any.
 
         Args:
-          wait_s: time to wait from the first call on [s]. Later calls do not wait again. The wait
-            continues while a peer is silent: a process that was stopped has to find out.
+          wait_s: longest wait for a loss, from the first call on [s]. Later calls do not wait
+            again. While a peer is silent the wait continues, since this process may have been
+            stopped and must find out.
         """
         with self._changed:
             now = time.monotonic()
@@ -130,7 +134,7 @@ class FailureDetector:
             return LostPeerError(self._loss.line, self._loss.exit_code)
 
     def end_if_lost(self, wait_s: float) -> None:
-        """End the process now if a peer is lost, as `loss_behind` decides; else return."""
+        """End the process now if `loss_behind` finds a lost peer; otherwise return."""
         if self.loss_behind(wait_s) is None:
             return
         with self._changed:
@@ -139,13 +143,13 @@ class FailureDetector:
         self._thread.join()
 
     def leave(self, exit_code: int, why: str | None = None) -> None:
-        """Tell the peers that this process ends, and why; end it after the main thread."""
+        """Notify the peers that this process ends, and why; end it after the main thread."""
         with self._changed:
             self._left = exit_code, why and why[:WHY_CHARS]
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop: every process is done."""
+        """Stop the thread and close the mailbox, once every process is done."""
         self._closing = True
         self.leave(0)
         self._thread.join()
@@ -166,7 +170,7 @@ class FailureDetector:
         self._end(self._loss.exit_code, self._loss.line)
 
     def _receive(self, peer: int, data: bytes) -> None:
-        """Receive the loss that a peer reports. In the thread of the mailbox, as _lose_peer."""
+        """Receive the loss that a peer reports. Called, as _lose_peer, in the mailbox's thread."""
         try:
             loss = Loss(*json_text.parse(data))
         except (TypeError, ValueError):
@@ -183,7 +187,7 @@ class FailureDetector:
         self._lose(Loss(line, LostPeerError.exit_code, CLEAN_UP_S), peer)
 
     def _lose(self, loss: Loss, lost: int | None = None) -> None:
-        """Keep the first loss and tell all peers; the lost one learns who has lost it."""
+        """Keep the first loss and send it to all peers; the lost peer also receives our name."""
         with self._changed:
             if self._loss is not None:
                 return
@@ -195,7 +199,10 @@ class FailureDetector:
         self._mailbox.fail(LostPeerError(loss.line, loss.exit_code))
 
     def _say_goodbye(self, exit_code: int, why: str | None) -> None:
-        """End the process after its main thread, and process 0 after its peers: JAX aborts them."""
+        """End the process after its main thread; process 0 also waits for its peers to end.
+
+        When process 0 ends, JAX aborts the other processes.
+        """
         saved = exit_code == Preempted.exit_code
         limit = time.monotonic() + (LINGER_S if saved else GRACE_S + 2 * CLEAN_UP_S)
         if self._mailbox is not None:
@@ -216,7 +223,7 @@ class FailureDetector:
         self._mailbox.tell(peer, WORD, json.dumps(loss).encode())
 
     def _loss_of_peers(self, exit_code: int, why: str | None) -> Loss | None:
-        """Return what this process's end means to the others; None if all end in the same way."""
+        """Return the Loss to send to the peers when this process ends; None if all end alike."""
         if exit_code in (0, Preempted.exit_code):
             return None
         line = f"{self._me()} ended with exit code {exit_code}"

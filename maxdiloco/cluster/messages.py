@@ -1,8 +1,8 @@
-"""Messages between the processes of a run, point to point, while the program continues.
+"""Send and receive messages between two processes of a run, in a background thread.
 
-Of two processes the one with the higher number is the client. So process 0, which every host can
-reach because its host is the coordinator's, needs to reach nobody, and host 1 of two may be behind
-a firewall. No JAX.
+Of two processes, the one with the higher number is the client. Process 0 runs on the host of the
+coordinator, which every host can reach, and never has to connect to another host. With two hosts,
+host 1 may therefore be behind a firewall. This module does not import JAX.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ from maxdiloco.errors import LostPeerError
 SEE_OUTPUT = "See the end of its own output."
 RESUME = "Start the run again with the same run_name: it resumes from the last checkpoint."
 REMEDY = f"{SEE_OUTPUT} {RESUME}"
-# A peer that is alive connects again sooner than this after it has closed a connection [s]: the
-# first pause before a retry is 0.1 s.
+# A peer that has closed its connections and does not connect again within this time is lost [s]. A
+# peer that is alive connects again after 0.1 s, the first pause before a retry.
 _GONE_S = 2.0
-_TICK_S = 0.1  # longest time between two looks at silent peers
+_TICK_S = 0.1  # longest time between two checks for silent peers [s]
 
 
 class Peer(NamedTuple):
-    """Another process of the run: where its server listens, and the name of its machine."""
+    """Another process of the run: the address of its server, and the name of its machine."""
 
     host: str
     port: int
@@ -50,7 +50,7 @@ class Mailbox:
 
     Attributes:
       timeout_s: silence after which a peer is lost [s].
-      received_bytes: of all messages that have arrived.
+      received_bytes: total size of all messages that have arrived.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Mailbox:
 
         Args:
           process: number of this process.
-          keys: its certificate; read here, and not needed afterwards.
+          keys: files of its certificate, which are read here and not needed afterwards.
           listener: a listening socket, which close() closes.
-          timeout_s: see the class.
-          start_id: names this start, so that processes of an earlier one are refused.
+          timeout_s: silence after which a peer is lost [s].
+          start_id: identifier of this start of the run; processes of an earlier start are refused.
         """
         self._process, self._start_id = process, start_id
         self.timeout_s, self._times = timeout_s, times(timeout_s)
@@ -93,11 +93,11 @@ class Mailbox:
         self._call(self._serve(listener, keys.context(ssl.PROTOCOL_TLS_SERVER)))
 
     def open(self, channel: str, peers: Mapping[int, Peer]) -> None:
-        """Open a channel to each of these peers, which do the same. Does not wait."""
+        """Open a channel to each of these peers, without waiting. The peers must do the same."""
         self._call(self._open(channel, dict(peers)))
 
     def wait_until_met(self, channel: str, within_s: float) -> list[int]:
-        """Wait until all peers of a channel are reached. Returns those that are not, in order."""
+        """Wait until all peers of a channel are connected. Return those that are not, in order."""
         channels = {peer: each for (peer, name), each in self._channels.items() if name == channel}
         with self._changed:
             self._changed.wait_for(
@@ -108,7 +108,7 @@ class Mailbox:
 
     @property
     def machines(self) -> dict[int, str]:
-        """{peer: its machine} of the peers with a control channel."""
+        """{peer: name of its machine} of the peers with a control channel."""
         return {peer: self._peers[peer].machine for peer, name in self._channels if name == CONTROL}
 
     def watch(
@@ -117,12 +117,12 @@ class Mailbox:
         on_message: Callable[[int, bytearray], None],
         on_loss: Callable[[int, str], None],
     ) -> None:
-        """Report lost peers and the messages with the key (word,), in the thread of the event loop.
+        """Report lost peers, and messages with the key (word,), in the thread of the event loop.
 
         Args:
-          word: get() does not return messages with this key.
-          on_message: called with the peer and the bytes.
-          on_loss: called with the peer and what happened to it, in words.
+          word: the key. Messages with this key are not returned by get().
+          on_message: called with the peer and the bytes of the message.
+          on_loss: called with the peer and a description of the loss.
         """
         self._watched, self._on_message, self._on_loss = word, on_message, on_loss
 
@@ -131,9 +131,10 @@ class Mailbox:
 
         Args:
           peer: the process that receives it.
-          key: names the message.
-          buffers: contiguous (bytes, arrays ...); not copied, so they must not change any more.
-          channel: CONTROL for short messages, which do not wait behind bulk.
+          key: key of the message.
+          buffers: contiguous buffers (bytes, arrays ...). They are not copied, so they must not
+            change afterwards.
+          channel: CONTROL for short messages, which do not wait behind BULK messages.
 
         Raises:
           LostPeerError: a peer is lost.
@@ -145,11 +146,11 @@ class Mailbox:
         self._loop.call_soon_threadsafe(self._channels[peer, channel].add, new)
 
     def tell(self, peer: int, word: str, data: bytes) -> None:
-        """Queue a message for the `watch` of a peer, even after a failure."""
+        """Queue a message for the peer's `watch` callback, even after a failure."""
         self._loop.call_soon_threadsafe(self._channels[peer, CONTROL].add, message((word,), [data]))
 
     def arrived(self, peer: int, key: Key) -> bool:
-        """Return whether get() would return at once."""
+        """Return whether get() would return without waiting."""
         with self._changed:
             self._raise_failure()
             return (peer, key) in self._messages
@@ -159,9 +160,9 @@ class Mailbox:
 
         Args:
           peer: the process that sends it.
-          key: its name.
-          deadline: end of the wait [time.monotonic()]; later by the time for which this process
-            is stopped meanwhile.
+          key: key of the message.
+          deadline: end of the wait [time.monotonic()]. If this process is stopped meanwhile, the
+            deadline moves by that time.
 
         Raises:
           LostPeerError: a peer is lost, or has left without this message.
@@ -190,28 +191,28 @@ class Mailbox:
 
     @property
     def misses_a_peer(self) -> bool:
-        """Whether a peer that has not left is silent for longer than a heartbeat."""
+        """Whether a peer that has not left has been silent for longer than a heartbeat."""
         limit_s = 1.5 * self._times.heartbeat_s
         return any(not each.left and each.silence_s > limit_s for each in self._channels.values())
 
     def fail(self, error: BaseException) -> None:
-        """Let every pending and later call raise this error, or the first one."""
+        """Let every pending and later call raise this error, or an earlier one if there was one."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
 
     def wait_until_left(self, within_s: float) -> None:
-        """Wait for the goodbye of every peer, or its loss."""
+        """Wait until every peer has sent its goodbye or is lost."""
         with self._changed:
             self._changed.wait_for(
                 lambda: all(each.left for each in self._channels.values()), within_s
             )
 
     def close(self, within_s: float) -> bool:
-        """Send what is queued, say goodbye and end the thread. A second call does nothing.
+        """Send all queued messages and the goodbye, and end the thread. A second call does nothing.
 
         Returns:
-          Whether every peer has received everything, or has itself left, within_s seconds.
+          Whether every peer has received all messages, or has left, within within_s seconds.
         """
         if self._flushed is not None:
             return self._flushed
@@ -283,7 +284,7 @@ class Mailbox:
         while True:
             await asyncio.sleep(tick_s)
             now = time.monotonic()
-            # Anything longer is time for which this process was stopped.
+            # A longer time means that this process was stopped, which does not count as silence.
             passed_s = min(now - before, 2 * self._times.heartbeat_s)
             self._stopped_s += now - before - passed_s
             before = now
@@ -295,7 +296,7 @@ class Mailbox:
                 self._changed.notify_all()
 
     def _loss_of(self, channel: Channel, name: str, now: float) -> str | None:
-        """Return what happened to a lost peer, in words."""
+        """Return a description of a peer's loss, or None if the peer is not lost."""
         if channel.silence_s > self.timeout_s:
             return (
                 f"has been out of reach for {channel.silence_s:.0f} s "
@@ -315,7 +316,7 @@ class Mailbox:
 
     async def _end(self) -> None:
         await self._server.close()
-        while self._tasks:  # again: a task may finish its wait when it is cancelled
+        while self._tasks:  # a task may ignore one cancellation at the end of a wait
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks, timeout=_TICK_S)

@@ -1,7 +1,7 @@
-"""Messages of at most MESSAGE_BYTES, and payloads of any size that are sent as several messages.
+"""Build messages of at most MESSAGE_BYTES, and split payloads of any size into several messages.
 
-The first message of a payload has the payload's size. A broken connection repeats only messages,
-not the payload.
+The first message of a payload holds the payload's size. After a broken connection only some
+messages are sent again, not the whole payload.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-# The channels to a peer. Each has a connection of its own, so control does not wait behind bulk.
+# The channels to a peer. Each has its own connection, so that control does not wait behind bulk.
 CONTROL, BULK = "control", "bulk"
-# Of a message: 1.7 s at 5 Mbit/s. A link that is cut every few seconds still makes progress.
+# Largest message: 1.7 s at 5 Mbit/s. A link that is cut every few seconds still makes progress.
 MESSAGE_BYTES = 1 << 20
 Key = tuple[str | int, ...]
 _SIZE = "size"
@@ -25,16 +25,16 @@ class Message(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
 def message(key: Key, buffers: Sequence[object]) -> Message:
-    """Return a message of contiguous buffers, which must not change any more.
+    """Return a message of contiguous buffers, which must not change afterwards.
 
     Raises:
-      TypeError: a buffer is not contiguous, or the key is not one.
-      ValueError: it has more than MESSAGE_BYTES.
+      TypeError: a buffer is not contiguous, or the key is not a valid key.
+      ValueError: the message has more than MESSAGE_BYTES.
     """
     if not key or not all(isinstance(part, str | int) for part in key):
         raise TypeError(f"key={key!r}: expected a tuple of numbers and words.")
@@ -45,14 +45,14 @@ def message(key: Key, buffers: Sequence[object]) -> Message:
 
 
 class Outbox(Protocol):
-    """What puts messages; see cluster.messages.Mailbox."""
+    """An object to which messages are queued; see cluster.messages.Mailbox."""
 
     def put(self, peer: int, key: Key, buffers: Sequence[object]) -> None:
         """Queue a message."""
 
 
 def put_payload(mailbox: Outbox, peer: int, key: Key, buffers: Sequence[object]) -> None:
-    """Queue the bytes of contiguous buffers, which must not change any more."""
+    """Queue the bytes of contiguous buffers, which must not change afterwards, as a payload."""
     views = _views(buffers)
     size = sum(view.nbytes for view in views)
     mailbox.put(peer, (*key, _SIZE), [size.to_bytes(8, "big")])
@@ -61,9 +61,9 @@ def put_payload(mailbox: Outbox, peer: int, key: Key, buffers: Sequence[object])
 
 
 def get_payload(get: Callable[[Key], bytearray], key: Key) -> np.ndarray:
-    """Return the bytes of a payload, uint8. get: waits for the message of a key.
+    """Receive a payload and return its bytes, uint8. get: waits for the next message of a key.
 
-    Only one message is in memory twice, because the pages of the result are not used before.
+    Only one message is in memory twice, because pages of the result use memory once written.
     """
     data = np.empty(int.from_bytes(get((*key, _SIZE)), "big"), np.uint8)
     for number, start in enumerate(range(0, data.size, MESSAGE_BYTES)):

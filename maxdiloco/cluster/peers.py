@@ -1,4 +1,4 @@
-"""How the processes of a run find each other and authenticate, and how each of them leaves."""
+"""Connect the processes of a run: find each other, authenticate, and leave in order."""
 
 import contextlib
 import functools
@@ -23,14 +23,14 @@ from maxdiloco.cluster.messages import Mailbox, Peer
 from maxdiloco.cluster.payloads import BULK, CONTROL
 from maxdiloco.errors import ConfigError, LostPeerError
 
-START = "maxdiloco/start"  # key of what process 0 publishes
-# An error of the main thread waits this long for a loss that may have caused it [s]: a killed peer
-# is found after 2 s, and process 0 tells the others.
+START = "maxdiloco/start"  # key under which process 0 publishes the start
+# After an error of the main thread, wait this long for a loss that may have caused it [s]: a killed
+# peer is detected after 2 s, and then process 0 notifies the others.
 CAUSE_S = 4.0
 REACHABLE = "let the hosts open TCP connections to each other."
 SAME_SECRET = "Give all processes the same exchange_secret_file."
 
-# Errors that no lost peer causes. It can cause a CheckpointError.
+# Errors that a lost peer cannot cause. It can cause a CheckpointError.
 OWN_ERRORS = (
     *(ConfigError, errors.DataError, errors.NumericsError, errors.Preempted, errors.SaveError),
     *(KeyboardInterrupt, SystemExit),
@@ -38,13 +38,13 @@ OWN_ERRORS = (
 
 
 class Address(NamedTuple):
-    """Where this process listens.
+    """The address on which this process listens.
 
     Attributes:
-      peer_port: process i listens on this port plus i; 0: on any.
-      next_port: whether process 0 then prefers the port after JAX's.
-      interface: address of this host to listen on; "": process 0 listens on all, the others on the
-        interface from which they reach process 0.
+      peer_port: process i listens on this port plus i; 0: on any free port.
+      next_port: whether, with peer_port=0, process 0 prefers the port after JAX's.
+      interface: address of this host to listen on; "": process 0 listens on all interfaces, other
+        processes on the interface from which they reach process 0.
     """
 
     peer_port: int
@@ -54,15 +54,15 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """The other processes of the run, as this process reaches them.
+    """The connections of this process to the other processes of the run.
 
     Attributes:
-      job: this process among those of the run.
-      mailbox: messages to and from the others.
+      job: the number of this process, and the number of processes.
+      mailbox: sends and receives messages.
       failure_detector: ends this process when another is lost.
       authority: fingerprint of the run's certificate authority.
-      timeout_s: for all processes to connect [s].
-      jax_has_tls: whether JAX's coordination service accepts processes of the run only.
+      timeout_s: time limit for all processes to connect [s].
+      jax_has_tls: whether JAX's coordination service accepts only processes of the run.
     """
 
     job: Job
@@ -90,7 +90,7 @@ class Cluster:
     ) -> None:
         """At the end of a `with`, raise the loss of a peer instead of an error that it has caused.
 
-        A collective fails with an error of its library before the loss is detected.
+        A collective may fail with an error of its library before the loss is detected.
         """
         if error is None or isinstance(error, OWN_ERRORS):
             return
@@ -98,10 +98,10 @@ class Cluster:
             raise loss from error
 
     def open(self, channel: str, processes: Iterable[int]) -> None:
-        """Open a channel to these processes, which do the same, and wait until it is connected.
+        """Open a channel to these processes, which must do the same, and wait for its connections.
 
         Raises:
-          LostPeerError: they did not connect within timeout_s, or have another secret.
+          LostPeerError: a process did not connect within timeout_s, or has another secret.
         """
         deadline = time.monotonic() + self.timeout_s
         peers, late, wrong = {}, [], []
@@ -113,7 +113,7 @@ class Cluster:
             except LostPeerError as error:
                 wrong.append(error)
         self.mailbox.open(channel, peers)
-        if wrong:  # the peers that are reached learn of it
+        if wrong:  # wait for connections, so that these peers receive the error
             self.mailbox.wait_until_met(channel, min(CAUSE_S, deadline - time.monotonic()))
             raise wrong[0]
         if not late:
@@ -127,12 +127,12 @@ class Cluster:
             )
 
     def open_bulk(self) -> None:
-        """Open the channel of the outer gradients to all others. Raises LostPeerError."""
+        """Open the channel for outer gradients to all other processes. Raises LostPeerError."""
         job = self.job
         self.open(BULK, [peer for peer in range(job.num_processes) if peer != job.process_id])
 
     def _published(self, process: int, deadline: float) -> Peer:
-        """Return where a process listens. Raises LostPeerError, JaxRuntimeError."""
+        """Return the address that a process published. Raises LostPeerError, JaxRuntimeError."""
         text = coordination.get(_key(process), timeout_s=deadline - time.monotonic())
         match json_text.fields(text):
             case {"problem": str(problem)}:
@@ -160,16 +160,16 @@ def connected(
 ) -> Iterator[Cluster]:
     """Connect to the other processes of the run for the time of a `with`.
 
-    Enter it in the main thread after jax.distributed.initialize. The normal end waits for the
-    others. After an error the peers learn of it, and the process ends by os._exit once the main
-    thread is over; with the line of a lost peer if that caused the error.
+    Enter it in the main thread after jax.distributed.initialize. A normal exit waits for the other
+    processes. After an error the peers are notified, and the process ends by os._exit once the main
+    thread has ended, with the line about a lost peer if that caused the error.
 
     Args:
-      job: this process among those of the run.
-      address: where this process listens.
-      secret_file: has the secret of the run; "": process 0 makes one and publishes it.
-      timeout_s: to connect [s].
-      silence_s: after it a peer is lost [s].
+      job: the number of this process, and the number of processes.
+      address: the address on which this process listens.
+      secret_file: file with the secret of the run; "": process 0 makes a secret and publishes it.
+      timeout_s: time limit to connect [s].
+      silence_s: silence after which a peer is lost [s].
       jax_has_tls: see Cluster.
 
     Raises:
@@ -200,7 +200,7 @@ def connected(
         cluster = Cluster(job, mailbox, detector, fingerprint, timeout_s, jax_has_tls)
         cluster.open(CONTROL, range(1, job.num_processes) if job.process_id == 0 else [0])
         yield cluster
-        jax.distributed.shutdown()  # a barrier: every process is done
+        jax.distributed.shutdown()  # a barrier: waits until every process is done
 
 
 def exit_code(error: BaseException) -> int:
@@ -236,10 +236,10 @@ def secret_of_file(path: str) -> bytes:
 
 @contextlib.contextmanager
 def tls_of_jax(secret_file: str) -> Iterator[dict[str, str]]:
-    """Yield arguments for jax.distributed.initialize by which its service accepts this run only.
+    """Yield arguments for jax.distributed.initialize that restrict its service to this run.
 
-    There are none without a secret file, and before jax 0.12. JAX reads the files again and again.
-    Raises ConfigError.
+    They are empty without a secret file, and before jax 0.12. JAX reads the files repeatedly, so
+    they exist until the end of the `with`. Raises ConfigError.
     """
     known = inspect.signature(jax.distributed.initialize).parameters
     if not secret_file or "mtls_cert_file" not in known:
@@ -261,7 +261,7 @@ def _leave(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """Close the failure detector; after an error tell the peers, and why."""
+    """Close the failure detector; after an error, notify the peers of its reason."""
     if error is None:
         detector.close()
         return
@@ -307,7 +307,7 @@ def _listen(job: Job, address: Address) -> socket.socket:
     interface = address.interface
     if job.process_id == 0:
         if not port and address.next_port:
-            with contextlib.suppress(OSError, OverflowError):  # the latter above port 65535
+            with contextlib.suppress(OSError, OverflowError):  # OverflowError: port above 65535
                 return sockets.listen(interface, coordinator_port + 1)
     elif not interface:
         interface = sockets.interface_towards((coordinator, coordinator_port))
@@ -324,6 +324,6 @@ def _listen(job: Job, address: Address) -> socket.socket:
 
 
 def _wait_until_read() -> None:
-    """Wait until every process has read why this one ends: JAX's store ends with process 0."""
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a lost process has nothing to read
+    """Wait until every process has read why this process ends; JAX's store ends with process 0."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # a lost process does not come
         coordination.wait_for_all("maxdiloco/problem_read", timeout_s=CAUSE_S)

@@ -1,8 +1,8 @@
-"""The server of the channels: it accepts processes of this start only.
+"""The server of the channels, which accepts only processes of this start of the run.
 
 A connection is TLS in which the client shows a certificate of the run's authority. An
-unauthenticated client therefore cannot send a request. It occupies one of a few handshakes for some
-seconds.
+unauthenticated client therefore cannot send a request. It can only occupy one of a limited number
+of handshakes for some seconds.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from maxdiloco.cluster.channel import READ_BYTES, Channel, Connection
 from maxdiloco.cluster.deadlines import Times
 from maxdiloco.cluster.sockets import set_timeouts
 
-# Handshakes at once, in addition to one for each channel. 64 leave a system with 1,024 file
-# descriptors room for the run's own files.
+# Most concurrent handshakes, in addition to one for each channel. With a limit of 1,024 file
+# descriptors, 64 handshakes leave enough for the run's own files.
 _HANDSHAKES = 64
-_HANDSHAKE_S = 10.0  # several round trips of a slow link
-_RETRY_S = 0.2  # after the system had no file descriptor left
-_LINGER_S = 1.0  # for peers to read a goodbye and close
+_HANDSHAKE_S = 10.0  # time limit: several round trips of a slow link
+_RETRY_S = 0.2  # pause after an accept that failed, as without a free file descriptor
+_LINGER_S = 1.0  # time for peers to read a goodbye and close
 
 Channels = Mapping[tuple[str, str], Channel]  # by the name of the peer's certificate, and the path
 
 
 class Server(web.Server):
-    """Serves channels. For the thread of the event loop."""
+    """Serves channels. Use it in the event loop's thread only."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class Server(web.Server):
         *,
         start_task: Callable[[Coroutine], asyncio.Task],
     ):
-        """Serve channels.
+        """Keep the arguments; `serve` accepts connections.
 
         Args:
           listener: a listening socket, which `close` closes.
-          context: this process's certificate and its authority.
-          channels: those that clients may open; the mapping may grow.
-          times: limits of the links.
-          start_task: runs a coroutine.
+          context: TLS context with this process's certificate and its authority.
+          channels: channels that clients may open; the mapping may grow.
+          times: time limits of the links.
+          start_task: starts a coroutine as a task.
         """
         super().__init__(self._answer, read_bufsize=READ_BYTES, access_log=None, lingering_time=0)
         self._listener, self._context = listener, context
         self._channels, self._times, self._start_task = channels, times, start_task
-        self._handshakes: dict[asyncio.Task, str] = {}  # address of the client; oldest first
+        self._handshakes: dict[asyncio.Task, str] = {}  # {task: client's address}, oldest first
         self._newest: dict[Channel, asyncio.Task] = {}
 
     async def serve(self) -> None:
@@ -73,7 +73,7 @@ class Server(web.Server):
             task.add_done_callback(lambda task: self._handshakes.pop(task, None))
 
     async def close(self) -> None:
-        """Stop to accept, and close the connections after peers had time to do so."""
+        """Stop accepting, give peers _LINGER_S to close their connections, and close the rest."""
         for task in self._handshakes:
             task.cancel()
         self._listener.close()
@@ -84,9 +84,9 @@ class Server(web.Server):
         await self.shutdown(_LINGER_S / 50)  # 0 would wait without a limit
 
     async def _drop_a_handshake(self) -> None:
-        """Drop the oldest handshake of the busiest address, so that a flood drops its own.
+        """Drop the oldest handshake of the busiest address, so that a flood drops its own ones.
 
-        Returns after its socket is closed: otherwise a flood would use up the file descriptors,
+        Return only after its socket is closed. Otherwise a flood would use up the file descriptors,
         because sock_accept does not pause while clients wait.
         """
         ((busiest, _),) = collections.Counter(self._handshakes.values()).most_common(1)
@@ -102,14 +102,14 @@ class Server(web.Server):
             )
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Use this connection for its channel, in place of an older one."""
+        """Use this connection for its channel, instead of an older connection."""
         secured, connection = map(request.get_extra_info, ("ssl_object", "socket"))
         if secured is None or connection is None:
             raise ConnectionResetError("it has been closed")
         name = subject(secured.getpeercert())
         channel = self._channels.get((name, request.path.removeprefix("/")))
         if channel is None:
-            return web.Response(status=503)  # it may be opened later
+            return web.Response(status=503)  # the channel may be opened later
         if request.method != "POST":
             return web.Response(status=405)
         set_timeouts(connection, self._times.quiet_s)
@@ -129,7 +129,7 @@ class Server(web.Server):
     async def _run(
         self, channel: Channel, content: aiohttp.StreamReader, response: web.StreamResponse
     ) -> None:
-        """Send and receive until the peer has left, or one of both fails."""
+        """Send and receive until the peer has left, or until sending or receiving fails."""
         connection = Connection(channel, self._times.heartbeat_s)
 
         async def send() -> None:
@@ -149,10 +149,10 @@ class Server(web.Server):
                 raise error
 
     def _note_end(self, channel: Channel, error: BaseException | None) -> None:
-        """Note that the peer has closed its last connection.
+        """Note that the peer has closed its last connection, unless it was silent before.
 
-        A peer that was silent for long has not heard this process either. It has given the
-        connection up, and is alive.
+        A peer that was silent has not received anything either. It has then replaced a dead
+        connection, and is alive.
         """
         if isinstance(error, ConnectionResetError) and channel.silence_s < self._times.quiet_s / 2:
             channel.closed_by_peer()

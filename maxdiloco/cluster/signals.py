@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first one asks the run to save and exit, the second one exits.
+"""Handle Ctrl-C, SIGTERM and SIGHUP: the first requests a save and exit, the second exits at once.
 
-The second one also acts while the main thread is inside native code. Programs use this module
-before JAX loads, so only functions that follow JAX's start import JAX.
+The second also works while the main thread is inside native code. Programs use this module before
+JAX loads, so only functions for use after JAX's start import JAX.
 """
 
 import contextlib
@@ -16,8 +16,9 @@ from types import FrameType
 from maxdiloco.errors import INTERRUPTED, Preempted
 from maxdiloco.output import last_words
 
-# One press reaches a process twice behind timeout, mpirun or srun: a terminal sends it to a group
-# of processes, and a launcher passes it on within milliseconds. A person is slower than 1 s.
+# Under timeout, mpirun or srun, a process receives one press twice: the terminal signals a group of
+# processes, and a launcher forwards the signal within milliseconds. A second press by a person
+# comes after 1 s or more.
 SAME_PRESS_S = 1.0
 DETECTOR = "maxdiloco-failure-detector"  # the name of the thread of failure_detector.py
 SECOND_SIGTERM = "SIGTERM again: ended at once. Start a named run again to resume it."
@@ -25,17 +26,17 @@ SECOND_SIGTERM = "SIGTERM again: ended at once. Start a named run again to resum
 
 @contextlib.contextmanager
 def hearing(number: int, on_signal: Callable[[], None]) -> Iterator[None]:
-    """Call `on_signal` in a thread of its own at every signal of this number inside the `with`.
+    """Call `on_signal` in a separate thread at every signal of this number inside the `with`.
 
-    Python runs signal handlers in the main thread between two bytecodes: only after a compilation
-    or a wait for devices, and in code that may turn a KeyboardInterrupt into any traceback. The C
-    handler itself writes to the wakeup file descriptor, which the thread reads.
+    Python runs signal handlers in the main thread between two bytecodes. A handler would therefore
+    wait for a compilation or for devices, and a KeyboardInterrupt could surface as any traceback.
+    The C handler writes to the wakeup file descriptor at once, and the thread reads from it.
 
-    Contexts nest: the innermost one of a signal is called. Outside the main thread, and where the
-    signal is ignored, as SIGINT is in a script's background job, nothing changes.
+    Contexts nest: for each signal, the innermost one is called. Nothing changes outside the main
+    thread, or if the signal is ignored, as SIGINT is in a script's background job.
 
     Args:
-      number: of the signal.
+      number: number of the signal.
       on_signal: called without arguments, one call at a time.
     """
     in_main = threading.current_thread() is threading.main_thread()
@@ -52,7 +53,7 @@ def hearing(number: int, on_signal: Callable[[], None]) -> Iterator[None]:
         daemon=True,
     )
     thread.start()
-    # None: a handler that Python has not installed and cannot restore.
+    # signal() returns None for a handler that Python has not installed and cannot restore.
     handler = signal.signal(number, _do_nothing) or signal.SIG_DFL
     try:
         yield
@@ -61,31 +62,31 @@ def hearing(number: int, on_signal: Callable[[], None]) -> Iterator[None]:
         os.close(writing)
         thread.join()
         os.close(reading)
-        # Last: with the default one, which ends the process, a signal must not meet the join.
+        # Restored last, because with the default handler a signal during the join ends the process.
         signal.signal(number, handler)
 
 
 def quit_now(line: str = "Interrupted.", code: int = INTERRUPTED) -> None:
-    """End the process at once with one line and a code; an unfinished save leaves no checkpoint."""
+    """End the process at once with a line and an exit code; an unfinished save is discarded."""
     last_words(line)
     os._exit(code)
 
 
 def _listen(reading: int, number: int, on_signal: Callable[[], None], outer: int) -> None:
-    while byte := os.read(reading, 1):  # b"": the context has ended
+    while byte := os.read(reading, 1):  # b"" at the end of the context
         if byte[0] == number:
             on_signal()
         elif outer != -1:
-            with contextlib.suppress(BlockingIOError):  # it is full of signals already
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of signals
                 os.write(outer, byte)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Prevent KeyboardInterrupt, and the end by SIGTERM."""
+    """Handle a signal without an effect, to prevent KeyboardInterrupt and the end by SIGTERM."""
 
 
 class _Presses:
-    """Counts the presses of a signal; each may arrive twice. For one thread."""
+    """Counts the presses of a signal, each of which may arrive twice. For one thread."""
 
     _first_s: float | None = None
 
@@ -102,15 +103,15 @@ class _Presses:
 def ending_at_second_sigterm() -> Iterator[None]:
     """Leave the first SIGTERM to JAX's preemption service, and end the process at the second one.
 
-    Enter it in the main thread after jax.distributed.initialize. JAX's C handler of SIGTERM sets a
-    flag for the next step, so a process that compiles or waits for a peer would not end. Without
-    that handler nothing changes.
+    Enter it in the main thread after jax.distributed.initialize. JAX's C handler of SIGTERM only
+    sets a flag for the next step, so a process that compiles or waits for a peer would not end. If
+    JAX has not installed its handler, nothing changes.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
     libc.signal.restype = ctypes.c_void_p
     theirs = libc.signal(signal.SIGTERM, signal.SIG_IGN)
-    if theirs in (None, int(signal.SIG_IGN)):  # None: the default
+    if theirs in (None, int(signal.SIG_IGN)):  # None: the default handler
         libc.signal(signal.SIGTERM, theirs)
         yield
         return
@@ -132,20 +133,24 @@ def ending_at_second_sigterm() -> Iterator[None]:
 
 
 class Preemption:
-    """Whether SIGTERM, SIGHUP or Ctrl-C has asked the run to stop, at a step all processes share.
+    """Detects a request to stop by SIGTERM, SIGHUP or Ctrl-C, at the same step in all processes.
 
     A context manager, entered in the main thread after jax.distributed.initialize. In a run of one
-    process a signal sets a flag. In a run of several, JAX's preemption service has its own handler
-    of SIGTERM, and names a step that no process has passed; SIGHUP and Ctrl-C are converted to
-    SIGTERM. SIGHUP does nothing where it is ignored, as under nohup. A second Ctrl-C or SIGTERM
-    ends the process at once (of several processes by ending_at_second_sigterm).
+    process a signal sets a flag. In a run of several processes, JAX's preemption service handles
+    SIGTERM and chooses a step that no process has passed; SIGHUP and Ctrl-C are converted to
+    SIGTERM. SIGHUP has no effect if it is ignored, as under nohup. A second Ctrl-C or SIGTERM ends
+    the process at once (in a run of several processes, by ending_at_second_sigterm).
 
     Attributes:
-      by_ctrl_c: whether Ctrl-C, and no other signal before it, asked this process.
+      by_ctrl_c: whether the first signal to this process was Ctrl-C.
     """
 
     def __init__(self, report: Callable[[str], None]):
-        """Install nothing yet. report: called with one line for the user at the first Ctrl-C."""
+        """Create the object; handlers are installed on entry.
+
+        Args:
+          report: called with one line for the user at the first Ctrl-C.
+        """
         import jax
 
         self._report = report
@@ -160,7 +165,7 @@ class Preemption:
         self._stack.enter_context(hearing(signal.SIGINT, self._on_ctrl_c))
         if not self._several:
             self._stack.enter_context(hearing(signal.SIGTERM, self._on_sigterm))
-            self._handle(signal.SIGTERM)  # noted at once, where Python runs
+            self._handle(signal.SIGTERM)  # sets the flag sooner if Python runs
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self._handle(signal.SIGHUP)
         return self
@@ -170,7 +175,7 @@ class Preemption:
         self._stack.close()
 
     def requested(self, step: int) -> bool:
-        """Return whether to save and exit after this step; the same in all processes."""
+        """Return whether to save and exit after this step; the result is equal in all processes."""
         if self._several:
             from jax.experimental import multihost_utils
 
@@ -178,11 +183,11 @@ class Preemption:
         return self._asked
 
     def _handle(self, number: signal.Signals) -> None:
-        # None: a handler that Python has not installed and cannot restore.
+        # signal() returns None for a handler that Python has not installed and cannot restore.
         before = signal.signal(number, lambda number, frame: self._ask()) or signal.SIG_DFL
         self._stack.callback(signal.signal, number, before)
 
-    # Called in a thread of their own, one call at a time.
+    # Called in the threads of `hearing`, one call at a time.
 
     def _on_sigterm(self) -> None:
         if self._sigterm.count() == 2:

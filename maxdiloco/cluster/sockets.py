@@ -1,15 +1,15 @@
-"""Sockets between the processes of a run: their addresses and the kernel's timeouts."""
+"""Open sockets between the processes of a run, find addresses, and set the kernel's timeouts."""
 
 import socket
 import sys
 
-# The kernel accepts this many bytes ahead of what it sends, so that an acknowledgement does not
-# wait behind megabytes: 0.4 s at 5 Mbit/s.
+# The kernel buffers at most this many unsent bytes, so that an acknowledgement does not wait behind
+# megabytes of data: 0.4 s at 5 Mbit/s.
 _UNSENT_BYTES = 1 << 18
 
 
 def listen(host: str = "", port: int = 0) -> socket.socket:
-    """Return a listening socket. host: of the interface, "": all. port: 0: any. Raises OSError."""
+    """Return a listening socket. host "": all interfaces; port 0: any free one. Raises OSError."""
     if host:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)

@@ -1,4 +1,4 @@
-"""The start of several processes as one run: their launcher, jax.distributed and connections."""
+"""Start several processes as one run: find their launcher, start jax.distributed, and connect."""
 
 import contextlib
 import socket
@@ -19,24 +19,24 @@ ADDRESS = "JAX_COORDINATOR_ADDRESS"
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
-MEGASCALE = "MEGASCALE_"  # the variables of libtpu for several slices
-# A shell or a container may keep these from an earlier attempt.
+MEGASCALE = "MEGASCALE_"  # prefix of libtpu's variables for several slices
+# Environment variables that a shell or a container may keep from an earlier attempt.
 OF_A_START = (ADDRESS, BIND_ADDRESS, COUNT, INDEX, MEGASCALE)
 TPU = "TPU"
 SLURM = "Slurm"
 OPEN_MPI = "Open MPI"
 
-JAX_EXTRA_S = 60  # JAX's timeouts end in an abort, so ours end a minute earlier
+JAX_EXTRA_S = 60  # JAX's timeouts end in an abort, so they are a minute longer than ours
 
 
 def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
-    """Return what started several processes; None for a run of one process.
+    """Return the name of the launcher of several processes; None for a run of one process.
 
     Args:
-      environ: the variables that jax.distributed.initialize reads, and JAX_NUM_PROCESSES and
-        JAX_PROCESS_ID, which it does not.
-      on_tpu: whether JAX's first platform is a TPU. JAX finds the number of its hosts, which may be
-        one, in the metadata of the TPU.
+      environ: the environment, with the variables that jax.distributed.initialize reads, and
+        JAX_NUM_PROCESSES and JAX_PROCESS_ID, which it does not read.
+      on_tpu: whether JAX's first platform is a TPU. JAX reads the number of its hosts, which may be
+        one, from the metadata of the TPU.
 
     Raises:
       ConfigError: the variables of a local run are incomplete.
@@ -51,7 +51,7 @@ def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
                 f"{key}={environ[key]} is set but {ADDRESS} is not: the processes cannot find each "
                 f"other. Set {ADDRESS}=host:port of process 0, or unset {key}."
             )
-    if "OMPI_COMM_WORLD_SIZE" in environ:  # first, as for JAX: its daemons may be Slurm's tasks
+    if "OMPI_COMM_WORLD_SIZE" in environ:  # first, as in JAX: mpirun may run under Slurm
         return OPEN_MPI if environ["OMPI_COMM_WORLD_SIZE"] != "1" else None
     if {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys():
         return SLURM if environ.get("SLURM_NTASKS", "1") != "1" else None
@@ -75,13 +75,13 @@ def joined(
     """Join the other processes of the run for the time of a `with`; None in a run of one process.
 
     Enter it in the main thread before any JAX call that starts a backend, and use devices only
-    inside. A lost peer ends this process with exit code 5; a peer that ends with 2, 3, 4 or 75
-    ends it with the same code. Both print one line; for other errors see peers.connected.
+    inside. A lost peer ends this process with exit code 5. A peer that exits with 2, 3, 4 or 75
+    ends this process with the same code. Both print one line; for other errors see peers.connected.
 
     Args:
       environ: see launcher.
-      timeout_s: until all processes have started [s].
-      peer_timeout_s: a process that is silent for longer is lost [s].
+      timeout_s: time limit for all processes to start [s].
+      peer_timeout_s: silence after which a process is lost [s].
       peer_port: see peers.Address.
       interface: see peers.Address.
       secret_file: see peers.connected.
@@ -93,7 +93,7 @@ def joined(
     if kind is None:
         yield None
         return
-    # Here: a program of one process starts without aiohttp and cryptography.
+    # Imported here, so that a program of one process starts without aiohttp and cryptography.
     from maxdiloco.cluster import failure_detector, peers
 
     failure_detector.delay_aborts()
@@ -112,7 +112,7 @@ def joined(
                 # If a scheduler starts the processes, the next job's JAX listens on the next port.
                 peers.Address(peer_port, kind not in (SLURM, OPEN_MPI), interface),
                 secret_file=secret_file,
-                timeout_s=min(timeout_s, peer_timeout_s),  # all have started: JAX has connected
+                timeout_s=min(timeout_s, peer_timeout_s),  # JAX is connected: all have started
                 silence_s=peer_timeout_s,
                 jax_has_tls=bool(tls),
             )
@@ -141,7 +141,7 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
         )
     if numbers.get("process_id") == 0:
         _check_free(environ)
-    if len(numbers) == 2:  # nothing is left to ask a cluster's service
+    if len(numbers) == 2:  # then JAX need not query a cluster's service
         return {**numbers, "cluster_detection_method": "deactivate"}
     return numbers
 
@@ -157,7 +157,7 @@ def _host_and_port(key: str, environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _check_free(environ: Mapping[str, str]) -> None:
-    """Refuse a port in use: JAX's coordination service may crash on it."""
+    """Raise LostPeerError if the port is in use: JAX's coordination service may crash on it."""
     key = BIND_ADDRESS if BIND_ADDRESS in environ else ADDRESS
     host, port = _host_and_port(key, environ)
     try:
@@ -170,7 +170,7 @@ def _check_free(environ: Mapping[str, str]) -> None:
 
 
 def _variables_to_check(environ: Mapping[str, str]) -> str:
-    """Return sentences about the variables of a start that failed, which may be stale."""
+    """Return sentences about possibly stale variables, for the error of a start that failed."""
     lines = []
     for key in (ADDRESS, MEGASCALE + "COORDINATOR_ADDRESS"):
         if key in environ:
@@ -186,10 +186,10 @@ def _variables_to_check(environ: Mapping[str, str]) -> str:
 
 
 def _gpus(kind: str, environ: Mapping[str, str]) -> dict[str, object]:
-    """Return arguments for jax.distributed.initialize that leave a process all GPUs that it sees.
+    """Return arguments for jax.distributed.initialize with which a process uses all visible GPUs.
 
-    Under Slurm and Open MPI JAX gives process i of a host its GPU i. That is wrong where a host has
-    one process, and where the launcher hides the GPUs of the other processes.
+    Under Slurm and Open MPI, JAX assigns GPU i of a host to its process i. That is wrong if a host
+    has one process, or if the launcher hides the GPUs of other processes.
     """
     alone_on_host = {
         SLURM: environ.get("SLURM_STEP_NUM_NODES") == environ.get("SLURM_NTASKS"),
@@ -240,7 +240,7 @@ def _initialize(
         ) from error
     except (ValueError, RuntimeError) as error:
         if kind == TPU and isinstance(error, ValueError):
-            return  # one TPU host without a cluster's metadata, as under a notebook
+            return  # one TPU host without a cluster's metadata, as in a notebook
         raise ConfigError(
             f"several processes were started by {kind}, but JAX cannot find them: "
             f"{one_line(error)}. Set {ADDRESS}=host:port, {COUNT} and {INDEX} for each process, "
