@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face model, as transformers' AutoTokenizer makes it.
+"""Read the tokenizer of a Hugging Face model, as transformers' AutoTokenizer makes it.
 
 Which tokens AutoTokenizer adds to a text depends on its class, on the files and on the version of
 transformers. This module asks AutoTokenizer and decides nothing by itself.
@@ -29,8 +29,10 @@ from maxdiloco.huggingface.folders import Folder
 class Found(NamedTuple):
     """A tokenizer of Hugging Face.
 
-    tokenizer: adds the tokens that transformers adds to a text, but at most one before and one
-      after it. left_out: tokens that only transformers adds.
+    Attributes:
+      tokenizer: the tokenizer. It adds the tokens that transformers adds to a text, but at most one
+        before and one after the text.
+      left_out: the other tokens that transformers adds.
     """
 
     tokenizer: SubwordTokenizer
@@ -41,10 +43,10 @@ def read(folder: Folder) -> Found | None:
     """Read the tokenizer of a model.
 
     Args:
-      folder: the folder of the model, also in a bucket.
+      folder: the folder of the model, local or in a bucket.
 
     Returns:
-      The tokenizer, None if the folder has neither a tokenizer.json nor a tokenizer.model.
+      The tokenizer, or None if the folder has neither a tokenizer.json nor a tokenizer.model.
 
     Raises:
       DataError: transformers cannot load the tokenizer.
@@ -92,7 +94,8 @@ def is_of_model(folder: Folder, tokenizer: Tokenizer | None) -> bool:
 
     Args:
       folder: as for `read`.
-      tokenizer: None where the tokens of the run are numbers, not text: then any tokenizer is.
+      tokenizer: the tokenizer of the run. None: its tokens are numbers, not text, and the result is
+        True.
 
     Raises:
       DataError, CheckpointError, ConfigError: as `read`.
@@ -110,10 +113,10 @@ def is_of_model(folder: Folder, tokenizer: Tokenizer | None) -> bool:
 
 
 def same_tokens(one: SubwordTokenizer, other: SubwordTokenizer) -> bool:
-    """Return whether two tokenizers of one kind make the same tokens of a text.
+    """Return whether two tokenizers of the same kind encode every text as the same tokens.
 
-    An old tokenizer.json lacks entries that the package tokenizers writes today, so the files are
-    compared as the package writes them.
+    An old tokenizer.json lacks entries that the package tokenizers writes today, so the package
+    writes both files again before they are compared.
     """
     contents = (
         each.engine.to_str().encode() if each.kind == "huggingface" else each.content

@@ -1,4 +1,4 @@
-"""Ranged reads of a safetensors file in a bucket: the header first, then single tensors."""
+"""Read a safetensors file in a bucket by ranges: the header first, then single tensors."""
 
 import contextlib
 import math
@@ -13,14 +13,14 @@ from maxdiloco.checkpoint import staging
 from maxdiloco.huggingface import folders
 from maxdiloco.storage.object_store import BucketPath
 
-_MOST_HEADER = 100_000_000  # bytes; the package refuses more
+_MOST_HEADER = 100_000_000  # largest header [bytes]; the package refuses larger ones
 
 
 @contextlib.contextmanager
 def header_here(file: BucketPath) -> Iterator[str]:
     """Copy the header of a file in a bucket into a sparse local file of the same size.
 
-    The package safetensors reads and checks the copy like the whole file.
+    The package safetensors reads and checks the copy in the same way as the whole file.
 
     Raises:
       CheckpointError: the file cannot be read.
@@ -37,7 +37,7 @@ def header_here(file: BucketPath) -> Iterator[str]:
 
 
 def begins(header: os.PathLike) -> dict[str, int]:
-    """Return the offset of each tensor in a file whose header the package has checked."""
+    """Return {tensor: its offset in bytes} of a file whose header the package has checked."""
     with open(header, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         fields = json_text.parse(file.read(length))
@@ -53,11 +53,11 @@ def read(
     """Read some rows of a tensor.
 
     Args:
-      file: a file of safetensors.
+      file: a safetensors file.
       begin: offset of the tensor in the file, in bytes.
-      shape: of the tensor.
-      dtype: of the tensor.
-      rows: of dim 0.
+      shape: shape of the tensor.
+      dtype: dtype of the tensor.
+      rows: slice of dim 0.
 
     Raises:
       CheckpointError: the file cannot be read.

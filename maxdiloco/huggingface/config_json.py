@@ -1,6 +1,6 @@
-"""config.json to the keys of the group model, and back.
+"""Convert a config.json to the keys of the group model, and back.
 
-transformers' config classes give the defaults and read old spellings of config.json.
+transformers' config classes supply defaults and read old spellings of config.json.
 """
 
 import difflib
@@ -23,35 +23,35 @@ from maxdiloco.huggingface.tensors import Family
 from maxdiloco.storage.os_errors import refusing
 
 FILE = "config.json"
-# Eighty times the layers of the deepest published model, Llama 3 405B with 126 (arXiv 2407.21783,
-# Table 3). transformers makes a list of them before it checks anything.
+# Limit of num_hidden_layers: 80 times the deepest published model, Llama 3 405B with 126 layers
+# (arXiv 2407.21783, Table 3). transformers makes a list of layers before it checks anything.
 MAX_LAYERS = 10_000
-# Keys of the group model that say how to train, not what is computed.
+# Keys of the group model that concern training only, not the computation of the model.
 OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
-# A key that config.json does not decide has the default of base.yml, except for these.
+# Values of keys that config.json does not decide. All other such keys have the default of base.yml.
 _NEUTRAL = {"embedding_scale": "one", "use_qk_norm": "false"}
-# Keys of published files that no config class has and that do not change what is computed, and the
-# spellings of transformers 4.
+# Keys of published files that no config class has and that do not change the computation, and keys
+# in the spelling of transformers 4.
 _HARMLESS = {
     "_name_or_path", "attn_implementation", "auto_map", "aux_loss_alpha", "cache_implementation",
     "ep_size", "initial_context_length", "max_window_layers", "moe_intermediate_size",
     "num_experts", "rope_local_base_freq", "rope_scaling", "rope_theta", "seq_aux",
     "sliding_window", "sliding_window_pattern", "torch_dtype",
 }  # fmt: skip
-# Keys that a config class reads though no language model needs them: labels, and torch's dtype.
+# Keys that config classes read but no language model needs: labels, and torch's dtype.
 _NOT_READ = {"model_type", "id2label", "label2id", "num_labels", "dtype", "torch_dtype"}
 
 Values = dict[str, Any]
 
 
 class Read(NamedTuple):
-    """A config.json.
+    """The content of a config.json.
 
     Attributes:
-      family: its model type.
+      family: the model type.
       whole: the entries of the file.
       text: the entries for the text model, which are `whole` or a part of it.
-      keys: our keys of the group model.
+      keys: our keys of the group model with their values.
       unknown: keys of `text` that have no effect here.
     """
 
@@ -66,8 +66,8 @@ def read(folder: Folder) -> Read:
     """Read the config.json of a folder.
 
     Raises:
-      ConfigError: the file cannot be read, or maxdiloco cannot compute the model. It names the
-        file, and the key where one is wrong.
+      ConfigError: the file cannot be read, or maxdiloco cannot compute the model. The message names
+        the file, and the key if one is wrong.
     """
     path = folder / FILE
     with refusing(ConfigError, f"{path} cannot be read", "Give the folder of a downloaded model."):
@@ -91,7 +91,7 @@ def read(folder: Folder) -> Read:
 
 
 def untied(model: Read) -> Read:
-    """Return the model with a head of its own, also in its config.json."""
+    """Return the model with a head that is not tied to the embedding, also in its config.json."""
     changed = {"tie_word_embeddings": False}
     text = model.text | changed
     whole = model.whole | {model.family.inner: text} if model.family.inner else text
@@ -100,7 +100,7 @@ def untied(model: Read) -> Read:
 
 
 def family_of(model_type: str) -> Family:
-    """Return the family of a model type. Raises ConfigError that names the nearest one."""
+    """Return the family of a model type. Raises ConfigError, which suggests the nearest type."""
     by_name = {family.model_type: family for family in FAMILIES}
     if model_type in by_name:
         return by_name[model_type]
@@ -116,7 +116,7 @@ def of_transformers(hf: Mapping[str, Any], family: Family) -> Values:
 
     Args:
       hf: entries of config.json for the text model.
-      family: its model type.
+      family: the family of its model type.
 
     Raises:
       ConfigError: transformers refuses an entry, or is not installed.
@@ -141,22 +141,22 @@ def of_transformers(hf: Mapping[str, Any], family: Family) -> Values:
 
 
 def _class_keys(family: Family) -> frozenset[str]:
-    """Return the keys that the config class of a model type has, and head_dim."""
+    """Return head_dim and the keys that transformers' config class of a model type has."""
     return frozenset(of_transformers({}, family))
 
 
 def _rows(family: Family, known: frozenset[str]) -> list[Field]:
-    """Return the fields of a model type. known: the keys of its config class."""
+    """Return the fields that apply to a model type. known: the keys of its config class."""
     used = known.difference(family.unused)
     return [*(field for field in FIELDS if field.theirs in used), *family.fields]
 
 
 def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
-    """Return our keys of the group model for a config.json, all except those of training.
+    """Return our keys of the group model for a config.json, except OF_TRAINING.
 
     Args:
       hf: entries of config.json for the text model.
-      family: its model type.
+      family: the family of its model type.
 
     Returns:
       {key: value}. A table is a dict with the entries that config.json decides.
@@ -180,7 +180,7 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
         if config.get(key) is not None and config[key] != value:
             raise ConfigError(f"{key}={config[key]}: expected {value} for {family.model_type}.")
     known = _class_keys(family)
-    config = {name: config[name] for name in known}  # no model reads the other keys
+    config = {name: config[name] for name in known}  # models do not read other keys
     keys = {name: key.default for name, key in _of_model().items()} | _NEUTRAL
     defaults = _flat(keys)
     found: Values = {
@@ -196,7 +196,7 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
 
 
 def named_as_theirs(message: str) -> str:
-    """Return a message that begins with `our key=`, with the name of that key in config.json."""
+    """Replace our key, at the start of a message `key=...`, by its name in config.json."""
     names = {field.ours: field.theirs for field in FIELDS}
     names |= {"rope_max_timescale": "rope_theta", "sliding_window_size": "sliding_window"}
     theirs = names.get(message.partition("=")[0])
@@ -204,7 +204,7 @@ def named_as_theirs(message: str) -> str:
 
 
 def _flat(keys: Values) -> Values:
-    """Return the keys together with the entries of tables, such as `router.scaling_factor`."""
+    """Return the keys and, as further keys such as `router.scaling_factor`, entries of tables."""
     return keys | {
         f"{name}.{entry}": value
         for name, table in keys.items()
@@ -214,7 +214,7 @@ def _flat(keys: Values) -> Values:
 
 
 def _of_model() -> dict[str, Key]:
-    """Return the keys of the group model, except those of training."""
+    """Return the keys of the group model, except OF_TRAINING."""
     group = KEYS["model_name"].group
     return {n: k for n, k in KEYS.items() if k.group == group and n not in OF_TRAINING}
 
@@ -224,7 +224,8 @@ def config_of(keys: Values, family: Family) -> Values:
 
     Args:
       keys: all keys of base.yml.
-      family: the model type. `misfits` of the result says whether it has all options of the model.
+      family: the family of the model type. Check the result by `misfits`, since the family may lack
+        an option of the model.
     """
     ours = _flat(keys)
     if ours["base_moe_mlp_dim"] == -1:
@@ -241,12 +242,12 @@ def config_of(keys: Values, family: Family) -> Values:
 
 
 def misfits(config: Values, hf: Values, family: Family) -> dict[str, tuple[Any, Any]]:
-    """Return {key: (value of the config, value of config.json)} where the models differ.
+    """Return {key: (value of the config, value of config.json)} of the keys that differ.
 
     Args:
       config: all keys of base.yml.
       hf: entries of config.json for the text model.
-      family: its model type.
+      family: the family of its model type.
 
     Raises:
       ConfigError: maxdiloco cannot compute the model of config.json.
@@ -258,7 +259,7 @@ def misfits(config: Values, hf: Values, family: Family) -> dict[str, tuple[Any, 
 
 
 def _same(mine: Any, other: Any) -> bool:
-    """Return True if two values are equal in float32, in which models compute."""
+    """Return True if two values are equal in float32, since models compute in float32."""
     if isinstance(mine, float) and isinstance(other, float):
         return math.isclose(mine, other, rel_tol=1e-9)
     if isinstance(mine, dict) and isinstance(other, dict) and mine.keys() == other.keys():
@@ -267,9 +268,9 @@ def _same(mine: Any, other: Any) -> bool:
 
 
 def _resolved(keys: Values) -> Values:
-    """Return the keys with words and defaults replaced by values, equal for equal models."""
+    """Replace words and defaults of keys by values, so that equal models have equal keys."""
     kinds = fields.kinds_of_layers(keys)
-    # Padding is not computed.
+    # Padding of the vocabulary does not change the computation.
     found = keys | {"attention_pattern": kinds, "padded_vocab_size": "auto"}
     if keys["embedding_scale"] == "auto":
         found["embedding_scale"] = "sqrt_emb_dim" if keys["logits_via_embedding"] else "one"
@@ -282,22 +283,23 @@ def _resolved(keys: Values) -> Values:
     if keys["num_experts"] > 1:
         if keys["base_moe_mlp_dim"] == -1:
             found["base_moe_mlp_dim"] = keys["base_mlp_dim"]
-        if not keys["first_num_dense_layers"]:  # no layer is as wide as that
+        if not keys["first_num_dense_layers"]:  # then no layer has this width
             found["base_mlp_dim"] = found["base_moe_mlp_dim"]
     return found
 
 
 def family_for(config: Values) -> tuple[Family, Values]:
-    """Return the first family that has all options of a model, and its config.json.
+    """Return the first family that has all options of a model, and the model's config.json.
 
-    If no family has a tied head with a scaled embedding, the model gets a head of its own, and the
-    export scales the embedding.
+    If the model has a tied head and a scaled embedding and no family has both, the exported model
+    has a separate head, and the export scales the embedding.
 
     Args:
       config: all keys of base.yml.
 
     Raises:
-      ConfigError: no family has all options. The message lists those that the nearest one lacks.
+      ConfigError: no family has all options. The message lists the options that the nearest family
+        lacks.
     """
     nearest = []
     untied = config | {"logits_via_embedding": False, "embedding_scale": "one"}

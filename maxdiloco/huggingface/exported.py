@@ -1,4 +1,4 @@
-"""Export of a checkpoint as a Hugging Face model: weights, config files and tokenizer files."""
+"""Export a checkpoint as a Hugging Face model: weights, config files and tokenizer files."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from maxdiloco.output import progress
 from maxdiloco.run import settings
 from maxdiloco.run import tokenizer as run_tokenizer
 
-# "stored" is the dtype of the checkpoint.
+# The values of dtype, in addition to "stored", which keeps the dtype of the checkpoint.
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -50,13 +50,14 @@ def export_model(
     """Export the newest undamaged checkpoint of a run, or a given one.
 
     Args:
-      run: the run or a checkpoint.
+      run: name or folder of a run, or the folder of a checkpoint.
       target: the folder to make.
       parameters: outer, mean or replica_N.
       dtype: stored, float32 or bfloat16.
-      max_shard_size: of a file, such as 5GB.
-      like: a folder with the config.json to use. Empty: that of the import that the run began with.
-      step: of the checkpoint. -1: the newest.
+      max_shard_size: largest size of a file, such as 5GB.
+      like: a folder with the config.json to use. Empty: the config.json of the import with which
+        the run began, if it began with one.
+      step: step of the checkpoint. -1: the newest checkpoint.
       base_output_directory: folder of the runs.
       say: receives lines for the user.
 
@@ -74,7 +75,7 @@ def export_model(
     safetensors_files.package()
     found = read.restore_from(folder, lambda meta: {}, key="RUN", needs=metadata.OF_MODEL)
     cfg, tokenizer = config.from_checkpoint(found.meta["config"]), None
-    if cfg.dataset_type != "synthetic":  # whose tokens are numbers, not text
+    if cfg.dataset_type != "synthetic":  # tokens of synthetic data are not text
         tokenizer = run_tokenizer.of_checkpoint(settings.read_tokenizer(cfg), found.path)
     carried = _carried(cfg.load_parameters_path, found.path, like)
     same = carried is not None and auto_tokenizer.is_of_model(carried, tokenizer)
@@ -117,9 +118,9 @@ def export_model(
 
 
 def _carried(import_path: str, checkpoint: epath.Path, like: str) -> Folder | None:
-    """Return the folder with the config.json that the export should have, or None.
+    """Return the folder with the config.json for the export, or None.
 
-    It is that of `like`, or of the import that the checkpoint is, or that its run began with.
+    It is `like`, or the import that wrote the checkpoint, or the import that its run loaded.
     """
     if like:
         folder = folders.place(like, "like")
@@ -147,10 +148,10 @@ def _like(carried: Folder, cfg: config.Config, say: Say) -> tuple[Family, dict[s
 def _parts(
     cfg: config.Config, family: Family, hf: Mapping[str, Any], say: Say
 ) -> tuple[list[Part], dict[str, float]]:
-    """Return the parts in the order of the files, and {name of a tensor: factor}.
+    """Return the parts in the order of the files, and {name of a tensor: factor to scale it}.
 
-    The embedding comes first, then the layers, then the rest. A tied embedding that the family does
-    not scale is written twice: scaled, and as the head.
+    The embedding comes first, then the layers, then the rest. If the family does not scale the
+    embedding but the model does, a tied embedding is written twice: scaled, and as the head.
     """
 
     def place(part):
@@ -181,7 +182,7 @@ def _write_tensors(
     readers: Sequence[arrays.Reader],
     say: Say,
 ) -> None:
-    """Read each leaf once, box by box. Only one box is in memory at a time."""
+    """Write all tensors. Each leaf is read once, box by box, with one box in memory at a time."""
     targets: dict[tuple[tensors.Leaf, tensors.Shape], list[Part]] = {}
     for part in parts:
         targets.setdefault((part.leaf, part.index), []).append(part)

@@ -1,4 +1,4 @@
-"""The model types of Hugging Face that can be imported and exported: a row each."""
+"""The table of the Hugging Face model types that can be imported and exported."""
 
 from maxdiloco.huggingface.fields import Field
 from maxdiloco.huggingface.tensors import (
@@ -52,7 +52,7 @@ _SHARED_EXPERTS = {
     "moe.shared.w_up": Tensor(LAYER + "mlp.shared_experts.up_proj.weight", inputs=1),
     "moe.shared.w_out": Tensor(LAYER + "mlp.shared_experts.down_proj.weight", inputs=1),
 }
-# DeepSeek's norms of low rank have this epsilon, whatever rms_norm_eps says: so all norms have it.
+# DeepSeek's norms of low rank have this epsilon for any rms_norm_eps, so all norms must have it.
 _EPSILON = 1e-6
 
 _LLAMA = Family("llama", {**OUTSIDE, **ATTENTION, **PRE_NORMS, **GATED_MLP})
@@ -67,7 +67,7 @@ _GEMMA3 = _GEMMA2._replace(
     model_type="gemma3_text",
     tensors={**_GEMMA2.tensors, **QK_NORMS},
     fixed=_GEMMA | {"use_qk_norm": "head"},
-    unused=("attn_logit_softcapping",),  # transformers computes nothing with it
+    unused=("attn_logit_softcapping",),  # not used by transformers
     local_rope=True,
 )
 _DEEPSEEK2 = Family(  # arXiv 2405.04434, without groups, as the Lite model is
@@ -88,7 +88,7 @@ _DEEPSEEK2 = Family(  # arXiv 2405.04434, without groups, as the Lite model is
     latent=True,
 )
 
-# The first that has all options of a run is what the run is exported as.
+# A run is exported as the first model type that has all options of the run.
 FAMILIES = (
     _LLAMA,
     _LLAMA._replace(model_type="mistral"),

@@ -1,7 +1,7 @@
-"""The keys of transformers' configs that decide what a model computes, and ours, both ways.
+"""Convert the keys of transformers' configs that decide a model's computation to ours, and back.
 
-Two things take more than one key each: the layers with a sliding window, and the rotary embedding.
-All else is a row of FIELDS.
+Most keys have one counterpart, a row of FIELDS. The layers with a sliding window and the rotary
+embedding have several keys each, which functions convert.
 """
 
 import math
@@ -13,28 +13,28 @@ import numpy as np
 from maxdiloco.errors import ConfigError
 
 Values = Mapping[str, Any]
-LOCAL, GLOBAL = "sliding_attention", "full_attention"  # of layer_types
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # values in layer_types
 _TYPES = {bool: "true or false", int: "an integer", float: "a number"}
 _LARGEST = float(np.finfo(np.float32).max)  # models compute in float32
 _LENGTH = "original_max_position_embeddings"
-_ROPE_ENTRIES = {  # of rope_parameters, by rope_type
+_ROPE_ENTRIES = {  # {rope_type: entries of rope_parameters}
     "linear": ("factor",),
     "llama3": ("low_freq_factor", "high_freq_factor", "factor", _LENGTH),
     "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", "factor", _LENGTH),
 }
 _MSCALES = "mscale", "mscale_all_dim"
-_DIGITS = 12  # of mscale_all_dim in config.json: 1.0 rather than 0.9999999999999998
+_DIGITS = 12  # decimals of mscale_all_dim in config.json: 1.0 rather than 0.9999999999999998
 
 
 class Field(NamedTuple):
-    """A key of config.json that is one of our keys.
+    """A key of config.json with its counterpart in base.yml.
 
     Attributes:
       theirs: the key of config.json.
-      ours: the key of base.yml. `router.scaling_factor` is an entry of a table.
-      null: our value where theirs is null. None: null is refused.
-      read: their value to ours.
-      write: our value to theirs.
+      ours: the key of base.yml, or an entry of a table, as `router.scaling_factor`.
+      null: our value if theirs is null. None: null is refused.
+      read: converts their value to ours.
+      write: converts our value to theirs.
     """
 
     theirs: str
@@ -74,7 +74,7 @@ FIELDS = (
     Field("attention_bias", "attention_bias", read=lambda value: "all" if value else "none",
           write=lambda value: value == "all"),
     Field("mlp_bias", "mlp_bias"),
-    # transformers' class takes an integer only.
+    # transformers' class accepts only an integer.
     Field("query_pre_attn_scalar", "query_pre_attn_scalar", write=round),
     Field("attn_logit_softcapping", "attn_logits_soft_cap", 0.0, write=lambda cap: cap or None),
     Field("final_logit_softcapping", "final_logits_soft_cap", 0.0, write=lambda cap: cap or None),
@@ -129,7 +129,7 @@ def _fits(value: Any, kind: type) -> bool:
 
 
 def number(key: str, value: Any) -> float:
-    """Return a number that float32 can hold. Raises ConfigError that names the key."""
+    """Return a value as a number that float32 can hold. Raises ConfigError, which names the key."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not abs(value) <= _LARGEST:
         raise ConfigError(f"{key}={value}: expected a number of at most {_LARGEST:.2g}.")
@@ -146,7 +146,7 @@ def read_layers(config: Values) -> dict[str, Any]:
       config: a complete config of transformers.
 
     Raises:
-      ConfigError: layer_types or sliding_window have a value that maxdiloco cannot compute.
+      ConfigError: maxdiloco cannot compute a value of layer_types or sliding_window.
     """
     window = config.get("sliding_window") or 0
     if type(window) is not int or window < 0:
@@ -160,7 +160,7 @@ def read_layers(config: Values) -> dict[str, Any]:
         raise ConfigError(f"layer_types has {min(unknown)}: expected {LOCAL} or {GLOBAL}.")
     kinds = tuple("local" if kind == LOCAL and window else "global" for kind in types)
     if "local" not in kinds:
-        return {"sliding_window_size": 0, "local_rope_max_timescale": -1.0}  # of no layer
+        return {"sliding_window_size": 0, "local_rope_max_timescale": -1.0}  # no local layers
     # The shortest pattern whose repetition gives these layers.
     sizes = range(1, len(kinds) + 1)
     size = next(p for p in sizes if all(k == kinds[i % p] for i, k in enumerate(kinds)))
@@ -171,7 +171,7 @@ def write_layers(ours: Values, known: frozenset[str]) -> dict[str, Any]:
     """Return the entries of config.json for the layers with a sliding window.
 
     Args:
-      ours: our keys.
+      ours: our keys with their values.
       known: the keys that the config class of the model type has.
     """
     window, found = ours["sliding_window_size"], {}
@@ -200,11 +200,11 @@ def read_rope(config: Values, *, local: bool, latent: bool) -> dict[str, Any]:
 
     Args:
       config: a complete config of transformers.
-      local: whether local layers have a wavelength of their own (Gemma 3).
-      latent: whether YaRN scales the logits of attention, too (DeepSeek), by mscale_all_dim.
+      local: whether local layers have their own wavelength (Gemma 3).
+      latent: whether YaRN also scales the attention logits, by mscale_all_dim (DeepSeek).
 
     Raises:
-      ConfigError: a value that maxdiloco cannot compute.
+      ConfigError: maxdiloco cannot compute a value.
     """
     parameters = config["rope_parameters"]
     if not local:
@@ -265,7 +265,7 @@ def write_rope(ours: Values, *, local: bool, latent: bool) -> dict[str, Any]:
     """Return rope_parameters of config.json.
 
     Args:
-      ours: our keys, entries of tables as `rope_scaling.factor`.
+      ours: our keys with their values; entries of tables are keys such as `rope_scaling.factor`.
       local: as for `read_rope`.
       latent: as for `read_rope`.
     """
@@ -292,6 +292,6 @@ def _write_logit_scale(table: dict[str, Any], ours: Values) -> None:
     factor = (dim / scalar) ** 0.25
     all_dim = round((factor - 1) / (0.1 * math.log(table["factor"])), _DIGITS)
     table["mscale_all_dim"] = all_dim
-    if table.get("attention_factor") == 1:  # as published: the two factors cancel
+    if table.get("attention_factor") == 1:  # as in published files: the factors cancel
         table["mscale"] = all_dim
         del table["attention_factor"]

@@ -1,4 +1,4 @@
-"""Output folders that are complete when they have their name."""
+"""Write output folders that get their final name only when they are complete."""
 
 import contextlib
 import fcntl
@@ -18,16 +18,16 @@ from maxdiloco.storage.os_errors import refusing
 from maxdiloco.storage.run_folder import AGAIN, absolute
 from maxdiloco.storage.store import is_local
 
-Folder = pathlib.Path | BucketPath  # that a user names
+Folder = pathlib.Path | BucketPath  # a folder that a user names
 UNFINISHED = ".unfinished"
-MARK = "maxdiloco-writes-here"  # a file in such a folder, locked by the program that fills it
+MARK = "maxdiloco-writes-here"  # file in an unfinished folder, locked by the program that writes it
 
 
 def place(path: str, key: str) -> Folder:
     """Return the folder at a path that a key names.
 
     Raises:
-      CheckpointError: it is in a bucket, and obstore is not installed.
+      CheckpointError: the folder is in a bucket, and obstore is not installed.
     """
     return pathlib.Path(os.path.expanduser(path)) if is_local(path) else absolute(path, key=key)
 
@@ -38,21 +38,22 @@ def reading(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
 
 
 def refuse_existing(target: Folder) -> None:
-    """Raise ConfigError when there is something at the target."""
+    """Raise ConfigError if the target exists."""
     if target.exists() or (is_local(target) and target.is_symlink()):
         raise ConfigError(f"DST={target} exists already. Give another folder, or remove it.")
 
 
 @contextlib.contextmanager
 def appearing(target: Folder) -> Iterator[epath.Path]:
-    """Make a folder to fill inside the `with`, and give it the target's name at the end.
+    """Make a folder to write inside the `with`, and rename it to the target at the end.
 
-    An error removes the folder. A folder that a killed program left is removed first. A folder for
-    a bucket is filled on this machine and uploaded, config.json last.
+    After an error the folder is removed. A folder that a killed program left is removed first. A
+    folder for a bucket is written on this machine and then uploaded, with config.json last.
 
     Raises:
-      ConfigError: another program fills the folder, or there is one that is not of this program.
-      CheckpointError: the disk or the bucket refuses.
+      ConfigError: another program is writing the folder, or a folder of that name was not made by
+        this program.
+      CheckpointError: the disk or the bucket cannot be written.
     """
     remedy = "Free some space or give another folder."
     told = refusing(CheckpointError, f"DST={target} cannot be written", remedy)
@@ -78,7 +79,7 @@ def appearing(target: Folder) -> Iterator[epath.Path]:
 
 
 def _remove_left(folder: epath.Path, target: pathlib.Path) -> None:
-    """Remove the folder of a killed program. Raises ConfigError for any other folder, OSError."""
+    """Remove a folder left by a killed program. Raises ConfigError for any other, OSError."""
     if not (folder / MARK).is_file():
         raise ConfigError(
             f"DST={target} is written to {folder}, which exists and is not of an import or export "

@@ -1,17 +1,18 @@
 """A run as a model of the Language Model Evaluation Harness (package lm_eval, extra `eval`).
 
-Importing this module registers the model `maxdiloco`:
+Importing this module registers the model `maxdiloco`. As a program, it is the harness's own command
+line with this model:
 
     python -m maxdiloco.huggingface.harness --model maxdiloco --model_args run=runs/a --tasks ...
 
-is the harness's own command line with it. A release of lm_eval after 0.4.13 finds the model by the
-entry point of setup.py, so that `lm_eval --model maxdiloco` is enough.
+Releases of lm_eval after 0.4.13 find the model by the entry point of setup.py, so that
+`lm_eval --model maxdiloco` suffices.
 
 Prompts and truncation follow the harness's model `hf`, so that a run and its export have the same
 results. A rolling log-likelihood therefore has the BOS token twice if the tokenizer adds it: as the
 harness's prefix, and as the first token of the text.
 """
-# B sequences of a batch  L tokens
+# B sequences of a batch  L tokens of a sequence
 
 import collections
 import functools
@@ -42,7 +43,7 @@ from maxdiloco.run import model as run_model
 from maxdiloco.run import settings, startup, stored
 from maxdiloco.run import tokenizer as run_tokenizer
 
-BATCH_SIZE = 8  # sequences; the harness's default of 1 leaves devices of a mesh idle
+BATCH_SIZE = 8  # sequences; with the harness's default of 1, devices of a mesh would be idle
 MAX_NEW_TOKENS = 256  # default of the harness's model `hf`
 GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_k")  # supported options
 Request = tuple[Any, list[int], list[int]]  # key of the harness's cache, context, continuation
@@ -67,13 +68,13 @@ class HarnessModel(TemplateLM):
 
         Args:
           run: name of a run in base_output_directory, its folder, or the folder of a checkpoint.
-          step: of the checkpoint. -1: the newest.
-          parameters: of the checkpoint, as `parameters` of maxdiloco.evaluate.
+          step: step of the checkpoint. -1: the newest checkpoint.
+          parameters: parameters to evaluate, as the option `parameters` of maxdiloco.evaluate.
           base_output_directory: folder of runs.
-          batch_size: sequences of a batch, rounded up for the devices.
-          device: a device of PyTorch, which the harness passes to every model. Not used: the key
-            `hardware` chooses the devices.
-          **keys: keys of maxdiloco.evaluate, such as those of the mesh.
+          batch_size: sequences of a batch, rounded up to a multiple that the devices can share.
+          device: a device of PyTorch, which the harness passes to every model. It is not used,
+            because the key `hardware` chooses the devices.
+          **keys: keys of maxdiloco.evaluate, such as the sizes of the mesh.
 
         Raises:
           ConfigError: a value is wrong, or the model has no tokenizer.
@@ -111,11 +112,14 @@ class HarnessModel(TemplateLM):
         self._score = self._program(self._log_probabilities)
 
     def _program(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile fn(params, batch, None) for the mesh; the results are on all devices."""
+        """Compile fn(params, batch, None) for the mesh; results are replicated on all devices."""
         return jax.jit(replicas.on_whole_mesh(fn, self.found.mesh))
 
     def _log_probabilities(self, params, batch, _):
-        """Log-probability of each next token of [B, L + 1], and whether it is the likeliest."""
+        """Return the log-probability of each next token, and whether it is the likeliest.
+
+        batch: tokens [B, L + 1] and lengths [B, 1]. The results are [B, L].
+        """
         tokens_BL, targets_BL = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         segment_ids_BL = (jnp.arange(tokens_BL.shape[1]) < batch["lengths"]).astype(jnp.int32)
         logits_BLV = self.model.logits(params, tokens_BL, segment_ids_BL)
@@ -125,25 +129,25 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document; the one that starts it if there is none."""
+        """The token that ends a document, or else the token that starts one."""
         return _first(self._tokens.eos, self._tokens.bos, *self._tokens.ends)
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text without context."""
+        """The token that is used as the context of a text without context."""
         return _first(self._tokens.bos, self._tokens.eos, *self._tokens.ends)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the tokens of a text, with those before a document unless they are refused."""
+        """Return the tokens of a text, with the tokenizer's bos unless add_special_tokens=False."""
         encode = self._tokens.encode if add_special_tokens is False else self._tokens.prompt
         return encode(string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Score continuations in batches, the longest first; too long a context loses its start."""
+        """Score continuations in batches, the longest first. Long contexts lose their start."""
         texts = [(context + rest)[-(self.max_length + 1) :] for _, context, rest in requests]
         for _, _, rest in requests:
             if len(rest) > self.max_length:
@@ -204,7 +208,7 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue prompts up to a stop string, the end of a document, or max_gen_toks tokens.
 
-        A batch has prompts of one length with the same options.
+        All prompts of a batch have the same length and the same options.
         """
         groups: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
         prompts: list[list[int]] = []
@@ -229,7 +233,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _generation(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of a generation with defaults. Raises ConfigError."""
+        """Add defaults to the options of a generation. Raises ConfigError for unsupported ones."""
         options = dict(normalize_gen_kwargs(given, MAX_NEW_TOKENS))
         for name in options:
             if name not in GENERATION:
@@ -256,7 +260,7 @@ class HarnessModel(TemplateLM):
 
 
 def _first(*tokens: int | None) -> int:
-    """Return the first token that is not None. Raises ConfigError."""
+    """Return the first token that is not None. Raises ConfigError if all are None."""
     for token in tokens:
         if token is not None:
             return token
@@ -267,7 +271,7 @@ def _first(*tokens: int | None) -> int:
 
 
 def _power_of_two(size: int) -> int:
-    """Round up, so that few lengths are compiled."""
+    """Round up to a power of two, so that programs are compiled for few lengths."""
     return 1 << max(0, size - 1).bit_length()
 
 
@@ -275,13 +279,13 @@ def find_tasks(names: Sequence[str]) -> tuple[list[Any], TaskManager]:
     """Load tasks of the harness with their data.
 
     Args:
-      names: of tasks, groups or tags, or paths of yml files of tasks.
+      names: names of tasks, groups or tags, or paths of yml files of tasks.
 
     Returns:
       The tasks and groups, and their manager.
 
     Raises:
-      ConfigError: there is no such task, or its data cannot be read.
+      ConfigError: a task does not exist, or its data cannot be read.
     """
     manager = TaskManager()
     for name in names:

@@ -1,9 +1,9 @@
-"""Import of a Hugging Face model as a checkpoint that a run starts from.
+"""Import a Hugging Face model as a checkpoint from which a run can start.
 
 DST/checkpoints/0/   the parameters, in the dtypes of the files
 DST/model.yml        the keys of the group model
 DST/start.yml        the keys with which train continues the model
-DST/tokenizer/       the tokenizer of that run, as transformers' AutoTokenizer makes it
+DST/tokenizer/       the tokenizer for the run, as transformers' AutoTokenizer makes it
 DST/huggingface/     config.json, the tokenizer's files and the licence, for an export
 """
 
@@ -42,10 +42,10 @@ from maxdiloco.output import progress
 from maxdiloco.run import tokenizer as run_tokenizer
 
 CARRIED = "huggingface"  # folder in DST with the files for an export
-# Keys of base.yml that an import may be given.
+# Keys of base.yml that the command line of an import accepts.
 MAY_SET = ("max_target_length", "add_bos", "add_eos")
 _ABOUT_START = "Continue to train the imported model. key=value on the command line has precedence."
-_MOST_NAMES = 8  # of tensors in a message
+_MOST_NAMES = 8  # most names of tensors in a message
 
 Say = Callable[[str], None]
 
@@ -56,11 +56,11 @@ def import_model(
     """Import the model in a folder.
 
     Args:
-      source: the folder, also in a bucket.
+      source: the folder of the model, local or in a bucket.
       target: the folder to make.
-      vocab_multiple: the rows of the embedding are rounded up to a multiple of it. 1: no row is
+      vocab_multiple: multiple to which the rows of the embedding are rounded up. 1: no row is
         added, and a tokenizer with more tokens than the model has rows is refused.
-      keys: key=value of MAY_SET.
+      keys: arguments key=value with keys of MAY_SET.
       say: receives lines for the user.
 
     Raises:
@@ -78,7 +78,7 @@ def import_model(
     of_text = _tokenizer_keys(found_tokenizer, target)
     given = model.keys | of_text | {"model_name": str(target / "model.yml")}
     cfg, tokenizer = _config(given, found_tokenizer, source, vocab_multiple, keys)
-    # A few more than there are, so that missing ones are listed by name.
+    # More than the number of tensors in the files, so that missing tensors are listed by name.
     most = len(found) + config_json.MAX_LAYERS
     parts = tensors.of_model(from_keys(cfg), model.family, most)
     dtypes = _checked(parts, found, model)
@@ -121,7 +121,7 @@ def _config(
 
     Raises:
       DataError: the tokenizer has more tokens than the model, and vocab_multiple=1.
-      ConfigError: a value that no model here can have.
+      ConfigError: a value is not valid for any model here.
     """
     rows = stored["vocab_size"]
     try:
@@ -150,7 +150,7 @@ def _config(
 def _tokenizer_keys(found: auto_tokenizer.Found | None, target: pathlib.Path) -> dict[str, Any]:
     """Return the keys of a run for the tokenizer of the model."""
     if found is None:
-        return {"dataset_type": "synthetic"}  # the tokens are numbers, not text
+        return {"dataset_type": "synthetic"}  # its tokens are not text
     return {
         "tokenizer_type": found.tokenizer.kind,
         "tokenizer_path": str(target / run_tokenizer.FOLDER),
@@ -162,7 +162,7 @@ def _tokenizer_keys(found: auto_tokenizer.Found | None, target: pathlib.Path) ->
 def _notes(
     found: auto_tokenizer.Found | None, tokenizer: Tokenizer, source: Folder
 ) -> Iterator[str]:
-    """Yield what a user should know about the tokens around a document."""
+    """Yield notes for the user about the tokens that start and end a document."""
     if found is None:
         yield f"{source} has no tokenizer. Set tokenizer_type and tokenizer_path to train."
         return
@@ -181,9 +181,10 @@ def _notes(
 
 
 def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
-    """Return the model, untied if config.json says tied but the files have another head.
+    """Untie the model if its config.json ties the head but the files have a different head.
 
-    transformers 5 ties the head and the embedding only if they are equal. Raises CheckpointError.
+    transformers 5 ties the head and the embedding only if they are equal. Raises CheckpointError if
+    a file cannot be read.
     """
     table, head = (model.family.tensors[leaf].name for leaf in tensors.OF_VOCABULARY)
     both = table in found and head in found
@@ -198,7 +199,7 @@ def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
 
 
 def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> dict[str, np.dtype]:
-    """Return {leaf: dtype}. Raises CheckpointError for tensors that do not fit the model."""
+    """Return {leaf: dtype}. Raises CheckpointError if tensors do not match the model."""
     expected = dict.fromkeys(part.name for part in parts)
     missing = [name for name in expected if name not in found]
     if missing:
@@ -269,7 +270,7 @@ def _write_checkpoint(
     note = metadata.note_of(0, {OUTER_PARAMS: tree}, _meta(cfg, tokenizer.fingerprint))
     target = folder / "checkpoints" / "0"
     target.parent.mkdir()
-    # No items: Orbax merges the parts of several processes; here is one.
+    # No items, since Orbax merges the parts of several processes, and here is only one process.
     save = write.Save(target, (), run_tokenizer.travelling_files(tokenizer), note)
     nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
     write.prepare(save, nbytes=nbytes)
@@ -282,7 +283,7 @@ def _write_checkpoint(
 
 
 def _write_part(writer: Writer, part: Part, stored: Stored) -> int:
-    """Write a part and return its bytes. Rows that the files lack are zeros."""
+    """Write a part and return its size in bytes. Rows that the files lack are zeros."""
     values = safetensors_files.read(stored)
     if missing := part.shape[0] - values.shape[0]:
         values = np.pad(values, [(0, missing), *[(0, 0)] * (values.ndim - 1)])
@@ -299,6 +300,6 @@ def _meta(cfg: Config, fingerprint: str) -> dict[str, Any]:
         "num_replicas": 1,
         "mesh": dict.fromkeys(AXES, 1),
         "position": {"base": 0, "s0": 1, "M": 1, "B": cfg.per_device_batch_size},
-        "contents": "",  # no text: load_full_state_path is refused for it
+        "contents": "",  # no text was read, so load_full_state_path is refused
         "imported": True,
     }

@@ -1,7 +1,7 @@
-"""Files of safetensors, read and written tensor by tensor.
+"""Read and write safetensors files tensor by tensor.
 
-The package safetensors reads files. It writes only tensors that are all in memory, so this module
-writes the header by itself (8 bytes of length, then JSON) and maps the rest of the file.
+The package safetensors reads the files. It can only write tensors that are all in memory, so this
+module writes the header itself (8 bytes of length, then JSON) and maps the rest of the file.
 """
 
 import functools
@@ -33,19 +33,19 @@ DTYPES = MappingProxyType({
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
 })  # fmt: skip
-_ROWS = 4096  # in memory at once, of two tables that are compared; our choice
-_ALIGNMENT = 8  # of the first tensor's bytes, as the package has it
+_ROWS = 4096  # rows of each of two compared tensors that are in memory at the same time
+_ALIGNMENT = 8  # alignment of the first tensor's bytes, as in files that the package writes
 
 
 class Stored(NamedTuple):
-    """A tensor of a file.
+    """A tensor in a file.
 
     Attributes:
-      name: its name in the file.
+      name: name of the tensor in the file.
       file: the file.
-      shape: its shape.
-      dtype: the format's name, such as BF16.
-      begin: its offset in a file that is in a bucket, in bytes.
+      shape: shape of the tensor.
+      dtype: the format's name of its dtype, such as BF16.
+      begin: offset of the tensor in bytes, if the file is in a bucket.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Stored(NamedTuple):
 
 
 Written = tuple[tuple[int, ...], np.dtype]  # shape and dtype of a tensor to write
-Files = dict[str, Callable[[], np.memmap]]  # by name: maps the values of a tensor in its file
+Files = dict[str, Callable[[], np.memmap]]  # {tensor: function that maps its values in the file}
 
 
 def package() -> types.ModuleType:
@@ -65,7 +65,7 @@ def package() -> types.ModuleType:
 
 
 def tensors_of(folder: Folder) -> dict[str, Stored]:
-    """Return the tensors of all files of a model, by name. Only the headers are read.
+    """Return {name: tensor} of all files of a model. Only the headers are read.
 
     Raises:
       CheckpointError: a file is missing, truncated or otherwise damaged.
@@ -120,7 +120,7 @@ def _files(folder: Folder) -> list[Folder]:
 def read(tensor: Stored, rows: slice = slice(None)) -> np.ndarray:
     """Read a tensor, or some of its rows.
 
-    The file is opened for each tensor, so that its mapped pages are released.
+    The file is opened and closed for each tensor, so that its mapped pages are released.
 
     Raises:
       CheckpointError: the file cannot be read.
@@ -133,7 +133,7 @@ def read(tensor: Stored, rows: slice = slice(None)) -> np.ndarray:
 
 
 def equal(one: Stored, other: Stored) -> bool:
-    """Return True if two tensors have equal values. Some rows at a time are read, as in `read`."""
+    """Return True if two tensors have equal values. _ROWS rows at a time are read by `read`."""
     if one.shape != other.shape:
         return False
     for tensor in (one, other):
@@ -143,7 +143,7 @@ def equal(one: Stored, other: Stored) -> bool:
 
 
 def _opened(file: Folder, path: os.PathLike) -> Any:
-    """Open `path`, which is the file or a copy of its header. Raises CheckpointError."""
+    """Open `path`, the file itself or a copy of its header. Raises CheckpointError."""
     module = package()
     try:
         return module.safe_open(path, framework="numpy")
@@ -165,7 +165,7 @@ def numpy_dtype(tensor: Stored) -> np.dtype:
 
 
 def nbytes_of(text: str) -> int:
-    """Return the bytes of a size such as `5GB` or `200MB`. Raises ConfigError."""
+    """Return the number of bytes of a size such as `5GB` or `200MB`. Raises ConfigError."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(KB|MB|GB)", text, re.IGNORECASE)
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     size = float(found[1]) * units[found[2].upper()] if found else 0
@@ -180,9 +180,9 @@ def begin(folder: pathlib.Path, written: Mapping[str, Written], max_bytes: int) 
     """Create the files of a model and, if there are several, their index.
 
     Args:
-      folder: where to write.
-      written: the tensors in the order of the files, by name.
-      max_bytes: size of a file, unless it holds a single tensor.
+      folder: the folder of the files.
+      written: {name: shape and dtype} of the tensors, in the order of the files.
+      max_bytes: largest size of a file. A file with a single tensor may be larger.
 
     Returns:
       For each tensor a function that maps its values for writing.

@@ -1,4 +1,4 @@
-"""The files next to a model's weights, which an import copies and an export writes."""
+"""Copy and write the files next to a model's weights: tokenizer, generation config, licence."""
 
 import json
 import pathlib
@@ -21,7 +21,7 @@ from maxdiloco.huggingface.folders import Folder
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-# What transformers reads of a folder to make a tokenizer and to know where generation stops.
+# Files from which transformers makes a tokenizer, or reads the tokens at which generation stops.
 OF_TOKENIZER = frozenset({
     CONFIG, GENERATION, "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
@@ -29,17 +29,17 @@ OF_TOKENIZER = frozenset({
     "chat_template.json",
 })  # fmt: skip
 _CHAT_TEMPLATES = "additional_chat_templates"
-# First letters of the names of files that say who may do what with the model, in any case.
+# Beginnings of the names of files with the licence of the model, in lower case.
 _LICENCES = ("license", "licence", "notice", "copying", "use_policy")
 
 
 def copy_files(source: Folder, target: pathlib.Path, names: Collection[str]) -> None:
-    """Copy files of a folder.
+    """Copy some files of a folder.
 
     Args:
-      source: the folder of a model, also in a bucket.
-      target: a folder, which is made if it does not exist.
-      names: names of files; those that the source lacks are skipped.
+      source: the folder of a model, local or in a bucket.
+      target: the folder for the copies, which is made if it does not exist.
+      names: names of files; files that the source lacks are skipped.
 
     Raises:
       CheckpointError: a file cannot be read.
@@ -55,7 +55,7 @@ def copy_files(source: Folder, target: pathlib.Path, names: Collection[str]) -> 
 def copy(source: Folder, target: pathlib.Path, *, tokenizer: bool = True) -> None:
     """Copy the licence and, with `tokenizer`, the tokenizer and generation_config.json.
 
-    Args and errors: see `copy_files`. config.json is not copied.
+    config.json is not copied. For arguments and errors see `copy_files`.
     """
     with folders.reading(source):
         names = [path.name for path in source.iterdir()]
@@ -79,12 +79,12 @@ def _copy(paths: list[Folder], source: Folder, target: pathlib.Path) -> None:
 def write(folder: pathlib.Path, tokenizer: Tokenizer | None, max_length: int) -> None:
     """Write generation_config.json and the files of a tokenizer.
 
-    transformers' AutoTokenizer of the folder adds the tokenizer's bos to a text, and no eos, so
+    For this folder, transformers' AutoTokenizer adds the tokenizer's bos to a text, and no eos, so
     that a text can be continued.
 
     Args:
-      folder: where to write.
-      tokenizer: None where tokens are numbers, not text.
+      folder: the folder of the files.
+      tokenizer: the tokenizer, or None if tokens are numbers, not text.
       max_length: the longest sequence of the model, in tokens.
 
     Raises:
@@ -128,7 +128,7 @@ def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | list[int] | None
 
 
 def _adding_bos(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Any:
-    """Return the engine of a tokenizer.json that adds bos to a text, and nothing else."""
+    """Return the engine for a tokenizer.json that adds bos, and no other token, to a text."""
     module = package("huggingface")
     if isinstance(tokenizer, ByteTokenizer):
         engine = _byte_level_bpe(module, tokenizer.bos)
@@ -146,8 +146,8 @@ def _adding_bos(tokenizer: ByteTokenizer | HuggingFaceTokenizer) -> Any:
 def _byte_level_bpe(module: types.ModuleType, bos: int) -> Any:
     """Return a byte-level BPE without merges, whose tokens are the 256 bytes.
 
-    The vocabulary of a byte-level BPE has a letter for each byte: a printable byte is its own
-    letter, and the letters from 256 on stand for the others, in order (GPT-2).
+    The vocabulary of a byte-level BPE has a character for each byte: a printable byte is its own
+    character, and the characters from U+0100 on represent the other bytes, in order (GPT-2).
     """
     letters = sorted(module.pre_tokenizers.ByteLevel.alphabet())
     hidden = (byte for byte in range(256) if chr(byte) not in letters)

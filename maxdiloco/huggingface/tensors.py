@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face model as parts of the leaves of our parameters, and back.
+"""Map the tensors of a Hugging Face model to parts of the leaves of our parameters, and back.
 
 A leaf is stacked over layers and, in a mixture of experts, over experts. A tensor of Hugging Face
-is one part of a leaf. Their matrices are [outputs, inputs]; ours are [inputs, outputs], with a
-dimension for the heads.
+holds one part of a leaf. Matrices of Hugging Face are [outputs, inputs]. Our matrices are [inputs,
+outputs], with a separate dimension for the heads.
 """
 
 import math
@@ -29,14 +29,14 @@ class Tensor(NamedTuple):
     """The tensors that hold the parts of a leaf.
 
     Attributes:
-      name: their name, with {layer} and {expert} where there is one for each.
+      name: name of the tensors, with {layer} or {expert} if each has its own tensor.
       inputs: number of leading dims of the part that are inputs of a matrix, which is transposed.
         0: the tensor is not a matrix.
       flat: whether the tensor has a single dim for all dims of the part.
       half: 0 or 1 if the last dim of the tensor interleaves two parts. None: it holds one part.
-      in_pairs: whether the rotated features, the last ones of a head, are pairs of neighbours.
-        Ours are two halves.
-      float32: whether an export stores it in float32, whatever its dtype is.
+      in_pairs: whether the rotated features, the last features of a head, are in adjacent pairs. In
+        our leaves they are in two halves.
+      float32: whether an export stores the tensor in float32 for any value of dtype.
     """
 
     name: str
@@ -51,19 +51,19 @@ class Family(NamedTuple):
     """A model type.
 
     Attributes:
-      model_type: its name in config.json.
-      tensors: by path of our leaf.
-      fixed: our keys that the model type always has with these values.
-      must: keys of config.json that must have these values, or be null or absent.
-      fields: further rows, after those of FIELDS.
-      unused: keys of FIELDS that are not read of this model type, and not written.
-      local_rope: whether local layers have a wavelength of their own.
-      latent: whether its attention is latent, with YaRN that scales the logits.
-      inner: key of config.json that holds the config of the text model; empty: it is the whole.
-      wrapper: part of the names of the tensors that only this model type has.
+      model_type: name of the model type in config.json.
+      tensors: {path of our leaf: tensors that hold its parts}.
+      fixed: values that our keys have for every model of this type.
+      must: values that keys of config.json must have, unless they are null or absent.
+      fields: rows of this model type in addition to FIELDS.
+      unused: keys of FIELDS that this model type neither reads nor writes.
+      local_rope: whether local layers have their own wavelength.
+      latent: whether its attention is latent; YaRN then also scales the logits.
+      inner: key of config.json that holds the config of the text model; empty: the whole file.
+      wrapper: part of tensor names that only this model type has.
       left_out: prefixes of names of tensors that are not imported; {layers}: the number of layers.
-      left_out_part: what these tensors are.
-      of_exports: entries of config.json that an export has, whatever an import's has.
+      left_out_part: description of the tensors in left_out, for messages.
+      of_exports: entries that config.json of an export gets, even if an import had other values.
     """
 
     model_type: str
@@ -87,7 +87,7 @@ class Family(NamedTuple):
 
     @property
     def architecture(self) -> str:
-        """The class of transformers, as config.json names it."""
+        """The name of transformers' class in config.json."""
         words = self.model_type.removesuffix("_text").split("_")
         return "".join(map(str.title, words)) + "ForCausalLM"
 
@@ -96,8 +96,8 @@ class Leaf(NamedTuple):
     """A leaf of the parameters.
 
     Attributes:
-      path: dotted names.
-      shape: its shape.
+      path: names in the nested parameters, joined by dots.
+      shape: shape of the leaf.
       layers: the layer of each entry of dim 0. None: the leaf is outside the layers.
     """
 
@@ -113,9 +113,9 @@ class Part(NamedTuple):
       name: name of the tensor.
       shape: shape of the tensor.
       leaf: the leaf.
-      index: of the part, in the leading dims of the leaf.
-      tensor: the row of the family's table.
-      rotated: features of a head that are in pairs in the tensor, 0 for none.
+      index: index of the part in the leading dims of the leaf.
+      tensor: the entry of Family.tensors for the leaf.
+      rotated: number of features of a head that are in pairs in the tensor.
     """
 
     name: str
@@ -127,12 +127,12 @@ class Part(NamedTuple):
 
     @property
     def part_shape(self) -> Shape:
-        """Return the shape of the leaf without the indexed dims."""
+        """The shape of the leaf without the dims that `index` selects."""
         return self.leaf.shape[len(self.index) :]
 
 
 def parts_of(leaf: Leaf, tensor: Tensor, rotated: int) -> Iterator[Part]:
-    """Yield the tensors of a leaf in its order. rotated: rotated features of a head."""
+    """Yield the parts of a leaf in order. rotated: number of rotated features of a head."""
     rotated = rotated if tensor.in_pairs else 0
     num_indexed = _num_indexed(leaf, tensor)
     shape = leaf.shape[num_indexed:]
@@ -149,7 +149,7 @@ def parts_of(leaf: Leaf, tensor: Tensor, rotated: int) -> Iterator[Part]:
 
 
 def to_part(values: np.ndarray, part: Part) -> np.ndarray:
-    """Return the part of our leaf that a tensor holds."""
+    """Convert the values of a tensor to the part of our leaf that it holds."""
     seen = _as_part(values, part)
     return seen[..., _order(part)] if part.rotated else seen
 
@@ -161,7 +161,7 @@ def put(target: np.ndarray, part: Part, box: tuple[slice, ...], values: np.ndarr
       target: the tensor, or its first rows; written in place.
       part: the part that the tensor holds.
       box: slices of the part.
-      values: of the box.
+      values: values of the box.
     """
     seen = _as_part(target, part)
     box = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(box, seen.shape, strict=True))
@@ -184,7 +184,7 @@ def _as_part(values: np.ndarray, part: Part) -> np.ndarray:
 
 
 def _order(part: Part) -> np.ndarray:
-    """Return the feature of their head for each feature of ours."""
+    """Return the index in a head of the tensor for each feature of a head of our leaf."""
     rest, pairs = np.split(np.arange(part.part_shape[-1]), [-part.rotated])
     return np.concatenate([rest, pairs[::2], pairs[1::2]])
 
@@ -193,9 +193,9 @@ def of_model(sizes: ModelConfig, family: Family, most: float = math.inf) -> list
     """Return all parts of a model in the order of the leaves, without values.
 
     Args:
-      sizes: of the model.
-      family: its model type.
-      most: limit of the parts of a leaf, since config.json may ask for any number of experts.
+      sizes: sizes of the model.
+      family: the family of its model type.
+      most: limit of the parts of a leaf, since config.json may have any number of experts.
 
     Raises:
       ConfigError: the model type lacks a parameter, or the limit is exceeded.
@@ -223,7 +223,7 @@ def of_model(sizes: ModelConfig, family: Family, most: float = math.inf) -> list
 
 
 def _num_indexed(leaf: Leaf, tensor: Tensor) -> int:
-    """Return the number of leading dims of a leaf that an index of a part has."""
+    """Return the number of leading dims of a leaf that `Part.index` selects."""
     return (leaf.layers is not None) + ("{expert}" in tensor.name)
 
 
@@ -280,7 +280,14 @@ GATED_MLP = {
 
 
 def experts(block: str, gate: str, up: str, out: str) -> dict[str, Tensor]:
-    """Return the rows of a router, and of experts that have a tensor each. block: in a layer."""
+    """Return the tensors of a router and its experts, one tensor for each expert.
+
+    Args:
+      block: name of the block in a layer.
+      gate: name of the gate's matrix of an expert.
+      up: name of the up projection of an expert.
+      out: name of the down projection of an expert.
+    """
     names = {"w_gate": gate, "w_up": up, "w_out": out}
     found = {"moe.router": Tensor(f"{LAYER}{block}.gate.weight", inputs=1)}
     for leaf, name in names.items():
