@@ -1,11 +1,11 @@
 """maxdiloco: config-driven JAX pretraining with DiLoCo over slow links.
 
-The library is `maxdiloco.DiLoCo` and `maxdiloco.Island`, `maxdiloco.Stacked` for their
+The library consists of `maxdiloco.DiLoCo` and `maxdiloco.Island`, `maxdiloco.Stacked` for their
 `layer_axis`, and `Checkpointer` with `save_state` and `restore_state`. They are imported on first
 use, so that `python -m maxdiloco.train` checks its flags before JAX loads.
 
-This file and version.py are written for Python 3.6 too: a Python that is too old reads them, and
-says so, before it meets what it cannot read.
+This file and version.py also run on Python 3.6. A Python that is too old therefore ends with a
+clear error, before it reads code that it cannot parse.
 """
 
 import importlib
@@ -31,12 +31,12 @@ _MODULES = {
     "restore_state": "checkpoint.saved_state",
     "save_state": "checkpoint.saved_state",
 }
-# Packages of setup.py by the names under which they are imported.
+# Packages required by setup.py, by the names under which they are imported.
 _PACKAGES = (
     "jax", "flax", "optax", "orbax", "tensorstore", "grain", "etils", "ml_dtypes", "numpy", "yaml",
     "pydantic", "annotated_types", "tensorboardX", "tqdm", "aiohttp", "cryptography",
 )  # fmt: skip
-# What these arguments need: they describe the programs and the keys, and run nothing.
+# Arguments that only print descriptions of the programs and keys, and the packages they need.
 _HELP = ("-h", "--help", "help", "--schema")
 _HELP_PACKAGES = ("yaml", "pydantic", "annotated_types")
 _REMEDY = (
@@ -53,9 +53,9 @@ def _packages():
 
 
 def _check_python():
-    """End a program that this Python cannot run with one line and exit code 2.
+    """End a program with one line and exit code 2 if this Python cannot run it.
 
-    A library gets an ImportError from a Python that is too old.
+    When maxdiloco is imported as a library, a Python that is too old raises ImportError.
     """
     if sys.version_info < (3, 11):  # noqa: UP036
         line = "is Python {}.{}, and maxdiloco needs 3.11 or newer".format(*sys.version_info[:2])
@@ -79,6 +79,6 @@ def __getattr__(name):
     )
 
 
-# Of a program: Python has put "-m" there while it looks for the module to run.
+# For a program, sys.argv[0] is "-m" while Python looks for the module to run.
 if sys.argv[:1] == ["-m"] or sys.version_info < (3, 11):
     _check_python()

@@ -1,4 +1,4 @@
-"""What there is to run: `python -m maxdiloco`."""
+"""List the programs of the package: `python -m maxdiloco`."""
 
 import ast
 import pathlib
@@ -26,9 +26,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def programs_of(package: pathlib.Path) -> dict[str, str]:
-    """{name: what it does} of the modules of a package that are programs: they have a `main`.
+    """Return {name: description} of the programs of a package, from their docstrings.
 
-    A folder is one by its `__main__`.
+    A program is a module, or a folder with a module `__main__`, that defines `main`.
     """
     found = {}
     for path in [*package.glob("[!_]*.py"), *package.glob("*/__main__.py")]:

@@ -1,4 +1,4 @@
-"""What every program does alike: its options, and how it ends: one line and an exit code."""
+"""Common parts of all programs: options, and errors as one line with an exit code."""
 
 import contextlib
 import functools
@@ -19,14 +19,19 @@ from maxdiloco.version import __version__
 
 HELP = ("-h", "--help", "help")
 VERSION = "--version"
-LEAVE_S = 5.0  # until threads that are left are abandoned; our choice
+LEAVE_S = 5.0  # time after which an ending program abandons its remaining threads [s]
 Program = Callable[[Sequence[str]], int]  # arguments -> exit code
 
 
 class Option(NamedTuple):
     """An option of a program, written name=value.
 
-    kind: str, int, float or bool. least: of an int; a float has to be above it. most: of an int.
+    Attributes:
+      default: the default value.
+      meaning: description for --help.
+      kind: str, int, float or bool.
+      least: the smallest int; a float must be greater.
+      most: the largest int.
     """
 
     default: Any
@@ -44,11 +49,20 @@ def read_options(
     names: bool = False,
     keys: bool = False,
 ) -> tuple[SimpleNamespace, list[str]]:
-    """The value of every option, as attributes, and the arguments that are none of them.
+    """Separate the options of a program from its other arguments.
 
-    program: for messages. names: whether other arguments may be there that have no `=`. keys: any,
-    such as keys of base.yml.
-    Raises ConfigError for another argument, an option that is given twice, a value of another kind.
+    Args:
+      arguments: the command line without the program.
+      options: {name: option}.
+      program: name of the program, for messages.
+      names: whether other arguments without `=` are accepted.
+      keys: whether any other arguments are accepted, such as keys of base.yml.
+
+    Returns:
+      The value of every option, as attributes, and the other arguments.
+
+    Raises:
+      ConfigError: an argument is not accepted, an option is repeated, or a value is invalid.
     """
     given, others = {}, []
     for argument in arguments:
@@ -88,7 +102,7 @@ def _value(name: str, option: Option, raw: str) -> Any:
 
 
 def option_lines(options: Mapping[str, Option]) -> list[str]:
-    """For --help: each option with its default, in at most 100 columns."""
+    """Return lines for --help: each option with its default, in at most 100 columns."""
     return [
         textwrap.fill(
             f"{name}={'' if option.default is None else repr(option.default)}  {option.meaning}",
@@ -101,10 +115,10 @@ def option_lines(options: Mapping[str, Option]) -> list[str]:
 
 
 def guarded(program: Program) -> Callable[..., int]:
-    """Decorator: errors the user can act on become one line on stderr and an exit code.
+    """Decorate a program: USER_ERRORS become one line on stderr and an exit code.
 
-    --version anywhere on the command line prints the version, and the program does not run.
-    Called without arguments it is this process's program, see end_with.
+    With --version anywhere on the command line, only the version is printed. If the result is
+    called without arguments, it runs as the program of this process; see end_with.
     """
 
     @functools.wraps(program)
@@ -129,12 +143,13 @@ def guarded(program: Program) -> Callable[..., int]:
 def end_with(main: Program) -> NoReturn:
     """Run `main` as this process's program and exit with its code.
 
-    Ctrl-C ends it at any moment with one line and 130, unless `main` handles it. So does SIGTERM,
-    with 143, in process 1 of a container: Linux drops what process 1 leaves to the default handler.
+    Ctrl-C ends it at any moment with one line and exit code 130, unless `main` handles Ctrl-C. In
+    process 1 of a container, SIGTERM ends it with 143: Linux ignores signals for which process 1
+    has no handler.
     """
     output.fill_closed_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        # For the time after the context below: no KeyboardInterrupt in Python's own clean-up.
+        # Used after the context below, so that Python's clean-up raises no KeyboardInterrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = CRASHED
     try:
@@ -144,13 +159,13 @@ def end_with(main: Program) -> NoReturn:
                 heard.enter_context(hearing(signal.SIGTERM, _terminated))
             code = main(sys.argv[1:])
     finally:
-        if code == INTERRUPTED:  # it is ending already: another Ctrl-C must not change the code
+        if code == INTERRUPTED:  # another Ctrl-C must not change the exit code
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         output.finish()
-        # One of several processes is ended by its failure detector, which may wait for peers.
+        # In a run of several processes the failure detector ends the process, and may wait longer.
         if all(thread.name != DETECTOR for thread in threading.enumerate()):
-            # Python joins its threads first, and after a save that a disk has refused those of
-            # Orbax wait for each other for minutes.
+            # Python joins its threads first. After a save that failed on a disk error, Orbax's
+            # threads wait for each other for minutes.
             leave = threading.Timer(LEAVE_S, os._exit, (code,))
             leave.daemon = True
             leave.start()

@@ -1,11 +1,11 @@
-"""Errors a user can act on, each with the exit code the command line ends with."""
+"""Errors that a user can resolve, each with the exit code of the program."""
 
 CRASHED = 1  # Python's exit code after an error that nobody expected
 INTERRUPTED = 130  # after Ctrl-C
 
 
 class ConfigError(ValueError):
-    """A key has a value that cannot work: exit code 2."""
+    """A key has an invalid value, or keys cannot be combined: exit code 2."""
 
     exit_code = 2
 
@@ -29,7 +29,7 @@ class NumericsError(ArithmeticError):
 
 
 class LostPeerError(RuntimeError):
-    """Another process of the run is gone: exit code 5, or the code that it ended with."""
+    """Another process of the run is lost: exit code 5, or the exit code of that process."""
 
     exit_code = 5
 
@@ -50,12 +50,12 @@ class Preempted(Exception):
     exit_code = 143
 
 
-# One line each, and the exit code of the error.
+# Errors that a program reports as one line, with the exit code of the error.
 USER_ERRORS = (
     CheckpointError, ConfigError, DataError, LostPeerError, NumericsError, Preempted, SaveError
 )  # fmt: skip
-# When a process ends with one of these, its peers do too: a restart helps after a SaveError only.
-# The end of a peer with any other code is a LostPeerError.
+# If a process exits with one of these codes, its peers exit with the same code. A restart helps
+# only after a SaveError. If a process exits with another code, its peers raise LostPeerError.
 SHARED_CODES = tuple(
     error.exit_code for error in (ConfigError, DataError, NumericsError, SaveError)
 )

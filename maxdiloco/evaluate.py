@@ -29,7 +29,7 @@ OPTIONS = MappingProxyType({
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     if not argv or argv[0] in HELP:
         import textwrap
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     from maxdiloco.run.compile_cache import compile_cache
     from maxdiloco.storage import output_file
 
-    # The mesh has to be known before JAX's backends start; the checkpoint itself is read after.
+    # The mesh must be known before JAX's backends start. The parameters are read afterwards.
     configure = functools.partial(stored.configure, argv=keys, environ=os.environ)
     cfg = configure(read.newest_meta(folder, key="RUN"))
     with contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _evaluate_tasks(run: str, options: SimpleNamespace, keys: Sequence[str], base: str) -> None:
-    """Evaluate on tasks of the harness, and print and write the results."""
+    """Evaluate a checkpoint on tasks of the evaluation harness; print and write the results."""
     from maxdiloco.data import packages
     from maxdiloco.storage import output_file
 

@@ -1,8 +1,8 @@
 """Text from a trained model: `python -m maxdiloco.generate RUN prompt="..."`.
 
-Samples from the outer parameters of a checkpoint, on one device, with a KV cache. The text goes to
-standard output, control characters escaped (output= has it as it is); which step it is of, to
-standard error.
+Samples from the outer parameters of a checkpoint, on one device, with a KV cache. The text is
+printed to standard output with control characters escaped, and written unchanged to a file with
+output=. The step of the checkpoint is printed to standard error.
 """
 
 import json
@@ -33,7 +33,7 @@ OPTIONS = MappingProxyType({
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     if not argv or argv[0] in HELP:
         say(
             "usage: python -m maxdiloco.generate RUN [key=value ...]\n\n"
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_prompts(options: SimpleNamespace) -> list[str]:
-    """The prompts, at least one. Raises ConfigError."""
+    """Return the prompts, at least one. Raises ConfigError if their file cannot be used."""
     path = options.prompts_file
     if not path:
         return [options.prompt]
@@ -77,7 +77,7 @@ def read_prompts(options: SimpleNamespace) -> list[str]:
 
 
 def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> list[str]:
-    """Each prompt with its continuation by the model of a run."""
+    """Return each prompt with its continuation by the model of a run."""
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -94,7 +94,7 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
     one_device = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES)
 
     def configure(meta):
-        # Decoding uses no attention kernel, and that of the run may not exist here.
+        # Decoding needs no attention kernel, and the run's kernel may not be available here.
         changes = {"attention": "dot_product", "num_diloco_replicas": "auto"}
         if options.add_bos:
             changes["add_bos"] = options.add_bos == "true"

@@ -52,7 +52,7 @@ EXPORT = MappingProxyType({
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(IMPORT), "\nexport:", *option_lines(EXPORT)]))
         return 0
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     target = pathlib.Path(os.path.expanduser(rest[1])).absolute()
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # takes no accelerator: nothing is computed
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed, so no accelerator is used
     from maxdiloco.huggingface import folders
 
     if is_import:

@@ -1,11 +1,11 @@
-"""JSON that somebody else may have written."""
+"""Read JSON that another program or person may have written."""
 
 import json
 from typing import Any
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, also for a value that is nested too deeply."""
+    """Return the value of a JSON text. Raises ValueError, also for too deeply nested values."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -13,7 +13,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def fields(text: str | bytes) -> dict[str, Any]:
-    """The object of a JSON text; {} where it is none, such as half a line of a killed process."""
+    """Return the object in a JSON text; {} if there is none, as in a line cut by a kill."""
     try:
         found = parse(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Prints every line for the user. A stream that is full or closed ends no program."""
+"""Print lines for the user. A stream that is full or closed does not end the program."""
 
 import contextlib
 import errno
@@ -11,24 +11,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-# A full disk: the line is dropped, the next one is tried.
+# Errors of a full disk: the line is dropped, and the next one is tried.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_LINE_S = 5.0  # between two lines of `progress` [s]
+_LINE_S = 5.0  # time between two lines of `progress` [s]
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, or several, to standard output by default; what cannot be written is dropped.
+    """Print one or more lines, by default to standard output; drop them if they cannot be written.
 
-    Control characters are escaped, except line feeds and tabs: generated text, tokenizers and names
-    in stored files could otherwise drive the terminal.
+    Control characters are escaped, except line feeds and tabs. Generated text, tokenizers and names
+    in stored files could otherwise control the terminal.
     """
     stream, text = stream or sys.stdout, escaped(text, keep="\n\t")
     if stream is None:  # Python was started with the stream closed
         return
     try:
-        stream.write(f"{text}\n")  # at once: threads print too
+        stream.write(f"{text}\n")  # in one write, since threads also print
         stream.flush()
-    except UnicodeEncodeError:  # a path that is no text, or a terminal that knows ASCII alone
+    except UnicodeEncodeError:  # a path that is not valid text, or an ASCII terminal
         say(text.encode("ascii", "backslashreplace").decode(), stream)
     except OSError as error:
         if error.errno not in _FULL:
@@ -42,13 +42,13 @@ def say_error(text: str) -> None:
 
 
 def shows_bars() -> bool:
-    """Whether standard error is a terminal with columns; one of none shows no progress bar."""
+    """Return whether to show progress bars: standard error is a terminal of at least a column."""
     stream = sys.stderr
     if stream is None or not stream.isatty():
         return False
     try:
         return os.get_terminal_size(stream.fileno()).columns > 0
-    except OSError:  # a stream in the place of a terminal's
+    except OSError:  # a replacement of the stream that is not a terminal
         return True
 
 
@@ -61,17 +61,17 @@ def progress(
     done: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Callable[[int], None]]:
-    """Show the progress of some bytes: a bar on a terminal, otherwise a line every _LINE_S.
+    """Show the progress of work on bytes: a bar on a terminal, otherwise a line every _LINE_S.
 
     Args:
       verb: past participle for the lines, such as tokenised.
-      total: bytes in all.
-      line: receives the lines.
-      done: bytes that are done already.
-      clock: returns seconds.
+      total: total number of bytes.
+      line: called with each line.
+      done: number of bytes that are already done.
+      clock: returns the time [s].
 
     Yields:
-      A function to call with the number of bytes that are newly done.
+      A function to call with the number of bytes done since its last call.
     """
     if shows_bars():
         from tqdm import tqdm
@@ -94,12 +94,12 @@ def progress(
 
 
 def one_line(text: str) -> str:
-    """The text with its control characters escaped: a line feed as `\\n`."""
+    """Escape all control characters of a text: a line feed becomes `\\n`."""
     return escaped(text)
 
 
 def escaped(text: str, keep: str = "") -> str:
-    """The text with its control characters escaped, as in Python; those in `keep` stay."""
+    """Escape the control characters of a text as in Python, except those in `keep`."""
     return re.sub(
         r"[\x00-\x1f\x7f-\x9f\u2028\u2029]",
         lambda match: match[0] if match[0] in keep else match[0].encode("unicode_escape").decode(),
@@ -108,7 +108,7 @@ def escaped(text: str, keep: str = "") -> str:
 
 
 def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Rows as lines with columns in line: the first column to the left, the others to the right."""
+    """Format rows as lines with aligned columns: the first one to the left, others to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [
@@ -121,7 +121,7 @@ def aligned(rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def span(seconds: float) -> str:
-    """A length of time in the unit that a reader would take: '744 ms', '5.9 s', '6.8 min'."""
+    """Format a duration in a suitable unit: '744 ms', '5.9 s', '6.8 min'."""
     units = ((730 * 86400, 365.25 * 86400, "years"), (2 * 86400, 86400, "days"),
              (6000, 3600, "h"), (100, 60, "min"), (1, 1, "s"))  # fmt: skip
     for least, size, unit in units:
@@ -131,7 +131,7 @@ def span(seconds: float) -> str:
 
 
 def amount(number: float) -> str:
-    """1234567.0 -> '1.23 MB'."""
+    """Format a number of bytes in a suitable unit: 1234567.0 as '1.23 MB'."""
     if not number:
         return "0 B"
     power = min(max(int(math.log10(abs(number)) // 3), 0), 5)
@@ -139,9 +139,9 @@ def amount(number: float) -> str:
 
 
 def last_words(line: str | None, within_s: float = 1.0) -> None:
-    """Print a last line on standard error, if any, and flush; for who ends the process at once.
+    """Print a last line on standard error, if any, and flush, before the process is ended at once.
 
-    within_s: then it is given up, as a full pipe that nobody reads takes nothing for ever.
+    within_s: longest time to try [s], since writing to a full pipe without a reader never returns.
     """
 
     def speak() -> None:
@@ -152,14 +152,14 @@ def last_words(line: str | None, within_s: float = 1.0) -> None:
     speaking = threading.Thread(target=speak, daemon=True)
     try:
         speaking.start()
-    except RuntimeError:  # from Python 3.12 on none begins once the interpreter ends
+    except RuntimeError:  # from Python 3.12 on, no thread can start once the interpreter ends
         speak()
         return
     speaking.join(within_s)
 
 
 def finish() -> None:
-    """Flush both streams, or Python tries at its end, with a traceback and another exit code."""
+    """Flush both streams. An error at Python's exit would print a traceback and change the code."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
             continue
@@ -170,16 +170,16 @@ def finish() -> None:
 
 
 def fill_closed_streams() -> None:
-    """Open the null device for closed standard streams, or the next file takes their place."""
+    """Open the null device for closed standard streams, so that no file gets their descriptors."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, this one
 
 
 def _drop_everything(stream: TextIO) -> None:
-    """Replace the file of a stream by the null device, which takes what is still buffered."""
+    """Replace the file of a stream by the null device, which discards buffered text."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

@@ -1,4 +1,4 @@
-"""Who could have written a file: what runs as code may be of this user or of root only."""
+"""Check the owner and mode of files that run as code: only this user or root may write them."""
 
 import os
 import stat
@@ -7,20 +7,21 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether a file belongs to the user of this process or to root."""
+    """Return whether a file belongs to the user of this process or to root."""
     return status.st_uid in (os.geteuid(), 0)
 
 
 def breach(status: os.stat_result, path: os.PathLike | str, *, again: str) -> str:
-    """Say why others could have written a file or the files of a folder, and what to do about it.
+    """Return why another user could have written a file or the files of a folder, and a remedy.
 
     Args:
-      status: of the file or folder.
-      path: its path, for the remedy.
-      again: the remedy where it belongs to another user, a clause in the imperative.
+      status: status of the file or folder.
+      path: path of the file or folder, for the remedy.
+      again: the remedy if another user owns it, a clause in the imperative.
 
     Returns:
-      Two sentences without a subject and a full stop, or an empty text where nobody else could.
+      Two sentences, without the subject of the first and the last full stop. An empty text if no
+      other user could have written it.
     """
     if not is_own(status):
         return f"belongs to user {status.st_uid}, and a program runs what is in it. {again}"

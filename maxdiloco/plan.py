@@ -1,9 +1,9 @@
 """Whether and how to train over a link: `python -m maxdiloco.plan`.
 
-Takes the flags of maxdiloco.train and the bandwidth of the link between slices. The plain step is
-compiled for compile_topology, or its time is given as step_time and nothing is compiled; that of
-GPUs, and of TPUs without libtpu, is guessed from the chip. Exit code 1 if no candidate fits the
-link.
+The arguments are the flags of maxdiloco.train and the bandwidth of the link between slices. The
+time of an inner step is read from step_time, or estimated by compiling it for compile_topology. For
+GPUs, and for TPUs without libtpu, it is guessed from the chip. The exit code is 1 if no candidate
+fits the link.
 """
 
 import os
@@ -34,19 +34,19 @@ OPTIONS = MappingProxyType({
     "details": Option(False, "all rows of the table, and what its columns mean", bool),
     "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
-EXAMPLES = (  # 8B on two hosts of eight absent H100s; a model whose step was measured
+EXAMPLES = (  # 8B on two hosts of eight H100s, not needed here; a model with a measured step time
     "model_name=llama3-8b compile_topology=h100-8 compile_topology_num_slices=2 "
     "slice_bandwidth_gbps=1 tokens=200e9",
     "model_name=tiny dcn_diloco_parallelism=2 step_time=0.4 slice_bandwidth_gbps=0.01",
 )
-# Each names one link between slices: of a device, a host, a slice.
+# Options for the bandwidth of the link between slices: per device, per host, per slice.
 LINKS = ("dcn_bandwidth_gbps", "host_bandwidth_gbps", "slice_bandwidth_gbps")
-TOKENS = 20  # for each parameter, as the papers' tables of losses train (2503.09799 Tab. 3)
+TOKENS = 20  # tokens per parameter, as in the papers' tables of losses (2503.09799 Tab. 3)
 
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     if words := help.asked(argv):
         say(train_compile.help_text("maxdiloco.plan", words[1:], OPTIONS, EXAMPLES))
         return 0
@@ -120,9 +120,9 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
 def _tokens(
     cfg: config.Config, tokens: float | None, *, has_steps: bool, a_step: int, parameters: int
 ) -> tuple[float, str]:
-    """Return the tokens to train on, and the origin of their number.
+    """Return the number of tokens to train on, and its origin for the report.
 
-    tokens: as given. a_step: tokens of a step.
+    tokens: value of the option tokens. a_step: tokens of a step.
     """
     has_steps = has_steps and cfg.steps != "all"
     if has_steps and tokens is not None:

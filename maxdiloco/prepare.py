@@ -21,7 +21,7 @@ text_column, max_corrupted_records. A killed command goes on when it is started 
 """
 
 
-# Beside the keys of base.yml.
+# Options in addition to the keys of base.yml.
 OPTIONS = MappingProxyType({
     "out": Option("", "folder to make, also in a bucket: gs://, s3://, az://"),
     "processes": Option(0, "processes that tokenise; 0: one for each core", int, 0),
@@ -42,7 +42,7 @@ OPTIONS = MappingProxyType({
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0

@@ -1,7 +1,7 @@
-"""Bounded reads of small files that a person or another program may have written.
+"""Read small files that a person or another program may have written, up to a limit of size.
 
-For configuration, secrets, prompts, tokenizers, manifests and the like. Not for weights, shards or
-text, which are read in blocks.
+Use it for configuration, secrets, prompts, tokenizers, manifests and the like. Weights, shards and
+text are read in blocks instead.
 """
 
 import errno
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 MAX_BYTES = 64 << 20  # twice the largest tokenizer.json in use (Gemma 3 has 33 MB)
-SECRET_BYTES = 1 << 16  # far above any key of OpenSSH; one of RSA with 16,384 bits has 13 KB
+SECRET_BYTES = 1 << 16  # far above any OpenSSH key; an RSA key of 16,384 bits has 13 KB
 _BLOCK_BYTES = 16 << 20
 # The errors for a path that is not a small file: a device or FIFO, too large, or a folder.
 NOT_SMALL_FILE = (errno.EINVAL, errno.EFBIG, errno.EISDIR)
@@ -40,7 +40,7 @@ def read_bytes(
 
     Raises:
       OSError: the file cannot be read, is not a regular file (EINVAL), or is too large (EFBIG).
-        Its `strerror` says which.
+        Its `strerror` names the reason.
     """
     if isinstance(path, str) or "://" not in os.fspath(path):
         content = _read_local(os.fspath(path), max_bytes, check)
@@ -56,9 +56,9 @@ def read_bytes(
 def read_secret(path: os.PathLike[str] | str, max_bytes: int = SECRET_BYTES) -> bytes:
     """Read a file with a secret, which no other user may read.
 
-    The rule is that of ssh for a private key: a file of this user must not have any permission for
-    its group or for others. A file of another user, such as a mounted secret of root, was given to
-    this user by its owner.
+    The rule is the same as ssh's rule for private keys: a file of this user must not have any
+    permission for its group or for others. A file of another user, such as a mounted secret of
+    root, is accepted, since its owner has made it readable for this user.
 
     Args:
       path: a local path.
@@ -68,8 +68,8 @@ def read_secret(path: os.PathLike[str] | str, max_bytes: int = SECRET_BYTES) -> 
       The contents.
 
     Raises:
-      OSError: as for `read_bytes`; EACCES for a file that others may read. Its `strerror` says how
-        to mend it.
+      OSError: as for `read_bytes`; EACCES for a file that others may read, with a remedy in its
+        `strerror`.
     """
 
     def check(status: os.stat_result) -> None:
@@ -112,7 +112,7 @@ def _read_local(path: str, max_bytes: int, check: Callable[[os.stat_result], Non
 
 def _read_at_most(file: BinaryIO, count: int) -> bytes:
     parts = []
-    while part := file.read(min(count, _BLOCK_BYTES)):  # of a large count memory would be reserved
+    while part := file.read(min(count, _BLOCK_BYTES)):  # read() reserves memory for its argument
         parts.append(part)
         count -= len(part)
     return b"".join(parts)

@@ -1,6 +1,6 @@
 """A tokenizer for your text: `python -m maxdiloco.tokenizer SOURCE out=tok.json vocab_size=32000`.
 
-It is a byte-level BPE, which gives back every text exactly.
+The tokenizer is a byte-level BPE, which decodes every text exactly.
 """
 
 import functools
@@ -24,13 +24,13 @@ USAGE = """usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value .
 
 SOURCE: text as for dataset_path: a folder, file or glob, or a name of the hub
 """
-# The first two tokens; data.tokenizer knows them by these names.
+# The first two tokens, with names that data.tokenizer recognises.
 SPECIAL_TOKENS = [tokenizers.BOS_NAMES[0], tokenizers.EOS_NAMES[0]]
-LEAST = 256 + 2  # tokens: every byte is one, and the special ones
-MOST = 1 << 24  # the package makes room for all of them at once; our choice
-# Characters of text that are handed over at once; the package holds 256 such pieces. Our choice.
+LEAST = 256 + 2  # smallest number of tokens: all bytes, and the two special tokens
+MOST = 1 << 24  # largest number of tokens, since the package reserves memory for all of them
+# Characters of a piece of text. The package holds 256 pieces in memory.
 PIECE = 1 << 16
-_SPAN = 64 << 20  # bytes that are read as one; of a hub's data the rows of that many
+_SPAN = 64 << 20  # bytes of a span of the source; for a data set of the hub, rows of that size
 
 
 OPTIONS = MappingProxyType({
@@ -57,7 +57,7 @@ OPTIONS = MappingProxyType({
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     if not argv or argv[0] in HELP:
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_place(out: str) -> None:
-    """Raise ConfigError where a new file cannot be, before the text is read."""
+    """Raise ConfigError if the new file cannot be written there, before the text is read."""
     from maxdiloco.storage import output_file
 
     checks.refuse_store("out", out)
@@ -102,8 +102,10 @@ def _check_place(out: str) -> None:
 
 
 def train(pieces: Iterable[str], vocab_size: int):
-    """A byte-level BPE of text, a function of its pieces. The text is read piece by piece; in
-    memory are its distinct words."""
+    """Train a byte-level BPE, which depends only on the pieces and vocab_size.
+
+    The text is read piece by piece. Only its distinct words are kept in memory.
+    """
     package = tokenizers.package("huggingface")
     byte_level = package.pre_tokenizers.ByteLevel
     tokenizer = package.Tokenizer(package.models.BPE())
@@ -120,9 +122,16 @@ def train(pieces: Iterable[str], vocab_size: int):
 
 
 def texts(source: registry.Reader, count: Counter[str], *, allowed: int = 0) -> Iterator[str]:
-    """The text of a source in pieces of at most PIECE characters. count: gets the documents and
-    bytes that were read. allowed: damaged records that are skipped. Raises DataError for text that
-    is unreadable and for one damaged record more."""
+    """Yield the text of a source in pieces of at most PIECE characters.
+
+    Args:
+      source: the source.
+      count: its entries documents and bytes are increased by the amounts read.
+      allowed: number of damaged records that are skipped.
+
+    Raises:
+      DataError: text is unreadable, or more records than allowed are damaged.
+    """
     skip = functools.partial(corpus.skip, [], allowed)
     for span in source.spans(_SPAN):
         for item in source.read(span, skip):

@@ -23,13 +23,13 @@ EXAMPLES = (
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     clock = StartClock()
-    # Imports and tracing make hundreds of thousands of objects that stay: looking through them
-    # takes a twentieth of the start (benchmarks/results). On again after the last compile.
+    # Imports and tracing make hundreds of thousands of permanent objects. Garbage collection over
+    # them costs 5% of the start (benchmarks/results). It is enabled again after the last compile.
     gc.disable()
     try:
-        # Not above: Ctrl-C is heard from the call of end_with on.
+        # Imported here, since Ctrl-C is handled only after the call of end_with.
         from maxdiloco.config import config, help
 
         if words := help.asked(argv):

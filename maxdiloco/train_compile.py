@@ -1,8 +1,8 @@
 """Compile a run ahead of time and say what crosses slices: `python -m maxdiloco.train_compile`.
 
-Takes the flags of maxdiloco.train, and OPTIONS. With compile_topology no accelerator is needed,
-only libtpu or JAX's plugin for CUDA.
-Exit code 1 when the programs should not be run as they are, so that it can stand before a job.
+The arguments are the flags of maxdiloco.train, and OPTIONS. With compile_topology no accelerator is
+needed, only libtpu or JAX's plugin for CUDA. The exit code is 1 if the programs should not be run
+as they are, so that a job script can run this check first.
 """
 
 import os
@@ -35,7 +35,7 @@ EXAMPLES = (
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    """Run the program; returns its exit code."""
+    """Run the program; return its exit code."""
     if words := help.asked(argv):
         say(help_text("maxdiloco.train_compile", words[1:], OPTIONS, EXAMPLES))
         return 0
@@ -58,7 +58,10 @@ def main(argv: Sequence[str]) -> int:
 def help_text(
     program: str, words: Sequence[str], options: Mapping[str, Option], examples: Sequence[str]
 ) -> str:
-    """What --help prints: a program's own options and the groups of keys, or what words select."""
+    """Return the text of --help: the program's options and the groups of keys.
+
+    With `words`, return the options and keys that the words select.
+    """
     own = {name: option for name, option in options.items() if not words or name in words}
     keys = [word for word in words if word not in options]
     if not words:
@@ -97,14 +100,14 @@ def _compile(cfg: config.Config, options: SimpleNamespace) -> int:
 
 
 def refuse(reasons: Sequence[str]) -> int:
-    """Print why what was looked at should not be run; returns the exit code."""
+    """Print the reasons why the programs should not be run; return the exit code."""
     for reason in reasons:
         say_error(f"refused: {reason}")
     return REFUSED if reasons else 0
 
 
 def say_line(line: str) -> None:
-    """Print a line, its control characters escaped."""
+    """Print a line with its control characters escaped."""
     say(one_line(line))
 
 
