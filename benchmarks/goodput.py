@@ -23,6 +23,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.islands import records
 from maxdiloco.islands import state_machine as machine
 from maxdiloco.islands.island import SNAPSHOT_EVERY
+from maxdiloco.islands.prefetch import MAX_RECORDS
 from maxdiloco.islands.records import Leaf, LogState, Message, Record, Run
 from maxdiloco.islands.rules import Timing
 from maxdiloco.islands.state_machine import StateMachine
@@ -43,7 +44,7 @@ PUBLISHED = {
 STANDS, RESTARTS = "it stands still", "it starts again"
 CASES = ((STANDS, SNAPSHOT_EVERY), (RESTARTS, SNAPSHOT_EVERY), (RESTARTS, 8))
 # Of our islands: our choice.
-STEP_S, TICK_S, LOAD_TICK_S = 5.0, 5.0, 0.5
+STEP_S, TICK_S, LOAD_TICK_S = 5.0, 5.0, 0.1
 TOKENS = 10_000  # of an island's step while all of its chips work
 WARM_UP_S = 600.0  # not counted
 PERIOD_S = 60.0  # islands_period_seconds
@@ -274,6 +275,8 @@ class World:
                     action, machine.Reduce | machine.FetchGradient | machine.LoadSnapshot
                 ) or isinstance(getattr(action, "body", None), Message)
                 delay = REQUEST_S + TRANSFER_S * bulk
+                if to.phase == machine.LOAD and not isinstance(action, machine.LoadSnapshot):
+                    delay /= MAX_RECORDS  # a newcomer reads several records at once
 
                 def answer() -> None:
                     result = self.of_store(action)
