@@ -25,8 +25,8 @@ def read_bytes(
 ) -> bytes:
     """Read a regular file of at most `max_bytes` bytes.
 
-    A device, a FIFO or a socket is refused without waiting for it, and a file that grows while it
-    is read is read up to the limit only. A path of a bucket is read with one request.
+    A device, a FIFO or a socket is refused without waiting for it. A file that grows meanwhile is
+    read up to the limit only. A path of a bucket is read with one request.
 
     Args:
       path: a local path (os.PathLike or str), or a BucketPath of storage.object_store. A text with

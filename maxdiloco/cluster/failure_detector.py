@@ -57,7 +57,7 @@ def delay_aborts() -> None:
     """Delay an abort of this process by 6 s, so that the failure detector ends the process first.
 
     When process 0 dies, a C++ thread of JAX in every other process logs a stack and calls abort()
-    after 0.1 to 0.4 s, with exit code 134 and without the name of process 0. JAX has no timeout
+    after 0.1 to 0.4 s. The exit code is 134, and process 0 is not named. JAX has no timeout
     that postpones this, and no option that disables the stack (benchmarks/results/thin_link.md).
     The handler of SIGABRT is therefore libc's `sleep`, which needs no GIL. Its argument, the
     seconds, is the number of the signal, 6.

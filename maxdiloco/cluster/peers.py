@@ -161,8 +161,8 @@ def connected(
     """Connect to the other processes of the run for the time of a `with`.
 
     Enter it in the main thread after jax.distributed.initialize. A normal exit waits for the other
-    processes. After an error the peers are notified, and the process ends by os._exit once the main
-    thread has ended, with the line about a lost peer if that caused the error.
+    processes. After an error the peers are notified, and os._exit ends the process after its main
+    thread. If a lost peer caused the error, a line about the peer is printed.
 
     Args:
       job: the number of this process, and the number of processes.

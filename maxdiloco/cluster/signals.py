@@ -137,7 +137,7 @@ class Preemption:
 
     A context manager, entered in the main thread after jax.distributed.initialize. In a run of one
     process a signal sets a flag. In a run of several processes, JAX's preemption service handles
-    SIGTERM and chooses a step that no process has passed; SIGHUP and Ctrl-C are converted to
+    SIGTERM and chooses a step that no process has passed. SIGHUP and Ctrl-C are converted to
     SIGTERM. SIGHUP has no effect if it is ignored, as under nohup. A second Ctrl-C or SIGTERM ends
     the process at once (in a run of several processes, by ending_at_second_sigterm).
 

@@ -9,8 +9,8 @@ from maxdiloco.config.keys import KEYS
 from maxdiloco.config.values import show
 from maxdiloco.errors import ConfigError
 
-# A file with more of MaxText's keys that do not exist here counts as a copy of MaxText's base.yml,
-# which has 700 keys, and not as an edited copy of ours.
+# A file counts as a copy of MaxText's base.yml, not of ours, if it has more than this many keys
+# that exist only in MaxText. MaxText's file has 700 keys.
 MAX_FOREIGN = 20
 USE_OUR_BASE = (
     "Put configs/base.yml in its place: the defaults here are this package's, and "

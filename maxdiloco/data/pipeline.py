@@ -102,8 +102,8 @@ class Dataset:
     def metrics(self, position: Position, step: int) -> dict[str, float]:
         """Return the metrics of the data at the end of a step.
 
-        The metrics are the number of tokens that all replicas have read, the epoch and, for
-        packings that pad, the share of padding in the global batch.
+        The metrics are the number of tokens that all replicas have read, and the epoch. Packings
+        that pad add the share of padding in the global batch.
         """
         first = position.base + position.sequences_before(step)
         end = first + position.M * position.B

@@ -412,7 +412,7 @@ def package(kind: str, name: str = "") -> types.ModuleType:
     """Import the package of a tokenizer_type, or another module that it needs.
 
     Raises:
-      ConfigError: it is not installed.
+      ConfigError: the package is not installed.
     """
     user, otherwise = f"tokenizer_type={kind}", ", or use tokenizer_type=byte"
     return packages.require(name or _PACKAGES[kind], user, extra="text", otherwise=otherwise)
