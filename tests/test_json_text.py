@@ -11,6 +11,7 @@ PACKAGE = pathlib.Path(json_text.__file__).parent
 OWN_WORDS = {
     "json_text.py",
     "cluster/coordination.py",
+    "huggingface/harness.py",
     "islands/processes.py",
 }
 

@@ -26,7 +26,7 @@ def read_only(monkeypatch):
         for module, name in (
             (os, "remove"),
             (prepare.durable, "make_folder"),
-            (prepare.durable, "replacing"),
+            (prepare.durable, "atomic_write"),
             (fcntl, "flock"),
         ):
             monkeypatch.setattr(module, name, refuse)
