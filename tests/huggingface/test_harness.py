@@ -15,6 +15,15 @@ TOLERANCE = 1e-4
 WORDS = "the cat sat on a mat and why not by seven old dogs".split()
 
 
+@pytest.fixture(autouse=True)
+def no_progress_bars():
+    """The first reader of a task's data would print one among the errors."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with a run on two emulated slices, its export, and a task on its text."""
