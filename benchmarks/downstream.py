@@ -327,7 +327,7 @@ def pretrain(
     rows: Sequence[Mapping[str, Any]],
     folder: pathlib.Path,
 ) -> tuple[int, float, pathlib.Path]:
-    """Train until the held-out loss is that of data parallelism with the same seed.
+    """Train until the held-out loss equals the loss of data parallelism with the same seed.
 
     Returns:
       The steps, the loss and the folder of the run whose loss is closest.
@@ -373,7 +373,7 @@ def _round(steps: float) -> int:
 def branch(mode: str, seed: int, asked: Asked, steps: int, folder: pathlib.Path) -> float:
     """Train `steps` steps, the last with a decaying rate, into folder/steps; returns the loss.
 
-    The part with the constant rate is in folder/constant, and is only trained as far as it is not.
+    The part with the constant rate is in folder/constant. Only its missing steps are trained.
     """
     keys = _keys(mode, seed, asked) | {
         "dataset_path": asked.text,

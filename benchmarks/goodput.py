@@ -30,12 +30,12 @@ from maxdiloco.islands.state_machine import StateMachine
 
 OWN = {
     "islands": "2,8,16,64",
-    "minutes": "40",  # that are simulated of our islands
+    "minutes": "40",  # simulated for each row of islands
     "seed": "0",
     "out": "runs/goodput",
 }
 YEAR_S = 365 * 24 * 3600.0
-TABLE_S = 20 * 24 * 3600.0  # simulated for a row of the published table; our choice
+TABLE_S = 20 * 24 * 3600.0  # of a row of the published table: at least 66,000 interruptions
 # Goodput by chips and method, as published [%]; a number is one of learners.
 PUBLISHED = {
     1_200_000: {"data parallel": 27, "elastic": 58, 2: 70, 8: 88, 16: 93},
@@ -43,7 +43,7 @@ PUBLISHED = {
 }
 STANDS, RESTARTS = "it stands still", "it starts again"
 CASES = ((STANDS, SNAPSHOT_EVERY), (RESTARTS, SNAPSHOT_EVERY), (RESTARTS, 8))
-# Of our islands: our choice.
+# Steps and clock of the simulated islands [s]; the published table has no counterpart.
 STEP_S, TICK_S, LOAD_TICK_S = 5.0, 5.0, 0.1
 TOKENS = 10_000  # of an island's step while all of its chips work
 WARM_UP_S = 600.0  # not counted
@@ -52,7 +52,7 @@ REQUEST_S, TRANSFER_S = 0.1, 2.0  # a request to the store; a message, a gradien
 
 
 class Assumptions(NamedTuple):
-    """What the published table does not say; fitted to it.
+    """Recovery times, which the published table leaves out; fitted to the table.
 
     Attributes:
       restart_s: for which data parallelism stands still after an interruption.
@@ -137,7 +137,7 @@ class Island:
         self.begin()
 
     def begin(self, after: int = 0) -> None:
-        """Start the program anew. What it has not sent is lost."""
+        """Start the program anew, and lose the unsent progress."""
         world, fragments = self.world, range(len(self.world.run.fragments))
         initial = tuple(_digest(fragment, 0) for fragment in fragments)
         nonce = str(next(world.count))
