@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -133,12 +134,15 @@ def test_a_watched_message_arrives_even_after_a_failure(network):
     assert not one.arrived(0, ("end",))
 
 
-def test_no_thread_and_no_descriptor_is_left():
-    def count():
-        gc.collect()  # a connection that waits for the last word of TLS when the loop ends
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+def threads_and_descriptors():
+    """Numbers of live threads and of open descriptors of this process."""
+    gc.collect()  # a connection that waits for the last word of TLS when the loop ends
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    threads, descriptors = count()
+
+def require_nothing_left():
+    """Open and close mailboxes; raise AssertionError if a thread or a descriptor is left."""
+    threads, descriptors = threads_and_descriptors()
     for _ in range(2):
         with mailbox_tools.Network() as network:
             zero, one, proxy = network.pair(timeout_s=20)
@@ -146,11 +150,18 @@ def test_no_thread_and_no_descriptor_is_left():
             proxy.fault = "end", 1
             one.put(0, (0, 1), [bytes(100_000)])
             zero.get(1, (0, 1), soon())
-            assert threading.active_count() > threads and count()[1] > descriptors
+            now = threads_and_descriptors()
+            assert now[0] > threads and now[1] > descriptors
             assert close_all([zero, one]) == [True, True]
             client.close()
-    now = count()
-    assert now[0] <= threads and now[1] <= descriptors
+    assert threads_and_descriptors() == (threads, descriptors)
+
+
+def test_no_thread_and_no_descriptor_is_left():
+    """In a process of its own, where no other test's threads open or close a descriptor."""
+    program = "import test_messages; test_messages.require_nothing_left()"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=WAIT_S)
 
 
 @pytest.mark.parametrize(("name", "sender"), [("receive", 1), ("receive", 0), ("heard", 1)])
