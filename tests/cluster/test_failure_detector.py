@@ -124,7 +124,7 @@ def test_an_error_waits_once_for_a_loss_that_may_be_behind_it(room):
     _, guard = room.guard(1, 0)
     begun = time.monotonic()
     assert [guard.loss_behind(0.3) for _ in range(50)] == [None] * 50
-    assert 0.3 <= time.monotonic() - begun < 0.3 * 10
+    assert 0.3 <= time.monotonic() - begun < 0.3 * 40
 
 
 def test_the_loss_is_noted_before_the_process_ends(room):
