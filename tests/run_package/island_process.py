@@ -42,9 +42,14 @@ def over_two_devices(folder, name, **options):
     return island(folder, name, 0, mesh=mesh, **options)
 
 
+def problem():
+    """The problem of both islands: either may be the one whose first values begin the run."""
+    return tiny_problem.problem("layers", steps=2000)
+
+
 def trained(trainer, name):
     """{what: values} of the island in the end; of "free" its places and rates, by step."""
-    problem = tiny_problem.problem("layers", steps=2000)
+    own = problem()
 
     def placed(leaves, specs):
         where = {name: NamedSharding(trainer.mesh, spec) for name, spec in specs.items()}
@@ -53,7 +58,7 @@ def trained(trainer, name):
             for name, x in leaves.items()
         }
 
-    params = problem.named(problem.params)
+    params = own.named(own.params)
     start = placed(params, LIES), placed(jax.tree.map(np.zeros_like, params), LIES)
     trainer.bind(*start)
     state = trainer.rejoin(trainer.init_program(lambda *given: given)(*start))
@@ -65,7 +70,7 @@ def trained(trainer, name):
             for part in trainer.leased(state.t + 1):
                 found["places"] += [64 * part.block + n for n in range(part.start, part.stop, 4)]
             found["rates"] += [trainer.progress * trainer.warmup(state.t + 1)]
-        rows = {leaf: x[:1] for leaf, x in problem.batch(state.t + 1, 1).items()}
+        rows = {leaf: x[:1] for leaf, x in own.batch(state.t + 1, 1).items()}
         state, _ = trainer.step(state, placed(rows, dict.fromkeys(rows, P("diloco"))))
         if name == "lockstep":
             decided(trainer)

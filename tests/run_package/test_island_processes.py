@@ -19,7 +19,7 @@ def alone(folder, name):
     """Island 1, in this process."""
     trainer = island_process.island(folder, name, 1)
     if name == "lockstep":
-        steps_of(trainer, 1, STEPS)
+        steps_of(trainer, 1, STEPS, island_process.problem())
     else:
         state, batch = started(trainer)
         until(trainer, state, batch, lambda: trainer.done)
