@@ -72,9 +72,11 @@ def check(found: Mapping[str, Any]) -> Config:
       ConfigError: a value is outside its limits, or values cannot be combined.
     """
     try:
-        return Config.model_validate(found)
+        cfg = Config.model_validate(found)
     except ValidationError as error:
         raise _config_error(error, found) from None
+    cfg.check_keys()
+    return cfg
 
 
 def convert(given: Mapping[str, Given]) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def convert(given: Mapping[str, Given]) -> dict[str, Any]:
     raw = {name: one.raw for name, one in given.items() if not _is_null(KEYS[name], one.raw)}
     where = {name: one.where for name, one in given.items()}
     try:
-        config = Config.model_validate(raw, context=values.TEXT)
+        config = Config.model_validate(raw, strict=False)
     except ValidationError as error:
         raise _config_error(error, raw, where) from None
     return {name: vars(config)[name] for name in given}
@@ -109,7 +111,7 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     stored = {name: values.frozen(value) for name, value in stored.items()}
     _refuse_unknown({name: Given(value, STORED) for name, value in stored.items()})
     try:
-        return Config.model_validate(stored, context=values.STORED)
+        return Config.model_validate(stored)
     except ValidationError as error:
         raise _config_error(error, stored, dict.fromkeys(stored, STORED)) from None
 
@@ -457,9 +459,6 @@ def _config_error(
 ) -> ConfigError:
     """Return a ConfigError for the first problem of a validation."""
     problem = error.errors()[0]
-    rule_error = problem.get("ctx", {}).get("error")
-    if isinstance(rule_error, ConfigError):
-        return rule_error
     name, *inner = problem["loc"]
     key = KEYS[name]
     source = f" ({where[name]})" if where and name in where else ""

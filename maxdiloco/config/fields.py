@@ -4,13 +4,9 @@ import ast
 import enum
 import inspect
 import textwrap
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
-
-from maxdiloco.config.values import show
-from maxdiloco.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Resume(enum.Enum):
@@ -43,17 +39,33 @@ PATHS, DIFFER = Hosts.PATHS, Hosts.DIFFER
 class Table(BaseModel):
     """The entries of a key whose value is a table."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True
+    )
 
 
-class Group(Table):
-    """Keys of one subject. Only `keys.Config`, which has all groups, is instantiated."""
+class Group:
+    """Keys of one subject, declared as pydantic fields of `keys.Config`, which inherits all groups.
 
-    model_config = ConfigDict(protected_namespaces=(), validate_default=False, defer_build=True)
+    Attributes:
+      group: name of the group, such as `model`; several classes may have parts of one group.
+      title: subject of the group, in a few words; only its first class has one.
+      heading: subject of a part of a group.
+    """
 
-    group: ClassVar[str]  # such as `model`
-    title: ClassVar[str]  # subject of the group, in a few words
-    heading: ClassVar[str] = ""  # subject of a part of a group
+    group: ClassVar[str]
+    title: ClassVar[str]
+    heading: ClassVar[str]
+
+    def __init_subclass__(cls, *, group: str = "", title: str = "", heading: str = "") -> None:
+        """Read the attributes from the line of the class statement."""
+        cls.group, cls.title, cls.heading = group, title, heading
+
+    def _check(self: Any) -> None:
+        """Raise ConfigError if the keys of this group cannot be combined with other values.
+
+        `self` is a Config, in which each value is within its own limits.
+        """
 
 
 def key(
@@ -79,20 +91,18 @@ def key(
         same value.
       start_here: whether it is one of the keys that most runs set.
     """
-    if from_checkpoint is None:
-        from_checkpoint = hosts is Hosts.SAME
     tags = {
         "unit": unit,
-        "resume": resume.value,
-        "hosts": hosts.value,
-        "from_checkpoint": from_checkpoint,
+        "resume": resume,
+        "hosts": hosts,
+        "from_checkpoint": hosts is Hosts.SAME if from_checkpoint is None else from_checkpoint,
         "start_here": start_here,
     }
     examples = None if example is None else [example]
     return Field(default, examples=examples, json_schema_extra=tags)
 
 
-def descriptions(table: type[Table]) -> dict[str, str]:
+def descriptions(table: type) -> dict[str, str]:
     """Return {name: docstring below its declaration}, from the source of a group or table.
 
     pydantic can do this for every class at import, but that is half of the import's time.
@@ -103,36 +113,3 @@ def descriptions(table: type[Table]) -> dict[str, str]:
         for statement, text in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
-
-
-def rule(check: Callable[[Any], None]) -> Any:
-    """Make a method of a group a cross-key check, which runs once all values are valid.
-
-    The method can read the keys of all groups, and raises ConfigError. A validation with a context
-    only converts values and does not run the checks.
-    """
-
-    def validate(self: Any, info: ValidationInfo) -> Any:
-        if info.context is None:
-            check(self)
-        return self
-
-    return model_validator(mode="after")(validate)
-
-
-def require_default(config: Any, names: str, because: str, remedy: str) -> None:
-    """Raise ConfigError for the first key that has no effect but is not at its default.
-
-    Args:
-      config: a Config.
-      names: the keys that have no effect, separated by spaces.
-      because: the key=value for which they have no effect.
-      remedy: other settings with which they have an effect.
-    """
-    for name in names.split():
-        value, default = getattr(config, name), type(config).model_fields[name].default
-        if value != default:
-            raise ConfigError(
-                f"{name}={show(value)} has no effect with {because}. Use {name}={show(default)} "
-                f"or {remedy}."
-            )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from maxdiloco.config import values
@@ -45,13 +45,20 @@ AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
 
 
 # pydantic collects the fields of the last base first.
-class Config(*reversed(GROUPS)):
+class Config(*reversed(GROUPS), BaseModel):
     """The value of every key, as frozen attributes.
 
     Lists are stored as tuples. Tables are dicts without the entries that are at their default.
     """
 
-    model_config = ConfigDict(defer_build=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    def check_keys(self) -> None:
+        """Raise ConfigError if values cannot be combined."""
+        for group in GROUPS:
+            group._check(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Return {key: value} of all keys, fit for JSON, as `config.from_dict` accepts it."""
@@ -79,12 +86,25 @@ class Config(*reversed(GROUPS)):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """The declaration of a key, or of an entry of a table."""
+    """The declaration of a key, or of an entry of a table.
+
+    Attributes:
+      name: the key.
+      field: its declaration for pydantic.
+      owner: the class that declares it: a group, or the table of an entry.
+      title: subject of its group.
+      unit, resume, hosts, from_checkpoint, start_here: the arguments of `fields.key`.
+    """
 
     name: str
     field: FieldInfo
-    owner: type[Table]
-    title: str = ""  # title of its group
+    owner: type
+    title: str
+    unit: str
+    resume: Resume
+    hosts: Hosts
+    from_checkpoint: bool
+    start_here: bool
 
     @property
     def group(self) -> str:
@@ -107,31 +127,6 @@ class Key:
         return descriptions(self.owner)[self.name]
 
     @property
-    def unit(self) -> str:
-        """The unit of the value, such as `inner steps`; empty if it has no unit."""
-        return self.field.json_schema_extra["unit"]
-
-    @property
-    def resume(self) -> Resume:
-        """Whether a resumed run may change the key."""
-        return Resume(self.field.json_schema_extra["resume"])
-
-    @property
-    def hosts(self) -> Hosts:
-        """Whether the processes of a run may have different values."""
-        return Hosts(self.field.json_schema_extra["hosts"])
-
-    @property
-    def from_checkpoint(self) -> bool:
-        """Whether other programs accept the value that a checkpoint stores; see fields.key."""
-        return self.field.json_schema_extra["from_checkpoint"]
-
-    @property
-    def start_here(self) -> bool:
-        """Whether it is one of the keys that most runs set."""
-        return self.field.json_schema_extra["start_here"]
-
-    @property
     def entry_table(self) -> type[Table] | None:
         """The class of the entries if the value is a table or a list of tables; otherwise None."""
         table = self.field.annotation
@@ -144,9 +139,8 @@ class Key:
     def entries(self) -> dict[str, "Key"]:
         """{name: entry} if the value is a table or a list of tables."""
         table = self.entry_table
-        if table is None:
-            return {}
-        return {name: Key(name, field, table) for name, field in table.model_fields.items()}
+        fields = table.model_fields if table else {}
+        return {name: _key(name, field, table) for name, field in fields.items()}
 
     def whole(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return a table with all entries: missing ones get their default, or their example."""
@@ -166,17 +160,18 @@ class Key:
         return values.choices(self.field.annotation)
 
 
-def _keys() -> dict[str, Key]:
-    found, title = {}, ""
-    for group in GROUPS:
-        title = group.title if "title" in vars(group) else title
-        for name in group.__annotations__:
-            if name in Config.model_fields:
-                found[name] = Key(name, Config.model_fields[name], group, title)
-    return found
+def _key(name: str, field: FieldInfo, owner: type, title: str = "") -> Key:
+    return Key(name, field, owner, title, **field.json_schema_extra)
 
 
-KEYS = MappingProxyType(_keys())
+_TITLES = {group.group: group.title for group in GROUPS if group.title}
+KEYS = MappingProxyType(
+    {
+        name: _key(name, Config.model_fields[name], group, _TITLES[group.group])
+        for group in GROUPS
+        for name in group.__annotations__
+    }
+)
 # Keys that an evaluation of a checkpoint accepts, since they do not change the computation.
 EVALUATION_KEYS = (
     "hardware", "base_output_directory", "dataset_path", "eval_dataset_path", "add_bos",

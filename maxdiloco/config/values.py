@@ -1,102 +1,24 @@
 """Types of the keys' values: convert text to values, write values, and describe expected values.
 
-Values are validated strictly. Text from a file, the environment or the command line is converted
-first, and only in the context TEXT. A value of a stored configuration must already have its type.
+pydantic converts text from a file, the environment or the command line (strict=False). A value of a
+stored configuration must already have its type (strict=True). Cross-key checks follow later.
 """
 
 import dataclasses
 import decimal
-import math
 import re
 import types
 import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, ValidationInfo, WrapValidator
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
+from pydantic import BeforeValidator, WrapValidator
 
 from maxdiloco.config import files
 
 LARGEST = 2**31 - 1  # of int32, the type of sizes and counts in JAX
-MAX_SEED = 2**32 - 1
-MAX_DIGITS = 20  # most digits of a whole number; no key needs more, and Python refuses 4,301
 MAX_SHOWN = 200  # characters of a value in a message
-# Contexts of a validation. Cross-key rules run only without a context.
-TEXT = "text"  # values are text, or nested tuples and dicts of text
-STORED = "stored"  # values have their types
-
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-_NUMBER = re.compile(r"[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,9})?")
-
-
-def _parser(parse: Any) -> BeforeValidator:
-    """Return a validator that applies `parse` to text in the context TEXT."""
-
-    def validate(value: Any, info: ValidationInfo) -> Any:
-        return parse(value) if info.context == TEXT and isinstance(value, str) else value
-
-    return BeforeValidator(validate)
-
-
-def _boolean(text: str) -> bool | str:
-    if text.lower() in _TRUE:
-        return True
-    return False if text.lower() in _FALSE else text
-
-
-def _number(text: str) -> float | str:
-    if not _NUMBER.fullmatch(text):
-        return text
-    number = float(text.replace("_", ""))
-    return number if math.isfinite(number) else text
-
-
-def _integer(text: str) -> int | str:
-    """Read a whole number, also written as 1e3 or 12.0. Other text is returned as it is."""
-    if not _NUMBER.fullmatch(text):
-        return text
-    number = decimal.Decimal(text.replace("_", ""))
-    if number and not 0 <= number.adjusted() < MAX_DIGITS:
-        return text
-    return int(number) if number == number.to_integral_value() else text
-
-
-def _nested(text: str) -> Any:
-    parsed = files.parse_nested(text)
-    return text if parsed is None else parsed
-
-
-def _text_or_table(text: str) -> Any:
-    parsed = files.parse_nested(text)
-    return parsed if isinstance(parsed, dict) else text
-
-
-def _as_table(value: Any, handler: Any, info: ValidationInfo) -> Any:
-    """Validate a table as its model, and keep the entries that are not at their default."""
-    if info.context == TEXT and isinstance(value, str):
-        value = _nested(value)
-    return handler(value).model_dump(exclude_defaults=True) if value != {} else {}
-
-
-NESTED, TEXT_OR_TABLE = _parser(_nested), _parser(_text_or_table)
-TABLE = WrapValidator(_as_table)
-
-# pydantic applies metadata from the last to the first before the type itself.
-INTEGER, NUMBER = _parser(_integer), _parser(_number)
-Bool = Annotated[bool, _parser(_boolean)]
-Count = Annotated[int, Ge(1), Le(LARGEST), INTEGER]
-Natural = Annotated[int, Ge(0), Le(LARGEST), INTEGER]
-AtLeastTwo = Annotated[int, Ge(2), Le(LARGEST), INTEGER]
-MinusOne = Annotated[Literal[-1], INTEGER]
-Auto = Literal["auto"]
-Seed = Annotated[int, Ge(0), Le(MAX_SEED), INTEGER]
-Float = Annotated[float, NUMBER]
-Positive = Annotated[float, Gt(0), NUMBER]
-NonNegative = Annotated[float, Ge(0), NUMBER]
-Share = Annotated[float, Ge(0), Le(1), NUMBER]
-ShareBelowOne = Annotated[float, Ge(0), Lt(1), NUMBER]
-MinusOneFloat = Annotated[float, Ge(-1), Le(-1), NUMBER]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +26,48 @@ class Words:
     """Annotates a type with the description of its values in messages."""
 
     text: str
+
+
+def _without_exponent(value: Any) -> Any:
+    """Rewrite a number such as 1e3 or 12., which pydantic does not read as an integer."""
+    is_number = isinstance(value, str) and re.fullmatch(r"\d+\.?\d*([eE]\+?\d)?", value)
+    return f"{decimal.Decimal(value):f}" if is_number else value
+
+
+def _nested(value: Any) -> Any:
+    """Parse a list or a table on the command line, such as [gelu]; keep other values."""
+    parsed = files.parse_nested(value) if isinstance(value, str) else None
+    return value if parsed is None else parsed
+
+
+def _text_or_table(value: Any) -> Any:
+    parsed = _nested(value)
+    return parsed if isinstance(parsed, dict) else value
+
+
+def _as_table(value: Any, handler: Any) -> Any:
+    """Validate a table as its model, and keep the entries that are not at their default."""
+    value = _nested(value)
+    return handler(value).model_dump(exclude_defaults=True) if value != {} else {}
+
+
+NESTED, TEXT_OR_TABLE = BeforeValidator(_nested), BeforeValidator(_text_or_table)
+TABLE = WrapValidator(_as_table)
+
+# Last in a type, since pydantic applies the limits before it to the integer itself.
+INTEGER = BeforeValidator(_without_exponent)
+Count = Annotated[int, Ge(1), Le(LARGEST), INTEGER]
+Natural = Annotated[int, Ge(0), Le(LARGEST), INTEGER]
+AtLeastTwo = Annotated[int, Ge(2), Le(LARGEST), INTEGER]
+Even = Annotated[int, Ge(2), Le(LARGEST), MultipleOf(2), INTEGER]
+Seed = Annotated[int, Ge(0), Le(2**32 - 1), INTEGER]
+MinusOne = Annotated[int, Ge(-1), Le(-1), Words("-1"), INTEGER]
+MinusOneFloat = Annotated[float, Ge(-1), Le(-1), Words("-1")]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+ShareBelowOne = Annotated[float, Ge(0), Lt(1)]
+Auto = Literal["auto"]
 
 
 def frozen(value: Any) -> Any:
@@ -159,9 +123,16 @@ def choices(annotation: Any) -> tuple[str, ...]:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
         return tuple(map(str, arguments))
-    if origin is Annotated or origin is tuple:
-        return choices(arguments[0])
-    return ()
+    return choices(arguments[0]) if origin in (Annotated, tuple) else ()
+
+
+_WORDS = {
+    bool: "true or false",
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    type(None): "null",
+}
 
 
 def expected(annotation: Any, metadata: Sequence[Any] = (), *, brief: bool = False) -> str:
@@ -173,47 +144,37 @@ def expected(annotation: Any, metadata: Sequence[Any] = (), *, brief: bool = Fal
       brief: whether to name only limits and choices, such as `>= 1`, for a line about the key.
     """
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return expected(arguments[0], (*arguments[1:], *metadata), brief=brief)
     for words in metadata:
         if isinstance(words, Words):
             return words.text
-    if origin is Annotated:
-        return expected(arguments[0], (*arguments[1:], *metadata), brief=brief)
     if origin in (typing.Union, types.UnionType):
         parts = [expected(one, brief=brief) for one in reversed(arguments)]
         return " or ".join(part for part in parts if part)
+    names = ", ".join(name or '""' for name in choices(annotation))
     if origin is Literal:
-        names = [str(name) or '""' for name in arguments]
-        return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
+        return f"one of {names}" if len(arguments) > 1 else names
+    limits = [one for one in metadata if not (brief and one == Le(LARGEST))]
+    limit = " and ".join(filter(None, map(_limit, limits)))
     if origin is tuple:
-        names = choices(annotation)
-        if brief:
-            return f"of {', '.join(names)}" if names else ""
-        return f"a list [...] of {', '.join(names)}" if names else "a list [...]"
-    if annotation in (int, float):
-        limits = _limits(metadata, brief=brief)
-        kind = "an integer" if annotation is int else "a number"
-        is_one_value = limits.removeprefix("-").isdigit()  # such as -1
-        return limits if brief or is_one_value else f"{kind} {limits}".rstrip()
-    if brief:
-        return ""
-    return {bool: "true or false", str: "text", type(None): "null"}.get(annotation, "a table {...}")
+        kind = "" if brief else "a list [...]"
+        parts = (kind, f"of {names}" if names else "", f"({limit} entries)" if limit else "")
+        return " ".join(filter(None, parts))
+    kind = "" if brief else _WORDS.get(annotation, "a table {...}")
+    return f"{kind} {limit}".strip()
 
 
-def _limits(metadata: Sequence[Any], *, brief: bool) -> str:
-    bounds = {}
-    for limit in metadata:
-        match limit:
-            case Ge(bound) | Gt(bound) | Le(bound) | Lt(bound):
-                bounds[type(limit)] = bound
-    lower, below = bounds.get(Ge), bounds.get(Lt)
-    upper = None if brief and bounds.get(Le) == LARGEST else bounds.get(Le)
-    start = "" if brief else "from "
-    if Gt in bounds:
-        return f"> {bounds[Gt]}"
-    if lower is None:
-        return ""
-    if below is not None:
-        return f"{start}{lower} to below {below}"
-    if upper is None:
-        return f">= {lower}"
-    return f"{start}{lower} to {upper}" if lower != upper else f"{lower}"
+def _limit(limit: Any) -> str:
+    match limit:
+        case Ge(bound) | MinLen(bound):
+            return f">= {bound}"
+        case Gt(bound):
+            return f"> {bound}"
+        case Le(bound) | MaxLen(bound):
+            return f"<= {bound}"
+        case Lt(bound):
+            return f"< {bound}"
+        case MultipleOf(factor):
+            return f"a multiple of {factor}"
+    return ""

@@ -219,5 +219,6 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     unread = [name for name in KEYS if name not in attributes | by_name]
     assert [n for n in unread if not any(re.fullmatch(one, n) for one in subscripts)] == []
     assert attributes - set(KEYS) == {
-        "as_dict", "eval_paths", "get", "holds_out", "items", "model_copy", "rules", "sizes",
+        "as_dict", "check_keys", "eval_paths", "get", "holds_out", "items", "model_copy", "rules",
+        "sizes",
     }  # fmt: skip

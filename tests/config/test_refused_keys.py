@@ -104,7 +104,7 @@ attention_pattern=[local, global] | attention_pattern sliding_window_size
 attention_pattern=[near] | attention_pattern
 attention_pattern=[local, local] base_num_decoder_layers=1 WINDOW | attention_pattern
 sliding_window_size=8 attention_pattern=[global] | sliding_window_size attention_pattern
-local_rope_max_timescale=100 | local_rope_max_timescale rope_max_timescale
+local_rope_max_timescale=100 | local_rope_max_timescale attention_pattern
 # entries of tables
 rope_scaling=8 | rope_scaling
 rope_scaling={factor: 8} | rope_scaling factor rope_type
@@ -133,7 +133,7 @@ capacity_factor=0 num_experts=4 | capacity_factor
 router={balance_bias: true} | router num_experts
 router={num_groups: 3} num_experts=4 | router num_groups num_experts
 router={groups_per_token: 2} num_experts=4 | router num_groups
-num_experts_per_tok=3 GROUPS | num_experts_per_tok groups_per_token
+num_experts_per_tok=3 GROUPS | num_experts_per_tok router
 num_experts=8 ici_expert_parallelism=3 | num_experts ici_expert_parallelism
 # the schedule of the learning rate
 wsd_decay_style=cosine | wsd_decay_style lr_schedule_type

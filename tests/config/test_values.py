@@ -174,11 +174,12 @@ def test_control_characters_of_a_value_are_escaped_in_its_error():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("steps", "all or an integer from 1 to 2147483647"),
+        ("steps", "all or an integer >= 1 and <= 2147483647"),
         ("capacity_factor", "-1 or a number > 0"),
-        ("diloco_outer_momentum", "auto or a number from 0 to below 1"),
+        ("diloco_outer_momentum", "auto or a number >= 0 and < 1"),
         ("hardware", "one of auto, cpu, gpu, tpu"),
-        ("mlp_activations", "a list [...] of silu, gelu, relu, linear, quick_gelu, plus_one"),
+        ("attention_pattern", "a list [...] of local, global"),
+        ("head_dim", "an integer >= 2 and <= 2147483647 and a multiple of 2"),
     ],
 )
 def test_the_values_of_a_key_are_described(name, expected):

@@ -1,7 +1,7 @@
 """Keys of DiLoCo: replicas, fragments, the exchange of outer gradients, and islands."""
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
@@ -11,13 +11,10 @@ from maxdiloco.config.fields import (
     FREE,
     Group,
     key,
-    require_default,
-    rule,
 )
 from maxdiloco.config.values import (
     INTEGER,
     Auto,
-    Bool,
     Count,
     Natural,
     NonNegative,
@@ -44,13 +41,10 @@ _COMBINATIONS = combinations.Names(
 )
 
 
-class Diloco(Group):
+class Diloco(Group, group="diloco", title="replicas, outer optimizer and exchange (docs/concepts)"):
     """Replicas and the outer optimizer."""
 
-    group: ClassVar[str] = "diloco"
-    title: ClassVar[str] = "replicas, outer optimizer and exchange (docs/concepts)"
-
-    enable_diloco: Bool = key(True, start_here=True)
+    enable_diloco: bool = key(True, start_here=True)
     """Train replicas that exchange outer gradients. false: data parallelism on the same mesh."""
     num_diloco_replicas: Count | Auto = key("auto", unit="replicas", resume=FREE)
     """Number of replicas, a multiple of dcn * ici diloco parallelism. auto: that product."""
@@ -68,17 +62,15 @@ class Diloco(Group):
     diloco_outer_memory: Literal["device", "pinned_host"] = key("device", resume=FREE)
     """Memory of the outer parameters and of the state of the outer optimizer."""
 
-    @rule
-    def _check_replicas(self: Any) -> None:
+    def _check(self: Any) -> None:
         if not self.enable_diloco:
-            require_default(
+            checks.require_default(
                 self,
                 "num_diloco_replicas enable_streaming_diloco num_communication_overlapping_steps "
                 "communication_overlapping_alpha diloco_round_overlap diloco_exchange_dtype "
                 "diloco_error_feedback diloco_aggregation diloco_collective diloco_outer_memory "
                 "diloco_transport",
-                "enable_diloco=false",
-                "enable_diloco=true",
+                "enable_diloco",
             )
         dcn, ici = self.dcn_diloco_parallelism, self.ici_diloco_parallelism
         if dcn * ici > 0 and self.num_diloco_replicas != "auto":
@@ -87,13 +79,12 @@ class Diloco(Group):
             )
 
 
-class DilocoFragments(Group):
+class DilocoFragments(
+    Group, group="diloco", heading="fragments and overlap (Streaming DiLoCo, arXiv 2501.18512)"
+):
     """Fragments and overlap."""
 
-    group: ClassVar[str] = "diloco"
-    heading: ClassVar[str] = "fragments and overlap (Streaming DiLoCo, arXiv 2501.18512)"
-
-    enable_streaming_diloco: Bool = key(False, resume=DROPS, start_here=True)
+    enable_streaming_diloco: bool = key(False, resume=DROPS, start_here=True)
     """Exchange the parameters in num_diloco_fragments parts, one after the other in a period."""
     num_diloco_fragments: Count = key(1, unit="fragments", resume=DROPS, start_here=True)
     """Number of fragments (P). The paper has three layers in each, and one for the embedding."""
@@ -101,7 +92,7 @@ class DilocoFragments(Group):
     num_nonlayer_fragments: Count = key(1, unit="fragments", resume=DROPS)
     """Fragments reserved for embedding, head and final norm; several split the vocabulary."""
     # arXiv 2501.18512 section 3.3.1 finds strided slightly better.
-    use_sequential_layers: Bool = key(False, resume=DROPS)
+    use_sequential_layers: bool = key(False, resume=DROPS)
     """Put neighbouring layers into one fragment. false: layer i belongs to fragment i mod P."""
     # The paper uses 1 and advises at most 5.
     num_communication_overlapping_steps: Natural = key(
@@ -115,34 +106,25 @@ class DilocoFragments(Group):
     diloco_round_overlap: Literal["none", "delayed", "eager"] = key("none", resume=DROPS)
     """Overlap with a whole round: delayed applies the last mean, eager adds its own fresh term."""
 
-    @rule
-    def _check_fragments(self: Any) -> None:
+    def _check(self: Any) -> None:
         fragments, nonlayer = self.num_diloco_fragments, self.num_nonlayer_fragments
         if not self.enable_streaming_diloco:
-            require_default(
+            checks.require_default(
                 self,
                 "num_diloco_fragments num_nonlayer_fragments use_sequential_layers",
-                "enable_streaming_diloco=false",
-                "enable_streaming_diloco=true",
+                "enable_streaming_diloco",
             )
-        most = self.base_num_decoder_layers + nonlayer
-        if fragments > most:
-            raise ConfigError(
-                f"num_diloco_fragments={fragments} exceeds layers {self.base_num_decoder_layers} + "
-                f"num_nonlayer_fragments {nonlayer} = {most}, so some fragments would be empty. "
-                f"Use {most} or fewer."
-            )
-        if self.vocab_size != "auto" and nonlayer > self.vocab_size:
-            raise ConfigError(
-                f"num_nonlayer_fragments={nonlayer} exceeds vocab_size={self.vocab_size}: they "
-                "share the rows of the vocabulary, and some would be empty. Use "
-                f"{self.vocab_size} or fewer."
-            )
-        if nonlayer != 1 and nonlayer >= fragments:
-            raise ConfigError(
-                f"num_nonlayer_fragments={nonlayer} leaves no fragment of "
-                f"num_diloco_fragments={fragments} to the layers. Use "
-                f"num_diloco_fragments={nonlayer + 1} or more."
+        checks.require_at_most(
+            self,
+            "num_diloco_fragments",
+            self.base_num_decoder_layers + nonlayer,
+            "base_num_decoder_layers num_nonlayer_fragments",
+        )
+        if self.vocab_size != "auto":
+            checks.require_at_most(self, "num_nonlayer_fragments", self.vocab_size, "vocab_size")
+        if nonlayer > 1:
+            checks.require_at_most(
+                self, "num_nonlayer_fragments", fragments - 1, "num_diloco_fragments"
             )
         with checks.as_config_error():
             schedule.check_counts(
@@ -154,11 +136,8 @@ class DilocoFragments(Group):
             )
 
 
-class DilocoExchange(Group):
+class DilocoExchange(Group, group="diloco", heading="exchange of outer gradients"):
     """The exchange of outer gradients."""
-
-    group: ClassVar[str] = "diloco"
-    heading: ClassVar[str] = "exchange of outer gradients"
 
     # arXiv 2501.18512 finds 4 bits as good as float32.
     diloco_exchange_dtype: Literal["float32", "bfloat16", "int8", "float4_e3m0", "int2", "topk"] = (
@@ -176,8 +155,7 @@ class DilocoExchange(Group):
     diloco_transport: Literal["auto", "xla", "host"] = key("auto", resume=FREE)
     """Exchange inside compiled programs (xla), or by host memory and TCP. auto: by the devices."""
 
-    @rule
-    def _check_exchange(self: Any) -> None:
+    def _check(self: Any) -> None:
         with checks.as_config_error():
             combinations.check(
                 collective=self.diloco_collective,
@@ -189,15 +167,14 @@ class DilocoExchange(Group):
             )
 
 
-class Islands(Group):
+class Islands(
+    Group,
+    group="islands",
+    title="programs that train one model through a store (docs/howto/operate-islands.md)",
+):
     """Elastic training over a store."""
 
-    group: ClassVar[str] = "islands"
-    title: ClassVar[str] = (
-        "programs that train one model through a store (docs/howto/operate-islands.md)"
-    )
-
-    enable_islands: Bool = key(False, from_checkpoint=False)
+    enable_islands: bool = key(False, from_checkpoint=False)
     """Be an island among others that come and go, with one replica."""
     islands_store: str = key("", resume=FREE, from_checkpoint=False)
     """Store of the islands: gs://, s3:// or az://bucket/folder, or a folder that all share."""
@@ -214,72 +191,32 @@ class Islands(Group):
     islands_key: str = key("", resume=FREE, from_checkpoint=False)
     """Private key that signs what this island sends (ssh-keygen -t ed25519, chmod 600)."""
 
-    @rule
-    def _check_islands(self: Any) -> None:
+    def _check(self: Any) -> None:
         if not self.enable_islands:
-            require_default(
+            checks.require_default(
                 self,
                 "islands_store island_name islands_min_members islands_period_seconds "
                 "islands_dead_seconds islands_key",
-                "enable_islands=false",
-                "enable_islands=true",
+                "enable_islands",
             )
             return
-        if not self.enable_diloco:
-            raise ConfigError(
-                "enable_islands=true cannot be combined with enable_diloco=false: islands exchange "
-                "outer gradients. Use enable_diloco=true."
-            )
-        if not self.islands_store:
-            raise ConfigError(
-                "enable_islands=true requires islands_store. Set it to s3://bucket/folder, or to "
-                "a folder that all machines share."
-            )
+        checks.require_set(self, "islands_store", "enable_islands")
         if not re.fullmatch("[A-Za-z0-9_-]{1,64}", self.island_name):
             raise ConfigError(
-                f"island_name={self.island_name} is not a name, which enable_islands=true "
-                "requires. Use up to 64 letters, digits, '_' and '-', and another name for each "
-                "island."
+                f"island_name={self.island_name}: expected up to 64 letters, digits, '_' and '-' "
+                "with enable_islands=true, and another name for each island."
             )
-        for name in (
-            "num_diloco_replicas", "dcn_diloco_parallelism", "ici_diloco_parallelism"
-        ):  # fmt: skip
-            if getattr(self, name) not in ("auto", -1, 1):
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} cannot be combined with enable_islands=true: "
-                    "an island has one replica. Leave it out, and start more islands."
-                )
-        require_default(
-            self,
-            "diloco_collective diloco_transport",
-            "enable_islands=true",
-            "enable_islands=false",
-        )
-        if self.diloco_round_overlap != "none":
-            raise ConfigError(
-                f"diloco_round_overlap={self.diloco_round_overlap} cannot be combined with "
-                "enable_islands=true: a log record is applied once. Use diloco_round_overlap=none "
-                "and num_communication_overlapping_steps."
-            )
-        if self.diloco_outer_optimizer == "adam":
-            raise ConfigError(
-                "diloco_outer_optimizer=adam cannot be combined with enable_islands=true, whose "
-                "hosts compute the outer step. Use nesterov or sgd."
-            )
-        if self.load_full_state_path:
-            raise ConfigError(
-                f"load_full_state_path={self.load_full_state_path} cannot be combined with "
-                "enable_islands=true: the log has the state. Use load_parameters_path, which "
-                "begins a new log."
-            )
-        if self.dataset_per_replica:
-            raise ConfigError(
-                "dataset_per_replica=true cannot be combined with enable_islands=true: any "
-                "island may read any block of the data. Use weights."
-            )
-        if self.grain_worker_count >= 1:
-            raise ConfigError(
-                f"grain_worker_count={self.grain_worker_count} cannot be combined with "
-                "enable_islands=true, where this process leases what is read next. Use "
-                "grain_worker_count=0."
-            )
+        for name, allowed, reason in (
+            ("enable_diloco", (True,), "islands exchange outer gradients"),
+            ("num_diloco_replicas", ("auto", 1), "an island has one replica"),
+            ("dcn_diloco_parallelism", (-1, 1), "an island has one replica"),
+            ("ici_diloco_parallelism", (-1, 1), "an island has one replica"),
+            ("diloco_collective", ("auto",), "islands exchange through the store"),
+            ("diloco_transport", ("auto",), "islands exchange through the store"),
+            ("diloco_round_overlap", ("none",), "records are applied once"),
+            ("diloco_outer_optimizer", ("nesterov", "sgd"), "hosts compute the outer step"),
+            ("load_full_state_path", ("",), "load_parameters_path starts a new log"),
+            ("dataset_per_replica", (False,), "any island may read any block of the data"),
+            ("grain_worker_count", (0,), "the process itself leases the blocks it reads"),
+        ):
+            checks.require(self, name, allowed, "enable_islands", reason)

@@ -1,29 +1,19 @@
 """Keys of the decoder, which a model file sets, and of its numerics."""
 
-import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, MaxLen, MinLen
 from pydantic import WithJsonSchema
 
-from maxdiloco.config.fields import (
-    DIFFER,
-    FREE,
-    SHAPES,
-    Group,
-    Table,
-    key,
-    require_default,
-    rule,
-)
+from maxdiloco.config import checks
+from maxdiloco.config.fields import DIFFER, FREE, SHAPES, Group, Table, key
 from maxdiloco.config.values import (
     NESTED,
-    NUMBER,
     TABLE,
     AtLeastTwo,
     Auto,
-    Bool,
     Count,
+    Even,
     MinusOne,
     MinusOneFloat,
     Natural,
@@ -39,26 +29,23 @@ QkNorm = Annotated[
     WithJsonSchema({"enum": [False, "head", "projection"]}),
 ]
 Axis = Literal["diloco", "data", "fsdp", "expert", "context", "tensor"]
+Activations = Annotated[tuple[Activation, ...], MinLen(1), MaxLen(2), NESTED]
 AxisRule = tuple[str, Axis | tuple[Axis, ...]]
 
 
-class ModelChoice(Group):
+class ModelChoice(
+    Group, group="model", title="the decoder; a model file sets these keys and no others"
+):
     """Which model it is."""
-
-    group: ClassVar[str] = "model"
-    title: ClassVar[str] = "the decoder; a model file sets these keys and no others"
 
     model_name: str = key("default", hosts=DIFFER, from_checkpoint=True, start_here=True)
     """Name in configs/models, or the path of a yml file with keys of this group."""
-    override_model_config: Bool = key(False, hosts=DIFFER, from_checkpoint=True)
+    override_model_config: bool = key(False, hosts=DIFFER, from_checkpoint=True)
     """Allow a key to differ from the model file."""
 
 
-class ModelSizes(Group):
+class ModelSizes(Group, group="model", heading="sizes"):
     """Sizes."""
-
-    group: ClassVar[str] = "model"
-    heading: ClassVar[str] = "sizes"
 
     # The sizes are those of configs/models/tiny.yml, which a laptop trains on bytes.
     base_emb_dim: Count = key(128, unit="features", resume=SHAPES)
@@ -68,13 +55,11 @@ class ModelSizes(Group):
     # Four times base_emb_dim, as all models of arXiv 2503.09799, table 3.
     base_mlp_dim: Count = key(512, unit="features", resume=SHAPES)
     """Hidden width of a dense feed-forward layer."""
-    mlp_activations: Annotated[tuple[Activation, ...], NESTED] = key(
-        ("silu", "linear"), resume=SHAPES
-    )
+    mlp_activations: Activations = key(("silu", "linear"), resume=SHAPES)
     """Activations of a feed-forward layer: one, or two for a gated layer (their product)."""
     mlp_activations_limit: Positive | MinusOneFloat = key(-1.0)
     """Clamp activation inputs: the gate from above, the linear branch on both sides. -1: off."""
-    mlp_bias: Bool = key(False, resume=SHAPES)
+    mlp_bias: bool = key(False, resume=SHAPES)
     """Add a bias to each matrix product of the feed-forward layers."""
     # The 257 tokens of the byte tokenizer, in a multiple of 128.
     vocab_size: AtLeastTwo | Auto = key(384, unit="tokens", resume=SHAPES)
@@ -83,7 +68,7 @@ class ModelSizes(Group):
     """Rows of embedding and head; those from vocab_size on are padding. auto: vocab_size,
     and with vocab_size=auto a multiple of 128."""
     # The sizes of arXiv 2503.09799, table 3, fit a tied head only.
-    logits_via_embedding: Bool = key(True, resume=SHAPES)
+    logits_via_embedding: bool = key(True, resume=SHAPES)
     """Tie the output head to the embedding."""
     embedding_scale: Literal["auto", "sqrt_emb_dim", "one"] = key("auto")
     """Multiply embeddings by sqrt(base_emb_dim) or by 1. auto: sqrt if the head is tied."""
@@ -93,36 +78,23 @@ class ModelSizes(Group):
     z_loss_multiplier: NonNegative = key(1e-4)
     """Weight of the squared log-partition of the output logits in the loss."""
 
-    @rule
-    def _check_sizes(self: Any) -> None:
-        if not 1 <= len(self.mlp_activations) <= 2:
-            raise ConfigError(
-                f"mlp_activations={show(self.mlp_activations)} has {len(self.mlp_activations)} "
-                "entries: a plain layer has one, a gated one two. Use [gelu] or [silu, linear]."
-            )
-        tokens, rows = self.vocab_size, self.padded_vocab_size
-        if "auto" not in (tokens, rows) and rows < tokens:
-            raise ConfigError(
-                f"padded_vocab_size={rows} is below vocab_size={tokens}, but every token has a "
-                f"row. Use {tokens} or more, or padded_vocab_size=auto."
-            )
+    def _check(self: Any) -> None:
+        if "auto" not in (self.vocab_size, self.padded_vocab_size):
+            checks.require_at_most(self, "vocab_size", self.padded_vocab_size, "padded_vocab_size")
 
 
-class ModelAttention(Group):
+class ModelAttention(Group, group="model", heading="attention"):
     """Attention."""
-
-    group: ClassVar[str] = "model"
-    heading: ClassVar[str] = "attention"
 
     base_num_query_heads: Count = key(4, unit="heads", resume=SHAPES)
     """Number of attention heads."""
     base_num_kv_heads: Count = key(2, unit="heads", resume=SHAPES)
     """Number of key and value heads, a divisor of base_num_query_heads."""
-    head_dim: AtLeastTwo = key(32, unit="features", resume=SHAPES)
-    """Size of one attention head; even, because RoPE rotates pairs of features."""
+    head_dim: Even = key(32, unit="features", resume=SHAPES)
+    """Size of one attention head; RoPE rotates pairs of features."""
     attention_bias: Literal["none", "qkv", "all"] = key("none", resume=SHAPES)
     """Biases of attention: none, of queries, keys and values, or of the output too."""
-    attention_sink: Bool = key(False, resume=SHAPES)
+    attention_sink: bool = key(False, resume=SHAPES)
     """Give every head a learned logit in the softmax that has no value (gpt-oss)."""
     attn_logits_soft_cap: NonNegative = key(0.0)
     """Soft cap c tanh(x / c) of attention logits. 0: off."""
@@ -133,50 +105,26 @@ class ModelAttention(Group):
     attention_pattern: Annotated[tuple[Literal["local", "global"], ...], NESTED] = key(())
     """Attention of the layers, repeated: local has the sliding window. Empty: all layers alike."""
 
-    @rule
-    def _check_attention(self: Any) -> None:
-        heads, kv_heads = self.base_num_query_heads, self.base_num_kv_heads
-        if heads % kv_heads:
+    def _check(self: Any) -> None:
+        checks.require_multiple(
+            self, "base_num_query_heads", self.base_num_kv_heads, "base_num_kv_heads"
+        )
+        layers, entries = self.base_num_decoder_layers, len(self.attention_pattern)
+        if entries > layers:
             raise ConfigError(
-                f"base_num_query_heads={heads} is not a multiple of base_num_kv_heads={kv_heads}, "
-                "and query heads share key and value heads evenly. Use "
-                f"base_num_kv_heads={math.gcd(heads, kv_heads)}."
+                f"attention_pattern={show(self.attention_pattern)} has {entries} entries: expected "
+                f"at most {layers}, which repeat over base_num_decoder_layers={layers}."
             )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"head_dim={self.head_dim} is odd, but RoPE rotates pairs of features. Use "
-                f"head_dim={self.head_dim + 1}."
-            )
-        pattern, layers = self.attention_pattern, self.base_num_decoder_layers
-        shown = f"attention_pattern={show(pattern)}"
-        if len(pattern) > layers:
-            raise ConfigError(
-                f"{shown} has {len(pattern)} entries for base_num_decoder_layers={layers}. Use "
-                f"{layers} or fewer, which repeat over the layers."
-            )
-        if "local" in pattern and not self.sliding_window_size:
-            raise ConfigError(
-                f"{shown} has local layers, but sliding_window_size=0 gives them no window. Set "
-                "sliding_window_size."
-            )
-        if pattern and "local" not in pattern and self.sliding_window_size:
-            raise ConfigError(
-                f"sliding_window_size={self.sliding_window_size} has no effect with {shown}: no "
-                "layer is local. Leave the pattern empty for a window in every layer."
-            )
-        if "local" not in pattern and self.local_rope_max_timescale != -1:
-            raise ConfigError(
-                f"local_rope_max_timescale={show(self.local_rope_max_timescale)} has no effect "
-                f"with {shown}: no layer is local. Set rope_max_timescale, or local layers in "
-                "attention_pattern."
-            )
+        if "local" in self.attention_pattern:
+            checks.require_set(self, "sliding_window_size", "attention_pattern")
+        else:
+            checks.require_default(self, "local_rope_max_timescale", "attention_pattern")
+            if self.attention_pattern:
+                checks.require_default(self, "sliding_window_size", "attention_pattern")
 
 
-class ModelNorms(Group):
+class ModelNorms(Group, group="model", heading="norms"):
     """Norms."""
-
-    group: ClassVar[str] = "model"
-    heading: ClassVar[str] = "norms"
 
     norm_placement: Literal["pre", "sandwich", "post"] = key("pre", resume=SHAPES)
     """Norms of the input of a block (pre), of its input and output (sandwich), or output (post)."""
@@ -194,7 +142,7 @@ class RopeScaling(Table):
 
     rope_type: Literal["linear", "llama3", "yarn"] = key(example="linear")
     """Which frequencies are divided: all, or the slow ones as in Llama 3.1 or YaRN."""
-    factor: Annotated[float, Ge(1), NUMBER] = key(example=8.0)
+    factor: Annotated[float, Ge(1)] = key(example=8.0)
     """Length of the texts relative to those of the first training."""
     original_max_position_embeddings: Count | None = key(None, example=8192, unit="tokens")
     """Length of the texts of the first training (llama3, yarn)."""
@@ -206,7 +154,7 @@ class RopeScaling(Table):
     """Frequencies with more rotations in such a text are kept (yarn)."""
     beta_slow: Positive = key(1.0, unit="rotations")
     """Frequencies with fewer rotations in such a text are divided (yarn)."""
-    truncate: Bool = key(True)
+    truncate: bool = key(True)
     """Round the limits of kept and divided frequencies to whole pairs (yarn)."""
     attention_factor: Positive | Auto = key("auto")
     """Factor of the rotated queries and keys. auto: 0.1 ln(factor) + 1 (yarn)."""
@@ -224,11 +172,8 @@ _ROPE_ENTRIES = {
 }
 
 
-class ModelRope(Group):
+class ModelRope(Group, group="model", heading="RoPE"):
     """Rotary position embedding."""
-
-    group: ClassVar[str] = "model"
-    heading: ClassVar[str] = "RoPE"
 
     rope_max_timescale: Positive = key(10000.0, unit="tokens / 2 pi")
     """Longest wavelength of the rotary position embedding."""
@@ -237,8 +182,7 @@ class ModelRope(Group):
     rope_scaling: Annotated[RopeScaling, TABLE] = key({})
     """Change of the frequencies for texts longer than those of the first training. {}: none."""
 
-    @rule
-    def _check_rope(self: Any) -> None:
+    def _check(self: Any) -> None:
         if not self.rope_scaling:
             return
         shown, given = f"rope_scaling={show(self.rope_scaling)}", self.rope_scaling
@@ -251,20 +195,18 @@ class ModelRope(Group):
                 )
         if table.rope_type != "linear" and table.original_max_position_embeddings is None:
             raise ConfigError(
-                f"{shown} lacks original_max_position_embeddings. Add the length of the texts of "
-                "the first training, such as original_max_position_embeddings: 8192."
+                f"{shown}: rope_type: {table.rope_type} requires original_max_position_embeddings, "
+                "such as 8192."
             )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if vars(table)[low] >= vars(table)[high]:
                 raise ConfigError(
-                    f"{shown}: {low}: {vars(table)[low]} is not below {high}: "
-                    f"{vars(table)[high]}; frequencies between them are partly divided. Lower it."
+                    f"{shown}: {low}: {vars(table)[low]} is not below {high}: {vars(table)[high]}."
                 )
         if table.rope_type == "yarn" and self.rope_max_timescale <= 1:
             raise ConfigError(
-                f"rope_max_timescale={show(self.rope_max_timescale)} cannot be combined with "
-                "rope_type: yarn of rope_scaling, which tells pairs apart by their wavelengths, "
-                "from 1 to that. Use more than 1, such as rope_max_timescale=10000."
+                f"rope_max_timescale={show(self.rope_max_timescale)}: expected a number > 1 with "
+                "rope_type: yarn of rope_scaling, such as 10000."
             )
 
 
@@ -273,25 +215,22 @@ class Router(Table):
 
     score_function: Literal["softmax", "sigmoid"] = key("softmax")
     """Scores of a token's experts from the router's logits: over all experts, or of each."""
-    normalise_weights: Bool = key(False)
+    normalise_weights: bool = key(False)
     """Divide the scores of the selected experts by their sum (Mixtral)."""
     scaling_factor: Positive = key(1.0)
     """Factor of the weights of the selected experts."""
-    balance_bias: Bool = key(False)
+    balance_bias: bool = key(False)
     """Balance by a bias that only affects the selection, updated after each step (DeepSeek-V3)."""
     num_groups: Count = key(1, unit="groups")
     """Groups of equally many experts, of which a token uses groups_per_token."""
     groups_per_token: Count = key(1, unit="groups")
     """Groups whose experts a token may use: those with the largest sum of two best scores."""
-    logit_bias: Bool = key(False)
+    logit_bias: bool = key(False)
     """Bias of the router's logits (gpt-oss, whose experts have biases by mlp_bias)."""
 
 
-class ModelExperts(Group):
+class ModelExperts(Group, group="model", heading="experts (docs/howto/mixture-of-experts.md)"):
     """Mixture of experts."""
-
-    group: ClassVar[str] = "model"
-    heading: ClassVar[str] = "experts (docs/howto/mixture-of-experts.md)"
 
     num_experts: Count = key(1, unit="experts", resume=SHAPES)
     """Number of experts of a layer. 1: a dense feed-forward layer."""
@@ -308,63 +247,40 @@ class ModelExperts(Group):
     capacity_factor: Positive | MinusOneFloat = key(-1.0)
     """Expert capacity relative to a uniform token distribution; excess is dropped. -1: no limit."""
 
-    @rule
-    def _check_experts(self: Any) -> None:
-        experts, per_token = self.num_experts, self.num_experts_per_tok
+    def _check(self: Any) -> None:
+        experts = self.num_experts
         if experts == 1:
-            require_default(
+            checks.require_default(
                 self,
                 "num_experts_per_tok base_moe_mlp_dim shared_experts first_num_dense_layers router "
                 "capacity_factor load_balance_loss_weight router_z_loss_weight "
                 "dcn_expert_parallelism ici_expert_parallelism",
-                "num_experts=1, a dense model",
-                "set num_experts",
+                "num_experts",
             )
             return
-        if self.quantization != "none":
-            raise ConfigError(
-                f"quantization={self.quantization} cannot be combined with num_experts={experts}: "
-                "the matrix products of experts have no kernels for it. Use quantization=none, or "
-                "num_experts=1."
-            )
-        if per_token > experts:
-            raise ConfigError(
-                f"num_experts_per_tok={per_token} is more than num_experts={experts}, but a token "
-                f"uses each expert once. Use {experts} or fewer."
-            )
+        checks.require(
+            self, "quantization", ("none",), "num_experts", "experts have no such kernel"
+        )
+        checks.require_at_most(self, "num_experts_per_tok", experts, "num_experts")
         layers = self.base_num_decoder_layers
-        if self.first_num_dense_layers >= layers:
-            raise ConfigError(
-                f"first_num_dense_layers={self.first_num_dense_layers} leaves no layer of "
-                f"base_num_decoder_layers={layers} to the experts. Use {layers - 1} or fewer, or "
-                "num_experts=1."
-            )
+        checks.require_at_most(
+            self, "first_num_dense_layers", layers - 1, "base_num_decoder_layers num_experts"
+        )
         router = Router(**self.router)
         groups, used = router.num_groups, router.groups_per_token
-        if experts % groups:
-            raise ConfigError(
-                f"num_groups: {groups} of router does not divide num_experts={experts}, but groups "
-                f"have equally many experts. Use a divisor of {experts}."
-            )
+        checks.require_multiple(self, "num_experts", groups, "router")
         if used > groups:
             raise ConfigError(
-                f"groups_per_token: {used} of router is more than num_groups: {groups}. Use "
-                f"{groups} or fewer."
+                f"router={show(self.router)}: expected groups_per_token to be at most num_groups."
             )
-        eligible = used * experts // groups
-        if per_token > eligible:
-            raise ConfigError(
-                f"num_experts_per_tok={per_token} exceeds groups_per_token {used} * "
-                f"{experts // groups} experts of a group = {eligible}. Raise groups_per_token, or "
-                f"use {eligible} or fewer."
-            )
+        checks.require_at_most(
+            self, "num_experts_per_tok", used * experts // groups, "num_experts router"
+        )
         # Sizes of -1 are checked once the devices are known, in parallel.sharding.
         dcn, ici = self.dcn_expert_parallelism, self.ici_expert_parallelism
-        if dcn != -1 and ici != -1 and experts % (dcn * ici):
-            raise ConfigError(
-                f"num_experts={experts} is not divisible by dcn_expert_parallelism {dcn} * "
-                f"ici_expert_parallelism {ici} = {dcn * ici}, but every device has equally many. "
-                f"Use a divisor of {experts}."
+        if -1 not in (dcn, ici):
+            checks.require_multiple(
+                self, "num_experts", dcn * ici, "dcn_expert_parallelism ici_expert_parallelism"
             )
 
 
@@ -377,52 +293,35 @@ class LatentAttention(Table):
     """Rank of keys and values."""
     qk_nope_head_dim: Count = key(example=128, unit="features")
     """Features of a query or key that are not rotated."""
-    qk_rope_head_dim: AtLeastTwo = key(example=64, unit="features")
+    qk_rope_head_dim: Even = key(example=64, unit="features")
     """Features of a query or key that are rotated; all heads share those of the key."""
     v_head_dim: Count = key(example=128, unit="features")
     """Features of a value."""
 
 
-class ModelLatentAttention(Group):
+class ModelLatentAttention(Group, group="model", heading="latent attention"):
     """Latent attention."""
-
-    group: ClassVar[str] = "model"
-    heading: ClassVar[str] = "latent attention"
 
     latent_attention: Annotated[LatentAttention, TABLE] = key({}, resume=SHAPES)
     """Latent attention (DeepSeek, arXiv 2405.04434 sec. 2.1). {}: attention of separate heads."""
 
-    @rule
-    def _check_latent_attention(self: Any) -> None:
+    def _check(self: Any) -> None:
         if not self.latent_attention:
             return
         table = LatentAttention(**self.latent_attention)
-        rotated = table.qk_rope_head_dim
-        if rotated % 2:
-            raise ConfigError(
-                f"latent_attention={show(self.latent_attention)}: qk_rope_head_dim: {rotated} is "
-                f"odd, but RoPE rotates pairs of features. Use qk_rope_head_dim: {rotated + 1}."
-            )
-        needed = {
-            "head_dim": table.qk_nope_head_dim + rotated,
-            "base_num_kv_heads": self.base_num_query_heads,
-            "use_qk_norm": "false",
-            "attention_bias": "none",
-        }
-        for name, value in needed.items():
-            if getattr(self, name) != value:
-                raise ConfigError(
-                    f"{name}={show(getattr(self, name))} does not fit latent_attention, whose "
-                    f"heads have {table.qk_nope_head_dim} + {rotated} features, keys of their own, "
-                    f"a norm of the low rank and no bias. Use {name}={value}."
-                )
+        for name, needed, reason in (
+            ("head_dim", table.qk_nope_head_dim + table.qk_rope_head_dim, "a head has both parts"),
+            ("base_num_kv_heads", self.base_num_query_heads, "every head has its own keys"),
+            ("use_qk_norm", "false", "it has a norm of its own"),
+            ("attention_bias", "none", "it has no biases"),
+        ):
+            checks.require(self, name, (needed,), "latent_attention", reason)
 
 
-class Numerics(Group):
+class Numerics(
+    Group, group="numerics", title="number formats, attention kernel, recomputation, layout"
+):
     """Number formats, kernels and recomputation."""
-
-    group: ClassVar[str] = "numerics"
-    title: ClassVar[str] = "number formats, attention kernel, recomputation, layout"
 
     # Few CPUs compute in bfloat16.
     dtype: Literal["auto", "bfloat16", "float32"] = key("auto", start_here=True)
@@ -442,8 +341,7 @@ class Numerics(Group):
     logical_axis_rules: Annotated[tuple[AxisRule, ...], NESTED] = key((), resume=FREE)
     """Entries [logical axis, [mesh axes]] that replace those of parallel/sharding.py."""
 
-    @rule
-    def _check_axis_rules(self: Any) -> None:
+    def _check(self: Any) -> None:
         for name, axes in self.logical_axis_rules:
             if isinstance(axes, tuple) and len(set(axes)) < len(axes):
                 raise ConfigError(

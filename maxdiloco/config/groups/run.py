@@ -1,17 +1,16 @@
 """Keys of the run itself: its length, folder, evaluation, checkpoints, tools and network."""
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
 from maxdiloco.config import checks
-from maxdiloco.config.fields import APART, DIFFER, FREE, PATHS, Group, key, rule
+from maxdiloco.config.fields import APART, DIFFER, FREE, PATHS, Group, key
 from maxdiloco.config.values import (
     INTEGER,
     TEXT_OR_TABLE,
     Auto,
-    Bool,
     Count,
     MinusOne,
     Natural,
@@ -22,11 +21,8 @@ from maxdiloco.config.values import (
 from maxdiloco.errors import ConfigError
 
 
-class Run(Group):
+class Run(Group, group="run", title="length, folder and devices"):
     """What runs, for how long, and where it writes."""
-
-    group: ClassVar[str] = "run"
-    title: ClassVar[str] = "length, folder and devices"
 
     run_name: str = key("", resume=APART, start_here=True)
     """Folder of the run in base_output_directory; the same name resumes it. Empty: a new name."""
@@ -44,21 +40,17 @@ class Run(Group):
     nan_policy: Literal["stop", "skip"] = key("stop", resume=FREE)
     """At a loss or gradient that is not finite: exit, or skip the update of that step."""
 
-    @rule
-    def _check_run(self: Any) -> None:
+    def _check(self: Any) -> None:
         if not re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9._-]*)?", self.run_name):
             raise ConfigError(
-                f"run_name={self.run_name} is not the name of a folder. Use letters, digits, '.', "
-                "'_' and '-'; base_output_directory is where the folder is made."
+                f"run_name={self.run_name}: expected letters, digits, '.', '_' and '-', for a "
+                "folder in base_output_directory."
             )
         checks.refuse_store("base_output_directory", self.base_output_directory)
 
 
-class Evaluation(Group):
+class Evaluation(Group, group="evaluation", title="held-out loss during training"):
     """The evaluation during training."""
-
-    group: ClassVar[str] = "evaluation"
-    title: ClassVar[str] = "held-out loss during training"
 
     eval_interval: Count | MinusOne = key(-1, unit="inner steps", resume=APART, start_here=True)
     """Interval at which the outer parameters are evaluated on held-out text. -1: never."""
@@ -74,58 +66,38 @@ class Evaluation(Group):
     sample_prompt: str = key("", resume=APART)
     """Text that the model continues at each evaluation, into the log. Empty: none."""
 
-    @rule
-    def _check_evaluation(self: Any) -> None:
+    def _check(self: Any) -> None:
         synthetic = self.dataset_type == "synthetic"
-        if synthetic and self.eval_steps == -1 and self.eval_interval != -1:
+        if synthetic:
+            for name in ("eval_dataset_path", "sample_prompt"):
+                checks.require(self, name, ("", {}), "dataset_type", "it reads no text")
+        if self.eval_interval == -1:
+            checks.require_default(self, "sample_prompt", "eval_interval")
+        elif synthetic and self.eval_steps == -1:
             raise ConfigError(
-                "eval_steps=-1 evaluates on all of the held-out text, but dataset_type=synthetic "
-                "has no end. Set eval_steps."
+                "eval_steps=-1 requires text, but dataset_type=synthetic. Set eval_steps."
             )
-        if synthetic and self.eval_dataset_path not in ("", {}):
+        elif not synthetic and self.holds_out() and not self.eval_fraction:
             raise ConfigError(
-                f"eval_dataset_path={show(self.eval_dataset_path)} is text, but "
-                "dataset_type=synthetic reads none. Leave eval_dataset_path out, or train on text."
-            )
-        if synthetic and self.sample_prompt:
-            raise ConfigError(
-                f"sample_prompt={self.sample_prompt} is text, but dataset_type=synthetic is not. "
-                "Leave sample_prompt out, or train on text."
-            )
-        if self.sample_prompt and self.eval_interval == -1:
-            raise ConfigError(
-                f"sample_prompt={self.sample_prompt} is continued at each evaluation, but "
-                "eval_interval=-1 asks for none. Set eval_interval."
-            )
-        if (
-            not synthetic
-            and not self.eval_fraction
-            and self.holds_out()
-            and (self.eval_interval != -1)
-        ):
-            raise ConfigError(
-                f"eval_fraction=0 holds nothing out, but eval_interval={self.eval_interval} "
-                "evaluates on it. Set eval_dataset_path or eval_fraction, or use eval_interval=-1."
+                f"eval_interval={self.eval_interval} requires held-out text. Set eval_dataset_path "
+                "or eval_fraction, or use eval_interval=-1."
             )
         for name, path in self.eval_paths().items():
             if not re.fullmatch(r"[A-Za-z0-9_-]*", name):
                 raise ConfigError(
-                    f"eval_dataset_path={show(self.eval_dataset_path)}: {name} is not a name of a "
-                    "text. Write {wiki: /data/wiki}, with letters, digits, '_' and '-' in a name."
+                    f"eval_dataset_path={show(self.eval_dataset_path)}: {name}: expected letters, "
+                    "digits, '_' and '-' in the name of a text, such as {wiki: /data/wiki}."
                 )
             if not synthetic:
                 checks.refuse_text_path(checks.eval_key(name), path)
 
 
-class Checkpoint(Group):
+class Checkpoint(Group, group="checkpoint", title="what is saved, and what a run starts from"):
     """Checkpoints."""
 
-    group: ClassVar[str] = "checkpoint"
-    title: ClassVar[str] = "what is saved, and what a run starts from"
-
-    enable_checkpointing: Bool = key(True, resume=APART)
+    enable_checkpointing: bool = key(True, resume=APART)
     """Save the state of the run, so that the same run_name resumes it."""
-    async_checkpointing: Bool = key(True, resume=APART)
+    async_checkpointing: bool = key(True, resume=APART)
     """Write a checkpoint while training continues. false: wait for each save."""
     # Five rounds of the default period.
     checkpoint_period: Count = key(500, unit="inner steps", resume=APART, start_here=True)
@@ -133,34 +105,28 @@ class Checkpoint(Group):
     # More than one, because the newest may be damaged.
     max_num_checkpoints_to_keep: Count | Literal["all"] = key(3, unit="checkpoints", resume=APART)
     """Number of newest checkpoints to keep."""
-    save_checkpoint_on_completion: Bool = key(True, resume=APART)
+    save_checkpoint_on_completion: bool = key(True, resume=APART)
     """Save once more after the last step."""
     load_parameters_path: str = key("", resume=APART)
     """Start from the outer parameters of this run or checkpoint, and from step 0."""
     load_full_state_path: str = key("", resume=APART, from_checkpoint=False)
     """Start a new run from the whole state of this run or checkpoint; the batch may differ."""
 
-    @rule
-    def _check_checkpoint(self: Any) -> None:
-        if self.load_parameters_path and self.load_full_state_path:
-            raise ConfigError(
-                f"load_parameters_path={self.load_parameters_path} and "
-                f"load_full_state_path={self.load_full_state_path} are two starting points. Set "
-                "one of them."
+    def _check(self: Any) -> None:
+        if self.load_parameters_path:
+            checks.require(
+                self, "load_full_state_path", ("",), "load_parameters_path", "a run has one start"
             )
         checks.refuse_store("load_parameters_path", self.load_parameters_path)
         checks.refuse_store("load_full_state_path", self.load_full_state_path)
 
 
-class Tools(Group):
+class Tools(Group, group="tools", title="TensorBoard, profiles and caches"):
     """Metrics, profiles and caches."""
 
-    group: ClassVar[str] = "tools"
-    title: ClassVar[str] = "TensorBoard, profiles and caches"
-
-    enable_tensorboard: Bool = key(True, resume=APART, hosts=DIFFER)
+    enable_tensorboard: bool = key(True, resume=APART, hosts=DIFFER)
     """Write TensorBoard files in addition to metrics.jsonl."""
-    enable_wandb: Bool = key(False, resume=APART, hosts=DIFFER)
+    enable_wandb: bool = key(False, resume=APART, hosts=DIFFER)
     """Log to Weights & Biases too. Needs the package wandb; WANDB_MODE=offline needs no account."""
     profiler: Literal["", "xplane"] = key("", resume=APART, hosts=DIFFER)
     """Record a profile into the folder of the run. Empty: none."""
@@ -172,27 +138,22 @@ class Tools(Group):
     """Length of the profile."""
     jax_cache_dir: str = key("", resume=APART, hosts=DIFFER)
     """Folder of JAX's compilation cache, of your own user. Empty: JAX_COMPILATION_CACHE_DIR."""
-    show_fragments: Bool = key(False, resume=APART)
+    show_fragments: bool = key(False, resume=APART)
     """Print the table of fragments and exit."""
-    show_memory: Bool = key(False, resume=APART, hosts=DIFFER)
+    show_memory: bool = key(False, resume=APART, hosts=DIFFER)
     """Print the memory of every compiled program."""
 
-    @rule
-    def _check_profiler(self: Any) -> None:
+    def _check(self: Any) -> None:
         last = self.skip_first_n_steps_for_profiler + self.profiler_steps
         if self.profiler and self.steps != "all" and last > self.steps:
             raise ConfigError(
                 f"profiler={self.profiler} would stop after step {last}, but steps={self.steps}. "
-                "Lower profiler_steps or skip_first_n_steps_for_profiler, or use "
-                f"steps={last} or more."
+                "Lower profiler_steps or skip_first_n_steps_for_profiler."
             )
 
 
-class Network(Group):
+class Network(Group, group="network", title="messages between the processes of a run"):
     """Messages between the processes of a run."""
-
-    group: ClassVar[str] = "network"
-    title: ClassVar[str] = "messages between the processes of a run"
 
     exchange_interface: str = key("", resume=APART, hosts=DIFFER)
     """IP address to bind for messages. Empty: the interface that routes to process 0."""
@@ -211,11 +172,8 @@ class Network(Group):
     """How long processes wait for each other at the start."""
 
 
-class Compile(Group):
+class Compile(Group, group="compile", title="slices for maxdiloco.train_compile"):
     """Compilation ahead of time."""
-
-    group: ClassVar[str] = "compile"
-    title: ClassVar[str] = "slices for maxdiloco.train_compile"
 
     compile_topology: str = key("", resume=APART, hosts=DIFFER)
     """Slices to compile for, such as v5e-16 or h100-8. Empty: the devices of this machine."""

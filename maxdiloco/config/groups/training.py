@@ -1,12 +1,12 @@
 """Keys of the mesh, the batch and the inner optimizer."""
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from maxdiloco.config.fields import FREE, Group, key, require_default, rule
+from maxdiloco.config import checks
+from maxdiloco.config.fields import FREE, Group, key
 from maxdiloco.config.values import (
     AtLeastTwo,
-    Bool,
     Count,
     MinusOne,
     NonNegative,
@@ -19,13 +19,12 @@ from maxdiloco.errors import ConfigError
 Size = Count | MinusOne
 
 
-class Mesh(Group):
+class Mesh(
+    Group,
+    group="mesh",
+    title="sizes between slices (dcn) and inside one (ici); one of each may be -1: what remains",
+):
     """Sizes of the device mesh."""
-
-    group: ClassVar[str] = "mesh"
-    title: ClassVar[str] = (
-        "sizes between slices (dcn) and inside one (ici); one of each may be -1: what remains"
-    )
 
     dcn_diloco_parallelism: Size = key(-1, unit="slices", resume=FREE, start_here=True)
     """Replicas over slices, as DiLoCo has them."""
@@ -54,33 +53,28 @@ class Mesh(Group):
     num_slices: Size = key(-1, unit="slices", resume=FREE)
     """Slices to emulate on CPU or GPU. -1: the product of the dcn_* sizes, or one a host."""
 
-    @rule
-    def _check_mesh(self: Any) -> None:
-        for tier, what in (("dcn", "slices"), ("ici", "devices of a slice")):
-            axes = [axis for axis, size in self.sizes(tier).items() if size == -1]
-            if len(axes) > 1:
-                names = [f"{tier}_{axis}_parallelism" for axis in axes]
+    def _check(self: Any) -> None:
+        for tier in ("dcn", "ici"):
+            free = [axis for axis, size in self.sizes(tier).items() if size == -1]
+            if len(free) > 1:
+                keys = [f"{tier}_{axis}_parallelism" for axis in free]
                 raise ConfigError(
-                    f"{'=-1 and '.join(names)}=-1: the number of {what} determines only one. Set "
-                    f"{names[0]} to a number."
+                    f"{'=-1 and '.join(keys)}=-1: expected at most one -1. Set {keys[0]} to a "
+                    "number."
                 )
-        sizes = self.sizes("dcn")
-        known = math.prod(size for size in sizes.values() if size != -1)
-        fits = self.num_slices == known if -1 not in sizes.values() else not self.num_slices % known
+        sizes = self.sizes("dcn").values()
+        known = math.prod(size for size in sizes if size != -1)
+        fits = self.num_slices % known == 0 if -1 in sizes else self.num_slices == known
         if self.num_slices != -1 and not fits:
-            shown = [f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)]
             raise ConfigError(
-                f"num_slices={self.num_slices} does not fit the dcn sizes "
-                f"{' * '.join(shown) or 'all 1'} = {known}. Leave num_slices out, or change a "
-                "dcn_*_parallelism key."
+                f"num_slices={self.num_slices}: expected the product of the dcn_*_parallelism "
+                f"keys, {known}{' or a multiple of it' if -1 in sizes else ''}. Leave num_slices "
+                "out, or change one of these keys."
             )
 
 
-class Batch(Group):
+class Batch(Group, group="batch", title="sequences of one inner step"):
     """The batch of an inner step."""
-
-    group: ClassVar[str] = "batch"
-    title: ClassVar[str] = "sequences of one inner step"
 
     # A change of the batch is refused through the derived sequences_per_replica.
     per_device_batch_size: Count = key(4, unit="sequences", resume=FREE, start_here=True)
@@ -92,16 +86,13 @@ class Batch(Group):
     """Length of a sequence."""
 
 
-class Inner(Group):
+class Inner(Group, group="inner", title="optimizer of every inner step"):
     """The inner optimizer."""
-
-    group: ClassVar[str] = "inner"
-    title: ClassVar[str] = "optimizer of every inner step"
 
     # AdamW: arXiv 2311.08105, 2501.18512, 2503.09799.
     opt_type: Literal["adamw", "muon", "sgd"] = key("adamw")
     """Inner optimizer. muon updates the layers' matrices, and Adam the other parameters."""
-    optimizer_memory_host_offload: Bool = key(False, resume=FREE)
+    optimizer_memory_host_offload: bool = key(False, resume=FREE)
     """Keep the state of the inner optimizer in pinned host memory between steps."""
     # arXiv 2311.08105, table 5, and 2407.07852.
     learning_rate: NonNegative = key(4e-4, resume=FREE, start_here=True)
@@ -138,30 +129,22 @@ class Inner(Group):
     gradient_clipping_threshold: NonNegative = key(1.0)
     """Largest norm of a replica's gradient. 0: no clipping."""
 
-    @rule
-    def _check_inner(self: Any) -> None:
+    def _check(self: Any) -> None:
         if self.opt_type == "sgd":
-            require_default(self, "mu_dtype", "opt_type=sgd", "opt_type=adamw")
+            checks.require_default(self, "mu_dtype", "opt_type")
         if self.lr_schedule_type != "wsd":
-            require_default(
-                self,
-                "wsd_decay_steps_fraction wsd_decay_style",
-                f"lr_schedule_type={self.lr_schedule_type}",
-                "lr_schedule_type=wsd",
+            checks.require_default(
+                self, "wsd_decay_steps_fraction wsd_decay_style", "lr_schedule_type"
             )
         elif self.warmup_steps_fraction + self.wsd_decay_steps_fraction > 1:
             raise ConfigError(
-                f"warmup_steps_fraction={self.warmup_steps_fraction} and "
-                f"wsd_decay_steps_fraction={self.wsd_decay_steps_fraction} are together longer "
-                "than the schedule. Lower one of them."
+                f"warmup_steps_fraction={self.warmup_steps_fraction} and wsd_decay_steps_fraction="
+                f"{self.wsd_decay_steps_fraction}: expected a sum of at most 1."
             )
 
 
-class InnerExperts(Group):
+class InnerExperts(Group, group="inner", heading="mixture of experts"):
     """Training of the experts' router."""
-
-    group: ClassVar[str] = "inner"
-    heading: ClassVar[str] = "mixture of experts"
 
     load_balance_loss_weight: NonNegative = key(0.0)
     """Weight of the loss that keeps experts evenly used. With balance_bias none is needed."""
