@@ -25,6 +25,7 @@ OPTIONS = MappingProxyType({
                     "(extra eval)"),
     "report": Option("", "file to write the result to, as JSON"),
 })  # fmt: skip
+OF_HARNESS = ("batch_size=", "device=")  # options of the harness, which are not keys
 
 
 @guarded
@@ -48,19 +49,25 @@ def main(argv: Sequence[str]) -> int:
     place = [key for key in keys if key.startswith("base_output_directory=")]
     environ = {k: v for k, v in os.environ.items() if k == "M_BASE_OUTPUT_DIRECTORY"}
     base = config.load(place, environ).base_output_directory
+    folder = read.locate(run, base_output_directory=base, step=options.step)
+    from maxdiloco.run import stored
+
+    configure = functools.partial(stored.configure, environ=os.environ)
     if options.tasks:
+        # The keys are checked before lm_eval loads its tasks.
+        of_model = [key for key in keys if not key.startswith(OF_HARNESS)]
+        configure(read.newest_meta(folder, key="RUN"), of_model)
         _evaluate_tasks(run, options, keys, base)
         return 0
-    folder = read.locate(run, base_output_directory=base, step=options.step)
     import jax
 
     from maxdiloco.parallel import mesh as mesh_lib
-    from maxdiloco.run import settings, startup, stored
+    from maxdiloco.run import settings, startup
     from maxdiloco.run.compile_cache import compile_cache
     from maxdiloco.storage import output_file
 
     # The mesh must be known before JAX's backends start. The parameters are read afterwards.
-    configure = functools.partial(stored.configure, argv=keys, environ=os.environ)
+    configure = functools.partial(configure, argv=keys)
     cfg = configure(read.newest_meta(folder, key="RUN"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(startup.joined(cfg))

@@ -190,6 +190,14 @@ def test_what_cannot_be_evaluated_is_refused(trained, monkeypatch):
         assert code == 2 and names_key(line, key), line
 
 
+def test_keys_are_checked_before_the_tasks_are_loaded(trained, monkeypatch):
+    """Here they cannot be loaded: None in sys.modules makes an import fail."""
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for argument, key in (("no_such_key=1", "no_such_key"), ("batch_size=8", "lm_eval")):
+        code, line = refused(evaluate.main, trained / "run", "tasks=mats", argument)
+        assert code == 2 and names_key(line, key), line
+
+
 def test_without_the_extra_its_name_is_said(trained, monkeypatch):
     """None in sys.modules makes an import fail."""
     monkeypatch.setitem(sys.modules, "lm_eval", None)
