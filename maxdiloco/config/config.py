@@ -180,11 +180,7 @@ def model_vocab_size(cfg: Config) -> int | None:
     if cfg.model_name == "default":
         return None
     given = _read(_model_path(cfg.model_name))
-    return (
-        convert({"vocab_size": given["vocab_size"]})["vocab_size"]
-        if "vocab_size" in given
-        else None
-    )
+    return convert({name: given[name] for name in given if name == "vocab_size"}).get("vocab_size")
 
 
 def with_replicas(cfg: Config, num_replicas: int) -> Config:
@@ -249,21 +245,15 @@ def _resolve_path(path: pathlib.Path) -> pathlib.Path:
     return shipped if known and not path.is_file() else path
 
 
-def _read(path: pathlib.Path, *, source: str = "") -> Layer:
-    raw = files.read_yml(path, source=source)
+def _read(path: pathlib.Path, **options: Any) -> Layer:
+    raw = files.read_yml(path, **options)
     return {name: Given(value, str(path)) for name, value in raw.items()}
 
 
 def _defaults() -> dict[str, Any]:
     """Return the values of base.yml, which a user may have edited."""
-    path = files.config_folder() / BASE
-    raw = files.read_yml(path, trusted=True)
-    edits = {
-        name: Given(value, str(path))
-        for name, value in raw.items()
-        if name not in KEYS or value != show(KEYS[name].default)
-    }
-    return {name: key.default for name, key in KEYS.items()} | convert(edits)
+    given = _read(files.config_folder() / BASE, trusted=True)
+    return {name: key.default for name, key in KEYS.items()} | convert(given)
 
 
 def _read_copy_of_base(path: pathlib.Path, foreign: MaxText) -> Layer:
@@ -312,16 +302,16 @@ def _warn_of_another_user(path: pathlib.Path, given: Layer, warn: Warn) -> None:
 
 def _from_environment(environ: Mapping[str, str], foreign: MaxText) -> Layer:
     given, unknown = {}, []
-    for variable in sorted(environ):
+    for variable, value in sorted(environ.items()):
         if not variable.startswith(ENVIRONMENT_PREFIX):
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        is_known = name in KEYS or foreign.knows(name)
-        if not is_known or variable != ENVIRONMENT_PREFIX + name.upper():
+        is_key = name in KEYS or foreign.knows(name)
+        if not is_key or variable != ENVIRONMENT_PREFIX + name.upper():
             near = nearest_key(name)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
-            unknown.append(f"{variable}={environ[variable]} is not a key. {remedy}")
-        given[name] = Given(environ[variable], f"environment {variable}")
+            unknown.append(f"{variable}={shorten(value)} is not a key. {remedy}")
+        given[name] = Given(value, f"environment {variable}")
     if unknown:
         raise ConfigError(
             f"{' '.join(unknown)} Names that start with {ENVIRONMENT_PREFIX} are keys in capitals."

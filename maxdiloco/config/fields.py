@@ -2,7 +2,9 @@
 
 import ast
 import enum
+import functools
 import inspect
+import itertools
 import textwrap
 from typing import Any, ClassVar
 
@@ -102,14 +104,22 @@ def key(
     return Field(default, examples=examples, json_schema_extra=tags)
 
 
-def descriptions(table: type) -> dict[str, str]:
-    """Return {name: docstring below its declaration}, from the source of a group or table.
+class Docstrings:
+    """The docstrings below the keys of a group or table, read from its source at their first use.
 
     pydantic can do this for every class at import, but that is half of the import's time.
     """
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(table))).body
-    return {
-        statement.target.id: " ".join(text.value.value.split())
-        for statement, text in zip(tree.body, tree.body[1:], strict=False)
-        if isinstance(statement, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+
+    def __init__(self, owner: type):
+        """Remember the class."""
+        self._owner = owner
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, str]:
+        """{name: docstring, as one line}."""
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(self._owner))).body
+        return {
+            key.target.id: " ".join(text.value.value.split())
+            for key, text in itertools.pairwise(tree.body)
+            if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from maxdiloco.config import files
-from maxdiloco.config.fields import Hosts, Resume, descriptions
-from maxdiloco.config.keys import GROUPS, KEYS, Config, Key
+from maxdiloco.config.fields import Hosts, Resume
+from maxdiloco.config.keys import KEYS, Config, Key
 from maxdiloco.config.values import show
 from maxdiloco.errors import ConfigError
 
@@ -104,23 +104,25 @@ def schema_text() -> str:
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a yml file of keys, for editors."""
     schema = Config.model_json_schema()
-    tables = {"Config": GROUPS} | {
-        key.entry_table.__name__: (key.entry_table,) for key in KEYS.values() if key.entry_table
-    }
-    for name, owners in tables.items():
-        described = {n: text for owner in owners for n, text in descriptions(owner).items()}
-        properties = (schema if name == "Config" else schema["$defs"][name])["properties"]
-        for field, content in properties.items():
-            for unused in ("title", "resume", "hosts", "from_checkpoint", "start_here", "unit"):
-                content.pop(unused, None)
-            content["description"] = described[field]
     for name, key in KEYS.items():
         content = schema["properties"][name]
-        if key.entry_table and "$ref" in content:  # {} means none, even with required entries
+        _describe(content, key)
+        if key.entry_table:
+            properties = schema["$defs"][key.entry_table.__name__]["properties"]
+            for entry in key.entries.values():
+                _describe(properties[entry.name], entry)
+        if "$ref" in content:  # {} means none, even with required entries
             content["anyOf"] = [{"$ref": content.pop("$ref")}, {"maxProperties": 0}]
     schema["title"] = "Keys of maxdiloco"
     schema["description"] = "A yml file of maxdiloco: any of these keys."
     return schema
+
+
+def _describe(content: dict[str, Any], key: Key) -> None:
+    """Replace the title and the tags of a key in the JSON schema by its description."""
+    for unused in ("title", "unit", "resume", "hosts", "from_checkpoint", "start_here"):
+        content.pop(unused, None)
+    content["description"] = key.description
 
 
 def _table(keys: Iterable[Key]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from maxdiloco.config import values
-from maxdiloco.config.fields import Hosts, Resume, Table, descriptions
+from maxdiloco.config.fields import Docstrings, Hosts, Resume, Table
 from maxdiloco.config.groups import data, diloco, model, run, training
 
 # In the order of base.yml and of --help.
@@ -91,30 +91,24 @@ class Key:
     Attributes:
       name: the key.
       field: its declaration for pydantic.
-      owner: the class that declares it: a group, or the table of an entry.
-      title: subject of its group.
+      docstrings: the descriptions of all keys of its class.
+      group: its group, such as `model`.
+      title: subject of the group.
+      heading: the part of the group, such as `sizes`; empty if the group has no parts.
       unit, resume, hosts, from_checkpoint, start_here: the arguments of `fields.key`.
     """
 
     name: str
     field: FieldInfo
-    owner: type
+    docstrings: Docstrings
+    group: str
     title: str
+    heading: str
     unit: str
     resume: Resume
     hosts: Hosts
     from_checkpoint: bool
     start_here: bool
-
-    @property
-    def group(self) -> str:
-        """The group, such as `model`."""
-        return self.owner.group
-
-    @property
-    def heading(self) -> str:
-        """The part of the group, such as `sizes`; empty if the group has no parts."""
-        return self.owner.heading
 
     @property
     def default(self) -> Any:
@@ -124,7 +118,7 @@ class Key:
     @property
     def description(self) -> str:
         """The effect of the key, as its docstring describes it."""
-        return descriptions(self.owner)[self.name]
+        return self.docstrings.by_name[self.name]
 
     @property
     def entry_table(self) -> type[Table] | None:
@@ -139,8 +133,13 @@ class Key:
     def entries(self) -> dict[str, "Key"]:
         """{name: entry} if the value is a table or a list of tables."""
         table = self.entry_table
-        fields = table.model_fields if table else {}
-        return {name: _key(name, field, table) for name, field in fields.items()}
+        if table is None:
+            return {}
+        docstrings = Docstrings(table)
+        return {
+            name: Key(name, field, docstrings, "", "", "", **field.json_schema_extra)
+            for name, field in table.model_fields.items()
+        }
 
     def whole(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return a table with all entries: missing ones get their default, or their example."""
@@ -160,18 +159,17 @@ class Key:
         return values.choices(self.field.annotation)
 
 
-def _key(name: str, field: FieldInfo, owner: type, title: str = "") -> Key:
-    return Key(name, field, owner, title, **field.json_schema_extra)
+def _keys() -> Iterator[Key]:
+    title = ""
+    for owner in GROUPS:
+        docstrings, title = Docstrings(owner), owner.title or title
+        for name in owner.__annotations__:
+            field = Config.model_fields[name]
+            about = (owner.group, title, owner.heading)
+            yield Key(name, field, docstrings, *about, **field.json_schema_extra)
 
 
-_TITLES = {group.group: group.title for group in GROUPS if group.title}
-KEYS = MappingProxyType(
-    {
-        name: _key(name, Config.model_fields[name], group, _TITLES[group.group])
-        for group in GROUPS
-        for name in group.__annotations__
-    }
-)
+KEYS = MappingProxyType({key.name: key for key in _keys()})
 # Keys that an evaluation of a checkpoint accepts, since they do not change the computation.
 EVALUATION_KEYS = (
     "hardware", "base_output_directory", "dataset_path", "eval_dataset_path", "add_bos",

@@ -74,9 +74,9 @@ class MaxText(NamedTuple):
             text = raw if isinstance(raw, str) else show(raw)
             entry = self.find(name)
             if entry is None:
-                use = [use for value, use in self.values.get(name, {}).items()
-                       if re.fullmatch(value, _plain(text))]  # fmt: skip
-                refused += [f"{name}={text} is MaxText's value. Use {one}." for one in use]
+                for value, use in self.values.get(name, {}).items():
+                    if re.fullmatch(value, _plain(text)):
+                        refused.append(f"{name}={text} is MaxText's value. Use {use}.")
                 kept.append(name)
             elif text == "" or _matches(_plain(text), entry.ignored):
                 ignored.setdefault(entry.why, []).append(name)

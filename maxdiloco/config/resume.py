@@ -1,13 +1,12 @@
 """Compare configurations: of a run and its checkpoint, and of the processes of a run."""
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from maxdiloco.config.fields import Hosts, Resume
 from maxdiloco.config.keys import KEYS
-from maxdiloco.config.values import as_json
+from maxdiloco.config.values import as_json, shorten, show
 from maxdiloco.errors import CheckpointError
 
 KEEP = "\N{NO-BREAK SPACE}"
@@ -55,16 +54,13 @@ def change_lines(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     training, apart = [], []
     for name, change in differences(saved, new).items():
-        line = f"{name} {_shorten(change.before)} -> {_shorten(change.after)}".replace(" ", KEEP)
+        before, after = (
+            shorten(value, MAX_SHOWN) or "empty" for value in (change.before, change.after)
+        )
+        line = f"{name} {before} -> {after}".replace(" ", KEEP)
         (apart if change.resume is Resume.APART else training).append(line)
     groups = (("changed since the checkpoint", training), ("changed outside of training", apart))
     return [f"{title}: {', '.join(lines)}" for title, lines in groups if lines]
-
-
-def _shorten(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(as_json(value))
-    text = text or "empty"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: str) -> None:
@@ -141,8 +137,7 @@ def describe_processes(groups: Mapping[tuple[int, ...], Mapping[str, Any]]) -> s
     for name in dict.fromkeys(name for values in groups.values() for name in values):
         holders: dict[str, list[int]] = {}
         for processes, values in groups.items():
-            value = values.get(name, "no such key")
-            text = value if isinstance(value, str) and value else json.dumps(value)
+            text = show(values.get(name, "no such key")) or "empty"
             holders.setdefault(text, []).extend(processes)
         same = len(os.path.commonprefix(list(holders)))
         parts = [f"{_cut(text, same)} in {_processes(of)}" for text, of in holders.items()]

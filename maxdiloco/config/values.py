@@ -112,10 +112,10 @@ def infer(text: Any) -> Any:
     return float(text) if re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", text) else text
 
 
-def shorten(value: Any) -> str:
+def shorten(value: Any, length: int = MAX_SHOWN) -> str:
     """Return a value as it is written in a file, cut to a length that fits a message."""
     text = show(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def choices(annotation: Any) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Warnings and notes about settings that are rarely intended, for the start of a run's log."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from maxdiloco.config.keys import KEYS, Config
 from maxdiloco.config.values import show
@@ -24,17 +24,13 @@ def lines(cfg: Config) -> list[str]:
 
 
 def _warnings(cfg: Config) -> Iterator[str]:
-    router = cfg.router
     if cfg.opt_type == "sgd":
         names = ("adam_b1", "adam_b2", "adam_eps", "optimizer_memory_host_offload")
-        for given in _not_default(cfg, *names):
-            yield f"{given} has no effect with opt_type=sgd, which keeps no moments. Leave it out."
+        yield from _without_effect(cfg, names, "opt_type")
     if cfg.opt_type != "muon":
-        for given in _not_default(cfg, "muon_beta"):
-            yield (
-                f"{given} has no effect with opt_type={cfg.opt_type}. Leave it out, or use "
-                "opt_type=muon."
-            )
+        yield from _without_effect(cfg, ("muon_beta",), "opt_type")
+    if not cfg.holds_out():
+        yield from _without_effect(cfg, ("eval_fraction",), "eval_dataset_path")
     if cfg.diloco_round_overlap == "eager" and cfg.diloco_outer_optimizer == "adam":
         yield (
             "diloco_outer_optimizer=adam with diloco_round_overlap=eager: Adam is not linear, so a "
@@ -50,23 +46,26 @@ def _warnings(cfg: Config) -> Iterator[str]:
             f"steps={cfg.steps} ends before diloco_sync_period={cfg.diloco_sync_period}, so some "
             "or all parameters are never exchanged. Use a shorter period or more steps."
         )
-    if cfg.num_experts > 1 and cfg.num_experts_per_tok == 1 and router.get("normalise_weights"):
+    is_one = cfg.num_experts > 1 and cfg.num_experts_per_tok == 1
+    if is_one and cfg.router.get("normalise_weights"):
         yield (
-            "normalise_weights: true of router with num_experts_per_tok=1 gives the only expert of "
-            "a token the weight 1, so the cross-entropy does not train the router. Use "
-            "num_experts_per_tok=2 or more, or leave normalise_weights out."
+            "normalise_weights: true of router with num_experts_per_tok=1 gives every expert the "
+            "weight 1, so the cross-entropy does not train the router. Use normalise_weights: "
+            "false, or num_experts_per_tok=2 or more."
         )
     if cfg.compile_topology:
         yield (
-            f"compile_topology={cfg.compile_topology} is for maxdiloco.train_compile; training "
-            "uses the devices of this machine. Leave it out here."
+            f"compile_topology={cfg.compile_topology} has an effect only in "
+            "maxdiloco.train_compile. Leave it out here."
         )
-    if not cfg.holds_out():
-        for given in _not_default(cfg, "eval_fraction"):
-            yield (
-                f"{given} has no effect with eval_dataset_path, which is the held-out text. Leave "
-                "one of them out."
-            )
+
+
+def _without_effect(cfg: Config, names: Iterable[str], because: str) -> Iterator[str]:
+    """Yield a line for each key that has no effect because of another key, but is set."""
+    for name in names:
+        value, other = vars(cfg)[name], show(vars(cfg)[because])
+        if value != KEYS[name].default:
+            yield f"{name}={show(value)} has no effect with {because}={other}. Leave it out."
 
 
 def _notes(cfg: Config) -> Iterator[str]:
@@ -76,34 +75,34 @@ def _notes(cfg: Config) -> Iterator[str]:
     counted = f"{rounds} round{'s' * (rounds != 1)} of diloco_sync_period={cfg.diloco_sync_period}"
     if rounds < _FEW_ROUNDS:
         yield (
-            f"steps={cfg.steps} is only {counted}. Expect about 5 % higher loss than data "
-            "parallelism after 10 rounds and 1.9 % after 50; in the papers' long runs it is "
-            "under 1 %."
+            f"steps={cfg.steps} is only {counted}. Expect about 5% higher loss than data "
+            "parallelism after 10 rounds and 1.9% after 50; in the papers' long runs it is under "
+            "1%."
         )
     momentum = cfg.diloco_outer_momentum
-    is_high = momentum != "auto" and momentum > _SHORT_MOMENTUM
-    if rounds < _FEW_FOR_MOMENTUM and is_high:
+    if rounds < _FEW_FOR_MOMENTUM and momentum != "auto" and momentum > _SHORT_MOMENTUM:
         yield (
             f"steps={cfg.steps} is only {counted}, few for diloco_outer_momentum={momentum:g}: 0.9 "
-            "cost 8, 6 and 3 % of loss after 10, 50 and 150 rounds. Set diloco_outer_momentum=0.6 "
-            "and diloco_outer_lr=0.7, which cost 5, 1.4 and 1 %."
+            "cost 8, 6 and 3% of loss after 10, 50 and 150 rounds. Set diloco_outer_momentum=0.6 "
+            "and diloco_outer_lr=0.7, which cost 5, 1.4 and 1%."
         )
 
 
 def device_lines(cfg: Config, *, platform: str, num_devices: int, num_parameters: int) -> list[str]:
     """Return warnings and notes that depend on the devices."""
+    if platform != "cpu":
+        return []
     found = []
-    on_cpu = platform == "cpu"
-    if on_cpu and cfg.hardware == "auto" and num_parameters >= _LARGE_FOR_CPU:
+    if cfg.hardware == "auto" and num_parameters >= _LARGE_FOR_CPU:
         found.append(
             f"warning: hardware=auto found no accelerator and uses this CPU, as {num_devices} "
             f"devices, for {num_parameters:,} parameters. Set hardware=tpu or hardware=gpu, which "
-            "refuse to start without one, or hardware=cpu if you mean it."
+            "refuse to start without one, or hardware=cpu to keep the CPU."
         )
-    if on_cpu and cfg.quantization != "none":
+    if cfg.quantization != "none":
         found.append(
-            f"note: quantization={cfg.quantization} is emulated on a CPU: the same values as on an "
-            "accelerator, in more time than quantization=none."
+            f"note: quantization={cfg.quantization} is emulated on a CPU: it gives the values of "
+            "an accelerator, but is slower than quantization=none."
         )
     return found
 
@@ -111,13 +110,13 @@ def device_lines(cfg: Config, *, platform: str, num_devices: int, num_parameters
 def run_lines(cfg: Config, *, num_replicas: int, num_tokens: int) -> list[str]:
     """Return warnings and notes that depend on the numbers of replicas and tokenizer's tokens."""
     found = []
-    if cfg.enable_diloco and num_replicas == 1 and not cfg.enable_islands:
+    exchanges = cfg.enable_diloco and not cfg.enable_islands
+    if exchanges and num_replicas == 1:
         found.append(
-            "warning: enable_diloco=true with one replica: it exchanges with no other, which makes "
-            "this the Lookahead optimizer (arXiv 1907.08610), not DiLoCo. Set "
-            "dcn_diloco_parallelism (with hardware=cpu, or on several slices), or "
-            "num_diloco_replicas=2 for two that share the devices; for the plain inner optimizer "
-            "enable_diloco=false."
+            "warning: enable_diloco=true with one replica is the Lookahead optimizer (arXiv "
+            "1907.08610), not DiLoCo. Set dcn_diloco_parallelism (with hardware=cpu, or on several "
+            "slices), or num_diloco_replicas=2 for two replicas that share the devices; "
+            "enable_diloco=false gives the plain inner optimizer."
         )
     unused = 1 - num_tokens / cfg.vocab_size
     # A vocabulary that is rounded up to a multiple leaves less than half of the rows unused.
@@ -128,19 +127,11 @@ def run_lines(cfg: Config, *, num_replicas: int, num_tokens: int) -> list[str]:
             "vocab_size=auto, or a larger tokenizer (tokenizer_path)."
         )
     many = num_replicas >= _MANY_REPLICAS and cfg.diloco_sync_period >= _LONG_PERIOD
-    if cfg.enable_diloco and many and not cfg.enable_islands and cfg.opt_type == "adamw":
+    if exchanges and many and cfg.opt_type == "adamw":
         found.append(
-            f"note: {num_replicas} replicas cost more loss than two: with opt_type=adamw and "
-            "diloco_sync_period=30 four cost 6 % and eight 10 % compared with data parallelism at "
-            "279,296 parameters, and 1 and 2 % compared with one replica at 335M (2503.09799). "
-            "configs/recipes/many_replicas.yml makes that -0.7 and 0.6 %."
+            f"note: {num_replicas} replicas have a higher loss than two: with opt_type=adamw and "
+            "diloco_sync_period=30 four cost 6% and eight 10% compared with data parallelism at "
+            "279,296 parameters, and 1 and 2% compared with one replica at 335M (2503.09799). "
+            "With configs/recipes/many_replicas.yml they cost -0.7 and 0.6%."
         )
     return found
-
-
-def _not_default(cfg: Config, *names: str) -> Iterator[str]:
-    """Yield key=value of the keys that are not at their default."""
-    for name in names:
-        value = vars(cfg)[name]
-        if value != KEYS[name].default:
-            yield f"{name}={show(value)}"

@@ -90,7 +90,7 @@ def test_changed_keys_are_logged_with_both_values():
     new = BASE | dict(learning_rate=1e-4, log_period=5, run_name="b", mlp_activations=("gelu",))
     training, other = (x.replace(resume.KEEP, " ") for x in resume.change_lines(BASE, new))
     assert "learning_rate 0.0004 -> 0.0001" in training
-    assert 'mlp_activations ["silu", "linear"] -> ["gelu"]' in training
+    assert "mlp_activations [silu, linear] -> [gelu]" in training
     assert "log_period 10 -> 5" in other and "run_name empty -> b" in other
     assert resume.change_lines(BASE, dict(BASE)) == []
 
@@ -163,7 +163,7 @@ def test_a_difference_names_each_key_its_values_and_processes():
     line = resume.describe_processes(groups)
     many = "processes 0, 2, 3, 4, 5, 6, 7, 8 and 11 more"
     assert f"steps is 8 in {many}, 9 in process 1;" in line
-    assert f'sample_prompt is "" in {many}, Once in process 1;' in line
+    assert f"sample_prompt is empty in {many}, Once in process 1;" in line
     assert f"new_key is 1 in {many}, " in line
     assert "seed" not in line
     one, other = ("rule, " * 40 + end for end in ("first" + "x" * 200, "second"))
