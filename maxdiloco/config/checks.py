@@ -69,7 +69,7 @@ def require_at_most(cfg: Any, name: str, most: int, because: str) -> None:
 
 
 def require_multiple(cfg: Any, name: str, divisor: int, because: str) -> None:
-    """Raise ConfigError unless the value of a key is a multiple of what other keys set."""
+    """Raise ConfigError unless the value of a key is a multiple of a number that other keys set."""
     if getattr(cfg, name) % divisor:
         shown = _shown(cfg, because)
         raise ConfigError(f"{_shown(cfg, name)}: expected a multiple of {divisor} with {shown}.")
@@ -100,9 +100,8 @@ def refuse_text_path(key: str, path: str) -> None:
     readable = rf"(?!{_ADDRESS}).*|(gs|s3|az|https)://[A-Za-z0-9].*"
     if not re.fullmatch(readable, path, re.DOTALL):
         raise ConfigError(
-            f"{key}={path} is an address that is not read. Use gs://, s3:// or az:// with a bucket "
-            "and a folder, file or glob in it, https:// with one file, or mount the text on every "
-            "host."
+            f"{key}={path}: expected gs://, s3:// or az:// with a bucket and a path or glob in it, "
+            "https:// with one file, or a path that is mounted on every host."
         )
 
 

@@ -165,7 +165,7 @@ def changed(
         if name not in may_change:
             raise ConfigError(
                 f"{name}={shorten(one.raw)} ({COMMAND_LINE}) is read from the run and cannot be "
-                f"changed here. Leave it out; what may change: {', '.join(may_change)}."
+                f"changed here. Leave it out; these keys may change: {', '.join(may_change)}."
             )
     return check(vars(_without_host_keys(stored)) | convert(given | written))
 

@@ -85,7 +85,7 @@ def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoi
         weights = f", with load_full_state_path={checkpoint} from its whole state"
     meaning = "".join(f" {key} is {_DERIVED[key]}." for key in changes if key in _DERIVED)
     raise CheckpointError(
-        f"{named}: a resumed run must compute what the interrupted one would have.{meaning} Set "
+        f"{named}: a resumed run must compute the same as the interrupted one.{meaning} Set "
         f"{'it' if len(changes) == 1 else 'them'} back, or set another run_name to start a new run"
         f"{weights}."
     )

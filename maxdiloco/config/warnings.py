@@ -129,9 +129,9 @@ def run_lines(cfg: Config, *, num_replicas: int, num_tokens: int) -> list[str]:
     many = num_replicas >= _MANY_REPLICAS and cfg.diloco_sync_period >= _LONG_PERIOD
     if exchanges and many and cfg.opt_type == "adamw":
         found.append(
-            f"note: {num_replicas} replicas have a higher loss than two: with opt_type=adamw and "
-            "diloco_sync_period=30 four cost 6% and eight 10% compared with data parallelism at "
-            "279,296 parameters, and 1 and 2% compared with one replica at 335M (2503.09799). "
+            f"note: {num_replicas} replicas have a higher loss than two. With opt_type=adamw and "
+            "diloco_sync_period=30, four cost 6% and eight 10% compared with data parallelism at "
+            "279,296 parameters; at 335M, 1 and 2% compared with one replica (2503.09799). "
             "With configs/recipes/many_replicas.yml they cost -0.7 and 0.6%."
         )
     return found

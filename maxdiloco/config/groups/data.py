@@ -7,15 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import StringConstraints, WithJsonSchema
 
 from maxdiloco.config import checks
-from maxdiloco.config.fields import (
-    APART,
-    DIFFER,
-    FREE,
-    PATHS,
-    Group,
-    Table,
-    key,
-)
+from maxdiloco.config.fields import APART, DIFFER, FREE, PATHS, Group, Table, key
 from maxdiloco.config.values import NESTED, TABLE, Natural, Seed, Words, show
 from maxdiloco.errors import ConfigError
 
@@ -61,7 +53,7 @@ class Data(Group, group="data", title="training text"):
     dataset_mixture: Annotated[tuple[Annotated[Source, TABLE], ...], NESTED] = key(
         (), resume=FREE, hosts=PATHS, from_checkpoint=True
     )
-    """Sources in place of dataset_path: [{path: a, weight: 0.7, name: web}, ...]. A source may have
+    """Sources instead of dataset_path: [{path: a, weight: 0.7, name: web}, ...]. A source may have
     dataset_type and text_column too."""
     dataset_per_replica: bool = key(False)
     """Replica m reads only source m mod K of the K sources, for studies of non-iid data."""

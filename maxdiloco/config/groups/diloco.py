@@ -6,12 +6,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from maxdiloco.config import checks
-from maxdiloco.config.fields import (
-    DROPS,
-    FREE,
-    Group,
-    key,
-)
+from maxdiloco.config.fields import DROPS, FREE, Group, key
 from maxdiloco.config.values import (
     INTEGER,
     Auto,
@@ -25,7 +20,7 @@ from maxdiloco.config.values import (
 from maxdiloco.diloco import combinations, schedule
 from maxdiloco.errors import ConfigError
 
-# What the messages of the shared checks call their settings.
+# Names of the settings in the messages of the shared checks.
 _SCHEDULE = schedule.Names(
     H="diloco_sync_period",
     P="num_diloco_fragments",
@@ -189,7 +184,7 @@ class Islands(
     islands_dead_seconds: Positive = key(60.0, unit="seconds", resume=FREE, from_checkpoint=False)
     """Time without a heartbeat after which the others continue without an island."""
     islands_key: str = key("", resume=FREE, from_checkpoint=False)
-    """Private key that signs what this island sends (ssh-keygen -t ed25519, chmod 600)."""
+    """Private key that signs the records of this island (ssh-keygen -t ed25519, chmod 600)."""
 
     def _check(self: Any) -> None:
         if not self.enable_islands:

@@ -47,7 +47,7 @@ class ModelChoice(
 class ModelSizes(Group, group="model", heading="sizes"):
     """Sizes."""
 
-    # The sizes are those of configs/models/tiny.yml, which a laptop trains on bytes.
+    # The sizes are equal to configs/models/tiny.yml, which a laptop trains on bytes.
     base_emb_dim: Count = key(128, unit="features", resume=SHAPES)
     """Width of the residual stream."""
     base_num_decoder_layers: Count = key(4, unit="layers", resume=SHAPES)
@@ -143,7 +143,7 @@ class RopeScaling(Table):
     rope_type: Literal["linear", "llama3", "yarn"] = key(example="linear")
     """Which frequencies are divided: all, or the slow ones as in Llama 3.1 or YaRN."""
     factor: Annotated[float, Ge(1)] = key(example=8.0)
-    """Length of the texts relative to those of the first training."""
+    """Length of the texts relative to the texts of the first training."""
     original_max_position_embeddings: Count | None = key(None, example=8192, unit="tokens")
     """Length of the texts of the first training (llama3, yarn)."""
     low_freq_factor: Positive = key(1.0, unit="rotations")
@@ -180,7 +180,7 @@ class ModelRope(Group, group="model", heading="RoPE"):
     local_rope_max_timescale: Positive | MinusOneFloat = key(-1.0, unit="tokens / 2 pi")
     """Longest wavelength in local layers, which are never scaled. -1: as in the others."""
     rope_scaling: Annotated[RopeScaling, TABLE] = key({})
-    """Change of the frequencies for texts longer than those of the first training. {}: none."""
+    """Change of the frequencies for texts longer than in the first training. {}: none."""
 
     def _check(self: Any) -> None:
         if not self.rope_scaling:
@@ -294,7 +294,7 @@ class LatentAttention(Table):
     qk_nope_head_dim: Count = key(example=128, unit="features")
     """Features of a query or key that are not rotated."""
     qk_rope_head_dim: Even = key(example=64, unit="features")
-    """Features of a query or key that are rotated; all heads share those of the key."""
+    """Features of a query or key that are rotated; all heads share one rotated key."""
     v_head_dim: Count = key(example=128, unit="features")
     """Features of a value."""
 
@@ -339,7 +339,7 @@ class Numerics(
     quantization: Literal["none", "int8", "fp8"] = key("none")
     """Round the factors of the layers' products to 8 bits, in both passes (extra quantization)."""
     logical_axis_rules: Annotated[tuple[AxisRule, ...], NESTED] = key((), resume=FREE)
-    """Entries [logical axis, [mesh axes]] that replace those of parallel/sharding.py."""
+    """Entries [logical axis, [mesh axes]] that replace entries of parallel/sharding.py."""
 
     def _check(self: Any) -> None:
         for name, axes in self.logical_axis_rules:

@@ -22,7 +22,7 @@ from maxdiloco.errors import ConfigError
 
 
 class Run(Group, group="run", title="length, folder and devices"):
-    """What runs, for how long, and where it writes."""
+    """Length of the run, its folder and its devices."""
 
     run_name: str = key("", resume=APART, start_here=True)
     """Folder of the run in base_output_directory; the same name resumes it. Empty: a new name."""
@@ -33,7 +33,7 @@ class Run(Group, group="run", title="length, folder and devices"):
     log_period: Count = key(10, unit="inner steps", resume=APART)
     """Interval at which metrics are fetched from the devices, printed and written."""
     hardware: Literal["auto", "cpu", "gpu", "tpu"] = key("auto", resume=FREE, start_here=True)
-    """Devices to use. auto: JAX's choice. cpu emulates as many devices as the mesh needs."""
+    """Devices to use. auto: JAX's choice. cpu emulates the devices of the mesh."""
     init_weights_seed: Seed = key(0)
     """Random seed of the initial weights, the same for every replica."""
     # stop: a wrong number is not hidden.
@@ -92,7 +92,7 @@ class Evaluation(Group, group="evaluation", title="held-out loss during training
                 checks.refuse_text_path(checks.eval_key(name), path)
 
 
-class Checkpoint(Group, group="checkpoint", title="what is saved, and what a run starts from"):
+class Checkpoint(Group, group="checkpoint", title="saved state, and the starting point of a run"):
     """Checkpoints."""
 
     enable_checkpointing: bool = key(True, resume=APART)

@@ -22,7 +22,7 @@ Size = Count | MinusOne
 class Mesh(
     Group,
     group="mesh",
-    title="sizes between slices (dcn) and inside one (ici); one of each may be -1: what remains",
+    title="sizes between slices (dcn) and inside one (ici); one of each may be -1: the rest",
 ):
     """Sizes of the device mesh."""
 
