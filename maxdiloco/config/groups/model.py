@@ -79,8 +79,9 @@ class ModelSizes(Group, group="model", heading="sizes"):
     """Weight of the squared log-partition of the output logits in the loss."""
 
     def _check(self: Any) -> None:
-        if "auto" not in (self.vocab_size, self.padded_vocab_size):
-            checks.require_at_most(self, "vocab_size", self.padded_vocab_size, "padded_vocab_size")
+        tokens, rows = self.vocab_size, self.padded_vocab_size
+        if "auto" not in (tokens, rows) and rows < tokens:
+            raise ConfigError(f"padded_vocab_size={rows}: expected at least vocab_size={tokens}.")
 
 
 class ModelAttention(Group, group="model", heading="attention"):
