@@ -5,6 +5,7 @@ still have to follow each other.
 """
 
 import collections
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -13,7 +14,6 @@ from maxdiloco.islands import log_store, outer_step, records, rules
 from maxdiloco.islands.outer_step import Outer, Term
 from maxdiloco.islands.records import Damaged, LogState, Message, Record, Run
 from maxdiloco.islands.rules import Key
-from maxdiloco.islands.state_machine import FAILED
 from maxdiloco.storage.store import Bucket
 
 TRIES = 8  # to read a log while its run deletes objects
@@ -207,10 +207,8 @@ def _messages(bucket: Bucket, run: Run, fragment: int) -> dict[Key, Message]:
     """Return the readable messages. The records have the reasons for rejecting the others."""
     found = {}
     for name in log_store.listed(bucket, f"u/{fragment}"):
-        message = log_store.get_message(bucket, run, name)
-        if message == FAILED:
-            raise OSError(5, f"{name} cannot be read")
-        if isinstance(message, Message):
+        with contextlib.suppress(FileNotFoundError, Damaged):
+            message = log_store.read_header(bucket, run, name)
             found[rules.message_key(message)] = message
     return found
 

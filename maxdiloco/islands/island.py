@@ -41,10 +41,10 @@ from maxdiloco.islands import (
 from maxdiloco.islands.executor import Executor
 from maxdiloco.islands.host_values import HostValues, leaves_of
 from maxdiloco.islands.log_store import Counts, MeteredStore
-from maxdiloco.islands.records import Range, Run
+from maxdiloco.islands.records import Damaged, Range, Run
 from maxdiloco.islands.rules import Timing
 from maxdiloco.islands.runtime import LeasedData, Runtime
-from maxdiloco.islands.state_machine import DONE, REPLACED, Damage, Stop
+from maxdiloco.islands.state_machine import DONE, REPLACED, Stop
 from maxdiloco.parallel.program import Program, throttle_cpu
 
 SNAPSHOT_EVERY = 64  # records; the most that a late joiner reads after a snapshot
@@ -326,12 +326,15 @@ class Island:
             self._counted = self._bucket.counts, state.t
         return state
 
-    def _agree(self) -> Any:
-        """Adopt the run of the store, and return the stored run.json. Raises ConfigError."""
-        stored = log_store.get(functools.partial(log_store.read, self._bucket, None), records.RUN)
-        if isinstance(stored, Damage):
-            raise ConfigError(f"{self._name_of('store')}={self._store}: {stored.reason}.")
-        known = stored if isinstance(stored, Run) else None
+    def _agree(self) -> bool:
+        """Adopt the run of the store, and return whether it has one. Raises ConfigError."""
+        known = None
+        try:
+            known = log_store.read(self._bucket, None, records.RUN)[0]
+        except Damaged as error:
+            raise ConfigError(f"{self._name_of('store')}={self._store}: {error}.") from error
+        except OSError:
+            pass  # no run yet; or the store fails, and the state machine repeats the request
         own = self.run if known is None else self._adopted(known)
         keys = signatures.of_run(self._keys, known, self._name, self._store)
         self.run = own._replace(keys=keys)
@@ -342,7 +345,7 @@ class Island:
                 f"{self._name_of('step_tokens')} is too large. Lower it, or start the run with the "
                 "largest island."
             )
-        return stored
+        return known is not None
 
     def _adopted(self, stored: Run) -> Run:
         own = self.run._replace(keys=stored.keys)  # signatures.of_run checks whose they are
@@ -369,7 +372,7 @@ class Island:
         """In process 0: join the log as the next incarnation, with outer parameters by fragment."""
         self._state = state
         while True:
-            stored = self._agree()
+            has_run = self._agree()
             executor = Executor(
                 self._bucket,
                 self.run,
@@ -390,7 +393,7 @@ class Island:
                 break
             self._runtime.close(drain=False)
             # If another island has begun the run meanwhile, join that one.
-            if stored is not None or not isinstance(self._agree(), Run):
+            if has_run or not self._agree():
                 raise self._error(executor.stop)
         self._incarnation, self._tokens, self._warm_from = executor.state.incarnation, 0, None
         position = self._look()

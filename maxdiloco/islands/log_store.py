@@ -1,7 +1,4 @@
-"""Read and write the objects of a log in a store. Reads are bounded, and bytes are checked.
-
-The functions for the state machine return FAILED instead of raising errors of the store.
-"""
+"""Read and write the objects of a log in a store. Reads are bounded, and bytes are checked."""
 
 import contextlib
 import os
@@ -16,19 +13,7 @@ from maxdiloco.data.packages import require
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import outer_step, records, rules, signatures
 from maxdiloco.islands.outer_step import Term
-from maxdiloco.islands.records import (
-    Damaged,
-    Gradient,
-    Heartbeat,
-    Lease,
-    LogState,
-    Member,
-    Message,
-    Record,
-    Run,
-    TooLarge,
-)
-from maxdiloco.islands.state_machine import CREATED, EXISTS, FAILED, Damage
+from maxdiloco.islands.records import Damaged, Heartbeat, LogState, Message, Record, Run
 from maxdiloco.storage import store
 from maxdiloco.storage.store import Bucket, Entry, LocalFolder, Version
 
@@ -89,7 +74,7 @@ def max_bytes(run: Run | None, name: str) -> int:
 def require_size(run: Run | None, name: str, size: int) -> None:
     """Rule 12: raise TooLarge for an object that no reader accepts."""
     if size > (most := max_bytes(run, name)):
-        raise TooLarge(f"{name} has {size} bytes, and {most} are the most")
+        raise records.TooLarge(f"{name} has {size} bytes, and {most} are the most")
 
 
 def encoded(run: Run, name: str, value: Any, payload: bytes = b"") -> bytes:
@@ -99,14 +84,9 @@ def encoded(run: Run, name: str, value: Any, payload: bytes = b"") -> bytes:
     return data
 
 
-def create(bucket: Bucket, run: Run, name: str, value: Any, payload: bytes = b"") -> str:
-    """Put an object if its name is free. Return CREATED, EXISTS or FAILED. Raises TooLarge."""
-    data = encoded(run, name, value, payload)
-    try:
-        version = bucket.put_if(name, data, None)
-    except OSError:
-        return FAILED
-    return EXISTS if version is None else CREATED
+def create(bucket: Bucket, run: Run, name: str, value: Any, payload: bytes = b"") -> bool:
+    """Put an object if its name is free, and return whether it was. Raises OSError, TooLarge."""
+    return bucket.put_if(name, encoded(run, name, value, payload), None) is not None
 
 
 def read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
@@ -138,59 +118,42 @@ def _has_name(value: Any, name: str) -> bool:
             return name == records.name_of_message(value)
         case LogState(fragment, number):
             return name == records.snapshot_name(fragment, number)
-        case Gradient(fragment, number):
+        case records.Gradient(fragment, number):
             return name.startswith(f"g/{fragment}/{number}.")
         case Heartbeat(island):
             return name == f"hb/{island}"
-        case Lease(own):
+        case records.Lease(own):
             return name == own
     return True
 
 
-def get(read: Read, name: str) -> Any:
-    """Read an object, and return it, None, FAILED or Damage.
+def read_header(bucket: Bucket, run: Run, name: str) -> Message:
+    """Return a message without its payload.
 
-    A damaged lease counts as the lease of another island.
-
-    Args:
-      read: reads an object.
-      name: name of the object.
+    Raises:
+      FileNotFoundError, OSError: as `read`.
+      Damaged: it cannot count. The text is the reason in a record: format, name, size or signature.
     """
+    data, entry = bucket.get_first(name, _FIRST_BYTES)
+    if data.count(b"\n", 0, _FIRST_BYTES) < 2 and len(data) < entry.size:
+        data, entry = bucket.get_first(name, records.max_header(Message))
     try:
-        return read(name)[0]
-    except FileNotFoundError:
-        return None
-    except OSError:
-        return FAILED
-    except Damaged as error:
-        if name.startswith("d/"):
-            return Lease(name, "", 0, "")
-        return Damage(str(error))
-
-
-def get_message(bucket: Bucket, run: Run, name: str) -> Any:
-    """Return a message without its payload, None, FAILED or Damage. An unsigned one is Damage."""
-    try:
-        data, entry = bucket.get_first(name, _FIRST_BYTES)
-        if data.count(b"\n", 0, _FIRST_BYTES) < 2 and len(data) < entry.size:
-            data, entry = bucket.get_first(name, records.max_header(Message))
         message, _ = records.decode(name, data, whole=False)
-    except FileNotFoundError:
-        return None
-    except OSError:
-        return FAILED
-    except Damaged:
-        return Damage("format")
+    except Damaged as error:
+        raise Damaged("format") from error
     if not _has_name(message, name):
-        return Damage("name")
+        raise Damaged("name")
     sizes = outer_step.sizes_of(run, message.fragment)
-    payload_size = outer_step.payload_size(run.wire, sizes)
-    if entry.size != len(records.encode(message)) + payload_size:
-        return Damage("size")
-    return message if signatures.is_trusted(run, message) else Damage("signature")
+    if entry.size != len(records.encode(message)) + outer_step.payload_size(run.wire, sizes):
+        raise Damaged("size")
+    if not signatures.is_trusted(run, message):
+        raise Damaged("signature")
+    return message
 
 
-def read_term(bucket: Bucket, run: Run, fragment: int, member: Member) -> Term | tuple[Any, str]:
+def read_term(
+    bucket: Bucket, run: Run, fragment: int, member: records.Member
+) -> Term | tuple[Any, str]:
     """Return a member's values; or its key and the reason why they cannot count. Raises OSError."""
     key = rules.message_key(member)
     try:
@@ -213,7 +176,7 @@ def read_gradient(read: Read, run: Run, record: Record) -> np.ndarray:
     """Return the gradient of a record [N]. Raises OSError, Damaged."""
     name = records.gradient_name(record)
     value, payload = read(name)
-    if value != Gradient(record.fragment, record.number, record.gradient):
+    if value != records.Gradient(record.fragment, record.number, record.gradient):
         raise Damaged(f"{name} is damaged: it is not what its record names")
     return outer_step.decode(run.wire_down, outer_step.sizes_of(run, record.fragment), payload)
 
@@ -227,15 +190,14 @@ def listed(bucket: Bucket, folder: str) -> Iterator[str]:
 
 
 def heartbeats(bucket: Bucket, run: Run) -> dict[str, Heartbeat]:
-    """Return trusted heartbeats by island. Raises OSError."""
-    found = (get(lambda name: read(bucket, run, name), name) for name in listed(bucket, "hb"))
-    return {
-        one.island: one
-        for one in found
-        if isinstance(one, Heartbeat)
-        and 0 <= one.speed < _MAX_SPEED
-        and signatures.is_trusted(run, one)
-    }
+    """Return trusted heartbeats by island. Raises OSError if they cannot be listed."""
+    found = {}
+    for name in listed(bucket, "hb"):
+        with contextlib.suppress(OSError, Damaged):
+            one, _ = read(bucket, run, name)
+            if 0 <= one.speed < _MAX_SPEED and signatures.is_trusted(run, one):
+                found[one.island] = one
+    return found
 
 
 def last_incarnation(bucket: Bucket, island: str) -> int:
@@ -303,7 +265,7 @@ class MeteredStore:
     def list_all(self, prefix: str) -> Iterator[Entry]:
         """See Bucket. Each 1,000 names are one request."""
         found = self._ask(lambda: list(self._bucket.list_all(prefix)))
-        self._count(requests=len(found) // 1000)
+        self._count(len(found) // 1000, 0, 0)
         return iter(found)
 
     def delete(self, names: Collection[str]) -> None:
@@ -324,12 +286,9 @@ class MeteredStore:
         except OSError as error:
             self.failure = str(error.strerror)
             raise
-        self._count(requests=1, sent=sent, received=received(result))
+        self._count(1, sent, received(result))
         return result
 
-    def _count(self, **more: int) -> None:
+    def _count(self, *more: int) -> None:
         with self._lock:
-            old = self.counts
-            self.counts = old._replace(
-                **{key: n + more.get(key, 0) for key, n in old._asdict().items()}
-            )
+            self.counts = Counts(*(old + new for old, new in zip(self.counts, more, strict=True)))

@@ -101,6 +101,9 @@ class LoadSnapshot(NamedTuple):
     fragment: int
 
 
+Read = Get | GetMessage | FetchGradient | LoadSnapshot
+
+
 class Delete(NamedTuple):
     """Delete the objects of rules.deletable. Answer: anything."""
 

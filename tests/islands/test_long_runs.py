@@ -5,7 +5,6 @@ from together import PACE, Together, a_run, begun, start_values, with_threads
 from maxdiloco.islands import audit, log_store, records
 from maxdiloco.islands.executor import Executor
 from maxdiloco.islands.log_store import MeteredStore
-from maxdiloco.islands.state_machine import CREATED
 from maxdiloco.storage import store
 
 
@@ -35,7 +34,7 @@ def test_a_start_after_many_asks_the_store_as_often_as_the_first():
         for number in range(1, earlier + 1):
             name = records.incarnation_name("a", number)
             claim = records.Lease(name, "a", number, "n")
-            assert log_store.create(bucket, run, name, claim) == CREATED
+            assert log_store.create(bucket, run, name, claim)
         before = bucket.counts.requests
         group = Together(bucket, run, "a", 0)
         group.until(lambda islands: all(one.state.phase == "train" for one in islands))

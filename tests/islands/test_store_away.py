@@ -3,7 +3,6 @@
 Over the simulated store, and over a bucket.
 """
 
-import functools
 import threading
 
 import pytest
@@ -185,15 +184,14 @@ def test_a_record_that_is_not_what_its_name_says_is_damaged(changes):
         log_store.read(bucket, group.run, "c/0/2")
 
 
-def reading(bucket, run):
-    return functools.partial(log_store.get, functools.partial(log_store.read, bucket, run))
-
-
 def test_what_is_there_under_the_name_of_another_is_damaged():
     """An older snapshot, a message, a gradient; each under its own name is the control. A claim
     that cannot be read is another's."""
     bucket, group = three(run := a_run(), 6)
-    got = reading(bucket, run)
+
+    def got(name):
+        return group.islands["a"].carry_out(Get(name)).result
+
     for name in ("i/a/1", "d/1"):
         bucket.put(f"{name}9", encode(records.Lease(name, "a", 1, "n")))
     assert got("i/a/19").reason.startswith("i/a/19 ")
