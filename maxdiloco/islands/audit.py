@@ -247,16 +247,17 @@ def _next(bucket, run, state, record, outer, messages, log) -> tuple[LogState, O
 def _check_decisions(run, state, record, messages) -> None:
     """Rules 4, 5 and 12: check weights, and the reasons that headers show."""
     name = records.record_name(record.fragment, record.number)
-    own: dict[tuple[str, int], list[Message]] = collections.defaultdict(list)
+    own = []
     for member in record.members:
         if (message := messages.get(rules.message_key(member))) is None:
             return
-        own[member.island, member.incarnation].append(message)
+        own.append(message)
         if reason := rules.reject_reason(run, state, message, ""):
             sent = records.name_of_message(message)
             raise Differs(f"{name} takes {sent}, which is bad: {reason}")
+    weights = rules.weights(record.number, own)
     for member in record.members:
-        due = rules.weight(record.number, own[member.island, member.incarnation])
+        due = weights[member.island, member.incarnation]
         if member.weight != due:
             raise Differs(f"{name} weighs {member.island} {member.weight:g}, not {due:g}")
     for reject in record.rejected:

@@ -11,19 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxdiloco.islands import records
-from maxdiloco.islands.records import (
-    Block,
-    Heartbeat,
-    Lease,
-    LogState,
-    Member,
-    Message,
-    Range,
-    Record,
-    Reject,
-    Run,
-    Watermark,
-)
+from maxdiloco.islands.records import Block, LogState, Member, Message, Range, Record, Reject, Run
 
 Key = tuple[str, int, int]  # island, incarnation, seq
 
@@ -89,7 +77,7 @@ class Peer(NamedTuple):
       since: when the first heartbeat of its incarnation was observed.
     """
 
-    heartbeat: Heartbeat
+    heartbeat: records.Heartbeat
     changed_at: float
     since: float
 
@@ -151,7 +139,7 @@ def next_state(run: Run, state: LogState, record: Record, digest: str) -> LogSta
     number = record.number
     for one in sorted((*record.members, *record.rejected), key=message_key):
         key = message_key(one)[:2]
-        old = marks.get(key, Watermark(*key, 0, 0, number, number))
+        old = marks.get(key, records.Watermark(*key, 0, 0, number, number))
         tokens = old.tokens + (one.tokens if isinstance(one, Member) else 0)
         marks[key] = old._replace(seq=one.seq, tokens=tokens, record=number)
     for key in record.dead:
@@ -180,7 +168,7 @@ def next_state(run: Run, state: LogState, record: Record, digest: str) -> LogSta
     )
 
 
-def _forget(marks: dict[tuple[str, int], Watermark], key: tuple[str, int]) -> None:
+def _forget(marks: dict[tuple[str, int], records.Watermark], key: tuple[str, int]) -> None:
     """Drop the watermark of an incarnation. The island's next incarnation inherits its tokens."""
     old = marks.pop(key)
     if later := [other for other in marks if other[0] == key[0] and other > key]:
@@ -198,7 +186,7 @@ def authors_before(number: int, name: str, present: Iterable[str]) -> int:
     return (order.index(name) - number) % len(order)
 
 
-def is_own(lease: Lease, nonce: str) -> bool:
+def is_own(lease: records.Lease, nonce: str) -> bool:
     """Rule 2: return whether this program wrote an object, regardless of the store's answer."""
     return lease.nonce == nonce
 
@@ -339,16 +327,30 @@ def rejects_in_turn(members: Sequence[Message], rejected: Sequence[Reject]) -> l
 # -- rule 5: weights and scale ---------------------------------------------------------------------
 
 
-def weight(number: int, messages: Sequence[Message]) -> float:
-    """Rule 5: return the weight of an island in record `number`: tokens^2 / steps, lower if stale.
+def weights(number: int, messages: Iterable[Message]) -> dict[tuple[str, int], float]:
+    """Rule 5: return the weights of incarnations in record `number`: tokens^2 / steps.
 
-    Decoupled DiLoCo (arXiv 2604.21428) has the same weights.
+    The weight is lower if the first message is stale. Decoupled DiLoCo (arXiv 2604.21428) has the
+    same weights.
+
+    Args:
+      number: number of the record.
+      messages: members of the record, those of an incarnation one after another.
     """
-    tokens, steps = sum(one.tokens for one in messages), sum(one.steps for one in messages)
-    found = max(tokens, 1) ** 2 / max(steps, 1)
-    for _ in range(number - 1 - messages[0].base):
-        found *= STALE_WEIGHT
+    found = {}
+    for key, group in itertools.groupby(messages, key=lambda one: message_key(one)[:2]):
+        own = [*group]
+        tokens, steps = sum(one.tokens for one in own), sum(one.steps for one in own)
+        found[key] = max(tokens, 1) ** 2 / max(steps, 1)
+        for _ in range(number - 1 - own[0].base):
+            found[key] *= STALE_WEIGHT
     return found
+
+
+def member_of(message: Message, weights: Mapping[tuple[str, int], float]) -> Member:
+    """Return the entry of a message in a record."""
+    key, one = message_key(message), message
+    return Member(*key, weights[key[:2]], one.steps, one.tokens, one.norm, one.data)
 
 
 def expected_tokens(

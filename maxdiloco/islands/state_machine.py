@@ -9,21 +9,14 @@ The file reads from top to bottom: actions, events, state; the step loop; the ne
 answers of the store, in the order in which an island receives them.
 """
 
+import bisect
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from maxdiloco.islands import records, rules
-from maxdiloco.islands.records import (
-    Heartbeat,
-    Lease,
-    LogState,
-    Member,
-    Message,
-    Range,
-    Record,
-    Run,
-)
+from maxdiloco.islands.records import Heartbeat, Lease, LogState, Message, Range, Record, Run
 from maxdiloco.islands.rules import Key, Peer, Timing
 
 # -- actions on the store --------------------------------------------------------------------------
@@ -492,10 +485,8 @@ class StateMachine:
         log.state = rules.next_state(self.run, before, record, digest)
         for own in reversed(log.undecided):
             if own.message.seq in action.returned:
-                log.steps, log.tokens = (
-                    log.steps + own.message.steps,
-                    log.tokens + own.message.tokens,
-                )
+                log.steps += own.message.steps
+                log.tokens += own.message.tokens
                 log.data = rules.joined(own.message.data, log.data, size)
         reasons = {rules.message_key(one): one.reason for one in record.rejected}
         own_reasons = [reasons.get(rules.message_key(own.message)) for own in log.undecided]
@@ -503,25 +494,12 @@ class StateMachine:
         log.refused += any(reason in rules.REPEATED for reason in own_reasons)
         decided = {*action.committed, *action.returned}
         log.undecided = tuple(own for own in log.undecided if own.message.seq not in decided)
-        watermarks = rules.watermarks(log.state)
-        log.inbox = {
-            key: message
-            for key, message in log.inbox.items()
-            if not rules.is_decided(watermarks, key)
-            and not rules.is_forgotten(self.run, log.state, message)
-        }
-        log.damaged = {
-            key: reason
-            for key, reason in log.damaged.items()
-            if not rules.is_decided(watermarks, key)
-        }
-        log.record, log.fetched, log.draft, log.first_at, log.ripe_at = (
-            None,
-            False,
-            None,
-            None,
-            None,
-        )
+        marks, inbox, forgotten = rules.watermarks(log.state), log.inbox, rules.is_forgotten
+        inbox = {key: one for key, one in inbox.items() if not rules.is_decided(marks, key)}
+        log.inbox = {k: one for k, one in inbox.items() if not forgotten(self.run, log.state, one)}
+        log.damaged = {k: why for k, why in log.damaged.items() if not rules.is_decided(marks, k)}
+        log.record = log.draft = log.first_at = log.ripe_at = None
+        log.fetched = False
         self._request(Get(records.record_name(record.fragment, record.number + 1)))
         if action.keep:
             name = records.snapshot_name(record.fragment, record.number)
@@ -551,15 +529,9 @@ class StateMachine:
         """Rule 2: begin to write the next record, if it is this island's turn."""
         present = self._present()
         log.first_at = self.now if log.first_at is None else log.first_at
-        found = rules.decidable(
-            self.run,
-            log.state,
-            log.inbox,
-            log.damaged,
-            present,
-            waited=self.now - log.first_at,
-            timing=self.timing,
-        )
+        inputs = log.state, log.inbox, log.damaged, present
+        waited = self.now - log.first_at
+        found = rules.decidable(self.run, *inputs, waited=waited, timing=self.timing)
         if found is None:
             log.ripe_at = None
             return
@@ -598,63 +570,51 @@ class StateMachine:
         draft = self._record(log, present, members, rejected)
         if rules.fits(self.run, log.state, draft):
             return draft
-        watermarks = rules.watermarks(log.state)
+        marks = rules.watermarks(log.state)
 
         def turn(key):
-            return key[2] - watermarks.get(key[:2], 0), log.inbox[key].base, key
+            return key[2] - marks.get(key[:2], 0), log.inbox[key].base, key
 
         order = sorted(map(rules.message_key, (*members, *rejected)), key=turn)
-        fits, too_many, found = 0, len(order), None
-        while too_many - fits > 1:
-            count = (fits + too_many) // 2
-            taken = {*order[:count]}
-            parts = (
-                [one for one in part if rules.message_key(one) in taken]
+
+        def oldest(count):
+            chosen = {*order[:count]}
+            parts = [
+                [one for one in part if rules.message_key(one) in chosen]
                 for part in (members, rejected)
-            )
-            draft = self._record(log, present, *parts)
-            if rules.fits(self.run, log.state, draft):
-                fits, found = count, draft
-            else:
-                too_many = count
-        return found
+            ]
+            return self._record(log, present, *parts)
+
+        def is_too_large(count):
+            return not rules.fits(self.run, log.state, oldest(count))
+
+        count = bisect.bisect_left(range(1, len(order)), True, key=is_too_large)
+        return oldest(count) if count else None
 
     def _record(self, log, present, members, rejected) -> Record:
         """Rule 5: return a record with weights and scale."""
         state, observed = log.state, self.observed_now()
-        by_island: dict[tuple[str, int], list[Message]] = {}
-        tokens: dict[str, float] = {}
-        for message in members:
-            by_island.setdefault((message.island, message.incarnation), []).append(message)
-            tokens[message.island] = tokens.get(message.island, 0) + message.tokens
-        weights = {key: rules.weight(state.number + 1, found) for key, found in by_island.items()}
-        came, mean = sum(tokens.values()), sum(tokens.values()) / max(len(tokens), 1)
-        expected = came + sum(
-            rules.expected_tokens(state, self.peers[name], mean, observed, self.timing)
-            for name in sorted((present - tokens.keys()) & self.peers.keys())
+        weights = rules.weights(state.number + 1, members)
+        tokens: collections.Counter[str] = collections.Counter()
+        for one in members:
+            tokens[one.island] += one.tokens
+        came = tokens.total()
+        mean = came / max(len(tokens), 1)
+        absent = [self.peers[name] for name in sorted(self.peers.keys() & present - tokens.keys())]
+        missing = (
+            rules.expected_tokens(state, peer, mean, observed, self.timing) for peer in absent
         )
-        alive = self.alive() & self.peers.keys()
-        living = {name: self.peers[name].heartbeat.incarnation for name in alive}
+        living = {name: self.peers[name].heartbeat.incarnation for name in self.alive()}
         living[self.name] = self.incarnation
         return Record(
             fragment=state.fragment,
             number=state.number + 1,
             author=self.name,
             nonce=f"{self.incarnation}.{log.drafts}",
-            members=tuple(
-                Member(
-                    *rules.message_key(one),
-                    weights[one.island, one.incarnation],
-                    one.steps,
-                    one.tokens,
-                    one.norm,
-                    one.data,
-                )
-                for one in members
-            ),
+            members=tuple(rules.member_of(one, weights) for one in members),
             rejected=tuple(rejected),
             dead=rules.newly_dead(state, living, absent=observed >= self.timing.dead),
-            scale=rules.scale(came, expected),
+            scale=rules.scale(came, came + sum(missing)),
             previous=state.record_hash,
             state=state.digest,
             gradient="",
@@ -752,9 +712,8 @@ class StateMachine:
                 self.failing_since = self.now
             if writes and self.unwritten_since is None:
                 self.unwritten_since = self.now
-            since = self.failing_since
-            if self.unwritten_since is not None:
-                since = min(since, self.unwritten_since)
+            failing = self.failing_since, self.unwritten_since
+            since = min(one for one in failing if one is not None)
             if self.now - since >= self.timing.period and not self.said_away:
                 self.said_away = True
                 self._actions.append(Say(AWAY))

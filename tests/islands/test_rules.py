@@ -28,9 +28,9 @@ def message(island="a", seq=1, base=9, steps=2, tokens=8, **changes):
 
 def test_a_weight_is_tokens_squared_over_steps_and_fades():
     """8^2 / 2 = 32; two messages are one, (8 + 8)^2 / (2 + 6) = 32; two records late: 0.64."""
-    assert rules.weight(10, [message()]) == 32
-    assert rules.weight(10, [message(), message(seq=2, steps=6)]) == 32
-    assert rules.weight(10, [message(base=7)]) == pytest.approx(32 * 0.64)
+    assert rules.weights(10, [message()]) == {("a", 1): 32}
+    assert rules.weights(10, [message(), message(seq=2, steps=6)]) == {("a", 1): 32}
+    assert rules.weights(10, [message(base=7)]) == {("a", 1): pytest.approx(32 * 0.64)}
 
 
 def test_a_record_of_few_moves_less():
