@@ -95,17 +95,16 @@ def _status(bucket, run, wait: float) -> int:
     for name, beat in sorted(now.items()):
         living = before.get(name) != beat and not beat.left
         if beat.left:
-            what = "ended" if rules.progress(run, logs[0].state) >= 1 else "left"
+            what = "ended" if rules.progress(run, logs[0][0]) >= 1 else "left"
         else:
             what = ("trains" if beat.ready else "joins") if living else "silent"
-        tokens = sum(m.tokens for m in logs[0].state.watermarks if m.island == name)
+        tokens = sum(m.tokens for m in logs[0][0].watermarks if m.island == name)
         speed = f"{beat.speed if living else 0:,.0f}"
-        behind = " ".join(log.behind(name) for log in logs)
-        rows.append([name, beat.incarnation, what, speed, f"{tokens:,}", behind])
+        behind = (str(state.number - last[name]) if name in last else "all" for state, last in logs)
+        rows.append([name, beat.incarnation, what, speed, f"{tokens:,}", " ".join(behind)])
     for line in aligned(rows):
         say(line)
-    for log in logs:
-        state = log.state
+    for state, _ in logs:
         say(
             f"fragment {state.fragment}: {state.number} records, {state.tokens:,} tokens, "
             f"{100 * rules.progress(run, state):.1f} % of the run"

@@ -7,7 +7,7 @@ still have to follow each other.
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from maxdiloco.islands import log_store, outer_step, records, rules
@@ -67,9 +67,7 @@ def _replay(bucket, run, fragment, log) -> Replayed:
     """Replay a log. log: records that were read before; later records are appended."""
     log += _records(bucket, run, fragment, len(log))
     messages = _messages(bucket, run, fragment)
-    names = log_store.snapshots(bucket, fragment)
-    if not names:
-        raise Differs(f"s/{fragment}/: there is no snapshot to start from")
+    names = _snapshots(bucket, fragment)
     snapshots = {records.number_of(name): name for name in names}
     first, outer, remade = min(snapshots), None, 0
     if first > len(log):
@@ -88,34 +86,21 @@ def _replay(bucket, run, fragment, log) -> Replayed:
     return Replayed(at, log, len(log) - first, remade, messages)
 
 
-class Followed(NamedTuple):
-    """The newest state of a log, unchecked. last: {island: record of its last message}."""
+def follow(bucket: Bucket, run: Run, fragment: int) -> tuple[LogState, dict[str, int]]:
+    """Return the newest state of a log, unchecked, and the record of each island's last message.
 
-    state: LogState
-    last: Mapping[str, int]
-
-    def behind(self, island: str) -> str:
-        """Return the number of records since an island's last message, or "all"."""
-        return str(self.state.number - self.last[island]) if island in self.last else "all"
-
-
-def follow(bucket: Bucket, run: Run, fragment: int) -> Followed:
-    """Return the newest state of a log. Raises Differs, OSError."""
+    Raises:
+      Differs, OSError: the log cannot be read.
+    """
     return _in_motion(bucket, fragment, lambda: _follow(bucket, run, fragment))
 
 
-def _follow(bucket, run, fragment) -> Followed:
-    names = log_store.snapshots(bucket, fragment)
-    if not names:
-        raise Differs(f"s/{fragment}/: there is no snapshot to start from")
-    state, last = _read(bucket, run, names[0])[0], {}
-    while True:
-        name = records.record_name(fragment, state.number + 1)
-        if bucket.head(name) is None:
-            return Followed(state, last)
-        record = _read(bucket, run, name)[0]
+def _follow(bucket, run, fragment) -> tuple[LogState, dict[str, int]]:
+    state, last = _read(bucket, run, _snapshots(bucket, fragment)[0])[0], {}
+    for record in _records(bucket, run, fragment, state.number):
         state = rules.next_state(run, state, record, "")
         last |= {member.island: record.number for member in record.members}
+    return state, last
 
 
 def lines(run: Run, logs: Iterable[Replayed]) -> list[list[Any]]:
@@ -175,13 +160,27 @@ def account(log: Iterable[Record], messages: Mapping[Key, Message]) -> str:
     return ""
 
 
-def _read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
+@contextlib.contextmanager
+def _as_differs(name: str) -> Iterator[None]:
+    """Raise Differs for an object that is absent or damaged."""
     try:
-        return log_store.read(bucket, run, name)
+        yield
     except FileNotFoundError as error:
         raise Differs(f"{name}: it is not there") from error
     except Damaged as error:
         raise Differs(str(error)) from error
+
+
+def _read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
+    with _as_differs(name):
+        return log_store.read(bucket, run, name)
+
+
+def _snapshots(bucket: Bucket, fragment: int) -> list[str]:
+    """Return the names of the snapshots, at least one. Raises Differs."""
+    if names := log_store.snapshots(bucket, fragment):
+        return names
+    raise Differs(f"s/{fragment}/: there is no snapshot to start from")
 
 
 def read_run(bucket: Bucket) -> Run | None:
@@ -225,13 +224,9 @@ def _next(bucket, run, state, record, outer, messages, log) -> tuple[LogState, O
         return rules.next_state(run, state, record, later), None, False
     gradient = None
     if record.members:
-        read = functools.partial(log_store.read, bucket, run)
-        try:
+        with _as_differs(records.gradient_name(record)):
+            read = functools.partial(log_store.read, bucket, run)
             gradient = log_store.read_gradient(read, run, record)
-        except FileNotFoundError as error:
-            raise Differs(f"{name}: {records.gradient_name(record)} is absent") from error
-        except Damaged as error:
-            raise Differs(f"{name}: {error}") from error
     remade = bool(known) and None not in known
     if remade:
         terms = [log_store.read_term(bucket, run, record.fragment, one) for one in record.members]

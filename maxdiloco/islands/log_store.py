@@ -244,11 +244,11 @@ class MeteredStore:
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
         """See Bucket."""
-        return self._ask(self._bucket.get_range, name, start, end, received=len)
+        return self._ask(self._bucket.get_range, name, start, end)
 
     def get_first(self, name: str, most: int) -> tuple[bytes, Entry]:
         """See Bucket."""
-        return self._ask(self._bucket.get_first, name, most, received=lambda found: len(found[0]))
+        return self._ask(self._bucket.get_first, name, most)
 
     def put(self, name: str, data: bytes) -> None:
         """See Bucket."""
@@ -272,13 +272,7 @@ class MeteredStore:
         """See Bucket."""
         self._ask(self._bucket.delete, names)
 
-    def _ask(
-        self,
-        request: Callable[..., T],
-        *args: Any,
-        sent: int = 0,
-        received: Callable[[T], int] = lambda _: 0,
-    ) -> T:
+    def _ask(self, request: Callable[..., T], *args: Any, sent: int = 0) -> T:
         try:
             result = request(*args)
         except FileNotFoundError:
@@ -286,7 +280,8 @@ class MeteredStore:
         except OSError as error:
             self.failure = str(error.strerror)
             raise
-        self._count(1, sent, received(result))
+        data = result[0] if isinstance(result, tuple) else result
+        self._count(1, sent, len(data) if isinstance(data, bytes) else 0)
         return result
 
     def _count(self, *more: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from maxdiloco.islands import rules
 from maxdiloco.islands.executor import Executor
-from maxdiloco.islands.records import Heartbeat, Range
+from maxdiloco.islands.records import Range
 from maxdiloco.islands.state_machine import TRAIN, Create, PutHeartbeat, Reduce, StateMachine
 
 # A request may transfer a fragment for minutes, or wait for an unavailable store. So heartbeats
@@ -252,7 +252,6 @@ class Members:
     def __init__(self, name: str):
         """Keep the name of this island."""
         self._name = name
-        self._first: dict[str, Heartbeat] = {}  # one that never changes may be old
         self._present: Mapping[str, int] = {}  # incarnations
         self._gone: set[str] = set()
 
@@ -260,11 +259,12 @@ class Members:
         """Return log lines on the changes since the last call."""
         if state.phase != TRAIN:
             return []
-        beats = {name: state.peers[name].heartbeat for name in state.alive() - {self._name}}
+        peers = {name: state.peers[name] for name in state.alive() - {self._name}}
         present = {
-            name: beat.incarnation
-            for name, beat in beats.items()
-            if self._first.setdefault(name, beat) != beat
+            name: peer.heartbeat.incarnation
+            for name, peer in peers.items()
+            # The first heartbeat may be old.
+            if peer.changed_at > peer.since or name in self._present
         }
         if present == self._present:
             return []

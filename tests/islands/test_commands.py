@@ -105,8 +105,8 @@ DAMAGES = {  # what is done to a folder, and the object that the audit names
         lambda f: edited(f / "u/0/b.1.6", lambda m: m.update(finite=False)),
         "u/0/b.1.6",
     ),
-    "a gradient": (lambda f: flipped(gradient(f, "c/1/5")), "c/1/5: g/1/5"),
-    "a gradient is gone": (lambda f: gradient(f, "c/0/6").unlink(), "c/0/6: g/0/6"),
+    "a gradient": (lambda f: flipped(gradient(f, "c/1/5")), "g/1/5"),
+    "a gradient is gone": (lambda f: gradient(f, "c/0/6").unlink(), "g/0/6"),
     "a message": (lambda f: flipped(f / "u/0/b.1.6"), "c/0/6 .*'b', 1, 6"),
     "a record": (lambda f: (f / "c/0/3").unlink(), "c/0/3"),
     "a weight": (

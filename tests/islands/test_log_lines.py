@@ -9,7 +9,7 @@ from together import PACE, a_run, begun, heads, with_threads
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import log_store, runtime, state_machine, store_check
 from maxdiloco.islands.records import Heartbeat
-from maxdiloco.islands.state_machine import Peer
+from maxdiloco.islands.state_machine import ListHeartbeats
 from maxdiloco.storage import store
 
 
@@ -68,11 +68,12 @@ def test_an_island_of_last_week_is_not_there():
     company = runtime.Members("a")
 
     def lines(beat):
-        one.state.peers = {**one.state.peers, "b": Peer(beat, one.state.observed, 0.0)}
+        one.state._listed(ListHeartbeats(), {"b": beat})
         return company.lines(one.state)
 
     old = Heartbeat("b", 1, 7, True, 1.0, False)
     assert lines(old) == []
+    one.state.now += 1.0
     (line,) = lines(old._replace(count=8))
     assert "island b " in line
 
