@@ -9,24 +9,21 @@ assumptions that both reproduce it. Then the state machine of our islands, the o
 uses, runs inside the same simulation. Writes table.md. OWN has the names and their defaults.
 """
 
+import functools
 import heapq
 import itertools
 import pathlib
 import random
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from benchmarks.bandwidth_model import markdown
 from benchmarks.link.command import divided, guarded, help_text, number
+from benchmarks.simulated_islands import Island, World, goodput, is_transfer, run_settings
 from maxdiloco.errors import ConfigError
-from maxdiloco.islands import records
-from maxdiloco.islands import state_machine as machine
 from maxdiloco.islands.island import SNAPSHOT_EVERY
-from maxdiloco.islands.prefetch import MAX_RECORDS
-from maxdiloco.islands.records import Leaf, LogState, Message, Record, Run
 from maxdiloco.islands.rules import Timing
-from maxdiloco.islands.state_machine import StateMachine
 
 OWN = {
     "islands": "2,8,16,64",
@@ -128,37 +125,8 @@ def published_row(method: str | int, chips: int, given: Assumptions, seed: int) 
     return (1 - given.exchange) * goodput_of_job(learner, given.learner_s, TABLE_S * method)
 
 
-class Island:
-    """A program of the simulation: a state machine, and the chips of its island."""
-
-    def __init__(self, world: "World", name: str, chips: Chips):
-        self.world, self.name, self.chips = world, name, chips
-        self.stopped_until = 0.0
-        self.begin()
-
-    def begin(self, after: int = 0) -> None:
-        """Start the program anew, and lose the unsent progress."""
-        world, fragments = self.world, range(len(self.world.run.fragments))
-        initial = tuple(_digest(fragment, 0) for fragment in fragments)
-        nonce = str(next(world.count))
-        self.machine = StateMachine(world.run, world.timing, self.name, nonce, initial, after=after)
-        self.stepping: object | None = None  # the step that is running
-
-    def interrupt(self, pause_s: float, *, restarts: bool) -> None:
-        """Let the island stand still; restarts: its program ends."""
-        now = self.world.now
-        self.chips.interrupt(now)
-        if now < self.stopped_until:
-            return
-        self.stopped_until = now + pause_s
-        self.stepping = None  # the step that was running is lost
-        if restarts:
-            self.begin()
-        self.world.later(pause_s, lambda: self.world.step(self))
-
-
-class World:
-    """Islands over a store that does not fail; their chips do."""
+class Islands:
+    """The islands of a row: their chips are interrupted, and the store does not fail."""
 
     def __init__(
         self,
@@ -171,163 +139,42 @@ class World:
         snapshot_every: int,
     ):
         rng = random.Random(seed)
-        self.now, self.count, self.queue = 0.0, itertools.count(), []
-        self.objects: dict[str, Any] = {}
-        self.waiting: dict[str, list[Callable[[], None]]] = {}  # by the object's name
-        self.islands = count
-        self.timing = Timing(period=PERIOD_S, beat=10.0, list=10.0)
-        self.run = Run(
-            settings=(),
-            wire="float4_e3m0",
-            wire_down="float8_e4m3fn",
-            aggregation="mean",
-            outer_optimizer="nesterov",
-            outer_lr=0.7,
-            outer_momentum=0.6,
-            fragments=((Leaf(1, 1),),),
-            islands_min=1,
-            sync_period=round(PERIOD_S / STEP_S),
-            overlap_steps=0,
-            alpha=0.0,
-            tokens=2**60,
-            block_tokens=0,
-            eval_tokens=0,
-            snapshot_every=snapshot_every,
-            keys=(),
+        steps = round(PERIOD_S / STEP_S)
+        self.world = World(
+            run_settings(sync_period=steps, fragments=1, snapshot_every=snapshot_every),
+            Timing(period=PERIOD_S, beat=10.0, list=10.0),
+            count,
+            step_of=self.step_of,
+            delay_of=lambda island, action, now: REQUEST_S + TRANSFER_S * is_transfer(action),
+            tick_s=TICK_S,
+            load_tick_s=LOAD_TICK_S,
         )
-        self.committed: list[tuple[float, int]] = []
-        for index in range(count):
-            island = Island(self, f"i{index}", Chips(rng, chips / count, given))
-            self.later(rng.random() * TICK_S, lambda island=island: self.tick(island))
+        self.chips = []
+        for island in self.world.islands:
+            self.chips.append(Chips(rng, chips / count, given))
+            self.world.later(rng.random() * TICK_S, functools.partial(self.world.tick, island))
             self.interrupt_later(island, given.elastic_s, restarts=restarts)
 
-    def later(self, delay: float, call: Callable[[], None]) -> None:
-        """Call this after a delay."""
-        heapq.heappush(self.queue, (self.now + delay, next(self.count), call))
+    def step_of(self, island: Island) -> tuple[float, int]:
+        """Return seconds and tokens of the next step."""
+        return STEP_S, round(TOKENS * self.chips[island.index].present(self.world.now))
 
     def goodput(self, until_s: float) -> float:
         """Run, and return the committed tokens as a share of those that all chips could read."""
-        while self.now < until_s:
-            self.now, _, call = heapq.heappop(self.queue)
-            call()
-        tokens = sum(tokens for at, tokens in self.committed if at >= WARM_UP_S)
-        return tokens * STEP_S / (self.islands * TOKENS * (until_s - WARM_UP_S))
+        self.world.run_until(until_s)
+        speed = TOKENS / STEP_S
+        return goodput(self.world, [speed] * len(self.chips), WARM_UP_S)
 
     def interrupt_later(self, island: Island, pause_s: float, *, restarts: bool) -> None:
         """Interrupt an island at its next time, and so on."""
+        chips, now = self.chips[island.index], self.world.now
 
         def interrupt() -> None:
-            island.interrupt(pause_s, restarts=restarts)
+            chips.interrupt(self.world.now)
+            island.stop(pause_s, restarts=restarts)
             self.interrupt_later(island, pause_s, restarts=restarts)
 
-        at = island.chips.next_interruption(self.now)
-        heapq.heappush(self.queue, (at, next(self.count), interrupt))
-
-    def tick(self, island: Island) -> None:
-        """Tell an island the time, every TICK_S."""
-        trains = island.machine.phase == machine.TRAIN
-        self.later(TICK_S if trains else LOAD_TICK_S, lambda: self.tick(island))
-        self.deliver(island, island.machine, machine.Tick(self.now))
-
-    def deliver(self, island: Island, to: StateMachine, event: Any) -> None:
-        """Deliver an event to a program, if it still runs, once its island does not stand still."""
-        if to is not island.machine:
-            return
-        if self.now < island.stopped_until:
-            if not isinstance(event, machine.Tick):
-                left_s = island.stopped_until - self.now
-                self.later(left_s, lambda: self.deliver(island, to, event))
-            return
-        for action in to.handle(event):
-            self.carry_out(island, to, action)
-        self.step(island)
-
-    def step(self, island: Island) -> None:
-        """Begin the next step of an island, if there is none and the machine lets it."""
-        stopped = self.now < island.stopped_until
-        if stopped or island.stepping is not None or not island.machine.may_step():
-            return
-        done = machine.StepDone(round(TOKENS * island.chips.present(self.now)))
-        island.stepping = step = object()
-
-        def end() -> None:
-            if island.stepping is step:
-                island.stepping = None
-                self.deliver(island, island.machine, done)
-
-        self.later(STEP_S, end)
-
-    def carry_out(self, island: Island, to: StateMachine, action: Any) -> None:
-        """Carry out an action on the island's values now, and one on the store later."""
-        match action:
-            case machine.Pack(message):
-                packed = message._replace(norm=1.0, sha256="0")
-                self.deliver(island, to, machine.Answer(action, packed))
-            case machine.Apply(record):
-                digest = _digest(record.fragment, record.number)
-                self.deliver(island, to, machine.Answer(action, digest))
-            case machine.Stop(again=again):
-                island.begin(after=to.incarnation if again else 0)
-            case machine.Begin() | machine.Evaluate() | machine.Say():
-                pass
-            case _:
-                bulk = isinstance(
-                    action, machine.Reduce | machine.FetchGradient | machine.LoadSnapshot
-                ) or isinstance(getattr(action, "body", None), Message)
-                delay = REQUEST_S + TRANSFER_S * bulk
-                if to.phase == machine.LOAD and not isinstance(action, machine.LoadSnapshot):
-                    delay /= MAX_RECORDS  # a newcomer reads several records at once
-
-                def answer() -> None:
-                    result = self.of_store(action)
-                    self.deliver(island, to, machine.Answer(action, result))
-
-                absent = isinstance(action, machine.Get | machine.GetMessage)
-                if absent and action.name not in self.objects and to.phase == machine.TRAIN:
-                    # One request that waits stands for many that ask again and again.
-                    self.waiting.setdefault(action.name, []).append(answer)
-                    return
-                self.later(delay, answer)
-
-    def of_store(self, action: Any) -> Any:
-        """Return the store's answer. Nothing is deleted."""
-        objects = self.objects
-        match action:
-            case machine.Create(name, body):
-                if name in objects:
-                    return machine.EXISTS
-                objects[name] = body
-                for answer in self.waiting.pop(name, ()):
-                    self.later(REQUEST_S, answer)
-                if isinstance(body, Record):
-                    self.committed.append((self.now, sum(one.tokens for one in body.members)))
-                return machine.CREATED
-            case machine.PutHeartbeat(name, body):
-                objects[name] = body
-                return True
-            case machine.Get(name) | machine.GetMessage(name):
-                return objects.get(name)
-            case machine.ListIncarnations(island):
-                mine = [name for name in objects if name.startswith(f"i/{island}/")]
-                return max(map(records.number_of, mine), default=0)
-            case machine.ListHeartbeats():
-                return {name[3:]: body for name, body in objects.items() if name[:3] == "hb/"}
-            case machine.Reduce(draft):
-                return machine.Reduced(records.gradient_name(draft))
-            case machine.FetchGradient() | machine.Delete():
-                return True
-            case machine.LoadSnapshot(fragment):
-                found = [
-                    body
-                    for body in objects.values()
-                    if isinstance(body, LogState) and body.fragment == fragment
-                ]
-                return max(found, key=lambda state: state.number, default=None)
-        raise TypeError(action)
-
-
-def _digest(fragment: int, number: int) -> str:
-    return f"{fragment} {number}"
+        self.world.later(chips.next_interruption(now) - now, interrupt)
 
 
 def published_table(seed: int) -> list[tuple[str, ...]]:
@@ -350,7 +197,7 @@ def islands_table(counts: Sequence[int], minutes: float, seed: int) -> list[tupl
             found = []
             for given in ASSUMPTIONS.values():
                 restarts = what == RESTARTS
-                world = World(
+                islands = Islands(
                     f"{seed} {chips} {count}",
                     count,
                     chips,
@@ -360,7 +207,7 @@ def islands_table(counts: Sequence[int], minutes: float, seed: int) -> list[tupl
                 )
                 # Many islands cost more to simulate, and there is more of them to average over.
                 length_s = 60 * minutes * min(1.0, 16 / count)
-                found.append(f"{100 * world.goodput(WARM_UP_S + length_s):.1f} %")
+                found.append(f"{100 * islands.goodput(WARM_UP_S + length_s):.1f} %")
             every = f"each {snapshot_every} records"
             rows.append((f"{chips:,}", str(count), what, every, *found))
     return rows

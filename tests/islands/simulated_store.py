@@ -1,9 +1,9 @@
 """The store of simulator.py: requests that are late, lost, unanswered, refused or done twice."""
 
-from collections import defaultdict
 from math import log
 from typing import NamedTuple
 
+from benchmarks.simulated_islands import MemoryStore
 from maxdiloco.islands import records, rules, state_machine
 
 
@@ -30,12 +30,12 @@ class Faults(NamedTuple):
         return cls(*(value * rng.random() if rng.random() < 0.4 else 0.0 for value in most))
 
 
-class Store:
-    """Objects and payloads. folders: of each, {name: the time from which a listing shows it}."""
+class Store(MemoryStore):
+    """The store and its faults. payloads: {name: number}."""
 
     def __init__(self):
-        self.objects, self.payloads, self.folders = {}, {}, defaultdict(dict)
-        self.corrupt, self.away_until = set(), 0.0
+        super().__init__()
+        self.payloads, self.corrupt, self.away_until = {}, set(), 0.0
 
     def request(self, program, action):
         """Let a request reach the store later, or not, and the answer come later still."""
@@ -45,9 +45,9 @@ class Store:
             lost = faults.lost and random() < faults.lost
             lost = lost or (faults.refused and random() < faults.refused)
             if self.now >= self.away_until and not lost:
-                result = REQUESTS[type(action)](self, program, action)
+                result = self.carry_out(program, action)
                 if faults.twice and random() < faults.twice:
-                    result = REQUESTS[type(action)](self, program, action)
+                    result = self.carry_out(program, action)
                 if faults.unanswered and random() < faults.unanswered:
                     result = state_machine.FAILED
             self.later(self.latency(), program, state_machine.Answer(action, result))
@@ -58,17 +58,34 @@ class Store:
         slow, late = self.faults.slow, -log(1.0 - self.random()) / 20
         return late + self.rng.choice((1.0, 5.0)) if slow and self.random() < slow else late
 
-    def create(self, program, action):
-        name, body = action
+    def carry_out(self, program, action):
+        match action:
+            case state_machine.Create(name, body):
+                return self.create(program, name, body)
+            case state_machine.Reduce(draft):
+                return self.reduce(draft)
+            case state_machine.FetchGradient(record):
+                found = self.payloads.get(records.gradient_name(record))
+                program.gradients[record] = found
+                return None if found is None else True
+            case state_machine.Delete(fragment):
+                return self.delete_old(fragment)
+        found = self.answer(action, self.now)
+        if isinstance(action, state_machine.LoadSnapshot) and found is not None:
+            value = program.values[found.fragment]
+            name = records.snapshot_name(found.fragment, found.number)
+            value.theta, value.trace = self.payloads[name]
+        return found
+
+    def create(self, program, name, body):
         if name in self.objects:
             return state_machine.EXISTS
         records.encode(body)  # raises for what no reader accepts
         if name[0] == "c":
             self.check_record(body)
-        self.objects[name] = body
         chance = self.faults.late_listing
         late = self.rng.choice((1.0, 8.0)) if chance and self.random() < chance else 0.0
-        self.folder(name)[name] = self.now + late
+        self.put(name, body, listed_from=self.now + late)
         payload = program.payloads.get(name)
         if payload is not None:
             self.payloads[name] = payload
@@ -77,29 +94,7 @@ class Store:
                 self.corrupt.add((body.fragment, *rules.message_key(body)))
         return state_machine.CREATED
 
-    def put(self, program, action):
-        self.objects[action.name] = action.body
-        self.folder(action.name).setdefault(action.name, self.now)
-        return True
-
-    def get(self, program, action):
-        return self.objects.get(action.name)
-
-    def folder(self, name):
-        return self.folders[name[: name.rfind("/") + 1]]
-
-    def listed(self, folder):
-        return [name for name, at in self.folders[folder].items() if at <= self.now]
-
-    def list_heartbeats(self, program, action):
-        return {name[3:]: self.objects[name] for name in self.listed("hb/")}
-
-    def starts(self, program, action):
-        names = self.listed(f"i/{action.island}/")
-        return max((records.number_of(name) for name in names), default=0)
-
-    def reduce(self, program, action):
-        draft = action.draft
+    def reduce(self, draft):
         names = [records.message_name(draft.fragment, *rules.message_key(m)) for m in draft.members]
         if any(name not in self.payloads for name in names):
             return state_machine.FAILED  # deleted: the record is there already
@@ -114,46 +109,16 @@ class Store:
             weights += weight
         name = records.gradient_name(draft)
         self.payloads[name] = round(64 * total / weights) / 64
-        self.objects[name] = True
-        self.folder(name)[name] = self.now
+        self.put(name, True)
         return state_machine.Reduced(name)
 
-    def fetch(self, program, action):
-        found = self.payloads.get(records.gradient_name(action.record))
-        program.gradients[action.record] = found
-        return None if found is None else True
-
-    def load(self, program, action):
-        names = self.listed(f"s/{action.fragment}/")
-        if not names:
-            return None
-        name = max(names, key=records.number_of)
-        value = program.values[action.fragment]
-        value.theta, value.trace = self.payloads[name]
-        return self.objects[name]
-
-    def delete(self, program, action):
-        F = action.fragment
-        folders = [f"{kind}/{F}/" for kind in "ugcs"] + ["d/"] * (F == 0)
-        names = [name for folder in folders for name in self.listed(folder)]
+    def delete_old(self, fragment):
+        folders = [f"{kind}/{fragment}/" for kind in "ugcs"] + ["d/"] * (fragment == 0)
+        names = [name for folder in folders for name in self.listed(folder, self.now)]
         snapshots = [self.objects[n] for n in names if n[0] == "s"]
         for name in rules.deletable(names, snapshots):
-            for table in (self.objects, self.payloads, self.folder(name)):
-                table.pop(name, None)
-        if F == 0:
+            self.delete(name)
+            self.payloads.pop(name, None)
+        if fragment == 0:
             self.check_leases(snapshots)
         return True
-
-
-REQUESTS = {
-    state_machine.Create: Store.create,
-    state_machine.PutHeartbeat: Store.put,
-    state_machine.Get: Store.get,
-    state_machine.GetMessage: Store.get,
-    state_machine.ListHeartbeats: Store.list_heartbeats,
-    state_machine.Reduce: Store.reduce,
-    state_machine.FetchGradient: Store.fetch,
-    state_machine.LoadSnapshot: Store.load,
-    state_machine.Delete: Store.delete,
-    state_machine.ListIncarnations: Store.starts,
-}

@@ -227,7 +227,7 @@ class World(Store):
         four snapshots before the second last one, but for those unfinished there."""
         old = sorted(snapshots, key=lambda state: state.number)[-2:][0]
         passed = self.tops[max(old.number - 4 * self.run.snapshot_every, 0)]
-        leased = {records.number_of(name) for name in self.listed("d/")}
+        leased = {records.number_of(name) for name in self.listed("d/", self.now)}
         left = {n for n in leased if n <= passed} - {one.block for one in old.blocks}
         require(not left, "leases stay:", sorted(left))
         self.seen["lease deleted"] += 0 < passed and 1 not in leased

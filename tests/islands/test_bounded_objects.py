@@ -147,7 +147,7 @@ def test_messages_of_dead_incarnations_are_deleted():
 
 
 def leased(world):
-    return [records.number_of(name) for name in world.folders["d/"]]
+    return [records.number_of(name) for name in world.listed("d/")]
 
 
 def test_leases_stay_few_and_a_slow_island_keeps_its_own(monkeypatch):
