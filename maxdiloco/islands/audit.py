@@ -180,7 +180,7 @@ def _snapshots(bucket: Bucket, fragment: int) -> list[str]:
     """Return the names of the snapshots, at least one. Raises Differs."""
     if names := log_store.snapshots(bucket, fragment):
         return names
-    raise Differs(f"s/{fragment}/: there is no snapshot to start from")
+    raise Differs(f"s/{fragment}/: snapshot missing")
 
 
 def read_run(bucket: Bucket) -> Run | None:

@@ -335,7 +335,7 @@ def weights(number: int, messages: Iterable[Message]) -> dict[tuple[str, int], f
 
     Args:
       number: number of the record.
-      messages: members of the record, those of an incarnation one after another.
+      messages: members of the record, grouped by incarnation.
     """
     found = {}
     for key, group in itertools.groupby(messages, key=lambda one: message_key(one)[:2]):
