@@ -24,7 +24,7 @@ MESSAGE = 4  # words from which a string counts as a message
 # A pattern and how to mend it.
 PATTERNS = {
     "clause for a noun": (
-        r"\b([Ww]hat(ever)?|[Ww]hoever)\b(?![^.]*\?)|^(Who|Where)\b(?!.*\?)",
+        r"\b([Ww]hat(ever)?|[Ww]hoever)\b(?!:|[^.]*\?)|^(Who|Where)\b(?!.*\?)",
         "name the thing",
     ),
     "of without its noun": (r"^Of\b|\b(that|those) of\b", "put the noun first, or repeat it"),
@@ -55,6 +55,7 @@ PATTERNS = {
 # Parts of a line of Markdown that are not prose.
 NOT_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|<[^>]*>")
 ITEM = re.compile(r"\s*([*|>-]|\d+\.|#+)\s")
+CELLS = re.compile(r"(?<=\S) {2,}(?=\S)")  # between the columns of a table in a docstring
 
 
 class Text(NamedTuple):
@@ -124,12 +125,15 @@ def _comments(lines: Iterator[tuple[int, str]]) -> Iterator[Text]:
 
 
 def _python(content: str) -> Iterator[Text]:
-    tokens = tokenize.generate_tokens(io.StringIO(content).readline)
-    yield from _comments(
-        (token.start[0], token.string.lstrip("# "))
-        for token in tokens
-        if token.type == tokenize.COMMENT
-    )
+    whole_lines = []
+    for token in tokenize.generate_tokens(io.StringIO(content).readline):
+        if token.type == tokenize.COMMENT:
+            number, text = token.start[0], token.string.lstrip("# ")
+            if token.line.lstrip().startswith("#"):
+                whole_lines.append((number, text))
+            else:  # a comment behind code is about its line only
+                yield Text(number, number, text)
+    yield from _comments(iter(whole_lines))
     for node in ast.walk(ast.parse(content)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if len(node.value.split()) >= MESSAGE:
@@ -149,12 +153,25 @@ def _blocks(text: str) -> Iterator[tuple[int, str]]:
 def findings(name: str, content: str) -> Iterator[Finding]:
     """Return the sentences of a file that have a pattern."""
     for first, last, text in prose(name, content):
-        for sentence in re.split(r"(?<=[.!?:])\s+", " ".join(text.split())):
+        for sentence in _sentences(text):
             for pattern, (expression, _) in PATTERNS.items():
                 if re.search(expression, sentence):
                     yield Finding(first, last, pattern, sentence)
             if len(sentence.split()) > LONG and "|" not in sentence:
                 yield Finding(first, last, "long sentence", sentence)
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Return the sentences of a text, and the cells of its tables."""
+    lines: list[str] = [""]
+    for line in map(str.strip, text.splitlines()):
+        cells = CELLS.split(line)
+        if len(cells) == 1:
+            lines[-1] += f" {line}"
+        else:
+            lines += [*cells, ""]
+    for line in lines:
+        yield from filter(None, re.split(r"(?<=[.!?:])\s+", line.strip()))
 
 
 def changed(commit: str) -> dict[str, set[int]]:

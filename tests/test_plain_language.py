@@ -46,6 +46,20 @@ def test_code_in_markdown_is_not_prose():
     assert patterns("page.md", code + "\nbeside\n") == ["preposition"]
 
 
+def test_the_cells_of_a_table_and_the_comments_of_lines_are_texts_of_their_own():
+    """Thirteen words each: two of them would be a long sentence."""
+    words = "a cell" + " more" * 11
+    assert patterns("module.py", f'"""Table.\n\n{words}  {words}\n{words}  beside\n"""\n') == [
+        "preposition"
+    ]
+    assert patterns("module.py", f"x = 1  # {words}\ny = 2  # {words}\n") == []
+    assert patterns("module.py", f"# {words}\n# {words}\n") == ["long sentence"]
+
+
+def test_the_name_of_an_argument_is_not_a_clause():
+    assert patterns("module.py", '"""Title.\n\nArgs:\n  what: a name.\n"""\n') == []
+
+
 def test_an_item_of_a_list_is_read_to_its_end():
     """A continued line may be indented like code, and may contain a number with a full stop."""
     item = "10. A part of version 1. It runs\n    beside the step.\n"
