@@ -34,6 +34,7 @@ class LostPeerError(RuntimeError):
     exit_code = 5
 
     def __init__(self, line: str, exit_code: int = exit_code) -> None:
+        """Keep the message and the exit code of this process."""
         super().__init__(line)
         self.exit_code = exit_code
 

@@ -94,7 +94,7 @@ def progress(
 
 
 def one_line(text: str) -> str:
-    """Escape all control characters of a text: a line feed becomes `\\n`."""
+    r"""Escape all control characters of a text: a line feed becomes `\n`."""
     return escaped(text)
 
 

@@ -1,4 +1,4 @@
-"""Evaluate the outer parameters (theta): losses on held-out sequences, and a sample of text.
+"""Evaluate the outer parameters: losses on held-out sequences, and a sample of text.
 
 # R replicas  B sequences of one evaluation batch, over all devices  L tokens  V vocabulary
 """
@@ -68,12 +68,6 @@ class Evaluation:
     every batch. The loss is the mean over all targets. It is the expected loss of a model drawn at
     random for each sequence, not the loss of the mean of the models. No data of a model's size
     cross slices.
-
-    Args:
-      rows: B.
-      num_sequences: number of sequences to read, -1 for the whole text.
-      token_bytes: bytes that each token stands for, int32 [V].
-      of_slots: whether the parameters have a dim of mesh positions, [slots, ...].
     """
 
     def __init__(
@@ -88,13 +82,25 @@ class Evaluation:
         of_slots: bool = False,
         on_compile: Callable,
     ):
+        """Build the program, without compiling it.
+
+        Args:
+          model: the model.
+          mesh: mesh of the run.
+          rows: B.
+          length: L.
+          num_sequences: number of sequences to read, -1 for the whole text.
+          token_bytes: bytes that each token stands for, int32 [V].
+          of_slots: whether the parameters have a dim of mesh positions, [slots, ...].
+          on_compile: see Program.
+        """
         self.model, self._mesh = model, mesh
         self._shape, self._num_sequences = (rows, length), num_sequences
         # The rows are sharded over every batch axis, `diloco` included.
         self._sharding = NamedSharding(mesh, spec(("batch", "length"), model.config.rules))
         self._bytes_V, self._replicated = token_bytes, NamedSharding(mesh, P())
         self._of_slots = of_slots
-        self._program = _of_theta("evaluate", self._sums, mesh, of_slots, on_compile)
+        self._program = _program_of("evaluate", self._sums, mesh, of_slots, on_compile)
 
     def _sums(self, params, batch, bytes_V):
         """Return cross entropy, number of counted targets, and their bytes; scalars, or [1]."""
@@ -151,11 +157,7 @@ class Evaluation:
 
 
 class Sampler:
-    """Continues a prompt on the mesh of a run. Every process has to call it.
-
-    Args:
-      of_slots: see Evaluation. The first mesh position of this process produces the text.
-    """
+    """Continues a prompt on the mesh of a run. Every process has to call it."""
 
     def __init__(
         self,
@@ -167,9 +169,19 @@ class Sampler:
         of_slots: bool,
         on_compile: Callable,
     ):
+        """Tokenise the prompt and build the program.
+
+        Args:
+          model: the model.
+          mesh: mesh of the run.
+          tokenizer: the run's tokenizer.
+          prompt: text to continue.
+          of_slots: see Evaluation. The first mesh position of this process produces the text.
+          on_compile: see Program.
+        """
         self._model, self._tokenizer, self._prompt = model, tokenizer, prompt
         self._tokens = tokenizer.prompt(prompt)
-        self._program = _of_theta("sample", self._sample, mesh, of_slots, on_compile)
+        self._program = _program_of("sample", self._sample, mesh, of_slots, on_compile)
 
     def _sample(self, params, *_):
         """Return the tokens [1, T]."""
@@ -193,7 +205,7 @@ class Sampler:
         return self._prompt + self._tokenizer.continuation(self._tokens, tokens)
 
 
-def _of_theta(name, fn, mesh, of_slots, on_compile):
+def _program_of(name, fn, mesh, of_slots, on_compile):
     """Build the program fn(params, batch, shared) on the mesh, or on each position of `diloco`."""
     over = replicas.on_each_position if of_slots else replicas.on_whole_mesh
     where = NamedSharding(mesh, P("diloco") if of_slots else P())

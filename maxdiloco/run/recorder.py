@@ -26,23 +26,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Metrics, evaluations, checkpoints and the profile of a run.
-
-    Args:
-      parts: parts of the run.
-      done: inner steps before this start.
-      total: inner steps of the whole run, if known.
-      console: for lines and samples.
-      folder: folder of the run.
-      writer: writes the metrics; None except in the first process.
-      mailbox: between processes; None in a run of one process.
-      checkpointer: None if nothing is saved.
-      note: metadata of the run for its checkpoints.
-      data_metrics: returns the metrics of the data at a step, see Dataset.metrics.
-      since_row: metrics since the last row, from the restored checkpoint; see `save`.
-      begun: time.perf_counter() at the start of the program.
-      profile: called before the first step and after each.
-    """
+    """Metrics, evaluations, checkpoints and the profile of a run."""
 
     def __init__(
         self,
@@ -61,6 +45,23 @@ class Recorder:
         begun: float,
         profile: Callable[[int], None],
     ):
+        """Start the clock of the steps.
+
+        Args:
+          parts: parts of the run.
+          done: inner steps before this start.
+          total: inner steps of the whole run, if known.
+          console: for lines and samples.
+          folder: folder of the run.
+          writer: writes the metrics; None except in the first process.
+          mailbox: messages between processes; None in a run of one process.
+          checkpointer: None if nothing is saved.
+          note: metadata of the run for its checkpoints.
+          data_metrics: returns the metrics of the data at a step, see Dataset.metrics.
+          since_row: metrics since the last row, from the restored checkpoint; see `save`.
+          begun: time.perf_counter() at the start of the program.
+          profile: called before the first step and after each.
+        """
         self.profile = profile
         self._parts, self._total = parts, total
         self.console, self.folder = console, folder
@@ -107,14 +108,14 @@ class Recorder:
         self._check(state, together=True)
         with self._clock.excluded():
             parts = self._parts
-            theta = parts.trainer.evaluated.read(state)
-            totals = {name: parts.evaluation(theta, text) for name, text in held_out.items()}
+            outer_params = parts.trainer.evaluated.read(state)
+            totals = {name: parts.evaluation(outer_params, text) for name, text in held_out.items()}
             first = next(iter(totals))
             for name in totals:
                 self._values |= totals[name].metrics(name)
             self._values |= totals[first].metrics()
             if parts.sampler is not None:
-                self._samples[t] = parts.sampler(theta)
+                self._samples[t] = parts.sampler(outer_params)
 
     def first_step_is_done(self) -> None:
         """Start the work that could wait until after the first step."""
