@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] not in HELP:
         names = ", ".join(programs)
         known = f"Run `python -m maxdiloco.{argv[0]}`." if argv[0] in programs else ""
-        raise ConfigError(f"{argv[0]} is no argument here. {known or f'Programs: {names}.'}")
+        raise ConfigError(f"{argv[0]}: expected --help. {known or f'Programs: {names}.'}")
     rows = [(f"python -m maxdiloco.{name}", meaning) for name, meaning in programs.items()]
     width = max(len(command) for command, _ in rows)
     output.say("The programs of maxdiloco; each has --help and --version:\n")

@@ -71,7 +71,7 @@ def read_options(
         if not equals or name not in options:
             if not keys and (equals or not names):
                 known = f"Use key=value with one of {', '.join(options)}."
-                use = known if options else "It has none."
+                use = known if options else "Leave it out: the program has no options."
                 raise ConfigError(f"{argument} is not an option of {program}. {use}")
             others.append(argument)
         elif name in given:
@@ -93,12 +93,12 @@ def _value(name: str, option: Option, raw: str) -> Any:
     least = -math.inf if option.least is None else option.least
     if least <= value <= option.most if whole else least < value < math.inf:
         return value
-    what = {bool: "neither true nor false", int: "no whole number", float: "no number"}[kind]
+    expected = {bool: "true or false", int: "an integer", float: "a number"}[kind]
+    if option.least is not None:
+        expected += f" {'>=' if whole else '>'} {least}"
     if whole and value > option.most:
-        what += f" of {option.most} or less"
-    elif option.least is not None:
-        what += f" of {least} or more" if whole else f" above {least}"
-    raise ConfigError(f"{name}={raw} is {what}: {option.meaning}. Give one.")
+        expected += f" <= {option.most}" if option.least is None else f" and <= {option.most}"
+    raise ConfigError(f"{name}={raw}: expected {expected} ({option.meaning}).")
 
 
 def option_lines(options: Mapping[str, Option]) -> list[str]:

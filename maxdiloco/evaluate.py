@@ -18,11 +18,11 @@ RUN: name of a run, its folder, or the folder of one of its checkpoints; also in
   eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}
   tasks=              tasks of lm_eval instead, such as hellaswag,arc_easy"""
 OPTIONS = MappingProxyType({
-    "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
-    "parameters": Option("outer", "outer: theta; replica_0 ...: those of one replica; mean: of all "
-                         "replicas"),
-    "tasks": Option("", "tasks of lm_eval, with commas, instead of text; or the yml file of one "
-                    "(extra eval)"),
+    "step": Option(-1, "step of the checkpoint to evaluate; -1: the newest", int, -1),
+    "parameters": Option("outer", "outer: the outer parameters; replica_0, replica_1, ...: one "
+                         "replica's parameters; mean: the mean over the replicas"),
+    "tasks": Option("", "evaluate on these tasks of lm_eval instead of text: names with commas, or "
+                    "the yml file of one task (needs the extra eval)"),
     "report": Option("", "file to write the result to, as JSON"),
 })  # fmt: skip
 OF_HARNESS = ("batch_size=", "device=")  # options of the harness, which are not keys
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         from maxdiloco.config.keys import EVALUATION_KEYS
 
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
-        say("The other keys are those of the run. These may be set anew:")
+        say("All other keys have the values of the run. These keys can be changed:")
         for line in textwrap.wrap(", ".join(EVALUATION_KEYS), 98):
             say(f"  {line}")
         return 0

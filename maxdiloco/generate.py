@@ -17,17 +17,19 @@ from maxdiloco.output import say, say_error
 
 OPTIONS = MappingProxyType({
     "prompt": Option("\n", "text to continue"),
-    "prompts_file": Option("", "file with one prompt a line, in place of prompt"),
-    "output": Option("", "file for a JSON object with prompt and text a line; empty: print"),
-    "max_new_tokens": Option(200, "most tokens of a continuation, which ends with its document",
-                             int, most=2**20),
+    "prompts_file": Option("", "file with one prompt a line, instead of prompt"),
+    "output": Option("", "file to write, with a JSON object of prompt and text on each line; "
+                     "empty: print the texts"),
+    "max_new_tokens": Option(200, "maximum number of tokens of a continuation; it stops earlier at "
+                             "the end of a document", int, most=2**20),
     "add_bos": Option("", "true: start the prompt with the BOS token; false: do not; empty: as in "
                       "training, and for an import as its tokenizer does in transformers"),
-    "temperature": Option(0.8, "0 takes the likeliest token, 1 samples as the model says", float),
+    "temperature": Option(0.8, "divides the logits before sampling; 0: take the likeliest token",
+                          float),
     "top_k": Option(40, "sample from the k likeliest tokens; 0: from all", int),
-    "seed": Option(0, "of the sampling", int, 0),
-    "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
-    "base_output_directory": Option("runs", "where the run is, when RUN is its name"),
+    "seed": Option(0, "random seed of the sampling", int, 0),
+    "step": Option(-1, "step of the checkpoint to use; -1: the newest", int, -1),
+    "base_output_directory": Option("runs", "folder that contains the run, if RUN is its name"),
 })  # fmt: skip
 
 
@@ -101,9 +103,9 @@ def _continued(run: str, options: SimpleNamespace, prompts: Sequence[str]) -> li
         cfg = config.from_checkpoint(meta["config"] | changes)
         if (cfg.dataset_type, cfg.tokenizer_type) == ("synthetic", "byte"):
             raise ConfigError(
-                f"dataset_type=synthetic of RUN={run}: its tokens are numbers, not text, and no "
-                "tokenizer belongs to them. Use a run that trained on text, or import the model "
-                "again with its tokenizer.json or tokenizer.model beside the weights."
+                f"dataset_type=synthetic of RUN={run}: its tokens are numbers, not text, and have "
+                "no tokenizer. Use a run that trained on text, or import the model again with its "
+                "tokenizer.json or tokenizer.model in the folder of the weights."
             )
         return cfg, one_device
 

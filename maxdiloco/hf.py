@@ -28,25 +28,30 @@ import:"""
 
 IMPORT = MappingProxyType({
     "vocab_multiple": Option(
-        1, "rows for tokens are rounded up to a multiple of it, the new ones zeros", int, 1
+        1, "round the rows for tokens up to a multiple of this; the new rows are zeros", int, 1
     ),
-    "max_target_length": Option("", "as for train; of an evaluation of the import itself"),
+    "max_target_length": Option("", "as for train; used when the import itself is evaluated"),
     "add_bos": Option("", "as for train; empty: as the tokenizer does in transformers"),
     "add_eos": Option("", "as for train; empty: as the tokenizer does in transformers"),
 })  # fmt: skip
 EXPORT = MappingProxyType({
     "parameters": Option(
-        "outer", "outer: theta; replica_0 ...: those of one replica; mean: of all replicas"
+        "outer",
+        "outer: the outer parameters; replica_0, replica_1, ...: one replica's parameters; mean: "
+        "the mean over the replicas",
     ),
     "dtype": Option(
-        "stored", "float32, bfloat16, or stored: as in the checkpoint, float32 for a run's"
+        "stored",
+        "float32, bfloat16, or stored: as in the checkpoint, which is float32 for a run's",
     ),
-    "max_shard_size": Option("5GB", "size of a file of weights, which holds at least one tensor"),
+    "max_shard_size": Option(
+        "5GB", "maximum size of a file of weights; each file has at least one tensor"
+    ),
     "like": Option(
-        "", "folder of a model with the same keys, whose config.json and tokenizer to take"
+        "", "folder of a model with the same keys; its config.json and tokenizer are exported"
     ),
-    "step": Option(-1, "of the checkpoint; -1: the newest", int, -1),
-    "base_output_directory": Option("runs", "where the run is, when RUN is its name"),
+    "step": Option(-1, "step of the checkpoint to export; -1: the newest", int, -1),
+    "base_output_directory": Option("runs", "folder that contains the run, if RUN is its name"),
 })  # fmt: skip
 
 
@@ -58,18 +63,18 @@ def main(argv: Sequence[str]) -> int:
         return 0
     command, *rest = argv
     if command not in ("import", "export"):
-        raise ConfigError(f"{command} is neither import nor export. Give one of them first.")
+        raise ConfigError(f"{command}: expected import or export as the first argument.")
     is_import = command == "import"
     if len(rest) < 2 or any("=" in path for path in rest[:2]):
         names = "SRC DST" if is_import else "RUN DST"
-        raise ConfigError(f"{command} needs two places. Write {command} {names} [key=value ...].")
+        raise ConfigError(f"{command}: expected two paths. Use {command} {names} [key=value ...].")
     options, _ = read_options(rest[2:], IMPORT if is_import else EXPORT, command)
     checks.refuse_store("SRC" if is_import else "RUN", rest[0])
     if not is_import:
         checks.refuse_store("DST", rest[1])
         checks.refuse_store("base_output_directory", options.base_output_directory)
     elif not is_local(rest[1]):
-        raise ConfigError(f"DST={rest[1]} is no folder of this machine. Give one that is mounted.")
+        raise ConfigError(f"DST={rest[1]}: expected a local folder. Give one that is mounted.")
     target = pathlib.Path(os.path.expanduser(rest[1])).absolute()
     import jax
 

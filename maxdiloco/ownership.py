@@ -24,11 +24,11 @@ def breach(status: os.stat_result, path: os.PathLike | str, *, again: str) -> st
       other user could have written it.
     """
     if not is_own(status):
-        return f"belongs to user {status.st_uid}, and a program runs what is in it. {again}"
+        return f"belongs to user {status.st_uid}, and a program runs code from it. {again}"
     if status.st_mode & _OTHERS_WRITE:
         mode = f"{stat.S_IMODE(status.st_mode):o}"
         return (
-            f"may be written by others (mode {mode}), and a program runs what is in it. If you "
+            f"may be written by others (mode {mode}), and a program runs code from it. If you "
             f"trust it, run chmod go-w {os.fspath(path)}"
         )
     return ""

@@ -18,20 +18,23 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.output import say
 
 OPTIONS = MappingProxyType({
-    "step_time": Option(None, "seconds of an inner step without an exchange, measured; then "
+    "step_time": Option(None, "measured time of an inner step without an exchange [s]; then "
                         "nothing is compiled", float, 0),
-    "dcn_bandwidth_gbps": Option(None, "Gbit/s of one device's share of the link", float, 0),
-    "host_bandwidth_gbps": Option(None, "Gbit/s of a host's link, in place of dcn_bandwidth_gbps",
-                                  float, 0),
-    "slice_bandwidth_gbps": Option(None, "Gbit/s of a slice's link, in place of dcn_bandwidth_gbps",
-                                   float, 0),
-    "latency_ms": Option(None, "milliseconds from one slice to another, half a round trip; by "
-                         "default none", float, 0),
-    "tokens": Option(None, "tokens to train on, in place of steps; without both 20 for each "
+    "dcn_bandwidth_gbps": Option(None, "one device's share of the link between slices [Gbit/s]",
+                                 float, 0),
+    "host_bandwidth_gbps": Option(None, "bandwidth of a host's link [Gbit/s], instead of "
+                                  "dcn_bandwidth_gbps", float, 0),
+    "slice_bandwidth_gbps": Option(None, "bandwidth of a slice's link [Gbit/s], instead of "
+                                   "dcn_bandwidth_gbps", float, 0),
+    "latency_ms": Option(None, "time from one slice to another, half a round trip [ms]; none: 0",
+                         float, 0),
+    "tokens": Option(None, "tokens to train on, instead of steps; without both, 20 for each "
                      "parameter", float, 0),
-    "price_per_device_hour": Option(None, "of one device, in any currency", float, 0),
-    "price_per_gb": Option(None, "of 1e9 bytes from one slice to another", float, 0),
-    "details": Option(False, "all rows of the table, and what its columns mean", bool),
+    "price_per_device_hour": Option(None, "price of one device for an hour, in any currency",
+                                    float, 0),
+    "price_per_gb": Option(None, "price of 1e9 bytes from one slice to another, in the same "
+                           "currency", float, 0),
+    "details": Option(False, "print all rows of the table and the meaning of its columns", bool),
     "report": train_compile.OPTIONS["report"],
 })  # fmt: skip
 EXAMPLES = (  # 8B on two hosts of eight H100s, not needed here; a model with a measured step time

@@ -17,24 +17,24 @@ USAGE = """usage: python -m maxdiloco.prepare SOURCE out=FOLDER [file.yml] [key=
 SOURCE: a folder, file or glob of text, .jsonl, .jsonl.gz, .jsonl.zst; with dataset_type=parquet of
 .parquet; with dataset_type=hf NAME[:CONFIG[:SPLIT]] of the hub, or a folder.
 Keys of base.yml that matter: dataset_type, tokenizer_type, tokenizer_path, add_bos, add_eos,
-text_column, max_corrupted_records. A killed command goes on when it is started again.
+text_column, max_corrupted_records. A command that was killed resumes when it is started again.
 """
 
 
 # Options in addition to the keys of base.yml.
 OPTIONS = MappingProxyType({
     "out": Option("", "folder to make, also in a bucket: gs://, s3://, az://"),
-    "processes": Option(0, "processes that tokenise; 0: one for each core", int, 0),
+    "processes": Option(0, "number of processes that tokenise; 0: one for each core", int, 0),
     "part_mb": Option(
         0,
-        "text in a file of the folder, and what a kill costs a process [MB]; 0: 64 for 2 GB "
-        "or more, down to 1 for less, so that all cores have some",
+        "text in each file of the folder [MB]; a killed process tokenises at most this much again. "
+        "0: 64 for 2 GB or more, down to 1 for less text, so that all cores have work",
         int,
         0,
     ),
     "check": Option(
         False,
-        "true: read a folder that is complete, SOURCE, and compare it with its checksums",
+        "true: compare SOURCE, a complete folder of this program, with its checksums",
         bool,
     ),
 })  # fmt: skip
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
     source, *rest = argv
     if "=" in source and is_local(source) and not os.path.exists(source):
-        raise ConfigError(f"{source} is no SOURCE. Give it first, then out=FOLDER and keys.")
+        raise ConfigError(f"{source}: expected SOURCE. Give it first, then out=FOLDER and keys.")
     options, keys = read_options(rest, OPTIONS, "prepare", keys=True)
     if options.check:
         found = shards.open_shards(source, "SOURCE")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         say(f"{source}: {len(found.lengths):,} documents, {len(found.manifest.parts)} parts: good")
         return 0
     if not options.out:
-        raise ConfigError("out= is missing: the folder to make. Add out=FOLDER.")
+        raise ConfigError("out is empty: expected the folder to make. Add out=FOLDER.")
     checks.refuse_store("out", options.out)
     yml_first = sorted(keys, key=lambda argument: "=" in argument)
     cfg = config.load([*yml_first, f"dataset_path={source}"], os.environ)

@@ -22,7 +22,7 @@ from maxdiloco.storage.store import is_local
 
 USAGE = """usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]
 
-SOURCE: text as for dataset_path: a folder, file or glob, or a name of the hub
+SOURCE: text as for dataset_path: a folder, a file, a glob, or a name on the hub
 """
 # The first two tokens, with names that data.tokenizer recognises.
 SPECIAL_TOKENS = [tokenizers.BOS_NAMES[0], tokenizers.EOS_NAMES[0]]
@@ -41,17 +41,17 @@ OPTIONS = MappingProxyType({
     ),
     "vocab_size": Option(
         32000,
-        "number of tokens: 256 bytes, a start and an end of a document, and what is learnt; "
-        "with little text there are fewer",
+        "number of tokens: 256 bytes, the start and the end of a document, and learnt subwords; "
+        "fewer with little text",
         int,
         LEAST,
         MOST,
     ),
-    "dataset_type": Option("text", "what SOURCE is, as in training: text, parquet or hf"),
+    "dataset_type": Option("text", "format of SOURCE, as in training: text, parquet or hf"),
     "text_column": Option(
         "text", "field of a .jsonl line, or column of a table, that holds the text"
     ),
-    "max_corrupted_records": Option(0, "damaged records that are skipped", int, 0),
+    "max_corrupted_records": Option(0, "number of damaged records to skip", int, 0),
 })  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     path = argv[0]
     options, _ = read_options(argv[1:], OPTIONS, "tokenizer")
     if not options.out:
-        raise ConfigError("out is empty: it says which file to write. Set out=tok.json.")
+        raise ConfigError("out is empty: expected the file to write. Set out=tok.json.")
     _check_place(options.out)
     source = registry.open_for_user(
         registry.Source(options.dataset_type, path, options.text_column)

@@ -1,4 +1,4 @@
-"""Compile a run ahead of time and say what crosses slices: `python -m maxdiloco.train_compile`.
+"""Compile a run ahead of time and report its traffic: `python -m maxdiloco.train_compile`.
 
 The arguments are the flags of maxdiloco.train, and OPTIONS. With compile_topology no accelerator is
 needed, only libtpu or JAX's plugin for CUDA. The exit code is 1 if the programs should not be run
@@ -17,14 +17,14 @@ from maxdiloco.planning import compile_time
 
 REFUSED = 1
 OPTIONS = MappingProxyType({
-    "dcn_bandwidth_gbps": Option(25.0, "Gbit/s of one device's share of the link between slices; a "
-                                 "100 Gbit/s host has four chips", float, 0),
-    "max_exposed_fraction": Option(1.0, "largest part of an exchange's time on the link that may "
-                                   "be exposed, 0 to 1; above it the exit code is 1, and tau=0 "
-                                   "exposes all of it", float),
-    "compile_data_parallel": Option(False, "compile data parallelism on the same mesh too and "
-                                    "report it beside the run; it doubles the compile time", bool),
-    "report": Option("", "file to write the report to, as JSON; empty: it is only printed"),
+    "dcn_bandwidth_gbps": Option(25.0, "one device's share of the link between slices [Gbit/s]; "
+                                 "25 is a host of four chips with 100 Gbit/s", float, 0),
+    "max_exposed_fraction": Option(1.0, "largest fraction of an exchange's time on the link that "
+                                   "may be exposed, 0 to 1. Above it the exit code is 1. Without "
+                                   "overlap steps all of it is exposed", float),
+    "compile_data_parallel": Option(False, "also compile data parallelism on the same mesh, for a "
+                                    "comparison; it doubles the compile time", bool),
+    "report": Option("", "file to write the report to, as JSON; empty: print it only"),
 })  # fmt: skip
 
 EXAMPLES = (
@@ -42,14 +42,14 @@ def main(argv: Sequence[str]) -> int:
     options, keys = read_options(argv, OPTIONS, "train_compile", keys=True)
     if not 0 <= options.max_exposed_fraction <= 1:
         raise ConfigError(
-            f"max_exposed_fraction={options.max_exposed_fraction:g} is not in 0 to 1. Use 0.05, "
-            f"say."
+            f"max_exposed_fraction={options.max_exposed_fraction:g}: expected a number from 0 to "
+            f"1, such as 0.05."
         )
     cfg = config.load(keys, os.environ)
     count = 2 if options.compile_data_parallel and cfg.enable_diloco else 1
     expected = span(count * compile_time.run_seconds(cfg))
     target = cfg.compile_topology or f"{cfg.hardware} of this machine"
-    say_line(f"compiling {cfg.model_name} for {target}: about {expected}, by a guess")
+    say_line(f"compiling {cfg.model_name} for {target}: about {expected} (a guess)")
     from maxdiloco.run import tokenizer as run_tokenizer
 
     return _compile(run_tokenizer.resolved(cfg), options)

@@ -43,7 +43,7 @@ def gcs(monkeypatch, no_clients):
 @pytest.fixture
 def https(monkeypatch, no_clients, tmp_path_factory):
     """A server for https://, without a file."""
-    monkeypatch.setattr(store, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(store, "RETRY_S", 0.5)
     with HttpsServer({}, tmp_path_factory.mktemp("certificate")) as found:
         _set_all(monkeypatch, found.environ)
         yield found

@@ -290,8 +290,8 @@ class Checkpointer:
             own.steps.add(step)
         elif exists:
             self.say(
-                f"warning: step {step} is not saved: {target} exists already, of another run. "
-                "Use a folder for each run."
+                f"warning: step {step} is not saved: {target} exists already and belongs to "
+                "another run. Use a folder for each run."
             )
         elif self._max_to_keep is not None:
             if self._removal is not None and own.free() < nbytes:

@@ -150,9 +150,9 @@ class OwnFolder:
         if free >= count * nbytes:
             return []
         return [
-            f"warning: max_num_checkpoints_to_keep={count} checkpoints take up to "
-            f"{megabytes(count * nbytes)}, and {self._path} has {megabytes(free)} for them: older "
-            f"ones are removed where a new one does not fit."
+            f"warning: max_num_checkpoints_to_keep={count} checkpoints need up to "
+            f"{megabytes(count * nbytes)}, but {self._path} has {megabytes(free)} for them: an "
+            f"older one is removed when a new one does not fit."
         ]
 
     def _saved(self) -> list[int]:

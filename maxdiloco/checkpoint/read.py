@@ -78,8 +78,8 @@ def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath
             return folder
         if (folder / seal.FILE).exists():
             raise CheckpointError(
-                f"step={step}, but RUN={run} is one checkpoint already. Leave step out, or give "
-                "the folder of the run."
+                f"step={step} cannot be combined with RUN={run}, which is one checkpoint. Leave "
+                "step out, or give the folder of the run."
             )
         saved = steps(folder / "checkpoints")
     if step not in saved:
@@ -173,8 +173,8 @@ def primary_only(say: Say) -> Say:
 def _no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
     """Return the error for a folder without a checkpoint."""
     return CheckpointError(
-        f"{key}={path} holds no checkpoint: give the folder of a run that has saved one, or "
-        "one of the folders in its checkpoints/."
+        f"{key}={path} has no checkpoint. Give the folder of a run that has saved one, or one of "
+        "the folders in its checkpoints/."
     )
 
 
@@ -312,9 +312,9 @@ def _damage(path: epath.Path) -> str | None:
             return confirmed.what if confirmed else "see the output of process 0"
     here = f" Process {jax.process_index()} on {socket.gethostname()}: {mine.what}." if mine else ""
     raise CheckpointError(
-        f"checkpoint {path} is whole as process 0 sees it, but not as process "
-        f"{', '.join(map(str, bad))} does.{here} Use a folder that all machines share, or a "
-        "bucket, and start again."
+        f"checkpoint {path} is complete for process 0, but not for process "
+        f"{', '.join(map(str, bad))}.{here} Use a folder that all machines share, or a bucket, "
+        "and start again."
     )
 
 

@@ -23,7 +23,7 @@ from maxdiloco.storage.run_folder import is_local
 # of a larger checkpoint has sizes only.
 CONTENT_LIMIT_BYTES = 16 << 30
 _BLOCK_BYTES = 1 << 24
-_OTHER_CONTENTS = "has other contents than were written"
+_OTHER_CONTENTS = "does not have the contents that were written"
 SEAL = -1  # the index of the seal itself
 
 
@@ -90,7 +90,7 @@ def _entry(name: str, fields: Any) -> Entry:
         raise ValueError(f"{name} has no size and checksum")
     size, crc32 = fields
     if type(size) is not int or size < 0 or not (crc32 is None or type(crc32) is int):
-        raise ValueError(f"size or checksum of {name} is not a whole number")
+        raise ValueError(f"size or checksum of {name} is not an integer")
     return Entry(name, size, crc32)
 
 

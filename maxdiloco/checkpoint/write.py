@@ -100,7 +100,7 @@ def prepare(save: Save, *, nbytes: int, is_alone: bool = False) -> bool:
 
 
 def _in_the_way(path: epath.Path) -> OSError:
-    why = f"{path.name} exists and is not a checkpoint, and files of others are kept: move it"
+    why = f"{path.name} exists and is not a checkpoint, so it is not replaced: move it"
     return OSError(errno.EEXIST, why)
 
 

@@ -39,7 +39,7 @@ class Channel:
 
     Attributes:
       peer: description of the peer, for messages.
-      problem: the reason why there is no connection, for messages.
+      problem: why the channel is not connected, for messages.
       times_heard: how often bytes have arrived.
       left: whether the peer has sent its goodbye, or is lost.
       silence_s: time since the last byte was received [s].

@@ -74,8 +74,7 @@ def value_of(process: int, key: str, what: str, *, timeout_s: float) -> str:
         return get(key, timeout_s=timeout_s)
     except jax.errors.JaxRuntimeError as error:
         raise LostPeerError(
-            f"process {process} has not sent {what} since {begun}, for {timeout_s:g} s at most. "
-            f"{_SEE}"
+            f"process {process} has not sent {what} within {timeout_s:g} s of {begun}. {_SEE}"
         ) from error
 
 
@@ -97,7 +96,7 @@ def barrier(name: str, what: str, *, timeout_s: float) -> None:
         late = re.search(r"timed out task names:\s*(\d+)", str(error))
         who = f"process {late[1]}" if late else "a process"
         raise LostPeerError(
-            f"{who} has not {what} since {begun}, for {timeout_s:g} s at most. {_SEE}"
+            f"{who} has not {what} within {timeout_s:g} s of {begun}. {_SEE}"
         ) from error
 
 

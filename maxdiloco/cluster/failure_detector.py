@@ -30,7 +30,7 @@ WHY_CHARS = 4000  # characters of an error's text that peers receive
 
 WORD = "end"  # key of the failure detector's messages
 # Printed because the stack that JAX logs cannot be suppressed: see delay_aborts.
-STACK = "JAX ends with its process and prints a stack, which says no more; then comes the reason."
+STACK = "JAX may now print a stack that does not name the reason; the reason follows."
 
 
 class Loss(NamedTuple):

@@ -1,6 +1,6 @@
 """Send and receive messages between two processes of a run, in a background thread.
 
-Of two processes, the one with the higher number is the client. Process 0 runs on the host of the
+The process with the higher number is the client. Process 0 runs on the host of the
 coordinator, which every host can reach, and never has to connect to another host. With two hosts,
 host 1 may therefore be behind a firewall. This module does not import JAX.
 """

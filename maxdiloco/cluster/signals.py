@@ -104,8 +104,8 @@ def ending_at_second_sigterm() -> Iterator[None]:
     """Leave the first SIGTERM to JAX's preemption service, and end the process at the second one.
 
     Enter it in the main thread after jax.distributed.initialize. JAX's C handler of SIGTERM only
-    sets a flag for the next step, so a process that compiles or waits for a peer would not end. If
-    JAX has not installed its handler, nothing changes.
+    sets a flag for the next step, so a process that compiles or waits would not end. If JAX has
+    not installed its handler, nothing changes.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)

@@ -130,7 +130,7 @@ def _local(environ: Mapping[str, str]) -> dict[str, object]:
     ):
         if key in environ:
             if not environ[key].isdecimal():
-                raise ConfigError(f"{key}={environ[key]} is not a whole number: set it to {words}.")
+                raise ConfigError(f"{key}={environ[key]}: expected an integer, {words}.")
             numbers[name] = int(environ[key])
     if numbers.get("num_processes") == 0:
         raise ConfigError(f"{COUNT}=0: expected 1 or more processes.")
@@ -165,7 +165,8 @@ def _check_free(environ: Mapping[str, str]) -> None:
     except OSError as error:
         raise LostPeerError(
             f"{key}={environ[key]} names a port that process 0 cannot use on "
-            f"{socket.gethostname()}: {error}. End what holds it, or choose another address."
+            f"{socket.gethostname()}: {error}. Stop the process that uses it, or choose another "
+            f"address."
         ) from error
 
 
@@ -181,7 +182,7 @@ def _variables_to_check(environ: Mapping[str, str]) -> str:
                 lines.append(f"{key}={environ[key]} does not resolve: {error.strerror}.")
     found = [f"{key}={environ[key]}" for key in sorted(environ) if key.startswith(OF_A_START)]
     if found:
-        lines.append(f"Unset what is left of an earlier attempt among {' '.join(found)}.")
+        lines.append(f"Unset those that are left of an earlier attempt: {' '.join(found)}.")
     return " ".join(lines)
 
 

@@ -31,8 +31,8 @@ _OF_OBJECTS = MappingProxyType({
     errno.EACCES: "Give these credentials the right to read it.",
     errno.ENOENT: "Correct the name, or put it back.",
     errno.ENOTSUP: "Use a server that sends ranges of a file, or copy the file to a disk.",
-    errno.ESTALE: "It has changed since the run began: leave data alone while it is read, and "
-    "start again.",
+    errno.ESTALE: "It has changed since the run began: do not modify data while they are read, "
+    "and start again.",
 })  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def stamp(path: str) -> Stamp:
     with reading(path):
         if not modes.S_ISREG(os.stat(path).st_mode):
             raise DataError(
-                f"{path} cannot be read: it is no regular file. Leave it out of dataset_path."
+                f"{path} cannot be read: it is not a regular file. Leave it out of dataset_path."
             )
         with open(path, "rb") as file:
             return Stamp.of(file)

@@ -168,7 +168,7 @@ class Mixture:
         for k, (name, source) in enumerate(self._named):
             part = f"replicas {k}, {k + len(self.sources)}, ..."
             if self.shares:
-                part = f"{self.shares[name] / total:.4%} of what is read"
+                part = f"{self.shares[name] / total:.4%} of the sequences read"
             lines.append(f"source {name}: {source.num_windows:,} sequences an epoch; {part}")
         return lines
 

@@ -77,7 +77,7 @@ def objects(path: str) -> dict[str, Stamp]:
 
 
 def find(path: str) -> Stamp | None:
-    """Return the stamp of the object at a path, or None if there is no object."""
+    """Return the stamp of the object at a path, or None if the object does not exist."""
     bucket, name = _bucket(path)
     entry = None
     try:

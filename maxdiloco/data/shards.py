@@ -338,7 +338,7 @@ def check_contents(shards: Shards) -> None:
     for name, digest in expected.items():
         path = os.path.join(shards.folder, name)
         if file_hash(path) != digest:
-            raise DataError(f"{path} is damaged: its hash is not that of {MANIFEST}. {_REMEDY}")
+            raise DataError(f"{path} is damaged: its hash is not the one in {MANIFEST}. {_REMEDY}")
 
 
 def file_hash(path: str) -> str:
@@ -375,14 +375,14 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
             keys[key] = "false" if theirs is None else "true"
             wrong.append(f"{key}={keys[key]}")
         elif mine != theirs and not wrong:
-            wrong.append(f"token {theirs} as {token}, not {mine}")
+            wrong.append(f"{token}={theirs}, not {mine}")
     of_file = "tokenizer_type" in keys or len(wrong) > len(keys)
     if kind not in (None, "byte") and of_file:
         keys["tokenizer_path"] = own
     remedy = " ".join(f"{key}={value}" for key, value in keys.items())
     raise DataError(
-        f"{where} was tokenised otherwise than with tokenizer_type={tokenizer.kind}: with "
-        f"{', '.join(wrong) or 'another tokenizer'}. "
+        f"{where} was not tokenised with the tokenizer of this run (tokenizer_type="
+        f"{tokenizer.kind}), but with {', '.join(wrong) or 'another one'}. "
         f"{f'Set {remedy}, or prepare' if remedy else 'Prepare'} the text again."
     )
 

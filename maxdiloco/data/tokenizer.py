@@ -322,7 +322,7 @@ def _downloaded(name, where):
         file = hub.hf_hub_download(name, FILES["huggingface"])
     except (OSError, ValueError, errors.EntryNotFoundError) as error:
         raise DataError(
-            f"{where} is no file or folder, and the hub gives no {FILES['huggingface']} by that "
+            f"{where} is not a file or folder, and the hub has no {FILES['huggingface']} by that "
             f"name ({str(error).splitlines()[0].rstrip('.')}). On a machine with a network run `hf "
             f"download {name} --include 'tokenizer*' --local-dir DIR`, then set tokenizer_path=DIR."
         ) from error
@@ -372,7 +372,7 @@ def _fields_next_to(tokenizer_file, name, kind):
     try:
         fields = json_text.parse(content)
     except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}. Mend it or remove it.") from error
+        raise DataError(f"{file} is not JSON: {error}. Repair it or remove it.") from error
     return fields if isinstance(fields, dict) else {}
 
 
@@ -398,8 +398,8 @@ def of_content(kind: str, content: bytes, where: str) -> SubwordTokenizer:
     except (ValueError, RuntimeError) as error:
         why = "it does not parse" if kind == "sentencepiece" else error
         raise DataError(
-            f"{where} is no {FILES[kind]} of tokenizer_type={kind}: {why}. Give another file, or "
-            "the tokenizer_type that it has."
+            f"{where} is not a {FILES[kind]} of tokenizer_type={kind}: {why}. Give another file, "
+            "or the tokenizer_type that it has."
         ) from error
     engine.no_truncation()
     engine.no_padding()

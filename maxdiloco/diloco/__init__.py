@@ -1,8 +1,8 @@
 """The DiLoCo algorithms on numbers and pytrees, with an index from the papers' lines to functions.
 
 The table follows Streaming DiLoCo (arXiv 2501.18512), Algorithm 2. Function names are relative to
-`maxdiloco`. The paper's theta are the outer parameters, and g is the outer gradient. Line 2 is the
-caller's loop around `step`.
+`maxdiloco`. The letters `theta` and `g` are the outer parameters and the outer gradient. Line 2
+is the caller's loop around `step`.
 
 | line | the paper                                       | function                              |
 |------|-------------------------------------------------|---------------------------------------|

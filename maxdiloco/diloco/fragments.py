@@ -130,8 +130,8 @@ def _by_layer(leaves, kinds, L, P, k, sequential):
     k = k if any(not isinstance(kind, Stacked) for kind in kinds) else 0
     if not k < P <= L + k:
         raise ValueError(
-            f"num_fragments={P} does not fit {L} layers and {k} fragments for what belongs "
-            f"to no layer. Use 1, or {k + 1} to {L + k}."
+            f"num_fragments={P} does not fit {L} layers and {k} fragments for the leaves outside "
+            f"of layers. Use 1, or {k + 1} to {L + k}."
         )
     fragment_of = [k + p for p in assign(L, P - k, sequential)]
     slices = [[] for _ in range(P)]

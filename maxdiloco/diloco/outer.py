@@ -1,7 +1,8 @@
 """The outer step of a fragment: outer gradient, mean over replicas, outer optimizer, merge.
 
-The module has lines 7, 8, 11 and 12 of Streaming DiLoCo (arXiv 2501.18512), Algorithm 2, and the
-eager mean of arXiv 2502.12996, as functions of pytrees. They treat all leaves of a fragment alike.
+The module has lines 7, 8, 11 and 12 of Streaming DiLoCo (arXiv 2501.18512), Algorithm 2, as
+functions of pytrees. It also has the eager mean of arXiv 2502.12996. The functions treat all leaves
+of a fragment alike.
 Sums, differences and the outer parameters are float32, also if the replicas have another dtype.
 """
 
@@ -204,10 +205,11 @@ def merge(inner_p: Any, outer_p: Any, *, alpha: float) -> Any:
 # without gradient clipping (arXiv 2503.09799, sec. 3). With momentum 0 the state has no trace.
 Make = Callable[[float, float], optax.GradientTransformation]
 OPTIMIZERS: Mapping[str, Make] = MappingProxyType({
-    # SGD with Nesterov momentum, m' = b m + g, theta' = theta - lr (g + b m'), as in DiLoCo (arXiv
-    # 2311.08105) and its successors.
+    # SGD with Nesterov momentum, as in DiLoCo (arXiv 2311.08105) and its successors. The new trace
+    # is m' = b m + g, and the outer parameters change by -lr (g + b m').
     "nesterov": lambda lr, momentum: optax.sgd(lr, momentum=momentum or None, nesterov=True),
-    # Heavy-ball momentum, theta' = theta - lr m'; lr=1 with momentum=0 averages the parameters.
+    # Heavy-ball momentum: the outer parameters change by -lr m'. lr=1 with momentum=0 averages the
+    # replicas' parameters.
     "sgd": lambda lr, momentum: optax.sgd(lr, momentum=momentum or None),
     "adam": lambda lr, momentum: optax.adam(lr, b1=momentum, b2=ADAM_B2, eps=ADAM_EPS),
 })  # fmt: skip

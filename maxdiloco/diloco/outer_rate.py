@@ -4,8 +4,8 @@
 # (docs/reference/results.md, loss by mode). MuLoCo (arXiv 2505.23725) uses the same values.
 RATE, MOMENTUM = 0.7, 0.6
 # For a mean that is mostly a round late: delayed, and eager with four or more replicas. In the same
-# table 0.7 nearly diverges. If replicas reach their optimum along a direction within a round, this
-# direction is stable up to 0.49 (delayed), 0.68 (eager, M = 4) and 0.57 (eager, M = 8). arXiv
+# table 0.7 nearly diverges. Consider a direction along which replicas reach their optimum within a
+# round. It is stable up to 0.49 (delayed), 0.68 (eager, M = 4) and 0.57 (eager, M = 8). arXiv
 # 2502.12996 Tab. 2 also lowers the rate.
 LATE_RATE = 0.4
 # The mean of more replicas is shorter, because their outer gradients differ; the radial-directional

@@ -1,8 +1,8 @@
 """Wire formats: how the float32 values of an outer gradient are encoded for an exchange.
 
-Streaming DiLoCo (arXiv 2501.18512) sec. 2.4 sends each replica's unreduced outer gradient in 4
-bits, E3M0 (1 sign, 3 exponent, 0 mantissa bits; arXiv 2405.13938 for the notation), and sums in
-float32. It does not publish scales, exponent bias, rounding or the treatment of zero. They are
+Streaming DiLoCo (arXiv 2501.18512) sec. 2.4 sends each replica's unreduced outer gradient in 4 bits
+and sums in float32. The 4 bits are E3M0: 1 sign, 3 exponent and 0 mantissa bits (notation of arXiv
+2405.13938). It does not publish scales, exponent bias, rounding or the treatment of zero. They are
 chosen here.
 
 | format       | array    | bytes for 256 values | error at most; a: largest |x| of its block |
@@ -24,8 +24,8 @@ with int2.
 
 bfloat16: nearest, ties to even; values that would round above the largest (3.39e38) become it.
 int8: codes -127..127, x = code * scale. The code is x times the inverse of the scale, rounded to
-    nearest, ties to even. The scale is a / 127 truncated to at most 18 bits, so that code * scale
-    has at most 24 bits and is exact in float32. Its inverse is computed in integers. The codes are
+    nearest, ties to even. The scale is a / 127 truncated to at most 18 bits. code * scale therefore
+    has at most 24 bits and is exact in float32. The inverse is computed in integers. The codes are
     followed by the lowest bytes of all blocks' float32 scales, then the next bytes, and so on.
 float4_e3m0: two values in a byte, the first half of the array in the low bits, the second in the
     high ones, so decoding only slices. Code 0 is zero, 1..7 are the powers of two s/64,
@@ -37,18 +37,18 @@ float4_e3m0: two values in a byte, the first half of the array in the low bits, 
     decoded values are 3.9% short along the values, and the mean relative error is 0.19. With eight
     powers of two and no zero the mean relative error is 0.35, and unchanged parameters would move.
     With thresholds at sqrt(2) * 2^k, or with s = 2^floor(log2 a), the norm of the error is 20.2%.
-int2: codes of a sign (bit 1) and a level (bit 0) for -3/2 s, -s/2, s/2 and 3/2 s, four in a byte,
-    the first quarter of the array in the lowest bits. s is 5/4 of the block's mean magnitude,
-    rounded to the nearest bfloat16. Magnitudes that are too small to count lower it by at most 1%.
+int2: codes of a sign (bit 1) and a level (bit 0) for -3/2 s, -s/2, s/2 and 3/2 s. A byte has four
+    codes; the first quarter of the array is in the lowest bits. s is 5/4 of the block's mean
+    magnitude, rounded to the nearest bfloat16. Magnitudes too small to count lower s by at most 1%.
     The lower bytes of all s come first. With this s the four levels are nearly optimal for normal
     values (Max 1960): the norm of the error is 34.5% of the values' norm. Zero has no code: in a
     block with other values, it is decoded as s/2. The norm of a block's error is always smaller
     than the norm of the block. 2^127 is the largest s.
 topk: each block's 8 values of largest magnitude, the first ones in case of a tie; the others are
-    decoded as zero. The array has the indices in the block, a byte each, in ascending order; then
-    the codes of float4_e3m0, which have their own scale; then the scales. A value of code 0 has
-    index 0. A short block also has 13 bytes. Without error feedback, which adds the values that
-    were not sent to the next send, topk loses most of the signal (arXiv 2508.15706).
+    decoded as zero. The array starts with the indices in the block, a byte each, in ascending
+    order. The codes of float4_e3m0 follow, which have their own scale, and then the scales. A value
+    of code 0 has index 0. A short block also has 13 bytes. Error feedback adds the values that were
+    not sent to the next send; without it topk loses most of the signal (arXiv 2508.15706).
 
 The `feedback` field of a format marks formats meant for error feedback; see outer.add_residual.
 

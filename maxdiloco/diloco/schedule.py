@@ -1,11 +1,11 @@
 """The schedule of a run: in which inner steps each fragment is sent, transferred and applied.
 
 It uses integers only, no arrays. The source is Streaming DiLoCo (arXiv 2501.18512) sec. 2.2 and
-Algorithm 2, lines 6-12, with its letters: H inner steps between two sends of a fragment, P
-fragments, tau inner steps from a send to its apply, t the inner step, from 1. Fragment p is sent
-after inner step t when t = t_p (mod H). There are two differences to the paper. The first send of a
-fragment may come before step H, so all rounds are alike. A fragment with t_p = 0 is first sent at
-H, because steps start at 1.
+Algorithm 2, lines 6-12. The letters are the paper's. There are P fragments. H is the number of
+inner steps between two sends of a fragment, and tau the number from a send to its apply. Inner
+steps t count from 1. Fragment p is sent after inner step t when t = t_p (mod H). There are two
+differences to the paper. The first send of a fragment may come before step H, so all rounds are
+alike. A fragment with t_p = 0 is first sent at H, because steps start at 1.
 
 The sends of a run are numbered 0, 1, 2, ... in the order of their steps. The fragments, sorted by
 their first send, repeat in this order in every period. Send k is therefore round k // P + 1 of

@@ -31,23 +31,23 @@ class FragmentArrays(NamedTuple):
 
     Attributes:
       params: parameters of the replicas, [R, ...].
-      theta: the outer parameters, float32, [...]; eager: [R, ...].
+      outer_params: the outer parameters, float32, [...]; eager: [R, ...].
       outer_opt: state of the outer optimizer for the fragment; () if a program does not need it.
       residual: error-feedback residuals, float32, [R, ...]; () if a program does not need them.
     """
 
     params: Sequence[jax.Array]
-    theta: Sequence[jax.Array]
+    outer_params: Sequence[jax.Array]
     outer_opt: Any
     residual: Sequence[jax.Array] = ()
 
 
 def arrays_of(state: State, plan: FragmentPlan) -> FragmentArrays:
     """Return the leaves with values of a fragment, and the state of its outer optimizer."""
-    params, theta, residual = (
+    params, outer_params, residual = (
         fragment_leaves(tree, plan) for tree in (state.params, state.outer, state.residual)
     )
-    return FragmentArrays(params, theta, state.outer_opt[plan.index], residual)
+    return FragmentArrays(params, outer_params, state.outer_opt[plan.index], residual)
 
 
 def with_arrays(state: State, plan: FragmentPlan, arrays: FragmentArrays) -> State:
@@ -55,21 +55,21 @@ def with_arrays(state: State, plan: FragmentPlan, arrays: FragmentArrays) -> Sta
     return replace(
         state,
         params=with_fragment(state.params, plan, arrays.params),
-        outer=with_fragment(state.outer, plan, arrays.theta),
+        outer=with_fragment(state.outer, plan, arrays.outer_params),
         outer_opt=with_items(state.outer_opt, [plan.index], [arrays.outer_opt]),
     )
 
 
-def initial_outer_opt(layout: Layout, theta: Any) -> tuple[Any, ...]:
+def initial_outer_opt(layout: Layout, outer_params: Any) -> tuple[Any, ...]:
     """Return the initial state of the outer optimizer for each fragment.
 
     Args:
       layout: the run's layout.
-      theta: outer parameters, without R and on the device.
+      outer_params: outer parameters, without R and on the device.
     """
     optimizer, states = layout.settings.make_outer_optimizer(), []
     for plan in layout.plans:
-        parts = zip(fragment_leaves(theta, plan), plan.slices, plan.starts, strict=True)
+        parts = zip(fragment_leaves(outer_params, plan), plan.slices, plan.starts, strict=True)
         states.append(optimizer.init([slices.gather_slice(*part) for part in parts]))
     return tuple(states)
 
@@ -145,15 +145,15 @@ class FragmentView:
         """Keep slices and shardings."""
         like, lead = arrays_of(layout.state, plan), 1 if layout.settings.is_eager else 0
         self.params = FragmentLeaves(layout, plan, like.params, lead=1)
-        self.theta = FragmentLeaves(layout, plan, like.theta, lead=lead)
+        self.outer_params = FragmentLeaves(layout, plan, like.outer_params, lead=lead)
         self.residual = FragmentLeaves(layout, plan, like.residual, lead=1)
 
     def read(self, leaves: FragmentArrays, starts: Sequence[jax.Array]) -> FragmentArrays:
         """Return the fragment's values in device memory. starts: plan.starts, traced."""
         return FragmentArrays(
             params=self.params.read(leaves.params, starts),
-            theta=self.theta.read(leaves.theta, starts),
-            outer_opt=jax.tree.map(self.theta.load, leaves.outer_opt),
+            outer_params=self.outer_params.read(leaves.outer_params, starts),
+            outer_opt=jax.tree.map(self.outer_params.load, leaves.outer_opt),
             residual=self.residual.read(leaves.residual, starts),
         )
 
@@ -163,7 +163,7 @@ class FragmentView:
         """Return the leaves with the fragment's values replaced."""
         return FragmentArrays(
             params=self.params.write(leaves.params, starts, values.params),
-            theta=self.theta.write(leaves.theta, starts, values.theta),
-            outer_opt=jax.tree.map(self.theta.store, values.outer_opt),
+            outer_params=self.outer_params.write(leaves.outer_params, starts, values.outer_params),
+            outer_opt=jax.tree.map(self.outer_params.store, values.outer_opt),
             residual=self.residual.write(leaves.residual, starts, values.residual),
         )

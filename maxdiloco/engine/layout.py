@@ -441,13 +441,13 @@ def lay_out(
         return struct(shape, spec, dtype, memory)
 
     norms_R, flags = struct((M,), P()), struct((M, len(leaves)), P(), jnp.bool_)
-    theta = [outer(x.shape, spec) for x, spec in zip(leaves, specs, strict=True)]
+    outer_params = [outer(x.shape, spec) for x, spec in zip(leaves, specs, strict=True)]
     optimizer, feeds_back = settings.make_outer_optimizer(), settings.feeds_back
     state = State(
         t=0,
         params=jax.tree.map(replicas, params),
         opt_state=jax.tree.map(replicas, opt_state),
-        outer=jax.tree.unflatten(jax.tree.structure(params), theta),
+        outer=jax.tree.unflatten(jax.tree.structure(params), outer_params),
         outer_opt=tuple(_outer_opt(plan, leaves, optimizer, mesh, outer) for plan in plans),
         bad=flags,
         bad_before=flags,

@@ -44,8 +44,8 @@ def check_trees(params: Any, opt_state: Any, mesh: Mesh) -> None:
             raise ValueError(f"{name} has no elements, shape {x.shape}. Leave it out.")
         if path[0].key == "params" and not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
-                f"{name} is {x.dtype}, which cannot be averaged. "
-                f"Keep what is not floating point in opt_state."
+                f"{name} is {x.dtype}, which cannot be averaged. Keep leaves that are not floating "
+                f"point in opt_state."
             )
 
 

@@ -83,9 +83,9 @@ class Merged(NamedTuple):
 
 def pack(plan: FragmentPlan, values: FragmentArrays) -> Sent:
     """Form the outer gradients and encode them: Algorithm 2, lines 7-8. No traffic."""
-    eager = values.theta[0].ndim == values.params[0].ndim
-    theta = values.theta if eager else [x[None] for x in values.theta]
-    g_R = outer.outer_gradient(theta, values.params)
+    eager = values.outer_params[0].ndim == values.params[0].ndim
+    outer_params = values.outer_params if eager else [x[None] for x in values.outer_params]
+    g_R = outer.outer_gradient(outer_params, values.params)
     return collective.send(plan.payload, g_R, plan.packed, values.residual)
 
 
@@ -168,12 +168,12 @@ def outer_step_and_merge(
     Returns:
       (the new values, outer.update_ratio).
     """
-    x, theta, opt, _ = values
-    new, new_opt = outer.outer_update(rule.optimizer, theta, opt, mean)
-    new, new_opt = _where(finite, (new, new_opt), (theta, opt))
+    x, outer_params, opt, _ = values
+    new, new_opt = outer.outer_update(rule.optimizer, outer_params, opt, mean)
+    new, new_opt = _where(finite, (new, new_opt), (outer_params, opt))
     spread = [jnp.broadcast_to(n, i.shape) for n, i in zip(new, x, strict=True)]
     mixed = _where(finite, outer.merge(x, spread, alpha=rule.alpha), x)
-    return FragmentArrays(mixed, new, new_opt), outer.update_ratio(theta, new)
+    return FragmentArrays(mixed, new, new_opt), outer.update_ratio(outer_params, new)
 
 
 def _where(condition, new, old):
@@ -239,22 +239,24 @@ class Programs:
         gathered, outgoing = collective.incoming_spec(mesh), collective.outgoing_spec(mesh)
         self.inner_exchange = with_chunk("inner + exchange", collective.all_gather_chunk, gathered)
         self.inner_scatter = with_chunk("inner + scatter", collective.all_to_all_chunk, outgoing)
-        one_theta = [NamedSharding(mesh, spec) for spec in layout.specs]
-        self._one_theta = jax.tree.unflatten(jax.tree.structure(state.params), one_theta)
+        one_replica = [NamedSharding(mesh, spec) for spec in layout.specs]
+        self._one_replica = jax.tree.unflatten(jax.tree.structure(state.params), one_replica)
         self.exported, self.evaluated = self._outer_params_views()
 
     def _outer_params_views(self) -> tuple[OuterParamsView, OuterParamsView]:
         """Return the views for an export and for an evaluation, which sends nothing."""
-        layout, theta = self.layout, self.layout.state.outer
+        layout, outer_params = self.layout, self.layout.state.outer
         is_eager, num_slices = layout.settings.is_eager, layout.mesh.shape["diloco"]
-        on_device = jax.tree.map(lambda x: offload.moved(x, None), theta)
+        on_device = jax.tree.map(lambda x: offload.moved(x, None), outer_params)
         as_kept = OuterParamsView(on_device, lambda state: state.outer, of_slots=is_eager)
         if not is_eager:
             return as_kept, as_kept
         exported = self._mean_view("outer parameters", mean_of_all)
         if num_slices == 1:
             return exported, exported
-        if num_slices == layout.num_replicas and not offload.on_host(jax.tree.leaves(theta)[0]):
+        if num_slices == layout.num_replicas and not offload.on_host(
+            jax.tree.leaves(outer_params)[0]
+        ):
             return exported, as_kept
         name = "outer parameters of a slice"
         return exported, self._mean_view(name, mean_of_each_position, of_slots=True)
@@ -262,7 +264,7 @@ class Programs:
     def _mean_view(self, name: str, means: Callable, *, of_slots: bool = False) -> OuterParamsView:
         """Return the view of a mean of the replicas' outer parameters."""
         mesh, lead = self.layout.mesh, ("diloco",) if of_slots else ()
-        out = jax.tree.map(lambda s: NamedSharding(mesh, P(*lead, *s.spec)), self._one_theta)
+        out = jax.tree.map(lambda s: NamedSharding(mesh, P(*lead, *s.spec)), self._one_replica)
         mean = self._program(name, functools.partial(means, mesh=mesh), out_shardings=out)
         like = mean.out_shapes(self.layout.state.outer)
         return OuterParamsView(like, lambda state: state.outer, mean, of_slots)
@@ -285,18 +287,18 @@ class Programs:
 
         def init(*args):
             params, opt_state = make(*args)
-            params = jax.lax.with_sharding_constraint(params, self._one_theta)
-            theta = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-            outer_opt = initial_outer_opt(layout, theta)
+            params = jax.lax.with_sharding_constraint(params, self._one_replica)
+            outer_params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+            outer_opt = initial_outer_opt(layout, outer_params)
             if layout.settings.is_eager:
-                theta, outer_opt = all_replicas((theta, outer_opt))
+                outer_params, outer_opt = all_replicas((outer_params, outer_opt))
             state = layout.state
             empty = replace(state, params=None, opt_state=None, outer=None, outer_opt=())
             return replace(
                 jax.tree.map(zeros, empty),
                 params=all_replicas(params),
                 opt_state=jax.tree.map(own_keys, all_replicas(opt_state)),
-                outer=theta,
+                outer=outer_params,
                 outer_opt=outer_opt,
             )
 

@@ -182,17 +182,17 @@ class Restorer:
 
         return jax.jit(convert, out_shardings=shardings_of(like))(tree)
 
-    def _initial_outer_opt(self, theta: Any) -> Any:
+    def _initial_outer_opt(self, outer_params: Any) -> Any:
         """Return the initial state of the outer optimizer."""
         init = functools.partial(initial_outer_opt, self.layout)
         if self.layout.settings.is_eager:
             init = jax.vmap(init)
 
-        def on_device(theta):
-            return init(jax.device_put(theta, jax.memory.Space.Device))
+        def on_device(outer_params):
+            return init(jax.device_put(outer_params, jax.memory.Space.Device))
 
         shardings = shardings_of(self.layout.state.outer_opt)
-        return jax.jit(on_device, out_shardings=shardings)(theta)
+        return jax.jit(on_device, out_shardings=shardings)(outer_params)
 
     def _with_own_keys(self, opt_state: Any) -> Any:
         """Give replica r >= M_old other typed PRNG keys than replica r mod M_old."""

@@ -66,8 +66,12 @@ class OuterParamsView(NamedTuple):
 
     def read(self, state: Any) -> Any:
         """Return the outer parameters of a state. They are copied only if necessary."""
-        theta = self.kept(state)
-        return self.mean(theta) if self.mean else jax.device_put(theta, shardings_of(self.like))
+        outer_params = self.kept(state)
+        return (
+            self.mean(outer_params)
+            if self.mean
+            else jax.device_put(outer_params, shardings_of(self.like))
+        )
 
     def calls(self, state: Any, runs: float) -> list[Call]:
         """Return the programs that `read` calls.

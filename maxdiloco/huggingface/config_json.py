@@ -291,8 +291,8 @@ def _resolved(keys: Values) -> Values:
 def family_for(config: Values) -> tuple[Family, Values]:
     """Return the first family that has all options of a model, and the model's config.json.
 
-    If the model has a tied head and a scaled embedding and no family has both, the exported model
-    has a separate head, and the export scales the embedding.
+    A model may have both a tied head and a scaled embedding. If no family has both, the exported
+    model has a separate head, and the export scales the embedding.
 
     Args:
       config: all keys of base.yml.

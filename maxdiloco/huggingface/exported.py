@@ -68,7 +68,7 @@ def export_model(
     """
     max_bytes = safetensors_files.nbytes_of(max_shard_size)
     if dtype not in ("stored", *_DTYPES):
-        raise ConfigError(f"dtype={dtype} is none of stored, {', '.join(_DTYPES)}. Use one.")
+        raise ConfigError(f"dtype={dtype}: expected stored, {' or '.join(_DTYPES)}.")
     where = dict(base_output_directory=base_output_directory, step=step)
     folder = read.locate(run, **where)
     folders.refuse_existing(target)
@@ -81,8 +81,10 @@ def export_model(
     same = carried is not None and auto_tokenizer.is_of_model(carried, tokenizer)
     if carried:
         family, hf = _like(carried, cfg, say)
-        whose = f"those of {carried}" if same else "the run's"
-        say(f"config.json is that of {carried}, generation_config.json and tokenizer are {whose}")
+        source = carried if same else "the run"
+        say(
+            f"config.json is from {carried}; generation_config.json and tokenizer are from {source}"
+        )
     else:
         family, hf = config_json.family_for(vars(cfg))
     if not same:
@@ -90,7 +92,7 @@ def export_model(
     parts, scales = _parts(cfg, family, hf, say)
     rows = cfg.vocab_size if cfg.padded_vocab_size == "auto" else cfg.padded_vocab_size
     if (padding := rows - cfg.vocab_size) > 0:
-        say(f"the last {padding} of {rows} rows for tokens are padding, left out")
+        say(f"the last {padding} of {rows} rows for tokens are padding and are left out")
     leaves = list(dict.fromkeys(part.leaf.path for part in parts))
     item, replicas = parameter_sets.item_of(found.meta, parameters)
     readers = [arrays.Reader(found.path, item, leaves, replica) for replica in replicas or [None]]
@@ -137,11 +139,11 @@ def _like(carried: Folder, cfg: config.Config, say: Say) -> tuple[Family, dict[s
     text = model.text | {"vocab_size": max(rows, cfg.vocab_size)}
     if wrong := config_json.misfits(vars(cfg), text, model.family):
         raise ConfigError(
-            f"{config_json.differing(wrong)} of {carried / 'config.json'}, which this export would "
-            "be like. Give like= the folder of a model with the same keys."
+            f"like={carried}: its config.json differs from the run: "
+            f"{config_json.differing(wrong)}. Give the folder of a model with the same keys."
         )
     if rows < cfg.vocab_size:
-        say(f"vocab_size is {cfg.vocab_size}, the run's, which has {rows} in that config.json")
+        say(f"vocab_size is the run's {cfg.vocab_size}; it is {rows} in that config.json")
     return model.family, text | model.family.of_exports
 
 

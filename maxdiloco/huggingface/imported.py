@@ -192,8 +192,8 @@ def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
     if not tied or not both or safetensors_files.equal(found[table], found[head]):
         return model
     say(
-        f"note: {head} is not {table}, though config.json says tie_word_embeddings: both are kept "
-        "and the model is not tied, as transformers reads it from version 5 on."
+        f"note: {head} differs from {table}, although config.json sets tie_word_embeddings: both "
+        "are kept and the model is not tied, as in transformers 5 and later."
     )
     return config_json.untied(model)
 
@@ -216,9 +216,9 @@ def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> di
     ]
     if extra:
         raise CheckpointError(
-            f"{len(extra)} tensors of the files are none of model_type="
+            f"{len(extra)} tensors of the files do not belong to model_type="
             f"{model.family.model_type} with this config.json: {_listed(extra)}. An import would "
-            "lose them."
+            "lose them. Give the config.json that belongs to the files."
         )
     dtypes: dict[str, np.dtype] = {}
     for part in parts:
@@ -227,8 +227,8 @@ def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> di
             shape = (model.keys["vocab_size"], *shape[1:])
         if stored.shape != shape:
             raise CheckpointError(
-                f"{stored.name} has shape {list(stored.shape)} in {stored.file.name}, but "
-                f"config.json says {list(shape)}. Give the config.json that belongs to the files."
+                f"{stored.name} has shape {list(stored.shape)} in {stored.file.name}: expected "
+                f"{list(shape)} by config.json. Give the config.json that belongs to the files."
             )
         dtype = safetensors_files.numpy_dtype(stored)
         dtypes[leaf] = np.promote_types(dtypes.get(leaf, dtype), dtype)

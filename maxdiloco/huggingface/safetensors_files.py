@@ -1,7 +1,7 @@
 """Read and write safetensors files tensor by tensor.
 
-The package safetensors reads the files. It can only write tensors that are all in memory, so this
-module writes the header itself (8 bytes of length, then JSON) and maps the rest of the file.
+The package safetensors reads the files. To write a file, it needs all tensors in memory. This
+module therefore writes the header itself (8 bytes of length, then JSON) and maps the rest.
 """
 
 import functools
@@ -105,7 +105,7 @@ def _files(folder: Folder) -> list[Folder]:
     for name in names:
         if pathlib.PurePath(name).name != name:
             raise CheckpointError(
-                f"{index} names {name}, which is no file of its folder: files elsewhere are not "
+                f"{index} names {name}, which is not a file of its folder: files elsewhere are not "
                 "read. Download the model again, from a source that you trust."
             )
     missing = [path.name for path in files if not path.is_file()]
@@ -149,7 +149,7 @@ def _opened(file: Folder, path: os.PathLike) -> Any:
         return module.safe_open(path, framework="numpy")
     except (module.SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file} is no whole file of safetensors: {error}. Download it again."
+            f"{file} is not a complete safetensors file: {error}. Download it again."
         ) from error
 
 
@@ -171,7 +171,7 @@ def nbytes_of(text: str) -> int:
     size = float(found[1]) * units[found[2].upper()] if found else 0
     if size < 1:
         raise ConfigError(
-            f"max_shard_size={text} is no size of a file. Use a number and KB, MB or GB: 5GB."
+            f"max_shard_size={text}: expected a number and KB, MB or GB, such as 5GB."
         )
     return int(size)
 

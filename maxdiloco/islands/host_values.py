@@ -38,9 +38,9 @@ class HostValues:
 
     def outer(self, state: State, plan: FragmentPlan) -> np.ndarray:
         """Wait for the outer parameters [N], and return them."""
-        read = FragmentView(self._layout, plan).theta.read
-        program = self._programs.of_fragment("theta", plan, read)
-        return _gathered(program(arrays_of(state, plan).theta, plan.starts))
+        read = FragmentView(self._layout, plan).outer_params.read
+        program = self._programs.of_fragment("outer_params", plan, read)
+        return _gathered(program(arrays_of(state, plan).outer_params, plan.starts))
 
     def put(self, state: State, plan: FragmentPlan, values: Sequence[np.ndarray] | None) -> State:
         """Return the state with new values of a fragment.
@@ -96,12 +96,12 @@ class HostValues:
     def _write(self, plan: FragmentPlan) -> Program:
         view = FragmentView(self._layout, plan)
 
-        def write(leaves, starts, x, theta, trace):
+        def write(leaves, starts, x, outer_params, trace):
             dtypes = [leaf.dtype for leaf in leaves.params]
             x = [value[None].astype(dtype) for value, dtype in zip(x, dtypes, strict=True)]
             kept, structure = jax.tree.flatten(leaves.outer_opt)
             outer_opt = jax.tree.unflatten(structure, trace if kept else [])
-            return view.write(leaves, starts, FragmentArrays(x, theta, outer_opt))
+            return view.write(leaves, starts, FragmentArrays(x, outer_params, outer_opt))
 
         kept = shardings_of(arrays_of(self._layout.state, plan)._replace(residual=()))
         return self._programs.of_fragment("replace", plan, write, donate=(0,), out_shardings=kept)

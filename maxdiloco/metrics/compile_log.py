@@ -53,7 +53,7 @@ class CompileLog:
         Args:
           calls: the first one that is not for the start is the plain inner step.
           room: the remedy for a program that does not fit the device.
-          resident: what DiLoCo keeps on a device in addition to plain training, in words.
+          resident: description of the arrays that a device has in addition to plain training.
 
         Returns:
           The results of the programs that ran.
@@ -179,7 +179,7 @@ class _TimeLeft:
 def time_left(expected_s: float, elapsed: float) -> float:
     """Return the time left of work that was expected to take `expected_s` in all.
 
-    Work that takes longer than expected counts as four fifths done: the estimate never says 0.
+    Work that takes longer than expected counts as four fifths done, so the estimate is never 0.
     """
     return max(expected_s - elapsed, elapsed / 4)
 
@@ -220,7 +220,7 @@ def log_progress(
 
 @contextmanager
 def _every(seconds: float, tell: Callable[[float], None]) -> Iterator[None]:
-    """Call `tell` in a thread every so many seconds, with the seconds since the start."""
+    """Call `tell` in a thread every `seconds`, with the seconds since the start."""
     over, begun = threading.Event(), time.perf_counter()
 
     def run() -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """What a reader has to know of one metric, or of one family of metrics.
+    """Definition of one metric, or of one family of metrics.
 
     name: as in a row of metrics.jsonl. {replica} stands for a number, {text} and {source} for the
       name of a text of eval_dataset_path and of a source of dataset_mixture.
@@ -46,7 +46,7 @@ _PLACEHOLDERS = {"replica": r"\d+", "text": r".+", "source": r".+"}
 LOSS = "Loss"
 OUTER_LOSS = "Loss of the outer parameters"
 
-# The order is that of the report's panels. The documents group the metrics by their prefixes.
+# The report's panels have the same order. The documents group the metrics by their prefixes.
 METRICS = (
     Metric(
         "learning/loss", "nats/token",
@@ -168,7 +168,7 @@ METRICS = (
     Metric(
         "diloco/outer_update_ratio", "1",
         "Norm of the last update of the outer parameters over their norm, of the fragment "
-        "synchronised last. With eager updates it is that of one replica of process 0.",
+        "synchronised last. With eager updates: the ratio of one replica of process 0.",
         "It is 0.4 or more, or rises.",
         "Outer update", "outer update",
     ),
@@ -205,7 +205,7 @@ METRICS = (
         "perf/mfu", "1",
         "Model FLOPs utilisation: FLOPs of the model over the chip's bfloat16 peak, where that is "
         "known.",
-        "It is far below that of similar runs.",
+        "It is far below the value of similar runs.",
     ),
     Metric(
         "perf/wall_time_s", "s",
@@ -266,7 +266,7 @@ METRICS = (
     Metric(
         "islands/bytes_received", "B/step",
         "Bytes received from the store, mean over the steps since the previous row. "
-        "`dcn/bytes_sent` is what it sent.",
+        "`dcn/bytes_sent` counts the bytes sent.",
     ),
     Metric(
         "device/memory_in_use_bytes", "B",

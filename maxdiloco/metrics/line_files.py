@@ -25,7 +25,7 @@ CHUNK_S = 50.0
 # A healthy disk stores a line in well below 1 ms. A slow one may delay a step by a tenth of a
 # second, which a person does not notice.
 STALL_S = 0.1
-PATIENCE_S = 30.0  # for uploads before a save and at the end: as long as obstore repeats a request
+UPLOAD_S = 30.0  # for uploads before a save and at the end: as long as obstore repeats a request
 READERS = 32  # requests at once: a day has 1,700 chunks, which take 3 s at 50 ms each
 MAX_FILE_BYTES = 1 << 32  # of a file that is read whole: seven million rows of 600 bytes
 _DIGITS = 6  # of a chunk's number; 580 days
@@ -35,7 +35,7 @@ class FileTarget:
     """A file that is appended to. Raises OSError if it cannot be opened."""
 
     delay_s = 0.0
-    patience_s = None  # a disk has no deadline: a checkpoint must not outlive its rows
+    deadline_s = None  # a disk has no deadline: a checkpoint must not outlive its rows
 
     def __init__(self, path: epath.Path):
         """Open the file, and make it if it does not exist."""
@@ -85,7 +85,7 @@ class ChunkTarget:
           suffix: of a chunk's name, after its number.
           header: first bytes of every chunk.
         """
-        self.delay_s, self.stall_s, self.patience_s = CHUNK_S, 0.0, PATIENCE_S
+        self.delay_s, self.stall_s, self.deadline_s = CHUNK_S, 0.0, UPLOAD_S
         self._folder, self._require_lock, self._header = folder, require_lock, header
         self._prefix, self._suffix = prefix, suffix
         self._number = 0  # of the next chunk; 0: the folder was not listed yet

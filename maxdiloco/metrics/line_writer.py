@@ -22,12 +22,12 @@ class Target(Protocol):
     Attributes:
       delay_s: how long a line waits for others, to be stored with them.
       stall_s: how long `write` waits for the line to be stored, or 0.
-      patience_s: how long `sync` and `close` wait for the target; None: without a limit.
+      deadline_s: how long `sync` and `close` wait for the target; None: without a limit.
     """
 
     delay_s: float
     stall_s: float
-    patience_s: float | None
+    deadline_s: float | None
 
     def append(self, data: bytes) -> int:
         """Store bytes; returns how many were stored, at least one."""
@@ -55,7 +55,7 @@ class LineWriter:
             another process has taken over the run's folder.
         """
         self._target, self._require_lock = target, require_lock
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the attributes below
         self._lines: collections.deque[bytes] = collections.deque()
         self._size = 0  # of the lines, in bytes
         self._oldest = 0.0  # time.monotonic() when the first of the lines was added
@@ -94,7 +94,7 @@ class LineWriter:
             self._raise_error()
 
     def sync(self) -> None:
-        """Wait until the lines are stored and forced to the disk, patience_s at most.
+        """Wait until the lines are stored and forced to the disk, deadline_s at most.
 
         Raises OSError or CheckpointError if they are not.
         """
@@ -102,18 +102,18 @@ class LineWriter:
         with self._changed:
             self._wants_sync = True
             self._changed.notify_all()
-            self._wait_for_attempt(self._target.patience_s)
+            self._wait_for_attempt(self._target.deadline_s)
             self._require_stored()
 
     def close(self) -> None:
-        """Store the remaining lines and end the thread, in patience_s at most.
+        """Store the remaining lines and end the thread, in deadline_s at most.
 
         Raises OSError or CheckpointError if lines are left.
         """
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(self._target.patience_s)
+        self._thread.join(self._target.deadline_s)
         with self._changed:
             self._has_ended = True  # also of a thread whose append has not returned
             if self._is_pending():

@@ -135,7 +135,7 @@ class Monitor:
             step, replica = min(zip(agree.from_all(step), agree.from_all(replica), strict=True))
         if step < NEVER:
             saved = saved_steps()
-            last = f"the last good checkpoint is that of step {max(saved)}" if saved else ""
+            last = f"step {max(saved)} has the last good checkpoint" if saved else ""
             raise NumericsError(
                 f"step {step}: the loss or gradient of replica {replica} is not finite; "
                 f"{last or 'no checkpoint was saved'}. Resume with a lower learning_rate, or with "

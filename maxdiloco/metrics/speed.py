@@ -19,13 +19,17 @@ _MEMORY = {
 
 
 def flops_per_token(model: ModelConfig, params: Any, length: int) -> float:
-    """Model FLOPs of forward and backward for one token, without recomputation.
+    """Return the model FLOPs of forward and backward for one token, without recomputation.
 
-    PaLM (arXiv 2204.02311) App. B: 6 N + 12 L H Q T, with attention counted as if it were not
-    causal, so that figures compare with those of others; 6 L H (Q + O) T where values have another
-    dim O. N: parameters that take part in a matrix
-    product; a tied embedding counts once, an untied input embedding not at all, and of the experts
-    those that a token uses. length: T, tokens of a sequence.
+    The formula is 6 N + 12 L H Q T of PaLM (arXiv 2204.02311) App. B. It counts attention as if it
+    were not causal, as other projects do. If values have another dim O than queries, the second
+    term is 6 L H (Q + O) T. N counts parameters that take part in a matrix product: a tied
+    embedding once, an untied input embedding not at all, and only the experts that a token uses.
+
+    Args:
+      model: the model's config.
+      params: parameters of one replica, or their shapes.
+      length: T, tokens of a sequence.
     """
     matmul = sum(
         math.prod(x.shape) * _active_share(model, path)

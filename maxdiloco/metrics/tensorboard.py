@@ -34,7 +34,7 @@ class EventFile:
         self._lines: LineWriter | None = None  # until the first row
         self._importing: Future | None = None
         self._waiting: list[tuple[int, Mapping[str, float | str]]] = []  # for the import
-        self.name = f"TensorBoard is given up for this run: {folder.tensorboard}"
+        self.name = f"TensorBoard is switched off for this run: {folder.tensorboard}"
 
     def import_ahead(self) -> None:
         """Import tensorboardX in a thread. An import that fails there fails again at a row.

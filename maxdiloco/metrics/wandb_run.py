@@ -30,7 +30,7 @@ class WandbRun:
     Its methods raise `failure`, the base class of wandb's errors.
     """
 
-    name = "wandb is given up"
+    name = "wandb is switched off for this run"
 
     def __init__(self, folder: RunFolder, config: Mapping[str, Any]):
         """Start the run, or continue it.

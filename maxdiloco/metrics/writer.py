@@ -149,7 +149,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._is_failing = True
         else:
             if self._is_failing:
-                self._say(f"{self._path} is written again.")
+                self._say(f"{self._path} can be written again.")
             self._is_failing = False
 
     def _cannot_write(self, error: OSError) -> str:

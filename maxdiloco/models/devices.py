@@ -111,7 +111,7 @@ def check(length: int, shards: int) -> None:
         divisor = 2 * shards
         raise ConfigError(
             f"max_target_length={length} is not a multiple of 2 * context {shards} = {divisor}: "
-            f"each device of a sequence takes two chunks of it. Use "
+            f"each device of a sequence holds two chunks of it. Use "
             f"max_target_length={length // divisor * divisor or divisor}, or another "
             f"dcn_context_parallelism or ici_context_parallelism."
         )

@@ -119,7 +119,7 @@ class RoutedExperts(nnx.Module):
     def __call__(
         self, x_BLD: jax.Array, real_BL: jax.Array, *, axes: Axes, drops_none: bool
     ) -> tuple[jax.Array, Usage]:
-        """Send one device's tokens through all experts, its own and those of other devices.
+        """Send one device's tokens through all experts, on this device and on others.
 
         Args:
           x_BLD: normed tokens of this device.

@@ -123,15 +123,15 @@ def sample(
         float32, or a negative top_k.
     """
     if prompt_tokens.shape[1] < 1:
-        raise ConfigError("prompt is empty: there is no token to continue. Give at least one.")
+        raise ConfigError("prompt is empty: expected at least one token to continue.")
     if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} asks for no text. Use 1 or more.")
+        raise ConfigError(f"max_new_tokens={max_new_tokens}: expected an integer >= 1.")
     if temperature < 0:
-        raise ConfigError(f"temperature={temperature} is negative. Use 0 for greedy, or above.")
+        raise ConfigError(f"temperature={temperature}: expected 0 (greedy) or a number above 0.")
     if temperature > float(np.finfo(np.float32).max):
-        raise ConfigError(f"temperature={temperature} is beyond float32. Use 1, or near it.")
+        raise ConfigError(f"temperature={temperature} overflows float32. Use a value near 1.")
     if top_k < 0:
-        raise ConfigError(f"top_k={top_k} is negative. Use 0 for the whole vocabulary, or above.")
+        raise ConfigError(f"top_k={top_k}: expected an integer >= 0 (0: the whole vocabulary).")
     L = prompt_tokens.shape[1]
     filled_up = jnp.pad(prompt_tokens, [(0, 0), (0, (1 << (L - 1).bit_length()) - L)])
     return _generate(

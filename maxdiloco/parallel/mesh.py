@@ -149,7 +149,7 @@ def emulated_devices(settings: MeshSettings, num_processes: int) -> int:
 
 
 def emulate_devices(settings: MeshSettings, *, num_processes: int) -> None:
-    """Make as many CPU devices as the mesh needs, if JAX may use nothing else.
+    """Make the CPU devices that the mesh needs, if JAX may use nothing else.
 
     It makes at most MOST_EMULATED; `build` refuses a mesh that needs more. An explicit
     jax_num_cpu_devices is respected.

@@ -78,20 +78,20 @@ def reduce_mean(x_R: jax.Array) -> jax.Array:
     return total / x_R.shape[0]
 
 
-def mean_of_all(theta_R: Any, mesh: Mesh) -> Any:
+def mean_of_all(outer_R: Any, mesh: Mesh) -> Any:
     """Take the mean over all replicas: leaves [R, ...] -> [...], on all mesh positions."""
     of_all = functools.partial(jax.lax.all_gather, axis_name="diloco", tiled=True)
-    return _over_positions(lambda x_S: reduce_mean(of_all(x_S)), P(), theta_R, mesh)
+    return _over_positions(lambda x_S: reduce_mean(of_all(x_S)), P(), outer_R, mesh)
 
 
-def mean_of_each_position(theta_R: Any, mesh: Mesh) -> Any:
+def mean_of_each_position(outer_R: Any, mesh: Mesh) -> Any:
     """Take the mean over the replicas of each mesh position: leaves [S, ...]; no traffic."""
-    return _over_positions(lambda x_S: reduce_mean(x_S)[None], P("diloco"), theta_R, mesh)
+    return _over_positions(lambda x_S: reduce_mean(x_S)[None], P("diloco"), outer_R, mesh)
 
 
-def _over_positions(fn, out_specs, theta_R, mesh):
+def _over_positions(fn, out_specs, outer_R, mesh):
     # A TPU computes only in device memory.
-    on_device = jax.device_put(theta_R, jax.memory.Space.Device)
+    on_device = jax.device_put(outer_R, jax.memory.Space.Device)
     return jax.tree.map(manual(fn, mesh, out_specs), on_device)
 
 

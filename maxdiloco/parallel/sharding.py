@@ -55,8 +55,8 @@ def rules_with(overrides: Sequence[Sequence[Any]]) -> Rules:
       overrides: pairs (logical name, mesh axis or list of mesh axes).
 
     Raises:
-      ConfigError: a name is unknown; experts are put over an axis that does not split the batch;
-        or their matrices are not stored over the axes of `expert` first.
+      ConfigError: a name is unknown, experts use an axis that does not split the batch, or their
+        matrices are not stored over the axes of `expert` first.
     """
     table = dict(DEFAULT_RULES)
     for entry in overrides:

@@ -23,7 +23,7 @@ from maxdiloco.run import model as run_model
 from maxdiloco.run import optimizer
 from maxdiloco.run import settings as run_settings
 
-MOST_PERIOD = 100_000  # a plan simulates each step of a period; so many take seconds
+MOST_PERIOD = 100_000  # a plan simulates each step of a period, in seconds for this number
 # The keys that a candidate sets, and its fields.
 KEYS = {
     "diloco_sync_period": "H",
@@ -183,8 +183,8 @@ def _transport(cfg: Config, replicas: int, slices: int, backend: str) -> str:
 def _check(cfg: Config, slices: int) -> None:
     if cfg.enable_islands:
         raise ConfigError(
-            "enable_islands=true leaves nothing to plan: islands send through a store, whenever "
-            "it is there. Plan the slices of one island with enable_islands=false."
+            "enable_islands=true leaves nothing to plan: islands exchange through a store, without "
+            "a schedule. Plan the slices of one island with enable_islands=false."
         )
     if cfg.diloco_sync_period > MOST_PERIOD:
         raise ConfigError(
@@ -199,8 +199,8 @@ def _check(cfg: Config, slices: int) -> None:
     if slices < 2:
         key = "compile_topology_num_slices" if cfg.compile_topology else "dcn_diloco_parallelism"
         raise ConfigError(
-            f"{key}={vars(cfg)[key]} is one slice, so there is no link to plan for. Use {key}=2 "
-            f"or more."
+            f"{key}={vars(cfg)[key]} is one slice, and a plan needs a link between slices. "
+            f"Use {key}=2 or more."
         )
     over_slices = [("dcn", axis) for axis in ("data", "fsdp", "expert", "context", "tensor")]
     for tier, axis in (*over_slices, ("ici", "diloco")):

@@ -41,7 +41,7 @@ def exposed_s(
     fragments: Sequence[float],
     chunks: Sequence[float] = (),
     shared: Sequence[float] = (),
-    alone: Sequence[float] = (),
+    unhidden: Sequence[float] = (),
     *,
     H: int,
     lag: int,
@@ -59,7 +59,7 @@ def exposed_s(
         memory, after the exchanges that are on the link already.
       shared: with reduce-scatter the seconds of the means of each fragment. They are sent when its
         parts have arrived, `scatter_steps` steps after the send. () with all-gather.
-      alone: seconds that no step of the compiled programs hides.
+      unhidden: seconds that no step of the compiled programs hides.
       H: steps of a period.
       lag: steps between the send of a fragment and its use.
       scatter_steps: steps between the send of the parts and of the means.
@@ -70,7 +70,7 @@ def exposed_s(
         return sum(seconds + latency_s for seconds in fragments) + latency_s * len(shared)
     if chunks:
         beside = sum(max(0.0, seconds + latency_s - step_s) for seconds in chunks)
-        return beside + sum(seconds + latency_s for seconds in alone)
+        return beside + sum(seconds + latency_s for seconds in unhidden)
     clock, waited = Clock(), 0.0
     before, last = (PERIODS - 1) * H, PERIODS * H
     firsts = [offset or H for offset in offsets(len(fragments), H)]

@@ -51,7 +51,7 @@ class Traffic:
     # Reduce-scatter: the part of `fragments` that is means, sent `scatter_steps` steps after the
     # rest. Empty with all-gather.
     shared: tuple[int, ...] = ()
-    alone: tuple[int, ...] = ()  # the part of the programs' bytes that no inner step hides
+    unhidden: tuple[int, ...] = ()  # the part of the programs' bytes that no inner step hides
     scatter_steps: int = 0  # see engine.layout.scatter_steps
 
 
@@ -99,13 +99,13 @@ def traffic(job: Job, candidate: Candidate) -> Traffic:
         shared = [(of_device(plan.gather_chunk_bytes),) * plan.gather.count for plan in plans]
     whole = tuple(sum(a) + sum(b) for a, b in zip(parts, shared, strict=True))
     means = tuple(map(sum, shared)) if settings.collective == REDUCE_SCATTER else ()
-    chunks, alone = [], ()
+    chunks, unhidden = [], ()
     if job.transport == XLA and max_chunks:
         chunks = [*parts, *shared]
         if steps == max_chunks:  # no step is left for the means
-            chunks, alone = parts, means
+            chunks, unhidden = parts, means
     chunks = tuple(filter(None, itertools.chain(*chunks)))
-    return Traffic(whole, chunks, means, alone, steps)
+    return Traffic(whole, chunks, means, unhidden, steps)
 
 
 def exposed_seconds(
@@ -113,7 +113,7 @@ def exposed_seconds(
 ) -> float:
     """Return the seconds that a period waits for the link."""
     per_byte = job.copies * 8 / (link.gbps * 1e9)
-    sizes = (sent.fragments, sent.chunks, sent.shared, sent.alone)
+    sizes = (sent.fragments, sent.chunks, sent.shared, sent.unhidden)
     return link_model.exposed_s(
         *([size * per_byte for size in group] for group in sizes),
         H=candidate.H,

@@ -17,7 +17,7 @@ from maxdiloco.planning.table import WIDTH, few_digits, loss_as_json
 # compared with measurements".
 MEASURED = "measured waits were 7 to 12% longer"
 NEAR = 2.0  # factor within which a row is near a size: about the step between sizes of a table
-LABEL = 12  # characters
+LABEL = 7  # characters
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ def _without_diloco(plan: Plan, strategies: Sequence[Strategy]) -> Strategy:
 
 
 def lines(plan: Plan) -> list[str]:
-    """Return the answers, each after its question, and a table of the strategies."""
+    """Return the answers, each after its label, and a table of the strategies."""
     strategies = compare_strategies(plan)
     answers = {
-        "which mode": _which_mode(plan, strategies),
-        "how long": _how_long(plan, strategies),
-        "what loss": _what_loss(strategies[0].loss),
-        "how sure": _how_sure(plan, strategies[0].loss),
+        "mode": _mode(plan, strategies),
+        "time": _time(plan, strategies),
+        "loss": _loss(strategies[0].loss),
+        "basis": _basis(plan, strategies[0].loss),
     }
     indent = " " * LABEL
     wrapped = (
@@ -109,7 +109,7 @@ def lines(plan: Plan) -> list[str]:
     return [*itertools.chain.from_iterable(wrapped), "", *_table(plan, strategies)]
 
 
-def _which_mode(plan: Plan, strategies: Sequence[Strategy]) -> str:
+def _mode(plan: Plan, strategies: Sequence[Strategy]) -> str:
     best, other = strategies[0], _without_diloco(plan, strategies)
     chosen, row, tokens = recommend(plan, strategies), plan.rows[0], plan.tokens
     H = row.candidate.H
@@ -119,7 +119,7 @@ def _which_mode(plan: Plan, strategies: Sequence[Strategy]) -> str:
         pays = math.log(other.seconds(tokens) / best.seconds(tokens)) * forecast.EXPONENT / 2
         text = (
             f"not known: {best.name} is faster than {other.name}, but its loss was not measured. "
-            f"It pays while the loss is less than {pays:.1%} above that of data parallelism"
+            f"It pays while the loss is less than {pays:.1%} above data parallelism"
         )
     else:
         key = " (enable_diloco=false)" * (other is strategies[1])
@@ -142,7 +142,7 @@ def _longer_period(plan: Plan, seconds: float) -> str:
     return f". {name} takes {span(took)}, but its loss was not measured: {', '.join(outside)}"
 
 
-def _how_long(plan: Plan, strategies: Sequence[Strategy]) -> str:
+def _time(plan: Plan, strategies: Sequence[Strategy]) -> str:
     best, *others = strategies
     tokens, same = plan.tokens, best.seconds_to_loss(plan.tokens)
     text = f"{span(best.seconds(tokens))} with {best.name}"
@@ -156,22 +156,24 @@ def _how_long(plan: Plan, strategies: Sequence[Strategy]) -> str:
     )
 
 
-def _what_loss(loss: Forecast) -> str:
+def _loss(loss: Forecast) -> str:
     if loss.outside:
-        return f"outside of what was measured: {', '.join(loss.outside)}"
+        return f"not known, outside of the measured range: {', '.join(loss.outside)}"
     return (
-        f"{loss.share:+.1%} relative to data parallelism on as many tokens; nine in ten runs lie "
-        f"between {loss.least:+.1%} and {loss.most:+.1%}, also with rates that were not tuned"
+        f"{loss.share:+.1%} relative to data parallelism on the same number of tokens; nine in ten "
+        f"runs are between {loss.least:+.1%} and {loss.most:+.1%}, also with rates that were not "
+        f"tuned"
     )
 
 
-def _how_sure(plan: Plan, loss: Forecast) -> str:
+def _basis(plan: Plan, loss: Forecast) -> str:
     near = near_rows(plan.law, plan.case(plan.rows[0].candidate))
     count = "one row" if len(near) == 1 else f"{len(near) or 'no'} rows"
     step = f"the time of a step is {plan.step.origin}"
     if plan.step.is_guess:
         step = "the time of a step is a guess: with half the efficiency it is twice as long"
-    rests = f"the loss rests on {count} with as many replicas within {NEAR:g} times the size"
+    similar = f"with {plan.job.num_replicas} replicas and within a factor of {NEAR:g} of the size"
+    rests = f"the loss rests on {count} {similar}"
     if sources := ", ".join(sorted({row.source.split()[0] for row in near})):
         rests += f" ({sources})"
     return f"{step}; the link is a model, {MEASURED}; {rests}. Nearest: {show_row(loss.nearest)}"

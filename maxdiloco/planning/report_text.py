@@ -60,10 +60,10 @@ def _memory(report: Report, found: dict[str, Any]) -> list[str]:
         state = (memory.arguments + memory.elsewhere) / MIB
         parts = f": {state:,.0f} of state, {temporary} of temporaries"
     enough = found["topology_enough"]
-    would = f"{enough} would do" if enough else "no known slice of this kind would do"
+    would = f"it fits {enough}" if enough else "it fits no known slice of this kind"
     out = [
         f"does not fit: {name} needs {least}{used}{parts}",
-        f"by arithmetic {would}, if all of it is shared by more devices (not compiled). "
+        f"by arithmetic {would}, if more devices share all of it (not compiled). "
         f"{report.room.removesuffix('.')}",
     ]
     if missing:
@@ -105,8 +105,8 @@ def _exposed(report: Report, found: dict[str, Any]) -> list[str]:
         out.append(f"nothing would be exposed with {' or '.join(would)} (estimate)")
     elif report.overlap:
         out.append(
-            "no bandwidth and no tau within a period would hide it: use a longer "
-            "diloco_sync_period or a smaller diloco_exchange_dtype"
+            "no bandwidth and no num_communication_overlapping_steps within a period hides it: use "
+            "a longer diloco_sync_period or a smaller diloco_exchange_dtype"
         )
     return out
 
@@ -144,8 +144,8 @@ def lines(report: Report) -> list[str]:
         at = f", at {report.gbps:g} Gbit/s a device"
         if hosts := report.devices_per_host:
             at += f", {report.gbps * hosts:g} a host of {hosts}"
-    out += ["", f"what crosses slices{at}", *_over_slices(programs), *unknown]
-    out += ["", "what crosses devices inside a slice, per run", *_in_slice(report, programs)]
+    out += ["", f"traffic between slices{at}", *_over_slices(programs), *unknown]
+    out += ["", "traffic between the devices of a slice, per run", *_in_slice(report, programs)]
     return [*out, *unknown, "", *_summary(report), *_events(found["beside_the_steps"])]
 
 
@@ -247,7 +247,7 @@ def _summary(report: Report) -> list[str]:
         if beside.known:
             aside += f", {beside.seconds * 1e3:.2f} ms"
             aside += f", {beside.seconds / whole:.1%} of the steps' time"
-    return [*out, f"beside the steps: {aside}"]
+    return [*out, f"in addition to the steps: {aside}"]
 
 
 def _events(events: dict[str, dict[str, Any] | None]) -> list[str]:

@@ -102,14 +102,15 @@ def _legend(plan: Plan) -> list[str]:
     if plan.step.peak:
         memory = "of the compiled step and the rest of the state"
     out = [
-        f"waits: time that a period of H steps waits for the link; busy: part of the time that "
-        f"computes; GiB: memory of a device, {memory}; less sent: than bfloat16 gradients in every "
-        f"step; Gbit/s: the least of a {plan.share[1]}'s link for {FULL:.0%} busy; loss: forecast "
-        f"above data parallelism on as many tokens, ?: outside of what was measured",
-        f"best first: soonest at the loss of data parallelism; of those within "
-        f"{rating.TIE - 1:.0%} the shortest period, the shortest overlap and the widest wire "
-        f"format. Candidates outside of what was measured follow. Times count bytes and latency "
-        f"(latency_ms), no pack and merge",
+        f"waits: time that a period of H steps waits for the link; busy: fraction of the time that "
+        f"devices compute; GiB: memory of a device, {memory}; less sent: factor compared with "
+        f"bfloat16 gradients in every step; Gbit/s: least bandwidth of a {plan.share[1]}'s link "
+        f"for {FULL:.0%} busy; loss: forecast relative to data parallelism on the same number of "
+        f"tokens, ?: outside of the measured range",
+        f"order: the candidate that is first at the loss of data parallelism comes first. Within "
+        f"{rating.TIE - 1:.0%} of it the shortest period, the shortest overlap and the widest wire "
+        f"format win. Candidates outside of the measured range follow. Times count bytes and "
+        f"latency (latency_ms), but not pack and merge",
     ]
     if any(map(plan.reduce_scatters, plan.rows)):
         out.append(
@@ -123,12 +124,12 @@ def _legend(plan: Plan) -> list[str]:
 def _commands(plan: Plan) -> list[str]:
     train = shlex.join(train_command(plan))
     if refusals(plan):
-        return [f"the first row all the same: {train}"]
+        return [f"to run the first row nevertheless: {train}"]
     out = ["run it:", f"  {train}"]
     chip, on_host = plan.job.chip, plan.rows[0].candidate.memory == "pinned_host"
     if chip and (chip.timed or not on_host):  # absent GPUs have no host memory
         look = _command(plan, "train_compile", [f"dcn_bandwidth_gbps={plan.link.gbps:g}"])
-        out += ["look at its programs first:", f"  {shlex.join(look)}"]
+        out += ["inspect its compiled programs first:", f"  {shlex.join(look)}"]
     return out
 
 

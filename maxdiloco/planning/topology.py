@@ -280,8 +280,8 @@ def check_experts(name: str, num_experts: int) -> None:
     if found.kind in UNNAMED and num_experts > 1 and jax.__version_info__ >= UNNAMED_SINCE:
         raise ConfigError(
             f"num_experts={num_experts} cannot be compiled for compile_topology={name}: jax "
-            f"{jax.__version__} makes the kernels of experts for such a GPU where it is there "
-            f"alone. Use another kind, as l4-{found.devices}, or jax 0.10.2 on Python 3.11."
+            f"{jax.__version__} compiles the kernels of experts for this GPU only on a machine "
+            f"that has one. Use another kind, as l4-{found.devices}, or jax 0.10.2 on Python 3.11."
         )
 
 

@@ -225,10 +225,10 @@ def calls(settings: RunSettings, parts: Parts) -> list[Call]:
     out = trainer.calls(parts.batch) + parts.monitor.calls()
     if settings.evaluation.eval_interval != -1:
         evaluations = trainer.period / settings.evaluation.eval_interval
-        theta = trainer.evaluated.like
+        outer_params = trainer.evaluated.like
         out += trainer.evaluated.calls(trainer.abstract_state, evaluations)
-        out += parts.evaluation.calls(theta, evaluations)
-        out += parts.sampler.calls(theta, evaluations) if parts.sampler else []
+        out += parts.evaluation.calls(outer_params, evaluations)
+        out += parts.sampler.calls(outer_params, evaluations) if parts.sampler else []
     # The parameters have to be read before this program runs.
     of = (
         parts.params

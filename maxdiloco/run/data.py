@@ -41,7 +41,7 @@ CACHE = "prepared"  # below base_output_directory
 _BARRIER = "maxdiloco/prepared"
 _LARGE_TEXT = 1e9  # bytes, some minutes of tokenising; above it the log names the prepare command
 _SMALL_TEXT = 1 << 20  # bytes, tokenised in less than a second; a first start does so twice
-_PATIENCE_S = 7 * 24 * 3600.0  # for other processes, which prepare; the loss of one ends the wait
+_PREPARE_S = 7 * 24 * 3600.0  # longest wait for processes that prepare; it ends if one is lost
 
 # The object that prepares a source, the folder of the result, and the key that names its parent.
 Unprepared = tuple[Work, str, str]
@@ -107,7 +107,7 @@ def _prepare(
             )
         prepare(work, out, say, waits=True, key=key)
     if jax.process_count() > 1 and settings.dataset_type != "synthetic":
-        coordination.barrier(_BARRIER, "prepared its text", timeout_s=_PATIENCE_S)
+        coordination.barrier(_BARRIER, "prepared its text", timeout_s=_PREPARE_S)
     return {source: out for source, (_, out, _) in unprepared.items()}
 
 
@@ -365,7 +365,7 @@ def lines(
             out += _large_shares(settings, text, held_out[name])
     if settings.holds_out and not held_out and settings.eval_fraction:
         out.append(
-            f"held out: eval_fraction={settings.eval_fraction}, and never evaluated "
+            f"held out: eval_fraction={settings.eval_fraction}, which is not evaluated "
             "(eval_interval=-1); eval_fraction=0 trains on all of the text"
         )
     return out
@@ -382,6 +382,6 @@ def _large_shares(settings: DataSettings, text: TrainingData, held: Dataset) -> 
         if share > _LARGE * fraction:
             yield (
                 f"warning: {share:.0%} of {source.name} is held out, not eval_fraction={fraction}: "
-                f"it has {sequences} sequences and one is the least. Give more text, or set "
+                f"at least one of its {sequences} sequences is. Give more text, or set "
                 "eval_dataset_path."
             )

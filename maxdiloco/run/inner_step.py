@@ -38,11 +38,11 @@ def make(
 
     Returns:
       inner_step(params, opt_state, batch) -> (params, opt_state, metrics). The batch has leaves
-      [B, L], and "learning_rate" [1]. The metrics are float32 scalars: "loss", the mean
-      cross-entropy without the z-loss [nats per token]; "z_loss", its mean; "grad_norm", before
-      clipping; "tokens", the number of targets that count; with `skip` also "skipped", 0 or 1.
-      With experts there are also moe/* and the weighted losses of models/router.py. A batch in
-      which no target counts has loss and gradient 0.
+      [B, L], and "learning_rate" [1]. The metrics are float32 scalars. "loss" is the mean
+      cross-entropy without the z-loss [nats per token], and "z_loss" the mean z-loss. "grad_norm"
+      is the norm before clipping. "tokens" is the number of targets that count. With `skip`,
+      "skipped" is 0 or 1. With experts there are also moe/* and the weighted losses of
+      models/router.py. A batch in which no target counts has loss and gradient 0.
     """
     gradient = replicas.without_singleton_vmap(jax.value_and_grad(model.loss, has_aux=True))
     update = optax.with_extra_args_support(optimizer).update

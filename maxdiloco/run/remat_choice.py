@@ -73,7 +73,7 @@ def build(
         return chosen, make(chosen)
 
     if memory is None:
-        policy, why = LAST, "since nothing says how much memory a device has"
+        policy, why = LAST, "because the memory of a device is unknown"
         if mesh.devices.flat[0].platform == "cpu":
             policy, why = ON_CPU, "which is the fastest on a CPU"
         say(f"remat_policy=auto: {policy}, {why}")
@@ -92,7 +92,7 @@ def build(
             )
             return chosen, parts
         parts.trainer.close()
-    say(f"remat_policy=auto: {LAST}, since no other policy fits {memory / MIB:,.0f} MiB")
+    say(f"remat_policy=auto: {LAST}, because no other policy fits {memory / MIB:,.0f} MiB")
     return made(LAST)
 
 

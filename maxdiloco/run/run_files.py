@@ -59,7 +59,7 @@ def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str], None]) -> None:
     """Write the tokenizer's files into the run's folder on process 0, or log a failure."""
-    path, so = folder.path / run_tokenizer.FOLDER, ": the tokenizer is in the checkpoints alone"
+    path, so = folder.path / run_tokenizer.FOLDER, ": only the checkpoints have the tokenizer"
     if jax.process_index() == 0 and not isinstance(tokenizer, ByteTokenizer):  # it has none
         with line_files.noted(path, say, so=so):
             tokenizer.save(path)
@@ -68,10 +68,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str],
 def config_yml(cfg: Config) -> str:
     """Return config.yml: every key with its value, by group. `train config.yml` resumes the run."""
     lines = [
-        "# Every key of this run, as its newest start was given them; the log has what auto and -1",
-        "# became, of which some depend on the number of replicas. Resume the run with",
-        "# python -m maxdiloco.train config.yml, in the same working directory where a path is",
-        "# relative.",
+        "# Every key of this run, with the value that its newest start received. The log has the",
+        "# values that were chosen for auto and -1; some depend on the number of replicas. Resume",
+        "# the run with `python -m maxdiloco.train config.yml`; if a path is relative, in the same",
+        "# working directory.",
     ]
     group = ""
     for key in KEYS.values():

@@ -133,7 +133,7 @@ def _run(
         total = text.last_step_of_epoch(point.position) if cfg.steps == "all" else cfg.steps
         length = None if settings.is_island else total
         if length is not None and point.step >= length:
-            say(f"nothing to do: step {point.step} of {total} is done. Raise steps to go on.")
+            say(f"nothing to do: step {point.step} of {total} is done. Raise steps to continue.")
             return 0
         run_files.write(config.from_dict(asked.as_dict() | {"run_name": name}), folder, say)
 
@@ -295,7 +295,7 @@ def _introduction(
     if parts.model.config.num_experts > 1:
         used = active_parameters(parts.model.config, parts.params)
         active = f", {used:,} of them used by a token"
-    how_long = "the log says how many" if settings.is_island else total
+    how_long = "the islands' log determines how many" if settings.is_island else total
     return [
         *warnings.device_lines(
             settings.config,

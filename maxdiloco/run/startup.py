@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Longest wait until all processes have compiled. Large programs take many minutes, cached ones
 # seconds.
-PATIENCE_S = 2 * 3600.0
+READY_S = 2 * 3600.0
 _SAY_AFTER_S = 10.0  # of waiting, after which a line is logged
 
 
@@ -78,6 +78,6 @@ def wait_for_all(say: Callable[[str], None]) -> None:
     note.start()
     what = "compiled its programs and made its state"
     try:
-        coordination.barrier("maxdiloco/ready", what, timeout_s=PATIENCE_S)
+        coordination.barrier("maxdiloco/ready", what, timeout_s=READY_S)
     finally:
         note.cancel()

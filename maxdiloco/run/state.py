@@ -131,8 +131,8 @@ def _with_parameters(settings: RunSettings, parts: Parts) -> Any:
     own = run_tokenizer.open_tokenizer(settings.tokenizer).fingerprint
     if restored.meta["tokenizer"] != own and jax.process_index() == 0:
         output.say(
-            f"warning: load_parameters_path={path} is of a run with another tokenizer: a row of "
-            "its embedding may stand for another text than here."
+            f"warning: load_parameters_path={path} was trained with another tokenizer: a row of "
+            "its embedding may stand for another text than in this run."
         )
     room = make_room(
         settings.config,
@@ -163,9 +163,9 @@ def refuse_changes(
     same_keys = all(stored[key] == vars(cfg)[key] for key in _OF_TOKENIZER)
     if same_keys and saved.meta["tokenizer"] != data["tokenizer"]:
         raise CheckpointError(
-            f"tokenizer_path={cfg.tokenizer_path}: the tokenizer is not that of checkpoint "
-            f"{saved.path}, so the same tokens mean another text. Set tokenizer_path="
-            f"{saved.path / run_tokenizer.FOLDER}, or set another run_name to start anew."
+            f"tokenizer_path={cfg.tokenizer_path}: checkpoint {saved.path} has another tokenizer, "
+            f"so the same tokens mean another text. Set tokenizer_path="
+            f"{saved.path / run_tokenizer.FOLDER}, or another run_name to start from scratch."
         )
     resume.refuse_changes(
         stored | {rows: before},
@@ -181,13 +181,13 @@ def refuse_changes(
     if config.from_dict(stored).holds_out() != cfg.holds_out():
         shown = show(cfg.eval_dataset_path) or "empty"
         raise CheckpointError(
-            f"eval_dataset_path={shown} decides what is held out, so the text is not that of the "
-            f"checkpoint of step {saved.step}. Set it back; beside the held-out part a text is "
-            "eval_dataset_path={held_out: , NAME: PATH}."
+            f"eval_dataset_path={shown} changes the held-out part, so the training text differs "
+            f"from the checkpoint of step {saved.step}. Restore the key; to evaluate on another "
+            "text in addition to the held-out part, use eval_dataset_path={held_out: , NAME: PATH}."
         )
     raise CheckpointError(
-        f"{given}: the text is not that of the checkpoint of step {saved.step}, so its "
-        f"place in it means nothing. Restore the text, or start a new run with "
+        f"{given}: the text differs from the checkpoint of step {saved.step}, so the position in "
+        f"it is not valid. Restore the text, or start a new run with "
         f"load_parameters_path={saved.path}."
     )
 
@@ -209,9 +209,9 @@ def check_places(
         kept = read.steps(folder.checkpoints)
     if kept and not checkpoint.enable_checkpointing:
         raise CheckpointError(
-            f"enable_checkpointing=false starts anew, and run_name={run_name} has a checkpoint of "
-            f"step {max(kept)} whose rows it would drop. Leave it out to go on, or set another "
-            "run_name."
+            f"enable_checkpointing=false would start from scratch and drop the rows of "
+            f"run_name={run_name}, which has a checkpoint of step {max(kept)}. Leave it out to "
+            "resume, or set another run_name."
         )
     for key, path in paths.items():
         if not kept:

@@ -86,8 +86,8 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
     cfg = config.changed(keys, argv, environ, may_change=may)
     if cfg.dataset_type == "synthetic" != run.dataset_type:
         raise ConfigError(
-            "dataset_type=synthetic has random numbers for tokens, and this model a tokenizer. Use "
-            "dataset_type=text, or another kind of text."
+            "dataset_type=synthetic has random numbers for tokens, but this model has a tokenizer. "
+            "Use dataset_type=text, or another kind of text."
         )
     return cfg
 
@@ -195,8 +195,8 @@ def _texts(data, tokenizer, of_run, say):
         train = run_data.open_dataset(data, tokenizer, split="train", prepared=prepared)
         if train.contents != of_run:
             say(
-                f"warning: {train.name} is not what the run trained on, so what is held out of it "
-                "here may have been trained on"
+                f"warning: the run did not train on {train.name}, so its held-out part may contain "
+                "training text of the run"
             )
     return texts
 

@@ -14,8 +14,8 @@ from etils import epath
 
 from maxdiloco.storage import store
 
-# Errors of fsync of a folder on systems that sync only files (FUSE, some network mounts), and of
-# open for a folder that may be entered but not read.
+# Errors of fsync of a folder on systems that sync only files (FUSE, some network mounts). They
+# include the error of open for a folder that may be entered but not read.
 _FOLDERS_NOT_SYNCED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES}
 
 

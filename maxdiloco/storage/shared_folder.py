@@ -38,9 +38,9 @@ def require(folder: epath.Path) -> None:
     if blind:
         here = f" Process {jax.process_index()} on {socket.gethostname()}: {problem}."
         raise CheckpointError(
-            f"base_output_directory: not every process of the run sees {folder} as process 0 does: "
-            f"not {', '.join(map(str, blind))}.{here if problem else ''} Use a folder that all "
-            "machines share, or a bucket."
+            f"base_output_directory: process {', '.join(map(str, blind))} does not see the same "
+            f"{folder} as process 0.{here if problem else ''} Use a folder that all machines "
+            "share, or a bucket."
         )
 
 

@@ -25,13 +25,13 @@ from maxdiloco import small_files
 
 SCHEMES = ("gs", "s3", "az")
 # A request is retried after 429, 5xx and a lost connection, with growing pauses.
-PATIENCE_S = 30.0  # of retries: a store's brief outage passes, and a run notices a longer one
-MOST_PAUSE_S = 2.0  # between two retries, so that a store that is back is noticed as soon
-TIMEOUT_S = 60.0  # without a byte of an answer
-MOST_S = 6 * 3600.0  # of one request with its body, so that a slow link can upload a large object
+RETRY_S = 30.0  # time limit of the retries: a run survives a brief outage and notices a longer one
+MOST_PAUSE_S = 2.0  # longest pause between two retries
+TIMEOUT_S = 60.0  # time limit without a byte of an answer
+MOST_S = 6 * 3600.0  # time limit of a request: a slow link needs hours for a large object
 LEAST_BYTES_S = 1e5  # the slowest link through which one request writes a whole object
-_MOST_INI = 1 << 20  # bytes of ~/.aws/config; thousands of profiles
-BLOCK_BYTES = 1 << 24  # of one request; a larger object takes several, each of which is retried
+_MOST_INI = 1 << 20  # size limit of ~/.aws/config: thousands of profiles
+BLOCK_BYTES = 1 << 24  # size of a request; a larger object needs several, each of which is retried
 
 # Answers with an errno of their own: no such object, no rights, and shorter than it was.
 _NUMBERS = MappingProxyType(
@@ -207,7 +207,7 @@ def connect(scheme: str, bucket: str, folder: str = "") -> Bucket:
                 "read_timeout": silence_s * seconds,
             },
             "retry_config": {
-                "retry_timeout": PATIENCE_S * seconds, "max_retries": 1000,
+                "retry_timeout": RETRY_S * seconds, "max_retries": 1000,
                 "backoff": {"max_backoff": MOST_PAUSE_S * seconds},
             },
         }  # fmt: skip

@@ -263,7 +263,7 @@ def test_a_file_seen_late_is_not_damaged_and_one_never_seen_is(two):
     folder, first, second = two
     assert first.answers["late"] == second.answers["late"] == 5
     for mine in (first, second):
-        assert f"{folder}/5 " in mine.answers["never"] and "process 1 " in mine.answers["never"]
+        assert f"{folder}/5 " in mine.answers["never"] and "process 1" in mine.answers["never"]
     assert "a file is missing" in second.answers["never"], "the process that lacks it says why"
     assert (folder / "3").is_dir()
 

@@ -350,7 +350,7 @@ def test_shards_of_another_tokenizer_name_the_keys_that_differ(prepared, source,
     path.write_text(json.dumps(exported, indent=1))  # other bytes, the same tokens of a text
     assert opened("subword", **same)
     for name, keys, named in (
-        ("byte", {}, ["token 255"]),
+        ("byte", {}, ["bos=255"]),
         ("subword", {}, ["tokenizer_type=huggingface", "add_eos=true", there]),
         ("own", same, ["tokenizer_type=byte", "tokenizer_path= ", "add_eos=false"]),
         ("subword", same | {"add_eos": False}, ["add_eos=true"]),

@@ -150,7 +150,7 @@ def test_a_run_trains_from_an_import_with_its_tokenizer(exported, place, capfd):
     assert "another tokenizer" not in more.output + more.errors
     capfd.readouterr()
     again = export(place / "more", place / "again")
-    assert f"are those of {ours / 'huggingface'}" in capfd.readouterr().out
+    assert f"are from {ours / 'huggingface'}" in capfd.readouterr().out
     assert_equal_bits(*(load_file(f / "model.safetensors") for f in (again, exported)))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (again / name).read_bytes() == (exported / name).read_bytes()

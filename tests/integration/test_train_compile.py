@@ -82,7 +82,7 @@ def test_one_slice_is_compiled_and_sends_nothing_to_another(compile_run):
     flag = "--xla_tpu_pcie_bandwidth_multiplier=0.00001"
     assert report["compiler_flags"]["LIBTPU_INIT_ARGS"] == flag
     assert "nothing" in run.output.splitlines()
-    inside = run.output.partition("what crosses devices inside a slice")[2].splitlines()
+    inside = run.output.partition("between the devices of a slice")[2].splitlines()
     assert "inner" in inside and any(" fsdp " in line for line in inside)
 
 
@@ -226,7 +226,7 @@ def test_a_program_too_big_for_the_chip_is_exit_code_1(compile_run):
     assert "refused: inner is too big" in run.errors
     assert "v5e-" in run.errors, "the slice that would do"
     assert "remat_policy=full" not in run.errors, "which is already on"
-    assert "what crosses slices" in run.output and "not known: inner" in run.output
+    assert "between slices" in run.output and "not known: inner" in run.output
 
 
 @pytest.mark.full

@@ -265,7 +265,7 @@ def test_check_finds_late_listings_and_stale_reads():
         (["audit", "{empty}", "wait=1"], "wait=1 "),
         (["check", "gs://"], "URL=gs:// "),
         (["check", "{file}/a"], "URL={file}/a "),
-        (["status", "{empty}", "wait=-1"], "wait=-1 "),
+        (["status", "{empty}", "wait=-1"], "wait=-1"),
     ],
 )
 def test_bad_input_is_named_with_exit_code_2(arguments, named, tmp_path, capsys):

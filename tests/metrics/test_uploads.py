@@ -154,7 +154,7 @@ def test_every_end_of_a_run_uploads_the_rest(bucket_run, error):
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_at_the_end_a_store_has_a_deadline(faulty, bucket_run, monkeypatch, hangs):
-    monkeypatch.setattr(line_files, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(line_files, "UPLOAD_S", 0.2)
     answers = threading.Event()
     rows = writer(bucket_run)
     rows.write(1, {"learning/loss": 1.0})

@@ -171,7 +171,7 @@ def test_an_answer_that_never_arrives_does_not_lose_the_lock(gcs, first):
 
 
 def test_a_lock_is_renewed_later_when_the_store_was_unavailable(gcs, monkeypatch):
-    monkeypatch.setattr(store, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(store, "RETRY_S", 0.2)
     said = []
     with lock(said.append) as held:
         gcs.fault = lambda request: 503

@@ -44,7 +44,7 @@ class Slow(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def bucket(monkeypatch):
     monkeypatch.setattr(store, "TIMEOUT_S", 0.4)
-    monkeypatch.setattr(store, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(store, "RETRY_S", 0.2)
     monkeypatch.setattr(store, "BLOCK_BYTES", 1 << 16)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -164,7 +164,7 @@ def test_a_refusal_that_passes_is_not_seen(gcs, status):
 
 
 def test_a_store_that_is_out_of_reach_ends_the_wait(gcs, monkeypatch):
-    monkeypatch.setattr(store, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(store, "RETRY_S", 0.5)
     monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:9")  # where nothing listens
     began = time.monotonic()
     with pytest.raises(CheckpointError, match=f"=gs://{BUCKET}/b .*run_name=a"):

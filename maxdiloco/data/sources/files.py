@@ -248,7 +248,7 @@ def check_text(name: str) -> None:
         remedy = f"JSON lines may be compressed, as {' '.join(COMPRESSED)}"
         if name.endswith(PARQUET):
             remedy = "Set dataset_type=parquet"
-        raise DataError(f"dataset_type=text: {name} is no text. {remedy}; or leave the file out.")
+        raise DataError(f"dataset_type=text: {name} is not text. {remedy}; or leave the file out.")
 
 
 def check_parquet(name: str) -> None:

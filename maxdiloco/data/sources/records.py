@@ -17,8 +17,8 @@ _RECORDS = 256
 def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iterator[Text]:
     """Yield the text of each record of a span.
 
-    Record i of a file of N records and S bytes counts as beginning at byte i * S / N, so that spans
-    need no index.
+    In a file of N records and S bytes, record i counts as beginning at byte i * S / N. Spans
+    therefore need no index.
 
     Args:
       file: the open file, of which only the size is used.

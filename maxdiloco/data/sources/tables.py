@@ -31,7 +31,7 @@ def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iter
         table = tables.ParquetFile(path if is_local(path) else file)
     except pyarrow.ArrowInvalid as error:
         if span.begin == 0:  # one damaged record for any number of spans
-            skip(path, f"no parquet file, or one that was cut off ({error})")
+            skip(path, f"not a parquet file, or truncated ({error})")
         return
     with table:
         _check_column(table.schema_arrow, column, path)
@@ -138,7 +138,7 @@ def open_hub(path: str, key: str, column: str) -> Hub:
         ) from error
     except (OSError, KeyError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"{key}={path} is no data set that the package datasets can load: {error}. Give NAME, "
+            f"{key}={path} cannot be loaded by the package datasets: {error}. Give NAME, "
             "NAME:CONFIG or NAME:CONFIG:SPLIT of the hub, or a folder."
         ) from error
     _check_column(dataset.data.schema, column, f"{key}={path}")

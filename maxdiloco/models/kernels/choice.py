@@ -348,7 +348,7 @@ def _cudnn_obstacle(config: ModelConfig, length: int, shards: int, compute_capab
     if config.attn_logits_soft_cap:
         return f"attn_logits_soft_cap={config.attn_logits_soft_cap} is not 0"
     if config.attention_sink:
-        return "attention_sink=true has no place in its softmax"
+        return "attention_sink=true is not supported by its softmax"
     return ""
 
 

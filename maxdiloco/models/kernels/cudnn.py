@@ -72,9 +72,9 @@ def check_installed(attention: str) -> None:
         jax.eval_shape(fused, heads, heads, heads)
     except RuntimeError as error:
         raise ConfigError(
-            f"attention={attention} takes cuDNN's kernel on GPUs, but JAX says: {error} Install "
-            f"the extra cuda13 (cuda12 for a driver before 580), or cudacompile on a machine "
-            f"without a GPU: pip install -e '.[cuda13]'. Or use attention=dot_product."
+            f"attention={attention} uses cuDNN's kernel on GPUs, which JAX cannot use: {error} "
+            f"Install the extra cuda13 (cuda12 for a driver before 580), or cudacompile on a "
+            f"machine without a GPU: pip install -e '.[cuda13]'. Or use attention=dot_product."
         ) from error
 
 

@@ -1,8 +1,8 @@
 """Rows of tokens to the devices of their experts and back, by an all-to-all.
 
-A device sends each row once, to the device of its expert, and gets the row's result back. How many
-rows a device receives is known at run time only, so a buffer has room for a part of the worst case,
-and what does not fit is exchanged in more rounds. No row is dropped.
+A device sends each row once, to the device of its expert, and gets the row's result back. A device
+knows the number of its received rows only at run time, so a buffer has room for a part of the worst
+case. Rows that do not fit are exchanged in more rounds, and no row is dropped.
 """
 # N devices that share the experts  E experts  L = E / N experts of a device
 # A rows of a device, sorted by expert  R rows of a device's buffer  D model
@@ -103,9 +103,9 @@ def exchange(
 ) -> jax.Array:
     """Send slices of rows to other devices. The gradient is the exchange back.
 
-    It is an all-to-all of equal parts, each with room for all rows. With jax.lax.ragged_all_to_all,
-    which sends no padding, the estimated step on TPUs is longer than with an all-gather
-    (benchmarks/results/experts.md), and XLA:CPU of jax 0.10 does not have it.
+    It is an all-to-all of equal parts, each with room for all rows. jax.lax.ragged_all_to_all sends
+    no padding, but with it the estimated step on TPUs is longer than with an all-gather
+    (benchmarks/results/experts.md). XLA:CPU of jax 0.10 does not have it.
 
     Args:
       axes: mesh axes of the N devices, manual here.

@@ -63,7 +63,7 @@ def _convolution(computation: Computation, item: Instruction) -> float:
     """Count a product that XLA:TPU writes as a convolution, as it does with every product.
 
     A spatial dim has size n or 1 in each of the three arrays: it is a batch dim, a dim that is
-    summed over, or a dim of one factor. Of its n * n pairs of positions n are multiplied.
+    summed over, or a dim of one factor. The product multiplies n of its n * n pairs of positions.
 
     Raises:
       ValueError: the window is another one.
@@ -127,10 +127,10 @@ def _attention_flops(name: str, where: Computation, item: Instruction) -> float 
     """Count a causal attention kernel on one device, padded lanes included; None if it is unknown.
 
     The first operand lists the blocks of scores to compute, on and below the diagonal: [.., rows of
-    blocks, most blocks of a row], or for dkv [.., most blocks of a column, columns]. Queries, keys
-    and values are the first three arrays of floats, [B, N, tokens, features], or for one sequence
-    [N, tokens, features]; tokens may be the last dim. If devices share a sequence, evenly, there
-    are fewer queries than keys. Values may have fewer features than keys.
+    blocks, most blocks of a row], or for dkv [.., most blocks of a column, columns]. The first
+    three arrays of floats are queries, keys and values. Their shape is [B, N, tokens, features], or
+    [N, tokens, features] for one sequence; tokens may be the last dim. If devices share a sequence,
+    evenly, there are fewer queries than keys. Values may have fewer features than keys.
     """
     try:
         operands = _shapes(where, item)

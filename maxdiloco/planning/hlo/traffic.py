@@ -1,8 +1,8 @@
 """Traffic of a compiled program: collectives among devices, and transfers between slices.
 
-On CPU and GPU a program numbers all devices. On TPU it numbers the devices of one slice, and a
-collective over slices is a `send` and a `recv` through the host (MegaScale) with their `-done`, one
-pair for each rendezvous name.
+On CPU and GPU a program numbers all devices. On TPU it numbers the devices of one slice. A
+collective over slices is then a `send` and a `recv` through the host (MegaScale), each with its
+`-done`: one pair for each rendezvous name.
 """
 
 import math
