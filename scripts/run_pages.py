@@ -15,7 +15,9 @@ needs decides how it is run:
     keys     compiles for minutes: only its keys are read
     skipped  needs an address, a cluster, a bucket or gigabytes of packages
 
-Prints a line for each command. The exit code is 1 if a command failed.
+Prints a line for each command. After a tutorial it compares the outputs that the page shows with
+those of the commands, except for numbers, and prints each line that they do not have. The exit code
+is 1 if a command failed or an output differs.
 """
 
 import os
@@ -122,14 +124,42 @@ def copy(folder: pathlib.Path) -> None:
     parquet.write_table(table, folder / "data/parquet/0.parquet")
 
 
+def outputs(text: str) -> list[str]:
+    """Return the lines of a page's blocks of output: those without a command."""
+    found: list[str] = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.S | re.M):
+        if language in ("", "text") and not commands(f"```\n{block}```"):
+            found += filter(None, map(str.strip, block.splitlines()))
+    return found
+
+
+def without_numbers(text: str) -> str:
+    """Replace what differs from run to run: numbers, digests, units of time, and spaces."""
+    text = re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b", "#", text)
+    text = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?[kM]?", "#", text)
+    text = re.sub(r"# ?(ms|s|min|h)\b", "# s", text)
+    return " ".join(text.split())
+
+
+def differing(page: str, printed: str) -> list[str]:
+    """Return the lines of a page's outputs that the commands did not print. `...` is any text."""
+    printed = without_numbers(printed)
+    return [
+        line
+        for line in outputs(page)
+        if not all(part.strip() in printed for part in without_numbers(line).split("..."))
+    ]
+
+
 def run(page: str, folder: pathlib.Path, *, show: bool = False) -> bool:
-    """Run a page's commands in order; returns whether all succeeded."""
+    """Run a page's commands in order; returns whether all succeeded, with the outputs it shows."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
     environ["PATH"] = f"{sys.prefix}/bin:{environ['PATH']}"
     environ |= {"PYTHONPATH": str(folder), "M_JAX_CACHE_DIR": str(folder / "cache")}
     environ |= {"MAXDILOCO_VENV": sys.prefix}
-    all_good = True
-    found = commands((ROOT / page).read_text(encoding="utf-8"))
+    all_good, printed = True, ""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = commands(text)
     apart = [line for line in found if "enable_islands=true" in line]  # they run at once
     for command in found:
         how = mode(command)
@@ -143,6 +173,8 @@ def run(page: str, folder: pathlib.Path, *, show: bool = False) -> bool:
             continue
         extra = {"M_MAX_TARGET_LENGTH": "64", "M_PER_DEVICE_BATCH_SIZE": "1", "M_EVAL_STEPS": "1"}
         extra |= {} if "steps=" in command else {"M_STEPS": "4", "M_LOG_PERIOD": "2"}
+        if "maxdiloco.plan " in command:  # arithmetic, which takes seconds at any size
+            extra = {}
         line = adapted(command, how, folder)
         if command in apart:
             line = " & ".join(f"{{ {adapted(each, how, folder)}; }}" for each in apart)
@@ -152,12 +184,17 @@ def run(page: str, folder: pathlib.Path, *, show: bool = False) -> bool:
             ["bash", "-c", line], cwd=folder, env=environ | extra, text=True, errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
+        printed += done.stdout.replace(f"{folder}/", "")
         good = done.returncode == 0
         all_good &= good
         took = f"{time.monotonic() - begun:4.0f} s"
         print(f"{how if good else 'FAILED':8}{took}  {page}: {shown}", flush=True)
         if show or not good:
             print(f"exit code {done.returncode}\n{done.stdout[-3000:]}", flush=True)
+    if page.startswith("docs/tutorials/"):
+        for line in differing(text, printed):
+            all_good = False
+            print(f"DIFFERS      {page}: {line}", flush=True)
     return all_good
 
 

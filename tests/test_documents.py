@@ -80,3 +80,27 @@ def test_the_navigation_of_the_site_has_every_page():
     found = set(re.findall(r"^/(\S+\.md)$", site.navigation(text), re.M))
     pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
     assert pages - {"docs/index.md"} == {page for page in found if page.startswith("docs/")}
+
+
+def test_the_commands_of_every_tutorial_are_run_and_their_outputs_compared():
+    pages = script("run_pages")
+    tutorials = {f"docs/tutorials/{path.name}" for path in ROOT.glob("docs/tutorials/*.md")}
+    assert tutorials and tutorials <= set(pages.PAGES)
+    for name in tutorials - {"docs/tutorials/own-loop.md"}:  # a test has its program
+        assert pages.commands((ROOT / name).read_text()) and pages.outputs(
+            (ROOT / name).read_text()
+        )
+
+
+@pytest.mark.parametrize(
+    ("printed", "differing"),
+    [
+        ("step 2  loss 3.25  0.1 s  45 tok/s\nrun 8f00aa11\n", []),
+        ("step 9  loss 3.25  7 min\nrun 12345678\n", []),
+        ("step 2  eval 3.25  0.1 s\nrun 8f00aa11\n", ["step 1  loss 2.5  4 s ..."]),
+        ("step 2  loss 3.25  0.1 s\n", ["run 1a2b3c4d"]),
+    ],
+)
+def test_an_output_of_a_page_is_found_whatever_its_numbers(printed, differing):
+    page = "```\nbash run.sh\n```\n\n```text\nstep 1  loss 2.5  4 s ...\nrun 1a2b3c4d\n```\n"
+    assert script("run_pages").differing(page, printed) == differing
