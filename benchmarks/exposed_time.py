@@ -72,7 +72,7 @@ def asked(
     flags += [f"{key}={value}" for key, value in defaults.items() if key not in given]
     cfg = config.load(flags, os.environ)
     jax.config.update("jax_platforms", "cpu")
-    mesh_lib.tell_libtpu(run_settings.read_mesh(cfg))
+    mesh_lib.configure_libtpu(run_settings.read_mesh(cfg))
     mesh = mesh_lib.build(run_settings.read_mesh(cfg), topology.devices(options["slices"], 2))
     return options, cfg, mesh
 

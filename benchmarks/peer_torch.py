@@ -4,7 +4,7 @@
 
 Both train the same decoder, in bfloat16 over float32 parameters, with AdamW and gradients clipped
 at norm 1. torch: autocast, scaled_dot_product_attention, a fused AdamW, torch.compile; the loop is
-in beside/torch_process.py. torch goes into an environment of its own below `out`, unless `python`
+in peer/torch_process.py. torch goes into an environment of its own below `out`, unless `python`
 names one that has it. Both use all cores the process may use; while one steps, the other waits for
 its turn. At first both start alone, from nothing: seconds from the start of the process to the end
 of the first step. Names: OWN; other keys are the trainer's, above DEFAULTS.
@@ -50,7 +50,7 @@ SPEC = (
     "base_emb_dim", "base_mlp_dim", "vocab_size", "base_num_query_heads", "base_num_kv_heads",
     "head_dim", "base_num_decoder_layers", "max_target_length",
 )  # fmt: skip
-PROCESS = pathlib.Path(__file__).parent / "beside" / "torch_process.py"
+PROCESS = pathlib.Path(__file__).parent / "peer" / "torch_process.py"
 REQUIREMENTS = ("torch==2.13.0", "numpy==2.4.6")
 
 

@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         values = {name: vars(options)[name] for name in imported.MAY_SET}
         keys = [f"{name}={value}" for name, value in values.items() if value]
         with folders.reading(rest[0]):
-            folder = folders.place(rest[0], "SRC")
+            folder = folders.opened(rest[0], "SRC")
             imported.import_model(folder, target, options.vocab_multiple, keys, say)
         return 0
     from maxdiloco.huggingface import exported

@@ -11,7 +11,7 @@ def is_own(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0)
 
 
-def breach(status: os.stat_result, path: os.PathLike | str, *, again: str) -> str:
+def problem(status: os.stat_result, path: os.PathLike | str, *, again: str) -> str:
     """Return why another user could have written a file or the files of a folder, and a remedy.
 
     Args:

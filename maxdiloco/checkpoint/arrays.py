@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiloco.checkpoint import staging
 from maxdiloco.checkpoint.trees import is_key, named_leaves
-from maxdiloco.engine.calls import BESIDE, Call
+from maxdiloco.engine.calls import OUTSIDE, Call
 from maxdiloco.errors import CheckpointError
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import axes_of
@@ -278,7 +278,7 @@ def calls(abstract: Any, *, on_compile: Callable) -> list[Call]:
         out_shardings=NamedSharding(sharding.mesh, leaf.sharding.spec),
         on_compile=on_compile,
     )
-    return [Call(program, (parts,), 0, BESIDE)]
+    return [Call(program, (parts,), 0, OUTSIDE)]
 
 
 def _is_gathered(leaf: jax.ShapeDtypeStruct) -> bool:

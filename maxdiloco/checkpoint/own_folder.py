@@ -73,7 +73,7 @@ class OwnFolder:
             if is_local(self._path):  # object stores have no folders
                 durable.make_folder(self._path)
             if not self.is_alone and is_local(self._path):
-                self._take_lock()
+                self._acquire_lock()
         for path in damaged:
             if path.exists():
                 self._rename(path, ".damaged")
@@ -159,7 +159,7 @@ class OwnFolder:
         """Return the steps of the run that have a complete checkpoint, oldest first."""
         return [step for step in read.steps(self._path) if step in self.steps]
 
-    def _take_lock(self) -> None:
+    def _acquire_lock(self) -> None:
         descriptor = os.open(self._path, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -104,7 +104,7 @@ class FailureDetector:
     def begin(self, mailbox: Mailbox) -> None:
         """Watch the peers of a mailbox; `close` and `leave` close it."""
         self._mailbox = mailbox
-        mailbox.watch(WORD, on_message=self._receive, on_loss=self._lose_peer)
+        mailbox.subscribe(WORD, on_message=self._receive, on_loss=self._lose_peer)
 
     def before_end(self, note: Callable[[str], None]) -> None:
         """Register a function to call with the error's line before a lost peer ends the process.
@@ -195,7 +195,7 @@ class FailureDetector:
             self._changed.notify_all()
         for peer in self._mailbox.machines:
             who = f"{self._me()} says: " if peer == lost else ""
-            self._tell(peer, loss._replace(line=who + loss.line))
+            self._notify(peer, loss._replace(line=who + loss.line))
         self._mailbox.fail(LostPeerError(loss.line, loss.exit_code))
 
     def _say_goodbye(self, exit_code: int, why: str | None) -> None:
@@ -208,7 +208,7 @@ class FailureDetector:
         if self._mailbox is not None:
             if (loss := self._loss_of_peers(exit_code, why)) is not None:
                 for peer in self._mailbox.machines:
-                    self._tell(peer, loss)
+                    self._notify(peer, loss)
             if self._closing:
                 self._mailbox.close(CLEAN_UP_S)
                 return
@@ -219,8 +219,8 @@ class FailureDetector:
             self._mailbox.close(CLEAN_UP_S)
         self._end(exit_code, None)
 
-    def _tell(self, peer: int, loss: Loss) -> None:
-        self._mailbox.tell(peer, WORD, json.dumps(loss).encode())
+    def _notify(self, peer: int, loss: Loss) -> None:
+        self._mailbox.notify(peer, WORD, json.dumps(loss).encode())
 
     def _loss_of_peers(self, exit_code: int, why: str | None) -> Loss | None:
         """Return the Loss to send to the peers when this process ends; None if all end alike."""

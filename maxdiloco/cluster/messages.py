@@ -75,7 +75,7 @@ class Mailbox:
         self.timeout_s, self._times = timeout_s, times(timeout_s)
         self._changed = threading.Condition()
         self._messages: dict[tuple[int, Key], deque[bytearray]] = defaultdict(deque)
-        self._watched: str | None = None  # see `watch`
+        self._subscribed: str | None = None  # see `subscribe`
         self._on_message = self._on_loss = lambda peer, what: None
         self._failure: BaseException | None = None
         self._flushed: bool | None = None  # the result of close()
@@ -111,7 +111,7 @@ class Mailbox:
         """{peer: name of its machine} of the peers with a control channel."""
         return {peer: self._peers[peer].machine for peer, name in self._channels if name == CONTROL}
 
-    def watch(
+    def subscribe(
         self,
         word: str,
         on_message: Callable[[int, bytearray], None],
@@ -124,7 +124,7 @@ class Mailbox:
           on_message: called with the peer and the bytes of the message.
           on_loss: called with the peer and a description of the loss.
         """
-        self._watched, self._on_message, self._on_loss = word, on_message, on_loss
+        self._subscribed, self._on_message, self._on_loss = word, on_message, on_loss
 
     def put(self, peer: int, key: Key, buffers: Sequence[object], channel: str = BULK) -> None:
         """Queue one message and return at once. A peer that has left receives nothing.
@@ -145,8 +145,8 @@ class Mailbox:
             self._raise_failure()
         self._loop.call_soon_threadsafe(self._channels[peer, channel].add, new)
 
-    def tell(self, peer: int, word: str, data: bytes) -> None:
-        """Queue a message for the peer's `watch` callback, even after a failure."""
+    def notify(self, peer: int, word: str, data: bytes) -> None:
+        """Queue a message for the callback of the peer's `subscribe`, even after a failure."""
         self._loop.call_soon_threadsafe(self._channels[peer, CONTROL].add, message((word,), [data]))
 
     def arrived(self, peer: int, key: Key) -> bool:
@@ -322,7 +322,7 @@ class Mailbox:
             await asyncio.wait(self._tasks, timeout=_TICK_S)
 
     def _deliver(self, peer: int, key: Key, data: bytearray) -> None:
-        if key == (self._watched,):
+        if key == (self._subscribed,):
             self._on_message(peer, data)
             return
         with self._changed:

@@ -137,10 +137,10 @@ def _mounted(path, given, suffixes):
 
 
 def _in_bucket(path, given, suffixes):
-    if paths.lists_nothing(path) and not path.endswith(suffixes):
+    if paths.is_https(path) and not path.endswith(suffixes):
         return {}, "name"
     with reading(given):
-        if paths.lists_nothing(path):
+        if paths.is_https(path):
             stamp = paths.find(path)
             return {path: stamp} if stamp else {}, "none"
         if below := paths.objects(path):

@@ -143,19 +143,19 @@ def best_fit(size_P: np.ndarray, length: int) -> tuple[np.ndarray, int]:
     order_P = np.argsort(small, kind="stable")[::-1]
     count_S = np.bincount(size_P, minlength=length + 1)
     window_P = np.empty(len(size_P), np.int64)
-    rooms = _Rooms(length)
+    open_windows = _OpenWindows(length)
     done = 0
     for size in np.flatnonzero(count_S)[::-1].tolist():
         end = done + int(count_S[size])
         while done < end:
-            windows, each = rooms.take(size, end - done)
+            windows, each = open_windows.fill(size, end - done)
             chosen = np.repeat(windows, each)[: end - done]
             window_P[order_P[done : done + len(chosen)]] = chosen
             done += len(chosen)
-    return window_P, rooms.num_windows
+    return window_P, open_windows.num_windows
 
 
-class _Rooms:
+class _OpenWindows:
     """Windows by their free room [tokens]."""
 
     def __init__(self, length):
@@ -164,7 +164,7 @@ class _Rooms:
         self._rooms = []  # the keys of _windows, ascending; each has a list of arrays of windows
         self._windows = {}
 
-    def take(self, size, count):
+    def fill(self, size, count):
         """Return windows for at most `count` pieces, and the number of pieces in each window.
 
         The last window may receive fewer pieces.

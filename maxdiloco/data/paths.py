@@ -26,7 +26,7 @@ _LEAST = 1 << 16
 _MOST = 1 << 22
 
 
-def lists_nothing(path: str) -> bool:
+def is_https(path: str) -> bool:
     """Return True if a path is an https address, which cannot be listed."""
     return path.startswith("https://")
 
@@ -83,7 +83,7 @@ def find(path: str) -> Stamp | None:
     try:
         entry = bucket.head(name) if name else None
     except PermissionError:  # the response of S3 over https for a missing object
-        if not lists_nothing(path):
+        if not is_https(path):
             raise
     return None if entry is None else Stamp.of_entry(entry)
 
@@ -91,7 +91,7 @@ def find(path: str) -> Stamp | None:
 def is_folder(path: str) -> bool:
     """Return True if there is an object below a path."""
     bucket, name = _bucket(path)
-    return not lists_nothing(path) and any(True for _ in bucket.list_all(name))
+    return not is_https(path) and any(True for _ in bucket.list_all(name))
 
 
 def stamps(folder: str, names: Sequence[str]) -> list[Stamp]:
@@ -101,7 +101,7 @@ def stamps(folder: str, names: Sequence[str]) -> list[Stamp]:
       FileNotFoundError: an object does not exist.
     """
     paths = [f"{folder.rstrip('/')}/{name}" for name in names]
-    if lists_nothing(folder):
+    if is_https(folder):
         there = dict(zip(paths, in_threads(find, paths, REQUESTS), strict=True))
     else:
         there = objects(folder)
@@ -145,7 +145,7 @@ def _bucket(path: str) -> tuple[store.Bucket, str]:
     require("obstore", path, extra="buckets")
     scheme, _, rest = path.partition("://")
     bucket, _, name = rest.partition("/")
-    if lists_nothing(path):
+    if is_https(path):
         name = urllib.parse.unquote(name)
     return object_store.BucketPath.client(scheme, bucket), name.strip("/")
 

@@ -79,7 +79,7 @@ def left_out_lines(source: Source, key: str) -> Iterator[str]:
     """Yield a warning with the number of files in a folder that a source does not read, if any."""
     kind, path, _ = source
     read, folder = KINDS[kind].suffixes, os.path.expanduser(path)
-    no_folder = paths.lists_nothing(path)
+    no_folder = paths.is_https(path)
     if paths.is_local(path):
         no_folder = not os.path.isdir(folder)
     if not path or not read or no_folder or shards.is_folder(path):

@@ -9,7 +9,7 @@ from maxdiloco.parallel.program import Program
 
 # When a program runs: in a step; between two steps, while the run's state is on the devices; or at
 # the start, before the state exists.
-STEP, BESIDE, START = "step", "beside", "start"
+STEP, OUTSIDE, START = "step", "outside", "start"
 # The event for which a program runs between two steps. Only an evaluation has separate programs: a
 # save writes the arrays of the state, and a log step reads them.
 EVALUATION, SAVE, LOG = "evaluation", "save", "log step"
@@ -22,7 +22,7 @@ class Call(NamedTuple):
       program: the program.
       args: its arguments.
       runs: how often it runs in a period of H steps, once exchanges are in flight.
-      when: STEP, BESIDE or START.
+      when: STEP, OUTSIDE or START.
       event: EVALUATION, SAVE or LOG; "" for a program that runs after every step.
     """
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import Mesh
 
-from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
+from maxdiloco.engine.calls import EVALUATION, OUTSIDE, Call
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import shardings_of
 
@@ -80,7 +80,9 @@ class OuterParamsView(NamedTuple):
           state: ShapeDtypeStructs.
           runs: how often `read` is called in a period.
         """
-        return [Call(self.mean, (self.kept(state),), runs, BESIDE, EVALUATION)] if self.mean else []
+        return (
+            [Call(self.mean, (self.kept(state),), runs, OUTSIDE, EVALUATION)] if self.mean else []
+        )
 
 
 class RestorePlan(NamedTuple):

@@ -125,10 +125,10 @@ def _carried(import_path: str, checkpoint: epath.Path, like: str) -> Folder | No
     It is `like`, or the import that wrote the checkpoint, or the import that its run loaded.
     """
     if like:
-        folder = folders.place(like, "like")
+        folder = folders.opened(like, "like")
         return folder / CARRIED if (folder / CARRIED).is_dir() else folder
     begins = [os.fspath(checkpoint.parent.parent), *([import_path] if import_path else [])]
-    paths = [folders.place(begin, "load_parameters_path") / CARRIED for begin in begins]
+    paths = [folders.opened(begin, "load_parameters_path") / CARRIED for begin in begins]
     return next((path for path in paths if (path / "config.json").is_file()), None)
 
 

@@ -23,7 +23,7 @@ UNFINISHED = ".unfinished"
 MARK = "maxdiloco-writes-here"  # file in an unfinished folder, locked by the program that writes it
 
 
-def place(path: str, key: str) -> Folder:
+def opened(path: str, key: str) -> Folder:
     """Return the folder at a path that a key names.
 
     Raises:
@@ -56,14 +56,14 @@ def appearing(target: Folder) -> Iterator[epath.Path]:
       CheckpointError: the disk or the bucket cannot be written.
     """
     remedy = "Free some space or give another folder."
-    told = refusing(CheckpointError, f"DST={target} cannot be written", remedy)
+    failures = refusing(CheckpointError, f"DST={target} cannot be written", remedy)
     if not is_local(target):
-        with told, tempfile.TemporaryDirectory(prefix="maxdiloco-hf-") as made:
+        with failures, tempfile.TemporaryDirectory(prefix="maxdiloco-hf-") as made:
             yield epath.Path(made)
             staging.upload(epath.Path(made), target, last="config.json")
         return
     folder = epath.Path(target.parent / (target.name + UNFINISHED))
-    with contextlib.ExitStack() as stack, told:
+    with contextlib.ExitStack() as stack, failures:
         if folder.exists():
             _remove_left(folder, target)
         durable.make_folder(folder.parent)

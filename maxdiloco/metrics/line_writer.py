@@ -179,7 +179,7 @@ class LineWriter:
         with self._changed:
             self._is_urgent = False
             if not self._batch:
-                self._batch = self._take_lines()
+                self._batch = self._next_lines()
             syncs = self._wants_sync and not self._lines
         error = None
         try:
@@ -200,7 +200,7 @@ class LineWriter:
             self._changed.notify_all()
             return error is None or not self._is_closing
 
-    def _take_lines(self) -> bytes:
+    def _next_lines(self) -> bytes:
         """Take the oldest lines, about BATCH_BYTES."""
         taken, size = [], 0
         while self._lines and size < BATCH_BYTES:

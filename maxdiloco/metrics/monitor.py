@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxdiloco.cluster import agree
-from maxdiloco.engine.calls import BESIDE, Call
+from maxdiloco.engine.calls import OUTSIDE, Call
 from maxdiloco.engine.trainer import Trainer, abstract_metrics
 from maxdiloco.errors import NumericsError
 from maxdiloco.parallel.program import Program
@@ -97,7 +97,7 @@ class Monitor:
         loss = self._metrics["loss"]
         first = jax.ShapeDtypeStruct(loss.shape, jnp.int32, sharding=loss.sharding)
         watched = (first, loss, self._metrics["grad_norm"], np.int32(0))
-        return [Call(self._watch, watched, self._trainer.period, BESIDE)]
+        return [Call(self._watch, watched, self._trainer.period, OUTSIDE)]
 
     def add(self, t: int, metrics: Any) -> None:
         """Keep the metrics of inner step t, leaves [R], without waiting for them."""
@@ -144,7 +144,7 @@ class Monitor:
         self._trainer.check_finite(state, exchanges_only=True)
         return {name: values[self._own] for name, values in last.items()}
 
-    def take_row(self, steps: int) -> dict[str, np.ndarray]:
+    def read_row(self, steps: int) -> dict[str, np.ndarray]:
         """Return the losses since the last row, and begin a new one.
 
         Args:

@@ -89,12 +89,12 @@ def product(sizes: Mapping[str, int]) -> str:
 def choose_platform(settings: MeshSettings) -> None:
     """Set JAX's platform; hardware=auto leaves the choice to JAX."""
     if settings.hardware == "tpu" or (settings.hardware == "auto" and not uses_only_cpu(settings)):
-        tell_libtpu(settings)
+        configure_libtpu(settings)
     if settings.hardware in _PLATFORMS:
         jax.config.update("jax_platforms", _PLATFORMS[settings.hardware])
 
 
-def tell_libtpu(settings: MeshSettings) -> None:
+def configure_libtpu(settings: MeshSettings) -> None:
     """Set libtpu's flags for the programs of a run."""
     if settings.hide_transfers:
         chips.hide_transfers()

@@ -126,7 +126,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "dcn_busy_seconds_per_period": None if untimed else steps.busy,
         "dcn_exposed_seconds_per_period": None if untimed else steps.exposed,
         "dcn_exposed_seconds_per_period_least": None if untimed else steps.least,
-        "beside_the_steps": {name: _event(report, name) for name in (EVALUATION, SAVE, LOG)},
+        "outside_the_steps": {name: _event(report, name) for name in (EVALUATION, SAVE, LOG)},
         "programs": [_program(report, program) for program in report.programs],
         "verdict": verdict(report),
     }

@@ -46,7 +46,7 @@ def open_devices(cfg: Config) -> tuple[Config, Mesh, Chip | None]:
         jax.config.update("jax_compilation_cache_dir", folder)
     if name := cfg.compile_topology:
         if not topology.find(name).is_gpu:
-            mesh_lib.tell_libtpu(run_settings.read_mesh(cfg))
+            mesh_lib.configure_libtpu(run_settings.read_mesh(cfg))
         return _absent(cfg)
     of_mesh = run_settings.read_mesh(cfg)
     mesh_lib.choose_platform(of_mesh)

@@ -69,8 +69,8 @@ def exposed_s(
     if not lag:
         return sum(seconds + latency_s for seconds in fragments) + latency_s * len(shared)
     if chunks:
-        beside = sum(max(0.0, seconds + latency_s - step_s) for seconds in chunks)
-        return beside + sum(seconds + latency_s for seconds in unhidden)
+        exposed = sum(max(0.0, seconds + latency_s - step_s) for seconds in chunks)
+        return exposed + sum(seconds + latency_s for seconds in unhidden)
     clock, waited = Clock(), 0.0
     before, last = (PERIODS - 1) * H, PERIODS * H
     firsts = [offset or H for offset in offsets(len(fragments), H)]

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from maxdiloco.engine.calls import BESIDE, START, STEP
+from maxdiloco.engine.calls import OUTSIDE, START, STEP
 from maxdiloco.output import aligned
 from maxdiloco.planning import link_model
 from maxdiloco.planning.compile_report import Report, as_json, verdict
@@ -146,7 +146,7 @@ def lines(report: Report) -> list[str]:
             at += f", {report.gbps * hosts:g} a host of {hosts}"
     out += ["", f"traffic between slices{at}", *_over_slices(programs), *unknown]
     out += ["", "traffic between the devices of a slice, per run", *_in_slice(report, programs)]
-    return [*out, *unknown, "", *_summary(report), *_events(found["beside_the_steps"])]
+    return [*out, *unknown, "", *_summary(report), *_events(found["outside_the_steps"])]
 
 
 def _programs(report: Report, programs: list[dict[str, Any]]) -> list[str]:
@@ -228,9 +228,9 @@ def _grouped(
 
 def _summary(report: Report) -> list[str]:
     """Return the sums of a period: for the steps, and for the other programs."""
-    steps, beside = report.cost(STEP), report.cost(BESIDE)
+    steps, outside = report.cost(STEP), report.cost(OUTSIDE)
     sent, aside = (
-        f"{each.dcn_bytes:,.0f} bytes" if each.known else "not known" for each in (steps, beside)
+        f"{each.dcn_bytes:,.0f} bytes" if each.known else "not known" for each in (steps, outside)
     )
     out = [f"to other slices, a device and period of {report.period} steps: {sent}"]
     if report.by_hosts:
@@ -244,9 +244,9 @@ def _summary(report: Report) -> list[str]:
         whole = report.step_seconds * report.period
         share = link_model.share(steps.exposed, steps.busy)
         out.append(f"link busy {steps.busy / whole:.1%} of the time, {share:.1%} of it exposed")
-        if beside.known:
-            aside += f", {beside.seconds * 1e3:.2f} ms"
-            aside += f", {beside.seconds / whole:.1%} of the steps' time"
+        if outside.known:
+            aside += f", {outside.seconds * 1e3:.2f} ms"
+            aside += f", {outside.seconds / whole:.1%} of the steps' time"
     return [*out, f"in addition to the steps: {aside}"]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.engine.calls import BESIDE, EVALUATION, Call
+from maxdiloco.engine.calls import EVALUATION, OUTSIDE, Call
 from maxdiloco.models import sampling
 from maxdiloco.models.devices import token_shards
 from maxdiloco.models.loss import next_tokens
@@ -120,7 +120,7 @@ class Evaluation:
         # With -1, the number of sequences of the text is not known here.
         batches = max(1, -(-self._num_sequences // self._shape[0]))
         args = (params, batch, bytes_V)
-        return [Call(self._program, args, runs * batches, BESIDE, EVALUATION)]
+        return [Call(self._program, args, runs * batches, OUTSIDE, EVALUATION)]
 
     def __call__(self, params: Any, dataset: Any) -> Totals:
         """Return the sums over a data set. params: of Trainer.evaluated.
@@ -197,7 +197,7 @@ class Sampler:
 
     def calls(self, params: Any, runs: float) -> list[Call]:
         """Return the program. params: abstract. runs: evaluations in a period."""
-        return [Call(self._program, (params, None, None), runs, BESIDE, EVALUATION)]
+        return [Call(self._program, (params, None, None), runs, OUTSIDE, EVALUATION)]
 
     def __call__(self, params: Any) -> str:
         """Return the prompt and its continuation. params: of Trainer.evaluated."""

@@ -88,7 +88,7 @@ class Recorder:
         self._metrics = self._check(state)
         parts, mesh = self._parts, self._parts.mesh
         steps, self._logged = range(self._logged + 1, t + 1), t
-        self._metrics |= parts.monitor.take_row(len(steps))
+        self._metrics |= parts.monitor.read_row(len(steps))
         sent = sum(map(parts.trainer.bytes_sent, steps)) / len(steps)
         self._values |= {"dcn/bytes_sent": sent} | parts.trainer.extra_metrics(state)
         self._values["learning/lr"] = parts.control.learning_rate(parts.learning_rate, t)

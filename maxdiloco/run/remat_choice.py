@@ -160,15 +160,15 @@ def make_room(cfg: Config, *, outer_state: bool, remat_policy: str = "", there: 
       there: False for absent GPUs, because programs with host memory cannot be compiled for them.
     """
     where = "" if there else " on the GPUs themselves"
-    ways = ["more devices in a slice"]
+    remedies = ["more devices in a slice"]
     if cfg.per_device_batch_size > 1:
-        ways.append("a smaller per_device_batch_size")
+        remedies.append("a smaller per_device_batch_size")
     # AUTO means `full` for a model that is not trained.
     if (remat_policy or cfg.remat_policy) not in ("full", AUTO):
-        ways.append("remat_policy=full")
+        remedies.append("remat_policy=full")
     if outer_state and cfg.diloco_outer_memory == "device":
-        ways.append(f"diloco_outer_memory=pinned_host{where}")
+        remedies.append(f"diloco_outer_memory=pinned_host{where}")
     if not cfg.optimizer_memory_host_offload:
-        ways.append(f"optimizer_memory_host_offload=true{where}")
-    *most, last = ways
+        remedies.append(f"optimizer_memory_host_offload=true{where}")
+    *most, last = remedies
     return f"Use {', '.join(most)} or {last}." if most else f"Use {last}."

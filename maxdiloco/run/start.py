@@ -99,7 +99,7 @@ def _run(
 
     # Open the data before creating the folder of the run, so that bad data create no folder.
     name = cfg.run_name or _new_name()
-    run_state.check_places(
+    run_state.check_paths(
         settings.checkpoint,
         locate(cfg.base_output_directory, name),
         base_output_directory=cfg.base_output_directory,

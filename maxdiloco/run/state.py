@@ -21,7 +21,7 @@ from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.assemble import BatchShape, Parts
 from maxdiloco.run.remat_choice import make_room
 from maxdiloco.run.settings import CheckpointSettings, RunSettings, read_optimizer
-from maxdiloco.storage.run_folder import RunFolder, absolute, require_place
+from maxdiloco.storage.run_folder import RunFolder, absolute, require_usable
 
 _OF_TOKENIZER = ("tokenizer_type", "add_bos", "add_eos")  # compared with the other keys
 
@@ -192,7 +192,7 @@ def refuse_changes(
     )
 
 
-def check_places(
+def check_paths(
     checkpoint: CheckpointSettings, folder: RunFolder, *, base_output_directory: str, run_name: str
 ) -> None:
     """Raise CheckpointError if the run's folder or its starting checkpoint cannot be used.
@@ -200,7 +200,7 @@ def check_places(
     Nothing is created.
     """
     if jax.process_index() == 0:
-        require_place(base_output_directory, folder.path.name)
+        require_usable(base_output_directory, folder.path.name)
     keys = ("load_parameters_path", "load_full_state_path")
     paths = {key: vars(checkpoint)[key] for key in keys if vars(checkpoint)[key]}
     if checkpoint.enable_checkpointing and not paths:

@@ -65,7 +65,7 @@ def locate(base_output_directory: str, run_name: str) -> RunFolder:
     return RunFolder(absolute(base_output_directory) / run_name)
 
 
-def require_place(base_output_directory: str, run_name: str) -> None:
+def require_usable(base_output_directory: str, run_name: str) -> None:
     """Raise CheckpointError unless the local folder of a run could be made and written."""
     path = locate(base_output_directory, run_name).path
     if not is_local(path):

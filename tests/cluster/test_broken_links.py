@@ -77,7 +77,7 @@ def test_a_link_that_stops_for_long_loses_the_peer_on_both_sides(network, direct
     """Or for good, as when the peer is killed: its connections close and its port refuses."""
     zero, one, proxy = network.pair(timeout_s=1.5)
     lost = []
-    one.watch("end", on_message=lambda *it: None, on_loss=lambda *it: lost.append(it))
+    one.subscribe("end", on_message=lambda *it: None, on_loss=lambda *it: lost.append(it))
     waiting = {
         1: later(lambda: zero.get(1, (0, 1), soon())),
         0: later(lambda: one.get(0, (0, 1), soon())),

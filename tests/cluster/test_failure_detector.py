@@ -27,11 +27,11 @@ class Box:
         self.said, self.left = queue.Queue(), threading.Event()
         self.closed, self.failure, self.misses_a_peer = False, None, False
 
-    def watch(self, word, on_message, on_loss):
+    def subscribe(self, word, on_message, on_loss):
         self.hear = lambda peer, loss: on_message(peer, json.dumps(loss).encode())
         self.lose, self.raw = on_loss, on_message
 
-    def tell(self, peer, word, data):
+    def notify(self, peer, word, data):
         self.said.put((peer, json.loads(data)))
 
     def fail(self, error):

@@ -127,9 +127,9 @@ def test_close_returns_in_time_and_says_what_it_could_not_send(network):
 def test_a_watched_message_arrives_even_after_a_failure(network):
     zero, one, _ = network.pair()
     heard = []
-    one.watch("end", on_message=lambda *it: heard.append(it), on_loss=lambda *it: None)
+    one.subscribe("end", on_message=lambda *it: heard.append(it), on_loss=lambda *it: None)
     zero.fail(LostPeerError("process 7 is gone"))
-    zero.tell(1, "end", b"why")
+    zero.notify(1, "end", b"why")
     until(lambda: heard == [(0, b"why")])
     assert not one.arrived(0, ("end",))
 

@@ -58,9 +58,9 @@ def test_the_loss_of_a_row_is_the_mean_since_the_last_row(monkeypatch, most):
     monkeypatch.setattr(monitor_lib, "_MAX_STEPS", most)
     watcher = monitor()
     add(watcher, range(1, 6))
-    np.testing.assert_allclose(watcher.take_row(5)["loss"], mean(range(1, 6)), rtol=1e-7)
+    np.testing.assert_allclose(watcher.read_row(5)["loss"], mean(range(1, 6)), rtol=1e-7)
     add(watcher, [6])
-    np.testing.assert_array_equal(watcher.take_row(1)["loss"], losses(6).astype(np.float32))
+    np.testing.assert_array_equal(watcher.read_row(1)["loss"], losses(6).astype(np.float32))
 
 
 def test_a_run_interrupted_between_rows_writes_the_same_row():
@@ -71,13 +71,13 @@ def test_a_run_interrupted_between_rows_writes_the_same_row():
     add(before, range(1, 4))
     after.resume(before.sums())
     add(after, range(4, 8))
-    np.testing.assert_array_equal(after.take_row(7)["loss"], whole.take_row(7)["loss"])
+    np.testing.assert_array_equal(after.read_row(7)["loss"], whole.read_row(7)["loss"])
     before, after = monitor(2), monitor(6)
     add(before, [1, 2], R=2)
     after.resume(before.sums())
     add(after, [3], R=6)
     wanted = (np.tile(mean([1, 2], 2).astype(np.float64), 3) * 2 + losses(3, 6)) / 3
-    np.testing.assert_allclose(after.take_row(3)["loss"], wanted, rtol=1e-6)
+    np.testing.assert_allclose(after.read_row(3)["loss"], wanted, rtol=1e-6)
 
 
 def test_a_row_of_a_step_that_was_not_finite_has_no_mean():
@@ -86,7 +86,7 @@ def test_a_row_of_a_step_that_was_not_finite_has_no_mean():
     bad = placed([1.0, np.nan, 1.0, 1.0])
     watcher.add(2, {"loss": bad, "grad_norm": bad})
     add(watcher, [3])
-    assert np.isnan(watcher.take_row(3)["loss"]).tolist() == [False, True, False, False]
+    assert np.isnan(watcher.read_row(3)["loss"]).tolist() == [False, True, False, False]
 
 
 def test_skipped_steps_are_counted_and_not_in_the_mean():
@@ -101,7 +101,7 @@ def test_skipped_steps_are_counted_and_not_in_the_mean():
         if watcher is before:
             before_sums = before.sums()
             after.resume(before_sums)
-    found = after.take_row(3)
+    found = after.read_row(3)
     np.testing.assert_array_equal(found["skipped"], [0, 2, 0, 3])
     wanted = [*mean([1, 2, 3])[:1], losses(1)[1], mean([1, 2, 3])[2], np.nan]
     np.testing.assert_allclose(found["loss"], wanted, rtol=1e-6)
@@ -110,7 +110,7 @@ def test_skipped_steps_are_counted_and_not_in_the_mean():
     stops = monitor()  # another nan_policy from step 3 on
     stops.resume(before_sums)
     add(stops, [3])
-    found = stops.take_row(3)
+    found = stops.read_row(3)
     np.testing.assert_array_equal(found["skipped"], [0, 1, 0, 2])
     wanted = [mean([1, 2, 3])[0], mean([1, 3])[1], mean([1, 2, 3])[2], losses(3)[3]]
     np.testing.assert_allclose(found["loss"], wanted, rtol=1e-6)

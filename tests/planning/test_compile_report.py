@@ -84,9 +84,9 @@ def test_two_readings_of_send_done_are_told_where_they_differ():
     )
 
 
-def test_what_runs_beside_the_steps_is_counted_apart():
+def test_what_runs_outside_the_steps_is_counted_apart():
     """An evaluation sends 1000 bytes in 1 of 10 periods; the start counts as once."""
-    beside = program("evaluate", runs=0.1, when="beside", crossings=[crossing(waited=0.003)],
+    beside = program("evaluate", runs=0.1, when="outside", crossings=[crossing(waited=0.003)],
                      event="evaluation")  # fmt: skip
     start = program("init", runs=0, when="start", crossings=[crossing()])
     alone, found = a_report(program()), a_report(program(), beside, start)
@@ -94,7 +94,7 @@ def test_what_runs_beside_the_steps_is_counted_apart():
     numbers = [re.findall(r"[\d.]+", line) for line in report_text.lines(found)[-4:]]
     evaluated, none = ["100", "1.30", "4.3", "0.30"], ["0", "0.00", "0.0", "0.00"]
     assert numbers == [evaluated[:3], evaluated, none, none]
-    told = compile_report.as_json(found)["beside_the_steps"]["evaluation"]
+    told = compile_report.as_json(found)["outside_the_steps"]["evaluation"]
     assert told["exposed_seconds"] == pytest.approx(0.0003)
     assert any(line.split()[:2] == ["init", "once"] for line in report_text.lines(found))
     assert report_text.refusals(found, max_exposed_fraction=0.1) == []

@@ -28,7 +28,7 @@ class Run:
         parts.control.learning_rate = lambda rate, t: 0.1
         parts.monitor.replicas = {0: [0]}
         parts.monitor.check = self._takes("check", {"loss": np.float32([1.5])})
-        parts.monitor.take_row.return_value = {"loss": np.float32([1.5])}
+        parts.monitor.read_row.return_value = {"loss": np.float32([1.5])}
         parts.monitor.sums.return_value = {}
         parts.trainer.extra_metrics = self._takes("extra", {})
         parts.trainer.bytes_sent = lambda t: 0.0

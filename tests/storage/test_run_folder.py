@@ -14,7 +14,7 @@ import pytest
 
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import object_store, os_errors, run_lock
-from maxdiloco.storage.run_folder import locate, open_run_folder, require_place
+from maxdiloco.storage.run_folder import locate, open_run_folder, require_usable
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -207,11 +207,11 @@ def test_a_lock_of_a_dead_process_of_that_number_is_waited_for(
 
 def test_a_place_is_looked_at_before_the_folder_is_made(tmp_path):
     """Control: a place that can be written passes, and nothing is made in it."""
-    require_place(str(tmp_path / "new" / "runs"), "run")
+    require_usable(str(tmp_path / "new" / "runs"), "run")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
     for base in ("/proc/runs", tmp_path / "file"):
-        for find in (require_place, open_run_folder):
+        for find in (require_usable, open_run_folder):
             line = refused(base, find)
             assert f"base_output_directory={base} " in line and "run_name=run" in line
 

@@ -137,10 +137,10 @@ def test_an_evaluation_and_a_save_of_an_eager_run_stay_in_a_slice(devices, keys,
     keys = SMALL | TWO_SLICES | dict(diloco_round_overlap="eager") | keys
     cfg, parts = parts_of(devices=devices[:4], **keys)
     trainer = parts.trainer
-    calls = [c for c in assemble.calls(cfg, parts) if c.when == "beside"]
+    calls = [c for c in assemble.calls(cfg, parts) if c.when == "outside"]
     assert [c.program.name for c in calls] == ["watch", *programs, "evaluate"]
     like = trainer.abstract_state
-    control = Call(trainer.exported.mean, (like.outer,), 1, "beside")
+    control = Call(trainer.exported.mean, (like.outer,), 1, "outside")
     *nothing, crossing = bytes_across(parts, [*calls, control])
     assert set(nothing) == {0} and crossing > 1000
     in_state = {id(x) for x in jax.tree.leaves(like)}
