@@ -1,7 +1,7 @@
 """Run the state machines of islands in a discrete-event simulation, over a store in memory.
 
-goodput.py and islands_period.py use the world. tests/islands has a world of its own over the same
-store, with more faults and with checks of the protocol.
+goodput.py uses the world. tests/islands has a world of its own over the same store, with more
+faults and with checks of the protocol.
 """
 
 import heapq
