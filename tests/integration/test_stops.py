@@ -108,7 +108,7 @@ def test_a_loss_that_is_not_finite_exits_with_4_and_names_the_step(finished, tmp
     keys = dict(learning_rate=1e30, steps=80, log_period=10**6)
     run = train(tmp_path / "finished", **keys)
     assert run.code == 4
-    assert "step 64:" in run.error and "replica 0 " in run.error and "step 62." in run.error
+    assert "step 64:" in run.error and "replica 0 " in run.error and "step 62 " in run.error
     assert names_key(run.error, "learning_rate") and names_key(run.error, "nan_policy")
     assert saved_steps(tmp_path / "finished")[-1] == 62
 
