@@ -19,7 +19,14 @@ from maxdiloco.models.config import ModelConfig
 from maxdiloco.models.devices import on_each_device, split_axes
 from maxdiloco.models.kernels import token_exchange
 from maxdiloco.models.kernels.choice import Kernels
-from maxdiloco.models.kernels.expert_rows import fork, gather_rows, sort_by_expert, sum_rows
+from maxdiloco.models.kernels.expert_rows import (
+    Rows,
+    fork,
+    gather_rows,
+    rows_of_round,
+    sort_by_expert,
+    sum_rows,
+)
 from maxdiloco.models.linear import Names, bias_names, constant, matrix
 from maxdiloco.models.mlp import MLP, activation
 from maxdiloco.models.params import is_names, leaves, map_weights, names_of
@@ -144,9 +151,13 @@ class RoutedExperts(nnx.Module):
         elif self.kernels.token_exchange == "all_to_all":
             y_TD = self._exchanged(*tokens, axes=axes.experts)
         else:
+            even_share = experts_TK.size
             tokens = [jax.lax.all_gather(x, axes.experts, tiled=True) for x in tokens]
+            buffer_bytes = tokens[1].size * x_TD.shape[1] * x_TD.dtype.itemsize
+            if buffer_bytes <= self.kernels.largest_expert_buffer:
+                even_share = None
             first = jax.lax.axis_index(axes.experts) * self.w_up.kernel.shape[0]
-            y_TD = self._dropless(*tokens, first=first)
+            y_TD = self._dropless(*tokens, first=first, even_share=even_share)
             y_TD = jax.lax.psum_scatter(y_TD, axes.experts, tiled=True)
         if axes.hidden:
             y_TD = jax.lax.psum(y_TD, axes.hidden)
@@ -155,19 +166,24 @@ class RoutedExperts(nnx.Module):
             used = jax.lax.psum(used, axes.length)
         return y_TD.reshape(x_BLD.shape), used
 
-    def _dropless(self, x_TD, experts_TK, weights_TK, *, first):
+    def _dropless(self, x_TD, experts_TK, weights_TK, *, first, even_share=None):
         """[T, D]: the weighted sum of the outputs of this device's experts for each token.
 
         The experts of this device have the numbers from `first` on; choices of others give 0.
+
+        even_share: rows of this device's experts if all experts are used alike. They are computed
+        in rounds with room for a little more. None: in one round with room for all choices.
         """
-        K, E = experts_TK.shape[1], self.w_up.kernel.shape[0]
-        _, rows = sort_by_expert(experts_TK, first, E)
-        x_AD = gather_rows(K, x_TD, rows)
-        weights_A = gather_rows(1, weights_TK.T.reshape(-1), rows)
-        y_AD = _apply_experts(
-            self.kernels, self.activation, rows.sizes_E, (self._layers(), x_AD, weights_A)
-        )
-        return sum_rows(K, y_AD, rows)
+        A, K = experts_TK.size, experts_TK.shape[1]
+        _, rows = sort_by_expert(experts_TK, first, self.w_up.kernel.shape[0])
+        of_rows = functools.partial(_outputs_of_rows, self.kernels, self.activation, K)
+        operands = self._layers(), x_TD, weights_TK
+        if even_share is None:
+            return of_rows(rows, operands)
+        room = token_exchange.buffer_rows(even_share, A // even_share)
+        one_round = functools.partial(_outputs_of_round, of_rows, room)
+        count = jnp.maximum(1, -(-jnp.sum(rows.sizes_E) // room))
+        return token_exchange.sum_rounds(one_round, count, rows, operands)
 
     def _exchanged(self, x_TD, experts_TK, weights_TK, *, axes):
         """[T, D]: the weighted sum of the outputs of all experts, which are split over `axes`.
@@ -378,6 +394,22 @@ def _apply_experts(kernels, activate, sizes_E, operands):
         inputs.append(keep(product("w_gate", for_gate_AD), MLP_IN))
     hidden_AF = (activate(*inputs) * weights_A1).astype(x_AD.dtype)
     return product("w_out", hidden_AF, weights_A1)
+
+
+def _outputs_of_rows(kernels, activate, K, rows: Rows, operands):
+    """[T, D]: the weighted sum of the outputs of these rows for each token.
+
+    operands: the experts' layers, x_TD, weights_TK.
+    """
+    layers, x_TD, weights_TK = operands
+    x_AD = gather_rows(K, x_TD, rows)
+    weights_A = gather_rows(1, weights_TK.T.reshape(-1), rows)
+    y_AD = _apply_experts(kernels, activate, rows.sizes_E, (layers, x_AD, weights_A))
+    return sum_rows(K, y_AD, rows)
+
+
+def _outputs_of_round(of_rows, room, number, rows: Rows, operands):
+    return of_rows(rows_of_round(rows, number, room), operands)
 
 
 def _one_round(kernels, activate, axes, room, number, counts_NE, operands):

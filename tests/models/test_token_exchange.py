@@ -1,4 +1,4 @@
-"""Rows that go to the devices of their experts by an all-to-all, against all tokens everywhere."""
+"""Rows of tokens in rounds, by an all-to-all or a gather, against all tokens in one buffer."""
 
 import functools
 
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full
 
 from maxdiloco.models.kernels import token_exchange
+from maxdiloco.models.kernels.expert_rows import Rows, rows_of_round
 from maxdiloco.parallel.replicas import map_fn
 
 # N devices  E experts  L experts of a device  A rows of a device  R rows of a buffer
@@ -77,6 +78,23 @@ def test_rows_come_back_to_where_they_were(devices):
     np.testing.assert_allclose(gradient, 2 * x_NAD * towards, rtol=1e-6)
 
 
+def test_rounds_have_each_row_once_with_the_rows_of_its_expert():
+    """Experts have 1, 4 and 2 of 7 rows, and the eighth choice is another device's. In rounds of 3
+    expert 1 has rows in two of them."""
+    order_A = np.array([5, 0, 2, 3, 7, 1, 4, 6], np.int32)
+    inverse_A = np.argsort(order_A).astype(np.int32)
+    rows = Rows(order_A, inverse_A, jnp.array([1, 4, 2]))
+    found = [rows_of_round(rows, number, 3) for number in range(3)]
+    assert [part.sizes_E.tolist() for part in found] == [[1, 2, 0], [0, 2, 1], [0, 0, 1]]
+    assert [part.order_A[: sum(part.sizes_E)].tolist() for part in found] == [
+        [5, 0, 2], [3, 7, 1], [4],
+    ]  # fmt: skip
+    for part in found:
+        here = [(a, int(part.order_A[a])) for a in range(int(sum(part.sizes_E)))]
+        inverse = enumerate(part.inverse_A.tolist())
+        assert sorted((a, choice) for choice, a in inverse if a < sum(part.sizes_E)) == here
+
+
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
@@ -87,7 +105,10 @@ def test_rows_come_back_to_where_they_were(devices):
     ],
 )
 @pytest.mark.parametrize("policy", ["minimal", full("full")])
-def test_tokens_by_all_to_all_are_tokens_by_all_gather(devices, sizes, changes, policy):
+@pytest.mark.parametrize(
+    "exchange", [dict(token_exchange="all_to_all"), dict(largest_expert_buffer=0)]
+)
+def test_tokens_in_rounds_are_tokens_by_all_gather(devices, sizes, changes, policy, exchange):
     """Two replicas' losses to 1e-6 and gradients, with biases and padding. The routers' biases send
     most tokens to experts 0 and 1, whose devices need more than one round."""
     changes = on_mesh.EXPERTS | dict(remat_policy=policy) | changes
@@ -99,15 +120,22 @@ def test_tokens_by_all_to_all_are_tokens_by_all_gather(devices, sizes, changes, 
     args = on_mesh.place(model, mesh, params_R, batch_R)
 
     def run(exchange):
-        kernels = tiny_model.with_kernels(model, token_exchange=exchange)
+        kernels = tiny_model.with_kernels(model, **{"token_exchange": "all_gather"} | exchange)
         step = map_fn(jax.value_and_grad(kernels.loss, has_aux=True), mesh=mesh)
-        names = [one.primitive.name for one in tiny_model.equations(step, *args)]
-        return jax.device_get(tiny_model.compiled(step)(*args)), names
+        equations = list(tiny_model.equations(step, *args))
+        names = {one.primitive.name for one in equations}
+        products = [one for one in equations if one.primitive.name.startswith("ragged_dot")]
+        rows = {one.invars[0].aval.shape[0] for one in products}
+        return jax.device_get(tiny_model.compiled(step)(*args)), names, rows
 
-    ((loss, aux), gradient), names = run("all_to_all")
-    ((expected_loss, expected_aux), expected), by_gather = run("all_gather")
-    assert "all_to_all" in names
-    assert "all_to_all" not in by_gather
+    ((loss, aux), gradient), names, rows = run(exchange)
+    ((expected_loss, expected_aux), expected), by_gather, all_rows = run({})
+    assert ("all_to_all" in names) == ("token_exchange" in exchange)
+    assert not {"all_to_all", "while"} & by_gather
+    choices = 4 * 12 * model.config.num_experts_per_tok  # of a replica, on N devices
+    N, of_batch = sizes["expert"], sizes["expert"] * sizes.get("fsdp", 1)
+    assert token_exchange.buffer_rows(choices // of_batch, N) in rows
+    assert choices // of_batch * N in all_rows - rows
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     np.testing.assert_array_equal(aux["expert_counts"], expected_aux["expert_counts"])
     of_first = aux["expert_counts"][..., :2].sum(-1) / aux["expert_counts"].sum(-1)

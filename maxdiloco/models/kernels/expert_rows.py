@@ -51,6 +51,30 @@ def sort_by_expert(
     return keys_A, Rows(*(keep(x, ROUTED) for x in (order_A, inverse_A, sizes_E)))
 
 
+def rows_of_round(rows: Rows, number: jax.Array | int, num_rows: int) -> Rows:
+    """Return one round's part of the rows of this device's experts.
+
+    Args:
+      rows: all rows.
+      number: i; round i has the rows from i * num_rows on.
+      num_rows: R, rows of a round.
+
+    Returns:
+      Rows with order_A of length R and the round's rows of each expert. A choice that is not in the
+      round has an inverse of at least R.
+    """
+    A, first = len(rows.order_A), number * num_rows
+    order_A = jnp.pad(rows.order_A, (0, -A % num_rows))
+    ends_E = jnp.cumsum(rows.sizes_E)
+    begin_E, end_E = (jnp.clip(x - first, 0, num_rows) for x in (ends_E - rows.sizes_E, ends_E))
+    row_A = rows.inverse_A - first
+    return Rows(
+        order_A=jax.lax.dynamic_slice_in_dim(order_A, first, num_rows),
+        inverse_A=jnp.where(row_A < 0, num_rows, row_A),
+        sizes_E=end_E - begin_E,
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_rows(K: int, x_TD: jax.Array, rows: Rows) -> jax.Array:
     """Gather the entry of each row's choice.

@@ -148,7 +148,7 @@ exchange.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def sum_rounds(one_round: Callable, count: jax.Array, counts_NE: jax.Array, operands: Any) -> Any:
+def sum_rounds(one_round: Callable, count: jax.Array, rows: Any, operands: Any) -> Any:
     """Sum the results of all rounds.
 
     The first round is outside of the loop, and its intermediate values are kept as the remat policy
@@ -156,16 +156,16 @@ def sum_rounds(one_round: Callable, count: jax.Array, counts_NE: jax.Array, oper
     gradient.
 
     Args:
-      one_round: function of (number, counts_NE, operands); it must not close over arrays.
+      one_round: function of (number, rows, operands); it must not close over arrays.
       count: number of rounds, at least 1, equal on all devices of a group.
-      counts_NE: rows of each device for each expert.
+      rows: pytree of integers, such as the rows of each device for each expert.
       operands: pytree of arrays.
 
     Returns:
       The sum.
     """
-    first = one_round(0, counts_NE, operands)
-    return _add_further(count, first, lambda number: one_round(number, counts_NE, operands))
+    first = one_round(0, rows, operands)
+    return _add_further(count, first, lambda number: one_round(number, rows, operands))
 
 
 def _add_further(count: jax.Array, first: Any, one_round: Callable) -> Any:
@@ -178,17 +178,17 @@ def _add_further(count: jax.Array, first: Any, one_round: Callable) -> Any:
         return jax.lax.while_loop(lambda state: state[0] < count, body, state)[1]
 
 
-def _sum_rounds_forward(one_round, count, counts_NE, operands):
-    first, pull = jax.vjp(functools.partial(one_round, 0, counts_NE), operands)
-    total = _add_further(count, first, lambda number: one_round(number, counts_NE, operands))
-    return total, (pull, count, counts_NE, operands)
+def _sum_rounds_forward(one_round, count, rows, operands):
+    first, pull = jax.vjp(functools.partial(one_round, 0, rows), operands)
+    total = _add_further(count, first, lambda number: one_round(number, rows, operands))
+    return total, (pull, count, rows, operands)
 
 
 def _sum_rounds_backward(one_round, residuals, d):
-    pull, count, counts_NE, operands = residuals
+    pull, count, rows, operands = residuals
 
     def of_round(number):
-        _, pull = jax.vjp(functools.partial(one_round, number, counts_NE), operands)
+        _, pull = jax.vjp(functools.partial(one_round, number, rows), operands)
         return pull(d)[0]
 
     return None, None, _add_further(count, pull(d)[0], of_round)
