@@ -151,11 +151,9 @@ class RoutedExperts(nnx.Module):
         elif self.kernels.token_exchange == "all_to_all":
             y_TD = self._exchanged(*tokens, axes=axes.experts)
         else:
-            even_share = experts_TK.size
+            in_rounds = self.kernels.token_exchange == "all_gather_in_rounds"
+            even_share = experts_TK.size if in_rounds else None
             tokens = [jax.lax.all_gather(x, axes.experts, tiled=True) for x in tokens]
-            buffer_bytes = tokens[1].size * x_TD.shape[1] * x_TD.dtype.itemsize
-            if buffer_bytes <= self.kernels.largest_expert_buffer:
-                even_share = None
             first = jax.lax.axis_index(axes.experts) * self.w_up.kernel.shape[0]
             y_TD = self._dropless(*tokens, first=first, even_share=even_share)
             y_TD = jax.lax.psum_scatter(y_TD, axes.experts, tiled=True)

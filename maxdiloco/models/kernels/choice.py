@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import math
 import re
 from collections.abc import Callable
 
@@ -41,9 +40,6 @@ DOCUMENT_OFFSETS = (9, 10)  # capabilities whose cuDNN accepts document offsets;
 # fast on a CPU that the output of a chunk has to stay in the cache. A GPU adds one gradient
 # of the head for each chunk, and has memory for GPU_CHUNK_LOGITS logits: its chunks are larger.
 CHUNK_TOKENS, CPU_BF16_CHUNK_TOKENS, GPU_CHUNK_LOGITS = 1024, 256, 2**27
-# By the compiler's estimate for v5p, a step with rounds takes 0.4 of the time with one buffer of
-# 3.5 GiB, and 1.09 of the time with one of 2 GiB (benchmarks/results/experts.md).
-TPU_EXPERT_BUFFER = 3 * 2**30
 # The most layers that a GPU's program unrolls. A loop would copy the values that each layer keeps
 # and reads. An unrolled step takes 0.9 times as long and compiles three times as long
 # (benchmarks/results); the limit bounds the compile time.
@@ -62,9 +58,9 @@ class Kernels:
       products: how products of activations and weights are computed, see matmul.py.
       grouped_matmul: `xla`, `megablox` or `triton`, see grouped_matmul.py.
       token_exchange: how rows reach the devices of their experts: `all_gather` sends all tokens to
-        all devices, `all_to_all` each row to the device of its expert (token_exchange.py).
-      largest_expert_buffer: with `all_gather`, the largest buffer with room for all rows [bytes].
-        Instead of a larger one, a smaller one is filled several times.
+        all devices, which compute the rows of their experts in a buffer for the worst case.
+        `all_gather_in_rounds` has a smaller buffer, which may be filled several times.
+        `all_to_all` sends each row to the device of its expert (token_exchange.py).
       recompute_activations: recompute activation functions in the backward pass. XLA:GPU would
         store their intermediate values; writing and reading these takes longer.
       one_pass_logsumexp: see reductions.py.
@@ -77,7 +73,6 @@ class Kernels:
     products: Products = Products()
     grouped_matmul: str = "xla"
     token_exchange: str = "all_gather"
-    largest_expert_buffer: float = math.inf
     recompute_activations: bool = False
     one_pass_logsumexp: bool = False
     unroll_layers: bool = False
@@ -271,7 +266,7 @@ def _tpu_kernels(config: ModelConfig, attention: str, products: Products) -> Ker
         rotation="permute" if is_exact else "concatenate",
         products=dataclasses.replace(products, scattered_gradients=True),
         grouped_matmul="megablox",
-        largest_expert_buffer=TPU_EXPERT_BUFFER,
+        token_exchange="all_gather_in_rounds",
     )
 
 
