@@ -176,6 +176,6 @@ EVALUATION_KEYS = (
     "text_column", "eval_steps", "per_device_batch_size", "dtype", "attention", "remat_policy",
     "matmul_precision", "quantization", "logical_axis_rules", "show_memory", "jax_cache_dir",
     "jax_distributed_initialization_timeout", "peer_timeout_seconds", "peer_port",
-    "exchange_interface", "exchange_secret_file", "capacity_factor",
+    "exchange_interface", "exchange_secret_file",
     *(name for name, key in KEYS.items() if key.group == "mesh"),
 )  # fmt: skip

@@ -27,7 +27,7 @@ FILE = "config.json"
 # (arXiv 2407.21783, Table 3). transformers makes a list of layers before it checks anything.
 MAX_LAYERS = 10_000
 # Keys of the group model that concern training only, not the computation of the model.
-OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier", "capacity_factor")
+OF_TRAINING = ("model_name", "override_model_config", "z_loss_multiplier")
 # Values of keys that config.json does not decide. All other such keys have the default of base.yml.
 _NEUTRAL = {"embedding_scale": "one", "use_qk_norm": "false"}
 # Keys of published files that no config class has and that do not change the computation, and keys

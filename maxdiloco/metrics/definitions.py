@@ -135,11 +135,6 @@ METRICS = (
         "It stays at `ln(num_experts)`, or falls to 0.",
     ),
     Metric(
-        "moe/dropped_tokens", "1",
-        "Fraction of the tokens' choices that found no place in an expert; with `capacity_factor`.",
-        "It is above 0.01.",
-    ),
-    Metric(
         "data/tokens_{source}", "tokens",
         "Tokens read of one source of a mixture, padding included.",
     ),

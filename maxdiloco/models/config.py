@@ -88,7 +88,6 @@ class ModelConfig:
     first_num_dense_layers: int
     router: RouterConfig
     routed_bias_update_rate: float
-    capacity_factor: float  # -1: no limit
     load_balance_loss_weight: float
     router_z_loss_weight: float
     num_query_heads: int
@@ -171,7 +170,6 @@ def from_keys(cfg: Any, *, auto_dtype: DTypeLike = jnp.float32) -> ModelConfig:
         first_num_dense_layers=cfg.first_num_dense_layers,
         router=RouterConfig(**dict(cfg.router)),
         routed_bias_update_rate=cfg.routed_bias_update_rate,
-        capacity_factor=cfg.capacity_factor,
         load_balance_loss_weight=cfg.load_balance_loss_weight,
         router_z_loss_weight=cfg.router_z_loss_weight,
         num_query_heads=cfg.base_num_query_heads,

@@ -1,13 +1,11 @@
 """Mixture of experts: many feed-forward layers, of which each token uses a few.
 
-On a device, tokens are sorted by expert, or placed in slots of a capacity.
+Tokens are sorted by expert, and no token is dropped.
 """
 # B sequences  L tokens  T tokens of a device  D model  F hidden width of an expert  E experts
 # K experts of a token  A = K T choices, in order of k, then of t; rows, sorted by expert
-# C slots of an expert
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -124,7 +122,7 @@ class RoutedExperts(nnx.Module):
         self.routed_bias = constant((E,), ("router",), dtype=f32) if has_bias else None
 
     def __call__(
-        self, x_BLD: jax.Array, real_BL: jax.Array, *, axes: Axes, drops_none: bool
+        self, x_BLD: jax.Array, real_BL: jax.Array, *, axes: Axes
     ) -> tuple[jax.Array, Usage]:
         """Send one device's tokens through all experts, on this device and on others.
 
@@ -132,7 +130,6 @@ class RoutedExperts(nnx.Module):
           x_BLD: normed tokens of this device.
           real_BL: tokens that are not padding, bool.
           axes: mesh axes that are manual here.
-          drops_none: ignore the capacity.
 
         Returns:
           [B, L, D], and the Usage by these tokens.
@@ -143,11 +140,9 @@ class RoutedExperts(nnx.Module):
         routed_bias_E = None if self.routed_bias is None else self.routed_bias[...]
         selection = router.select(config, logits_TE, routed_bias_E)
         experts_TK = jnp.where(real_T[:, None], selection.experts_TK, config.num_experts)
-        tokens, dropped = (x_TD, experts_TK, selection.weights_TK), jnp.int32(0)
-        if not drops_none:
-            y_TD, dropped = self.in_slots(*tokens, axes=axes.experts)
-        elif not axes.experts:
-            y_TD = self._dropless(*tokens, first=0)
+        tokens = x_TD, experts_TK, selection.weights_TK
+        if not axes.experts:
+            y_TD = self._local(*tokens, first=0)
         elif self.kernels.token_exchange == "all_to_all":
             y_TD = self._exchanged(*tokens, axes=axes.experts)
         else:
@@ -155,16 +150,16 @@ class RoutedExperts(nnx.Module):
             even_share = experts_TK.size if in_rounds else None
             tokens = [jax.lax.all_gather(x, axes.experts, tiled=True) for x in tokens]
             first = jax.lax.axis_index(axes.experts) * self.w_up.kernel.shape[0]
-            y_TD = self._dropless(*tokens, first=first, even_share=even_share)
+            y_TD = self._local(*tokens, first=first, even_share=even_share)
             y_TD = jax.lax.psum_scatter(y_TD, axes.experts, tiled=True)
         if axes.hidden:
             y_TD = jax.lax.psum(y_TD, axes.hidden)
-        used = router.usage(selection, logits_TE, real_T, dropped)
+        used = router.usage(selection, logits_TE, real_T)
         if axes.length:
             used = jax.lax.psum(used, axes.length)
         return y_TD.reshape(x_BLD.shape), used
 
-    def _dropless(self, x_TD, experts_TK, weights_TK, *, first, even_share=None):
+    def _local(self, x_TD, experts_TK, weights_TK, *, first, even_share=None):
         """[T, D]: the weighted sum of the outputs of this device's experts for each token.
 
         The experts of this device have the numbers from `first` on; choices of others give 0.
@@ -209,67 +204,6 @@ class RoutedExperts(nnx.Module):
             if layer is not None
         }
 
-    def in_slots(
-        self,
-        x_TD: jax.Array,
-        experts_TK: jax.Array,
-        weights_TK: jax.Array,
-        *,
-        axes: tuple[str, ...],
-    ) -> tuple[jax.Array, jax.Array]:
-        """Compute the weighted sum with at most `capacity` choices of each device for an expert.
-
-        First choices come before second ones, earlier tokens before later ones. Choices after the
-        capacity give 0.
-
-        Args:
-          x_TD: normed tokens of this device.
-          experts_TK: experts of each token; E for padding.
-          weights_TK: weights of the experts.
-          axes: mesh axes over which an all-to-all sends tokens to the devices of their experts, and
-            another one sends them back.
-
-        Returns:
-          [T, D], and how many choices of experts were dropped.
-        """
-        T, E, C = len(x_TD), self.config.num_experts, capacity(self.config, len(x_TD))
-        keys_A, (order_A, inverse_A, sizes_E) = sort_by_expert(experts_TK, 0, E)  # E for padding
-        starts_E = jnp.cumsum(sizes_E) - sizes_E
-        filled_EC = jnp.arange(C) < sizes_E[:, None]
-        rows_EC = jnp.where(filled_EC, starts_E[:, None] + jnp.arange(C), 0)
-        tokens_EC = order_A[rows_EC] % T
-        x_ECD = jnp.where(filled_EC[..., None], x_TD[tokens_EC], 0)
-        if axes:
-            x_ECD = jax.lax.all_to_all(x_ECD, axes, split_axis=0, concat_axis=1, tiled=True)
-
-        def product(linear, x_ECI):
-            products = self.kernels.products
-            out = jnp.einsum(
-                "eci,eio->eco",
-                x_ECI,
-                linear.kernel[...],
-                precision=products.precision,
-                preferred_element_type=products.result_type,
-            ).astype(x_ECI.dtype)
-            if linear.bias is None:
-                return out
-            return _plus_bias(out, linear.bias[...], (slice(None), None))
-
-        inputs = [keep(product(self.w_up, x_ECD), MLP_IN)]
-        if self.w_gate is not None:
-            inputs.append(keep(product(self.w_gate, x_ECD), MLP_IN))
-        out_ECD = product(self.w_out, self.activation(*inputs))
-        if axes:
-            out_ECD = jax.lax.all_to_all(out_ECD, axes, split_axis=1, concat_axis=0, tiled=True)
-        safe_A = jnp.minimum(keys_A, E - 1)
-        rank_A = inverse_A - starts_E[safe_A]
-        kept_A = (keys_A < E) & (rank_A < C)
-        out_AD = out_ECD[safe_A, jnp.where(kept_A, rank_A, 0)]
-        out_AD = jnp.where(kept_A[:, None], out_AD, 0)
-        out_KTD = out_AD.reshape(*weights_TK.T.shape, -1).astype(f32)
-        y_TD = jnp.sum(out_KTD * weights_TK.T[..., None], axis=0)
-        return y_TD.astype(x_TD.dtype), jnp.sum((keys_A < E) & ~kept_A)
-
 
 class MoE(nnx.Module):
     """Routed experts, and shared experts that every token uses.
@@ -299,13 +233,12 @@ class MoE(nnx.Module):
         Args:
           x_BLD: the normed residual stream.
           real_BL: tokens that are not padding, which the experts ignore. None in generation, where
-            no token is padding and none is dropped.
+            no token is padding.
 
         Returns:
           [B, L, D] to be added to the residual stream, and the Usage by the batch.
         """
         config = self.config
-        drops_none = real_BL is None or config.capacity_factor == -1
         if real_BL is None:
             real_BL = jnp.ones(x_BLD.shape[:2], bool)
         layer, weights = nnx.split(self.routed, nnx.Param)
@@ -315,7 +248,7 @@ class MoE(nnx.Module):
         def on_device(x_BLD, real_BL, weights):
             weights = map_weights(functools.partial(_gathered, to_gather, axes.hidden), weights)
             experts = nnx.merge(layer, weights)
-            y_BLD, used = experts(x_BLD, real_BL, axes=axes, drops_none=drops_none)
+            y_BLD, used = experts(x_BLD, real_BL, axes=axes)
             return [y_BLD, *(x[None] for x in used)]
 
         rows = ("batch", "length", None)
@@ -427,9 +360,3 @@ def _plus_bias(out, bias_EF, experts, here=True, weights=1):
     """Add each row's bias. experts: index of each row's expert. here: rows that have an expert."""
     bias = jnp.where(here, bias_EF[experts] * weights, 0)
     return out + bias.astype(out.dtype)
-
-
-def capacity(config: ModelConfig, tokens: int) -> int:
-    """Return the slots of an expert for the tokens of one device (arXiv 2101.03961, equation 3)."""
-    even = tokens * config.num_experts_per_tok / config.num_experts
-    return min(tokens, max(1, math.ceil(even * config.capacity_factor)))

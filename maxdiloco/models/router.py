@@ -75,18 +75,16 @@ class Usage(NamedTuple):
     """Sums over the tokens that are not padding, float32.
 
     Attributes:
-      counts: tokens of each expert, dropped ones included, [..., E].
+      counts: tokens of each expert, [..., E].
       share: sum of Selection.share_TE, [..., E].
       squared_lse: sum of the squared log normaliser of the logits.
       entropy: sum of the entropies of the shares [nats].
-      dropped: number of choices that exceeded the capacity of their expert.
     """
 
     counts: jax.Array
     share: jax.Array
     squared_lse: jax.Array
     entropy: jax.Array
-    dropped: jax.Array
 
 
 def select(config: ModelConfig, logits_TE: jax.Array, routed_bias_E: jax.Array | None) -> Selection:
@@ -134,16 +132,13 @@ def _in_best_groups(rank_TE, num_groups, kept):
     return jnp.where(eligible_TG[..., None], rank_TGE, -jnp.inf).reshape(T, E)
 
 
-def usage(
-    selection: Selection, logits_TE: jax.Array, real_T: jax.Array, dropped: jax.Array
-) -> Usage:
+def usage(selection: Selection, logits_TE: jax.Array, real_T: jax.Array) -> Usage:
     """Sum up how the experts are used.
 
     Args:
       selection: experts of each token.
       logits_TE: the logits of the selection.
       real_T: tokens that are not padding, bool.
-      dropped: number of their choices that exceeded the capacity.
 
     Returns:
       The sums.
@@ -158,7 +153,6 @@ def usage(
         share=jnp.sum(jnp.where(real_T[:, None], share_TE, 0), axis=0),
         squared_lse=jnp.sum(jnp.where(real_T, jnp.square(lse_T), 0)),
         entropy=jax.lax.stop_gradient(jnp.sum(jnp.where(real_T, entropy_T, 0))),
-        dropped=dropped.astype(f32),
     )
 
 
@@ -198,10 +192,7 @@ def sums(config: ModelConfig, used: Usage) -> dict[str, jax.Array]:
     Returns:
       Entries of the loss's aux.
     """
-    found = {COUNTS: used.counts, "router_entropy": jnp.mean(used.entropy)}
-    if config.capacity_factor > 0:
-        found["dropped_tokens"] = jnp.sum(used.dropped)
-    return found
+    return {COUNTS: used.counts, "router_entropy": jnp.mean(used.entropy)}
 
 
 def metrics(aux: dict[str, jax.Array], num_experts_per_tok: int) -> dict[str, jax.Array]:
@@ -214,18 +205,14 @@ def metrics(aux: dict[str, jax.Array], num_experts_per_tok: int) -> dict[str, ja
     Returns:
       Float32 scalars. max_expert_share and min_expert_share: tokens of the most and the least used
       expert over the mean of all experts, averaged over the layers; 1 if all are used equally.
-      router_entropy: mean entropy of a token [nats]. dropped_tokens: share of dropped choices, only
-      with a capacity.
+      router_entropy: mean entropy of a token [nats].
     """
     counts_lE = aux[COUNTS]
     mean_l1 = jnp.maximum(jnp.mean(counts_lE, axis=-1, keepdims=True), SMALLEST)
     choices_l = jnp.sum(counts_lE, axis=-1)
-    found = {
+    return {
         "moe/max_expert_share": jnp.mean(jnp.max(counts_lE / mean_l1, axis=-1)),
         "moe/min_expert_share": jnp.mean(jnp.min(counts_lE / mean_l1, axis=-1)),
         "moe/router_entropy": aux["router_entropy"]
         / jnp.maximum(jnp.mean(choices_l) / num_experts_per_tok, 1),
     }
-    if "dropped_tokens" in aux:
-        found["moe/dropped_tokens"] = aux["dropped_tokens"] / jnp.maximum(jnp.sum(choices_l), 1)
-    return found

@@ -126,8 +126,7 @@ class Evaluation:
         """Return the sums over a data set. params: of Trainer.evaluated.
 
         A batch is summed in float32 on the devices, and the batches in float64 on the host. Another
-        mesh or B adds in another order, which changes the loss by about 1e-7 of its value. With a
-        capacity_factor, the mesh and B also decide which tokens an expert drops.
+        mesh or B adds in another order, which changes the loss by about 1e-7 of its value.
         """
         batches = self._sums_by_batch(params, dataset)
         if self._of_slots:

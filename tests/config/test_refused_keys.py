@@ -129,7 +129,7 @@ padded_vocab_size=383 | padded_vocab_size vocab_size
 num_experts_per_tok=2 | num_experts_per_tok num_experts
 num_experts_per_tok=5 num_experts=4 | num_experts_per_tok num_experts
 first_num_dense_layers=4 num_experts=4 | first_num_dense_layers num_experts
-capacity_factor=0 num_experts=4 | capacity_factor
+capacity_factor=1.25 num_experts=4 | capacity_factor
 router={balance_bias: true} | router num_experts
 router={num_groups: 3} num_experts=4 | router num_groups num_experts
 router={groups_per_token: 2} num_experts=4 | router num_groups
@@ -271,7 +271,7 @@ num_slices=4 dcn_data_parallelism=2
 run_name=a-b_c.1 load_parameters_path=runs/a
 eval_fraction=0
 eval_fraction=0 eval_interval=9 eval_dataset_path=/data
-num_experts=8 num_experts_per_tok=2 router={num_groups: 4, groups_per_token: 2} capacity_factor=1.25
+num_experts=8 num_experts_per_tok=2 router={num_groups: 4, groups_per_token: 2}
 num_experts=8 first_num_dense_layers=1 ici_expert_parallelism=2
 eval_fraction=0 eval_interval=9 eval_dataset_path={a: /data}
 WSD warmup_steps_fraction=0.5 wsd_decay_steps_fraction=0.5

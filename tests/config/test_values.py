@@ -175,7 +175,7 @@ def test_control_characters_of_a_value_are_escaped_in_its_error():
     ("name", "expected"),
     [
         ("steps", "all or an integer >= 1 and <= 2147483647"),
-        ("capacity_factor", "-1 or a number > 0"),
+        ("mlp_activations_limit", "-1 or a number > 0"),
         ("diloco_outer_momentum", "auto or a number >= 0 and < 1"),
         ("hardware", "one of auto, cpu, gpu, tpu"),
         ("attention_pattern", "a list [...] of local, global"),

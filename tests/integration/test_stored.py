@@ -115,14 +115,6 @@ def test_only_the_parameters_asked_for_are_read(finished, monkeypatch, parameter
     assert differ == (parameters != "outer")
 
 
-def test_experts_may_be_evaluated_without_the_capacity_of_the_run():
-    """As generate takes them; which tokens a capacity drops depends on the batch and the mesh."""
-    keys = ["num_experts=4", "num_experts_per_tok=2", "capacity_factor=0.6"]
-    meta = {"config": config.load(keys, {}).as_dict()}
-    for argv, factor in (([], 0.6), (["capacity_factor=-1"], -1.0)):
-        assert stored.configure(meta, argv, {}).capacity_factor == factor
-
-
 @pytest.mark.parametrize("kind, imported", [("text", True), ("synthetic", True), ("text", False)])
 def test_an_import_with_a_tokenizer_is_evaluated_on_any_kind_of_text(kind, imported):
     """It has no text of its own. Controls: an import without a tokenizer, and a run."""

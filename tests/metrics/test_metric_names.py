@@ -22,7 +22,7 @@ NAME = re.compile(rf"({GROUPS})/[a-z*][\w*]*(/[\w*]+)?")
 READERS = ("report", "planning")  # of rows, also of those of other trainers
 VALUES = dict(
     num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=8, base_num_decoder_layers=1,
-    capacity_factor=1.0, load_balance_loss_weight=0.1, router_z_loss_weight=0.1,
+    load_balance_loss_weight=0.1, router_z_loss_weight=0.1,
 )  # fmt: skip
 
 

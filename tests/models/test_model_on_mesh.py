@@ -81,8 +81,6 @@ EXPERTS = dict(
         (dict(diloco=2, expert=2, tensor=2), 2, EXPERTS),
         full(dict(diloco=1, fsdp=2, expert=2), 2, EXPERTS),
         full(dict(diloco=1, fsdp=2, expert=2), 2, EXPERTS | SHARED_OUT),
-        # Sequences are whole rows, so that two devices hold two each: a capacity drops nothing.
-        full(dict(diloco=2, fsdp=2, expert=2), 2, EXPERTS | dict(capacity_factor=2.0)),
         full(dict(diloco=1, expert=2, context=2), 2, EXPERTS),
     ],
 )

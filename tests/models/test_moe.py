@@ -1,9 +1,8 @@
-"""Router and experts against a float64 oracle, and what padding, capacity and decoding do.
+"""Router and experts against a float64 oracle, and what padding and decoding do.
 
 # B sequences  L tokens  D model  E experts  K experts of a token
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -19,8 +18,7 @@ from tiers import full
 from maxdiloco.models import router, sampling
 from maxdiloco.models.kernels import grouped_matmul, triton_grouped
 from maxdiloco.models.kernels.matmul import Products
-from maxdiloco.models.model import Model
-from maxdiloco.models.moe import MoE, capacity
+from maxdiloco.models.moe import MoE
 from maxdiloco.models.params import to_dict, with_values
 from maxdiloco.models.remat import POLICIES
 
@@ -113,45 +111,6 @@ def test_values_losses_and_gradients_are_those_of_the_oracle(name):
         lambda moved: oracle(*structure.unflatten(moved))[0],
         leaves, jax.tree.leaves(gradient), step=1e-6, slack=1e-5,
     )  # fmt: skip
-
-
-SLOTS = [
-    # Two experts, one place over: expert 0 has ceil(4/2) = 2 places for tokens 0, 1, 3 and drops
-    # the last; padding (token 2) takes no place.
-    (dict(num_experts=2, capacity_factor=1.0), [[0], [0], [2], [0]], [1, 2, 0, 0], 1),
-    (dict(num_experts=2, capacity_factor=1.0), [[0], [1], [2], [0]], [1, 8, 0, 4], 0),
-    # Three experts of one place: every second choice is dropped, also that of token 0 for expert 0,
-    # which token 1 has as its first.
-    (dict(num_experts=3, num_experts_per_tok=2, capacity_factor=0.5), [[1, 0], [0, 2], [2, 1]],
-     [4, 2, 27], 3),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "chosen", "expected", "lost"), SLOTS)
-def test_a_capacity_drops_later_choices_and_no_others(changes, chosen, expected, lost):
-    """Token t has the value t + 1, expert e multiplies it by (e + 1)^2; the sum of its choices."""
-    model = tiny_model.build(mlp_activations=("linear",), **changes)
-    w = np.arange(1, model.config.num_experts + 1, dtype=np.float32)[:, None, None]
-    weights = {"router": np.zeros((16, model.config.num_experts)), "w_up": w, "w_out": w}
-    experts_TK = np.array(chosen)
-    x_TD = np.arange(1, len(chosen) + 1, dtype=np.float32)[:, None]
-    run = jax.jit(lambda *args: layer_of(model, weights).routed.in_slots(*args, axes=()))
-    y_TD, dropped = run(x_TD, experts_TK, np.ones(experts_TK.shape, np.float32))
-    np.testing.assert_allclose(y_TD[:, 0], expected)
-    assert dropped == lost
-
-
-def test_a_capacity_for_all_is_no_capacity():
-    changes = FAMILIES["deepseek-v3"]
-    model, weights, x_BLD = module(changes)
-    limited = Model(dataclasses.replace(model.config, capacity_factor=8.0))
-    assert capacity(limited.config, 12) == 12, "a token comes to an expert once, if at all"
-    two = tiny_model.build(num_experts=2, capacity_factor=1.0).config
-    assert [capacity(two, tokens) for tokens in (1, 2, 3, 4)] == [1, 1, 2, 2]
-    y_BLD, used = moe(model, weights, x_BLD, REAL)
-    found, found_used = moe(limited, weights, x_BLD, REAL)
-    np.testing.assert_allclose(found, y_BLD, atol=1e-5)
-    tiny_model.assert_close(found_used, used, rtol=1e-6)
 
 
 def test_both_gradients_from_the_kernels_are_those_of_the_product():
@@ -254,7 +213,7 @@ MODEL = FAMILIES["deepseek-v3"] | dict(base_num_decoder_layers=3, first_num_dens
 
 def test_padding_changes_neither_loss_nor_counts_nor_balance():
     """The tokens of padding are others; a row of padding alone is among them."""
-    model = tiny_model.build(**MODEL, capacity_factor=1.0)
+    model = tiny_model.build(**MODEL)
     params, batch = tiny_model.params_of(model), tiny_model.batch()
     run = tiny_model.value_and_gradient(model)
     (total, aux), gradient = run(params, batch)
@@ -264,7 +223,6 @@ def test_padding_changes_neither_loss_nor_counts_nor_balance():
     jax.tree.map(np.testing.assert_array_equal, (aux, gradient), (aux_again, gradient_again))
     counts = np.asarray(aux["expert_counts"])
     np.testing.assert_array_equal(counts.sum(1), [3 * (12 + 7 + 12)] * 2)
-    assert np.asarray(aux["dropped_tokens"]) > 0
     terms = ("cross_entropy", "z_loss", *router.LOSSES)
     np.testing.assert_allclose(total, sum(aux[name] for name in terms), rtol=1e-6)
     (moved, _), _ = run(params, batch | {"tokens": 31 - batch["tokens"]})
@@ -320,9 +278,9 @@ def test_what_a_layer_keeps_spares_it_products_of_experts_but_not_sorts():
 
 
 def test_cached_tokens_go_to_the_experts_of_the_full_pass():
-    """Prompts of 4 tokens and 3 more one by one, over a dense stack and one with experts that has
-    next to no capacity: nothing is dropped in generation, and the logits are the full pass's."""
-    model = tiny_model.build(**MODEL, capacity_factor=0.01)
+    """Prompts of 4 tokens and 3 more one by one, over a dense stack and one with experts: the
+    logits are the full pass's."""
+    model = tiny_model.build(**MODEL)
     params, tokens = tiny_model.params_of(model), tiny_model.tokens((2, 7))
     full = tiny_model.compiled(functools.partial(sampling.prefill, model, cache_length=7))
     step = tiny_model.compiled(functools.partial(sampling.decode_step, model))

@@ -27,10 +27,10 @@ def test_losses_and_metrics_are_means_over_the_layers():
 
     Balance: 3 (1 * 1/2 + 1 * 1/2) = 3, and 3 (1/2 * 1/6 + 2/3 * 1/3 + 5/6 * 1/2) = 13/6. z: 2, 1.
     Shares of the mean, 4 choices: 6/4 and 5/4 at most, 0 and 3/4 at least. Entropy of a token: 1
-    and 0.5. Three of 24 choices are dropped.
+    and 0.5.
     """
     config = tiny_model.build(
-        num_experts=3, num_experts_per_tok=2, capacity_factor=1.0,
+        num_experts=3, num_experts_per_tok=2,
         load_balance_loss_weight=0.5, router_z_loss_weight=0.1,
     ).config  # fmt: skip
     used = router.Usage(
@@ -38,7 +38,6 @@ def test_losses_and_metrics_are_means_over_the_layers():
         share=np.float32([[3, 3, 0], [1, 2, 3]]),
         squared_lse=np.float32([12, 6]),
         entropy=np.float32([6, 3]),
-        dropped=np.float32([1, 2]),
     )
     found = router.losses(config, used)
     assert found["load_balance_loss"] == pytest.approx(0.5 * (3 + 13 / 6) / 2, rel=1e-6)
@@ -48,7 +47,6 @@ def test_losses_and_metrics_are_means_over_the_layers():
         "moe/max_expert_share": 1.375,
         "moe/min_expert_share": 0.375,
         "moe/router_entropy": 0.75,
-        "moe/dropped_tokens": 0.125,
     })  # fmt: skip
 
 

@@ -115,7 +115,7 @@ EXPERTS = dict(
     num_experts=4, num_experts_per_tok=2, base_moe_mlp_dim=8,
     router=dict(normalise_weights=True, score_function="sigmoid", balance_bias=True),
     base_num_decoder_layers=1,
-    routed_bias_update_rate=0.25, capacity_factor=1.0, load_balance_loss_weight=0.1,
+    routed_bias_update_rate=0.25, load_balance_loss_weight=0.1,
 )  # fmt: skip
 
 
@@ -144,15 +144,12 @@ def test_the_routed_bias_moves_by_the_sign_of_the_whole_load():
     assert np.any(new["layers"]["moe"]["router"] != params["layers"]["moe"]["router"])
 
     share = counts_lE / counts_lE.mean()
-    dropped = sum(float(aux["dropped_tokens"]) for aux in of_halves)
     balance = sum(float(aux["load_balance_loss"]) for aux in of_halves) / 26
     expected = {
         "moe/max_expert_share": share.max(),
         "moe/min_expert_share": share.min(),
-        "moe/dropped_tokens": dropped / counts_lE.sum(),
         "load_balance_loss": balance,
     }
-    assert dropped > 0
     found = {name: float(metrics[name]) for name in expected}
     assert found == pytest.approx(expected, rel=1e-5)
     assert 0 < float(metrics["moe/router_entropy"]) <= np.log(4) + 1e-6
@@ -182,10 +179,10 @@ def test_biases_do_not_decay_and_muon_sees_each_expert_as_a_matrix():
 
 
 def test_metrics_of_experts_have_their_own_names_in_a_row():
-    metrics = {"loss": np.ones(2), "tokens": np.ones(2), "moe/dropped_tokens": np.array([0.0, 0.5])}
+    metrics = {"loss": np.ones(2), "tokens": np.ones(2), "moe/router_entropy": np.array([0.0, 0.5])}
     row = learning_metrics(metrics | {"load_balance_loss": np.array([1.0, 3.0])}, 0.1)
-    assert row["moe/dropped_tokens"] == 0.25 and row["learning/load_balance_loss"] == 2
-    assert "tokens" not in row and "learning/moe/dropped_tokens" not in row
+    assert row["moe/router_entropy"] == 0.25 and row["learning/load_balance_loss"] == 2
+    assert "tokens" not in row and "learning/moe/router_entropy" not in row
 
 
 def test_flops_and_active_parameters_are_those_of_a_tokens_experts():

@@ -245,8 +245,6 @@ class ModelExperts(Group, group="model", heading="experts (docs/howto/mixture-of
     """Number of first layers that have a dense feed-forward layer instead of experts."""
     router: Annotated[Router, TABLE] = key({}, resume=SHAPES)
     """How the experts of a token are selected and weighted."""
-    capacity_factor: Positive | MinusOneFloat = key(-1.0)
-    """Expert capacity relative to a uniform token distribution; excess is dropped. -1: no limit."""
 
     def _check(self: Any) -> None:
         experts = self.num_experts
@@ -254,7 +252,7 @@ class ModelExperts(Group, group="model", heading="experts (docs/howto/mixture-of
             checks.require_default(
                 self,
                 "num_experts_per_tok base_moe_mlp_dim shared_experts first_num_dense_layers router "
-                "capacity_factor load_balance_loss_weight router_z_loss_weight "
+                "load_balance_loss_weight router_z_loss_weight "
                 "dcn_expert_parallelism ici_expert_parallelism",
                 "num_experts",
             )
