@@ -34,7 +34,8 @@ PATTERNS = {
     ),
     "word after its noun": (r"\b(?<!let )(?<!-)alone\b|\blikewise\b|\banew\b", "only; also; again"),
     "negated noun": (
-        r"\b(is|are|was|were) (no (?!longer\b|more\b|such\b|less\b|later\b)\w+|none of)\b",
+        r"(?<![Tt]here )\b(is|are|was|were) "
+        r"(no (?!longer\b|more\b|such\b|less\b|later\b)\w+|none of)\b",
         "is not a ...; expected one of ...",
     ),
     "personified software": (
@@ -47,7 +48,7 @@ PATTERNS = {
         "continue; exit; is stored in",
     ),
     "private noun": (
-        r"\bcarriers?\b|\btheta\b|\bin the (finer )?wire\b",
+        r"\bcarriers?\b|(?<!\()\btheta\b|\bin the (finer )?wire\b",
         "transport; outer parameters",
     ),
     "distant reference": (r"\bso (many|few|long|thin)\b|\bas many\b", "repeat the noun"),
@@ -113,9 +114,12 @@ def _comments(lines: Iterator[tuple[int, str]]) -> Iterator[Text]:
     block: list[str] = []
     start = last = 0
     for number, text in lines:
-        if block and number != last + 1:
+        command = re.match(r"\s*(python|bash|PYTHONPATH=\S+) ", text)
+        if block and (number != last + 1 or command):
             yield Text(start, last, " ".join(block))
             block = []
+        if command:
+            continue
         if not block:
             start = number
         block.append(text)
@@ -157,8 +161,15 @@ def findings(name: str, content: str) -> Iterator[Finding]:
             for pattern, (expression, _) in PATTERNS.items():
                 if re.search(expression, sentence):
                     yield Finding(first, last, pattern, sentence)
-            if len(sentence.split()) > LONG and "|" not in sentence:
+            if _is_long(sentence):
                 yield Finding(first, last, "long sentence", sentence)
+
+
+def _is_long(sentence: str) -> bool:
+    """Return whether a sentence has too many words. Numbers and lists of names do not count."""
+    words = [word for word in sentence.split() if re.search("[A-Za-z]", word)]
+    is_list = not re.search(r"[.,:;?!]", sentence) and {"a", "the", "of", "to"}.isdisjoint(words)
+    return len(words) > LONG and "|" not in sentence and not is_list
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -217,9 +228,8 @@ def main(arguments: list[str]) -> int:
         for first, last, pattern, sentence in findings(name, content):
             if numbers is None or not numbers.isdisjoint(range(first, last + 1)):
                 counts[pattern] += 1
-                if not everything:
-                    hint = PATTERNS[pattern][1] if pattern in PATTERNS else f"at most {LONG} words"
-                    print(f"{name}:{first}: {pattern} ({hint}): {sentence[:160]}")
+                hint = PATTERNS[pattern][1] if pattern in PATTERNS else f"at most {LONG} words"
+                print(f"{name}:{first}: {pattern} ({hint}): {sentence[:160]}")
     for pattern, count in counts.most_common():
         print(f"{count:5} {pattern}")
     return 0

@@ -20,11 +20,14 @@ def patterns(name, content):
         ("preposition", "It runs beside the step.", "It runs concurrently with the step."),
         ("word after its noun", "Process 0 alone writes.", "A stand-alone program."),
         ("negated noun", "It is no folder.", "It is no longer a folder."),
+        ("negated noun", "It is no folder.", "There is no folder."),
         ("personified software", "A line says so.", "The log has a line."),
         ("all-purpose verb", "The run goes on.", "The run continues."),
-        ("private noun", "The mean of theta.", "The mean of the outer parameters."),
+        ("private noun", "The mean of theta.", "The mean of the outer parameters (theta)."),
         ("distant reference", "It has so many rows.", "It has ten rows."),
         ("long sentence", "A word" + " more" * 24 + ".", "A word" + " more" * 23 + "."),
+        ("long sentence", "A word" + " more" * 24 + ".", "A sum:" + " 2 +" * 24 + " 2."),
+        ("long sentence", "A word" + " more" * 24 + ".", "name" + " name" * 30),
     ],
 )
 def test_a_pattern_is_found_in_every_kind_of_prose(pattern, caught, left):
@@ -54,6 +57,16 @@ def test_the_cells_of_a_table_and_the_comments_of_lines_are_texts_of_their_own()
     ]
     assert patterns("module.py", f"x = 1  # {words}\ny = 2  # {words}\n") == []
     assert patterns("module.py", f"# {words}\n# {words}\n") == ["long sentence"]
+
+
+def test_a_command_in_a_comment_is_not_prose():
+    words = "a word" + " more" * 11
+    comment = f"# {words}\n# python -m beside\n# {words}\n"
+    assert patterns("recipe.yml", comment) == []
+    assert patterns("recipe.yml", comment.replace("python -m ", "")) == [
+        "preposition",
+        "long sentence",
+    ]
 
 
 def test_the_name_of_an_argument_is_not_a_clause():
