@@ -15,8 +15,13 @@ from maxdiloco.output import one_line, say
 USAGE = """usage: python -m maxdiloco.evaluate RUN [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also in a bucket
-  eval_dataset_path=  text to evaluate on, or several as {held_out: , wiki: /data/wiki}
-  tasks=              tasks of lm_eval instead, such as hellaswag,arc_easy"""
+
+examples:
+  python -m maxdiloco.evaluate laptop
+  python -m maxdiloco.evaluate laptop eval_dataset_path='{held_out: , wiki: /data/wiki}'
+  python -m maxdiloco.evaluate laptop tasks=hellaswag,arc_easy report=tasks.json
+
+options:"""
 OPTIONS = MappingProxyType({
     "step": Option(-1, "step of the checkpoint to evaluate; -1: the newest", int, -1),
     "parameters": Option("outer", "outer: the outer parameters; replica_0, replica_1, ...: one "
@@ -37,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         from maxdiloco.config.keys import EVALUATION_KEYS
 
         say("\n".join([USAGE, *option_lines(OPTIONS)]))
-        say("All other keys have the values of the run. These keys can be changed:")
+        say("\nkeys that may differ from the run's (eval_dataset_path: the text to evaluate on):")
         for line in textwrap.wrap(", ".join(EVALUATION_KEYS), 98):
             say(f"  {line}")
         return 0

@@ -1,4 +1,4 @@
-"""Text from a trained model: `python -m maxdiloco.generate RUN prompt="..."`.
+"""Sample text from a trained model: `python -m maxdiloco.generate RUN prompt="..."`.
 
 Samples from the outer parameters of a checkpoint, on one device, with a KV cache. The text is
 printed to standard output with control characters escaped, and written unchanged to a file with
@@ -15,6 +15,15 @@ from maxdiloco.config import checks
 from maxdiloco.errors import ConfigError
 from maxdiloco.output import say, say_error
 
+USAGE = """usage: python -m maxdiloco.generate RUN [key=value ...]
+
+RUN: name of a run, its folder, or the folder of one of its checkpoints
+
+examples:
+  python -m maxdiloco.generate laptop prompt="Once upon a time"
+  python -m maxdiloco.generate runs/laptop prompts_file=prompts.txt output=texts.jsonl seed=1
+
+options:"""
 OPTIONS = MappingProxyType({
     "prompt": Option("\n", "text to continue"),
     "prompts_file": Option("", "file with one prompt a line, instead of prompt"),
@@ -24,7 +33,7 @@ OPTIONS = MappingProxyType({
                              "the end of a document", int, most=2**20),
     "add_bos": Option("", "true: start the prompt with the BOS token; false: do not; empty: as in "
                       "training, and for an import as its tokenizer does in transformers"),
-    "temperature": Option(0.8, "divides the logits before sampling; 0: take the likeliest token",
+    "temperature": Option(0.8, "divides the logits before sampling; 0: use the likeliest token",
                           float),
     "top_k": Option(40, "sample from the k likeliest tokens; 0: from all", int),
     "seed": Option(0, "random seed of the sampling", int, 0),
@@ -37,11 +46,7 @@ OPTIONS = MappingProxyType({
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     if not argv or argv[0] in HELP:
-        say(
-            "usage: python -m maxdiloco.generate RUN [key=value ...]\n\n"
-            "RUN: name of a run, its folder, or the folder of one of its checkpoints\n"
-        )
-        say("\n".join(option_lines(OPTIONS)))
+        say("\n".join([USAGE, *option_lines(OPTIONS)]))
         return 0
     run, (options, _) = argv[0], read_options(argv[1:], OPTIONS, "generate")
     checks.refuse_store("RUN", run)

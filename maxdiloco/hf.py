@@ -1,4 +1,4 @@
-"""Hugging Face models in and out: `python -m maxdiloco.hf import SRC DST`, `... export RUN DST`.
+"""Import and export Hugging Face models: `python -m maxdiloco.hf import SRC DST`, `export RUN DST`.
 
 A run starts from an import; an export loads in transformers. docs/howto/huggingface.md describes
 both.
@@ -23,7 +23,11 @@ SRC: folder of a Hugging Face model with config.json and .safetensors; DST: a fo
 RUN: name of a run, its folder, or the folder of one of its checkpoints or of an import. SRC, RUN,
 like= and the DST of an export may be in a bucket: gs://, s3://, az://
 
-import:"""
+examples:
+  python -m maxdiloco.hf import Qwen3-0.6B runs/qwen3
+  python -m maxdiloco.hf export laptop laptop-hf dtype=bfloat16
+
+options of import:"""
 
 
 IMPORT = MappingProxyType({
@@ -42,7 +46,7 @@ EXPORT = MappingProxyType({
     ),
     "dtype": Option(
         "stored",
-        "float32, bfloat16, or stored: as in the checkpoint, which is float32 for a run's",
+        "float32, bfloat16, or stored: as in the checkpoint; checkpoints of runs have float32",
     ),
     "max_shard_size": Option(
         "5GB", "maximum size of a file of weights; each file has at least one tensor"
@@ -59,7 +63,9 @@ EXPORT = MappingProxyType({
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     if not argv or argv[0] in HELP:
-        say("\n".join([USAGE, *option_lines(IMPORT), "\nexport:", *option_lines(EXPORT)]))
+        say(
+            "\n".join([USAGE, *option_lines(IMPORT), "\noptions of export:", *option_lines(EXPORT)])
+        )
         return 0
     command, *rest = argv
     if command not in ("import", "export"):

@@ -1,4 +1,4 @@
-"""Whether and how to train over a link: `python -m maxdiloco.plan`.
+"""Plan a run over a slow link: `python -m maxdiloco.plan`.
 
 The arguments are the flags of maxdiloco.train and the bandwidth of the link between slices. The
 time of an inner step is read from step_time, or estimated by compiling it for compile_topology. For

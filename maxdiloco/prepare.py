@@ -14,11 +14,18 @@ from maxdiloco.storage.store import is_local
 
 USAGE = """usage: python -m maxdiloco.prepare SOURCE out=FOLDER [file.yml] [key=value ...]
 
-SOURCE: a folder, file or glob of text, .jsonl, .jsonl.gz, .jsonl.zst; with dataset_type=parquet of
-.parquet; with dataset_type=hf NAME[:CONFIG[:SPLIT]] of the hub, or a folder.
-Keys of base.yml that matter: dataset_type, tokenizer_type, tokenizer_path, add_bos, add_eos,
+SOURCE: a folder, file or glob of text, .jsonl, .jsonl.gz or .jsonl.zst. With dataset_type=parquet
+it has .parquet files. With dataset_type=hf it is NAME[:CONFIG[:SPLIT]] of the hub, or a folder.
+These keys of base.yml matter: dataset_type, tokenizer_type, tokenizer_path, add_bos, add_eos,
 text_column, max_corrupted_records. A command that was killed resumes when it is started again.
-"""
+
+examples:
+  python -m maxdiloco.prepare /data/text out=/data/shards
+  python -m maxdiloco.prepare /data/text out=/data/shards tokenizer_type=huggingface \\
+    tokenizer_path=tok.json
+  python -m maxdiloco.prepare /data/shards check=true
+
+options:"""
 
 
 # Options in addition to the keys of base.yml.

@@ -1,4 +1,4 @@
-"""A tokenizer for your text: `python -m maxdiloco.tokenizer SOURCE out=tok.json vocab_size=32000`.
+"""Train a tokenizer on your text: `python -m maxdiloco.tokenizer SOURCE out=tok.json`.
 
 The tokenizer is a byte-level BPE, which decodes every text exactly.
 """
@@ -23,7 +23,12 @@ from maxdiloco.storage.store import is_local
 USAGE = """usage: python -m maxdiloco.tokenizer SOURCE out=tok.json [key=value ...]
 
 SOURCE: text as for dataset_path: a folder, a file, a glob, or a name on the hub
-"""
+
+examples:
+  python -m maxdiloco.tokenizer /data/text out=tok.json vocab_size=32000
+  python -m maxdiloco.tokenizer /data/parquet out=tok.json dataset_type=parquet text_column=body
+
+options:"""
 # The first two tokens, with names that data.tokenizer recognises.
 SPECIAL_TOKENS = [tokenizers.BOS_NAMES[0], tokenizers.EOS_NAMES[0]]
 LEAST = 256 + 2  # smallest number of tokens: all bytes, and the two special tokens

@@ -1,4 +1,4 @@
-"""Logs of islands in a store: `python -m maxdiloco.islands audit URL`, `status` and `check`."""
+"""Inspect the store of islands: `python -m maxdiloco.islands audit URL`, `status` and `check`."""
 
 import os
 import time
@@ -15,17 +15,22 @@ USAGE = """usage: python -m maxdiloco.islands audit URL
        python -m maxdiloco.islands status URL [wait=5.0]
        python -m maxdiloco.islands check URL
 
-URL: gs://, s3://, az:// or file:// with a folder, or a path
-audit: replay the log; exit code 1 with the first object that differs
-status: who is there, the records, and how far the islands are behind. "left" and "ended": the
-program is over, before or with the run; "silent": it sends no heartbeat. Exit code 1 with the
-first object that is damaged
-check: is this store fit for islands; exit code 1 with what is not. It writes, and deletes that.
-A folder has to be there: no command creates one
+URL: gs://, s3://, az:// or file:// with a folder, or a path. No command creates the folder.
 
-status:"""
+audit: replay the log. The exit code is 1 at the first object that differs.
+status: list the islands, the records, and how far each island is behind. An island has "left" if
+its program exited before the run ended, "ended" if it exited with the run, and is "silent" if it
+sends no heartbeat. The exit code is 1 at the first damaged object.
+check: test whether islands can use this store, with objects that it writes and deletes. The exit
+code is 1 with a list of the failed tests.
+
+examples:
+  python -m maxdiloco.islands check s3://bucket/folder
+  python -m maxdiloco.islands status runs/shared wait=10
+
+options of status:"""
 STATUS = MappingProxyType({
-    "wait": Option(5.0, "seconds between two looks at the heartbeats", float, 0),
+    "wait": Option(5.0, "seconds between the two reads of the heartbeats", float, 0),
 })  # fmt: skip
 FAILED = 1
 

@@ -15,10 +15,10 @@ USAGE = """usage: python -m maxdiloco.report RUN [RUN ...] [key=value ...]
 
 RUN: name of a run, its folder, or the folder of one of its checkpoints; also in a bucket
 
-The page shows the losses of the replicas and of the outer parameters, learning rates, norms,
-cosine, drift, speed, one or two periods of the schedule, differing keys, sessions and checkpoints.
-Several runs are compared at equal tokens. Every curve can be drawn against steps, tokens, bytes and
-seconds. The page is one file and works offline.
+The page shows losses, learning rates, norms, cosine, drift and speed, and the schedule of one or
+two periods. It lists sessions, checkpoints and differing keys. Several runs are compared at equal
+tokens. Every curve can be drawn against steps, tokens, bytes and seconds. The page is one file and
+works offline.
 
 examples:
   python -m maxdiloco.report laptop
@@ -28,7 +28,7 @@ options:"""
 OPTIONS = MappingProxyType({
     "out": Option("", "file to write; empty: report.html in the first run's folder, or in the "
                   "working directory for a run in a bucket"),
-    "base_output_directory": Option("runs", "where the runs are that are given by name"),
+    "base_output_directory": Option("runs", "folder that contains the runs that are given by name"),
 })  # fmt: skip
 
 

@@ -227,7 +227,7 @@ machinery.PathFinder.find_spec = classmethod(
 
 
 @pytest.mark.parametrize("program", sorted(__main__.programs_of(files.PACKAGE)))
-def test_help_and_version_need_no_jax(program, tmp_path):
+def test_help_with_examples_and_version_need_no_jax(program, tmp_path):
     """Control: the same Python refuses to train."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_JAX)
     words = [["--help"], ["--version"]]
@@ -237,6 +237,9 @@ def test_help_and_version_need_no_jax(program, tmp_path):
         command = [sys.executable, "-m", f"maxdiloco.{program}", *argv]
         environ = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
         done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path)
+        if argv == ["--help"]:
+            usage, command = done.stdout.partition("\n\n")[0], f"python -m maxdiloco.{program}"
+            assert usage.startswith(f"usage: {command}") and f"\n  {command}" in done.stdout
         refused_here = argv == ["steps=1"]
         assert (done.returncode, bool(done.stdout)) == ((2, False) if refused_here else (0, True))
         assert ("jax" in done.stderr) == refused_here, done.stderr
