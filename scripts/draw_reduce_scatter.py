@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python scripts/draw_reduce_scatter.py
 
-Four slices. The bytes below the columns are those of the wire formats, for one parameter.
+Four slices. The bytes below the columns are for one parameter in each wire format.
 """
 
 import pathlib
@@ -32,7 +32,7 @@ def bytes_of(wire: str) -> float:
 
 
 def draw() -> str:
-    """The figure as SVG: a row for each slice, a column for what it holds after each action."""
+    """The figure as SVG: a row for each slice, a column for its content after each action."""
     parts, starts = [], [LEFT + k * (WIDE + GAP) for k in range(len(HEADS))]
     for x, (name, note) in zip(starts, HEADS, strict=True):
         parts += [svg.text(x, 20, name, size=13, bold=True), svg.text(x, 38, note, size=11)]
@@ -51,7 +51,7 @@ def draw() -> str:
 
 
 def _slice(j: int, has: float, scattered: float, reduced: float, shared: float) -> list[str]:
-    """The row of slice j, and what it sends. The others: where its columns begin."""
+    """Draw the row of slice j and the parts that it sends. The others: where its columns begin."""
     y = TOP + j * ROW
     parts = [svg.text(8, y + 26, f"slice {j}", size=12)]
     for k in range(SLICES):

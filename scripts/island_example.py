@@ -17,7 +17,7 @@ from flax import nnx
 import maxdiloco
 
 WIDTH, EXAMPLES = 32, 64  # of the model; in a batch
-NUM_BLOCKS, BLOCK_STEPS = 1000, 8  # the data: blocks of so many batches
+NUM_BLOCKS, BLOCK_STEPS = 1000, 8  # the data: blocks of BLOCK_STEPS batches
 
 
 class Model(nnx.Module):
@@ -45,7 +45,7 @@ def batches(block):
 
 
 def main(store: str, name: str, tokens: str = "400_000") -> None:
-    """Train until the islands together have committed so many examples."""
+    """Train until the islands together have committed this number of examples."""
     graphdef, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
     optimizer = optax.adam(3e-3)
 

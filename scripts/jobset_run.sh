@@ -6,8 +6,8 @@
 #     TPU_TYPE=v5e-16 NUM_SLICES=2 IMAGE=us-docker.pkg.dev/my-project/images/maxdiloco \
 #     OUTPUT=gs://my-bucket/runs TEXT_CLAIM=my-text \
 #     bash scripts/jobset_run.sh first-run model_name=1b dataset_path=/text
-#   DRY_RUN=1 prints the manifest and creates nothing. Every variable and flag is checked first; all
-#   faults are told, and the exit code is 2.
+#   DRY_RUN=1 prints the manifest and creates nothing. Every variable and flag is checked first;
+#   all faults are printed, and the exit code is 2.
 #
 #   needed: NUM_SLICES, IMAGE (DOCKER_IMAGE, MY_IMAGE), OUTPUT (BASE_OUTPUT_DIRECTORY), and
 #     TPU_TYPE (DEVICE_TYPE), or GPU_TYPE: the label cloud.google.com/gke-accelerator of the nodes

@@ -1,4 +1,4 @@
-"""The lock of the dependencies, requirements.lock: every pin, its hashes, and the extras it is for.
+"""Read and write requirements.lock: every pin, its hashes, and the extras that need it.
 
     python scripts/lock.py extras [EXTRA,EXTRA...]  pins with hashes of the package and these extras
     python scripts/lock.py packages NAME...         pins with hashes of these packages
@@ -7,7 +7,7 @@
 
 The first two print a file for `pip install --require-hashes --no-deps -r`. All but `write` need
 nothing but Python, as an image and a new environment have no more. `write` keeps the pins that fit
-setup.py; its options are those of `uv pip compile`, for example `--upgrade-package jax`.
+setup.py and accepts the options of `uv pip compile`, for example `--upgrade-package jax`.
 """
 
 import ast
@@ -19,17 +19,17 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
-BASE = "base"  # what the package needs without extras, and setuptools, which builds it
+BASE = "base"  # requirements of the package without extras, and setuptools, which builds it
 OLDEST_PYTHON = "3.11"  # of setup.py; markers tell the pins of newer ones apart
 HEADER = """\
-# The exact versions that maxdiloco is tested with on Linux x86_64, and the hashes of all their
-# files, so those for Python 3.11 and newer and for aarch64 too. Written by scripts/lock.py, which
-# selects the pins of some extras; this whole file is every extra's, CUDA 12 and 13 and PyTorch.
+# The exact versions that maxdiloco is tested with on Linux x86_64. It has the hashes of all their
+# files, also for aarch64 and for Python 3.11 and newer. scripts/lock.py writes it, and selects the
+# pins of some extras. The file has the pins of all extras, with CUDA 12 and 13 and PyTorch.
 """
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; the exit code."""
+    """Run the command; returns the exit code."""
     match arguments:
         case ["extras", *given] if len(given) <= 1:
             wanted = {BASE, *filter(None, "".join(given).split(","))}
@@ -53,13 +53,13 @@ def main(arguments: list[str]) -> int:
 
 
 def fail(line: str) -> int:
-    """Print a user's error; the exit code."""
+    """Print a user's error; returns the exit code."""
     print(f"lock: {line}", file=sys.stderr)
     return 2
 
 
 def read() -> list[tuple[set[str], str]]:
-    """(the extras that need it, the pin with its marker and hashes) of each line of the lock."""
+    """Return (the extras that need it, the pin with its marker and hashes) of each pin."""
     text = LOCK.read_text(encoding="utf-8").removeprefix(HEADER)
     parts = re.split(r"(?m)^# extras: (.*)\n", text)[1:]
     return [
@@ -69,7 +69,7 @@ def read() -> list[tuple[set[str], str]]:
 
 
 def requirements() -> dict[str, list[str]]:
-    """The requirements of each extra of setup.py, in addition to those of BASE."""
+    """Return the requirements of each extra of setup.py, without the ones of BASE."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     (setup,) = [call for call in calls if ast.unparse(call.func) == "setup"]
@@ -79,7 +79,7 @@ def requirements() -> dict[str, list[str]]:
 
 
 def write(options: list[str]) -> None:
-    """Resolve all extras together, and each one by itself to learn what it needs."""
+    """Resolve all extras together, and each one by itself to find its own pins."""
     needed = requirements()
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder, "all.txt")

@@ -3,8 +3,8 @@
 # compared with its hash, and this checkout, editable. Does nothing when the folder already holds
 # them. The extra torch, for tests, is installed by its versions only.
 #   usage: bash scripts/make_venv.sh FOLDER [EXTRA,EXTRA...]      extras: see setup.py
-#   MAXDILOCO_PYTHON: the Python to use; by default what `python3` is, where that is 3.11 or newer,
-#   else the first one found that is.
+#   MAXDILOCO_PYTHON: the Python to use; by default `python3` if it is 3.11 or newer, else the first
+#   one found that is.
 set -euo pipefail
 folder=${1:?usage: bash scripts/make_venv.sh FOLDER [EXTRA,EXTRA...]}
 extras=${2:-}
@@ -59,7 +59,7 @@ echo "installing the pinned dependencies into $folder (about a minute the first 
 pip=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check)
 pins=$folder/maxdiloco-pins.txt
 "$folder/bin/python" scripts/lock.py extras "${extras//torch/}" >"$pins"
-"${pip[@]}" --require-hashes --no-deps -r "$pins" # the lock holds what they need, too
+"${pip[@]}" --require-hashes --no-deps -r "$pins" # the lock also has their dependencies
 case ,$extras, in
   *,torch,*) # a package index may offer a build for CPUs, which has other hashes and needs less
     "$folder/bin/python" scripts/lock.py pins >"$pins"

@@ -72,7 +72,7 @@ def chosen(lines: list[str], rows: str | None, columns: str | None) -> list[str]
 
 
 def generated(marker: re.Match[str]) -> str:
-    """Return what stands between a marker and its end."""
+    """Return the text between a marker and its end."""
     body, parent = section((RESULTS / marker["file"]).read_text(encoding="utf-8"), marker["anchor"])
     index = int(marker["number"]) - 1
     if marker["kind"] == "table":

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# One training run as N processes on this machine, each an emulated slice with CPU devices of its
-# own. Every line of output wears its process in front.
+# Starts one training run as N processes on this machine. Each is an emulated slice with its own CPU
+# devices. Every line of output starts with the number of its process.
 #   usage: bash scripts/run_local_slices.sh [--restart COUNT] N [file.yml] [key=value ...]
-# Ends when all have ended, with the first exit code that was not 0. Ctrl-C and SIGTERM reach every
-# process, and they save together; a second Ctrl-C ends them at once, a third kills what is left.
-# When this script itself is killed (kill -9), its processes are killed within a few seconds, and the
-# same command resumes the run.
-# --restart COUNT: start all again from the last checkpoint, at most COUNT times, when the run ended
-#   for a reason that may be gone then: lost processes (5), failed saves (75), a process that was
-#   killed or told to stop (a signal's code but Ctrl-C's). What outlives a failed process by 60 s is
-#   killed. Bad flags, data and numbers (2, 3, 4) and errors of the program (1) would come again.
+# Exits when all processes have exited, with the first exit code that was not 0. Ctrl-C and SIGTERM
+# reach every process, and they save together. A second Ctrl-C ends them at once, a third kills the
+# rest. When this script itself is killed (kill -9), its processes are killed within a few seconds,
+# and the same command resumes the run.
+# --restart COUNT: start all again from the last checkpoint, at most COUNT times, when the cause may
+#   be temporary: lost processes (5), failed saves (75), or a signal other than Ctrl-C. Processes
+#   that run 60 s longer than a failed one are killed. Bad flags, data and numbers (2, 3, 4) and
+#   errors of the program (1) would occur again, so they are not retried.
 #   MAXDILOCO_VENV: the environment made by scripts/quickstart.sh or scripts/test.sh (.venv).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -91,7 +91,7 @@ process() { # process $1 of the run; notes its exit code
 signal() { for group in "${groups[@]}"; do kill -s "$1" -- "-$group" 2>/dev/null || true; done; }
 
 # shellcheck disable=SC2329 # called by a trap
-interrupt() { # what comes within a second is one press: timeout sends it twice, for one
+interrupt() { # signals within a second are one press: timeout sends the signal twice
   local now=${EPOCHREALTIME//[!0-9]/}
   if ((now - pressed >= 1000000)); then
     pressed=$now presses=$((presses + 1))
@@ -103,7 +103,7 @@ start_all() {
   local id
   : >"$ends"
   groups=()
-  set -m # a process group each: a signal reaches a process once, and through this script alone
+  set -m # a process group each: a signal reaches a process once, and only through this script
   for ((id = 0; id < count; id++)); do
     process "$id" "$@" 2>&1 | prefixed "$id" &
     groups+=("$(jobs -p %+)")
@@ -140,7 +140,7 @@ kill_late() { # once one has failed, those that outlive it for long; a save afte
 }
 
 presses=0 pressed=0
-stopped= # the exit code of a run that was told to stop between two lives
+stopped= # the exit code of a run that received a signal between two sessions
 trap 'rm -f "$ends"' EXIT
 trap 'stopped=130; interrupt' INT
 trap 'stopped=143; signal TERM' TERM HUP

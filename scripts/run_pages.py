@@ -6,8 +6,8 @@
 
 Works in a temporary folder with a copy of the repository's tracked and new files, and with the
 environment of the Python that runs it. `/data` and `/shared` are folders in there. The
-environment makes what a command leaves open small: four steps of short sequences. What a command
-needs decides how it is run:
+environment sets small values for keys that a command does not set: four steps, short sequences. The
+needs of a command decide how it is run:
 
     run      as written
     dry      GPUs, TPUs or a model too large for a CPU: with hardware=cpu show_fragments=true, which
@@ -15,9 +15,9 @@ needs decides how it is run:
     keys     compiles for minutes: only its keys are read
     skipped  needs an address, a cluster, a bucket or gigabytes of packages
 
-Prints a line for each command. After a tutorial it compares the outputs that the page shows with
-those of the commands, except for numbers, and prints each line that they do not have. The exit code
-is 1 if a command failed or an output differs.
+Prints a line for each command. After a tutorial it searches the outputs of the commands for
+each line that the page shows, and prints the missing ones. Numbers are not compared. The exit code
+is 1 if a command failed or a line is missing.
 """
 
 import os
@@ -84,7 +84,7 @@ def mode(command: str) -> str:
 
 
 def adapted(command: str, how: str, folder: pathlib.Path) -> str:
-    """Return the command that is executed in place of the written one."""
+    """Return the command that is executed instead of the written one."""
     command = re.sub(r"(?<=[=\s{])/(data|shared)/", rf"{folder}/\1/", command)
     command = re.sub(r"(path: |=)/(data|shared)/", rf"\1{folder}/\2/", command)
     if how == "dry":
@@ -134,7 +134,7 @@ def outputs(text: str) -> list[str]:
 
 
 def without_numbers(text: str) -> str:
-    """Replace what differs from run to run: numbers, digests, units of time, and spaces."""
+    """Replace the parts that differ between runs: numbers, digests, units of time, and spaces."""
     text = re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b", "#", text)
     text = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?[kM]?", "#", text)
     text = re.sub(r"# ?(ms|s|min|h)\b", "# s", text)

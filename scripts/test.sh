@@ -17,7 +17,7 @@ workers=${MAXDILOCO_TEST_WORKERS:-$((cores < 8 ? cores : 8))}
 tier=default
 case ${1:-} in quick|full) tier=$1; shift ;; esac
 
-# libtpu compiles for TPU slices without a TPU; buckets reads and writes those of the tests.
+# libtpu compiles for TPU slices without a TPU; buckets reads and writes the tests' buckets.
 bash scripts/make_venv.sh "$MAXDILOCO_VENV" buckets,data,dev,docs,eval,hf,quantization,text,torch,tpu
 bash scripts/check.sh
 if [ $# = 0 ] && [ "$tier" != quick ]; then bash scripts/docs.sh; fi

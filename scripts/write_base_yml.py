@@ -2,7 +2,7 @@
 
     python scripts/write_base_yml.py
 
-A test holds both files equal to what this program writes.
+A test compares both files with the output of this program.
 """
 
 import pathlib
@@ -23,8 +23,9 @@ HEAD = """\
 #
 # Every key of maxdiloco with its default. Editors that read the line above complete and check keys;
 # for your own file, write the path of the schema there (`python -m maxdiloco.train --schema`).
-# Later wins: this file, the model file of model_name, a yml file given first on the command line,
-# the environment (M_ and the key in capitals), key=value on the command line.
+# A value may come from several sources, and the last one wins: this file, the model file of
+# model_name, a yml file, the environment, the command line. The yml file is the first argument, the
+# environment has M_ and the key in capitals, and the command line has key=value.
 #
 # Brackets have the limits, the unit and these tags:
 #   start here       most runs set this key
@@ -32,7 +33,7 @@ HEAD = """\
 #   resume: drops in-flight    it may change, and the exchanges in flight are dropped
 #   hosts: may differ          processes of one run may have different values
 #   hosts: paths may differ    each has a path, or none has
-# Names are MaxText's where it has the key. docs/howto/migrate-from-maxtext.md has the differences.
+# Keys that MaxText has too have its names: see docs/howto/migrate-from-maxtext.md.
 """
 
 

@@ -102,8 +102,8 @@ def refuse_text_path(key: str, path: str) -> None:
     readable = rf"(?!{_ADDRESS}).*|(gs|s3|az|https)://[A-Za-z0-9].*"
     if not re.fullmatch(readable, path, re.DOTALL):
         raise ConfigError(
-            f"{key}={path}: expected gs://, s3:// or az:// with a bucket and a path or glob in it, "
-            "https:// with one file, or a path that is mounted on every host."
+            f"{key}={path}: expected a path that is mounted on every host, https:// with one file, "
+            "or gs://, s3:// or az:// with a bucket and a path or glob."
         )
 
 

@@ -271,7 +271,7 @@ def _compare(bucket, run, name, state: LogState, outer: Outer | None) -> Outer:
     stored = outer_step.from_bytes(payload)
     for key, declared, due in zip(state._fields, found, state, strict=True):
         if key != "digest" and declared != due:
-            raise Differs(f"{name}: its {key} is not that of the records")
+            raise Differs(f"{name}: its {key} differs from the records")
     if stored.digest() != found.digest or (state.digest and found.digest != state.digest):
-        raise Differs(f"{name}: its state is not that of the records")
+        raise Differs(f"{name}: its state differs from the records")
     return stored if outer is None else outer

@@ -177,7 +177,7 @@ def read_gradient(read: Read, run: Run, record: Record) -> np.ndarray:
     name = records.gradient_name(record)
     value, payload = read(name)
     if value != records.Gradient(record.fragment, record.number, record.gradient):
-        raise Damaged(f"{name} is damaged: it is not what its record names")
+        raise Damaged(f"{name} is damaged: its record names another object")
     return outer_step.decode(run.wire_down, outer_step.sizes_of(run, record.fragment), payload)
 
 

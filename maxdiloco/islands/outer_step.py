@@ -5,7 +5,7 @@ results, and sums have a fixed order. A compiled program or a library's sum prom
 
 With a mean as aggregation, one step differs from exact arithmetic by at most
     (M + 8) 2^-24 (|theta| + lr (1 + b) (a + b |m|)),  a = sum of w_i |g_i| / sum of w_i
-for outer parameters theta, M members, rate lr, momentum b and trace m. The reason is that a value
+for outer parameters (theta), M members, rate lr, momentum b and trace m. The reason is that a value
 is rounded at most M + 8 times. The difference from diloco/outer.py on any device is at most half of
 this bound.
 

@@ -89,7 +89,7 @@ def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> Public
         )
     if known.get(name) != public(keys.own):
         raise ConfigError(
-            f"{where}its islands_key is not that of {name} in the run's keys "
+            f"{where}its islands_key does not belong to {name} in the run's keys "
             f"({', '.join(known)}). The first island needs each NAME.pub next to its "
             "islands_key; set it to the private key of this name."
         )

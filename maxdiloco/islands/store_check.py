@@ -42,7 +42,7 @@ def check(bucket: Bucket, say: Callable[[str], None], clock=time.monotonic) -> l
             if len(winners) != 1:
                 wrong.append(f"race {race} for one name had {len(winners)} winners, not one")
             elif stored != bytes([winners[0]]):
-                wrong.append(f"race {race}: what is stored is not its winner's")
+                wrong.append(f"race {race}: the stored object is not the winner's")
     say(f"{RACES} races of {WRITERS} writers for a name: {RACES - len(wrong)} had one winner")
     missing = set(names) - {entry.name for entry in bucket.list_all(folder)}
     say(f"listing after writing: {len(names) - len(missing)} of {len(names)} names are listed")

@@ -21,8 +21,8 @@ class History(contextlib.AbstractContextManager):
 
         {"event": "start", "time": seconds since 1970, "step": inner steps done before, "until": the
          last step, "processes", "devices", "replicas", "reduce_scatter": whether slices average
-         parts of the fragments, "bytes_sent": of each inner step of a period in which all exchanges
-         are under way, by a replica to all other slices; of MAX_STEPS at most}
+         parts of the fragments, "bytes_sent": a replica's bytes to all other slices in each inner
+         step of a full period, at most MAX_STEPS}
         {"event": "end", "time": ..., "why": the error that ended it, or "" for none}
 
     A session without an end was killed or is running. Lines of earlier sessions stay. A failed

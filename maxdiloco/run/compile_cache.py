@@ -24,8 +24,8 @@ LOSES_ORDER = (
 # processes that compile a program. Each waits for the parts of the others, up to a day
 # (github.com/openxla/xla/pull/14968).
 NOT_SHARED = (
-    "not every process can read the files of process 0, and a GPU that compiles would wait for one "
-    "that loads; use a shared folder or a bucket"
+    "not every process can read the files of process 0; a GPU that compiles would wait for one "
+    "that loads. Use a shared folder or a bucket"
 )
 # JAX's default of 1 s would leave out most programs of a small model, and cost seconds at every
 # start.

@@ -1,8 +1,8 @@
-"""Starts a run on a cluster: checks every variable, then calls xpk, kubectl or sbatch once.
+"""Start a run on a cluster: check every variable, then call xpk, kubectl or sbatch once.
 
     python scripts/launch/launch.py SCRIPT xpk|jobset|slurm [RUN_NAME] [file.yml] [key=value ...]
 
-scripts/xpk_run.sh, jobset_run.sh and slurm_run.sh call it, and say which variables there are.
+scripts/xpk_run.sh, jobset_run.sh and slurm_run.sh call it and describe the variables.
 """
 
 import os
@@ -18,7 +18,7 @@ import with_xpk
 
 
 class Launch(NamedTuple):
-    """A command, and what it reads from its standard input."""
+    """A command and the text of its standard input."""
 
     command: list[str]
     text: str = ""
@@ -37,7 +37,7 @@ INSTALL = {
 
 
 def main(script: str, target: str, arguments: list[str]) -> int:
-    """Launch, or print what would be launched; the exit code."""
+    """Launch the run, or only print the command with DRY_RUN; returns the exit code."""
     faults: list[str] = []
     launch = Launch(*TARGETS[target](list(arguments), os.environ, faults))
     dry = bool(os.environ.get("DRY_RUN"))

@@ -1,7 +1,7 @@
-"""Variables of the launch scripts: names, what a value looks like, and the flags they stand for.
+"""Variables of the launch scripts: names, patterns of their values, and the flags they stand for.
 
-Where MaxText's DiLoCo scripts (src/maxtext/trainers/diloco/scripts) have a variable, its name is
-taken too.
+If MaxText's DiLoCo scripts (src/maxtext/trainers/diloco/scripts) have a variable, their name is
+accepted too.
 """
 
 import pathlib
@@ -35,34 +35,43 @@ KEYS = {
 
 
 class Variable(NamedTuple):
-    """One variable: what its value has to match, in words too, and its default."""
+    """One variable of a launch script.
+
+    Attributes:
+      name: its name in the environment.
+      pattern: regular expression of its values.
+      what: description of the value, for messages.
+      example: a valid value.
+      default: None if the variable must be set.
+      also: other accepted names.
+    """
 
     name: str
     pattern: str
     what: str
     example: str
-    default: str | None = None  # None: the variable has to be set
-    also: tuple[str, ...] = ()  # other names
+    default: str | None = None
+    also: tuple[str, ...] = ()
 
     def read(self, environ: Mapping[str, str], faults: list[str]) -> str:
-        """The value, or "" with a line in faults."""
+        """Return the value, or "" after adding a line to faults."""
         given = {name: environ[name] for name in (self.name, *self.also) if environ.get(name)}
         if len(set(given.values())) > 1:
             pairs = " and ".join(f"{name}={value}" for name, value in given.items())
-            faults.append(f"{pairs} are names of one thing, {self.what}. Unset all but one.")
+            faults.append(f"{pairs} both set {self.what}. Unset all but one.")
             return ""
         if not given:
             if self.default is None:
                 names = " or ".join((self.name, *self.also))
                 faults.append(
-                    f"{names} is not set: it is {self.what}. Set it, as in "
+                    f"{names} is not set: expected {self.what}. Set it, for example "
                     f"{self.name}={self.example}."
                 )
             return self.default or ""
         name, value = next(iter(given.items()))
         if not re.fullmatch(self.pattern, value):
             faults.append(
-                f"{name}={value} is not {self.what}. Write it as in {name}={self.example}."
+                f"{name}={value}: expected {self.what}, for example {name}={self.example}."
             )
             return ""
         return value
@@ -79,7 +88,7 @@ IMAGE = Variable(
     "us-docker.pkg.dev/my-project/images/maxdiloco:1", also=("DOCKER_IMAGE", "MY_IMAGE"),
 )  # fmt: skip
 OUTPUT = Variable(
-    # gs:// alone: a pod of GKE has no credentials of other clouds.
+    # Only gs://: a pod of GKE has no credentials of other clouds.
     "OUTPUT", rf"gs{IN_BUCKET}", "a folder on gs://, as a pod's disk goes with the pod",
     "gs://my-bucket/runs", also=("BASE_OUTPUT_DIRECTORY",),
 )  # fmt: skip
@@ -100,17 +109,17 @@ FLAGS_FILE = Variable(
 
 
 def plain(value: str) -> str:
-    """Text that Kubernetes leaves as it is: it reads $(NAME) as a variable, and $$ as $."""
+    """Escape a text for Kubernetes, which reads $(NAME) as a variable and $$ as $."""
     return value.replace("$", "$$")
 
 
 def read(table: Collection[Variable], environ: Mapping[str, str], faults: list[str]):
-    """{name: value} of a table's variables. Each fault is a line in faults."""
+    """Return {name: value} of a table's variables; adds a line to faults for each fault."""
     return {variable.name: variable.read(environ, faults) for variable in table}
 
 
 def run_name(arguments: list[str], environ: Mapping[str, str], faults: list[str]) -> str:
-    """The run's name: the first argument, which is taken off, or a variable."""
+    """Return the run's name: the first argument, which is removed, or a variable."""
     if arguments and "=" not in arguments[0] and not arguments[0].endswith((".yml", ".yaml")):
         return arguments.pop(0)
     names = ("RUN_NAME", "RUNNAME", "WORKLOAD_NAME", "XPK_WORKLOAD")
@@ -132,7 +141,7 @@ def workload(
     pattern: str = NAME,
     words: str = NAME_WORDS,
 ) -> str:
-    """The name of the workload on the cluster; by default the run's."""
+    """Return the name of the workload on the cluster, by default the run's name."""
     variable = Variable(
         "WORKLOAD_NAME", pattern, f"a name for the workload on the cluster ({words}); the run's "
         "name is the default", "my-run", also=("XPK_WORKLOAD",),
@@ -152,11 +161,16 @@ def flags(
     *,
     in_pods: bool,
 ) -> list[str]:
-    """The training flags: the yml file, variables, key=value, and fixed, checked as `train` does.
+    """Return the training flags, checked as `maxdiloco.train` does.
 
-    fixed: keys that the script sets, and must not be given. num_slices: what the dcn sizes have to
-    make. in_pods: the yml file is one of the image's configs/, and the variables M_... of this
-    machine do not count; otherwise they do, and the file is one of this machine.
+    Args:
+      arguments: the yml file, if any, and key=value.
+      environ: the environment, with variables of KEYS.
+      fixed: keys that the script sets; giving one of them is a fault.
+      num_slices: the number of slices, which must equal the product of the dcn sizes.
+      faults: receives a line for each fault.
+      in_pods: whether the run starts in pods. Then the yml file is in the image's configs/, and the
+        variables M_... of this machine are ignored. Otherwise both are this machine's.
     """
     file, path = [], []
     if arguments and "=" not in arguments[0] and arguments[0].endswith((".yml", ".yaml")):
@@ -168,8 +182,8 @@ def flags(
         if name.startswith("DILOCO_") and name not in KEYS:
             known = ", ".join(known for known in KEYS if known.startswith("DILOCO_"))
             faults.append(
-                f"{name}={environ[name]} is no variable of this script, which knows {known}. "
-                "Unset it, and give other flags as key=value."
+                f"{name}={environ[name]}: expected one of {known}. Unset it, and give other flags "
+                "as key=value."
             )
     meant = {key: name for name, key in KEYS.items() if environ.get(name) and key not in given}
     stated = [f"{key}={environ[name]}" for key, name in meant.items()] + arguments
@@ -177,7 +191,7 @@ def flags(
         if "\n" in flag:
             key = flag.partition("=")[0]
             faults.append(f"{key} has a line break, which a command cannot carry. Write one line.")
-    checked = {"num_slices": num_slices} | fixed  # what is faulty itself is empty here
+    checked = {"num_slices": num_slices} | fixed  # a faulty value is empty here
     added = [f"{key}={value}" for key, value in checked.items() if value and key not in given]
     environ = {} if in_pods else environ
     _check([*path, *stated, *added], environ, meant | {"num_slices": "NUM_SLICES"}, faults)
@@ -185,7 +199,7 @@ def flags(
 
 
 def _file(name: str, faults: list[str], *, in_pods: bool) -> tuple[list[str], list[str]]:
-    """(the yml file as the run reads it, and as it can be read here)."""
+    """Return the yml file's path for the run and its path on this machine; both may be empty."""
     if not in_pods:
         found = pathlib.Path(name).resolve()
     elif name.startswith("configs/"):
@@ -202,9 +216,9 @@ def _file(name: str, faults: list[str], *, in_pods: bool) -> tuple[list[str], li
 def _check(
     argv: list[str], environ: Mapping[str, str], meant: Mapping[str, str], faults: list[str]
 ) -> None:
-    """What the trainer would say of the flags. meant: {key: the variable it comes from}."""
+    """Add the trainer's error to faults. meant: {key: the variable that sets it}."""
     try:
         config.load(argv, environ)
     except ConfigError as error:
         of = [name for key, name in meant.items() if re.search(rf"\b{key}=", str(error))]
-        faults.append(f"{error}" + "".join(f" {name} gives it." for name in of))
+        faults.append(f"{error}" + "".join(f" {name} sets it." for name in of))

@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).parent
 CHIPS_PER_HOST = 4  # of every TPU host here, as xpk's table of machine types has them
 
 # Kind of TPU -> (GKE's name of it, cores of a chip that the type counts). Names and hosts are
-# those of xpk (src/xpk/core/system_characteristics.py).
+# from xpk (src/xpk/core/system_characteristics.py).
 TPUS = {
     "v4": ("tpu-v4-podslice", 2),
     "v5e": ("tpu-v5-lite-podslice", 1),

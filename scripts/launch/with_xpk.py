@@ -49,7 +49,8 @@ def launch(arguments: list[str], environ: Mapping[str, str], faults: list[str]):
     flags = variables.flags(arguments, environ, fixed, of["NUM_SLICES"], faults, in_pods=True)
     # exec: SIGTERM has to reach Python, which saves the state and exits with 143.
     command = variables.plain(shlex.join(["exec", "python", "-m", "maxdiloco.train", *flags]))
-    codes = f"{LostPeerError.exit_code},{SaveError.exit_code}"  # beside xpk's own 42, 127 to 255
+    # xpk adds 42 and 127 to 255 to these.
+    codes = f"{LostPeerError.exit_code},{SaveError.exit_code}"
     made = ["xpk", "workload", "create"]
     made += [f"--cluster={of['CLUSTER']}", f"--project={of['PROJECT']}", f"--zone={of['ZONE']}"]
     made += [f"--workload={workload}", f"--tpu-type={_xpk_name(of['TPU_TYPE'])}"]

@@ -66,7 +66,8 @@ def test_each_wrong_variable_is_named_and_nothing_is_created(tmp_path):
     lines = done.stderr.splitlines()
     assert len(lines) == len(WRONG), done.stderr
     for value, name in WRONG.values():
-        assert [line for line in lines if line.startswith(f"xpk_run: {name}={value} ")], name
+        start = f"xpk_run: {name}={value}"
+        assert [line for line in lines if line.startswith((f"{start}:", f"{start} "))], name
 
 
 # A script, its arguments, changes to its variables, and the name that the error has.

@@ -180,7 +180,7 @@ class Islands(
     )
     """Minimum number of islands that must contribute to an outer step."""
     islands_period_seconds: Positive = key(60.0, unit="seconds", resume=FREE, from_checkpoint=False)
-    """Interval at which an island sends a fragment, whatever the speed of its steps."""
+    """Interval at which an island sends a fragment, independent of the speed of its steps."""
     islands_dead_seconds: Positive = key(60.0, unit="seconds", resume=FREE, from_checkpoint=False)
     """Time without a heartbeat after which the others continue without an island."""
     islands_key: str = key("", resume=FREE, from_checkpoint=False)
