@@ -26,14 +26,14 @@ _SIMILAR = 0.8
 Warn = Callable[[str], None]
 
 
-class Given(NamedTuple):
+class RawValue(NamedTuple):
     """A value as it was written, and its origin for messages, such as a file."""
 
     raw: Any
     where: str
 
 
-Layer = dict[str, Given]
+Layer = dict[str, RawValue]
 
 
 def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print) -> Config:
@@ -79,7 +79,7 @@ def check(found: Mapping[str, Any]) -> Config:
     return cfg
 
 
-def convert(given: Mapping[str, Given]) -> dict[str, Any]:
+def convert(given: Mapping[str, RawValue]) -> dict[str, Any]:
     """Convert text, or nested tuples and dicts of text, to values within the limits of their keys.
 
     Raises:
@@ -109,7 +109,7 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
       ConfigError: a key is unknown, or a value has another type or is outside its limits.
     """
     stored = {name: values.frozen(value) for name, value in stored.items()}
-    _refuse_unknown({name: Given(value, STORED) for name, value in stored.items()})
+    _refuse_unknown({name: RawValue(value, STORED) for name, value in stored.items()})
     try:
         return Config.model_validate(stored)
     except ValidationError as error:
@@ -247,7 +247,7 @@ def _resolve_path(path: pathlib.Path) -> pathlib.Path:
 
 def _read(path: pathlib.Path, **options: Any) -> Layer:
     raw = files.read_yml(path, **options)
-    return {name: Given(value, str(path)) for name, value in raw.items()}
+    return {name: RawValue(value, str(path)) for name, value in raw.items()}
 
 
 def _defaults() -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _from_environment(environ: Mapping[str, str], foreign: MaxText) -> Layer:
             near = nearest_key(name)
             remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
             unknown.append(f"{variable}={shorten(value)} is not a key. {remedy}")
-        given[name] = Given(value, f"environment {variable}")
+        given[name] = RawValue(value, f"environment {variable}")
     if unknown:
         raise ConfigError(
             f"{' '.join(unknown)} Names that start with {ENVIRONMENT_PREFIX} are keys in capitals."
@@ -337,7 +337,7 @@ def _from_command_line(argv: Iterable[str], warn: Warn) -> Layer:
                 f"warning: {name}={shorten(raw)} comes after "
                 f"{name}={shorten(given[name].raw)} on the command line, and the last one counts."
             )
-        given[name] = Given(raw, COMMAND_LINE)
+        given[name] = RawValue(raw, COMMAND_LINE)
     return given
 
 
@@ -430,7 +430,7 @@ def nearest_key(name: str) -> str:
     return min(containing, key=len) if containing else next(iter(similar), "")
 
 
-def _refuse_unknown(given: Mapping[str, Given]) -> None:
+def _refuse_unknown(given: Mapping[str, RawValue]) -> None:
     """Raise ConfigError that names every unknown key."""
     lines = []
     for name, one in given.items():

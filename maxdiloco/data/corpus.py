@@ -231,7 +231,7 @@ def stamp(path: str) -> Stamp:
                 f"{path} cannot be read: it is not a regular file. Leave it out of dataset_path."
             )
         with open(path, "rb") as file:
-            return Stamp.of(file)
+            return Stamp.of_file(file)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ class Stamp(NamedTuple):
     version: int | str
 
     @classmethod
-    def of(cls, file: BinaryIO) -> "Stamp":
+    def of_file(cls, file: BinaryIO) -> "Stamp":
         """Return the stamp of a file that `opened` returned."""
         if isinstance(file.raw, ObjectFile):
             return file.raw.stamp

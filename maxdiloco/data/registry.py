@@ -23,7 +23,7 @@ class Source(NamedTuple):
     column: str
 
 
-class Kind(NamedTuple):
+class DatasetType(NamedTuple):
     """A value of dataset_type."""
 
     # (path, key, column) -> source of text; None: this dataset_type does not read text.
@@ -31,14 +31,16 @@ class Kind(NamedTuple):
     suffixes: tuple[str, ...] = ()  # suffixes of the files in a folder; empty: reads no folder
 
 
-KINDS: Mapping[str, Kind] = MappingProxyType({
-    "text": Kind(partial(files.open_files, files.TEXT, files.check_text), files.TEXT),
-    "parquet": Kind(partial(files.open_files, files.PARQUET, files.check_parquet), files.PARQUET),
-    "arrayrecord": Kind(
+DATASET_TYPES: Mapping[str, DatasetType] = MappingProxyType({
+    "text": DatasetType(partial(files.open_files, files.TEXT, files.check_text), files.TEXT),
+    "parquet": DatasetType(
+        partial(files.open_files, files.PARQUET, files.check_parquet), files.PARQUET
+    ),
+    "arrayrecord": DatasetType(
         partial(files.open_files, files.ARRAYRECORD, files.check_arrayrecord), files.ARRAYRECORD
     ),
-    "hf": Kind(tables.open_hub),
-    "synthetic": Kind(),
+    "hf": DatasetType(tables.open_hub),
+    "synthetic": DatasetType(),
 })  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def open_source(source: Source, key: str) -> Reader:
       ConfigError: the dataset_type does not read text, or a package is missing.
     """
     kind, path, column = source
-    readers = {name: row.open for name, row in KINDS.items() if row.open}
+    readers = {name: row.open for name, row in DATASET_TYPES.items() if row.open}
     if kind not in readers:
         raise ConfigError(
             f"dataset_type={kind} has no text to read. Use one of {', '.join(readers)}."
@@ -78,7 +80,7 @@ def open_for_user(source: Source) -> Reader:
 def left_out_lines(source: Source, key: str) -> Iterator[str]:
     """Yield a warning with the number of files in a folder that a source does not read, if any."""
     kind, path, _ = source
-    read, folder = KINDS[kind].suffixes, os.path.expanduser(path)
+    read, folder = DATASET_TYPES[kind].suffixes, os.path.expanduser(path)
     no_folder = paths.is_https(path)
     if paths.is_local(path):
         no_folder = not os.path.isdir(folder)

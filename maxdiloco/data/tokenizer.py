@@ -336,7 +336,7 @@ def _whole(path):
     if is_local(path):
         return small_files.read_bytes(path, MOST_BYTES)
     with paths.opened(path) as file:
-        if Stamp.of(file).size > MOST_BYTES:
+        if Stamp.of_file(file).size > MOST_BYTES:
             raise OSError(errno.EFBIG, f"larger than {MOST_BYTES:,} bytes")
         return file.read()
 

@@ -396,7 +396,7 @@ class Island:
             if has_run or not self._agree():
                 raise self._error(executor.stop)
         self._incarnation, self._tokens, self._warm_from = executor.state.incarnation, 0, None
-        position = self._look()
+        position = self._read_position()
         self._log(
             f"island {self._name} is in, its start number {self._incarnation}: {position.line}"
         )
@@ -455,7 +455,7 @@ class Island:
         except (CheckpointError, ConfigError, NumericsError) as error:
             processes.fail(error)
             raise
-        self._position = self._look()
+        self._position = self._read_position()
         self._leases_told += len(self._position.leases)
         standing = self._incarnation, self._warm_from, self.run.block_tokens, self._position
         processes.tell(processes.GO, standing)
@@ -531,7 +531,7 @@ class Island:
         self._state = state
         return state
 
-    def _look(self) -> Position:
+    def _read_position(self) -> Position:
         executor = self._runtime.executor
         machine, log = executor.state, executor.state.logs[0]
         own = log.tokens + sum(each.message.tokens for each in log.undecided)

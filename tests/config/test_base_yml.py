@@ -106,7 +106,7 @@ def test_the_choices_are_those_that_the_code_knows():
         "diloco_collective": ("auto", *schedule.COLLECTIVES),
         "remat_policy": (remat.AUTO, *remat.POLICIES),
         "mlp_activations": mlp.ACTIVATIONS,
-        "dataset_type": registry.KINDS,
+        "dataset_type": registry.DATASET_TYPES,
         "grain_packing_type": (packing.CONCATENATED, packing.BEST_FIT),
     }.items():
         assert sorted(KEYS[key].choices) == sorted(names), key

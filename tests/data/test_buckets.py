@@ -198,7 +198,7 @@ def test_a_reader_that_goes_on_has_the_next_bytes_fetched_for_it(bucket, tmp_pat
         for place in (5, 64_000, 2_999_990, 5):
             file.seek(place)
             assert file.read(10) == data[place : place + 10]
-        assert paths.Stamp.of(file) == stamp
+        assert paths.Stamp.of_file(file) == stamp
     assert bucket.calls == ["head"] + ["get"] * 4
     with paths.opened(path, stamp) as whole:  # back to the end of a line, over a border
         file = whole.raw

@@ -306,14 +306,14 @@ def test_progress_counts_what_every_living_island_has_not_committed():
     island.run, island._runtime = run, SimpleNamespace(executor=one)
     log = one.state.logs[0]
     own = log.tokens + sum(each.message.tokens for each in log.undecided)
-    before = island._look()
+    before = island._read_position()
     assert own > 0 and before.expected == (log.state.tokens + 3 * own) / 10**6
     assert before.progress == log.state.tokens / 10**6
     one.state.peers = {
         name: peer._replace(changed_at=-1e9) if name != "a" else peer
         for name, peer in one.state.peers.items()
     }
-    assert island._look().expected == (log.state.tokens + own) / 10**6
+    assert island._read_position().expected == (log.state.tokens + own) / 10**6
 
 
 def leases(bucket):

@@ -33,7 +33,7 @@ _BUFFER = 1 << 16
 
 def read_text(file: BinaryIO, path: str, span: Span, _column: str, skip: Skip) -> Iterator[Text]:
     """Yield the pieces of a text file that begin in a span."""
-    size = Stamp.of(file).size
+    size = Stamp.of_file(file).size
     begin, end = (_line_start(file, place, size) for place in (span.begin, span.end))
     while begin < end:
         data = _piece(file, begin, end)
@@ -203,11 +203,11 @@ class Files:
         """
         path, before = self.names[span.file], self.stamps[span.file]
         with corpus.reading(path), paths.opened(path, before) as file:
-            if Stamp.of(file) != before:
+            if Stamp.of_file(file) != before:
                 raise corpus.changed(path)
             read = next(read for suffixes, read in _READERS if path.endswith(suffixes))
             yield from read(file, path, span, self.column, skip)
-            if Stamp.of(file) != before:
+            if Stamp.of_file(file) != before:
                 raise corpus.changed(path)
 
     def version(self) -> list[list]:
