@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python benchmarks/bandwidth_model.py
 
-Pure arithmetic; nothing is measured. First the published tables beside the computed ones
-(bandwidth/tables.py names the papers). Then what our own programs need, sustained: this is the
-figure for a run without end, which eager's published one is not. Writes table.md and a figure.
+Pure arithmetic; nothing is measured. First the published tables next to the computed ones
+(bandwidth/tables.py names the papers). Then the bandwidth that our own programs need, sustained:
+this is the figure for a run without end, which eager's published one is not. Writes table.md and a
+figure.
 """
 
 import pathlib
@@ -32,7 +33,7 @@ Row = tuple[str, str, list[str], list[float]]  # its name, the size, published, 
 
 
 def rows_of_fragments() -> list[Row]:
-    """Of 2501.18512 and 2502.12996."""
+    """The tables of 2501.18512 and 2502.12996."""
     rows = []
     for name, texts in (published.STREAMING | published.EAGER).items():
         for size, text in zip(published.SIZES, texts, strict=True):

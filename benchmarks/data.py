@@ -7,8 +7,8 @@ Needs the extras data and text, and buckets unless latency_ms=0. Makes a file of
 drawn at random, trains a byte-level BPE on its first 5 MB, prepares it, opens and reads the shards
 in a random order, and tokenises the same file with datasets.map. Then it reads the shards from a
 bucket: tests/fake_gcs.py, a server in a process of its own on this machine, which waits latency_ms
-before each answer. Each row is a process of its own, whose peak memory, with that of its children,
-is printed.
+before each answer. Each row is a process of its own, whose peak memory is
+printed, including its children.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ BUCKET = "gs://fake-bucket"
 
 
 class Options(NamedTuple):
-    """What the command line says."""
+    """The arguments of the command line."""
 
     size_mb: int = 500
     processes: int = 0

@@ -7,10 +7,10 @@ parallelism with the same loss. This benchmark asks the same of the model of qua
 279,296 parameters; keys of the trainer make it larger.
 
 For each seed, data parallelism trains for `steps` steps on `text`. Streaming DiLoCo in 4 bits and
-eager updates then train for as many steps as they need for the same loss on held-out text, within
-`tolerance` nats. The learning rate is constant after the warm-up and decays linearly over the last
-steps (wsd). A search over the number of steps therefore trains the constant part once, and repeats
-only the decay, from a checkpoint.
+eager updates then train for the number of steps that they need for the same loss on held-out text,
+within `tolerance` nats. The learning rate is constant after the warm-up and decays linearly over
+the last steps (wsd). A search over the number of steps therefore trains the constant part once, and
+repeats only the decay, from a checkpoint.
 
 Every model is then fine-tuned with data parallelism, on the same examples in the same order, on
 strings to copy and to reverse and on sums. A model without pretraining is fine-tuned too. An answer

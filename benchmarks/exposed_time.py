@@ -178,7 +178,7 @@ def peers_program(cfg: config.Config, parts: assemble.Parts, plan: Any) -> jax.s
 
 
 def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any) -> tuple:
-    """Mean of the outer gradients in array code, outer step; every replica takes theta."""
+    """Average the outer gradients, take the outer step, and copy the result to all replicas."""
     leaves, theta = list(leaves), list(theta)
     starts = list(zip(plan.slices, plan.starts, strict=True))
     x_R = [slices.gather_slice(leaves[s.leaf], s, start, lead=1) for s, start in starts]

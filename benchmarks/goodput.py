@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/goodput.py [name=value ...]
 
 A discrete-event simulation; nothing is trained. Chips are interrupted at random, once a year each.
-Goodput is the work that counts, as a share of what all chips would do without interruptions. First
+Goodput is the work that counts, as a share of the work of all chips without interruptions. First
 the simulation is held against the table of Decoupled DiLoCo (arXiv 2604.21428), for two sets of
 assumptions that both reproduce it. Then the state machine of our islands, the one that training
 uses, runs inside the same simulation. Writes table.md. OWN has the names and their defaults.
@@ -178,7 +178,7 @@ class Islands:
 
 
 def published_table(seed: int) -> list[tuple[str, ...]]:
-    """Return the rows of the published table, with what each set of assumptions gives."""
+    """Return the rows of the published table, with the result of each set of assumptions."""
     rows = [("chips", "method", "published", *ASSUMPTIONS)]
     for chips, methods in PUBLISHED.items():
         for method, published in methods.items():

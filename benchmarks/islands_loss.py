@@ -1,4 +1,4 @@
-"""What the speeds of islands, and their faults, do to the loss: runs of as many tokens each.
+"""Measure the effect of islands' speeds and faults on the loss: runs with equal numbers of tokens.
 
     PYTHONPATH=. python benchmarks/islands_loss.py [name=value ...] [key=value ...]
 
@@ -6,9 +6,9 @@ Three islands of maxdiloco.train over a folder train the quality table's model (
 to the end, on as many tokens as a row of it. They sleep after each step, as on devices of their
 own: `equal` each for so long that they are as fast together as those of `unlike`, whose speeds are
 1 : 2 : 4; in `storm` those of `unlike` meet a fault each 30 s, kill -9 and a new start or 12 s of
-standing still. The loss is theta's on held-out text at the end. OWN has the names and defaults;
-further keys are the trainer's. What is in `out` already is not run again. Exit code 1: an island
-has ended otherwise than by the run's end.
+standing still. The loss is the outer parameters' on held-out text at the end. OWN has the names and
+defaults; further keys are the trainer's. What is in `out` already is not run again. Exit code 1: an
+island has ended otherwise than by the run's end.
 """
 
 import json
@@ -93,7 +93,7 @@ class Islands:
             os.killpg(process.pid, signal.SIGCONT)
 
     def codes(self) -> dict[str, int]:
-        """Exit codes, ending what runs."""
+        """Return the exit codes after ending all processes."""
         for name in self.living():
             self._running[name].kill()
         return {name: process.wait() for name, process in self._running.items()}
@@ -129,7 +129,7 @@ def _main(argv: Sequence[str]) -> int:
 def _row(
     folder: pathlib.Path, row: str, keys: Mapping[str, Any], sleeps: Sequence[float], seed: int
 ) -> dict[str, Any]:
-    """What a run gave, now or before."""
+    """The result of a run, of this start or an earlier one."""
     result = folder / "result.json"
     if result.exists():
         return json.loads(result.read_text(encoding="utf-8"))

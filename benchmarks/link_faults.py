@@ -1,4 +1,4 @@
-"""What becomes of a run on a thin link when a process or the link fails, case by case.
+"""Make a process or the thin link of a run fail, case by case, and report the result.
 
     PYTHONPATH=. python benchmarks/link_faults.py [name=value ...] [key=value ...]
 
@@ -8,8 +8,8 @@ until the fault has begun, so no case depends on the speed of the machine. A run
 started again. Writes table.md into `out`. OWN has the names and their defaults; further keys are
 the trainer's.
 
-Exit code 1: a process hung, ended where it had to go on or without a line that names a peer, or the
-parameters at the end differ from those of a run that nobody disturbed.
+Exit code 1: a process hung, ended where it had to continue or without a line that names a peer, or
+the parameters at the end differ from an undisturbed run's.
 """
 
 import pathlib
@@ -60,7 +60,7 @@ LIMIT_S = 60.0  # and three timeouts: a process that has not ended by then hangs
 
 
 class Case(NamedTuple):
-    """A fault at a moment, and what became of it. ends: of the processes; equal: the bits."""
+    """A fault at a moment, and its result. ends: of the processes; equal: the bits."""
 
     fault: str
     moment: str
@@ -150,7 +150,7 @@ def run(
 
 
 def _wrong(fault: Fault, ends: Sequence[End], timeout_s: float) -> list[str]:
-    """What each process did that it must not do, in words."""
+    """Describe the errors of each process."""
     problems = []
     for process, end in enumerate(ends):
         if fault.kind == "kill" and process == fault.victim:
@@ -169,7 +169,7 @@ def line(case: Case) -> list[str]:
 
 
 def words(end: End) -> str:
-    """What became of a process, for a cell of the table."""
+    """The result of a process, for a cell of the table."""
     if end.code == 0:
         return f"goes on after {end.stall_s:.1f} s"
     return f"{end.code} after {end.after_s:.1f} s"

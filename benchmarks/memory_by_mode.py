@@ -1,4 +1,4 @@
-"""Memory of a device by mode, beside data parallelism's: what DiLoCo adds, and what it may add.
+"""Compare a device's memory by mode with data parallelism's: the addition and its limit.
 
     PYTHONPATH=. python benchmarks/memory_by_mode.py [file.yml] [key=value ...]
         [slices=v5e-16] [fragments=9]

@@ -1,4 +1,4 @@
-"""Logits and gradients of each model type beside those of Hugging Face's transformers.
+"""Compare logits and gradients of each model type with Hugging Face's transformers.
 
     PYTHONPATH=. python benchmarks/parity.py [only=gemma]
 

@@ -1,4 +1,4 @@
-"""One device: maxdiloco's plain step beside a compiled PyTorch loop, in turns in one run.
+"""One device: Compare maxdiloco's plain step with a compiled PyTorch loop, in turns in one run.
 
     PYTHONPATH=. python benchmarks/peer_torch.py [name=value ...] [key=value ...]
 
@@ -6,8 +6,8 @@ Both train the same decoder, in bfloat16 over float32 parameters, with AdamW and
 at norm 1. torch: autocast, scaled_dot_product_attention, a fused AdamW, torch.compile; the loop is
 in peer/torch_process.py. torch goes into an environment of its own below `out`, unless `python`
 names one that has it. Both use all cores the process may use; while one steps, the other waits for
-its turn. At first both start alone, from nothing: seconds from the start of the process to the end
-of the first step. Names: OWN; other keys are the trainer's, above DEFAULTS.
+its turn. First each starts by itself, from scratch: seconds from the start of the process to the
+end of the first step. Names: OWN; other keys are the trainer's, above DEFAULTS.
 
 Exit code 1: the models differ in size, or torch's loop failed.
 """
@@ -146,7 +146,7 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, str], list[str], Config]:
 
 
 def torch_job(cfg: Config, own: dict[str, str]) -> dict[str, Any]:
-    """What torch's loop is told."""
+    """The job of torch's loop."""
     return {
         "spec": {name: getattr(cfg, name) for name in SPEC},
         "tied": cfg.logits_via_embedding,

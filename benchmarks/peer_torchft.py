@@ -1,4 +1,4 @@
-"""maxdiloco beside torchft's streaming DiLoCo on one thin link: utilisation, overhead, bytes.
+"""Compare maxdiloco with torchft's streaming DiLoCo on one thin link: utilisation, overhead, bytes.
 
     PYTHONPATH=. python benchmarks/peer_torchft.py [name=value ...] [key=value ...]
 
@@ -7,7 +7,7 @@ below `out`. Both train one decoder of 1.03 M parameters in four fragments of on
 whose links link/hosts.py shapes, with the same H, tau, batch and outer optimizer. Streaming with
 overlap: torchft in float32, all that it has on a CPU; maxdiloco through host memory in float32 and
 in 4 bits. The plain step of each is measured first and last, on an unlimited link. link/rows.py
-says how a row is measured; link/torchft_process.py is the driver of torchft.
+measures a row; link/torchft_process.py is the driver of torchft.
 
 Names and their defaults are in OWN; further keys are the trainer's. Writes rows.json and table.md
 into `out`. Exit code 1: a row failed, torchft exchanged nothing or something else than it should,
@@ -101,7 +101,7 @@ def _main(argv: Sequence[str]) -> int:
 def arguments(
     argv: Sequence[str],
 ) -> tuple[dict[str, Any], list[tuple[str, Row]], pathlib.Path]:
-    """What is the same for all rows, the turns (trainer, row) in their order, and the folder.
+    """The values that all rows share, the turns (trainer, row) in their order, and the folder.
 
     Raises ConfigError.
     """
@@ -124,7 +124,7 @@ def arguments(
 
 
 def _check_spec(keys: dict[str, str]) -> None:
-    """Raise ConfigError for what torchft or its driver cannot do."""
+    """Raise ConfigError for settings that torchft or its driver does not have."""
     spec = {name: number(name, keys, least=0) for name in SPEC}
     P, H = spec["num_diloco_fragments"], spec["diloco_sync_period"]
     # A fragment for the ends and at least one for the layers; one exchange at a time.
@@ -191,7 +191,7 @@ def measure(
 ) -> dict[str, Any]:
     """Run torchft for a row and return its figures, as `rows.measure` returns those of the trainer.
 
-    Raises RowError: it failed, or what it exchanged is not what it should.
+    Raises RowError: it failed, or its exchanges are not the expected ones.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -221,7 +221,7 @@ def measure(
 
 
 def check_exchanges(reports: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> None:
-    """Raise RowError unless the replicas exchanged what they should.
+    """Raise RowError unless the replicas exchanged the expected values.
 
     In the last period every fragment changed once by torchft's own work: its checksum differs
     from replica to replica before and is the same after. one: the job of any of them.

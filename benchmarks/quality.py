@@ -1,12 +1,12 @@
-"""What each mode costs in loss and in bytes: one model, the same tokens, the trainer's own flags.
+"""Measure the cost of each mode in loss and bytes: one model, equal tokens, the trainer's flags.
 
     PYTHONPATH=. python benchmarks/quality.py [scale=cpu|gpu] [name=value ...] [key=value ...]
 
-The inner learning rate is tuned on data parallelism alone; the outer one for every mode, at one
+The inner learning rate is tuned only on data parallelism; the outer one for every mode, at one
 seed; the best of each then runs with the other seeds. Every row is a run of maxdiloco.train; the
-loss is that of theta on held-out text at the end. Names: OWN; other keys are the trainer's.
+loss is the outer parameters' on held-out text at the end. Names: OWN; other keys are the trainer's.
 
-Writes rows.json, table.md and two figures into `out`. A run that was ended goes on at its rows.
+Writes rows.json, table.md and two figures into `out`. An interrupted run continues at its rows.
 Exit code 1: a run failed (one that diverged is a result).
 """
 
@@ -42,7 +42,7 @@ POLL_S = 0.5
 
 
 class Asked(NamedTuple):
-    """What a command line asks for. keys: of the trainer, for every row."""
+    """The request of a command line. keys: of the trainer, for every row."""
 
     name: str
     scale: Scale
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
     out: pathlib.Path
 
     def setup(self) -> dict[str, Any]:
-        """What has to be the same for rows that are compared."""
+        """The values that compared rows must share."""
         scale = self.scale
         sizes = {"steps": scale.steps, "batch": scale.batch, "evaluations": scale.evaluations}
         return sizes | {"keys": {**scale.keys, **self.keys}}
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
     usage = help_text(__doc__, OWN, "Modes:", *(f"  {mode.name}" for mode in MODES))
-    again = "Interrupted. The same command goes on at its rows."
+    again = "Interrupted. The same command continues at its rows."
     return guarded(_main, argv, usage=usage, interrupted=again)
 
 
@@ -69,7 +69,7 @@ def _main(argv: Sequence[str]) -> int:
     asked = arguments(argv)
     done = stored(asked)
     jax.config.update("jax_platforms", "cpu")  # of this process, which trains nothing
-    # What the trainer refuses is refused before the first row.
+    # Rows that the trainer refuses are refused before the first row.
     sent = {mode.name: _traffic(mode, asked) for mode in asked.modes}
     failed: set[Row] = set()
     running: list[tuple[Run, int]] = []
@@ -99,7 +99,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def arguments(argv: Sequence[str]) -> Asked:
-    """What a command line asks for. Raises ConfigError."""
+    """The request of a command line. Raises ConfigError."""
     own, keys = divided(argv, OWN)
     (name,) = choices("scale", own, list(SCALES))
     scale = SCALES[name]
@@ -178,7 +178,7 @@ def _finish(run: Run, asked: Asked, done: dict[Row, dict[str, Any]], failed: set
 
 
 def report(asked: Asked, done: Mapping[Row, Mapping[str, Any]], sent: Mapping[str, Traffic]) -> str:
-    """Write the table and the figures of what is there; returns the table."""
+    """Write the table and the figures of the finished rows; returns the table."""
     found = table.results(asked.modes, asked.scale, done, sent)
     first = next(iter(sent.values()))
     title = table.heading(asked.scale, asked.name, asked.keys, first.parameters)

@@ -1,4 +1,4 @@
-"""What M replicas on one device cost beside data parallelism: the same tokens a step, in turns.
+"""Compare M replicas on one device with data parallelism: equal tokens a step, in turns.
 
     PYTHONPATH=. python benchmarks/replica_cost.py [replicas=4] [turns=2] [key=value ...]
 
@@ -25,7 +25,7 @@ DEFAULTS = {
     "hardware": "gpu",
     "model_name": "180m",
     "max_target_length": "2048",
-    # Of all replicas. Each has an optimizer of its own, which a larger batch makes cheaper.
+    # Sum over all replicas. Each has an optimizer of its own, which a larger batch makes cheaper.
     "per_device_batch_size": "32",
     "dtype": "bfloat16",
     "dataset_type": "synthetic",
@@ -62,7 +62,7 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, 
     own, given = divided(argv, OWN)
     count = number("replicas", own)
     keys = DEFAULTS | given | FIXED
-    # What the command line says of the exchange is for the replicas alone.
+    # Keys of the exchange on the command line apply only to the replicas.
     streaming = STREAMING | {name: keys.pop(name) for name in STREAMING if name in keys}
     cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
     each, rest = divmod(cfg.per_device_batch_size, count)

@@ -139,7 +139,8 @@ def main(argv: Sequence[str]) -> int:
 def configs(argv: Sequence[str]) -> list[tuple[str, Config]]:
     """(label, config) of every variant; one without a label where nothing is compared.
 
-    Raises ConfigError for what config.load refuses, and for configs without steps of both trainers.
+    Raises ConfigError for keys that config.load refuses, and for configs without steps of both
+    trainers.
     """
     compared = [arg.removeprefix("compare=") for arg in argv if arg.startswith("compare=")]
     argv = [arg for arg in argv if not arg.startswith("compare=")]
@@ -317,7 +318,7 @@ def is_no_more(cost: Cost, reference: Cost) -> bool:
 
 
 def without_all_reduce(data_parallel: Case) -> Cost:
-    """Cost of data parallelism on one slice of the mesh, with as many rows a device."""
+    """Cost of data parallelism on one slice of the mesh, with the same number of rows a device."""
     mesh = data_parallel.parts.mesh
     if mesh.shape["diloco"] == 1:
         return cost(data_parallel.compiles[0][1])

@@ -10,7 +10,7 @@ link/arguments.py has the names and their defaults; further keys are the trainer
 grid=published measures the rows of results/thin_link.md in two folders, fast_device and real;
 other arguments go before its own.
 
-Writes rows.json, table.md and two figures into `out`. A run that was ended goes on at its next row.
+Writes rows.json, table.md and two figures into `out`. An interrupted run continues at its next row.
 Exit code 1: a row failed, or the link carried other bytes than the trainer claims.
 """
 
@@ -34,7 +34,7 @@ Stored = list[dict[str, Any]]  # rows that are measured
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit code."""
-    again = "Interrupted. The same command goes on at this row."
+    again = "Interrupted. The same command continues at this row."
     return guarded(_main, argv, usage=help_text(__doc__, OWN | KEYS), interrupted=again)
 
 
@@ -69,7 +69,7 @@ def is_in(row: Row, done: Stored) -> bool:
 
 
 def progress(row: Row, k: int, all_parts: Sequence[Part], done: Sequence[Stored]) -> None:
-    """Say which row of part k is next, and about how long it and what is left take."""
+    """Print the next row of part k, and how long it and the remaining rows take."""
     left = {}
     for i, part in enumerate(all_parts):
         for other in part.rows:

@@ -1,4 +1,4 @@
-"""What the schedules of this trainer need of a link, sustained: in a run without end."""
+"""Compute the bandwidth that this trainer's schedules need, sustained: in a run without end."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from maxdiloco.planning.link_model import data_parallel, exposed_s, least_gbps, 
 
 
 class Mode(NamedTuple):
-    """A mode of this trainer. lag: steps until a fragment is used, as Schedule.lag says.
+    """A mode of this trainer. lag: steps until a fragment is used, from Schedule.lag.
 
     reduce_scatter: whether slices average parts of a fragment, and send their means to all.
     """
@@ -25,7 +25,7 @@ class Mode(NamedTuple):
 
 
 def modes(size: Size) -> list[Mode]:
-    """What a table of our own has: fragments of LAYERS layers."""
+    """The content of a table of our own: fragments of LAYERS layers."""
     spread = offsets(size.layers // LAYERS, H)
     out = []
     for wire in ("float32", "float4_e3m0"):

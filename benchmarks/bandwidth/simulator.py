@@ -1,7 +1,6 @@
-"""The papers' simulator of compute utilisation (2501.18512, section 3.1 and supplement), and what
-their tables have been made of.
+"""The papers' simulator of compute utilisation (2501.18512, sec. 3.1), and its tables' sources.
 
-Where the papers say nothing the values below were fitted to their tables.
+Values that the papers do not state were fitted to their tables.
 """
 
 from collections.abc import Callable, Iterable, Sequence

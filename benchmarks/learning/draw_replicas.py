@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/learning/draw_replicas.py FILE.svg
 
 Lines are the forecast of maxdiloco.plan for the quality table's model and tokens, where its rows
-reach: H from long to short, 4 bits. Marks are the rows themselves, of any wire. All is beside data
-parallelism with AdamW.
+reach: H from long to short, 4 bits. Marks are the rows themselves, of any wire. Everything is
+compared with data parallelism with AdamW.
 """
 
 import functools
@@ -80,7 +80,7 @@ def _times(case: Case) -> float:
 
 @functools.cache
 def _at_each_step(wire: str) -> float:
-    """The same with an exchange at each step, as the trainer sends it, whatever M is."""
+    """The same with an exchange at each step, as the trainer sends it, for any M."""
     keys = keys_of(Row(DILOCO, 1e-3, 0.5, FIRST_SEED), SCALES["cpu"], {})
     found = traffic(keys | {"diloco_sync_period": 1, "steps": 1, WIRE: wire})
     return found.baseline / found.sent

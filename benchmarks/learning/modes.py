@@ -1,4 +1,4 @@
-"""What is compared: the modes as keys of the trainer, and the sizes of model and run."""
+"""The comparison: the modes as keys of the trainer, and the sizes of model and run."""
 
 import functools
 from collections.abc import Mapping
@@ -24,9 +24,10 @@ class Mode(NamedTuple):
 
     inner_lr: 0: the best of data parallelism, which is tuned first; else this one.
     outer_lr: "sweep": the best of a grid; a number: that one; (mode, factor): that mode's best
-    times the factor. "" for data parallelism, which has none. rates: the grid in place of the
-    scale's. every_seed: False for one seed alone, so that all rows take less than three hours.
-    extra: True for what the table needs no more, since it lost; runs where it is named.
+    times the factor. "" for data parallelism, which has none. rates: the grid instead
+    of the scale's. every_seed: False for only one seed, so that all rows take less than three
+    hours. extra: True for a mode that lost, so that the table does not need it; it runs if it is
+    named.
     """
 
     name: str
@@ -128,7 +129,7 @@ def _few_bits() -> list[Mode]:
             **far,
             **{MOMENTUM: 0.3},
         ),
-        # What H alone costs, at the rate of the same rounds in int2.
+        # The cost of H by itself, at the rate of the same rounds in int2.
         _diloco(
             "DiLoCo, muon, H=166, momentum 0.3",
             "muon",
@@ -175,7 +176,7 @@ def _half_a_moment() -> list[Mode]:
 
 
 def _eight_bits() -> list[Mode]:
-    """The layers' products in 8 bits, at the rates of DiLoCo, H=30, which runs beside them."""
+    """The layers' products in 8 bits, at the rates of DiLoCo, H=30, which runs next to them."""
     return [
         _diloco(f"DiLoCo, H=30, {name}", outer_lr=0.7, inner_lr=0.008, extra=True,
                 quantization=name)
@@ -213,7 +214,7 @@ MODES = (
     Mode("data parallel, muon", {"enable_diloco": False}, "muon", outer_lr=""),
     _diloco("DiLoCo, muon", "muon"),
     # Details, whose differences are small: at the rate of streaming, tau=1.
-    # P=2 has all layers in one fragment; with P=3 they are strided unless said.
+    # P=2 has all layers in one fragment; with P=3 they are strided unless given.
     _streaming("streaming, tau=1, P=2", tau=1, num_diloco_fragments=2, outer_lr=AS_STREAMING,
                every_seed=False),
     _streaming("streaming, tau=1, sequential", tau=1, outer_lr=AS_STREAMING,

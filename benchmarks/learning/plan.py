@@ -1,6 +1,6 @@
 """Which rows there are: they depend on each other, since rates are chosen before modes compare.
 
-First the inner rate, tuned on data parallelism alone; then the outer rate of every mode, at the
+First the inner rate, tuned only on data parallelism; then the outer rate of every mode, at the
 first seed; then the other seeds at the rates that were best.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.learning.modes import BY_NAME, DATA_PARALLEL, Mode, Scale
 
 FIRST_SEED = 0
-INNER_OF = {"adamw": DATA_PARALLEL, "muon": "data parallel, muon"}  # what tunes an inner rate
+INNER_OF = {"adamw": DATA_PARALLEL, "muon": "data parallel, muon"}  # runs that tune an inner rate
 
 
 class Row(NamedTuple):
@@ -100,7 +100,7 @@ def _outer_rows(mode: Mode, scale: Scale, done: Done) -> Iterator[Row]:
 
 
 def _with_edges(rows: list[Row], scaled, done: Done, *, most: int = 2) -> list[Row]:
-    """The rows of a grid, and further ones while its best is at an end, at most so many."""
+    """The rows of a grid, and further ones while its best is at an end, at most this number."""
     for _ in range(most):
         if any(row not in done for row in rows):
             break

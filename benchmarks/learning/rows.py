@@ -1,4 +1,4 @@
-"""One row: a run of maxdiloco.train in a process of its own, and what its folder says after it."""
+"""One row: a run of maxdiloco.train in a process of its own, and the results in its folder."""
 
 import json
 import math
@@ -22,7 +22,7 @@ TAIL = 12  # lines of a log
 def keys_of(row: Row, scale: Scale, own: Mapping[str, str]) -> dict[str, Any]:
     """The trainer's keys of a row. own: those of the command line, which every row has.
 
-    Every mode reads as many tokens a step: the batch is divided among the replicas.
+    Every mode reads the same number of tokens a step: the batch is divided among the replicas.
     """
     mode = BY_NAME[row.mode]
     keys = dict(scale.keys) | dict(mode.keys)

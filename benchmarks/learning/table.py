@@ -112,9 +112,9 @@ def sweeps(modes: Sequence[Mode], scale: Scale, done: Done) -> str:
 
 
 def heading(scale: Scale, scale_name: str, own: Mapping[str, str], parameters: int) -> str:
-    """What was trained, in one line."""
+    """The training setup, in one line."""
     tokens = scale.batch * int(scale.keys["max_target_length"])
     words = f"scale={scale_name}: {parameters:,} parameters, {scale.steps:,} steps of "
-    words += f"{tokens:,} tokens, {scale.seeds} seeds, loss of theta on held-out text"
+    words += f"{tokens:,} tokens, {scale.seeds} seeds, outer parameters' loss on held-out text"
     keys = ", ".join(f"{name}={value}" for name, value in own.items())
     return words + (f"; {keys}" if keys else "")

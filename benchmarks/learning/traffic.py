@@ -1,4 +1,4 @@
-"""What a replica sends in a run, by the trainer's own schedule and payloads."""
+"""Compute the bytes that a replica sends, by the trainer's own schedule and payloads."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ DATA_PARALLEL_BYTES = 2  # a parameter and step: an all-reduce in bfloat16, as t
 
 
 class Traffic(NamedTuple):
-    """Of a replica and a whole run. sent: payload to one other replica; baseline: DP's [bytes]."""
+    """Bytes of a replica in a run. sent: payload to one other replica; baseline: DP's."""
 
     sent: int
     baseline: int
@@ -24,7 +24,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(keys: Mapping[str, Any]) -> Traffic:
-    """What the run with these keys sends; a mode without replicas sends the baseline."""
+    """Return the bytes of the run with these keys; a mode without replicas sends the baseline."""
     cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
     mesh = mesh_lib.build(run_settings.read_mesh(cfg))
     parts = assemble.assemble(

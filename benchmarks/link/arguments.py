@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 def parts(argv: Sequence[str]) -> list[Part]:
-    """What a command line asks for: the parts of a grid, or one. Raises ConfigError."""
+    """The request of a command line: the parts of a grid, or one. Raises ConfigError."""
     given = dict(argument.partition("=")[::2] for argument in argv)
     grid = given.pop("grid", "")
     if grid and grid not in GRIDS:
@@ -74,7 +74,7 @@ def parts(argv: Sequence[str]) -> list[Part]:
             for folder, pairs in GRIDS[grid].items()
         ]
     found = [Part(*arguments([f"{name}={value}" for name, value in one.items()])) for one in asked]
-    for part in found:  # what the trainer refuses is refused before the first row
+    for part in found:  # rows that the trainer refuses are refused before the first row
         keys = figures.mode_keys(figures.PLAIN, part.setup["keys"])
         cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})
         tied = cfg.vocab_size * cfg.base_emb_dim if cfg.logits_via_embedding else 0
@@ -83,7 +83,7 @@ def parts(argv: Sequence[str]) -> list[Part]:
 
 
 def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.Path]:
-    """What is the same for all rows, the rows in their order, and the folder for results.
+    """The values that all rows share, the rows in their order, and the folder for results.
 
     Raises ConfigError.
     """

@@ -12,7 +12,7 @@ from maxdiloco.errors import ConfigError
 
 
 def help_text(doc: str | None, names: Mapping[str, Any], *more: str) -> str:
-    """What --help prints: the module's docstring, its arguments with their defaults, more lines."""
+    """Text of --help: the module's docstring, its arguments with their defaults, more lines."""
     return "\n".join([doc or "", *(f"  {name}={value}" for name, value in names.items()), *more])
 
 
@@ -78,7 +78,7 @@ def guarded(
     usage: str,
     interrupted: str = "Interrupted.",
 ) -> int:
-    """The exit code of run(argv). usage: of --help. interrupted: what is printed after Ctrl-C."""
+    """Return the exit code of run(argv). usage: text of --help. interrupted: text after Ctrl-C."""
     if any(argument in ("-h", "--help") for argument in argv):
         print(usage)
         return 0

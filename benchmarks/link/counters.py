@@ -1,8 +1,8 @@
-"""What crosses the links of hosts: the kernel's byte counters, sampled by a thread.
+"""Count the traffic on the links of hosts: the kernel's byte counters, sampled by a thread.
 
-Counted at the ports of the switch, behind the shaping of the host that sends: a port receives what
-its host has sent. The counters hold Ethernet headers; a large segment that no shaping has cut
-counts with one set of headers.
+Counted at the ports of the switch, behind the shaping of the host that sends: a port receives the
+bytes that its host has sent. The counters hold Ethernet headers; a large segment that no shaping
+has cut counts with one set of headers.
 """
 
 import bisect

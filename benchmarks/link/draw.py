@@ -54,7 +54,7 @@ def utilisation(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> 
             (places[mbit(row)], TOP + HEIGHT * (1 - result(row, rows, setup).utilisation))
             for row in line
         )
-        # Lines may lie on each other: the later ones are thinner, so that both are seen.
+        # Lines may cover each other: the later ones are thinner, so that both are seen.
         thin = k / max(1, len(lines) - 1)
         look = dict(colour=colour, dash=dash, width=3.5 - 2 * thin)
         mark = dict(colour=colour, square=line[0]["carrier"] == "host", size=5 - 2 * thin)
@@ -79,7 +79,7 @@ def _places(rates: Sequence[float]) -> dict[float, float]:
 
 
 def period(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
-    """What the first host sends over one period, for every row of the thinnest link."""
+    """Draw the bytes of the first host over one period, for every row of the thinnest link."""
     others = [row for row in rows if row["mode"] != PLAIN]
     thinnest = min(map(mbit, others))
     shown = [row for row in others if mbit(row) == thinnest]

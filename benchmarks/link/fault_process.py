@@ -5,7 +5,7 @@
 Process VICTIM touches FOLDER/held at the MOMENT (see moments.py) of step T and stands there until
 FOLDER/go exists; -1: none does. Every process writes the times of its inner steps
 (time.monotonic() [s]) to FOLDER/steps.<process>, and touches FOLDER/take.<process> before it waits
-for what was sent after step T.
+for the data that was sent after step T.
 """
 
 import os

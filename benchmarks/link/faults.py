@@ -1,4 +1,4 @@
-"""One case of a fault: a run on hosts that meets it at a moment, and what became of every process.
+"""One case: a run on hosts with a fault at a chosen moment, and the result of every process.
 
 A link that is cut drops frames without a word: the neighbour entry of the sending host has an
 address that nobody has. Nothing on the way sends an error back, as with a dead switch.
@@ -88,7 +88,7 @@ class CaseError(RowError):
 
 
 class Fault(NamedTuple):
-    """What happens to host or process `victim`.
+    """The fault that hits host or process `victim`.
 
     kind: kill, stop, cut, or one of CLIENTS: unauthenticated clients, 1,000 of them in a flood.
     seconds: how long; None: until the end. sends, receives: which direction of the victim's link a
@@ -107,7 +107,7 @@ class Fault(NamedTuple):
 
 
 class End(NamedTuple):
-    """What became of a process. after_s: since the fault [s]. stall_s: longest step since then."""
+    """The result of a process. after_s: since the fault [s]. stall_s: longest step since then."""
 
     code: int
     after_s: float
@@ -199,7 +199,7 @@ def _finish(fault: Fault, made: Hosts, victim: subprocess.Popen) -> bool:
 
 
 def _cut(fault: Fault, made: Hosts, *, mend: bool) -> None:
-    """Drop what the victim's host sends to the others, or gets from them, or let it pass again."""
+    """Drop the frames that the victim's host sends or receives, or let them pass again."""
     for other in set(range(len(made.names))) - {fault.victim}:
         for cut, source, target in (
             (fault.sends, fault.victim, other),

@@ -1,4 +1,4 @@
-"""From what was measured to what is reported: modes, predictions by arithmetic, the table."""
+"""Compute reported figures from measurements: modes, predictions by arithmetic, the table."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ UNLIMITED = "unlimited"
 # Bytes on the link above those that the trainer claims, once the chatter is taken off. Headers of
 # Ethernet, IPv4 and TCP are 66 of a frame's 1,514 bytes, 4.6 % of what it carries; an
 # acknowledgement of as many bytes answers every second segment, after a pause every one: 2.3 to
-# 4.6 %. The rest is for small segments and for what is sent twice.
+# 4.6 %. The rest is for small segments and for bytes that are sent twice.
 OVERHEAD = 0.12
-BELOW = 0.01  # under the claim: what crosses the ends of the window
-# What 4 bits and a window to hide in should reach, where data parallelism has less than STARVED.
+BELOW = 0.01  # under the claim: messages that cross the ends of the window
+# Targets for 4 bits with overlap, at rates where data parallelism has less than STARVED.
 FULL_FAST, FULL_REAL, STARVED = 0.99, 0.95, 0.05
 HIDING, FOUR_BITS = ("overlapped", "eager"), "float4_e3m0"
 
@@ -59,7 +59,7 @@ def mode_keys(mode: str, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def label(row: Mapping[str, Any], tau: int) -> str:
-    """What a row's line is called: mode, wire, carrier."""
+    """The name of a row's line: mode, wire, carrier."""
     words = [MODES[row["mode"]].label.format(tau=tau), row["wire"], row["carrier"]]
     return ", ".join(word for word in words if word)
 
@@ -81,7 +81,7 @@ def all_reduce_bytes(gradients: int, num_hosts: int) -> float:
 def gradient_bytes(row: Mapping[str, Any], setup: Mapping[str, Any]) -> int:
     """Bytes of the float32 gradients that data parallelism reduces in a step.
 
-    XLA reduces what the lookup and the head give to a tied embedding one by one.
+    XLA reduces the two gradients of a tied embedding, from the lookup and the head, one by one.
     """
     return 4 * (row["parameters"] + setup["tied_parameters"])
 
@@ -126,7 +126,7 @@ def predicted_ms(row: Mapping[str, Any], setup: Mapping[str, Any], plain_ms: flo
 
 
 class Result(NamedTuple):
-    """A row beside the plain step. claimed_ratio: None where the trainer claims no bytes."""
+    """A row compared with the plain step. claimed_ratio: None where the trainer claims no bytes."""
 
     utilisation: float
     exposed_ms: float
@@ -185,7 +185,7 @@ def beside_unlimited(rows: Sequence[Mapping[str, Any]], tau: int) -> list[str]:
 
 
 def claims(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> list[str]:
-    """Whether what should hide does: a line for each rate that starves data parallelism."""
+    """Whether overlapped modes reach their targets: a line for each rate that starves DP."""
     full = FULL_FAST if setup["fast_device_ms"] else FULL_REAL
     lines = []
     for base in rows:
@@ -235,14 +235,14 @@ def cells(
 
 
 def device(setup: Mapping[str, Any]) -> str:
-    """What computes a step."""
+    """The work of a step."""
     if setup["fast_device_ms"]:
         return f"fast device ({setup['fast_device_ms']:g} ms of sleep in place of compute)"
     return "real compute"
 
 
 def conditions(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> tuple[str, str]:
-    """What a figure has to say about how it was measured, in two lines."""
+    """The caption of a figure about its measurement, in two lines."""
     keys = setup["keys"]
     spread = [row["step_ms"] for row in rows if row["mode"] == PLAIN]
     return (

@@ -1,4 +1,4 @@
-"""What one row measures and for how long, and the grids of rows that have a name."""
+"""Define the measurement and the duration of a row, and the named grids of rows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ GRIDS = {
             "congestion=reno",
         ],
     },
-    # All-gather sends four times what reduce-scatter does: more than the link carries in a period.
+    # All-gather sends four times reduce-scatter's bytes: more than the link has in a period.
     "reduce_scatter": {
         "reduce_scatter": [
             "hosts=8",
@@ -61,7 +61,7 @@ GRIDS = {
 
 
 class Row(NamedTuple):
-    """What one row measures. rate: as on the command line; wire, carrier: "" where none.
+    """The measurement of one row. rate: as on the command line; wire, carrier: "" where none.
 
     turn: 1 for the second measurement of the same, else 0.
     """
@@ -89,7 +89,7 @@ class Window(NamedTuple):
 def expected_step_ms(row: Row, setup: Mapping[str, Any], plain: Mapping[str, Any] | None) -> float:
     """About how long a step of a row will take, by arithmetic, with fragments of one size.
 
-    plain: what was measured of the plain step; None before that.
+    plain: the measurement of the plain step; None before that.
     """
     keys = setup["keys"]
     fast_ms = setup["fast_device_ms"]

@@ -8,7 +8,7 @@ are a veth pair. Nothing is made outside the namespaces but their names, the com
 host's own name.
 
 The names hold the id and the start of the process that made them, so that a later run finds the
-leftovers of one that was killed, and lets alone those of one that still runs.
+leftovers of one that was killed, and ignores the namespaces of a running one.
 """
 
 import atexit
@@ -36,13 +36,13 @@ PROGRAMS = pathlib.Path(tempfile.gettempdir())
 CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
 WAIT_S = 10.0  # for taps to appear and for killed processes to be gone; our choice
 BURST_BYTES = 10_000  # tbf's bucket: 6 full frames, 16 ms at 5 Mbit/s; our choice
-BURST_S = 0.002  # and never less than what passes in this time, or the timer limits the rate
+BURST_S = 0.002  # and never less than the bytes of this time, or the timer limits the rate
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins every host to the switch.
+    """The links that join every host to the switch.
 
     mbit: rate of each direction [Mbit/s], None: not shaped. delay_ms: from one host to another,
     one way. loss_pct: of the frames of a link with a delay that are lost. queue_ms: longest time
@@ -100,7 +100,7 @@ def check() -> None:
 
 @contextlib.contextmanager
 def hosts(count: int, link: Link) -> Iterator[Hosts]:
-    """Hosts for the time of a `with`; everything is gone after it, what was started on them too.
+    """Hosts for the time of a `with`; afterwards they and their processes are removed.
 
     One `with` at a time in a process, in its main thread: signals are ignored while things are
     removed. Raises ConfigError where this machine cannot make hosts.
@@ -125,7 +125,7 @@ def hosts(count: int, link: Link) -> Iterator[Hosts]:
 
 
 def sweep() -> list[str]:
-    """Remove what processes that are gone have left, and return its names."""
+    """Remove the namespaces that dead processes have left, and return their names."""
     gone = []
     for name in sorted(_names(PREFIX)):
         made = re.fullmatch(NAME, name)
@@ -159,7 +159,7 @@ def _remove_all(mine: str) -> None:
 
 
 def _remove(name: str) -> None:
-    """End what runs in a namespace, then delete it with its interfaces. Another may do the same."""
+    """End a namespace's processes, then delete it with its interfaces. Another may do the same."""
     limit = time.monotonic() + WAIT_S
     while pids := _try("ip", "netns", "pids", name).stdout.split():
         for pid in map(int, pids):
@@ -280,7 +280,7 @@ def _try(*command: str) -> subprocess.CompletedProcess:
 
 
 def _run(*command: str) -> None:
-    """Run a command that makes something. Raises ConfigError with what it says."""
+    """Run a command that makes something. Raises ConfigError with its message."""
     done = _try(*command)
     if done.returncode:
         words = " ".join(done.stderr.split())

@@ -1,11 +1,11 @@
-"""One process of a benchmarked run: maxdiloco.train with a clock beside every inner step.
+"""One process of a benchmarked run: Run maxdiloco.train with a clock around every inner step.
 
     python -m benchmarks.link.process TRACE CPU FAST_MS key=value ...
 
 TRACE: file that gets a line for each inner step, time.monotonic() at its beginning [s]. CPU: the
-core it runs on; -1: any. FAST_MS: a fast device in place of the CPU: after every inner step the
-process waits until its results are there and then sleeps for so long [ms]; 0: no such device. What
-the step's own program exchanges is over by then and hides behind nothing.
+core it runs on; -1: any. FAST_MS: a fast device instead of the CPU: after every inner step the
+process waits until its results are there and then sleeps for this time [ms]; 0: no such device.
+Exchanges inside the step's own program are over by then, so they are not hidden.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""One row: a run of the trainer on hosts of its own, and what was counted while it ran."""
+"""One row: a run of the trainer on hosts of its own, and the counters during the run."""
 
 import json
 import os
@@ -151,7 +151,7 @@ def trace_path(folder: pathlib.Path, process: int) -> pathlib.Path:
 
 
 def log_path(folder: pathlib.Path, process: int) -> pathlib.Path:
-    """File with what a process printed."""
+    """File with the output of a process."""
     return folder / f"process_{process}.log"
 
 

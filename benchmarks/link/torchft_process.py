@@ -8,8 +8,8 @@ attention with rotary embedding and norms of queries and keys, a gated feed-forw
 embedding. Each host has a store and a manager; host 0 also the lighthouse, in this process.
 
 `trace` gets a line for each inner step, time.monotonic() at its beginning [s]. With `fast_ms` the
-process sleeps for so long after each inner step, before torchft's own work. `report` gets, as JSON,
-the number of parameters, the fragments' sizes and what the last period's exchanges did.
+process sleeps for this time after each inner step, before torchft's own work. `report` gets, as
+JSON, the number of parameters, the fragments' sizes and what the last period's exchanges did.
 """
 
 import ctypes
@@ -187,7 +187,7 @@ def run(job: dict) -> None:
 def join(job: dict):
     """The meeting store of all hosts, the lighthouse (None elsewhere than on host 0), a manager.
 
-    The manager and its store have the address of the host in place of its name.
+    The manager and its store have the address of the host instead of its name.
     """
     from torch.distributed import TCPStore
     from torchft.coordination import LighthouseServer

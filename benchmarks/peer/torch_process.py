@@ -1,4 +1,4 @@
-"""A compiled PyTorch loop that takes a step whenever it is told to. Imports nothing of ours.
+"""Run a compiled PyTorch loop that does a step on request. Imports nothing of ours.
 
     VENV/bin/python -I torch_process.py JSON
 
