@@ -1,9 +1,9 @@
 """A decoder as pure functions of a plain nested dict of parameters."""
 # B sequences  L tokens  D model  V vocabulary  E experts
 
+import dataclasses
 import functools
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,10 @@ from maxdiloco.models.decoder import Decoder
 from maxdiloco.models.kernels.choice import Kernels
 from maxdiloco.models.loss import head_logits, next_tokens, token_losses
 from maxdiloco.models.params import Params, to_dict, with_values
+from maxdiloco.models.remat import AUTO
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of jax.jit
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: a static argument of jax.jit
 class Model:
     """One replica's view of a decoder.
 
@@ -40,14 +41,20 @@ class Model:
         Returns:
           A nested dict of arrays.
         """
-        _, state = _create(self.config, self.kernels, key)
+        _, state = self._create(key)
         return to_dict(state)
 
     @functools.cached_property
     def _structure(self) -> tuple[nnx.GraphDef, nnx.State]:
         """The decoder without values: its graph, and its parameters as ShapeDtypeStructs."""
-        create = functools.partial(_create, self.config, self.kernels)
-        return jax.eval_shape(create, jax.random.key(0))
+        return jax.eval_shape(lambda: self._create(jax.random.key(0)))  # a key here would compile
+
+    def _create(self, key: jax.Array) -> tuple[nnx.GraphDef, nnx.State]:
+        """Create a decoder, as its graph and its parameters."""
+        # Models that differ only in the policy share one trace: a run with remat_policy=auto builds
+        # a model before it chooses the policy. The modules do not read the policy.
+        config = dataclasses.replace(self.config, remat_policy=AUTO)
+        return _create(config, self.kernels, key)
 
     def decoder(self, params: Params) -> Decoder:
         """Return the NNX module with the values of a nested dict like the result of `init`."""
@@ -181,7 +188,7 @@ class Model:
 def _create(
     config: ModelConfig, kernels: Kernels, key: jax.Array
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Create a decoder, as its graph and its parameters."""
+    """Create a decoder with new values, see Model.init."""
     key_ends, key_layers = jax.random.split(key)
     decoder = Decoder(config, kernels, rngs=nnx.Rngs(params=key_ends, layers=key_layers))
     return nnx.split(decoder, nnx.Param)

@@ -1,9 +1,12 @@
 """Sizes of the papers' ladder, against the formula worked by hand; nothing is allocated."""
 
+import jax
 import pytest
+import tiny_model
 
 from maxdiloco.config import config
 from maxdiloco.models.config import from_keys
+from maxdiloco.models.decoder import Decoder
 from maxdiloco.models.model import Model, count_parameters
 
 # arXiv 2503.09799 Tab. 3: layers, heads (of 64), width, feed-forward width; vocabulary 32,768.
@@ -56,3 +59,22 @@ def test_model_files_have_the_parameters_of_the_papers_and_of_checkpoints(name):
         assert (cfg.base_num_decoder_layers, cfg.base_num_query_heads) == (layers, heads)
         assert (cfg.head_dim, cfg.vocab_size) == (64, 32768)
     assert count_parameters(Model(from_keys(cfg))) == expected
+
+
+def test_models_that_differ_only_in_the_remat_policy_share_one_trace(monkeypatch):
+    """Control: another width is traced again."""
+    made = []
+
+    class Counted(Decoder):
+        def __init__(self, config, kernels, **options):
+            made.append(config.emb_dim)
+            super().__init__(config, kernels, **options)
+
+    monkeypatch.setattr("maxdiloco.models.model.Decoder", Counted)
+    for emb_dim, policy in ((40, "auto"), (40, "minimal"), (40, "full"), (48, "full")):
+        model = tiny_model.build(base_emb_dim=emb_dim, remat_policy=policy)
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        assert jax.tree.map(lambda x: x.shape, model.shapes) == jax.tree.map(
+            lambda x: x.shape, shapes
+        )
+    assert made == [40, 48]
