@@ -3,7 +3,6 @@
 Only the parameters are read. The flags are checked before JAX starts (run/stored.py).
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -66,19 +65,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
     import jax
 
-    from maxdiloco.parallel import mesh as mesh_lib
-    from maxdiloco.run import settings, startup
-    from maxdiloco.run.compile_cache import compile_cache
+    from maxdiloco.run import startup
     from maxdiloco.storage import output_file
 
     # The mesh must be known before JAX's backends start. The parameters are read afterwards.
     configure = functools.partial(configure, argv=keys)
     cfg = configure(read.newest_meta(folder, key="RUN"))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(startup.joined(cfg))
-        mesh = mesh_lib.build(settings.read_mesh(cfg))
-        replicas = dict(has_replicas=cfg.enable_diloco)
-        notes = stack.enter_context(compile_cache(cfg.jax_cache_dir, mesh, **replicas))
+    with startup.opened(cfg) as (_, _, notes):
         say_once = read.primary_only(lambda line: say(one_line(line)))
         for line in notes:
             say_once(line)

@@ -36,7 +36,6 @@ from maxdiloco.run import settings as run_settings
 from maxdiloco.run import state as run_state
 from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.assemble import Parts
-from maxdiloco.run.compile_cache import compile_cache
 from maxdiloco.run.island import Facts
 from maxdiloco.run.recorder import open_recorder
 from maxdiloco.run.settings import RunSettings
@@ -67,13 +66,10 @@ def run(
     """
     if cfg.enable_wandb:
         require_wandb()
-    with startup.joined(cfg) as cluster:
-        mesh = mesh_lib.build(run_settings.read_mesh(cfg))
-        replicas = dict(has_replicas=cfg.enable_diloco)
-        with compile_cache(cfg.jax_cache_dir, mesh, **replicas) as lines:
-            clock.lap("devices")
-            ports = [] if cluster is None else [cluster.firewall_note]
-            return _run(cfg, asked or cfg, mesh, cluster, clock, [*notes, *lines, *ports])
+    with startup.opened(cfg) as (cluster, mesh, lines):
+        clock.lap("devices")
+        ports = [] if cluster is None else [cluster.firewall_note]
+        return _run(cfg, asked or cfg, mesh, cluster, clock, [*notes, *lines, *ports])
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""Connect the processes and devices of a program, before JAX's backends start."""
+"""Connect the processes and devices of a program, and use its compile cache."""
 
 import importlib.metadata
 import os
@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import jax
+from jax.sharding import Mesh
 
 from maxdiloco.cluster import coordination, start
 from maxdiloco.config import resume
 from maxdiloco.config.keys import Config
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.run import settings
+from maxdiloco.run.compile_cache import compile_cache
 from maxdiloco.version import __version__
 
 if TYPE_CHECKING:
@@ -26,8 +28,27 @@ _SAY_AFTER_S = 10.0  # of waiting, after which a line is logged
 
 
 @contextmanager
+def opened(cfg: Config) -> Iterator[tuple["Cluster | None", Mesh, list[str]]]:
+    """Join the other processes, build the mesh and use the compile cache, inside the context.
+
+    Yields:
+      The cluster, as `joined`; the mesh; log lines.
+
+    Raises:
+      ConfigError: as `joined`, or the devices do not fill the mesh.
+      LostPeerError: another process is lost.
+    """
+    with joined(cfg) as cluster:
+        mesh = mesh_lib.build(settings.read_mesh(cfg))
+        with compile_cache(cfg.jax_cache_dir, mesh, has_replicas=cfg.enable_diloco) as lines:
+            yield cluster, mesh, lines
+
+
+@contextmanager
 def joined(cfg: Config) -> Iterator["Cluster | None"]:
     """Connect this process and its devices to the other processes of the job, inside the context.
+
+    It comes before anything that starts JAX's backends.
 
     Yields:
       The cluster; None for a single process.
