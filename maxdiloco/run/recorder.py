@@ -1,6 +1,7 @@
 """Log, evaluate, save and profile a step of a run. loop.py decides when."""
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,7 @@ class Recorder:
 
     def first_step_is_done(self) -> None:
         """Start the work that could wait until after the first step."""
+        gc.enable()  # train.main disables it
         if self._checkpointer is not None:
             self._checkpointer.open_writer()
         if self._writer is not None:

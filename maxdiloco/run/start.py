@@ -328,5 +328,6 @@ def _compile(
         remat_policy=settings.model.config.remat_policy,
     )
     fresh = compile_log.compile_all(calls, room=room, resident=parts.trainer.description.resident)
-    gc.enable()  # train.main disables it for the start
+    if resumes:
+        gc.enable()  # a restore may leave large arrays in reference cycles
     return fresh[0] if fresh else None
