@@ -1,36 +1,41 @@
-"""A run of islands in a storm: processes and links that fail, and what of their work is in the log.
+"""Run islands in a storm of faults, and report how much of their work is in the log.
 
     PYTHONPATH=. python benchmarks/islands_storm.py [name=value ...] [key=value ...]
 
-Islands of maxdiloco.train over a real S3 server, a process of its own (moto). Every 3600 /
-faults_per_hour seconds one fault: kill -9 of an island, which starts again; an island that stands
-still past its death; a link that is cut; a store that does not answer. With mbit=0 all share this
-machine's network, no link is cut, and no root is needed; else every island and the store has a
-network namespace and a link (link/hosts.py: Linux, root, iproute2). With step_ms=50,100,200 the
-islands sleep after each step for so long, as on devices of their own; the tokens in the log are
-beside those of the same steps all of the time that an island lived, and of the whole run; the
-longest pause between two steps of an island is of those that the fault did not hit. OWN has the
-names and their defaults; further keys are the trainer's.
+Islands of maxdiloco.train over a real S3 server in a process of its own (moto). There is one fault
+every 3600 / faults_per_hour seconds. An island is killed (kill -9) and starts again. An island is
+stopped until the others consider it dead. A link is cut. The store does not answer, or its link is
+slow. With mbit=0 all processes share this machine's network, no link is cut or slow, and no root is
+needed. Otherwise every island and the store has a network namespace and a link (link/hosts.py:
+Linux, root, iproute2). step_ms=50,100,200 makes the islands sleep after each step, as if each had a
+device of its own. The tokens in the log are compared with the tokens of the islands' median
+steps. OWN has the names and their defaults; further keys are the trainer's.
 
-Exit code 1: the audit of the log finds an error, an island ended by itself, or did not come back.
+Exit code 1: the audit of the log finds an error, an island exited by itself, or did not come back.
 """
 
-import os
 import pathlib
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.link import hosts, storm_figures
 from benchmarks.link.command import divided, guarded, help_text, number, numbers
 from benchmarks.link.rows import ROOT
-from benchmarks.link.storm_figures import Fault, Start
-from maxdiloco.errors import ConfigError
+from benchmarks.link.storm import (
+    BUCKET,
+    KINDS,
+    ON_ONE_NETWORK,
+    Storm,
+    System,
+    draw,
+    s3_environ,
+    s3_server,
+)
+from benchmarks.link.storm_figures import Outcome
 
 OWN = {
     "seconds": "300",
@@ -50,7 +55,7 @@ KEYS = {
     "max_target_length": 64,
     "per_device_batch_size": 4,
     "dataset_type": "synthetic",
-    "steps": 10**6,  # it does not end by itself, so neither does the schedule rise nor fall
+    "steps": 10**6,  # far beyond the end, so the learning rate is constant
     "warmup_steps_fraction": 0.0,
     "learning_rate": 1e-3,
     "enable_streaming_diloco": "true",
@@ -59,123 +64,71 @@ KEYS = {
     "diloco_exchange_dtype": "float4_e3m0",
     "diloco_aggregation": "radial_directional_mean",
     "islands_period_seconds": 5,
-    "islands_dead_seconds": 11,  # above a usual cut, CUT_S, and below a standstill, FROZEN_S
+    "islands_dead_seconds": 11,  # between the lengths of a cut and of a stop
     "log_period": 10,
     "checkpoint_period": 200,
     "enable_tensorboard": "false",
 }
-# Lengths of faults. A killed island starts again after DOWN_S.
-DOWN_S, FROZEN_S, CUT_S, AWAY_S = 3.0, 12.0, 10.0, 10.0
-PORT, BUCKET = 9000, "storm"
-ISLANDS = {"enable_islands": "true", "islands_store": f"s3://{BUCKET}/run"}
-SERVER = f"""
-import logging, threading
-from moto.s3.models import s3_backends
-from moto.server import ThreadedMotoServer
-
-logging.getLogger("werkzeug").setLevel(logging.ERROR)
-server = ThreadedMotoServer("0.0.0.0", port={PORT}, verbose=False)
-server.start()
-s3_backends["123456789012"]["aws"].create_bucket("{BUCKET}", "us-east-1")
-print("ready", flush=True)
-threading.Event().wait()
-"""
-END_S = 120.0  # for the last records, and for saves; our choice
+STORE = f"s3://{BUCKET}/run"
 
 
-class Storm:
-    """The islands and the store. starts: by island, all of them."""
+def system(
+    keys: Mapping[str, Any],
+    sleeps: Mapping[str, float],
+    out: pathlib.Path,
+    made: hosts.Hosts | None,
+) -> System:
+    """Return the commands of islands. keys: the trainer's. sleeps: by island, after a step [ms]."""
 
-    def __init__(self, own: dict[str, str], keys: dict[str, Any], made: hosts.Hosts | None):
-        self.out, self.keys, self.made = pathlib.Path(own["out"]).resolve(), keys, made
-        self.names = [f"box{i}" for i in range(int(own["boxes"]))]
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.rng, self.starts = random.Random(int(own["seed"])), {name: [] for name in self.names}
-        sleeps = numbers("step_ms", own)
-        self.sleeps = {name: sleeps[i % len(sleeps)] for i, name in enumerate(self.names)}
-        self.frozen_s = dict.fromkeys(self.names, 0.0)
-        address = made.addresses[0] if made else "127.0.0.1"
-        self.environ = os.environ | {
-            "AWS_ENDPOINT_URL": f"http://{address}:{PORT}",
-            "AWS_ACCESS_KEY_ID": "any",
-            "AWS_SECRET_ACCESS_KEY": "any",
-            "AWS_REGION": "us-east-1",
-            "PYTHONPATH": str(ROOT),
-            "PYTHONUNBUFFERED": "1",
-        }
-        self.server = self._launch(0, [sys.executable, "-c", SERVER], "server", self.environ)
-        self.until(lambda: "ready" in (self.out / "server.log").read_text(), 60, "no S3 server")
+    def island(name: str, trace: pathlib.Path) -> list[str]:
+        words = [f"{key}={value}" for key, value in (dict(keys) | island_keys(name, out)).items()]
+        traced = ["benchmarks.link.process", str(trace), "-1", str(sleeps[name])]
+        return [sys.executable, "-m", *traced, *words]
 
-    def _launch(self, host: int, command: list[str], name: str, environ) -> subprocess.Popen:
-        options = dict(stdout=(self.out / f"{name}.log").open("w"), stderr=subprocess.STDOUT)
-        options |= dict(env=environ, cwd=ROOT)
-        if self.made:
-            return self.made.start(host, command, **options)
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, **options
-        )
-
-    def start(self, name: str) -> None:
-        """Start an island, the first time or again."""
-        keys = self.keys | ISLANDS | dict(
-            island_name=name, run_name=name, base_output_directory=self.out / "runs",
-            jax_cache_dir=self.out / "jax_cache",
-        )  # fmt: skip
-        words = [f"{key}={value}" for key, value in keys.items()]
-        file = f"{name}.{len(self.starts[name])}"
-        log, trace = (self.out / f"{file}.{kind}" for kind in ("log", "steps"))
-        traced = ["benchmarks.link.process", str(trace), "-1", str(self.sleeps[name])]
-        command = [sys.executable, "-m", *traced, *words]
-        process = self._launch(self.names.index(name) + 1, command, file, self.environ)
-        self.starts[name].append(Start(process, log, trace))
-
-    def fault(self, kind: str, name: str) -> Fault:
-        """One fault, from its beginning to its end."""
-        begin, island = time.monotonic(), self.starts[name][-1].process
-        if kind == "kill":
-            _signal(island, signal.SIGKILL)
-            island.wait()
-            time.sleep(DOWN_S)
-            self.start(name)
-        elif kind == "freeze":
-            _signal(island, signal.SIGSTOP)
-            time.sleep(FROZEN_S)
-            _signal(island, signal.SIGCONT)
-            self.frozen_s[name] += FROZEN_S
-        elif kind == "store":
-            _signal(self.server, signal.SIGSTOP)
-            time.sleep(AWAY_S)
-            _signal(self.server, signal.SIGCONT)
-        else:
-            host = self.made.names[self.names.index(name) + 1]
-            device = ["ip", "-n", host, "link", "set", "dev", hosts.DEVICE]
-            subprocess.run([*device, "down"], check=True)
-            time.sleep(CUT_S)
-            subprocess.run([*device, "up"], check=True)
-        return Fault(kind, "" if kind == "store" else name, begin, time.monotonic())
-
-    def until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait until it is done. Raises ConfigError after so many seconds."""
-        limit = time.monotonic() + seconds
-        while not done():
-            if time.monotonic() > limit:
-                raise ConfigError(f"seconds: {what} after {seconds:g} s. See the logs in out.")
-            time.sleep(0.2)
-
-    def text(self, name: str) -> str:
-        """The output of the last start of an island."""
-        return self.starts[name][-1].log.read_text()
-
-    def close(self) -> None:
-        """End what still runs."""
-        for process in [self.server, *(s.process for all_ in self.starts.values() for s in all_)]:
-            if process.poll() is None:
-                _signal(process, signal.SIGKILL)
-                process.wait()
+    return System(s3_server(), "ready", island, s3_environ(made) | {"PYTHONPATH": str(ROOT)})
 
 
-def _signal(process: subprocess.Popen, number: int) -> None:
-    os.killpg(process.pid, number)  # each has a session of its own
+def island_keys(name: str, out: pathlib.Path) -> dict[str, Any]:
+    """Return the trainer's keys that an island has in addition."""
+    return {
+        "enable_islands": "true",
+        "islands_store": STORE,
+        "island_name": name,
+        "run_name": name,
+        "base_output_directory": out / "runs",
+        "jax_cache_dir": out / "jax_cache",
+    }
+
+
+def audit(storm: Storm) -> tuple[bool, int, int]:
+    """Replay the log and print the result.
+
+    Returns:
+      Whether it is without errors; the records of fragment 0 and their tokens.
+    """
+    inside = ["ip", "netns", "exec", storm.made.names[0]] if storm.made else []
+    command = [*inside, sys.executable, "-m", "maxdiloco.islands", "audit", STORE]
+    done = subprocess.run(
+        command, env=storm.system.environ, cwd=ROOT, capture_output=True, text=True
+    )
+    print(done.stdout, done.stderr, sep="")
+    found = re.search(r"fragment 0: (\d+) records.*; ([\d,]+) tokens;", done.stdout)
+    records, tokens = (int(word.replace(",", "")) for word in found.groups()) if found else (0, 0)
+    return done.returncode == 0, records, tokens
+
+
+def failures(outcome: Outcome) -> list[str]:
+    """Return the islands that exited by themselves, did not come back, or failed at the end."""
+    wrong = [f"{name} is not back" for name in outcome.absent]
+    for name, code in outcome.codes.items():
+        if code != 128 + signal.SIGTERM:
+            wrong.append(f"{name} with exit code {code} at the end")
+    return [*outcome.ended, *wrong]
+
+
+def tokens_of(keys: Mapping[str, Any]) -> int:
+    """Return the tokens of a step."""
+    return int(keys["per_device_batch_size"]) * int(keys["max_target_length"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -194,72 +147,32 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def run(own: dict[str, str], keys: dict[str, Any], made: hosts.Hosts | None) -> int:
-    """The storm, its end and its verdict. 1: something is wrong."""
-    storm = Storm(own, keys, made)
-    try:
-        for name in storm.names:
-            storm.start(name)
-        is_in = lambda name: f"island {name} is in" in storm.text(name)  # noqa: E731
-        storm.until(lambda: all(map(is_in, storm.names)), 300, "an island is not in")
-        begun, pause = time.monotonic(), 3600 / max(float(own["faults_per_hour"]), 1e-9)
-        kinds, met = ["kill", "freeze", "store", *["link"] * bool(made)], []
-        while time.monotonic() + pause < begun + float(own["seconds"]):
-            time.sleep(max(0.0, begun + pause * (len(met) + 1) - time.monotonic()))
-            kind, name = storm.rng.choice(kinds), storm.rng.choice(storm.names)
-            print(f"{time.monotonic() - begun:.0f} s: {kind} {name}", flush=True)
-            met.append(storm.fault(kind, name))
-        storm.until(lambda: all(map(is_in, storm.names)), END_S, "an island is not back")
-        first_messages = 3 * float(keys["islands_period_seconds"])
-        time.sleep(max(first_messages, begun + float(own["seconds"]) - time.monotonic()))
-        end = time.monotonic()
-        for name in storm.names:
-            _signal(storm.starts[name][-1].process, signal.SIGTERM)
-        codes = {name: storm.starts[name][-1].process.wait(END_S) for name in storm.names}
-        return verdict(storm, keys, met, (begun, end), codes)
-    finally:
-        storm.close()
-
-
-def _tokens(keys: dict[str, Any]) -> int:
-    """Of a step."""
-    return int(keys["per_device_batch_size"]) * int(keys["max_target_length"])
-
-
-def verdict(
-    storm: Storm,
-    keys: dict[str, Any],
-    met: list[Fault],
-    span: tuple[float, float],
-    codes: dict[str, int],
-) -> int:
-    """Prints what became of the work. span: when the storm began and ended."""
-    audit = [sys.executable, "-m", "maxdiloco.islands", "audit", f"s3://{BUCKET}/run"]
-    inside = ["ip", "netns", "exec", storm.made.names[0]] if storm.made else []
-    done = subprocess.run(
-        [*inside, *audit], env=storm.environ, cwd=ROOT, capture_output=True, text=True
-    )
-    print(done.stdout, done.stderr, sep="")
-    times = storm_figures.times_of(storm.starts)
-    end = max(t for all_ in times.values() for each in all_ for t in each)
-    steps = zip(*storm_figures.given(times, storm.frozen_s, end), strict=True)
-    trained, living, all_time = (_tokens(keys) * n for n in map(sum, steps))
-    found = re.search(r"fragment 0: (\d+) records.*; ([\d,]+) tokens;", done.stdout)
-    committed = int(found[2].replace(",", "")) if found else 0
-    starts, kinds = sum(map(len, storm.starts.values())), ", ".join(fault.kind for fault in met)
+    """Run the storm and report; return the exit code."""
+    names = [f"box{i}" for i in range(int(own["boxes"]))]
+    sleeps, out = numbers("step_ms", own), pathlib.Path(own["out"]).resolve()
+    by_name = {name: sleeps[i % len(sleeps)] for i, name in enumerate(names)}
+    seconds, kinds = float(own["seconds"]), KINDS if made else ON_ONE_NETWORK
+    planned = draw(seconds, float(own["faults_per_hour"]), kinds, names, int(own["seed"]))
+    first_messages = 3 * float(keys["islands_period_seconds"])
+    with Storm(system(keys, by_name, out, made), names, out, made, float(own["mbit"])) as storm:
+        outcome = storm.run(planned, seconds, first_messages)
+        clean, records, committed = audit(storm)
+        starts = sum(map(len, storm.starts.values()))
+    found = storm_figures.figures(outcome, tokens_of(keys), committed)
     print(
-        f"{len(met)} faults in {span[1] - span[0]:.0f} s ({kinds}), {starts} starts: of "
-        f"{trained:,} tokens trained {committed:,} are in the log, {committed / trained:.1%}; "
-        f"{found[1] if found else 0} records of fragment 0"
+        f"{len(outcome.faults)} faults in {outcome.end - outcome.begun:.0f} s "
+        f"({', '.join(fault.kind for fault in outcome.faults)}), {starts} starts: of "
+        f"{found.trained:,} tokens trained {committed:,} are in the log, "
+        f"{committed / found.trained:.1%}; {records} records of fragment 0"
     )
     print(
-        f"{committed / living:.1%} of what each island's median step gives while it lives, "
-        f"{committed / all_time:.1%} of what it gives from its first step to the end"
+        f"{found.of_live:.1%} of the islands' median steps while they live, "
+        f"{found.of_wall:.1%} from their first steps to the end"
     )
-    pauses = storm_figures.longest_pauses(times, met, span[0])
-    print(f"longest pause of an island that was not hit: {storm_figures.pauses_text(pauses)}")
-    wrong = {name: code for name, code in codes.items() if code != 128 + signal.SIGTERM}
-    print(f"islands that ended by themselves: {wrong or 'none'}")
-    return int(done.returncode != 0 or bool(wrong))
+    print(f"longest pause of an island not hit: {storm_figures.pauses_text(found.pauses)}")
+    wrong = failures(outcome)
+    print(f"islands that exited by themselves or are not back: {'; '.join(wrong) or 'none'}")
+    return int(not clean or bool(wrong))
 
 
 if __name__ == "__main__":

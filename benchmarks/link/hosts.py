@@ -226,13 +226,19 @@ def _up(namespace: str, device: str) -> None:
     _run("ip", "-n", namespace, "link", "set", "dev", device, "addrgenmode", "none", "up")
 
 
-def _shape(namespace: str, device: str, link: Link) -> None:
+def change_rate(made: Hosts, host: int, mbit: float) -> None:
+    """Give a host's link, which has a rate, another rate in both directions [Mbit/s]."""
+    for namespace, device in ((made.switch, port_name(host)), (made.names[host], DEVICE)):
+        _shape(namespace, device, Link(mbit), "change")
+
+
+def _shape(namespace: str, device: str, link: Link, verb: str = "add") -> None:
     if link.mbit is None:
         return
     burst = max(BURST_BYTES, int(link.mbit * 1e6 / 8 * BURST_S))
     rate = ("rate", f"{int(link.mbit * 1e6)}bit", "burst", str(burst))
     queue = ("latency", f"{link.queue_ms:g}ms")
-    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *rate, *queue)
+    _run("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", "tbf", *rate, *queue)
 
 
 def _choose_congestion(name: str, congestion: str) -> None:
