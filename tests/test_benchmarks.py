@@ -2,10 +2,11 @@
 
 A run asserts the exit code and the rows and columns of the output, whose figures are finite and
 positive. It asserts no times, since they depend on the machine. The smoke runs of islands_storm.py
-and islands_loss.py are in integration/test_islands_storm.py. peer_torchft.py needs torchft, which
-this project does not install: its run reaches the first row of torchft, and the model that
-torchft's process trains runs in that of peer_torch.py. gpu_check.sh has no smoke run: it needs a
-GPU, and calls peer_torch.py and replica_cost.py.
+and islands_loss.py are in integration/test_islands_storm.py. This project does not install the
+peers of storm_of_three.py and peer_torchft.py. Recorded events stand for the former. The run of
+peer_torchft.py reaches the first row of torchft, and the smoke run of peer_torch.py has the model
+of torchft's process. gpu_check.sh has no smoke run: it needs a GPU, and calls peer_torch.py and
+replica_cost.py.
 """
 
 import json
@@ -18,9 +19,11 @@ import sys
 
 import pytest
 
-from benchmarks import downstream
+from benchmarks import downstream, storm_of_three
 from benchmarks.bandwidth import own, simulator
 from benchmarks.bandwidth.tables import Size
+from benchmarks.link import storm, storm_figures
+from benchmarks.link.storm_figures import Fault, Figures, Outcome
 from maxdiloco.diloco.schedule import Schedule
 from maxdiloco.planning.link_model import ENDLESS, data_parallel, least_gbps
 
@@ -172,6 +175,135 @@ def test_peer_torchft_comes_to_the_first_row_of_torchft(smoke, thin_links, tmp_p
     assert [(row["trainer"], row["mode"]) for row in rows] == [("maxdiloco", "plain")]
     assert positive([str(rows[0]["step_ms"])]) and rows[0]["parameters"] == 1_033_408
     assert "torchft-plain-unlimited" in ran.stderr and "No module named 'torch" in ran.stderr
+
+
+# -- storms ---------------------------------------------------------------------------------------
+
+
+@ON_HOSTS
+@pytest.mark.full
+def test_storm_of_three_runs_the_islands_and_writes_their_row(smoke, thin_links, tmp_path):
+    """Two islands and two faults. The peers are not installed here."""
+    pytest.importorskip("moto")
+    ran = smoke(
+        "storm_of_three.py",
+        "systems=maxdiloco",
+        "seconds=40",
+        "faults_per_hour=240",
+        "members=2",
+        "step_ms=50,100",
+        "seed=3",
+        "islands_period_seconds=3",
+    )
+    text = (tmp_path / "runs/storm_of_three/table.md").read_text()
+    (row,) = markdown(text.partition("\n\n")[0] + "\n")
+    assert row["system"] == "maxdiloco" and "all digests" in ran.stdout
+    trained, committed = (int(row[name].replace(",", "")) for name in list(row)[1:3])
+    assert 0 < committed < trained
+    positive(row[name] for name in ("bytes a committed token", "exchanges of fragment 0", "starts"))
+
+
+def test_storm_of_three_names_the_key_of_a_missing_peer(smoke):
+    ran = smoke("storm_of_three.py", "systems=gradientmail", code=2)
+    assert ran.stderr.startswith("ConfigError: gradientmail_python=: ")
+
+
+def test_a_storm_is_drawn_once_for_all_systems():
+    names = ["a", "b", "c"]
+    drawn = storm.draw(1800, 120, storm.KINDS, names, seed=0)
+    assert [one.at for one in drawn] == [30 * k for k in range(1, 60)]
+    assert {one.kind for one in drawn} == set(storm.KINDS)
+    assert {one.name for one in drawn} == set(names)
+    assert drawn == storm.draw(1800, 120, storm.KINDS, names, seed=0)
+    assert drawn[:3] == storm.draw(100, 120, storm.KINDS, names, seed=0)
+    assert drawn != storm.draw(1800, 120, storm.KINDS, names, seed=1)
+    assert storm.draw(1800, 0, storm.KINDS, names, seed=0) == []
+
+
+def test_the_figures_of_a_storm():
+    """Member a steps each second, and once after 4 s while b is down. b is killed after its step
+    at 13 s, starts again at 17 s, and is stopped for 3 s. 10 tokens a step: a has 18 steps in 20 s,
+    b 4 + 5 steps in 3 s and 4 + 3 s."""
+    a = [10.0, 11, 12, 13, 17, *range(18, 31)]
+    b = [[10.0, 11, 12, 13], [17.0, 18, 19, 23, 24]]
+    faults = [Fault("kill", "b", 13.5, 16.5), Fault("stop", "b", 19.5, 22.5)]
+    outcome = Outcome(
+        {"a": [a], "b": b}, {"a": 0.0, "b": 3.0}, faults, 10.0, 31.0, [], [], {}, sent=900.0
+    )
+    found = storm_figures.figures(outcome, tokens=10, committed=90)
+    live, wall = 20 + 3 + 7 - 3, 20 + 20  # steps of one second
+    assert found == Figures(
+        trained=270,
+        committed=90,
+        of_live=pytest.approx(90 / (10 * live)),
+        of_wall=pytest.approx(90 / (10 * wall)),
+        pauses={"no fault": 1.0, "kill": 4.0, "stop": 1.0},
+        sent=10.0,
+    )
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Returns the events of members, after they were written to files: {member: [start, ...]}."""
+
+    def recorded(events):
+        found = {}
+        for member, starts in events.items():
+            found[member] = []
+            for i, lines in enumerate(starts):
+                path = tmp_path / f"{member}.{i}.events"
+                text = "".join(json.dumps(line) + "\n" for line in lines)
+                path.write_text(text + '{"time": 99, "lo')  # killed while it wrote a line
+                found[member].append(storm_of_three.read_lines(path))
+        return found
+
+    return recorded
+
+
+def test_rounds_of_gradientmail_count_once(recorded):
+    """Two members see round 0; fragment 1 does not count. A loss belongs to the tokens before."""
+    events = recorded({
+        "a": [
+            [{"time": 1, "loss": 3.0}, {"time": 5, "round": 0, "fragment": 0, "tokens": 100}],
+            [{"time": 9, "round": 2, "fragment": 0, "tokens": 50}, {"time": 10, "loss": 1.0}],
+        ],
+        "b": [[
+            {"time": 4, "round": 0, "fragment": 0, "tokens": 100},
+            {"time": 4.5, "loss": 2.0},
+            {"time": 6, "round": 1, "fragment": 1, "tokens": 999},
+        ]],
+    })  # fmt: skip
+    commits = storm_of_three.gradientmail_commits(events)
+    assert [(one.time, one.tokens) for one in commits] == [(4, 100), (9, 50)]
+    losses = storm_of_three.losses(events, commits)
+    assert losses == [(0, 3.0), (100, 2.0), (150, 1.0)]
+    assert storm_of_three.loss_at(losses, 95) == 2.0 and storm_of_three.loss_at(losses, 140) == 1.0
+
+
+def test_commits_of_torchft_count_if_the_last_state_comes_from_them(recorded):
+    """b commits [1, 2] without a, and then loads the state of a, which does not have it. The steps
+    of fragment 1 are 0."""
+    events = recorded({
+        "a": [[
+            {"time": 1, "commit": [1, 0], "steps": 7},
+            {"time": 2, "commit": [1, 1], "steps": 0},
+            {"time": 5, "commit": [3, 2], "steps": 9},
+        ]],
+        "b": [
+            [
+                {"time": 1, "commit": [1, 0], "steps": 5},
+                {"time": 2, "commit": [1, 1], "steps": 0},
+                {"time": 3, "commit": [2, 2], "steps": 8},
+            ],
+            [
+                {"time": 4, "line": [[1, 0], [1, 1]]},
+                {"time": 5, "commit": [3, 2], "steps": 4},
+            ],
+        ],
+    })  # fmt: skip
+    commits = storm_of_three.torchft_commits(events, tokens=10)
+    assert sum(one.tokens for one in commits) == 10 * (7 + 5 + 9 + 4)
+    assert len({one.name for one in commits}) == 2
 
 
 # -- over links -----------------------------------------------------------------------------------

@@ -222,13 +222,18 @@ def join(job: dict):
     return (store, own), lighthouse, manager
 
 
-def enter_diloco(job: dict, manager, fragments, inner) -> None:
-    """Let torchft exchange from the inner optimizer's hooks on, until the process ends."""
+def enter_diloco(
+    job: dict, manager, fragments, inner, *, lr: float = 0.7, momentum: float = 0.9
+) -> None:
+    """Let torchft exchange from the inner optimizer's hooks on, until the process ends.
+
+    lr, momentum: of the outer optimizer.
+    """
     import torch
     from torchft.local_sgd import DiLoCo
 
     outer = [
-        torch.optim.SGD(fragment.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        torch.optim.SGD(fragment.parameters(), lr=lr, momentum=momentum, nesterov=True)
         for fragment in fragments
     ]
     DiLoCo(
