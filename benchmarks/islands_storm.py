@@ -70,6 +70,7 @@ KEYS = {
     "enable_tensorboard": "false",
 }
 STORE = f"s3://{BUCKET}/run"
+AUTO_S = 8.0  # a usual period with islands_period_seconds=auto
 
 
 def system(
@@ -153,7 +154,8 @@ def run(own: dict[str, str], keys: dict[str, Any], made: hosts.Hosts | None) -> 
     by_name = {name: sleeps[i % len(sleeps)] for i, name in enumerate(names)}
     seconds, kinds = float(own["seconds"]), KINDS if made else ON_ONE_NETWORK
     planned = draw(seconds, float(own["faults_per_hour"]), kinds, names, int(own["seed"]))
-    first_messages = 3 * float(keys["islands_period_seconds"])
+    period = keys["islands_period_seconds"]
+    first_messages = 3 * (AUTO_S if period == "auto" else float(period))
     with Storm(system(keys, by_name, out, made), names, out, made, float(own["mbit"])) as storm:
         outcome = storm.run(planned, seconds, first_messages)
         clean, records, committed = audit(storm)

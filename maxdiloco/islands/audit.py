@@ -255,6 +255,9 @@ def _check_decisions(run, state, record, messages) -> None:
         due = weights[member.island, member.incarnation]
         if member.weight != due:
             raise Differs(f"{name} weighs {member.island} {member.weight:g}, not {due:g}")
+        declared = messages[rules.message_key(member)].period
+        if member.period != declared:
+            raise Differs(f"{name} has {member.island} with {member.period:g} s, not {declared:g}")
     for reject in record.rejected:
         message = messages.get(rules.message_key(reject))
         if message is None or reject.reason not in rules.REASONS:

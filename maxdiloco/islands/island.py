@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -106,19 +106,17 @@ class Position(NamedTuple):
         return f"{self.records} records, {self.tokens:,} tokens committed, {done}"
 
 
-def timing_of(period_seconds: float, dead_seconds: float) -> Timing:
+def timing_of(period_seconds: float | Literal["auto"], dead_seconds: float) -> Timing:
     """Return the times of an island. Arguments below a minute also shorten the other times."""
-    usual, scale = Timing(), min(1.0, period_seconds / Timing().period)
-    return Timing(
-        period=period_seconds,
+    usual, seconds = Timing(), dead_seconds / 10
+    usual = usual._replace(
         dead=dead_seconds,
-        grace=usual.grace * scale,
-        takeover=usual.takeover * scale,
-        beat=min(usual.beat, dead_seconds / 10),
-        list=min(usual.list, dead_seconds / 10),
-        poll=usual.poll * scale,
-        max_poll=usual.max_poll * scale,
+        beat=min(usual.beat, seconds),
+        list=min(usual.list, seconds),
     )
+    if period_seconds == AUTO:
+        return usual._replace(automatic=True)
+    return rules.at_period(usual, period_seconds)
 
 
 class Island:
@@ -143,7 +141,7 @@ class Island:
         step_tokens: int = 1,
         block_tokens: int = 0,
         eval_tokens: int = 0,
-        period_seconds: float = 60.0,
+        period_seconds: float | Literal["auto"] = 60.0,
         dead_seconds: float = 60.0,
         min_members: int = 1,
         key_file: str = "",
@@ -168,7 +166,8 @@ class Island:
           step_tokens: tokens of an inner step of this island.
           block_tokens: tokens of a leased block of the data; 0: data are not leased.
           eval_tokens: tokens between two evaluations, see `evaluates`; 0: none.
-          period_seconds: time between two messages of a fragment.
+          period_seconds: time between two messages of a fragment. "auto": the islands choose it
+            from the times that their messages take, and from outages (rule 7 of the protocol).
           dead_seconds: time without a heartbeat after which an island is dead.
           min_members: fewest islands in a log record.
           key_file: private key of OpenSSH to sign with; "": messages are not signed.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from maxdiloco import json_text
 
-VERSION = 6
+VERSION = 7
 MAGIC = "maxdiloco-islands"
 # Limit on the bytes of both lines of an object, without its payload. A record of about a thousand
 # members fits, and at least four of the largest messages fit into one record.
@@ -99,6 +99,7 @@ class Message(NamedTuple):
       norm: L2 norm of the values.
       finite: whether all values are finite.
       sha256: of the payload.
+      period: time between two messages that suits the island [s]; 0: unknown.
       signature: Ed25519 in hex, or "".
     """
 
@@ -114,6 +115,7 @@ class Message(NamedTuple):
     norm: float
     finite: bool
     sha256: str
+    period: float = 0.0
     signature: str = ""
 
 
@@ -128,6 +130,7 @@ class Member(NamedTuple):
     tokens: int
     norm: float
     data: tuple[Range, ...]
+    period: float = 0.0
 
 
 class Reject(NamedTuple):
@@ -176,6 +179,7 @@ class Watermark(NamedTuple):
       island, incarnation, seq: the last decided message.
       tokens: committed tokens, including the island's forgotten incarnations.
       since, record: first and last record that named it.
+      period: of the last message that a record accepted.
     """
 
     island: str
@@ -184,6 +188,7 @@ class Watermark(NamedTuple):
     tokens: int
     since: int
     record: int
+    period: float = 0.0
 
 
 class Block(NamedTuple):

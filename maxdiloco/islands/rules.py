@@ -39,6 +39,9 @@ MAX_UNFINISHED = 2048  # limit on blocks in a state, which drops the lowest firs
 # Values of `top` in a state. The oldest is four snapshots old, and a dead incarnation is remembered
 # equally long. A slow island sends its leased data much sooner, or is so late that it joins as new.
 TOPS = 5
+MAX_PERIOD = 86400.0  # [s]; limits the effect of one island on the others
+PERIODS_TO_DECIDE = 1.6  # in which a typical message is decided: 2, less a fifth for variation
+WINDOW_S, MIN_DELAYS = 1800.0, 8  # age of the delays that count, and their least number
 # Bytes of a message's header without ranges: names, sha256, signature and numbers of 19 digits.
 HEADER_WITHOUT_DATA = 1 << 10
 
@@ -55,6 +58,8 @@ class Timing(NamedTuple):
       beat: between two heartbeats of this island.
       list: between two listings of heartbeats.
       poll, max_poll: first and longest pause before a request is repeated.
+      automatic: whether the period follows from the log. Then `period` is the longest one that
+        outages and slow steps can cause; only a slow link causes longer ones.
     """
 
     period: float = 60.0
@@ -66,6 +71,7 @@ class Timing(NamedTuple):
     list: float = 5.0
     poll: float = 0.2
     max_poll: float = 5.0
+    automatic: bool = False
 
 
 class Peer(NamedTuple):
@@ -140,8 +146,9 @@ def next_state(run: Run, state: LogState, record: Record, digest: str) -> LogSta
     for one in sorted((*record.members, *record.rejected), key=message_key):
         key = message_key(one)[:2]
         old = marks.get(key, records.Watermark(*key, 0, 0, number, number))
-        tokens = old.tokens + (one.tokens if isinstance(one, Member) else 0)
-        marks[key] = old._replace(seq=one.seq, tokens=tokens, record=number)
+        if isinstance(one, Member):
+            old = old._replace(tokens=old.tokens + one.tokens, period=one.period)
+        marks[key] = old._replace(seq=one.seq, record=number)
     for key in record.dead:
         marks[key] = marks[key]._replace(record=number)
     all_dead, remembered = (*state.dead, *record.dead), remembered_records(run)
@@ -350,7 +357,8 @@ def weights(number: int, messages: Iterable[Message]) -> dict[tuple[str, int], f
 def member_of(message: Message, weights: Mapping[tuple[str, int], float]) -> Member:
     """Return the entry of a message in a record."""
     key, one = message_key(message), message
-    return Member(*key, weights[key[:2]], one.steps, one.tokens, one.norm, one.data)
+    weight = weights[key[:2]]
+    return Member(*key, weight, one.steps, one.tokens, one.norm, one.data, one.period)
 
 
 def expected_tokens(
@@ -413,6 +421,55 @@ def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
 def is_due(timing: Timing, steps: int, waited: float) -> bool:
     """Rule 7: return whether a fragment is sent, `steps` and `waited` [s] after the last time."""
     return waited >= timing.period and steps >= timing.min_steps
+
+
+def at_period(timing: Timing, period: float) -> Timing:
+    """Rule 7: return times for another period. A shorter one also shortens grace and pauses."""
+    scale = min(1.0, period / timing.period)
+    return timing._replace(
+        period=period,
+        grace=timing.grace * scale,
+        takeover=timing.takeover * scale,
+        poll=timing.poll * scale,
+        max_poll=timing.max_poll * scale,
+    )
+
+
+def shared_period(state: LogState) -> float:
+    """Rule 7: return the longest period that suits a living island [s]; 0 if none is known.
+
+    Args:
+      state: log state of fragment 0.
+    """
+    dead = {*state.dead}
+    marks = (mark for mark in state.watermarks if (mark.island, mark.incarnation) not in dead)
+    return min(max((mark.period for mark in marks), default=0.0), MAX_PERIOD)
+
+
+def suitable_period(
+    run: Run, timing: Timing, step_s: float, delays: Collection[float], deaths: float
+) -> float:
+    """Rule 7: return the period that suits an island [s].
+
+    An island waits for max(0, delay - 2 T) because of a message that is decided late. A death
+    costs T / 2 of work that was not sent. The sum of both is least at half of a delay. Longer
+    delays are then at most P deaths / 4, since P fragments report each outage.
+
+    Args:
+      run: run.json of the log.
+      timing: times of the island, before a period is known.
+      step_s: time of an inner step [s].
+      delays: times from sending a message until a record decided it, of P fragments [s].
+      deaths: of an average island, in the same time.
+    """
+    rare = typical = 0.0
+    if delays:
+        left_out = min(int(deaths * len(run.fragments) / 4), len(delays) - 1)
+        rare = sorted(delays)[-1 - left_out] / 2
+        typical = statistics.median(delays) / PERIODS_TO_DECIDE
+    useful = min(timing.period, max(rare, step_s * run.sync_period))
+    least = timing.period / 60  # bounds the number of requests
+    return max(least, round(min(MAX_PERIOD, max(useful, typical)), 3))
 
 
 def unsent(outer: Any, undecided: Iterable[Any], x: Any) -> Any:

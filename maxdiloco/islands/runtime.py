@@ -293,6 +293,7 @@ def metrics(state: StateMachine) -> dict[str, float]:
         "islands/records": log.number,
         "islands/committed_tokens": log.tokens,
         "islands/own_tokens": sum(own),
+        "islands/period_seconds": state.timing.period,
         "islands/undecided": sum(len(each.undecided) for each in state.logs),
     }
     return {name: float(value) for name, value in found.items()}

@@ -12,6 +12,7 @@ answers of the store, in the order in which an island receives them.
 import bisect
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -195,11 +196,12 @@ class Answer(NamedTuple):
 class Undecided(NamedTuple):
     """A message of this island that no record has decided.
 
-    It has the step of the message, and whether the store has it.
+    It has step and time [s] of the message, and whether the store has it.
     """
 
     message: Message
     t: int
+    at: float
     stored: bool
 
 
@@ -255,6 +257,7 @@ class FragmentLog:
     missing: tuple[str, int] = ("", 0)
 
 
+Delays = collections.deque[tuple[float, float]]
 AWAY = "the store is away: this island trains on for two periods"
 FIND, CLAIM, LOAD, TRAIN, STOPPED = "find", "claim", "load", "train", "stopped"  # phases
 
@@ -265,7 +268,7 @@ class StateMachine:
 
     Attributes:
       run: settings that all islands of the log have in common.
-      timing: times of this island.
+      timing: times of this island, with the period that the log has now.
       name: name of this island.
       nonce: nonce of this program.
       initial: digests of the outer state of each fragment before the first record.
@@ -286,6 +289,11 @@ class StateMachine:
       missed: number of consecutive requests that others won.
       period_tokens: tokens of the last message of fragment 0.
       failing_since, unwritten_since: since when requests, or writes, fail [s].
+      shared: period of the log [s]; 0: not known yet.
+      step_s: shortest mean time of an inner step between two messages [s].
+      timed: time [s] and step of the last message, or of the first step.
+      delays: (time at which a record decided a message, time since it was sent) [s].
+      deaths: when records declared incarnations dead, and how many for each living one [s].
     """
 
     run: Run
@@ -317,12 +325,18 @@ class StateMachine:
     failing_since: float | None = None
     unwritten_since: float | None = None
     said_away: bool = False
+    shared: float = 0.0
+    step_s: float = math.inf
+    timed: tuple[float, int] = (0.0, 1)
+    delays: Delays = dataclasses.field(default_factory=lambda: collections.deque(maxlen=4096))
+    deaths: Delays = dataclasses.field(default_factory=lambda: collections.deque(maxlen=4096))
     _asked_for: tuple[Any, ...] = (None,)  # input of the last requests for messages
     _actions: list[Any] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
         """Request the run of the store. Rule 9: every start takes the same path."""
         self.logs = tuple(FragmentLog() for _ in self.run.fragments)
+        self._initial_timing = self.timing
         self._request(Get(records.RUN))
 
     def handle(self, event: Any) -> list[Any]:
@@ -412,6 +426,8 @@ class StateMachine:
             log.steps, log.tokens = log.steps + 1, log.tokens + tokens
             log.data = rules.joined(log.data, data, self.run.block_tokens)
         self.t, self.tokens_read, self.leases = self.t + 1, self.tokens_read + tokens, tuple(leases)
+        if self.t == 1:  # it may have compiled
+            self.timed = self.now, 1
 
     def _at_boundary(self) -> None:
         """Between two inner steps: send fragments that are due, and apply the next records."""
@@ -422,12 +438,41 @@ class StateMachine:
                 self._apply(log)
 
     def _is_due(self, log: FragmentLog) -> bool:
+        if self.timing.automatic and not self.shared:
+            part = log.state.fragment / len(self.logs) if log.seq == 0 else 0.0
+            if log.steps > self.run.sync_period * (1 - part):
+                return True
         return rules.is_due(self.timing, log.steps, self.now - log.sent_at)
+
+    def _follow_period(self, record: Record | None) -> None:
+        """Rule 7: adopt the period of the log of fragment 0, and note the deaths of a record."""
+        state = self.logs[0].state
+        self.shared = rules.shared_period(state)
+        if self.timing.automatic:
+            period = self.shared or self._initial_timing.period
+            self.timing = rules.at_period(self._initial_timing, period)
+        if record is not None and record.dead and self.phase == TRAIN:
+            living = max(len(state.watermarks) - len(state.dead), 1)
+            self.deaths.append((self.now, len(record.dead) / living))
+
+    def _suitable_period(self) -> float:
+        if not self.timing.automatic:
+            return self.timing.period
+        start = self.now - rules.WINDOW_S
+        while len(self.delays) > rules.MIN_DELAYS * len(self.logs) and self.delays[0][0] < start:
+            self.delays.popleft()
+        since = self.delays[0][0] if self.delays else 0.0
+        deaths = sum(number for at, number in self.deaths if at >= since)
+        delays = [delay for _, delay in self.delays]
+        return rules.suitable_period(self.run, self._initial_timing, self.step_s, delays, deaths)
 
     def _send(self, fragment: int, log: FragmentLog) -> None:
         count = rules.fitting_ranges(log.data)
         left = rules.tokens_of(log.data[count:])  # sent with the next message
         log.seq += 1
+        if self.t > self.timed[1]:
+            step_s = (self.now - self.timed[0]) / (self.t - self.timed[1])
+            self.step_s, self.timed = min(self.step_s, step_s), (self.now, self.t)
         message = Message(
             fragment=fragment,
             island=self.name,
@@ -441,6 +486,7 @@ class StateMachine:
             norm=0.0,
             finite=True,
             sha256="",
+            period=self._suitable_period(),
         )
         log.steps, log.tokens, log.data, log.sent_at = 0, left, log.data[count:], self.now
         self._actions.append(Pack(message))
@@ -452,7 +498,7 @@ class StateMachine:
         log = self.logs[message.fragment]
         if message.fragment == 0:
             self.period_tokens = message.tokens
-        log.undecided = (*log.undecided, Undecided(message, self.t, False))
+        log.undecided = (*log.undecided, Undecided(message, self.t, self.now, False))
         self._request(Create(records.name_of_message(message), message))
 
     def _apply(self, log: FragmentLog) -> None:
@@ -483,6 +529,8 @@ class StateMachine:
         record, log, size = action.record, self.logs[action.record.fragment], self.run.block_tokens
         before = log.state
         log.state = rules.next_state(self.run, before, record, digest)
+        if record.fragment == 0:
+            self._follow_period(record)
         for own in reversed(log.undecided):
             if own.message.seq in action.returned:
                 log.steps += own.message.steps
@@ -849,6 +897,11 @@ class StateMachine:
         log.record, log.fetched, log.draft = record, not record.members, None
         if record.members:
             self._request(FetchGradient(record))
+        decided = {rules.message_key(one) for one in (*record.members, *record.rejected)}
+        for own in log.undecided:
+            # The first record may wait for islands that start later.
+            if own.message.base and rules.message_key(own.message) in decided:
+                self.delays.append((self.now, self.now - own.at))
 
     def _lease_settled(self, name: str, lease: Lease) -> None:
         found = self.leasing.pop(name)
@@ -878,6 +931,8 @@ class StateMachine:
         if state is None:
             return self._repeat(action, tries)
         self.logs[fragment].state = state
+        if fragment == 0:
+            self._follow_period(None)
         self._request(Get(records.record_name(fragment, state.number + 1)))
 
     def _got_message(self, action: GetMessage, found: Any, tries: int) -> None:

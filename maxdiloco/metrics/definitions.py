@@ -247,6 +247,11 @@ METRICS = (
         "Records in the log of fragment 0, as far as this island has applied it.",
     ),
     Metric(
+        "islands/period_seconds", "s",
+        "Time between two messages of a fragment, fixed or automatic.",
+        "It grows: a link has become slow, or was cut.",
+    ),
+    Metric(
         "islands/undecided", "messages",
         "This island's messages that no record has decided, of all fragments.",
         "It grows: the store or the leader is away.",

@@ -44,7 +44,7 @@ class Program:
         self.values = [Values() for _ in world.run.fragments]
         initial = tuple(value.digest() for value in self.values)
         nonce = str(next(world.count))
-        self.state = StateMachine(world.run, TIMING, name, nonce, initial, after=after)
+        self.state = StateMachine(world.run, world.timing, name, nonce, initial, after=after)
         self.living, self.joined, self.stepping = True, False, False
         self.gradients, self.frozen_until = {}, 0.0
         names = (records.snapshot_name(F, 0) for F in range(len(self.values)))

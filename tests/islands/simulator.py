@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from heapq import heappop, heappush
 
-from simulated_program import Program, settings
+from simulated_program import TIMING, Program, settings
 from simulated_store import Faults, Store
 
 from maxdiloco.islands import audit, records, rules
@@ -52,12 +52,15 @@ class World(Store):
         self.names = self.names if names is None else list(names)
         self.run = settings(rng, self.names)._replace(**changes)
         self.step_tokens = step_tokens
+        automatic = random.Random(f"{seed} period").random() < 0.4
+        self.timing = TIMING._replace(automatic=automatic)
         self.rng = random.Random(f"{seed} events")
         self.faults, self.random = Faults.drawn(self.rng), self.rng.random
         self.now, self.calm, self.programs = 0.0, False, []
         self.queue, self.count = [], itertools.count()
         self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
         self.tops = [0]  # the highest block in the records of fragment 0, after each
+        self.marks, self.periods = {}, [0.0]  # as the log has them after each of its records
         self.tokens = {F: [0] for F, _ in enumerate(self.run.fragments)}
         for name in self.names:
             self.spawn(name, self.rng.random())
@@ -210,6 +213,7 @@ class World(Store):
             message = self.objects[records.message_name(F, *key)]
             require(0 <= number - 1 - message.base <= 2, key, "is too stale")
             require((F, *key) not in self.corrupt, key, "is damaged and counted")
+            require(member.period == message.period, key, "has another period")
             size = self.run.block_tokens
             parts = [one for part in message.data for one in rules.ranges_by_block(part, size)]
             top = max([top, *(part.block for part in parts)])
@@ -220,6 +224,10 @@ class World(Store):
                 require(apart, "tokens are counted twice of block", part.block)
                 known.append((part.start, part.stop))
         self.tops += [top] if F == 0 else []
+        if F == 0:
+            self.marks |= {(m.island, m.incarnation): m.period for m in record.members}
+            self.marks = {key: T for key, T in self.marks.items() if key not in record.dead}
+            self.periods.append(max(self.marks.values(), default=0.0))
         self.tokens[F].append(self.tokens[F][-1] + sum(m.tokens for m in record.members))
 
     def check_leases(self, snapshots):
@@ -236,6 +244,12 @@ class World(Store):
         s = program.state
         if s.phase != TRAIN or not program.living:
             return
+        shared = self.periods[s.logs[0].state.number]
+        if self.timing.automatic and shared:
+            require(s.timing.period == shared, "a period is not the log's")
+            require(TIMING.period / 60 <= shared <= rules.MAX_PERIOD, "a period has no limits")
+            self.seen["period above the usual"] += shared > TIMING.period
+            self.seen["period below the usual"] += shared < TIMING.period
         for fragment, log in enumerate(s.logs):
             value, state = program.values[fragment], log.state
             require(state.tokens == self.tokens[fragment][state.number], "tokens are not replay")

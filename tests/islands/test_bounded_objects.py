@@ -89,7 +89,7 @@ def test_a_ledger_stays_as_small_as_what_it_remembers():
 def test_a_ledger_with_the_most_that_it_may_have_fits():
     """Names of 64 letters, numbers of 19 digits; a thousand living islands."""
     most, name = 2**63 - 1, "i" * 64
-    marks = (Watermark(name, *[most] * 5),) * (rules.MAX_DEAD + 1000)
+    marks = (Watermark(name, *[most] * 5, 1.2345678901234567e-300),) * (rules.MAX_DEAD + 1000)
     block = records.Block(most, 2, name, most, most, most)
     wide = LogState(
         most, most, "f" * 64, "f" * 64, most, marks, ((1.2345678901234567e-300, most),) * 16,

@@ -113,6 +113,10 @@ DAMAGES = {  # what is done to a folder, and the object that the audit names
         lambda f: edited(f / "c/0/6", lambda r: r["members"][0].update(weight=2.0)),
         "c/0/6",
     ),
+    "a period": (
+        lambda f: edited(f / "c/0/6", lambda r: r["members"][0].update(period=2.0)),
+        "c/0/6 ",
+    ),
     "tokens": (
         lambda f: edited(f / "c/0/6", lambda r: r["members"][1].update(tokens=33)),
         "s/0/6|u/0/b.1.6",
@@ -122,8 +126,8 @@ DAMAGES = {  # what is done to a folder, and the object that the audit names
     "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s.update(tokens=1)), "s/0/6"),
     "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/"),
     "a newer format": (
-        lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 7 record\n{}\n"),
-        "c/0/6 .*format 7",
+        lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 8 record\n{}\n"),
+        "c/0/6 .*format 8",
     ),
     "a run": (
         lambda f: edited(f / "run.json", lambda run: run.update(wire="int9")),

@@ -30,25 +30,26 @@ RUN = Run(
 EXAMPLES = {
     "run.json": (RUN, b""),
     "u/0/a.1.2": (
-        Message(0, "a", 1, 2, 7, 10, 64, 128, (PART,), 0.5, True, records.sha256(b"xy")), b"xy"),
+        Message(0, "a", 1, 2, 7, 10, 64, 128, (PART,), 0.5, True, records.sha256(b"xy"), 2.5),
+        b"xy"),
     "c/0/8": (
-        Record(0, 8, "a", "1.0", (Member("a", 1, 2, 409.6, 10, 64, 0.5, (PART,)),),
+        Record(0, 8, "a", "1.0", (Member("a", 1, 2, 409.6, 10, 64, 0.5, (PART,), 2.5),),
                (Reject("b", 1, 1, "stale", 3, 2.0),), (("c", 2),), 0.75, "p", "s", "g"), b""),
     "g/0/8.a.1.0": (Gradient(0, 8, records.sha256(b"z")), b"z"),
     "s/0/8": (
-        LogState(0, 8, "l", "s", 512, (Watermark("a", 1, 2, 512, 1, 1),), ((0.5, 10),), (("c", 2),),
-               (Block(3, 1, "a", 1, 64, 60),), 3, (1, 2)), b"\0" * 8),
+        LogState(0, 8, "l", "s", 512, (Watermark("a", 1, 2, 512, 1, 1, 2.5),), ((0.5, 10),),
+               (("c", 2),), (Block(3, 1, "a", 1, 64, 60),), 3, (1, 2)), b"\0" * 8),
     "hb/a": (Heartbeat("a", 1, 9, True, 12.5, False), b""),
     "i/a/1": (Lease("i/a/1", "a", 1, "n"), b""),
 }  # fmt: skip
 GOLDEN = {
-    "run.json": "0516abf4f9921aac",
-    "u/0/a.1.2": "ba595b971a2628c1",
-    "c/0/8": "4d0c6cadcfeedace",
-    "g/0/8.a.1.0": "aa3a4703fc3c8ee3",
-    "s/0/8": "4f390bc50302f862",
-    "hb/a": "af74675f655b933e",
-    "i/a/1": "98549ed2f778f046",
+    "run.json": "9be10c53952c1261",
+    "u/0/a.1.2": "e386fc01eb6f4460",
+    "c/0/8": "d7ee3fb632000e83",
+    "g/0/8.a.1.0": "6857964934db9489",
+    "s/0/8": "d15a5ead1c77de51",
+    "hb/a": "df4edee8e945dae4",
+    "i/a/1": "c35e713f07628f72",
 }
 
 
@@ -66,7 +67,7 @@ def test_the_bytes_of_a_sign_of_life():
         b'{"island":"a","incarnation":1,"count":9,"ready":true,"speed":12.5,"left":false,'
         b'"signature":""}\n'
     )
-    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 6 heartbeat\n" + line
+    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 7 heartbeat\n" + line
 
 
 def test_a_header_is_read_from_the_first_bytes():
@@ -81,13 +82,13 @@ def with_field(field, value):
     """The bytes of a message with another value of a field."""
     message, payload = EXAMPLES["u/0/a.1.2"]
     text = json.dumps({**json.loads(records.encode(message).split(b"\n")[1]), field: value})
-    return b"maxdiloco-islands 6 message\n" + text.replace(" ", "").encode() + b"\n" + payload
+    return b"maxdiloco-islands 7 message\n" + text.replace(" ", "").encode() + b"\n" + payload
 
 
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        (b"maxdiloco-islands 7 message\n{}\n", "format 7"),
+        (b"maxdiloco-islands 8 message\n{}\n", "format 8"),
         (b"maxdiloco-islands 1 message\n{}\n", "format 1"),
         (b"\x80\x04cos\nsystem\n", ""),
         (b"", ""),
@@ -104,7 +105,7 @@ def with_field(field, value):
         (with_field("data", 3), "'3'"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq":2.0'), "'2.0'"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq": 2'), ""),
-        (b"maxdiloco-islands 6 message\n" + b"[" * 10**5 + b"\n", ""),
+        (b"maxdiloco-islands 7 message\n" + b"[" * 10**5 + b"\n", ""),
     ],
 )
 def test_bytes_that_are_not_a_message_are_refused(data, named):

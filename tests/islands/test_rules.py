@@ -33,6 +33,37 @@ def test_a_weight_is_tokens_squared_over_steps_and_fades():
     assert rules.weights(10, [message(base=7)]) == {("a", 1): pytest.approx(32 * 0.64)}
 
 
+STORM = [1.0] * 10 + [10.0, 11.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("period", "step_s", "delays", "deaths"),
+    [
+        (6.0, 0.1, STORM, 0.0),  # half of 12
+        (6.0, 0.1, STORM, 1.0),  # P deaths / 4 = 0.5: none is left out
+        (5.5, 0.1, STORM, 2.0),  # one is left out: half of 11
+        (1.0, 0.1, STORM, 40.0),  # the shortest one counts at most; 1 s at least
+        (8.0, 2.0, STORM, 0.0),  # H = 4 steps
+        (60.0, 20.0, [], 0.0),  # 60 s at most by steps
+        (60.0, 0.1, [1.0, 1.0, 500.0], 0.0),  # and by outages
+        (1000.0, 0.1, [1500.0, 1600.0, 1700.0], 0.0),  # not on a slow link: 1600 / 1.6
+        (86400.0, 0.1, [1e9], 0.0),
+        (1.0, 0.1, [0.2], 0.0),
+    ],
+)
+def test_a_period_suits_delays_steps_and_deaths(period, step_s, delays, deaths):
+    assert rules.suitable_period(RUN, Timing(), step_s, delays, deaths) == period
+
+
+def test_the_period_of_a_log_is_the_largest_of_the_living():
+    marks = [Watermark(name, 1, 1, 8, 1, 9, T) for name, T in (("a", 2.0), ("b", 7.0), ("c", 3.0))]
+    known = EMPTY._replace(watermarks=tuple(marks))
+    assert rules.shared_period(known) == 7.0
+    assert rules.shared_period(known._replace(dead=(("b", 1),))) == 3.0
+    assert rules.shared_period(EMPTY) == 0.0
+    assert rules.shared_period(EMPTY._replace(watermarks=(marks[0]._replace(period=1e9),))) == 86400
+
+
 def test_a_record_of_few_moves_less():
     assert rules.scale(30, 40.0) == 0.75
     assert rules.scale(50, 40.0) == rules.scale(0, 40.0) == 1

@@ -22,7 +22,7 @@ REACHED = (
     "norm",
     "two of its messages in a row were rejected", "X is deleted already", "sha256",
     "the store is away: this island trains on for two periods", "the store is back", "second lease",
-    "lease deleted", "data", Evaluate(1),
+    "lease deleted", "data", Evaluate(1), "period above the usual", "period below the usual",
 )  # fmt: skip
 
 
@@ -61,6 +61,14 @@ def ranges_of_any_block(run, state, data):
     return ARE_VALID(run, state._replace(tops=()), data)
 
 
+def own_period(self, record):
+    """Rule 7 removed: an island has the period that suits it."""
+    FOLLOW(self, record)
+    if self.timing.automatic:
+        self.timing = self.timing._replace(period=self._suitable_period())
+
+
+FOLLOW, SHARED = StateMachine._follow_period, rules.shared_period
 NEXT_STATE, RELEASED, EVALUATE = rules.next_state, rules.released_ranges, StateMachine._evaluate
 DELETABLE, ARE_VALID, REQUEST = rules.deletable, rules.are_valid_ranges, World.request
 # {rule: (function, its replacement, and its owner unless that is rules)}
@@ -73,6 +81,9 @@ REMOVED = {
     "4 two undecided": ("may_send", lambda undecided: True),
     "6 who is no member follows": ("rebase", lambda x, before, after, committed: x),
     "6 in time": ("how_to_apply", lambda run, t, sent_at, others: "merge" if sent_at else "shift"),
+    "7 the period of the log": ("_follow_period", own_period, StateMachine),
+    "7 of the living": ("shared_period", lambda state: SHARED(state._replace(dead=()))),
+    "7 what suits": ("suitable_period", lambda *_: 0.001),
     "8 each token once": ("released_ranges", rest_from_the_start),
     "8 one evaluation": ("_evaluate", evaluated_by_all, StateMachine),
     "10 what is not sent": ("unsent", lambda outer, undecided, x: outer - x),

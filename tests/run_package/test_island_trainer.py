@@ -15,7 +15,7 @@ import maxdiloco
 from maxdiloco import DiLoCo
 from maxdiloco.checkpoint.saved_state import read_layout
 from maxdiloco.errors import NumericsError
-from maxdiloco.islands import audit, log_store
+from maxdiloco.islands import audit, log_store, rules
 from maxdiloco.islands.rules import Timing
 from maxdiloco.run.island import Facts, IslandControl, LeasedText
 
@@ -39,7 +39,7 @@ ELASTIC = dict(
 
 
 def an_island(url, name, *, said=None, timing=FAST, **options):
-    """An island of the tiny problem."""
+    """An island of the tiny problem. timing: None for the one of its arguments."""
     place = int(name) if name.isdecimal() else 0
     options = {"mesh": Mesh(np.array(jax.devices()[place : place + 1]), ("diloco",))} | options
     island = maxdiloco.Island(
@@ -50,7 +50,7 @@ def an_island(url, name, *, said=None, timing=FAST, **options):
         say=([] if said is None else said).append,
         **ELASTIC | options,
     )
-    island.timing = timing
+    island.timing = timing or island.timing
     # The host transport has no second encoding, so neither has the log here.
     island.run = island.run._replace(wire_down="float32")
     return island
@@ -262,6 +262,29 @@ def test_elastic_islands_agree_read_once_and_the_log_adds_up(tmp_path, few_compi
         assert state.t >= 20 and 0 < rate <= 99
         assert metrics["islands/progress"] >= 1 and metrics["islands/requests"] > 0
     assert any("island b is there" in line for line in said[0] + said[2])
+
+
+def test_islands_with_an_automatic_period_send_at_the_period_of_the_log(
+    tmp_path, few_compiler_passes
+):
+    """Four steps of 10 ms and messages in a folder allow the least period, 1 s."""
+    trainers = [
+        an_island(tmp_path / "store", name, timing=None, period_seconds="auto") for name in "ab"
+    ]
+
+    def work(m):
+        trainer = trainers[m]
+        state, batch = started(trainer)
+        until(trainer, state, batch, lambda: records_of(trainer) >= 4)
+        trainer.leave()
+        return trainer._runtime.executor.state
+
+    for state in in_threads(work, 2):
+        shared = rules.shared_period(state.logs[0].state)
+        assert 1.0 <= state.timing.period == shared < 20.0
+    log = audit.replay(log_store.open_bucket(str(tmp_path / "store")), run_of(tmp_path), 0)
+    periods = {m.island: m.period for record in log.records for m in record.members}
+    assert periods.keys() == {"a", "b"} and min(periods.values()) >= 1.0
 
 
 def test_who_comes_back_keeps_its_moments_where_it_is_not_late(tmp_path, few_compiler_passes):

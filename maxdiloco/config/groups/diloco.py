@@ -179,8 +179,10 @@ class Islands(
         1, unit="islands", from_checkpoint=False
     )
     """Minimum number of islands that must contribute to an outer step."""
-    islands_period_seconds: Positive = key(60.0, unit="seconds", resume=FREE, from_checkpoint=False)
-    """Interval at which an island sends a fragment, independent of the speed of its steps."""
+    islands_period_seconds: Positive | Auto = key(
+        60.0, unit="seconds", resume=FREE, from_checkpoint=False
+    )
+    """Interval at which an island sends a fragment. auto: by the link, the steps and outages."""
     islands_dead_seconds: Positive = key(60.0, unit="seconds", resume=FREE, from_checkpoint=False)
     """Time without a heartbeat after which the others continue without an island."""
     islands_key: str = key("", resume=FREE, from_checkpoint=False)
