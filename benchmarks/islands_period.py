@@ -4,10 +4,10 @@
 
 The state machines of the islands run over a store in memory. Each island has a link of its own with
 a limited rate in each direction, on which transfers follow each other. A storm has 120 faults an
-hour, as benchmarks/islands_storm.py has them: a kill, an island that stands still past its death,
-a link that is cut, and a store that does not answer. A calm run has no faults. The table shows the
-committed tokens, as a share of those that the islands could train without faults. All columns of a
-row have the same faults. OWN has the names and their defaults.
+hour of the kinds of benchmarks/islands_storm.py: a kill, an island that stands still past its
+death, a link that is cut, and a store that does not answer. A calm run has no faults. The table
+shows the committed tokens, as a share of those that the islands could train without faults. All
+columns of a row have the same faults. OWN has the names and their defaults.
 """
 
 import functools
@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.bandwidth_model import markdown
 from benchmarks.link.command import divided, guarded, help_text, number, numbers
 from benchmarks.simulated_islands import Island, World, goodput, is_transfer, run_settings
+from maxdiloco.errors import ConfigError
 from maxdiloco.islands import state_machine as machine
 from maxdiloco.islands.island import timing_of
 
@@ -41,12 +42,12 @@ REQUEST_S = 0.05
 TICK_S, LOAD_TICK_S = 0.25, 0.02
 WARM_UP_S = 60.0  # not counted
 # Size of a transfer, relative to the message of a fragment with 4 bits a value. A start reads a
-# snapshot and the gradients of 32 records, the mean of a long run, whatever the period.
+# snapshot and the gradients of 32 records, the mean of a long run, at every period.
 GRADIENT, START = 2, 16 + 32 * 2
 
 
 class Links:
-    """The links of the islands, and when they or the store do not answer."""
+    """The links of the islands, with outages of a link or of the store."""
 
     def __init__(self, count: int, bytes_per_s: float, message_bytes: float):
         self._rate, self._message_bytes = bytes_per_s, message_bytes
@@ -68,7 +69,7 @@ class Links:
 
 
 def _messages(action: Any, *, loads: bool) -> tuple[float, float]:
-    """Return the size of what a request sends and receives, in messages of a fragment."""
+    """Return the sizes of a request and of its answer, in messages of a fragment."""
     match action:
         case machine.Reduce(draft):
             return GRADIENT, len(draft.members)
@@ -132,7 +133,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, _ = divided(argv, OWN)
+    own, keys = divided(argv, OWN)
+    if keys:
+        raise ConfigError(f"{', '.join(keys)}: nothing is trained. Use {', '.join(OWN)}.")
     fixed = numbers("periods", own)
     titles = (*(f"{period:g} s" for period in fixed), "auto", "its period", "auto / best")
     rows = [("", "Mbit/s", "MB", *titles)]
@@ -153,7 +156,6 @@ def _main(argv: Sequence[str]) -> int:
                     *(f"{share:.1%}" for share in shares), f"{means[-1][1]:.1f} s",
                     f"{shares[-1] / max(shares[:-1]):.3f}",
                 ))  # fmt: skip
-                print(*rows[-1], flush=True)
     print(markdown(rows))
     return 0
 

@@ -568,6 +568,19 @@ def test_goodput_reproduces_the_published_table_and_runs_islands(smoke, tmp_path
             assert less < more < 100
 
 
+# -- islands_period -------------------------------------------------------------------------------
+
+
+def test_an_automatic_period_is_as_good_as_the_best_fixed_one(smoke):
+    """The storm of ten minutes has 16 faults, so its rows differ by chance."""
+    options = ("minutes=10", "seeds=0", "mbit=20", "megabytes=1", "periods=1,8")
+    calm, storm = markdown(smoke("islands_period.py", *options).stdout)
+    for row, least in ((calm, 0.95), (storm, 0.9)):
+        short, long, chosen = positive(row[name].rstrip("%") for name in ("1 s", "8 s", "auto"))
+        assert short < 0.9 * long and chosen > least * long
+        assert 2 < float(row["its period"].rstrip(" s")) <= 60
+
+
 # -- bandwidth_model ----------------------------------------------------------------------------
 
 
