@@ -48,7 +48,7 @@ PATTERNS = {
         "continue; exit; is stored in",
     ),
     "private noun": (
-        r"\bcarriers?\b|(?<!\()\btheta\b|\bin the (finer )?wire\b",
+        r"\bcarriers?\b|(?<!\()\btheta\b(?!'? (=|[-+]|\d))|\bin the (finer )?wire\b",
         "transport; outer parameters",
     ),
     "distant reference": (r"\bso (many|few|long|thin)\b|\bas many\b", "repeat the noun"),

@@ -42,7 +42,7 @@ class FaultyStore:
         self._lock = threading.Lock()
 
     def connect(self, scheme: str, bucket: str) -> store.Bucket:
-        """In place of store.connect: every bucket is this one."""
+        """Instead of store.connect: every bucket is this one."""
         return store.Bucket(self.client, self)
 
     def names(self) -> list[str]:

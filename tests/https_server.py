@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 
 
 class HttpsServer:
-    """The server, at `url`. files: by name; status: of a name, in place of its own; environ: makes
+    """The server, at `url`. files: by name; status: of a name, instead of its own; environ: makes
     clients trust it, by a certificate in `home`."""
 
     def __init__(self, files: dict[str, bytes], home):

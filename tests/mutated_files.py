@@ -10,7 +10,7 @@ HOSTILE = (
     None, True, -1, 0, 10**9, 10**30, 1e308, 0.5, "", "x" * 5000, "\x1b[31m", "\u0000", "../../..",
     OUTSIDE, [], {}, [None], {"a": 1}, "float4_e3m0", "[1", "1e999", "gs://bucket/a",
 )  # fmt: skip
-# Text in place of a value that json.dumps cannot write.
+# Text instead of a value that json.dumps cannot write.
 RAW = ("1e999", "NaN", "-Infinity", "9" * 5000, "[" * 100_000, '{"a":' * 50_000)
 
 

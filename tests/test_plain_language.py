@@ -24,6 +24,7 @@ def patterns(name, content):
         ("personified software", "A line says so.", "The log has a line."),
         ("all-purpose verb", "The run goes on.", "The run continues."),
         ("private noun", "The mean of theta.", "The mean of the outer parameters (theta)."),
+        ("private noun", "The mean of theta.", "The step: theta = 8 - 2."),
         ("distant reference", "It has so many rows.", "It has ten rows."),
         ("long sentence", "A word" + " more" * 24 + ".", "A word" + " more" * 23 + "."),
         ("long sentence", "A word" + " more" * 24 + ".", "A sum:" + " 2 +" * 24 + " 2."),

@@ -106,7 +106,7 @@ def test_any_pytree_comes_back_to_the_bit_with_its_shardings(tmp_path, items, us
 
 @pytest.mark.parametrize("how", ["donated", "deleted"])
 def test_the_state_may_go_as_soon_as_save_returns(tmp_path, place, held_write, how):
-    """On CPU the copy on the host is a view of the buffer, which must not be used anew."""
+    """On CPU the copy on the host is a view of the buffer, which must not be used again."""
     x = place((1 << 16,), P("fsdp"))
     expected = np.array(x)  # a copy
     wanted = {"state": {"x": abstract(x)}}

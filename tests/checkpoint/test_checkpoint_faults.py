@@ -67,7 +67,7 @@ def test_a_failed_save_is_reported_and_two_in_a_row_exit_with_75(
 ):
     """Full disk, quota, broken disk, read-only. No other library prints anything."""
     checkpointer, said = opened
-    for step, broken in ((2, True), (3, False), (4, True)):  # a good one in between starts anew
+    for step, broken in ((2, True), (3, False), (4, True)):  # a good one in between starts again
         with monkeypatch.context() as patch:
             if broken:
                 where(patch, number)

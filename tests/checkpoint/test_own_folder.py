@@ -114,7 +114,7 @@ def test_a_run_that_goes_on_removes_its_own_checkpoints_alone(entries):
 def test_checkpoints_of_another_run_stay_and_do_not_count(tmp_path):
     """The other run has 3 and 6; this one saves 5, 10 and, after a restart, 15, and keeps two.
 
-    A restart would go on from a later one: a save below it is said, as one in its place.
+    A restart would continue from a later one: a save below it is said, as one in its place.
     """
     for step in (3, 6):
         put(tmp_path / str(step), "other run")

@@ -56,7 +56,7 @@ def test_messages_arrive_once_however_connections_break(network, fault, times, w
 
 @pytest.mark.parametrize("directions", [full({"to", "from"}), full({"to"}), {"from"}])
 def test_a_link_that_stops_for_less_than_the_timeout_goes_on(network, directions):
-    """Long enough for connections to be given up, and made anew. Process 1, which hears nothing,
+    """Long enough for connections to be given up, and made again. Process 1, which hears nothing,
     closes them, and process 0 hears that: it is no end of process 1."""
     zero, one, proxy = network.pair(timeout_s=6)
     before, messages = len(proxy.pairs), contents(7, 4)

@@ -165,7 +165,7 @@ def test_a_bad_end_is_shared_with_its_reason_or_is_a_loss(room, code):
 
 @pytest.mark.parametrize("torn", [b"7", b"\xff", b"[]", b'["a", 1]', b"[1, 2, 3]", b"[" * 60_000])
 def test_a_message_that_makes_no_sense_is_a_loss(room, torn):
-    """The thread goes on: it has to name the peer and end the process."""
+    """The thread continues: it has to name the peer and end the process."""
     box, _ = room.guard(0, 1)
     box.raw(1, torn)
     code, line = room.end()

@@ -145,7 +145,7 @@ def connect(store, monkeypatch):
 
 
 class NoDetector:
-    """In place of a failure detector, which would end this process."""
+    """Instead of a failure detector, which would end this process."""
 
     def __init__(self, process_id):
         pass

@@ -112,7 +112,7 @@ def test_a_damaged_part_of_shards_in_a_bucket_is_named(places_of, opened, bucket
 
 def test_each_kind_of_source_gives_the_texts_of_the_files(bucket, source, tmp_path):
     """Also compressed and parquet, wherever they are cut; and the folder of shards is the same to
-    the byte but for its plan, which names what it was made from."""
+    the byte except for its plan, which names what it was made from."""
     pyarrow = pytest.importorskip("pyarrow")
     tables = pytest.importorskip("pyarrow.parquet")
     lines = b"".join(json.dumps({"text": f"packed {i} " * 99}).encode() + b"\n" for i in range(300))

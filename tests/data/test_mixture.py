@@ -69,7 +69,7 @@ leg = st.tuples(st.integers(3, 5), st.integers(1, 3), st.integers(0, 4), some_sh
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(legs=st.lists(leg, min_size=1, max_size=4), per_replica=st.booleans())
 def test_each_sequence_of_a_source_is_read_once_in_its_epoch(legs, per_replica):
-    """Over a run that stops and goes on with other M, B, weights and order of its sources. Each
+    """Over a run that stops and continues with other M, B, weights and order of its sources. Each
     start knows only what a checkpoint keeps."""
     position, step, read = None, 1, collections.defaultdict(list)
     for M, B, steps, shares, names in legs:

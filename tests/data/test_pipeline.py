@@ -247,7 +247,7 @@ def test_a_window_is_a_pure_function_of_seed_and_index(seed, vocab_size, window,
 
 def test_seeds_and_splits_share_no_window_but_one_distribution():
     """Held-out loss can fall: eval has the strides of training. The windows stay the same between
-    versions: a run that goes on must not meet other data."""
+    versions: a run that continues must not meet other data."""
     train, held, other = (
         SyntheticWindows(*seed_and_split, 1000, 64)
         for seed_and_split in ((0, "train"), (0, "eval"), (1, "train"))

@@ -77,7 +77,7 @@ def test_an_error_is_raised_where_its_batch_would_come(worker_count):
 
 
 def test_close_waits_for_the_read_under_way():
-    """A file is closed before the run goes on; while open there is one thread."""
+    """A file is closed before the run continues; while open there is one thread."""
     begun, ended = threading.Event(), []
 
     def threads():

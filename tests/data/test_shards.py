@@ -300,7 +300,7 @@ OTHERS = ("work.part", "part-list.json", "part-00000.old.offsets.npy", "part-000
 
 def test_files_of_others_in_the_folder_stay(source, tmp_path):
     """Where it is made, where that goes on, and where it is found made; or it is refused. One that
-    was killed before its first part goes on: the plan was on its way to the disk."""
+    was killed before its first part continues: the plan was on its way to the disk."""
     out = tmp_path / "out"
     for name, content in ((OTHERS[0], ""), ("lock", "mine")):
         out.mkdir()

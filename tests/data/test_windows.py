@@ -19,7 +19,7 @@ START = 256  # the token that starts a document
     [
         # f is too short and not read
         ("abc de f", {}, "<abc <de<", "1111 1112"),
-        # a document goes on in the next window, as segment 1
+        # a document continues in the next window, as segment 1
         ("abc de f", {"max_target_length": 3}, "<ab c<d e<f", "111 122 122"),
         # each begins a window and is padded with segment 0
         ("abc de abcdef", {"packing": False}, "<abc <de_ <abc def_", "1111 1110 1111 1110"),

@@ -39,7 +39,7 @@ def held(fragment):
     ("params", "axes", "options", "expected"),
     [
         (MODEL, AXES, dict(num_fragments=1), [[(0, None), (1, None), (2, None)]]),  # DiLoCo
-        # Layers 0, 2, 4 and 1, 3 behind what is no layer.
+        # Layers 0, 2, 4 and 1, 3 behind parameters outside the layers.
         (MODEL, AXES, dict(num_fragments=3),
          [[(0, None), (1, None)], [(2, 0, [0, 2, 4])], [(2, 0, [1, 3])]]),
         # Runs, the first longer.

@@ -197,7 +197,7 @@ def test_slots_are_as_few_as_possible_and_never_shared(s):
 def test_pending_and_ages_follow_from_the_events(s, dropped_until):
     """pending: sent, not yet applied. ages: t minus the newest applied send, from every replica.
 
-    What is in flight after step `dropped_until` is never applied.
+    The in-flight exchange after step `dropped_until` is never applied.
     """
     steps = 4 * s.H
     sent = brute_sends(s, steps)

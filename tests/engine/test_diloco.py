@@ -76,7 +76,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", corner(MODES, ["streaming", "eager"]))
 def test_a_bad_replica_changes_no_other_and_stops_the_run(mode):
-    """A NaN in replica 1 at send time: replica 0 goes on as if alone; then exit 4 names leaf."""
+    """A NaN in replica 1 at send time: replica 0 continues as if alone; then exit 4 names leaf."""
     algorithm, alone = make(**MODES[mode]), make(**MODES[mode])
     state = run(algorithm, start(algorithm), 1)
     broken = state.params["w"].at[1, 3, 2].set(np.nan)

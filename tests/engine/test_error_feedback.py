@@ -99,7 +99,7 @@ def test_a_wire_has_feedback_by_its_nature_or_by_request(wire, asked, has):
 
 
 def test_a_bad_value_leaves_the_residual_of_its_leaf_as_it_was():
-    """Replica 1's `w`; its `v`, and all of replica 0, go on."""
+    """Replica 1's `w`; its `v`, and all of replica 0, continue."""
     algorithm = made()
     state = steps(algorithm, algorithm.init(PARAMS, ()), 3)
     before = np.array(state.residual["w"]), np.array(state.residual["v"])

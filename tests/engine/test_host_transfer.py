@@ -106,7 +106,7 @@ class Loop:
 
 @contextlib.contextmanager
 def of_slot_0(mesh, mailbox):
-    """The carrier of the process with the first slot, where each slot has a process."""
+    """The transport of the process with the first slot, where each slot has a process."""
     carrier = HostTransfers(mesh, mailbox=mailbox)
     holders = {shard: shard.slice_index for shard in process_of_shards(mesh)}
     carrier._routes = [routes(holders, 0, scatters=scatters) for scatters in (False, True)]

@@ -73,7 +73,7 @@ def trained(transport, **options):
 
 @pytest.mark.parametrize("mode", corner(MODES, ["tau 2", "eager"]))
 def test_a_third_transport_has_the_bits_of_the_others(mode, monkeypatch):
-    """Also the bytes and the programs of the transport `host`, which are none of a chunk's."""
+    """Also the bytes and the programs of the transport `host`, which are not among a chunk's."""
     known = transports.TRANSPORTS | {"queue": QueueTransport}
     monkeypatch.setattr("maxdiloco.engine.diloco.TRANSPORTS", known)
     monkeypatch.setattr(settings, "TRANSPORTS", (*settings.TRANSPORTS, "queue"))

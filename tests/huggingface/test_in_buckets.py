@@ -75,7 +75,7 @@ def test_a_damaged_file_in_a_bucket_is_named(faulty, source, tmp_path, capfd, co
 def test_a_fault_during_an_import_from_a_bucket_leaves_nothing(
     faulty, source, tmp_path, capfd, kind
 ):
-    """At every request but for most of the tensors'."""
+    """At every request except for most of the tensors'."""
     there, target = folders.opened(f"az://{BUCKET}/a", "SRC"), tmp_path / "ours"
     staging.upload(epath.Path(source), there)
     faulty.calls.clear()

@@ -45,7 +45,7 @@ def thirds(shape):
         (thirds, 1, ml_dtypes.bfloat16, None, LARGEST),
         # As one device writes it: the leaves of a llama, the largest of three layers.
         (lambda shape: shape, 1, np.float32, 12, OF_LAYERS),
-        # 32 rows in chunks of 9; the last has 4 of 5, and of a head's columns likewise.
+        # 32 rows in chunks of 9; the last has 4 of 5, and so do a head's columns.
         (lambda shape: tuple(min(n, 9) for n in shape), 16, np.float32, None, OF_LAYERS),
     ],
 )

@@ -3,7 +3,7 @@
     usage: killed_process.py KILLS key=value ...
 
 KILLS: a file with a line "process signal moment:t" for each kill that is still to come; a life of
-the run has the first one. After SIGTERM the process goes on when all processes know of it.
+the run has the first one. After SIGTERM the process continues when all processes know of it.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 usage: streaming_process.py SLOTS REPLICAS [MODE:WIRE[:OUTER_MEMORY[:COLLECTIVE]] ...]
 
-Each case with both carriers, whose bits are compared after every step. Without one, every mode
+Each case with both transports, whose bits are compared after every step. Without one, every mode
 until its NaN stops it: a JSON object for each has the error, and digests of what this process's
 devices hold after every step; the last of the errors ends the process, as it would end train.py.
 """
@@ -21,7 +21,7 @@ from maxdiloco.errors import NumericsError
 
 @guarded
 def main(argv):
-    """0 when both carriers had the same bits in every case."""
+    """0 when both transports had the same bits in every case."""
     slots, replicas, *cases = argv
     jax.config.update("jax_num_cpu_devices", 2 * int(slots) // int(os.environ["JAX_NUM_PROCESSES"]))
     with start.joined(os.environ, timeout_s=200, peer_timeout_s=100) as cluster:

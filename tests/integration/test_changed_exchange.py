@@ -1,4 +1,4 @@
-"""A run that goes on with another schedule, partition, mode or wire: the oracle that switches."""
+"""A run that continues with another schedule, partition, mode or wire: the oracle that switches."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ class Switching(Oracle):
 
     def switch(self, s):
         if s == dataclasses.replace(self.s, alpha=s.alpha):
-            self.s = s  # what is in flight is merged with the new alpha
+            self.s = s  # the in-flight exchange is merged with the new alpha
             return
         was, now = (len(self.thetas), s.num_replicas if s.round_overlap == "eager" else 1)
         if was > now:

@@ -1,4 +1,4 @@
-"""Runs with the host carrier whose processes are killed or stopped, and what they end with."""
+"""Runs with the host transport whose processes are killed or stopped, and what they end with."""
 
 import pathlib
 import random
@@ -22,7 +22,7 @@ from run_files import assert_equal_bits, checkpoint_arrays
 
 SCRIPT = ROOT / "scripts" / "run_local_slices.sh"
 KILLED = pathlib.Path(__file__).with_name("killed_process.py")
-# Of a virtual environment: starts killed_process.py in place of maxdiloco.train.
+# Of a virtual environment: starts killed_process.py instead of maxdiloco.train.
 PYTHON = """#!/bin/sh
 if [ "$2" = maxdiloco.train ]; then shift 2; exec {0} {1} {2} "$@"; fi
 exec {0} "$@"
@@ -190,7 +190,7 @@ def stopped(started, tmp_path):
 
 @pytest.mark.full
 def test_a_process_stopped_for_less_than_the_timeout_changes_no_bit(stopped, tmp_path, undisturbed):
-    """Longer than the silence after which its connections are made anew, a quarter of it."""
+    """Longer than the silence after which its connections are made again, a quarter of it."""
     zero, one = stopped(timeout_s=20)
     time.sleep(6)
     assert zero.popen.poll() is None

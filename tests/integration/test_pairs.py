@@ -147,7 +147,7 @@ IMPERATIVES = "Use|Set|Leave|Give|Add|Lower|Raise|Choose|Prepare|Name|Copy|Mount
 DOCUMENTS = [f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" * 3 for i in range(60)]
 
 
-# Of the default tier: the plain row, both carriers, an eager and an overlapped exchange, experts,
+# Of the default tier: the plain row, both transports, an eager and an overlapped exchange, experts,
 # imports, refusals with their remedies, and a second start on another mesh.
 DEFAULT_IDS = (
     "plain",

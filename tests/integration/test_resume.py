@@ -75,7 +75,7 @@ def test_a_run_killed_with_an_exchange_in_flight_keeps_its_bits(tmp_path, keys):
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_replicas_resume_to_the_same_bits(tmp_path, name):
     """Experts: a device holds two of four; the routed bias is saved, exchanged with its layer's
-    fragment and goes on, and rows have the experts' metrics."""
+    fragment and continues, and rows have the experts' metrics."""
     keys, whole = SHARDED[name], tmp_path / "whole"
     assert train(tmp_path / "whole", **keys, steps=9).code == 0
     shutil.copytree(whole, tmp_path / "resumed")

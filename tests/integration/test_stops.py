@@ -298,7 +298,7 @@ def test_a_signal_in_a_save_or_an_evaluation_loses_nothing(
         if next(calls) == 2:
             os.kill(os.getpid(), number)
             sent.set()
-            time.sleep(0.3)  # the phase goes on when the signal has been heard
+            time.sleep(0.3)  # the phase continues when the signal has been heard
         return function(*args, **options)
 
     def requested_once_sent(preemption, step):

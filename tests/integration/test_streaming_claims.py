@@ -96,7 +96,7 @@ def test_four_replicas_compute_the_same_bits_on_one_slice_and_on_two(mode, wire)
 
 @pytest.mark.parametrize("mode", corner(MODES, ["at once", "overlapped"]))
 def test_no_program_of_the_host_carrier_sends_to_another_slice(mode):
-    """Positive control: the programs of the other carrier do."""
+    """Positive control: the programs of the other transport do."""
     sends = {}
     for carrier in ("xla", "host"):
         algorithm, _ = trainer(mode, "int8", carrier)
@@ -178,7 +178,7 @@ def together(started):
 def test_several_processes_exchange_the_bits_that_programs_do(
     together, count, slots, replicas, cases
 ):
-    """Two devices in a slice: in one process each but for the last, where two share a slice."""
+    """Two devices in a slice: in one process each except for the last, where two share a slice."""
     codes, texts = together(count, str(slots), str(replicas), *cases)
     assert codes == [0] * count, texts[0]
     for text in texts:

@@ -39,7 +39,7 @@ def by_leaf(run, flat):
 
 
 def on_devices(run, M, steps):
-    """theta and the replicas of the library class, whose host carrier has the same bits."""
+    """theta and the replicas of the library class, whose host transport has the same bits."""
     algorithm = DiLoCo(
         lambda params, opt, batch: (jax.tree.map(jnp.add, params, batch), opt, {}),
         num_replicas=M, sync_period=run.sync_period, num_fragments=len(run.fragments),

@@ -27,7 +27,7 @@ def end_after(requests, bucket, run):
 
 
 def test_a_start_after_many_asks_the_store_as_often_as_the_first():
-    """A listing in place of a question for each start before it."""
+    """A listing instead of a question for each start before it."""
     counts = []
     for earlier in (0, 60):
         bucket, run = MeteredStore(store.in_memory()), a_run()

@@ -64,7 +64,7 @@ def test_the_loss_of_a_row_is_the_mean_since_the_last_row(monkeypatch, most):
 
 
 def test_a_run_interrupted_between_rows_writes_the_same_row():
-    """With more replicas each goes on from the one that it is a copy of: replica r takes the
+    """With more replicas each continues from the one that it is a copy of: replica r takes the
     parameters of r mod M, and its losses."""
     whole, before, after = monitor(), monitor(), monitor()
     add(whole, range(1, 8))

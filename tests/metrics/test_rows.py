@@ -1,4 +1,4 @@
-"""Rows of metrics come together in process 0 while every process goes on. No JAX, no socket.
+"""Rows of metrics come together in process 0 while every process continues. No JAX, no socket.
 
 # R replicas
 """
@@ -74,7 +74,7 @@ def test_a_row_has_the_bits_of_all_replicas_in_their_order(run):
 
 
 def test_process_0_does_not_wait_and_writes_in_order_of_steps(run):
-    """Row 4 has no metrics and waits for no process, but for row 2 all the same."""
+    """Row 4 has no metrics and does not wait for a process, but still for row 2."""
     rows, messages, late, written = run
     late.add(2)
     for step in (1, 2, 3):

@@ -123,7 +123,7 @@ def test_a_store_that_answers_nothing_holds_up_no_row(faulty, bucket_run, monkey
 
 
 def test_a_store_that_fails_is_one_line_and_loses_no_row(faulty, bucket_run, monkeypatch):
-    """TensorBoard's file goes on too."""
+    """TensorBoard's file continues too."""
     monkeypatch.setattr(line_files, "CHUNK_S", 0.0)
     said = []
     with writer(bucket_run, tensorboard=True, say=said.append) as rows:

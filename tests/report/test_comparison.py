@@ -147,7 +147,7 @@ def test_a_run_of_maxtext_or_torchtitan_is_read(tmp_path, tags, columns):
     for name, values in columns.items():
         assert list(found.column(name)) == values, name
     (path,) = event_files.find(epath.Path(folder))
-    path.write_bytes(path.read_bytes()[:-5])  # the writer goes on
+    path.write_bytes(path.read_bytes()[:-5])  # the writer continues
     assert len(event_files.rows([path])) == 5
 
 

@@ -79,7 +79,7 @@ def test_the_compile_cache_is_used_where_it_is_sound_and_put_back(
 
 
 def test_programs_that_compile_for_a_tenth_of_a_second_are_kept(setting, monkeypatch, tmp_path):
-    """Control: what the user gives JAX stays, but for its default, 1 s, which cannot be told."""
+    """Control: what the user gives JAX stays, except for its default, 1 s, which cannot be told."""
     monkeypatch.chdir(tmp_path)
     name = "jax_persistent_cache_min_compile_time_secs"
     for given, used in ((1.0, compile_cache.KEPT_FROM_S), (5.0, 5.0), (0.0, 0.0)):

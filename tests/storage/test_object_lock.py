@@ -38,7 +38,7 @@ def lock(say=lambda line: None, scheme="gs"):
 
 
 def refused(use):
-    """Why a run may not go on: one line."""
+    """Why a run may not continue: one line."""
     with pytest.raises(CheckpointError) as error:
         use()
     assert "\n" not in str(error.value)
