@@ -139,7 +139,7 @@ def read_range(path: str, stamp: Stamp, begin: int, end: int) -> bytes:
 
 def _bucket(path: str) -> tuple[store.Bucket, str]:
     """Return the bucket of a path, and the name of the object in the bucket."""
-    # Imported here, because synthetic data must work where etils is not installed.
+    # Imported here, because synthetic data must work without etils.
     from maxdiloco.storage import object_store
 
     require("obstore", path, extra="buckets")

@@ -356,7 +356,7 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
     with reading(settings, _REMEDY):
         there = read_fields(settings)
     kind = there.get("tokenizer_type")
-    keys = {}  # the keys to set for the folder's tokenizer, where they differ
+    keys = {}  # the keys to set for the folder's tokenizer, if they differ
     wrong = []
     if kind != tokenizer.kind:
         keys["tokenizer_type"] = kind

@@ -37,8 +37,8 @@ def check(layout: Layout, state: State) -> None:
 def check_params(params: Any, t: int, *, name: str = "params", replicas: bool = True) -> None:
     """Raise NumericsError for a value that is not finite.
 
-    The values are read on the host, where a save needs them as well. A device program would have to
-    be compiled in the middle of a run.
+    The host reads the values, because a save needs them there as well. A
+    device program would have to be compiled in the middle of a run.
 
     Args:
       params: the arrays.

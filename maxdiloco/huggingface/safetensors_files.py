@@ -159,7 +159,7 @@ def numpy_dtype(tensor: Stored) -> np.dtype:
         raise CheckpointError(
             f"{tensor.name} has type {tensor.dtype}: quantised weights are not imported. Save the "
             "model with bfloat16 weights: transformers' from_pretrained(..., "
-            "dtype=torch.bfloat16), dequantize() where it has one, then save_pretrained."
+            "dtype=torch.bfloat16), dequantize() if it has one, then save_pretrained."
         )
     return DTYPES[tensor.dtype]
 

@@ -87,7 +87,7 @@ def require_rights(bucket: Bucket, url: str, name: str) -> None:
         ) from error
     if replaced is not None:
         raise ConfigError(
-            f"islands_store={url} replaces an object that is to be put only where there is none: "
+            f"islands_store={url} replaces an object that is to be put only if there is none: "
             "two islands would win the same name. Use another store, and `python -m "
             "maxdiloco.islands check URL` before."
         )

@@ -198,7 +198,7 @@ METRICS = (
     ),
     Metric(
         "perf/mfu", "1",
-        "Model FLOPs utilisation: FLOPs of the model over the chip's bfloat16 peak, where that is "
+        "Model FLOPs utilisation: FLOPs of the model over the chip's bfloat16 peak, if that is "
         "known.",
         "It is far below the value of similar runs.",
     ),

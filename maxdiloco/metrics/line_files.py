@@ -136,7 +136,7 @@ def open_lines(path: epath.Path, require_lock: Callable[[], None]) -> LineWriter
 
 
 def read(path: epath.Path) -> bytes | None:
-    """Read a file that grows, whole or in chunks; None where there is neither. Raises OSError."""
+    """Read a file that grows, whole or in chunks; None if there is neither. Raises OSError."""
     parts = read_parts(path)
     return b"".join(parts.values()) if parts else None
 

@@ -21,11 +21,11 @@ NEVER = np.iinfo(np.int32).max
 # Steps whose losses stay on the devices before the older half is read: those that are 128 steps
 # back are done, so that reading them does not wait.
 _MAX_STEPS = 256
-_SUMMED = ("loss", "skipped")  # over the steps of a row, where the step has them
+_SUMMED = ("loss", "skipped")  # over the steps of a row, if the step has them
 
 
 def _first_bad(first, loss, grad_norm, t):
-    """Return the first step [R] that was not finite, NEVER where there is none."""
+    """Return the first step [R] that was not finite, NEVER if there is none."""
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     return jnp.where(finite, first, jnp.minimum(first, t))
 

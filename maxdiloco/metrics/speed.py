@@ -64,7 +64,7 @@ def performance(
     num_devices: int,
     device_kind: str,
 ) -> dict[str, float]:
-    """The metrics perf/*; perf/mfu only where the peak of the device is known.
+    """The metrics perf/*; perf/mfu only if the peak of the device is known.
 
     step_time: seconds per step. tokens_per_step: of all replicas together, padding included.
     perf/mfu relates the model's FLOPs to the bfloat16 peak, also when the run computes in float32.
@@ -82,7 +82,7 @@ def performance(
 
 
 def device_memory(devices: Sequence[Any]) -> dict[str, float]:
-    """The metrics device/memory_*, of the fullest jax.Device; none where the backend has none."""
+    """The metrics device/memory_*, of the fullest jax.Device; none if the backend has none."""
     stats = [device.memory_stats() or {} for device in devices]
     sizes = {name: [of[key] for of in stats if key in of] for name, key in _MEMORY.items()}
     return {name: max(found) for name, found in sizes.items() if found}

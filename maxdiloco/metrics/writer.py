@@ -85,7 +85,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
             self._say(f"warning: {line}")  # and the exception under way is raised
 
     def import_ahead(self) -> None:
-        """Import tensorboardX in a thread: where PyTorch is installed it takes seconds."""
+        """Import tensorboardX in a thread: if PyTorch is installed, it takes seconds."""
         if self._events is not None:
             self._events.import_ahead()
 

@@ -168,7 +168,7 @@ class Model:
     def rebalanced(self, params: Params, counts_lE: jax.Array) -> Params:
         """Move the routed biases towards an even load (arXiv 2412.19437, section 2.1.2).
 
-        A bias rises where an expert had fewer tokens than the mean, and falls where it had more.
+        A bias rises if an expert had fewer tokens than the mean, and falls if it had more.
 
         Args:
           params: nested dict.

@@ -264,7 +264,7 @@ class MoE(nnx.Module):
 
 
 def _axes(config: ModelConfig) -> Axes:
-    """The mesh axes of the context; called where they are not manual yet."""
+    """The mesh axes of the context; called while they are not manual yet."""
     return Axes(*(split_axes((name,), config.rules)[0] for name in ("expert", "mlp", "length")))
 
 

@@ -1,5 +1,5 @@
 """Rotary position embedding (arXiv 2104.09864); a pair has one feature of each half of a head."""
-# B sequences, or 1 where all share the positions  L tokens  N heads  H head dim  I = H / 2 pairs
+# B sequences, or 1 if all share the positions  L tokens  N heads  H head dim  I = H / 2 pairs
 
 import math
 from typing import NamedTuple

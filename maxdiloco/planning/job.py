@@ -89,7 +89,7 @@ class Job:
     mesh: AbstractMesh  # of one replica a slice
     slices: int
     per_slice: int  # devices
-    per_host: int  # devices; a slice counts as a host where hosts are not known
+    per_host: int  # devices; a slice counts as a host if hosts are not known
     num_replicas: int  # of all slices
     model: Model
     params: Any  # of one replica, as ShapeDtypeStructs

@@ -67,7 +67,7 @@ class Rated:
     memory_bytes: int  # of a device
     fits: bool  # the memory of the chip
     times_less_traffic: float  # than bfloat16 gradients in every step
-    least_dcn_bandwidth_gbps: float  # of a device, for FULL; inf where the latency is too long
+    least_dcn_bandwidth_gbps: float  # of a device, for FULL; inf if the latency is too long
 
     @property
     def fits_link(self) -> bool:

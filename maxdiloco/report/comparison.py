@@ -91,7 +91,7 @@ def tokens(run: RunData) -> np.ndarray:
 
 
 def loss_curve(run: RunData) -> np.ndarray:
-    """Return [rows, 2]: tokens, which increase, and the loss where both are finite.
+    """Return [rows, 2]: tokens, which increase, and the loss if both are finite.
 
     Evaluations of the initial parameters, before any outer update, are left out.
     """

@@ -46,7 +46,7 @@ def of_runs(runs: Sequence[RunData]) -> list[Curves]:
 
 
 def total_bytes(run: RunData) -> np.ndarray:
-    """Return the bytes that a replica has sent since step 1, [N]; NaN where they are unknown."""
+    """Return the bytes that a replica has sent since step 1, [N]; NaN if they are unknown."""
     sent = run.column(timeline.BYTES)
     rows = np.flatnonzero(np.isfinite(sent))
     if not len(rows):

@@ -81,7 +81,7 @@ def atomic_write(path: epath.PathLike) -> Iterator[epath.Path]:
         sync_folder(part.parent)
     finally:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)  # gone already where all went well
+            part.unlink(missing_ok=True)  # gone already if all went well
 
 
 @contextlib.contextmanager

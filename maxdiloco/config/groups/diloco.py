@@ -146,7 +146,7 @@ class DilocoExchange(Group, group="diloco", heading="exchange of outer gradients
     diloco_aggregation: Literal["mean", "radial_directional_mean"] = key("mean", resume=FREE)
     """Aggregation of outer gradients: mean, or per tensor the mean norm times mean direction."""
     diloco_collective: Literal["auto", "all_gather", "reduce_scatter"] = key("auto", resume=DROPS)
-    """Collective of an exchange. auto: reduce_scatter from 4 slices on, where it is possible."""
+    """Collective of an exchange. auto: reduce_scatter from 4 slices on, if it is possible."""
     diloco_transport: Literal["auto", "xla", "host"] = key("auto", resume=FREE)
     """Exchange inside compiled programs (xla), or by host memory and TCP. auto: by the devices."""
 

@@ -328,7 +328,7 @@ class Numerics(
     weight_dtype: Literal["float32", "bfloat16"] = key("float32")
     """Number format of the replicas' parameters. Outer parameters are always float32."""
     attention: Literal["autoselected", "dot_product", "flash"] = key("autoselected", resume=FREE)
-    """Attention kernel. autoselected: flash (splash on TPU, cuDNN on GPU) where it is supported."""
+    """Attention kernel. autoselected: flash (splash on TPU, cuDNN on GPU) if it is supported."""
     remat_policy: Literal["auto", "none", "minimal", "save_qkv_context", "save_context", "full"] = (
         key("auto", resume=FREE)
     )

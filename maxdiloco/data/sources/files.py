@@ -270,5 +270,5 @@ def check_arrayrecord(name: str) -> None:
     if not is_local(name):
         raise DataError(
             f"dataset_type=arrayrecord: {name} is not a local file, which the package array_record "
-            "needs. Copy the files to a disk, or prepare them where they are on one."
+            "needs. Copy the files to a disk, or prepare them on a machine with the files."
         )

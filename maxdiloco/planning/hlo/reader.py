@@ -188,7 +188,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     """Trips of a counted loop: the compiler's number, or from start, step and bound of its counter.
 
     The loop over further rounds of an exchange of tokens has 0, as if experts were used alike.
-    Raises ValueError where the text has neither.
+    Raises ValueError if the text has neither.
     """
     if known := _TRIPS.search(loop.attributes):
         return int(known[1])
