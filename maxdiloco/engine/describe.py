@@ -75,7 +75,7 @@ def fragment_table(layout: Layout, sizes: Sequence[int]) -> list[str]:
     for p in oversized(sizes):
         remedy = "Cut it by rows with a larger num_nonlayer_fragments, or use fewer layer fragments"
         if layout.plans[p].fragment.layers:
-            remedy = "Use more fragments: num_diloco_fragments"
+            remedy = "Use more fragments"
         lines.append(
             f"warning: fragment {p} sends {sizes[p]:,} bytes, more than twice the median, and sets "
             f"the peak bandwidth. {remedy}."

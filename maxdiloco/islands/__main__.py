@@ -19,7 +19,7 @@ URL: gs://, s3://, az:// or file:// with a folder, or a path. No command creates
 
 audit: replay the log. The exit code is 1 at the first object that differs.
 status: list the islands, the records, and how far each island is behind. An island has "left" if
-its program exited before the run ended, "ended" if it exited with the run, and is "silent" if it
+its program exited before the run ended, and "ended" if it exited with the run. It is "silent" if it
 sends no heartbeat. The exit code is 1 at the first damaged object.
 check: test whether islands can use this store, with objects that it writes and deletes. The exit
 code is 1 with a list of the failed tests.
