@@ -77,7 +77,7 @@ ASSUMPTIONS = {
 class Chips:
     """The chips of one job: when they are interrupted, and how many are away.
 
-    An interruption while the job stands still is part of what it already waits for.
+    An interruption while the job stands still is part of the wait that has begun.
     """
 
     def __init__(self, rng: random.Random, chips: float, given: Assumptions):

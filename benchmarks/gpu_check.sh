@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What a machine with a GPU can show in under ten minutes: each part says what to expect, then what
-# was seen. Logs go into $OUT; a part that fails or runs out of time does not keep the others away.
+# Runs the checks that need a GPU, in under ten minutes. Each part prints the expectation, then the
+# result. Logs go into $OUT; the other parts run even if one fails or runs out of time.
 #   usage: bash benchmarks/gpu_check.sh [part ...]
 #   parts: torch_180m torch_1b replicas_180m (all of them)
 #   PYTHON: with jax and its GPU plugin, and torch (python3); HARDWARE: gpu, or cpu to try the script
 #   OUT: folder for logs and compile caches (runs/gpu_check); KEYS: further keys of the trainer
-#   SLOWER: the limits of time are those of an H100 times this whole number (1)
-# Of several GPUs it takes the first in CUDA_VISIBLE_DEVICES. Beside torch JAX may have half of the
-# memory and takes it as it needs it; XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+#   SLOWER: the time limits are an H100's times this whole number (1)
+# With several GPUs it uses the first in CUDA_VISIBLE_DEVICES. When torch runs too, JAX may use half
+# of the memory, as it needs it, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 python=${PYTHON:-python3}
@@ -30,7 +30,7 @@ if [ "$hardware" = gpu ]; then
 fi
 failed=()
 
-part() { # name, seconds, what to expect, then the command
+part() { # name, seconds, expectation, then the command
   local name=$1 limit=$(($2 * slower)) expect=$3 began=$SECONDS code
   shift 3
   printf '== %s, at most %s s\nexpect: %s\n' "$name" "$limit" "$expect"
@@ -55,7 +55,7 @@ beside_torch() { # model, sequences
 export -f beside_torch
 export python hardware out
 
-memory() { # MiB of the GPU; nothing where nobody says it
+memory() { # MiB of the GPU; nothing if it is unknown
   [ "$hardware" = gpu ] && nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits \
     -i "${CUDA_VISIBLE_DEVICES:-0}" 2>/dev/null | head -n 1
 }

@@ -4,9 +4,9 @@
         [slices=v5e-16] [fragments=9]
 
 Compiles the programs of the steps ahead of time for two TPU slices (libtpu, no TPU); nothing is
-run. "needed" is the most that any of them needs on a device, with what the run keeps beside it.
-A program that two modes share is compiled once. "may add" is one fragment in float32 and 5 % of
-what data parallelism needs.
+run. "needed" is the largest memory of any of them on a device, with the rest of the run's state. A
+program that two modes share is compiled once. "may add" is one fragment in float32 and 5 % of data
+parallelism's memory.
 """
 
 import sys

@@ -317,7 +317,7 @@ def table(found: dict[str, Found]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare every case, or those of a model type; 1 when one is off by more than TOLERANCE."""
+    """Compare all cases, or the cases of a model type; 1 when one is off by more than TOLERANCE."""
     options = dict(argument.split("=", 1) for argument in argv)
     only = options.get("only", "")
     found = {}

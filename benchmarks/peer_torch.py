@@ -41,7 +41,7 @@ OWN = {
     "compile": "true",  # torch.compile
     "torch_dtype": "",  # of torch's autocast, bfloat16 or float32; empty: the trainer's dtype
     "start": "true",  # measure the starts too
-    "threads": "0",  # of torch; 0: as many as it chooses
+    "threads": "0",  # of torch; 0: its own choice
     "pause_s": "0.3",  # between turns, so that the threads of the one that waits are asleep
     "out": "runs/peer_torch",
 }
@@ -55,7 +55,7 @@ REQUIREMENTS = ("torch==2.13.0", "numpy==2.4.6")
 
 
 class Torch:
-    """The loop in its process. ready: what it said after its first steps."""
+    """The loop in its process. ready: its report after its first steps."""
 
     def __init__(self, python: pathlib.Path, job: dict[str, Any], log: pathlib.Path):
         self._log = log

@@ -34,7 +34,7 @@ from maxdiloco.errors import ConfigError
 OURS, THEIRS = "maxdiloco", "torchft"
 REQUIREMENTS = ("torchft==0.2.0", "torch==2.13.0", "numpy==2.4.6")
 PROCESS = rows.ROOT / "benchmarks" / "link" / "torchft_process.py"
-SPEC = (  # of the trainer's keys, what torchft's process needs; whole numbers
+SPEC = (  # the trainer's keys that torchft's process needs; whole numbers
     "base_emb_dim", "base_mlp_dim", "vocab_size", "base_num_query_heads", "base_num_kv_heads",
     "head_dim", "base_num_decoder_layers", "num_diloco_fragments", "diloco_sync_period",
     figures.TAU, "max_target_length", "per_device_batch_size",
@@ -42,13 +42,13 @@ SPEC = (  # of the trainer's keys, what torchft's process needs; whole numbers
 OWN = {
     "hosts": "2",
     "rates": "unlimited,20,5",  # Mbit/s, each direction
-    "fast_device_ms": "120",  # so long a step, slept beside a small one; 0: real compute
+    "fast_device_ms": "120",  # sleep in a step of a small model; 0: real compute
     "periods": "4",  # that are measured, of H steps
     "delay_ms": "0",  # from host to host, one way
     "congestion": "",  # TCP's congestion control; empty: the system's
     "queue_ms": "400",  # of a link
     "row_limit_s": "600",  # then a row has failed
-    "bucketization": "false",  # torchft's: one message a fragment in place of one a parameter
+    "bucketization": "false",  # torchft's: one message a fragment instead of one a parameter
     "out": "runs/peer_torchft",
 }
 MODEL = {  # four fragments of 258,304 and 3 * 258,368 parameters: the ends, and a layer each

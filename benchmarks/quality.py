@@ -31,9 +31,9 @@ from maxdiloco.errors import ConfigError
 
 OWN = {
     "scale": "cpu",  # of SCALES
-    "modes": "",  # names with semicolons between; empty: those of the table; all: every one
-    "seeds": "",  # of every mode; empty: the scale's for those of its table, 1 for the others
-    "steps": "",  # likewise
+    "modes": "",  # names with semicolons between; empty: the table's; all: every one
+    "seeds": "",  # of every mode; empty: the scale's for modes of its table, 1 for the others
+    "steps": "",  # of every mode; empty: the same choice
     "rates": "",  # inner:outer, of every mode; empty: tuned
     "jobs": "",  # rows at once; empty: one a core on a CPU, else 1
     "out": "runs/quality",
@@ -133,7 +133,7 @@ def _traffic(mode: Mode, asked: Asked) -> Traffic:
 
 
 def stored(asked: Asked) -> dict[Row, dict[str, Any]]:
-    """The rows that are there already. Raises ConfigError for those of another setup."""
+    """The rows that are there already. Raises ConfigError for rows of another setup."""
     path = asked.out / "rows.json"
     if not path.exists():
         asked.out.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/replica_cost.py [replicas=4] [turns=2] [key=value ...]
 
 Runs of maxdiloco.train, one after the other: data parallelism, and streaming DiLoCo of M replicas
-whose batches together are as large. Tokens a second are those of whole periods, exchanges and logs
-included, after the first. Other keys are the trainer's; steps counts periods of H.
+whose batches together are as large. Tokens a second are measured over whole periods after the
+first, with exchanges and logs. Other keys are the trainer's; steps counts periods of H.
 """
 
 import json

@@ -9,8 +9,8 @@ order that is reversed every turn, so both meet the same load. The plain step ha
 H - 1 of the H steps of a period have none.
 compare: the same for each value of one key, in the same turns.
 
-Exit code 1 when FLOPs or bytes accessed of the plain step are more than TOLERANCE above those of
-data parallelism on one slice: the same rows a device and no gradient all-reduce between slices.
+Exit code 1 when FLOPs or bytes accessed of the plain step are more than TOLERANCE above data
+parallelism's on one slice: the same rows a device and no gradient all-reduce between slices.
 
     # R replicas  B sequences per replica  L tokens
 """

@@ -86,7 +86,7 @@ def progress(row: Row, k: int, all_parts: Sequence[Part], done: Sequence[Stored]
 
 
 def stored(part: Part) -> Stored:
-    """The rows that are measured already. Raises ConfigError for those of another setup."""
+    """The rows that are measured already. Raises ConfigError for rows of another setup."""
     path = part.out / "rows.json"
     if not path.exists():
         part.out.mkdir(parents=True, exist_ok=True)

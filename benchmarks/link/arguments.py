@@ -19,13 +19,13 @@ OWN = {
     "modes": ",".join(mode for mode in MODES if mode != "reduce_scatter"),
     "wires": "float32,float4_e3m0",  # of all WIRES
     "carriers": "all",  # of CARRIERS
-    "lines": "",  # mode or mode:wire:carrier, in place of modes, wires and carriers
+    "lines": "",  # mode or mode:wire:carrier, instead of modes, wires and carriers
     "rates": "unlimited,100,20,10",  # Mbit/s, each direction
     "delay_ms": "0",  # from host to host, one way
     "loss_pct": "0",  # of the frames, where delay_ms is not 0
-    "fast_device_ms": "0",  # so long a step, slept beside a small one; 0: real compute
+    "fast_device_ms": "0",  # sleep in a step of a small model; 0: real compute
     "periods": "5",  # of H steps, that are measured at the lowest rate
-    "other_periods": "",  # at the other rates; empty: as many
+    "other_periods": "",  # at the other rates; empty: the same number
     "row_seconds": "300",  # then a row measures fewer periods, at least one
     "congestion": "",  # TCP's congestion control; empty: the system's
     "queue_ms": "400",  # of a link
@@ -45,7 +45,7 @@ KEYS = {
     "enable_checkpointing": "false",
     "enable_tensorboard": "false",
 }
-SMALL_STEP = {"max_target_length": "64", "per_device_batch_size": "1"}  # beside a fast device
+SMALL_STEP = {"max_target_length": "64", "per_device_batch_size": "1"}  # with a fast device
 SET_HERE = {
     "steps", "run_name", "base_output_directory", "num_slices", "enable_diloco", "diloco_transport",
     "enable_streaming_diloco", "diloco_round_overlap", "diloco_exchange_dtype",
@@ -53,7 +53,7 @@ SET_HERE = {
 
 
 class Part(NamedTuple):
-    """Rows of one table. setup: what is the same for all of them."""
+    """Rows of one table. setup: the values that all of them share."""
 
     setup: dict[str, Any]
     rows: list[Row]

@@ -237,7 +237,7 @@ def cells(
 def device(setup: Mapping[str, Any]) -> str:
     """The work of a step."""
     if setup["fast_device_ms"]:
-        return f"fast device ({setup['fast_device_ms']:g} ms of sleep in place of compute)"
+        return f"fast device ({setup['fast_device_ms']:g} ms of sleep instead of compute)"
     return "real compute"
 
 

@@ -9,8 +9,8 @@ from benchmarks.link import figures
 WARM_UP = 2  # periods before the window: in the second one the first exchanges are applied
 LEAST_STEPS = 4  # of data parallelism
 START_S = 12.0  # of a row around its steps, until one was measured; two cores, programs compiled
-STEP_MS = 20.0  # of a step beside a fast device, until it was measured; the same machine
-REAL_STEP_MS = 190.0  # of a step with real compute, likewise
+STEP_MS = 20.0  # of a step with a fast device, until it was measured; the same machine
+REAL_STEP_MS = 190.0  # of a step with real compute, also until it was measured
 WIDTH = {"": 4.0, "float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "float4_e3m0": 0.5}  # [bytes]
 
 HIDDEN = "overlapped:float4_e3m0:host,eager:float4_e3m0:host"

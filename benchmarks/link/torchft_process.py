@@ -264,7 +264,7 @@ def leave(store, job: dict) -> None:
 
 
 def checksum(fragment) -> int:
-    """Of a fragment's parameters, in order."""
+    """The values of a fragment's parameters, in order."""
     total = 0
     for parameter in fragment.parameters():
         total = zlib.crc32(parameter.detach().numpy().tobytes(), total)
