@@ -93,6 +93,8 @@ class Executor:
         }
         self._small = [False] * len(outer_params)  # whether the last record had a small scale
         self._after: dict[str, tuple[Outer, str]] = {}  # outer state and digest, by gradient
+        # By fragment: name and content of the gradient that this island computed last.
+        self._computed: dict[int, tuple[str, tuple[Gradient, bytes]]] = {}
         self.requests: list[Any] = []
         self.said: list[str] = []
         self.evaluations: list[int] = []
@@ -267,14 +269,20 @@ class Executor:
         value = Gradient(draft.fragment, draft.number, records.sha256(payload))
         name = records.gradient_name(draft)
         log_store.create(self._bucket, self._run, name, value, payload)
+        self._computed[draft.fragment] = name, (value, payload)
         return machine.Reduced(value.sha256)
 
     def _fetched(self, record: Record) -> bool:
         """Read a gradient, and take the outer step while inner steps are running."""
-        gradient = log_store.read_gradient(self._prefetch.read, self._run, record)
+        gradient = log_store.read_gradient(self._read_gradient, self._run, record)
         after = outer_step.stepped(self._run, self.outer[record.fragment], record, gradient)
         self._after[records.gradient_name(record)] = after, after.digest()
         return True
+
+    def _read_gradient(self, name: str) -> tuple[Any, bytes]:
+        """Return a gradient that this island computed itself, or read it."""
+        own_name, content = self._computed.pop(records.fragment_of(name), ("", None))
+        return self._prefetch.read(name) if own_name != name else content
 
     def _loaded(self, fragment: int) -> LogState | None:
         found = log_store.newest_snapshot(self._bucket, self._run, fragment)

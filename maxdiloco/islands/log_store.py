@@ -25,7 +25,7 @@ _NAMES = re.compile(
 )
 _GRADIENT = re.compile(r"g/\d+/\d+\.[A-Za-z0-9_-]{1,64}\.[0-9.]{1,40}")
 _MAX_SPEED = 1e12  # tokens a second; a heartbeat that claims more is ignored
-_FIRST_BYTES = 1 << 16  # read first of a message; few headers are longer
+_FIRST_BYTES = 1 << 12  # read first of a message; few headers are longer
 
 
 def open_bucket(url: str, key: str = "URL") -> Bucket | LocalFolder:

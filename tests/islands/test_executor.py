@@ -100,6 +100,27 @@ def test_islands_in_lockstep_have_the_numbers_of_the_host_carrier(M, wire, tau, 
             assert np.all(np.abs(x - replicas[name][m]) <= bounds[name] + 1e-6), name
 
 
+class Recorded(log_store.MeteredStore):
+    """A bucket that keeps the names of the objects that were read."""
+
+    def __init__(self, bucket):
+        super().__init__(bucket)
+        self.read = []
+
+    def get_first(self, name, most):
+        self.read.append(name)
+        return super().get_first(name, most)
+
+
+@pytest.mark.parametrize(("names", "reads"), [("a", False), ("ab", True)])
+def test_an_island_does_not_read_a_gradient_that_it_computed(names, reads):
+    """An island without others reads none. Control: of two islands one computes, one reads."""
+    bucket = Recorded(store.in_memory())
+    begun(a_run(), names, 8, bucket=bucket)
+    gradients = [name for name in bucket.read if name.startswith("g/")]
+    assert bool(gradients) == reads
+
+
 def test_a_coarser_wire_down_changes_theta_only_by_rounding():
     """int8 down: a / 253 of a block's largest, for each record of one fragment of one block."""
     fine = a_run(islands_min=2, fragments=a_run().fragments[1:], overlap_steps=0, alpha=0.0)
