@@ -100,6 +100,7 @@ class Setup(NamedTuple):
     seconds: float
     mbit: float
     pythons: dict[str, str]
+    versions: list[str]
     out: pathlib.Path
 
 
@@ -174,17 +175,18 @@ def arguments(argv: Sequence[str]) -> tuple[list[str], Setup]:
         number("seconds", own, float),
         number("faults_per_hour", own, float, least=0),
     )
+    pythons = {name: own[f"{name}_python"] for name in PEERS}
+    versions = [version(name, pythons[name]) for name in PEERS if name in systems]
     setup = Setup(
         KEYS | given,
         {name: sleeps[i % len(sleeps)] for i, name in enumerate(names)},
         draw(seconds, per_hour, KINDS, names, number("seed", own, least=0)),
         seconds,
         number("mbit", own, float),
-        {name: own[f"{name}_python"] for name in PEERS},
+        pythons,
+        versions,
         pathlib.Path(own["out"]).resolve(),
     )
-    for name in sorted(PEERS.keys() & set(systems)):
-        version(name, setup.pythons[name])
     hosts.check()
     return systems, setup
 
@@ -377,7 +379,7 @@ def report(setup: Setup, runs: Sequence[Mapping[str, Any]]) -> None:
         "commit": commit(),
         "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
         "load": os.getloadavg(),
-        "versions": [version(name, python) for name, python in setup.pythons.items() if python],
+        "versions": setup.versions,
         "faults": [one._asdict() for one in setup.planned],
         "runs": runs,
     }
