@@ -17,14 +17,17 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from benchmarks import downstream, storm_of_three
+from benchmarks import downstream, islands_unequal, simulated_islands, storm_of_three
 from benchmarks.bandwidth import own, simulator
 from benchmarks.bandwidth.tables import Size
 from benchmarks.link import storm, storm_figures
 from benchmarks.link.storm_figures import Fault, Figures, Outcome
 from maxdiloco.diloco.schedule import Schedule
+from maxdiloco.islands import outer_step
+from maxdiloco.islands.records import Leaf, Member, Message, Record
 from maxdiloco.planning.link_model import ENDLESS, data_parallel, least_gbps
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -579,6 +582,73 @@ def test_an_automatic_period_is_as_good_as_the_best_fixed_one(smoke):
         short, long, chosen = positive(row[name].rstrip("%") for name in ("1 s", "8 s", "auto"))
         assert short < 0.9 * long and chosen > least * long
         assert 2 < float(row["its period"].rstrip(" s")) <= 60
+
+
+# -- islands_unequal ------------------------------------------------------------------------------
+
+
+def test_the_direction_aware_correction_has_the_published_formulas():
+    """Messages of length 5 and a momentum of (5, 0), so the confidence is 5 / (5 + 5) = 1/2.
+
+    (-3, 4) has the cosine -0.6 and loses 0.6 / 2 of its component -3. (0, 5) is turned by
+    (1 - 0) / 2 towards the momentum and keeps its length. (4, 3) has the cosine 0.8 and stays. So
+    does a message without a momentum.
+    """
+    values = np.array([-3, 4, 0, 5, 4, 3, -3, 4], np.float32)
+    momentum = np.array([5, 0, 5, 0, 5, 0, 0, 0], np.float32)
+    constants = islands_unequal.Correction(c_ok=0.2)
+    found = islands_unequal.corrected(constants, [Leaf(6, 3), Leaf(2, 1)], values, momentum)
+    assert found == pytest.approx([-2.1, 4, 5 / 2**0.5, 5 / 2**0.5, 4, 3, -3, 4], rel=1e-6)
+
+
+def test_the_age_aware_adam_has_the_published_formulas():
+    """Two gradients of 1. The second one is 8 of 16 records late: it counts exp(-0.8) / 2 = s.
+
+    The first step is the outer rate. The second one divides the mean 0.9 * 0.1 + 0.1 s by the
+    root of the mean square 0.99 * 0.01 + 0.01 s^2. Each has the correction of its bias.
+    """
+    rule = islands_unequal.Rule(8, 1.0, 0.01, islands_unequal.AgeAwareAdam())
+    settings = simulated_islands.run_settings(sync_period=1, fragments=1, snapshot_every=1)
+    settings = settings._replace(outer_lr=rule.outer_lr)
+    outer, adam = outer_step.fresh(np.ones(1)), None
+    for number, base in ((1, 0), (10, 1)):
+        message = Message(0, "box", 1, number, base, 1, 1, 1, (), 1.0, True, "")
+        member = Member("box", 1, number, 1.0, 1, 1, 1.0, ())
+        record = Record(0, number, "box", "1", (member,), (), (), 1.0, "", "", "")
+        messages = [(message, np.ones(1, np.float32))]
+        outer, adam = islands_unequal.apply_record(rule, settings, outer, adam, record, messages)
+    s = math.exp(-0.8) / 2
+    mean, square = (0.09 + 0.1 * s) / (1 - 0.9**2), (0.0099 + 0.01 * s**2) / (1 - 0.99**2)
+    assert outer.theta == pytest.approx([1 - 0.01 - 0.01 * mean / square**0.5], rel=1e-6)
+    assert islands_unequal.gate(rule.published, 16) == 0
+
+
+def test_islands_unequal(smoke, tmp_path):
+    """Four periods of 60 steps. Late messages need more periods, and today's rule rejects some. A
+    second run prints the same and trains nothing."""
+    for name in "abcd":
+        (tmp_path / f"{name}.txt").write_text(f"the {name} sat on a mat, and why not?\n" * 800)
+    late, _, equal, _ = islands_unequal.SETTINGS
+    arguments = [
+        "islands_unequal.py",
+        "texts=a.txt,b.txt,c.txt,d.txt",
+        f"settings={late};{equal}",
+        f"rules={islands_unequal.TODAY}",
+        "seeds=1",
+        "records=4",
+        "out=out",
+        *"base_emb_dim=16 base_mlp_dim=16 base_num_decoder_layers=1 head_dim=8".split(),
+    ]
+    ran = smoke(*arguments)
+    rows = {row["setting"]: row for row in markdown(ran.stdout)}
+    assert max(positive(row["mean"] for row in rows.values())) < math.log(257)
+    assert [rows[equal][key] for key in ("periods", "records late", "rejected")] == ["4", "0", "0"]
+    periods, lateness, rejected = positive(
+        rows[late][key] for key in ("periods", "records late", "rejected")
+    )
+    assert periods > 8 and lateness <= 2 and rejected >= 1
+    again = smoke(*arguments)
+    assert again.stdout == ran.stdout[ran.stdout.index("| rule") :]
 
 
 # -- bandwidth_model ----------------------------------------------------------------------------
