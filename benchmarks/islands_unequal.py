@@ -63,7 +63,7 @@ OWN = {
     "rules": "all",  # names of RULES, with semicolons between
     "seeds": "3",
     "records": "16",  # of 60 inner steps each, without lateness
-    "tuning_records": "25",  # likewise, for the candidates
+    "tuning_records": "25",  # records of a candidate
     "out": "runs/islands_unequal",
 }
 ISLANDS, STEPS, BATCH = 4, 60, 4  # STEPS: of all islands in a period; BATCH: sequences of a step
@@ -86,7 +86,7 @@ SETTINGS = {
     "unequal, own texts, up to 8 records late": Setting((4, 8, 16, 32), True, 8),
     "unequal, own texts": Setting((4, 8, 16, 32), True),
     "equal": Setting((15, 15, 15, 15)),
-    # Four times as many steps between messages. Messages are then at most two records late.
+    # Each message has four times as many steps. Messages are then at most two records late.
     "as the first, period of four": Setting((16, 32, 64, 128), True, 2),
 }
 
