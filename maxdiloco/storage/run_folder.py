@@ -91,7 +91,7 @@ def open_run_folder(
     Args:
       base_output_directory: folder of runs.
       run_name: of this run.
-      primary: whether this process is the first of the run; the others make and lock nothing.
+      primary: whether this process is the first of the run; the others lock and check nothing.
       warn: prints a line if the file system has no locks, or when a wait for the lock begins.
 
     Yields:
@@ -103,6 +103,9 @@ def open_run_folder(
     """
     folder = locate(base_output_directory, run_name)
     if not primary:
+        if is_local(folder.path):
+            with contextlib.suppress(OSError):  # the process's log file reports it
+                make_folder(folder.path)
         yield folder
         return
     with contextlib.ExitStack() as stack:

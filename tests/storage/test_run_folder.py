@@ -68,9 +68,9 @@ def test_a_name_that_differs_by_case_is_not_the_same_run(tmp_path, monkeypatch):
 
 
 def test_a_second_run_of_one_name_is_refused_while_one_runs(tmp_path):
-    """Only the first process of a run locks, and makes the folder."""
+    """Only the first process of a run locks. Each makes the folder, in which it has a log."""
     with open_run_folder(str(tmp_path), "run", primary=False) as folder:
-        assert not folder.path.exists()
+        assert os.listdir(folder.path) == []
     with open_run_folder(str(tmp_path), "run"):
         line = refused(tmp_path)
         for named in ("run_name=run ", f"process {os.getpid()} on ", f"{tmp_path}/run"):
