@@ -116,7 +116,7 @@ def timing_of(period_seconds: float | Literal["auto"], dead_seconds: float) -> T
     )
     if period_seconds == AUTO:
         return usual._replace(automatic=True)
-    return rules.at_period(usual, period_seconds)
+    return rules.at_period(usual, float(period_seconds))  # a message has it as a float
 
 
 class Island:
