@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.bandwidth_model import markdown
-from benchmarks.link.command import divided, guarded, help_text, number
+from benchmarks.link.command import guarded, help_text, number, without_keys
 from benchmarks.simulated_islands import Island, World, goodput, is_transfer, run_settings
-from maxdiloco.errors import ConfigError
 from maxdiloco.islands.island import SNAPSHOT_EVERY
 from maxdiloco.islands.rules import Timing
 
@@ -219,9 +218,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, keys = divided(argv, OWN)
-    if keys:
-        raise ConfigError(f"{', '.join(keys)}: nothing is trained. Use {', '.join(OWN)}.")
+    own = without_keys(argv, OWN)
     minutes, seed = number("minutes", own, float), number("seed", own, least=0)
     counts = [number("islands", {"islands": each}) for each in own["islands"].split(",")]
     parts = []

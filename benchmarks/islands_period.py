@@ -4,7 +4,7 @@
 
 The state machines of the islands run over a store in memory. Each island has a link of its own with
 a limited rate in each direction, on which transfers follow each other. A storm has 120 faults an
-hour of the kinds of benchmarks/islands_storm.py: a kill, an island that stands still past its
+hour of four kinds of benchmarks/link/storm.py: a kill, an island that stands still past its
 death, a link that is cut, and a store that does not answer. A calm run has no faults. The table
 shows the committed tokens, as a share of those that the islands could train without faults. All
 columns of a row have the same faults. OWN has the names and their defaults.
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.bandwidth_model import markdown
-from benchmarks.link.command import divided, guarded, help_text, number, numbers
+from benchmarks.link.command import guarded, help_text, number, numbers, without_keys
+from benchmarks.link.storm import AWAY_S, CUT_S, STOPPED_S
 from benchmarks.simulated_islands import Island, World, goodput, is_transfer, run_settings
-from maxdiloco.errors import ConfigError
 from maxdiloco.islands import state_machine as machine
 from maxdiloco.islands.island import timing_of
 
@@ -36,8 +36,7 @@ OWN = {
 FRAGMENTS, SYNC_PERIOD = 2, 20
 TOKENS = 256  # of a step
 DEAD_S = 11.0
-# Lengths of faults. They are as in islands_storm.py, but a start loads and compiles for 5 s more.
-DOWN_S, FROZEN_S, CUT_S, AWAY_S = 8.0, 12.0, 10.0, 10.0
+DOWN_S = 8.0  # after a kill: that of link/storm.py, and 5 s in which a start loads and compiles
 REQUEST_S = 0.05
 TICK_S, LOAD_TICK_S = 0.25, 0.02
 WARM_UP_S = 60.0  # not counted
@@ -101,15 +100,15 @@ def cell(
         world.later(rng.random() * TICK_S, functools.partial(world.tick, island))
     fault_s = 3600 / faults_per_hour if faults_per_hour else 2 * end_s
     for at in range(1, int((end_s - WARM_UP_S) / fault_s)):
-        kind, hit = rng.choice(("kill", "freeze", "store", "link")), rng.randrange(count)
+        kind, hit = rng.choice(("kill", "stop", "store away", "link")), rng.randrange(count)
         world.later(WARM_UP_S + at * fault_s, functools.partial(fault, world, links, kind, hit))
     periods: list[float] = []
 
-    def look() -> None:
+    def note_periods() -> None:
         periods.extend(island.machine.timing.period for island in world.islands)
-        world.later(10.0, look)
+        world.later(10.0, note_periods)
 
-    world.later(end_s / 2, look)
+    world.later(end_s / 2, note_periods)
     world.run_until(end_s)
     speeds = [TOKENS / steps_s[i % len(steps_s)] for i in range(count)]
     return goodput(world, speeds, WARM_UP_S), sum(periods) / len(periods)
@@ -118,10 +117,10 @@ def cell(
 def fault(world: World, links: Links, kind: str, hit: int) -> None:
     """Let a fault begin now."""
     match kind:
-        case "kill" | "freeze":
-            pause_s = DOWN_S if kind == "kill" else FROZEN_S
+        case "kill" | "stop":
+            pause_s = DOWN_S if kind == "kill" else STOPPED_S
             world.islands[hit].stop(pause_s, restarts=kind == "kill")
-        case "store":
+        case "store away":
             links.away_until = [max(old, world.now + AWAY_S) for old in links.away_until]
         case "link":
             links.away_until[hit] = max(links.away_until[hit], world.now + CUT_S)
@@ -133,9 +132,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, keys = divided(argv, OWN)
-    if keys:
-        raise ConfigError(f"{', '.join(keys)}: nothing is trained. Use {', '.join(OWN)}.")
+    own = without_keys(argv, OWN)
     fixed = numbers("periods", own)
     titles = (*(f"{period:g} s" for period in fixed), "auto", "its period", "auto / best")
     rows = [("", "Mbit/s", "MB", *titles)]

@@ -36,6 +36,14 @@ def divided(
     return mine, {name: value for name, value in given.items() if name not in own}
 
 
+def without_keys(argv: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
+    """The arguments of a benchmark that trains nothing, with their defaults. Raises ConfigError."""
+    mine, keys = divided(argv, own)
+    if keys:
+        raise ConfigError(f"{', '.join(keys)}: nothing is trained. Use {', '.join(own)}.")
+    return mine
+
+
 def number(name: str, own: Mapping[str, str], kind: type = int, *, least: float = 1) -> Any:
     """A number among a benchmark's own arguments. Raises ConfigError."""
     try:

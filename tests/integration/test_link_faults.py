@@ -22,7 +22,7 @@ from run_files import assert_equal_bits, checkpoint_arrays
 
 SCRIPT = ROOT / "scripts" / "run_local_slices.sh"
 KILLED = pathlib.Path(__file__).with_name("killed_process.py")
-# Of a virtual environment: starts killed_process.py instead of maxdiloco.train.
+# A file of a virtual environment that starts killed_process.py instead of maxdiloco.train.
 PYTHON = """#!/bin/sh
 if [ "$2" = maxdiloco.train ]; then shift 2; exec {0} {1} {2} "$@"; fi
 exec {0} "$@"

@@ -147,8 +147,8 @@ IMPERATIVES = "Use|Set|Leave|Give|Add|Lower|Raise|Choose|Prepare|Name|Copy|Mount
 DOCUMENTS = [f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" * 3 for i in range(60)]
 
 
-# Of the default tier: the plain row, both transports, an eager and an overlapped exchange, experts,
-# imports, refusals with their remedies, and a second start on another mesh.
+# Rows of the default tier: the plain row, both transports, an eager and an overlapped exchange,
+# experts, imports, refusals with their remedies, and a second start on another mesh.
 DEFAULT_IDS = (
     "plain",
     "shards+per_replica+bpe_any_rows+experts+data_parallel+int2+host+radial+sgd+stacked+float32"
