@@ -95,7 +95,7 @@ setup(
             "maxdiloco-hf = maxdiloco.hf:main",
             "maxdiloco-islands = maxdiloco.islands.__main__:main",
         ],
-        # Releases of lm_eval after 0.4.13 find models here; with 0.4.13 see docs/huggingface.md.
+        # Read by releases of lm_eval after 0.4.13; with 0.4.13 see docs/howto/huggingface.md.
         "lm_eval.models": ["maxdiloco = maxdiloco.huggingface.harness:HarnessModel"],
     },
 )
