@@ -444,7 +444,7 @@ def _run(row: Row, learner: Learner) -> dict[str, Any]:
         members, refused = rules.order_messages(settings, state, inbox, {})
         if not members and not refused:
             continue
-        record = make_record(state, members, refused, islands)
+        record = make_record(settings, state, members, refused, islands)
         messages = [(one, arrived[rules.message_key(one)].values_N) for one in members]
         after, adam = apply_record(row.rule, settings, outer, adam, record, messages)
         for island in islands:
@@ -465,6 +465,7 @@ def _run(row: Row, learner: Learner) -> dict[str, Any]:
 
 
 def make_record(
+    settings: Run,
     state: LogState,
     members: Sequence[Message],
     rejected: Sequence[Reject],
@@ -472,7 +473,7 @@ def make_record(
 ) -> Record:
     """Rule 5: return the next record, with weights and scale as StateMachine computes them."""
     number = state.number + 1
-    weights = rules.weights(number, members)
+    weights = rules.weights(settings, number, members)
     came, present = sum(one.tokens for one in members), {one.island for one in members}
     mean = came / max(len(present), 1)
     missing = (

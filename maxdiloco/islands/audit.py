@@ -250,7 +250,7 @@ def _check_decisions(run, state, record, messages) -> None:
         if reason := rules.reject_reason(run, state, message, ""):
             sent = records.name_of_message(message)
             raise Differs(f"{name} takes {sent}, which is bad: {reason}")
-    weights = rules.weights(record.number, own)
+    weights = rules.weights(run, record.number, own)
     for member in record.members:
         due = weights[member.island, member.incarnation]
         if member.weight != due:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from maxdiloco import json_text
 
-VERSION = 7
+VERSION = 8
 MAGIC = "maxdiloco-islands"
 # Limit on the bytes of both lines of an object, without its payload. A record of about a thousand
 # members fits, and at least four of the largest messages fit into one record.
@@ -54,6 +54,7 @@ class Run(NamedTuple):
       eval_tokens: tokens between two evaluations; 0: none.
       snapshot_every: records between two snapshots.
       keys: (island, public key) pairs; empty: messages are not signed.
+      global_batch_size: sequences of an inner step in all islands; 0: each island decides its own.
     """
 
     settings: tuple[tuple[str, str], ...]
@@ -73,6 +74,7 @@ class Run(NamedTuple):
     eval_tokens: int
     snapshot_every: int
     keys: tuple[tuple[str, str], ...]
+    global_batch_size: int = 0
 
 
 class Range(NamedTuple):

@@ -334,13 +334,15 @@ def rejects_in_turn(members: Sequence[Message], rejected: Sequence[Reject]) -> l
 # -- rule 5: weights and scale ---------------------------------------------------------------------
 
 
-def weights(number: int, messages: Iterable[Message]) -> dict[tuple[str, int], float]:
+def weights(run: Run, number: int, messages: Iterable[Message]) -> dict[tuple[str, int], float]:
     """Rule 5: return the weights of incarnations in record `number`: tokens^2 / steps.
 
-    The weight is lower if the first message is stale. Decoupled DiLoCo (arXiv 2604.21428) has the
-    same weights.
+    Decoupled DiLoCo (arXiv 2604.21428) has these weights. With a global batch size the weights are
+    the tokens, as in federated averaging (arXiv 1602.05629). One SGD step of each island then has
+    the mean gradient of the global batch. A weight is lower if the first message is stale.
 
     Args:
+      run: run.json of the log.
       number: number of the record.
       messages: members of the record, grouped by incarnation.
     """
@@ -349,6 +351,8 @@ def weights(number: int, messages: Iterable[Message]) -> dict[tuple[str, int], f
         own = [*group]
         tokens, steps = sum(one.tokens for one in own), sum(one.steps for one in own)
         found[key] = max(tokens, 1) ** 2 / max(steps, 1)
+        if run.global_batch_size:
+            found[key] = float(max(tokens, 1))
         for _ in range(number - 1 - own[0].base):
             found[key] *= STALE_WEIGHT
     return found
@@ -621,6 +625,27 @@ def next_lease(
     block = max([state.top, *(block for block, _ in leased)]) + 1
     found = rests[0] if rests else Range(block, 1, 0, size)
     return f"d/{found.block}.2" if found.lease == 2 else f"d/{found.block}", found
+
+
+# -- rule 14: the global batch ---------------------------------------------------------------------
+
+
+def batch_size(run: Run, state: LogState, name: str) -> int:
+    """Rule 14: return the sequences of an island in an inner step, at least 1.
+
+    The islands of the log share the global batch in the order of their names, as evenly as
+    possible. An island that no record has named yet counts itself in addition.
+
+    Args:
+      run: run.json of the log, with a global batch size.
+      state: log state of fragment 0.
+      name: name of the island.
+    """
+    dead, total = {*state.dead}, run.global_batch_size
+    living = (one for one in state.watermarks if (one.island, one.incarnation) not in dead)
+    islands = sorted({one.island for one in living} | {name})
+    place, count = islands.index(name), len(islands)
+    return max(total * (place + 1) // count - total * place // count, 1)
 
 
 # -- rule 9: newcomers -----------------------------------------------------------------------------

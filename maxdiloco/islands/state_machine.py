@@ -642,7 +642,7 @@ class StateMachine:
     def _record(self, log, present, members, rejected) -> Record:
         """Rule 5: return a record with weights and scale."""
         state, observed = log.state, self.observed_now()
-        weights = rules.weights(state.number + 1, members)
+        weights = rules.weights(self.run, state.number + 1, members)
         tokens: collections.Counter[str] = collections.Counter()
         for one in members:
             tokens[one.island] += one.tokens

@@ -15,6 +15,7 @@ def run_schedule(seed, length=None):
     world = World(seed)
     world.run_events(world.rng.choice((50, 100, 200, 400)) if length is None else length)
     world.check_growth()
+    world.check_batch()
     world.check_ledger()
     return world
 

@@ -50,7 +50,9 @@ class World(Store):
         rng = random.Random(seed)
         self.names = ["a", "b", "c", "d"][: rng.choice((1, 2, 2, 3, 3, 4))]
         self.names = self.names if names is None else list(names)
-        self.run = settings(rng, self.names)._replace(**changes)
+        batch = random.Random(f"{seed} global batch")
+        batch = batch.choice((4, 5, 7, 16)) if batch.random() < 0.25 else 0
+        self.run = settings(rng, self.names)._replace(**{"global_batch_size": batch} | changes)
         self.step_tokens = step_tokens
         automatic = random.Random(f"{seed} period").random() < 0.4
         self.timing = TIMING._replace(automatic=automatic)
@@ -61,6 +63,7 @@ class World(Store):
         self.decided, self.digests, self.ranges, self.seen = set(), {}, {}, Counter()
         self.tops = [0]  # the highest block in the records of fragment 0, after each
         self.marks, self.periods = {}, [0.0]  # as the log has them after each of its records
+        self.known, self.members = set(), [()]  # names that are not dead, after each record
         self.tokens = {F: [0] for F, _ in enumerate(self.run.fragments)}
         for name in self.names:
             self.spawn(name, self.rng.random())
@@ -109,7 +112,12 @@ class World(Store):
         if program.living and not program.stepping and program.state.may_step():
             program.stepping = True
             tokens = self.rng.choice(self.step_tokens)
+            if self.run.global_batch_size:
+                tokens = self.batch_size(program)
             self.later(program.step_time * (0.8 + 0.4 * self.random()), program, StepDone(tokens))
+
+    def batch_size(self, program):
+        return rules.batch_size(self.run, program.state.logs[0].state, program.name)
 
     def deliver(self, program, event):
         """Return whether the program's values may have changed."""
@@ -228,6 +236,10 @@ class World(Store):
             self.marks |= {(m.island, m.incarnation): m.period for m in record.members}
             self.marks = {key: T for key, T in self.marks.items() if key not in record.dead}
             self.periods.append(max(self.marks.values(), default=0.0))
+            decided = (*record.members, *record.rejected)
+            self.known |= {(one.island, one.incarnation) for one in decided}
+            self.known -= {*record.dead}
+            self.members.append(sorted({name for name, _ in self.known}))
         self.tokens[F].append(self.tokens[F][-1] + sum(m.tokens for m in record.members))
 
     def check_leases(self, snapshots):
@@ -250,6 +262,11 @@ class World(Store):
             require(TIMING.period / 60 <= shared <= rules.MAX_PERIOD, "a period has no limits")
             self.seen["period above the usual"] += shared > TIMING.period
             self.seen["period below the usual"] += shared < TIMING.period
+        if total := self.run.global_batch_size:
+            here = self.members[s.logs[0].state.number]
+            sizes = [rules.batch_size(self.run, s.logs[0].state, name) for name in here]
+            require(not here or sum(sizes) == total, sizes, "is not the global batch", total)
+            require(not here or max(sizes) - min(sizes) <= 1, sizes, "is not even")
         for fragment, log in enumerate(s.logs):
             value, state = program.values[fragment], log.state
             require(state.tokens == self.tokens[fragment][state.number], "tokens are not replay")
@@ -286,6 +303,17 @@ class World(Store):
             if grown and (newcomer is None or newcomer.state.phase == TRAIN):
                 return
         raise Broken(f"no growth: {before} -> {self.heads()}")
+
+    def check_batch(self):
+        """With the store back, the islands that train soon have the global batch together."""
+        for _ in range(CALM // 10 if self.run.global_batch_size else 0):
+            living = [program for program in self.programs if program.living]
+            if all(program.state.phase == TRAIN for program in living):
+                if sum(map(self.batch_size, living)) == self.run.global_batch_size:
+                    self.seen["whole batch"] += 1
+                    return
+            self.run_events(10)
+        require(not self.run.global_batch_size, "the global batch is not whole")
 
     def check_ledger(self):
         """Tokens read = committed + pending + rejected + unsent, or lost with a dead island."""

@@ -126,8 +126,8 @@ DAMAGES = {  # what is done to a folder, and the object that the audit names
     "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s.update(tokens=1)), "s/0/6"),
     "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/"),
     "a newer format": (
-        lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 8 record\n{}\n"),
-        "c/0/6 .*format 8",
+        lambda f: (f / "c/0/6").write_bytes(b"maxdiloco-islands 9 record\n{}\n"),
+        "c/0/6 .*format 9",
     ),
     "a run": (
         lambda f: edited(f / "run.json", lambda run: run.update(wire="int9")),

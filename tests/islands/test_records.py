@@ -26,6 +26,7 @@ PART = Range(3, 1, 0, 64)
 RUN = Run(
     (("model", "m"),), "int8", "float32", "radial_directional_mean", "nesterov", 0.7, 0.6,
     ((Leaf(4, 2), Leaf(3, 0)),), 1, 30, 2, 0.5, 1000, 64, 0, 64, (("a", "ff"),),
+    12,
 )  # fmt: skip
 EXAMPLES = {
     "run.json": (RUN, b""),
@@ -43,13 +44,13 @@ EXAMPLES = {
     "i/a/1": (Lease("i/a/1", "a", 1, "n"), b""),
 }  # fmt: skip
 GOLDEN = {
-    "run.json": "9be10c53952c1261",
-    "u/0/a.1.2": "e386fc01eb6f4460",
-    "c/0/8": "d7ee3fb632000e83",
-    "g/0/8.a.1.0": "6857964934db9489",
-    "s/0/8": "d15a5ead1c77de51",
-    "hb/a": "df4edee8e945dae4",
-    "i/a/1": "c35e713f07628f72",
+    "run.json": "bff540d184cfd1c4",
+    "u/0/a.1.2": "83bd9a570ba0ff63",
+    "c/0/8": "a231e331df6b2d33",
+    "g/0/8.a.1.0": "f7f6d908087a9ebb",
+    "s/0/8": "1f26a31e1fca60c4",
+    "hb/a": "0bbe3689bdd8e833",
+    "i/a/1": "709147b4a82bd426",
 }
 
 
@@ -67,7 +68,7 @@ def test_the_bytes_of_a_sign_of_life():
         b'{"island":"a","incarnation":1,"count":9,"ready":true,"speed":12.5,"left":false,'
         b'"signature":""}\n'
     )
-    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 7 heartbeat\n" + line
+    assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 8 heartbeat\n" + line
 
 
 def test_a_header_is_read_from_the_first_bytes():
@@ -82,13 +83,13 @@ def with_field(field, value):
     """The bytes of a message with another value of a field."""
     message, payload = EXAMPLES["u/0/a.1.2"]
     text = json.dumps({**json.loads(records.encode(message).split(b"\n")[1]), field: value})
-    return b"maxdiloco-islands 7 message\n" + text.replace(" ", "").encode() + b"\n" + payload
+    return b"maxdiloco-islands 8 message\n" + text.replace(" ", "").encode() + b"\n" + payload
 
 
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        (b"maxdiloco-islands 8 message\n{}\n", "format 8"),
+        (b"maxdiloco-islands 9 message\n{}\n", "format 9"),
         (b"maxdiloco-islands 1 message\n{}\n", "format 1"),
         (b"\x80\x04cos\nsystem\n", ""),
         (b"", ""),
@@ -105,7 +106,7 @@ def with_field(field, value):
         (with_field("data", 3), "'3'"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq":2.0'), "'2.0'"),
         (with_field("seq", 2).replace(b'"seq":2', b'"seq": 2'), ""),
-        (b"maxdiloco-islands 7 message\n" + b"[" * 10**5 + b"\n", ""),
+        (b"maxdiloco-islands 8 message\n" + b"[" * 10**5 + b"\n", ""),
     ],
 )
 def test_bytes_that_are_not_a_message_are_refused(data, named):

@@ -28,9 +28,69 @@ def message(island="a", seq=1, base=9, steps=2, tokens=8, **changes):
 
 def test_a_weight_is_tokens_squared_over_steps_and_fades():
     """8^2 / 2 = 32; two messages are one, (8 + 8)^2 / (2 + 6) = 32; two records late: 0.64."""
-    assert rules.weights(10, [message()]) == {("a", 1): 32}
-    assert rules.weights(10, [message(), message(seq=2, steps=6)]) == {("a", 1): 32}
-    assert rules.weights(10, [message(base=7)]) == {("a", 1): pytest.approx(32 * 0.64)}
+    assert rules.weights(RUN, 10, [message()]) == {("a", 1): 32}
+    assert rules.weights(RUN, 10, [message(), message(seq=2, steps=6)]) == {("a", 1): 32}
+    assert rules.weights(RUN, 10, [message(base=7)]) == {("a", 1): pytest.approx(32 * 0.64)}
+
+
+def test_a_weight_with_a_global_batch_is_the_tokens():
+    """Steps do not count. Two messages are one: 8 + 8; two records late: 0.64."""
+    run = RUN._replace(global_batch_size=4)
+    assert rules.weights(run, 10, [message()]) == {("a", 1): 8.0}
+    assert rules.weights(run, 10, [message(), message(seq=2, steps=6)]) == {("a", 1): 16.0}
+    assert rules.weights(run, 10, [message(base=7)]) == {("a", 1): pytest.approx(8 * 0.64)}
+
+
+def test_one_sgd_step_of_each_island_is_a_step_of_the_global_batch():
+    """Seven sequences with gradients 1, 2, 4, ..., in parts of 2, 2 and 3. The mean gradient of a
+    part, weighted by the rule, is the mean of all: 127 / 7. Equal weights have another mean."""
+    run, gradients = RUN._replace(global_batch_size=7), [2.0**i for i in range(7)]
+    sizes = [rules.batch_size(run, log_of("abc"), name) for name in "abc"]
+    assert sizes == [2, 2, 3]
+    parts = [gradients[:2], gradients[2:4], gradients[4:]]
+    sent = [
+        message(name, steps=1, tokens=16 * len(p)) for name, p in zip("abc", parts, strict=True)
+    ]
+    weights = [*rules.weights(run, 10, sent).values()]
+    means = [sum(part) / len(part) for part in parts]
+    total = sum(w * mean for w, mean in zip(weights, means, strict=True))
+    assert total / sum(weights) == pytest.approx(127 / 7, rel=1e-12)
+    assert sum(means) / 3 != pytest.approx(127 / 7, rel=0.1)
+
+
+def log_of(names, dead=()):
+    """A log that knows the first incarnation of each island, and these dead ones."""
+    marks = tuple(Watermark(name, 1, 1, 8, 1, 9) for name in sorted({*names, *dead}))
+    return EMPTY._replace(watermarks=marks, dead=tuple((name, 1) for name in dead))
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 7, 8, 30, 64, 1000, 4097])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 8, 64, 1000])
+def test_the_islands_of_a_log_share_the_global_batch_evenly(total, count):
+    """Their parts differ by one at most and add up. More islands than sequences have one each."""
+    names = [f"island{i}" for i in range(count)]
+    run, log = RUN._replace(global_batch_size=total), log_of(names)
+    sizes = [rules.batch_size(run, log, name) for name in names]
+    assert sum(sizes) == max(total, count)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_global_batch_follows_islands_that_die_and_join():
+    """10 sequences: 3 + 3 + 4 of three; 5 + 5 after the death of one. A newcomer has a third at
+    once, the others once the log knows it. A second incarnation is the same island."""
+    run = RUN._replace(global_batch_size=10)
+
+    def sizes(log, names="abc"):
+        return [rules.batch_size(run, log, name) for name in names]
+
+    assert sizes(log_of("abc")) == [3, 3, 4]
+    assert sizes(log_of("abc", dead="b"), "ac") == [5, 5]
+    assert sizes(log_of("ac", dead="b"), "b") == [3]
+    joined = log_of("abcd", dead="b")
+    assert sizes(joined, "acd") == [3, 3, 4]
+    again = Watermark("a", 2, 1, 8, 9, 9)
+    assert sizes(joined._replace(watermarks=(*joined.watermarks, again)), "acd") == [3, 3, 4]
+    assert sizes(EMPTY, "a") == [10]
 
 
 STORM = [1.0] * 10 + [10.0, 11.0, 12.0]

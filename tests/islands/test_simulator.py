@@ -23,6 +23,7 @@ REACHED = (
     "two of its messages in a row were rejected", "X is deleted already", "sha256",
     "the store is away: this island trains on for two periods", "the store is back", "second lease",
     "lease deleted", "data", Evaluate(1), "period above the usual", "period below the usual",
+    "whole batch",
 )  # fmt: skip
 
 
@@ -68,6 +69,12 @@ def own_period(self, record):
         self.timing = self.timing._replace(period=self._suitable_period())
 
 
+def batch_of_all(run, state, name):
+    """Rule 14 removed: the dead have a part of the global batch."""
+    return BATCH(run, state._replace(dead=()), name)
+
+
+BATCH = rules.batch_size
 FOLLOW, SHARED = StateMachine._follow_period, rules.shared_period
 NEXT_STATE, RELEASED, EVALUATE = rules.next_state, rules.released_ranges, StateMachine._evaluate
 DELETABLE, ARE_VALID, REQUEST = rules.deletable, rules.are_valid_ranges, World.request
@@ -91,6 +98,7 @@ REMOVED = {
     "12 guards": ("reject_reason", lambda run, state, message, damage: ""),
     "13 deletion": ("deletable", without_deletion_limit),
     "13 leases": ("deletable", all_but_leases),
+    "14 the batch of the living": ("batch_size", batch_of_all),
 }  # fmt: skip
 
 
