@@ -97,7 +97,7 @@ def convert(given: Mapping[str, RawValue]) -> dict[str, Any]:
 
 
 def _is_null(key: Key, raw: Any) -> bool:
-    return raw == "null" and key.default in ("", (), {}, -1)
+    return raw == "null" and key.default in (None, "", (), {}, -1)
 
 
 def from_dict(stored: Mapping[str, Any]) -> Config:

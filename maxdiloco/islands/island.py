@@ -45,6 +45,7 @@ from maxdiloco.islands.records import Damaged, Range, Run
 from maxdiloco.islands.rules import Timing
 from maxdiloco.islands.runtime import LeasedData, Runtime
 from maxdiloco.islands.state_machine import DONE, REPLACED, Stop
+from maxdiloco.islands.step_sizes import StepSizes
 from maxdiloco.parallel.program import Program, throttle_cpu
 
 SNAPSHOT_EVERY = 64  # records; the most that a late joiner reads after a snapshot
@@ -88,6 +89,7 @@ class Position(NamedTuple):
       evaluates: whether this island evaluates now.
       may_step: whether the next step may begin without checking the log again.
       leases: leases of the data since the last position.
+      batch_size: sequences of this island in an inner step; 0 without a global batch.
     """
 
     records: int
@@ -98,6 +100,7 @@ class Position(NamedTuple):
     evaluates: bool
     may_step: bool
     leases: tuple[Range, ...]
+    batch_size: int
 
     @property
     def line(self) -> str:
@@ -141,6 +144,7 @@ class Island:
         step_tokens: int = 1,
         block_tokens: int = 0,
         eval_tokens: int = 0,
+        global_batch_size: int | None = None,
         period_seconds: float | Literal["auto"] = 60.0,
         dead_seconds: float = 60.0,
         min_members: int = 1,
@@ -163,9 +167,12 @@ class Island:
           sync_period: H, inner steps of a round.
           total_tokens: committed tokens of all islands at which the run ends. The island that
             begins the run decides it. Count in any unit: tokens, examples or steps.
-          step_tokens: tokens of an inner step of this island.
+          step_tokens: tokens of an inner step of this island. With global_batch_size, of an inner
+            step of all living islands together.
           block_tokens: tokens of a leased block of the data; 0: data are not leased.
           eval_tokens: tokens between two evaluations, see `evaluates`; 0: none.
+          global_batch_size: sequences of an inner step of all living islands together, which share
+            them; see `batch_size`. None: each island decides its own batch.
           period_seconds: time between two messages of a fragment. "auto": the islands choose it
             from the times that their messages take, and from outages (rule 7 of the protocol).
           dead_seconds: time without a heartbeat after which an island is dead.
@@ -200,6 +207,12 @@ class Island:
             )
         if not records.is_island_name(name):
             raise ValueError(f"name={name!r}: expected 1 to 64 letters, digits, - or _.")
+        sequences = 1 if global_batch_size is None else global_batch_size
+        if sequences < 1 or step_tokens % sequences:
+            raise ValueError(
+                f"global_batch_size={sequences}: expected None, or a divisor of "
+                f"step_tokens={step_tokens}, the tokens of that many sequences."
+            )
         self._settings = settings
         # The programs are for one replica without an exchange. The log has the exchange.
         plain = dataclasses.replace(
@@ -232,10 +245,13 @@ class Island:
             eval_tokens=eval_tokens,
             snapshot_every=SNAPSHOT_EVERY,
             keys=(),
+            global_batch_size=global_batch_size or 0,
         )
         self._store, self._name, self._key_file = store, name, key_file
         self._log = say if processes.decides() else lambda _: None
         self._step_tokens, self._layer_axis = step_tokens, layer_axis
+        self._sequence_tokens = step_tokens // sequences
+        self._sizes = StepSizes(0, step_tokens, fixed=True)  # until `rejoin`
         self._init_opt_state, self._option_names = init_opt_state, option_names
         self._bucket: MeteredStore | None = None  # of process 0
         self._opened = False
@@ -321,6 +337,8 @@ class Island:
         outer = [self._values.outer(state, plan) for plan in self._diloco.layout.plans]
         self._log(f"island {self._name} meets the others at {self._store}")
         state = self._decide(lambda state: self._wait_in_several(self._join(state, outer)), state)
+        tokens = self._position.batch_size * self._sequence_tokens or self._step_tokens
+        self._sizes = StepSizes(state.t, tokens, fixed=not self.run.global_batch_size)
         if processes.decides():
             self._counted = self._bucket.counts, state.t
         return state
@@ -353,7 +371,8 @@ class Island:
             own = own._replace(**{field: stored._asdict()[field]})
         mine, others = dict(own.settings), dict(stored.settings)
         pairs = [(key, mine.get(key), others.get(key)) for key in sorted(mine.keys() | others)]
-        fields = zip(own._fields[1:], own[1:], stored[1:], strict=True)
+        values = ((*run[1:-1], run.global_batch_size or "null") for run in (own, stored))
+        fields = zip(own._fields[1:], *values, strict=True)
         for key, here, there in (*pairs, *fields):
             if here != there:
                 key = self._name_of(key)
@@ -422,7 +441,7 @@ class Island:
         Args:
           state: donated.
           batch: leaves [1, ...], as with one replica of DiLoCo.
-          tokens: tokens of this step; None: step_tokens.
+          tokens: tokens of this step; None: step_tokens, or batch_size sequences.
 
         Returns:
           (state, metrics with leaves [1, ...]).
@@ -432,7 +451,7 @@ class Island:
           ConfigError: another program uses the name of this island.
           CheckpointError: the log cannot be followed.
         """
-        tokens = self._step_tokens if tokens is None else tokens
+        tokens = self._sizes.of(state.t + 1) if tokens is None else tokens
         if not self._position.may_step:
             state = self._decide(self._wait, state)
         state = replace(state, t=state.t + 1)
@@ -443,6 +462,10 @@ class Island:
         self._running, self._tokens = metrics, self._tokens + tokens
         state = self._decide(functools.partial(self._finish_step, tokens), state)
         self._last_state = weakref.ref(state)
+        if total := self.run.global_batch_size:
+            size = self._position.batch_size
+            if first := self._sizes.append(size * self._sequence_tokens):
+                self._log(f"from step {first} on this island has {size} of {total} sequences")
         return state, metrics
 
     def _decide(self, work: Callable[[State], State], state: State) -> State:
@@ -546,6 +569,9 @@ class Island:
             evaluates=bool(executor.evaluations),
             may_step=jax.process_count() > 1 and executor.stop is None and machine.may_step(),
             leases=tuple(leases) if jax.process_count() > 1 else (),
+            batch_size=rules.batch_size(self.run, log.state, machine.name)
+            if self.run.global_batch_size
+            else 0,
         )
 
     def _is_over(self) -> bool:
@@ -627,15 +653,26 @@ class Island:
                 if steps != tokens:
                     raise ValueError(f"block {index}: its steps have {steps} tokens, not {tokens}.")
 
+    def batch_size(self, t: int) -> int:
+        """Return the sequences of this island in inner step t, with global_batch_size.
+
+        It changes after a record with an island that has joined, or that is dead. It is known 17
+        steps ahead.
+
+        Raises:
+          ValueError: t is further ahead.
+        """
+        return self._sizes.of(t) // self._sequence_tokens
+
     def leased(self, t: int) -> list[Range]:
-        """Return the tokens of inner step t, for steps that all have step_tokens.
+        """Return the tokens of inner step t, for steps of step_tokens or of batch_size sequences.
 
         A reader that runs ahead of the steps uses it instead of `blocks`, in any thread. It waits
         until the tokens are leased. When the island joins again, data that were already read count
         for its new leases.
         """
-        start = (t - 1 - self._data.begun) * self._step_tokens
-        return self._leased(start, start + self._step_tokens)
+        sizes, begun = self._sizes, self._sizes.until(self._data.begun)
+        return self._leased(sizes.until(t - 1) - begun, sizes.until(t) - begun)
 
     def _leased(self, start: int, stop: int) -> list[Range]:
         # Without a lease the run has ended, or the next step joins again: then any data suffice.
@@ -715,6 +752,8 @@ class Island:
             "islands/bytes_received": (counts.received - before.received) / steps,
             "islands/requests": (counts.requests - before.requests) / steps,
         }
+        if self.run.global_batch_size:
+            found["islands/batch_size"] = float(self.batch_size(state.t))
         return found | ({"diloco/outer_grad_norm": executor.norm} if executor.norm else {})
 
     @property

@@ -252,6 +252,11 @@ METRICS = (
         "It grows: a link has become slow, or was cut.",
     ),
     Metric(
+        "islands/batch_size", "sequences",
+        "Sequences of this island in the last step, with `islands_global_batch_size`.",
+        "It changes: an island has joined or died.",
+    ),
+    Metric(
         "islands/undecided", "messages",
         "This island's messages that no record has decided, of all fragments.",
         "It grows: the store or the leader is away.",

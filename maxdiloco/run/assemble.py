@@ -39,10 +39,17 @@ OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 
 
 class BatchShape(NamedTuple):
-    """The shape [R, B, L] of a batch. Without DiLoCo, R is the size of the mesh axis `diloco`."""
+    """The shape [R, B, L] of a batch. Without DiLoCo, R is the size of the mesh axis `diloco`.
+
+    Attributes:
+      num_replicas: R.
+      sequences: B, per replica. With a global batch of islands, of all islands together; an array
+        has as many rows as whole micro-batches need.
+      length: L.
+    """
 
     num_replicas: int
-    sequences: int  # per replica
+    sequences: int
     length: int
 
     @property
@@ -105,9 +112,13 @@ def assemble(
     inner_optimizer = optimizer.build(settings.optimizer, model=model)
     params = run_model.parameters(model, mesh)
     opt_state = optimizer.abstract_state(settings.optimizer, inner_optimizer, params, mesh)
-    accumulation = settings.batch.gradient_accumulation_steps
+    accumulation = micro_batches(settings, mesh)
     step = inner_step.make(
-        model, inner_optimizer, accumulation=accumulation, nan_policy=settings.nan_policy
+        model,
+        inner_optimizer,
+        accumulation=accumulation,
+        nan_policy=settings.nan_policy,
+        skips_empty=settings.batch.islands_global_batch_size is not None,
     )
     if settings.exchange is not None:
         options = dict(on_compile=on_compile, mesh=mesh, layer_axis=model.layer_axis)
@@ -122,7 +133,8 @@ def assemble(
         trainer = DataParallel(
             step, params, opt_state, mesh=mesh, accumulation=accumulation, **options
         )
-    batch = _abstract_batch(shape, mesh, model.config.rules)
+    rows = accumulation * _micro_batch_size(settings, mesh)
+    batch = _abstract_batch(shape._replace(sequences=rows), mesh, model.config.rules)
     return Parts(
         mesh=mesh,
         model=model,
@@ -136,14 +148,16 @@ def assemble(
         monitor=Monitor(
             trainer, batch, stop_on_nan=settings.nan_policy == "stop", on_compile=on_compile
         ),
-        **_evaluations(settings, trainer, model, shape, on_compile, tokenizer),
+        **_evaluations(
+            settings, trainer, model, shape, rows // accumulation, on_compile, tokenizer
+        ),
     )
 
 
-def _evaluations(settings, trainer, model, shape, on_compile, tokenizer):
+def _evaluations(settings, trainer, model, shape, micro_batch_size, on_compile, tokenizer):
     """Build the evaluation of the outer parameters, and the sampler if sample_prompt is set."""
     mesh, options = trainer.mesh, dict(of_slots=trainer.evaluated.of_slots, on_compile=on_compile)
-    rows = shape.num_replicas * shape.sequences // settings.batch.gradient_accumulation_steps
+    rows = shape.num_replicas * micro_batch_size
     evaluation = Evaluation(
         model,
         mesh,
@@ -186,10 +200,24 @@ def batch_shape(settings: RunSettings, mesh: Mesh) -> BatchShape:
             f"enable_islands=true has diloco {slots} in its mesh: an island is one replica. Set "
             "dcn_diloco_parallelism=1 and dcn_fsdp_parallelism=-1, or start more islands."
         )
-    devices = mesh.size // slots // shards_on(mesh, settings.model.config.rules)
-    sequences = keys.per_device_batch_size * devices * keys.gradient_accumulation_steps
+    sequences = keys.islands_global_batch_size
+    if sequences is None:
+        sequences = _micro_batch_size(settings, mesh) * keys.gradient_accumulation_steps
     num_replicas = count_replicas(keys, mesh)
     return BatchShape(num_replicas, sequences, keys.max_target_length)
+
+
+def micro_batches(settings: RunSettings, mesh: Mesh) -> int:
+    """Return the micro-batches of a step, the most that a global batch of islands can need."""
+    if (total := settings.batch.islands_global_batch_size) is None:
+        return settings.batch.gradient_accumulation_steps
+    return -(-total // _micro_batch_size(settings, mesh))
+
+
+def _micro_batch_size(settings: RunSettings, mesh: Mesh) -> int:
+    """Return the sequences of a micro-batch of one replica."""
+    devices = mesh.size // mesh.shape["diloco"] // shards_on(mesh, settings.model.config.rules)
+    return settings.batch.per_device_batch_size * devices
 
 
 def needs_bulk(settings: RunSettings, mesh: Mesh) -> bool:

@@ -16,7 +16,7 @@ from maxdiloco.config.keys import KEYS, Config
 from maxdiloco.config.values import show
 from maxdiloco.data import order
 from maxdiloco.data.mixture import TrainingData
-from maxdiloco.data.pipeline import Batch
+from maxdiloco.data.pipeline import LEAVES, Batch
 from maxdiloco.engine.diloco import InnerStep
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.errors import ConfigError
@@ -32,6 +32,7 @@ _KEYS = MappingProxyType({
     "store": "islands_store",
     "name": "island_name",
     "min_members": "islands_min_members",
+    "global_batch_size": "islands_global_batch_size",
     "key_file": "islands_key",
     "sync_period": "diloco_sync_period",
     "num_fragments": "num_diloco_fragments",
@@ -63,7 +64,7 @@ class Facts(NamedTuple):
       contents: fingerprint of the training data.
       tokenizer: fingerprint of the tokenizer.
       steps: length of the learning rate's schedule [inner steps].
-      step_tokens: tokens of an inner step.
+      step_tokens: tokens of an inner step; with a global batch, of all islands together.
       length: tokens of a sequence.
       say: logs a line.
     """
@@ -107,6 +108,8 @@ def build(
         step_tokens=step_tokens,
         block_tokens=STEPS_OF_A_BLOCK * step_tokens,
         eval_tokens=max(cfg.eval_interval, 0) * step_tokens,
+        # Nothing is trained without the facts, and a step has one token then.
+        global_batch_size=cfg.islands_global_batch_size if facts else None,
         period_seconds=cfg.islands_period_seconds,
         dead_seconds=cfg.islands_dead_seconds,
         min_members=cfg.islands_min_members,
@@ -174,6 +177,12 @@ class IslandControl:
         found = rate(self._island.progress * (self._facts.steps - 1)) * self._island.warmup(t)
         return float(np.float32(found))
 
+    def tokens(self, steps: range, step_tokens: int) -> int:
+        """Return the tokens of some steps of this island. See RunControl."""
+        if not self._island.run.global_batch_size:
+            return len(steps) * step_tokens
+        return self._facts.length * sum(map(self._island.batch_size, steps))
+
     def evaluates(self, t: int, interval: int) -> bool:
         """See Island.evaluates."""
         return self._island.evaluates
@@ -218,14 +227,20 @@ class LeasedText:
     def read(
         self, position: order.Position, step: int, replicas: ArrayLike, rows: ArrayLike
     ) -> Batch:
-        """Return rows of the replica, in ascending order, as leaves [*rows.shape, L]."""
-        parts, start, rows_B = [], 0, np.asarray(rows)
+        """Return rows of the replica as leaves [*rows.shape, L].
+
+        Rows after the sequences of the step have segment 0, which has no loss.
+        """
+        start, rows_B = 0, np.asarray(rows)
+        batch = {name: np.zeros((*rows_B.shape, self._length), np.int32) for name in LEAVES}
         for first, count in self.sequences(step):
             here = order.Position(first, 1, 1, count, position.sources)
-            own_B = rows_B[(rows_B >= start) & (rows_B < start + count)] - start
-            parts.append(self._text.read(here, 1, np.zeros_like(own_B), own_B))
+            own_B = (rows_B >= start) & (rows_B < start + count)
+            part = self._text.read(here, 1, np.zeros_like(rows_B[own_B]), rows_B[own_B] - start)
+            for name, leaf in part.items():
+                batch[name][own_B] = leaf
             start += count
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return batch
 
     def metrics(self, position: order.Position, step: int) -> dict[str, Any]:
         """Return learning/tokens, the number of tokens that all islands have committed."""

@@ -96,7 +96,7 @@ class Recorder:
         self._values |= self._data_metrics(t)
         self._values |= performance(
             step_time=self._clock.lap(t),
-            tokens_per_step=parts.shape.tokens,
+            tokens_per_step=parts.control.tokens(steps, parts.shape.tokens) / len(steps),
             flops_per_token=self._flops_per_token,
             num_devices=mesh.size,
             device_kind=mesh.devices.flat[0].device_kind,

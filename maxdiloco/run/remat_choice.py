@@ -17,7 +17,7 @@ from maxdiloco.models.kernels.choice import MOST_UNROLLED
 from maxdiloco.models.remat import AUTO, POLICIES
 from maxdiloco.parallel import chips
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.run.assemble import Parts
+from maxdiloco.run.assemble import Parts, micro_batches
 from maxdiloco.run.settings import RunSettings
 
 MIB = 2**20
@@ -110,7 +110,7 @@ def _needed(
     expected_s: float | None,
 ) -> float:
     """Return the bytes on a device with the largest inner step; inf if it cannot fit."""
-    if kept_bytes(parts, settings.batch.gradient_accumulation_steps) > memory:
+    if kept_bytes(parts, micro_batches(settings, parts.mesh)) > memory:
         return math.inf  # not compiled: programs that are far too large compile longest
     needed = 0
     tokens = parts.batch["tokens"]
@@ -139,7 +139,7 @@ def kept_bytes(parts: Parts, accumulation: int) -> int:
     half of these bytes. `none` is then left out on some GPUs that it would fit.
     """
     devices = parts.mesh.size // parts.mesh.shape["diloco"]
-    rows = parts.shape.sequences // accumulation
+    rows = parts.batch["tokens"].shape[1] // accumulation
     struct = jax.ShapeDtypeStruct((rows, parts.shape.length), jnp.int32)
     batch = {"tokens": struct, "segment_ids": struct}
 

@@ -21,6 +21,14 @@ class RunControl(Protocol):
           t: number of the step, from 1.
         """
 
+    def tokens(self, steps: range, step_tokens: int) -> int:
+        """Return the tokens of some steps in this program.
+
+        Args:
+          steps: numbers of steps that were taken, from 1.
+          step_tokens: tokens of a step, in all islands with a global batch.
+        """
+
     def evaluates(self, t: int, interval: int) -> bool:
         """Tell whether this process evaluates the outer parameters after inner step t.
 
@@ -50,6 +58,10 @@ class StepControl:
     def learning_rate(self, rate: Callable[[float], float], t: int) -> float:
         """See RunControl."""
         return rate(t - 1)
+
+    def tokens(self, steps: range, step_tokens: int) -> int:
+        """See RunControl."""
+        return len(steps) * step_tokens
 
     def evaluates(self, t: int, interval: int) -> bool:
         """See RunControl."""

@@ -39,6 +39,7 @@ class BatchSettings:
     enable_diloco: bool
     num_diloco_replicas: int | Literal["auto"]
     enable_islands: bool
+    islands_global_batch_size: int | None
     per_device_batch_size: int
     gradient_accumulation_steps: int
     max_target_length: int

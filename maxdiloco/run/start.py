@@ -249,7 +249,7 @@ def _open_batches(
     steps: range,
 ) -> Iterator[Iterator[Any]]:
     """Yield the global batches of some steps. text: see RunControl.reads."""
-    shape, sharding = tuple(parts.shape), parts.batch["tokens"].sharding
+    shape, sharding = parts.batch["tokens"].shape, parts.batch["tokens"].sharding
     replicas, rows = global_batch.local_rows(sharding, shape)
     with pipeline.batches(
         text,
@@ -292,6 +292,7 @@ def _introduction(
         used = active_parameters(parts.model.config, parts.params)
         active = f", {used:,} of them used by a token"
     how_long = "the islands' log determines how many" if settings.is_island else total
+    of_all = " of all islands" if settings.batch.islands_global_batch_size is not None else ""
     return [
         *warnings.device_lines(
             settings.config,
@@ -301,7 +302,8 @@ def _introduction(
         ),
         f"model: {settings.config.model_name}, {num_parameters:,} parameters{active}",
         f"kernels: {parts.model.kernels.describe()}",
-        f"batch: {R} replicas * {B} sequences * {L} tokens = {parts.shape.tokens:,} tokens a step",
+        f"batch: {R} replicas * {B} sequences * {L} tokens = {parts.shape.tokens:,} tokens a step"
+        f"{of_all}",
         *parts.trainer.description.start,
         f"{point.origin}; {how_long} steps in all",
         *(checkpointer.shortage(saved_state.nbytes(parts.trainer)) if checkpointer else []),

@@ -134,6 +134,8 @@ def evaluate(
     say(mesh_lib.describe(found.mesh, settings.read_mesh(found.cfg)))
     position, run = found.meta["position"], _config_of_run(found.meta)
     rows_of_run = position["M"] * position["B"] // run.gradient_accumulation_steps
+    if found.meta["config"].get("islands_global_batch_size") is not None:
+        rows_of_run = run.per_device_batch_size * _batch_devices(found.meta["mesh"])
     # As many replicas share a device here as in the run.
     of_device = rows_of_run // _batch_devices(found.meta["mesh"]) // run.per_device_batch_size
     rows = of_device * found.cfg.per_device_batch_size * _batch_devices(found.mesh.shape)

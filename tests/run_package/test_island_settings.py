@@ -29,6 +29,7 @@ def opened(store, name, **options):
         ({"same": {"data": "v1", "more": 1}}, "more=1", "None"),
         ({"min_members": 2}, "members=2", "1"),
         ({"eval_tokens": 48}, "eval_tokens=48", "0"),
+        ({"global_batch_size": 2}, "global_batch_size=2", "null"),
     ],
 )
 def test_an_island_with_other_settings_is_refused_by_name(changes, here, there, tmp_path):
@@ -53,6 +54,8 @@ def test_an_island_with_other_settings_is_refused_by_name(changes, here, there, 
         ({"round_overlap": "eager"}, "round_overlap="),
         ({"collective": "reduce_scatter"}, "collective="),
         ({"exchange_dtype": "int9"}, "exchange_dtype="),
+        ({"global_batch_size": 3}, "global_batch_size="),  # a step has 4 tokens
+        ({"global_batch_size": 0}, "global_batch_size="),
     ],
 )
 def test_an_argument_that_islands_do_not_have_is_refused(options, named, tmp_path):

@@ -179,6 +179,8 @@ class Islands(
         1, unit="islands", from_checkpoint=False
     )
     """Minimum number of islands that must contribute to an outer step."""
+    islands_global_batch_size: Count | None = key(None, unit="sequences", from_checkpoint=False)
+    """Sequences of an inner step of all living islands together. null: each has its own batch."""
     islands_period_seconds: Positive | Auto = key(
         60.0, unit="seconds", resume=FREE, from_checkpoint=False
     )
@@ -192,8 +194,8 @@ class Islands(
         if not self.enable_islands:
             checks.require_default(
                 self,
-                "islands_store island_name islands_min_members islands_period_seconds "
-                "islands_dead_seconds islands_key",
+                "islands_store island_name islands_min_members islands_global_batch_size "
+                "islands_period_seconds islands_dead_seconds islands_key",
                 "enable_islands",
             )
             return
@@ -217,3 +219,7 @@ class Islands(
             ("grain_worker_count", (0,), "the process itself leases the blocks it reads"),
         ):
             checks.require(self, name, allowed, "enable_islands", reason)
+        if self.islands_global_batch_size is not None:
+            reason = "the part of an island determines its micro-batches"
+            batch = "islands_global_batch_size"
+            checks.require(self, "gradient_accumulation_steps", (1,), batch, reason)
