@@ -147,7 +147,7 @@ diloco_aggregation=radial_directional_mean enable_diloco=false | diloco_aggregat
 island_name=a | island_name enable_islands
 islands_global_batch_size=8 | islands_global_batch_size enable_islands
 ISLAND islands_global_batch_size=0 | islands_global_batch_size
-ISLAND islands_global_batch_size=8 gradient_accumulation_steps=2 | gradient_accumulation_steps islands_global_batch_size
+ISLAND islands_global_batch_size=8 gradient_accumulation_steps=2 | islands_global_batch_size
 enable_islands=true island_name=a | enable_islands islands_store
 enable_islands=true islands_store=a | enable_islands island_name
 enable_islands=true islands_store=a island_name=a/b | enable_islands island_name

@@ -27,7 +27,13 @@ OVERLAPPED = dict(
 )
 AGAIN = "again"  # two steps after a second start in the store of "lockstep"
 # "free": until 400 tokens are committed, at the speed of each; min_members lets none run ahead.
-RUNS = {"lockstep": (OVERLAPPED, LOCKSTEP), "free": (OVERLAPPED | dict(total_tokens=400), FAST)}
+# "shared": the same with a global batch of five sequences.
+FREE, SHARED = dict(total_tokens=400), dict(global_batch_size=5, step_tokens=20, total_tokens=4000)
+RUNS = {
+    "lockstep": (OVERLAPPED, LOCKSTEP),
+    "free": (OVERLAPPED | FREE, FAST),
+    "shared": (OVERLAPPED | SHARED, FAST),
+}
 
 
 def island(folder, name, number, **options):
@@ -48,7 +54,7 @@ def problem():
 
 
 def trained(trainer, name):
-    """{what: values} of the island in the end; of "free" its places and rates, by step."""
+    """{what: values} of the island in the end; except of "lockstep" its places and rates."""
     own = problem()
 
     def placed(leaves, specs):
@@ -66,7 +72,7 @@ def trained(trainer, name):
     last = {"lockstep": STEPS, AGAIN: 2}.get(name)
     while state.t < last if last else not trainer.done:
         found["warmups"] += [trainer.warmup(state.t + 1)]
-        if name == "free":
+        if name in ("free", "shared"):
             for part in trainer.leased(state.t + 1):
                 found["places"] += [64 * part.block + n for n in range(part.start, part.stop, 4)]
             found["rates"] += [trainer.progress * trainer.warmup(state.t + 1)]

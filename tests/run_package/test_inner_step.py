@@ -36,11 +36,19 @@ def squared_sum(params, batch):
     return total, {"tokens": jnp.float32(1), "cross_entropy": total, "z_loss": jnp.float32(0)}
 
 
-def run(params, batch, *, loss=squares, accumulation=1, optimizer=None):
+def squares_of_some(params, batch):
+    """The squares, whose gradient is NaN if nothing counts."""
+    total, aux = squares(params, batch)
+    return total + params["w"] * (0 * jnp.log(aux["tokens"])), aux
+
+
+def run(params, batch, *, loss=squares, accumulation=1, optimizer=None, skips_empty=False):
     """(parameters, metrics) after one step."""
     rule = optimizer or optax.sgd(0.5)
     model = SimpleNamespace(loss=loss, config=SimpleNamespace(rules=DEFAULT_RULES))
-    step = inner_step.make(model, rule, accumulation=accumulation, nan_policy="stop")
+    step = inner_step.make(
+        model, rule, accumulation=accumulation, nan_policy="stop", skips_empty=skips_empty
+    )
     params = {"w": jnp.float32(params)}
     params, _, metrics = jax.jit(step)(params, rule.init(params), batch)
     return float(params["w"]), metrics
@@ -70,6 +78,28 @@ def test_a_micro_batch_holds_consecutive_rows():
     and 2, 4 would make 52."""
     batch = BATCH | {"tokens": np.array([[1], [2], [3], [4]], np.int32)}
     assert float(run(1, batch, loss=squared_sum, accumulation=2)[1]["loss"]) == 58 / 2
+
+
+@pytest.mark.parametrize("filled", [1, 2, 3, 4])
+def test_micro_batches_after_the_last_filled_row_are_not_computed(filled):
+    """Micro-batches of one row. The first `filled` rows give the bits of a batch that has only
+    these. An empty micro-batch that was computed would be NaN."""
+    rows = {name: np.concatenate([BATCH[name][:3]] * 2) for name in ("tokens", "segment_ids")}
+    rate = {"learning_rate": BATCH["learning_rate"]}
+    own = {name: leaf[:filled] for name, leaf in rows.items()}
+    empty = {name: np.where(np.arange(6)[:, None] < filled, leaf, 0) for name, leaf in rows.items()}
+    options = dict(loss=squares_of_some, accumulation=6, skips_empty=True)
+    found, metrics = run(3, empty | rate, **options)
+    expected, expected_metrics = run(3, own | rate, loss=squares_of_some, accumulation=filled)
+    assert found == expected and np.isfinite(found)
+    jax.tree.map(np.testing.assert_array_equal, metrics, expected_metrics)
+    assert np.isnan(run(3, empty | rate, loss=squares_of_some, accumulation=6)[0])
+
+
+def test_an_empty_micro_batch_before_a_filled_one_does_not_end_the_step():
+    """Row 3 of BATCH is empty, and comes first here: w + 0.5 as without it."""
+    batch = BATCH | {name: BATCH[name][::-1] for name in ("tokens", "segment_ids")}
+    assert run(3, batch, accumulation=4, skips_empty=True)[0] == pytest.approx(3.5)
 
 
 def test_a_batch_of_padding_changes_no_parameter():

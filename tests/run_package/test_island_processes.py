@@ -101,3 +101,17 @@ def test_an_island_of_two_processes_reads_and_steps_alike(folder):
     (log,) = logs_of(folder, "free")
     assert {m.island for r in log.records for m in r.members} == {"0", "1"}
     assert log.state.tokens >= 400
+
+
+def test_an_island_of_two_processes_reads_its_part_of_the_global_batch(folder):
+    """Both processes read the same sequences, at first or later 2 of 5 a step, and island 1 the
+    other 3. The log adds up."""
+    first, second = found(folder, "shared")
+    require_equal(first, second)
+    places = first["places"].tolist()
+    assert len(places) == len(set(places))
+    (log,) = logs_of(folder, "shared")
+    members = [one for record in log.records for one in record.members]
+    assert {"0", "1"} == {one.island for one in members} and log.state.tokens >= 4000
+    per_step = {(one.island, one.tokens / max(one.steps, 1)) for one in members}
+    assert {("0", 8.0), ("1", 12.0)} <= per_step

@@ -268,69 +268,55 @@ def test_the_global_batch_is_whole_again_after_a_death_and_after_a_join(
     tmp_path, few_compiler_passes
 ):
     """Five sequences of 4 tokens: islands a and b have 2 and 3 of them. Once b is killed, a has
-    all 5. Then c joins, and a and c have 2 and 3. Each step reads as many sequences as it has, and
-    no sequence is read by two of the islands that live together. The log has records of both."""
+    all 5. Then c joins, and a and c have 2 and 3. A step reads as many sequences as it has, no
+    sequence is read by two islands that are alive, and the log has records of each situation."""
     timing, url = FAST._replace(dead=0.8), tmp_path / "store"
-    own = dict(timing=timing, global_batch_size=5, step_tokens=20, num_fragments=2)
+    shared = dict(timing=timing, global_batch_size=5, step_tokens=20, num_fragments=2)
     killed, ended = threading.Event(), threading.Event()
-    sizes, read = {}, {name: [] for name in "abc"}
+    sizes, read, before = {}, {name: [] for name in "abc"}, []
 
     def train(name, done):
-        trainer = an_island(url, name, **own)
+        trainer = an_island(url, name, **shared)
         state, batch = started(trainer)
         text = LeasedText(SimpleNamespace(computed=False), trainer, length=4)
-
-        def until_done():
-            parts = text.sequences(trainer_t() + 1)
-            sizes[name] = trainer.batch_size(trainer_t() + 1)
+        while not done():
+            parts = text.sequences(state.t + 1)
+            sizes[name] = trainer.batch_size(state.t + 1)
             assert sum(count for _, count in parts) == sizes[name]
             read[name] += [first + i for first, count in parts for i in range(count)]
-            return done()
-
-        def trainer_t():
-            return trainer._runtime.executor.state.t
-
-        until(trainer, state, batch, until_done)
+            state, _ = trainer.step(state, batch(state.t))
+            time.sleep(0.01)
         return trainer
 
-    def whole(names):
-        return [sizes.get(name) for name in names] == [2, 3]
-
-    def work(m):
-        if m == 0:
-            train("a", ended.is_set).leave()
-        elif m == 1:
-            train("b", lambda: whole("ab") and has_both("ab"))._runtime.close(drain=False)
-            killed.set()
-        else:
-            assert killed.wait(20)
-            for _ in range(2000):
-                if sizes["a"] == 5:
-                    break
-                time.sleep(0.01)
-            train("c", lambda: whole("ac") and has_both("ac")).leave()
-            ended.set()
-        return True
-
-    def has_both(names):
-        return any(per_step(record) == pairs(names) for record in log_records())
-
-    def pairs(names):
-        return {names[0]: 8, names[1]: 12}
+    def records():
+        bucket = log_store.open_bucket(str(url))
+        return audit.replay(bucket, audit.read_run(bucket), 0).records
 
     def per_step(record):
         """Tokens of a step, by island."""
         return {one.island: one.tokens / max(one.steps, 1) for one in record.members}
 
-    def log_records():
-        bucket = log_store.open_bucket(str(url))
-        return audit.replay(bucket, audit.read_run(bucket), 0).records
+    def has_both(first, second):
+        both = {first: 2 * 4, second: 3 * 4}
+        return (sizes.get(first), sizes.get(second)) == (2, 3) and both in map(per_step, records())
+
+    def work(m):
+        if m == 0:
+            train("a", ended.is_set).leave()
+        elif m == 1:
+            train("b", lambda: has_both("a", "b"))._runtime.close(drain=False)
+            before.extend(read["a"])
+            killed.set()
+        else:
+            assert killed.wait(30)
+            while {"a": 5 * 4} not in map(per_step, records()[-3:]):
+                time.sleep(0.1)
+            train("c", lambda: has_both("a", "c")).leave()
+            ended.set()
+        return True
 
     in_threads(work, 3)
-    alone = [per_step(record) for record in log_records() if len(record.members) == 1]
-    assert {"a": 20} in alone
-    for names in ("ab", "ac"):
-        together = [place for name in names for place in read[name]]
+    for together in (before + read["b"], read["a"] + read["c"]):
         assert len(set(together)) == len(together) > 20
 
 
