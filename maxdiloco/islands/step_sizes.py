@@ -20,7 +20,7 @@ class StepSizes:
         Args:
           t: inner steps done.
           tokens: tokens of the next AHEAD steps.
-          fixed: whether all later steps have as many tokens.
+          fixed: whether all later steps have this number of tokens.
         """
         # For each change: the steps before it, the tokens in them, and the tokens of a step.
         self._changes = [(t, 0, tokens)]

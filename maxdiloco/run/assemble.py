@@ -43,8 +43,8 @@ class BatchShape(NamedTuple):
 
     Attributes:
       num_replicas: R.
-      sequences: B, per replica. With a global batch of islands, of all islands together; an array
-        has as many rows as whole micro-batches need.
+      sequences: B, per replica. With a global batch of islands: of all islands together. Arrays
+        then have more rows if B is not a multiple of the micro-batch.
       length: L.
     """
 

@@ -3,7 +3,7 @@
 import pytest
 import ssh_keys
 from run import CLUSTER_KEYS, assert_exit_codes, names_key, start_train, train
-from run_files import checkpoint_meta, saved_steps
+from run_files import checkpoint_meta, metrics_rows, saved_steps
 
 from maxdiloco.islands import __main__ as islands
 from maxdiloco.islands import audit, log_store
@@ -57,6 +57,60 @@ def test_an_island_trains_until_its_tokens_are_committed(tmp_path):
         run = train(tmp_path / "refused", **keys | dict(island_name="b") | changes)
         assert run.code == 2 and names_key(run.error, key)
         assert "programs ready" not in run.output
+    assert islands.main(["audit", str(tmp_path / "store")]) == 0
+
+
+def test_an_island_by_itself_trains_on_the_whole_global_batch(tmp_path):
+    """Four sequences in micro-batches of two: the losses of gradient accumulation, until a record
+    changes the parameters, to a few roundings, since the compiler fuses the two loops differently.
+    Another island with another global batch is refused."""
+    keys = dict(steps=20, log_period=1, islands_period_seconds=3, checkpoint_period=1000)
+    own = dict(islands_global_batch_size=4), dict(gradient_accumulation_steps=2)
+    runs = [
+        train(tmp_path / name, **island(tmp_path / name, "a", **keys | changes))
+        for name, changes in zip(("global", "own"), own, strict=True)
+    ]
+    assert [run.code for run in runs] == [0, 0]
+    shared, accumulated = (
+        [row["learning/loss"] for row in run.rows if not row["islands/records"]] for run in runs
+    )
+    count = min(len(shared), len(accumulated), 8)
+    assert shared[:count] == pytest.approx(accumulated[:count], rel=1e-5)
+    assert len(set(shared[:count])) == count > 1
+    assert {row["islands/batch_size"] for row in runs[0].rows} == {4}
+    for row in runs[0].rows:
+        assert row["perf/tokens_per_second"] * row["perf/step_time"] == pytest.approx(4 * 16)
+    assert islands.main(["audit", str(tmp_path / "global" / "store")]) == 0
+    for changes in ({}, dict(islands_global_batch_size=8)):
+        refused = train(tmp_path / "b", **island(tmp_path / "global", "b", **keys | changes))
+        assert refused.code == 2 and names_key(refused.error, "islands_global_batch_size")
+
+
+@pytest.mark.full
+def test_the_global_batch_stays_the_same_when_an_island_is_killed(started, tmp_path):
+    """Islands a and b have 3 and 4 of 7 sequences; once b is killed, a has all 7. The records say
+    the same, except for messages of steps in which a part has changed."""
+    keys = ELASTIC | dict(steps=10**6, log_period=1, checkpoint_period=10**6)
+    keys |= dict(islands_store=tmp_path / "store", islands_global_batch_size=7)
+    a, b = (
+        started.append(start_train(tmp_path / name, island_name=name, **keys)) or started[-1]
+        for name in "ab"
+    )
+    a.wait_for_output("has 3 of 7 sequences")
+    b.wait_for_output("step 400")
+    b.popen.kill()
+    a.wait_for_output("has 7 of 7 sequences")
+    until = metrics_rows(tmp_path / "a")[-1]["step"] + 400
+    a.wait_for_output(f"step {until}")
+    a.popen.terminate()
+    assert_exit_codes([a], 75)
+    log = log_of(tmp_path)
+    per_step = [{m.island: m.tokens / max(m.steps, 1) for m in r.members} for r in log.records]
+    assert {"a": 3 * 16, "b": 4 * 16} in per_step and per_step[-1] == {"a": 7 * 16}
+    sizes = [row["islands/batch_size"] for row in metrics_rows(tmp_path / "a")]
+    changes = [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before]
+    assert changes[-2:] == [3, 7]
+    assert {3, 4, 7} >= {row["islands/batch_size"] for row in metrics_rows(tmp_path / "b")} >= {4}
     assert islands.main(["audit", str(tmp_path / "store")]) == 0
 
 

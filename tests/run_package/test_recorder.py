@@ -26,6 +26,7 @@ class Run:
         parts.mesh.devices = np.array([mock.Mock(device_kind="cpu")])
         parts.mesh.local_devices = [mock.Mock(**{"memory_stats.return_value": memory})]
         parts.control.learning_rate = lambda rate, t: 0.1
+        parts.control.tokens = lambda steps, step_tokens: len(steps) * step_tokens
         parts.monitor.replicas = {0: [0]}
         parts.monitor.check = self._takes("check", {"loss": np.float32([1.5])})
         parts.monitor.read_row.return_value = {"loss": np.float32([1.5])}
