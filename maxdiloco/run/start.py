@@ -15,7 +15,7 @@ from maxdiloco.checkpoint import saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.cluster.agree import from_first_process
 from maxdiloco.cluster.signals import Preemption
-from maxdiloco.config import config, warnings
+from maxdiloco.config import config
 from maxdiloco.config.keys import Config
 from maxdiloco.config.values import LARGEST
 from maxdiloco.data import order, pipeline, tokenizer_base
@@ -29,7 +29,7 @@ from maxdiloco.metrics.wandb_run import require_wandb
 from maxdiloco.models.model import count_parameters
 from maxdiloco.parallel import global_batch
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.run import assemble, loop, remat_choice, run_files, startup
+from maxdiloco.run import assemble, loop, remat_choice, run_files, startup, warnings
 from maxdiloco.run import data as run_data
 from maxdiloco.run import model as run_model
 from maxdiloco.run import settings as run_settings

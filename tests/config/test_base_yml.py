@@ -195,7 +195,7 @@ values["hardware"] + values[f"dcn_{axis}_parallelism"]
     assert attributes == {"steps", "log_period", "eval_steps"}
     assert subscripts == {"hardware", "dcn_.+_parallelism"}
     package = files.PACKAGE
-    checking = {*(package / "config" / "groups").glob("*.py"), package / "config" / "warnings.py"}
+    checking = {*(package / "config" / "groups").glob("*.py"), package / "run" / "warnings.py"}
     assert len(checking) > 5
     of_models = set((package / "models").rglob("*.py"))  # whose `config` is a ModelConfig
     others = set(package.rglob("*.py")) - checking - of_models

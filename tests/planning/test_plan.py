@@ -12,10 +12,11 @@ from run import names_key, output_of, refused, run_program
 
 from maxdiloco import output, plan
 from maxdiloco import train as train_program
-from maxdiloco.config import config, warnings
+from maxdiloco.config import config
 from maxdiloco.diloco.quantize import NAMES as WIRES
 from maxdiloco.planning import compile_run, forecast, job, program_costs, rating, table, topology
 from maxdiloco.planning.forecast import Case
+from maxdiloco.run import warnings
 
 TINY = ("model_name=tiny", "max_target_length=256", "dcn_diloco_parallelism=2", "hardware=cpu")
 ONE_B = ("model_name=1b", "compile_topology=v5e-16", "compile_topology_num_slices=2")

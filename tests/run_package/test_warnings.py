@@ -6,8 +6,9 @@ import optax
 import pytest
 from run import names_key, train
 
-from maxdiloco.config import config, warnings
+from maxdiloco.config import config
 from maxdiloco.diloco import outer
+from maxdiloco.run import warnings
 
 CPU = dict(platform="cpu", num_devices=8, num_parameters=7 * 10**9)
 # What is known when devices are there.
