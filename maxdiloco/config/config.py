@@ -1,16 +1,16 @@
 """Load the configuration of a run from the command line, or from a checkpoint, without JAX."""
 
 import difflib
-import os
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import ValidationError
 
-from maxdiloco import ownership
-from maxdiloco.config import files, maxtext, values
-from maxdiloco.config.keys import KEYS, Config, Key
+from maxdiloco.config import files, maxtext
+from maxdiloco.config.files import Layer, RawValue
+from maxdiloco.config.keys import KEYS, Config
 from maxdiloco.config.maxtext import MaxText
 from maxdiloco.config.values import shorten, show
 from maxdiloco.diloco import outer_rate
@@ -19,21 +19,12 @@ from maxdiloco.errors import ConfigError
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
 BASE = "base.yml"  # the file of defaults, the first argument of MaxText's command lines
 COMMAND_LINE = "command line"
-STORED = "stored config"
 # Least similarity of two names, by difflib, for which one is suggested instead of the other. It
 # accepts a typing error, but not another key with some equal words; tests check both.
 _SIMILAR = 0.8
+# Keys whose default means "none", for which null is another spelling of the default.
+_NULLABLE = {name for name, key in KEYS.items() if key.default in (None, "", (), {}, -1)}
 Warn = Callable[[str], None]
-
-
-class RawValue(NamedTuple):
-    """A value as it was written, and its origin for messages, such as a file."""
-
-    raw: Any
-    where: str
-
-
-Layer = dict[str, RawValue]
 
 
 def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print) -> Config:
@@ -55,10 +46,11 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
       ConfigError: a key or value is invalid. The message is one line with key, value, reason and
         remedy, or with all unknown keys.
     """
-    foreign = maxtext.read()
-    given = _accept(_layers(list(argv), environ, foreign, warn), foreign, warn)
-    found = _defaults() | convert(given)
-    found |= _from_model(found, given, foreign, warn)
+    theirs = maxtext.read()
+    given = theirs.accept(_layers(list(argv), environ, theirs, warn), warn)
+    base = convert(files.read_yml(files.config_folder() / BASE))  # a user may have edited it
+    found = {name: key.default for name, key in KEYS.items()} | base | convert(given)
+    found |= _from_model(found, given, theirs, warn)
     has_weights = found["load_parameters_path"] or found["load_full_state_path"]
     if "vocab_size" not in given and found["tokenizer_type"] != "byte" and not has_weights:
         found["vocab_size"] = "auto"
@@ -71,33 +63,21 @@ def check(found: Mapping[str, Any]) -> Config:
     Raises:
       ConfigError: a value is outside its limits, or values cannot be combined.
     """
-    try:
-        cfg = Config.model_validate(found)
-    except ValidationError as error:
-        raise _config_error(error, found) from None
+    cfg = _validate(found)
     cfg.check_keys()
     return cfg
 
 
-def convert(given: Mapping[str, RawValue]) -> dict[str, Any]:
-    """Convert text, or nested tuples and dicts of text, to values within the limits of their keys.
+def convert(given: Layer) -> dict[str, Any]:
+    """Convert text, or nested lists and dicts of text, to values within the limits of their keys.
 
     Raises:
       ConfigError: a key is unknown, or a value has another type or is outside its limits.
     """
-    _refuse_unknown(given)
-    # For a key whose default means "none", null is another spelling of the default.
-    raw = {name: one.raw for name, one in given.items() if not _is_null(KEYS[name], one.raw)}
-    where = {name: one.where for name, one in given.items()}
-    try:
-        config = Config.model_validate(raw, strict=False)
-    except ValidationError as error:
-        raise _config_error(error, raw, where) from None
+    raw = {n: one.raw for n, one in given.items() if one.raw != "null" or n not in _NULLABLE}
+    where = {name: f" ({one.where})" for name, one in given.items()}
+    config = _validate(raw, where, strict=False)
     return {name: vars(config)[name] for name in given}
-
-
-def _is_null(key: Key, raw: Any) -> bool:
-    return raw == "null" and key.default in (None, "", (), {}, -1)
 
 
 def from_dict(stored: Mapping[str, Any]) -> Config:
@@ -108,12 +88,27 @@ def from_dict(stored: Mapping[str, Any]) -> Config:
     Raises:
       ConfigError: a key is unknown, or a value has another type or is outside its limits.
     """
-    stored = {name: values.frozen(value) for name, value in stored.items()}
-    _refuse_unknown({name: RawValue(value, STORED) for name, value in stored.items()})
+    return _validate(stored, dict.fromkeys(stored, " (stored config)"))
+
+
+def _validate(
+    raw: Mapping[str, Any],
+    where: Mapping[str, str] = MappingProxyType({}),
+    *,
+    strict: bool | None = None,  # None: as the types say
+) -> Config:
+    """Return the config with some values and defaults. where: origins of values, for messages."""
+    unknown = []
+    for name in (name for name in raw if name not in KEYS):
+        near = nearest_key(name)
+        remedy = f" Did you mean {near}?" if near else ""
+        unknown.append(f"{name}={shorten(raw[name])}{where[name]} is not a key.{remedy}")
+    if unknown:
+        raise ConfigError(f"{' '.join(unknown)} --help all lists every key.")
     try:
-        return Config.model_validate(stored)
+        return Config.model_validate(raw, strict=strict)
     except ValidationError as error:
-        raise _config_error(error, stored, dict.fromkeys(stored, STORED)) from None
+        raise _config_error(error, raw, where) from None
 
 
 def from_checkpoint(stored: Mapping[str, Any]) -> Config:
@@ -156,18 +151,18 @@ def changed(
     Raises:
       ConfigError: as for `load`, or argv has a key that is not in may_change.
     """
-    foreign = maxtext.read()
-    given = _from_environment(environ, foreign)
-    given = {name: one for name, one in given.items() if name in may_change}
+    theirs = maxtext.read()
+    given = theirs.accept(theirs.rename(_from_environment(environ)), warn)
+    given = {name: one for name, one in given.items() if name in may_change or name not in KEYS}
     written = _from_command_line(argv, warn)
-    _refuse_unknown(written)
+    changes = convert(given | written)
     for name, one in written.items():
         if name not in may_change:
             raise ConfigError(
                 f"{name}={shorten(one.raw)} ({COMMAND_LINE}) is read from the run and cannot be "
                 f"changed here. Leave it out; these keys may change: {', '.join(may_change)}."
             )
-    return check(vars(_without_host_keys(stored)) | convert(given | written))
+    return check(vars(_without_host_keys(stored)) | changes)
 
 
 def replace(cfg: Config, **changes: Any) -> Config:
@@ -179,7 +174,7 @@ def model_vocab_size(cfg: Config) -> int | None:
     """Return vocab_size of the model file that the config names; None if the file lacks it."""
     if cfg.model_name == "default":
         return None
-    given = _read(_model_path(cfg.model_name))
+    given = files.read_yml(_model_path(cfg.model_name))
     return convert({name: given[name] for name in given if name == "vocab_size"}).get("vocab_size")
 
 
@@ -226,97 +221,47 @@ def names_given(argv: Iterable[str], environ: Mapping[str, str]) -> set[str]:
 # -- layers ---------------------------------------------------------------------------------------
 
 
-def _layers(argv: list[str], environ: Mapping[str, str], foreign: MaxText, warn: Warn) -> Layer:
+def _layers(argv: list[str], environ: Mapping[str, str], theirs: MaxText, warn: Warn) -> Layer:
     """Read a yml file, the environment and the command line, with MaxText's names replaced."""
     given: Layer = {}
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
-        path = _resolve_path(pathlib.Path(argv.pop(0)))
-        is_base = path.name == BASE
-        given = _read_copy_of_base(path, foreign) if is_base else _rename(_read(path), foreign)
-        _warn_of_another_user(path, given, warn)
-    given |= _rename(_from_environment(environ, foreign), foreign)
-    return given | _rename(_from_command_line(argv, warn), foreign)
+        given = _from_file(pathlib.Path(argv.pop(0)), theirs)
+    given |= theirs.rename(_from_environment(environ))
+    return given | theirs.rename(_from_command_line(argv, warn))
 
 
-def _resolve_path(path: pathlib.Path) -> pathlib.Path:
-    """Return the yml file, or the package's if configs/... is not in the working directory."""
-    shipped = files.config_folder().parent / path
-    known = path.parts[:1] == ("configs",) and shipped.is_file()
-    return shipped if known and not path.is_file() else path
+def _from_file(path: pathlib.Path, theirs: MaxText) -> Layer:
+    """Read a yml file.
 
-
-def _read(path: pathlib.Path, **options: Any) -> Layer:
-    raw = files.read_yml(path, **options)
-    return {name: RawValue(value, str(path)) for name, value in raw.items()}
-
-
-def _defaults() -> dict[str, Any]:
-    """Return the values of base.yml, which a user may have edited."""
-    given = _read(files.config_folder() / BASE, trusted=True)
-    return {name: key.default for name, key in KEYS.items()} | convert(given)
-
-
-def _read_copy_of_base(path: pathlib.Path, foreign: MaxText) -> Layer:
-    """Read the values of a copy of base.yml that differ from it; the others are defaults.
-
-    A file of that name with fewer than half of the keys is read like any other file.
+    From a copy of base.yml only the values that differ from it are read; the others are defaults. A
+    file of that name with fewer than half of the keys is read like any other file.
     """
-    if not path.is_file():
+    shipped = files.config_folder().parent / path
+    if path.parts[:1] == ("configs",) and shipped.is_file() and not path.is_file():
+        path = shipped  # configs/... is not in the working directory
+    is_base = path.name == BASE
+    given = {} if is_base and not path.is_file() else files.read_yml(path)
+    is_foreign = sum(theirs.find(name) is not None for name in given) > maxtext.MAX_FOREIGN
+    if is_base and (is_foreign or not path.is_file()):
         raise ConfigError(
-            f"{path} is not a file here; MaxText's commands name one. {maxtext.USE_OUR_BASE}"
+            f"{path}: MaxText's defaults are not read. Put configs/base.yml in its place: the "
+            "defaults here are this package's, and docs/howto/migrate-from-maxtext.md lists those "
+            "that differ."
         )
-    given = _read(path)
-    if sum(foreign.find(name) is not None for name in given) > maxtext.MAX_FOREIGN:
-        raise ConfigError(
-            f"{path} is MaxText's, whose defaults are not read. {maxtext.USE_OUR_BASE}"
-        )
-    given = _rename(given, foreign)
-    if len(given) < len(KEYS) / 2:
+    given = theirs.rename(given)
+    if not is_base or len(given) < len(KEYS) / 2:
         return given
-    converted = convert({name: one for name, one in given.items() if name in KEYS})
+    edited = convert({name: one for name, one in given.items() if name in KEYS})
+    defaults = {name for name, value in edited.items() if value == KEYS[name].default}
+    return {name: one for name, one in given.items() if name not in defaults}
+
+
+def _from_environment(environ: Mapping[str, str]) -> Layer:
     return {
-        name: one
-        for name, one in given.items()
-        if name not in KEYS or converted[name] != KEYS[name].default
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): RawValue(value, f"environment {name}")
+        for name, value in sorted(environ.items())
+        if name.startswith(ENVIRONMENT_PREFIX)
     }
-
-
-def _warn_of_another_user(path: pathlib.Path, given: Layer, warn: Warn) -> None:
-    """Warn if a file of another user sets keys that concern this host."""
-    status = os.stat(path)
-    if ownership.is_own(status):
-        return
-    host = {n: x for n, x in given.items() if n in KEYS and not KEYS[n].from_checkpoint}
-    converted = convert(host)
-    named = [
-        f"{name}={shorten(one.raw)}"
-        for name, one in host.items()
-        if converted[name] != KEYS[name].default
-    ]
-    if named:
-        warn(
-            f"note: {path} belongs to user {status.st_uid} and sets keys of this host: "
-            f"{', '.join(named)}. Give another value after it, if you do not want that."
-        )
-
-
-def _from_environment(environ: Mapping[str, str], foreign: MaxText) -> Layer:
-    given, unknown = {}, []
-    for variable, value in sorted(environ.items()):
-        if not variable.startswith(ENVIRONMENT_PREFIX):
-            continue
-        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-        is_key = name in KEYS or foreign.knows(name)
-        if not is_key or variable != ENVIRONMENT_PREFIX + name.upper():
-            near = nearest_key(name)
-            remedy = f"Did you mean {ENVIRONMENT_PREFIX}{near.upper()}?" if near else "Unset it."
-            unknown.append(f"{variable}={shorten(value)} is not a key. {remedy}")
-        given[name] = RawValue(value, f"environment {variable}")
-    if unknown:
-        raise ConfigError(
-            f"{' '.join(unknown)} Names that start with {ENVIRONMENT_PREFIX} are keys in capitals."
-        )
-    return given
 
 
 def _from_command_line(argv: Iterable[str], warn: Warn) -> Layer:
@@ -329,9 +274,7 @@ def _from_command_line(argv: Iterable[str], warn: Warn) -> Layer:
                 f"{argument} is not key=value. Write key=value; a yml file comes first, and "
                 "--help all lists every key."
             )
-        name = name.removeprefix("--")
-        if name.startswith("-"):
-            raise ConfigError(f"{argument} has a dash. Write {name.lstrip('-')}={raw}.")
+        name = name.lstrip("-")
         if name in given:
             warn(
                 f"warning: {name}={shorten(raw)} comes after "
@@ -342,20 +285,20 @@ def _from_command_line(argv: Iterable[str], warn: Warn) -> Layer:
 
 
 def _from_model(
-    found: Mapping[str, Any], given: Layer, foreign: MaxText, warn: Warn
+    found: Mapping[str, Any], given: Layer, theirs: MaxText, warn: Warn
 ) -> dict[str, Any]:
     """Return the values of the model file that no later layer sets."""
     model = found["model_name"]
     if model == "default":
         return {}
-    layer = _rename(_read(_model_path(model), source=f"model_name={model}"), foreign)
-    layer = _accept(layer, foreign, warn)
-    for name, value in convert(layer).items():
+    layer = files.read_yml(_model_path(model), source=f"model_name={model}")
+    values = convert(theirs.accept(theirs.rename(layer), warn))
+    for name, value in values.items():
         if KEYS[name].group != "model":
             raise ConfigError(
-                f"model_name={model} sets {name}={shorten(layer[name].raw)}, but a model file sets "
-                f"only keys of the group model. Put {name} into a yml file before the keys, or on "
-                "the command line."
+                f"model_name={model} sets {name}={show(value)}, but a model file sets only keys of "
+                f"the group model. Put {name} into a yml file before the keys, or on the command "
+                "line."
             )
         # The size of a vocabulary depends on the tokenizer, and a model may have any size.
         is_vocabulary = name == "vocab_size" and (
@@ -369,7 +312,7 @@ def _from_model(
                 f"{name}={show(value)} of model_name={model}. Leave {name} out, or add "
                 "override_model_config=true."
             )
-    return {name: value for name, value in convert(layer).items() if name not in given}
+    return {name: value for name, value in values.items() if name not in given}
 
 
 def _model_path(model: str) -> pathlib.Path:
@@ -390,28 +333,6 @@ def _model_path(model: str) -> pathlib.Path:
     return files.config_folder() / "models" / f"{model}.yml"
 
 
-def _rename(layer: Layer, foreign: MaxText) -> Layer:
-    """Replace MaxText's names in a layer. Raises ConfigError if a key has both names."""
-    names: dict[str, str] = {}
-    for name in layer:
-        own = foreign.other_names.get(name, name)
-        if own in names:
-            raise ConfigError(
-                f"{name}={shorten(layer[name].raw)} and "
-                f"{names[own]}={shorten(layer[names[own]].raw)} both mean {own}. Give only {own}."
-            )
-        names[own] = name
-    return {own: layer[name] for own, name in names.items()}
-
-
-def _accept(layer: Layer, foreign: MaxText, warn: Warn) -> Layer:
-    """Remove the keys of MaxText that have no effect here, with a warning."""
-    kept, notes = foreign.accept({name: one.raw for name, one in layer.items()})
-    for note in notes:
-        warn(note)
-    return {name: layer[name] for name in kept}
-
-
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -430,29 +351,14 @@ def nearest_key(name: str) -> str:
     return min(containing, key=len) if containing else next(iter(similar), "")
 
 
-def _refuse_unknown(given: Mapping[str, RawValue]) -> None:
-    """Raise ConfigError that names every unknown key."""
-    lines = []
-    for name, one in given.items():
-        if name not in KEYS:
-            near = nearest_key(name)
-            lines.append(
-                f"{name}={shorten(one.raw)} ({one.where}) is not a key."
-                f"{f' Did you mean {near}?' if near else ''}"
-            )
-    if lines:
-        raise ConfigError(f"{' '.join(lines)} --help all lists every key.")
-
-
 def _config_error(
-    error: ValidationError, raw: Mapping[str, Any], where: Mapping[str, str] | None = None
+    error: ValidationError, raw: Mapping[str, Any], where: Mapping[str, str]
 ) -> ConfigError:
     """Return a ConfigError for the first problem of a validation."""
     problem = error.errors()[0]
     name, *inner = problem["loc"]
     key = KEYS[name]
-    source = f" ({where[name]})" if where and name in where else ""
-    start = f"{name}={shorten(raw[name])}{source}"
+    start = f"{name}={shorten(raw[name])}{where.get(name, '')}"
     entries, part = key.entries, next((one for one in inner if isinstance(one, str)), "")
     if entries and problem["type"] == "extra_forbidden":
         return ConfigError(f"{start}: {part} is not an entry. Use {', '.join(entries)}.")
@@ -464,7 +370,10 @@ def _config_error(
     unit = f" ({key.unit})" if key.unit else ""
     default = "" if key.field.is_required() else f"The default is {show(key.default) or 'empty'}."
     remedy = f"Did you mean {near}?" if near else default or key.description
-    return ConfigError(f"{start}: expected {key.expected()}{unit}. {remedy}")
+    expected = f"expected {key.expected()}{unit}"
+    if problem["type"] == "value_error":
+        expected = str(problem["ctx"]["error"])
+    return ConfigError(f"{start}: {expected}. {remedy}")
 
 
 def _nearest_choice(value: Any, choices: tuple[str, ...]) -> str:

@@ -1,17 +1,27 @@
 """Read YAML files: configuration files, whose values stay text, and files of the package."""
 
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from maxdiloco import small_files
 from maxdiloco.errors import ConfigError
 
 PACKAGE = pathlib.Path(__file__).parents[1]
-_MAX_NESTED = 10  # levels of nesting in a yml file; no key has more than 3
 # The largest yml file: forty times base.yml, which has every key and its comments.
 _MAX_BYTES = 1 << 20
+
+
+class RawValue(NamedTuple):
+    """A value as it was written, and its origin for messages, such as a file."""
+
+    raw: Any
+    where: str
+
+
+Layer = dict[str, RawValue]
 
 
 def config_folder(package: pathlib.Path = PACKAGE) -> pathlib.Path:
@@ -35,104 +45,79 @@ def model_names() -> list[str]:
 
 
 def read_data(name: str) -> Any:
-    """Read a yml file in this module's folder, with libyaml if PyYAML has it: ten times as fast."""
-    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
-    text = pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return yaml.load(text, Loader=loader)
+    """Read a yml file in this module's folder, as text and nested lists and dicts of text."""
+    loader = yaml.CBaseLoader if yaml.__with_libyaml__ else yaml.BaseLoader  # ten times as fast
+    return yaml.load(pathlib.Path(__file__).with_name(name).read_bytes(), Loader=loader)
 
 
-def read_yml(path: pathlib.Path, *, source: str = "", trusted: bool = False) -> dict[str, Any]:
-    """Read the keys of a yml file, as text or nested tuples and dicts of text.
+def read_yml(path: pathlib.Path, *, source: str = "") -> Layer:
+    """Read the keys of a yml file, as text or nested lists and dicts of text.
 
     Scalars stay text, so that `1e-4` and `yes` have the same meaning as on the command line.
 
     Args:
       path: the file.
       source: name of the file in messages, such as a key with its value; by default the path.
-      trusted: whether the file belongs to the package; a faster parser then reads it.
 
     Raises:
       ConfigError: the file cannot be read or parsed, is not a table, or has a key twice.
     """
     source = source or str(path)
-    loader = yaml.CBaseLoader if trusted and yaml.__with_libyaml__ else _Loader
     try:
-        node = yaml.compose(small_files.read_bytes(path, _MAX_BYTES), Loader=loader)
+        keys = yaml.load(small_files.read_bytes(path, _MAX_BYTES), Loader=_Loader)
     except OSError as error:
         raise ConfigError(
             f"{source} cannot be read: {error.strerror}. Give the path of a yml file, or none."
         ) from error
-    except yaml.YAMLError as error:
-        reason = "it is not text"
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = "it is not text, or is nested too deeply"
         if isinstance(error, yaml.MarkedYAMLError):
             line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
             reason = f"{line}{error.problem}"
         raise ConfigError(
             f"{source} is not a yml file: {reason}. Write one `key: value` a line."
         ) from error
-    if node is None:
-        return {}
-    if not isinstance(node, yaml.MappingNode):
+    if keys and not isinstance(keys, dict):
         raise ConfigError(f"{source} has no keys. Write one `key: value` a line.")
-    lines: dict[str, int] = {}
-    values: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        name, line = str(key_node.value), key_node.start_mark.line + 1
-        if name in lines:
-            raise ConfigError(
-                f"{source} has {name} twice, in lines {lines[name]} and {line}. Keep one of them."
-            )
-        lines[name] = line
-        values[name] = _plain(value_node, source)
-    return values
+    return {name: RawValue(value, source) for name, value in (keys or {}).items()}
 
 
-def parse_nested(text: str) -> tuple | dict | None:
-    """Parse a list or a table written in yml or JSON as nested tuples and dicts of text.
+def parse_nested(text: str) -> Any:
+    """Parse a list or a table in yml or JSON as nested lists and dicts of text.
 
     Returns:
-      The value, or None if the text is neither a list nor a table.
+      The value; the text itself if it is neither a list nor a table.
 
     Raises:
-      ConfigError: a table has a name twice.
+      ValueError: a table has a name twice.
     """
     try:
-        node = yaml.compose(text, Loader=_Loader)
-    except yaml.YAMLError:
-        return None
-    return _plain(node, text) if isinstance(node, yaml.CollectionNode) else None
+        parsed = yaml.load(text, Loader=_Loader)
+    except ConstructorError as error:
+        raise ValueError(error.problem) from error
+    except (yaml.YAMLError, RecursionError):
+        return text
+    return parsed if isinstance(parsed, list | dict) else text
 
 
 class _Loader(yaml.BaseLoader):
-    """A loader that refuses anchors, aliases and deep nesting, which can make short text huge."""
-
-    _depth = 0
+    """A loader of text that refuses repeated names, and anchors, which make short text huge."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         """Compose one node; PyYAML calls it for nested nodes as well."""
-        event, problem = self.peek_event(), ""
+        event = self.peek_event()
         if event.anchor is not None:
             problem = "& and * name and repeat values: write the value itself, or in quotes"
-        elif self._depth > _MAX_NESTED:
-            problem = f"values are nested more than {_MAX_NESTED} deep"
-        if problem:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
-
-def _plain(node: yaml.Node, source: str) -> Any:
-    """Return a node as text, or as nested tuples and dicts of text."""
-    if isinstance(node, yaml.ScalarNode):
-        return node.value
-    if isinstance(node, yaml.SequenceNode):
-        return tuple(_plain(child, source) for child in node.value)
-    table: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        name = str(_plain(key_node, source))
-        if name in table:
-            raise ConfigError(f"{source}: {name} is twice in one table. Keep one of them.")
-        table[name] = _plain(value_node, source)
-    return table
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        """Construct a table."""
+        names: list[Any] = []
+        for key, _ in node.value:
+            if key.value in names:
+                raise ConstructorError(
+                    problem=f"{key.value} is there twice", problem_mark=key.start_mark
+                )
+            names.append(key.value)
+        return super().construct_mapping(node, deep)

@@ -1,21 +1,18 @@
 """Translate MaxText's names and values: accept, ignore or refuse them by the table maxtext.yml."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from maxdiloco.config import files
+from maxdiloco.config.files import Layer
 from maxdiloco.config.keys import KEYS
-from maxdiloco.config.values import show
+from maxdiloco.config.values import shorten, show
 from maxdiloco.errors import ConfigError
 
 # A file counts as a copy of MaxText's base.yml, not of ours, if it has more than this many keys
 # that exist only in MaxText. MaxText's file has 700 keys.
 MAX_FOREIGN = 20
-USE_OUR_BASE = (
-    "Put configs/base.yml in its place: the defaults here are this package's, and "
-    "docs/howto/migrate-from-maxtext.md lists those that differ."
-)
 
 
 class Foreign(NamedTuple):
@@ -52,42 +49,44 @@ class MaxText(NamedTuple):
         entries = () if name in KEYS else self.keys
         return next((entry for entry in entries if _matches(name, entry.names)), None)
 
-    def knows(self, name: str) -> bool:
-        """Return whether a name is a key of MaxText, and not a key of that name here."""
-        return name in self.other_names or self.find(name) is not None
+    def rename(self, layer: Layer) -> Layer:
+        """Replace MaxText's names. Raises ConfigError if a key has both names."""
+        names: dict[str, str] = {}
+        for name in layer:
+            own = self.other_names.get(name, name)
+            if own in names:
+                both = " and ".join(
+                    f"{one}={shorten(layer[one].raw)}" for one in (name, names[own])
+                )
+                raise ConfigError(f"{both} both mean {own}. Give only {own}.")
+            names[own] = name
+        return {own: layer[name] for own, name in names.items()}
 
-    def accept(self, layer: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Separate the keys that exist here from those that are ignored.
-
-        Args:
-          layer: {key: raw value}, with MaxText's other names already replaced.
-
-        Returns:
-          The keys that exist here, and a list of at most one line about the ignored keys.
+    def accept(self, layer: Layer, warn: Callable[[str], None]) -> Layer:
+        """Remove keys that have no effect here, with one warning, after `rename`.
 
         Raises:
-          ConfigError: some keys cannot be ignored. The message names all of them.
+          ConfigError: some keys or values cannot be ignored. The message names all of them.
         """
-        kept, refused = [], []
+        kept, refused = dict(layer), []
         ignored: dict[str, list[str]] = {}
-        for name, raw in layer.items():
-            text = raw if isinstance(raw, str) else show(raw)
-            entry = self.find(name)
+        for name, (raw, _) in layer.items():
+            text, entry = show(raw), self.find(name)
             if entry is None:
                 for value, use in self.values.get(name, {}).items():
                     if re.fullmatch(value, _plain(text)):
                         refused.append(f"{name}={text} is MaxText's value. Use {use}.")
-                kept.append(name)
             elif text == "" or _matches(_plain(text), entry.ignored):
                 ignored.setdefault(entry.why, []).append(name)
+                del kept[name]
             else:
                 refused.append(f"{name}={text} is MaxText's key. {entry.instead}.")
         if refused:
             raise ConfigError(f"{' '.join(refused)} See docs/howto/migrate-from-maxtext.md.")
-        if not ignored:
-            return kept, []
-        reasons = "; ".join(f"{', '.join(names)}: {why}" for why, names in ignored.items())
-        return kept, [f"note: keys of MaxText that have no effect here: {reasons}."]
+        if ignored:
+            reasons = "; ".join(f"{', '.join(names)}: {why}" for why, names in ignored.items())
+            warn(f"note: keys of MaxText that have no effect here: {reasons}.")
+        return kept
 
 
 def read() -> MaxText:

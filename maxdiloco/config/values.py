@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
-from pydantic import BeforeValidator, WrapValidator
+from pydantic import BeforeValidator, Strict, WrapValidator
 
 from maxdiloco.config import files
 
@@ -36,8 +36,7 @@ def _without_exponent(value: Any) -> Any:
 
 def _nested(value: Any) -> Any:
     """Parse a list or a table on the command line, such as [gelu]; keep other values."""
-    parsed = files.parse_nested(value) if isinstance(value, str) else None
-    return value if parsed is None else parsed
+    return files.parse_nested(value) if isinstance(value, str) else value
 
 
 def _text_or_table(value: Any) -> Any:
@@ -51,6 +50,7 @@ def _as_table(value: Any, handler: Any) -> Any:
     return handler(value).model_dump(exclude_defaults=True) if value != {} else {}
 
 
+LIST = Strict(False)  # a JSON list is accepted as a tuple
 NESTED, TEXT_OR_TABLE = BeforeValidator(_nested), BeforeValidator(_text_or_table)
 TABLE = WrapValidator(_as_table)
 
@@ -68,13 +68,6 @@ NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 ShareBelowOne = Annotated[float, Ge(0), Lt(1)]
 Auto = Literal["auto"]
-
-
-def frozen(value: Any) -> Any:
-    """Return a value with tuples instead of lists, as in a Config."""
-    if isinstance(value, dict):
-        return {name: frozen(entry) for name, entry in value.items()}
-    return tuple(frozen(entry) for entry in value) if isinstance(value, list | tuple) else value
 
 
 def as_json(value: Any) -> Any:
@@ -97,33 +90,22 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def infer(text: Any) -> Any:
-    """Convert text of a stored config to the type that it looks like; other values are unchanged.
-
-    Raises:
-      ValueError: a whole number has more digits than Python accepts.
-    """
-    if not isinstance(text, str):
-        return text
-    if text in ("true", "false"):
-        return text == "true"
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    return float(text) if re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", text) else text
-
-
 def shorten(value: Any, length: int = MAX_SHOWN) -> str:
     """Return a value as it is written in a file, cut to a length that fits a message."""
     text = show(value)
     return text if len(text) <= length else f"{text[:length]}..."
 
 
+def element(annotation: Any) -> Any:
+    """Return the type of a value, or of the entries of a list, without limits."""
+    is_nested = typing.get_origin(annotation) in (Annotated, tuple)
+    return element(typing.get_args(annotation)[0]) if is_nested else annotation
+
+
 def choices(annotation: Any) -> tuple[str, ...]:
     """Return the words that a type, or a list of it, accepts; empty if it accepts other values."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        return tuple(map(str, arguments))
-    return choices(arguments[0]) if origin in (Annotated, tuple) else ()
+    kind = element(annotation)
+    return tuple(map(str, typing.get_args(kind))) if typing.get_origin(kind) is Literal else ()
 
 
 _WORDS = {
@@ -132,6 +114,15 @@ _WORDS = {
     int: "an integer",
     float: "a number",
     type(None): "null",
+}
+_SIGNS = {
+    Ge: ">=",
+    MinLen: ">=",
+    Gt: ">",
+    Le: "<=",
+    MaxLen: "<=",
+    Lt: "<",
+    MultipleOf: "a multiple of",
 }
 
 
@@ -155,26 +146,14 @@ def expected(annotation: Any, metadata: Sequence[Any] = (), *, brief: bool = Fal
     names = ", ".join(name or '""' for name in choices(annotation))
     if origin is Literal:
         return f"one of {names}" if len(arguments) > 1 else names
-    limits = [one for one in metadata if not (brief and one == Le(LARGEST))]
-    limit = " and ".join(filter(None, map(_limit, limits)))
+    limit = " and ".join(
+        f"{_SIGNS[type(one)]} {dataclasses.astuple(one)[0]}"
+        for one in metadata
+        if type(one) in _SIGNS and not (brief and one == Le(LARGEST))
+    )
     if origin is tuple:
         kind = "" if brief else "a list [...]"
         parts = (kind, f"of {names}" if names else "", f"({limit} entries)" if limit else "")
         return " ".join(filter(None, parts))
     kind = "" if brief else _WORDS.get(annotation, "a table {...}")
     return f"{kind} {limit}".strip()
-
-
-def _limit(limit: Any) -> str:
-    match limit:
-        case Ge(bound) | MinLen(bound):
-            return f">= {bound}"
-        case Gt(bound):
-            return f"> {bound}"
-        case Le(bound) | MaxLen(bound):
-            return f"<= {bound}"
-        case Lt(bound):
-            return f"< {bound}"
-        case MultipleOf(factor):
-            return f"a multiple of {factor}"
-    return ""

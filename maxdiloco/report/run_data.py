@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from maxdiloco import json_text
 from maxdiloco.checkpoint import read, seal
 from maxdiloco.config import files
 from maxdiloco.config.keys import KEYS
-from maxdiloco.config.values import as_json, infer
+from maxdiloco.config.values import as_json
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.metrics import line_files
 from maxdiloco.metrics.history import read_history
@@ -197,15 +198,30 @@ def _read_config(path: epath.Path, defaults: Mapping[str, Any]) -> dict[str, Any
     if not path.exists():
         return None
     config = dict(defaults)
-    for key, text in files.read_yml(path).items():
+    for key, (text, _) in files.read_yml(path).items():
         try:
-            config[key] = as_json(infer(text))
+            config[key] = _infer(text)
         except ValueError as error:  # raised by Python for more than 4,300 digits
             raise ConfigError(
                 f"{key}={text[:_SHOWN_DIGITS]}... in {path} is too large: it has {len(text):,} "
                 "digits. Give the key a number, or remove the file."
             ) from error
     return config
+
+
+def _infer(text: Any) -> Any:
+    """Convert text of a stored config to the type that it looks like; other values are unchanged.
+
+    Raises:
+      ValueError: a whole number has more digits than Python accepts.
+    """
+    if not isinstance(text, str):
+        return text
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"-?\d+(\.\d*)?(e-?\d+)?", text) else text
 
 
 def _is_complete(event: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from run import names_key
 
 from maxdiloco.config import config, files, maxtext
+from maxdiloco.config.files import RawValue
 from maxdiloco.config.keys import KEYS
 from maxdiloco.config.values import show
 from maxdiloco.errors import ConfigError
@@ -36,6 +37,12 @@ def load(*argv):
     """The config, and the notes that were printed."""
     notes = []
     return config.load(argv, {}, warn=notes.append), notes
+
+
+def accepted(names):
+    """What is kept of these keys, each with a value that is no key's, and the notes."""
+    notes = []
+    return MAXTEXT.accept(dict.fromkeys(names, RawValue("x", "")), notes.append), notes
 
 
 def replaced(argv, **changes):
@@ -126,7 +133,7 @@ def test_names_and_values_of_maxtext_are_not_keys_and_values_of_ours():
     for key, of in MAXTEXT.values.items():
         for value in of:
             assert not any(re.fullmatch(value, choice) for choice in KEYS[key].choices), value
-    assert MAXTEXT.accept(dict.fromkeys(KEYS, "x")) == (list(KEYS), [])
+    assert accepted(KEYS) == (dict.fromkeys(KEYS, RawValue("x", "")), [])
     others = MAXTEXT.other_names
     assert set(others.values()) <= set(KEYS) and not set(others) & set(KEYS)
 
@@ -217,10 +224,10 @@ def test_the_page_lists_the_keys_that_are_ignored_and_refused():
     """Ignored whatever the value; and every entry of the code is on the page."""
     ignored, refused = ([name for row in rows(title) for name in names(row[0])]
                         for title in ("Not needed", "Not here"))  # fmt: skip
-    kept, notes = MAXTEXT.accept(dict.fromkeys(ignored, "strange"))
-    assert kept == [] and len(notes) == 1
+    kept, notes = accepted(ignored)
+    assert kept == {} and len(notes) == 1
     for name in refused:
-        with pytest.raises(ConfigError, match=f"^{name}=strange "):
-            MAXTEXT.accept({name: "strange"})
+        with pytest.raises(ConfigError, match=f"^{name}=x "):
+            accepted([name])
     found = [MAXTEXT.find(name) for name in [*ignored, *refused]]
     assert [entry.names for entry in MAXTEXT.keys if entry not in found] == []

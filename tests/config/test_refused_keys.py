@@ -97,7 +97,6 @@ eval_steps=-1 SYNTHETIC eval_interval=10 | eval_steps dataset_type
 eval_fraction=0 eval_interval=9 | eval_fraction eval_interval
 # arguments that are not key=value, and a key of the named model
 steps | steps
--steps=1 | -steps steps
 base_emb_dim=64 model_name=1b | base_emb_dim override_model_config model_name
 # layers and attention
 attention_pattern=[local, global] | attention_pattern sliding_window_size

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import StringConstraints, WithJsonSchema
 
 from maxdiloco.config import checks
-from maxdiloco.config.fields import APART, DIFFER, FREE, PATHS, Group, Table, key
-from maxdiloco.config.values import NESTED, TABLE, Natural, Seed, Words, show
+from maxdiloco.config.fields import DIFFER, FREE, PATHS, Group, Table, key
+from maxdiloco.config.values import LIST, NESTED, TABLE, Natural, Seed, Words, show
 from maxdiloco.errors import ConfigError
 
 BYTE_TOKENS = 257  # of the byte tokenizer: the bytes, and the start of a document
@@ -50,7 +50,7 @@ class Data(Group, group="data", title="training text"):
     dataset_path: str = key("", resume=FREE, hosts=PATHS, from_checkpoint=True, start_here=True)
     """Text: folder (.txt .md .py .jsonl .jsonl.gz .jsonl.zst), file, glob or hub name; also on
     gs://, s3://, az:// or a file on https://. Empty: Python's standard library."""
-    dataset_mixture: Annotated[tuple[Annotated[Source, TABLE], ...], NESTED] = key(
+    dataset_mixture: Annotated[tuple[Annotated[Source, TABLE], ...], LIST, NESTED] = key(
         (), resume=FREE, hosts=PATHS, from_checkpoint=True
     )
     """Sources instead of dataset_path: [{path: a, weight: 0.7, name: web}, ...]. A source may have
@@ -72,7 +72,7 @@ class Data(Group, group="data", title="training text"):
     """Join documents in a sequence; they do not attend to each other. false: pad each document."""
     grain_packing_type: Literal["concat_then_split", "best_fit"] = key("concat_then_split")
     """Cut the joined documents, or cut only those longer than a sequence (arXiv 2404.10830)."""
-    grain_worker_count: Natural = key(0, unit="processes", resume=APART, hosts=DIFFER)
+    grain_worker_count: Natural = key(0, unit="processes", resume=FREE, hosts=DIFFER)
     """Processes that read text. 0: a thread of the trainer."""
 
     def _check(self: Any) -> None:

@@ -8,6 +8,7 @@ from pydantic import WithJsonSchema
 from maxdiloco.config import checks
 from maxdiloco.config.fields import DIFFER, FREE, SHAPES, Group, Table, key
 from maxdiloco.config.values import (
+    LIST,
     NESTED,
     TABLE,
     AtLeastTwo,
@@ -29,8 +30,8 @@ QkNorm = Annotated[
     WithJsonSchema({"enum": [False, "head", "projection"]}),
 ]
 Axis = Literal["diloco", "data", "fsdp", "expert", "context", "tensor"]
-Activations = Annotated[tuple[Activation, ...], MinLen(1), MaxLen(2), NESTED]
-AxisRule = tuple[str, Axis | tuple[Axis, ...]]
+Activations = Annotated[tuple[Activation, ...], MinLen(1), MaxLen(2), LIST, NESTED]
+AxisRule = Annotated[tuple[str, Axis | Annotated[tuple[Axis, ...], LIST]], LIST]
 
 
 class ModelChoice(
@@ -103,7 +104,7 @@ class ModelAttention(Group, group="model", heading="attention"):
     """Attention logits are divided by the square root of this. auto: head_dim."""
     sliding_window_size: Natural = key(0, unit="tokens")
     """Number of tokens that a token attends to, including itself. 0: all before it."""
-    attention_pattern: Annotated[tuple[Literal["local", "global"], ...], NESTED] = key(())
+    attention_pattern: Annotated[tuple[Literal["local", "global"], ...], LIST, NESTED] = key(())
     """Attention of the layers, repeated: local has the sliding window. Empty: all layers alike."""
 
     def _check(self: Any) -> None:
@@ -337,7 +338,7 @@ class Numerics(
     """Precision of matrix products of float32 values."""
     quantization: Literal["none", "int8", "fp8"] = key("none")
     """Round the factors of the layers' products to 8 bits, in both passes (extra quantization)."""
-    logical_axis_rules: Annotated[tuple[AxisRule, ...], NESTED] = key((), resume=FREE)
+    logical_axis_rules: Annotated[tuple[AxisRule, ...], LIST, NESTED] = key((), resume=FREE)
     """Entries [logical axis, [mesh axes]] that replace entries of parallel/sharding.py."""
 
     def _check(self: Any) -> None:
