@@ -17,7 +17,6 @@ class Resume(enum.Enum):
     FIXED = "fixed"
     SHAPES = "fixed: shapes the parameters"
     FREE = "free"
-    APART = "free: does not affect training"
     DROPS = "drops in-flight"  # in-flight exchanges are dropped, with a log line
 
     @property
@@ -34,8 +33,8 @@ class Hosts(enum.Enum):
     DIFFER = "may differ"
 
 
-FIXED, SHAPES, FREE, APART, DROPS = Resume
-PATHS, DIFFER = Hosts.PATHS, Hosts.DIFFER
+FIXED, SHAPES, FREE, DROPS = Resume
+SAME, PATHS, DIFFER = Hosts
 
 
 class Table(BaseModel):
@@ -75,8 +74,8 @@ def key(
     *,
     example: Any = None,
     unit: str = "",
-    resume: Resume = Resume.FIXED,
-    hosts: Hosts = Hosts.SAME,
+    resume: Resume = FIXED,
+    hosts: Hosts = SAME,
     from_checkpoint: bool | None = None,
     start_here: bool = False,
 ) -> Any:
@@ -97,7 +96,7 @@ def key(
         "unit": unit,
         "resume": resume,
         "hosts": hosts,
-        "from_checkpoint": hosts is Hosts.SAME if from_checkpoint is None else from_checkpoint,
+        "from_checkpoint": hosts is SAME if from_checkpoint is None else from_checkpoint,
         "start_here": start_here,
     }
     examples = None if example is None else [example]

@@ -1,44 +1,23 @@
 """All keys: the class Config, which has every group, and the table KEYS."""
 
 import dataclasses
-import typing
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from maxdiloco.config import values
-from maxdiloco.config.fields import Docstrings, Hosts, Resume, Table
-from maxdiloco.config.groups import data, diloco, model, run, training
+from maxdiloco.config.fields import Docstrings, Group, Hosts, Resume, Table
+from maxdiloco.config.groups import data, diloco, model, run, tools, training
 
 # In the order of base.yml and of --help.
-GROUPS = (
-    run.Run,
-    run.Evaluation,
-    run.Checkpoint,
-    model.ModelChoice,
-    model.ModelSizes,
-    model.ModelAttention,
-    model.ModelNorms,
-    model.ModelRope,
-    model.ModelExperts,
-    model.ModelLatentAttention,
-    model.Numerics,
-    training.Mesh,
-    training.Batch,
-    training.Inner,
-    training.InnerExperts,
-    diloco.Diloco,
-    diloco.DilocoFragments,
-    diloco.DilocoExchange,
-    diloco.Islands,
-    data.Data,
-    data.Tokenizer,
-    run.Network,
-    run.Tools,
-    run.Compile,
+GROUPS = tuple(
+    found
+    for module in (run, model, training, diloco, data, tools)
+    for found in vars(module).values()
+    if isinstance(found, type) and issubclass(found, Group) and found is not Group
 )
 # Axes of the mesh, in order. Each has a size between slices (dcn) and a size inside a slice (ici).
 AXES = ("diloco", "data", "fsdp", "expert", "context", "tensor")
@@ -92,23 +71,23 @@ class Key:
       name: the key.
       field: its declaration for pydantic.
       docstrings: the descriptions of all keys of its class.
+      unit, resume, hosts, from_checkpoint, start_here: the arguments of `fields.key`.
       group: its group, such as `model`.
       title: subject of the group.
       heading: the part of the group, such as `sizes`; empty if the group has no parts.
-      unit, resume, hosts, from_checkpoint, start_here: the arguments of `fields.key`.
     """
 
     name: str
     field: FieldInfo
     docstrings: Docstrings
-    group: str
-    title: str
-    heading: str
     unit: str
     resume: Resume
     hosts: Hosts
     from_checkpoint: bool
     start_here: bool
+    group: str = ""
+    title: str = ""
+    heading: str = ""
 
     @property
     def default(self) -> Any:
@@ -123,11 +102,8 @@ class Key:
     @property
     def entry_table(self) -> type[Table] | None:
         """The class of the entries if the value is a table or a list of tables; otherwise None."""
-        table = self.field.annotation
-        if typing.get_origin(table) is tuple:
-            table = typing.get_args(table)[0]
-            table = table.__origin__ if typing.get_origin(table) is Annotated else table
-        return table if isinstance(table, type) and issubclass(table, Table) else None
+        kind = values.element(self.field.annotation)
+        return kind if isinstance(kind, type) and issubclass(kind, Table) else None
 
     @property
     def entries(self) -> dict[str, "Key"]:
@@ -135,11 +111,8 @@ class Key:
         table = self.entry_table
         if table is None:
             return {}
-        docstrings = Docstrings(table)
-        return {
-            name: Key(name, field, docstrings, "", "", "", **field.json_schema_extra)
-            for name, field in table.model_fields.items()
-        }
+        docstrings, fields = Docstrings(table), table.model_fields
+        return {n: Key(n, x, docstrings, **x.json_schema_extra) for n, x in fields.items()}
 
     def whole(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return a table with all entries: missing ones get their default, or their example."""
@@ -165,8 +138,8 @@ def _keys() -> Iterator[Key]:
         docstrings, title = Docstrings(owner), owner.title or title
         for name in owner.__annotations__:
             field = Config.model_fields[name]
-            about = (owner.group, title, owner.heading)
-            yield Key(name, field, docstrings, *about, **field.json_schema_extra)
+            about = dict(group=owner.group, title=title, heading=owner.heading)
+            yield Key(name, field, docstrings, **field.json_schema_extra, **about)
 
 
 KEYS = MappingProxyType({key.name: key for key in _keys()})

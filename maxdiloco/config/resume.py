@@ -48,19 +48,17 @@ def differences(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, C
 
 
 def change_lines(saved: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return lines about all keys that differ, with keys that affect the training first.
+    """Return a line about all keys that differ, or none. Arguments: see `differences`.
 
-    Words that must not be split at a line end are joined by KEEP. Arguments: see `differences`.
+    Words that must not be split at a line end are joined by KEEP.
     """
-    training, apart = [], []
+    lines = []
     for name, change in differences(saved, new).items():
         before, after = (
             shorten(value, MAX_SHOWN) or "empty" for value in (change.before, change.after)
         )
-        line = f"{name} {before} -> {after}".replace(" ", KEEP)
-        (apart if change.resume is Resume.APART else training).append(line)
-    groups = (("changed since the checkpoint", training), ("changed outside of training", apart))
-    return [f"{title}: {', '.join(lines)}" for title, lines in groups if lines]
+        lines.append(f"{name} {before} -> {after}".replace(" ", KEEP))
+    return [f"changed since the checkpoint: {', '.join(lines)}"] if lines else []
 
 
 def refuse_changes(saved: Mapping[str, Any], new: Mapping[str, Any], *, checkpoint: str) -> None:

@@ -3,17 +3,12 @@
 import re
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le
-
 from maxdiloco.config import checks
-from maxdiloco.config.fields import APART, DIFFER, FREE, PATHS, Group, key
+from maxdiloco.config.fields import FREE, PATHS, Group, key
 from maxdiloco.config.values import (
-    INTEGER,
     TEXT_OR_TABLE,
-    Auto,
     Count,
     MinusOne,
-    Natural,
     Seed,
     ShareBelowOne,
     show,
@@ -24,13 +19,13 @@ from maxdiloco.errors import ConfigError
 class Run(Group, group="run", title="length, folder and devices"):
     """Length of the run, its folder and its devices."""
 
-    run_name: str = key("", resume=APART, start_here=True)
+    run_name: str = key("", resume=FREE, start_here=True)
     """Folder of the run in base_output_directory; the same name resumes it. Empty: a new name."""
-    base_output_directory: str = key("runs", resume=APART, hosts=PATHS, start_here=True)
+    base_output_directory: str = key("runs", resume=FREE, hosts=PATHS, start_here=True)
     """Folder of all runs: one that all hosts share, or gs://, s3:// or az://bucket/folder."""
     steps: Count | Literal["all"] = key(1000, unit="inner steps", resume=FREE, start_here=True)
     """Length of the run. all: one epoch of the text."""
-    log_period: Count = key(10, unit="inner steps", resume=APART)
+    log_period: Count = key(10, unit="inner steps", resume=FREE)
     """Interval at which metrics are fetched from the devices, printed and written."""
     hardware: Literal["auto", "cpu", "gpu", "tpu"] = key("auto", resume=FREE, start_here=True)
     """Devices to use. auto: JAX's choice. cpu emulates the devices of the mesh."""
@@ -52,18 +47,18 @@ class Run(Group, group="run", title="length, folder and devices"):
 class Evaluation(Group, group="evaluation", title="held-out loss during training"):
     """The evaluation during training."""
 
-    eval_interval: Count | MinusOne = key(-1, unit="inner steps", resume=APART, start_here=True)
+    eval_interval: Count | MinusOne = key(-1, unit="inner steps", resume=FREE, start_here=True)
     """Interval at which the outer parameters are evaluated on held-out text. -1: never."""
-    eval_steps: Count | MinusOne = key(10, unit="batches", resume=APART)
+    eval_steps: Count | MinusOne = key(10, unit="batches", resume=FREE)
     """Length of one evaluation. -1: all of the held-out text."""
     eval_dataset_path: Annotated[str | dict[str, str], TEXT_OR_TABLE] = key(
-        "", resume=APART, hosts=PATHS, from_checkpoint=True
+        "", resume=FREE, hosts=PATHS, from_checkpoint=True
     )
     """Held-out text, or {name: path} for several. An empty path: the part that is held out."""
     # A twentieth: our choice.
     eval_fraction: ShareBelowOne = key(0.05, unit="share of the tokens")
     """Part of each source that training leaves out if eval_dataset_path is empty. 0: none."""
-    sample_prompt: str = key("", resume=APART)
+    sample_prompt: str = key("", resume=FREE)
     """Text that the model continues at each evaluation, into the log. Empty: none."""
 
     def _check(self: Any) -> None:
@@ -95,21 +90,21 @@ class Evaluation(Group, group="evaluation", title="held-out loss during training
 class Checkpoint(Group, group="checkpoint", title="saved state, and the starting point of a run"):
     """Checkpoints."""
 
-    enable_checkpointing: bool = key(True, resume=APART)
+    enable_checkpointing: bool = key(True, resume=FREE)
     """Save the state of the run, so that the same run_name resumes it."""
-    async_checkpointing: bool = key(True, resume=APART)
+    async_checkpointing: bool = key(True, resume=FREE)
     """Write a checkpoint while training continues. false: wait for each save."""
     # Five rounds of the default period.
-    checkpoint_period: Count = key(500, unit="inner steps", resume=APART, start_here=True)
+    checkpoint_period: Count = key(500, unit="inner steps", resume=FREE, start_here=True)
     """Interval at which the state is saved."""
     # More than one, because the newest may be damaged.
-    max_num_checkpoints_to_keep: Count | Literal["all"] = key(3, unit="checkpoints", resume=APART)
+    max_num_checkpoints_to_keep: Count | Literal["all"] = key(3, unit="checkpoints", resume=FREE)
     """Number of newest checkpoints to keep."""
-    save_checkpoint_on_completion: bool = key(True, resume=APART)
+    save_checkpoint_on_completion: bool = key(True, resume=FREE)
     """Save once more after the last step."""
-    load_parameters_path: str = key("", resume=APART)
+    load_parameters_path: str = key("", resume=FREE)
     """Start from the outer parameters of this run or checkpoint, and from step 0."""
-    load_full_state_path: str = key("", resume=APART, from_checkpoint=False)
+    load_full_state_path: str = key("", resume=FREE, from_checkpoint=False)
     """Start a new run from the whole state of this run or checkpoint; the batch may differ."""
 
     def _check(self: Any) -> None:
@@ -119,63 +114,3 @@ class Checkpoint(Group, group="checkpoint", title="saved state, and the starting
             )
         checks.refuse_store("load_parameters_path", self.load_parameters_path)
         checks.refuse_store("load_full_state_path", self.load_full_state_path)
-
-
-class Tools(Group, group="tools", title="TensorBoard, profiles and caches"):
-    """Metrics, profiles and caches."""
-
-    enable_tensorboard: bool = key(True, resume=APART, hosts=DIFFER)
-    """Write TensorBoard files in addition to metrics.jsonl."""
-    enable_wandb: bool = key(False, resume=APART, hosts=DIFFER)
-    """Log to Weights & Biases too. Needs the package wandb; WANDB_MODE=offline needs no account."""
-    profiler: Literal["", "xplane"] = key("", resume=APART, hosts=DIFFER)
-    """Record a profile into the folder of the run. Empty: none."""
-    skip_first_n_steps_for_profiler: Natural = key(
-        1, unit="inner steps", resume=APART, hosts=DIFFER
-    )
-    """Steps before the profile starts, so that it does not show compilation."""
-    profiler_steps: Count = key(5, unit="inner steps", resume=APART, hosts=DIFFER)
-    """Length of the profile."""
-    jax_cache_dir: str = key("", resume=APART, hosts=DIFFER)
-    """Folder of JAX's compilation cache, of your own user. Empty: JAX_COMPILATION_CACHE_DIR."""
-    show_fragments: bool = key(False, resume=APART)
-    """Print the table of fragments and exit."""
-    show_memory: bool = key(False, resume=APART, hosts=DIFFER)
-    """Print the memory of every compiled program."""
-
-    def _check(self: Any) -> None:
-        last = self.skip_first_n_steps_for_profiler + self.profiler_steps
-        if self.profiler and self.steps != "all" and last > self.steps:
-            raise ConfigError(
-                f"profiler={self.profiler} would stop after step {last}, but steps={self.steps}. "
-                "Lower profiler_steps or skip_first_n_steps_for_profiler."
-            )
-
-
-class Network(Group, group="network", title="messages between the processes of a run"):
-    """Messages between the processes of a run."""
-
-    exchange_interface: str = key("", resume=APART, hosts=DIFFER)
-    """IP address to bind for messages. Empty: the interface that routes to process 0."""
-    exchange_secret_file: str = key("", resume=APART, hosts=DIFFER)
-    """File with the secret of the run, the same on all hosts (chmod 600). Empty: JAX shares one."""
-    peer_port: Annotated[int, Ge(1), Le(65535), INTEGER] | Auto = key(
-        "auto", resume=APART, hosts=DIFFER
-    )
-    """Port of process 0; process i uses the i-th port after it. auto: a port that is free."""
-    # JAX's own.
-    peer_timeout_seconds: Count = key(100, unit="seconds", resume=APART)
-    """Silence of a process after which the others exit."""
-    jax_distributed_initialization_timeout: Count = key(
-        300, unit="seconds", resume=APART, hosts=DIFFER
-    )
-    """How long processes wait for each other at the start."""
-
-
-class Compile(Group, group="compile", title="slices for maxdiloco.train_compile"):
-    """Compilation ahead of time."""
-
-    compile_topology: str = key("", resume=APART, hosts=DIFFER)
-    """Slices to compile for, such as v5e-16 or h100-8. Empty: the devices of this machine."""
-    compile_topology_num_slices: Count = key(1, unit="slices", resume=APART, hosts=DIFFER)
-    """Number of these slices."""
