@@ -33,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
         from maxdiloco.config import config, help
 
         if words := help.asked(argv):
-            say(help.help_text("maxdiloco.train", words[1:], examples=EXAMPLES, schema=True))
+            own = [f"  {SCHEMA}  print the JSON schema of yml files, for editors"]
+            say(help.help_text("maxdiloco.train", words[1:], own=own, examples=EXAMPLES))
             return 0
         if SCHEMA in argv:
             say(help.schema_text())

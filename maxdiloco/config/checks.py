@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from maxdiloco.config.values import show
@@ -10,8 +11,28 @@ from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
 
 BUCKETS = ("gs", "s3", "az")  # URL schemes that storage.store supports
-FEEDBACK = {"auto": None, "always": True, "never": False}  # None: as the wire format needs it
-_ADDRESS = r"[A-Za-z][A-Za-z0-9+.-]*://"
+# {(key, a value of it): names of keys that have no effect then, and so must have their defaults}.
+WITHOUT_EFFECT = MappingProxyType(
+    {
+        ("eval_interval", -1): "sample_prompt",
+        ("num_experts", 1): "num_experts_per_tok base_moe_mlp_dim shared_experts router "
+        "first_num_dense_layers load_balance_loss_weight router_z_loss_weight "
+        "dcn_expert_parallelism ici_expert_parallelism",
+        ("opt_type", "sgd"): "mu_dtype",
+        ("lr_schedule_type", "cosine"): "wsd_decay_steps_fraction wsd_decay_style",
+        ("enable_diloco", False): "num_diloco_replicas enable_streaming_diloco "
+        "num_communication_overlapping_steps communication_overlapping_alpha diloco_round_overlap "
+        "diloco_exchange_dtype diloco_error_feedback diloco_aggregation diloco_collective "
+        "diloco_outer_memory diloco_transport",
+        ("enable_streaming_diloco", False): "num_diloco_fragments num_nonlayer_fragments "
+        "use_sequential_layers",
+        ("enable_islands", False): "islands_store island_name islands_min_members "
+        "islands_global_batch_size islands_period_seconds islands_dead_seconds islands_key",
+        ("packing", False): "grain_packing_type",
+        ("dataset_mixture", ()): "dataset_per_replica",
+        ("tokenizer_type", "byte"): "tokenizer_path add_bos",
+    }
+)
 
 
 def _shown(cfg: Any, names: str) -> str:
@@ -57,24 +78,20 @@ def require(cfg: Any, name: str, allowed: Sequence[Any], because: str, reason: s
         )
 
 
-def require_set(cfg: Any, name: str, because: str) -> None:
-    """Raise ConfigError if a key is empty or 0, but other keys need it."""
-    if not getattr(cfg, name):
-        raise ConfigError(f"{_shown(cfg, because)} requires {name}. Set {name}.")
+def expect(cfg: Any, met: Any, name: str, what: str, because: str = "") -> None:
+    """Raise ConfigError unless a condition is met.
 
-
-def require_at_most(cfg: Any, name: str, most: int, because: str) -> None:
-    """Raise ConfigError if the value of a key is above a limit that other keys set."""
-    if getattr(cfg, name) > most:
-        shown = _shown(cfg, because)
-        raise ConfigError(f"{_shown(cfg, name)}: expected at most {most} with {shown}.")
-
-
-def require_multiple(cfg: Any, name: str, divisor: int, because: str) -> None:
-    """Raise ConfigError unless the value of a key is a multiple of a number that other keys set."""
-    if getattr(cfg, name) % divisor:
-        shown = _shown(cfg, because)
-        raise ConfigError(f"{_shown(cfg, name)}: expected a multiple of {divisor} with {shown}.")
+    Args:
+      cfg: a Config.
+      met: whether the value of a key can be combined with those of other keys.
+      name: the key.
+      what: the values that can, such as `at most 5`.
+      because: the other keys, separated by spaces.
+    """
+    if not met:
+        others = f" with {_shown(cfg, because)}" if because else ""
+        change = " or ".join(f"{name} {because}".split())
+        raise ConfigError(f"{_shown(cfg, name)}: expected {what}{others}. Change {change}.")
 
 
 def refuse_store(key: str, value: str) -> None:
@@ -84,26 +101,10 @@ def refuse_store(key: str, value: str) -> None:
     BUCKETS have both.
     """
     scheme, separator, rest = value.partition("://")
-    if not separator or (scheme in BUCKETS and re.match(r"[A-Za-z0-9]", rest)):
-        return
-    if scheme in BUCKETS:
-        raise ConfigError(f"{key}={value} has no bucket. Use {scheme}://bucket/folder.")
-    usable = f"Use {'://, '.join(BUCKETS)}://, or a folder on a mounted file system."
-    if scheme in ("http", "https"):
-        raise ConfigError(f"{key}={value}: {scheme}:// is for reading single files. {usable}")
-    raise ConfigError(
-        f"{key}={value}: on {scheme}:// a checkpoint cannot become visible at once, and a run "
-        f"cannot be locked. {usable}"
-    )
-
-
-def refuse_text_path(key: str, path: str) -> None:
-    """Raise ConfigError when text cannot be read from a path."""
-    readable = rf"(?!{_ADDRESS}).*|(gs|s3|az|https)://[A-Za-z0-9].*"
-    if not re.fullmatch(readable, path, re.DOTALL):
+    if separator and not (scheme in BUCKETS and re.match(r"[A-Za-z0-9]", rest)):
         raise ConfigError(
-            f"{key}={path}: expected a path that is mounted on every host, https:// with one file, "
-            "or gs://, s3:// or az:// with a bucket and a path or glob."
+            f"{key}={value} is not a place for runs, which need locks. Use a folder on a mounted "
+            f"file system, or {', '.join(f'{bucket}://bucket/folder' for bucket in BUCKETS)}."
         )
 
 

@@ -13,7 +13,6 @@ from maxdiloco.config.files import Layer, RawValue
 from maxdiloco.config.keys import KEYS, Config
 from maxdiloco.config.maxtext import MaxText
 from maxdiloco.config.values import shorten, show
-from maxdiloco.diloco import outer_rate
 from maxdiloco.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "M_"  # MaxText's
@@ -39,15 +38,14 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
         file may be base.yml, as in MaxText's commands; only edited values of a copy are used. A
         path configs/... that is not in the working directory is read from the package.
       environ: the environment; variables whose names start with M_ set keys.
-      warn: called with a line for each key that is given twice on the command line, and for keys
-        of MaxText that are ignored.
+      warn: called with a line for keys of MaxText that are ignored.
 
     Raises:
       ConfigError: a key or value is invalid. The message is one line with key, value, reason and
         remedy, or with all unknown keys.
     """
     theirs = maxtext.read()
-    given = theirs.accept(_layers(list(argv), environ, theirs, warn), warn)
+    given = theirs.accept(_layers(list(argv), environ, theirs), warn)
     base = convert(files.read_yml(files.config_folder() / BASE))  # a user may have edited it
     found = {name: key.default for name, key in KEYS.items()} | base | convert(given)
     found |= _from_model(found, given, theirs, warn)
@@ -154,7 +152,7 @@ def changed(
     theirs = maxtext.read()
     given = theirs.accept(theirs.rename(_from_environment(environ)), warn)
     given = {name: one for name, one in given.items() if name in may_change or name not in KEYS}
-    written = _from_command_line(argv, warn)
+    written = _from_command_line(argv)
     changes = convert(given | written)
     for name, one in written.items():
         if name not in may_change:
@@ -165,43 +163,12 @@ def changed(
     return check(vars(_without_host_keys(stored)) | changes)
 
 
-def replace(cfg: Config, **changes: Any) -> Config:
-    """Return a checked config with other values for some keys. Raises ConfigError."""
-    return check(vars(cfg) | changes)
-
-
 def model_vocab_size(cfg: Config) -> int | None:
     """Return vocab_size of the model file that the config names; None if the file lacks it."""
     if cfg.model_name == "default":
         return None
     given = files.read_yml(_model_path(cfg.model_name))
     return convert({name: given[name] for name in given if name == "vocab_size"}).get("vocab_size")
-
-
-def with_replicas(cfg: Config, num_replicas: int) -> Config:
-    """Return a config in which `auto` is replaced for the outer learning rate and momentum.
-
-    The values depend on the number of replicas and on the method. The config.yml of a run keeps
-    `auto`, so that a run that resumes with another number of replicas uses the values for it.
-    """
-    if not cfg.enable_diloco:
-        return cfg
-    momentum = cfg.diloco_outer_momentum
-    if momentum == "auto":
-        momentum = outer_rate.momentum(cfg.diloco_outer_optimizer)
-    rate = outer_lr(vars(cfg), num_replicas)
-    return cfg.model_copy(update={"diloco_outer_lr": rate, "diloco_outer_momentum": momentum})
-
-
-def outer_lr(keys: Mapping[str, Any], num_replicas: int) -> float:
-    """Return the outer learning rate of a DiLoCo run with these keys and `num_replicas`."""
-    if keys["diloco_outer_lr"] != "auto":
-        return keys["diloco_outer_lr"]
-    return outer_rate.rate(
-        num_replicas,
-        round_overlap=keys["diloco_round_overlap"],
-        aggregation=keys["diloco_aggregation"],
-    )
 
 
 def describe_differences(cfg: Config) -> list[str]:
@@ -215,19 +182,19 @@ def describe_differences(cfg: Config) -> list[str]:
 
 def names_given(argv: Iterable[str], environ: Mapping[str, str]) -> set[str]:
     """Return the keys that a command line, its yml file and the environment set."""
-    return set(_layers(list(argv), environ, maxtext.read(), lambda line: None))
+    return set(_layers(list(argv), environ, maxtext.read()))
 
 
 # -- layers ---------------------------------------------------------------------------------------
 
 
-def _layers(argv: list[str], environ: Mapping[str, str], theirs: MaxText, warn: Warn) -> Layer:
+def _layers(argv: list[str], environ: Mapping[str, str], theirs: MaxText) -> Layer:
     """Read a yml file, the environment and the command line, with MaxText's names replaced."""
     given: Layer = {}
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
         given = _from_file(pathlib.Path(argv.pop(0)), theirs)
     given |= theirs.rename(_from_environment(environ))
-    return given | theirs.rename(_from_command_line(argv, warn))
+    return given | theirs.rename(_from_command_line(argv))
 
 
 def _from_file(path: pathlib.Path, theirs: MaxText) -> Layer:
@@ -264,8 +231,8 @@ def _from_environment(environ: Mapping[str, str]) -> Layer:
     }
 
 
-def _from_command_line(argv: Iterable[str], warn: Warn) -> Layer:
-    """Read key=value or --key=value; if a key is repeated, its last value is used."""
+def _from_command_line(argv: Iterable[str]) -> Layer:
+    """Read key=value or --key=value. The last value of a repeated key counts."""
     given: Layer = {}
     for argument in argv:
         name, equals, raw = argument.partition("=")
@@ -274,13 +241,7 @@ def _from_command_line(argv: Iterable[str], warn: Warn) -> Layer:
                 f"{argument} is not key=value. Write key=value; a yml file comes first, and "
                 "--help all lists every key."
             )
-        name = name.lstrip("-")
-        if name in given:
-            warn(
-                f"warning: {name}={shorten(raw)} comes after "
-                f"{name}={shorten(given[name].raw)} on the command line, and the last one counts."
-            )
-        given[name] = RawValue(raw, COMMAND_LINE)
+        given[name.lstrip("-")] = RawValue(raw, COMMAND_LINE)
     return given
 
 
@@ -318,10 +279,7 @@ def _from_model(
 def _model_path(model: str) -> pathlib.Path:
     """Return the path of the file that model_name names: a name in configs/models, or a path."""
     if model.endswith((".yml", ".yaml")):
-        path = pathlib.Path(model)
-        if not path.is_file():
-            raise ConfigError(f"model_name={model} is not a file here. Give a path or a name.")
-        return path
+        return pathlib.Path(model)
     models = files.model_names()
     if model not in models:
         near = difflib.get_close_matches(model, models, n=1)
@@ -355,7 +313,8 @@ def _config_error(
     error: ValidationError, raw: Mapping[str, Any], where: Mapping[str, str]
 ) -> ConfigError:
     """Return a ConfigError for the first problem of a validation."""
-    problem = error.errors()[0]
+    # A union has errors of all its types.
+    problem = min(error.errors(), key=lambda one: one["type"] != "value_error")
     name, *inner = problem["loc"]
     key = KEYS[name]
     start = f"{name}={shorten(raw[name])}{where.get(name, '')}"
@@ -366,18 +325,11 @@ def _config_error(
         return ConfigError(f"{start} lacks {part}. Add it: {entries[part].description}")
     if part in entries:
         key, start = entries[part], f"{start}: {part}"
-    near = _nearest_choice(problem["input"], key.choices)
+    near = difflib.get_close_matches(str(problem["input"]), key.choices, n=1, cutoff=0.7)
     unit = f" ({key.unit})" if key.unit else ""
     default = "" if key.field.is_required() else f"The default is {show(key.default) or 'empty'}."
-    remedy = f"Did you mean {near}?" if near else default or key.description
+    remedy = f"Did you mean {near[0]}?" if near else default or key.description
     expected = f"expected {key.expected()}{unit}"
     if problem["type"] == "value_error":
         expected = str(problem["ctx"]["error"])
     return ConfigError(f"{start}: {expected}. {remedy}")
-
-
-def _nearest_choice(value: Any, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or not value:
-        return ""
-    longer = [name for name in choices if name.startswith(value)]
-    return next(iter(longer or difflib.get_close_matches(value, choices, n=1, cutoff=0.7)), "")

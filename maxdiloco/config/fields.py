@@ -49,18 +49,15 @@ class Group:
     """Keys of one subject, declared as pydantic fields of `keys.Config`, which inherits all groups.
 
     Attributes:
-      group: name of the group, such as `model`; several classes may have parts of one group.
-      title: subject of the group, in a few words; only its first class has one.
-      heading: subject of a part of a group.
+      group: name of the group, such as `model`. Several classes may have parts of one group. The
+        docstring of its first class is its title; those of the others are headings of their parts.
     """
 
     group: ClassVar[str]
-    title: ClassVar[str]
-    heading: ClassVar[str]
 
-    def __init_subclass__(cls, *, group: str = "", title: str = "", heading: str = "") -> None:
-        """Read the attributes from the line of the class statement."""
-        cls.group, cls.title, cls.heading = group, title, heading
+    def __init_subclass__(cls, *, group: str = "") -> None:
+        """Read the group from the line of the class statement."""
+        cls.group = group
 
     def _check(self: Any) -> None:
         """Raise ConfigError if the keys of this group cannot be combined with other values.

@@ -3,11 +3,11 @@
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from maxdiloco.config import files
-from maxdiloco.config.fields import Hosts, Resume
+from maxdiloco.config.fields import Hosts
 from maxdiloco.config.keys import KEYS, Config, Key
 from maxdiloco.config.values import show
 from maxdiloco.errors import ConfigError
@@ -29,7 +29,6 @@ def help_text(
     *,
     own: Sequence[str] = (),
     examples: Sequence[str] = (),
-    schema: bool = False,
 ) -> str:
     """Return the usage, examples and groups of keys; or, with `words`, the keys they select.
 
@@ -38,7 +37,6 @@ def help_text(
       words: `all`, or names of groups or keys, parts of them, or words of their descriptions.
       own: lines about options that only this program has.
       examples: example arguments of the program.
-      schema: whether the program has the option --schema.
 
     Raises:
       ConfigError: a word selects no key.
@@ -47,14 +45,12 @@ def help_text(
         selected = {key.name for word in words for key in _select(word)}
         return "\n".join(_table(key for key in KEYS.values() if key.name in selected))
     command = f"python -m {program}"
-    schema_line = [f"       {command} --schema    (JSON schema of yml files, for editors)"]
     lines = [
         f"usage: {command} [file.yml] [key=value ...]",
         f"       {command} --help [all, or a GROUP, KEY or WORD ...]    or --version",
-        *(schema_line if schema else []),
         "",
         "examples:",
-        *(line for example in examples for line in _example(f"{command} {example}")),
+        *(f"  {command} {example}".rstrip() for example in examples),
     ]
     if own:
         lines += ["", f"options of {program}:", *own]
@@ -73,26 +69,12 @@ def help_text(
     return "\n".join(lines)
 
 
-def _example(command: str) -> list[str]:
-    """Return a command split into lines that a shell accepts."""
-    lines = textwrap.wrap(
-        command,
-        WIDTH - 2,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_on_hyphens=False,
-    )
-    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
-
-
 def tags(key: Key) -> str:
     """Return limits, unit and tags of a key, such as `[>= 1; inner steps; resume: free]`."""
     parts = [key.expected(brief=True), key.unit]
-    if key.resume.tag != Resume.FIXED.tag:
-        parts.append(f"resume: {key.resume.tag}")
-    if key.hosts is not Hosts.SAME:
-        parts.append(f"hosts: {key.hosts.value}")
-    shown = "; ".join(part for part in parts if part)
+    parts += [f"resume: {key.resume.tag}"] if key.resume.tag != "fixed" else []
+    parts += [f"hosts: {key.hosts.value}"] if key.hosts is not Hosts.SAME else []
+    shown = "; ".join(filter(None, parts))
     return f"[{shown}]" if shown else ""
 
 
@@ -120,7 +102,7 @@ def json_schema() -> dict[str, Any]:
 
 def _describe(content: dict[str, Any], key: Key) -> None:
     """Replace the title and the tags of a key in the JSON schema by its description."""
-    for unused in ("title", "unit", "resume", "hosts", "from_checkpoint", "start_here"):
+    for unused in ("title", *key.field.json_schema_extra):
         content.pop(unused, None)
     content["description"] = key.description
 
@@ -154,19 +136,17 @@ def _select(word: str) -> list[Key]:
     A key is also found by the name that other trainers use for it.
     """
     keys = list(KEYS.values())
-    if word == ALL:
-        return keys
-    of_group = [key for key in keys if key.group == word]
-    exact = [KEYS[word]] if word in KEYS else []
-    if of_group or exact:
-        return of_group or exact
-    others: Mapping[str, list[str]] = files.read_data("other_trainers.yml")
-    called_so = [name for name, names in others.items() if word in names]
+    named = [key for key in keys if word in (ALL, key.group, key.name)]
+    if named:
+        return named
+    elsewhere = files.read_data("other_trainers.yml")
     pattern = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
     containing = [
         key
         for key in keys
-        if word in key.name or key.name in called_so or pattern.search(key.description)
+        if word in key.name
+        or word in elsewhere.get(key.name, [])
+        or pattern.search(key.description)
     ]
     if not containing:
         groups = ", ".join(dict.fromkeys(key.group for key in keys))

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from maxdiloco.config import values
+from maxdiloco.config import checks, values
 from maxdiloco.config.fields import Docstrings, Group, Hosts, Resume, Table
 from maxdiloco.config.groups import data, diloco, model, run, tools, training
 
@@ -36,6 +36,9 @@ class Config(*reversed(GROUPS), BaseModel):
 
     def check_keys(self) -> None:
         """Raise ConfigError if values cannot be combined."""
+        for (name, value), unused in checks.WITHOUT_EFFECT.items():
+            if vars(self)[name] == value:
+                checks.require_default(self, unused, name)
         for group in GROUPS:
             group._check(self)
 
@@ -133,12 +136,14 @@ class Key:
 
 
 def _keys() -> Iterator[Key]:
-    title = ""
+    group, title = "", ""
     for owner in GROUPS:
-        docstrings, title = Docstrings(owner), owner.title or title
+        docstrings, subject = Docstrings(owner), " ".join(owner.__doc__.split()).rstrip(".")
+        title, heading = (title, subject) if owner.group == group else (subject, "")
+        group = owner.group
         for name in owner.__annotations__:
             field = Config.model_fields[name]
-            about = dict(group=owner.group, title=title, heading=owner.heading)
+            about = dict(group=group, title=title, heading=heading)
             yield Key(name, field, docstrings, **field.json_schema_extra, **about)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen, MultipleOf
-from pydantic import BeforeValidator, Strict, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, Strict, WrapValidator
 
 from maxdiloco.config import files
 
@@ -50,6 +50,17 @@ def _as_table(value: Any, handler: Any) -> Any:
     return handler(value).model_dump(exclude_defaults=True) if value != {} else {}
 
 
+def matching(pattern: str, words: str) -> AfterValidator:
+    """Return a validator of text that matches a regular expression, which `words` describe."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise ValueError(f"expected {words}")
+        return text
+
+    return AfterValidator(check)
+
+
 LIST = Strict(False)  # a JSON list is accepted as a tuple
 NESTED, TEXT_OR_TABLE = BeforeValidator(_nested), BeforeValidator(_text_or_table)
 TABLE = WrapValidator(_as_table)
@@ -68,6 +79,14 @@ NonNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 ShareBelowOne = Annotated[float, Ge(0), Lt(1)]
 Auto = Literal["auto"]
+TextPath = Annotated[
+    str,
+    matching(
+        r"(?![A-Za-z][A-Za-z0-9+.-]*://).*|(gs|s3|az|https)://[A-Za-z0-9].*",
+        "a path that is mounted on every host, https:// with one file, or gs://, s3:// or az:// "
+        "with a bucket and a path or glob",
+    ),
+]
 
 
 def as_json(value: Any) -> Any:

@@ -119,9 +119,8 @@ def test_only_what_differs_from_base_yml_is_described():
         "enable_diloco=false (default true)",
     ]
     assert config.describe_differences(BASE) == []
-    assert config.describe_differences(config.with_replicas(BASE, 2)) == [
-        "diloco_outer_lr=0.7 (default auto)",
-        "diloco_outer_momentum=0.6 (default auto)",
+    assert config.describe_differences(BASE.model_copy(update={"diloco_outer_lr": 0.7})) == [
+        "diloco_outer_lr=0.7 (default auto)"
     ]
 
 
@@ -162,7 +161,8 @@ def test_help_has_usage_examples_and_groups_and_help_all_every_key():
         assert f"{name}={show(key.default)} {key.description}"[:60] in words.replace("  ", " ")
         assert all(entry.description[:60] in words for entry in key.entries.values())
     for lines in (text, everything, output_of(train_compile.main, "--help")):
-        assert max(map(len, lines.splitlines())) <= help.WIDTH
+        shown = [line for line in lines.splitlines() if not line.startswith("  python -m ")]
+        assert max(map(len, shown)) <= help.WIDTH  # a command stays in one line
 
 
 def test_every_example_of_help_is_a_command_line_that_loads(tmp_path, monkeypatch):

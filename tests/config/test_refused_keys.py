@@ -149,7 +149,7 @@ ISLAND islands_global_batch_size=0 | islands_global_batch_size
 ISLAND islands_global_batch_size=8 gradient_accumulation_steps=2 | islands_global_batch_size
 enable_islands=true island_name=a | enable_islands islands_store
 enable_islands=true islands_store=a | enable_islands island_name
-enable_islands=true islands_store=a island_name=a/b | enable_islands island_name
+enable_islands=true islands_store=a island_name=a/b | island_name
 ISLAND enable_diloco=false | enable_islands enable_diloco
 ISLAND num_diloco_replicas=2 | enable_islands num_diloco_replicas
 ISLAND dcn_diloco_parallelism=2 | enable_islands dcn_diloco_parallelism

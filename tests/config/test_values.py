@@ -61,14 +61,9 @@ def test_values_are_read_as_people_write_them(tmp_path, name, written, value):
         assert config.load([], {f"M_{name.upper()}": written}) == cfg
 
 
-def test_the_last_value_of_a_repeated_key_counts_with_a_warning(refusal):
+def test_the_last_value_of_a_repeated_key_counts(refusal):
     """So that a script may append to the arguments of another; a {table} may not repeat a key."""
-    notes = []
-    assert config.load(["steps=1", "log_period=2", "steps=3"], {}, warn=notes.append).steps == 3
-    (note,) = notes
-    assert "steps=3" in note and "steps=1" in note
-    config.load(["steps=1", "log_period=2"], {"M_STEPS": "4"}, warn=notes.append)
-    assert len(notes) == 1
+    assert config.load(["steps=1", "log_period=2", "steps=3"], {"M_STEPS": "4"}).steps == 3
     assert names_key(refusal("eval_dataset_path={name: /a, name: /b}"), "name")
 
 

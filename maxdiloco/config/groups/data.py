@@ -1,6 +1,5 @@
 """Keys of the data and the tokenizer."""
 
-import re
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -8,13 +7,16 @@ from pydantic import StringConstraints, WithJsonSchema
 
 from maxdiloco.config import checks
 from maxdiloco.config.fields import DIFFER, FREE, PATHS, Group, Table, key
-from maxdiloco.config.values import LIST, NESTED, TABLE, Natural, Seed, Words, show
-from maxdiloco.errors import ConfigError
+from maxdiloco.config.values import LIST, NESTED, TABLE, Natural, Seed, TextPath, Words, matching
 
 BYTE_TOKENS = 257  # of the byte tokenizer: the bytes, and the start of a document
-_TOKENIZER_PATH = (
-    r"(gs|s3|az)://[A-Za-z0-9].*|https://[A-Za-z0-9][^?#]*|(?![A-Za-z][A-Za-z0-9+.-]*://).*"
-)
+TokenizerPath = Annotated[
+    str,
+    matching(
+        r"(gs|s3|az)://[A-Za-z0-9].*|https://[A-Za-z0-9][^?#]*|(?![A-Za-z][A-Za-z0-9+.-]*://).*",
+        "a folder, gs://, s3:// or az://bucket/folder, or https://host/tokenizer.json without ?",
+    ),
+]
 # Kept as text, so that shares are exact fractions.
 Weight = Annotated[
     str,
@@ -29,7 +31,7 @@ class Source(Table):
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")] = key()
     """Name of the source in metrics and checkpoints."""
-    path: Annotated[str, StringConstraints(min_length=1)] = key()
+    path: Annotated[TextPath, StringConstraints(min_length=1)] = key()
     """The text, as dataset_path."""
     weight: Weight = key("1")
     """Share of the sequences, relative to the other sources."""
@@ -39,15 +41,17 @@ class Source(Table):
     """Field or column of its text. Empty: the text_column of the run."""
 
 
-class Data(Group, group="data", title="training text"):
-    """The training text."""
+class Data(Group, group="data"):
+    """Training text."""
 
     dataset_type: Literal["text", "parquet", "hf", "arrayrecord", "synthetic"] = key(
         "text", start_here=True
     )
     """Kind of data, for a folder of maxdiloco.prepare any of them. arrayrecord: records of
     tf.train.Example. synthetic: a Markov chain (0.91 nats)."""
-    dataset_path: str = key("", resume=FREE, hosts=PATHS, from_checkpoint=True, start_here=True)
+    dataset_path: TextPath = key(
+        "", resume=FREE, hosts=PATHS, from_checkpoint=True, start_here=True
+    )
     """Text: folder (.txt .md .py .jsonl .jsonl.gz .jsonl.zst), file, glob or hub name; also on
     gs://, s3://, az:// or a file on https://. Empty: Python's standard library."""
     dataset_mixture: Annotated[tuple[Annotated[Source, TABLE], ...], LIST, NESTED] = key(
@@ -79,45 +83,31 @@ class Data(Group, group="data", title="training text"):
         synthetic = self.dataset_type == "synthetic"
         if synthetic:
             checks.require(self, "dataset_mixture", ((),), "dataset_type", "it reads no text")
-            if self.steps == "all":
-                raise ConfigError("steps=all requires text, but dataset_type=synthetic. Set steps.")
-        if not self.packing:
-            checks.require_default(self, "grain_packing_type", "packing")
+            checks.expect(self, self.steps != "all", "steps", "a number", "dataset_type")
         if self.dataset_mixture:
             checks.require(self, "dataset_path", ("",), "dataset_mixture", "it names every source")
         else:
-            checks.require_default(self, "dataset_per_replica", "dataset_mixture")
-            if self.dataset_type not in ("synthetic", "text"):
-                checks.require_set(self, "dataset_path", "dataset_type")
-        if not synthetic:
-            checks.refuse_text_path("dataset_path", self.dataset_path)
+            given = self.dataset_path or self.dataset_type in ("synthetic", "text")
+            checks.expect(self, given, "dataset_path", "a path", "dataset_type")
         names = [source["name"] for source in self.dataset_mixture]
         weights = [Fraction(source.get("weight", "1")) for source in self.dataset_mixture]
-        for source in self.dataset_mixture:
-            name = source["name"]
-            checks.refuse_text_path(f"dataset_mixture: path of {name}", source["path"])
-            if names.count(name) > 1:
-                raise ConfigError(
-                    f"dataset_mixture has {names.count(name)} sources named {name}. Give each its "
-                    "own name, by which checkpoints and metrics refer to it."
-                )
-        if weights and not any(weights):
-            raise ConfigError(
-                f"dataset_mixture={show(self.dataset_mixture)}: expected a weight above 0."
-            )
-        if self.dataset_per_replica and len(set(weights)) > 1:
-            raise ConfigError(
-                "dataset_mixture: expected equal weights with dataset_per_replica=true, since a "
-                "replica reads one source. Leave the weights out."
-            )
+        equal = len(set(weights)) <= 1
+        for met, what, because in (
+            (len(set(names)) == len(names), "a name of its own for each source", ""),
+            (any(weights) or not weights, "a weight above 0", ""),
+            (equal or not self.dataset_per_replica, "equal weights", "dataset_per_replica"),
+        ):
+            checks.expect(self, met, "dataset_mixture", what, because)
 
 
-class Tokenizer(Group, group="data", heading="tokenizer"):
-    """The tokenizer."""
+class Tokenizer(Group, group="data"):
+    """Tokenizer."""
 
     tokenizer_type: Literal["byte", "sentencepiece", "huggingface"] = key("byte", start_here=True)
     """Kind of tokenizer. byte: UTF-8 bytes, and a token that starts a document."""
-    tokenizer_path: str = key("", resume=FREE, hosts=PATHS, from_checkpoint=True, start_here=True)
+    tokenizer_path: TokenizerPath = key(
+        "", resume=FREE, hosts=PATHS, from_checkpoint=True, start_here=True
+    )
     """Its file or folder, also on gs://, s3://, az:// or https://, or a name on the hub."""
     add_bos: bool = key(True)
     """Put the BOS token before each document; byte always does."""
@@ -125,19 +115,9 @@ class Tokenizer(Group, group="data", heading="tokenizer"):
     """Append the EOS token to each document; byte has none."""
 
     def _check(self: Any) -> None:
-        if self.tokenizer_type == "byte":
-            checks.require_default(self, "tokenizer_path add_bos", "tokenizer_type")
-        else:
-            checks.require_set(self, "tokenizer_path", "tokenizer_type")
-        if not re.fullmatch(_TOKENIZER_PATH, self.tokenizer_path, re.DOTALL):
-            raise ConfigError(
-                f"tokenizer_path={self.tokenizer_path}: expected gs://, s3:// or "
-                "az://bucket/folder, https://host/tokenizer.json without a question mark, or a "
-                "folder."
-            )
+        if self.tokenizer_type != "byte":
+            checks.expect(self, self.tokenizer_path, "tokenizer_path", "a path", "tokenizer_type")
         reads_bytes = self.tokenizer_type == "byte" and self.dataset_type == "text"
-        if reads_bytes and self.vocab_size != "auto" and self.vocab_size < BYTE_TOKENS:
-            raise ConfigError(
-                f"vocab_size={self.vocab_size}: expected at least {BYTE_TOKENS} with "
-                "tokenizer_type=byte, for 256 bytes and the start of a document."
-            )
+        if reads_bytes and self.vocab_size != "auto":
+            fits = self.vocab_size >= BYTE_TOKENS
+            checks.expect(self, fits, "vocab_size", f"at least {BYTE_TOKENS}", "tokenizer_type")

@@ -1,6 +1,5 @@
 """Keys of DiLoCo: replicas, fragments, the exchange of outer gradients, and islands."""
 
-import re
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
@@ -16,9 +15,9 @@ from maxdiloco.config.values import (
     Positive,
     Share,
     ShareBelowOne,
+    matching,
 )
 from maxdiloco.diloco import combinations, schedule
-from maxdiloco.errors import ConfigError
 
 # Names of the settings in the messages of the shared checks.
 _SCHEDULE = schedule.Names(
@@ -36,8 +35,12 @@ _COMBINATIONS = combinations.Names(
 )
 
 
-class Diloco(Group, group="diloco", title="replicas, outer optimizer and exchange (docs/concepts)"):
-    """Replicas and the outer optimizer."""
+LAYERS = "base_num_decoder_layers num_nonlayer_fragments"
+ISLAND_NAME = matching(r"[A-Za-z0-9_-]{0,64}", "up to 64 letters, digits, '_' and '-'")
+
+
+class Diloco(Group, group="diloco"):
+    """Replicas, outer optimizer and exchange (docs/concepts)."""
 
     enable_diloco: bool = key(True, start_here=True)
     """Train replicas that exchange outer gradients. false: data parallelism on the same mesh."""
@@ -58,15 +61,6 @@ class Diloco(Group, group="diloco", title="replicas, outer optimizer and exchang
     """Memory of the outer parameters and of the state of the outer optimizer."""
 
     def _check(self: Any) -> None:
-        if not self.enable_diloco:
-            checks.require_default(
-                self,
-                "num_diloco_replicas enable_streaming_diloco num_communication_overlapping_steps "
-                "communication_overlapping_alpha diloco_round_overlap diloco_exchange_dtype "
-                "diloco_error_feedback diloco_aggregation diloco_collective diloco_outer_memory "
-                "diloco_transport",
-                "enable_diloco",
-            )
         dcn, ici = self.dcn_diloco_parallelism, self.ici_diloco_parallelism
         if dcn * ici > 0 and self.num_diloco_replicas != "auto":
             checks.check_replicas(
@@ -74,10 +68,8 @@ class Diloco(Group, group="diloco", title="replicas, outer optimizer and exchang
             )
 
 
-class DilocoFragments(
-    Group, group="diloco", heading="fragments and overlap (Streaming DiLoCo, arXiv 2501.18512)"
-):
-    """Fragments and overlap."""
+class DilocoFragments(Group, group="diloco"):
+    """Fragments and overlap (Streaming DiLoCo, arXiv 2501.18512)."""
 
     enable_streaming_diloco: bool = key(False, resume=DROPS, start_here=True)
     """Exchange the parameters in num_diloco_fragments parts, one after the other in a period."""
@@ -103,24 +95,13 @@ class DilocoFragments(
 
     def _check(self: Any) -> None:
         fragments, nonlayer = self.num_diloco_fragments, self.num_nonlayer_fragments
-        if not self.enable_streaming_diloco:
-            checks.require_default(
-                self,
-                "num_diloco_fragments num_nonlayer_fragments use_sequential_layers",
-                "enable_streaming_diloco",
-            )
-        checks.require_at_most(
-            self,
-            "num_diloco_fragments",
-            self.base_num_decoder_layers + nonlayer,
-            "base_num_decoder_layers num_nonlayer_fragments",
-        )
-        if self.vocab_size != "auto":
-            checks.require_at_most(self, "num_nonlayer_fragments", self.vocab_size, "vocab_size")
-        if nonlayer > 1:
-            checks.require_at_most(
-                self, "num_nonlayer_fragments", fragments - 1, "num_diloco_fragments"
-            )
+        for name, most, because in (
+            ("num_diloco_fragments", self.base_num_decoder_layers + nonlayer, LAYERS),
+            ("num_nonlayer_fragments", self.vocab_size, "vocab_size"),
+            ("num_nonlayer_fragments", max(1, fragments - 1), "num_diloco_fragments"),
+        ):
+            met = most == "auto" or getattr(self, name) <= most
+            checks.expect(self, met, name, f"at most {most}", because)
         with checks.as_config_error():
             schedule.check_counts(
                 H=self.diloco_sync_period,
@@ -131,8 +112,8 @@ class DilocoFragments(
             )
 
 
-class DilocoExchange(Group, group="diloco", heading="exchange of outer gradients"):
-    """The exchange of outer gradients."""
+class DilocoExchange(Group, group="diloco"):
+    """Exchange of outer gradients."""
 
     # arXiv 2501.18512 finds 4 bits as good as float32.
     diloco_exchange_dtype: Literal["float32", "bfloat16", "int8", "float4_e3m0", "int2", "topk"] = (
@@ -162,18 +143,14 @@ class DilocoExchange(Group, group="diloco", heading="exchange of outer gradients
             )
 
 
-class Islands(
-    Group,
-    group="islands",
-    title="programs that train one model through a store (docs/howto/operate-islands.md)",
-):
-    """Elastic training over a store."""
+class Islands(Group, group="islands"):
+    """Programs that train one model through a store (docs/howto/operate-islands.md)."""
 
     enable_islands: bool = key(False, from_checkpoint=False)
     """Be an island among others that come and go, with one replica."""
     islands_store: str = key("", resume=FREE, from_checkpoint=False)
     """Store of the islands: gs://, s3:// or az://bucket/folder, or a folder that all share."""
-    island_name: str = key("", from_checkpoint=False)
+    island_name: Annotated[str, ISLAND_NAME] = key("", from_checkpoint=False)
     """Name of this island, unique in the store."""
     islands_min_members: Annotated[int, Ge(1), Le(999), INTEGER] = key(
         1, unit="islands", from_checkpoint=False
@@ -192,19 +169,9 @@ class Islands(
 
     def _check(self: Any) -> None:
         if not self.enable_islands:
-            checks.require_default(
-                self,
-                "islands_store island_name islands_min_members islands_global_batch_size "
-                "islands_period_seconds islands_dead_seconds islands_key",
-                "enable_islands",
-            )
             return
-        checks.require_set(self, "islands_store", "enable_islands")
-        if not re.fullmatch("[A-Za-z0-9_-]{1,64}", self.island_name):
-            raise ConfigError(
-                f"island_name={self.island_name}: expected up to 64 letters, digits, '_' and '-' "
-                "with enable_islands=true, and another name for each island."
-            )
+        checks.expect(self, self.islands_store, "islands_store", "a store", "enable_islands")
+        checks.expect(self, self.island_name, "island_name", "a unique name", "enable_islands")
         for name, allowed, reason in (
             ("enable_diloco", (True,), "islands exchange outer gradients"),
             ("num_diloco_replicas", ("auto", 1), "an island has one replica"),

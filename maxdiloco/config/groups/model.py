@@ -20,9 +20,7 @@ from maxdiloco.config.values import (
     Natural,
     NonNegative,
     Positive,
-    show,
 )
-from maxdiloco.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "relu", "linear", "quick_gelu", "plus_one"]
 QkNorm = Annotated[
@@ -34,10 +32,8 @@ Activations = Annotated[tuple[Activation, ...], MinLen(1), MaxLen(2), LIST, NEST
 AxisRule = Annotated[tuple[str, Axis | Annotated[tuple[Axis, ...], LIST]], LIST]
 
 
-class ModelChoice(
-    Group, group="model", title="the decoder; a model file sets these keys and no others"
-):
-    """Which model it is."""
+class ModelChoice(Group, group="model"):
+    """The decoder; a model file sets these keys and no others."""
 
     model_name: str = key("default", hosts=DIFFER, from_checkpoint=True, start_here=True)
     """Name in configs/models, or the path of a yml file with keys of this group."""
@@ -45,7 +41,7 @@ class ModelChoice(
     """Allow a key to differ from the model file."""
 
 
-class ModelSizes(Group, group="model", heading="sizes"):
+class ModelSizes(Group, group="model"):
     """Sizes."""
 
     # The sizes are equal to configs/models/tiny.yml, which a laptop trains on bytes.
@@ -81,11 +77,12 @@ class ModelSizes(Group, group="model", heading="sizes"):
 
     def _check(self: Any) -> None:
         tokens, rows = self.vocab_size, self.padded_vocab_size
-        if "auto" not in (tokens, rows) and rows < tokens:
-            raise ConfigError(f"padded_vocab_size={rows}: expected at least vocab_size={tokens}.")
+        if "auto" not in (tokens, rows):
+            what = f"at least {tokens}"
+            checks.expect(self, rows >= tokens, "padded_vocab_size", what, "vocab_size")
 
 
-class ModelAttention(Group, group="model", heading="attention"):
+class ModelAttention(Group, group="model"):
     """Attention."""
 
     base_num_query_heads: Count = key(4, unit="heads", resume=SHAPES)
@@ -108,24 +105,21 @@ class ModelAttention(Group, group="model", heading="attention"):
     """Attention of the layers, repeated: local has the sliding window. Empty: all layers alike."""
 
     def _check(self: Any) -> None:
-        checks.require_multiple(
-            self, "base_num_query_heads", self.base_num_kv_heads, "base_num_kv_heads"
-        )
-        layers, entries = self.base_num_decoder_layers, len(self.attention_pattern)
-        if entries > layers:
-            raise ConfigError(
-                f"attention_pattern={show(self.attention_pattern)} has {entries} entries: expected "
-                f"at most {layers}, which repeat over base_num_decoder_layers={layers}."
-            )
+        fits, what = self.base_num_query_heads % self.base_num_kv_heads == 0, "a multiple"
+        checks.expect(self, fits, "base_num_query_heads", what, "base_num_kv_heads")
+        layers, what = self.base_num_decoder_layers, "at most one entry for each layer"
+        fits = len(self.attention_pattern) <= layers
+        checks.expect(self, fits, "attention_pattern", what, "base_num_decoder_layers")
+        window = self.sliding_window_size
         if "local" in self.attention_pattern:
-            checks.require_set(self, "sliding_window_size", "attention_pattern")
+            checks.expect(self, window, "sliding_window_size", "at least 1", "attention_pattern")
         else:
             checks.require_default(self, "local_rope_max_timescale", "attention_pattern")
             if self.attention_pattern:
                 checks.require_default(self, "sliding_window_size", "attention_pattern")
 
 
-class ModelNorms(Group, group="model", heading="norms"):
+class ModelNorms(Group, group="model"):
     """Norms."""
 
     norm_placement: Literal["pre", "sandwich", "post"] = key("pre", resume=SHAPES)
@@ -162,20 +156,17 @@ class RopeScaling(Table):
     """Factor of the rotated queries and keys. auto: 0.1 ln(factor) + 1 (yarn)."""
 
 
-# Entries of rope_scaling that only some types read.
+_LENGTH = "original_max_position_embeddings"
+# The entries of rope_scaling that each type reads besides rope_type and factor.
 _ROPE_ENTRIES = {
-    "original_max_position_embeddings": ("llama3", "yarn"),
-    "low_freq_factor": ("llama3",),
-    "high_freq_factor": ("llama3",),
-    "beta_fast": ("yarn",),
-    "beta_slow": ("yarn",),
-    "truncate": ("yarn",),
-    "attention_factor": ("yarn",),
+    "linear": (),
+    "llama3": (_LENGTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": (_LENGTH, "beta_fast", "beta_slow", "truncate", "attention_factor"),
 }
 
 
-class ModelRope(Group, group="model", heading="RoPE"):
-    """Rotary position embedding."""
+class ModelRope(Group, group="model"):
+    """RoPE."""
 
     rope_max_timescale: Positive = key(10000.0, unit="tokens / 2 pi")
     """Longest wavelength of the rotary position embedding."""
@@ -187,29 +178,20 @@ class ModelRope(Group, group="model", heading="RoPE"):
     def _check(self: Any) -> None:
         if not self.rope_scaling:
             return
-        shown, given = f"rope_scaling={show(self.rope_scaling)}", self.rope_scaling
-        table = RopeScaling(**given)
-        for entry, kinds in _ROPE_ENTRIES.items():
-            if entry in given and table.rope_type not in kinds:
-                raise ConfigError(
-                    f"{shown}: {entry} has no effect with rope_type: {table.rope_type}. Leave it "
-                    f"out, or use rope_type: {' or '.join(kinds)}."
-                )
-        if table.rope_type != "linear" and table.original_max_position_embeddings is None:
-            raise ConfigError(
-                f"{shown}: rope_type: {table.rope_type} requires original_max_position_embeddings, "
-                "such as 8192."
-            )
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if vars(table)[low] >= vars(table)[high]:
-                raise ConfigError(
-                    f"{shown}: {low}: {vars(table)[low]} is not below {high}: {vars(table)[high]}."
-                )
-        if table.rope_type == "yarn" and self.rope_max_timescale <= 1:
-            raise ConfigError(
-                f"rope_max_timescale={show(self.rope_max_timescale)}: expected a number > 1 with "
-                "rope_type: yarn of rope_scaling, such as 10000."
-            )
+        table = RopeScaling(**self.rope_scaling)
+        unused = self.rope_scaling.keys() - {"rope_type", "factor", *_ROPE_ENTRIES[table.rope_type]}
+        length = table.original_max_position_embeddings
+        is_rising = table.low_freq_factor < table.high_freq_factor
+        for met, what in (
+            (not unused, f"no {', '.join(sorted(unused))} for this rope_type"),
+            (length or table.rope_type == "linear", "original_max_position_embeddings: 8192 or so"),
+            (is_rising, "low_freq_factor below high_freq_factor"),
+            (table.beta_slow < table.beta_fast, "beta_slow below beta_fast"),
+        ):
+            checks.expect(self, met, "rope_scaling", what)
+        if table.rope_type == "yarn":
+            longest = self.rope_max_timescale
+            checks.expect(self, longest > 1, "rope_max_timescale", "a number > 1", "rope_scaling")
 
 
 class Router(Table):
@@ -231,8 +213,8 @@ class Router(Table):
     """Bias of the router's logits (gpt-oss, whose experts have biases by mlp_bias)."""
 
 
-class ModelExperts(Group, group="model", heading="experts (docs/howto/mixture-of-experts.md)"):
-    """Mixture of experts."""
+class ModelExperts(Group, group="model"):
+    """Experts (docs/howto/mixture-of-experts.md)."""
 
     num_experts: Count = key(1, unit="experts", resume=SHAPES)
     """Number of experts of a layer. 1: a dense feed-forward layer."""
@@ -250,38 +232,25 @@ class ModelExperts(Group, group="model", heading="experts (docs/howto/mixture-of
     def _check(self: Any) -> None:
         experts = self.num_experts
         if experts == 1:
-            checks.require_default(
-                self,
-                "num_experts_per_tok base_moe_mlp_dim shared_experts first_num_dense_layers router "
-                "load_balance_loss_weight router_z_loss_weight "
-                "dcn_expert_parallelism ici_expert_parallelism",
-                "num_experts",
-            )
             return
         checks.require(
             self, "quantization", ("none",), "num_experts", "experts have no such kernel"
         )
-        checks.require_at_most(self, "num_experts_per_tok", experts, "num_experts")
-        layers = self.base_num_decoder_layers
-        checks.require_at_most(
-            self, "first_num_dense_layers", layers - 1, "base_num_decoder_layers num_experts"
-        )
-        router = Router(**self.router)
+        router, layers = Router(**self.router), self.base_num_decoder_layers
         groups, used = router.num_groups, router.groups_per_token
-        checks.require_multiple(self, "num_experts", groups, "router")
-        if used > groups:
-            raise ConfigError(
-                f"router={show(self.router)}: expected groups_per_token to be at most num_groups."
-            )
-        checks.require_at_most(
-            self, "num_experts_per_tok", used * experts // groups, "num_experts router"
-        )
         # Sizes of -1 are checked once the devices are known, in parallel.sharding.
-        dcn, ici = self.dcn_expert_parallelism, self.ici_expert_parallelism
-        if -1 not in (dcn, ici):
-            checks.require_multiple(
-                self, "num_experts", dcn * ici, "dcn_expert_parallelism ici_expert_parallelism"
-            )
+        devices = max(1, self.dcn_expert_parallelism) * max(1, self.ici_expert_parallelism)
+        parallelism = "dcn_expert_parallelism ici_expert_parallelism"
+        dense, per_token = self.first_num_dense_layers, self.num_experts_per_tok
+        most = used * experts // groups
+        for met, name, what, because in (
+            (dense < layers, "first_num_dense_layers", f"at most {layers - 1}", "num_experts"),
+            (experts % groups == 0, "num_experts", f"a multiple of {groups}", "router"),
+            (used <= groups, "router", "groups_per_token to be at most num_groups", ""),
+            (per_token <= most, "num_experts_per_tok", f"at most {most}", "num_experts router"),
+            (experts % devices == 0, "num_experts", f"a multiple of {devices}", parallelism),
+        ):
+            checks.expect(self, met, name, what, because)
 
 
 class LatentAttention(Table):
@@ -299,7 +268,7 @@ class LatentAttention(Table):
     """Features of a value."""
 
 
-class ModelLatentAttention(Group, group="model", heading="latent attention"):
+class ModelLatentAttention(Group, group="model"):
     """Latent attention."""
 
     latent_attention: Annotated[LatentAttention, TABLE] = key({}, resume=SHAPES)
@@ -318,10 +287,8 @@ class ModelLatentAttention(Group, group="model", heading="latent attention"):
             checks.require(self, name, (needed,), "latent_attention", reason)
 
 
-class Numerics(
-    Group, group="numerics", title="number formats, attention kernel, recomputation, layout"
-):
-    """Number formats, kernels and recomputation."""
+class Numerics(Group, group="numerics"):
+    """Number formats, attention kernel, recomputation, layout."""
 
     # Few CPUs compute in bfloat16.
     dtype: Literal["auto", "bfloat16", "float32"] = key("auto", start_here=True)
@@ -342,9 +309,6 @@ class Numerics(
     """Entries [logical axis, [mesh axes]] that replace entries of parallel/sharding.py."""
 
     def _check(self: Any) -> None:
-        for name, axes in self.logical_axis_rules:
-            if isinstance(axes, tuple) and len(set(axes)) < len(axes):
-                raise ConfigError(
-                    f"logical_axis_rules={show(self.logical_axis_rules)}: {name} has a mesh axis "
-                    "twice. Name each axis once."
-                )
+        for _, axes in self.logical_axis_rules:
+            distinct = isinstance(axes, str) or len(set(axes)) == len(axes)
+            checks.expect(self, distinct, "logical_axis_rules", "each mesh axis once in an entry")

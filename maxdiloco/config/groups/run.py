@@ -1,6 +1,5 @@
 """Keys of the run itself: its length, folder, evaluation, checkpoints, tools and network."""
 
-import re
 from typing import Annotated, Any, Literal
 
 from maxdiloco.config import checks
@@ -11,15 +10,20 @@ from maxdiloco.config.values import (
     MinusOne,
     Seed,
     ShareBelowOne,
-    show,
+    TextPath,
+    matching,
 )
-from maxdiloco.errors import ConfigError
+
+Name = Annotated[
+    str, matching(r"([A-Za-z0-9_][A-Za-z0-9._-]*)?", "letters, digits, '.', '_' and '-'")
+]
+TextName = Annotated[str, matching(r"[A-Za-z0-9_-]*", "names of letters, digits, '_' and '-'")]
 
 
-class Run(Group, group="run", title="length, folder and devices"):
-    """Length of the run, its folder and its devices."""
+class Run(Group, group="run"):
+    """Length, folder and devices."""
 
-    run_name: str = key("", resume=FREE, start_here=True)
+    run_name: Name = key("", resume=FREE, start_here=True)
     """Folder of the run in base_output_directory; the same name resumes it. Empty: a new name."""
     base_output_directory: str = key("runs", resume=FREE, hosts=PATHS, start_here=True)
     """Folder of all runs: one that all hosts share, or gs://, s3:// or az://bucket/folder."""
@@ -36,22 +40,17 @@ class Run(Group, group="run", title="length, folder and devices"):
     """At a loss or gradient that is not finite: exit, or skip the update of that step."""
 
     def _check(self: Any) -> None:
-        if not re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9._-]*)?", self.run_name):
-            raise ConfigError(
-                f"run_name={self.run_name}: expected letters, digits, '.', '_' and '-', for a "
-                "folder in base_output_directory."
-            )
         checks.refuse_store("base_output_directory", self.base_output_directory)
 
 
-class Evaluation(Group, group="evaluation", title="held-out loss during training"):
-    """The evaluation during training."""
+class Evaluation(Group, group="evaluation"):
+    """Held-out loss during training."""
 
     eval_interval: Count | MinusOne = key(-1, unit="inner steps", resume=FREE, start_here=True)
     """Interval at which the outer parameters are evaluated on held-out text. -1: never."""
     eval_steps: Count | MinusOne = key(10, unit="batches", resume=FREE)
     """Length of one evaluation. -1: all of the held-out text."""
-    eval_dataset_path: Annotated[str | dict[str, str], TEXT_OR_TABLE] = key(
+    eval_dataset_path: Annotated[TextPath | dict[TextName, TextPath], TEXT_OR_TABLE] = key(
         "", resume=FREE, hosts=PATHS, from_checkpoint=True
     )
     """Held-out text, or {name: path} for several. An empty path: the part that is held out."""
@@ -67,28 +66,16 @@ class Evaluation(Group, group="evaluation", title="held-out loss during training
             for name in ("eval_dataset_path", "sample_prompt"):
                 checks.require(self, name, ("", {}), "dataset_type", "it reads no text")
         if self.eval_interval == -1:
-            checks.require_default(self, "sample_prompt", "eval_interval")
-        elif synthetic and self.eval_steps == -1:
-            raise ConfigError(
-                "eval_steps=-1 requires text, but dataset_type=synthetic. Set eval_steps."
-            )
-        elif not synthetic and self.holds_out() and not self.eval_fraction:
-            raise ConfigError(
-                f"eval_interval={self.eval_interval} requires held-out text. Set eval_dataset_path "
-                "or eval_fraction, or use eval_interval=-1."
-            )
-        for name, path in self.eval_paths().items():
-            if not re.fullmatch(r"[A-Za-z0-9_-]*", name):
-                raise ConfigError(
-                    f"eval_dataset_path={show(self.eval_dataset_path)}: {name}: expected letters, "
-                    "digits, '_' and '-' in the name of a text, such as {wiki: /data/wiki}."
-                )
-            if not synthetic:
-                checks.refuse_text_path(checks.eval_key(name), path)
+            return
+        if synthetic:
+            checks.expect(self, self.eval_steps != -1, "eval_steps", "a number", "dataset_type")
+        elif self.holds_out():
+            because = "eval_interval eval_dataset_path"
+            checks.expect(self, self.eval_fraction, "eval_fraction", "more than 0", because)
 
 
-class Checkpoint(Group, group="checkpoint", title="saved state, and the starting point of a run"):
-    """Checkpoints."""
+class Checkpoint(Group, group="checkpoint"):
+    """Saved state, and the starting point of a run."""
 
     enable_checkpointing: bool = key(True, resume=FREE)
     """Save the state of the run, so that the same run_name resumes it."""

@@ -4,12 +4,12 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
+from maxdiloco.config import checks
 from maxdiloco.config.fields import DIFFER, FREE, Group, key
 from maxdiloco.config.values import INTEGER, Auto, Count, Natural
-from maxdiloco.errors import ConfigError
 
 
-class Network(Group, group="network", title="messages between the processes of a run"):
+class Network(Group, group="network"):
     """Messages between the processes of a run."""
 
     exchange_interface: str = key("", resume=FREE, hosts=DIFFER)
@@ -29,8 +29,8 @@ class Network(Group, group="network", title="messages between the processes of a
     """How long processes wait for each other at the start."""
 
 
-class Tools(Group, group="tools", title="TensorBoard, profiles and caches"):
-    """Metrics, profiles and caches."""
+class Tools(Group, group="tools"):
+    """TensorBoard, profiles and caches."""
 
     enable_tensorboard: bool = key(True, resume=FREE, hosts=DIFFER)
     """Write TensorBoard files in addition to metrics.jsonl."""
@@ -51,15 +51,13 @@ class Tools(Group, group="tools", title="TensorBoard, profiles and caches"):
 
     def _check(self: Any) -> None:
         last = self.skip_first_n_steps_for_profiler + self.profiler_steps
-        if self.profiler and self.steps != "all" and last > self.steps:
-            raise ConfigError(
-                f"profiler={self.profiler} would stop after step {last}, but steps={self.steps}. "
-                "Lower profiler_steps or skip_first_n_steps_for_profiler."
-            )
+        if self.profiler and self.steps != "all":
+            settings = "profiler skip_first_n_steps_for_profiler profiler_steps"
+            checks.expect(self, last <= self.steps, "steps", f"at least {last}", settings)
 
 
-class Compile(Group, group="compile", title="slices for maxdiloco.train_compile"):
-    """Compilation ahead of time."""
+class Compile(Group, group="compile"):
+    """Slices for maxdiloco.train_compile."""
 
     compile_topology: str = key("", resume=FREE, hosts=DIFFER)
     """Slices to compile for, such as v5e-16 or h100-8. Empty: the devices of this machine."""

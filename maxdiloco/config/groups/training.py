@@ -14,17 +14,12 @@ from maxdiloco.config.values import (
     Share,
     ShareBelowOne,
 )
-from maxdiloco.errors import ConfigError
 
 Size = Count | MinusOne
 
 
-class Mesh(
-    Group,
-    group="mesh",
-    title="sizes between slices (dcn) and inside one (ici); one of each may be -1: the rest",
-):
-    """Sizes of the device mesh."""
+class Mesh(Group, group="mesh"):
+    """Sizes between slices (dcn) and inside one (ici); one of each may be -1: the rest."""
 
     dcn_diloco_parallelism: Size = key(-1, unit="slices", resume=FREE, start_here=True)
     """Replicas over slices, as DiLoCo has them."""
@@ -56,25 +51,18 @@ class Mesh(
     def _check(self: Any) -> None:
         for tier in ("dcn", "ici"):
             free = [axis for axis, size in self.sizes(tier).items() if size == -1]
-            if len(free) > 1:
-                keys = [f"{tier}_{axis}_parallelism" for axis in free]
-                raise ConfigError(
-                    f"{'=-1 and '.join(keys)}=-1: expected at most one -1. Set {keys[0]} to a "
-                    "number."
-                )
+            keys = " ".join(f"{tier}_{axis}_parallelism" for axis in free)
+            checks.expect(self, len(free) <= 1, keys, "at most one -1")
         sizes = self.sizes("dcn").values()
         known = math.prod(size for size in sizes if size != -1)
         fits = self.num_slices % known == 0 if -1 in sizes else self.num_slices == known
-        if self.num_slices != -1 and not fits:
-            raise ConfigError(
-                f"num_slices={self.num_slices}: expected the product of the dcn_*_parallelism "
-                f"keys, {known}{' or a multiple of it' if -1 in sizes else ''}. Leave num_slices "
-                "out, or change one of these keys."
-            )
+        what = f"{known}, the product of the dcn_*_parallelism keys"
+        what += ", or a multiple of it" if -1 in sizes else ""
+        checks.expect(self, self.num_slices == -1 or fits, "num_slices", what)
 
 
-class Batch(Group, group="batch", title="sequences of one inner step"):
-    """The batch of an inner step."""
+class Batch(Group, group="batch"):
+    """Sequences of one inner step."""
 
     # A change of the batch is refused through the derived sequences_per_replica.
     per_device_batch_size: Count = key(4, unit="sequences", resume=FREE, start_here=True)
@@ -86,8 +74,8 @@ class Batch(Group, group="batch", title="sequences of one inner step"):
     """Length of a sequence."""
 
 
-class Inner(Group, group="inner", title="optimizer of every inner step"):
-    """The inner optimizer."""
+class Inner(Group, group="inner"):
+    """Optimizer of every inner step."""
 
     # AdamW: arXiv 2311.08105, 2501.18512, 2503.09799.
     opt_type: Literal["adamw", "muon", "sgd"] = key("adamw")
@@ -130,21 +118,14 @@ class Inner(Group, group="inner", title="optimizer of every inner step"):
     """Largest norm of a replica's gradient. 0: no clipping."""
 
     def _check(self: Any) -> None:
-        if self.opt_type == "sgd":
-            checks.require_default(self, "mu_dtype", "opt_type")
-        if self.lr_schedule_type != "wsd":
-            checks.require_default(
-                self, "wsd_decay_steps_fraction wsd_decay_style", "lr_schedule_type"
-            )
-        elif self.warmup_steps_fraction + self.wsd_decay_steps_fraction > 1:
-            raise ConfigError(
-                f"warmup_steps_fraction={self.warmup_steps_fraction} and wsd_decay_steps_fraction="
-                f"{self.wsd_decay_steps_fraction}: expected a sum of at most 1."
-            )
+        if self.lr_schedule_type == "wsd":
+            total = self.warmup_steps_fraction + self.wsd_decay_steps_fraction
+            fractions = "warmup_steps_fraction wsd_decay_steps_fraction"
+            checks.expect(self, total <= 1, fractions, "a sum of at most 1")
 
 
-class InnerExperts(Group, group="inner", heading="mixture of experts"):
-    """Training of the experts' router."""
+class InnerExperts(Group, group="inner"):
+    """Mixture of experts."""
 
     load_balance_loss_weight: NonNegative = key(0.0)
     """Weight of the loss that keeps experts evenly used. With balance_bias none is needed."""
