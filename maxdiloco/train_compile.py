@@ -79,7 +79,7 @@ def _compile(cfg: config.Config, options: SimpleNamespace) -> int:
     gbps = options.dcn_bandwidth_gbps
     output_file.check_path("report", options.report)
     cfg, mesh, chip = compile_run.open_devices(cfg)
-    cfg = config.with_replicas(cfg, settings.count_replicas(settings.read_batch(cfg), mesh))
+    cfg = settings.with_replicas(cfg, settings.count_replicas(settings.read_batch(cfg), mesh))
     for line in config.describe_differences(cfg):
         say_line(line)
     say_line(mesh_lib.describe(mesh, settings.read_mesh(cfg)))

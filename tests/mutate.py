@@ -77,7 +77,7 @@ MUTATIONS = (
              "context.verify_mode = ssl.CERT_OPTIONAL",
              "a client without a certificate is accepted"),
     Mutation("diloco/schedule.py", "not 0 <= tau < H", "not 0 <= tau <= H", "tau = H is taken"),
-    Mutation("config/resume.py", "if as_json(before) != as_json(after):",
+    Mutation("run/resume.py", "if as_json(before) != as_json(after):",
              "if name in saved and as_json(before) != as_json(after):",
              "a key younger than the checkpoint may differ"),
 )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxdiloco.config import config
+from maxdiloco.diloco import outer_rate
 from maxdiloco.metrics import definitions
 from maxdiloco.report import series, timeline
 from maxdiloco.report.run_data import REPLICA_LOSS, RunData
@@ -104,9 +104,15 @@ def _panel(runs: Sequence[RunData], title: str, lines: list[Line], *, is_main: b
 
 def _outer_rates(runs: Sequence[RunData]) -> str:
     """Return a sentence on the outer learning rates, which are constant."""
-    rates = {
-        f"{config.outer_lr(run.config, run.num_replicas):g}"
-        for run in runs
-        if timeline.schedule_of(run) is not None
-    }
+    rates = set()
+    for run in runs:
+        if timeline.schedule_of(run) is not None:
+            rate = run.config["diloco_outer_lr"]
+            if rate == "auto":
+                rate = outer_rate.rate(
+                    run.num_replicas,
+                    round_overlap=run.config["diloco_round_overlap"],
+                    aggregation=run.config["diloco_aggregation"],
+                )
+            rates.add(f"{rate:g}")
     return f" The outer learning rate is constant: {', '.join(sorted(rates))}." if rates else ""

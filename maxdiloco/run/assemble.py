@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxdiloco.config.config import with_replicas
 from maxdiloco.data.tokenizer import build
 from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.calls import START, Call
@@ -33,7 +32,7 @@ from maxdiloco.run import model as run_model
 from maxdiloco.run.evaluation import Evaluation, Sampler
 from maxdiloco.run.island import Facts, IslandControl
 from maxdiloco.run.run_control import RunControl, StepControl
-from maxdiloco.run.settings import RunSettings, count_replicas
+from maxdiloco.run.settings import RunSettings, count_replicas, with_replicas
 
 OnCompile = Callable[[str, float, jax.stages.Compiled], None]
 

@@ -6,6 +6,7 @@ configs/base.yml documents it.
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from jax.sharding import Mesh
@@ -18,6 +19,8 @@ from maxdiloco.models.build import ModelSettings
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.mesh import MeshSettings
 
+# None: as the wire format needs it.
+_FEEDBACK = MappingProxyType({"auto": None, "always": True, "never": False})
 S = TypeVar("S")
 
 
@@ -241,7 +244,7 @@ def read_exchange(cfg: Config, num_replicas: int) -> ExchangeSettings:
         outer_lr=None if lr == "auto" else lr,
         outer_momentum=None if momentum == "auto" else momentum,
         exchange_dtype=cfg.diloco_exchange_dtype,
-        error_feedback=checks.FEEDBACK[cfg.diloco_error_feedback],
+        error_feedback=_FEEDBACK[cfg.diloco_error_feedback],
         aggregation=cfg.diloco_aggregation,
         collective=cfg.diloco_collective,
         transport=cfg.diloco_transport,
@@ -249,6 +252,22 @@ def read_exchange(cfg: Config, num_replicas: int) -> ExchangeSettings:
         num_nonlayer_fragments=cfg.num_nonlayer_fragments,
         outer_memory=cfg.diloco_outer_memory,
     )
+
+
+def with_replicas(cfg: Config, num_replicas: int) -> Config:
+    """Return a config in which `auto` is replaced for the outer learning rate and momentum.
+
+    The values depend on the number of replicas and on the method. The config.yml of a run keeps
+    `auto`, so that a run that resumes with another number of replicas uses the values for it.
+    """
+    if not cfg.enable_diloco:
+        return cfg
+    exchange = read_exchange(cfg, num_replicas)
+    outer = {
+        "diloco_outer_lr": exchange.outer_lr,
+        "diloco_outer_momentum": exchange.outer_momentum,
+    }
+    return cfg.model_copy(update=outer)
 
 
 def read(cfg: Config, mesh: Mesh) -> RunSettings:

@@ -86,7 +86,7 @@ def _run(
     say = console.say
     num_replicas = run_settings.count_replicas(run_settings.read_batch(cfg), mesh)
     # The run's config.yml has `asked`, because `auto` may become another number on resume.
-    settings = run_settings.read(config.with_replicas(cfg, num_replicas), mesh)
+    settings = run_settings.read(run_settings.with_replicas(cfg, num_replicas), mesh)
     shape = assemble.batch_shape(settings, mesh)
     for line in [*notes, *_config_lines(settings, mesh)]:
         say(line)

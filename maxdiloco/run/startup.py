@@ -11,10 +11,9 @@ import jax
 from jax.sharding import Mesh
 
 from maxdiloco.cluster import coordination, start
-from maxdiloco.config import resume
 from maxdiloco.config.keys import Config
 from maxdiloco.parallel import mesh as mesh_lib
-from maxdiloco.run import settings
+from maxdiloco.run import resume, settings
 from maxdiloco.run.compile_cache import compile_cache
 from maxdiloco.version import __version__
 

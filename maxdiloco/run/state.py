@@ -10,13 +10,13 @@ from maxdiloco import output
 from maxdiloco.checkpoint import metadata, parameter_sets, read, saved_state
 from maxdiloco.checkpoint.checkpointer import Checkpointer
 from maxdiloco.cluster import agree
-from maxdiloco.config import config, resume
+from maxdiloco.config import config
 from maxdiloco.config.values import show
 from maxdiloco.data import mixture, order
 from maxdiloco.engine.trainer import SavedLayout
 from maxdiloco.errors import CheckpointError
 from maxdiloco.metrics import console, out_of_memory
-from maxdiloco.run import optimizer
+from maxdiloco.run import optimizer, resume
 from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.assemble import BatchShape, Parts
 from maxdiloco.run.remat_choice import make_room
@@ -157,9 +157,9 @@ def refuse_changes(
     """
     cfg = settings.config
     stored, place = saved.meta["config"], saved.meta["position"]
-    rows, before, now = "sequences_per_replica", place["B"], B
+    rows, devices, rows_before, rows_now = "replica", "devices of a mesh position", place["B"], B
     if not settings.batch.enable_diloco:
-        rows, before, now = "sequences_per_step", place["M"] * place["B"], M * B
+        rows, devices, rows_before, rows_now = "step", "devices", place["M"] * place["B"], M * B
     same_keys = all(stored[key] == vars(cfg)[key] for key in _OF_TOKENIZER)
     if same_keys and saved.meta["tokenizer"] != data["tokenizer"]:
         raise CheckpointError(
@@ -167,11 +167,15 @@ def refuse_changes(
             f"so the same tokens mean another text. Set tokenizer_path="
             f"{saved.path / run_tokenizer.FOLDER}, or another run_name to start from scratch."
         )
-    resume.refuse_changes(
-        stored | {rows: before},
-        cfg.as_dict() | {rows: now},
-        checkpoint=str(saved.path),
-    )
+    resume.refuse_changes(stored, cfg.as_dict(), checkpoint=str(saved.path))
+    if rows_before != rows_now:
+        start = "load_parameters_path" if settings.is_island else "load_full_state_path"
+        raise CheckpointError(
+            f"sequences_per_{rows}={rows_now} (the checkpoint has {rows_before}): a resumed run "
+            "must have the batch of the interrupted one. It is per_device_batch_size * "
+            f"{devices} / context * gradient_accumulation_steps. Set these keys back, or set "
+            f"another run_name to start a new run, with {start}={saved.path}."
+        )
     before, now = saved.meta["contents"], data["contents"]
     if before == now:
         return

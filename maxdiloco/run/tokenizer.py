@@ -39,7 +39,7 @@ def resolved(cfg: config.Config) -> config.Config:
         size = of_model
     elif rows == "auto" and size % _MULTIPLE:
         rows = -(-size // _MULTIPLE) * _MULTIPLE
-    return config.replace(cfg, vocab_size=size, padded_vocab_size=rows)
+    return config.check(vars(cfg) | {"vocab_size": size, "padded_vocab_size": rows})
 
 
 def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:

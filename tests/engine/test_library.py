@@ -22,6 +22,7 @@ from maxdiloco.diloco import outer_rate
 from maxdiloco.diloco.combinations import RADIAL
 from maxdiloco.engine.settings import ExchangeSettings
 from maxdiloco.errors import NumericsError
+from maxdiloco.run import settings as run_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / "docs/howto/use-as-a-library.md").read_text(encoding="utf-8")
@@ -241,7 +242,7 @@ def test_a_nan_outer_gradient_names_no_key_of_the_trainer():
 )
 def test_the_library_s_outer_rate_and_momentum_are_the_trainer_s(options, keys):
     settings = make(**options).settings
-    cfg = config.with_replicas(config.load(keys, {}), options.get("num_replicas", 2))
+    cfg = run_settings.with_replicas(config.load(keys, {}), options.get("num_replicas", 2))
     assert settings.outer_lr == cfg.diloco_outer_lr
     assert settings.outer_momentum == cfg.diloco_outer_momentum == outer_rate.MOMENTUM
 

@@ -9,6 +9,7 @@ from tiers import corner
 
 from maxdiloco.config import config, files
 from maxdiloco.config.keys import KEYS
+from maxdiloco.run import settings as run_settings
 
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yml"))
 # What makes each the mode that its name says.
@@ -33,7 +34,7 @@ MODES["many_replicas"] |= FOUR_BITS
 
 def loaded(name):
     cfg = config.load([f"configs/recipes/{name}.yml"], {})
-    return config.with_replicas(cfg, 2).as_dict()
+    return run_settings.with_replicas(cfg, 2).as_dict()
 
 
 def test_there_is_a_recipe_for_every_mode_which_is_what_its_name_says():

@@ -149,6 +149,12 @@ def test_another_held_out_part_or_batch_is_refused_by_key():
     refuse_changes(settings_of(plain), saved(plain), M=1, B=4, data=same)
     with pytest.raises(CheckpointError, match="^sequences_per_step=8 "):
         refuse_changes(settings_of(plain), saved(plain), M=4, B=2, data=same)
+    keys = "^sequences_per_replica=8 .*per_device_batch_size .*load_full_state_path"
+    with pytest.raises(CheckpointError, match=keys):
+        refuse_changes(settings_of(cfg), saved(), M=2, B=8, data=same)
+    island = config.load(["enable_islands=true", "islands_store=/a", "island_name=a"], {})
+    with pytest.raises(CheckpointError, match="^sequences_per_replica=8 .*load_parameters_path"):
+        refuse_changes(settings_of(island), saved(island), M=1, B=8, data=same)
     with pytest.raises(CheckpointError, match="^eval_fraction=0.05 "):
         refuse_changes(settings_of(cfg), saved(eval_fraction=0.1), M=2, B=2, data=data)
 

@@ -8,6 +8,7 @@ from run import names_key, train
 
 from maxdiloco.config import config
 from maxdiloco.diloco import outer
+from maxdiloco.run import settings as run_settings
 from maxdiloco.run import warnings
 
 CPU = dict(platform="cpu", num_devices=8, num_parameters=7 * 10**9)
@@ -125,7 +126,7 @@ def test_keys_that_are_seldom_meant_are_named_in_a_line(kind, keys, facts, expec
 )
 def test_outer_rate_and_momentum_follow_mode_and_replicas(keys, replicas, rate, momentum):
     """docs/reference/results.md, loss by mode. And they are stored."""
-    cfg = config.with_replicas(config.load(keys.split(), {}), replicas)
+    cfg = run_settings.with_replicas(config.load(keys.split(), {}), replicas)
     assert (cfg.diloco_outer_lr, cfg.diloco_outer_momentum) == pytest.approx((rate, momentum))
     assert config.from_dict(cfg.as_dict()).diloco_outer_lr == rate
 
