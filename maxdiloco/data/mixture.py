@@ -64,7 +64,7 @@ class Mixture:
         the order of the sources have changed.
         """
         moved, state = order.next_position(position, step, M, B), position.sources
-        same = self.shares == state["shares"] and list(self.names) == _order(state)
+        same = self.shares == state["shares"] and list(self.names) == state["order"]
         if same and (self.shares or moved is position):
             return moved
         if moved is position:
@@ -175,7 +175,7 @@ class Mixture:
     def _sequences_read(self, position, step):
         """Return the sequences of each source that are read before `step`, by name."""
         state = position.sources
-        names, steps = _order(state), step - position.s0
+        names, steps = state["order"], step - position.s0
         if state["shares"]:
             by_share = self.by_share  # computing a period of 100,000 costs 0.4 s
             if state["shares"] != self.shares or names != list(self.names):
@@ -192,14 +192,6 @@ class Mixture:
     def _replicas_of(self, source, M):
         """Return how many of M replicas read a source."""
         return (M - source - 1) // len(self.sources) + 1
-
-
-def _order(state: SourcesRead) -> list[str]:
-    """Return the order of the sources in a saved position.
-
-    Positions saved by older versions have the order only in the keys of `read`.
-    """
-    return state.get("order") or list(state["read"])
 
 
 def _by_source(source: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
