@@ -11,7 +11,6 @@ import io
 import os
 import urllib.parse
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO, NamedTuple
 
 from maxdiloco import small_files
@@ -20,10 +19,9 @@ from maxdiloco.data.read_ahead import REQUESTS, in_threads
 from maxdiloco.storage import store
 from maxdiloco.storage.store import is_local
 
-# Bytes of the first and of the largest request of a sequential reader; two requests are in memory.
-# 4 MiB in 20 ms are 200 MB/s.
-_LEAST = 1 << 16
-_MOST = 1 << 22
+# Bytes of a request of a sequential reader. 4 MiB in 20 ms are 200 MB/s, and tokenising them takes
+# far longer, so nothing is fetched ahead.
+_REQUEST = 1 << 22
 
 
 def is_https(path: str) -> bool:
@@ -56,17 +54,34 @@ class Stamp(NamedTuple):
         return cls(entry.size, entry.version.get("e_tag", "").removeprefix("W/").strip('"'))
 
 
-def opened(path: str, stamp: Stamp | None = None, span: tuple[int, int] | None = None) -> BinaryIO:
+def opened(path: str, stamp: Stamp | None = None) -> BinaryIO:
     """Open a file to read, for a `with`.
 
     Args:
       path: local, in a bucket or on https.
       stamp: the version of an object to read. None: the present version.
-      span: (begin, end) in bytes of an object that will be read, with one request.
     """
     if is_local(path):
         return small_files.open_regular(path)
-    return io.BufferedReader(ObjectFile(*_bucket(path), stamp, span))
+    return io.BufferedReader(ObjectFile(path, stamp or _present(path)), _REQUEST)
+
+
+def _present(path: str) -> Stamp:
+    """Return the stamp of an object. Raises FileNotFoundError."""
+    bucket, name = _bucket(path)
+    if (entry := bucket.head(name)) is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object")
+    return Stamp.of_entry(entry)
+
+
+def read_whole(path: str, most: int) -> bytes:
+    """Return the content of a file of at most `most` bytes. Raises OSError; EFBIG if larger."""
+    if is_local(path):
+        return small_files.read_bytes(path, most)
+    with opened(path) as file:
+        if Stamp.of_file(file).size > most:
+            raise OSError(errno.EFBIG, f"larger than {most:,} bytes")
+        return file.read()
 
 
 def objects(path: str) -> dict[str, Stamp]:
@@ -151,31 +166,12 @@ def _bucket(path: str) -> tuple[store.Bucket, str]:
 
 
 class ObjectFile(io.RawIOBase):
-    """An object as a file.
+    """A version of an object as a file, of which each read is one request."""
 
-    For a sequential reader, a thread fetches the next bytes ahead. Each request is twice as large
-    as the previous one, up to _MOST.
-    """
-
-    def __init__(
-        self,
-        bucket: store.Bucket,
-        name: str,
-        stamp: Stamp | None = None,
-        span: tuple[int, int] | None = None,
-    ):
-        """Open an object. Raises FileNotFoundError. See `opened` for stamp and span."""
-        self._bucket, self._name, self._span = bucket, name, span or (0, 0)
-        self._pool: ThreadPoolExecutor | None = None  # the thread that fetches ahead
-        if stamp is None:
-            if (entry := bucket.head(name)) is None:
-                raise FileNotFoundError(errno.ENOENT, "there is no such object")
-            stamp = Stamp.of_entry(entry)
-        self.stamp = stamp
+    def __init__(self, path: str, stamp: Stamp):
+        """Begin to read at the start. No request is made."""
+        self._path, self.stamp = path, stamp
         self._place = 0  # position of the reader [bytes]
-        self._begin, self._data = 0, b""  # offset and content of the bytes in memory
-        self._size = _LEAST  # size of the next request [bytes]
-        self._ahead: Future[bytes] | None = None  # the bytes after self._data
 
     def readable(self) -> bool:
         """Yes."""
@@ -191,45 +187,15 @@ class ObjectFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: bytearray) -> int:
-        """Read bytes at the reader's position, at most up to the end of the bytes in memory."""
-        if not self._begin <= self._place < self._end and self._place < self.stamp.size:
-            self._fetch(len(buffer))
-        start = self._place - self._begin
-        data = self._data[start : start + len(buffer)]
-        buffer[: len(data)] = data
-        self._place += len(data)
-        return len(data)
+        """Read bytes at the reader's position, at most BLOCK_BYTES."""
+        begin, count = self._place, min(len(buffer), store.BLOCK_BYTES)
+        end = min(begin + count, self.stamp.size)
+        if begin >= end:
+            return 0
+        buffer[: end - begin] = read_range(self._path, self.stamp, begin, end)
+        self._place = end
+        return end - begin
 
-    @property
-    def _end(self) -> int:
-        return self._begin + len(self._data)
-
-    def _fetch(self, count: int) -> None:
-        begin, ahead, kept = self._place, self._ahead, b""
-        goes_on = begin == self._end and bool(self._data)
-        if goes_on:
-            kept = self._data[-_LEAST:]  # a reader that splits text seeks back to a line end
-        if goes_on and ahead is not None:
-            data = ahead.result()
-        elif self._span[0] <= begin < self._span[1]:
-            data = self._get(begin, self._span[1])
-        else:
-            data = self._get(begin, begin + max(count, self._size))
-        self._begin, self._data, self._ahead = begin - len(kept), kept + data, None
-        if goes_on and self._end < self.stamp.size:
-            self._size = min(2 * self._size, _MOST)
-            self._pool = self._pool or ThreadPoolExecutor(1)
-            self._ahead = self._pool.submit(self._get, self._end, self._end + self._size)
-
-    def _get(self, begin: int, end: int) -> bytes:
-        end = min(end, self.stamp.size, begin + store.BLOCK_BYTES)
-        data, entry = self._bucket.get_part(self._name, begin, end)
-        if Stamp.of_entry(entry) != self.stamp:
-            raise OSError(errno.ESTALE, "another object is in its place")
-        return data
-
-    def close(self) -> None:
-        """Close the file, after the request that is in progress."""
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-        super().close()
+    def readall(self) -> bytes:
+        """Read all bytes from the reader's position on."""
+        return b"".join(iter(lambda: self.read(store.BLOCK_BYTES), b""))

@@ -15,7 +15,6 @@ failing disk would kill the process with SIGBUS, which Python cannot turn into a
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -32,7 +31,7 @@ from maxdiloco.data.corpus import reading
 from maxdiloco.data.packing import Piece, starts_of
 from maxdiloco.data.paths import Stamp, is_local
 from maxdiloco.data.read_ahead import REQUESTS, in_threads
-from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer, meaning
+from maxdiloco.data.tokenizer_base import SETTINGS, Tokenizer
 from maxdiloco.errors import DataError
 
 # Tokens of a block, 16 or 32 KiB. A window of 1,024 tokens is in one or two blocks, and computing
@@ -101,11 +100,7 @@ def read_manifest(folder: str, where: str) -> Manifest:
       DataError: the manifest is missing or damaged, or has another FORMAT.
     """
     try:
-        with paths.opened(os.path.join(folder, MANIFEST)) as file:
-            content = file.read(_MOST_MANIFEST + 1)
-        if len(content) > _MOST_MANIFEST:
-            raise OSError(errno.EFBIG, f"larger than {_MOST_MANIFEST:,} bytes")
-        checksum, _, body = content.partition(b"\n")
+        content = paths.read_whole(os.path.join(folder, MANIFEST), _MOST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
             f"{where} has no {MANIFEST}: python -m maxdiloco.prepare has not finished it. Run that "
@@ -115,6 +110,7 @@ def read_manifest(folder: str, where: str) -> Manifest:
         remedy = "Repair the disk." if is_local(folder) else "Start again when the store answers."
         why = f"{where}: {MANIFEST} cannot be read ({error.strerror}). {remedy}"
         raise DataError(why) from error
+    checksum, _, body = content.partition(b"\n")
     if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
         raise DataError(f"{where}: {MANIFEST} is damaged. {_REMEDY}")
     fields = json_text.parse(body)
@@ -348,42 +344,19 @@ def file_hash(path: str) -> str:
 
 
 def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) -> None:
-    """Raise DataError, which names the differences, if another tokenizer made the tokens."""
+    """Raise DataError, which names the keys to set, if another tokenizer made the tokens."""
     if documents.manifest.tokenizer == tokenizer.fingerprint:
         return
-    own, files = os.path.join(documents.folder, TOKENIZER), tokenizer.files()
+    own = os.path.join(documents.folder, TOKENIZER)
     settings = os.path.join(own, SETTINGS)
     with reading(settings, _REMEDY):
         there = read_fields(settings)
-    kind = there.get("tokenizer_type")
-    keys = {}  # the keys to set for the folder's tokenizer, if they differ
-    wrong = []
-    if kind != tokenizer.kind:
-        keys["tokenizer_type"] = kind
-        if kind == "byte":
-            keys["tokenizer_path"] = ""  # has no effect with byte, which refuses it
-        wrong.append(f"tokenizer_type={kind}, not {tokenizer.kind}")
-    else:
-        for name in files.keys() - {SETTINGS}:
-            path = os.path.join(own, name)
-            with reading(path, _REMEDY), paths.opened(path) as file:
-                if meaning(file.read()) != meaning(files[name]):
-                    wrong.append(f"another {name}")
-    for key, token, mine in (("add_bos", "bos", tokenizer.bos), ("add_eos", "eos", tokenizer.eos)):
-        theirs = there.get(token)
-        if (mine is None) != (theirs is None):
-            keys[key] = "false" if theirs is None else "true"
-            wrong.append(f"{key}={keys[key]}")
-        elif mine != theirs and not wrong:
-            wrong.append(f"{token}={theirs}, not {mine}")
-    of_file = "tokenizer_type" in keys or len(wrong) > len(keys)
-    if kind not in (None, "byte") and of_file:
-        keys["tokenizer_path"] = own
-    remedy = " ".join(f"{key}={value}" for key, value in keys.items())
+    kind, bos, eos = (there.get(name) for name in ("tokenizer_type", "bos", "eos"))
+    added = f"add_bos={bos is not None} add_eos={eos is not None}".lower()
     raise DataError(
-        f"{where} was not tokenised with the tokenizer of this run (tokenizer_type="
-        f"{tokenizer.kind}), but with {', '.join(wrong) or 'another one'}. "
-        f"{f'Set {remedy}, or prepare' if remedy else 'Prepare'} the text again."
+        f"{where} was not tokenised with the tokenizer of this run, but with the one in {own} "
+        f"(bos={bos}, eos={eos}). Set tokenizer_type={kind} tokenizer_path="
+        f"{'' if kind == 'byte' else own} {added}, or prepare the text again."
     )
 
 

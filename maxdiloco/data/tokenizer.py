@@ -6,7 +6,6 @@ The packages, extra [text], are imported on first use.
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import pathlib
@@ -19,7 +18,7 @@ import numpy as np
 
 from maxdiloco import json_text, small_files
 from maxdiloco.data import packages, paths
-from maxdiloco.data.paths import Stamp
+from maxdiloco.data.corpus import reading
 from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer, to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.storage.store import is_local
@@ -300,12 +299,10 @@ def read(kind: str, path: str) -> SubwordTokenizer:
     is_name = kind == "huggingface" and _HUB_NAME.fullmatch(path)
     if is_name and not os.path.exists(file):
         file = _downloaded(path, where)
-    else:
-        with _reading(file, where, kind):
-            is_folder = (os.path.isdir if is_local(file) else paths.is_folder)(file)
-        file = os.path.join(file, FILES[kind]) if is_folder else file
-    with _reading(file, where, kind):
-        content = _whole(file)
+    with reading(where, f"Give a {FILES[kind]}, or a folder that holds one."):
+        if (os.path.isdir if is_local(file) else paths.is_folder)(file):
+            file = os.path.join(file, FILES[kind])
+        content = paths.read_whole(file, MOST_BYTES)
     found = of_content(kind, content, where)
     config, saved = (_fields_next_to(file, name, kind) for name in (CONFIG, SETTINGS))
     if saved is not None:
@@ -331,28 +328,6 @@ def _downloaded(name, where):
     return file
 
 
-def _whole(path):
-    """Return the content of a file. Raises OSError, also if it is larger than MOST_BYTES."""
-    if is_local(path):
-        return small_files.read_bytes(path, MOST_BYTES)
-    with paths.opened(path) as file:
-        if Stamp.of_file(file).size > MOST_BYTES:
-            raise OSError(errno.EFBIG, f"larger than {MOST_BYTES:,} bytes")
-        return file.read()
-
-
-@contextlib.contextmanager
-def _reading(file, where, kind):
-    try:
-        yield
-    except OSError as error:
-        hub = ", or a name of the hub as in openai-community/gpt2" if kind == "huggingface" else ""
-        raise DataError(
-            f"{where}: {file} cannot be read ({error.strerror}). Give a {FILES[kind]}, a folder "
-            f"that holds one{hub}."
-        ) from error
-
-
 def _fields_next_to(tokenizer_file, name, kind):
     """Return the fields of a JSON file next to a tokenizer's file.
 
@@ -361,18 +336,16 @@ def _fields_next_to(tokenizer_file, name, kind):
       FILES.
     """
     folder, own = os.path.split(tokenizer_file)
-    file = os.path.join(folder, name)
     if own != FILES[kind]:
         return None
-    with _reading(file, file, kind):
+    file = os.path.join(folder, name)
+    with reading(file, "Give this user the right to read it, or remove it."):
         try:
-            content = _whole(file)
+            fields = json_text.parse(paths.read_whole(file, MOST_BYTES))
         except FileNotFoundError:
             return None
-    try:
-        fields = json_text.parse(content)
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}. Repair it or remove it.") from error
+        except ValueError as error:
+            raise DataError(f"{file} is not JSON: {error}. Repair it or remove it.") from error
     return fields if isinstance(fields, dict) else {}
 
 
