@@ -228,19 +228,12 @@ def eval_batches(
 def _open(dataset, read_number, count, sequences, worker_count=0):
     if dataset.computed:
         return closing(read_number(number) for number in range(count))
-    lost = (
-        f"a process that reads text is gone (grain_worker_count={worker_count}): killed, or out of "
-        "memory or of space in /dev/shm. Give the machine more, or lower grain_worker_count; the "
-        "same command resumes the run."
-    )
     at_once = batches_at_once(sequences) if dataset.requests else 0
     batches = read_ahead(
         read_number,
         count,
         worker_count,
         at_once=at_once,
-        lost=lost,
         setting=f"grain_worker_count={worker_count}",
-        otherwise=", or set grain_worker_count=0",
     )
     return closing(batches)

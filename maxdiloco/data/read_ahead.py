@@ -1,14 +1,14 @@
-"""Read results ahead of their use: in one thread, in many threads, or in processes of Grain.
+"""Read results ahead of their use: in threads, or in processes of Grain.
 
-Many threads are for buckets, whose latency is high. An error is raised instead of its batch, and
-close() waits for the threads. The order of sequences is not decided here, see order.py.
+One thread suffices for local files. Many are for buckets, whose latency is high. An error is raised
+instead of its batch, and close() waits for the threads. The order of sequences is not decided here,
+see order.py.
 """
 
 import contextlib
 import itertools
 import multiprocessing
 import os
-import queue
 import signal
 import sys
 import threading
@@ -38,40 +38,9 @@ def batches_at_once(sequences: int) -> int:
     return min(max(2, -(-REQUESTS // sequences)), _MOST_BATCHES)
 
 
-def in_thread(read: Callable[[T], Any], items: Iterable[T]) -> Iterator[Any]:
-    """Yield read(item) for each item, in order; one thread reads up to _AHEAD results ahead.
-
-    An error is raised instead of its result. Closing waits for the read in progress.
-
-    Returning a result that is ready costs 0.06 ms. Grain's ThreadPrefetchIterDataset needs 0.15 ms,
-    and 0.3 s to import.
-    """
-    results: queue.SimpleQueue = queue.SimpleQueue()
-    room, closed, end = threading.Semaphore(_AHEAD), threading.Event(), object()
-
-    def read_all() -> None:
-        try:
-            for item in items:
-                room.acquire()
-                if closed.is_set():
-                    return
-                results.put(read(item))
-        finally:
-            results.put(end)
-
-    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as pool:
-        try:
-            reading = pool.submit(read_all)
-            while (result := results.get()) is not end:
-                room.release()
-                yield result
-            reading.result()  # raises the error of a read
-        finally:
-            closed.set()
-            room.release()
-
-
-def in_threads(read: Callable[[T], Any], items: Iterable[T], threads: int) -> Iterator[Any]:
+def in_threads(
+    read: Callable[[T], Any], items: Iterable[T], threads: int, ahead: int = 0
+) -> Iterator[Any]:
     """Yield read(item) for each item, in order, from several threads.
 
     An error is raised instead of its result. Closing waits for the reads in progress.
@@ -80,14 +49,15 @@ def in_threads(read: Callable[[T], Any], items: Iterable[T], threads: int) -> It
       read: the function to call.
       items: the argument of each call.
       threads: number of concurrent calls. 0: each item is read when its result is needed.
+      ahead: number of results to read before they are needed. 0: one for each thread.
     """
     if not threads:
         yield from map(read, items)
         return
     left = iter(items)
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-ahead") as pool:
         try:
-            begun = deque(pool.submit(read, item) for item in itertools.islice(left, threads))
+            begun = deque(pool.submit(read, i) for i in itertools.islice(left, ahead or threads))
             while begun:
                 found = begun.popleft().result()
                 begun.extend(pool.submit(read, item) for item in itertools.islice(left, 1))
@@ -103,9 +73,7 @@ def read_ahead(
     *,
     ahead: int = 1,
     at_once: int = 0,
-    lost: str = "",
     setting: str = "",
-    otherwise: str = "",
 ) -> Iterator[Any]:
     """Return an iterator over read(0) to read(count - 1), which are read ahead.
 
@@ -114,30 +82,27 @@ def read_ahead(
     Args:
       read: the function to call.
       count: number of results.
-      worker_count: number of processes that read. 0: a thread of this process; see in_thread.
+      worker_count: number of processes that read. 0: threads of this process.
       ahead: number of results that each process reads ahead.
       at_once: concurrent reads in each process, for data with a high latency. 0: one.
-      lost: message of the LostPeerError for a process that died.
       setting: key and value that request processes, for messages.
-      otherwise: end of a message if no process can be started, such as another remedy.
 
     Raises:
       LostPeerError: a process died.
       ConfigError: processes are requested, and /dev/shm cannot be written.
     """
     if not worker_count:
-        items = range(count)
-        return in_threads(read, items, at_once) if at_once else in_thread(read, items)
+        return in_threads(read, range(count), at_once or 1, at_once or _AHEAD)
     import grain  # imported here, because the import costs 0.3 s
 
     # The threads of a worker process need no clean-up, since they end with the process.
     threads = grain.ReadOptions(num_threads=at_once, prefetch_buffer_size=at_once)
     batches = grain.MapDataset.range(count).map(read).to_iter_dataset(threads)
     options = grain.MultiprocessingOptions(worker_count, per_worker_buffer_size=ahead)
-    return _from_processes(batches, options, lost, setting, otherwise)
+    return _from_processes(batches, options, setting)
 
 
-def _from_processes(batches, options, lost, setting, otherwise):
+def _from_processes(batches, options, setting):
     from absl import flags
 
     try:
@@ -145,7 +110,7 @@ def _from_processes(batches, options, lost, setting, otherwise):
     except OSError as error:
         raise ConfigError(
             f"{setting}: /dev/shm cannot be written ({error.strerror}), and processes share memory "
-            f"there. Mount it writable and with free space{otherwise}."
+            "there. Mount it writable and with free space."
         ) from error
     # Grain reads absl flags to start processes, and only absl programs parse them.
     if not flags.FLAGS.is_parsed():
@@ -161,7 +126,11 @@ def _from_processes(batches, options, lost, setting, otherwise):
         except RuntimeError as error:
             if "terminated unexpectedly" not in str(error):
                 raise
-            raise LostPeerError(lost) from error
+            raise LostPeerError(
+                f"{setting}: a process that reads text is gone: killed, or out of memory or of "
+                "space in /dev/shm. Give the machine more, or use fewer processes; the same "
+                "command resumes."
+            ) from error
 
 
 @contextlib.contextmanager
@@ -182,7 +151,11 @@ def _ctrl_c_blocked():
 
 
 def _begin_process(_index, _count):
-    """Ignore SIGINT and SIGTERM, which the trainer handles, and exit when the trainer exits."""
+    """Ignore SIGINT and SIGTERM, which the trainer handles, and exit when the trainer exits.
+
+    A tokenizer in the process uses one core, since there is a process for each core.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     trainer = multiprocessing.parent_process()

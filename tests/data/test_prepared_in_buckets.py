@@ -14,7 +14,7 @@ from fake_gcs import BUCKET
 from maxdiloco import prepare as program
 from maxdiloco.data import shards
 from maxdiloco.data.prepared import prepare
-from maxdiloco.errors import ConfigError, DataError
+from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.storage import object_lock, store
 from maxdiloco.storage.object_lock import ObjectLock
 from maxdiloco.storage.run_folder import absolute
@@ -189,7 +189,7 @@ def test_a_preparation_that_loses_its_lock_makes_no_more_parts(faulty, source, m
         return made(*arguments)
 
     monkeypatch.setattr(prepare.part, "make_part", make_part)
-    with pytest.raises(ConfigError, match=f"^out={OUT}: {OUT}/lock "):
+    with pytest.raises(CheckpointError, match=f"^out={OUT}: {OUT}/lock "):
         run(source)
     names = content(bucket).keys()
     parts = sorted(filter(FACTS.fullmatch, names))

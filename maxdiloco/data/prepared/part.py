@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,14 +40,6 @@ class Work:
 def facts_name(number: int) -> str:
     """Return the name of the file with the facts of a part, which is written after its tokens."""
     return f"part-{number:05d}.json"
-
-
-def make_part_on_one_core(
-    work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int
-) -> dict:
-    """Call `make_part` in a worker process, where the tokenizer must use only one core."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return make_part(work, out, todo, index)
 
 
 def make_part(work: Work, out: str, todo: Sequence[tuple[int, Sequence[Span]]], index: int) -> dict:

@@ -1,7 +1,6 @@
 """Prepare a folder of shards from a source: plan parts, make missing ones, write the manifest."""
 
 import contextlib
-import errno
 import fcntl
 import functools
 import json
@@ -10,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from etils import epath
@@ -22,7 +21,7 @@ from maxdiloco.data.prepared import part
 from maxdiloco.data.prepared.part import Work
 from maxdiloco.data.read_ahead import read_ahead
 from maxdiloco.data.registry import Reader
-from maxdiloco.errors import CheckpointError, ConfigError, DataError
+from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_lock import LockHeldError, ObjectLock
 from maxdiloco.storage.os_errors import reason
@@ -39,7 +38,6 @@ _LEAST_BYTES = 1 << 20
 _SMALL_BYTES = 32 << 20
 _PLAN = "source.json"
 _LOCK = "lock"
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 # Names of files that only an unfinished folder needs, and of temporary files of a killed process.
 _FACTS = r"part-\d{5,}\.json"
 _WHOLE = rf"({_FACTS}|part-\d{{5,}}\.bin|(source|manifest)\.json|(offsets|checksums)\.npy)"
@@ -68,13 +66,6 @@ def plan_of(work: Work) -> dict[str, Any]:
     }
 
 
-class _Target(NamedTuple):
-    """The folder to write, for the process that holds its lock."""
-
-    path: epath.Path
-    require: Callable[[], None]  # raises ConfigError if another process has the lock
-
-
 def prepare(
     work: Work,
     out: str,
@@ -97,19 +88,19 @@ def prepare(
 
     Raises:
       DataError: text is missing, unreadable or damaged, or the folder cannot be written.
-      ConfigError: the folder is in use, was made from something else, or has no locks.
+      ConfigError: the folder is in use, or was made from something else.
       LostPeerError: a process that tokenises has died.
-      CheckpointError: the folder is in a bucket, and obstore is not installed.
+      CheckpointError: obstore is not installed, or another process has the lock of a bucket.
     """
     plan, folder = plan_of(work), absolute(out, key=key)
     named = f"{key}={folder}"
     try:
         with contextlib.ExitStack() as stack:
-            target = None
+            require = None  # raises CheckpointError if the lock was lost
             waiting = False
             while not _is_complete(plan, folder, named):
                 try:
-                    target = stack.enter_context(_locked(folder, named, say))
+                    require = stack.enter_context(_locked(folder, named, say))
                     break
                 except LockHeldError as error:
                     if not waits:
@@ -119,9 +110,9 @@ def prepare(
                     waiting = True
                     time.sleep(_LOOK_S)
             # Another process may have completed the folder between the check and the lock.
-            if target is not None and not _is_complete(plan, folder, named):
+            if require is not None and not _is_complete(plan, folder, named):
                 _begin(plan, folder, named)
-                _make(work, plan["part_bytes"], target, say)
+                _make(work, plan["part_bytes"], folder, require, say)
             else:
                 with contextlib.suppress(OSError):  # it may be on a read-only file system
                     _remove(folder, _FACTS, _LEFT)  # left if killed after writing the manifest
@@ -139,17 +130,17 @@ def prepare(
 
 
 @contextlib.contextmanager
-def _locked(folder: epath.Path, named: str, say: Callable[[str], None]) -> Iterator[_Target]:
-    """Lock the folder. Raises LockHeldError if another process holds the lock."""
+def _locked(
+    folder: epath.Path, named: str, say: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Lock the folder; yield a function that raises CheckpointError if the lock was lost.
+
+    Raises LockHeldError if another process holds the lock.
+    """
     if not is_local(folder):
         words = {"key": named, "otherwise": "choose another folder"}
-        try:
-            with ObjectLock(folder / _LOCK, **words, say=say) as lock:
-                yield _Target(folder, lock.require)
-        except LockHeldError:
-            raise
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
+        with ObjectLock(folder / _LOCK, **words, say=say) as lock:
+            yield lock.require
         return
     durable.make_folder(folder)
     with (folder / _LOCK).open("a") as file:
@@ -160,19 +151,11 @@ def _locked(folder: epath.Path, named: str, say: Callable[[str], None]) -> Itera
                 f"{named} is being written by another process. Wait for it, or choose another "
                 "folder."
             ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            raise ConfigError(
-                f"{named} is on a file system without locks ({reason(error)}), where two programs "
-                "could write it at once. Choose a folder on another file system, and copy it when "
-                "it is complete."
-            ) from error
-        yield _Target(folder, lambda: None)
+        yield lambda: None
 
 
-def _make(work, part_bytes, target, say):
-    begun, folder = time.perf_counter(), target.path
+def _make(work, part_bytes, folder, require, say):
+    begun = time.perf_counter()
     _remove(folder, _LEFT)
     parts = list(part.runs(work.source.spans(part_bytes), lambda span: span.size, part_bytes))
     if not parts:
@@ -199,17 +182,12 @@ def _make(work, part_bytes, target, say):
     todo = [(number, spans) for number, spans in enumerate(parts) if number not in facts]
 
     def check():
-        target.require()
+        require()
         damaged = [record for number in sorted(facts) for record in facts[number]["damaged"]]
         check_damage(damaged, work.allowed)
 
     check()
-    make_part = part.make_part if processes == 0 else part.make_part_on_one_core
-    make = functools.partial(make_part, work, os.fspath(folder), todo)
-    lost = (
-        "a process that tokenises text is gone: killed, or out of memory. The same command "
-        "resumes; processes=1 needs less memory."
-    )
+    make = functools.partial(part.make_part, work, os.fspath(folder), todo)
     with output.progress("tokenised", sum(sizes), say, done=done) as advance:
         count = len(todo)  # as `ahead`, so that no worker waits for a slow part of another
         made = read_ahead(
@@ -217,7 +195,6 @@ def _make(work, part_bytes, target, say):
             count,
             min(processes, count),
             ahead=max(count, 1),
-            lost=lost,
             setting=f"processes={processes}",
         )
         with contextlib.closing(made):
@@ -225,7 +202,7 @@ def _make(work, part_bytes, target, say):
                 facts[number] = found
                 check()
                 advance(sizes[number])
-    manifest = _finish(work, target, [facts[number] for number in range(len(parts))])
+    manifest = _finish(work, folder, require, [facts[number] for number in range(len(parts))])
     seconds = time.perf_counter() - begun
     tokens = sum(count for count, *_ in manifest.parts)
     say(
@@ -235,7 +212,7 @@ def _make(work, part_bytes, target, say):
     if manifest.damaged:
         say(f"{len(manifest.damaged)} damaged records were skipped (max_corrupted_records):")
     for where, why in manifest.damaged[:_MOST_NAMED]:
-        say(f"  {where}: {why.removeprefix(f'{where} ')}")
+        say(f"  {where}: {why}")
 
 
 def _is_complete(plan: dict[str, Any], folder: epath.Path, named: str) -> bool:
@@ -245,10 +222,7 @@ def _is_complete(plan: dict[str, Any], folder: epath.Path, named: str) -> bool:
       ConfigError: the folder was made from another source or with other settings.
     """
     plan = {"format": shards.FORMAT, **plan}
-    if not is_local(folder) or folder.is_dir():
-        there = _sizes(folder)
-    else:
-        there = {}
+    there = _sizes(folder)
     if _PLAN not in there:
         return False
     before = shards.read_fields(folder / _PLAN)
@@ -276,9 +250,8 @@ def _begin(plan: dict[str, Any], folder: epath.Path, named: str) -> None:
         new.write_text(json.dumps({"format": shards.FORMAT, **plan}))
 
 
-def _finish(work, target, facts):
+def _finish(work, folder, require, facts):
     """Write the tables, the tokenizer's files and, last, the manifest; returns the manifest."""
-    folder = target.path
     lengths, checksums = [], []
     for number in range(len(facts)):
         fields = shards.read_fields(folder / part.facts_name(number))
@@ -310,7 +283,7 @@ def _finish(work, target, facts):
         files=[[os.path.basename(f), documents[i]] for i, f in enumerate(work.source.names)],
         damaged=[record for found in facts for record in found["damaged"]],
     )
-    target.require()
+    require()
     with durable.atomic_write(folder / shards.MANIFEST) as path:
         path.write_bytes(manifest.to_bytes())
     _remove(folder, _FACTS, _LEFT)
@@ -328,7 +301,7 @@ def _write_table(path, table):
 def _sizes(folder):
     """Return {name: bytes} of the files in a folder, or of all objects below it in a bucket."""
     if is_local(folder):
-        entries = os.scandir(folder)
+        entries = os.scandir(folder) if folder.is_dir() else ()
         return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
     there = {os.fspath(path.relative_to(folder)): entry.size for path, entry in folder.entries()}
     there.pop(".", None)  # the empty object that a console makes for a folder
