@@ -6,11 +6,11 @@ The readers of the file formats are in `sources/`.
 import contextlib
 import errno
 import glob
+import itertools
 import os
 import stat as modes
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from maxdiloco.data import paths
@@ -26,14 +26,6 @@ _NOT_STDLIB = ("site-packages", "dist-packages", "__pycache__", "test", "tests",
 # The longest piece of a text file that is tokenised at once [bytes]. A tokenizer needs about 30
 # times as much memory, and a cut every million bytes changes next to no token.
 PIECE = 1 << 20
-# Remedies for an object that cannot be read.
-_OF_OBJECTS = MappingProxyType({
-    errno.EACCES: "Give these credentials the right to read it.",
-    errno.ENOENT: "Correct the name, or put it back.",
-    errno.ENOTSUP: "Use a server that sends ranges of a file, or copy the file to a disk.",
-    errno.ESTALE: "It has changed since the run began: do not modify data while they are read, "
-    "and start again.",
-})  # fmt: skip
 
 
 class Span(NamedTuple):
@@ -74,7 +66,6 @@ def check_damage(damaged: Sequence[Sequence[str]], allowed: int) -> None:
     """Raise DataError if there are more damaged records than max_corrupted_records allows."""
     if len(damaged) > allowed:
         where, why = damaged[-1]
-        why = why.removeprefix(f"{where} ")
         raise DataError(
             f"{where}: {why}{'' if why.endswith('.') else '.'} max_corrupted_records={allowed} "
             "damaged records are skipped. Repair the file, leave it out, or allow more."
@@ -102,57 +93,44 @@ def find(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str,
     given = f"{key}={path}"
     if not path:
         root = sysconfig.get_paths()["stdlib"]
-        files = in_folder(root, (".py",), _NOT_STDLIB, f"{key} is empty")
-        why = (
-            f"{key} is empty, and the standard library in {root} has no .py files. "
-            f"Set {key} to text of your own."
-        )
+        given, suffixes = f"{key}= (Python's standard library in {root})", (".py",)
+        files = in_folder(root, suffixes, _NOT_STDLIB, given)
+    elif is_local(path):
+        files = _mounted(path, given, suffixes)
     else:
-        search = _mounted if is_local(path) else _in_bucket
-        files, kind = search(path, given, suffixes)
-        why = {
-            "folder": f"{given} has no files that end in {' '.join(suffixes)}. "
-            f"Name others by a glob, as in {os.path.join(path, '**', '*.rst')}.",
-            "glob": f"{given} matches no file. Correct the pattern.",
-            "name": f"{given} names no file that ends in {' '.join(suffixes)}, and https lists no "
-            "folder. Name one such file, or a folder of maxdiloco.prepare.",
-            "none": f"{given} does not exist or is out of reach. Give a folder, a file or a glob; "
-            "empty takes the source of Python's standard library.",
-        }[kind]
+        with reading(given):
+            files = _in_bucket(path, suffixes)
     if not files:
-        raise DataError(why)
+        raise DataError(
+            f"{given} names no file to read. Give a file, a glob that matches files, or a folder, "
+            f"except on https, with files that end in {' '.join(suffixes)}."
+        )
     return files if isinstance(files, dict) else dict.fromkeys(files)
 
 
 def _mounted(path, given, suffixes):
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
-        return in_folder(expanded, suffixes, (), given), "folder"
+        return in_folder(expanded, suffixes, (), given)
     if os.path.isfile(expanded):
-        return [expanded], "none"
-    if glob.has_magic(expanded) and "\0" not in expanded:
-        # A dangling link stays: opening it raises an error that names it.
-        return sorted(n for n in _matches(expanded, given) if not os.path.isdir(n)), "glob"
-    return [], "none"
+        return [expanded]
+    if "\0" in expanded:
+        return []
+    # A dangling link stays: opening it raises an error that names it.
+    return sorted(name for name in _matches(expanded, given) if not os.path.isdir(name))
 
 
-def _in_bucket(path, given, suffixes):
-    if paths.is_https(path) and not path.endswith(suffixes):
-        return {}, "name"
-    with reading(given):
-        if paths.is_https(path):
-            stamp = paths.find(path)
-            return {path: stamp} if stamp else {}, "none"
-        if below := paths.objects(path):
-            return _chosen(below, path, suffixes), "folder"
-        if stamp := paths.find(path):
-            return {path: stamp}, "none"
-        if not glob.has_magic(path):
-            return {}, "none"
-        parts = path.split("/")
-        first = next(number for number, part in enumerate(parts) if glob.has_magic(part))
-        below = paths.objects("/".join(parts[:first]))
-    return {name: below[name] for name in sorted(below) if paths.fits(name, path)}, "glob"
+def _in_bucket(path, suffixes):
+    if paths.is_https(path):
+        stamp = paths.find(path) if path.endswith(suffixes) else None
+        return {path: stamp} if stamp else {}
+    if below := paths.objects(path):
+        return _chosen(below, path, suffixes)
+    if stamp := paths.find(path):
+        return {path: stamp}
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), path.split("/"))
+    below = paths.objects("/".join(fixed)) if glob.has_magic(path) else {}
+    return {name: below[name] for name in sorted(below) if paths.fits(name, path)}
 
 
 def _chosen(objects, folder, suffixes):
@@ -250,7 +228,7 @@ def reading(path: str, remedy: str = "") -> Iterator[None]:
             mend = "Put the file or its disk in order"
         remedy = remedy or f"{mend}, or leave it out of dataset_path."
         if not is_local(path):
-            remedy = _OF_OBJECTS.get(error.errno, "Once the store answers, start again.")
+            remedy = "Check that it exists, can be read and does not change, and start again."
         raise DataError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
 
 

@@ -1,10 +1,8 @@
-"""The values of dataset_type, each with its file suffixes and the function that opens its text."""
+"""The values of dataset_type, and the function that opens their text."""
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from maxdiloco import output
@@ -23,25 +21,8 @@ class Source(NamedTuple):
     column: str
 
 
-class DatasetType(NamedTuple):
-    """A value of dataset_type."""
-
-    # (path, key, column) -> source of text; None: this dataset_type does not read text.
-    open: Callable[[str, str, str], Reader] | None = None
-    suffixes: tuple[str, ...] = ()  # suffixes of the files in a folder; empty: reads no folder
-
-
-DATASET_TYPES: Mapping[str, DatasetType] = MappingProxyType({
-    "text": DatasetType(partial(files.open_files, files.TEXT, files.check_text), files.TEXT),
-    "parquet": DatasetType(
-        partial(files.open_files, files.PARQUET, files.check_parquet), files.PARQUET
-    ),
-    "arrayrecord": DatasetType(
-        partial(files.open_files, files.ARRAYRECORD, files.check_arrayrecord), files.ARRAYRECORD
-    ),
-    "hf": DatasetType(tables.open_hub),
-    "synthetic": DatasetType(),
-})  # fmt: skip
+# The values of dataset_type.
+DATASET_TYPES = (*files.SUFFIXES, "hf", "synthetic")
 
 
 def open_source(source: Source, key: str) -> Reader:
@@ -56,17 +37,18 @@ def open_source(source: Source, key: str) -> Reader:
       ConfigError: the dataset_type does not read text, or a package is missing.
     """
     kind, path, column = source
-    readers = {name: row.open for name, row in DATASET_TYPES.items() if row.open}
-    if kind not in readers:
+    if kind not in DATASET_TYPES or kind == "synthetic":
         raise ConfigError(
-            f"dataset_type={kind} has no text to read. Use one of {', '.join(readers)}."
+            f"dataset_type={kind} has no text to read. Use one of {', '.join(DATASET_TYPES[:-1])}."
         )
     if shards.is_folder(path):
         raise DataError(
             f"{key}={path} is prepared already: it holds tokens, not text. Train with "
             f"dataset_path={path}, or give the text that it was made from."
         )
-    return readers[kind](path, key, column)
+    if kind == "hf":
+        return tables.open_hub(path, key, column)
+    return files.open_files(kind, path, key, column)
 
 
 def open_for_user(source: Source) -> Reader:
@@ -79,19 +61,16 @@ def open_for_user(source: Source) -> Reader:
 
 def left_out_lines(source: Source, key: str) -> Iterator[str]:
     """Yield a warning with the number of files in a folder that a source does not read, if any."""
-    kind, path, _ = source
-    read, folder = DATASET_TYPES[kind].suffixes, os.path.expanduser(path)
-    no_folder = paths.is_https(path)
-    if paths.is_local(path):
-        no_folder = not os.path.isdir(folder)
-    if not path or not read or no_folder or shards.is_folder(path):
+    read, path = files.SUFFIXES.get(source.kind), source.path
+    folder = os.path.expanduser(path)
+    is_file = not os.path.isdir(folder) if paths.is_local(path) else paths.is_https(path)
+    if not path or not read or is_file or shards.is_folder(path):
         return
     names = corpus.in_folder(folder, ("",), (), path)
     others = Counter(os.path.splitext(n)[1] for n in names if not n.endswith((*read, ".")))
     named = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in others.most_common(8)]
-    tables = "; dataset_type=parquet reads those" if others[".parquet"] else ""
     if others:
         yield (
             f"warning: {others.total():,} other files in {key}={path} are not read: "
-            f"{', '.join(named)}{tables}."
+            f"{', '.join(named)}."
         )

@@ -93,7 +93,7 @@ def test_a_standard_library_without_files_is_named(folder, monkeypatch):
     """Some distributions ship it as a zip file."""
     root = folder({"a.c": b"1"})
     monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": root})
-    with pytest.raises(DataError, match=rf"^dataset_path .*{root} "):
+    with pytest.raises(DataError, match=rf"^dataset_path= .*{root}\) "):
         corpus.find("", "dataset_path")
 
 

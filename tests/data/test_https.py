@@ -42,7 +42,7 @@ def test_an_address_that_cannot_be_read_is_named(https, monkeypatch):
     for path in ("dir", "*.md?", "c.txt", "closed.txt", "away.txt"):
         with pytest.raises(DataError, match=f"^dataset_path={https.url}/{re.escape(path)} "):
             corpus.find(f"{https.url}/{path}", "dataset_path")
-    source = files.open_files((".txt",), files.check_text, f"{https.url}/a.txt", "key", "text")
+    source = files.open_files("text", f"{https.url}/a.txt", "key", "text")
     https.ranges = False
     with pytest.raises(DataError, match=r"a\.txt .*Range"):
         list(source.read(next(source.spans(100)), None))

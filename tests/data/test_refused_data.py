@@ -30,7 +30,7 @@ def second_line(line):
         # Files that are not text, by their suffix and by their bytes.
         ({"a.gz": LONG}, "/a.gz", {}, ["{path} "]),
         ({"a.zip": LONG}, "/a.zip", {}, ["{path} "]),
-        ({"a.parquet": LONG}, "/a.parquet", {}, ["{path} ", "dataset_type=parquet"]),
+        ({"a.parquet": LONG}, "/a.parquet", {}, ["{path} ", "dataset_type=text"]),
         ({"a.txt": b"plain \xe4 latin-1"}, "/a.txt", {}, ["{path} byte 6:"]),
         ({"a.txt": "UTF-16".encode("utf-16")}, "/a.txt", {}, ["{path} byte 0:"]),
         ({"a.txt": b"text\0"}, "/a.txt", {}, ["{path} byte 4:"]),

@@ -7,7 +7,8 @@ in which it begins.
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import BinaryIO
 
 from maxdiloco import json_text
@@ -20,9 +21,12 @@ from maxdiloco.errors import DataError
 
 # Suffixes of compressed files of JSON lines.
 COMPRESSED = (".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")
-TEXT = corpus.SUFFIXES + COMPRESSED
-PARQUET = (".parquet",)
-ARRAYRECORD = (".arrayrecord", ".array_record")
+# The suffixes of the files that are read in a folder, by dataset_type.
+SUFFIXES: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "text": corpus.SUFFIXES + COMPRESSED,
+    "parquet": (".parquet",),
+    "arrayrecord": (".arrayrecord", ".array_record"),
+})  # fmt: skip
 # Suffixes of files that are not text.
 _NO_TEXT = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".parquet", ".arrow", ".npy")
 # The longest .jsonl line [bytes]. Each line is in memory as a whole.
@@ -85,11 +89,20 @@ def read_compressed(
 
 
 def _document(line, where, column, skip):
+    """Yield the text in a .jsonl line. A blank line has none."""
+    if not line.strip():
+        return
     try:
-        if text := line_text(line, column, where):
-            yield Text(text)
-    except DataError as error:
-        skip(where, str(error))
+        fields = json_text.parse(line)
+    except ValueError as error:
+        skip(where, f"not JSON: {error}")
+        return
+    text = fields.get(column) if isinstance(fields, dict) else None
+    if not isinstance(text, str):
+        names = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
+        skip(where, f"text_column={column} is not one of its texts: it has {names or 'no field'}")
+    elif text:
+        yield Text(text)
 
 
 def _line_start(file, place, size):
@@ -145,34 +158,10 @@ def lines(file: BinaryIO, path: str, offset: int) -> Iterator[tuple[int, bytes]]
         offset += len(line)
 
 
-def line_text(line: bytes, column: str, where: str) -> str:
-    """Return the text in a .jsonl line, or "" for a blank line. Raises DataError if it has none."""
-    if not line.strip():
-        return ""
-    try:
-        fields = json_text.parse(line)
-    except ValueError as error:
-        raise DataError(
-            f"{where} is not JSON: {error}. Every line of a .jsonl file is one JSON object."
-        ) from error
-    if not isinstance(fields, dict) or column not in fields:
-        names = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
-        raise DataError(
-            f"text_column={column} is not in {where}, which has {names or 'no field'}. Set "
-            "text_column to the field that holds the text."
-        )
-    if not isinstance(fields[column], str):
-        raise DataError(
-            f"text_column={column} is a {type(fields[column]).__name__} in {where}, not a string. "
-            "Set text_column to the field that holds the text."
-        )
-    return fields[column]
-
-
 # (suffixes, (file, path, span, column, skip) -> texts); the first row that matches is used.
 _READERS = (
-    (PARQUET, tables.read),
-    (ARRAYRECORD, records.read),
+    (SUFFIXES["parquet"], tables.read),
+    (SUFFIXES["arrayrecord"], records.read),
     (COMPRESSED, read_compressed),
     ((".jsonl",), read_lines),
     (("",), read_text),
@@ -216,59 +205,31 @@ class Files:
         return [[name, *stamp] for name, stamp in zip(names, self.stamps, strict=True)]
 
 
-def open_files(
-    suffixes: tuple[str, ...],
-    check: Callable[[str], None],
-    path: str,
-    key: str,
-    column: str,
-) -> Files:
+def open_files(kind: str, path: str, key: str, column: str) -> Files:
     """Open a data set of files, sorted by path. No file is read.
 
     Args:
-      suffixes: suffixes of the files to find in a folder.
-      check: called with the name of each file; raises DataError for a file of another kind.
+      kind: dataset_type, a key of SUFFIXES.
       path: as for `corpus.find`.
       key: as for `corpus.find`.
       column: field or column that holds the text.
 
     Raises:
-      DataError: no file was found, or a file cannot be opened.
+      DataError: no file was found, or a file cannot be opened or is of another kind.
     """
+    suffixes = SUFFIXES[kind]
+    if kind == "arrayrecord" and not is_local(path):
+        raise DataError(
+            f"dataset_type=arrayrecord: {path} is not local, which the package array_record needs. "
+            "Copy the files to a disk, or prepare them on a machine with the files."
+        )
     found = corpus.find(path, key, suffixes)
     for name in found:
-        check(name)
+        # A text file may have any suffix that no other format has.
+        if not name.endswith(suffixes) and (kind != "text" or name.endswith(_NO_TEXT)):
+            raise DataError(
+                f"dataset_type={kind}: {name} is not one of its files ({' '.join(suffixes)}). "
+                "Select those by a glob, or set the dataset_type of this file."
+            )
     stamps = (stamp or corpus.stamp(name) for name, stamp in found.items())
     return Files(tuple(found), tuple(stamps), column)
-
-
-def check_text(name: str) -> None:
-    """Raise DataError if the suffix of a file belongs to a format that is not text."""
-    if name.endswith(_NO_TEXT) and not name.endswith(COMPRESSED):
-        remedy = f"JSON lines may be compressed, as {' '.join(COMPRESSED)}"
-        if name.endswith(PARQUET):
-            remedy = "Set dataset_type=parquet"
-        raise DataError(f"dataset_type=text: {name} is not text. {remedy}; or leave the file out.")
-
-
-def check_parquet(name: str) -> None:
-    """Raise DataError if the suffix of a file is not .parquet."""
-    if not name.endswith(PARQUET):
-        raise DataError(
-            f"dataset_type=parquet: {name} does not end in .parquet. Use dataset_type=text for "
-            "text and JSON lines, or name the parquet files by a glob."
-        )
-
-
-def check_arrayrecord(name: str) -> None:
-    """Raise DataError unless a file is local and has a suffix of ArrayRecord files."""
-    if not name.endswith(ARRAYRECORD):
-        raise DataError(
-            f"dataset_type=arrayrecord: {name} does not end in {' or '.join(ARRAYRECORD)}. Select "
-            "the ArrayRecord files with a glob, or use dataset_type=text."
-        )
-    if not is_local(name):
-        raise DataError(
-            f"dataset_type=arrayrecord: {name} is not a local file, which the package array_record "
-            "needs. Copy the files to a disk, or prepare them on a machine with the files."
-        )

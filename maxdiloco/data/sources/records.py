@@ -12,6 +12,22 @@ from maxdiloco.errors import DataError
 
 # Number of records that are read at once.
 _RECORDS = 256
+# The necessary fields of tensorflow/core/example/{example,feature}.proto.
+_EXAMPLE = """
+name: "example.proto" package: "own" syntax: "proto3"
+message_type { name: "BytesList"
+  field { name: "value" number: 1 type: TYPE_BYTES label: LABEL_REPEATED } }
+message_type { name: "Feature"
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".own.BytesList" } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED
+          type_name: ".own.Features.FeatureEntry" }
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".own.Feature" } } }
+message_type { name: "Example"
+  field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".own.Features" } }
+"""
 
 
 def read(file: BinaryIO, path: str, span: Span, column: str, skip: Skip) -> Iterator[Text]:
@@ -68,36 +84,9 @@ def _text(message: Any, record: bytes, column: str, where: str, skip: Skip) -> s
 
 
 def _example_class() -> Any:
-    """Return a message class that reads the text features of tf.train.Example.
+    """Return a message class that reads the text features of tf.train.Example."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    It has only the necessary fields of tensorflow/core/example/{example,feature}.proto.
-    """
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="own", syntax="proto3")
-
-    def add(messages, name, *fields):
-        added = messages.add(name=name)
-        for number, (field_name, kind, label, type_name) in enumerate(fields, start=1):
-            added.field.add(
-                name=field_name, number=number, type=kind, label=label, type_name=type_name
-            )
-        return added
-
-    one, many, message = field.LABEL_OPTIONAL, field.LABEL_REPEATED, field.TYPE_MESSAGE
-    messages = file.message_type
-    add(messages, "BytesList", ("value", field.TYPE_BYTES, many, None))
-    add(messages, "Feature", ("bytes_list", message, one, ".own.BytesList"))
-    features = add(messages, "Features", ("feature", message, many, ".own.Features.FeatureEntry"))
-    entry = add(
-        features.nested_type,
-        "FeatureEntry",
-        ("key", field.TYPE_STRING, one, None),
-        ("value", message, one, ".own.Feature"),
-    )
-    entry.options.map_entry = True
-    add(messages, "Example", ("features", message, one, ".own.Features"))
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("own.Example"))

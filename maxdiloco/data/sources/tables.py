@@ -114,15 +114,10 @@ def open_hub(path: str, key: str, column: str) -> Hub:
     """
     name, _, rest = path.partition(":")
     config, _, split = rest.partition(":")
-    if not name:
+    if not name or not is_local(path):
         raise DataError(
-            f"{key} is empty, but dataset_type=hf needs the name of a data set. Set {key} to one "
-            "of the hub, such as allenai/c4:en, or to a folder."
-        )
-    if not is_local(path):
-        raise DataError(
-            f"{key}={path} is an address, but dataset_type=hf reads the hub or a mounted folder. "
-            "Use dataset_type=parquet or text for files in a bucket."
+            f"{key}={path}: dataset_type=hf reads a data set of the hub, such as allenai/c4:en, or "
+            "a local folder. Use dataset_type=parquet or text for files in a bucket."
         )
     user = f"dataset_type=hf of {key}={path}"
     datasets = require("datasets", user, extra="data")
@@ -130,16 +125,11 @@ def open_hub(path: str, key: str, column: str) -> Hub:
     hub_logging.set_verbosity_error()  # the hub logs each attempt; one line suffices
     try:
         dataset = _load(datasets, os.path.expanduser(name), config or None, split or "train")
-    except ConnectionError as error:
-        raise DataError(
-            f"{key}={path} cannot be downloaded ({error}). On a machine with a network run `hf "
-            f"download {name} --repo-type dataset --local-dir DIR`, copy DIR here and set "
-            f"{key}=DIR."
-        ) from error
     except (OSError, KeyError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{key}={path} cannot be loaded by the package datasets: {error}. Give NAME, "
-            "NAME:CONFIG or NAME:CONFIG:SPLIT of the hub, or a folder."
+            "NAME:CONFIG or NAME:CONFIG:SPLIT of the hub, or a folder. A machine without a network "
+            f"needs a folder from `hf download {name} --repo-type dataset --local-dir DIR`."
         ) from error
     _check_column(dataset.data.schema, column, f"{key}={path}")
     return Hub((path,), dataset.select_columns([column]), column)
