@@ -4,18 +4,17 @@ The readers of the file formats are in `sources/`.
 """
 
 import contextlib
-import errno
 import glob
 import itertools
 import os
-import stat as modes
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from maxdiloco.data import paths
 from maxdiloco.data.paths import Stamp, is_local
 from maxdiloco.errors import DataError
+from maxdiloco.storage.os_errors import refusing
 
 # Suffixes of the files that are read in a folder. The path of a file or a glob may have any suffix.
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -203,33 +202,21 @@ def _matches(pattern, source):
 
 def stamp(path: str) -> Stamp:
     """Return the stamp of a local file. Raises DataError if it cannot be opened."""
-    with reading(path):
-        if not modes.S_ISREG(os.stat(path).st_mode):
-            raise DataError(
-                f"{path} cannot be read: it is not a regular file. Leave it out of dataset_path."
-            )
-        with open(path, "rb") as file:
-            return Stamp.of_file(file)
+    with reading(path), paths.opened(path) as file:
+        return Stamp.of_file(file)
 
 
-@contextlib.contextmanager
-def reading(path: str, remedy: str = "") -> Iterator[None]:
+def reading(path: str, remedy: str = "") -> contextlib.AbstractContextManager[None]:
     """Turn an OSError inside the `with` into a DataError.
 
     Args:
       path: the file, for the message.
       remedy: one or more sentences. Empty: the message proposes to repair or leave out the file.
     """
-    try:
-        yield
-    except OSError as error:
-        mend = "Give this user the right to read it"
-        if error.errno not in (errno.EACCES, errno.EPERM):
-            mend = "Put the file or its disk in order"
-        remedy = remedy or f"{mend}, or leave it out of dataset_path."
-        if not is_local(path):
-            remedy = "Check that it exists, can be read and does not change, and start again."
-        raise DataError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
+    if not is_local(path):
+        remedy = "Check that it exists, can be read and does not change, and start again."
+    remedy = remedy or "Make the file readable for this user, or leave it out of dataset_path."
+    return refusing(DataError, f"{path} cannot be read", remedy)
 
 
 def changed(path: str) -> DataError:

@@ -99,17 +99,9 @@ def read_manifest(folder: str, where: str) -> Manifest:
     Raises:
       DataError: the manifest is missing or damaged, or has another FORMAT.
     """
-    try:
-        content = paths.read_whole(os.path.join(folder, MANIFEST), _MOST_MANIFEST)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(
-            f"{where} has no {MANIFEST}: python -m maxdiloco.prepare has not finished it. Run that "
-            "command again with the same keys, or name its out folder."
-        ) from error
-    except OSError as error:
-        remedy = "Repair the disk." if is_local(folder) else "Start again when the store answers."
-        why = f"{where}: {MANIFEST} cannot be read ({error.strerror}). {remedy}"
-        raise DataError(why) from error
+    path = os.path.join(folder, MANIFEST)
+    with reading(f"{where}: {path}", _REMEDY):
+        content = paths.read_whole(path, _MOST_MANIFEST)
     checksum, _, body = content.partition(b"\n")
     if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
         raise DataError(f"{where}: {MANIFEST} is damaged. {_REMEDY}")

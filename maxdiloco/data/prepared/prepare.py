@@ -24,7 +24,7 @@ from maxdiloco.data.registry import Reader
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_lock import LockHeldError, ObjectLock
-from maxdiloco.storage.os_errors import reason
+from maxdiloco.storage.os_errors import refusing
 from maxdiloco.storage.run_folder import absolute
 from maxdiloco.storage.store import is_local
 
@@ -59,6 +59,7 @@ def part_bytes_of(source: Reader) -> int:
 def plan_of(work: Work) -> dict[str, Any]:
     """Return everything that decides a folder's content, as JSON."""
     return {
+        "format": shards.FORMAT,
         "source": work.source.version(),
         "column": work.source.column,
         "tokenizer": work.tokenizer.fingerprint,
@@ -94,39 +95,34 @@ def prepare(
     """
     plan, folder = plan_of(work), absolute(out, key=key)
     named = f"{key}={folder}"
-    try:
-        with contextlib.ExitStack() as stack:
-            require = None  # raises CheckpointError if the lock was lost
-            waiting = False
-            while not _is_complete(plan, folder, named):
-                try:
-                    require = stack.enter_context(_locked(folder, named, say))
-                    break
-                except LockHeldError as error:
-                    if not waits:
-                        raise ConfigError(str(error)) from error
-                    if not waiting:
-                        say(f"{folder} is being written by another process: waiting for it")
-                    waiting = True
-                    time.sleep(_LOOK_S)
-            # Another process may have completed the folder between the check and the lock.
-            if require is not None and not _is_complete(plan, folder, named):
-                _begin(plan, folder, named)
-                _make(work, plan["part_bytes"], folder, require, say)
-            else:
-                with contextlib.suppress(OSError):  # it may be on a read-only file system
-                    _remove(folder, _FACTS, _LEFT)  # left if killed after writing the manifest
-                say(f"{folder} is prepared: nothing to do")
-        if is_local(folder):
-            shards.open_shards(os.fspath(folder), key)
-        # The run that made the folder may have allowed more damaged records.
-        check_damage(shards.read_manifest(os.fspath(folder), named).damaged, work.allowed)
-    except OSError as error:
-        mend = "Repair the disk" if is_local(folder) else "Make it accessible"
-        raise DataError(
-            f"{named} cannot be written ({reason(error)}). {mend}, or choose another folder; the "
-            "same command resumes."
-        ) from error
+    remedy = "Make it writable, or choose another folder; the same command resumes."
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(refusing(DataError, f"{named} cannot be written", remedy))
+        require = None  # raises CheckpointError if the lock was lost
+        waiting = False
+        while not _is_complete(plan, folder, named):
+            try:
+                require = stack.enter_context(_locked(folder, named, say))
+                break
+            except LockHeldError as error:
+                if not waits:
+                    raise ConfigError(str(error)) from error
+                if not waiting:
+                    say(f"{folder} is being written by another process: waiting for it")
+                waiting = True
+                time.sleep(_LOOK_S)
+        # Another process may have completed the folder between the check and the lock.
+        if require is not None and not _is_complete(plan, folder, named):
+            _begin(plan, folder, named)
+            _make(work, plan["part_bytes"], folder, require, say)
+        else:
+            with contextlib.suppress(OSError):  # it may be on a read-only file system
+                _remove(folder, _FACTS, _LEFT)  # left if killed after writing the manifest
+            say(f"{folder} is prepared: nothing to do")
+    if is_local(folder):
+        shards.open_shards(os.fspath(folder), key)
+    # The run that made the folder may have allowed more damaged records.
+    check_damage(shards.read_manifest(os.fspath(folder), named).damaged, work.allowed)
 
 
 @contextlib.contextmanager
@@ -221,7 +217,6 @@ def _is_complete(plan: dict[str, Any], folder: epath.Path, named: str) -> bool:
     Raises:
       ConfigError: the folder was made from another source or with other settings.
     """
-    plan = {"format": shards.FORMAT, **plan}
     there = _sizes(folder)
     if _PLAN not in there:
         return False
@@ -247,7 +242,7 @@ def _begin(plan: dict[str, Any], folder: epath.Path, named: str) -> None:
                 f"{named} is not empty, and was not made by maxdiloco.prepare. Choose a new folder."
             )
     with durable.atomic_write(folder / _PLAN) as new:
-        new.write_text(json.dumps({"format": shards.FORMAT, **plan}))
+        new.write_text(json.dumps(plan))
 
 
 def _finish(work, folder, require, facts):
