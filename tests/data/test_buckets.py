@@ -244,7 +244,7 @@ def test_threads_keep_the_order_raise_in_place_and_end():
     with pytest.raises(DataError, match="five"):
         next(found)
     assert {*range(6)} <= {*begun} <= {*range(9)}
-    assert not [t for t in threading.enumerate() if t.name.startswith("read-ahead")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPool")]
     lazy = read_ahead.in_threads(begun.append, range(3), 0)
     begun.clear()
     next(lazy)
