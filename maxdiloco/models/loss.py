@@ -114,26 +114,30 @@ def _forward(config, kernels, x_BLD, w, targets_BL, counts_BL):
     product_type = kernels.products.result_type
 
     def chunk(carry, inputs):
-        cross_sum, z_sum, dw_G = carry
+        cross_G, z_G, dw_G = carry
         x_GSTD, *targets = inputs
         logits_GSTV = head_logits(config, kernels, x_GSTD, w_compute)
         names = (TOKENS, None, None, "vocab_act")
         logits_GSTV = constrain(logits_GSTV, names, config.rules)
-        cross, z_loss, lse_GST = _losses(config, kernels, logits_GSTV, *targets)
+        *losses_G, lse_GST = _losses(config, kernels, logits_GSTV, *targets)
         d_GSTV = _d_logits(config, logits_GSTV, lse_GST, *targets).astype(w_compute.dtype)
         x_GSTD = x_GSTD.astype(w_compute.dtype)
         dx_GSTD = einsum(back, d_GSTV, w_compute, preferred_element_type=product_type)
         pair = (d_GSTV, x_GSTD) if config.tied_head else (x_GSTD, d_GSTV)
         dw_G = dw_G + einsum(across, *pair, preferred_element_type=f32)
         dw_G = constrain(dw_G, (TOKENS, *names_w), config.rules)
-        return (cross_sum + cross, z_sum + z_loss, dw_G), dx_GSTD.astype(x_BLD.dtype)
+        sums_G = (cross_G + losses_G[0], z_G + losses_G[1])
+        return (*sums_G, dw_G), dx_GSTD.astype(x_BLD.dtype)
 
     compute_type = f32 if kernels.products.float32_operands else x_BLD.dtype
     w_compute = constrain(w.astype(compute_type), names_w, config.rules)
     chunks = _chunks(config, kernels, (x_BLD, targets_BL, counts_BL))
     groups = chunks[0].shape[1]
-    start = (f32(0), f32(0), jnp.zeros((groups, *w.shape), f32))
-    (cross, z_loss, dw_G), dx_CGSTD = jax.lax.scan(chunk, start, chunks)
+    # One sum for each group: a sum over the groups would make devices wait in every chunk.
+    zeros_G = constrain(jnp.zeros(groups, f32), (TOKENS,), config.rules)
+    start = (zeros_G, zeros_G, jnp.zeros((groups, *w.shape), f32))
+    (cross_G, z_G, dw_G), dx_CGSTD = jax.lax.scan(chunk, start, chunks)
+    cross, z_loss = cross_G.sum(), z_G.sum()
     if kernels.products.scattered_gradients and groups == math.prod(token_shards(config.rules)):
         dw = scattered_sum(dw_G, head_names(config), config.rules).astype(w.dtype)
     else:
@@ -152,12 +156,12 @@ token_losses.defvjp(_forward, _backward)
 
 
 def _losses(config, kernels, logits_GSTV, targets_GST, counts_GST):
-    """Return summed cross-entropy, summed z-loss and the log normaliser of each position."""
+    """Return cross-entropy and z-loss, summed in each group, and the log normalisers."""
     lse_GST = kernels.logsumexp(logits_GSTV)
-    target_GST = kernels.target_logits(logits_GSTV, targets_GST)
-    cross = jnp.sum(jnp.where(counts_GST, lse_GST - target_GST, 0))
-    z_loss = config.z_loss_multiplier * jnp.sum(jnp.where(counts_GST, jnp.square(lse_GST), 0))
-    return cross, z_loss, lse_GST
+    target_GST = kernels.target_logits(config, logits_GSTV, targets_GST)
+    cross_G = jnp.sum(jnp.where(counts_GST, lse_GST - target_GST, 0), axis=(1, 2))
+    squares_G = jnp.sum(jnp.where(counts_GST, jnp.square(lse_GST), 0), axis=(1, 2))
+    return cross_G, config.z_loss_multiplier * squares_G, lse_GST
 
 
 def _d_logits(config, logits_GSTV, lse_GST, targets_GST, counts_GST):

@@ -162,12 +162,14 @@ def test_long_batches_get_more_chunks():
 
 
 def test_a_target_s_logit_that_is_read_has_the_bits_of_one_that_is_picked_by_a_sum():
-    """On one CPU device it is read. The last target is outside the vocabulary of 11."""
+    """On a CPU it is read. The last target is outside the vocabulary of 11."""
     rng = np.random.default_rng(0)
     logits_GSTV = jnp.asarray(rng.standard_normal((1, 2, 4, 11)), jnp.float32)
     targets_GST = jnp.asarray(rng.integers(0, 11, (1, 2, 4)), jnp.int32).at[0, 1, 3].set(11)
     read, picked = (
-        Kernels(products=Products(float32_results=wide)).target_logits(logits_GSTV, targets_GST)
+        Kernels(products=Products(float32_results=wide)).target_logits(
+            CONFIG, logits_GSTV, targets_GST
+        )
         for wide in (True, False)
     )
     np.testing.assert_array_equal(read, picked)

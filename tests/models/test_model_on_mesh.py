@@ -129,6 +129,34 @@ def test_vocabulary_sized_weights_cross_devices_once_a_step(devices):
     assert len(vocabulary) == 4
 
 
+def test_losses_of_a_split_batch_are_summed_over_devices_after_the_loops(devices):
+    """The forward pass has no other collectives, so a device never waits inside a loop."""
+    model = tiny_model.build()
+    mesh = tiny_model.mesh_of(devices, data=2)
+    args = place(model, mesh, *replicas(model, 1))
+    program = tiny_model.compiled(map_fn(model.loss, mesh=mesh)).lower(*args).compile()
+    moved = list(collectives(program.as_text()))
+    assert moved and all(entry for entry, _ in moved)
+
+
+@pytest.mark.parametrize(("sizes", "reads"), [(dict(data=2), True), (dict(tensor=2), False)])
+def test_a_target_s_logit_is_read_where_a_device_has_the_whole_vocabulary(devices, sizes, reads):
+    """On CPUs with bfloat16 activations. The loss is that of one device either way."""
+    model = tiny_model.with_kernels(tiny_model.build(), float32_results=True)
+    mesh = tiny_model.mesh_of(devices, **sizes)
+    both_R = replicas(model, 1)
+    loss = map_fn(model.loss, mesh=mesh)
+    rows_of_logits = [
+        equation
+        for equation in tiny_model.equations(loss, *both_R)
+        if equation.primitive.name == "gather" and equation.invars[0].aval.ndim == 5
+    ]
+    assert bool(rows_of_logits) is reads
+    found = tiny_model.compiled(loss)(*place(model, mesh, *both_R))
+    expected = tiny_model.compiled(model.loss)(*jax.tree.map(lambda x_R: x_R[0], both_R))
+    tiny_model.assert_close(jax.tree.map(lambda x_R: x_R[0], found), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("sizes", "at_once"), [(dict(fsdp=2), 1), (dict(data=2), 3), (dict(tensor=2), 3)]
 )

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.models.config import ModelConfig
+from maxdiloco.models.devices import split_axes
 from maxdiloco.models.kernels import (
     attention,
     grouped_matmul,
@@ -162,14 +163,16 @@ class Kernels:
             return reductions.logsumexp_in_one_pass(logits_V, axis=-1)
         return jax.nn.logsumexp(logits_V, axis=-1)
 
-    def target_logits(self, logits_V: jax.Array, targets: jax.Array) -> jax.Array:
+    def target_logits(
+        self, config: ModelConfig, logits_V: jax.Array, targets: jax.Array
+    ) -> jax.Array:
         """Return the logit of each target, 0 for one outside the vocabulary.
 
-        A single CPU device gathers the logit, because for the sum XLA:CPU would write and read all
-        logits.
+        CPU devices that have the whole vocabulary gather the logit, because for the sum XLA:CPU
+        would write and read all logits.
         """
-        single = jax.sharding.get_abstract_mesh().size <= 1
-        if self.products.float32_results and single:
+        (vocabulary,) = split_axes(("vocab_act",), config.rules)
+        if self.products.float32_results and not vocabulary:
             return reductions.gather_targets(logits_V, targets)
         return reductions.mask_targets(logits_V, targets)
 
