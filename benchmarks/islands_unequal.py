@@ -402,7 +402,7 @@ class Island:
     def peer(self, period: int) -> Peer:
         """Return the island as the author of a record observes it."""
         speed = self.steps_of_period * self._learner.step_tokens / TIMING.period
-        heartbeat = Heartbeat(self.name, 1, self._seq, ready=True, speed=speed, left=False)
+        heartbeat = Heartbeat(self.name, 1, self._seq, sent=(self._seq,), speed=speed, left=False)
         return Peer(heartbeat, changed_at=float(period), since=0.0)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from maxdiloco.islands import records
 from maxdiloco.islands import state_machine as machine
-from maxdiloco.islands.prefetch import MAX_RECORDS
+from maxdiloco.islands.executor import MAX_RECORDS
 from maxdiloco.islands.records import Message, Record, Run
 from maxdiloco.islands.rules import Timing
 from maxdiloco.islands.state_machine import StateMachine
@@ -62,8 +62,6 @@ class MemoryStore:
                 return self.put(name, body)
             case machine.Get(name) | machine.GetMessage(name):
                 return self.objects.get(name)
-            case machine.ListIncarnations(island):
-                return max(map(records.number_of, self.listed(f"i/{island}/", now)), default=0)
             case machine.ListHeartbeats():
                 return {name[3:]: self.objects[name] for name in self.listed("hb/", now)}
             case machine.LoadSnapshot(fragment):
@@ -114,12 +112,19 @@ class Island:
         self.stopped_until = 0.0
         self.begin()
 
-    def begin(self, after: int = 0) -> None:
-        """Start a program, without the progress that the last one has not sent."""
+    def begin(self, earlier: StateMachine | None = None) -> None:
+        """Start a program, without the progress that the last one has not sent.
+
+        Args:
+          earlier: the machine that joins again.
+        """
         world = self.world
         initial = tuple(_digest(fragment, 0) for fragment, _ in enumerate(world.run.fragments))
         nonce = str(next(world.count))
-        self.machine = StateMachine(world.run, world.timing, self.name, nonce, initial, after=after)
+        self.machine = StateMachine(world.run, world.timing, self.name, nonce, initial)
+        if earlier is not None:
+            self.machine.after = earlier.incarnation
+            self.machine.known = tuple(log.state for log in earlier.logs)
         self.stepping: object | None = None  # the step that is running
 
     def stop(self, pause_s: float, *, restarts: bool) -> bool:
@@ -229,7 +234,7 @@ class World:
                 digest = _digest(record.fragment, record.number)
                 self._deliver(island, to, machine.Answer(action, digest))
             case machine.Stop(again=again):
-                island.begin(after=to.incarnation if again else 0)
+                island.begin(earlier=to if again else None)
             case machine.Begin() | machine.Evaluate() | machine.Say():
                 pass
             case _:

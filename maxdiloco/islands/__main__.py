@@ -92,9 +92,9 @@ def _audit(bucket, run) -> int:
 
 
 def _status(bucket, run, wait: float) -> int:
-    before = log_store.heartbeats(bucket, run)
+    before = log_store.heartbeats(bucket, run, {})
     time.sleep(wait)
-    now = log_store.heartbeats(bucket, run)
+    now = log_store.heartbeats(bucket, run, {})
     logs = [audit.follow(bucket, run, fragment) for fragment in range(len(run.fragments))]
     rows = [["island", "incarnation", "is", "tokens/s", "tokens", "records behind"]]
     for name, beat in sorted(now.items()):
@@ -102,7 +102,7 @@ def _status(bucket, run, wait: float) -> int:
         if beat.left:
             what = "ended" if rules.progress(run, logs[0][0]) >= 1 else "left"
         else:
-            what = ("trains" if beat.ready else "joins") if living else "silent"
+            what = ("trains" if rules.is_ready(beat.sent) else "joins") if living else "silent"
         tokens = sum(m.tokens for m in logs[0][0].watermarks if m.island == name)
         speed = f"{beat.speed if living else 0:,.0f}"
         behind = (str(state.number - last[name]) if name in last else "all" for state, last in logs)

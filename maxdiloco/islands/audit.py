@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from maxdiloco.islands import log_store, outer_step, records, rules
-from maxdiloco.islands.outer_step import Outer, Term
+from maxdiloco.islands.outer_step import Outer
 from maxdiloco.islands.records import Damaged, LogState, Message, Record, Run
 from maxdiloco.islands.rules import Key
 from maxdiloco.storage.store import Bucket
@@ -222,18 +222,15 @@ def _next(bucket, run, state, record, outer, messages, log) -> tuple[LogState, O
     if outer is None:
         later = log[record.number].state if record.number < len(log) else ""
         return rules.next_state(run, state, record, later), None, False
-    gradient = None
+    gradient, read = None, functools.partial(log_store.read, bucket, run)
     if record.members:
-        with _as_differs(records.gradient_name(record)):
-            read = functools.partial(log_store.read, bucket, run)
+        with _as_differs(" or ".join(log_store.sources_of(run, record))):
             gradient = log_store.read_gradient(read, run, record)
     remade = bool(known) and None not in known
-    if remade:
-        terms = [log_store.read_term(bucket, run, record.fragment, one) for one in record.members]
-        bad = [term for term in terms if not isinstance(term, Term)]
-        if bad:
-            raise Differs(f"{name} takes the message {bad[0][0]}, which is bad: {bad[0][1]}")
-        if records.sha256(outer_step.reduced(run, record.fragment, terms)) != record.gradient:
+    if remade and outer_step.has_gradient(run, record):
+        with _as_differs(name):
+            payload = log_store.compute_gradient(read, run, record)
+        if records.sha256(payload) != record.gradient:
             raise Differs(f"{name}: its gradient is not the mean of its members")
     outer = outer_step.stepped(run, outer, record, gradient)
     return rules.next_state(run, state, record, outer.digest()), outer, remade

@@ -9,6 +9,7 @@ import functools
 import secrets
 import time
 from collections.abc import Callable, MutableSequence, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,15 @@ import numpy as np
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import log_store, outer_step, records, rules, signatures
 from maxdiloco.islands import state_machine as machine
-from maxdiloco.islands.outer_step import Outer, Term
-from maxdiloco.islands.prefetch import Prefetch, ReadAhead
-from maxdiloco.islands.records import Damaged, Gradient, LogState, Message, Record, Run
+from maxdiloco.islands.outer_step import Outer
+from maxdiloco.islands.records import Damaged, Gradient, Heartbeat, LogState, Message, Record, Run
 from maxdiloco.islands.rules import Timing
 from maxdiloco.islands.state_machine import StateMachine
-from maxdiloco.storage.store import Bucket
+from maxdiloco.storage.store import Bucket, Version
+
+# Limits on the records that are read ahead of a fragment, and on the bytes of their gradients. With
+# more bytes the bandwidth limits the speed, not the latency.
+MAX_RECORDS, MAX_BYTES = 8, 1 << 26
 
 
 class Executor:
@@ -51,7 +55,7 @@ class Executor:
         x: MutableSequence[np.ndarray] | None = None,
         error_feedback: bool = False,
         moments_of: int | None = None,
-        after: int = 0,
+        earlier: "Executor | None" = None,
         key: bytes | None = None,
         nonce: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -68,7 +72,7 @@ class Executor:
           error_feedback: whether the encoding error of a message stays for the next one also after
             a merge, which replaces x.
           moments_of: see StateMachine.
-          after: see StateMachine.
+          earlier: executor of this program's earlier incarnation, whose logs this one continues.
           key: private key of 32 bytes to sign with; None: messages are not signed.
           nonce: nonce of this program; None: a random nonce.
           clock: returns the time [s].
@@ -79,22 +83,26 @@ class Executor:
         if wrong := outer_step.problem(run):
             raise ConfigError(f"{wrong}. Islands cannot run with it. Set another value.")
         self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
-        self._prefetch = Prefetch(run, functools.partial(log_store.read, bucket, run))
         self.outer = [outer_step.fresh(values) for values in outer_params]
+        if earlier is not None:
+            self.outer = [*earlier.outer]
         self.x = [each.theta for each in self.outer] if x is None else x
         self.sent: list[dict[int, np.ndarray]] = [{} for _ in outer_params]
         # With error feedback: the encoding error of the last message, and the residual to add next.
         self._error_feedback = error_feedback
         self._error: list[Any] = [np.float32(0)] * len(outer_params)
         self._residual: list[Any] = [np.float32(0)] * len(outer_params)
-        self._payloads = {
-            records.snapshot_name(fragment, 0): each.to_bytes()
+        # Undecided messages and new snapshots of this island, and their payloads.
+        self._own: dict[str, tuple[Any, bytes]] = {
+            records.snapshot_name(fragment, 0): (None, each.to_bytes())
             for fragment, each in enumerate(self.outer)
         }
+        # By fragment: sha256 and payload of the gradient that this island computed last.
+        self._computed: dict[int, tuple[str, bytes]] = {}
+        self._ahead: dict[str, tuple[Any, bytes]] = {}  # read before they are requested
+        self._heartbeats: dict[str, tuple[Version, Heartbeat]] = {}
         self._small = [False] * len(outer_params)  # whether the last record had a small scale
         self._after: dict[str, tuple[Outer, str]] = {}  # outer state and digest, by gradient
-        # By fragment: name and content of the gradient that this island computed last.
-        self._computed: dict[int, tuple[str, tuple[Gradient, bytes]]] = {}
         self.requests: list[Any] = []
         self.said: list[str] = []
         self.evaluations: list[int] = []
@@ -102,7 +110,10 @@ class Executor:
         self.stop: machine.Stop | None = None
         digests = tuple(each.digest() for each in self.outer)
         nonce = secrets.token_hex(8) if nonce is None else nonce
-        self.state = StateMachine(run, timing, name, nonce, digests, moments_of, after)
+        after, known = 0, ()
+        if earlier is not None:
+            after, known = earlier.state.incarnation, [log.state for log in earlier.state.logs]
+        self.state = StateMachine(run, timing, name, nonce, digests, moments_of, after, known)
 
     def tick(self, *, within_step: bool = False) -> None:
         """Let time pass. within_step: an inner step is running, so x stays as it is."""
@@ -143,6 +154,8 @@ class Executor:
                     self.deliver(machine.Answer(action, self._applied(action)))
                 case machine.Begin(moments):
                     self.moments = moments
+                    self._own.clear()
+                    self._ahead.clear()
                     for fragment, each in enumerate(self.outer):
                         self.x[fragment] = each.theta
                 case machine.Evaluate(number):
@@ -154,15 +167,14 @@ class Executor:
                     self.requests.clear()
                 case _:
                     self.requests.append(action)
-                    if self.state.phase == machine.LOAD and isinstance(action, machine.Get):
-                        self.requests += self._prefetch.after(action.name)
 
     def leave(self) -> None:
         """Put a last heartbeat once the program ends, so that nobody waits for this island."""
         s = self.state
         was_replaced = self.stop is not None and self.stop.why == machine.REPLACED
         if s.beats and not was_replaced and s.failing_since is None:
-            last = records.Heartbeat(s.name, s.incarnation, s.beats + 1, False, 0.0, left=True)
+            sent = s.stored_messages()
+            last = Heartbeat(s.name, s.incarnation, s.beats + 1, sent, 0.0, left=True)
             with contextlib.suppress(OSError):  # without it the others wait until it is dead
                 self._request(machine.PutHeartbeat(f"hb/{s.name}", last))
 
@@ -183,8 +195,9 @@ class Executor:
         message = message._replace(
             norm=self.norm, finite=self.finite, sha256=records.sha256(payload)
         )
-        self._payloads[records.name_of_message(message)] = payload
-        return self._signed(message)
+        message = self._signed(message)
+        self._own[records.name_of_message(message)] = message, payload
+        return message
 
     def _signed(self, value: signatures.Signed) -> signatures.Signed:
         return value if self._key is None else signatures.signed(value, self._key)
@@ -199,7 +212,7 @@ class Executor:
             after, digest = before, before.digest()
         for own in self.state.logs[fragment].undecided:
             if own.message.seq in (*action.committed, *action.returned):
-                del self._payloads[records.name_of_message(own.message)]
+                del self._own[records.name_of_message(own.message)]
         committed = [sent.pop(seq) for seq in action.committed]
         for seq in action.returned:
             del sent[seq]
@@ -216,7 +229,7 @@ class Executor:
             self._log_record(record)
         if action.keep:
             name = records.snapshot_name(fragment, record.number)
-            self._payloads[name] = after.to_bytes()
+            self._own[name] = None, after.to_bytes()
         return digest
 
     def _log_record(self, record: Record) -> None:
@@ -232,20 +245,19 @@ class Executor:
         bucket, run = self._bucket, self._run
         match action:
             case machine.Create(name, body):
-                created = log_store.create(bucket, run, name, body, self._payloads.get(name, b""))
-                if name[0] != "u":
-                    self._payloads.pop(name, None)
+                _, payload = self._own.get(name, (None, b""))
+                created = log_store.create(bucket, run, name, body, payload)
+                if name[0] == "s":
+                    self._own.pop(name, None)
                 return machine.CREATED if created else machine.EXISTS
             case machine.PutHeartbeat(name, body):
                 return bucket.put(name, log_store.encoded(run, name, self._signed(body)))
             case machine.Get(name):
-                return self._prefetch.read(name)[0]
+                return self._got(name)
             case machine.GetMessage(name):
                 return log_store.read_header(bucket, run, name)
-            case machine.ListIncarnations(island):
-                return log_store.last_incarnation(bucket, island)
             case machine.ListHeartbeats():
-                return log_store.heartbeats(bucket, run)
+                return log_store.heartbeats(bucket, run, self._heartbeats)
             case machine.Reduce(draft):
                 return self._reduced(draft)
             case machine.FetchGradient(record):
@@ -254,35 +266,61 @@ class Executor:
                 return self._loaded(fragment)
             case machine.Delete(fragment):
                 return self._deleted(fragment)
-            case ReadAhead():
-                return self._prefetch.carry_out(action)
         raise AssertionError(action)
 
-    def _reduced(self, draft: Record) -> Any:
-        found = [
-            log_store.read_term(self._bucket, self._run, draft.fragment, member)
-            for member in draft.members
-        ]
-        if damaged := tuple(each for each in found if not isinstance(each, Term)):
-            return machine.Reduced("", damaged)
-        payload = outer_step.reduced(self._run, draft.fragment, found)
+    def _reduced(self, draft: Record) -> machine.Reduced:
+        try:
+            payload = log_store.compute_gradient(self._read, self._run, draft)
+        except log_store.Unusable as error:
+            return machine.Reduced("", error.members)
         value = Gradient(draft.fragment, draft.number, records.sha256(payload))
-        name = records.gradient_name(draft)
-        log_store.create(self._bucket, self._run, name, value, payload)
-        self._computed[draft.fragment] = name, (value, payload)
+        if outer_step.has_gradient(self._run, draft):
+            name = records.gradient_name(draft)
+            log_store.create(self._bucket, self._run, name, value, payload)
+        self._computed[draft.fragment] = value.sha256, payload
         return machine.Reduced(value.sha256)
 
     def _fetched(self, record: Record) -> bool:
         """Read a gradient, and take the outer step while inner steps are running."""
-        gradient = log_store.read_gradient(self._read_gradient, self._run, record)
+        sha256, payload = self._computed.pop(record.fragment, ("", b""))
+        if sha256 == record.gradient:  # a draft with the same members has the same gradient
+            sizes = outer_step.sizes_of(self._run, record.fragment)
+            gradient = outer_step.decode(self._run.wire_down, sizes, payload)
+        else:
+            gradient = log_store.read_gradient(self._read, self._run, record)
         after = outer_step.stepped(self._run, self.outer[record.fragment], record, gradient)
         self._after[records.gradient_name(record)] = after, after.digest()
         return True
 
-    def _read_gradient(self, name: str) -> tuple[Any, bytes]:
-        """Return a gradient that this island computed itself, or read it."""
-        own_name, content = self._computed.pop(records.fragment_of(name), ("", None))
-        return self._prefetch.read(name) if own_name != name else content
+    def _read(self, name: str) -> tuple[Any, bytes]:
+        """Return an object that this island has, or read it."""
+        found = self._own.get(name) or self._ahead.pop(name, None)
+        return found or log_store.read(self._bucket, self._run, name)
+
+    def _got(self, name: str) -> Any:
+        """Read an object. An island that catches up reads the records after a record, too.
+
+        Otherwise it would wait twice for each: for the record, and for its gradient.
+        """
+        if name in self._ahead:
+            return self._ahead.pop(name)[0]
+        value, _ = log_store.read(self._bucket, self._run, name)
+        if isinstance(value, Record) and self.state.phase == machine.LOAD:
+            sizes = outer_step.sizes_of(self._run, value.fragment)
+            size = outer_step.payload_size(self._run.wire_down, sizes)
+            first = value.number + 1
+            later = range(first, first + min(MAX_RECORDS, MAX_BYTES // size))
+            with ThreadPoolExecutor(MAX_RECORDS) as pool:
+                list(pool.map(functools.partial(self._read_ahead, value.fragment), later))
+        return value
+
+    def _read_ahead(self, fragment: int, number: int) -> None:
+        """Read a record, and its gradient or members. What is absent is requested again later."""
+        name = records.record_name(fragment, number)
+        with contextlib.suppress(OSError, Damaged):
+            record, _ = self._ahead[name] = log_store.read(self._bucket, self._run, name)
+            for source in log_store.sources_of(self._run, record) if record.members else ():
+                self._ahead[source] = log_store.read(self._bucket, self._run, source)
 
     def _loaded(self, fragment: int) -> LogState | None:
         found = log_store.newest_snapshot(self._bucket, self._run, fragment)

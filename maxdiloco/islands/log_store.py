@@ -18,12 +18,14 @@ from maxdiloco.storage import store
 from maxdiloco.storage.store import Bucket, Entry, LocalFolder, Version
 
 T = TypeVar("T")
+Key = rules.Key
 Read = Callable[[str], tuple[Any, bytes]]  # name -> (object, payload)
 _NAMES = re.compile(
-    r"hb/[A-Za-z0-9_-]{1,64}|i/[A-Za-z0-9_-]{1,64}/\d{1,19}|[cs]/\d{1,9}/\d{1,19}|d/\d{1,19}(\.2)?"
+    r"hb/[A-Za-z0-9_-]{1,64}|[cs]/\d{1,9}/\d{1,19}|d/\d{1,19}(\.2)?"
     r"|g/\d{1,9}/\d{1,19}\.[A-Za-z0-9_.-]{1,400}|u/\d{1,9}/[A-Za-z0-9_-]{1,64}(\.\d{1,19}){2}"
 )
 _GRADIENT = re.compile(r"g/\d+/\d+\.[A-Za-z0-9_-]{1,64}\.[0-9.]{1,40}")
+GONE = "gone"  # the reason to reject an absent message
 _MAX_SPEED = 1e12  # tokens a second; a heartbeat that claims more is ignored
 _FIRST_BYTES = 1 << 12  # read first of a message; few headers are longer
 
@@ -151,16 +153,30 @@ def read_header(bucket: Bucket, run: Run, name: str) -> Message:
     return message
 
 
+class Unusable(Damaged):
+    """Members of a record cannot count.
+
+    Attributes:
+      members: their keys, and the reasons.
+    """
+
+    def __init__(self, record: Record, members: tuple[tuple[Key, str], ...]):
+        """Describe the first member."""
+        name, (key, reason) = records.record_name(record.fragment, record.number), members[0]
+        super().__init__(f"{name} takes the message {key}, which is bad: {reason}")
+        self.members = members
+
+
 def read_term(
-    bucket: Bucket, run: Run, fragment: int, member: records.Member
-) -> Term | tuple[Any, str]:
+    read: Read, run: Run, fragment: int, member: records.Member
+) -> Term | tuple[Key, str]:
     """Return a member's values; or its key and the reason why they cannot count. Raises OSError."""
     key = rules.message_key(member)
     try:
-        message, payload = read(bucket, run, records.message_name(fragment, *key))
+        message, payload = read(records.message_name(fragment, *key))
         values = outer_step.decode(run.wire, outer_step.sizes_of(run, fragment), payload)
     except FileNotFoundError:
-        return key, "gone"
+        return key, GONE
     except ValueError:  # Damaged, too
         return key, "sha256"
     if not signatures.is_trusted(run, message):
@@ -172,37 +188,86 @@ def read_term(
     return Term(key[:2], member.weight, values)
 
 
+def sources_of(run: Run, record: Record) -> list[str]:
+    """Return the names of the objects from which the gradient of a record is read."""
+    if outer_step.has_gradient(run, record):
+        return [records.gradient_name(record)]
+    keys = map(rules.message_key, record.members)
+    return [records.message_name(record.fragment, *key) for key in keys]
+
+
 def read_gradient(read: Read, run: Run, record: Record) -> np.ndarray:
-    """Return the gradient of a record [N]. Raises OSError, Damaged."""
-    name = records.gradient_name(record)
-    value, payload = read(name)
-    if value != records.Gradient(record.fragment, record.number, record.gradient):
-        raise Damaged(f"{name} is damaged: its record names another object")
+    """Return the gradient of a record [N]: read, or computed from its members.
+
+    Raises:
+      FileNotFoundError: an object is absent.
+      OSError: the store cannot be read.
+      Damaged: the objects do not match the record.
+    """
+    name = records.record_name(record.fragment, record.number)
+    if outer_step.has_gradient(run, record):
+        _, payload = read(records.gradient_name(record))
+    else:
+        try:
+            payload = compute_gradient(read, run, record)
+        except Unusable as error:
+            if error.members[0][1] == GONE:
+                raise FileNotFoundError(name) from error
+            raise
+    if records.sha256(payload) != record.gradient:
+        raise Damaged(f"{name}: its gradient has another sha256")
     return outer_step.decode(run.wire_down, outer_step.sizes_of(run, record.fragment), payload)
+
+
+def compute_gradient(read: Read, run: Run, record: Record) -> bytes:
+    """Return the payload of a record's gradient, computed from its members.
+
+    Raises:
+      Unusable: messages cannot count.
+      OSError: the store cannot be read.
+    """
+    found = [read_term(read, run, record.fragment, member) for member in record.members]
+    if unusable := tuple(each for each in found if not isinstance(each, Term)):
+        raise Unusable(record, unusable)
+    return outer_step.reduced(run, record.fragment, found)
 
 
 # -- listings --------------------------------------------------------------------------------------
 
 
+def _entries(bucket: Bucket, folder: str) -> Iterator[Entry]:
+    return (entry for entry in bucket.list_all(folder) if _NAMES.fullmatch(entry.name))
+
+
 def listed(bucket: Bucket, folder: str) -> Iterator[str]:
     """Yield the names in a folder that are valid in a log. Raises OSError."""
-    return (entry.name for entry in bucket.list_all(folder) if _NAMES.fullmatch(entry.name))
+    return (entry.name for entry in _entries(bucket, folder))
 
 
-def heartbeats(bucket: Bucket, run: Run) -> dict[str, Heartbeat]:
-    """Return trusted heartbeats by island. Raises OSError if they cannot be listed."""
-    found = {}
-    for name in listed(bucket, "hb"):
+def heartbeats(
+    bucket: Bucket, run: Run, known: dict[str, tuple[Version, Heartbeat]]
+) -> dict[str, Heartbeat]:
+    """Return trusted heartbeats by island. Reads the heartbeats that have changed.
+
+    Args:
+      bucket: the store.
+      run: run.json of the log.
+      known: {name: version and heartbeat} of earlier calls; updated.
+
+    Raises:
+      OSError: they cannot be listed.
+    """
+    for entry in _entries(bucket, "hb"):
+        version, _ = known.get(entry.name, (None, None))
+        if version == entry.version != {}:
+            continue
+        known.pop(entry.name, None)
         with contextlib.suppress(OSError, Damaged):
-            one, _ = read(bucket, run, name)
-            if 0 <= one.speed < _MAX_SPEED and signatures.is_trusted(run, one):
-                found[one.island] = one
-    return found
-
-
-def last_incarnation(bucket: Bucket, island: str) -> int:
-    """Return the highest incarnation of an island that is listed; 0 without one. Raises OSError."""
-    return max(map(records.number_of, listed(bucket, f"i/{island}")), default=0)
+            one, _ = read(bucket, run, entry.name)
+            is_valid = 0 <= one.speed < _MAX_SPEED and len(one.sent) == len(run.fragments)
+            if is_valid and signatures.is_trusted(run, one):
+                known[entry.name] = entry.version, one
+    return {one.island: one for _, one in known.values()}
 
 
 def snapshots(bucket: Bucket, fragment: int) -> list[str]:

@@ -191,6 +191,17 @@ def sizes_of(run: Run, fragment: int) -> tuple[int, ...]:
     return tuple(leaf.size for leaf in run.fragments[fragment])
 
 
+def has_gradient(run: Run, record: Record) -> bool:
+    """Return whether the gradient of a record is an object of its own in the store.
+
+    Otherwise each island computes it from the messages. That transfers no more bytes if the
+    messages of the other members are not larger than the gradient.
+    """
+    sizes = sizes_of(run, record.fragment)
+    others = (len(record.members) - 1) * payload_size(run.wire, sizes)
+    return others > payload_size(run.wire_down, sizes)
+
+
 def reduced(run: Run, fragment: int, terms: Sequence[Term]) -> bytes:
     """Return the payload of a record's gradient: the aggregate, encoded in wire_down."""
     return encode(run.wire_down, sizes_of(run, fragment), aggregate(run, fragment, terms))

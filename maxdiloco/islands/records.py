@@ -247,7 +247,7 @@ class Heartbeat(NamedTuple):
     Attributes:
       island, incarnation: of the island.
       count: grows with each heartbeat.
-      ready: whether it has sent a message.
+      sent: number of its last message in the store, by fragment.
       speed: tokens a second.
       left: whether this is the last heartbeat, since the program has ended.
       signature: Ed25519 in hex, or "".
@@ -256,7 +256,7 @@ class Heartbeat(NamedTuple):
     island: str
     incarnation: int
     count: int
-    ready: bool
+    sent: tuple[int, ...]
     speed: float
     left: bool
     signature: str = ""

@@ -40,6 +40,7 @@ MAX_UNFINISHED = 2048  # limit on blocks in a state, which drops the lowest firs
 # equally long. A slow island sends its leased data much sooner, or is so late that it joins as new.
 TOPS = 5
 MAX_PERIOD = 86400.0  # [s]; limits the effect of one island on the others
+LISTINGS = 12  # of heartbeats in a period, which limits the delay of a message by a twelfth
 PERIODS_TO_DECIDE = 1.6  # in which a typical message is decided: 2, less a fifth for variation
 WINDOW_S, MIN_DELAYS = 1800.0, 8  # age of the delays that count, and their least number
 # Bytes of a message's header without ranges: names, sha256, signature and numbers of 19 digits.
@@ -54,9 +55,10 @@ class Timing(NamedTuple):
       min_steps: fewest inner steps of a message.
       dead: time without a new heartbeat after which an island is dead.
       grace: how long a record waits for messages after the first one.
-      takeover: how long an author waits for each island that precedes it in the order.
-      beat: between two heartbeats of this island.
-      list: between two listings of heartbeats.
+      takeover: how long an author waits for each island that precedes it in the order. A shorter
+        time than the author needs lets two islands compute and upload the same gradient.
+      beat: between two heartbeats of this island that announce no message.
+      list: between two listings of heartbeats, which announce messages.
       poll, max_poll: first and longest pause before a request is repeated.
       automatic: whether the period follows from the log. Then `period` is the longest one that
         outages and slow steps can cause; only a slow link causes longer ones.
@@ -66,10 +68,10 @@ class Timing(NamedTuple):
     min_steps: int = 1
     dead: float = 60.0
     grace: float = 20.0
-    takeover: float = 5.0
-    beat: float = 2.0
+    takeover: float = 20.0
+    beat: float = 5.0
     list: float = 5.0
-    poll: float = 0.2
+    poll: float = 0.5
     max_poll: float = 5.0
     automatic: bool = False
 
@@ -422,18 +424,31 @@ def how_to_apply(run: Run, t: int, sent_at: int | None, others: int) -> str:
     return "merge" if t == due and not others else "shift"
 
 
-def is_due(timing: Timing, steps: int, waited: float) -> bool:
-    """Rule 7: return whether a fragment is sent, `steps` and `waited` [s] after the last time."""
-    return waited >= timing.period and steps >= timing.min_steps
+def is_due(run: Run, timing: Timing, steps: int, waited: float, *, invited: bool) -> bool:
+    """Rule 7: return whether a fragment is sent, `steps` and `waited` [s] after the last time.
+
+    An invited island may send after half of a period. So the messages of all islands come at about
+    the same time, in one record, although the islands started at different times.
+
+    Args:
+      run: run.json of the log.
+      timing: times of the island.
+      steps: inner steps since the last message.
+      waited: time since the last message [s].
+      invited: whether only messages of other islands wait for the next record.
+    """
+    early = invited and steps >= run.sync_period // len(run.fragments)
+    return waited >= timing.period / (1 + early) and steps >= timing.min_steps
 
 
 def at_period(timing: Timing, period: float) -> Timing:
-    """Rule 7: return times for another period. A shorter one also shortens grace and pauses."""
+    """Rule 7: return times for another period. A shorter one also shortens the other times."""
     scale = min(1.0, period / timing.period)
     return timing._replace(
         period=period,
         grace=timing.grace * scale,
         takeover=timing.takeover * scale,
+        list=min(timing.list, period / LISTINGS),
         poll=timing.poll * scale,
         max_poll=timing.max_poll * scale,
     )
@@ -661,9 +676,9 @@ def moments(own: int | None, head: int) -> str:
     return "kept" if own is not None and 0 <= head - own <= MAX_STALENESS else "zero"
 
 
-def is_ready(sent: int) -> bool:
-    """Rule 9: return whether records wait for an island that has sent `sent` messages."""
-    return sent > 0
+def is_ready(sent: Iterable[int]) -> bool:
+    """Rule 9: return whether records wait for an island with these last messages, by fragment."""
+    return any(sent)
 
 
 # -- rules 11, 12 and 13: requests, guards, deletion -----------------------------------------------

@@ -13,7 +13,7 @@ import bisect
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxdiloco.islands import records, rules
@@ -56,12 +56,6 @@ class GetMessage(NamedTuple):
     """Read a message without its payload. Answer: the message."""
 
     name: str
-
-
-class ListIncarnations(NamedTuple):
-    """List the starts of an island. Answer: the highest incarnation; 0 without one."""
-
-    island: str
 
 
 class ListHeartbeats(NamedTuple):
@@ -274,6 +268,7 @@ class StateMachine:
       initial: digests of the outer state of each fragment before the first record.
       moments_of: number of records in this island's checkpoint; None without a checkpoint.
       after: the incarnation of this program before it joined again; 0 at its first start.
+      known: states of the logs that this program has followed before it joined again.
       logs: one for each fragment.
       requests: requests to the store.
       creating: {name: object} whose creation is not confirmed.
@@ -281,8 +276,8 @@ class StateMachine:
       t, tokens_read: inner steps, and their tokens.
       peers: newest heartbeat of each island.
       observed: how long heartbeats were observed until listed_at [s].
-      beats, beat_at, beat_tokens: number of this island's last heartbeat, when the next one is due,
-        and tokens_read at the last one.
+      beats, announced: number of this island's last heartbeat, and the messages that it announced.
+      speed, measured: tokens a second, and time [s] and tokens_read when the speed was measured.
       leases: remaining parts of the blocks that this island holds.
       leasing: requested leases by name.
       leased: every block that was requested.
@@ -303,6 +298,7 @@ class StateMachine:
     initial: tuple[str, ...]
     moments_of: int | None = None
     after: int = 0
+    known: Sequence[LogState] = ()
     logs: tuple[FragmentLog, ...] = ()
     requests: dict[Any, Request] = dataclasses.field(default_factory=dict)
     creating: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -315,8 +311,9 @@ class StateMachine:
     observed: float = 0.0
     listed_at: float = 0.0
     beats: int = 0
-    beat_at: float = 0.0
-    beat_tokens: int = 0
+    announced: tuple[int, ...] | None = None
+    speed: float = 0.0
+    measured: tuple[float, int] = (0.0, 0)
     leases: tuple[Range, ...] = ()
     leasing: dict[str, Range] = dataclasses.field(default_factory=dict)
     leased: set[tuple[int, int]] = dataclasses.field(default_factory=set)
@@ -384,6 +381,13 @@ class StateMachine:
         """Rule 3: return the islands that are alive."""
         return rules.alive(self.peers, self.observed_now(), self.timing)
 
+    def stored_messages(self) -> tuple[int, ...]:
+        """Rule 11: return the number of this island's last message in the store, by fragment."""
+        return tuple(
+            min([one.message.seq - 1 for one in log.undecided if not one.stored], default=log.seq)
+            for log in self.logs
+        )
+
     # -- the step loop -----------------------------------------------------------------------------
 
     def _tick(self, now: float, within_step: bool) -> None:
@@ -408,7 +412,7 @@ class StateMachine:
         """Rule 9: begin training, after catching up. The messages are spread over a period."""
         for fragment, log in enumerate(self.logs):
             log.sent_at = self.now - self.timing.period * fragment / len(self.logs)
-        self.phase, self.beat_at = TRAIN, self.now
+        self.phase, self.measured = TRAIN, (self.now, 0)
         moments = rules.moments(self.moments_of, self.logs[0].state.number)
         self._actions.append(Begin(moments))
 
@@ -442,7 +446,10 @@ class StateMachine:
             part = log.state.fragment / len(self.logs) if log.seq == 0 else 0.0
             if log.steps > self.run.sync_period * (1 - part):
                 return True
-        return rules.is_due(self.timing, log.steps, self.now - log.sent_at)
+        waited = self.now - log.sent_at
+        others = any(name != self.name for name, *_ in log.inbox)
+        invited = others and not log.undecided and log.record is None
+        return rules.is_due(self.run, self.timing, log.steps, waited, invited=invited)
 
     def _follow_period(self, record: Record | None) -> None:
         """Rule 7: adopt the period of the log of fragment 0, and note the deaths of a record."""
@@ -542,9 +549,14 @@ class StateMachine:
         log.refused += any(reason in rules.REPEATED for reason in own_reasons)
         decided = {*action.committed, *action.returned}
         log.undecided = tuple(own for own in log.undecided if own.message.seq not in decided)
-        marks, inbox, forgotten = rules.watermarks(log.state), log.inbox, rules.is_forgotten
-        inbox = {key: one for key, one in inbox.items() if not rules.is_decided(marks, key)}
-        log.inbox = {k: one for k, one in inbox.items() if not forgotten(self.run, log.state, one)}
+        marks, forgotten = rules.watermarks(log.state), rules.is_forgotten
+        log.inbox = {
+            key: one
+            for key, one in log.inbox.items()
+            if not rules.is_decided(marks, key)
+            and key[:2] not in log.state.dead
+            and not forgotten(self.run, log.state, one)
+        }
         log.damaged = {k: why for k, why in log.damaged.items() if not rules.is_decided(marks, k)}
         log.record = log.draft = log.first_at = log.ripe_at = None
         log.fetched = False
@@ -597,18 +609,12 @@ class StateMachine:
     def _present(self) -> set[str]:
         """Return the islands whose messages a record waits for."""
         dead = self.logs[0].state.dead
-        present = {self.name} if self._has_sent() else set()
+        present = {self.name} if rules.is_ready(self.stored_messages()) else set()
         for name in self.alive() & self.peers.keys():
             heartbeat = self.peers[name].heartbeat
-            if heartbeat.ready and not heartbeat.left:
+            if rules.is_ready(heartbeat.sent) and not heartbeat.left:
                 present |= {name} if (name, heartbeat.incarnation) not in dead else set()
         return present
-
-    def _has_sent(self) -> bool:
-        decided = sum(log.seq - len(log.undecided) for log in self.logs)
-        return rules.is_ready(
-            decided + sum(own.stored for log in self.logs for own in log.undecided)
-        )
 
     def _largest_that_fits(self, log, present, members, rejected) -> Record | None:
         """Rule 12: return the record of the most messages that fit; None if not even one fits.
@@ -681,7 +687,7 @@ class StateMachine:
         self._request(action, rules.pause(self.timing, tries, salt), tries + 1)
 
     def _ask_for_messages(self) -> None:
-        """Rule 11: read messages of others by name."""
+        """Rule 11: read the messages that heartbeats of others announce."""
         known_from = (self.peers, *(part for log in self.logs for part in (log.state, log.inbox)))
         if all(map(lambda a, b: a is b, known_from, self._asked_for)):
             return  # all are already requested, with growing pauses
@@ -692,7 +698,8 @@ class StateMachine:
             for fragment, log in enumerate(self.logs) if name != self.name else ():
                 mark = watermarks[fragment].get(key, 0)
                 known = max([k[2] for k in log.inbox if k[:2] == key], default=mark)
-                if known < mark + rules.MAX_UNDECIDED and key not in log.state.dead:
+                last = min(peer.heartbeat.sent[fragment], mark + rules.MAX_UNDECIDED)
+                if known < last and key not in log.state.dead:
                     self._request(GetMessage(records.message_name(fragment, *key, known + 1)))
 
     def _ask_for_leases(self) -> None:
@@ -708,16 +715,18 @@ class StateMachine:
             self._request(Create(name, Lease(name, self.name, self.incarnation, self.nonce)))
 
     def _send_heartbeat(self) -> None:
-        """Rule 3: put the next heartbeat, if it is due."""
-        if self.now < self.beat_at or any(isinstance(one, PutHeartbeat) for one in self.requests):
+        """Rules 3 and 11: put the next heartbeat, if it is due or announces a message."""
+        (measured_at, tokens), sent = self.measured, self.stored_messages()
+        since = self.now - measured_at
+        if since < self.timing.beat and sent == self.announced:
             return
-        since = self.now - self.beat_at + self.timing.beat
-        speed = (self.tokens_read - self.beat_tokens) / since
-        self.beats, self.beat_at = self.beats + 1, self.now + self.timing.beat
-        self.beat_tokens = self.tokens_read
-        body = Heartbeat(
-            self.name, self.incarnation, self.beats, self._has_sent(), speed, left=False
-        )
+        if any(isinstance(one, PutHeartbeat) for one in self.requests):
+            return
+        if since >= self.timing.beat:
+            self.speed = (self.tokens_read - tokens) / since
+            self.measured = self.now, self.tokens_read
+        self.beats, self.announced = self.beats + 1, sent
+        body = Heartbeat(self.name, self.incarnation, self.beats, sent, self.speed, left=False)
         self._request(PutHeartbeat(f"hb/{self.name}", body))
 
     # -- answers of the store ----------------------------------------------------------------------
@@ -735,12 +744,12 @@ class StateMachine:
                 self._created(name, body, result, tries)
             case Get():
                 self._got(action, result, tries)
-            case ListIncarnations():
-                self._claim(result + 1)
             case ListHeartbeats():
                 self._listed(action, result)
-            case LoadSnapshot(fragment):
-                self._loaded(action, fragment, result, tries)
+            case LoadSnapshot() if result is None:
+                self._repeat(action, tries)
+            case LoadSnapshot():
+                self._adopt(result)
             case GetMessage():
                 self._got_message(action, result, tries)
             case Reduce(draft):
@@ -816,7 +825,9 @@ class StateMachine:
             log = self.logs[fragment]
             if log.state is not None and number == log.state.number + 1 and log.record is None:
                 log.caught_up = True
-                self._repeat(action, tries)
+                # Without a message there will be no record.
+                if self.phase == LOAD or log.inbox:
+                    self._repeat(action, tries)
 
     def _settled(self, name: str, body: Any) -> None:
         """Act on an object that the store has under this name permanently."""
@@ -843,11 +854,10 @@ class StateMachine:
         # A program that joins again knows its number; a higher number belongs to a later program.
         if self.after:
             self._claim(self.after + 1)
-        else:
-            self._request(ListIncarnations(self.name))
+        self._request(ListHeartbeats())
 
     def _claim(self, incarnation: int) -> None:
-        """Rule 2: claim an incarnation. The put decides, since a listing may be outdated."""
+        """Rule 2: claim an incarnation. The put decides, since a heartbeat may be outdated."""
         name = records.incarnation_name(self.name, incarnation)
         self._request(Create(name, Lease(name, self.name, incarnation, self.nonce)))
 
@@ -857,10 +867,12 @@ class StateMachine:
             return
         if not rules.is_own(lease, self.nonce):
             return self._replaced() if self.after else self._claim(lease.incarnation + 1)
-        self.phase, self.incarnation, self.listed_at = LOAD, lease.incarnation, self.now
+        self.phase, self.incarnation = LOAD, lease.incarnation
         for fragment in range(len(self.logs)):
-            self._request(LoadSnapshot(fragment))
-        self._request(ListHeartbeats())
+            if self.known:
+                self._adopt(self.known[fragment])
+            else:
+                self._request(LoadSnapshot(fragment))
 
     def _snapshot_settled(self, name: str, state: LogState) -> None:
         if self.phase != FIND:
@@ -884,7 +896,7 @@ class StateMachine:
                 log.undecided = tuple(
                     one._replace(stored=True) if one is own else one for one in log.undecided
                 )
-                log.inbox = {**log.inbox, key: message}
+                self._note(log, message)
 
     def _record_settled(self, name: str, record: Record) -> None:
         """Rule 1: check that a record follows the log, and keep it as the next one."""
@@ -921,19 +933,18 @@ class StateMachine:
                 peers[name] = Peer(heartbeat, self.observed, old.since if same else self.observed)
         self.peers = peers
         self._request(action, self.timing.list)
-        own = peers.get(self.name)
-        if own is not None and self.phase in (LOAD, TRAIN):
-            if own.heartbeat.incarnation > self.incarnation:
-                self._replaced()
+        last = peers[self.name].heartbeat.incarnation if self.name in peers else 0
+        if self.phase == CLAIM and not self.after:  # the first listing
+            self._claim(last + 1)
+        elif self.phase in (LOAD, TRAIN) and last > self.incarnation:
+            self._replaced()
 
-    def _loaded(self, action: LoadSnapshot, fragment: int, state: Any, tries: int) -> None:
-        """Rule 9: adopt a snapshot."""
-        if state is None:
-            return self._repeat(action, tries)
-        self.logs[fragment].state = state
-        if fragment == 0:
+    def _adopt(self, state: LogState) -> None:
+        """Rule 9: begin with a state of the log."""
+        self.logs[state.fragment].state = state
+        if state.fragment == 0:
             self._follow_period(None)
-        self._request(Get(records.record_name(fragment, state.number + 1)))
+        self._request(Get(records.record_name(state.fragment, state.number + 1)))
 
     def _got_message(self, action: GetMessage, found: Any, tries: int) -> None:
         """Rule 12: note a message. An unreadable message is also decided: rejected by its name."""
@@ -952,7 +963,14 @@ class StateMachine:
             found = Message(fragment, *key, base, 0, 0, 0, (), 0.0, False, "")
         elif rules.is_forgotten(self.run, log.state, found):
             return
-        log.inbox = {**log.inbox, key: found}
+        self._note(log, found)
+
+    def _note(self, log: FragmentLog, message: Message) -> None:
+        """Rule 11: note a message, and look for the record that decides it."""
+        log.inbox = {**log.inbox, rules.message_key(message): message}
+        record = Get(records.record_name(message.fragment, log.state.number + 1))
+        if log.record is None and record not in self.requests:
+            self._request(record, self.timing.poll)
 
     def _reduced(self, draft: Record, result: Reduced) -> None:
         log = self.logs[draft.fragment]

@@ -39,12 +39,20 @@ class Values:
 
 
 class Program:
-    def __init__(self, world, name, step_time, after):
+    def __init__(self, world, name, step_time, earlier):
         self.world, self.name, self.step_time = world, name, step_time
         self.values = [Values() for _ in world.run.fragments]
         initial = tuple(value.digest() for value in self.values)
         nonce = str(next(world.count))
-        self.state = StateMachine(world.run, world.timing, name, nonce, initial, after=after)
+        after, known = 0, ()
+        if earlier is not None:
+            after = earlier.state.incarnation
+            known = tuple(log.state for log in earlier.state.logs)
+            for value, old in zip(self.values, earlier.values, strict=True):
+                value.theta, value.trace = old.theta, old.trace
+        self.state = StateMachine(
+            world.run, world.timing, name, nonce, initial, after=after, known=known
+        )
         self.living, self.joined, self.stepping = True, False, False
         self.gradients, self.frozen_until = {}, 0.0
         names = (records.snapshot_name(F, 0) for F in range(len(self.values)))

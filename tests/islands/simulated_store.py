@@ -4,7 +4,7 @@ from math import log
 from typing import NamedTuple
 
 from benchmarks.simulated_islands import MemoryStore
-from maxdiloco.islands import records, rules, state_machine
+from maxdiloco.islands import log_store, outer_step, records, rules, state_machine
 
 
 class Faults(NamedTuple):
@@ -65,9 +65,14 @@ class Store(MemoryStore):
             case state_machine.Reduce(draft):
                 return self.reduce(draft)
             case state_machine.FetchGradient(record):
-                found = self.payloads.get(records.gradient_name(record))
-                program.gradients[record] = found
-                return None if found is None else True
+                if any(
+                    name not in self.payloads for name in log_store.sources_of(self.run, record)
+                ):
+                    return None
+                name = records.gradient_name(record)
+                stored = outer_step.has_gradient(self.run, record)
+                program.gradients[record] = self.payloads[name] if stored else self.mean(record)
+                return True
             case state_machine.Delete(fragment):
                 return self.delete_old(fragment)
         found = self.answer(action, self.now)
@@ -102,15 +107,20 @@ class Store(MemoryStore):
                if (draft.fragment, *rules.message_key(m)) in self.corrupt]  # fmt: skip
         if bad:
             return state_machine.Reduced("", tuple((key, "sha256") for key in bad))
-        total = weights = 0.0
-        for member, name in zip(draft.members, names, strict=True):
-            total += member.weight * self.payloads[name]
-        for weight in {(m.island, m.incarnation): m.weight for m in draft.members}.values():
-            weights += weight
         name = records.gradient_name(draft)
-        self.payloads[name] = round(64 * total / weights) / 64
-        self.put(name, True)
+        if outer_step.has_gradient(self.run, draft):
+            self.payloads[name] = self.mean(draft)
+            self.put(name, True)
         return state_machine.Reduced(name)
+
+    def mean(self, record):
+        total = weights = 0.0
+        for member in record.members:
+            name = records.message_name(record.fragment, *rules.message_key(member))
+            total += member.weight * self.payloads[name]
+        for weight in {(m.island, m.incarnation): m.weight for m in record.members}.values():
+            weights += weight
+        return round(64 * total / weights) / 64
 
     def delete_old(self, fragment):
         folders = [f"{kind}/{fragment}/" for kind in "ugcs"] + ["d/"] * (fragment == 0)

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from simulated_program import TIMING, Program, settings
 from simulated_store import Faults, Store
 
-from maxdiloco.islands import audit, records, rules
+from maxdiloco.islands import audit, log_store, records, rules
 from maxdiloco.islands.state_machine import (
     TRAIN,
     Answer,
@@ -68,8 +68,9 @@ class World(Store):
         for name in self.names:
             self.spawn(name, self.rng.random())
 
-    def spawn(self, name, delay, after=0):
-        program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)), after)
+    def spawn(self, name, delay, earlier=None):
+        """earlier: the program that joins again."""
+        program = Program(self, name, 0.25 * self.rng.choice((1, 1, 2, 4, 8)), earlier)
         self.programs.append(program)
         self.later(delay, program, None)
 
@@ -194,7 +195,7 @@ class World(Store):
         self.say(program, action)
         require("does not follow" not in action.line, action.line)
         if action.again or not any(other.living for other in self.programs):
-            self.spawn(program.name, 0.5, program.state.incarnation if action.again else 0)
+            self.spawn(program.name, 0.5, program if action.again else None)
 
     def say(self, program, action):
         self.seen[re.sub(r"\w+/\S+|island \w+\.", "X", action.line)] += 1
@@ -208,8 +209,8 @@ class World(Store):
     def check_record(self, record):
         F, number = record.fragment, record.number
         require(number == len(self.tokens[F]), "a record is not the next")
-        if record.members:
-            require(records.gradient_name(record) in self.payloads, "a record points at nothing")
+        for name in log_store.sources_of(self.run, record) if record.members else ():
+            require(name in self.payloads, "a record points at nothing")
         for one in (*record.members, *record.rejected):
             key = (F, *rules.message_key(one))
             require(key not in self.decided, key, "is in two records")

@@ -309,7 +309,7 @@ def test_a_writer_cannot_write_what_a_reader_refuses():
 
 
 def expected(speed, watermarks=(), since=0.0, number=10):
-    seen = Peer(Heartbeat("b", 1, 9, True, speed, False), 0.0, since)
+    seen = Peer(Heartbeat("b", 1, 9, (1,), speed, False), 0.0, since)
     ledger = EMPTY._replace(number=number, watermarks=watermarks)
     return rules.expected_tokens(
         ledger, seen, mean=600.0, observed=100.0, timing=Timing(period=60.0)

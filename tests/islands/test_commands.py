@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 def written(tmp_path_factory):
     """A log in a folder: two islands, snapshots after each second record."""
     folder = tmp_path_factory.mktemp("log")
-    run = a_run(wire="float4_e3m0", wire_down="int8", snapshot_every=2, islands_min=2)
+    run = a_run(wire_down="int8", snapshot_every=2, islands_min=2)
     islands = in_lockstep(store.local_folder(folder), run, "ab", 25)
     return folder, run, [state.digest() for state in islands[0].outer]
 
@@ -211,7 +211,7 @@ def test_status_says_who_is_there(folder, capsys):
 
 def test_status_sees_a_living_island(folder, capsys, monkeypatch):
     bucket = store.local_folder(folder)
-    beat = records.encode(records.Heartbeat("a", 1, 10**6, True, 12.0, False))
+    beat = records.encode(records.Heartbeat("a", 1, 10**6, (1, 1), 12.0, False))
     monkeypatch.setattr("time.sleep", lambda seconds: bucket.put("hb/a", beat))
     assert main(["status", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[2:4] == ["trains", "12"]

@@ -66,9 +66,7 @@ def bound_of(bucket, run):
             functools.partial(log_store.read, bucket, run),
         )
         for record in audit.replay(bucket, run, fragment).records:
-            terms = [
-                log_store.read_term(bucket, run, fragment, member) for member in record.members
-            ]
+            terms = [log_store.read_term(read, run, fragment, member) for member in record.members]
             total = total + 4 * together.rounding(run, state, terms)
             state = outer_step.stepped(
                 run, state, record, log_store.read_gradient(read, run, record)
@@ -112,13 +110,39 @@ class Recorded(log_store.MeteredStore):
         return super().get_first(name, most)
 
 
-@pytest.mark.parametrize(("names", "reads"), [("a", False), ("ab", True)])
-def test_an_island_does_not_read_a_gradient_that_it_computed(names, reads):
-    """An island without others reads none. Control: of two islands one computes, one reads."""
+@pytest.mark.parametrize(("names", "writes"), [("a", False), ("ab", False), ("abc", True)])
+def test_a_gradient_is_stored_if_it_is_smaller_than_the_messages_of_others(names, writes):
+    """With one wire format both ways: from three members on. The audit computes all of them."""
+    bucket, run = Recorded(store.in_memory()), a_run(islands_min=len(names))
+    begun(run, names, 8, bucket=bucket)
+    stored = [*log_store.listed(bucket, "g/0")]
+    assert bool(stored) == writes == any(name[0] == "g" for name in bucket.read)
+    log = audit.replay(bucket, run, 0)
+    assert log.computed > 0 and log.remade == log.computed
+
+
+def test_an_island_does_not_read_its_own_messages():
+    """As a member it has their values. Control: of two islands each reads the other's."""
     bucket = Recorded(store.in_memory())
-    begun(a_run(), names, 8, bucket=bucket)
-    gradients = [name for name in bucket.read if name.startswith("g/")]
-    assert bool(gradients) == reads
+    begun(a_run(), "a", 8, bucket=bucket)
+    assert not [name for name in bucket.read if name[0] == "u"]
+    begun(a_run(islands_min=2), "ab", 8, bucket=(both := Recorded(store.in_memory())))
+    assert {name.split("/")[2][0] for name in both.read if name[0] == "u"} == {"a", "b"}
+
+
+def test_a_message_that_is_replaced_after_its_record_is_not_applied():
+    """A record has the sha256 of its gradient, also if no object has the gradient."""
+    group = begun(run := a_run(islands_min=2), "ab", 2)
+    record, _ = log_store.read(group.bucket, run, "c/0/1")
+    name = log_store.sources_of(run, record)[0]
+    message, payload = log_store.read(group.bucket, run, name)
+    values = outer_step.decode(run.wire, outer_step.sizes_of(run, 0), payload) * 2
+    other = outer_step.encode(run.wire, outer_step.sizes_of(run, 0), values)
+    forged = message._replace(sha256=records.sha256(other), norm=outer_step.norm(values))
+    group.bucket.put(name, records.encode(forged, other))
+    read = functools.partial(log_store.read, group.bucket, run)
+    with pytest.raises(records.Damaged, match="c/0/1"):
+        log_store.read_gradient(read, run, record)
 
 
 def test_a_coarser_wire_down_changes_theta_only_by_rounding():
@@ -206,7 +230,7 @@ def test_a_guest_is_stored_and_never_counted():
     message, payload = log_store.read(group.bucket, run, newest)
     forged = signatures.signed(message._replace(island="b", seq=1), b"\7" * 32)
     group.bucket.put("u/0/b.1.1", records.encode(forged, payload))
-    beat = signatures.signed(records.Heartbeat("b", 1, 1, True, 1.0, False), secret["b"])
+    beat = signatures.signed(records.Heartbeat("b", 1, 1, (1, 1), 1.0, False), secret["b"])
     group.bucket.put("hb/b", records.encode(beat))
     group.until(lambda islands: all(("b", 1) in decided_of(island) for island in islands))
     log = audit.replay(group.bucket, run, 0)
@@ -219,19 +243,19 @@ def test_a_sign_of_life_that_its_key_has_not_signed_is_ignored():
     secret = {name: bytes([place] * 32) for place, name in enumerate("ab")}
     run = a_run(keys=tuple((name, signatures.public(key)) for name, key in secret.items()))
     bucket = begun(run, "ab", 1, keys=secret).bucket
-    known = log_store.heartbeats(bucket, run)
+    known = log_store.heartbeats(bucket, run, {})
     assert known.keys() == {"a", "b"}
     forged = known["b"]._replace(count=10**6, speed=9e11)
     bucket.put("hb/b", records.encode(forged))
-    assert log_store.heartbeats(bucket, run) == {"a": known["a"]}
+    assert log_store.heartbeats(bucket, run, {}) == {"a": known["a"]}
     bucket.put("hb/b", records.encode(signatures.signed(forged, secret["a"])))
-    assert log_store.heartbeats(bucket, run) == {"a": known["a"]}
+    assert log_store.heartbeats(bucket, run, {}) == {"a": known["a"]}
 
 
 def test_an_island_that_sends_nothing_scales_nothing_for_long():
     """9e11 tokens/s: at first it is expected to bring what the other does, half of the record."""
     group = begun(a_run(), "a", 1)
-    beat = records.Heartbeat("liar", 1, 1, True, 9e11, False)
+    beat = records.Heartbeat("liar", 1, 1, (1, 1), 9e11, False)
     (one,) = group.islands.values()
     until = one.state.logs[0].state.number + 8
     while one.state.logs[0].state.number < until:
@@ -265,7 +289,7 @@ def test_an_island_that_ends_leaves_and_a_replaced_one_does_not():
     a.leave()
     b.stop = Stop("", again=False, why=REPLACED)
     b.leave()
-    b.stop, beats = None, log_store.heartbeats(group.bucket, group.run)
+    b.stop, beats = None, log_store.heartbeats(group.bucket, group.run, {})
     assert beats["a"].left and not beats["b"].left
     group.until(lambda _: b.state.peers["a"].heartbeat.left)
     assert "a" not in b.state._present()
@@ -293,7 +317,7 @@ def test_a_message_of_another_name_is_rejected():
     bucket = group.bucket
     name = next(log_store.listed(bucket, "u/0"))
     bucket.put("u/0/c.1.1", bucket.get(name))
-    bucket.put("hb/c", records.encode(records.Heartbeat("c", 1, 1, True, 1.0, False)))
+    bucket.put("hb/c", records.encode(records.Heartbeat("c", 1, 1, (1, 1), 1.0, False)))
     group.until(lambda islands: all(("c", 1) in decided_of(island) for island in islands))
     rejected = [r for one in audit.replay(bucket, group.run, 0).records for r in one.rejected]
     assert [(r.island, r.reason) for r in rejected] == [("c", "name")]
@@ -343,7 +367,7 @@ def leases(bucket):
 
 def test_leases_of_what_was_read_long_ago_are_deleted():
     """A snapshot each four records; those of the blocks of some 30 records are left."""
-    group, counts = begun(a_run(block_tokens=16), "ab", 40), []
+    group, counts = begun(a_run(block_tokens=32), "ab", 40), []
     for number in (60, 120):
         group.until_records(number)
         counts.append(len(leases(group.bucket)))
@@ -377,9 +401,11 @@ def test_values_that_are_not_finite_end_the_island_alone():
 def test_a_program_gives_way_to_a_later_one_of_its_name():
     """Which the others may have taken it for dead by, before it saw that one's sign of life."""
     bucket, run = store.in_memory(), a_run()
-    ways = []
-    for after in (0, 0, 1, 2):  # two programs; each joins again
-        island = executor.Executor(bucket, run, PACE, "a", start_values(run), after=after)
+    ways, islands = [], [None, None]
+    for number in range(4):  # two programs; each joins again
+        earlier = islands[number]
+        island = executor.Executor(bucket, run, PACE, "a", start_values(run), earlier=earlier)
+        islands.append(island)
         while island.stop is None and island.state.phase != "train":
             island.tick()
             while island.work():

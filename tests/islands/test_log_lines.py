@@ -71,7 +71,7 @@ def test_an_island_of_last_week_is_not_there():
         one.state._listed(ListHeartbeats(), {"b": beat})
         return company.lines(one.state)
 
-    old = Heartbeat("b", 1, 7, True, 1.0, False)
+    old = Heartbeat("b", 1, 7, (1, 1), 1.0, False)
     assert lines(old) == []
     one.state.now += 1.0
     (line,) = lines(old._replace(count=8))

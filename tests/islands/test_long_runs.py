@@ -14,7 +14,7 @@ def test_an_island_keeps_no_snapshot_of_a_record_of_another():
     names = {entry.name for entry in group.bucket.list_all("s")}
     assert {"s/0/16", "s/1/16"} <= names
     for one in group.islands.values():
-        kept = {name for name in one._payloads if name[0] == "s"}
+        kept = {name for name in one._own if name[0] == "s"}
         assert len(kept) <= len(one.state.requests) and not kept & names
 
 
@@ -27,7 +27,7 @@ def end_after(requests, bucket, run):
 
 
 def test_a_start_after_many_asks_the_store_as_often_as_the_first():
-    """A listing instead of a question for each start before it."""
+    """The last heartbeat has the number of its start."""
     counts = []
     for earlier in (0, 60):
         bucket, run = MeteredStore(store.in_memory()), a_run()
@@ -35,6 +35,8 @@ def test_a_start_after_many_asks_the_store_as_often_as_the_first():
             name = records.incarnation_name("a", number)
             claim = records.Lease(name, "a", number, "n")
             assert log_store.create(bucket, run, name, claim)
+            beat = records.Heartbeat("a", number, 1, (1, 1), 1.0, False)
+            bucket.put("hb/a", records.encode(beat))
         before = bucket.counts.requests
         group = Together(bucket, run, "a", 0)
         group.until(lambda islands: all(one.state.phase == "train" for one in islands))

@@ -40,7 +40,7 @@ EXAMPLES = {
     "s/0/8": (
         LogState(0, 8, "l", "s", 512, (Watermark("a", 1, 2, 512, 1, 1, 2.5),), ((0.5, 10),),
                (("c", 2),), (Block(3, 1, "a", 1, 64, 60),), 3, (1, 2)), b"\0" * 8),
-    "hb/a": (Heartbeat("a", 1, 9, True, 12.5, False), b""),
+    "hb/a": (Heartbeat("a", 1, 9, (2, 1), 12.5, False), b""),
     "i/a/1": (Lease("i/a/1", "a", 1, "n"), b""),
 }  # fmt: skip
 GOLDEN = {
@@ -49,7 +49,7 @@ GOLDEN = {
     "c/0/8": "a231e331df6b2d33",
     "g/0/8.a.1.0": "f7f6d908087a9ebb",
     "s/0/8": "1f26a31e1fca60c4",
-    "hb/a": "0bbe3689bdd8e833",
+    "hb/a": "1bab9c4ad8884290",
     "i/a/1": "709147b4a82bd426",
 }
 
@@ -65,7 +65,7 @@ def test_an_object_comes_back_from_golden_bytes(name):
 def test_the_bytes_of_a_sign_of_life():
     """The format in full, where it is short."""
     line = (
-        b'{"island":"a","incarnation":1,"count":9,"ready":true,"speed":12.5,"left":false,'
+        b'{"island":"a","incarnation":1,"count":9,"sent":[2,1],"speed":12.5,"left":false,'
         b'"signature":""}\n'
     )
     assert records.encode(EXAMPLES["hb/a"][0]) == b"maxdiloco-islands 8 heartbeat\n" + line

@@ -204,7 +204,7 @@ def test_authors_take_turns():
 def test_pauses_double_up_to_the_longest_with_jitter():
     pauses = [rules.pause(Timing(), tries, "a") for tries in range(60)]
     for tries, pause in enumerate(pauses):
-        longest = min(0.2 * 2**tries, 5.0)
+        longest = min(0.5 * 2**tries, 5.0)
         assert longest / 2 <= pause <= longest
     assert len(set(pauses)) == 60 and pauses[9] != rules.pause(Timing(), 9, "b")
 

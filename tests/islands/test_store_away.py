@@ -103,7 +103,7 @@ def test_the_next_block_is_above_all_that_are_known():
 
 def test_an_object_is_one_request_and_a_large_one_several(monkeypatch):
     bucket, run = MeteredStore(store.in_memory()), a_run()
-    beat = Heartbeat("a", 1, 2, True, 1.0, False)
+    beat = Heartbeat("a", 1, 2, (1, 1), 1.0, False)
     bucket.put("hb/a", encode(beat))
     before = bucket.counts.requests
     assert log_store.read(bucket, run, "hb/a") == (beat, b"")
@@ -156,14 +156,14 @@ def test_what_is_damaged_and_not_needed_ends_no_island(name, options):
 
 
 def test_a_sign_of_life_counts_of_whom_it_names_alone():
-    bucket, good = store.in_memory(), Heartbeat("a", 1, 1, True, 1.0, False)
+    bucket, good = store.in_memory(), Heartbeat("a", 1, 1, (1, 1), 1.0, False)
     wrong = {
-        "b": Heartbeat("a", 9, 1, True, 1.0, False),
-        "c": Heartbeat("c", 1, 1, True, -1e9, False),
+        "b": Heartbeat("a", 9, 1, (1, 1), 1.0, False),
+        "c": Heartbeat("c", 1, 1, (1, 1), -1e9, False),
     }
     for name, beat in (wrong | {"a": good, "d": good._replace(island="d")}).items():
         bucket.put(f"hb/{name}", encode(beat))
-    assert log_store.heartbeats(bucket, a_run()) == {"a": good, "d": good._replace(island="d")}
+    assert log_store.heartbeats(bucket, a_run(), {}) == {"a": good, "d": good._replace(island="d")}
 
 
 def test_a_joiner_refuses_another_fragment_s_snapshot():
