@@ -3,19 +3,20 @@
     PYTHONPATH=. python benchmarks/downstream.py text=FILE [name=value ...] [key=value ...]
 
 arXiv 2511.13761 reports that a model of DiLoCo is worse after fine-tuning than one of data
-parallelism with the same loss. This benchmark asks the same of the model of quality.py, with
-279,296 parameters; keys of the trainer make it larger.
+parallelism with the same loss. This benchmark asks the same of a model with 1.1M parameters.
 
-For each seed, data parallelism trains for `steps` steps on `text`. Streaming DiLoCo in 4 bits and
-eager updates then train for the number of steps that they need for the same loss on held-out text,
-within `tolerance` nats. The learning rate is constant after the warm-up and decays linearly over
-the last steps (wsd). A search over the number of steps therefore trains the constant part once, and
-repeats only the decay, from a checkpoint.
+A third of the pretraining corpus is `text`, a third words that repeat, and a third numbers that
+grow by a constant, so that pretraining helps with the tasks. For each seed, data parallelism trains
+for `steps` steps. Streaming DiLoCo in 4 bits and eager updates then train for the number of steps
+that they need for the same loss on held-out documents, within `tolerance` nats. The learning rate
+is constant after the warm-up and decays linearly over the last steps (wsd). A search over the
+number of steps therefore trains the constant part once, and repeats only the decay, from a
+checkpoint.
 
 Every model is then fine-tuned with data parallelism, on the same examples in the same order, on
 strings to copy and to reverse and on sums. A model without pretraining is fine-tuned too. An answer
-is correct if every character is the likeliest one, given those before it. The examples that are
-tested are not trained on.
+is correct if every character is the likeliest one, given those before it. The loss of the answers
+is the second measure. The examples that are tested are not trained on.
 
 Writes rows.json and table.md into `out`. The same command resumes at the first row that is missing.
 OWN has the names and defaults; further keys are the trainer's, for pretraining and fine-tuning.
@@ -55,33 +56,41 @@ from maxdiloco.run import stored
 
 OWN = {
     "text": "",
-    "seeds": "3",
+    "seeds": "5",
     "steps": "360",  # of data parallelism
-    "finetune_steps": "300",
-    "rate": "0.008",  # peak of pretraining: the best one of this model in results/loss_by_mode.md
-    "finetune_rate": "0.004",
+    "finetune_steps": "40,60",  # of fine-tuning before each test
+    "finetunings": "1",  # of a pretrained model, each with other examples
     "tolerance": "0.01",  # nats
-    "tests": "500",  # examples of a level
+    "tests": "200",  # examples of a level
     "out": "runs/downstream",
 }
-PERIOD = 15  # H; lengths are multiples of it
-WARMUP, DECAY = 30, 60  # steps
+PERIOD = 6  # H; lengths are multiples of it
+WARMUP, DECAY = 30, 30  # steps; the decay has up to SAVED more
+SAVED = 30  # steps between two checkpoints of the constant part
 SCHEDULE = 30_000  # steps of a schedule that no run reaches the end of
 MODES = (DATA_PARALLEL, "streaming, tau=1, 4 bits", "eager")
 NOTHING = "no pretraining"
+RATE, FINETUNE_RATE = 0.006, 0.003  # inner learning rates after the warm-up
 OUTER_LR = 0.7  # the best of these modes in results/loss_by_mode.md
-BATCH = 8  # sequences of a step
+BATCH, FINETUNE_BATCH = 4, 8  # sequences of a step
 BRANCHES = 5  # most lengths that are tried for one row
 # Nats that the loss falls when a run becomes e times as long: the first guess of the search.
 SLOPE, FACTOR = 0.4, {"streaming, tau=1, 4 bits": 1.2, "eager": 1.6}
 EXAMPLES = 40_000
+DOCUMENT = 60  # characters
+LONGEST = 24  # tokens of an example
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantile of t, by number of seeds
 SCALE = SCALES["cpu"]._replace(
     keys=SCALES["cpu"].keys | {
         "eval_steps": -1,
+        "eval_fraction": 0.01,
+        "grain_packing_type": "best_fit",
+        "base_emb_dim": 128,
+        "base_mlp_dim": 512,
+        "head_dim": 32,
         "enable_checkpointing": True,
-        "checkpoint_period": PERIOD,
+        "checkpoint_period": SAVED,
         "max_num_checkpoints_to_keep": "all",
         "lr_schedule_type": "wsd",
     },
@@ -102,9 +111,8 @@ class Asked(NamedTuple):
     text: str
     seeds: int
     steps: int
-    finetune_steps: int
-    rate: float
-    finetune_rate: float
+    finetune_steps: Sequence[int]
+    finetunings: int
     tolerance: float
     tests: int
     out: pathlib.Path
@@ -121,6 +129,7 @@ def _main(argv: Sequence[str]) -> int:
     asked = arguments(argv)
     jax.config.update("jax_platforms", "cpu")
     asked.out.mkdir(parents=True, exist_ok=True)
+    write_corpus(asked.out / "corpus.jsonl", pathlib.Path(asked.text))
     tests = write_examples(asked.out / "finetune.jsonl", asked.tests)
     rows = stored_rows(asked)
     for seed in range(asked.seeds):
@@ -145,9 +154,11 @@ def arguments(argv: Sequence[str]) -> Asked:
         text=str(pathlib.Path(own["text"]).resolve()),
         seeds=number("seeds", own),
         steps=steps // PERIOD * PERIOD,
-        finetune_steps=number("finetune_steps", own),
-        rate=number("rate", own, float, least=0),
-        finetune_rate=number("finetune_rate", own, float, least=0),
+        finetune_steps=sorted(
+            number("finetune_steps", {"finetune_steps": steps})
+            for steps in own["finetune_steps"].split(",")
+        ),
+        finetunings=number("finetunings", own),
         tolerance=number("tolerance", own, float, least=0),
         tests=number("tests", own),
         out=pathlib.Path(own["out"]).resolve(),
@@ -180,43 +191,51 @@ def save_rows(asked: Asked, rows: list[dict[str, Any]]) -> None:
     os.replace(draft, asked.out / "rows.json")
 
 
+# -- the corpus of pretraining
+
+
+def write_corpus(path: pathlib.Path, text: pathlib.Path) -> None:
+    """Write documents of equal length: text, a word that repeats, and numbers that grow."""
+    rng = random.Random(0)
+    whole = text.read_text(encoding="utf-8")
+    lines = []
+    for start in range(0, len(whole) - DOCUMENT, DOCUMENT):
+        first, step, digits = rng.randrange(100), rng.randrange(1, 10), rng.choice((2, 3))
+        numbers = (f"{first + step * i:0{digits}} " for i in range(DOCUMENT))
+        documents = (
+            whole[start : start + DOCUMENT],
+            f"{_word(rng)} " * DOCUMENT,
+            "".join(numbers),
+        )
+        lines += [json.dumps({"text": document[:DOCUMENT]}) for document in documents]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _word(rng: random.Random, size: int = 0) -> str:
+    return "".join(rng.choice(ALPHABET) for _ in range(size or rng.randint(2, 8)))
+
+
 # -- the task
 
 
-class Level(NamedTuple):
-    """A task at one size: letters of a word, or digits of a number."""
-
-    task: str  # copy, reverse or add
-    size: int
-
-    def name(self) -> str:
-        """Return the heading of the level's column."""
-        return f"{self.task} {self.size}"
-
-    def distinct(self) -> int:
-        """Return how many examples there are."""
-        return 100**self.size if self.task == "add" else len(ALPHABET) ** self.size
-
-    def draw(self, rng: random.Random) -> Example:
-        """Return a random example."""
-        if self.task == "add":
-            a, b = (rng.randrange(10**self.size) for _ in range(2))
-            return Example(f"{a:0{self.size}}+{b:0{self.size}}=", f"{a + b:0{self.size + 1}}")
-        word = "".join(rng.choice(ALPHABET) for _ in range(self.size))
-        if self.task == "copy":
-            return Example(f"{word}=", word)
-        return Example(f"{word}>", word[::-1])
+# A task, and the letters of a word or the digits of the first number.
+LEVELS = ("copy 4", "copy 8", "reverse 2", "reverse 4", "add 1", "add 2")
 
 
-LEVELS = (
-    Level("copy", 2),
-    Level("copy", 4),
-    Level("copy", 8),
-    Level("reverse", 2),
-    Level("reverse", 4),
-    Level("add", 1),
-    Level("add", 2),
-)
+def draw(level: str, rng: random.Random) -> Example:
+    """Return a random example of a level."""
+    task, size = level.split()
+    if task == "add":
+        a, b = rng.randrange(10 ** int(size)), rng.randrange(10)
+        return Example(f"{a:0{size}}+{b}=", f"{a + b:0{int(size) + 1}}")
+    word = _word(rng, int(size))
+    return Example(f"{word}=", word) if task == "copy" else Example(f"{word}>", word[::-1])
+
+
+def distinct(level: str) -> int:
+    """Return how many examples a level has."""
+    task, size = level.split()
+    return 10 ** (int(size) + 1) if task == "add" else len(ALPHABET) ** int(size)
 
 
 def write_examples(path: pathlib.Path, tests: int) -> dict[str, list[Example]]:
@@ -233,48 +252,53 @@ def write_examples(path: pathlib.Path, tests: int) -> dict[str, list[Example]]:
     held_out: dict[str, list[Example]] = {}
     for level in LEVELS:
         chosen: dict[Example, None] = {}
-        while len(chosen) < min(tests, level.distinct() // 5):
-            chosen[level.draw(rng)] = None
-        held_out[level.name()] = list(chosen)
+        while len(chosen) < min(tests, distinct(level) // 5):
+            chosen[draw(level, rng)] = None
+        held_out[level] = list(chosen)
     tested = {example for chosen in held_out.values() for example in chosen}
     lines: list[str] = []
     while len(lines) < EXAMPLES:
-        example = rng.choice(LEVELS).draw(rng)
+        example = draw(rng.choice(LEVELS), rng)
         if example not in tested:
             lines.append(json.dumps({"text": example.prompt + example.answer}))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return held_out
 
 
-def accuracies(
-    folder: pathlib.Path, tests: Mapping[str, Sequence[Example]]
+def scores(
+    run: pathlib.Path, step: int, tests: Mapping[str, Sequence[Example]]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Test the model of a run.
+    """Test the model that a run had after a step.
 
     Returns:
-      The share of correct answers, and the share of correct characters of answers, by level.
+      The percentage of correct answers, and the loss in nats per character of an answer, by level.
     """
     mesh = Mesh(np.array(jax.devices()[:1]).reshape([1] * len(AXES)), AXES)
     found = stored.load(
-        read.locate(str(folder), base_output_directory=""),
+        read.locate(str(run), base_output_directory="", step=step),
         lambda meta: (config.from_checkpoint(meta["config"]), mesh),
     )
-    likeliest = jax.jit(
-        lambda params, tokens: jnp.argmax(
-            found.model.logits(params, tokens, jnp.ones_like(tokens)), axis=-1
+    log_likelihoods = jax.jit(
+        lambda params, tokens: jax.nn.log_softmax(
+            found.model.logits(params, tokens, jnp.ones_like(tokens))
         )
     )
     tokenizer = ByteTokenizer()
-    answers, characters = {}, {}
+    # One shape for all levels, so that one program is compiled.
+    shape = max(map(len, tests.values())), LONGEST
+    answers, losses = {}, {}
     for level, examples in tests.items():
         # All examples of a level are equally long.
-        tokens = np.array([tokenizer.prompt(e.prompt + e.answer) for e in examples], np.int32)
-        size = len(examples[0].answer)
-        said = np.asarray(likeliest(found.params, tokens))[:, -size - 1 : -1]
-        correct = said == tokens[:, -size:]
-        answers[level] = float(np.mean(np.all(correct, axis=1)))
-        characters[level] = float(np.mean(correct))
-    return answers, characters
+        rows = np.array([tokenizer.prompt(e.prompt + e.answer) for e in examples], np.int32)
+        size, (count, length) = len(examples[0].answer), rows.shape
+        padded = np.zeros(shape, np.int32)
+        padded[:count, :length] = rows
+        said = np.asarray(log_likelihoods(found.params, padded))
+        said = said[:count, length - size - 1 : length - 1]
+        answer = rows[:, -size:]
+        answers[level] = 100 * float(np.mean(np.all(said.argmax(axis=-1) == answer, axis=1)))
+        losses[level] = -float(np.mean(np.take_along_axis(said, answer[..., None], axis=-1)))
+    return answers, losses
 
 
 # -- a row: pretraining to a loss, fine-tuning, test
@@ -293,20 +317,13 @@ def run_row(
     steps, loss, weights = 0, None, None
     if mode != NOTHING:
         steps, loss, weights = pretrain(mode, seed, asked, rows, folder)
-    keys: dict[str, Any] = {"load_parameters_path": weights} if weights else {}
-    keys |= _keys(DATA_PARALLEL, seed, asked) | {
-        "per_device_batch_size": BATCH,
-        "dataset_path": asked.out / "finetune.jsonl",
-        "grain_packing_type": "best_fit",
-        "eval_fraction": 0,
-        "eval_interval": -1,
-        "learning_rate": asked.finetune_rate,
-        "lr_schedule_type": "cosine",
-        "steps": asked.finetune_steps,
-        "max_num_checkpoints_to_keep": 1,
-    }
-    tuned = train(keys | dict(asked.keys), folder / "finetuned")
-    answers, characters = accuracies(tuned, tests)
+    results = []
+    for order in range(asked.finetunings):
+        tuned = finetune(weights, seed, order, asked, folder / "finetuned")
+        for step in asked.finetune_steps:
+            answers, losses = scores(tuned, step, tests)
+            results.append({"steps": step, "answers": answers, "losses": losses})
+        shutil.rmtree(tuned)
     for used in folder.iterdir():
         shutil.rmtree(used)
     return {
@@ -314,10 +331,31 @@ def run_row(
         "seed": seed,
         "steps": steps,
         "loss": loss,
-        "answers": answers,
-        "characters": characters,
+        "tests": results,
         "seconds": time.monotonic() - began,
     }
+
+
+def finetune(
+    weights: pathlib.Path | None, seed: int, order: int, asked: Asked, folder: pathlib.Path
+) -> pathlib.Path:
+    """Fine-tune a model, or train one from scratch; returns the folder of the run."""
+    keys: dict[str, Any] = {"load_parameters_path": weights} if weights else {}
+    every = math.gcd(*asked.finetune_steps)
+    keys |= _keys(DATA_PARALLEL, seed, asked) | {
+        "dataset_path": asked.out / "finetune.jsonl",
+        "per_device_batch_size": FINETUNE_BATCH,
+        "data_shuffle_seed": seed * asked.finetunings + order,
+        "eval_fraction": 0,
+        "eval_interval": -1,
+        "learning_rate": FINETUNE_RATE,
+        "learning_rate_schedule_steps": SCHEDULE,
+        "warmup_steps_fraction": every / SCHEDULE,
+        "wsd_decay_steps_fraction": 0,
+        "steps": asked.finetune_steps[-1],
+        "checkpoint_period": every,
+    }
+    return train(keys | dict(asked.keys), folder)
 
 
 def pretrain(
@@ -375,23 +413,24 @@ def branch(mode: str, seed: int, asked: Asked, steps: int, folder: pathlib.Path)
 
     The part with the constant rate is in folder/constant. Only its missing steps are trained.
     """
+    start = (steps - DECAY) // SAVED * SAVED
     keys = _keys(mode, seed, asked) | {
-        "dataset_path": asked.text,
+        "dataset_path": asked.out / "corpus.jsonl",
         "learning_rate_schedule_steps": SCHEDULE,
         "warmup_steps_fraction": WARMUP / SCHEDULE,
         "wsd_decay_steps_fraction": 0,
-        "steps": steps - DECAY,
+        "steps": start,
         "eval_interval": -1,
     }
     constant = folder / "constant"
-    start = constant / "checkpoints" / str(steps - DECAY)
-    if not start.exists():
+    saved = constant / "checkpoints" / str(start)
+    if not saved.exists():
         train(keys | dict(asked.keys), constant)
     keys |= {
-        "load_full_state_path": start,
+        "load_full_state_path": saved,
         "learning_rate_schedule_steps": steps,
         "warmup_steps_fraction": 0,
-        "wsd_decay_steps_fraction": DECAY / steps,
+        "wsd_decay_steps_fraction": (steps - start) / steps,
         "steps": steps,
         "eval_interval": SCHEDULE,  # after the last step
         "max_num_checkpoints_to_keep": 1,
@@ -404,7 +443,7 @@ def branch(mode: str, seed: int, asked: Asked, steps: int, folder: pathlib.Path)
 def _keys(mode: str, seed: int, asked: Asked) -> dict[str, Any]:
     """Return the trainer's keys of a mode."""
     rate = 0.0 if mode == DATA_PARALLEL else OUTER_LR
-    keys = keys_of(Row(mode, asked.rate, rate, seed), SCALE, {})
+    keys = keys_of(Row(mode, RATE, rate, seed), SCALE, {})
     return keys | {
         "diloco_sync_period": PERIOD,
         "log_period": PERIOD,
@@ -432,7 +471,7 @@ def train(keys: Mapping[str, Any], folder: pathlib.Path) -> pathlib.Path:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rows as Markdown: pretraining, answers, and characters of answers."""
+    """Return the rows as Markdown: pretraining, correct answers, and the loss of the answers."""
     by_mode = {mode: [row for row in rows if row["mode"] == mode] for mode in (*MODES, NOTHING)}
     by_mode = {mode: mine for mode, mine in by_mode.items() if mine}
     base = {row["seed"]: row for row in by_mode[DATA_PARALLEL]}
@@ -450,33 +489,48 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
         ])  # fmt: skip
     # An empty line between two tables.
     return "\n".join(
-        [_markdown(lines), *(_accuracies(by_mode, base, of) for of in ("answers", "characters"))]
+        [
+            _markdown(lines),
+            _scores("correct answers, %", "answers", 1, by_mode, base),
+            _scores("nats per character of the answer", "losses", 3, by_mode, base),
+        ]
     )
 
 
-def _accuracies(
+def _scores(
+    title: str,
+    kind: str,
+    digits: int,
     by_mode: Mapping[str, Sequence[Mapping[str, Any]]],
     base: Mapping[int, Mapping[str, Any]],
-    kind: str,
 ) -> str:
-    """Return the table of one kind of accuracy in percent, and of differences with intervals."""
-    levels = [level.name() for level in LEVELS]
-
-    def of(row: Mapping[str, Any]) -> list[float]:
-        values = [100 * row[kind][level] for level in levels]
-        return [*values, statistics.fmean(values)]
-
-    lines = [[f"correct {kind}, %", *levels, "mean"]]
+    """Return the table of one kind of score, and of differences with intervals."""
+    lines = [[title, *columns(base[0], kind)]]
     for mode, mine in by_mode.items():
-        columns = zip(*map(of, mine), strict=True)
-        lines.append([mode, *(f"{statistics.fmean(values):.1f}" for values in columns)])
+        values = zip(*(columns(row, kind).values() for row in mine), strict=True)
+        lines.append([mode, *(f"{statistics.fmean(each):.{digits}f}" for each in values)])
     for mode, mine in by_mode.items():
         if mode != DATA_PARALLEL:
-            pairs = [zip(of(row), of(base[row["seed"]]), strict=True) for row in mine]
-            each = [[value - other for value, other in pair] for pair in pairs]
-            cells = map(interval, zip(*each, strict=True))
+            pairs = [(columns(row, kind), columns(base[row["seed"]], kind)) for row in mine]
+            cells = [
+                interval([row[column] - other[column] for row, other in pairs], digits)
+                for column in lines[0][1:]
+            ]
             lines.append([f"{mode}, difference to data parallel", *cells])
     return _markdown(lines)
+
+
+def columns(row: Mapping[str, Any], kind: str) -> dict[str, float]:
+    """Return a row's means by level, by number of steps, and over both."""
+    tests = row["tests"]
+    means = {
+        level: statistics.fmean(test[kind][level] for test in tests) for level in tests[0][kind]
+    }
+    whole = statistics.fmean(means.values())
+    for steps in dict.fromkeys(test["steps"] for test in tests):
+        chosen = [test[kind].values() for test in tests if test["steps"] == steps]
+        means[f"{steps} steps"] = statistics.fmean(map(statistics.fmean, chosen))
+    return means | {"mean": whole}
 
 
 def _markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -485,13 +539,13 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cells) + " |\n" for cells in rows)
 
 
-def interval(values: Sequence[float]) -> str:
+def interval(values: Sequence[float], digits: int = 1) -> str:
     """Return a mean with the half width of its 95% interval by Student's t."""
-    mean = f"{statistics.fmean(values):+.1f}"
+    mean = f"{statistics.fmean(values):+.{digits}f}"
     if len(values) not in STUDENT:
         return mean
     half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean} ± {half:.1f}"
+    return f"{mean} ± {half:.{digits}f}"
 
 
 if __name__ == "__main__":

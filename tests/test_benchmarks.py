@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 
@@ -407,22 +408,40 @@ def test_quality(smoke, tmp_path):
 
 
 def test_downstream(smoke, tmp_path):
-    """Any loss is close enough, so each mode trains its first guess: 1.2 and 1.6 times 105 steps,
-    in rounds of 15."""
+    """Any loss is close enough, so each mode trains its first guess: 1.2 and 1.6 times 72 steps,
+    in rounds of 6."""
     (tmp_path / "text.txt").write_text("the cat sat on a mat, and why not?\n" * 2000)
     sizes = "base_emb_dim=16 base_mlp_dim=16 base_num_decoder_layers=2 head_dim=8".split()
-    arguments = "seeds=1 steps=105 finetune_steps=2 tests=5 tolerance=9 out=out text=text.txt"
+    arguments = (
+        "seeds=1 steps=72 finetune_steps=1,2 finetunings=2 tests=5 tolerance=9 out=out "
+        "text=text.txt"
+    )
     ran = smoke("downstream.py", *arguments.split(), *sizes)
-    tables = ran.stdout.rstrip().split("\n\n")
-    pretrained, answers, characters = (markdown(table + "\n") for table in tables)
-    assert [row["steps"] for row in pretrained] == ["105", "120", "165"]
-    losses = positive(row["held-out loss"] for row in pretrained)
-    assert max(losses) < math.log(257)
-    for table in (answers, characters):
-        assert len(table) == 4 + 3 and len(table[0]) == 1 + 7 + 1
-        assert all(0 <= float(cell) <= 100 for row in table[:4] for cell in list(row.values())[1:])
+    pretrained, answers, losses = (
+        markdown(table + "\n") for table in ran.stdout.rstrip().split("\n\n")
+    )
+    assert [row["steps"] for row in pretrained] == ["72", "84", "114"]
+    assert max(positive(row["held-out loss"] for row in pretrained)) < math.log(257)
+    for table in (answers, losses):
+        assert len(table) == 4 + 3 and len(table[0]) == 1 + 6 + 2 + 1
+    for row in answers[:4]:
+        assert all(0 <= float(cell) <= 100 for cell in list(row.values())[1:])
+    for row in losses[:4]:
+        levels = positive(list(row.values())[1:7])
+        by_steps = positive([row["1 steps"], row["2 steps"]])
+        # Both are means of the same scores; the cells have three digits.
+        for means in (levels, by_steps):
+            assert statistics.fmean(means) == pytest.approx(float(row["mean"]), abs=0.0015)
     again = smoke("downstream.py", *arguments.split(), *sizes)  # all rows are there
     assert again.stdout == ran.stdout[ran.stdout.index("| mode") :]
+
+
+def test_no_tested_example_is_trained_on(tmp_path):
+    tests = downstream.write_examples(tmp_path / "finetune.jsonl", 50)
+    trained = {json.loads(line)["text"] for line in (tmp_path / "finetune.jsonl").open()}
+    tested = {each.prompt + each.answer for examples in tests.values() for each in examples}
+    assert {len(examples) for examples in tests.values()} == {50, 20}  # a fifth of "add 1" is 20
+    assert len(trained) > 1000 and not trained & tested
 
 
 def test_the_search_for_a_length_finds_an_equal_loss():
