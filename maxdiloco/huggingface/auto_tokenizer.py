@@ -55,7 +55,7 @@ def read(folder: Folder) -> Found | None:
     """
     with tempfile.TemporaryDirectory(prefix="maxdiloco-tokenizer-") as copy:
         here = pathlib.Path(copy)
-        sidecar_files.copy_files(folder, here, names=sidecar_files.OF_TOKENIZER)
+        sidecar_files.copy_files(folder, here, sidecar_files.OF_TOKENIZER.__contains__)
         kind = next((kind for kind, name in FILES.items() if (here / name).is_file()), None)
         if kind is None:
             return None

@@ -182,11 +182,7 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
     known = _class_keys(family)
     config = {name: config[name] for name in known}  # models do not read other keys
     keys = {name: key.default for name, key in _of_model().items()} | _NEUTRAL
-    defaults = _flat(keys)
-    found: Values = {
-        field.ours: fields.read_field(field, config, defaults.get(field.ours))
-        for field in _rows(family, known)
-    }
+    found = {field.ours: fields.read_field(field, config) for field in _rows(family, known)}
     found |= fields.read_rope(config, local=family.local_rope, latent=family.latent)
     found |= fields.read_layers(config)
     for name, value in {**found, **family.fixed}.items():

@@ -14,7 +14,6 @@ from maxdiloco.errors import ConfigError
 
 Values = Mapping[str, Any]
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # values in layer_types
-_TYPES = {bool: "true or false", int: "an integer", float: "a number"}
 _LARGEST = float(np.finfo(np.float32).max)  # models compute in float32
 _LENGTH = "original_max_position_embeddings"
 _ROPE_ENTRIES = {  # {rope_type: entries of rope_parameters}
@@ -97,35 +96,23 @@ FIELDS = (
 )  # fmt: skip
 
 
-def read_field(field: Field, config: Values, default: Any) -> Any:
+def read_field(field: Field, config: Values) -> Any:
     """Return our value of a field.
 
     Args:
       field: a field whose key `config` has.
-      config: a complete config of transformers.
-      default: the default of our key, for its type.
+      config: a complete config of transformers, which has checked the types.
 
     Raises:
-      ConfigError: the value has another type, or maxdiloco cannot compute it.
+      ConfigError: maxdiloco cannot compute the value.
     """
     value = config[field.theirs]
     if value is None and field.null is not None:
         return field.null
-    if isinstance(value, float):
-        number(field.theirs, value)
-    if field.ours == "attention_bias":
-        default = False
-    if value is None or (type(default) in _TYPES and not _fits(value, type(default))):
-        expected = _TYPES.get(type(default), "a value")
-        raise ConfigError(f"{field.theirs}={value}: expected {expected}.")
     try:
         return field.read(value)
     except ConfigError as error:
         raise ConfigError(f"{field.theirs}={value}: {error}.") from error
-
-
-def _fits(value: Any, kind: type) -> bool:
-    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def number(key: str, value: Any) -> float:

@@ -19,8 +19,7 @@ from maxdiloco.storage.run_folder import AGAIN, absolute
 from maxdiloco.storage.store import is_local
 
 Folder = pathlib.Path | BucketPath  # a folder that a user names
-UNFINISHED = ".unfinished"
-MARK = "maxdiloco-writes-here"  # file in an unfinished folder, locked by the program that writes it
+UNFINISHED = ".maxdiloco-unfinished"
 
 
 def opened(path: str, key: str) -> Folder:
@@ -47,12 +46,11 @@ def refuse_existing(target: Folder) -> None:
 def appearing(target: Folder) -> Iterator[epath.Path]:
     """Make a folder to write inside the `with`, and rename it to the target at the end.
 
-    After an error the folder is removed. A folder that a killed program left is removed first. A
+    After an error the folder is removed. Files of a killed program in it are removed first. A
     folder for a bucket is written on this machine and then uploaded, with config.json last.
 
     Raises:
-      ConfigError: another program is writing the folder, or a folder of that name was not made by
-        this program.
+      ConfigError: another program is writing the folder.
       CheckpointError: the disk or the bucket cannot be written.
     """
     remedy = "Free some space or give another folder."
@@ -62,45 +60,24 @@ def appearing(target: Folder) -> Iterator[epath.Path]:
             yield epath.Path(made)
             staging.upload(epath.Path(made), target, last="config.json")
         return
-    folder = epath.Path(target.parent / (target.name + UNFINISHED))
+    folder = epath.Path(f"{target}{UNFINISHED}")
     with contextlib.ExitStack() as stack, failures:
-        if folder.exists():
-            _remove_left(folder, target)
-        durable.make_folder(folder.parent)
-        folder.mkdir()
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        _lock(stack, folder, "x")
-        yield folder
-        durable.sync_tree(folder)
-        (folder / MARK).unlink()
-        durable.sync_folder(folder)
-        folder.rename(target)
-        durable.sync_folder(target.parent)
-
-
-def _remove_left(folder: epath.Path, target: pathlib.Path) -> None:
-    """Remove a folder left by a killed program. Raises ConfigError for any other, OSError."""
-    if not (folder / MARK).is_file():
-        raise ConfigError(
-            f"DST={target} is written to {folder}, which exists and is not of an import or export "
-            "that was ended. Move it, or give another folder."
-        )
-    with contextlib.ExitStack() as stack:
-        if not _lock(stack, folder, "r"):
+        durable.make_folder(folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        try:  # the kernel releases the lock when the program ends
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise ConfigError(
                 f"DST={target} is being written by another process. Wait for it, or give another "
                 "folder."
-            )
-        folder.rmtree()
-
-
-def _lock(stack: contextlib.ExitStack, folder: epath.Path, mode: str) -> bool:
-    """Lock the MARK of a folder until the stack ends. Return False if another process has it."""
-    file = stack.enter_context(open(folder / MARK, mode, encoding="utf-8"))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        for left in folder.iterdir():
+            left.rmtree() if left.is_dir() else left.unlink()
+        yield folder
+        durable.sync_tree(folder)
+        folder.rename(target)
+        durable.sync_folder(target.parent)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import lm_eval
 import numpy as np
+import yaml
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -237,9 +238,7 @@ class HarnessModel(TemplateLM):
         options = dict(normalize_gen_kwargs(given, MAX_NEW_TOKENS))
         for name in options:
             if name not in GENERATION:
-                raise ConfigError(
-                    f"{name}={options[name]}: expected one of {', '.join(GENERATION)}."
-                )
+                raise ConfigError(f"{name}: expected one of {', '.join(GENERATION)}.")
         if options["max_gen_toks"] >= self.max_length:
             raise ConfigError(
                 f"max_gen_toks={options['max_gen_toks']}: expected less than max_target_length="
@@ -288,18 +287,13 @@ def find_tasks(names: Sequence[str]) -> tuple[list[Any], TaskManager]:
       ConfigError: a task does not exist, or its data cannot be read.
     """
     manager = TaskManager()
-    for name in names:
-        if name not in manager.all_tasks and not os.path.isfile(name):
-            raise ConfigError(
-                f"tasks={name}: expected a task of lm_eval (`lm_eval ls tasks` lists them), or "
-                f"the yml file of one."
-            )
     try:
         found = manager.load(list(names))
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except (KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"tasks={','.join(names)} cannot be loaded: {type(error).__name__}: {error}. The "
-            f"harness loads its data by the package datasets."
+            f"tasks={','.join(names)} cannot be loaded: {type(error).__name__}: {error}. Give "
+            "tasks of lm_eval (`lm_eval ls tasks` lists them), or the yml file of one; their data "
+            "are loaded by the package datasets."
         ) from error
     inside = {child for children in found["group_map"].values() for child in children}
     everything = {**found["groups"], **found["tasks"]}

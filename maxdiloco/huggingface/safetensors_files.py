@@ -87,15 +87,9 @@ def _files(folder: Folder) -> list[Folder]:
     if not index.exists():
         if (folder / SINGLE).is_file():
             return [folder / SINGLE]
-        other = min((path.name for path in folder.glob("*.bin")), default=None)
         raise CheckpointError(
-            f"SRC={folder} holds neither {INDEX} nor {SINGLE}. "
-            + (
-                f"{other} is PyTorch's format: save the model with transformers, which writes "
-                "safetensors."
-                if other
-                else "Give the folder of a downloaded model, with its weights."
-            )
+            f"SRC={folder} holds neither {INDEX} nor {SINGLE}. Give the folder of a downloaded "
+            "model with its weights. transformers converts PyTorch's .bin files: load and save it."
         )
     try:
         names = sorted(set(json_text.parse(small_files.read_bytes(index))["weight_map"].values()))
@@ -108,12 +102,6 @@ def _files(folder: Folder) -> list[Folder]:
                 f"{index} names {name}, which is not a file of its folder: files elsewhere are not "
                 "read. Download the model again, from a source that you trust."
             )
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise CheckpointError(
-            f"SRC={folder} lacks {', '.join(missing)}, which {INDEX} names. Download the model "
-            "again."
-        )
     return files
 
 

@@ -3,7 +3,7 @@
 import json
 import pathlib
 import types
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any
 
 from maxdiloco import small_files
@@ -33,13 +33,16 @@ _CHAT_TEMPLATES = "additional_chat_templates"
 _LICENCES = ("license", "licence", "notice", "copying", "use_policy")
 
 
-def copy_files(source: Folder, target: pathlib.Path, names: Collection[str]) -> None:
+def copy_files(
+    source: Folder, target: pathlib.Path, wanted: Callable[[str], bool], *, templates: bool = False
+) -> None:
     """Copy some files of a folder.
 
     Args:
       source: the folder of a model, local or in a bucket.
       target: the folder for the copies, which is made if it does not exist.
-      names: names of files; files that the source lacks are skipped.
+      wanted: whether to copy a file, by its name.
+      templates: whether to copy the additional chat templates, which have their own folder.
 
     Raises:
       CheckpointError: a file cannot be read.
@@ -47,9 +50,15 @@ def copy_files(source: Folder, target: pathlib.Path, names: Collection[str]) -> 
     """
     target.mkdir(exist_ok=True)
     with folders.reading(source):
-        paths = [path for path in sorted(source.iterdir()) if path.name in names]
-        paths = [path for path in paths if path.is_file()]
-    _copy(paths, source, target)
+        paths = [path for path in sorted(source.iterdir()) if wanted(path.name) and path.is_file()]
+        if templates:
+            paths += sorted((source / _CHAT_TEMPLATES).glob("*.jinja"))
+    for path in paths:
+        with folders.reading(path):
+            content = small_files.read_bytes(path, MOST_BYTES)
+        there = target / path.relative_to(source)
+        there.parent.mkdir(exist_ok=True)
+        there.write_bytes(content)
 
 
 def copy(source: Folder, target: pathlib.Path, *, tokenizer: bool = True) -> None:
@@ -57,23 +66,12 @@ def copy(source: Folder, target: pathlib.Path, *, tokenizer: bool = True) -> Non
 
     config.json is not copied. For arguments and errors see `copy_files`.
     """
-    with folders.reading(source):
-        names = [path.name for path in source.iterdir()]
-    wanted = {name for name in names if name.lower().startswith(_LICENCES)}
-    copy_files(source, target, wanted | OF_TOKENIZER - {CONFIG} if tokenizer else wanted)
-    if tokenizer:
-        with folders.reading(source):
-            templates = sorted((source / _CHAT_TEMPLATES).glob("*.jinja"))
-        _copy(templates, source, target)
 
+    def wanted(name):
+        of_tokenizer = tokenizer and name in OF_TOKENIZER and name != CONFIG
+        return of_tokenizer or name.lower().startswith(_LICENCES)
 
-def _copy(paths: list[Folder], source: Folder, target: pathlib.Path) -> None:
-    for path in paths:
-        with folders.reading(path):
-            content = small_files.read_bytes(path, MOST_BYTES)
-        there = target / path.relative_to(source)
-        there.parent.mkdir(exist_ok=True)
-        there.write_bytes(content)
+    copy_files(source, target, wanted, templates=tokenizer)
 
 
 def write(folder: pathlib.Path, tokenizer: Tokenizer | None, max_length: int) -> None:
