@@ -266,7 +266,8 @@ class World(Store):
         if total := self.run.global_batch_size:
             here = self.members[s.logs[0].state.number]
             sizes = [rules.batch_size(self.run, s.logs[0].state, name) for name in here]
-            require(not here or sum(sizes) == total, sizes, "is not the global batch", total)
+            whole = max(total, len(here))  # an island has at least one sequence
+            require(not here or sum(sizes) == whole, sizes, "is not the global batch", whole)
             require(not here or max(sizes) - min(sizes) <= 1, sizes, "is not even")
         for fragment, log in enumerate(s.logs):
             value, state = program.values[fragment], log.state
