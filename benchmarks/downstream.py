@@ -5,18 +5,18 @@
 arXiv 2511.13761 reports that a model of DiLoCo is worse after fine-tuning than one of data
 parallelism with the same loss. This benchmark asks the same of a model with 1.1M parameters.
 
-A third of the pretraining corpus is `text`, a third words that repeat, and a third numbers that
-grow by a constant, so that pretraining helps with the tasks. For each seed, data parallelism trains
+The pretraining corpus has equal parts of `text`, words that repeat, and numbers that grow by a
+constant. The last two make pretraining help with the tasks. For each seed, data parallelism trains
 for `steps` steps. Streaming DiLoCo in 4 bits and eager updates then train for the number of steps
 that they need for the same loss on held-out documents, within `tolerance` nats. The learning rate
 is constant after the warm-up and decays linearly over the last steps (wsd). A search over the
 number of steps therefore trains the constant part once, and repeats only the decay, from a
 checkpoint.
 
-Every model is then fine-tuned with data parallelism, on the same examples in the same order, on
-strings to copy and to reverse and on sums. A model without pretraining is fine-tuned too. An answer
-is correct if every character is the likeliest one, given those before it. The loss of the answers
-is the second measure. The examples that are tested are not trained on.
+Every model is then fine-tuned with data parallelism on the same examples in the same order. They
+are strings to copy and to reverse, and sums. A model without pretraining is fine-tuned too. The
+examples that are tested are not trained on. An answer is correct if every character is the
+likeliest one, given those before it. The loss of the answers is the second measure.
 
 Writes rows.json and table.md into `out`. The same command resumes at the first row that is missing.
 OWN has the names and defaults; further keys are the trainer's, for pretraining and fine-tuning.
