@@ -1,13 +1,11 @@
 """Checks that the groups of keys share with each other and with the programs."""
 
-import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
 from maxdiloco.config.values import show
-from maxdiloco.diloco import schedule
 from maxdiloco.errors import ConfigError
 
 BUCKETS = ("gs", "s3", "az")  # URL schemes that storage.store supports
@@ -52,11 +50,9 @@ def require_default(cfg: Any, names: str, because: str) -> None:
         default = type(cfg).model_fields[name].default
         if getattr(cfg, name) != default:
             use = f"Use {name}={show(default)}" if default != "" else f"Leave {name} out"
-            other = getattr(cfg, because, None)
-            is_switch = isinstance(other, bool)
-            use += f" or {because}={show(not other)}" if is_switch else f", or change {because}"
             raise ConfigError(
-                f"{_shown(cfg, name)} has no effect with {_shown(cfg, because)}. {use}."
+                f"{_shown(cfg, name)} has no effect with {_shown(cfg, because)}. {use}, or change "
+                f"{because}."
             )
 
 
@@ -106,25 +102,3 @@ def refuse_store(key: str, value: str) -> None:
             f"{key}={value} is not a place for runs, which need locks. Use a folder on a mounted "
             f"file system, or {', '.join(f'{bucket}://bucket/folder' for bucket in BUCKETS)}."
         )
-
-
-def eval_key(name: str) -> str:
-    """Return the key of an evaluated text for messages, such as eval_dataset_path.wiki."""
-    return f"eval_dataset_path.{name}" if name else "eval_dataset_path"
-
-
-def check_replicas(num_replicas: int, positions: int, positions_name: str) -> None:
-    """Raise ConfigError unless num_diloco_replicas is a multiple of the mesh positions."""
-    with as_config_error():
-        schedule.check_replicas(
-            num_replicas, positions, name="num_diloco_replicas", slots_name=positions_name
-        )
-
-
-@contextlib.contextmanager
-def as_config_error() -> Iterator[None]:
-    """Turn a ValueError, which checks of the library raise, into a ConfigError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(str(error)) from None

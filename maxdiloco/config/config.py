@@ -265,9 +265,8 @@ def _from_model(
         is_vocabulary = name == "vocab_size" and (
             found[name] == "auto" or found["tokenizer_type"] != "byte"
         )
-        if name not in given or is_vocabulary or found[name] == value:
-            continue
-        if not found["override_model_config"]:
+        is_free = name not in given or is_vocabulary or found[name] == value
+        if not is_free and not found["override_model_config"]:
             raise ConfigError(
                 f"{name}={show(found[name])} ({given[name].where}) differs from "
                 f"{name}={show(value)} of model_name={model}. Leave {name} out, or add "
@@ -321,8 +320,6 @@ def _config_error(
     entries, part = key.entries, next((one for one in inner if isinstance(one, str)), "")
     if entries and problem["type"] == "extra_forbidden":
         return ConfigError(f"{start}: {part} is not an entry. Use {', '.join(entries)}.")
-    if entries and problem["type"] == "missing":
-        return ConfigError(f"{start} lacks {part}. Add it: {entries[part].description}")
     if part in entries:
         key, start = entries[part], f"{start}: {part}"
     near = difflib.get_close_matches(str(problem["input"]), key.choices, n=1, cutoff=0.7)

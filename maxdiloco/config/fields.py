@@ -85,15 +85,14 @@ def key(
       resume: whether a resumed run may change the key.
       hosts: whether the processes of a run may have different values.
       from_checkpoint: whether evaluate, generate and hf accept the value that a checkpoint stores,
-        which another person may have written. By default they do if all processes must have the
-        same value.
+        which another person may have written. By default they do not if the hosts may differ.
       start_here: whether it is one of the keys that most runs set.
     """
     tags = {
         "unit": unit,
         "resume": resume,
         "hosts": hosts,
-        "from_checkpoint": hosts is SAME if from_checkpoint is None else from_checkpoint,
+        "from_checkpoint": hosts is not DIFFER if from_checkpoint is None else from_checkpoint,
         "start_here": start_here,
     }
     examples = None if example is None else [example]

@@ -72,8 +72,7 @@ def read_yml(path: pathlib.Path, *, source: str = "") -> Layer:
     except (yaml.YAMLError, RecursionError) as error:
         reason = "it is not text, or is nested too deeply"
         if isinstance(error, yaml.MarkedYAMLError):
-            line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-            reason = f"{line}{error.problem}"
+            reason = f"line {error.problem_mark.line + 1}: {error.problem}"
         raise ConfigError(
             f"{source} is not a yml file: {reason}. Write one `key: value` a line."
         ) from error

@@ -13,7 +13,6 @@ from maxdiloco.config.values import show
 from maxdiloco.errors import ConfigError
 
 WIDTH = 100  # characters of a line
-ALL = "all"
 _HELP = ("-h", "--help", "help")
 
 
@@ -51,18 +50,18 @@ def help_text(
         "",
         "examples:",
         *(f"  {command} {example}".rstrip() for example in examples),
+        "",
+        f"options of {program}:",
+        *own,
+        "",
+        "groups of keys (configs/base.yml has every key; --help GROUP explains them):",
     ]
-    if own:
-        lines += ["", f"options of {program}:", *own]
-    lines += ["", "groups of keys (configs/base.yml has every key; --help GROUP explains them):"]
     titles = {key.group: key.title for key in KEYS.values()}
     lines += [f"  {group:<12}{title}" for group, title in titles.items()]
     start = ", ".join(key.name for key in KEYS.values() if key.start_here)
     models = ", ".join(files.model_names())
     for paragraph in (
         f"Keys to start with: {start}.",
-        "Later wins: configs/base.yml, the model file of model_name, file.yml, environment "
-        "M_<KEY>, key=value.",
         f"Models (model_name): default, {models}.",
     ):
         lines += ["", *textwrap.wrap(paragraph, WIDTH, break_on_hyphens=False)]
@@ -79,12 +78,7 @@ def tags(key: Key) -> str:
 
 
 def schema_text() -> str:
-    """Return the text that --schema prints."""
-    return json.dumps(json_schema(), indent=1)
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of a yml file of keys, for editors."""
+    """Return the text that --schema prints: the JSON schema of a yml file, for editors."""
     schema = Config.model_json_schema()
     for name, key in KEYS.items():
         content = schema["properties"][name]
@@ -97,7 +91,7 @@ def json_schema() -> dict[str, Any]:
             content["anyOf"] = [{"$ref": content.pop("$ref")}, {"maxProperties": 0}]
     schema["title"] = "Keys of maxdiloco"
     schema["description"] = "A yml file of maxdiloco: any of these keys."
-    return schema
+    return json.dumps(schema, indent=1)
 
 
 def _describe(content: dict[str, Any], key: Key) -> None:
@@ -136,7 +130,7 @@ def _select(word: str) -> list[Key]:
     A key is also found by the name that other trainers use for it.
     """
     keys = list(KEYS.values())
-    named = [key for key in keys if word in (ALL, key.group, key.name)]
+    named = [key for key in keys if word in ("all", key.group, key.name)]
     if named:
         return named
     elsewhere = files.read_data("other_trainers.yml")

@@ -1,7 +1,7 @@
 """All keys: the class Config, which has every group, and the table KEYS."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from maxdiloco.config import checks, values
 from maxdiloco.config.fields import Docstrings, Group, Hosts, Resume, Table
 from maxdiloco.config.groups import data, diloco, model, run, tools, training
+from maxdiloco.errors import ConfigError
 
 # In the order of base.yml and of --help.
 GROUPS = tuple(
@@ -39,8 +40,11 @@ class Config(*reversed(GROUPS), BaseModel):
         for (name, value), unused in checks.WITHOUT_EFFECT.items():
             if vars(self)[name] == value:
                 checks.require_default(self, unused, name)
-        for group in GROUPS:
-            group._check(self)
+        try:
+            for group in GROUPS:
+                group._check(self)
+        except ValueError as error:  # of the checks that the library shares
+            raise ConfigError(str(error)) from None
 
     def as_dict(self) -> dict[str, Any]:
         """Return {key: value} of all keys, fit for JSON, as `config.from_dict` accepts it."""
@@ -117,13 +121,10 @@ class Key:
         docstrings, fields = Docstrings(table), table.model_fields
         return {n: Key(n, x, docstrings, **x.json_schema_extra) for n, x in fields.items()}
 
-    def whole(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a table with all entries: missing ones get their default, or their example."""
-        absent = {
-            name: entry.field.examples[0] if entry.field.examples else entry.default
-            for name, entry in self.entries.items()
-        }
-        return absent | table
+    @property
+    def example(self) -> Any:
+        """A value, also of a required entry."""
+        return self.field.examples[0] if self.field.examples else self.default
 
     def expected(self, *, brief: bool = False) -> str:
         """Describe the accepted values, such as `an integer >= 1`; brief: only their limits."""

@@ -39,11 +39,6 @@ def _nested(value: Any) -> Any:
     return files.parse_nested(value) if isinstance(value, str) else value
 
 
-def _text_or_table(value: Any) -> Any:
-    parsed = _nested(value)
-    return parsed if isinstance(parsed, dict) else value
-
-
 def _as_table(value: Any, handler: Any) -> Any:
     """Validate a table as its model, and keep the entries that are not at their default."""
     value = _nested(value)
@@ -62,8 +57,7 @@ def matching(pattern: str, words: str) -> AfterValidator:
 
 
 LIST = Strict(False)  # a JSON list is accepted as a tuple
-NESTED, TEXT_OR_TABLE = BeforeValidator(_nested), BeforeValidator(_text_or_table)
-TABLE = WrapValidator(_as_table)
+NESTED, TABLE = BeforeValidator(_nested), WrapValidator(_as_table)
 
 # Last in a type, since pydantic applies the limits before it to the integer itself.
 INTEGER = BeforeValidator(_without_exponent)

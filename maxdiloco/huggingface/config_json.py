@@ -202,10 +202,10 @@ def named_as_theirs(message: str) -> str:
 def _flat(keys: Values) -> Values:
     """Return the keys and, as further keys such as `router.scaling_factor`, entries of tables."""
     return keys | {
-        f"{name}.{entry}": value
+        f"{name}.{entry.name}": table.get(entry.name, entry.example)
         for name, table in keys.items()
         if isinstance(table, dict)
-        for entry, value in KEYS[name].whole(table).items()
+        for entry in KEYS[name].entries.values()
     }
 
 

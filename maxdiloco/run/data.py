@@ -19,7 +19,6 @@ import jax
 
 from maxdiloco.cluster import coordination
 from maxdiloco.cluster.agree import from_first_process, in_any_process
-from maxdiloco.config import checks
 from maxdiloco.config.values import show
 from maxdiloco.data import corpus, mixture, order, packing, pipeline, registry, shards
 from maxdiloco.data.mixture import TrainingData
@@ -69,6 +68,11 @@ def of_path(settings: DataSettings, path: str) -> registry.Source:
 def key_of(name: str) -> str:
     """Return the key of a source of `trained`, for messages."""
     return f"dataset_mixture, source {name}" if name else "dataset_path"
+
+
+def eval_key(name: str) -> str:
+    """Return the key of an evaluated text for messages, such as eval_dataset_path.wiki."""
+    return f"eval_dataset_path.{name}" if name else "eval_dataset_path"
 
 
 def prepare_sources(
@@ -121,7 +125,7 @@ def _unprepared(
         keys = {source: key_of(name) for name, source in trained(settings).items()}
     if evaluates:
         paths = settings.eval_paths.items()
-        keys |= {of_path(settings, path): checks.eval_key(name) for name, path in paths if path}
+        keys |= {of_path(settings, path): eval_key(name) for name, path in paths if path}
     # Open every source before preparing the first, so that a missing source leaves no folder.
     works = {
         source: Work(
@@ -257,7 +261,7 @@ def open_evaluated(
         except DataError as error:
             if not name:
                 raise
-            raise DataError(f"{checks.eval_key(name)}: {error}") from error
+            raise DataError(f"{eval_key(name)}: {error}") from error
     return texts
 
 

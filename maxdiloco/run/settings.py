@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeVar
 
 from jax.sharding import Mesh
 
-from maxdiloco.config import checks
 from maxdiloco.config.keys import Config
 from maxdiloco.data.tokenizer import TokenizerSettings
+from maxdiloco.diloco import schedule
 from maxdiloco.engine.settings import ExchangeSettings
+from maxdiloco.errors import ConfigError
 from maxdiloco.models.build import ModelSettings
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.mesh import MeshSettings
@@ -304,5 +305,9 @@ def count_replicas(batch: BatchSettings, mesh: Mesh) -> int:
     size = mesh.shape["diloco"]
     if not batch.enable_diloco or batch.num_diloco_replicas == "auto":
         return size
-    checks.check_replicas(batch.num_diloco_replicas, size, "the mesh's diloco size")
-    return batch.num_diloco_replicas
+    replicas, slots = batch.num_diloco_replicas, "the mesh's diloco size"
+    try:
+        schedule.check_replicas(replicas, size, name="num_diloco_replicas", slots_name=slots)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return replicas

@@ -49,13 +49,11 @@ class Data(Group, group="data"):
     )
     """Kind of data, for a folder of maxdiloco.prepare any of them. arrayrecord: records of
     tf.train.Example. synthetic: a Markov chain (0.91 nats)."""
-    dataset_path: TextPath = key(
-        "", resume=FREE, hosts=PATHS, from_checkpoint=True, start_here=True
-    )
+    dataset_path: TextPath = key("", resume=FREE, hosts=PATHS, start_here=True)
     """Text: folder (.txt .md .py .jsonl .jsonl.gz .jsonl.zst), file, glob or hub name; also on
     gs://, s3://, az:// or a file on https://. Empty: Python's standard library."""
     dataset_mixture: Annotated[tuple[Annotated[Source, TABLE], ...], LIST, NESTED] = key(
-        (), resume=FREE, hosts=PATHS, from_checkpoint=True
+        (), resume=FREE, hosts=PATHS
     )
     """Sources instead of dataset_path: [{path: a, weight: 0.7, name: web}, ...]. A source may have
     dataset_type and text_column too."""
@@ -105,9 +103,7 @@ class Tokenizer(Group, group="data"):
 
     tokenizer_type: Literal["byte", "sentencepiece", "huggingface"] = key("byte", start_here=True)
     """Kind of tokenizer. byte: UTF-8 bytes, and a token that starts a document."""
-    tokenizer_path: TokenizerPath = key(
-        "", resume=FREE, hosts=PATHS, from_checkpoint=True, start_here=True
-    )
+    tokenizer_path: TokenizerPath = key("", resume=FREE, hosts=PATHS, start_here=True)
     """Its file or folder, also on gs://, s3://, az:// or https://, or a name on the hub."""
     add_bos: bool = key(True)
     """Put the BOS token before each document; byte always does."""

@@ -63,8 +63,11 @@ class Diloco(Group, group="diloco"):
     def _check(self: Any) -> None:
         dcn, ici = self.dcn_diloco_parallelism, self.ici_diloco_parallelism
         if dcn * ici > 0 and self.num_diloco_replicas != "auto":
-            checks.check_replicas(
-                self.num_diloco_replicas, dcn * ici, f"dcn diloco {dcn} * ici diloco {ici} ="
+            schedule.check_replicas(
+                self.num_diloco_replicas,
+                dcn * ici,
+                name="num_diloco_replicas",
+                slots_name=f"dcn diloco {dcn} * ici diloco {ici} =",
             )
 
 
@@ -102,14 +105,13 @@ class DilocoFragments(Group, group="diloco"):
         ):
             met = most == "auto" or getattr(self, name) <= most
             checks.expect(self, met, name, f"at most {most}", because)
-        with checks.as_config_error():
-            schedule.check_counts(
-                H=self.diloco_sync_period,
-                P=fragments,
-                tau=self.num_communication_overlapping_steps,
-                round_overlap=self.diloco_round_overlap,
-                names=_SCHEDULE,
-            )
+        schedule.check_counts(
+            H=self.diloco_sync_period,
+            P=fragments,
+            tau=self.num_communication_overlapping_steps,
+            round_overlap=self.diloco_round_overlap,
+            names=_SCHEDULE,
+        )
 
 
 class DilocoExchange(Group, group="diloco"):
@@ -132,15 +134,14 @@ class DilocoExchange(Group, group="diloco"):
     """Exchange inside compiled programs (xla), or by host memory and TCP. auto: by the devices."""
 
     def _check(self: Any) -> None:
-        with checks.as_config_error():
-            combinations.check(
-                collective=self.diloco_collective,
-                aggregation=self.diloco_aggregation,
-                exchange_dtype=self.diloco_exchange_dtype,
-                round_overlap=self.diloco_round_overlap,
-                error_feedback=self.diloco_error_feedback == "always",
-                names=_COMBINATIONS,
-            )
+        combinations.check(
+            collective=self.diloco_collective,
+            aggregation=self.diloco_aggregation,
+            exchange_dtype=self.diloco_exchange_dtype,
+            round_overlap=self.diloco_round_overlap,
+            error_feedback=self.diloco_error_feedback == "always",
+            names=_COMBINATIONS,
+        )
 
 
 class Islands(Group, group="islands"):

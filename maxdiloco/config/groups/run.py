@@ -4,15 +4,7 @@ from typing import Annotated, Any, Literal
 
 from maxdiloco.config import checks
 from maxdiloco.config.fields import FREE, PATHS, Group, key
-from maxdiloco.config.values import (
-    TEXT_OR_TABLE,
-    Count,
-    MinusOne,
-    Seed,
-    ShareBelowOne,
-    TextPath,
-    matching,
-)
+from maxdiloco.config.values import NESTED, Count, MinusOne, Seed, ShareBelowOne, TextPath, matching
 
 Name = Annotated[
     str, matching(r"([A-Za-z0-9_][A-Za-z0-9._-]*)?", "letters, digits, '.', '_' and '-'")
@@ -25,7 +17,9 @@ class Run(Group, group="run"):
 
     run_name: Name = key("", resume=FREE, start_here=True)
     """Folder of the run in base_output_directory; the same name resumes it. Empty: a new name."""
-    base_output_directory: str = key("runs", resume=FREE, hosts=PATHS, start_here=True)
+    base_output_directory: str = key(
+        "runs", resume=FREE, hosts=PATHS, from_checkpoint=False, start_here=True
+    )
     """Folder of all runs: one that all hosts share, or gs://, s3:// or az://bucket/folder."""
     steps: Count | Literal["all"] = key(1000, unit="inner steps", resume=FREE, start_here=True)
     """Length of the run. all: one epoch of the text."""
@@ -50,8 +44,8 @@ class Evaluation(Group, group="evaluation"):
     """Interval at which the outer parameters are evaluated on held-out text. -1: never."""
     eval_steps: Count | MinusOne = key(10, unit="batches", resume=FREE)
     """Length of one evaluation. -1: all of the held-out text."""
-    eval_dataset_path: Annotated[TextPath | dict[TextName, TextPath], TEXT_OR_TABLE] = key(
-        "", resume=FREE, hosts=PATHS, from_checkpoint=True
+    eval_dataset_path: Annotated[TextPath | dict[TextName, TextPath], NESTED] = key(
+        "", resume=FREE, hosts=PATHS
     )
     """Held-out text, or {name: path} for several. An empty path: the part that is held out."""
     # A twentieth: our choice.
