@@ -41,10 +41,11 @@ def keep_freed_memory(*, in_caller: bool) -> None:
     the user sets GLIBC_TUNABLES.
 
     Args:
-      in_caller: whether programs run in the calling thread, see mesh.run_in_caller. Otherwise all
-        threads share the heap of the first one, since no setting keeps the others' from mapping
-        large blocks. Threads that compile wait for each other there: compiling takes half as long
-        again.
+      in_caller: whether programs run in the calling thread, see mesh.run_in_caller. Otherwise
+        threads share the heaps that exist, since no setting keeps new heaps from mapping large
+        blocks. The thread of command_line.guarded has made a second heap by then, which does map
+        them (benchmarks/results). With one heap, threads that compile wait for each other, and
+        compiling takes half as long again.
     """
     if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
         return
