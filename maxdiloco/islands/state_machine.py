@@ -476,7 +476,6 @@ class StateMachine:
     def _send(self, fragment: int, log: FragmentLog) -> None:
         count = rules.fitting_ranges(log.data)
         left = rules.tokens_of(log.data[count:])  # sent with the next message
-        log.seq += 1
         if self.t > self.timed[1]:
             step_s = (self.now - self.timed[0]) / (self.t - self.timed[1])
             self.step_s, self.timed = min(self.step_s, step_s), (self.now, self.t)
@@ -484,7 +483,7 @@ class StateMachine:
             fragment=fragment,
             island=self.name,
             incarnation=self.incarnation,
-            seq=log.seq,
+            seq=log.seq + 1,
             base=log.state.number,
             steps=log.steps,
             tokens=log.tokens - left,
@@ -503,6 +502,7 @@ class StateMachine:
             line = f"its outer gradient of fragment {message.fragment} is not finite"
             return self._stop(line, again=True)
         log = self.logs[message.fragment]
+        log.seq = message.seq
         if message.fragment == 0:
             self.period_tokens = message.tokens
         log.undecided = (*log.undecided, Undecided(message, self.t, self.now, False))

@@ -99,15 +99,36 @@ def test_islands_in_lockstep_have_the_numbers_of_the_host_carrier(M, wire, tau, 
 
 
 class Recorded(log_store.MeteredStore):
-    """A bucket that keeps the names of the objects that were read."""
+    """A bucket that keeps the names of the objects that were read, and of absent ones."""
 
     def __init__(self, bucket):
         super().__init__(bucket)
-        self.read = []
+        self.read, self.absent = [], []
 
     def get_first(self, name, most):
         self.read.append(name)
-        return super().get_first(name, most)
+        try:
+            return super().get_first(name, most)
+        except FileNotFoundError:
+            self.absent.append(name)
+            raise
+
+
+def test_a_message_is_read_once_a_heartbeat_announces_it():
+    """Nobody polls for messages. Control: the next record is polled for."""
+    bucket = Recorded(store.in_memory())
+    begun(a_run(islands_min=2), "ab", 8, bucket=bucket)
+    assert {name[0] for name in bucket.absent} == {"c", "r"}
+
+
+def test_heartbeats_that_have_not_changed_are_not_read_again():
+    bucket = Recorded(begun(run := a_run(), "ab", 1).bucket)
+    first = log_store.heartbeats(bucket, run, known := {})
+    assert sorted(bucket.read) == ["hb/a", "hb/b"]
+    later = first["b"]._replace(count=10**6)
+    bucket.put("hb/b", records.encode(later))
+    assert log_store.heartbeats(bucket, run, known) == first | {"b": later}
+    assert bucket.read[2:] == ["hb/b"]
 
 
 @pytest.mark.parametrize(("names", "writes"), [("a", False), ("ab", False), ("abc", True)])

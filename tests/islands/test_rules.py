@@ -209,6 +209,18 @@ def test_pauses_double_up_to_the_longest_with_jitter():
     assert len(set(pauses)) == 60 and pauses[9] != rules.pause(Timing(), 9, "b")
 
 
+@pytest.mark.parametrize(
+    ("steps", "waited", "invited", "due"),
+    [
+        (9, 60.0, False, True), (9, 59.0, False, False), (9, 30.0, True, True),
+        (9, 29.0, True, False), (1, 59.0, True, False), (1, 60.0, True, True),
+    ],
+)  # fmt: skip
+def test_an_invited_island_sends_after_half_of_a_period(steps, waited, invited, due):
+    """And after H / P = 2 steps."""
+    assert rules.is_due(RUN, Timing(), steps, waited, invited=invited) == due
+
+
 def test_inner_moments_of_a_joiner():
     ages = [rules.moments(own, 10) for own in (None, 7, 8, 10, 11)]
     assert ages == ["zero", "zero", "kept", "kept", "zero"]
