@@ -135,9 +135,9 @@ def test_a_lease_after_its_deletion_counts_nothing_twice(monkeypatch):
             REQUEST(world, program, action)
 
     monkeypatch.setattr(World, "request", request)
-    assert first_violation(range(20), length=3000) == ""
+    assert first_violation(range(30), length=3000) == ""
     monkeypatch.setattr(rules, "are_valid_ranges", ranges_of_any_block)
-    assert "tokens are counted twice" in first_violation(range(20), length=3000)
+    assert "tokens are counted twice" in first_violation(range(30), length=3000)
 
 
 # -- what could go wrong, found by the simulator: the code before, and a schedule that shows it ---
