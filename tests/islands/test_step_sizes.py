@@ -12,7 +12,7 @@ from maxdiloco.islands.step_sizes import AHEAD, StepSizes
 
 @given(st.integers(0, 10**6), st.integers(1, 9), st.lists(st.integers(1, 3), max_size=60))
 def test_the_tokens_of_each_step_are_those_that_were_appended(t, tokens, appended):
-    """The next steps have the first number, then one step each; sums are those of a list."""
+    """The next steps have the first number, then one step each. The sums are sums of that list."""
     sizes = StepSizes(t, tokens, fixed=False)
     expected = [tokens] * AHEAD + appended
     changed = [sizes.append(size) for size in appended]
