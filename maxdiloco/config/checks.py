@@ -79,7 +79,7 @@ def expect(cfg: Any, met: Any, name: str, what: str, because: str = "") -> None:
 
     Args:
       cfg: a Config.
-      met: whether the value of a key can be combined with those of other keys.
+      met: whether the values of a key and of other keys can be combined.
       name: the key.
       what: the values that can, such as `at most 5`.
       because: the other keys, separated by spaces.

@@ -50,7 +50,7 @@ class Group:
 
     Attributes:
       group: name of the group, such as `model`. Several classes may have parts of one group. The
-        docstring of its first class is its title; those of the others are headings of their parts.
+        docstring of the first class is the group's title; the others have the headings of parts.
     """
 
     group: ClassVar[str]
