@@ -1,6 +1,7 @@
 """Load the configuration of a run from the command line, or from a checkpoint, without JAX."""
 
 import difflib
+import os
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
@@ -8,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from maxdiloco import ownership
 from maxdiloco.config import files, maxtext
 from maxdiloco.config.files import Layer, RawValue
 from maxdiloco.config.keys import KEYS, Config
@@ -38,14 +40,15 @@ def load(argv: Iterable[str], environ: Mapping[str, str], *, warn: Warn = print)
         file may be base.yml, as in MaxText's commands; only edited values of a copy are used. A
         path configs/... that is not in the working directory is read from the package.
       environ: the environment; variables whose names start with M_ set keys.
-      warn: called with a line for keys of MaxText that are ignored.
+      warn: called with a line for keys of MaxText that are ignored, and with a line on keys of this
+        host that a yml file of another user sets.
 
     Raises:
       ConfigError: a key or value is invalid. The message is one line with key, value, reason and
         remedy, or with all unknown keys.
     """
     theirs = maxtext.read()
-    given = theirs.accept(_layers(list(argv), environ, theirs), warn)
+    given = theirs.accept(_layers(list(argv), environ, theirs, warn), warn)
     base = convert(files.read_yml(files.config_folder() / BASE))  # a user may have edited it
     found = {name: key.default for name, key in KEYS.items()} | base | convert(given)
     found |= _from_model(found, given, theirs, warn)
@@ -182,22 +185,22 @@ def describe_differences(cfg: Config) -> list[str]:
 
 def names_given(argv: Iterable[str], environ: Mapping[str, str]) -> set[str]:
     """Return the keys that a command line, its yml file and the environment set."""
-    return set(_layers(list(argv), environ, maxtext.read()))
+    return set(_layers(list(argv), environ, maxtext.read(), warn=lambda _: None))
 
 
 # -- layers ---------------------------------------------------------------------------------------
 
 
-def _layers(argv: list[str], environ: Mapping[str, str], theirs: MaxText) -> Layer:
+def _layers(argv: list[str], environ: Mapping[str, str], theirs: MaxText, warn: Warn) -> Layer:
     """Read a yml file, the environment and the command line, with MaxText's names replaced."""
     given: Layer = {}
     if argv and "=" not in argv[0] and argv[0].endswith((".yml", ".yaml")):
-        given = _from_file(pathlib.Path(argv.pop(0)), theirs)
+        given = _from_file(pathlib.Path(argv.pop(0)), theirs, warn)
     given |= theirs.rename(_from_environment(environ))
     return given | theirs.rename(_from_command_line(argv))
 
 
-def _from_file(path: pathlib.Path, theirs: MaxText) -> Layer:
+def _from_file(path: pathlib.Path, theirs: MaxText, warn: Warn) -> Layer:
     """Read a yml file.
 
     From a copy of base.yml only the values that differ from it are read; the others are defaults. A
@@ -216,11 +219,30 @@ def _from_file(path: pathlib.Path, theirs: MaxText) -> Layer:
             "that differ."
         )
     given = theirs.rename(given)
+    _warn_of_another_user(path, given, warn)
     if not is_base or len(given) < len(KEYS) / 2:
         return given
     edited = convert({name: one for name, one in given.items() if name in KEYS})
     defaults = {name for name, value in edited.items() if value == KEYS[name].default}
     return {name: one for name, one in given.items() if name not in defaults}
+
+
+def _warn_of_another_user(path: pathlib.Path, given: Layer, warn: Warn) -> None:
+    """Warn if a file of another user sets keys that concern this host."""
+    status = os.stat(path)
+    if ownership.is_own(status):
+        return
+    host = {n: one for n, one in given.items() if n in KEYS and not KEYS[n].from_checkpoint}
+    named = [
+        f"{name}={shorten(host[name].raw)}"
+        for name, value in convert(host).items()
+        if value != KEYS[name].default
+    ]
+    if named:
+        warn(
+            f"note: {path} belongs to user {status.st_uid} and sets keys of this host: "
+            f"{', '.join(named)}. Give another value after it, if you do not want that."
+        )
 
 
 def _from_environment(environ: Mapping[str, str]) -> Layer:
