@@ -50,9 +50,11 @@ def require_default(cfg: Any, names: str, because: str) -> None:
         default = type(cfg).model_fields[name].default
         if getattr(cfg, name) != default:
             use = f"Use {name}={show(default)}" if default != "" else f"Leave {name} out"
+            other = getattr(cfg, because)
+            is_switch = isinstance(other, bool)
+            use += f" or {because}={show(not other)}" if is_switch else f", or change {because}"
             raise ConfigError(
-                f"{_shown(cfg, name)} has no effect with {_shown(cfg, because)}. {use}, or change "
-                f"{because}."
+                f"{_shown(cfg, name)} has no effect with {_shown(cfg, because)}. {use}."
             )
 
 
