@@ -129,7 +129,7 @@ def test_a_step_that_the_compiler_refuses_does_not_fit(monkeypatch):
         programs = [of(name="inner", lowered=lambda _, body=body: body) for body in compiles]
         calls = [Call(program, (tokens,), 1) for program in programs]
         trainer = of(calls=lambda batch: calls, abstract_state=None)
-        parts = of(batch={"tokens": tokens}, trainer=trainer)
+        parts = of(batch={"tokens": tokens}, trainer=trainer, mesh=None)
         return remat_choice._needed(settings_of(), parts, 9, lambda line: None, None)
 
     monkeypatch.setattr(remat_choice, "kept_bytes", lambda *_: 0)
