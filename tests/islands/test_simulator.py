@@ -171,11 +171,11 @@ FOUND = {
     "a record of rejects alone has a scale above 1": (
         rules, "scale", lambda n, most: max(n, 1) / most if n < most else 1.0, 86, 1500),
     "a record of rejects alone passes over a good message before one": (
-        rules, "rejects_in_turn", lambda members, rejected: rejected, 15, 1500),
+        rules, "rejects_in_turn", lambda members, rejected: rejected, 47, 1500),
     "a record waits for a step of an island that waits for the record": (
         StateMachine, "may_step", may_step_whatever_is_known, 121),
     "the rest of a block is read again after a rejected part of it came late": (
-        rules, "unfinished_blocks", blocks_by_their_last_part, 32, 1500),
+        rules, "unfinished_blocks", blocks_by_their_last_part, 137, 1500),
 }  # fmt: skip
 
 
