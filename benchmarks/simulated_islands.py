@@ -124,7 +124,6 @@ class Island:
         self.machine = StateMachine(world.run, world.timing, self.name, nonce, initial)
         if earlier is not None:
             self.machine.after = earlier.incarnation
-            self.machine.known = tuple(log.state for log in earlier.logs)
         self.stepping: object | None = None  # the step that is running
 
     def stop(self, pause_s: float, *, restarts: bool) -> bool:

@@ -55,7 +55,7 @@ class Executor:
         x: MutableSequence[np.ndarray] | None = None,
         error_feedback: bool = False,
         moments_of: int | None = None,
-        earlier: "Executor | None" = None,
+        after: int = 0,
         key: bytes | None = None,
         nonce: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -72,7 +72,7 @@ class Executor:
           error_feedback: whether the encoding error of a message stays for the next one also after
             a merge, which replaces x.
           moments_of: see StateMachine.
-          earlier: executor of this program's earlier incarnation, whose logs this one continues.
+          after: see StateMachine.
           key: private key of 32 bytes to sign with; None: messages are not signed.
           nonce: nonce of this program; None: a random nonce.
           clock: returns the time [s].
@@ -84,8 +84,6 @@ class Executor:
             raise ConfigError(f"{wrong}. Islands cannot run with it. Set another value.")
         self._bucket, self._run, self._key, self._clock = bucket, run, key, clock
         self.outer = [outer_step.fresh(values) for values in outer_params]
-        if earlier is not None:
-            self.outer = [*earlier.outer]
         self.x = [each.theta for each in self.outer] if x is None else x
         self.sent: list[dict[int, np.ndarray]] = [{} for _ in outer_params]
         # With error feedback: the encoding error of the last message, and the residual to add next.
@@ -110,10 +108,7 @@ class Executor:
         self.stop: machine.Stop | None = None
         digests = tuple(each.digest() for each in self.outer)
         nonce = secrets.token_hex(8) if nonce is None else nonce
-        after, known = 0, ()
-        if earlier is not None:
-            after, known = earlier.state.incarnation, [log.state for log in earlier.state.logs]
-        self.state = StateMachine(run, timing, name, nonce, digests, moments_of, after, known)
+        self.state = StateMachine(run, timing, name, nonce, digests, moments_of, after)
 
     def tick(self, *, within_step: bool = False) -> None:
         """Let time pass. within_step: an inner step is running, so x stays as it is."""

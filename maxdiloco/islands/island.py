@@ -402,7 +402,7 @@ class Island:
                 x=_OwnValues(self),
                 error_feedback=self._settings.feeds_back,
                 moments_of=self._moments_of,
-                earlier=self._runtime.executor if self._incarnation else None,
+                after=self._incarnation,
                 key=None if self._keys is None else self._keys.own,
             )
             self._data, self._leases_told = LeasedData(state.t), 0

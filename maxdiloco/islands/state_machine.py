@@ -13,7 +13,7 @@ import bisect
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from maxdiloco.islands import records, rules
@@ -268,7 +268,6 @@ class StateMachine:
       initial: digests of the outer state of each fragment before the first record.
       moments_of: number of records in this island's checkpoint; None without a checkpoint.
       after: the incarnation of this program before it joined again; 0 at its first start.
-      known: states of the logs that this program has followed before it joined again.
       logs: one for each fragment.
       requests: requests to the store.
       creating: {name: object} whose creation is not confirmed.
@@ -298,7 +297,6 @@ class StateMachine:
     initial: tuple[str, ...]
     moments_of: int | None = None
     after: int = 0
-    known: Sequence[LogState] = ()
     logs: tuple[FragmentLog, ...] = ()
     requests: dict[Any, Request] = dataclasses.field(default_factory=dict)
     creating: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -869,10 +867,7 @@ class StateMachine:
             return self._replaced() if self.after else self._claim(lease.incarnation + 1)
         self.phase, self.incarnation = LOAD, lease.incarnation
         for fragment in range(len(self.logs)):
-            if self.known:
-                self._adopt(self.known[fragment])
-            else:
-                self._request(LoadSnapshot(fragment))
+            self._request(LoadSnapshot(fragment))
 
     def _snapshot_settled(self, name: str, state: LogState) -> None:
         if self.phase != FIND:

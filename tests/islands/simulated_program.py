@@ -44,15 +44,8 @@ class Program:
         self.values = [Values() for _ in world.run.fragments]
         initial = tuple(value.digest() for value in self.values)
         nonce = str(next(world.count))
-        after, known = 0, ()
-        if earlier is not None:
-            after = earlier.state.incarnation
-            known = tuple(log.state for log in earlier.state.logs)
-            for value, old in zip(self.values, earlier.values, strict=True):
-                value.theta, value.trace = old.theta, old.trace
-        self.state = StateMachine(
-            world.run, world.timing, name, nonce, initial, after=after, known=known
-        )
+        after = earlier.state.incarnation if earlier is not None else 0
+        self.state = StateMachine(world.run, world.timing, name, nonce, initial, after=after)
         self.living, self.joined, self.stepping = True, False, False
         self.gradients, self.frozen_until = {}, 0.0
         names = (records.snapshot_name(F, 0) for F in range(len(self.values)))

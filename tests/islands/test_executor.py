@@ -424,8 +424,8 @@ def test_a_program_gives_way_to_a_later_one_of_its_name():
     bucket, run = store.in_memory(), a_run()
     ways, islands = [], [None, None]
     for number in range(4):  # two programs; each joins again
-        earlier = islands[number]
-        island = executor.Executor(bucket, run, PACE, "a", start_values(run), earlier=earlier)
+        after = islands[number].state.incarnation if islands[number] else 0
+        island = executor.Executor(bucket, run, PACE, "a", start_values(run), after=after)
         islands.append(island)
         while island.stop is None and island.state.phase != "train":
             island.tick()
