@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.bandwidth_model import markdown
 from benchmarks.link.command import guarded, help_text, number, numbers, without_keys
-from benchmarks.link.storm import AWAY_S, CUT_S, STOPPED_S
+from benchmarks.link.storm import AWAY_S, CUT_S, DOWN_S, STOPPED_S
 from benchmarks.simulated_islands import Island, World, goodput, is_transfer, run_settings
 from maxdiloco.islands import state_machine as machine
 from maxdiloco.islands.island import timing_of
@@ -36,7 +36,7 @@ OWN = {
 FRAGMENTS, SYNC_PERIOD = 2, 20
 TOKENS = 256  # of a step
 DEAD_S = 11.0
-DOWN_S = 8.0  # after a kill: that of link/storm.py, and 5 s in which a start loads and compiles
+RESTART_S = DOWN_S + 5  # a start loads and compiles for about 5 s
 REQUEST_S = 0.05
 TICK_S, LOAD_TICK_S = 0.25, 0.02
 WARM_UP_S = 60.0  # not counted
@@ -118,7 +118,7 @@ def fault(world: World, links: Links, kind: str, hit: int) -> None:
     """Let a fault begin now."""
     match kind:
         case "kill" | "stop":
-            pause_s = DOWN_S if kind == "kill" else STOPPED_S
+            pause_s = RESTART_S if kind == "kill" else STOPPED_S
             world.islands[hit].stop(pause_s, restarts=kind == "kill")
         case "store away":
             links.away_until = [max(old, world.now + AWAY_S) for old in links.away_until]

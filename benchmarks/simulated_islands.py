@@ -112,18 +112,16 @@ class Island:
         self.stopped_until = 0.0
         self.begin()
 
-    def begin(self, earlier: StateMachine | None = None) -> None:
+    def begin(self, after: int = 0) -> None:
         """Start a program, without the progress that the last one has not sent.
 
         Args:
-          earlier: the machine that joins again.
+          after: see StateMachine.
         """
         world = self.world
         initial = tuple(_digest(fragment, 0) for fragment, _ in enumerate(world.run.fragments))
         nonce = str(next(world.count))
-        self.machine = StateMachine(world.run, world.timing, self.name, nonce, initial)
-        if earlier is not None:
-            self.machine.after = earlier.incarnation
+        self.machine = StateMachine(world.run, world.timing, self.name, nonce, initial, after=after)
         self.stepping: object | None = None  # the step that is running
 
     def stop(self, pause_s: float, *, restarts: bool) -> bool:
@@ -233,7 +231,7 @@ class World:
                 digest = _digest(record.fragment, record.number)
                 self._deliver(island, to, machine.Answer(action, digest))
             case machine.Stop(again=again):
-                island.begin(earlier=to if again else None)
+                island.begin(after=to.incarnation if again else 0)
             case machine.Begin() | machine.Evaluate() | machine.Say():
                 pass
             case _:

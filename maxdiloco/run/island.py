@@ -178,7 +178,7 @@ class IslandControl:
         return float(np.float32(found))
 
     def tokens(self, steps: range, step_tokens: int) -> int:
-        """Return the tokens of some steps of this island. See RunControl."""
+        """Return the tokens that this island trains on in some steps, as RunControl.tokens."""
         if not self._island.run.global_batch_size:
             return len(steps) * step_tokens
         return self._facts.length * sum(map(self._island.batch_size, steps))

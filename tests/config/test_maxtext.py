@@ -40,7 +40,7 @@ def load(*argv):
 
 
 def accepted(names):
-    """What is kept of these keys, each with a value that is no key's, and the notes."""
+    """Return the accepted keys of these, each with the value `x`, and the notes."""
     notes = []
     return MAXTEXT.accept(dict.fromkeys(names, RawValue("x", "")), notes.append), notes
 

@@ -143,7 +143,7 @@ def test_a_gradient_is_stored_if_it_is_smaller_than_the_messages_of_others(names
 
 
 def test_an_island_does_not_read_its_own_messages():
-    """As a member it has their values. Control: of two islands each reads the other's."""
+    """Control: of two islands, each reads the messages of the other island."""
     bucket = Recorded(store.in_memory())
     begun(a_run(), "a", 8, bucket=bucket)
     assert not [name for name in bucket.read if name[0] == "u"]

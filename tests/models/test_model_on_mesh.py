@@ -141,7 +141,7 @@ def test_losses_of_a_split_batch_are_summed_over_devices_after_the_loops(devices
 
 @pytest.mark.parametrize(("sizes", "reads"), [(dict(data=2), True), (dict(tensor=2), False)])
 def test_a_target_s_logit_is_read_where_a_device_has_the_whole_vocabulary(devices, sizes, reads):
-    """On CPUs with bfloat16 activations. The loss is that of one device either way."""
+    """On CPUs with bfloat16 activations. Both meshes have the loss of one device."""
     model = tiny_model.with_kernels(tiny_model.build(), float32_results=True)
     mesh = tiny_model.mesh_of(devices, **sizes)
     both_R = replicas(model, 1)
