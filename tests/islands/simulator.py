@@ -30,6 +30,7 @@ from maxdiloco.islands.state_machine import (
 
 TICK = 0.5
 CALM = 4000  # events in which the log has to grow once the store is back
+WHOLE_S = 60.0  # in which islands that train have the global batch together
 
 
 class Broken(AssertionError):
@@ -308,16 +309,17 @@ class World(Store):
 
     def check_batch(self):
         """With the store back, the islands that train soon have the global batch together."""
-        checks = 0  # in a row at which all islands train
-        for _ in range(CALM // 10 if self.run.global_batch_size else 0):
+        since = self.now  # when all islands have begun to train
+        for _ in range(CALM if self.run.global_batch_size else 0):
             living = [program for program in self.programs if program.living]
-            checks = checks + 1 if all(one.state.phase == TRAIN for one in living) else 0
-            if checks and sum(map(self.batch_size, living)) == self.run.global_batch_size:
+            if any(program.state.phase != TRAIN for program in living):
+                since = self.now
+            elif sum(map(self.batch_size, living)) == self.run.global_batch_size:
                 self.seen["whole batch"] += 1
                 return
             self.run_events(10)
         # A newcomer whose requests take as long as a period catches up late, or never.
-        require(checks < 100, "the global batch is not whole")
+        require(self.now - since < WHOLE_S, "the global batch is not whole")
 
     def check_ledger(self):
         """Tokens read = committed + pending + rejected + unsent, or lost with a dead island."""
