@@ -166,7 +166,7 @@ class Islands(Group, group="islands"):
     islands_dead_seconds: Positive = key(60.0, unit="seconds", resume=FREE, from_checkpoint=False)
     """Time without a heartbeat after which the others continue without an island."""
     islands_key: str = key("", resume=FREE, from_checkpoint=False)
-    """Private key that signs the records of this island (ssh-keygen -t ed25519, chmod 600)."""
+    """Private key that signs its messages and heartbeats (ssh-keygen -t ed25519, chmod 600)."""
 
     def _check(self: Any) -> None:
         if not self.enable_islands:
