@@ -165,8 +165,8 @@ def check_replicas(M: int, slots: int, *, name: str, slots_name: str) -> None:
     """
     if not is_count(M) or M < 1 or M % slots:
         raise ValueError(
-            f"{name}={M} must be a multiple of {slots_name} {slots}: every slot of the mesh holds "
-            f"equally many replicas, a whole number. Use a multiple of {slots}."
+            f"{name}={M} must be a multiple of {slots_name} {slots}: every mesh position "
+            f"holds equally many replicas, a whole number. Use a multiple of {slots}."
         )
 
 

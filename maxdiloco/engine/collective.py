@@ -113,14 +113,14 @@ def send(
     cut: Cut,
     residual_R: Sequence[jax.Array] = (),
 ) -> Sent:
-    """Encode a fragment's outer gradients and cut the codes into chunks: Algorithm 2, line 8.
+    """Encode a fragment's outer gradients and cut them into chunks: Algorithm 2, line 8.
 
     Nothing crosses slices. With error feedback there is traffic inside a slice.
 
     Args:
       payload: the fragment's payload.
       leaves_R: outer gradients, [R, ...] float32 each.
-      cut: chunks of a replica's codes; reduce-scatter: of its codes for one slice.
+      cut: chunks of a replica's payload; reduce-scatter: of its payload for one slice.
       residual_R: error-feedback residuals, shaped like leaves_R; () without error feedback.
     """
     mesh, specs = payload.mesh, [P("diloco", *shard.spec) for shard in payload.shards]

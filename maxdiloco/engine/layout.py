@@ -130,7 +130,7 @@ class FragmentPlan:
       index: the fragment's index.
       fragment: its slices of the leaves.
       payload: the payload that one device encodes.
-      gather: cut of the codes that all slices receive.
+      gather: cut of the payload that all slices receive.
       scatter: reduce-scatter: cut of the parts that slices average; None with all-gather.
     """
 
@@ -147,7 +147,7 @@ class FragmentPlan:
 
     @property
     def packed(self) -> Cut:
-        """Cut of the codes that `pack` makes."""
+        """Cut of the payload that `pack` makes."""
         return self.gather if self.scatter is None else self.scatter
 
     @functools.cached_property

@@ -67,7 +67,7 @@ def attention(
     sinks_N: jax.Array | None = None,
     queries: Queries | None = None,
 ) -> jax.Array:
-    """Compute causal attention within segments; a block of queries meets the keys up to its end.
+    """Compute causal attention within segments; a block of queries attends to the keys up to its end.
 
     About half of the products of queries and keys are never computed. Products are in the type of
     q, the softmax is in float32.
@@ -201,7 +201,7 @@ def mask_of_segments(
       segment_ids_BL: segments of the keys.
       window: keys that a query sees. 0: unlimited.
       rows: the block of queries.
-      keys: the keys that the block meets.
+      keys: the keys that the block attends to.
       queries: positions and segments of the queries if the keys belong to longer sequences.
 
     Returns:
