@@ -26,7 +26,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
     clock = StartClock()
     # Imports and tracing make hundreds of thousands of permanent objects. Garbage collection over
-    # them costs 5% of the start (benchmarks/results). It is enabled again after the first step.
+    # them costs 5% of the start (benchmarks/results/step_time.md). It is enabled again after the
+    # first step.
     gc.disable()
     try:
         # Imported here, since Ctrl-C is handled only after the call of end_with.

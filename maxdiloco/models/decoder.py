@@ -182,7 +182,7 @@ class Decoder(nnx.Module):
             weights = map_weights(self._for_compute, weights)
             # Without a loop, the compiler would gather the weights of all layers before it uses
             # them. It would also sum the whole gradients of all layers before it scatters one
-            # (benchmarks/results).
+            # (benchmarks/results/gpu.md).
             at_once = unrolled and not any(
                 devices.is_gathered(names, config.rules) for names in leaves(names_of(weights))
             )

@@ -44,7 +44,7 @@ class Chip(NamedTuple):
 # two TensorCores. HBM as in libtpu's error for a program that is too big; the clock is the peak
 # over the FLOPs of a cycle. v5e's compiler leaves 16 of 128 MiB to an operation; with twice as
 # much, products are not cut into small pieces. It makes one operation of the two products of an
-# MLP, which takes longer than the two apart (benchmarks/results).
+# MLP, which takes longer than the two apart (benchmarks/results/compile_estimates.md).
 # GPU: NVIDIA's data sheets, Tensor Core bfloat16 without sparsity, sums in float32; float16 for a
 # T4, which has no bfloat16.
 _V5E_OPTIONS = (
@@ -53,8 +53,9 @@ _V5E_OPTIONS = (
 )
 # libtpu's scheduler puts the end of a transfer to other slices as far from its start as it believes
 # that it takes: by its figures for DCN, 51 Gbit/s, or for PCIe, 32 GB/s, whichever is slower. This
-# factor of the second gives every transfer the whole step (benchmarks/results). A process reads it
-# at its first compile, so it cannot be an option of one program.
+# factor of the second gives every transfer the whole step
+# (benchmarks/results/compile_estimates.md). A process reads it at its first compile, so it cannot
+# be an option of one program.
 _SLOW_LINK = ("xla_tpu_pcie_bandwidth_multiplier", "0.00001")
 # Formats of 8 bits. For TPUs: those with twice the operations of bfloat16 in JAX's own table
 # (jax/_src/pallas/mosaic/tpu_info.py), in which v4 has neither and v6e computes fp8 as bfloat16.

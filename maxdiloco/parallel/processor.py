@@ -20,7 +20,7 @@ def float32_is_faster(cpuinfo: str) -> bool:
 
     Intel's AVX512-BF16 multiplies no more numbers a cycle than float32, and its factors must be
     interleaved; without bfloat16 instructions they must be widened. With AMX, and with AMD's
-    AVX512-BF16, bfloat16 is faster (benchmarks/results).
+    AVX512-BF16, bfloat16 is faster (benchmarks/results/step_time.md).
 
     Args:
       cpuinfo: of host_cpuinfo. For a text without flags the answer is False.
@@ -37,15 +37,15 @@ def keep_freed_memory(*, in_caller: bool) -> None:
     """Let glibc keep the memory that XLA frees after a step, for the next step.
 
     Otherwise each step gets its temporary arrays as new pages, which the kernel clears one by one
-    (benchmarks/results). Call it before JAX's backends start. It does nothing without glibc, or if
-    the user sets GLIBC_TUNABLES.
+    (benchmarks/results/step_time.md). Call it before JAX's backends start. It does nothing without
+    glibc, or if the user sets GLIBC_TUNABLES.
 
     Args:
       in_caller: whether programs run in the calling thread, see mesh.run_in_caller. Otherwise
         threads share the heaps that exist, since no setting keeps new heaps from mapping large
         blocks. The thread of command_line.guarded has made a second heap by then, which does map
-        them (benchmarks/results). With one heap, threads that compile wait for each other, and
-        compiling takes half as long again.
+        them (benchmarks/results/step_time.md). With one heap, threads that compile wait for each
+        other, and compiling takes half as long again.
     """
     if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
         return

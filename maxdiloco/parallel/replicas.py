@@ -24,8 +24,9 @@ def map_fn(fn: Callable, *, mesh: Mesh) -> Callable:
 
     It is manual over `diloco` and automatic over the other axes, so that nothing in fn can reach
     another replica. The replicas of a mesh position are under a vmap, even if there is only one:
-    removing R and adding it again made XLA copy the optimizer state (benchmarks/results). Code
-    that supports no vmap goes into `without_singleton_vmap`. Call the result under jit.
+    removing R and adding it again made XLA copy the optimizer state
+    (benchmarks/results/step_time.md). Code that supports no vmap goes into
+    `without_singleton_vmap`. Call the result under jit.
     """
     return manual(jax.vmap(fn), mesh, P("diloco"))
 

@@ -143,8 +143,8 @@ def gathered(w: jax.Array, names: Names, rules: Rules, *, scattered: bool = Fals
     """Gather a weight over the mesh axes that split the tokens, for its use in a product.
 
     Without the constraint the partitioner may cut the product into one piece for each device of
-    the axis. That took twice the time on TPU (benchmarks/results). The weight stays sharded over
-    `tensor`. Experts are returned unchanged: models/moe.py gathers them.
+    the axis. That took twice the time on TPU (benchmarks/results/compile_estimates.md). The weight
+    stays sharded over `tensor`. Experts are returned unchanged: models/moe.py gathers them.
 
     Args:
       w: the weight.

@@ -16,7 +16,7 @@ MIB = 2**20
 WIDTH = 100  # columns of a line of prose, and of the tables unless a number is very long
 TIGHT = 0.9  # fraction of the memory above which another compiler version may not fit
 # Devices of an axis over which XLA:TPU of libtpu 0.0.42 still makes all-gathers, on v5e and v5p
-# (benchmarks/results, Qwen3 30B-A3B).
+# (benchmarks/results/experts.md, Qwen3 30B-A3B).
 MOST_GATHERED = 32
 SEND_DONE = (
     "exposed ms: if a send is done when the other slice has the data; or: when its buffer",

@@ -23,13 +23,13 @@ from maxdiloco.run.settings import RunSettings
 MIB = 2**20
 # `none` is tried only if the layers are not a loop. The values that it keeps beyond `minimal`, 34
 # GiB a device for the 1b model, take longer to write and read than to compute again. This holds by
-# arithmetic for v5e and by measurement on a CPU (benchmarks/results).
+# arithmetic for v5e and by measurement on a CPU (benchmarks/results/step_time.md).
 TRIED = tuple(policy for policy in POLICIES if policy != "none")
 LAST = TRIED[-1]
 # Fraction of the memory that JAX allocates on a GPU. XLA:GPU needs all temporaries of a program in
 # one contiguous piece. Fragmented memory may lack one, which shows only when the program runs.
 SHARE_ON_GPU = 0.9
-ON_CPU = "save_context"  # the fastest by measurement (benchmarks/results), for little memory
+ON_CPU = "save_context"  # the fastest (benchmarks/results/step_time.md), for little memory
 
 
 def device_memory(mesh: Mesh) -> int | None:

@@ -17,7 +17,7 @@ from maxdiloco.models.remat import CONTEXT, keep
 
 f32 = jnp.float32
 # Queries of a block, in sequences of up to two blocks and in longer ones. Each block is unrolled
-# into the program; the sizes follow from step and compile time in benchmarks/results.
+# into the program; the sizes follow from step and compile time in benchmarks/results/step_time.md.
 SHORT_BLOCK, BLOCK = 128, 256
 MAX_BLOCKS = 8  # sequences of more blocks get longer blocks instead
 
@@ -67,7 +67,7 @@ def attention(
     sinks_N: jax.Array | None = None,
     queries: Queries | None = None,
 ) -> jax.Array:
-    """Compute causal attention within segments; a block of queries attends to the keys up to its end.
+    """Compute causal attention within segments; a block of queries attends to keys up to its end.
 
     About half of the products of queries and keys are never computed. Products are in the type of
     q, the softmax is in float32.

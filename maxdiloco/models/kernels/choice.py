@@ -37,13 +37,14 @@ CUDNN_HEAD_DIM = 128
 # The least CUDA compute capability with cuDNN's attention and Triton's bfloat16 products.
 CAPABILITY = 8
 DOCUMENT_OFFSETS = (9, 10)  # capabilities whose cuDNN accepts document offsets; 12 was not tried
-# Tokens whose logits exist on a device at once, from benchmarks/results. bfloat16 products are so
-# fast on a CPU that the output of a chunk has to stay in the cache. A GPU adds one gradient
-# of the head for each chunk, and has memory for GPU_CHUNK_LOGITS logits: its chunks are larger.
+# Tokens whose logits exist on a device at once, from benchmarks/results/step_time.md. bfloat16
+# products are so fast on a CPU that the output of a chunk has to stay in the cache. A GPU adds one
+# gradient of the head for each chunk, and has memory for GPU_CHUNK_LOGITS logits: its chunks are
+# larger.
 CHUNK_TOKENS, CPU_BF16_CHUNK_TOKENS, GPU_CHUNK_LOGITS = 1024, 256, 2**27
 # The most layers that a GPU's program unrolls. A loop would copy the values that each layer keeps
 # and reads. An unrolled step takes 0.9 times as long and compiles three times as long
-# (benchmarks/results); the limit bounds the compile time.
+# (benchmarks/results/gpu.md); the limit bounds the compile time.
 MOST_UNROLLED = 48
 
 

@@ -20,7 +20,8 @@ from maxdiloco.models.kernels.private_jax import cudnn_attention
 from maxdiloco.models.remat import CONTEXT, keep
 
 # The capacities M are 1 and L divided by each of these numbers of tokens, within the bounds. Unused
-# capacity makes kernels slower (benchmarks/results). A batch with more documents needs a mask.
+# capacity makes kernels slower (benchmarks/results/gpu.md). A batch with more documents needs a
+# mask.
 TOKENS_PER_DOCUMENT, LEAST_DOCUMENTS, MOST_DOCUMENTS = (512, 256, 64), 4, 64
 MOST_VALUES = 2**31 - 1  # most values of the queries, which JAX counts in int32
 

@@ -97,8 +97,8 @@ def sum_rows(K: int, x_AD: jax.Array, rows: Rows) -> jax.Array:
     """Sum the rows of each token's choices, without the choices of experts on other devices.
 
     The choices are added one by one: a reduction over K takes XLA:TPU five times as long
-    (benchmarks/results). XLA:TPU would lay out every row in memory like the residual stream. With
-    the layout constraint it transposes only the sum.
+    (benchmarks/results/experts.md). XLA:TPU would lay out every row in memory like the residual
+    stream. With the layout constraint it transposes only the sum.
 
     Args:
       K: choices of each token.

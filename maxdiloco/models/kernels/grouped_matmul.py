@@ -28,9 +28,9 @@ def grouped_matmul(
     Args:
       kernel: "megablox" computes the gradients with JAX's Pallas kernels, and the product with a
         kernel of XLA:TPU (jax 0.10). XLA's own gradient in x copies the matrices, and its other
-        gradient multiplies every row by every expert (benchmarks/results). "triton" computes all
-        three products with triton_grouped.py, if its tiles fit. "xla" is jax.lax.ragged_dot, which
-        on a CPU and a GPU multiplies every row by every expert.
+        gradient multiplies every row by every expert (benchmarks/results/experts.md). "triton"
+        computes all three products with triton_grouped.py, if its tiles fit. "xla" is
+        jax.lax.ragged_dot, which on a CPU and a GPU multiplies every row by every expert.
       products: types and precision.
       x_AD: rows, sorted by group.
       w_EDF: a matrix of each group.

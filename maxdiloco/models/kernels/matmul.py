@@ -3,7 +3,7 @@
 XLA:CPU has instructions for bfloat16 factors only if the result is float32. Without them a product
 takes two to three times as long. On a TPU a reduce-scatter moves half of a gradient's bytes. The
 measured gains are in docs/reference/results.md ("Compared with a PyTorch loop") and
-benchmarks/results ("The step of 1b").
+benchmarks/results/compile_estimates.md ("The step of 1b").
 """
 # B sequences  L tokens  G groups of tokens
 
@@ -37,7 +37,7 @@ class Products:
       scattered_gradients: reduce the gradient of a weight directly to the devices that store its
         parts. Otherwise the partitioner sums whole gradients on every device and cuts them
         afterwards, or cuts the product into one piece for each device. Both take longer
-        (benchmarks/results).
+        (benchmarks/results/compile_estimates.md).
       quantization: `none`, or the format of the factors, see quantized.py.
     """
 

@@ -13,7 +13,8 @@ f32 = jnp.float32
 def rotate(form: str, x_BLNH: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate pairs (i, i + H/2) of every head.
 
-    The forms differ in how they exchange the two halves of a head (benchmarks/results).
+    The forms differ in how they exchange the two halves of a head
+    (benchmarks/results/compile_estimates.md).
 
     Args:
       form: "concatenate" is rope.rotate; XLA:GPU writes its halves to memory. "reverse" flips the

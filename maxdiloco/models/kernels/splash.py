@@ -12,7 +12,8 @@ from maxdiloco.models.remat import CONTEXT
 LANES = 128  # tiles are multiples of a TPU vector register's lanes
 BLOCK = 512  # tile of queries and keys, one of the kernel's power-of-two sizes
 # Tokens are in the lanes, because heads of less than 128 features do not fill them. XLA then also
-# uses this layout before the kernel, and the program takes 0.8 times as long (benchmarks/results).
+# uses this layout before the kernel, and the program takes 0.8 times as long
+# (benchmarks/results/compile_estimates.md).
 LAYOUT = "SEQ_MINOR"  # a QKVLayout of the kernel
 BLOCK_SIZES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 f32 = jnp.float32
 SMALLEST = 16  # smallest side of a tile that a GPU's matrix units accept
 # Sides of a tile of the result, and of a step of the sum. They follow from the registers and the
-# shared memory that the compiler reports (benchmarks/results).
+# shared memory that the compiler reports (benchmarks/results/gpu.md).
 SIDE, INNER = 128, 64
 MANY_ROWS = 256  # mean rows of an expert from which tiles have SIDE rows instead of half of them
 
