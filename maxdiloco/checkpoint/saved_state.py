@@ -20,7 +20,12 @@ from maxdiloco.errors import NumericsError
 
 
 def save_state(checkpointer: Checkpointer, trainer: Trainer, state: Any) -> None:
-    """Write a state, which the caller may donate at once.
+    """Write a state concurrently with the training. All processes make the same call.
+
+    Args:
+      checkpointer: the checkpointer of the folder.
+      trainer: the trainer of the state, such as DiLoCo.
+      state: the state; it may be passed to `step` as soon as the call returns.
 
     Raises:
       NumericsError: the state is not finite.

@@ -109,7 +109,15 @@ ARGUMENTS = Names()
 
 
 def check(*, H: int, P: int, tau: int, offsets: Iterable[int], round_overlap: str) -> None:
-    """Raise ValueError as `check_counts`, or unless offsets are P integers distinct mod H."""
+    """Raise ValueError as `check_counts`, or unless offsets are P integers distinct mod H.
+
+    Args:
+      H: inner steps between two sends of a fragment.
+      P: number of fragments.
+      tau: inner steps from a send to its apply.
+      offsets: one for each fragment [inner steps].
+      round_overlap: one of ROUND_OVERLAPS.
+    """
     check_counts(H=H, P=P, tau=tau, round_overlap=round_overlap)
     offsets = tuple(offsets)
     if len(offsets) != P or not all(map(is_count, offsets)):
@@ -130,7 +138,10 @@ def is_count(value: Any) -> bool:
 
 
 def check_counts(*, H: int, P: int, tau: int, round_overlap: str, names: Names = ARGUMENTS) -> None:
-    """Raise ValueError for counts without possible offsets, and for tau with a round overlap."""
+    """Raise ValueError for counts without possible offsets, and for tau with a round overlap.
+
+    For H, P, tau and round_overlap see `check`. names: their names in the message.
+    """
     if not is_count(H) or H < 1:
         raise ValueError(
             f"{names.H}={H} must be a positive integer: it counts the inner steps between two "

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Refuse a mesh without the axis of the replicas."""
+    """Raise ValueError for a mesh without the axis of the replicas."""
     if "diloco" not in mesh.axis_names:
         raise ValueError(
             f"mesh axes {mesh.axis_names} lack 'diloco', the axis of the replicas. Add it, "
@@ -25,7 +25,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def check_trees(params: Any, opt_state: Any, mesh: Mesh) -> None:
-    """Refuse leaves that are not arrays or on another mesh, and parameters without a mean."""
+    """Raise ValueError for leaves that are not arrays, on another mesh, or cannot be averaged."""
     if not jax.tree.leaves(params):
         raise ValueError("params has no leaves: there is nothing to train. Use a pytree of arrays.")
     both = {"params": params, "opt_state": opt_state}
@@ -61,7 +61,7 @@ def checked_step(inner_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) ->
     """Return the step with a check, when it is traced, that it keeps structure, shapes and dtypes.
 
     The parameters and the optimizer state that a step returns are the inputs of the next step. A
-    leaf of another dtype would silently change the whole run.
+    leaf of another dtype would silently change the whole run. The check raises ValueError.
     """
 
     @functools.wraps(inner_step)
@@ -111,7 +111,7 @@ def _leaves(name: str, tree: Any) -> dict[str, str]:
 
 
 def check_batch(batch: Any, num_replicas: int) -> None:
-    """Refuse a batch whose leaves are not [R, ...]."""
+    """Raise ValueError for a batch whose leaves are not [R, ...]."""
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         shape = np.shape(x)
         if shape[:1] != (num_replicas,):

@@ -82,7 +82,12 @@ class Merged(NamedTuple):
 
 
 def pack(plan: FragmentPlan, values: FragmentArrays) -> Sent:
-    """Form the outer gradients and encode them: Algorithm 2, lines 7-8. No traffic."""
+    """Form the outer gradients and encode them: Algorithm 2, lines 7-8. No traffic.
+
+    Args:
+      plan: the fragment's plan.
+      values: the fragment's values; outer_opt is not used.
+    """
     eager = values.outer_params[0].ndim == values.params[0].ndim
     outer_params = values.outer_params if eager else [x[None] for x in values.outer_params]
     g_R = outer.outer_gradient(outer_params, values.params)
@@ -90,7 +95,16 @@ def pack(plan: FragmentPlan, values: FragmentArrays) -> Sent:
 
 
 def exchange(plan: FragmentPlan, chunks: Chunks) -> Chunks:
-    """Bring the chunks of all replicas to all slices inside this program: line 8."""
+    """Bring the chunks of all replicas to all slices inside this program: line 8.
+
+    Args:
+      plan: the fragment's plan.
+      chunks: the chunks of `pack`, sharded by collective.outgoing_spec.
+
+    Returns:
+      The chunks of all replicas, sharded by collective.incoming_spec. With reduce-scatter they are
+      the means of all slices.
+    """
     # Without the barrier XLA:TPU gathers [1, N] and pads the payload x2, x4 for bytes.
     chunks = jax.lax.optimization_barrier(chunks)
     mesh = plan.payload.mesh
@@ -111,7 +125,17 @@ def reduce_and_share(plan: FragmentPlan, parts: Sequence[jax.Array]) -> Chunks:
 
 
 def merge(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming: Chunks) -> Merged:
-    """Decode, average, take the outer step, mix into the replicas: lines 10-12. No traffic."""
+    """Decode, average, take the outer step, mix into the replicas: lines 10-12. No traffic.
+
+    Args:
+      plan: the fragment's plan.
+      rule: the optimizer and alpha.
+      values: the fragment's values; the residual is not used.
+      incoming: chunks as `exchange` returns them. Zeros have a mean of zero.
+
+    Returns:
+      The new values. They equal the old ones if an outer gradient was not finite.
+    """
     kinds = None if rule.kinds is None else [rule.kinds[s.leaf] for s in plan.slices]
     received = collective.receive(plan.payload, incoming, kinds=kinds)
     finite = ~jnp.any(received.bad_RF)
@@ -122,7 +146,8 @@ def merge(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming:
 def synchronise(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays) -> Merged:
     """Send, exchange and merge in one program, for tau = 0: lines 7-12.
 
-    It is DiLoCo (arXiv 2311.08105, Algorithm 1) when the fragment is the whole model.
+    It is DiLoCo (arXiv 2311.08105, Algorithm 1) when the fragment is the whole model. For the
+    arguments and the result see `merge`; the residual is used.
     """
     sent = pack(plan, values)
     merged = merge(plan, rule, values, exchange(plan, sent.chunks))
@@ -132,7 +157,11 @@ def synchronise(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays) -> 
 def delayed_step(
     plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming: Chunks
 ) -> Merged:
-    """Send, and merge the exchange of the previous round: arXiv 2502.12996, Algorithm 2."""
+    """Send, and merge the exchange of the previous round: arXiv 2502.12996, Algorithm 2.
+
+    For the arguments and the result see `merge`. `incoming` are the chunks of the previous round,
+    zeros in round 1. `sent` of the result has the chunks of this round.
+    """
     sent = pack(plan, values)
     return merge(plan, rule, values, incoming)._replace(sent=sent)
 
@@ -142,7 +171,9 @@ def eager_step(
 ) -> Merged:
     """Send, and merge the previous round with the replica's own outer gradient of this round.
 
-    Eager updates (arXiv 2502.12996), Algorithm 3. Every replica has its own outer parameters.
+    Eager updates (arXiv 2502.12996), Algorithm 3. Every replica has its own outer parameters and
+    its own state of the outer optimizer, leaves [R, ...]. For the arguments and the result see
+    `delayed_step`.
     """
     sent = pack(plan, values)
     received = collective.receive_eager(plan.payload, incoming, sent.chunks)

@@ -47,7 +47,7 @@ def train(
 
     Raises:
       Preempted: after SIGTERM, once the state is saved.
-      MaxDiLoCoError: from the trainer, the data or the recorder.
+      One of errors.USER_ERRORS: from the trainer, the data or the recorder.
     """
     trainer, control, console = parts.trainer, parts.control, recorder.console
     recorder.profile(steps.start - 1)

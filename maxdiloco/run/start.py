@@ -62,7 +62,7 @@ def run(
       The exit code.
 
     Raises:
-      MaxDiLoCoError: see maxdiloco.errors.
+      One of errors.USER_ERRORS.
     """
     if cfg.enable_wandb:
         require_wandb()
