@@ -1,10 +1,10 @@
-"""The whole algorithm in float64 NumPy, by brute force: what the library class is held to.
+"""The whole algorithm in float64 NumPy, by brute force. Tests compare the library with it.
 
-Written from the contract (docs/development/algorithm-contract.md) and the papers, DiLoCo (arXiv
-2311.08105) Algorithm 1, Streaming DiLoCo (2501.18512) Algorithm 2 and eager updates (2502.12996);
-it imports nothing of the package. One replica's parameters are a list of arrays in tree order. A
-fragment is one boolean mask for each leaf, a schedule is a question asked at every step, an
-optimizer is its formula.
+It is written from the contract (docs/development/algorithm-contract.md) and the papers: DiLoCo
+(arXiv 2311.08105) Algorithm 1, Streaming DiLoCo (2501.18512) Algorithm 2 and eager updates
+(2502.12996). It imports nothing of the package. One replica's parameters are a list of arrays in
+tree order. A fragment is one boolean mask for each leaf, the schedule is a condition on the step,
+and an optimizer is its formula.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class Settings:
 
 
 def deal(count: int, fragments: int, sequential: bool) -> list[int]:
-    """The fragment of each of `count` items: item i to i mod fragments, or contiguous runs."""
+    """Return the fragment of each of `count` items: i mod fragments, or contiguous runs."""
     if not sequential:
         return [i % fragments for i in range(count)]
     longer = count % fragments  # this many runs, the first ones, are longer by one
@@ -56,7 +56,7 @@ def deal(count: int, fragments: int, sequential: bool) -> list[int]:
 
 
 def fragment_of_each_value(shapes: Sequence[tuple[int, ...]], s: Settings) -> list[np.ndarray]:
-    """For each leaf an integer array of its shape: the fragment every single value is in."""
+    """Return the fragment of each value: for each leaf an integer array of its shape."""
     P, k = s.num_fragments, s.num_nonlayer
     kinds = s.kinds if s.kinds is not None else (None,) * len(shapes)
     homes = [np.full(shape, -1) for shape in shapes]
@@ -87,7 +87,7 @@ def fragment_of_each_value(shapes: Sequence[tuple[int, ...]], s: Settings) -> li
 
 
 def masks(shapes: Sequence[tuple[int, ...]], s: Settings) -> list[list[np.ndarray]]:
-    """[P][leaf] boolean masks, checked here to be a partition without an empty fragment."""
+    """Return boolean masks [P][leaf]; asserts a partition without an empty fragment."""
     homes = fragment_of_each_value(shapes, s)
     result = [[home == p for home in homes] for p in range(s.num_fragments)]
     for i in range(len(shapes)):
@@ -102,19 +102,19 @@ def masks(shapes: Sequence[tuple[int, ...]], s: Settings) -> list[list[np.ndarra
 
 
 def offset(p: int, s: Settings) -> int:
-    """t_p = floor(p*H/P), or the given one mod H."""
+    """Return t_p = floor(p*H/P), or the offset of the settings mod H."""
     if s.offsets is not None:
         return s.offsets[p] % s.sync_period
     return (p * s.sync_period) // s.num_fragments
 
 
 def is_sent(p: int, t: int, s: Settings) -> bool:
-    """Fragment p is sent after inner step t when t >= 1 and t = t_p (mod H)."""
+    """Return whether fragment p is sent after inner step t: t >= 1 and t = t_p (mod H)."""
     return t >= 1 and (t - offset(p, s)) % s.sync_period == 0
 
 
 def is_applied(p: int, t: int, s: Settings) -> bool:
-    """What was sent after step t - tau is applied after step t."""
+    """Return whether fragment p is applied after step t: it was sent after step t - tau."""
     return is_sent(p, t - s.overlap_steps, s)
 
 
@@ -123,7 +123,7 @@ def is_applied(p: int, t: int, s: Settings) -> bool:
 
 @dataclasses.dataclass
 class OuterState:
-    """Of one copy of theta: full-size arrays; a fragment's update touches its own values."""
+    """State of the outer optimizer for one copy of theta, as full-size arrays."""
 
     first: Leaves  # momentum, or Adam's first moment
     second: Leaves  # Adam's second moment
@@ -160,9 +160,8 @@ class Oracle:
     """M replicas and their outer parameters, advanced one inner step at a time.
 
     inner_step(leaves, opt_state, batch) -> (leaves, opt_state, metrics): one replica's view.
-    codec: what a receiver holds after a sender encoded values [n] of one leaf of one fragment of
-    one replica's outer gradient; the identity unless given. reduced: the same of the mean of one
-    leaf of one fragment, where it is taken by owners, who send it to all; None: by everyone.
+    codec: encodes and decodes the values [n] of one leaf of one fragment of a replica's outer
+    gradient. reduced: the same for the mean, with reduce-scatter; None: all-gather.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class Oracle:
         self.outer_states = [
             OuterState(zeros(), zeros(), [0] * s.num_fragments) for _ in range(copies)
         ]
-        # [m][leaf]: what the sends of each replica have left over, full size.
+        # [m][leaf]: the error-feedback residual of each replica, full size.
         self.residuals = [zeros() for _ in self.replicas]
         # [P][m][leaf]: the outer gradients as received, of each fragment's last send; zeros before.
         self.sent = [
