@@ -178,7 +178,7 @@ def run(page: str, folder: pathlib.Path, *, show: bool = False) -> bool:
         line = adapted(command, how, folder)
         if command in apart:
             line = " & ".join(f"{{ {adapted(each, how, folder)}; }}" for each in apart)
-            line += " & wait -n && wait -n"
+            line += " & " + " && ".join(["wait -n"] * len(apart))
         begun = time.monotonic()
         done = subprocess.run(
             ["bash", "-c", line], cwd=folder, env=environ | extra, text=True, errors="replace",
