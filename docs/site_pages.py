@@ -9,6 +9,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 
+from maxdiloco import diloco
 from maxdiloco.config.keys import KEYS, Key
 from maxdiloco.config.values import show
 
@@ -51,7 +52,11 @@ def filled(page: str, text: str) -> str:
     Raises:
       KeyError: the text names a part that does not exist.
     """
-    parts = {"configuration": configuration, "python-api": lambda: API}
+    parts = {
+        "algorithm-lines": algorithm_lines,
+        "configuration": configuration,
+        "python-api": lambda: API,
+    }
     text = MARKER.sub(lambda found: parts[found[1]](), text)
     if page == INDEX:
         text += navigation(text)
@@ -76,6 +81,11 @@ def _toctree(caption: str, pages: list[str] | tuple[str, ...], *, glob: bool = F
     options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
     options += [":glob:"] if glob else []
     return "\n\n" + "\n".join(["```{toctree}", *options, "", *pages, "```", ""])
+
+
+def algorithm_lines() -> str:
+    """Return the table of the papers' lines and their functions, from maxdiloco/diloco."""
+    return "\n".join(line for line in diloco.__doc__.splitlines() if line.startswith("|"))
 
 
 def configuration() -> str:
