@@ -140,8 +140,14 @@ class Executor:
         return machine.Answer(request, result)
 
     def deliver(self, event: Any) -> None:
-        """Handle an event; one at a time."""
+        """Handle an event; one at a time.
+
+        The answer to an action may stop the machine, which then ignores all answers. The actions
+        that are left would change values that the machine no longer follows, so they are dropped.
+        """
         for action in self.state.handle(event):
+            if self.stop is not None:
+                return
             match action:
                 case machine.Pack(message):
                     self.deliver(machine.Answer(action, self._packed(message)))

@@ -288,6 +288,28 @@ def test_an_island_that_sends_nothing_scales_nothing_for_long():
     assert min(scales) == 0.5 and scales[-3:] == [1, 1, 1]
 
 
+def test_an_island_that_stops_applies_no_further_record():
+    """It has both next records between two steps, and the first one declares it dead."""
+    group = begun(a_run(), "ab", 3)
+    one = group.islands.pop("a")
+    one.state.timing = one.state.timing._replace(period=1e9)  # it sends nothing more
+
+    def has_both(_):
+        one.tick(within_step=True)
+        while one.work():
+            pass
+        return all(log.fetched for log in one.state.logs)
+
+    group.until(has_both)
+    first, second = one.state.logs
+    first.record = first.record._replace(dead=(("a", 1),))
+    before = first.state.number, second.state.number
+    one.step_done(8)
+    assert one.stop is not None and one.stop.again
+    assert (first.state.number, second.state.number) == (before[0] + 1, before[1])
+    assert [outer.digest() for outer in one.outer] == [first.state.digest, second.state.digest]
+
+
 def test_a_record_that_moves_little_is_logged_once_in_a_row():
     (one,) = begun(a_run(), "a", 3).islands.values()
     record, _ = log_store.read(one._bucket, one._run, "c/0/2")
