@@ -10,6 +10,7 @@ import functools
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -40,7 +41,7 @@ from maxdiloco.islands import (
 )
 from maxdiloco.islands.executor import Executor
 from maxdiloco.islands.host_values import HostValues, leaves_of
-from maxdiloco.islands.log_store import Counts, MeteredStore
+from maxdiloco.islands.log_store import MeteredStore
 from maxdiloco.islands.records import Damaged, Range, Run
 from maxdiloco.islands.rules import Timing
 from maxdiloco.islands.runtime import LeasedData, Runtime
@@ -267,7 +268,7 @@ class Island:
         self._leases_told = 0
         self._moments_of: int | None = None
         self._warm_from: int | None = None
-        self._left, self._waited_s, self._counted = False, 0.0, (Counts(), 0)
+        self._left, self._waited_s, self._counted = False, 0.0, (Counter(), 0)
         self._running: Any = ()
         self._last_state: Callable[[], State | None] = lambda: None  # for `close`
 
@@ -717,7 +718,7 @@ class Island:
         """See Trainer; each fragment is read and replaced once in a period."""
         like = self.abstract_state
         inner = Call(self._diloco.programs.inner, (like.params, like.opt_state, batch), self.period)
-        return [inner, *self._values.calls(1)]
+        return [inner, *self._values.calls()]
 
     def check_finite(self, state: State, *, exchanges_only: bool = False) -> None:
         """See Trainer."""

@@ -4,8 +4,9 @@ import contextlib
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -286,26 +287,19 @@ def newest_snapshot(bucket: Bucket, run: Run, fragment: int) -> tuple[LogState, 
 # -- counts ----------------------------------------------------------------------------------------
 
 
-class Counts(NamedTuple):
-    """Requests, and bytes of objects to and from the store."""
-
-    requests: int = 0
-    sent: int = 0
-    received: int = 0
-
-
 class MeteredStore:
     """A bucket that counts its requests.
 
     Attributes:
-      counts: requests and bytes so far.
+      counts: "requests" so far, and bytes of objects that were "sent" and "received". It is
+        replaced, never changed in place.
       failure: text of the last error; "" without an error.
     """
 
     def __init__(self, bucket: Bucket):
         """Wrap a bucket."""
         self._bucket, self._lock = bucket, threading.Lock()
-        self.counts, self.failure = Counts(), ""
+        self.counts, self.failure = Counter[str](), ""
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
         """See Bucket."""
@@ -330,7 +324,7 @@ class MeteredStore:
     def list_all(self, prefix: str) -> Iterator[Entry]:
         """See Bucket. Each 1,000 names are one request."""
         found = self._ask(lambda: list(self._bucket.list_all(prefix)))
-        self._count(len(found) // 1000, 0, 0)
+        self._count(requests=len(found) // 1000)
         return iter(found)
 
     def delete(self, names: Collection[str]) -> None:
@@ -346,9 +340,10 @@ class MeteredStore:
             self.failure = str(error.strerror)
             raise
         data = result[0] if isinstance(result, tuple) else result
-        self._count(1, sent, len(data) if isinstance(data, bytes) else 0)
+        received = len(data) if isinstance(data, bytes) else 0
+        self._count(requests=1, sent=sent, received=received)
         return result
 
-    def _count(self, *more: int) -> None:
+    def _count(self, **more: int) -> None:
         with self._lock:
-            self.counts = Counts(*(old + new for old, new in zip(self.counts, more, strict=True)))
+            self.counts = self.counts + Counter(more)
