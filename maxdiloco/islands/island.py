@@ -26,7 +26,6 @@ from maxdiloco.engine.diloco import DiLoCo, InnerStep, OnCompile
 from maxdiloco.engine.layout import Layout, State
 from maxdiloco.engine.settings import AUTO, ExchangeSettings
 from maxdiloco.engine.trainer import Description, RestorePlan, SavedLayout
-from maxdiloco.engine.transports import plain_inner_step
 from maxdiloco.errors import CheckpointError, ConfigError, NumericsError
 from maxdiloco.islands import (
     log_store,
@@ -45,7 +44,7 @@ from maxdiloco.islands.log_store import MeteredStore
 from maxdiloco.islands.records import Damaged, Range, Run
 from maxdiloco.islands.rules import Timing
 from maxdiloco.islands.runtime import LeasedData, Runtime
-from maxdiloco.islands.state_machine import DONE, REPLACED, Stop
+from maxdiloco.islands.state_machine import REPLACED, Stop
 from maxdiloco.islands.step_sizes import StepSizes
 from maxdiloco.parallel.program import Program, throttle_cpu
 
@@ -55,7 +54,6 @@ SNAPSHOT_EVERY = 16
 # A mean is sent in eight bits or more, as with reduce-scatter.
 _WIRE_DOWN = MappingProxyType(dict.fromkeys(("float4_e3m0", "int2", "topk"), "int8"))
 _LEASES_TOLD = 32  # broadcast to the other processes after a step
-_FROM_FIRST = ("tokens", "block_tokens")  # set by the island that begins the run
 # The arguments of Island by the fields of run.json.
 _ARGUMENTS = MappingProxyType({
     "wire": "exchange_dtype", "wire_down": "exchange_dtype", "islands_min": "min_members",
@@ -197,17 +195,16 @@ class Island:
           ValueError: a value that is not allowed.
         """
         settings = ExchangeSettings(num_replicas=1, sync_period=sync_period, **exchange)
-        fixed = {"round_overlap": "none", "collective": "all_gather", "transport": "xla"}
-        for argument, value in fixed.items():
-            if exchange.get(argument, value) not in (value, AUTO):
-                raise ValueError(
-                    f"{argument}={exchange[argument]!r}: an island has {value!r} only."
-                )
-        if settings.outer_optimizer not in outer_step.OPTIMIZERS:
-            known = ", ".join(outer_step.OPTIMIZERS)
-            raise ValueError(
-                f"outer_optimizer={settings.outer_optimizer!r}: expected one of {known}."
-            )
+        allowed = {
+            "outer_optimizer": outer_step.OPTIMIZERS,
+            "round_overlap": ("none",),
+            "collective": ("all_gather", AUTO),
+            "transport": ("xla", AUTO),
+        }
+        for argument, values in allowed.items():
+            if (value := vars(settings)[argument]) not in values:
+                known = " or ".join(values)
+                raise ValueError(f"{argument}={value!r}: expected {known} for an island.")
         if not records.is_island_name(name):
             raise ValueError(f"name={name!r}: expected 1 to 64 letters, digits, - or _.")
         sequences = 1 if global_batch_size is None else global_batch_size
@@ -271,14 +268,6 @@ class Island:
         self._left, self._waited_s, self._counted = False, 0.0, (Counter(), 0)
         self._running: Any = ()
         self._last_state: Callable[[], State | None] = lambda: None  # for `close`
-
-    @classmethod
-    def from_settings(
-        cls, inner_step: InnerStep, settings: ExchangeSettings, **options: Any
-    ) -> "Island":
-        """Return an island with a record of settings. options: the other arguments of Island."""
-        exchange = {key: value for key, value in vars(settings).items() if key != "num_replicas"}
-        return cls(inner_step, **options, **exchange)
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -368,10 +357,19 @@ class Island:
         return known is not None
 
     def _adopted(self, stored: Run) -> Run:
-        own = self.run._replace(keys=stored.keys)  # signatures.of_run checks whose they are
-        both = own.eval_tokens and stored.eval_tokens
-        for field in (*_FROM_FIRST, *(("eval_tokens",) if both else ())):
-            own = own._replace(**{field: stored._asdict()[field]})
+        """Return the own settings with those that the island that began the run has decided.
+
+        Raises:
+          ConfigError: another setting differs. The state machine also compares all of them, but it
+            does not know the names of the arguments.
+        """
+        own = self.run._replace(
+            tokens=stored.tokens,
+            block_tokens=stored.block_tokens,
+            keys=stored.keys,  # signatures.of_run checks whose they are
+        )
+        if own.eval_tokens and stored.eval_tokens:
+            own = own._replace(eval_tokens=stored.eval_tokens)
         mine, others = dict(own.settings), dict(stored.settings)
         pairs = [(key, mine.get(key), others.get(key)) for key in sorted(mine.keys() | others)]
         values = ((*run[1:-1], run.global_batch_size or "null") for run in (own, stored))
@@ -457,9 +455,10 @@ class Island:
         tokens = self._sizes.of(state.t + 1) if tokens is None else tokens
         if not self._position.may_step:
             state = self._decide(self._wait, state)
-        state = replace(state, t=state.t + 1)
         throttle_cpu(self.mesh, (state.params, state.outer))
-        state, metrics = plain_inner_step(_run_program, self._diloco.programs.inner, state, batch)
+        inner = self._diloco.programs.inner
+        params, opt_state, metrics = inner(state.params, state.opt_state, batch)
+        state = replace(state, t=state.t + 1, params=params, opt_state=opt_state)
         # Without waiting, the host would send values of steps that are still queued.
         jax.block_until_ready(self._running)
         self._running, self._tokens = metrics, self._tokens + tokens
@@ -578,10 +577,7 @@ class Island:
         )
 
     def _is_over(self) -> bool:
-        executor = self._runtime.executor
-        if executor.stop is not None and executor.stop.why == DONE:
-            return True
-        state = executor.state.logs[0].state  # None while the island joins again
+        state = self._runtime.executor.state.logs[0].state  # None while the island joins again
         return state is not None and rules.progress(self.run, state) >= 1
 
     def _error(self, stop: Stop, t: int = 0) -> Exception:
@@ -791,7 +787,3 @@ class _OwnValues:
 
     def __setitem__(self, fragment: int, values: np.ndarray) -> None:
         self._island._new[fragment] = values
-
-
-def _run_program(program: Program, *args: Any) -> Any:
-    return program(*args)

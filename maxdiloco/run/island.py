@@ -99,9 +99,9 @@ def build(
     from maxdiloco.islands.island import Island
 
     step_tokens = facts.step_tokens if facts else 1
-    return Island.from_settings(
+    settings = {name: value for name, value in vars(exchange).items() if name != "num_replicas"}
+    return Island(
         step,
-        exchange,
         store=cfg.islands_store,
         name=cfg.island_name,
         total_tokens=facts.steps * step_tokens if facts else 1,
@@ -118,6 +118,7 @@ def build(
         init_opt_state=fresh,
         say=facts.say if facts else lambda _: None,
         option_names=_KEYS,
+        **settings,
         **options,
     )
 
