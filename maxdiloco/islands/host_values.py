@@ -70,19 +70,19 @@ class HostValues:
         make = jax.jit(jax.vmap(init_opt_state), out_shardings=shardings)
         return replace(state, opt_state=make(state.params))
 
-    def calls(self, runs: float) -> Iterable[Call]:
-        """Return each program once. runs: reads and writes of each fragment in a period."""
-        by_program: dict[int, Call] = {}
+    def calls(self) -> Iterable[Call]:
+        """Return each program once; a period reads and replaces each fragment once."""
+        found: dict[int, Call] = {}
         for plan in self._layout.plans:
             leaves = arrays_of(self._layout.state, plan)._replace(residual=())
             like = self._like(plan)
-            for call in (
-                Call(self._read_params(plan), (leaves.params, plan.starts), runs),
-                Call(self._write(plan), (leaves, plan.starts, like, like, like), runs),
+            for program, *args in (
+                (self._read_params(plan), leaves.params, plan.starts),
+                (self._write(plan), leaves, plan.starts, like, like, like),
             ):
-                old = by_program.get(id(call.program), call._replace(runs=0))
-                by_program[id(call.program)] = old._replace(runs=old.runs + runs)
-        return by_program.values()
+                call = found.setdefault(id(program), Call(program, tuple(args), 0))
+                found[id(program)] = call._replace(runs=call.runs + 1)
+        return found.values()
 
     def _read_params(self, plan: FragmentPlan) -> Program:
         view = FragmentView(self._layout, plan)
@@ -129,7 +129,7 @@ def _placed(part: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(part, like.sharding)
     # As integers: a broadcast is a sum, and the sum of -0 and 0 is 0.
-    bits = multihost_utils.broadcast_one_to_all(np.ascontiguousarray(part).view(np.int32))
+    bits = multihost_utils.broadcast_one_to_all(part.view(np.int32))
     part = np.asarray(bits).view(np.float32)
     return jax.make_array_from_callback(like.shape, like.sharding, part.__getitem__)
 
@@ -138,13 +138,10 @@ def leaves_of(layout: Layout, layer_axis: Any) -> tuple[tuple[Leaf, ...], ...]:
     """Return the leaves of each fragment for run.json."""
     like = layout.state.outer
     kinds, leaves = fragments.kinds_of(like, layer_axis), jax.tree.leaves(like)
-    found = []
-    for plan in layout.plans:
-        shapes = [s.shape(leaves[s.leaf].shape) for s in plan.slices]
-        found.append(
-            tuple(_leaf(kinds[s.leaf], shape) for s, shape in zip(plan.slices, shapes, strict=True))
-        )
-    return tuple(found)
+    return tuple(
+        tuple(_leaf(kinds[s.leaf], s.shape(leaves[s.leaf].shape)) for s in plan.slices)
+        for plan in layout.plans
+    )
 
 
 def _leaf(kind: Any, shape: tuple[int, ...]) -> Leaf:

@@ -741,19 +741,20 @@ class Island:
         if not processes.decides():
             return {}
         (before, t), self._counted = self._counted, (self._bucket.counts, state.t)
-        waited, self._waited_s = self._waited_s, 0.0
-        counts, steps = self._bucket.counts, max(state.t - t, 1)
+        more, steps = self._bucket.counts - before, max(state.t - t, 1)
         executor = self._runtime.executor
-        found = describe.state_metrics(state) | runtime.metrics(executor.state)
-        found |= {
-            "dcn/waited_s": waited,
-            "dcn/bytes_sent": (counts.sent - before.sent) / steps,
-            "islands/bytes_received": (counts.received - before.received) / steps,
-            "islands/requests": (counts.requests - before.requests) / steps,
+        found = runtime.metrics(executor.state) | {
+            "dcn/waited_s": self._waited_s,
+            "dcn/bytes_sent": more["sent"] / steps,
+            "islands/bytes_received": more["received"] / steps,
+            "islands/requests": more["requests"] / steps,
         }
+        self._waited_s = 0.0
         if self.run.global_batch_size:
             found["islands/batch_size"] = float(self.batch_size(state.t))
-        return found | ({"diloco/outer_grad_norm": executor.norm} if executor.norm else {})
+        if executor.norm:
+            found["diloco/outer_grad_norm"] = executor.norm
+        return found
 
     @property
     def description(self) -> Description:
