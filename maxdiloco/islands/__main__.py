@@ -79,7 +79,7 @@ def _check(bucket, url) -> int:
 
 def _audit(bucket, run) -> int:
     logs = [audit.replay(bucket, run, fragment) for fragment in range(len(run.fragments))]
-    for line in aligned([audit.HEADINGS, *audit.lines(run, logs)]):
+    for line in aligned([audit.HEADINGS, *audit.lines(logs)]):
         say(line)
     for fragment, log in enumerate(logs):
         say(

@@ -103,7 +103,7 @@ def _follow(bucket, run, fragment) -> tuple[LogState, dict[str, int]]:
     return state, last
 
 
-def lines(run: Run, logs: Iterable[Replayed]) -> list[list[Any]]:
+def lines(logs: Iterable[Replayed]) -> list[list[Any]]:
     """Return a row of figures for each island, under HEADINGS."""
     rows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for fragment, log in enumerate(logs):
@@ -217,8 +217,8 @@ def _next(bucket, run, state, record, outer, messages, log) -> tuple[LogState, O
     name = records.record_name(record.fragment, record.number)
     if reason := rules.validate_record(state, record):
         raise Differs(f"{name} does not follow: {reason}")
-    known = [messages.get(rules.message_key(one)) for one in record.members]
-    _check_decisions(run, state, record, messages)
+    own = [messages.get(rules.message_key(one)) for one in record.members]
+    _check_decisions(run, state, record, own, messages)
     if outer is None:
         later = log[record.number].state if record.number < len(log) else ""
         return rules.next_state(run, state, record, later), None, False
@@ -226,7 +226,7 @@ def _next(bucket, run, state, record, outer, messages, log) -> tuple[LogState, O
     if record.members:
         with _as_differs(" or ".join(log_store.sources_of(run, record))):
             gradient = log_store.read_gradient(read, run, record)
-    remade = bool(known) and None not in known
+    remade = bool(own) and None not in own
     if remade and outer_step.has_gradient(run, record):
         with _as_differs(name):
             payload = log_store.compute_gradient(read, run, record)
@@ -236,25 +236,26 @@ def _next(bucket, run, state, record, outer, messages, log) -> tuple[LogState, O
     return rules.next_state(run, state, record, outer.digest()), outer, remade
 
 
-def _check_decisions(run, state, record, messages) -> None:
-    """Rules 4, 5 and 12: check weights, and the reasons that headers show."""
+def _check_decisions(run, state, record, own, messages) -> None:
+    """Rules 4, 5 and 12: check weights, and the reasons that headers show.
+
+    own: messages of the members; None for a message that is deleted.
+    """
     name = records.record_name(record.fragment, record.number)
-    own = []
-    for member in record.members:
-        if (message := messages.get(rules.message_key(member))) is None:
-            return
-        own.append(message)
+    for message in filter(None, own):
         if reason := rules.reject_reason(run, state, message, ""):
             sent = records.name_of_message(message)
             raise Differs(f"{name} takes {sent}, which is bad: {reason}")
+    if None in own:
+        return
     weights = rules.weights(run, record.number, own)
-    for member in record.members:
+    for member, message in zip(record.members, own, strict=True):
         due = weights[member.island, member.incarnation]
         if member.weight != due:
             raise Differs(f"{name} weighs {member.island} {member.weight:g}, not {due:g}")
-        declared = messages[rules.message_key(member)].period
-        if member.period != declared:
-            raise Differs(f"{name} has {member.island} with {member.period:g} s, not {declared:g}")
+        if member.period != message.period:
+            periods = f"{member.period:g} s, not {message.period:g}"
+            raise Differs(f"{name} has {member.island} with {periods}")
     for reject in record.rejected:
         message = messages.get(rules.message_key(reject))
         if message is None or reject.reason not in rules.REASONS:
