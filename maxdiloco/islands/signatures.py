@@ -35,28 +35,28 @@ def read(path: str) -> Keys:
     file = pathlib.Path(os.path.expanduser(path))
     try:
         own = serialization.load_ssh_private_key(small_files.read_secret(file), None)
-        public_files = sorted(file.parent.glob("*.pub"))
-        texts = {
-            each.stem: small_files.read_bytes(each, small_files.SECRET_BYTES)
-            for each in public_files
-        }
-        of_all = {name: serialization.load_ssh_public_key(text) for name, text in texts.items()}
+        if not isinstance(own, ed25519.Ed25519PrivateKey):
+            raise TypeError("it is not ed25519")
+        of_all = tuple(map(_read_public, sorted(file.parent.glob("*.pub"))))
     except OSError as error:
         raise ConfigError(
             f"islands_key={path}: {error.filename} cannot be read: {error.strerror}. {_REMEDY}"
         ) from error
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(
-            f"islands_key={path}: it, or a .pub in its folder, is not an OpenSSH key without "
-            f"a passphrase ({error}). {_REMEDY}"
+            f"islands_key={path}: it, or a .pub in its folder, is not an ed25519 key of OpenSSH "
+            f"without a passphrase ({error}). {_REMEDY}"
         ) from error
-    public = {n: k for n, k in of_all.items() if isinstance(k, ed25519.Ed25519PublicKey)}
-    if not isinstance(own, ed25519.Ed25519PrivateKey) or public.keys() != of_all.keys():
-        raise ConfigError(
-            f"islands_key={path}: it, or a .pub in its folder, is not ed25519. {_REMEDY}"
-        )
-    named = tuple((name, key.public_bytes_raw().hex()) for name, key in public.items())
-    return Keys(own.private_bytes_raw(), named)
+    return Keys(own.private_bytes_raw(), of_all)
+
+
+def _read_public(file: pathlib.Path) -> tuple[str, str]:
+    """Return the island of a public key, and the key in the form of run.json."""
+    text = small_files.read_bytes(file, small_files.SECRET_BYTES)
+    key = serialization.load_ssh_public_key(text)
+    if not isinstance(key, ed25519.Ed25519PublicKey):
+        raise TypeError(f"{file.name} is not ed25519")
+    return file.stem, key.public_bytes_raw().hex()
 
 
 def of_run(keys: Keys | None, stored: Run | None, name: str, url: str) -> PublicKeys:
