@@ -329,12 +329,10 @@ class Executor:
             return None
         state, payload = found
         name = records.snapshot_name(fragment, state.number)
-        if len(payload) != 8 * sum(outer_step.sizes_of(self._run, fragment)):
-            raise Damaged(f"{name} is damaged: it is not complete")
-        outer = outer_step.from_bytes(payload)
-        if outer.digest() != state.digest:
-            raise Damaged(f"{name} is damaged: its payload has another digest")
-        self.outer[fragment] = outer
+        is_whole = len(payload) == 8 * sum(outer_step.sizes_of(self._run, fragment))
+        if not is_whole or records.sha256(payload) != state.digest:
+            raise Damaged(f"{name} is damaged: its payload has another size or digest")
+        self.outer[fragment] = outer_step.from_bytes(payload)
         return state
 
     def _deleted(self, fragment: int) -> bool:

@@ -215,17 +215,15 @@ def encode(wire: str, sizes: tuple[int, ...], x_N: np.ndarray) -> bytes:
 
 def decode(wire: str, sizes: tuple[int, ...], payload: bytes) -> np.ndarray:
     """Return the values [N] of `encode`. Raises ValueError for a payload of another size."""
-    start, leaves, dtype = 0, [], quantize.wire_format(wire).dtype
     if len(payload) != payload_size(wire, sizes):
         raise ValueError(
             f"{len(payload)} bytes are not a {wire} payload of leaves of {sizes} values: expected "
             f"{payload_size(wire, sizes)}"
         )
-    for n in sizes:
-        end = start + payload_size(wire, (n,))
-        leaves.append(quantize.decode(wire, np.frombuffer(payload[start:end], dtype), n))
-        start = end
-    return np.concatenate(leaves)
+    codes = np.frombuffer(payload, quantize.wire_format(wire).dtype)
+    ends = np.cumsum([quantize.encoded_size(wire, n) for n in sizes])
+    leaves = zip(np.split(codes, ends[:-1]), sizes, strict=True)
+    return np.concatenate([quantize.decode(wire, codes_K, n) for codes_K, n in leaves])
 
 
 def payload_size(wire: str, sizes: tuple[int, ...]) -> int:

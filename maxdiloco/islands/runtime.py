@@ -8,7 +8,7 @@ import bisect
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from maxdiloco.islands import rules
@@ -231,19 +231,18 @@ class Runtime:
 
 def wait_line(state: StateMachine) -> str:
     """Return a log line on the reason for which an island waits."""
-    what = "a block of the data"
+    start = f"island {state.name} waits for"
     for fragment, log in enumerate(state.logs):
         if not log.undecided or log.record is not None:
             continue
         islands, least = {island for island, *_ in log.inbox}, state.run.islands_min
         if not all(own.stored for own in log.undecided):
-            what = f"its message of fragment {fragment} to be in the store"
-        elif len(islands) < least:
-            what = f"messages of fragment {fragment} of {least} islands, and has {len(islands)}"
-        else:
-            what = f"the next record of fragment {fragment}"
-        break
-    return f"island {state.name} waits for {what}"
+            return f"{start} its message of fragment {fragment} to be in the store"
+        if len(islands) < least:
+            messages = f"messages of fragment {fragment} of {least} islands"
+            return f"{start} {messages}, and has {len(islands)}"
+        return f"{start} the next record of fragment {fragment}"
+    return f"{start} a block of the data"
 
 
 class Members:
@@ -252,34 +251,28 @@ class Members:
     def __init__(self, name: str):
         """Keep the name of this island."""
         self._name = name
-        self._present: Mapping[str, int] = {}  # incarnations
+        self._present: dict[str, int] = {}  # incarnations
         self._gone: set[str] = set()
 
     def lines(self, state: StateMachine) -> list[str]:
         """Return log lines on the changes since the last call."""
         if state.phase != TRAIN:
             return []
-        peers = {name: state.peers[name] for name in state.alive() - {self._name}}
-        present = {
-            name: peer.heartbeat.incarnation
-            for name, peer in peers.items()
-            # The first heartbeat may be old.
-            if peer.changed_at > peer.since or name in self._present
-        }
-        if present == self._present:
-            return []
-        before, self._present, found = self._present, present, []
-        for name in sorted(before.keys() - present.keys()):
+        before, self._present, found = self._present, {}, []
+        for name in state.alive() - {self._name}:
+            peer = state.peers[name]
+            if peer.changed_at > peer.since or name in before:  # the first heartbeat may be old
+                self._present[name] = peer.heartbeat.incarnation
+        for name in sorted(before.keys() - self._present.keys()):
             self._gone.add(name)
             dead = f"is thought dead: no heartbeat for {state.timing.dead:g} s"
             has_left = state.peers[name].heartbeat.left
             found.append(f"island {name} {'has left' if has_left else dead}")
-        for name, incarnation in sorted(present.items()):
+        for name, incarnation in sorted(self._present.items() - before.items()):
+            what = "is back" if name in self._gone else "is there"
+            what = "has started again" if name in before else what
             start = f", its start number {incarnation}" if incarnation > 1 else ""
-            if name not in before:
-                found.append(f"island {name} is {'back' if name in self._gone else 'there'}{start}")
-            elif incarnation != before[name]:
-                found.append(f"island {name} has started again{start}")
+            found.append(f"island {name} {what}{start}")
         return found
 
 

@@ -15,7 +15,7 @@ from maxdiloco.storage.store import Bucket
 RACES, WRITERS = 40, 8
 
 
-def check(bucket: Bucket, say: Callable[[str], None], clock=time.monotonic) -> list[str]:
+def check(bucket: Bucket, say: Callable[[str], None]) -> list[str]:
     """Return the faults of a store, a line each.
 
     It writes objects below check/ and deletes them again.
@@ -23,7 +23,6 @@ def check(bucket: Bucket, say: Callable[[str], None], clock=time.monotonic) -> l
     Args:
       bucket: the store.
       say: logs a line for each finding.
-      clock: returns the time [s].
 
     Raises:
       OSError: the store cannot be used.
@@ -36,9 +35,9 @@ def check(bucket: Bucket, say: Callable[[str], None], clock=time.monotonic) -> l
             names.append(name)
             race_one = functools.partial(_race, bucket, name, start)
             winners = [w for w, won in enumerate(pool.map(race_one, range(WRITERS))) if won]
-            began = clock()
+            began = time.monotonic()
             stored = bucket.get(name)
-            times.append(clock() - began)
+            times.append(time.monotonic() - began)
             if len(winners) != 1:
                 wrong.append(f"race {race} for one name had {len(winners)} winners, not one")
             elif stored != bytes([winners[0]]):
