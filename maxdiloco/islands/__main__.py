@@ -8,7 +8,7 @@ from types import MappingProxyType
 from maxdiloco.command_line import HELP, Option, guarded, option_lines, read_options
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import audit, log_store, records, rules, store_check
-from maxdiloco.islands.audit import Differs
+from maxdiloco.islands.records import Damaged
 from maxdiloco.output import aligned, say, say_error
 
 USAGE = """usage: python -m maxdiloco.islands audit URL
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         if run is None:
             raise ConfigError(f"URL={url} has no {records.RUN}. Name the store of a run.")
         return _audit(bucket, run) if command == "audit" else _status(bucket, run, options.wait)
-    except Differs as error:
+    except Damaged as error:
         say_error(f"differs: {error}")
         return FAILED
     except OSError as error:

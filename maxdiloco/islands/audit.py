@@ -20,10 +20,6 @@ TRIES = 8  # to read a log while its run deletes objects
 _T = TypeVar("_T")
 
 
-class Differs(Exception):
-    """An object contradicts the others. The message has its name and the reason."""
-
-
 class Replayed(NamedTuple):
     """The log of a fragment.
 
@@ -43,7 +39,7 @@ class Replayed(NamedTuple):
 
 
 def replay(bucket: Bucket, run: Run, fragment: int) -> Replayed:
-    """Replay the log of a fragment. Raises Differs with the first contradiction, OSError."""
+    """Replay the log of a fragment. Raises Damaged with the first contradiction, OSError."""
     log: list[Record] = []
     return _in_motion(bucket, fragment, lambda: _replay(bucket, run, fragment, log))
 
@@ -54,7 +50,7 @@ def _in_motion(bucket: Bucket, fragment: int, look: Callable[[], _T]) -> _T:
         before = _deletable(bucket, fragment)
         try:
             return look()
-        except (Differs, FileNotFoundError):
+        except (Damaged, FileNotFoundError):
             if not left or before <= _deletable(bucket, fragment):
                 raise
 
@@ -71,7 +67,7 @@ def _replay(bucket, run, fragment, log) -> Replayed:
     snapshots = {records.number_of(name): name for name in names}
     first, outer, remade = min(snapshots), None, 0
     if first > len(log):
-        raise Differs(f"{names[0]}: the log ends before it")
+        raise Damaged(f"{names[0]}: the log ends before it")
     found, payload = _read(bucket, run, names[0])
     at = rules.genesis(run, fragment, log[0].state if log and first else found.digest)
     for number in range(len(log) + 1):
@@ -82,7 +78,7 @@ def _replay(bucket, run, fragment, log) -> Replayed:
         if number in snapshots:
             outer = _compare(bucket, run, snapshots[number], at, outer)
     if wrong := account(log, messages):
-        raise Differs(wrong)
+        raise Damaged(wrong)
     return Replayed(at, log, len(log) - first, remade, messages)
 
 
@@ -90,7 +86,7 @@ def follow(bucket: Bucket, run: Run, fragment: int) -> tuple[LogState, dict[str,
     """Return the newest state of a log, unchecked, and the record of each island's last message.
 
     Raises:
-      Differs, OSError: the log cannot be read.
+      Damaged, OSError: the log cannot be read.
     """
     return _in_motion(bucket, fragment, lambda: _follow(bucket, run, fragment))
 
@@ -161,35 +157,33 @@ def account(log: Iterable[Record], messages: Mapping[Key, Message]) -> str:
 
 
 @contextlib.contextmanager
-def _as_differs(name: str) -> Iterator[None]:
-    """Raise Differs for an object that is absent or damaged."""
+def _must_exist(name: str) -> Iterator[None]:
+    """Raise Damaged for an object that is absent."""
     try:
         yield
     except FileNotFoundError as error:
-        raise Differs(f"{name}: it is not there") from error
-    except Damaged as error:
-        raise Differs(str(error)) from error
+        raise Damaged(f"{name}: it is not there") from error
 
 
 def _read(bucket: Bucket, run: Run | None, name: str) -> tuple[Any, bytes]:
-    with _as_differs(name):
+    with _must_exist(name):
         return log_store.read(bucket, run, name)
 
 
 def _snapshots(bucket: Bucket, fragment: int) -> list[str]:
-    """Return the names of the snapshots, at least one. Raises Differs."""
+    """Return the names of the snapshots, at least one. Raises Damaged."""
     if names := log_store.snapshots(bucket, fragment):
         return names
-    raise Differs(f"s/{fragment}/: snapshot missing")
+    raise Damaged(f"s/{fragment}/: snapshot missing")
 
 
 def read_run(bucket: Bucket) -> Run | None:
-    """Return run.json; None if it is absent. Raises Differs, OSError."""
+    """Return run.json; None if it is absent. Raises Damaged, OSError."""
     if bucket.head(records.RUN) is None:
         return None
     run = _read(bucket, None, records.RUN)[0]
     if wrong := outer_step.problem(run):
-        raise Differs(f"{records.RUN}: {wrong}")
+        raise Damaged(f"{records.RUN}: {wrong}")
     return run
 
 
@@ -216,7 +210,7 @@ def _next(bucket, run, state, record, outer, messages, log) -> tuple[LogState, O
     """Return log state and outer state after a record, and whether its gradient was remade."""
     name = records.record_name(record.fragment, record.number)
     if reason := rules.validate_record(state, record):
-        raise Differs(f"{name} does not follow: {reason}")
+        raise Damaged(f"{name} does not follow: {reason}")
     own = [messages.get(rules.message_key(one)) for one in record.members]
     _check_decisions(run, state, record, own, messages)
     if outer is None:
@@ -224,14 +218,14 @@ def _next(bucket, run, state, record, outer, messages, log) -> tuple[LogState, O
         return rules.next_state(run, state, record, later), None, False
     gradient, read = None, functools.partial(log_store.read, bucket, run)
     if record.members:
-        with _as_differs(" or ".join(log_store.sources_of(run, record))):
+        with _must_exist(" or ".join(log_store.sources_of(run, record))):
             gradient = log_store.read_gradient(read, run, record)
     remade = bool(own) and None not in own
     if remade and outer_step.has_gradient(run, record):
-        with _as_differs(name):
+        with _must_exist(name):
             payload = log_store.compute_gradient(read, run, record)
         if records.sha256(payload) != record.gradient:
-            raise Differs(f"{name}: its gradient is not the mean of its members")
+            raise Damaged(f"{name}: its gradient is not the mean of its members")
     outer = outer_step.stepped(run, outer, record, gradient)
     return rules.next_state(run, state, record, outer.digest()), outer, remade
 
@@ -245,17 +239,17 @@ def _check_decisions(run, state, record, own, messages) -> None:
     for message in filter(None, own):
         if reason := rules.reject_reason(run, state, message, ""):
             sent = records.name_of_message(message)
-            raise Differs(f"{name} takes {sent}, which is bad: {reason}")
+            raise Damaged(f"{name} takes {sent}, which is bad: {reason}")
     if None in own:
         return
     weights = rules.weights(run, record.number, own)
     for member, message in zip(record.members, own, strict=True):
         due = weights[member.island, member.incarnation]
         if member.weight != due:
-            raise Differs(f"{name} weighs {member.island} {member.weight:g}, not {due:g}")
+            raise Damaged(f"{name} weighs {member.island} {member.weight:g}, not {due:g}")
         if member.period != message.period:
             periods = f"{member.period:g} s, not {message.period:g}"
-            raise Differs(f"{name} has {member.island} with {periods}")
+            raise Damaged(f"{name} has {member.island} with {periods}")
     for reject in record.rejected:
         message = messages.get(rules.message_key(reject))
         if message is None or reject.reason not in rules.REASONS:
@@ -263,16 +257,15 @@ def _check_decisions(run, state, record, own, messages) -> None:
         found = rules.reject_reason(run, state, message, "")
         if found != reject.reason:
             sent = records.name_of_message(message)
-            raise Differs(f"{name} rejects {sent} as {reject.reason}, not {found or 'good'}")
+            raise Damaged(f"{name} rejects {sent} as {reject.reason}, not {found or 'good'}")
 
 
 def _compare(bucket, run, name, state: LogState, outer: Outer | None) -> Outer:
     """Compare a snapshot with the records before it, and return its outer state."""
     found, payload = _read(bucket, run, name)
-    stored = outer_step.from_bytes(payload)
     for key, declared, due in zip(state._fields, found, state, strict=True):
         if key != "digest" and declared != due:
-            raise Differs(f"{name}: its {key} differs from the records")
-    if stored.digest() != found.digest or (state.digest and found.digest != state.digest):
-        raise Differs(f"{name}: its state differs from the records")
-    return stored if outer is None else outer
+            raise Damaged(f"{name}: its {key} differs from the records")
+    if records.sha256(payload) != found.digest or state.digest not in ("", found.digest):
+        raise Damaged(f"{name}: its state differs from the records")
+    return outer_step.from_bytes(payload) if outer is None else outer

@@ -25,7 +25,10 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Damaged(ValueError):
-    """The content of an object does not match its name."""
+    """An object does not match its name, or contradicts other objects of its log.
+
+    The message has the name and the reason.
+    """
 
 
 class TooLarge(Damaged):

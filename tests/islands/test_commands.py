@@ -83,6 +83,10 @@ def flipped(path):
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
+def shortened(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
 def gradient(folder, name):
     """The file of the one that a record names."""
     record, _ = records.decode(name, (folder / name).read_bytes())
@@ -123,6 +127,7 @@ DAMAGES = {  # what is done to a folder, and the object that the audit names
     ),
     "the chain": (lambda f: edited(f / "c/0/2", lambda r: r.update(nonce="9")), "c/0/3"),
     "a snapshot": (lambda f: flipped(f / "s/0/6"), "s/0/6"),
+    "a short snapshot": (lambda f: shortened(f / "s/0/6"), "s/0/6"),
     "a ledger": (lambda f: edited(f / "s/0/6", lambda s: s.update(tokens=1)), "s/0/6"),
     "no snapshot": (lambda f: [p.unlink() for p in f.glob("s/1/*")], "s/1/"),
     "a newer format": (
@@ -172,7 +177,7 @@ def test_what_a_run_deletes_beside_an_audit_is_no_difference(at, written, folder
     )
     assert (whole.computed, found.computed) == (2, 0)
     good.delete(["s/0/6"])
-    with pytest.raises(audit.Differs, match="^s/0/: "):
+    with pytest.raises(records.Damaged, match="^s/0/: "):
         audit.replay(good, run, 0)
 
 

@@ -220,7 +220,7 @@ def test_the_audit_finds_a_reject_without_a_reason(reason, group):
     members = tuple(m for m in last.members if m[:2] != out)
     before = bucket.get(name)
     bucket.put(name, records.encode(last._replace(members=members, rejected=tuple(rejected))))
-    with pytest.raises(audit.Differs, match=f"{name} .*u/1/.*{reason}"):
+    with pytest.raises(records.Damaged, match=f"{name} .*u/1/.*{reason}"):
         audit.replay(bucket, run, 1)
     bucket.put(name, before)
 
