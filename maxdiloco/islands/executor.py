@@ -193,15 +193,11 @@ class Executor:
         self.finite = bool(np.isfinite(wanted).all() and np.isfinite(norm))
         self.norm = norm if self.finite else 0.0
         self._error[fragment] = wanted - values
-        message = message._replace(
-            norm=self.norm, finite=self.finite, sha256=records.sha256(payload)
-        )
-        message = self._signed(message)
+        sha256 = records.sha256(payload)
+        message = message._replace(norm=self.norm, finite=self.finite, sha256=sha256)
+        message = signatures.signed(message, self._key)
         self._own[records.name_of_message(message)] = message, payload
         return message
-
-    def _signed(self, value: signatures.Signed) -> signatures.Signed:
-        return value if self._key is None else signatures.signed(value, self._key)
 
     def _applied(self, action: machine.Apply) -> str:
         """Rule 6: apply a record to x. The outer step was taken when the gradient was fetched."""
@@ -211,9 +207,9 @@ class Executor:
             after, digest = self._after.pop(records.gradient_name(record))
         else:
             after, digest = before, before.digest()
-        for own in self.state.logs[fragment].undecided:
-            if own.message.seq in (*action.committed, *action.returned):
-                del self._own[records.name_of_message(own.message)]
+        for seq in (*action.committed, *action.returned):
+            key = self.state.name, self.state.incarnation, seq
+            del self._own[records.message_name(fragment, *key)]
         committed = [sent.pop(seq) for seq in action.committed]
         for seq in action.returned:
             del sent[seq]
@@ -252,7 +248,8 @@ class Executor:
                     self._own.pop(name, None)
                 return machine.CREATED if created else machine.EXISTS
             case machine.PutHeartbeat(name, body):
-                return bucket.put(name, log_store.encoded(run, name, self._signed(body)))
+                body = signatures.signed(body, self._key)
+                return bucket.put(name, log_store.encoded(run, name, body))
             case machine.Get(name):
                 return self._got(name)
             case machine.GetMessage(name):
@@ -324,14 +321,13 @@ class Executor:
                 self._ahead[source] = log_store.read(self._bucket, self._run, source)
 
     def _loaded(self, fragment: int) -> LogState | None:
-        found = log_store.newest_snapshot(self._bucket, self._run, fragment)
-        if found is None:
+        names = log_store.snapshots(self._bucket, fragment)
+        if not names:
             return None
-        state, payload = found
-        name = records.snapshot_name(fragment, state.number)
+        state, payload = log_store.read(self._bucket, self._run, names[-1])
         is_whole = len(payload) == 8 * sum(outer_step.sizes_of(self._run, fragment))
         if not is_whole or records.sha256(payload) != state.digest:
-            raise Damaged(f"{name} is damaged: its payload has another size or digest")
+            raise Damaged(f"{names[-1]} is damaged: its payload has another size or digest")
         self.outer[fragment] = outer_step.from_bytes(payload)
         return state
 

@@ -276,14 +276,6 @@ def snapshots(bucket: Bucket, fragment: int) -> list[str]:
     return sorted(listed(bucket, f"s/{fragment}"), key=records.number_of)
 
 
-def newest_snapshot(bucket: Bucket, run: Run, fragment: int) -> tuple[LogState, bytes] | None:
-    """Return the newest listed snapshot; None without one. Raises OSError, Damaged."""
-    names = snapshots(bucket, fragment)
-    with contextlib.suppress(FileNotFoundError):
-        return read(bucket, run, names[-1]) if names else None
-    return None
-
-
 # -- counts ----------------------------------------------------------------------------------------
 
 
