@@ -474,11 +474,8 @@ class Island:
         """Let process 0 work on the state, and the others repeat its calls on their shards."""
         if not processes.decides():
             return self._follow(state)
-        try:
+        with processes.failing_together():
             state = work(state)
-        except (CheckpointError, ConfigError, NumericsError) as error:
-            processes.fail(error)
-            raise
         self._position = self._read_position()
         self._leases_told += len(self._position.leases)
         standing = self._incarnation, self._warm_from, self.run.block_tokens, self._position

@@ -4,8 +4,9 @@ Only process 0 has the executor, its threads and the store. Before it reads or r
 the devices it broadcasts an operation, since these programs span all processes (needs JAX).
 """
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,18 +54,20 @@ def first(work: Callable[[], Any]) -> Any:
     """
     if not decides():
         return told()[1]
-    try:
+    with failing_together():
         result = work()
-    except tuple(_ERRORS.values()) as error:
-        fail(error)
-        raise
     tell(GO, result)
     return result
 
 
-def fail(error: Exception) -> None:
-    """In process 0: end the others with an error."""
-    tell(FAIL, [type(error).__name__, str(error)[: _BYTES // 8]])
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """In process 0: end the others with an error of this package that ends process 0."""
+    try:
+        yield
+    except tuple(_ERRORS.values()) as error:
+        tell(FAIL, [type(error).__name__, str(error)[: _BYTES // 8]])
+        raise
 
 
 def _broadcast(data: bytes) -> bytes:
