@@ -10,6 +10,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.islands import audit, log_store, records, rules, store_check
 from maxdiloco.islands.records import Damaged
 from maxdiloco.output import aligned, say, say_error
+from maxdiloco.storage import os_errors
 
 USAGE = """usage: python -m maxdiloco.islands audit URL
        python -m maxdiloco.islands status URL [wait=5.0]
@@ -52,21 +53,18 @@ def main(argv: Sequence[str]) -> int:
     if "://" not in path and not os.path.isdir(path):
         remedy = "Create it first" if command == "check" else "Name the store of a run"
         raise ConfigError(f"URL={url} is not a folder. {remedy}.")
-    bucket = log_store.open_bucket(url)
-    try:
+    bucket, remedy = log_store.open_bucket(url), "Repeat it when the store is back."
+    with os_errors.refusing(ConfigError, f"URL={url} cannot be used", remedy):
         if command == "check":
             return _check(bucket, url)
-        run = audit.read_run(bucket)
-        if run is None:
-            raise ConfigError(f"URL={url} has no {records.RUN}. Name the store of a run.")
-        return _audit(bucket, run) if command == "audit" else _status(bucket, run, options.wait)
-    except Damaged as error:
-        say_error(f"differs: {error}")
-        return FAILED
-    except OSError as error:
-        raise ConfigError(
-            f"URL={url} cannot be used: {error.strerror}. Repeat it when the store is back."
-        ) from error
+        try:
+            run = audit.read_run(bucket)
+            if run is None:
+                raise ConfigError(f"URL={url} has no {records.RUN}. Name the store of a run.")
+            return _audit(bucket, run) if command == "audit" else _status(bucket, run, options.wait)
+        except Damaged as error:
+            say_error(f"differs: {error}")
+            return FAILED
 
 
 def _check(bucket, url) -> int:
@@ -79,8 +77,7 @@ def _check(bucket, url) -> int:
 
 def _audit(bucket, run) -> int:
     logs = [audit.replay(bucket, run, fragment) for fragment in range(len(run.fragments))]
-    for line in aligned([audit.HEADINGS, *audit.lines(logs)]):
-        say(line)
+    say("\n".join(aligned(audit.lines(logs))))
     for fragment, log in enumerate(logs):
         say(
             f"fragment {fragment}: {len(log.records)} records, {log.computed} computed again, "
@@ -107,8 +104,7 @@ def _status(bucket, run, wait: float) -> int:
         speed = f"{beat.speed if living else 0:,.0f}"
         behind = (str(state.number - last[name]) if name in last else "all" for state, last in logs)
         rows.append([name, beat.incarnation, what, speed, f"{tokens:,}", " ".join(behind)])
-    for line in aligned(rows):
-        say(line)
+    say("\n".join(aligned(rows)))
     for state, _ in logs:
         say(
             f"fragment {state.fragment}: {state.number} records, {state.tokens:,} tokens, "

@@ -99,13 +99,13 @@ def _follow(bucket, run, fragment) -> tuple[LogState, dict[str, int]]:
     return state, last
 
 
-def lines(logs: Iterable[Replayed]) -> list[list[Any]]:
-    """Return a row of figures for each island, under HEADINGS."""
+def lines(logs: Iterable[Replayed]) -> list[tuple[str, ...]]:
+    """Return HEADINGS, and a row of figures for each island."""
     rows: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for fragment, log in enumerate(logs):
         known = set()
         for record in log.records:
-            rows[record.author]["written"] += 1
+            rows[record.author]["records written"] += 1
             for reject in record.rejected:
                 rows[reject.island]["rejected"] += 1
             for member in record.members:
@@ -114,9 +114,11 @@ def lines(logs: Iterable[Replayed]) -> list[list[Any]]:
         for name, _ in known:
             rows[name]["incarnations"] += fragment == 0
         for message in pending(log.state, log.messages):
-            rows[message.island]["pending" if fragment == 0 else ""] += message.tokens
-    columns = ("incarnations", "written", "rejected", "tokens", "pending")
-    return [[name, *(f"{rows[name][c]:,}" for c in columns)] for name in sorted(rows)]
+            rows[message.island]["pending"] += message.tokens if fragment == 0 else 0
+    table = [HEADINGS]
+    for name in sorted(rows):
+        table.append((name, *(f"{rows[name][heading]:,}" for heading in HEADINGS[1:])))
+    return table
 
 
 HEADINGS = ("island", "incarnations", "records written", "rejected", "tokens", "pending")

@@ -15,7 +15,7 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.islands import outer_step, records, rules, signatures
 from maxdiloco.islands.outer_step import Term
 from maxdiloco.islands.records import Damaged, Heartbeat, LogState, Message, Record, Run
-from maxdiloco.storage import store
+from maxdiloco.storage import os_errors, store
 from maxdiloco.storage.store import Bucket, Entry, LocalFolder, Version
 
 T = TypeVar("T")
@@ -47,16 +47,12 @@ def open_bucket(url: str, key: str = "URL") -> Bucket | LocalFolder:
         raise ConfigError(f"{key}={url} has an unknown scheme. Use {known} or a path.")
     if scheme in store.SCHEMES and not re.match(r"[A-Za-z0-9]", rest):
         raise ConfigError(f"{key}={url} does not name a bucket. Use {scheme}://bucket/folder.")
-    try:
+    remedy = "Name a folder or a bucket that can."
+    with os_errors.refusing(ConfigError, f"{key}={url} cannot be opened", remedy):
         if scheme in store.SCHEMES:
             require("obstore", f"{key}={url}", extra="buckets")
             return store.connect(scheme, *re.split("/+", rest.rstrip("/"), maxsplit=1))
         return store.local_folder(os.path.expanduser(rest))
-    except OSError as error:
-        raise ConfigError(
-            f"{key}={url} cannot be opened: {error.strerror or error}. Name a folder or a bucket "
-            "that can."
-        ) from error
 
 
 # -- one object ------------------------------------------------------------------------------------

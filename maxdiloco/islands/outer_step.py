@@ -12,13 +12,13 @@ this bound.
     # N values of a fragment  T tensors of a leaf
 """
 
-import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from maxdiloco.diloco import quantize
+from maxdiloco.islands import records
 from maxdiloco.islands.records import Leaf, Record, Run
 
 WIRES = quantize.NAMES
@@ -57,7 +57,7 @@ class Outer(NamedTuple):
 
     def digest(self) -> str:
         """Return the sha256 of the values."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        return records.sha256(self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """Return the payload of a snapshot: little-endian float32."""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.islands import records
+from maxdiloco.storage import os_errors
 from maxdiloco.storage.store import Bucket
 
 RACES, WRITERS = 40, 8
@@ -74,16 +75,12 @@ def require_rights(bucket: Bucket, url: str, name: str) -> None:
       ConfigError: a request fails, or the store replaces an existing object.
     """
     probe = f"check/{name}.{time.time_ns()}"
-    try:
+    remedy = "Make it readable and writable for this machine, or name another."
+    with os_errors.refusing(ConfigError, f"islands_store={url} cannot be used", remedy):
         bucket.put(probe, b"")
         replaced = bucket.put_if(probe, b"", None)
         bucket.head(records.RUN)
         bucket.delete([probe])
-    except OSError as error:
-        raise ConfigError(
-            f"islands_store={url} cannot be used: {error.strerror}. Make it readable and writable "
-            "for this machine, or name another."
-        ) from error
     if replaced is not None:
         raise ConfigError(
             f"islands_store={url} replaces an object that is to be put only if there is none: "
