@@ -42,17 +42,17 @@ def open_bucket(url: str, key: str = "URL") -> Bucket | LocalFolder:
       ConfigError: it cannot be opened.
     """
     scheme, _, rest = url.rpartition("://")
-    if scheme and scheme not in (*store.SCHEMES, "file"):
-        known = ", ".join(f"{name}://" for name in (*store.SCHEMES, "file"))
-        raise ConfigError(f"{key}={url} has an unknown scheme. Use {known} or a path.")
-    if scheme in store.SCHEMES and not re.match(r"[A-Za-z0-9]", rest):
-        raise ConfigError(f"{key}={url} does not name a bucket. Use {scheme}://bucket/folder.")
     remedy = "Name a folder or a bucket that can."
     with os_errors.refusing(ConfigError, f"{key}={url} cannot be opened", remedy):
-        if scheme in store.SCHEMES:
-            require("obstore", f"{key}={url}", extra="buckets")
-            return store.connect(scheme, *re.split("/+", rest.rstrip("/"), maxsplit=1))
-        return store.local_folder(os.path.expanduser(rest))
+        if scheme in ("", "file"):
+            return store.local_folder(os.path.expanduser(rest))
+        if scheme not in store.SCHEMES:
+            known = ", ".join(f"{name}://" for name in (*store.SCHEMES, "file"))
+            raise ConfigError(f"{key}={url} has an unknown scheme. Use {known} or a path.")
+        if not re.match(r"[A-Za-z0-9]", rest):
+            raise ConfigError(f"{key}={url} does not name a bucket. Use {scheme}://bucket/folder.")
+        require("obstore", f"{key}={url}", extra="buckets")
+        return store.connect(scheme, *re.split("/+", rest.rstrip("/"), maxsplit=1))
 
 
 # -- one object ------------------------------------------------------------------------------------
