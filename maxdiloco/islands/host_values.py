@@ -125,11 +125,8 @@ def _gathered(parts: Sequence[jax.Array]) -> np.ndarray:
 
 
 def _placed(part: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-    part = part.reshape(like.shape)
-    if jax.process_count() == 1:
-        return jax.device_put(part, like.sharding)
-    # As integers: a broadcast is a sum, and the sum of -0 and 0 is 0.
-    bits = multihost_utils.broadcast_one_to_all(part.view(np.int32))
+    # As integers: a broadcast is a sum, and the sum of -0 and 0 is 0. One process returns them.
+    bits = multihost_utils.broadcast_one_to_all(part.reshape(like.shape).view(np.int32))
     part = np.asarray(bits).view(np.float32)
     return jax.make_array_from_callback(like.shape, like.sharding, part.__getitem__)
 

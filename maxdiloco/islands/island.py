@@ -559,6 +559,7 @@ class Island:
         islands = len(machine.alive() | {machine.name})
         committed = log.state.tokens
         leases = self._data.ranges[self._leases_told :][:_LEASES_TOLD]
+        size = rules.batch_size(self.run, log.state, machine.name)
         return Position(
             records=log.state.number,
             tokens=committed,
@@ -567,10 +568,8 @@ class Island:
             ended=self._is_over(),
             evaluates=bool(executor.evaluations),
             may_step=jax.process_count() > 1 and executor.stop is None and machine.may_step(),
-            leases=tuple(leases) if jax.process_count() > 1 else (),
-            batch_size=rules.batch_size(self.run, log.state, machine.name)
-            if self.run.global_batch_size
-            else 0,
+            leases=tuple(leases),
+            batch_size=size if self.run.global_batch_size else 0,
         )
 
     def _is_over(self) -> bool:
