@@ -57,7 +57,6 @@ class Executor:
         moments_of: int | None = None,
         after: int = 0,
         key: bytes | None = None,
-        nonce: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Begin with outer parameters for each fragment, which count if this island begins the run.
@@ -74,7 +73,6 @@ class Executor:
           moments_of: see StateMachine.
           after: see StateMachine.
           key: private key of 32 bytes to sign with; None: messages are not signed.
-          nonce: nonce of this program; None: a random nonce.
           clock: returns the time [s].
 
         Raises:
@@ -107,7 +105,7 @@ class Executor:
         self.moments, self.norm, self.finite = "", 0.0, True
         self.stop: machine.Stop | None = None
         digests = tuple(each.digest() for each in self.outer)
-        nonce = secrets.token_hex(8) if nonce is None else nonce
+        nonce = secrets.token_hex(8)
         self.state = StateMachine(run, timing, name, nonce, digests, moments_of, after)
 
     def tick(self, *, within_step: bool = False) -> None:

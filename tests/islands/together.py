@@ -56,11 +56,12 @@ class Together:
         self.islands = {name: self.make(name) for name in names}
 
     def make(self, name):
-        key, nonce = self.keys.get(name), str(self.rng.random())
-        return Executor(
-            self.bucket, self.run, self.pace, name, start_values(self.run), key=key, nonce=nonce,
-            clock=lambda: self.now,
+        island = Executor(
+            self.bucket, self.run, self.pace, name, start_values(self.run),
+            key=self.keys.get(name), clock=lambda: self.now,
         )  # fmt: skip
+        island.state.nonce = str(self.rng.random())  # as the seed has it, not a random one
+        return island
 
     def step(self, name):
         """Take an inner step of one island."""
