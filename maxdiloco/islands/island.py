@@ -112,14 +112,11 @@ class Position(NamedTuple):
 
 def timing_of(period_seconds: float | Literal["auto"], dead_seconds: float) -> Timing:
     """Return the times of an island. Arguments below a minute also shorten the other times."""
-    usual = Timing()
-    usual = usual._replace(
-        dead=dead_seconds,
-        beat=min(usual.beat, dead_seconds / 6),
-        list=min(usual.list, dead_seconds / 10),
-    )
-    if period_seconds == AUTO:
-        return usual._replace(automatic=True)
+    usual = Timing(dead=dead_seconds, automatic=period_seconds == AUTO)
+    beat, listing = min(usual.beat, dead_seconds / 6), min(usual.list, dead_seconds / 10)
+    usual = usual._replace(beat=beat, list=listing)
+    if usual.automatic:
+        return usual
     return rules.at_period(usual, float(period_seconds))  # a message has it as a float
 
 

@@ -90,56 +90,51 @@ def aggregate(run: Run, fragment: int, terms: Sequence[Term]) -> np.ndarray:
     weights the mean is diloco.outer.ordered_mean. The other aggregation is the same module's
     radial_directional_mean, with weights.
     """
-    islands: dict[tuple[str, int], tuple[float, np.ndarray]] = {}
+    weight_of: dict[tuple[str, int], float] = {}
+    progress_of: dict[tuple[str, int], np.ndarray] = {}
     for source, weight, values in terms:
-        _, earlier = islands.get(source, (weight, None))
-        islands[source] = weight, values if earlier is None else earlier + values
-    most, total = max(w for w, _ in islands.values()), 0.0
-    for weight, _ in islands.values():
-        total += weight
-    mean = _weighted_sum(islands.values(), most) * np.float32(most / total)
+        weight_of[source] = weight
+        earlier = progress_of.get(source)
+        progress_of[source] = values if earlier is None else earlier + values
+    weights, progress = [*weight_of.values()], [*progress_of.values()]
+    mean = _weighted_mean(weights, progress)
     if run.aggregation == "mean":
         return mean
     parts, start = [], 0
     for leaf in run.fragments[fragment]:
         own = slice(start, start + leaf.size)
-        values = [(weight, values[own]) for weight, values in islands.values()]
-        parts.append(
-            _radial_directional_mean(leaf, values, mean[own], most, np.float32(most / total))
-        )
+        parts.append(_radial_directional_mean(leaf, weights, [x[own] for x in progress], mean[own]))
         start += leaf.size
     return np.concatenate(parts)
 
 
-def _weighted_sum(terms, most) -> np.ndarray:
-    """Return the sum relative to the largest weight: equal weights change no bit."""
-    total = None
-    for weight, values in terms:
-        scaled = values * np.float32(weight / most)
-        total = scaled if total is None else total + scaled
-    return total
+def _weighted_mean(weights: Sequence[float], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return a mean, in the order of the arrays.
+
+    Weights are relative to the largest one, so that equal weights change no bit.
+    """
+    most, total, found = max(weights), 0.0, None
+    for weight, x in zip(weights, arrays, strict=True):
+        total += weight
+        scaled = x * np.float32(weight / most)
+        found = scaled if found is None else found + scaled
+    return found * np.float32(most / total)
 
 
-def _radial_directional_mean(leaf: Leaf, terms, mean, most, inverse) -> np.ndarray:
+def _radial_directional_mean(leaf: Leaf, weights, values, mean) -> np.ndarray:
     if leaf.tensors == 0:  # rows of a vocabulary: the mean
         return mean
-
-    def tensors(x):
-        return x.reshape(leaf.tensors, -1)
-
-    norms = [_norms(tensors(x)) for _, x in terms]
-    radius_T = _weighted_sum([(w, n) for (w, _), n in zip(terms, norms, strict=True)], most)
-    radius_T = radius_T * inverse
+    tensors = [x.reshape(leaf.tensors, -1) for x in values]
+    norms = [_norms(x_TN) for x_TN in tensors]
+    radius_T = _weighted_mean(weights, norms)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         factors = [np.where(n > 0, radius_T / n, np.float32(0)) for n in norms]
-        equally_long = [
-            (w, tensors(x) * f[:, None]) for (w, x), f in zip(terms, factors, strict=True)
-        ]
-        direction = _weighted_sum(equally_long, most) * inverse
+        equally_long = [x_TN * f[:, None] for x_TN, f in zip(tensors, factors, strict=True)]
+        direction = _weighted_mean(weights, equally_long)
         length_T = _norms(direction)
         known_T = np.isfinite(length_T) & (length_T > 0)
         scaled = direction * np.where(known_T, radius_T / length_T, np.float32(0))[:, None]
-    return np.where(known_T[:, None], scaled, tensors(mean)).reshape(-1)
+    return np.where(known_T[:, None], scaled, mean.reshape(direction.shape)).reshape(-1)
 
 
 def _norms(x_TN: np.ndarray) -> np.ndarray:
