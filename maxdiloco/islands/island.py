@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxdiloco.diloco import quantize
 from maxdiloco.engine import describe
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.diloco import DiLoCo, InnerStep, OnCompile
@@ -51,8 +52,6 @@ from maxdiloco.parallel.program import Program, throttle_cpu
 # Records; the most that a late joiner reads after a snapshot. A snapshot has the bytes of 16
 # messages of four bits. Of 8, 16 and 32, a storm of faults transfers the fewest bytes with 16.
 SNAPSHOT_EVERY = 16
-# A mean is sent in eight bits or more, as with reduce-scatter.
-_WIRE_DOWN = MappingProxyType(dict.fromkeys(("float4_e3m0", "int2", "topk"), "int8"))
 _LEASES_TOLD = 32  # broadcast to the other processes after a step
 # The arguments of Island by the fields of run.json.
 _ARGUMENTS = MappingProxyType({
@@ -227,7 +226,8 @@ class Island:
         self.run = Run(
             settings=tuple((key, str(value)) for key, value in sorted(same.items())),
             wire=settings.exchange_dtype,
-            wire_down=_WIRE_DOWN.get(settings.exchange_dtype, settings.exchange_dtype),
+            # A mean is sent in eight bits or more, as with reduce-scatter.
+            wire_down=quantize.finer(settings.exchange_dtype, "int8"),
             aggregation=settings.aggregation,
             outer_optimizer=settings.outer_optimizer,
             outer_lr=float(settings.outer_lr),

@@ -276,7 +276,7 @@ def snapshots(bucket: Bucket, fragment: int) -> list[str]:
 
 
 class MeteredStore:
-    """A bucket that counts its requests.
+    """The methods of a bucket with which an island follows a log, with counts of the requests.
 
     Attributes:
       counts: "requests" so far, and bytes of objects that were "sent" and "received". It is
@@ -304,10 +304,6 @@ class MeteredStore:
     def put_if(self, name: str, data: bytes, version: Version | None) -> Version | None:
         """See Bucket."""
         return self._ask(self._bucket.put_if, name, data, version, sent=len(data))
-
-    def head(self, name: str) -> Entry | None:
-        """See Bucket."""
-        return self._ask(self._bucket.head, name)
 
     def list_all(self, prefix: str) -> Iterator[Entry]:
         """See Bucket. Each 1,000 names are one request."""
