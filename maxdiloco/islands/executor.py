@@ -311,7 +311,7 @@ class Executor:
         return value
 
     def _read_ahead(self, fragment: int, number: int) -> None:
-        """Read a record, and its gradient or members. What is absent is requested again later."""
+        """Read a record, and its gradient or members. Absent objects are requested again later."""
         name = records.record_name(fragment, number)
         with contextlib.suppress(OSError, Damaged):
             record, _ = self._ahead[name] = log_store.read(self._bucket, self._run, name)

@@ -50,7 +50,7 @@ from maxdiloco.islands.step_sizes import StepSizes
 from maxdiloco.parallel.program import Program, throttle_cpu
 
 # Records; the most that a late joiner reads after a snapshot. A snapshot has the bytes of 16
-# messages of four bits. Of 8, 16 and 32, a storm of faults transfers the fewest bytes with 16.
+# messages of four bits. A storm of faults transfers fewer bytes with 16 than with 8 or 32.
 SNAPSHOT_EVERY = 16
 _LEASES_TOLD = 32  # broadcast to the other processes after a step
 # The arguments of Island by the fields of run.json.
