@@ -410,7 +410,7 @@ class Island:
             self._runtime.close(drain=False)
             # If another island has begun the run meanwhile, join that one.
             if has_run or not self._agree():
-                raise self._error(executor.stop)
+                raise self._error(executor.stop, state.t)
         self._incarnation, self._tokens, self._warm_from = executor.state.incarnation, 0, None
         position = self._read_position()
         self._log(
@@ -525,7 +525,7 @@ class Island:
         """Join as a new incarnation."""
         executor = self._runtime.executor
         if not stop.again or not executor.finite:
-            raise self._error(stop)
+            raise self._error(stop, state.t)
         self._say(f"island {self._name} joins again: {stop.line}")
         self._runtime.close(drain=False)
         self._moments_of = executor.state.logs[0].state.number
@@ -573,7 +573,7 @@ class Island:
         state = self._runtime.executor.state.logs[0].state  # None while the island joins again
         return state is not None and rules.progress(self.run, state) >= 1
 
-    def _error(self, stop: Stop, t: int = 0) -> Exception:
+    def _error(self, stop: Stop, t: int) -> Exception:
         if not self._runtime.executor.finite:
             where = f"step {t}: island {self._name}"
             return NumericsError(f"{where}: {stop.line}. Resume with a lower learning_rate.")

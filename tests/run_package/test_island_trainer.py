@@ -437,3 +437,20 @@ def test_values_that_are_not_finite_end_an_island(tmp_path, few_compiler_passes)
     with pytest.raises(NumericsError, match="a: .* fragment 0 "):
         steps_of(trainer, 0, 10**4, problem._replace(targets=targets * 400))
     trainer.leave()
+
+
+def test_an_island_that_diverges_while_it_waits_names_its_step(
+    tmp_path, few_compiler_passes, monkeypatch
+):
+    """A message is due before the next step, which does not begin."""
+    trainer = an_island(tmp_path / "store", "a")
+    state, batch = started(trainer)
+    log = trainer._runtime.executor.state.logs[0]
+    while not log.steps:  # it may have sent them
+        state, _ = trainer.step(state, batch(state.t))
+    params = trainer._values.params
+    monkeypatch.setattr(trainer._values, "params", lambda *args: params(*args) * np.float32("nan"))
+    time.sleep(2 * FAST.period)
+    with pytest.raises(NumericsError, match=f"^step {state.t}: island a: "):
+        trainer.step(state, batch(state.t))
+    trainer.leave()
