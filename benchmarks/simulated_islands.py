@@ -282,8 +282,13 @@ def _digest(fragment: int, number: int) -> str:
 
 
 def goodput(world: World, tokens_a_second: Sequence[float], since_s: float) -> float:
-    """Return the committed tokens of fragment 0 as a share of those without interruptions."""
-    tokens = sum(
-        tokens for at, fragment, tokens in world.committed if at >= since_s and not fragment
-    )
-    return tokens / (sum(tokens_a_second) * (world.now - since_s))
+    """Return the committed tokens of fragment 0 as a share of those without interruptions.
+
+    It is measured from the first record after `since_s` to the last one: a record has the tokens of
+    a period, so that one more or less in a fixed time would count as much. 0 below two records.
+    """
+    found = [one for one in world.committed if one[0] >= since_s and one[1] == 0]
+    if len(found) < 2:
+        return 0.0
+    seconds = found[-1][0] - found[0][0]
+    return sum(tokens for *_, tokens in found[1:]) / (sum(tokens_a_second) * seconds)
