@@ -324,7 +324,7 @@ class Island:
         """
         self.open()
         outer = [self._values.outer(state, plan) for plan in self._diloco.layout.plans]
-        self._log(f"island {self._name} meets the others at {self._store}")
+        self._log(f"island {self._name} joins the run at {self._store}")
         state = self._decide(lambda state: self._wait_in_several(self._join(state, outer)), state)
         tokens = self._position.batch_size * self._sequence_tokens or self._step_tokens
         self._sizes = StepSizes(state.t, tokens, fixed=not self.run.global_batch_size)
@@ -414,7 +414,7 @@ class Island:
         self._incarnation, self._tokens, self._warm_from = executor.state.incarnation, 0, None
         position = self._read_position()
         self._log(
-            f"island {self._name} is in, its start number {self._incarnation}: {position.line}"
+            f"island {self._name} has joined as incarnation {self._incarnation}: {position.line}"
         )
         if executor.moments == "zero" and position.records:
             self._warm_from = state.t

@@ -265,13 +265,13 @@ class Members:
                 self._present[name] = peer.heartbeat.incarnation
         for name in sorted(before.keys() - self._present.keys()):
             self._gone.add(name)
-            dead = f"is thought dead: no heartbeat for {state.timing.dead:g} s"
+            dead = f"is considered dead: no heartbeat for {state.timing.dead:g} s"
             has_left = state.peers[name].heartbeat.left
             found.append(f"island {name} {'has left' if has_left else dead}")
         for name, incarnation in sorted(self._present.items() - before.items()):
-            what = "is back" if name in self._gone else "is there"
+            what = "has returned" if name in self._gone else "has joined"
             what = "has started again" if name in before else what
-            start = f", its start number {incarnation}" if incarnation > 1 else ""
+            start = f" as incarnation {incarnation}" if incarnation > 1 else ""
             found.append(f"island {name} {what}{start}")
         return found
 

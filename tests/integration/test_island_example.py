@@ -31,7 +31,7 @@ def test_the_island_example_survives_a_kill_and_ends_with_equal_parameters(tmp_p
         killed.popen.kill()
         with start("b") as b:
             assert_exit_codes([a, b, killed], 0, 0, -9)
-            assert "island b is in, its start number 2" in b.output
+            assert "island b has joined as incarnation 2" in b.output
             ends = [re.search(r"parameters\| (\S+)", one.output)[1] for one in (a, b)]
     assert ends[0] == ends[1] and float(ends[0]) > 0
     assert islands.main(["audit", store]) == 0

@@ -132,13 +132,13 @@ def test_an_island_is_killed_and_comes_back_and_another_joins(started, tmp_path)
         return started[-1]
 
     a, first_b = start("a"), start("b")
-    a.wait_for_output("island b is there")
+    a.wait_for_output("island b has joined")
     first_b.wait_for_output("step 400")
     first_b.popen.kill()
-    a.wait_for_output("island b is thought dead")
+    a.wait_for_output("island b is considered dead")
     b, c = start("b"), start("c")
-    a.wait_for_output("island b is back")
-    a.wait_for_output("island c is there")
+    a.wait_for_output("island b has returned")
+    a.wait_for_output("island c has joined")
     assert_exit_codes([b, c, a], 0, 0, 0)
     log = log_of(tmp_path)
     members = {(m.island, m.incarnation) for r in log.records for m in r.members}

@@ -54,7 +54,7 @@ def test_an_island_of_two_processes_is_killed_stopped_and_replaced(started, tmp_
     def start(number):
         keys = of_island(tmp_path, "a", changes | OF_TWO | dict(islands_key=key_of["a"]))
         started.extend(found := start_cluster(2, tmp_path / "a", **keys))
-        found[0].wait_for_output(f"island a is in, its start number {number}")
+        found[0].wait_for_output(f"island a has joined as incarnation {number}")
         limit = time.monotonic() + WAIT_S
         while ("a", number) not in members(tmp_path):
             assert time.monotonic() < limit, found[0].output

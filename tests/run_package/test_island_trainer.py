@@ -261,7 +261,7 @@ def test_elastic_islands_agree_read_once_and_the_log_adds_up(tmp_path, few_compi
     for state, rate, _, metrics in results:
         assert state.t >= 20 and 0 < rate <= 99
         assert metrics["islands/progress"] >= 1 and metrics["islands/requests"] > 0
-    assert any("island b is there" in line for line in said[0] + said[2])
+    assert any("island b has joined" in line for line in said[0] + said[2])
 
 
 def test_the_global_batch_is_whole_again_after_a_death_and_after_a_join(
@@ -391,11 +391,11 @@ def test_an_island_that_was_frozen_joins_again(tmp_path, few_compiler_passes):
 
     in_threads(work, 2)
     assert "island b joins again: the others took it for dead" in said[1]
-    assert any(line.startswith("island b is in, its start number 2") for line in said[1])
+    assert any(line.startswith("island b has joined as incarnation 2") for line in said[1])
     about_b = [line for line in said[0] if line.startswith("island b")]
     assert about_b[:2] == [
-        "island b is there", "island b is thought dead: no heartbeat for 0.8 s"
-    ] and about_b[2].startswith("island b is back")  # fmt: skip
+        "island b has joined", "island b is considered dead: no heartbeat for 0.8 s"
+    ] and about_b[2].startswith("island b has returned")  # fmt: skip
 
 
 def sent(trainer):
