@@ -14,12 +14,15 @@ import math
 import os
 import pathlib
 import re
+import signal
 import statistics
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from run import output_of
+from tiers import full
 
 from benchmarks import downstream, islands_unequal, simulated_islands, storm_of_three
 from benchmarks.bandwidth import own, simulator
@@ -33,7 +36,6 @@ from maxdiloco.planning.link_model import ENDLESS, data_parallel, least_gbps
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-ON_HOSTS = pytest.mark.xdist_group("hosts")  # network namespaces: one test at a time
 SMALL = (
     "model_name=tiny override_model_config=true base_emb_dim=16 base_mlp_dim=16 "
     "base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 vocab_size=64 "
@@ -68,6 +70,22 @@ def smoke(tmp_path):
         return ran
 
     return smoke
+
+
+@pytest.fixture
+def printed(few_compiler_passes, tmp_path, monkeypatch):
+    """Runs a benchmark's `main` in this process, in an empty folder; returns what it prints."""
+
+    def printed(program, *arguments):
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+        try:
+            return output_of(program, *arguments)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    monkeypatch.chdir(tmp_path)
+    return printed
 
 
 def positive(cells):
@@ -152,7 +170,6 @@ def test_peer_torch(smoke):
     positive(re.search(r"tokens/s ([\d.]+) .*CPU time ([\d.]+)$", ran.stdout, re.M).groups())
 
 
-@ON_HOSTS
 @pytest.mark.full
 def test_peer_torchft_comes_to_the_first_row_of_torchft(smoke, thin_links, tmp_path):
     """An environment that has all but torchft: the row of maxdiloco before it is measured, that of
@@ -184,7 +201,6 @@ def test_peer_torchft_comes_to_the_first_row_of_torchft(smoke, thin_links, tmp_p
 # -- storms ---------------------------------------------------------------------------------------
 
 
-@ON_HOSTS
 @pytest.mark.full
 def test_storm_of_three_runs_the_islands_and_writes_their_row(smoke, thin_links, tmp_path):
     """Two islands and two faults. The peers are not installed here."""
@@ -328,7 +344,6 @@ def thin_links():
     assert hosts.sweep() == []
 
 
-@ON_HOSTS
 @pytest.mark.full
 def test_thin_link_measures_what_two_hosts_send(smoke, thin_links, tmp_path):
     """Three runs of a small model: the plain step twice, and one exchange between them."""
@@ -359,7 +374,6 @@ def test_thin_link_measures_what_two_hosts_send(smoke, thin_links, tmp_path):
         assert (out / f"{figure}.svg").read_text().startswith("<svg ")
 
 
-@ON_HOSTS
 @pytest.mark.full
 def test_link_faults_of_a_killed_process(smoke, thin_links, tmp_path):
     """The other process ends with the code of a lost peer; started again, the run ends with the
@@ -407,33 +421,39 @@ def test_quality(smoke, tmp_path):
         assert "<polyline" in (tmp_path / f"out/{figure}.svg").read_text()
 
 
-def test_downstream(smoke, tmp_path):
+@pytest.mark.parametrize(
+    ("modes", "finetunings"), [(downstream.MODES[:1], 1), full(downstream.MODES, 2)]
+)
+def test_downstream(printed, tmp_path, monkeypatch, modes, finetunings):
     """Any loss is close enough, so each mode trains its first guess: 1.2 and 1.6 times 72 steps,
     in rounds of 6."""
+    monkeypatch.setattr(downstream, "MODES", modes)
     (tmp_path / "text.txt").write_text("the cat sat on a mat, and why not?\n" * 2000)
     sizes = "base_emb_dim=16 base_mlp_dim=16 base_num_decoder_layers=2 head_dim=8".split()
+    device = "ici_fsdp_parallelism=1"  # of the eight of this process
     arguments = (
-        "seeds=1 steps=72 finetune_steps=1,2 finetunings=2 tests=5 tolerance=9 out=out "
-        "text=text.txt"
+        "seeds=1 steps=72 finetune_steps=1,2 tests=5 tolerance=9 out=out text=text.txt "
+        f"finetunings={finetunings}"
     )
-    ran = smoke("downstream.py", *arguments.split(), *sizes)
-    pretrained, answers, losses = (
-        markdown(table + "\n") for table in ran.stdout.rstrip().split("\n\n")
-    )
-    assert [row["steps"] for row in pretrained] == ["72", "84", "114"]
+    text = printed(downstream.main, *arguments.split(), *sizes, device)
+    pretrained, answers, losses = (markdown(table + "\n") for table in text.rstrip().split("\n\n"))
+    lengths = {1.0: "72", 1.2: "84", 1.6: "114"}
+    factors = [downstream.FACTOR.get(mode, 1.0) for mode in modes]
+    assert [row["steps"] for row in pretrained] == [lengths[factor] for factor in factors]
     assert max(positive(row["held-out loss"] for row in pretrained)) < math.log(257)
+    rows = len(modes) + 1  # and one without pretraining
     for table in (answers, losses):
-        assert len(table) == 4 + 3 and len(table[0]) == 1 + 6 + 2 + 1
-    for row in answers[:4]:
+        assert len(table) == 2 * rows - 1 and len(table[0]) == 1 + 6 + 2 + 1
+    for row in answers[:rows]:
         assert all(0 <= float(cell) <= 100 for cell in list(row.values())[1:])
-    for row in losses[:4]:
+    for row in losses[:rows]:
         levels = positive(list(row.values())[1:7])
         by_steps = positive([row["1 steps"], row["2 steps"]])
         # Both are means of the same scores; the cells have three digits.
         for means in (levels, by_steps):
             assert statistics.fmean(means) == pytest.approx(float(row["mean"]), abs=0.0015)
-    again = smoke("downstream.py", *arguments.split(), *sizes)  # all rows are there
-    assert again.stdout == ran.stdout[ran.stdout.index("| mode") :]
+    again = printed(downstream.main, *arguments.split(), *sizes, device)  # all rows are there
+    assert again == text[text.index("| mode") :]
 
 
 def test_no_tested_example_is_trained_on(tmp_path):
@@ -642,32 +662,32 @@ def test_the_age_aware_adam_has_the_published_formulas():
     assert islands_unequal.gate(rule.published, 16) == 0
 
 
-def test_islands_unequal(smoke, tmp_path):
+def test_islands_unequal(printed, tmp_path):
     """Four periods of 60 steps. Late messages need more periods, and today's rule rejects some. A
     second run prints the same and trains nothing."""
     for name in "abcd":
         (tmp_path / f"{name}.txt").write_text(f"the {name} sat on a mat, and why not?\n" * 800)
     late, _, equal, _ = islands_unequal.SETTINGS
     arguments = [
-        "islands_unequal.py",
         "texts=a.txt,b.txt,c.txt,d.txt",
         f"settings={late};{equal}",
         f"rules={islands_unequal.TODAY}",
         "seeds=1",
         "records=4",
+        "tuning_records=4",
         "out=out",
         *"base_emb_dim=16 base_mlp_dim=16 base_num_decoder_layers=1 head_dim=8".split(),
     ]
-    ran = smoke(*arguments)
-    rows = {row["setting"]: row for row in markdown(ran.stdout)}
+    text = printed(islands_unequal.main, *arguments)
+    rows = {row["setting"]: row for row in markdown(text)}
     assert max(positive(row["mean"] for row in rows.values())) < math.log(257)
     assert [rows[equal][key] for key in ("periods", "records late", "rejected")] == ["4", "0", "0"]
     periods, lateness, rejected = positive(
         rows[late][key] for key in ("periods", "records late", "rejected")
     )
     assert periods > 8 and lateness <= 2 and rejected >= 1
-    again = smoke(*arguments)
-    assert again.stdout == ran.stdout[ran.stdout.index("| rule") :]
+    again = printed(islands_unequal.main, *arguments)
+    assert again == text[text.index("| rule") :]
 
 
 # -- bandwidth_model ----------------------------------------------------------------------------
