@@ -23,10 +23,11 @@ bash scripts/check.sh
 if [ $# = 0 ] && [ "$tier" != quick ]; then bash scripts/docs.sh; fi
 
 pytest=("$python" -m pytest -q --durations=10)
-# Files are handed out in the order of collection: tests/conftest.py puts the dearest first.
+# tests/grouping.py says which tests share a worker. Files are handed out in the order of collection:
+# tests/conftest.py puts the dearest first.
 # A worker that crashes ends the run. With a new worker instead of it, xdist waited for ever.
 if [ "$workers" != 1 ]; then
-  pytest+=(-n "$workers" --dist loadgroup --no-loadscope-reorder --max-worker-restart 0)
+  pytest+=(-n "$workers" --dist loadscope --no-loadscope-reorder --max-worker-restart 0)
 fi
 chosen="not exhaustive"
 if [ "$tier" != full ]; then chosen+=" and not full"; fi

@@ -11,6 +11,7 @@ import hypothesis
 import jax
 import jaxlib
 import pytest
+from grouping import pytest_xdist_make_scheduler  # noqa: F401  a hook of pytest-xdist
 
 # In the environment too, so that programs started by a test agree. They choose their own number of
 # devices and read keys from M_*, so nothing of that kind reaches them from the caller's shell.
@@ -58,19 +59,13 @@ def few_compiler_passes():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """One worker runs all tests of a file, which share what is made for it, and one those that load
-    libtpu, which no two processes can. The dearest come first, so that workers end together."""
+    """Skip what cannot run here. The dearest come first, so that workers end together."""
     absent = importlib.util.find_spec("libtpu") is None
     no_cuda = importlib.util.find_spec("jax_cuda12_plugin") is None
     for item in items:
-        if item.get_closest_marker("tpu_aot"):
-            item.add_marker(pytest.mark.xdist_group("tpu_aot"))
-            if absent:
-                item.add_marker(pytest.mark.skip(reason="needs libtpu: install the extra [tpu]"))
-        elif not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        if item.get_closest_marker("tpu_aot") and absent:
+            item.add_marker(pytest.mark.skip(reason="needs libtpu: install the extra [tpu]"))
         if item.get_closest_marker("gpu_aot") and no_cuda:
             item.add_marker(pytest.mark.skip(reason="needs the plugin, see scripts/test.sh"))
 

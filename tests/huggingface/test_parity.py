@@ -15,7 +15,7 @@ from benchmarks import parity
 from maxdiloco.config import config
 from maxdiloco.huggingface import config_json, families
 
-pytestmark = pytest.mark.xdist_group("torch")  # its import takes 5 s, once
+pytestmark = pytest.mark.torch_import  # its import takes 5 s, once
 
 PREFIX = "language_model.model."  # as transformers 5 writes them
 FAMILIES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")

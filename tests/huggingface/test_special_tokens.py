@@ -20,7 +20,7 @@ from maxdiloco.config import config
 from maxdiloco.data import tokenizer
 from maxdiloco.huggingface import sidecar_files
 
-pytestmark = pytest.mark.xdist_group("torch")
+pytestmark = pytest.mark.torch_import
 
 FIRST, LAST = "<|begin_of_text|>", "<|end_of_text|>"  # tokens 0 and 1 of byte_level_bpe
 ROWS = 700  # for the tokens of every tokenizer here

@@ -20,7 +20,7 @@ from maxdiloco.run import tokenizer as run_tokenizer
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.torch_import, pytest.mark.usefixtures("programs")]
 
 TEXT = "".join(f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" for i in range(400))
 PROMPT = "the cat number 3"
