@@ -44,7 +44,7 @@ def here(run, folder):
     return epath.Path(folder)
 
 
-@pytest.mark.parametrize("scheme, server", [("gs", "gcs"), ("s3", "s3"), full("az", "faulty")])
+@pytest.mark.parametrize("scheme, server", [("gs", "gcs"), full("s3", "s3"), full("az", "faulty")])
 def test_a_run_in_a_bucket_has_the_bits_and_files_of_one_on_a_disk(
     finished, scheme, server, request, tmp_path, evaluated
 ):
@@ -81,20 +81,6 @@ def test_a_run_in_a_bucket_has_the_bits_and_files_of_one_on_a_disk(
 
     assert f"resumed after step {STEPS};" in train(f"{base}/a", **keys | dict(steps=LONGER)).output
     assert train(tmp_path / "b", load_parameters_path=run, steps=1, learning_rate=0.0).code == 0
-
-
-def test_a_folder_of_an_earlier_version_on_gs_resumes(finished, gcs, monkeypatch):
-    """The objects as gcsfs wrote them, and a lock without a beat that a killed run has left."""
-    monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
-    monkeypatch.setattr(object_lock, "STALE_S", 0.5)
-    for path in sorted(finished.rglob("*")):
-        if path.is_file() and path.name != "lock":
-            gcs.put(f"runs/a/{path.relative_to(finished)}", path.read_bytes())
-    gcs.put("runs/a/lock", b'{"holder": "process 7 on x", "nonce": "7"}')
-    base = f"gs://{BUCKET}/runs"
-    assert f"resumed after step {STEPS};" in train(f"{base}/a", steps=LONGER).output
-    run = object_store.BucketPath(base) / "a"
-    assert logged_steps(run) == list(range(1, LONGER + 1))
 
 
 @pytest.mark.full
