@@ -281,22 +281,6 @@ def test_each_replica_has_its_own_typed_keys():
     assert len({x.tobytes() for x in np.asarray(found["b"]).reshape(24, -1)}) == 24
 
 
-def test_the_dropout_masks_of_replicas_differ():
-    """A replica keeps its own key from step to step."""
-
-    def dropped(params, opt_state, batch):
-        key, now = jax.random.split(opt_state)
-        return params, key, {"mask": jax.random.bernoulli(now, 0.5, (64,))}
-
-    algorithm = DiLoCo(dropped, num_replicas=2, sync_period=10)
-    state = algorithm.init({"w": jnp.ones(3)}, jax.random.key(0))
-    masks = []
-    for _ in range(2):
-        state, metrics = algorithm.step(state, BATCH)
-        masks += np.asarray(metrics["mask"]).tolist()
-    assert len({tuple(mask) for mask in masks}) == 4
-
-
 class Dropped(nnx.Module):
     """What dropout leaves of its input; `w` is the parameter that DiLoCo needs."""
 
@@ -394,16 +378,3 @@ def test_the_example_of_the_page_learns(example):
     (var,) = [x["var"] for x in example["batch_stats"].values()]
     assert (np.asarray(var) > 0).all()
     assert 4 < example["prediction"].item() < 12
-
-
-@pytest.mark.parametrize(
-    ("make_key", "differ"), [(jax.random.key, True), (jax.random.PRNGKey, False)]
-)
-def test_masks_of_the_example_of_the_page_differ_for_typed_keys(example, make_key, differ):
-    """With the same parameters and data, masks decide the loss. A raw key is copied."""
-    algorithm, x = example["algorithm"], jax.random.normal(jax.random.key(3), (32, 8))
-    state = algorithm.init(example["params"], example["opt_state"] | {"key": make_key(1)})
-    x = jnp.stack([x, x])
-    _, metrics = algorithm.step(state, {"x": x, "y": x.sum(-1, keepdims=True)})
-    first, second = np.asarray(metrics["loss"])
-    assert (first != second) == differ
