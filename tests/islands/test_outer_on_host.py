@@ -2,6 +2,7 @@
 
 import hashlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from maxdiloco.islands.records import Leaf
 
 SIZES = (513, 1)
 NAMES = tuple(outer_step.WIRES)
+ENCODE = jax.jit(quantize.encode, static_argnums=0)
+DECODE = jax.jit(quantize.decode, static_argnums=(0, 2))
 
 
 def values(seed, n=514, spread=1.0):
@@ -34,10 +37,10 @@ def test_a_wire_has_the_bits_of_the_compiled_codec(name, spread):
         payload = outer_step.encode(name, SIZES, x)
         assert len(payload) == outer_step.payload_size(name, SIZES)
         leaves = np.split(x, np.cumsum(SIZES)[:-1])
-        codes = [np.asarray(quantize.encode(name, jnp.asarray(leaf))) for leaf in leaves]
+        codes = [np.asarray(ENCODE(name, leaf)) for leaf in leaves]
         assert payload == b"".join(code.tobytes() for code in codes)
         back = [
-            np.asarray(quantize.decode(name, jnp.asarray(code), leaf.size))
+            np.asarray(DECODE(name, code, leaf.size))
             for code, leaf in zip(codes, leaves, strict=True)
         ]
         assert outer_step.decode(name, SIZES, payload).tobytes() == np.concatenate(back).tobytes()
