@@ -153,6 +153,7 @@ def test_step_time_without_the_packages_of_the_trainer(smoke):
 # -- compared with a PyTorch loop and with torchft ------------------------------------------------
 
 
+@pytest.mark.full
 def test_peer_torch(smoke):
     """The loop is not compiled, which takes a minute."""
     pytest.importorskip("torch")
@@ -487,6 +488,7 @@ def test_the_figure_of_many_replicas(smoke, tmp_path):
     assert text.count('width="6.0"') > 12
 
 
+@pytest.mark.full
 def test_replica_cost(smoke):
     """Two periods of four steps; the second one counts."""
     ran = smoke(
@@ -508,6 +510,7 @@ def test_replica_cost(smoke):
 # -- data and weights -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_data(smoke):
     """One MB of text, prepared, read, mapped by datasets, and read from a bucket."""
     pytest.importorskip("datasets")
@@ -522,6 +525,7 @@ def test_data(smoke):
         assert len(re.findall(r"waits [\d.]+% of its time", " ".join(found[name]))) == waits
 
 
+@pytest.mark.full
 def test_parity(smoke):
     """Of one model type; huggingface/test_parity.py compares all of them."""
     pytest.importorskip("torch")
