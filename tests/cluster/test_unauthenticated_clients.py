@@ -120,12 +120,12 @@ def connected(listener):
     return bool(select.select([listener], [], [], 0)[0])
 
 
-def test_a_thousand_unauthenticated_clients_disturb_no_one(network):
-    """A thousand: half open, closed at once, garbage, too much of it, in the middle of a handshake;
-    far more than are listened to."""
+def test_hundreds_of_unauthenticated_clients_disturb_no_one(network):
+    """Three hundred, far more than may be in a handshake: half open, closed at once, or after some
+    garbage or too much of it."""
     zero, one, two = network.mailboxes(3, proxies=(0,))
     address, chance, clients = network.proxies[0].target, random.Random(1), []
-    for kind in range(1000):
+    for kind in range(300):
         client = socket.create_connection(address)
         if kind % 4 == 1:
             client.close()
