@@ -119,7 +119,7 @@ def main(numbers: list[int]) -> None:
             folder = pathlib.Path(name)
             broken_copy(mutation, folder)
             room = f"tests/{pathlib.Path(mutation.file).parent}"
-            by = finder(folder, room) or finder(folder, "-n", WORKERS, "--dist", "loadgroup")
+            by = finder(folder, room) or finder(folder, "-n", WORKERS, "--dist", "loadscope")
         caught += bool(by)
         print(f"{number:2} {mutation.file}: {mutation.wrong}: {by or 'NOT FOUND'}", flush=True)
     print(f"{caught} of {len(chosen)} found")

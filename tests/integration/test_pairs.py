@@ -24,7 +24,7 @@ from maxdiloco.config.keys import KEYS
 from maxdiloco.errors import CheckpointError, ConfigError, DataError
 from maxdiloco.report import __main__ as report
 
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.xdist_group("pairs")]
+pytestmark = pytest.mark.usefixtures("programs")
 
 SIZES = dict(
     base_emb_dim=16, base_num_decoder_layers=2, base_mlp_dim=32, base_num_query_heads=2,
@@ -147,14 +147,13 @@ IMPERATIVES = "Use|Set|Leave|Give|Add|Lower|Raise|Choose|Prepare|Name|Copy|Mount
 DOCUMENTS = [f"the cat number {i} sat on mat {i * 7 % 13}, and why not?\n" * 3 for i in range(60)]
 
 
-# Rows of the default tier: the plain row, both transports, an eager and an overlapped exchange,
-# experts, imports, refusals with their remedies, and a second start on another mesh.
+# Rows of the default tier: the plain row, both transports, an overlapped exchange, experts,
+# imports, refusals with their remedies, and a second start on another mesh.
 DEFAULT_IDS = (
     "plain",
     "shards+per_replica+bpe_any_rows+experts+data_parallel+int2+host+radial+sgd+stacked+float32"
     "+best_fit+export",
     "mixture+bpe_any_rows+imported+data_parallel+float4+xla+alpha+sgd+stacked+bfloat16+report",
-    "jsonl+per_replica+bpe_any_rows+gemma+eager+topk+host+bfloat16+unpacked",
     "parquet+per_replica+bpe_any_rows+imported+overlapped+float4+host+sgd+stacked+float32+other_mesh"
     "+generate",
 )
