@@ -8,7 +8,6 @@ from run import (
     CLUSTER_KEYS,
     STEPS,
     assert_exit_codes,
-    kill_train_at,
     names_key,
     refused,
     start_cluster,
@@ -23,7 +22,7 @@ from maxdiloco.checkpoint import staging
 from maxdiloco.metrics import line_files
 from maxdiloco.report import __main__ as report
 from maxdiloco.run.recorder import Recorder
-from maxdiloco.storage import object_lock, object_store, store
+from maxdiloco.storage import object_store, store
 
 pytestmark = pytest.mark.usefixtures("programs")
 
@@ -81,18 +80,6 @@ def test_a_run_in_a_bucket_has_the_bits_and_files_of_one_on_a_disk(
 
     assert f"resumed after step {STEPS};" in train(f"{base}/a", **keys | dict(steps=LONGER)).output
     assert train(tmp_path / "b", load_parameters_path=run, steps=1, learning_rate=0.0).code == 0
-
-
-@pytest.mark.full
-def test_a_killed_run_on_s3_resumes_to_the_same_bits(finished, s3, monkeypatch, tmp_path):
-    base = f"s3://{BUCKET}/runs"
-    kill_train_at(f"{base}/a", "step 25/", checkpoint_period=10)
-    run = object_store.BucketPath(base) / "a"
-    assert (run / "lock").exists()
-    monkeypatch.setattr(object_lock, "STALE_S", 1.0)
-    assert "resumed after step 20;" in train(f"{base}/a", checkpoint_period=20).output
-    assert_equal_runs(here(run, tmp_path / "copy"), finished, steps=STEPS)
-    assert not (run / "lock").exists()
 
 
 @pytest.mark.full

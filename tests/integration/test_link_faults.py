@@ -1,11 +1,12 @@
-"""Runs with the host transport whose processes are killed or stopped, and what they end with."""
+"""Runs with the host transport whose processes are killed, and what they end with.
+
+test_fault_matrix.py has processes that are stopped, and faults of links.
+"""
 
 import pathlib
 import random
 import re
-import signal
 import sys
-import time
 
 import pytest
 from run import (
@@ -14,8 +15,6 @@ from run import (
     ROOT,
     WAIT_S,
     Process,
-    cluster_environs,
-    names_key,
     train_arguments,
 )
 from run_files import assert_equal_bits, checkpoint_arrays
@@ -162,50 +161,3 @@ def test_twenty_kills_at_random_steps_change_no_bit(run, changes):
     killed, text = run(changes, kills)
     assert_restarts(text, kills)
     assert_equal_bits(last_arrays(killed, 120), last_arrays(folder, 120))
-
-
-@pytest.fixture
-def stopped(started, tmp_path):
-    """Two processes, of which number 1 stands still before it sends what is sent after step 6, and
-    number 0 waits for that."""
-
-    def stopped(timeout_s):
-        environ = {"PYTHONPATH": str(ROOT)}
-        module = [sys.executable, "-m", "benchmarks.link.fault_process", str(tmp_path)]
-        changes = STREAMING | {"num_slices": 2, "peer_timeout_seconds": timeout_s}
-        command = [*module, "1", "at apply", "6", *arguments(changes, tmp_path)]
-        both = [started(command, environ | own) for own in cluster_environs(2)]
-        limit = time.monotonic() + WAIT_S
-        for name in ("held", "take.0"):
-            while not (tmp_path / name).exists():
-                assert time.monotonic() < limit, both[0].output
-                assert [p.popen.poll() for p in both] == [None] * 2, both[0].output
-                time.sleep(0.05)
-        both[1].popen.send_signal(signal.SIGSTOP)
-        (tmp_path / "go").touch()
-        return both
-
-    return stopped
-
-
-@pytest.mark.full
-def test_a_process_stopped_for_less_than_the_timeout_changes_no_bit(stopped, tmp_path, undisturbed):
-    """Longer than the silence after which its connections are made again, a quarter of it."""
-    zero, one = stopped(timeout_s=20)
-    time.sleep(6)
-    assert zero.popen.poll() is None
-    one.popen.send_signal(signal.SIGCONT)
-    assert [zero.wait_for_exit(), one.wait_for_exit()] == [0, 0], zero.output + one.output
-    assert_equal_bits(last_arrays(tmp_path / "run"), undisturbed)
-
-
-@pytest.mark.full
-def test_processes_exit_with_5_when_one_is_stopped_for_too_long(stopped):
-    """The other one waits for an exchange, and names it; continued, it finds the other gone."""
-    zero, one = stopped(timeout_s=10)
-    assert zero.wait_for_exit() == 5, zero.output
-    one.popen.send_signal(signal.SIGCONT)
-    assert one.wait_for_exit() == 5, one.output
-    (line,), (of_one,) = zero.error_lines(), one.error_lines()
-    assert line.startswith("LostPeerError: process 1 ") and names_key(line, "peer_timeout_seconds")
-    assert of_one.startswith("LostPeerError: process 0 ")

@@ -6,12 +6,9 @@ import time
 
 import pytest
 from fake_gcs import BUCKET, FakeGcs
-from run import STEPS, WAIT_S, names_key, output_of, start_train, train
-from run_files import assert_equal_bits, assert_equal_runs, checkpoint_arrays, logged_steps
+from run import STEPS, WAIT_S, names_key, start_train, train
+from run_files import assert_equal_runs, logged_steps
 
-from maxdiloco import generate
-from maxdiloco import tokenizer as program
-from maxdiloco.data import tokenizer
 from maxdiloco.storage import object_lock, object_store
 
 pytestmark = pytest.mark.usefixtures("programs")
@@ -115,33 +112,6 @@ def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, monkeypatch):
     assert store.objects[BUCKET]["runs/a/lock"] == taken[0]
     assert logged_steps(RUN) == [1, 2, 3, 4, 5]  # written before the save, and not again
     assert store.names("runs/a/metrics/") and not store.names("runs/a/log/")
-
-
-@pytest.mark.full  # test_clouds.py reads text from another store
-def test_text_parameters_and_a_tokenizer_are_read_from_a_store(store, tmp_path):
-    """The same as from a disk; nothing there is changed. The tokenizer, of 264 tokens, is in the
-    run's folder and in a checkpoint: the file that the run was given is gone."""
-    (tmp_path / "text.txt").write_text("the cat and the hat " * 100)
-    given = tmp_path / "tok.json"
-    assert program.main([str(tmp_path / "text.txt"), f"out={given}", "vocab_size=264"]) == 0
-    keys = dict(tokenizer_type="huggingface", tokenizer_path=given, vocab_size="auto")
-    assert train(f"{BASE}/a", steps=2, **keys).code == 0
-    given.unlink()
-    before = dict(store.objects[BUCKET])
-    for name, item in before.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(item.data)
-    copy, texts, runs = tmp_path / "runs" / "a", [], []
-    for source in (RUN, copy):
-        for folder in (source, source / "checkpoints" / "2"):
-            assert tokenizer.load(folder / "tokenizer").vocab_size == 264
-        texts.append(output_of(generate.main, source, "prompt=the cat", "max_new_tokens=8"))
-        keys |= dict(load_parameters_path=source, tokenizer_path=copy / "tokenizer")
-        runs.append(f"new-{len(runs)}")
-        assert train(tmp_path / runs[-1], **keys | dict(steps=1, learning_rate=0.0)).code == 0
-    assert texts[0] == texts[1] and texts[0].startswith("the cat")
-    assert_equal_bits(*(checkpoint_arrays(tmp_path / run, 1) for run in runs))
-    assert store.objects[BUCKET] == before
 
 
 @pytest.mark.parametrize(

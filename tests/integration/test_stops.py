@@ -92,16 +92,6 @@ def test_ctrl_c_any_number_of_times_ends_with_130_and_no_traceback(tmp_path):
     assert "Ctrl-C" in process.output
 
 
-@pytest.mark.full  # test_signals.py has a program whose output nobody reads
-def test_a_run_whose_output_is_not_read_trains_to_the_same_end(finished, tmp_path):
-    """As behind `| head`: the pipe is closed while the programs compile."""
-    with start_train(tmp_path / "unread", paced=True) as process:
-        process.wait_for_output("ready to compile")
-        process.popen.stdout.close()
-        assert process.wait_for_exit() == 0
-    assert_equal_runs(tmp_path / "unread", finished, steps=STEPS)
-
-
 def test_a_loss_that_is_not_finite_exits_with_4_and_names_the_step(finished, tmp_path):
     """lr 1e30 from step 63 on: the loss of 64 is not finite, though nobody looks before 65."""
     shutil.copytree(finished, tmp_path / "finished")
