@@ -10,7 +10,7 @@ from maxdiloco import plan, train_compile
 
 pytestmark = pytest.mark.usefixtures("programs")
 
-# A trainer that takes DELAY seconds for a part: more than the time that JAX waits at a start.
+# A trainer that takes DELAY seconds for its first part: more than JAX waits at a start.
 SLOW = """
 import os
 import time
@@ -18,7 +18,7 @@ from maxdiloco import train
 from maxdiloco.data.prepared import part
 make_part = part.make_part
 def slow(*arguments):
-    time.sleep(float(os.environ.get("DELAY", "0")))
+    time.sleep(float(os.environ.pop("DELAY", "0")))
     return make_part(*arguments)
 part.make_part = slow
 train.main()
@@ -50,7 +50,9 @@ def test_processes_prepare_a_text_once_for_each_cache(tmp_path, text, shared):
         home.mkdir(exist_ok=True)
     environs = [{"HOME": str(home)} for home in homes]
     environs[1 - shared]["DELAY"] = "12"
-    keys = text | dict(data_cache_directory="~/cache", jax_distributed_initialization_timeout=10)
+    # With one device in a slice both cases share compiled programs.
+    keys = text | dict(data_cache_directory="~/cache", ici_fsdp_parallelism=1)
+    keys |= dict(jax_distributed_initialization_timeout=10)
     processes = start_cluster(
         2, tmp_path / "run", environs=environs, program=None if shared else SLOW, **keys
     )
