@@ -81,19 +81,6 @@ def test_a_run_killed_during_a_save_resumes_to_the_same_bits(finished, store, mo
     assert {name.split("/")[3] for name in store.names("runs/a/checkpoints/")} == {str(STEPS)}
 
 
-@pytest.mark.full  # test_checkpoint_damage.py has those of a disk
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(finished, store):
-    """An object that is too short. The store has no folder to rename: its objects move."""
-    keys = dict(checkpoint_period=60)
-    assert train(f"{BASE}/a", **keys).code == 0
-    name = f"runs/a/checkpoints/{STEPS}/meta/metadata"
-    store.put(name, store.objects[BUCKET][name].data[:-1])
-    run = train(f"{BASE}/a", **keys)
-    assert run.code == 0 and "resumed after step 60;" in run.output
-    assert f"runs/a/checkpoints/{STEPS}.damaged/meta/metadata" in store.names()
-    assert_equal_runs(RUN, finished, steps=STEPS)
-
-
 def test_a_run_that_loses_its_lock_ends_and_writes_no_more(store, monkeypatch):
     """Another process takes the lock, as it may after a long silence of this one."""
     monkeypatch.setattr(object_lock, "RENEW_S", 0.05)
