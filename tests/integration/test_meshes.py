@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from run import train, train_arguments
 from run_files import assert_equal_runs, checkpoint_arrays, item_arrays, metrics_rows
-from tiers import corner
+from tiers import corner, full
 
 from maxdiloco.config import config
 from maxdiloco.engine.calls import is_on_device
@@ -73,9 +73,10 @@ def test_data_parallel_over_slices_computes_what_one_device_does(base, tmp_path)
         assert_close_runs(tmp_path / "slices", base, items=["outer_params"])
 
 
-@pytest.mark.parametrize("diloco", corner(["true", "false"], ["true"]))
-def test_an_offloaded_optimizer_state_changes_no_bit(tmp_path, diloco):
-    keys = dict(enable_diloco=diloco, ici_fsdp_parallelism=2, checkpoint_period=3)
+@pytest.mark.parametrize("diloco, fsdp", [("true", 1), full("true", 2), full("false", 2)])
+def test_an_offloaded_optimizer_state_changes_no_bit(tmp_path, diloco, fsdp):
+    """One device for each replica: the run without offload then shares its programs with others."""
+    keys = dict(enable_diloco=diloco, ici_fsdp_parallelism=fsdp, checkpoint_period=3)
     assert train(tmp_path / "device", steps=7, **keys).code == 0
     shutil.copytree(tmp_path / "device", tmp_path / "moved")
     for step in (6, 7):
