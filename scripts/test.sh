@@ -23,8 +23,8 @@ bash scripts/check.sh
 if [ $# = 0 ] && [ "$tier" != quick ]; then bash scripts/docs.sh; fi
 
 pytest=("$python" -m pytest -q --durations=10)
-# tests/grouping.py says which tests share a worker. Files are handed out in the order of collection:
-# tests/conftest.py puts the dearest first.
+# All tests of a file share a worker (tests/grouping.py). Files are handed out in the order of
+# collection: tests/conftest.py puts the dearest first.
 # A worker that crashes ends the run. With a new worker instead of it, xdist waited for ever.
 if [ "$workers" != 1 ]; then
   pytest+=(-n "$workers" --dist loadscope --no-loadscope-reorder --max-worker-restart 0)

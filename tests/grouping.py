@@ -1,4 +1,4 @@
-"""Which tests share a worker of pytest-xdist: those of a file, and those of some files.
+"""Group tests for the workers of pytest-xdist: a file has one worker, and some files share one.
 
 The tests of a file share module fixtures and compiled programs. xdist's own groups have no effect
 with pytest 9.2: xdist 3.8 writes them to an attribute of a test that pytest no longer reads.
