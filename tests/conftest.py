@@ -60,7 +60,7 @@ def few_compiler_passes():
 
 
 def pytest_collection_modifyitems(items):
-    """Skip tests whose libraries are absent. The dearest come first, so that workers end together."""
+    """Skip tests whose libraries are absent. The dearest come first: workers then end together."""
     absent = importlib.util.find_spec("libtpu") is None
     no_cuda = importlib.util.find_spec("jax_cuda12_plugin") is None
     for item in items:
