@@ -228,13 +228,13 @@ def built(monkeypatch):
 
 @pytest.mark.usefixtures("programs")
 def test_the_library_example_learns_and_resumes_to_the_bit(tmp_path, built):
-    """Six rounds in one call, and five and a sixth from the checkpoint. The loss always falls."""
+    """Three rounds in one call, and two and a third from the checkpoint. The loss always falls."""
     main = runpy.run_path(ROOT / "scripts" / "library_example.py")["main"]
-    losses = main()
-    assert len(losses) == 6 and losses == sorted(losses, reverse=True)
-    assert losses[-1] < 0.6 * losses[0]
-    assert main(str(tmp_path / "saved"), steps=50) == losses[:5]
-    assert main(str(tmp_path / "saved")) == losses[5:]
+    losses = main(steps=30)
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.8 * losses[0]
+    assert main(str(tmp_path / "saved"), steps=20) == losses[:2]
+    assert main(str(tmp_path / "saved"), steps=30) == losses[2:]
 
     settings, layout = built[0].settings, built[0].layout
     assert (settings.exchange_dtype, settings.overlap_steps) == ("float4_e3m0", 2)
