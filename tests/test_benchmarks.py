@@ -599,7 +599,7 @@ def test_exposed_time(smoke):
 def test_goodput_reproduces_the_published_table_and_runs_islands(smoke, tmp_path):
     """Each set of assumptions is within 3 points of every published row. Islands that keep their
     state commit more than islands that start again."""
-    ran = smoke("goodput.py", "islands=2", "minutes=10", "out=out")
+    ran = smoke("goodput.py", "islands=2", "minutes=25", "out=out")
     text = (tmp_path / "out/table.md").read_text()
     assert text == ran.stdout.removesuffix("\n")
     published, islands = markdown(text.partition("Our islands")[0]), markdown(text)
