@@ -1,4 +1,4 @@
-"""What arrives is written to the memory of what it replaces, and chunks have one length."""
+"""Memory of an exchange: what it replaces is reused, chunks have one length, few temporaries."""
 
 import re
 
@@ -51,6 +51,21 @@ def test_what_arrives_lies_where_what_it_replaces_lay(devices, overlap):
             assert old.is_deleted() == (new is not old)
             replaced, kept = replaced + (new is not old), kept + (new is old)
     assert replaced > 4 and kept > 4
+
+
+def test_the_programs_of_a_fragment_need_few_temporaries():
+    """Temporary bytes by the fragment's: eight equal leaves, both replicas on one CPU device. In
+    XLA's default order `pack` needs 3.8 and `merge` 5.0."""
+    params = {name: jnp.zeros((64, 1024)) for name in "abcdefgh"}
+    algorithm = made(overlap_steps=1, exchange_dtype="float4_e3m0")
+    algorithm.bind(params, ())
+    temporary = {}
+    for call in algorithm.calls(jax.ShapeDtypeStruct((2,), jnp.float32)):
+        memory = call.program.compile(*call.args).memory_analysis()
+        name, _, _ = call.program.name.partition(" [")
+        temporary[name] = memory.temp_size_in_bytes / (8 * 64 * 1024 * 4)
+    algorithm.close()
+    assert temporary["pack"] < 0.6 and temporary["merge"] < 4.1
 
 
 @pytest.mark.usefixtures("few_compiler_passes")
