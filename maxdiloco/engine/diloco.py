@@ -26,7 +26,8 @@ from maxdiloco.engine.calls import Call
 from maxdiloco.engine.collective import Chunks, Sent
 from maxdiloco.engine.fragment_values import arrays_of, with_arrays
 from maxdiloco.engine.host_transfer import Mailbox
-from maxdiloco.engine.layout import Layout, State, lay_out, with_fragment
+from maxdiloco.engine.layout import ChunkBuffer, Layout, State, lay_out, with_fragment
+from maxdiloco.engine.payload import Cut
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.restore import Restorer, outer_item, saved_items
 from maxdiloco.engine.settings import ExchangeSettings
@@ -196,7 +197,10 @@ class DiLoCo:
         plan = self.layout.plans[action.fragment]
         leaves = arrays_of(state, plan)
         program = self.programs.pack(plan)
-        args = leaves._replace(outer_opt=(), residual=()), plan.starts, leaves.residual
+        replaced = self._replaced(
+            state.scatter_outgoing if plan.scatter else state.outgoing, plan.packed
+        )
+        args = leaves._replace(outer_opt=(), residual=()), plan.starts, leaves.residual, replaced
         return self._sent(action, state, self._run(program, *args))
 
     def _reduce(self, action: Action, state: State) -> State:
@@ -204,7 +208,8 @@ class DiLoCo:
         plan = self.layout.plans[action.fragment]
         send_step = state.t - self.layout.scatter_steps
         parts = self._received(Leg(plan.index, send_step, scatters=True), state, action)
-        chunks = self._run(self.programs.reduce(plan), parts)
+        replaced = self._replaced(state.outgoing, plan.gather)
+        chunks = self._run(self.programs.reduce(plan), parts, replaced)
         outgoing = state.outgoing.write(0, range(plan.gather.count), chunks)
         state = replace(state, outgoing=outgoing)
         self._transport.start_send(Leg(plan.index, send_step), chunks)
@@ -223,13 +228,13 @@ class DiLoCo:
         plan = self.layout.plans[action.fragment]
         leg = Leg(plan.index, state.t - self.schedule.lag)
         leaves = arrays_of(state, plan)._replace(residual=())
-        args = leaves, state.bad, plan.starts, self._received(leg, state, action)
+        args = leaves, state.bad, plan.starts, (), self._received(leg, state, action)
         return self._merged(action, state, self._run(self.programs.merge(plan), *args))
 
     def _synchronise(self, action: Action, state: State) -> State:
         """Send, exchange and merge in one program: lines 7-12 with tau = 0."""
         plan = self.layout.plans[action.fragment]
-        args = arrays_of(state, plan), state.bad, plan.starts
+        args = arrays_of(state, plan), state.bad, plan.starts, ()
         return self._merged(action, state, self._run(self.programs.synchronise(plan), *args))
 
     def _delayed_step(self, action: Action, state: State) -> State:
@@ -246,7 +251,10 @@ class DiLoCo:
         """Run a program that merges one exchange and sends the next one."""
         plan = self.layout.plans[action.fragment]
         incoming = self._received(Leg(plan.index, state.t - self.schedule.lag), state, action)
-        args = arrays_of(state, plan), state.bad, plan.starts, incoming
+        replaced = self._replaced(
+            state.scatter_outgoing if plan.scatter else state.outgoing, plan.packed
+        )
+        args = arrays_of(state, plan), state.bad, plan.starts, replaced, incoming
         return self._merged(action, state, self._run(program, *args))
 
     def _received(self, leg: Leg, state: State, action: Action) -> Chunks:
@@ -257,6 +265,10 @@ class DiLoCo:
         if leg.scatters:
             return state.scatter_incoming.read(0, range(plan.scatter.count))
         return state.incoming.read(action.slot, range(plan.gather.count))
+
+    def _replaced(self, outgoing: ChunkBuffer, cut: Cut) -> Chunks:
+        """Return the chunks that a send replaces, to be donated; () if threads may read them."""
+        return outgoing.read(0, range(cut.count)) if self.schedule.in_programs else ()
 
     def _merged(self, action: Action, state: State, results: Any) -> State:
         """Return the state with the results of a program that replaces a fragment's values."""

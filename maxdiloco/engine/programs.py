@@ -338,24 +338,33 @@ class Programs:
     # -- of one fragment -------------------------------------------------------------------------
 
     def pack(self, plan: FragmentPlan) -> Program:
-        """Compile `pack`: (arrays without outer_opt and residual, starts, residual) -> Sent."""
+        """Compile `pack`.
 
-        def program(leaves, starts, residual):
+        The program is (arrays without outer_opt and residual; starts; residual and the chunks of
+        the last send, donated) -> Sent.
+        """
+
+        def program(leaves, starts, residual, replaced):
+            del replaced  # its memory is used for the new chunks
             sent = pack(plan, view.read(leaves._replace(residual=residual), starts))
             return sent._replace(residual=view.residual.write(residual, starts, sent.residual))
 
         view, out = FragmentView(self.layout, plan), self._sent_shardings(plan)
-        donate = (2,) if out.residual else ()
-        return self.of_fragment("pack", plan, program, donate=donate, out_shardings=out)
+        return self.of_fragment("pack", plan, program, donate=(2, 3), out_shardings=out)
 
     def reduce(self, plan: FragmentPlan) -> Program:
-        """Compile `reduce`: parts that have arrived -> chunks to send to all slices."""
+        """Compile `reduce`.
 
-        def program(parts):
+        The program is (parts that have arrived; the chunks of the last send, donated) -> chunks to
+        send to all slices.
+        """
+
+        def program(parts, replaced):
+            del replaced  # its memory is used for the new chunks
             return reduce(plan, parts)
 
         out = shardings_of(plan.outgoing_chunks)
-        return self.of_fragment("reduce", plan, program, out_shardings=out)
+        return self.of_fragment("reduce", plan, program, donate=(1,), out_shardings=out)
 
     def reduce_and_share(self, plan: FragmentPlan) -> Program:
         """Compile `reduce_and_share`: parts that have arrived -> chunks of all slices."""
@@ -385,8 +394,8 @@ class Programs:
     def _outer_step(self, fn: Callable[..., Merged], plan: FragmentPlan, sent: Sent) -> Program:
         """Compile an outer step for whole leaves.
 
-        The program is (arrays, donated; State.bad; starts; *chunks) -> (arrays without the
-        residual; bad; sizes; update_ratio; Sent).
+        The program is (arrays, donated; State.bad; starts; the chunks of the last send, donated;
+        *chunks that have arrived) -> (arrays without the residual; bad; sizes; update_ratio; Sent).
 
         Args:
           fn: merge, synchronise, delayed_step or eager_step.
@@ -394,7 +403,8 @@ class Programs:
           sent: shardings of the Sent.
         """
 
-        def program(leaves, bad_RF, starts, *chunks):
+        def program(leaves, bad_RF, starts, replaced, *chunks):
+            del replaced  # its memory is used for the new chunks
             merged = fn(plan, self._rule, view.read(leaves, starts), *chunks)
             touched = jnp.array([s.leaf for s in plan.slices])
             bad_RF = bad_RF.at[:, touched].max(merged.received.bad_RF)
@@ -408,7 +418,8 @@ class Programs:
         like = arrays_of(state, plan)._replace(residual=())
         # The flags are not donated: the host reads them later.
         out = shardings_of((like, state.bad, state.sizes, state.update_ratio))
-        return self.of_fragment(fn.__name__, plan, program, donate=(0,), out_shardings=(*out, sent))
+        out = (*out, sent)
+        return self.of_fragment(fn.__name__, plan, program, donate=(0, 3), out_shardings=out)
 
     def of_fragment(self, name: str, plan: FragmentPlan, fn: Callable, **options: Any) -> Program:
         """Return the program of this name for fragments of this form. options: see Program."""
@@ -418,6 +429,8 @@ class Programs:
             label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
             is_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
             options["compiler_options"] = dict(processor.FEW_TEMPORARIES) if is_cpu else None
+            # An argument that is only donated would be dropped.
+            options["keep_unused"] = True
             self._by_form[key] = self._program(f"{name} [{label}]", fn, **options)
         return self._by_form[key]
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import corner
 
 from maxdiloco import DiLoCo
 from maxdiloco.engine.layout import ChunkBuffer
@@ -51,6 +52,40 @@ def test_what_arrives_lies_where_what_it_replaces_lay(devices, overlap):
             assert old.is_deleted() == (new is not old)
             replaced, kept = replaced + (new is not old), kept + (new is old)
     assert replaced > 4 and kept > 4
+
+
+SENDS = {
+    "all-gather": dict(overlap_steps=2),
+    "reduce-scatter": dict(overlap_steps=2, collective="reduce_scatter"),
+    "delayed": dict(overlap_steps=0, round_overlap="delayed"),
+    "eager": dict(overlap_steps=0, round_overlap="eager"),
+}
+
+
+@pytest.mark.parametrize("transport", ["xla", "host"])
+@pytest.mark.parametrize("mode", corner(SENDS, ["all-gather", "reduce-scatter", "eager"]))
+@pytest.mark.usefixtures("few_compiler_passes")
+def test_a_send_lies_where_the_last_one_lay(devices, mode, transport):
+    """With the transport `host` threads may still read the last send, so it stays."""
+    algorithm, state = started(devices, transport=transport, **SENDS[mode])
+    replaced = 0
+    for t in range(1, 13):
+        before = [(x, addresses(x)) for x in sent(state)]
+        state, _ = algorithm.step(state, np.array([1, 2], np.float32) * t)
+        for (old, place), new in zip(before, sent(state), strict=True):
+            if new is old:
+                assert not old.is_deleted()
+            elif transport == "host":
+                assert not old.is_deleted() and addresses(new) != place
+            else:
+                assert old.is_deleted() and addresses(new) == place
+            replaced += new is not old
+    assert replaced > 4
+    algorithm.close()
+
+
+def sent(state):
+    return jax.tree.leaves((state.outgoing, state.scatter_outgoing))
 
 
 def test_the_programs_of_a_fragment_need_few_temporaries():

@@ -106,7 +106,7 @@ def test_step_needs_nothing_from_the_other_replicas(devices):
     assert not re.search(collective, plain.as_text())
     (plan,) = algorithm.layout.plans
     arrays = arrays_of(state, plan)
-    sync = algorithm.programs.synchronise(plan).compile(arrays, state.bad, plan.starts)
+    sync = algorithm.programs.synchronise(plan).compile(arrays, state.bad, plan.starts, ())
     assert re.search(collective, sync.as_text())
 
 

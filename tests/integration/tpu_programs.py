@@ -93,19 +93,21 @@ class Trainer:
         plan, state = layout.plans[index], layout.state
         leaves = arrays_of(state, plan)
         incoming = plan.incoming_chunks
-        merging = leaves, state.bad, plan.starts
+        merging = leaves, state.bad, plan.starts, ()
         match name:
             case "pack":
                 bare = leaves._replace(outer_opt=(), residual=())
-                args = (bare, plan.starts, leaves.residual)
-            case "reduce" | "reduce_and_share":
+                args = (bare, plan.starts, leaves.residual, plan.packed_chunks)
+            case "reduce":
+                args = (plan.scattered_chunks, plan.outgoing_chunks)
+            case "reduce_and_share":
                 args = (plan.scattered_chunks,)
             case "synchronise":
                 args = merging
             case "merge":
                 args = (leaves._replace(residual=()), *merging[1:], incoming)
             case _:
-                args = (*merging, incoming)
+                args = (*merging[:3], plan.packed_chunks, incoming)
         return getattr(programs, name)(plan).compile(*args)
 
 
