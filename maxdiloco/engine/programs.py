@@ -394,8 +394,9 @@ class Programs:
     def _outer_step(self, fn: Callable[..., Merged], plan: FragmentPlan, sent: Sent) -> Program:
         """Compile an outer step for whole leaves.
 
-        The program is (arrays, donated; State.bad; starts; the chunks of the last send, donated;
-        *chunks that have arrived) -> (arrays without the residual; bad; sizes; update_ratio; Sent).
+        The program is (arrays; State.bad; starts; chunks of the last send; *chunks that have
+        arrived) -> (arrays without the residual; bad; sizes; update_ratio; Sent). Arrays and chunks
+        of the last send are donated.
 
         Args:
           fn: merge, synchronise, delayed_step or eager_step.

@@ -1,4 +1,4 @@
-"""Memory of an exchange: what it replaces is reused, chunks have one length, few temporaries."""
+"""Memory of an exchange: reused chunks, chunks of equal length, and few temporary arrays."""
 
 import re
 
