@@ -181,14 +181,14 @@ def synchronised(plan: Any, rule: Any, leaves: list, theta: list, outer_opt: Any
     """Average the outer gradients, take the outer step, and copy the result to all replicas."""
     leaves, theta = list(leaves), list(theta)
     starts = list(zip(plan.slices, plan.starts, strict=True))
-    x_R = [slices.gather_slice(leaves[s.leaf], s, start, lead=1) for s, start in starts]
+    x_R = [slices.gather_slice(leaves[s.leaf], s, start, num_leading=1) for s, start in starts]
     old = [slices.gather_slice(theta[s.leaf], s, start) for s, start in starts]
     mean = [jnp.mean(o[None] - x, axis=0) for o, x in zip(old, x_R, strict=True)]
     new, outer_opt = outer.outer_update(rule, old, outer_opt, mean)
     for (s, start), value, x in zip(starts, new, x_R, strict=True):
         theta[s.leaf] = slices.scatter_slice(theta[s.leaf], s, start, value)
         spread = jnp.broadcast_to(value, x.shape)
-        leaves[s.leaf] = slices.scatter_slice(leaves[s.leaf], s, start, spread, lead=1)
+        leaves[s.leaf] = slices.scatter_slice(leaves[s.leaf], s, start, spread, num_leading=1)
     return leaves, theta, outer_opt
 
 

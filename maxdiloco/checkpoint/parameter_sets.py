@@ -108,8 +108,8 @@ def plan_read(
         dtype = jnp.float32 if is_mean else x.dtype
         sharding = x.sharding
         if isinstance(sharding, NamedSharding):
-            slots = sharding.mesh.shape["diloco"]
-            first = "diloco" if len(entries) % slots == 0 else None
+            positions = sharding.mesh.shape["diloco"]
+            first = "diloco" if len(entries) % positions == 0 else None
             sharding = NamedSharding(sharding.mesh, P(first, *sharding.spec))
         x_R = jax.ShapeDtypeStruct((len(entries), *x.shape), dtype, sharding=sharding)
         return x_R if is_mean else Cycled(x_R, stored=R, first=entries[0])

@@ -169,15 +169,15 @@ def check_counts(*, H: int, P: int, tau: int, round_overlap: str, names: Names =
         )
 
 
-def check_replicas(M: int, slots: int, *, name: str, slots_name: str) -> None:
-    """Raise ValueError unless M is a multiple of the size `slots` of the mesh axis `diloco`.
+def check_replicas(M: int, axis_size: int, *, name: str, axis_size_name: str) -> None:
+    """Raise ValueError unless M is a multiple of the size `axis_size` of the mesh axis `diloco`.
 
-    name, slots_name: the names of M and `slots` in the message.
+    name, axis_size_name: the names of M and `axis_size` in the message.
     """
-    if not is_count(M) or M < 1 or M % slots:
+    if not is_count(M) or M < 1 or M % axis_size:
         raise ValueError(
-            f"{name}={M} must be a multiple of {slots_name} {slots}: every mesh position "
-            f"holds equally many replicas, a whole number. Use a multiple of {slots}."
+            f"{name}={M} must be a multiple of {axis_size_name} {axis_size}: every mesh position "
+            f"holds equally many replicas, a whole number. Use a multiple of {axis_size}."
         )
 
 

@@ -77,19 +77,19 @@ def gather_slice(
     leaf_slice: LeafSlice,
     start_or_indices: jax.Array,
     *,
-    lead: int = 0,
+    num_leading: int = 0,
     load: Move = identity,
 ) -> jax.Array:
     """Return the slice's entries of leaf x, in order.
 
     Args:
-      x: the leaf, with `lead` dims (R) before its own.
+      x: the leaf, with `num_leading` dims (R) before its own.
       leaf_slice: the slice; its start is not used.
       start_or_indices: start or indices, int32; may be traced.
-      lead: number of dims before the leaf's own.
+      num_leading: number of dims before the leaf's own.
       load: moves each contiguous piece, for example from host memory, before the concatenation.
     """
-    axis, count, stride = leaf_slice.axis + lead, leaf_slice.count, leaf_slice.stride
+    axis, count, stride = leaf_slice.axis + num_leading, leaf_slice.count, leaf_slice.stride
     if leaf_slice.pattern == "whole":
         return load(x)
     if leaf_slice.pattern == "run":
@@ -111,7 +111,7 @@ def scatter_slice(
     start_or_indices: jax.Array,
     values: jax.Array,
     *,
-    lead: int = 0,
+    num_leading: int = 0,
     store: Move = identity,
 ) -> jax.Array:
     """Return leaf x with the slice's entries replaced by `values`.
@@ -119,7 +119,7 @@ def scatter_slice(
     `values` has the shape of the result of `gather_slice`, and the other arguments are as there.
     `store` moves each contiguous piece to the memory of x.
     """
-    axis, count, stride = leaf_slice.axis + lead, leaf_slice.count, leaf_slice.stride
+    axis, count, stride = leaf_slice.axis + num_leading, leaf_slice.count, leaf_slice.stride
     if leaf_slice.pattern == "whole":
         return store(values)
     if leaf_slice.pattern == "run":

@@ -77,18 +77,20 @@ def initial_outer_opt(layout: Layout, outer_params: Any) -> tuple[Any, ...]:
 class FragmentLeaves:
     """Reads a fragment's values of some leaves, and writes them back, inside a program."""
 
-    def __init__(self, layout: Layout, plan: FragmentPlan, like: Sequence[Any], *, lead: int):
+    def __init__(
+        self, layout: Layout, plan: FragmentPlan, like: Sequence[Any], *, num_leading: int
+    ):
         """Keep slices and shardings.
 
         Args:
           layout: the run's layout.
           plan: the fragment's plan.
           like: the leaves, as ShapeDtypeStructs; may be empty.
-          lead: number of dims before a leaf's own: 1 if it has R.
+          num_leading: number of dims before a leaf's own: 1 if it has R.
         """
-        self._plan, self._lead = plan, lead
+        self._plan, self._num_leading = plan, num_leading
         self._kept = [x.sharding for x in like]
-        specs = [P(*("diloco",) * lead, *shard.spec) for shard in plan.payload.shards]
+        specs = [P(*("diloco",) * num_leading, *shard.spec) for shard in plan.payload.shards]
         self._on_device = [NamedSharding(layout.mesh, spec) for spec in specs]
         self._on_host = any(map(offload.on_host, like))
 
@@ -98,7 +100,7 @@ class FragmentLeaves:
         for x, s, start, on_device in zip(*parts, strict=bool(leaves)):
             if self._moves_data(x, s):
                 x = self.load(x)
-            value = slices.gather_slice(x, s, start, lead=self._lead, load=self.load)
+            value = slices.gather_slice(x, s, start, num_leading=self._num_leading, load=self.load)
             if self._on_host:
                 value = jax.lax.with_sharding_constraint(value, on_device)
             values.append(value)
@@ -114,9 +116,11 @@ class FragmentLeaves:
         out, parts = [], (leaves, self._plan.slices, starts, self._kept, values)
         for x, s, start, kept, new in zip(*parts, strict=bool(leaves)):
             if self._moves_data(x, s):
-                x = slices.scatter_slice(self.load(x), s, start, new, lead=self._lead)
+                x = slices.scatter_slice(self.load(x), s, start, new, num_leading=self._num_leading)
             else:
-                x = slices.scatter_slice(x, s, start, new, lead=self._lead, store=self.store)
+                x = slices.scatter_slice(
+                    x, s, start, new, num_leading=self._num_leading, store=self.store
+                )
             out.append(jax.device_put(x, kept) if self._on_host else x)
         return out if leaves else ()
 
@@ -133,7 +137,7 @@ class FragmentLeaves:
         # do in device memory only.
         if not self._on_host or leaf_slice.pattern == "whole":
             return False
-        tiled = leaf_slice.axis + self._lead >= x.ndim - 2
+        tiled = leaf_slice.axis + self._num_leading >= x.ndim - 2
         gathers = leaf_slice.pattern == "list" and leaf_slice.count > slices.MOST_SINGLE_SLICES
         return tiled or gathers
 
@@ -143,10 +147,10 @@ class FragmentView:
 
     def __init__(self, layout: Layout, plan: FragmentPlan):
         """Keep slices and shardings."""
-        like, lead = arrays_of(layout.state, plan), 1 if layout.settings.is_eager else 0
-        self.params = FragmentLeaves(layout, plan, like.params, lead=1)
-        self.outer_params = FragmentLeaves(layout, plan, like.outer_params, lead=lead)
-        self.residual = FragmentLeaves(layout, plan, like.residual, lead=1)
+        like, num_leading = arrays_of(layout.state, plan), 1 if layout.settings.is_eager else 0
+        self.params = FragmentLeaves(layout, plan, like.params, num_leading=1)
+        self.outer_params = FragmentLeaves(layout, plan, like.outer_params, num_leading=num_leading)
+        self.residual = FragmentLeaves(layout, plan, like.residual, num_leading=1)
 
     def read(self, leaves: FragmentArrays, starts: Sequence[jax.Array]) -> FragmentArrays:
         """Return the fragment's values in device memory. starts: plan.starts, traced."""

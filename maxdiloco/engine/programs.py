@@ -38,8 +38,8 @@ from maxdiloco.parallel.replicas import (
     broadcast,
     fold_in_replica,
     map_fn,
-    mean_of_all,
-    mean_of_each_position,
+    mean_over_replicas,
+    mean_per_position,
 )
 from maxdiloco.parallel.sharding import shardings_of, zeros
 
@@ -248,8 +248,8 @@ class Programs:
         state, mesh = layout.state, layout.mesh
         step = map_fn(inner_step, mesh=mesh)
         step = offload.with_state_on_device(step, state.opt_state)
-        lead = NamedSharding(mesh, P("diloco"))
-        kept = (shardings_of(state.params), shardings_of(state.opt_state), lead)
+        replica_sharding = NamedSharding(mesh, P("diloco"))
+        kept = (shardings_of(state.params), shardings_of(state.opt_state), replica_sharding)
         options = {"compiler_options": chips.step_options(mesh.devices.flat[0].device_kind)}
         self.inner = self._program("inner", step, donate=(0, 1), out_shardings=kept, **options)
 
@@ -279,26 +279,28 @@ class Programs:
         layout, outer_params = self.layout, self.layout.state.outer
         is_eager, num_slices = layout.settings.is_eager, layout.mesh.shape["diloco"]
         on_device = jax.tree.map(lambda x: offload.moved(x, None), outer_params)
-        as_kept = OuterParamsView(on_device, lambda state: state.outer, of_slots=is_eager)
+        stored = OuterParamsView(on_device, lambda state: state.outer, per_position=is_eager)
         if not is_eager:
-            return as_kept, as_kept
-        exported = self._mean_view("outer parameters", mean_of_all)
+            return stored, stored
+        exported = self._mean_view("outer parameters", mean_over_replicas)
         if num_slices == 1:
             return exported, exported
         if num_slices == layout.num_replicas and not offload.on_host(
             jax.tree.leaves(outer_params)[0]
         ):
-            return exported, as_kept
+            return exported, stored
         name = "outer parameters of a slice"
-        return exported, self._mean_view(name, mean_of_each_position, of_slots=True)
+        return exported, self._mean_view(name, mean_per_position, per_position=True)
 
-    def _mean_view(self, name: str, means: Callable, *, of_slots: bool = False) -> OuterParamsView:
+    def _mean_view(
+        self, name: str, means: Callable, *, per_position: bool = False
+    ) -> OuterParamsView:
         """Return the view of a mean of the replicas' outer parameters."""
-        mesh, lead = self.layout.mesh, ("diloco",) if of_slots else ()
-        out = jax.tree.map(lambda s: NamedSharding(mesh, P(*lead, *s.spec)), self._one_replica)
+        mesh, leading = self.layout.mesh, ("diloco",) if per_position else ()
+        out = jax.tree.map(lambda s: NamedSharding(mesh, P(*leading, *s.spec)), self._one_replica)
         mean = self._program(name, functools.partial(means, mesh=mesh), out_shardings=out)
         like = mean.out_shapes(self.layout.state.outer)
-        return OuterParamsView(like, lambda state: state.outer, mean, of_slots)
+        return OuterParamsView(like, lambda state: state.outer, mean, per_position)
 
     def init(self, make: Callable, **options) -> Program:
         """See Trainer.init_program. It is one program, so that memory holds one copy of the state.

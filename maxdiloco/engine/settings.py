@@ -241,7 +241,7 @@ class ExchangeSettings:
             self.num_replicas,
             num_slices,
             name="num_replicas",
-            slots_name="the mesh's diloco size",
+            axis_size_name="the mesh's diloco size",
         )
         collective, transport = self.collective, self.transport
         if collective == AUTO:

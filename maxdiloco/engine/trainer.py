@@ -53,20 +53,20 @@ class OuterParamsView(NamedTuple):
 
     Attributes:
       like: ShapeDtypeStructs of the result of `read`, on the device.
-      kept: state -> the outer parameters as they are in the state.
+      select: state -> the outer parameters as they are in the state.
       mean: eager: the program that averages them over the replicas. None if the state has one copy,
         or if every slice reads its own.
-      of_slots: whether every slice of the mesh reads its own, leaves [slices, ...].
+      per_position: whether every slice of the mesh reads its own, leaves [slices, ...].
     """
 
     like: Any
-    kept: Callable[[Any], Any]
+    select: Callable[[Any], Any]
     mean: Program | None = None
-    of_slots: bool = False
+    per_position: bool = False
 
     def read(self, state: Any) -> Any:
         """Return the outer parameters of a state. They are copied only if necessary."""
-        outer_params = self.kept(state)
+        outer_params = self.select(state)
         return (
             self.mean(outer_params)
             if self.mean
@@ -81,7 +81,7 @@ class OuterParamsView(NamedTuple):
           runs: how often `read` is called in a period.
         """
         return (
-            [Call(self.mean, (self.kept(state),), runs, OUTSIDE, EVALUATION)] if self.mean else []
+            [Call(self.mean, (self.select(state),), runs, OUTSIDE, EVALUATION)] if self.mean else []
         )
 
 

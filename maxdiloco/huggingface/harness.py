@@ -114,7 +114,7 @@ class HarnessModel(TemplateLM):
 
     def _program(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Compile fn(params, batch, None) for the mesh; results are replicated on all devices."""
-        return jax.jit(replicas.on_whole_mesh(fn, self.found.mesh))
+        return jax.jit(replicas.with_context_mesh(fn, self.found.mesh))
 
     def _log_probabilities(self, params, batch, _):
         """Return the log-probability of each next token, and whether it is the likeliest.

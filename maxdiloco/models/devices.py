@@ -139,7 +139,7 @@ def positions(length: int, shards: int) -> np.ndarray:
     return chunks[[c for i in range(shards) for c in (i, 2 * shards - 1 - i)]].reshape(-1)
 
 
-def positions_here(length: int, rules: Rules) -> jax.Array:
+def local_positions(length: int, rules: Rules) -> jax.Array:
     """Return `positions` on the mesh of the context."""
     _, shards = token_shards(rules)
     return jnp.arange(length) if shards == 1 else jnp.array(positions(length, shards))

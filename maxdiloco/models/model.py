@@ -157,7 +157,7 @@ class Model:
 
         x_BLD, _, used = decoder(
             tokens_BL,
-            devices.positions_here(tokens_BL.shape[1], config.rules)[None],
+            devices.local_positions(tokens_BL.shape[1], config.rules)[None],
             attend,
             real_BL=devices.spread(segment_ids_BL != 0, config.rules),
             policy=config.remat_policy,

@@ -79,13 +79,13 @@ def reduce_mean(x_R: jax.Array) -> jax.Array:
     return total / x_R.shape[0]
 
 
-def mean_of_all(outer_R: Any, mesh: Mesh) -> Any:
+def mean_over_replicas(outer_R: Any, mesh: Mesh) -> Any:
     """Take the mean over all replicas: leaves [R, ...] -> [...], on all mesh positions."""
     of_all = functools.partial(jax.lax.all_gather, axis_name="diloco", tiled=True)
     return _over_positions(lambda x_S: reduce_mean(of_all(x_S)), P(), outer_R, mesh)
 
 
-def mean_of_each_position(outer_R: Any, mesh: Mesh) -> Any:
+def mean_per_position(outer_R: Any, mesh: Mesh) -> Any:
     """Take the mean over the replicas of each mesh position: leaves [S, ...]; no traffic."""
     return _over_positions(lambda x_S: reduce_mean(x_S)[None], P("diloco"), outer_R, mesh)
 
@@ -115,7 +115,9 @@ def manual(fn: Callable, mesh: Mesh, out_specs: P, in_specs: Any = None) -> Call
 # S positions of the mesh axis diloco
 
 
-def on_whole_mesh(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any, Any], Any]:
+def with_context_mesh(
+    fn: Callable[[Any, Any, Any], Any], mesh: Mesh
+) -> Callable[[Any, Any, Any], Any]:
     """Make a program fn(params, batch, shared) on the whole mesh."""
 
     def program(params, batch, shared):
@@ -126,9 +128,7 @@ def on_whole_mesh(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[A
     return program
 
 
-def on_each_position(
-    fn: Callable[[Any, Any, Any], Any], mesh: Mesh
-) -> Callable[[Any, Any, Any], Any]:
+def map_positions(fn: Callable[[Any, Any, Any], Any], mesh: Mesh) -> Callable[[Any, Any, Any], Any]:
     """Make a program fn(params, batch, shared) of each mesh position, for params [S, ...].
 
     Batches are divided over the positions, without traffic between them. Leaves of the result are
@@ -141,13 +141,13 @@ def on_each_position(
     return manual(of_position, mesh, P("diloco"), in_specs=(P("diloco"), P("diloco"), P()))
 
 
-def first_here(x: jax.Array) -> np.ndarray:
+def first_local(x: jax.Array) -> np.ndarray:
     """Return x[0] of an array [S, ...], or the first entry that this process holds."""
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return np.asarray(shards[0].data)[0]
 
 
-def sums_of_all(batches: Sequence[Sequence[jax.Array]]) -> list[float]:
+def sum_over_batches(batches: Sequence[Sequence[jax.Array]]) -> list[float]:
     """Add up N arrays [S] a batch over batches and positions, in float64, in all processes."""
     sums_Sn = np.zeros((*batches[0][0].shape, len(batches[0])))
     owned_Sn = np.zeros(sums_Sn.shape, bool)

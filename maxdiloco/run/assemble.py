@@ -156,7 +156,8 @@ def assemble(
 
 def _evaluations(settings, trainer, model, shape, micro_batch_size, on_compile, tokenizer):
     """Build the evaluation of the outer parameters, and the sampler if sample_prompt is set."""
-    mesh, options = trainer.mesh, dict(of_slots=trainer.evaluated.of_slots, on_compile=on_compile)
+    mesh, per_position = trainer.mesh, trainer.evaluated.per_position
+    options = dict(per_position=per_position, on_compile=on_compile)
     rows = shape.num_replicas * micro_batch_size
     evaluation = Evaluation(
         model,
@@ -186,8 +187,8 @@ def batch_shape(settings: RunSettings, mesh: Mesh) -> BatchShape:
       ConfigError: the devices do not support the number of replicas or the dtype.
     """
     keys = settings.batch
-    slots = mesh.shape["diloco"]
-    together = mesh.size // (slots if keys.enable_diloco else 1)
+    positions = mesh.shape["diloco"]
+    together = mesh.size // (positions if keys.enable_diloco else 1)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and settings.model.config.weight_dtype == jnp.bfloat16 and together > 1:
         raise ConfigError(
@@ -195,10 +196,10 @@ def batch_shape(settings: RunSettings, mesh: Mesh) -> BatchShape:
             f"aborts while it compiles their sums of gradients. Use weight_dtype=float32, or one "
             f"device a replica."
         )
-    if keys.enable_islands and slots > 1:
+    if keys.enable_islands and positions > 1:
         raise ConfigError(
-            f"enable_islands=true has diloco {slots} in its mesh: an island is one replica. Set "
-            "dcn_diloco_parallelism=1 and dcn_fsdp_parallelism=-1, or start more islands."
+            f"enable_islands=true has diloco {positions} in its mesh: an island is one replica. "
+            "Set dcn_diloco_parallelism=1 and dcn_fsdp_parallelism=-1, or start more islands."
         )
     sequences = keys.islands_global_batch_size
     if sequences is None:

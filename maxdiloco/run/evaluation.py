@@ -64,7 +64,7 @@ class Totals(NamedTuple):
 class Evaluation:
     """The evaluation of a run: one program that adds up the losses of a batch [B, L].
 
-    With `of_slots`, each mesh position of `diloco` evaluates its own parameters on its part of
+    With `per_position`, each mesh position of `diloco` evaluates its own parameters on its part of
     every batch. The loss is the mean over all targets. It is the expected loss of a model drawn at
     random for each sequence, not the loss of the mean of the models. No data of a model's size
     cross slices.
@@ -79,7 +79,7 @@ class Evaluation:
         length: int,
         num_sequences: int,
         token_bytes: np.ndarray,
-        of_slots: bool = False,
+        per_position: bool = False,
         on_compile: Callable,
     ):
         """Build the program, without compiling it.
@@ -91,7 +91,7 @@ class Evaluation:
           length: L.
           num_sequences: number of sequences to read, -1 for the whole text.
           token_bytes: bytes that each token stands for, int32 [V].
-          of_slots: whether the parameters have a dim of mesh positions, [slots, ...].
+          per_position: whether the parameters have a dim of mesh positions, [S, ...].
           on_compile: see Program.
         """
         self.model, self._mesh = model, mesh
@@ -99,8 +99,8 @@ class Evaluation:
         # The rows are sharded over every batch axis, `diloco` included.
         self._sharding = NamedSharding(mesh, spec(("batch", "length"), model.config.rules))
         self._bytes_V, self._replicated = token_bytes, NamedSharding(mesh, P())
-        self._of_slots = of_slots
-        self._program = _program_of("evaluate", self._sums, mesh, of_slots, on_compile)
+        self._per_position = per_position
+        self._program = _program_of("evaluate", self._sums, mesh, per_position, on_compile)
 
     def _sums(self, params, batch, bytes_V):
         """Return cross entropy, number of counted targets, and their bytes; scalars, or [1]."""
@@ -110,7 +110,7 @@ class Evaluation:
         # int32: float32 counts are no longer exact beyond 2^24.
         counts = (jnp.sum(x_BL, dtype=jnp.int32) for x_BL in (counts_BL, bytes_BL))
         sums = (aux["cross_entropy"], *counts)
-        return tuple(x[None] for x in sums) if self._of_slots else sums
+        return tuple(x[None] for x in sums) if self._per_position else sums
 
     def calls(self, params: Any, runs: float) -> list[Call]:
         """Return the program of a batch. params: abstract. runs: evaluations in a period."""
@@ -129,8 +129,8 @@ class Evaluation:
         mesh or B adds in another order, which changes the loss by about 1e-7 of its value.
         """
         batches = self._sums_by_batch(params, dataset)
-        if self._of_slots:
-            cross_entropy, *counts = replicas.sums_of_all(batches)
+        if self._per_position:
+            cross_entropy, *counts = replicas.sum_over_batches(batches)
             return Totals(cross_entropy, *map(int, counts))
         losses, tokens, num_bytes = np.transpose([[float(x) for x in sums] for sums in batches])
         return Totals(math.fsum(losses), int(tokens.sum()), int(num_bytes.sum()))
@@ -165,7 +165,7 @@ class Sampler:
         tokenizer: Any,
         prompt: str,
         *,
-        of_slots: bool,
+        per_position: bool,
         on_compile: Callable,
     ):
         """Tokenise the prompt and build the program.
@@ -175,12 +175,12 @@ class Sampler:
           mesh: mesh of the run.
           tokenizer: the run's tokenizer.
           prompt: text to continue.
-          of_slots: see Evaluation. The first mesh position of this process produces the text.
+          per_position: see Evaluation. The first mesh position of this process produces the text.
           on_compile: see Program.
         """
         self._model, self._tokenizer, self._prompt = model, tokenizer, prompt
         self._tokens = tokenizer.prompt(prompt)
-        self._program = _program_of("sample", self._sample, mesh, of_slots, on_compile)
+        self._program = _program_of("sample", self._sample, mesh, per_position, on_compile)
 
     def _sample(self, params, *_):
         """Return the tokens [1, T]."""
@@ -200,12 +200,12 @@ class Sampler:
 
     def __call__(self, params: Any) -> str:
         """Return the prompt and its continuation. params: of Trainer.evaluated."""
-        tokens = replicas.first_here(self._program(params, None, None))
+        tokens = replicas.first_local(self._program(params, None, None))
         return self._prompt + self._tokenizer.continuation(self._tokens, tokens)
 
 
-def _program_of(name, fn, mesh, of_slots, on_compile):
+def _program_of(name, fn, mesh, per_position, on_compile):
     """Build the program fn(params, batch, shared) on the mesh, or on each position of `diloco`."""
-    over = replicas.on_each_position if of_slots else replicas.on_whole_mesh
-    where = NamedSharding(mesh, P("diloco") if of_slots else P())
-    return Program(name, over(fn, mesh), out_shardings=where, on_compile=on_compile)
+    wrap = replicas.map_positions if per_position else replicas.with_context_mesh
+    where = NamedSharding(mesh, P("diloco") if per_position else P())
+    return Program(name, wrap(fn, mesh), out_shardings=where, on_compile=on_compile)

@@ -305,9 +305,14 @@ def count_replicas(batch: BatchSettings, mesh: Mesh) -> int:
     size = mesh.shape["diloco"]
     if not batch.enable_diloco or batch.num_diloco_replicas == "auto":
         return size
-    replicas, slots = batch.num_diloco_replicas, "the mesh's diloco size"
+    replicas = batch.num_diloco_replicas
     try:
-        schedule.check_replicas(replicas, size, name="num_diloco_replicas", slots_name=slots)
+        schedule.check_replicas(
+            replicas,
+            size,
+            name="num_diloco_replicas",
+            axis_size_name="the mesh's diloco size",
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return replicas

@@ -152,12 +152,14 @@ def test_take_and_put_are_numpy_indexing(pattern, size, entries, lead, axis):
     x = np.random.default_rng(0).normal(size=(2,) * lead + shape).astype(np.float32)
     index = (slice(None),) * (axis + lead) + (list(entries),)
     start, form = np.array(leaf_slice.start_or_indices, np.int32), leaf_slice.form
-    taken = jax.jit(lambda x, start: slices.gather_slice(x, form, start, lead=lead))(x, start)
+    taken = jax.jit(lambda x, start: slices.gather_slice(x, form, start, num_leading=lead))(
+        x, start
+    )
     assert taken.shape == x.shape[:lead] + leaf_slice.shape(shape)
     np.testing.assert_array_equal(taken, x[index])
     expected = x.copy()
     expected[index] = -x[index]
-    scatter = jax.jit(lambda x, start, v: slices.scatter_slice(x, form, start, v, lead=lead))
+    scatter = jax.jit(lambda x, start, v: slices.scatter_slice(x, form, start, v, num_leading=lead))
     put = scatter(x, start, -taken)
     np.testing.assert_array_equal(put, expected)
 

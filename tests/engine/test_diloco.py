@@ -19,7 +19,7 @@ from maxdiloco import DiLoCo
 from maxdiloco.engine.fragment_values import arrays_of
 from maxdiloco.engine.restore import outer_item
 from maxdiloco.errors import NumericsError
-from maxdiloco.parallel.replicas import mean_of_all, mean_of_each_position
+from maxdiloco.parallel.replicas import mean_over_replicas, mean_per_position
 
 PARAMS = {
     "embedding": np.full((8, 4), 0.5, np.float32),
@@ -166,7 +166,7 @@ def test_sizes_of_outer_gradients_and_of_the_outer_update(overlap):
 
 
 @pytest.mark.parametrize(
-    ("mean", "expected"), [(mean_of_all, [3.5]), (mean_of_each_position, [[0.5], [6.5]])]
+    ("mean", "expected"), [(mean_over_replicas, [3.5]), (mean_per_position, [[0.5], [6.5]])]
 )
 def test_thetas_of_eager_replicas_have_a_mean_of_all_and_one_of_each_slot(devices, mean, expected):
     """Four replicas on two slots: 0 and 1, 4 and 9."""

@@ -76,21 +76,21 @@ def test_each_slot_evaluates_its_own_parameters_on_its_own_sequences(evaluate, d
     first, second = (model.init(jax.random.key(seed)) for seed in (0, 1))
     mesh = mesh_of(devices, diloco=2)
 
-    def of(params, *, sequences=2, of_slots=False):
-        where = NamedSharding(mesh, P("diloco") if of_slots else P())
+    def of(params, *, sequences=2, per_position=False):
+        where = NamedSharding(mesh, P("diloco") if per_position else P())
         text = "the quick fox "  # and the start of the document: 15 tokens
         return totals(
             jax.device_put(params, where), text, mesh, rows=2, num_sequences=sequences,
-            token_bytes=np.ones(257, np.int32), of_slots=of_slots,
+            token_bytes=np.ones(257, np.int32), per_position=per_position,
         )  # fmt: skip
 
-    def of_slots(*params):
-        return of(jax.tree.map(lambda *x: np.stack(x), *params), of_slots=True)
+    def per_position(*params):
+        return of(jax.tree.map(lambda *x: np.stack(x), *params), per_position=True)
 
     window_0, both, others = of(second, sequences=1), of(second), of(first, sequences=1)
-    found = of_slots(first, second)
+    found = per_position(first, second)
     expected = others.cross_entropy + both.cross_entropy - window_0.cross_entropy
     assert found.cross_entropy == pytest.approx(expected, rel=1e-6)
     assert (found.tokens, found.num_bytes) == (both.tokens, both.num_bytes)
-    assert of_slots(second, second).loss == pytest.approx(both.loss, rel=1e-6)
+    assert per_position(second, second).loss == pytest.approx(both.loss, rel=1e-6)
     assert abs(found.loss - both.loss) > 1e-4

@@ -67,7 +67,7 @@ class Diloco(Group, group="diloco"):
                 self.num_diloco_replicas,
                 dcn * ici,
                 name="num_diloco_replicas",
-                slots_name=f"dcn diloco {dcn} * ici diloco {ici} =",
+                axis_size_name=f"dcn diloco {dcn} * ici diloco {ici} =",
             )
 
 
