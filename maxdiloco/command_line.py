@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 from maxdiloco import output
-from maxdiloco.cluster.signals import DETECTOR, hearing, quit_now
+from maxdiloco.cluster.signals import DETECTOR, quit_now, signal_handler
 from maxdiloco.errors import CRASHED, INTERRUPTED, USER_ERRORS, ConfigError, Preempted
 from maxdiloco.version import __version__
 
@@ -153,10 +153,10 @@ def end_with(main: Program) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = CRASHED
     try:
-        with contextlib.ExitStack() as heard:
-            heard.enter_context(hearing(signal.SIGINT, quit_now))
+        with contextlib.ExitStack() as handlers:
+            handlers.enter_context(signal_handler(signal.SIGINT, quit_now))
             if os.getpid() == 1:
-                heard.enter_context(hearing(signal.SIGTERM, _terminated))
+                handlers.enter_context(signal_handler(signal.SIGTERM, _terminated))
             code = main(sys.argv[1:])
     finally:
         if code == INTERRUPTED:  # another Ctrl-C must not change the exit code

@@ -40,7 +40,7 @@ class Channel:
     Attributes:
       peer: description of the peer, for messages.
       problem: why the channel is not connected, for messages.
-      times_heard: how often bytes have arrived.
+      num_reads: how often bytes have arrived.
       left: whether the peer has sent its goodbye, or is lost.
       silence_s: time since the last byte was received [s].
       closed_at: when the peer closed its last connection [time.monotonic()]; None: it is open.
@@ -52,7 +52,7 @@ class Channel:
         """Create an open channel. deliver: called with the key and bytes of each message."""
         self.peer, self._deliver = peer, deliver
         self.problem = "it has not connected"
-        self.times_heard = 0
+        self.num_reads = 0
         self.left = self.refused = False
         self.silence_s = 0.0
         self.closed_at: float | None = None
@@ -64,9 +64,9 @@ class Channel:
         self._changed = asyncio.Event()
 
     @property
-    def met(self) -> bool:
+    def was_connected(self) -> bool:
         """Whether the peer was ever connected."""
-        return self.times_heard > 0
+        return self.num_reads > 0
 
     @property
     def flushed(self) -> bool:
@@ -90,9 +90,9 @@ class Channel:
         self._outgoing.clear()
         self._changed.set()
 
-    def heard(self) -> None:
+    def record_read(self) -> None:
         """Note that bytes have arrived."""
-        self.times_heard += 1
+        self.num_reads += 1
         self.silence_s, self.closed_at = 0.0, None
         self.problem = "it sends nothing"
 
@@ -154,11 +154,11 @@ class Connection:
         """Start a connection. heartbeat_s: longest time between two records that are sent [s]."""
         self._channel, self._heartbeat_s = channel, heartbeat_s
         self._start = asyncio.get_running_loop().create_future()  # messages of the peer
-        self._over = False
+        self._closed = False
 
     def close(self) -> None:
         """Send nothing more, and end `outgoing` at once, which a killed peer would not do."""
-        self._over = True
+        self._closed = True
         self._channel.wake()
         if not self._start.done():
             self._start.set_result(0)
@@ -168,7 +168,7 @@ class Connection:
         channel = self._channel
         yield channel.acknowledgement()
         number = 1 + await self._start
-        while not (channel.left or self._over):
+        while not (channel.left or self._closed):
             new = await channel.next(number, self._heartbeat_s)
             if new is None or channel.owes_acknowledgement:
                 yield channel.acknowledgement()
@@ -194,7 +194,7 @@ class Connection:
                 raise channel.protocol_error("a line without an end") from error
             if not line:
                 raise ConnectionAbortedError("it has closed the connection")
-            channel.heard()
+            channel.record_read()
             match _parsed(line):
                 case ["received", int(number)]:
                     channel.acknowledge(number)
@@ -217,7 +217,7 @@ class Connection:
                 raise ConnectionAbortedError("it has closed the connection")
             data[filled : filled + len(block)] = block
             filled += len(block)
-            self._channel.heard()
+            self._channel.record_read()
 
 
 def _line(record: list) -> bytes:

@@ -37,16 +37,16 @@ async def connect(
         connector=connector, timeout=limits, read_bufsize=READ_BYTES
     ) as session:
         while not channel.left:
-            heard_before = channel.times_heard
+            reads_before = channel.num_reads
             try:
                 await _connect_once(channel, session, url, times, server_name)
             except aiohttp.ClientConnectorError as error:
                 channel.problem = error.os_error.strerror or str(error.os_error)
                 refused = isinstance(error.os_error, ConnectionRefusedError)
-                channel.refused = refused and channel.met
+                channel.refused = refused and channel.was_connected
             except (OSError, aiohttp.ClientError) as error:
                 channel.problem = str(error) or "it did not answer in time"
-            failures = failures + 1 if channel.times_heard == heard_before else 0
+            failures = failures + 1 if channel.num_reads == reads_before else 0
             await asyncio.sleep(retry_pause_s(failures, times.heartbeat_s))
 
 

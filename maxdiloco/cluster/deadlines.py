@@ -59,8 +59,8 @@ def retry_pause_s(failures: int, most_s: float) -> float:
     return secrets.SystemRandom().uniform(0.5, 1) * pause
 
 
-class Mailbox(Protocol):
-    """The messages of a process; see cluster.messages.Mailbox."""
+class Messenger(Protocol):
+    """The messages of a process; see cluster.messages.Messenger."""
 
     timeout_s: float
 
@@ -96,20 +96,20 @@ class Deadlines:
         """Start to measure the work again."""
         self._since, self._longest_s = self._clock(), 0.0
 
-    def worked(self) -> None:
+    def record_work(self) -> None:
         """Note that this process has done its own part of the work."""
         now = self._clock()
         self._longest_s, self._since = max(self._longest_s, now - self._since), now
 
-    def receive_payload(self, mailbox: Mailbox, peer: int, key: Key, what: str) -> np.ndarray:
+    def receive_payload(self, messenger: Messenger, peer: int, key: Key, what: str) -> np.ndarray:
         """Wait for a payload, each of whose messages has its own deadline. See `receive`."""
-        return get_payload(lambda part: self.receive(mailbox, peer, part, what), key)
+        return get_payload(lambda part: self.receive(messenger, peer, part, what), key)
 
-    def receive(self, mailbox: Mailbox, peer: int, key: Key, what: str) -> bytearray:
+    def receive(self, messenger: Messenger, peer: int, key: Key, what: str) -> bytearray:
         """Wait for one message. The wait does not count as work of this process.
 
         Args:
-          mailbox: the mailbox in which the message arrives.
+          messenger: receives the message.
           peer: number of the process that sends it.
           key: key of the message.
           what: description of its content, for messages to the user.
@@ -118,19 +118,19 @@ class Deadlines:
           LostPeerError: the peer is lost, or is alive and missed the deadline.
         """
         begun, begun_at = self._clock(), time.strftime("%H:%M:%S")
-        deadline = begun + mailbox.timeout_s
+        deadline = begun + messenger.timeout_s
         try:
             try:
-                return mailbox.get(peer, key, deadline)
+                return messenger.get(peer, key, deadline)
             except TimeoutError:
                 line = f"waiting since {begun_at} for {what} of process {peer}, which is alive"
                 self._say(line)
             try:
-                return mailbox.get(peer, key, deadline + SLOWER * self._longest_s)
+                return messenger.get(peer, key, deadline + SLOWER * self._longest_s)
             except TimeoutError as error:
                 raise LostPeerError(
                     f"process {peer} is alive, but has not sent {what} since {begun_at} "
-                    f"(peer_timeout_seconds={mailbox.timeout_s:g}, and {SLOWER} times the "
+                    f"(peer_timeout_seconds={messenger.timeout_s:g}, and {SLOWER} times the "
                     f"{self._longest_s:.1f} s that this process worked). See the end of its own "
                     f"output, and start the run again with the same run_name. Raise "
                     f"peer_timeout_seconds if it was only slow."

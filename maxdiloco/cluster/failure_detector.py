@@ -1,7 +1,7 @@
 """A thread that ends this process when a peer is lost, and notifies peers when this process ends.
 
 By itself, JAX would abort in C++, without our exit code and without the peer's name. If a process
-other than 0 is killed, JAX notices only at its heartbeat timeout. The mailbox detects a lost peer
+other than 0 is killed, JAX notices only at its heartbeat timeout. The messenger detects a lost peer
 even while JAX compiles or hangs inside a collective, and process 0 notifies the other processes.
 Messages are JSON. This module does not import JAX.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from maxdiloco import json_text, output
 from maxdiloco.cluster import signals
-from maxdiloco.cluster.messages import REMEDY, RESUME, SEE_OUTPUT, Mailbox
+from maxdiloco.cluster.messages import REMEDY, RESUME, SEE_OUTPUT, Messenger
 from maxdiloco.errors import SHARED_CODES, LostPeerError, Preempted
 
 # All in seconds.
@@ -89,22 +89,22 @@ class FailureDetector:
           end: called with an exit code and a line; ends the process.
           main: the thread to wait for before the process ends; None: the main thread.
         """
-        self._process, self._mailbox = process, None
+        self._process, self._messenger = process, None
         self._end, self._main = end, main or threading.main_thread()
         self._changed = threading.Condition()
         self._loss: Loss | None = None
         self._due = math.inf  # when to end the process [time.monotonic()]
         self._left: tuple[int, str | None] | None = None  # the arguments of `leave`
         self._closing = False
-        self._wait_until: float | None = None  # end of the wait in loss_behind
+        self._wait_until: float | None = None  # end of the wait in find_loss
         self._before_end: list[Callable[[str], None]] = []
         self._thread = threading.Thread(target=self._run, name=signals.DETECTOR, daemon=False)
         self._thread.start()
 
-    def begin(self, mailbox: Mailbox) -> None:
-        """Watch the peers of a mailbox; `close` and `leave` close it."""
-        self._mailbox = mailbox
-        mailbox.subscribe(WORD, on_message=self._receive, on_loss=self._lose_peer)
+    def begin(self, messenger: Messenger) -> None:
+        """Watch the peers of a messenger; `close` and `leave` close it."""
+        self._messenger = messenger
+        messenger.subscribe(WORD, on_message=self._receive, on_loss=self._lose_peer)
 
     def before_end(self, note: Callable[[str], None]) -> None:
         """Register a function to call with the error's line before a lost peer ends the process.
@@ -114,7 +114,7 @@ class FailureDetector:
         """
         self._before_end.append(note)
 
-    def loss_behind(self, wait_s: float) -> LostPeerError | None:
+    def find_loss(self, wait_s: float) -> LostPeerError | None:
         """Return the loss of a peer that may have caused an error of the main thread, if any.
 
         Args:
@@ -128,14 +128,14 @@ class FailureDetector:
                 self._wait_until = now + wait_s
             left_s = max(0.0, self._wait_until - now)
             while not self._changed.wait_for(lambda: self._loss is not None, left_s):
-                if self._mailbox is None or not self._mailbox.misses_a_peer:
+                if self._messenger is None or not self._messenger.has_silent_peer:
                     return None
                 left_s = wait_s
             return LostPeerError(self._loss.line, self._loss.exit_code)
 
     def end_if_lost(self, wait_s: float) -> None:
-        """End the process now if `loss_behind` finds a lost peer; otherwise return."""
-        if self.loss_behind(wait_s) is None:
+        """End the process now if `find_loss` finds a lost peer; otherwise return."""
+        if self.find_loss(wait_s) is None:
             return
         with self._changed:
             self._due = -math.inf
@@ -149,7 +149,7 @@ class FailureDetector:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop the thread and close the mailbox, once every process is done."""
+        """Stop the thread and close the messenger, once every process is done."""
         self._closing = True
         self.leave(0)
         self._thread.join()
@@ -161,7 +161,7 @@ class FailureDetector:
         if self._left is not None:
             self._say_goodbye(*self._left)
             return
-        self._mailbox.close(CLEAN_UP_S)
+        self._messenger.close(CLEAN_UP_S)
         for note in self._before_end:  # in a thread: a file system may hang
             text = f"{LostPeerError.__name__}: {self._loss.line}"
             thread = threading.Thread(target=note, args=(text,), daemon=True)
@@ -170,7 +170,7 @@ class FailureDetector:
         self._end(self._loss.exit_code, self._loss.line)
 
     def _receive(self, peer: int, data: bytes) -> None:
-        """Receive the loss that a peer reports. Called, as _lose_peer, in the mailbox's thread."""
+        """Receive the loss that a peer reports. Called in the messenger's thread."""
         try:
             loss = Loss(*json_text.parse(data))
         except (TypeError, ValueError):
@@ -193,10 +193,10 @@ class FailureDetector:
                 return
             self._loss, self._due = loss, time.monotonic() + loss.within_s
             self._changed.notify_all()
-        for peer in self._mailbox.machines:
+        for peer in self._messenger.machines:
             who = f"{self._me()} says: " if peer == lost else ""
             self._notify(peer, loss._replace(line=who + loss.line))
-        self._mailbox.fail(LostPeerError(loss.line, loss.exit_code))
+        self._messenger.fail(LostPeerError(loss.line, loss.exit_code))
 
     def _say_goodbye(self, exit_code: int, why: str | None) -> None:
         """End the process after its main thread; process 0 also waits for its peers to end.
@@ -205,22 +205,22 @@ class FailureDetector:
         """
         saved = exit_code == Preempted.exit_code
         limit = time.monotonic() + (LINGER_S if saved else GRACE_S + 2 * CLEAN_UP_S)
-        if self._mailbox is not None:
+        if self._messenger is not None:
             if (loss := self._loss_of_peers(exit_code, why)) is not None:
-                for peer in self._mailbox.machines:
+                for peer in self._messenger.machines:
                     self._notify(peer, loss)
             if self._closing:
-                self._mailbox.close(CLEAN_UP_S)
+                self._messenger.close(CLEAN_UP_S)
                 return
         self._main.join(GRACE_S)
-        if self._mailbox is not None:
+        if self._messenger is not None:
             if self._process == 0:
-                self._mailbox.wait_until_left(limit - time.monotonic())
-            self._mailbox.close(CLEAN_UP_S)
+                self._messenger.wait_until_left(limit - time.monotonic())
+            self._messenger.close(CLEAN_UP_S)
         self._end(exit_code, None)
 
     def _notify(self, peer: int, loss: Loss) -> None:
-        self._mailbox.notify(peer, WORD, json.dumps(loss).encode())
+        self._messenger.notify(peer, WORD, json.dumps(loss).encode())
 
     def _loss_of_peers(self, exit_code: int, why: str | None) -> Loss | None:
         """Return the Loss to send to the peers when this process ends; None if all end alike."""
@@ -237,4 +237,4 @@ class FailureDetector:
         return f"process {self._process} on {socket.gethostname()}"
 
     def _name(self, peer: int) -> str:
-        return f"process {peer} on {self._mailbox.machines[peer]}"
+        return f"process {peer} on {self._messenger.machines[peer]}"

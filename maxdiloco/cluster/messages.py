@@ -42,7 +42,7 @@ class Peer(NamedTuple):
     machine: str
 
 
-class Mailbox:
+class Messenger:
     """The messages of this process to and from its peers.
 
     Once a peer is lost, or the thread has failed, every pending and later call except close()
@@ -96,15 +96,16 @@ class Mailbox:
         """Open a channel to each of these peers, without waiting. The peers must do the same."""
         self._call(self._open(channel, dict(peers)))
 
-    def wait_until_met(self, channel: str, within_s: float) -> list[int]:
+    def wait_until_connected(self, channel: str, within_s: float) -> list[int]:
         """Wait until all peers of a channel are connected. Return those that are not, in order."""
         channels = {peer: each for (peer, name), each in self._channels.items() if name == channel}
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure or all(each.met for each in channels.values()), within_s
+                lambda: self._failure or all(each.was_connected for each in channels.values()),
+                within_s,
             )
             self._raise_failure()
-        return sorted(peer for peer, each in channels.items() if not each.met)
+        return sorted(peer for peer, each in channels.items() if not each.was_connected)
 
     @property
     def machines(self) -> dict[int, str]:
@@ -149,7 +150,7 @@ class Mailbox:
         """Queue a message for the callback of the peer's `subscribe`, even after a failure."""
         self._loop.call_soon_threadsafe(self._channels[peer, CONTROL].add, message((word,), [data]))
 
-    def arrived(self, peer: int, key: Key) -> bool:
+    def has_message(self, peer: int, key: Key) -> bool:
         """Return whether get() would return without waiting."""
         with self._changed:
             self._raise_failure()
@@ -190,7 +191,7 @@ class Mailbox:
         raise LostPeerError(f"{self._name(peer)} has ended and never sent {key}. {REMEDY}")
 
     @property
-    def misses_a_peer(self) -> bool:
+    def has_silent_peer(self) -> bool:
         """Whether a peer that has not left has been silent for longer than a heartbeat."""
         limit_s = 1.5 * self._times.heartbeat_s
         return any(not each.left and each.silence_s > limit_s for each in self._channels.values())
@@ -226,7 +227,7 @@ class Mailbox:
         self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self.fail(RuntimeError("this mailbox is closed"))
+        self.fail(RuntimeError("this messenger is closed"))
         return self._flushed
 
     def _run(self) -> None:
@@ -240,7 +241,7 @@ class Mailbox:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _start_task(self, work: Coroutine) -> asyncio.Task:
-        """Start a task. An error that is not one of the network fails the mailbox."""
+        """Start a task. An error that is not one of the network fails the messenger."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finish_task)

@@ -45,19 +45,19 @@ def message(key: Key, buffers: Sequence[object]) -> Message:
 
 
 class Outbox(Protocol):
-    """An object to which messages are queued; see cluster.messages.Mailbox."""
+    """An object to which messages are queued; see cluster.messages.Messenger."""
 
     def put(self, peer: int, key: Key, buffers: Sequence[object]) -> None:
         """Queue a message."""
 
 
-def put_payload(mailbox: Outbox, peer: int, key: Key, buffers: Sequence[object]) -> None:
+def put_payload(messenger: Outbox, peer: int, key: Key, buffers: Sequence[object]) -> None:
     """Queue the bytes of contiguous buffers, which must not change afterwards, as a payload."""
     views = _views(buffers)
     size = sum(view.nbytes for view in views)
-    mailbox.put(peer, (*key, _SIZE), [size.to_bytes(8, "big")])
+    messenger.put(peer, (*key, _SIZE), [size.to_bytes(8, "big")])
     for number, part in enumerate(_parts(views)):
-        mailbox.put(peer, (*key, number), part)
+        messenger.put(peer, (*key, number), part)
 
 
 def get_payload(get: Callable[[Key], bytearray], key: Key) -> np.ndarray:

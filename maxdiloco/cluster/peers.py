@@ -19,7 +19,7 @@ from maxdiloco import errors, json_text, small_files
 from maxdiloco.cluster import certificates, coordination, sockets
 from maxdiloco.cluster.coordination import Job
 from maxdiloco.cluster.failure_detector import FailureDetector
-from maxdiloco.cluster.messages import Mailbox, Peer
+from maxdiloco.cluster.messages import Messenger, Peer
 from maxdiloco.cluster.payloads import BULK, CONTROL
 from maxdiloco.errors import ConfigError, LostPeerError
 
@@ -58,7 +58,7 @@ class Cluster:
 
     Attributes:
       job: the number of this process, and the number of processes.
-      mailbox: sends and receives messages.
+      messenger: sends and receives messages.
       failure_detector: ends this process when another is lost.
       authority: fingerprint of the run's certificate authority.
       timeout_s: time limit for all processes to connect [s].
@@ -66,7 +66,7 @@ class Cluster:
     """
 
     job: Job
-    mailbox: Mailbox
+    messenger: Messenger
     failure_detector: FailureDetector
     authority: str
     timeout_s: float
@@ -94,7 +94,7 @@ class Cluster:
         """
         if error is None or isinstance(error, OWN_ERRORS):
             return
-        if (loss := self.failure_detector.loss_behind(CAUSE_S)) is not None:
+        if (loss := self.failure_detector.find_loss(CAUSE_S)) is not None:
             raise loss from error
 
     def open(self, channel: str, processes: Iterable[int]) -> None:
@@ -112,12 +112,12 @@ class Cluster:
                 late.append(process)
             except LostPeerError as error:
                 wrong.append(error)
-        self.mailbox.open(channel, peers)
+        self.messenger.open(channel, peers)
         if wrong:  # wait for connections, so that these peers receive the error
-            self.mailbox.wait_until_met(channel, min(CAUSE_S, deadline - time.monotonic()))
+            self.messenger.wait_until_connected(channel, min(CAUSE_S, deadline - time.monotonic()))
             raise wrong[0]
         if not late:
-            late = self.mailbox.wait_until_met(channel, deadline - time.monotonic())
+            late = self.messenger.wait_until_connected(channel, deadline - time.monotonic())
         if late:
             raise LostPeerError(
                 f"process {self.job.process_id} on {socket.gethostname()} and processes {late} did "
@@ -149,7 +149,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def connected(
+def connect_peers(
     job: Job,
     address: Address,
     *,
@@ -188,7 +188,7 @@ def connected(
         authority = certificates.authority_key(secret)
         fingerprint = certificates.fingerprint(authority)
         with certificates.key_files(authority, certificates.name_of(job.process_id)) as keys:
-            mailbox = Mailbox(
+            messenger = Messenger(
                 job.process_id, keys, listener=listener, timeout_s=silence_s, start_id=start_id
             )
         host, port = listener.getsockname()[:2]
@@ -196,8 +196,8 @@ def connected(
         mine = {"host": host, "port": port, "machine": socket.gethostname()}
         published = json.dumps(mine | {"authority": fingerprint})
         coordination.put(_key(job.process_id), published)
-        detector.begin(mailbox)
-        cluster = Cluster(job, mailbox, detector, fingerprint, timeout_s, jax_has_tls)
+        detector.begin(messenger)
+        cluster = Cluster(job, messenger, detector, fingerprint, timeout_s, jax_has_tls)
         cluster.open(CONTROL, range(1, job.num_processes) if job.process_id == 0 else [0])
         yield cluster
         jax.distributed.shutdown()  # a barrier: waits until every process is done

@@ -25,7 +25,7 @@ SECOND_SIGTERM = "SIGTERM again: ended at once. Start a named run again to resum
 
 
 @contextlib.contextmanager
-def hearing(number: int, on_signal: Callable[[], None]) -> Iterator[None]:
+def signal_handler(number: int, on_signal: Callable[[], None]) -> Iterator[None]:
     """Call `on_signal` in a separate thread at every signal of this number inside the `with`.
 
     Python runs signal handlers in the main thread between two bytecodes. A handler would therefore
@@ -100,7 +100,7 @@ class _Presses:
 
 
 @contextlib.contextmanager
-def ending_at_second_sigterm() -> Iterator[None]:
+def exit_on_second_sigterm() -> Iterator[None]:
     """Leave the first SIGTERM to JAX's preemption service, and end the process at the second one.
 
     Enter it in the main thread after jax.distributed.initialize. JAX's C handler of SIGTERM only
@@ -118,7 +118,7 @@ def ending_at_second_sigterm() -> Iterator[None]:
     take_note = ctypes.CFUNCTYPE(None, ctypes.c_int)(theirs)  # it sets a flag
     presses = _Presses()
 
-    def heard() -> None:
+    def on_sigterm() -> None:
         match presses.count():
             case 1:
                 take_note(signal.SIGTERM)
@@ -126,7 +126,7 @@ def ending_at_second_sigterm() -> Iterator[None]:
                 quit_now(SECOND_SIGTERM, Preempted.exit_code)
 
     try:
-        with hearing(signal.SIGTERM, heard):
+        with signal_handler(signal.SIGTERM, on_sigterm):
             yield
     finally:
         libc.signal(signal.SIGTERM, theirs)
@@ -139,7 +139,7 @@ class Preemption:
     process a signal sets a flag. In a run of several processes, JAX's preemption service handles
     SIGTERM and chooses a step that no process has passed. SIGHUP and Ctrl-C are converted to
     SIGTERM. SIGHUP has no effect if it is ignored, as under nohup. A second Ctrl-C or SIGTERM ends
-    the process at once (in a run of several processes, by ending_at_second_sigterm).
+    the process at once (in a run of several processes, by exit_on_second_sigterm).
 
     Attributes:
       by_ctrl_c: whether the first signal to this process was Ctrl-C.
@@ -162,9 +162,9 @@ class Preemption:
 
     def __enter__(self) -> "Preemption":
         """Install the handlers."""
-        self._stack.enter_context(hearing(signal.SIGINT, self._on_ctrl_c))
+        self._stack.enter_context(signal_handler(signal.SIGINT, self._on_ctrl_c))
         if not self._several:
-            self._stack.enter_context(hearing(signal.SIGTERM, self._on_sigterm))
+            self._stack.enter_context(signal_handler(signal.SIGTERM, self._on_sigterm))
             self._handle(signal.SIGTERM)  # sets the flag sooner if Python runs
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self._handle(signal.SIGHUP)
@@ -187,7 +187,7 @@ class Preemption:
         before = signal.signal(number, lambda number, frame: self._ask()) or signal.SIG_DFL
         self._stack.callback(signal.signal, number, before)
 
-    # Called in the threads of `hearing`, one call at a time.
+    # Called in the threads of `signal_handler`, one call at a time.
 
     def _on_sigterm(self) -> None:
         if self._sigterm.count() == 2:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from maxdiloco.cluster import coordination, sockets
-from maxdiloco.cluster.signals import ending_at_second_sigterm
+from maxdiloco.cluster.signals import exit_on_second_sigterm
 from maxdiloco.errors import ConfigError, LostPeerError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def launcher(environ: Mapping[str, str], *, on_tpu: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def joined(
+def join_processes(
     environ: Mapping[str, str],
     *,
     timeout_s: float,
@@ -76,7 +76,8 @@ def joined(
 
     Enter it in the main thread before any JAX call that starts a backend, and use devices only
     inside. A lost peer ends this process with exit code 5. A peer that exits with 2, 3, 4 or 75
-    ends this process with the same code. Both print one line; for other errors see peers.connected.
+    ends this process with the same code. Both print one line. Other errors: see
+    peers.connect_peers.
 
     Args:
       environ: see launcher.
@@ -84,7 +85,7 @@ def joined(
       peer_timeout_s: silence after which a process is lost [s].
       peer_port: see peers.Address.
       interface: see peers.Address.
-      secret_file: see peers.connected.
+      secret_file: see peers.connect_peers.
 
     Raises:
       ConfigError, LostPeerError: the processes cannot connect.
@@ -101,13 +102,13 @@ def joined(
         tls = stack.enter_context(peers.tls_of_jax(secret_file))
         _initialize(kind, environ, tls, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s)
         job = coordination.job()
-        stack.enter_context(ending_at_second_sigterm())
+        stack.enter_context(exit_on_second_sigterm())
         if job.num_processes == 1:
             stack.callback(jax.distributed.shutdown)
             yield None
             return
         cluster = stack.enter_context(
-            peers.connected(
+            peers.connect_peers(
                 job,
                 # If a scheduler starts the processes, the next job's JAX listens on the next port.
                 peers.Address(peer_port, kind not in (SLURM, OPEN_MPI), interface),

@@ -25,7 +25,7 @@ from maxdiloco.engine import describe, finite, library_checks
 from maxdiloco.engine.calls import Call
 from maxdiloco.engine.collective import Chunks, Sent
 from maxdiloco.engine.fragment_values import arrays_of, with_arrays
-from maxdiloco.engine.host_transfer import Mailbox
+from maxdiloco.engine.host_transfer import Messenger
 from maxdiloco.engine.layout import ChunkBuffer, Layout, State, lay_out, with_fragment
 from maxdiloco.engine.payload import Cut
 from maxdiloco.engine.programs import Programs
@@ -58,7 +58,7 @@ class DiLoCo:
         *,
         layer_axis: Any = None,
         mesh: Mesh | None = None,
-        mailbox: Mailbox | None = None,
+        messenger: Messenger | None = None,
         on_compile: OnCompile = lambda *_: None,
         **settings: Any,
     ):
@@ -71,7 +71,7 @@ class DiLoCo:
             `fragments.Stacked` or `fragments.Vocabulary`.
           mesh: a mesh with the axis `diloco`, whose size divides M. None: one device holds all
             replicas.
-          mailbox: messages between processes, for transport='host' in several processes.
+          messenger: messages between processes, for transport='host' in several processes.
           on_compile: called as on_compile(name, seconds, compiled) after each compilation.
           **settings: fields of `ExchangeSettings`: num_replicas, sync_period, num_fragments,
             overlap_steps, alpha, outer_lr, exchange_dtype ...
@@ -85,7 +85,7 @@ class DiLoCo:
         self.mesh, self.num_replicas = mesh, self.settings.num_replicas
         self.schedule, self.period = self.settings.schedule, self.settings.sync_period
         self._inner_step, self._layer_axis = library_checks.checked_step(inner_step), layer_axis
-        self._mailbox, self._on_compile = mailbox, on_compile
+        self._messenger, self._on_compile = messenger, on_compile
         self._transport: Transport | None = None
         # `calls` replaces it, to record programs instead of running them.
         self._run: Callable[..., Any] = lambda program, *args: program(*args)
@@ -117,7 +117,7 @@ class DiLoCo:
         self.abstract_state = self.layout.state
         self.exported, self.evaluated = self.programs.exported, self.programs.evaluated
         make_transport = TRANSPORTS[self.settings.transport]
-        self._transport = make_transport(self.programs, self._mailbox)
+        self._transport = make_transport(self.programs, self._messenger)
         self._last_step = None
         return self.layout
 

@@ -26,8 +26,8 @@ from maxdiloco.cluster.payloads import Key, put_payload
 from maxdiloco.engine.collective import incoming_spec, outgoing_spec
 
 
-class Mailbox(deadlines.Mailbox, Protocol):
-    """Messages between processes; see cluster.messages.Mailbox."""
+class Messenger(deadlines.Messenger, Protocol):
+    """Messages between processes; see cluster.messages.Messenger."""
 
     def put(self, peer: int, key: Key, buffers: Sequence[object]) -> None:
         """Queue a message; never blocks."""
@@ -119,9 +119,9 @@ class HostTransfers:
       deadlines: how long a result waits for a peer.
     """
 
-    def __init__(self, mesh: Mesh, *, mailbox: Mailbox | None):
-        """Create the threads. mailbox: None in a run of one process."""
-        self._mailbox = mailbox
+    def __init__(self, mesh: Mesh, *, messenger: Messenger | None):
+        """Create the threads. messenger: None in a run of one process."""
+        self._messenger = messenger
         self._arrived = [
             NamedSharding(mesh, spec) for spec in (incoming_spec(mesh), outgoing_spec(mesh))
         ]
@@ -150,7 +150,7 @@ class HostTransfers:
         return self._collector.submit(self._collect, transfer, fetched)
 
     def close(self) -> None:
-        """Stop the threads; a thread that waits for a peer stops when the mailbox is closed."""
+        """Stop the threads; a thread that waits for a peer stops when the messenger is closed."""
         self._fetcher.shutdown(wait=False, cancel_futures=True)
         self._collector.shutdown(wait=False, cancel_futures=True)
 
@@ -171,13 +171,13 @@ class HostTransfers:
         for peer, shards in routes.sends.items():
             views = [view for shard in shards for view in _unpadded(rows_of(shard), transfer.size)]
             flat = [np.ascontiguousarray(view).reshape(-1).view(np.uint8) for view in views]
-            put_payload(self._mailbox, peer, transfer.key, flat)
+            put_payload(self._messenger, peer, transfer.key, flat)
         return {shard: rows_of(shard) for shard in routes.keeps}
 
     def _collect(self, transfer: Transfer, fetched: Future) -> tuple[jax.Array, ...]:
         """Wait for the shards of the peers; return the chunks of all slices, on the devices."""
         own, routes = fetched.result(), self._routes[transfer.scatters]
-        self.deadlines.worked()
+        self.deadlines.record_work()
         like, targets = next(iter(own.values())), {(shard.to, shard.device) for shard in own}
         rows = self._slices * transfer.rows
         codes = [{at: np.zeros((rows, x.shape[1]), x.dtype) for at in targets} for x in like]
@@ -192,7 +192,7 @@ class HostTransfers:
                 target[:] = chunk
         for peer, shards in routes.gets.items():
             received = self.deadlines.receive_payload(
-                self._mailbox, peer, transfer.key, transfer.what
+                self._messenger, peer, transfer.key, transfer.what
             )
             data = received.view(like[0].dtype)
             for view in (v for s in shards for v in _unpadded(rows_of(s), transfer.size)):

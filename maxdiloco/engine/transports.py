@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from maxdiloco.diloco import schedule
 from maxdiloco.diloco.schedule import Action, Event
 from maxdiloco.engine.collective import Chunks
-from maxdiloco.engine.host_transfer import HostTransfers, Mailbox, Transfer
+from maxdiloco.engine.host_transfer import HostTransfers, Messenger, Transfer
 from maxdiloco.engine.layout import FragmentPlan, State
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.settings import HOST, XLA
@@ -83,9 +83,9 @@ class XlaTransport:
     in_programs = True
     waited_s = None
 
-    def __init__(self, programs: Programs, mailbox: Mailbox | None = None):
-        """Keep the programs. mailbox: unused."""
-        del mailbox
+    def __init__(self, programs: Programs, messenger: Messenger | None = None):
+        """Keep the programs. messenger: unused."""
+        del messenger
         self._programs = programs
 
     def begin(self, state: State) -> None:
@@ -132,11 +132,11 @@ class HostTransport:
 
     in_programs = False
 
-    def __init__(self, programs: Programs, mailbox: Mailbox | None):
-        """Start the threads. mailbox: messages between processes; None in a run of one process."""
+    def __init__(self, programs: Programs, messenger: Messenger | None):
+        """Start the threads. messenger: None in a run of one process."""
         self._programs, self._layout = programs, programs.layout
         self._schedule = programs.layout.schedule
-        self._transfers = HostTransfers(self._layout.mesh, mailbox=mailbox)
+        self._transfers = HostTransfers(self._layout.mesh, messenger=messenger)
         # A part of every key, so that chunks which were sent for another state are never received.
         self._restarts = 0
         self._in_flight: dict[Leg, Future] = {}
@@ -222,5 +222,5 @@ class DryTransport:
         return plan.scattered_chunks if leg.scatters else plan.incoming_chunks
 
 
-MakeTransport = Callable[[Programs, Mailbox | None], Transport]
+MakeTransport = Callable[[Programs, Messenger | None], Transport]
 TRANSPORTS: Mapping[str, MakeTransport] = MappingProxyType({XLA: XlaTransport, HOST: HostTransport})

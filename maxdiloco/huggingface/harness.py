@@ -93,7 +93,7 @@ class HarnessModel(TemplateLM):
                 f"dataset_type=synthetic of RUN={run}: its tokens are numbers, not text. Use a run "
                 "that trained on text."
             )
-        with startup.joined(cfg) as cluster:
+        with startup.join_processes(cfg) as cluster:
             if cluster is not None:
                 raise ConfigError(
                     "tasks: expected one process. Start it without the variables of a cluster, "

@@ -13,7 +13,7 @@ from maxdiloco.cluster.deadlines import Deadlines
 from maxdiloco.cluster.payloads import CONTROL
 
 if TYPE_CHECKING:
-    from maxdiloco.cluster.messages import Mailbox
+    from maxdiloco.cluster.messages import Messenger
 
 Metrics = Mapping[str, np.ndarray]  # of replicas, leaves [R]
 Values = Mapping[str, float]
@@ -48,7 +48,7 @@ class RowCollector:
         process: int,
         replicas: Mapping[int, Sequence[int]],
         *,
-        mailbox: "Mailbox | None",
+        messenger: "Messenger | None",
         write: Callable[[int, Metrics | None, Values], None],
     ):
         """Start without rows.
@@ -57,12 +57,12 @@ class RowCollector:
           process: number of this process.
           replicas: {process: replicas whose metrics it reads}, the same in all processes. Each
             replica occurs once, and process 0 has at least one.
-          mailbox: to the other processes; None if process 0 reads all replicas.
+          messenger: to the other processes; None if process 0 reads all replicas.
           write: called as write(step, metrics, values), in process 0; metrics may be None.
         """
         self._process = process
         self._replicas = {peer: list(rows) for peer, rows in sorted(replicas.items()) if rows}
-        self._mailbox = mailbox
+        self._messenger = messenger
         self._write = write
         self._waiting: deque[tuple[int, Metrics | None, Values]] = deque()
         self._deadlines = Deadlines()  # of the work from one row to the next
@@ -78,18 +78,18 @@ class RowCollector:
         Raises:
           LostPeerError: process 0 cannot be reached.
         """
-        self._deadlines.worked()
+        self._deadlines.record_work()
         if self._process == 0:
             self._waiting.append((step, metrics, values))
         elif metrics is not None and self._process in self._replicas:
             parts = [metrics[name].tobytes() for name in sorted(metrics)]
-            self._mailbox.put(0, _key(step), parts, CONTROL)
+            self._messenger.put(0, _key(step), parts, CONTROL)
 
     def write_complete(self) -> None:
         """Write the rows that are complete, up to the first that is not. Raises LostPeerError."""
         while self._waiting:
             step, metrics, _ = self._waiting[0]
-            if not all(self._mailbox.arrived(p, _key(step)) for p in self._peers(metrics)):
+            if not all(self._messenger.has_message(p, _key(step)) for p in self._peers(metrics)):
                 return
             self._write_first()
 
@@ -105,7 +105,7 @@ class RowCollector:
         step, metrics, values = self._waiting[0]
         what = f"its part of the row of step {step}"
         parts = {
-            peer: self._deadlines.receive(self._mailbox, peer, _key(step), what)
+            peer: self._deadlines.receive(self._messenger, peer, _key(step), what)
             for peer in self._peers(metrics)
         }
         self._waiting.popleft()

@@ -17,7 +17,7 @@ from maxdiloco.data.tokenizer_base import Tokenizer
 from maxdiloco.engine.calls import START, Call
 from maxdiloco.engine.data_parallel import DataParallel
 from maxdiloco.engine.diloco import DiLoCo
-from maxdiloco.engine.host_transfer import Mailbox
+from maxdiloco.engine.host_transfer import Messenger
 from maxdiloco.engine.settings import HOST
 from maxdiloco.engine.trainer import Trainer
 from maxdiloco.errors import ConfigError
@@ -89,7 +89,7 @@ def assemble(
     *,
     total_steps: int,
     on_compile: OnCompile,
-    mailbox: Mailbox | None = None,
+    messenger: Messenger | None = None,
     tokenizer: Tokenizer | None = None,
     facts: Facts | None = None,
 ) -> Parts:
@@ -100,7 +100,7 @@ def assemble(
       mesh: devices of the run.
       total_steps: see optimizer.learning_rate_schedule.
       on_compile: called after each compile.
-      mailbox: carries exchanges between processes, see needs_bulk.
+      messenger: carries exchanges between processes, see needs_bulk.
       tokenizer: tokenizer of the run; None: it is read here if a part needs it.
       facts: properties of an island that will train; None otherwise.
 
@@ -126,7 +126,7 @@ def assemble(
             cfg, fresh = with_replicas(settings.config, 1), inner_optimizer.init
             trainer = island.build(step, cfg, settings.exchange, facts, fresh, **options)
         else:
-            trainer = DiLoCo.from_settings(step, settings.exchange, mailbox=mailbox, **options)
+            trainer = DiLoCo.from_settings(step, settings.exchange, messenger=messenger, **options)
         trainer.bind(params, opt_state)
     else:
         options = dict(gradient_dtype=model.gradient_dtype, on_compile=on_compile)
@@ -222,7 +222,7 @@ def _micro_batch_size(settings: RunSettings, mesh: Mesh) -> int:
 
 
 def needs_bulk(settings: RunSettings, mesh: Mesh) -> bool:
-    """Tell whether outer gradients travel between processes in a mailbox with bulk."""
+    """Tell whether outer gradients travel between processes in bulk messages."""
     if settings.exchange is None or not joins_processes(mesh):
         return False
     return settings.exchange.resolve_on(mesh).transport == HOST

@@ -22,7 +22,7 @@ from maxdiloco.run.settings import MetricsSettings, RunSettings
 from maxdiloco.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from maxdiloco.cluster.messages import Mailbox
+    from maxdiloco.cluster.messages import Messenger
     from maxdiloco.cluster.peers import Cluster
 
 
@@ -38,7 +38,7 @@ class Recorder:
         console: Console,
         folder: epath.Path,
         writer: MetricsWriter | None,
-        mailbox: "Mailbox | None",
+        messenger: "Messenger | None",
         checkpointer: Checkpointer | None,
         note: dict[str, Any],
         data_metrics: Callable[[int], dict[str, float]],
@@ -55,7 +55,7 @@ class Recorder:
           console: for lines and samples.
           folder: folder of the run.
           writer: writes the metrics; None except in the first process.
-          mailbox: messages between processes; None in a run of one process.
+          messenger: messages between processes; None in a run of one process.
           checkpointer: None if nothing is saved.
           note: metadata of the run for its checkpoints.
           data_metrics: returns the metrics of the data at a step, see Dataset.metrics.
@@ -81,7 +81,7 @@ class Recorder:
         self._values: dict[str, float] = {}  # the rest of it
         self._samples: dict[int, str] = {}  # sampled text by step, until its row is written
         self.rows = RowCollector(
-            jax.process_index(), parts.monitor.replicas, mailbox=mailbox, write=self._write
+            jax.process_index(), parts.monitor.replicas, messenger=messenger, write=self._write
         )
 
     def log(self, t: int, state: Any) -> None:
@@ -231,7 +231,7 @@ def open_recorder(
             console=console,
             folder=epath.Path(folder.path),
             writer=writer,
-            mailbox=None if cluster is None else cluster.mailbox,
+            messenger=None if cluster is None else cluster.messenger,
             checkpointer=checkpointer,
             note=note,
             data_metrics=data_metrics,

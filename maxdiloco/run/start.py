@@ -134,7 +134,7 @@ def _run(
         run_files.write(config.from_dict(asked.as_dict() | {"run_name": name}), folder, say)
 
         compile_log = CompileLog(say, show_memory=settings.metrics.show_memory)
-        mailbox = None if cluster is None else cluster.mailbox
+        messenger = None if cluster is None else cluster.messenger
         facts = Facts(
             **contents, steps=total, step_tokens=shape.tokens, length=shape.length, say=say
         )
@@ -145,7 +145,7 @@ def _run(
                 mesh=mesh,
                 total_steps=total,
                 on_compile=compile_log,
-                mailbox=mailbox,
+                messenger=messenger,
                 tokenizer=tokenizer,
                 facts=facts,
             ),

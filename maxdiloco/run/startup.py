@@ -31,20 +31,20 @@ def opened(cfg: Config) -> Iterator[tuple["Cluster | None", Mesh, list[str]]]:
     """Join the other processes, build the mesh and use the compile cache, inside the context.
 
     Yields:
-      The cluster, as `joined`; the mesh; log lines.
+      The cluster, as `join_processes`; the mesh; log lines.
 
     Raises:
-      ConfigError: as `joined`, or the devices do not fill the mesh.
+      ConfigError: as `join_processes`, or the devices do not fill the mesh.
       LostPeerError: another process is lost.
     """
-    with joined(cfg) as cluster:
+    with join_processes(cfg) as cluster:
         mesh = mesh_lib.build(settings.read_mesh(cfg))
         with compile_cache(cfg.jax_cache_dir, mesh, has_replicas=cfg.enable_diloco) as lines:
             yield cluster, mesh, lines
 
 
 @contextmanager
-def joined(cfg: Config) -> Iterator["Cluster | None"]:
+def join_processes(cfg: Config) -> Iterator["Cluster | None"]:
     """Connect this process and its devices to the other processes of the job, inside the context.
 
     It comes before anything that starts JAX's backends.
@@ -59,7 +59,7 @@ def joined(cfg: Config) -> Iterator["Cluster | None"]:
     mesh, network = settings.read_mesh(cfg), settings.read_network(cfg)
     mesh_lib.choose_platform(mesh)
     mesh_lib.set_up_cpu(mesh)
-    with start.joined(
+    with start.join_processes(
         os.environ,
         timeout_s=network.jax_distributed_initialization_timeout,
         peer_timeout_s=network.peer_timeout_seconds,

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 
-import mailbox_tools
+import messenger_tools
 import pytest
 
 
@@ -43,6 +43,6 @@ def started():
 
 @pytest.fixture
 def network():
-    """Makes mailboxes of threads of this process, closed at the end."""
-    with mailbox_tools.Network() as made:
+    """Makes messengers of threads of this process, closed at the end."""
+    with messenger_tools.Network() as made:
         yield made

@@ -1,4 +1,4 @@
-"""Messages between mailboxes on a network that breaks, damages and stops connections."""
+"""Messages between messengers on a network that breaks, damages and stops connections."""
 
 import asyncio
 import random
@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from mailbox_tools import START_ID, WAIT_S, contents, key_files, later, mailbox, soon, until
+from messenger_tools import START_ID, WAIT_S, contents, key_files, later, messenger, soon, until
 from tiers import full
 
 from maxdiloco.cluster import client, deadlines, sockets
@@ -91,7 +91,7 @@ def test_a_link_that_stops_for_long_loses_the_peer_on_both_sides(network, direct
             future.result(WAIT_S)
         assert error.value.exit_code == 5
         assert directions == "killed" or "peer_timeout_seconds=1.5" in str(error.value)
-    for call in (lambda: zero.put(1, (0, 1), [b""]), lambda: zero.arrived(1, (0, 1))):
+    for call in (lambda: zero.put(1, (0, 1), [b""]), lambda: zero.has_message(1, (0, 1))):
         with pytest.raises(LostPeerError, match="process 1 at "):
             call()
     assert [peer for peer, _ in lost] == [0]
@@ -99,12 +99,12 @@ def test_a_link_that_stops_for_long_loses_the_peer_on_both_sides(network, direct
 
 def test_who_has_not_come_is_named_and_lost_after_the_timeout(network):
     """Process 2 opens no bulk channel to process 0: both are alive and do not reach each other."""
-    zero, _, two = network.mailboxes(3, timeout_s=0.5, bulk=[])
+    zero, _, two = network.messengers(3, timeout_s=0.5, bulk=[])
     two.open(BULK, {0: two._peers[0]})
-    assert two.wait_until_met(BULK, 0.1) == [0]
+    assert two.wait_until_connected(BULK, 0.1) == [0]
     with pytest.raises(LostPeerError, match="process 0 at "):
-        two.wait_until_met(BULK, WAIT_S)
-    assert zero.wait_until_met(CONTROL, 0.0) in ([], [1], [2], [1, 2])
+        two.wait_until_connected(BULK, WAIT_S)
+    assert zero.wait_until_connected(CONTROL, 0.0) in ([], [1], [2], [1, 2])
 
 
 PEER = """
@@ -112,9 +112,9 @@ import sys, time
 from maxdiloco.errors import LostPeerError
 from maxdiloco.cluster import sockets
 from maxdiloco.cluster.certificates import KeyFiles
-from maxdiloco.cluster.messages import Mailbox, Peer
+from maxdiloco.cluster.messages import Messenger, Peer
 port, start_id, *keys = sys.argv[1:]
-made = Mailbox(1, KeyFiles(*keys), listener=sockets.listen("127.0.0.1"), timeout_s=2.5,
+made = Messenger(1, KeyFiles(*keys), listener=sockets.listen("127.0.0.1"), timeout_s=2.5,
                start_id=start_id)
 for channel in ("control", "bulk"):
     made.open(channel, {0: Peer("127.0.0.1", int(port), "host-a")})
@@ -134,7 +134,7 @@ def test_a_stopped_process_loses_nothing_until_it_is_lost(network, started, faul
     is killed is gone as soon as it could have connected again."""
     listener = sockets.listen("127.0.0.1")
     port = str(listener.getsockname()[1])
-    zero = mailbox(0, listener, timeout_s=2.5)
+    zero = messenger(0, listener, timeout_s=2.5)
     network.callback(zero.close, 0.0)
     keys = network.enter_context(key_files(1))
     process = started(PEER, port, START_ID, *keys)
@@ -142,14 +142,14 @@ def test_a_stopped_process_loses_nothing_until_it_is_lost(network, started, faul
     for channel in (CONTROL, BULK):
         zero.open(channel, {1: Peer("host-b", 7, "host-b")})
     for channel in (CONTROL, BULK):
-        assert zero.wait_until_met(channel, WAIT_S) == []
-    assert not zero.misses_a_peer
+        assert zero.wait_until_connected(channel, WAIT_S) == []
+    assert not zero.has_silent_peer
     process.send_signal(signal.SIGSTOP)
     data = random.randbytes(MESSAGE_BYTES)
     for number in range(8):
         zero.put(1, (number,), [data])
     time.sleep(1.2)
-    assert zero.misses_a_peer and not zero.arrived(1, (0,))
+    assert zero.has_silent_peer and not zero.has_message(1, (0,))
     process.send_signal(signal.SIGCONT)
     assert all(zero.get(1, (number,), soon()) == data for number in range(8))
     process.send_signal(fault)
@@ -237,12 +237,10 @@ def test_a_peer_that_was_heard_is_connected_again_at_once(network, monkeypatch):
     monkeypatch.setattr(client, "retry_pause_s", counting)
     _, one, proxy = network.pair(timeout_s=20)
     for _ in range(5):
-        before = {name: one._channels[0, name].times_heard for name in (CONTROL, BULK)}
+        before = {name: one._channels[0, name].num_reads for name in (CONTROL, BULK)}
         for pair in list(proxy.pairs):
             pair.end()
-        until(
-            lambda old=before: all(one._channels[0, name].times_heard > old[name] for name in old)
-        )
+        until(lambda old=before: all(one._channels[0, name].num_reads > old[name] for name in old))
     assert len(counted) >= 10 and max(counted) <= 1
 
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from mailbox_tools import WAIT_S, until
+from messenger_tools import WAIT_S, until
 
 from maxdiloco.cluster import certificates, peers
 from maxdiloco.errors import ConfigError

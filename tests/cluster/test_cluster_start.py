@@ -54,7 +54,7 @@ def test_a_tpu_host_without_a_cluster_is_one_process(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", finds_none)
     monkeypatch.setattr(failure_detector, "delay_aborts", lambda: None)
     monkeypatch.setattr(start, "launcher", lambda environ, on_tpu: start.TPU)
-    with start.joined({}, timeout_s=1, peer_timeout_s=1) as job:
+    with start.join_processes({}, timeout_s=1, peer_timeout_s=1) as job:
         assert job is None
 
 
@@ -152,7 +152,7 @@ def test_a_coordinators_port_that_cannot_be_used_is_named(asked, free_port, bind
     ],
 )
 def test_a_variable_of_a_local_run_that_cannot_work_is_named(asked, others, key, value):
-    processes = start.joined(others | {key: value}, timeout_s=1, peer_timeout_s=1)
+    processes = start.join_processes(others | {key: value}, timeout_s=1, peer_timeout_s=1)
     with pytest.raises(ConfigError, match=f"{key}={value}[ :]"):
         processes.__enter__()
     assert "num_processes" not in asked
@@ -161,7 +161,7 @@ def test_a_variable_of_a_local_run_that_cannot_work_is_named(asked, others, key,
 def test_one_process_is_left_alone():
     """No service, no thread, no signal handler."""
     before = signal.getsignal(signal.SIGABRT), signal.getsignal(signal.SIGTERM)
-    with start.joined({}, timeout_s=1, peer_timeout_s=1) as job:
+    with start.join_processes({}, timeout_s=1, peer_timeout_s=1) as job:
         assert job is None
         assert "maxdiloco-failure-detector" not in [thread.name for thread in threading.enumerate()]
         assert (signal.getsignal(signal.SIGABRT), signal.getsignal(signal.SIGTERM)) == before
@@ -172,7 +172,7 @@ import os, sys
 from maxdiloco.errors import ConfigError
 from maxdiloco.cluster import failure_detector, start
 try:
-    with start.joined(os.environ, timeout_s=1, peer_timeout_s=1):
+    with start.join_processes(os.environ, timeout_s=1, peer_timeout_s=1):
         print("met")
 except ConfigError as error:
     sys.exit(str(error))

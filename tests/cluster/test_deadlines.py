@@ -14,7 +14,7 @@ from maxdiloco.parallel import mesh as mesh_lib
 
 
 class Peer:
-    """A mailbox with a process that is alive: its message comes at a time, its bytes before it.
+    """A messenger with a process that is alive: its message comes at a time, its bytes before it.
 
     Its own clock. message_s: time between the messages of its payloads.
     """
@@ -27,7 +27,7 @@ class Peer:
     def clock(self):
         return self.now
 
-    def arrived(self, peer, key):
+    def has_message(self, peer, key):
         return self.now >= self._comes_at
 
     def get(self, peer, key, deadline):
@@ -45,7 +45,7 @@ def wait(peer, *, worked_s=0.0):
     lines = []
     deadlines = Deadlines(say=lines.append, clock=peer.clock)
     peer.now = worked_s
-    deadlines.worked()
+    deadlines.record_work()
     try:
         return deadlines.receive_payload(peer, 1, ("key",), "fragment 0 of step 8"), lines
     except LostPeerError as error:
@@ -86,7 +86,7 @@ def test_what_was_waited_for_a_peer_is_no_work_of_this_process():
         deadlines = Deadlines(say=lambda line: None, clock=peer.clock)
         deadlines.receive(peer, 1, ("key",), "fragment 0 of step 8")
         peer.now += worked_s
-        deadlines.worked()
+        deadlines.record_work()
         peer._comes_at = float("inf")
         with pytest.raises(LostPeerError):
             deadlines.receive(peer, 1, ("key",), "fragment 0 of step 16")
@@ -100,14 +100,14 @@ def test_the_host_exchange_and_the_rows_end_the_wait(monkeypatch, devices):
         Deadlines, "__init__", lambda self: make(self, say=lambda line: None, clock=peer.clock)
     )
     mesh = mesh_lib.Mesh([[devices[0]], [devices[1]]], ("diloco", "fsdp"))
-    carrier = HostTransfers(mesh, mailbox=peer)
+    carrier = HostTransfers(mesh, messenger=peer)
     carrier._routes = [routes({Shard(0, 0): 0, Shard(1, 0): 1}, 0)]
     fetched = Future()
     fetched.set_result({Shard(0, 0): [np.zeros((1, 8), np.int8)]})
     with pytest.raises(LostPeerError, match="process 1 .*fragment 0 of step 8 "):
         carrier._collect(Transfer(("key",), 8, 1, False, "fragment 0 of step 8"), fetched)
     carrier.close()
-    rows = RowCollector(0, {0: [0], 1: [1]}, mailbox=peer, write=lambda *row: None)
+    rows = RowCollector(0, {0: [0], 1: [1]}, messenger=peer, write=lambda *row: None)
     rows.add(8, {}, {})
     with pytest.raises(LostPeerError, match="process 1 .*step 8"):
         rows.write_all()

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from mailbox_tools import WAIT_S
+from messenger_tools import WAIT_S
 
 from maxdiloco import output
 from maxdiloco.cluster import failure_detector
@@ -20,12 +20,12 @@ NAMES = {0: "host-a", 1: "host-b", 2: "host-c"}
 
 
 class Box:
-    """A mailbox whose peers the test speaks for. said: what each peer was told."""
+    """A messenger whose peers the test speaks for. said: what each peer was told."""
 
     def __init__(self, *peers):
         self.machines = {peer: NAMES[peer] for peer in peers}
         self.said, self.left = queue.Queue(), threading.Event()
-        self.closed, self.failure, self.misses_a_peer = False, None, False
+        self.closed, self.failure, self.has_silent_peer = False, None, False
 
     def subscribe(self, word, on_message, on_loss):
         self.hear = lambda peer, loss: on_message(peer, json.dumps(loss).encode())
@@ -111,7 +111,7 @@ def test_an_error_that_a_loss_caused_waits_for_the_loss(room):
     box, guard = room.guard(1, 0)
     guard.end_if_lost(0.1)
     assert room.goes_on(), "the control: nothing is lost"
-    box.misses_a_peer = True
+    box.has_silent_peer = True
     threading.Timer(0.5, box.lose, (0, "has been out of reach for 8 s.")).start()
     guard.end_if_lost(0.1)
     assert not room.goes_on()
@@ -123,7 +123,7 @@ def test_an_error_waits_once_for_a_loss_that_may_be_behind_it(room):
     """The history asks, and then the end of the process."""
     _, guard = room.guard(1, 0)
     begun = time.monotonic()
-    assert [guard.loss_behind(0.3) for _ in range(50)] == [None] * 50
+    assert [guard.find_loss(0.3) for _ in range(50)] == [None] * 50
     assert 0.3 <= time.monotonic() - begun < 0.3 * 40
 
 

@@ -8,7 +8,7 @@ import time
 
 import jax
 import pytest
-from mailbox_tools import WAIT_S
+from messenger_tools import WAIT_S
 from tiers import full
 
 HAS_TLS = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
@@ -24,10 +24,10 @@ from maxdiloco.command_line import guarded
 def main(argv):
     secret_file, peer_timeout_s = argv
     jax.config.update("jax_platforms", "cpu")
-    with start.joined(
+    with start.join_processes(
         os.environ, timeout_s=300, peer_timeout_s=float(peer_timeout_s), secret_file=secret_file
     ) as cluster:
-        print("joined", cluster.mailbox._server._listener.getsockname()[1], flush=True)
+        print("joined", cluster.messenger._server._listener.getsockname()[1], flush=True)
         operations = int(sys.stdin.readline())
         jax.devices()  # waits for those of the other process
         begun = time.monotonic()
@@ -54,16 +54,17 @@ from maxdiloco.command_line import guarded
 @guarded
 def main(argv):
     jax.config.update("jax_platforms", "cpu")
-    with start.joined(
+    with start.join_processes(
         os.environ, timeout_s=300, peer_timeout_s=60, secret_file=argv[0]
     ) as cluster:
-        me, mailbox = cluster.job.process_id, cluster.mailbox
+        me, messenger = cluster.job.process_id, cluster.messenger
         others = [peer for peer in range(cluster.job.num_processes) if peer != me]
         cluster.open_bulk()
         for peer in others:
-            put_payload(mailbox, peer, ("x",), [bytes([10 * me + peer]) * (3 << 20)])
+            put_payload(messenger, peer, ("x",), [bytes([10 * me + peer]) * (3 << 20)])
         for peer in others:
-            found = get_payload(lambda key: mailbox.get(peer, key, time.monotonic() + 300), ("x",))
+            end = time.monotonic() + 300
+            found = get_payload(lambda key: messenger.get(peer, key, end), ("x",))
             print(peer, me, found.size, found.min(), found.max(), flush=True)
         coordination.barrier("end", "come to its end", timeout_s=300)
     return 0

@@ -1,4 +1,4 @@
-"""Messages between mailboxes on a sound network: real sockets and threads inside one process."""
+"""Messages between messengers on a sound network: real sockets and threads inside one process."""
 
 import gc
 import os
@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 
-import mailbox_tools
+import messenger_tools
 import ml_dtypes
 import numpy as np
 import pytest
-from mailbox_tools import WAIT_S, close_all, later, meet, soon, until
+from messenger_tools import WAIT_S, close_all, later, meet, soon, until
 
 from maxdiloco.cluster.channel import Channel
 from maxdiloco.cluster.payloads import CONTROL, MESSAGE_BYTES, get_payload, put_payload
@@ -22,7 +22,7 @@ from maxdiloco.errors import LostPeerError
 
 def test_a_channel_connects_those_that_open_it(network):
     """As in a run: bulk between counterparts, control to process 0."""
-    zero, one, two = network.mailboxes(3, bulk=[{0, 2}])
+    zero, one, two = network.messengers(3, bulk=[{0, 2}])
     meet(zero, one, two)
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("maxdiloco-messages") == 3, "one thread each"
@@ -44,7 +44,7 @@ def test_put_never_waits_and_control_overtakes_bulk(network):
     one.put(0, ("row", 1), [b"loss"], CONTROL)
     assert time.monotonic() - before < WAIT_S / 2
     assert zero.get(1, ("row", 1), soon()) == b"loss"
-    assert not zero.arrived(1, (0, 19))
+    assert not zero.has_message(1, (0, 19))
     proxy.limit = float("inf")
     assert len(zero.get(1, (0, 19), soon())) == MESSAGE_BYTES
 
@@ -87,7 +87,7 @@ def test_messages_of_one_key_arrive_in_order(network):
     for i in range(5):
         one.put(0, ("row",), [bytes([i])], CONTROL)
     assert [zero.get(1, ("row",), soon())[0] for _ in range(5)] == [0, 1, 2, 3, 4]
-    assert not zero.arrived(1, ("row",))
+    assert not zero.has_message(1, ("row",))
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -109,7 +109,7 @@ def test_close_sends_what_is_queued_and_the_end_is_no_error(network, leaver):
     assert other.close(WAIT_S)
     for call in (
         lambda: other.put(leaver, (0, 1), [b""]),
-        lambda: other.wait_until_met(CONTROL, WAIT_S),
+        lambda: other.wait_until_connected(CONTROL, WAIT_S),
     ):
         with pytest.raises(RuntimeError, match="closed"):
             call()
@@ -131,7 +131,7 @@ def test_a_watched_message_arrives_even_after_a_failure(network):
     zero.fail(LostPeerError("process 7 is gone"))
     zero.notify(1, "end", b"why")
     until(lambda: heard == [(0, b"why")])
-    assert not one.arrived(0, ("end",))
+    assert not one.has_message(0, ("end",))
 
 
 def threads_and_descriptors():
@@ -141,10 +141,10 @@ def threads_and_descriptors():
 
 
 def require_nothing_left():
-    """Open and close mailboxes; raise AssertionError if a thread or a descriptor is left."""
+    """Open and close messengers; raise AssertionError if a thread or a descriptor is left."""
     threads, descriptors = threads_and_descriptors()
     for _ in range(2):
-        with mailbox_tools.Network() as network:
+        with messenger_tools.Network() as network:
             zero, one, proxy = network.pair(timeout_s=20)
             client = socket.create_connection(proxy.target)
             proxy.fault = "end", 1
@@ -164,7 +164,7 @@ def test_no_thread_and_no_descriptor_is_left():
     subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=WAIT_S)
 
 
-@pytest.mark.parametrize(("name", "sender"), [("receive", 1), ("receive", 0), ("heard", 1)])
+@pytest.mark.parametrize(("name", "sender"), [("receive", 1), ("receive", 0), ("record_read", 1)])
 def test_any_error_of_the_thread_reaches_the_callers(network, monkeypatch, capfd, name, sender):
     """Of either side, and nothing is printed: the caller raises it."""
     pair = network.pair()
@@ -182,7 +182,7 @@ def test_any_error_of_the_thread_reaches_the_callers(network, monkeypatch, capfd
     assert capfd.readouterr().err == ""
 
 
-def test_a_mailbox_needs_no_jax(started):
+def test_a_messenger_needs_no_jax(started):
     code = "import sys; from maxdiloco.cluster import messages; sys.exit('jax' in sys.modules)"
     assert started(code).wait(WAIT_S) == 0
     assert "jax" in sys.modules, "the positive control: it would be seen"

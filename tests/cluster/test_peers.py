@@ -10,7 +10,7 @@ from unittest import mock
 
 import jax
 import pytest
-from mailbox_tools import WAIT_S, together
+from messenger_tools import WAIT_S, together
 
 import maxdiloco
 from maxdiloco.cluster import certificates, coordination, peers
@@ -131,10 +131,10 @@ def connect(store, monkeypatch):
         def enter(index):
             try:
                 options = dict(secret_file=secret_files[index], timeout_s=5, silence_s=5)
-                with peers.connected(Job(index, 2), address, **options) as cluster:
+                with peers.connect_peers(Job(index, 2), address, **options) as cluster:
                     cluster.open_bulk()
                     port = json.loads(store.written[f"maxdiloco/peer/{index}"])["port"]
-                    cluster.mailbox.close(WAIT_S)
+                    cluster.messenger.close(WAIT_S)
                     return port
             except (ConfigError, LostPeerError) as error:
                 return error
@@ -150,8 +150,8 @@ class NoDetector:
     def __init__(self, process_id):
         pass
 
-    def begin(self, mailbox):
-        self.close = lambda: mailbox.close(0)
+    def begin(self, messenger):
+        self.close = lambda: messenger.close(0)
 
     def end_if_lost(self, wait_s):
         pass
@@ -234,12 +234,12 @@ def test_a_process_with_another_secret_is_named(store):
     opened, waited = {}, []
     authority = published(1, b"s" * 16)
     published(2, b"t" * 16)
-    mailbox = SimpleNamespace(
+    messenger = SimpleNamespace(
         open=lambda channel, peers: opened.update(peers),
-        wait_until_met=lambda channel, within_s: waited.append(channel),
+        wait_until_connected=lambda channel, within_s: waited.append(channel),
     )
     with pytest.raises(LostPeerError, match="process 2 .*exchange_secret_file"):
-        peers.Cluster(Job(0, 3), mailbox, None, authority, 1).open("control", [2, 1])
+        peers.Cluster(Job(0, 3), messenger, None, authority, 1).open("control", [2, 1])
     assert ([*opened], waited) == ([1], ["control"])
 
 
@@ -248,10 +248,10 @@ def test_an_address_that_a_process_did_not_publish_is_refused(store, text):
     """A client of JAX's store may write there. Control: the address of process 1."""
     authority = published(1, b"s" * 16)
     coordination.put("maxdiloco/peer/2", text)
-    mailbox = SimpleNamespace(
-        open=lambda channel, peers: None, wait_until_met=lambda channel, within_s: []
+    messenger = SimpleNamespace(
+        open=lambda channel, peers: None, wait_until_connected=lambda channel, within_s: []
     )
-    cluster = peers.Cluster(Job(0, 3), mailbox, None, authority, 1)
+    cluster = peers.Cluster(Job(0, 3), messenger, None, authority, 1)
     cluster.open("control", [1])
     with pytest.raises(LostPeerError, match="process 2 "):
         cluster.open("control", [2])
@@ -265,7 +265,7 @@ def test_an_error_that_a_lost_peer_caused_becomes_its_loss():
         (own := RuntimeError("Gloo AllGather failed"), None, own),
         (data := DataError("no text"), loss, data),
     ):
-        detector = SimpleNamespace(loss_behind=lambda wait_s, behind=behind: behind)
+        detector = SimpleNamespace(find_loss=lambda wait_s, behind=behind: behind)
         cluster = peers.Cluster(Job(0, 2), None, detector, "", 1)
         stack = contextlib.ExitStack()
         stack.push(cluster.raise_cause)

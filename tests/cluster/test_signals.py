@@ -18,11 +18,11 @@ import threading
 import time
 
 import pytest
-from mailbox_tools import WAIT_S, until
+from messenger_tools import WAIT_S, until
 
 from maxdiloco import output
 from maxdiloco.cluster import signals as signals_lib
-from maxdiloco.cluster.signals import Preemption, hearing
+from maxdiloco.cluster.signals import Preemption, signal_handler
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -45,10 +45,10 @@ def test_the_inner_context_hears_and_then_the_outer_one_again():
         os.kill(os.getpid(), number)
         return heard.get(timeout=WAIT_S) == expected
 
-    with hearing(signal.SIGINT, lambda: heard.put("outer")):
-        with hearing(signal.SIGINT, lambda: heard.put("inner")):
+    with signal_handler(signal.SIGINT, lambda: heard.put("outer")):
+        with signal_handler(signal.SIGINT, lambda: heard.put("inner")):
             assert hears(signal.SIGINT, "inner")
-        with hearing(signal.SIGTERM, lambda: heard.put("inner")):
+        with signal_handler(signal.SIGTERM, lambda: heard.put("inner")):
             assert hears(signal.SIGINT, "outer") and hears(signal.SIGTERM, "inner")
         assert hears(signal.SIGINT, "outer")
     assert signal.getsignal(signal.SIGINT) is before
@@ -66,7 +66,7 @@ def test_a_signal_at_the_end_of_a_context_is_not_handled_twice(before, monkeypat
         join(thread)
 
     before(signal.SIGINT, lambda number, frame: heard.put("handler"))
-    with hearing(signal.SIGINT, lambda: None):
+    with signal_handler(signal.SIGINT, lambda: None):
         monkeypatch.setattr(threading.Thread, "join", hit_while_joining)
     assert heard.empty()
     os.kill(os.getpid(), signal.SIGINT)
@@ -188,7 +188,7 @@ WAITING = """
 import hashlib, os, sys
 from maxdiloco.cluster import start
 from maxdiloco.cluster.signals import Preemption
-with start.joined(os.environ, timeout_s=60, peer_timeout_s=60), Preemption(print) as it:
+with start.join_processes(os.environ, timeout_s=60, peer_timeout_s=60), Preemption(print) as it:
     print("begun", flush=True)
     step = 0
     while not it.requested(step := step + 1):

@@ -9,7 +9,7 @@ import time
 import weakref
 
 import pytest
-from mailbox_tools import AUTHORITY, START_ID, key_files, meet, soon, until
+from messenger_tools import AUTHORITY, START_ID, key_files, meet, soon, until
 
 from maxdiloco.cluster import certificates, server
 from maxdiloco.cluster.messages import Peer
@@ -22,7 +22,7 @@ SOON_S = 5  # a client that is accepted waits this long for an end that does not
 
 @contextlib.contextmanager
 def shown(address, process, authority=AUTHORITY):
-    """A connection by TLS to a mailbox, with the certificate of a process; None: without one."""
+    """A connection by TLS to a messenger, with the certificate of a process; None: without one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if process is not None:
         with key_files(process, authority) as keys:
@@ -86,7 +86,7 @@ def server_context(process, authority=AUTHORITY):
 @pytest.mark.parametrize("process, authority", [(0, OTHER), (2, AUTHORITY)])
 def test_a_server_without_the_certificate_of_the_peer_receives_nothing(network, process, authority):
     """Of another authority, or of another process of the run."""
-    _, one = network.mailboxes(2)
+    _, one = network.messengers(2)
     received = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one.open("other", {0: Peer(*listener.getsockname(), "host")})
@@ -100,7 +100,7 @@ def test_a_server_without_the_certificate_of_the_peer_receives_nothing(network, 
 
 def test_a_peer_cannot_redirect_a_request_to_another_host(network):
     """It has the certificate of process 0, and its answer is a redirect."""
-    _, one = network.mailboxes(2)
+    _, one = network.messengers(2)
     local = "127.0.0.1", 0
     with socket.create_server(local) as listener, socket.create_server(local) as other:
         location = f"http://127.0.0.1:{other.getsockname()[1]}/"
@@ -123,7 +123,7 @@ def connected(listener):
 def test_hundreds_of_unauthenticated_clients_disturb_no_one(network):
     """Three hundred, far more than may be in a handshake: half open, closed at once, or after some
     garbage or too much of it."""
-    zero, one, two = network.mailboxes(3, proxies=(0,))
+    zero, one, two = network.messengers(3, proxies=(0,))
     address, chance, clients = network.proxies[0].target, random.Random(1), []
     for kind in range(300):
         client = socket.create_connection(address)
@@ -237,13 +237,13 @@ def test_a_malformed_request_of_a_peer_ends_the_run_and_names_it(network, said):
             connection.sendall(b"%x\r\n%b\r\n" % (len(said), said))
         until(lambda: zero._failure)
     with pytest.raises(LostPeerError, match="process 1 "):
-        zero.arrived(1, (1,))
+        zero.has_message(1, (1,))
     assert zero.received_bytes == 0
 
 
 def test_processes_of_a_run_do_not_drop_each_other(network, monkeypatch):
     """Thirty-two connections at once; one handshake in addition."""
     monkeypatch.setattr(server, "_HANDSHAKES", 1)
-    ranks = network.mailboxes(9, bulk=[{0, rank} for rank in range(1, 9)], timeout_s=20)
+    ranks = network.messengers(9, bulk=[{0, rank} for rank in range(1, 9)], timeout_s=20)
     meet(*ranks)
     assert len(ranks[0]._server.connections) >= 16

@@ -52,7 +52,7 @@ def transfer(size, rows, *, scatters=False):
 )
 def test_it_brings_the_arrays_of_the_program(devices, sizes, M, dtype, scatters):
     mesh = mesh_of(devices, **sizes)
-    carrier, slots = HostTransfers(mesh, mailbox=None), mesh.shape["diloco"]
+    carrier, slots = HostTransfers(mesh, messenger=None), mesh.shape["diloco"]
     move = collective.all_to_all_chunk if scatters else collective.all_gather_chunk
     sent = chunks_of(mesh, M * slots if scatters else M, dtype, [1024, 1024])
     arriving = carrier.start(transfer(2000, M // slots, scatters=scatters), sent)
@@ -88,7 +88,7 @@ SIZE = (1500).to_bytes(8, "big")
 
 
 class Loop:
-    """The mailbox of one process; its twin, with the other slot, sends back what it gets."""
+    """The messenger of one process; its twin, with the other slot, sends back what it gets."""
 
     timeout_s = 60.0
 
@@ -105,9 +105,9 @@ class Loop:
 
 
 @contextlib.contextmanager
-def of_slot_0(mesh, mailbox):
+def of_slot_0(mesh, messenger):
     """The transport of the process with the first slot, where each slot has a process."""
-    carrier = HostTransfers(mesh, mailbox=mailbox)
+    carrier = HostTransfers(mesh, messenger=messenger)
     holders = {shard: shard.slice_index for shard in process_of_shards(mesh)}
     carrier._routes = [routes(holders, 0, scatters=scatters) for scatters in (False, True)]
     yield carrier
@@ -116,13 +116,13 @@ def of_slot_0(mesh, mailbox):
 
 def test_padding_stays_here(devices):
     """Of 2 x 1024 elements 1,500 are a payload: those travel, and zeros stand for the rest."""
-    mesh, mailbox = mesh_of(devices, diloco=2), Loop()
+    mesh, messenger = mesh_of(devices, diloco=2), Loop()
     sent = chunks_of(mesh, 2, jnp.int8, [1024, 1024])
-    with of_slot_0(mesh, mailbox) as carrier:
+    with of_slot_0(mesh, messenger) as carrier:
         own = np.concatenate([np.asarray(chunk)[:1024] for chunk in sent])
         here = [SimpleNamespace(addressable_shards=x.addressable_shards[:1]) for x in sent]
         fetched = carrier._fetch(transfer(1500, 1), here)
-        assert [data for _, _, data in mailbox.messages.queue] == [SIZE, own[:1500].tobytes()]
+        assert [data for _, _, data in messenger.messages.queue] == [SIZE, own[:1500].tobytes()]
         done = SimpleNamespace(result=lambda: fetched)
         arrived = carrier._collect(transfer(1500, 1), done)
     twin = np.concatenate([np.asarray(chunk)[1024:] for chunk in arrived])
@@ -144,7 +144,7 @@ class Silent(Loop):
 def bytes_held(devices, M, exchange, monkeypatch):
     """The most that one of M processes holds at once, of numpy and of messages, while it takes what
     has come of a fragment of 2^19 values in int8."""
-    mesh, mailbox = mesh_of(devices, diloco=M), Silent()
+    mesh, messenger = mesh_of(devices, diloco=M), Silent()
     sent = payload.for_leaves([(1 << 19,)], [P()], wire="int8", mesh=mesh, num_replicas=M)
     transfers = [transfer(sent.size, 1)]
     if exchange == "reduce_scatter":
@@ -153,11 +153,11 @@ def bytes_held(devices, M, exchange, monkeypatch):
     held = 0
     # As with large fragments: only one message of a payload is in memory twice.
     monkeypatch.setattr(payloads, "MESSAGE_BYTES", 1 << 12)
-    with of_slot_0(mesh, mailbox) as carrier:
+    with of_slot_0(mesh, messenger) as carrier:
         monkeypatch.setattr(carrier, "_to_devices", lambda codes, scatters: None)
         for each in transfers:
             own = {Shard(0, 0): [np.ones((1, each.size), np.uint8)]}
-            mailbox.size = each.size
+            messenger.size = each.size
             tracemalloc.start()
             carrier._collect(each, SimpleNamespace(result=lambda own=own: own))
             held += tracemalloc.get_traced_memory()[1]

@@ -18,7 +18,7 @@ class QueueTransport:
     in_programs = False
     waited_s = None
 
-    def __init__(self, programs, mailbox):
+    def __init__(self, programs, messenger):
         self._programs, self._chunks = programs, {}
         mesh = programs.layout.mesh
         self._arrived = NamedSharding(mesh, incoming_spec(mesh))

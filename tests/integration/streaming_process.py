@@ -24,20 +24,20 @@ def main(argv):
     """0 when both transports had the same bits in every case."""
     slots, replicas, *cases = argv
     jax.config.update("jax_num_cpu_devices", 2 * int(slots) // int(os.environ["JAX_NUM_PROCESSES"]))
-    with start.joined(os.environ, timeout_s=200, peer_timeout_s=100) as cluster:
+    with start.join_processes(os.environ, timeout_s=200, peer_timeout_s=100) as cluster:
         if not cases:
             raise [stopped(mode) for mode in streaming.STOPS][-1]
         cluster.open_bulk()
         for case in cases:
-            compared(int(slots), int(replicas), cluster.mailbox, *case.split(":"))
+            compared(int(slots), int(replicas), cluster.messenger, *case.split(":"))
     return 0
 
 
-def compared(slots, replicas, mailbox, mode, wire, memory="device", collective="all_gather"):
+def compared(slots, replicas, messenger, mode, wire, memory="device", collective="all_gather"):
     """Print what `take` has brought and whether it is the same, step by step."""
     found = {}
     for carrier in ("xla", "host"):
-        options = dict(transport=carrier, mailbox=mailbox, num_replicas=replicas)
+        options = dict(transport=carrier, messenger=messenger, num_replicas=replicas)
         options |= dict(outer_memory=memory, collective=collective)
         algorithm = streaming.made(mode, wire, slots, **options)
         first, found[carrier] = algorithm.init(streaming.placed(algorithm.mesh), ()), []
@@ -46,7 +46,7 @@ def compared(slots, replicas, mailbox, mode, wire, memory="device", collective="
         algorithm.checkpoint(state)  # waits for exchanges under way: the next case has their keys
         algorithm.close()
     assert found["host"] == found["xla"], (mode, wire)
-    count = mailbox.received_bytes
+    count = messenger.received_bytes
     print(f"equal {mode} {wire} {memory} {collective}: {count} bytes received", flush=True)
 
 

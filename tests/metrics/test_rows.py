@@ -12,7 +12,7 @@ from maxdiloco.metrics.rows import RowCollector
 REPLICAS = {0: [0, 3], 1: [1], 2: [2, 4], 3: []}  # process 3 shares a slice with another
 
 
-class Mailbox:
+class Messenger:
     """Of a process. messages: of all, under way; late: processes of which none has arrived."""
 
     timeout_s = 60.0
@@ -24,7 +24,7 @@ class Mailbox:
         assert (peer, self._rank, key) not in self._messages
         self._messages[peer, self._rank, key] = bytearray(b"".join(buffers))
 
-    def arrived(self, peer, key):
+    def has_message(self, peer, key):
         return (self._rank, peer, key) in self._messages and peer not in self._late
 
     def get(self, peer, key, deadline):
@@ -49,7 +49,8 @@ def run():
     messages, late, written = {}, set(), []
     write = lambda *row: written.append(row)  # noqa: E731
     rows = [
-        RowCollector(p, REPLICAS, mailbox=Mailbox(messages, late, p), write=write) for p in REPLICAS
+        RowCollector(p, REPLICAS, messenger=Messenger(messages, late, p), write=write)
+        for p in REPLICAS
     ]
     return rows, messages, late, written
 

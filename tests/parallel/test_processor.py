@@ -119,8 +119,8 @@ def test_a_run_on_the_cpu_keeps_it(hardware, slices, expected, monkeypatch):
     untouched = SimpleNamespace(jax_num_cpu_devices=-1, jax_platforms="cpu")
     monkeypatch.setattr(startup.mesh_lib.jax, "config", untouched)
     one = contextlib.nullcontext(None)
-    monkeypatch.setattr(startup.start, "joined", lambda *_, **__: one)
+    monkeypatch.setattr(startup.start, "join_processes", lambda *_, **__: one)
     cfg = config.load([f"hardware={hardware}", f"dcn_diloco_parallelism={slices}"], {})
-    with startup.joined(cfg):
+    with startup.join_processes(cfg):
         assert calls == expected
         assert blocking == [call for call in expected if call]

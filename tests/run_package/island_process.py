@@ -93,7 +93,7 @@ def main(argv):
     """0 once it has trained in each run."""
     folder, *names = argv
     jax.config.update("jax_num_cpu_devices", 1)
-    with start.joined(os.environ, timeout_s=200, peer_timeout_s=100):
+    with start.join_processes(os.environ, timeout_s=200, peer_timeout_s=100):
         for name in names:
             trainer = over_two_devices(pathlib.Path(folder), name)
             np.savez(f"{folder}/{name}.{jax.process_index()}.npz", **trained(trainer, name))

@@ -42,7 +42,7 @@ class Run:
         self.recorder = recorder.Recorder(
             parts, done=0, total=9,
             console=mock.Mock(has_bar=False), writer=writer,
-            mailbox=None, checkpointer=saver, note={}, data_metrics=lambda t: {},
+            messenger=None, checkpointer=saver, note={}, data_metrics=lambda t: {},
             since_row=None, begun=0.0, folder=None, profile=lambda t: None,
         )  # fmt: skip
 

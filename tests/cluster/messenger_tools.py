@@ -1,4 +1,4 @@
-"""Mailboxes in threads of one process, and a bad network between them."""
+"""Messengers in threads of one process, and a bad network between them."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from maxdiloco.cluster import certificates, sockets
-from maxdiloco.cluster.messages import Mailbox, Peer
+from maxdiloco.cluster.messages import Messenger, Peer
 from maxdiloco.cluster.payloads import BULK, CONTROL, MESSAGE_BYTES
 
 WAIT_S = 60  # far above what anything here takes
@@ -130,15 +130,15 @@ def key_files(process, authority=AUTHORITY):
         yield paths
 
 
-def mailbox(process, listener, *, timeout_s=WAIT_S, start_id=START_ID):
+def messenger(process, listener, *, timeout_s=WAIT_S, start_id=START_ID):
     with key_files(process) as keys:
-        return Mailbox(process, keys, listener=listener, timeout_s=timeout_s, start_id=start_id)
+        return Messenger(process, keys, listener=listener, timeout_s=timeout_s, start_id=start_id)
 
 
 class Network(contextlib.ExitStack):
-    """Makes mailboxes, and closes them and their proxies at its end."""
+    """Makes messengers, and closes them and their proxies at its end."""
 
-    def mailboxes(self, count, *, proxies=(), timeout_s=WAIT_S, bulk=None, start_ids=None):
+    def messengers(self, count, *, proxies=(), timeout_s=WAIT_S, bulk=None, start_ids=None):
         """One for each of `count` processes; the others reach those of `proxies` through one.
 
         bulk: pairs with that channel; all if it is None. All have CONTROL.
@@ -154,7 +154,7 @@ class Network(contextlib.ExitStack):
         made = []
         for process, listener in enumerate(listeners):
             start_id = start_ids[process] if start_ids else START_ID
-            one = mailbox(process, listener, timeout_s=timeout_s, start_id=start_id)
+            one = messenger(process, listener, timeout_s=timeout_s, start_id=start_id)
             others = {peer: where for peer, where in peers.items() if peer != process}
             one.open(CONTROL, others)
             paired = {p: each for p, each in others.items() if bulk is None or {process, p} in bulk}
@@ -164,8 +164,8 @@ class Network(contextlib.ExitStack):
         return made
 
     def pair(self, **options):
-        """Mailboxes 0 and 1, which have met, and the proxy between them."""
-        zero, one = self.mailboxes(2, proxies=(0,), **options)
+        """Messengers 0 and 1, which are connected, and the proxy between them."""
+        zero, one = self.messengers(2, proxies=(0,), **options)
         meet(zero, one)
         return zero, one, self.proxies[0]
 
@@ -173,7 +173,7 @@ class Network(contextlib.ExitStack):
 def meet(*made):
     """Wait until all channels are connected."""
     waits = [
-        functools.partial(each.wait_until_met, name, WAIT_S)
+        functools.partial(each.wait_until_connected, name, WAIT_S)
         for name in (CONTROL, BULK)
         for each in made
     ]
