@@ -105,7 +105,7 @@ class Example(NamedTuple):
     answer: str
 
 
-class Asked(NamedTuple):
+class Options(NamedTuple):
     """The command line. keys: of the trainer."""
 
     text: str
@@ -126,31 +126,31 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    asked = arguments(argv)
+    options = arguments(argv)
     jax.config.update("jax_platforms", "cpu")
-    asked.out.mkdir(parents=True, exist_ok=True)
-    write_corpus(asked.out / "corpus.jsonl", pathlib.Path(asked.text))
-    tests = write_examples(asked.out / "finetune.jsonl", asked.tests)
-    rows = stored_rows(asked)
-    for seed in range(asked.seeds):
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_corpus(options.out / "corpus.jsonl", pathlib.Path(options.text))
+    tests = write_examples(options.out / "finetune.jsonl", options.tests)
+    rows = stored_rows(options)
+    for seed in range(options.seeds):
         for mode in (*MODES, NOTHING):
             if any((row["mode"], row["seed"]) == (mode, seed) for row in rows):
                 continue
-            rows.append(run_row(mode, seed, asked, rows, tests))
-            save_rows(asked, rows)
-            (asked.out / "table.md").write_text(tables(rows), encoding="utf-8")
+            rows.append(run_row(mode, seed, options, rows, tests))
+            save_rows(options, rows)
+            (options.out / "table.md").write_text(tables(rows), encoding="utf-8")
             print(json.dumps(rows[-1]), flush=True)
     print(tables(rows))
     return 0
 
 
-def arguments(argv: Sequence[str]) -> Asked:
+def arguments(argv: Sequence[str]) -> Options:
     """Read the command line. Raises ConfigError."""
     own, keys = divided(argv, OWN)
     if not pathlib.Path(own["text"]).is_file():
         raise ConfigError(f"text={own['text']}: expected a file of text.")
     steps = number("steps", own, least=WARMUP + DECAY + PERIOD)
-    return Asked(
+    return Options(
         text=str(pathlib.Path(own["text"]).resolve()),
         seeds=number("seeds", own),
         steps=steps // PERIOD * PERIOD,
@@ -166,29 +166,31 @@ def arguments(argv: Sequence[str]) -> Asked:
     )
 
 
-def setup(asked: Asked) -> dict[str, Any]:
+def setup(options: Options) -> dict[str, Any]:
     """Return the settings that rows have to share."""
-    shared = asked._asdict()
+    shared = options._asdict()
     del shared["seeds"], shared["out"]
     return shared
 
 
-def stored_rows(asked: Asked) -> list[dict[str, Any]]:
+def stored_rows(options: Options) -> list[dict[str, Any]]:
     """Return the rows in `out`. Raises ConfigError for rows of other settings."""
-    path = asked.out / "rows.json"
+    path = options.out / "rows.json"
     if not path.exists():
         return []
     saved = json.loads(path.read_text(encoding="utf-8"))
-    if saved["setup"] != setup(asked):
-        raise ConfigError(f"out={asked.out} has rows of other settings. Name another folder.")
+    if saved["setup"] != setup(options):
+        raise ConfigError(f"out={options.out} has rows of other settings. Name another folder.")
     return saved["rows"]
 
 
-def save_rows(asked: Asked, rows: list[dict[str, Any]]) -> None:
+def save_rows(options: Options, rows: list[dict[str, Any]]) -> None:
     """Write the rows."""
-    draft = asked.out / "rows.json.new"
-    draft.write_text(json.dumps({"setup": setup(asked), "rows": rows}, indent=1), encoding="utf-8")
-    os.replace(draft, asked.out / "rows.json")
+    draft = options.out / "rows.json.new"
+    draft.write_text(
+        json.dumps({"setup": setup(options), "rows": rows}, indent=1), encoding="utf-8"
+    )
+    os.replace(draft, options.out / "rows.json")
 
 
 # -- the corpus of pretraining
@@ -307,20 +309,20 @@ def scores(
 def run_row(
     mode: str,
     seed: int,
-    asked: Asked,
+    options: Options,
     rows: Sequence[Mapping[str, Any]],
     tests: Mapping[str, Sequence[Example]],
 ) -> dict[str, Any]:
     """Train, fine-tune and test a model; returns the row."""
-    folder = asked.out / f"{mode.replace(', ', '_').replace(' ', '_')}-{seed}"
+    folder = options.out / f"{mode.replace(', ', '_').replace(' ', '_')}-{seed}"
     began = time.monotonic()
     steps, loss, weights = 0, None, None
     if mode != NOTHING:
-        steps, loss, weights = pretrain(mode, seed, asked, rows, folder)
+        steps, loss, weights = pretrain(mode, seed, options, rows, folder)
     results = []
-    for order in range(asked.finetunings):
-        tuned = finetune(weights, seed, order, asked, folder / "finetuned")
-        for step in asked.finetune_steps:
+    for order in range(options.finetunings):
+        tuned = finetune(weights, seed, order, options, folder / "finetuned")
+        for step in options.finetune_steps:
             answers, losses = scores(tuned, step, tests)
             results.append({"steps": step, "answers": answers, "losses": losses})
         shutil.rmtree(tuned)
@@ -337,31 +339,31 @@ def run_row(
 
 
 def finetune(
-    weights: pathlib.Path | None, seed: int, order: int, asked: Asked, folder: pathlib.Path
+    weights: pathlib.Path | None, seed: int, order: int, options: Options, folder: pathlib.Path
 ) -> pathlib.Path:
     """Fine-tune a model, or train one from scratch; returns the folder of the run."""
     keys: dict[str, Any] = {"load_parameters_path": weights} if weights else {}
-    every = math.gcd(*asked.finetune_steps)
-    keys |= _keys(DATA_PARALLEL, seed, asked) | {
-        "dataset_path": asked.out / "finetune.jsonl",
+    every = math.gcd(*options.finetune_steps)
+    keys |= _keys(DATA_PARALLEL, seed, options) | {
+        "dataset_path": options.out / "finetune.jsonl",
         "per_device_batch_size": FINETUNE_BATCH,
-        "data_shuffle_seed": seed * asked.finetunings + order,
+        "data_shuffle_seed": seed * options.finetunings + order,
         "eval_fraction": 0,
         "eval_interval": -1,
         "learning_rate": FINETUNE_RATE,
         "learning_rate_schedule_steps": SCHEDULE,
         "warmup_steps_fraction": every / SCHEDULE,
         "wsd_decay_steps_fraction": 0,
-        "steps": asked.finetune_steps[-1],
+        "steps": options.finetune_steps[-1],
         "checkpoint_period": every,
     }
-    return train(keys | dict(asked.keys), folder)
+    return train(keys | dict(options.keys), folder)
 
 
 def pretrain(
     mode: str,
     seed: int,
-    asked: Asked,
+    options: Options,
     rows: Sequence[Mapping[str, Any]],
     folder: pathlib.Path,
 ) -> tuple[int, float, pathlib.Path]:
@@ -372,19 +374,19 @@ def pretrain(
     """
     found: dict[int, float] = {}
     if mode == DATA_PARALLEL:
-        found[asked.steps] = branch(mode, seed, asked, asked.steps, folder)
-        return asked.steps, found[asked.steps], folder / str(asked.steps)
+        found[options.steps] = branch(mode, seed, options, options.steps, folder)
+        return options.steps, found[options.steps], folder / str(options.steps)
     losses = {(row["mode"], row["seed"]): row["loss"] for row in rows}
     before = [row["steps"] for row in rows if row["mode"] == mode]
     target = losses[DATA_PARALLEL, seed]
-    steps = _round(before[-1] if before else asked.steps * FACTOR[mode])
+    steps = _round(before[-1] if before else options.steps * FACTOR[mode])
     while steps not in found and len(found) < BRANCHES:
-        found[steps] = branch(mode, seed, asked, steps, folder)
+        found[steps] = branch(mode, seed, options, steps, folder)
         print(
             f"{mode}, seed {seed}: {steps} steps, loss {found[steps]:.4f} ({target:.4f})",
             flush=True,
         )
-        if abs(found[steps] - target) <= asked.tolerance:
+        if abs(found[steps] - target) <= options.tolerance:
             break
         steps = next_length(found, target)
     best = min(found, key=lambda length: abs(found[length] - target))
@@ -408,14 +410,14 @@ def _round(steps: float) -> int:
     return max(WARMUP + DECAY + PERIOD, round(steps / PERIOD) * PERIOD)
 
 
-def branch(mode: str, seed: int, asked: Asked, steps: int, folder: pathlib.Path) -> float:
+def branch(mode: str, seed: int, options: Options, steps: int, folder: pathlib.Path) -> float:
     """Train `steps` steps, the last with a decaying rate, into folder/steps; returns the loss.
 
     The part with the constant rate is in folder/constant. Only its missing steps are trained.
     """
     start = (steps - DECAY) // SAVED * SAVED
-    keys = _keys(mode, seed, asked) | {
-        "dataset_path": asked.out / "corpus.jsonl",
+    keys = _keys(mode, seed, options) | {
+        "dataset_path": options.out / "corpus.jsonl",
         "learning_rate_schedule_steps": SCHEDULE,
         "warmup_steps_fraction": WARMUP / SCHEDULE,
         "wsd_decay_steps_fraction": 0,
@@ -425,7 +427,7 @@ def branch(mode: str, seed: int, asked: Asked, steps: int, folder: pathlib.Path)
     constant = folder / "constant"
     saved = constant / "checkpoints" / str(start)
     if not saved.exists():
-        train(keys | dict(asked.keys), constant)
+        train(keys | dict(options.keys), constant)
     keys |= {
         "load_full_state_path": saved,
         "learning_rate_schedule_steps": steps,
@@ -435,20 +437,20 @@ def branch(mode: str, seed: int, asked: Asked, steps: int, folder: pathlib.Path)
         "eval_interval": SCHEDULE,  # after the last step
         "max_num_checkpoints_to_keep": 1,
     }
-    run = train(keys | dict(asked.keys), folder / str(steps))
+    run = train(keys | dict(options.keys), folder / str(steps))
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [row["eval/loss"] for row in map(json.loads, lines) if "eval/loss" in row][-1]
 
 
-def _keys(mode: str, seed: int, asked: Asked) -> dict[str, Any]:
+def _keys(mode: str, seed: int, options: Options) -> dict[str, Any]:
     """Return the trainer's keys of a mode."""
     rate = 0.0 if mode == DATA_PARALLEL else OUTER_LR
     keys = keys_of(Row(mode, RATE, rate, seed), SCALE, {})
     return keys | {
         "diloco_sync_period": PERIOD,
         "log_period": PERIOD,
-        "jax_cache_dir": asked.out / "jax_cache",
-        "data_cache_directory": asked.out / "prepared",
+        "jax_cache_dir": options.out / "jax_cache",
+        "data_cache_directory": options.out / "prepared",
     }
 
 

@@ -59,7 +59,7 @@ def modes(fragments: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def asked(
+def read_command_line(
     argv: Sequence[str], defaults: Mapping[str, str]
 ) -> tuple[dict[str, str], Config, jax.sharding.Mesh]:
     """slices and fragments of a command line, the config of its other keys, and the mesh of two
@@ -79,7 +79,7 @@ def asked(
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    options, cfg, mesh = asked(argv, DEFAULTS)
+    options, cfg, mesh = read_command_line(argv, DEFAULTS)
     chip = topology.find(options["slices"]).chip
     fragments = int(options["fragments"])
     where = f"{cfg.model_name}, 2 x {options['slices']}"

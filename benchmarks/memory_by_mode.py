@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.exposed_time import asked, bound, changed
+from benchmarks.exposed_time import bound, changed, read_command_line
 from maxdiloco.command_line import guarded
 from maxdiloco.engine.calls import memory_of
 from maxdiloco.output import aligned
@@ -46,7 +46,7 @@ def modes(fragments: int) -> dict[str, dict[str, Any]]:
 
 @guarded
 def main(argv: Sequence[str]) -> int:
-    options, cfg, mesh = asked(argv, DEFAULTS)
+    options, cfg, mesh = read_command_line(argv, DEFAULTS)
     compiled: dict[str, Any] = {}
     plain, name = needed(bound(changed(cfg, {"enable_diloco": False}), mesh), compiled)
     where = f"{cfg.model_name}, 2 x {options['slices']}, remat_policy={cfg.remat_policy}"

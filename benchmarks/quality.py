@@ -41,8 +41,8 @@ OWN = {
 POLL_S = 0.5
 
 
-class Asked(NamedTuple):
-    """The request of a command line. keys: of the trainer, for every row."""
+class Options(NamedTuple):
+    """The options of a command line. keys: of the trainer, for every row."""
 
     name: str
     scale: Scale
@@ -66,39 +66,41 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    asked = arguments(argv)
-    done = stored(asked)
+    options = arguments(argv)
+    done = stored(options)
     jax.config.update("jax_platforms", "cpu")  # of this process, which trains nothing
     # Rows that the trainer refuses are refused before the first row.
-    sent = {mode.name: _traffic(mode, asked) for mode in asked.modes}
+    sent = {mode.name: _traffic(mode, options) for mode in options.modes}
     failed: set[Row] = set()
     running: list[tuple[Run, int]] = []
     try:
-        while not is_over(asked.modes, asked.scale, done):
-            waiting = [row for row in decided(asked.modes, asked.scale, done) if row not in done]
+        while not is_over(options.modes, options.scale, done):
+            waiting = [
+                row for row in decided(options.modes, options.scale, done) if row not in done
+            ]
             waiting = [row for row in waiting if row not in failed]
             waiting = [row for row in waiting if all(run.row != row for run, _ in running)]
-            while waiting and len(running) < asked.jobs:
-                job = min(set(range(asked.jobs)) - {job for _, job in running})
-                running.append((_start(waiting.pop(0), job, asked), job))
+            while waiting and len(running) < options.jobs:
+                job = min(set(range(options.jobs)) - {job for _, job in running})
+                running.append((_start(waiting.pop(0), job, options), job))
             if not running:
                 break  # what is left waits for rows that failed
             time.sleep(POLL_S)
             for run, job in [item for item in running if item[0].is_over()]:
                 running.remove((run, job))
-                _finish(run, asked, done, failed)
-                report(asked, done, sent)
+                _finish(run, options, done, failed)
+                report(options, done, sent)
     finally:
         for run, _ in running:
             run.end()
-    print(report(asked, done, sent))
+    print(report(options, done, sent))
     if failed:
         names = ", ".join(row.name() for row in sorted(failed))
         print(f"failed: {names}. The same command tries again.", file=sys.stderr)
     return int(bool(failed))
 
 
-def arguments(argv: Sequence[str]) -> Asked:
+def arguments(argv: Sequence[str]) -> Options:
     """The request of a command line. Raises ConfigError."""
     own, keys = divided(argv, OWN)
     (name,) = choices("scale", own, list(SCALES))
@@ -114,7 +116,7 @@ def arguments(argv: Sequence[str]) -> Asked:
     default = len(os.sched_getaffinity(0)) if on_cpu else 1
     jobs = number("jobs", own) if own["jobs"] else default
     modes = [_at_rates(BY_NAME[name], own["rates"]) for name in names]
-    return Asked(own["scale"], scale, modes, keys, jobs, pathlib.Path(own["out"]).resolve())
+    return Options(own["scale"], scale, modes, keys, jobs, pathlib.Path(own["out"]).resolve())
 
 
 def _at_rates(mode: Mode, text: str) -> Mode:
@@ -127,41 +129,41 @@ def _at_rates(mode: Mode, text: str) -> Mode:
     return mode._replace(inner_lr=inner, outer_lr=mode.outer_lr and outer)
 
 
-def _traffic(mode: Mode, asked: Asked) -> Traffic:
-    keys = keys_of(Row(mode.name, 1e-3, 0.5, FIRST_SEED), asked.scale, asked.keys)
+def _traffic(mode: Mode, options: Options) -> Traffic:
+    keys = keys_of(Row(mode.name, 1e-3, 0.5, FIRST_SEED), options.scale, options.keys)
     return traffic(keys | {"hardware": "cpu"})
 
 
-def stored(asked: Asked) -> dict[Row, dict[str, Any]]:
+def stored(options: Options) -> dict[Row, dict[str, Any]]:
     """The rows that are there already. Raises ConfigError for rows of another setup."""
-    path = asked.out / "rows.json"
+    path = options.out / "rows.json"
     if not path.exists():
-        asked.out.mkdir(parents=True, exist_ok=True)
+        options.out.mkdir(parents=True, exist_ok=True)
         return {}
     saved = json.loads(path.read_text(encoding="utf-8"))
-    if saved["setup"] != asked.setup():
+    if saved["setup"] != options.setup():
         raise ConfigError(
-            f"out={asked.out} has rows of another model, text or number of steps: they do not "
+            f"out={options.out} has rows of another model, text or number of steps: they do not "
             f"compare. Name another folder, or remove this one."
         )
     return {Row(*row): figures for row, figures in saved["rows"]}
 
 
-def _start(row: Row, job: int, asked: Asked) -> Run:
+def _start(row: Row, job: int, options: Options) -> Run:
     cpus = sorted(os.sched_getaffinity(0))
-    share = [cpu for k, cpu in enumerate(cpus) if k % asked.jobs == job % len(cpus)]
+    share = [cpu for k, cpu in enumerate(cpus) if k % options.jobs == job % len(cpus)]
     print(f"{time.strftime('%H:%M:%S')} {row.name()}", flush=True)
     return Run(
         row,
-        asked.scale,
-        asked.keys,
-        asked.out / "runs" / row.name(),
+        options.scale,
+        options.keys,
+        options.out / "runs" / row.name(),
         cpus=share or cpus,
-        cache=asked.out / "jax_cache",
+        cache=options.out / "jax_cache",
     )
 
 
-def _finish(run: Run, asked: Asked, done: dict[Row, dict[str, Any]], failed: set[Row]) -> None:
+def _finish(run: Run, options: Options, done: dict[Row, dict[str, Any]], failed: set[Row]) -> None:
     try:
         figures = run.result()
     except RowError as error:
@@ -170,26 +172,28 @@ def _finish(run: Run, asked: Asked, done: dict[Row, dict[str, Any]], failed: set
         return
     done[run.row] = figures
     rows = [[list(row), figures] for row, figures in done.items()]
-    draft = asked.out / "rows.json.new"
-    draft.write_text(json.dumps({"setup": asked.setup(), "rows": rows}), encoding="utf-8")
-    os.replace(draft, asked.out / "rows.json")
+    draft = options.out / "rows.json.new"
+    draft.write_text(json.dumps({"setup": options.setup(), "rows": rows}), encoding="utf-8")
+    os.replace(draft, options.out / "rows.json")
     loss = "diverged" if figures["loss"] is None else f"loss {figures['loss']:.4f}"
     print(f"{run.row.name()}: {loss} in {figures['seconds']:.0f} s", flush=True)
 
 
-def report(asked: Asked, done: Mapping[Row, Mapping[str, Any]], sent: Mapping[str, Traffic]) -> str:
+def report(
+    options: Options, done: Mapping[Row, Mapping[str, Any]], sent: Mapping[str, Traffic]
+) -> str:
     """Write the table and the figures of the finished rows; returns the table."""
-    found = table.results(asked.modes, asked.scale, done, sent)
+    found = table.results(options.modes, options.scale, done, sent)
     first = next(iter(sent.values()))
-    title = table.heading(asked.scale, asked.name, asked.keys, first.parameters)
-    sweeps = table.sweeps(asked.modes, asked.scale, done)
-    text = "\n".join([title + "\n", table.table(found, asked.scale), sweeps])
-    tokens = asked.scale.batch * int(asked.scale.keys["max_target_length"])
-    (asked.out / "table.md").write_text(text, encoding="utf-8")
+    title = table.heading(options.scale, options.name, options.keys, first.parameters)
+    sweeps = table.sweeps(options.modes, options.scale, done)
+    text = "\n".join([title + "\n", table.table(found, options.scale), sweeps])
+    tokens = options.scale.batch * int(options.scale.keys["max_target_length"])
+    (options.out / "table.md").write_text(text, encoding="utf-8")
     curves = draw.curves(found, "Loss of theta on held-out text against tokens", tokens)
-    (asked.out / "curves.svg").write_text(curves, encoding="utf-8")
+    (options.out / "curves.svg").write_text(curves, encoding="utf-8")
     bytes_ = draw.tradeoff(found, "Last loss against the bytes that a replica sends")
-    (asked.out / "bytes.svg").write_text(bytes_, encoding="utf-8")
+    (options.out / "bytes.svg").write_text(bytes_, encoding="utf-8")
     return text
 
 

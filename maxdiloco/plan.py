@@ -50,7 +50,7 @@ TOKENS = 20  # tokens per parameter, as in the papers' tables of losses (2503.09
 @guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
-    if words := help.asked(argv):
+    if words := help.help_words(argv):
         say(train_compile.help_text("maxdiloco.plan", words[1:], OPTIONS, EXAMPLES))
         return 0
     options, keys = read_options(argv, OPTIONS, "plan", keys=True)
@@ -81,9 +81,9 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
     from maxdiloco.storage import output_file
 
     output_file.check_path("report", options.report)
-    job, given = describe_job(cfg), config.names_given(keys, os.environ)
+    job, user_keys = describe_job(cfg), config.user_keys(keys, os.environ)
     say_line = train_compile.say_line
-    families = candidates.families(job, given)
+    families = candidates.families(job, user_keys)
     if not families:
         raise ConfigError(
             "diloco_sync_period, num_diloco_fragments and num_communication_overlapping_steps: no "
@@ -95,7 +95,7 @@ def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], lin
     tokens, origin = _tokens(
         cfg,
         options.tokens,
-        has_steps="steps" in given,
+        has_steps="steps" in user_keys,
         a_step=job.tokens,
         parameters=job.num_parameters,
     )

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         # Imported here, since Ctrl-C is handled only after the call of end_with.
         from maxdiloco.config import config, help
 
-        if words := help.asked(argv):
+        if words := help.help_words(argv):
             own = [f"  {SCHEMA}  print the JSON schema of yml files, for editors"]
             say(help.help_text("maxdiloco.train", words[1:], own=own, examples=EXAMPLES))
             return 0
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         from maxdiloco.run.start import run
 
         clock.lap("imports")
-        return run(resolved, clock, notes, asked=cfg)
+        return run(resolved, clock, notes, unresolved=cfg)
     finally:
         gc.enable()
 

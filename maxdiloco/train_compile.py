@@ -36,7 +36,7 @@ EXAMPLES = (
 @guarded
 def main(argv: Sequence[str]) -> int:
     """Run the program; return its exit code."""
-    if words := help.asked(argv):
+    if words := help.help_words(argv):
         say(help_text("maxdiloco.train_compile", words[1:], OPTIONS, EXAMPLES))
         return 0
     options, keys = read_options(argv, OPTIONS, "train_compile", keys=True)

@@ -66,14 +66,14 @@ def parts(argv: Sequence[str]) -> list[Part]:
     grid = given.pop("grid", "")
     if grid and grid not in GRIDS:
         raise ConfigError(f"grid={grid} is not known. Use {' or '.join(GRIDS)}.")
-    asked = [given]
+    lines = [given]
     if grid:
         out = pathlib.Path(given.pop("out", OWN["out"]))
-        asked = [
+        lines = [
             dict(pair.split("=", 1) for pair in pairs) | given | {"out": str(out / folder)}
             for folder, pairs in GRIDS[grid].items()
         ]
-    found = [Part(*arguments([f"{name}={value}" for name, value in one.items()])) for one in asked]
+    found = [Part(*arguments([f"{name}={value}" for name, value in one.items()])) for one in lines]
     for part in found:  # rows that the trainer refuses are refused before the first row
         keys = figures.mode_keys(figures.PLAIN, part.setup["keys"])
         cfg = config.load([f"{name}={value}" for name, value in keys.items()], {})

@@ -155,7 +155,7 @@ class Preemption:
 
         self._report = report
         self._several = jax.process_count() > 1
-        self._asked = False
+        self._requested = False
         self._ctrl_c, self._sigterm = _Presses(), _Presses()
         self.by_ctrl_c = False
         self._stack = contextlib.ExitStack()
@@ -180,11 +180,11 @@ class Preemption:
             from jax.experimental import multihost_utils
 
             return multihost_utils.reached_preemption_sync_point(step)
-        return self._asked
+        return self._requested
 
     def _handle(self, number: signal.Signals) -> None:
         # signal() returns None for a handler that Python has not installed and cannot restore.
-        before = signal.signal(number, lambda number, frame: self._ask()) or signal.SIG_DFL
+        before = signal.signal(number, lambda number, frame: self._request_stop()) or signal.SIG_DFL
         self._stack.callback(signal.signal, number, before)
 
     # Called in the threads of `signal_handler`, one call at a time.
@@ -199,11 +199,11 @@ class Preemption:
             quit_now()
         if count != 1:
             return
-        self.by_ctrl_c = not self._asked
+        self.by_ctrl_c = not self._requested
         self._report("Ctrl-C: stopping after this step; press it again to quit now.")
-        self._ask()
+        self._request_stop()
 
-    def _ask(self) -> None:
-        asked, self._asked = self._asked, True
-        if self._several and not asked:  # another SIGTERM would end the process
+    def _request_stop(self) -> None:
+        requested, self._requested = self._requested, True
+        if self._several and not requested:  # another SIGTERM would end the process
             os.kill(os.getpid(), signal.SIGTERM)

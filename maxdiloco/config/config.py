@@ -183,7 +183,7 @@ def describe_differences(cfg: Config) -> list[str]:
     ]
 
 
-def names_given(argv: Iterable[str], environ: Mapping[str, str]) -> set[str]:
+def user_keys(argv: Iterable[str], environ: Mapping[str, str]) -> set[str]:
     """Return the keys that a command line, its yml file and the environment set."""
     return set(_layers(list(argv), environ, maxtext.read(), warn=lambda _: None))
 

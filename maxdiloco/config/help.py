@@ -16,7 +16,7 @@ WIDTH = 100  # characters of a line
 _HELP = ("-h", "--help", "help")
 
 
-def asked(argv: Sequence[str]) -> list[str]:
+def help_words(argv: Sequence[str]) -> list[str]:
     """Return the argument that requests help and all arguments after it; [] if there is none."""
     positions = [position for position, argument in enumerate(argv) if argument in _HELP]
     return list(argv[positions[0] :]) if positions else []

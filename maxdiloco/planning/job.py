@@ -99,7 +99,7 @@ class Job:
     chip: Chip | None  # None without compile_topology
 
     @property
-    def asked(self) -> Candidate:
+    def configured(self) -> Candidate:
         """Return the candidate with the settings of the keys."""
         return Candidate(**{field: vars(self.cfg)[key] for key, field in KEYS.items()})
 

@@ -73,7 +73,7 @@ class Plan:
 
     def is_moved(self, row: Rated) -> bool:
         """Tell whether a candidate fits the chip only with its outer state in host memory."""
-        return row.candidate.memory != self.job.asked.memory
+        return row.candidate.memory != self.job.configured.memory
 
 
 def propose(

@@ -48,7 +48,7 @@ Say = Callable[[str], None]
 
 
 def run(
-    cfg: Config, clock: StartClock, notes: Sequence[str] = (), *, asked: Config | None = None
+    cfg: Config, clock: StartClock, notes: Sequence[str] = (), *, unresolved: Config | None = None
 ) -> int:
     """Join the other processes and train.
 
@@ -56,7 +56,7 @@ def run(
       cfg: the config.
       clock: measures the time since the program started.
       notes: log lines on the command line.
-      asked: the config before vocab_size=auto became a number, for config.yml; None: cfg.
+      unresolved: the config before vocab_size=auto became a number, for config.yml; None: cfg.
 
     Returns:
       The exit code.
@@ -69,12 +69,12 @@ def run(
     with startup.opened(cfg) as (cluster, mesh, lines):
         clock.lap("devices")
         ports = [] if cluster is None else [cluster.firewall_note]
-        return _run(cfg, asked or cfg, mesh, cluster, clock, [*notes, *lines, *ports])
+        return _run(cfg, unresolved or cfg, mesh, cluster, clock, [*notes, *lines, *ports])
 
 
 def _run(
     cfg: Config,
-    asked: Config,
+    unresolved: Config,
     mesh: Mesh,
     cluster: "Cluster | None",
     clock: StartClock,
@@ -85,7 +85,7 @@ def _run(
     console = Console(shown=primary)
     say = console.say
     num_replicas = run_settings.count_replicas(run_settings.read_batch(cfg), mesh)
-    # The run's config.yml has `asked`, because `auto` may become another number on resume.
+    # The run's config.yml has `unresolved`, because `auto` may become another number on resume.
     settings = run_settings.read(run_settings.with_replicas(cfg, num_replicas), mesh)
     shape = assemble.batch_shape(settings, mesh)
     for line in [*notes, *_config_lines(settings, mesh)]:
@@ -131,7 +131,7 @@ def _run(
         if length is not None and point.step >= length:
             say(f"nothing to do: step {point.step} of {total} is done. Raise steps to continue.")
             return 0
-        run_files.write(config.from_dict(asked.as_dict() | {"run_name": name}), folder, say)
+        run_files.write(config.from_dict(unresolved.as_dict() | {"run_name": name}), folder, say)
 
         compile_log = CompileLog(say, show_memory=settings.metrics.show_memory)
         messenger = None if cluster is None else cluster.messenger

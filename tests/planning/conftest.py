@@ -30,7 +30,7 @@ def proposed(monkeypatch):
 
     def proposed(*argv, step_s, slice_gbps):
         job = describe_job(config.load(argv, {}))
-        families = candidates.families(job, config.names_given(argv, {}))
+        families = candidates.families(job, config.user_keys(argv, {}))
         known = {each: rating.traffic(job, each) for family in families for each in family}
         monkeypatch.setattr(rating, "traffic", lambda job, each: known[each])
         law, tokens = forecast.fit(forecast.read_rows()), 20.0 * job.num_parameters

@@ -298,11 +298,11 @@ def test_help_lists_the_examples_options_and_keys(tmp_path, monkeypatch):
     path = tmp_path / "run.yml"
     path.write_text("diloco_sync_period: 100\n")
     argv = [str(path), "model_name=tiny"]
-    found = config.names_given(argv, {"M_DILOCO_EXCHANGE_DTYPE": "int8", "HOME": "/"})
+    found = config.user_keys(argv, {"M_DILOCO_EXCHANGE_DTYPE": "int8", "HOME": "/"})
     assert found >= {"diloco_sync_period", "model_name", "diloco_exchange_dtype"}
     assert "home" not in found and "steps" not in found
     monkeypatch.chdir(tmp_path)
-    assert "diloco_round_overlap" in config.names_given(["configs/recipes/eager.yml"], {})
+    assert "diloco_round_overlap" in config.user_keys(["configs/recipes/eager.yml"], {})
 
 
 def test_only_commands_are_wider_than_a_terminal(planned):

@@ -146,7 +146,7 @@ def test_a_smaller_loss_gap_comes_before_a_faster_link_use():
     """Rows by hand: eager is faster by less than its loss costs, and then by more."""
     cfg = config.load(["model_name=1b", "hardware=cpu", "dcn_diloco_parallelism=2"], {})
     planned = job.describe_job(cfg)
-    plain = dataclasses.replace(planned.asked, H=100, wire="int8")
+    plain = dataclasses.replace(planned.configured, H=100, wire="int8")
     eager = dataclasses.replace(plain, overlap="eager")
     sent = {each: rating.traffic(planned, each) for each in (plain, eager)}
     first, none = {}, forecast.Forecast(0, 0, 0, times_tokens=1, nearest=LAW.rows[0], outside=())
@@ -215,8 +215,8 @@ def test_only_the_edits_of_a_copy_of_base_yml_are_given_keys(tmp_path, monkeypat
     base = (files.config_folder() / "base.yml").read_text(encoding="utf-8")
     (tmp_path / "base.yml").write_text(base.replace("\nsteps: 1000", "\nsteps: 7"))
     monkeypatch.chdir(tmp_path)
-    assert config.names_given(["base.yml"], {}) == {"steps"}
-    assert config.names_given(["configs/base.yml"], {}) == set()
+    assert config.user_keys(["base.yml"], {}) == {"steps"}
+    assert config.user_keys(["configs/base.yml"], {}) == set()
 
 
 def test_the_answers_use_the_forecast_of_the_first_row(planned):
