@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from benchmarks.bandwidth import own, simulator
+from benchmarks.bandwidth import maxdiloco_modes, simulator
 from benchmarks.bandwidth import tables as published
 from benchmarks.bandwidth.simulator import GRID, H
 from benchmarks.bandwidth.tables import Size
@@ -92,10 +92,10 @@ def figure(size: Size) -> str:
     curves: dict[str, Callable[[float], float]] = {
         "data parallel": lambda gbps: data_parallel(*size[1:], gbps=gbps)
     }
-    for mode in own.modes(size):
+    for mode in maxdiloco_modes.modes(size):
         if mode.wire == "float4_e3m0":
             name = mode.name + (", host" if mode.transport == "host" else "")
-            curves[f"{name}, 4 bits"] = lambda g, m=mode: own.sustained(
+            curves[f"{name}, 4 bits"] = lambda g, m=mode: maxdiloco_modes.sustained_utilisation(
                 size, m, replicas=REPLICAS, gbps=g
             )
     title = f"{size.name}: compute utilisation against bandwidth, sustained, {REPLICAS} replicas"
@@ -137,7 +137,7 @@ def main() -> None:
         ]
         parts.append(markdown([("row", "size", "published", "computed"), *body]))
     parts.append(f"Sustained, 99 %, {REPLICAS} replicas\n")
-    parts.append(markdown(own.rows(REPLICAS)))
+    parts.append(markdown(maxdiloco_modes.rows(REPLICAS)))
     text = "\n".join(parts)
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "table.md").write_text(text, encoding="utf-8")

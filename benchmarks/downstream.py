@@ -44,7 +44,7 @@ from jax.sharding import Mesh
 from benchmarks.learning.modes import DATA_PARALLEL, SCALES
 from benchmarks.learning.plan import Row
 from benchmarks.learning.rows import TAIL, keys_of
-from benchmarks.link.command import divided, guarded, help_text, number
+from benchmarks.link.command import guarded, help_text, number, split_arguments
 from benchmarks.link.rows import RowError
 from maxdiloco import train as train_program
 from maxdiloco.checkpoint import read
@@ -146,22 +146,22 @@ def _main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> Options:
     """Read the command line. Raises ConfigError."""
-    own, keys = divided(argv, OWN)
-    if not pathlib.Path(own["text"]).is_file():
-        raise ConfigError(f"text={own['text']}: expected a file of text.")
-    steps = number("steps", own, least=WARMUP + DECAY + PERIOD)
+    options, keys = split_arguments(argv, OWN)
+    if not pathlib.Path(options["text"]).is_file():
+        raise ConfigError(f"text={options['text']}: expected a file of text.")
+    steps = number("steps", options, least=WARMUP + DECAY + PERIOD)
     return Options(
-        text=str(pathlib.Path(own["text"]).resolve()),
-        seeds=number("seeds", own),
+        text=str(pathlib.Path(options["text"]).resolve()),
+        seeds=number("seeds", options),
         steps=steps // PERIOD * PERIOD,
         finetune_steps=sorted(
             number("finetune_steps", {"finetune_steps": steps})
-            for steps in own["finetune_steps"].split(",")
+            for steps in options["finetune_steps"].split(",")
         ),
-        finetunings=number("finetunings", own),
-        tolerance=number("tolerance", own, float, least=0),
-        tests=number("tests", own),
-        out=pathlib.Path(own["out"]).resolve(),
+        finetunings=number("finetunings", options),
+        tolerance=number("tolerance", options, float, least=0),
+        tests=number("tests", options),
+        out=pathlib.Path(options["out"]).resolve(),
         keys=keys,
     )
 

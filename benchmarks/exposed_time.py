@@ -90,21 +90,21 @@ def main(argv: Sequence[str]) -> int:
         rows.append((name, *figures(counted, chip)))
         print(aligned(rows)[-1], flush=True)
 
-    plain = changed(cfg, {"enable_diloco": False})
+    plain = with_keys(cfg, {"enable_diloco": False})
     row("data parallel", exchanges(plain, mesh, runs=cfg.diloco_sync_period))
     for name, keys in modes(fragments).items():
-        row(name, exchanges(changed(cfg, keys), mesh))
+        row(name, exchanges(with_keys(cfg, keys), mesh))
     row("the peers' way, P=1", peers(cfg, mesh, 1))
     row(f"the peers' way, P={fragments}", peers(cfg, mesh, fragments))
     print("\n".join(["", *aligned(rows)]))
     return 0
 
 
-def changed(cfg: config.Config, keys: dict[str, Any]) -> config.Config:
+def with_keys(cfg: config.Config, keys: dict[str, Any]) -> config.Config:
     return config.from_dict(cfg.as_dict() | keys)
 
 
-def bound(cfg: config.Config, mesh: Any) -> assemble.Parts:
+def assemble_parts(cfg: config.Config, mesh: Any) -> assemble.Parts:
     return assemble.assemble(
         run_settings.read(cfg, mesh), mesh, total_steps=cfg.steps, on_compile=_say
     )
@@ -116,7 +116,7 @@ def _say(name: str, seconds: float, compiled: jax.stages.Compiled) -> None:
 
 def exchanges(cfg: config.Config, mesh: Any, *, runs: int = 0) -> list[tuple[Any, int]]:
     """The programs of a mode that exchange, with their runs in a period. runs: counts every one."""
-    parts = bound(cfg, mesh)
+    parts = assemble_parts(cfg, mesh)
     calls = parts.trainer.calls(parts.batch)
     found = [call for call in calls if call.program.name.startswith(EXCHANGES) or runs]
     return [(_read(call.program.compile(*call.args)), runs or call.runs) for call in found]
@@ -141,8 +141,8 @@ def figures(counted: list[tuple[Any, int]], chip: chips.Chip) -> tuple[str, ...]
 def peers(cfg: config.Config, mesh: Any, fragments: int) -> list[tuple[Any, int]]:
     """One program for fragments with equal cuts, with their number."""
     keys = STREAMING | {"num_diloco_fragments": fragments} if fragments > 1 else {}
-    cfg = changed(cfg, keys)
-    parts = bound(cfg, mesh)
+    cfg = with_keys(cfg, keys)
+    parts = assemble_parts(cfg, mesh)
     by_form: dict[tuple, list] = {}
     for plan in parts.trainer.layout.plans:
         by_form.setdefault(plan.form, []).append(plan)

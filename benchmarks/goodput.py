@@ -79,9 +79,9 @@ class Chips:
     An interruption while the job stands still is part of the wait that has begun.
     """
 
-    def __init__(self, rng: random.Random, chips: float, given: Assumptions):
+    def __init__(self, rng: random.Random, chips: float, assumptions: Assumptions):
         self._rng, self._rate = rng, chips / YEAR_S
-        self._slice, self._repair_s = given.slice_chips / chips, given.repair_s
+        self._slice, self._repair_s = assumptions.slice_chips / chips, assumptions.repair_s
         self._back: list[float] = []
 
     def next_interruption(self, now: float) -> float:
@@ -112,16 +112,19 @@ def goodput_of_job(chips: Chips, pause_s: float, until_s: float) -> float:
     return worked / now
 
 
-def published_row(method: str | int, chips: int, given: Assumptions, seed: int) -> float:
+def published_row(method: str | int, chips: int, assumptions: Assumptions, seed: int) -> float:
     """Return the goodput of a row of the published table. method: as in PUBLISHED."""
     rng = random.Random(f"{seed} {method} {chips}")
     if method == "data parallel":
-        whole = Chips(rng, chips, given._replace(repair_s=0.0))
-        return goodput_of_job(whole, given.restart_s, TABLE_S)
+        whole = Chips(rng, chips, assumptions._replace(repair_s=0.0))
+        return goodput_of_job(whole, assumptions.restart_s, TABLE_S)
     if method == "elastic":
-        return goodput_of_job(Chips(rng, chips, given), given.elastic_s, TABLE_S)
-    learner = Chips(rng, chips / method, given)  # they are alike and do not wait for each other
-    return (1 - given.exchange) * goodput_of_job(learner, given.learner_s, TABLE_S * method)
+        return goodput_of_job(Chips(rng, chips, assumptions), assumptions.elastic_s, TABLE_S)
+    # The learners are alike and do not wait for each other.
+    learner = Chips(rng, chips / method, assumptions)
+    return (1 - assumptions.exchange) * goodput_of_job(
+        learner, assumptions.learner_s, TABLE_S * method
+    )
 
 
 class Islands:
@@ -132,7 +135,7 @@ class Islands:
         seed: str,
         count: int,
         chips: int,
-        given: Assumptions,
+        assumptions: Assumptions,
         *,
         restarts: bool,
         snapshot_every: int,
@@ -150,9 +153,9 @@ class Islands:
         )
         self.chips = []
         for island in self.world.islands:
-            self.chips.append(Chips(rng, chips / count, given))
+            self.chips.append(Chips(rng, chips / count, assumptions))
             self.world.later(rng.random() * TICK_S, functools.partial(self.world.tick, island))
-            self.interrupt_later(island, given.elastic_s, restarts=restarts)
+            self.interrupt_later(island, assumptions.elastic_s, restarts=restarts)
 
     def step_of(self, island: Island) -> tuple[float, int]:
         """Return seconds and tokens of the next step."""
@@ -182,7 +185,10 @@ def published_table(seed: int) -> list[tuple[str, ...]]:
     for chips, methods in PUBLISHED.items():
         for method, published in methods.items():
             name = f"{method} learners" if isinstance(method, int) else method
-            found = (published_row(method, chips, given, seed) for given in ASSUMPTIONS.values())
+            found = (
+                published_row(method, chips, assumptions, seed)
+                for assumptions in ASSUMPTIONS.values()
+            )
             cells = (f"{100 * each:.1f} %" for each in found)
             rows.append((f"{chips:,}", name, f"{published} %", *cells))
     return rows
@@ -194,13 +200,13 @@ def islands_table(counts: Sequence[int], minutes: float, seed: int) -> list[tupl
     for chips, count in itertools.product(PUBLISHED, counts):
         for what, snapshot_every in CASES:
             found = []
-            for given in ASSUMPTIONS.values():
+            for assumptions in ASSUMPTIONS.values():
                 restarts = what == RESTARTS
                 islands = Islands(
                     f"{seed} {chips} {count}",
                     count,
                     chips,
-                    given,
+                    assumptions,
                     restarts=restarts,
                     snapshot_every=snapshot_every,
                 )
@@ -218,9 +224,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own = without_keys(argv, OWN)
-    minutes, seed = number("minutes", own, float), number("seed", own, least=0)
-    counts = [number("islands", {"islands": each}) for each in own["islands"].split(",")]
+    options = without_keys(argv, OWN)
+    minutes, seed = number("minutes", options, float), number("seed", options, least=0)
+    counts = [number("islands", {"islands": each}) for each in options["islands"].split(",")]
     parts = []
     for title, rows in (
         ("Published", published_table(seed)),
@@ -228,7 +234,7 @@ def _main(argv: Sequence[str]) -> int:
     ):
         parts += [f"{title}\n", markdown(rows)]
     text = "\n".join(parts)
-    out = pathlib.Path(own["out"])
+    out = pathlib.Path(options["out"])
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(text, encoding="utf-8")
     print(text)

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.learning.modes import SCALES
-from benchmarks.link.command import choices, divided, guarded, help_text, number, numbers
+from benchmarks.link.command import choices, guarded, help_text, number, numbers, split_arguments
 from benchmarks.link.rows import ROOT
 
 OWN = {
@@ -105,9 +105,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, given = divided(argv, OWN)
-    sleeps, seeds = numbers("step_ms", own), number("seeds", own)
-    rows, out = choices("rows", own, OWN["rows"].split(",")), pathlib.Path(own["out"]).resolve()
+    options, given = split_arguments(argv, OWN)
+    sleeps, seeds = numbers("step_ms", options), number("seeds", options)
+    rows = choices("rows", options, OWN["rows"].split(","))
+    out = pathlib.Path(options["out"]).resolve()
     scale = SCALES["cpu"]
     steps = scale.steps * scale.batch // BATCH
     keys = dict(scale.keys) | KEYS | {"steps": steps, "eval_interval": steps}

@@ -80,11 +80,16 @@ def _messages(action: Any, *, loads: bool) -> tuple[float, float]:
 
 
 def cell(
-    period: float | str, mbit: float, megabytes: float, faults_per_hour: float, seed: int, own: dict
+    period: float | str,
+    mbit: float,
+    megabytes: float,
+    faults_per_hour: float,
+    seed: int,
+    options: dict,
 ) -> tuple[float, float]:
     """Return the goodput of a run, and the mean period of its last half [s]."""
-    rng, count = random.Random(seed), number("boxes", own)
-    steps_s = [ms / 1000 for ms in numbers("step_ms", own)]
+    rng, count = random.Random(seed), number("boxes", options)
+    steps_s = [ms / 1000 for ms in numbers("step_ms", options)]
     links = Links(count, mbit * 125_000, megabytes * 1e6 / FRAGMENTS)
     world = World(
         run_settings(sync_period=SYNC_PERIOD, fragments=FRAGMENTS, snapshot_every=64),
@@ -95,7 +100,7 @@ def cell(
         tick_s=TICK_S,
         load_tick_s=LOAD_TICK_S,
     )
-    end_s = 60 * number("minutes", own, float)
+    end_s = 60 * number("minutes", options, float)
     for island in world.islands:
         world.later(rng.random() * TICK_S, functools.partial(world.tick, island))
     fault_s = 3600 / faults_per_hour if faults_per_hour else 2 * end_s
@@ -132,19 +137,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own = without_keys(argv, OWN)
-    fixed = numbers("periods", own)
+    options = without_keys(argv, OWN)
+    fixed = numbers("periods", options)
     titles = (*(f"{period:g} s" for period in fixed), "auto", "its period", "auto / best")
     rows = [("", "Mbit/s", "MB", *titles)]
     for storm in (False, True):
-        faults = float(own["faults_per_hour"]) * storm
-        for mbit in numbers("mbit", own):
-            for megabytes in numbers("megabytes", own):
+        faults = float(options["faults_per_hour"]) * storm
+        for mbit in numbers("mbit", options):
+            for megabytes in numbers("megabytes", options):
                 means = []
                 for period in (*fixed, "auto"):
                     cells = [
-                        cell(period, mbit, megabytes, faults, int(seed), own)
-                        for seed in numbers("seeds", own)
+                        cell(period, mbit, megabytes, faults, int(seed), options)
+                        for seed in numbers("seeds", options)
                     ]
                     means.append([sum(each) / len(cells) for each in zip(*cells, strict=True)])
                 shares = [share for share, _ in means]

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.link import hosts, storm_figures
-from benchmarks.link.command import divided, guarded, help_text, number, numbers
+from benchmarks.link.command import guarded, help_text, number, numbers, split_arguments
 from benchmarks.link.rows import ROOT
 from benchmarks.link.storm import (
     BUCKET,
@@ -77,7 +77,7 @@ def system(
     keys: Mapping[str, Any],
     sleeps: Mapping[str, float],
     out: pathlib.Path,
-    made: hosts.Hosts | None,
+    network: hosts.Hosts | None,
 ) -> System:
     """Return the commands of islands. keys: the trainer's. sleeps: by island, after a step [ms]."""
 
@@ -86,7 +86,7 @@ def system(
         traced = ["benchmarks.link.process", str(trace), "-1", str(sleeps[name])]
         return [sys.executable, "-m", *traced, *words]
 
-    return System(s3_server(), "ready", island, s3_environ(made) | {"PYTHONPATH": str(ROOT)})
+    return System(s3_server(), "ready", island, s3_environ(network) | {"PYTHONPATH": str(ROOT)})
 
 
 def island_keys(name: str, out: pathlib.Path) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def audit(storm: Storm) -> tuple[bool, int, int]:
     Returns:
       Whether it is without errors; the records of fragment 0 and their tokens.
     """
-    inside = ["ip", "netns", "exec", storm.made.names[0]] if storm.made else []
+    inside = ["ip", "netns", "exec", storm.network.names[0]] if storm.network else []
     command = [*inside, sys.executable, "-m", "maxdiloco.islands", "audit", STORE]
     done = subprocess.run(
         command, env=storm.system.environ, cwd=ROOT, capture_output=True, text=True
@@ -138,25 +138,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, given = divided(argv, OWN)
+    options, given = split_arguments(argv, OWN)
     keys = KEYS | given
-    mbit, count = number("mbit", own, float, least=0), number("boxes", own)
+    mbit, count = number("mbit", options, float, least=0), number("boxes", options)
     if mbit == 0:
-        return run(own, keys, None)
-    with hosts.hosts(count + 1, hosts.Link(mbit)) as made:  # the store has a host of its own
-        return run(own, keys, made)
+        return run(options, keys, None)
+    with hosts.hosts(count + 1, hosts.Link(mbit)) as network:  # the store has a host of its own
+        return run(options, keys, network)
 
 
-def run(own: dict[str, str], keys: dict[str, Any], made: hosts.Hosts | None) -> int:
+def run(options: dict[str, str], keys: dict[str, Any], network: hosts.Hosts | None) -> int:
     """Run the storm and report; return the exit code."""
-    names = [f"box{i}" for i in range(int(own["boxes"]))]
-    sleeps, out = numbers("step_ms", own), pathlib.Path(own["out"]).resolve()
+    names = [f"box{i}" for i in range(int(options["boxes"]))]
+    sleeps, out = numbers("step_ms", options), pathlib.Path(options["out"]).resolve()
     by_name = {name: sleeps[i % len(sleeps)] for i, name in enumerate(names)}
-    seconds, kinds = float(own["seconds"]), KINDS if made else ON_ONE_NETWORK
-    planned = draw(seconds, float(own["faults_per_hour"]), kinds, names, int(own["seed"]))
+    seconds, kinds = float(options["seconds"]), KINDS if network else ON_ONE_NETWORK
+    planned = draw(seconds, float(options["faults_per_hour"]), kinds, names, int(options["seed"]))
     period = keys["islands_period_seconds"]
     first_messages = 3 * (AUTO_S if period == "auto" else float(period))
-    with Storm(system(keys, by_name, out, made), names, out, made, float(own["mbit"])) as storm:
+    with Storm(
+        system(keys, by_name, out, network), names, out, network, float(options["mbit"])
+    ) as storm:
         outcome = storm.run(planned, seconds, first_messages)
         clean, records, committed = audit(storm)
         starts = sum(map(len, storm.starts.values()))

@@ -44,7 +44,7 @@ from jax.sharding import Mesh
 from benchmarks import simulated_islands
 from benchmarks.bandwidth_model import markdown
 from benchmarks.learning.modes import SCALES
-from benchmarks.link.command import choices, divided, guarded, help_text, number
+from benchmarks.link.command import choices, guarded, help_text, number, split_arguments
 from maxdiloco.config import config
 from maxdiloco.config.keys import AXES, Config
 from maxdiloco.data import corpus
@@ -155,18 +155,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, keys = divided(argv, OWN)
-    names = choices("settings", own, list(SETTINGS), separator=";")
-    chosen = choices("rules", own, list(RULES), separator=";")
-    seeds, records = number("seeds", own), number("records", own)
-    tuning_records = number("tuning_records", own)
+    options, keys = split_arguments(argv, OWN)
+    names = choices("settings", options, list(SETTINGS), separator=";")
+    chosen = choices("rules", options, list(RULES), separator=";")
+    seeds, records = number("seeds", options), number("records", options)
+    tuning_records = number("tuning_records", options)
     given = dict(SCALES["cpu"].keys) | KEYS | keys
     cfg = config.load([f"{name}={value}" for name, value in given.items()], {})
-    texts = own["texts"].split(",")
+    texts = options["texts"].split(",")
     if len(texts) != ISLANDS:
-        raise ConfigError(f"texts={own['texts']}: expected {ISLANDS} paths with commas between.")
+        raise ConfigError(
+            f"texts={options['texts']}: expected {ISLANDS} paths with commas between."
+        )
     jax.config.update("jax_platforms", "cpu")
-    learner, out = Learner(cfg, texts), pathlib.Path(own["out"])
+    learner, out = Learner(cfg, texts), pathlib.Path(options["out"])
     out.mkdir(parents=True, exist_ok=True)
     path = out / "rows.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.link import faults
-from benchmarks.link.command import choices, divided, guarded, help_text, number
+from benchmarks.link.command import choices, guarded, help_text, number, split_arguments
 from benchmarks.link.faults import CaseError, End, Fault
 from benchmarks.link.hosts import Link
 from maxdiloco.errors import LostPeerError
@@ -94,16 +94,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, given = divided(argv, OWN)
-    count, timeout_s = number("hosts", own, least=2), number("timeout_s", own, least=4)
-    link, out = Link(number("mbit", own, float, least=0.1)), pathlib.Path(own["out"]).resolve()
-    chosen = choices("faults", own, list(all_faults(timeout_s)))
-    moments = choices("moments", own, list(MOMENTS))
+    options, given = split_arguments(argv, OWN)
+    count, timeout_s = number("hosts", options, least=2), number("timeout_s", options, least=4)
+    link = Link(number("mbit", options, float, least=0.1))
+    out = pathlib.Path(options["out"]).resolve()
+    chosen = choices("faults", options, list(all_faults(timeout_s)))
+    moments = choices("moments", options, list(MOMENTS))
     keys: dict[str, Any] = KEYS | given
     keys |= {"peer_timeout_seconds": timeout_s, "num_slices": count}
     keys["jax_cache_dir"] = out / "jax_cache"
     faults.clear(out / "undisturbed")
-    faults.undisturbed(count, link, out / "undisturbed", _named(keys, out / "undisturbed"))
+    faults.run_without_fault(count, link, out / "undisturbed", _named(keys, out / "undisturbed"))
     wanted = faults.digests(out / "undisturbed" / "run", int(keys["steps"]))
     cases = []
     for name in chosen:
@@ -138,11 +139,11 @@ def run(
     problems = []
     try:
         at = (moment, MOMENTS[moment])
-        ends = faults.meet(fault, at, count, link, folder / "fault", keys, limit_s)
+        ends = faults.run_with_fault(fault, at, count, link, folder / "fault", keys, limit_s)
     except CaseError as error:
         ends, problems = [], [str(error)]
     if any(end.code for end in ends) or not ends:
-        faults.undisturbed(count, link, folder / "restart", keys)
+        faults.run_without_fault(count, link, folder / "restart", keys)
     equal = faults.digests(folder / "run", int(keys["steps"])) == wanted
     if not equal:
         problems.append("the parameters differ from those of the undisturbed run")
@@ -157,7 +158,7 @@ def _wrong(fault: Fault, ends: Sequence[End], timeout_s: float) -> list[str]:
             continue
         names_peer = end.line.startswith("LostPeerError: ") and "process " in end.line
         lost = end.code == LostPeerError.exit_code and names_peer
-        if end.code != 0 if fault.goes_on(timeout_s) else not lost:
+        if end.code != 0 if fault.is_survivable(timeout_s) else not lost:
             problems.append(f"process {process} ended with {end.code}: {end.line}")
     return problems
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.exposed_time import bound, changed, read_command_line
+from benchmarks.exposed_time import assemble_parts, read_command_line, with_keys
 from maxdiloco.command_line import guarded
 from maxdiloco.engine.calls import memory_of
 from maxdiloco.output import aligned
@@ -48,14 +48,14 @@ def modes(fragments: int) -> dict[str, dict[str, Any]]:
 def main(argv: Sequence[str]) -> int:
     options, cfg, mesh = read_command_line(argv, DEFAULTS)
     compiled: dict[str, Any] = {}
-    plain, name = needed(bound(changed(cfg, {"enable_diloco": False}), mesh), compiled)
+    plain, name = needed(assemble_parts(with_keys(cfg, {"enable_diloco": False}), mesh), compiled)
     where = f"{cfg.model_name}, 2 x {options['slices']}, remat_policy={cfg.remat_policy}"
     print(f"{where}: MiB a device")
     rows = [COLUMNS, ("data parallel", "", f"{plain / MIB:,.0f}", name, "", "", "")]
     print("\n".join(aligned(rows)), flush=True)
     for mode, keys in modes(int(options["fragments"])).items():
         for place in PLACES:
-            parts = bound(changed(cfg, keys | {"diloco_outer_memory": place}), mesh)
+            parts = assemble_parts(with_keys(cfg, keys | {"diloco_outer_memory": place}), mesh)
             rows.append((mode, place, *row(parts, plain, compiled)))
             print(aligned(rows)[-1], flush=True)
     print("\n".join(["", *aligned(rows)]))

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import step_time
 from benchmarks.environment import environment
-from benchmarks.link.command import choices, divided, guarded, help_text, number
+from benchmarks.link.command import choices, guarded, help_text, number, split_arguments
 from benchmarks.link.rows import ROOT, RowError
 from maxdiloco.config import config
 from maxdiloco.config.keys import Config
@@ -105,23 +105,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, keys, cfg = arguments(argv)
-    out = pathlib.Path(own["out"]).resolve()
+    options, keys, cfg = arguments(argv)
+    out = pathlib.Path(options["out"]).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    python = pathlib.Path(own["python"]) if own["python"] else environment(out, REQUIREMENTS)
-    job = torch_job(cfg, own)
+    python = (
+        pathlib.Path(options["python"]) if options["python"] else environment(out, REQUIREMENTS)
+    )
+    job = torch_job(cfg, options)
     starts = {}
-    if own["start"] == "true":
+    if options["start"] == "true":
         starts["maxdiloco"] = our_start(keys, out)
     torch = Torch(python, job, out / "torch.log")
     try:
-        if own["start"] == "true":
+        if options["start"] == "true":
             starts["torch"] = torch.ready["first_step_s"]
         ours = our_case(cfg)
         size, theirs = count_parameters(ours.parts.model), torch.ready["parameters"]
         if size != theirs:
             raise RowError(f"the models differ: {size:,} parameters here, {theirs:,} in torch.")
-        walls, cpus = in_turns(ours, torch, cfg, float(own["pause_s"]))
+        walls, cpus = in_turns(ours, torch, cfg, float(options["pause_s"]))
     finally:
         torch.close()
     print(report(cfg, ours, torch.ready, walls, cpus, starts))
@@ -130,11 +132,11 @@ def _main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> tuple[dict[str, str], list[str], Config]:
     """Own arguments, the trainer's, and the trainer's config. Raises ConfigError."""
-    own, given = divided(argv, OWN)
+    options, given = split_arguments(argv, OWN)
     keys = DEFAULTS | given
     for name in ("compile", "start"):
-        choices(name, own, ("true", "false"))
-    choices("torch_dtype", own, ("", "bfloat16", "float32"))
+        choices(name, options, ("true", "false"))
+    choices("torch_dtype", options, ("", "bfloat16", "float32"))
     pairs = [f"{name}={value}" for name, value in keys.items()]
     cfg = config.load(pairs, os.environ)
     if cfg.steps < 1 or list(cfg.mlp_activations) not in (["silu", "linear"], ["gelu"]):
@@ -142,21 +144,21 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, str], list[str], Config]:
             f"steps={cfg.steps}, mlp_activations={','.join(cfg.mlp_activations)}: expected steps "
             f"of 1 or more, and [silu, linear] or [gelu], which torch's loop has."
         )
-    return own, pairs, cfg
+    return options, pairs, cfg
 
 
-def torch_job(cfg: Config, own: dict[str, str]) -> dict[str, Any]:
+def torch_job(cfg: Config, options: dict[str, str]) -> dict[str, Any]:
     """The job of torch's loop."""
     return {
         "spec": {name: getattr(cfg, name) for name in SPEC},
         "tied": cfg.logits_via_embedding,
         "qk_norm": cfg.use_qk_norm != "false",
         "gated": len(cfg.mlp_activations) == 2,
-        "dtype": own["torch_dtype"] or cfg.dtype,
+        "dtype": options["torch_dtype"] or cfg.dtype,
         "batch": cfg.per_device_batch_size,
         "device": "cuda" if cfg.hardware == "gpu" else "cpu",
-        "compile": own["compile"] == "true",
-        "threads": number("threads", own, least=0),
+        "compile": options["compile"] == "true",
+        "threads": number("threads", options, least=0),
     }
 
 

@@ -195,13 +195,13 @@ def measure(
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with hosts(setup["hosts"], link_of(row, setup)) as made:
-        congestion = made.congestion()
-        jobs = [job(i, made.addresses, row, setup, folder) for i in range(setup["hosts"])]
-        with counters.Sampler(made) as sampler:
+    with hosts(setup["hosts"], link_of(row, setup)) as network:
+        congestion = network.congestion()
+        jobs = [job(i, network.addresses, row, setup, folder) for i in range(setup["hosts"])]
+        with counters.Sampler(network) as sampler:
             # -I: the script's folder is not searched for modules.
             commands = [[str(python), "-I", str(PROCESS), json.dumps(one)] for one in jobs]
-            processes = rows.start(made, commands, folder, rows.environment(made))
+            processes = rows.start(network, commands, folder, rows.environment(network))
             rows.wait(processes, folder, setup["row_limit_s"])
     reports = [json.loads(pathlib.Path(one["report"]).read_text()) for one in jobs]
     if row.mode != figures.PLAIN:

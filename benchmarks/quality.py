@@ -22,10 +22,10 @@ import jax
 
 from benchmarks.learning import draw, table
 from benchmarks.learning.modes import BY_NAME, MODES, SCALES, Mode, Scale
-from benchmarks.learning.plan import FIRST_SEED, Row, decided, is_over
+from benchmarks.learning.plan import FIRST_SEED, Row, is_over, known_rows
 from benchmarks.learning.rows import Run, keys_of
 from benchmarks.learning.traffic import Traffic, traffic
-from benchmarks.link.command import choices, divided, guarded, help_text, number
+from benchmarks.link.command import choices, guarded, help_text, number, split_arguments
 from benchmarks.link.rows import RowError
 from maxdiloco.errors import ConfigError
 
@@ -76,7 +76,7 @@ def _main(argv: Sequence[str]) -> int:
     try:
         while not is_over(options.modes, options.scale, done):
             waiting = [
-                row for row in decided(options.modes, options.scale, done) if row not in done
+                row for row in known_rows(options.modes, options.scale, done) if row not in done
             ]
             waiting = [row for row in waiting if row not in failed]
             waiting = [row for row in waiting if all(run.row != row for run, _ in running)]
@@ -102,21 +102,23 @@ def _main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> Options:
     """The request of a command line. Raises ConfigError."""
-    own, keys = divided(argv, OWN)
-    (name,) = choices("scale", own, list(SCALES))
+    options, keys = split_arguments(argv, OWN)
+    (name,) = choices("scale", options, list(SCALES))
     scale = SCALES[name]
-    if own["steps"]:
-        scale = scale._replace(steps=number("steps", own))
-    if own["seeds"]:
-        scale = scale._replace(seeds=number("seeds", own), all_alike=True)
+    if options["steps"]:
+        scale = scale._replace(steps=number("steps", options))
+    if options["seeds"]:
+        scale = scale._replace(seeds=number("seeds", options), all_alike=True)
     names = [mode.name for mode in MODES if not mode.extra]
-    if own["modes"]:
-        names = choices("modes", own, list(BY_NAME), separator=";")
+    if options["modes"]:
+        names = choices("modes", options, list(BY_NAME), separator=";")
     on_cpu = scale.keys["hardware"] == "cpu"
     default = len(os.sched_getaffinity(0)) if on_cpu else 1
-    jobs = number("jobs", own) if own["jobs"] else default
-    modes = [_at_rates(BY_NAME[name], own["rates"]) for name in names]
-    return Options(own["scale"], scale, modes, keys, jobs, pathlib.Path(own["out"]).resolve())
+    jobs = number("jobs", options) if options["jobs"] else default
+    modes = [_at_rates(BY_NAME[name], options["rates"]) for name in names]
+    return Options(
+        options["scale"], scale, modes, keys, jobs, pathlib.Path(options["out"]).resolve()
+    )
 
 
 def _at_rates(mode: Mode, text: str) -> Mode:

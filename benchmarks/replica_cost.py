@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from benchmarks.link.command import divided, guarded, help_text, number
+from benchmarks.link.command import guarded, help_text, number, split_arguments
 from benchmarks.link.rows import ROOT, RowError
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
@@ -46,10 +46,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    own, cases = arguments(argv)
-    out = pathlib.Path(own["out"]).resolve()
+    options, cases = arguments(argv)
+    out = pathlib.Path(options["out"]).resolve()
     speeds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(number("turns", own)):
+    for turn in range(number("turns", options)):
         for name in list(cases)[:: 1 if turn % 2 else -1]:
             speeds[name].append(measure(cases[name], out, f"{name}-{turn}-{os.getpid()}"))
             print(f"{name}: {speeds[name][-1]:,.0f} tokens/s", flush=True)
@@ -59,8 +59,8 @@ def _main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """Own arguments, and the trainer's keys of both cases. Raises ConfigError."""
-    own, given = divided(argv, OWN)
-    count = number("replicas", own)
+    options, given = split_arguments(argv, OWN)
+    count = number("replicas", options)
     keys = DEFAULTS | given | FIXED
     # Keys of the exchange on the command line apply only to the replicas.
     streaming = STREAMING | {name: keys.pop(name) for name in STREAMING if name in keys}
@@ -73,12 +73,12 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, 
         )
     H = cfg.diloco_sync_period
     keys |= {"steps": str(cfg.steps * H), "log_period": str(H)}
-    replicas = {"num_diloco_replicas": own["replicas"], "per_device_batch_size": str(each)}
+    replicas = {"num_diloco_replicas": options["replicas"], "per_device_batch_size": str(each)}
     cases = {
         "data parallel": keys | {"enable_diloco": "false"},
-        f"streaming, {own['replicas']} replicas": keys | streaming | replicas,
+        f"streaming, {options['replicas']} replicas": keys | streaming | replicas,
     }
-    return own, cases
+    return options, cases
 
 
 def measure(keys: Mapping[str, str], out: pathlib.Path, name: str) -> float:

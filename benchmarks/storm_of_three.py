@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks import islands_storm
 from benchmarks.link import hosts, storm_figures
-from benchmarks.link.command import divided, guarded, help_text, number, numbers
+from benchmarks.link.command import guarded, help_text, number, numbers, split_arguments
 from benchmarks.link.rows import ROOT, commit
 from benchmarks.link.storm import (
     BUCKET,
@@ -143,8 +143,8 @@ def _main(argv: Sequence[str]) -> int:
     for i, name in enumerate(systems):
         print(f"{i + 1}/{len(systems)} {name}", flush=True)
         out = setup.out / f"{i}-{name}"
-        with hosts.hosts(len(setup.sleeps) + 1, hosts.Link(setup.mbit)) as made:
-            outcome, found = run(name, setup, out, made)
+        with hosts.hosts(len(setup.sleeps) + 1, hosts.Link(setup.mbit)) as network:
+            outcome, found = run(name, setup, out, network)
         figures = storm_figures.figures(outcome, islands_storm.tokens_of(setup.keys), found.tokens)
         runs.append({
             "system": name,
@@ -163,29 +163,29 @@ def _main(argv: Sequence[str]) -> int:
 
 def arguments(argv: Sequence[str]) -> tuple[list[str], Setup]:
     """Return the systems in their order, and the arguments for all. Raises ConfigError."""
-    own, given = divided(argv, OWN)
-    systems = own["systems"].split(",")
+    options, given = split_arguments(argv, OWN)
+    systems = options["systems"].split(",")
     if unknown := sorted(set(systems) - set(SYSTEMS)):
-        raise ConfigError(f"systems={own['systems']}: {unknown[0]} is not one of {SYSTEMS}.")
-    sleeps = numbers("step_ms", own)
+        raise ConfigError(f"systems={options['systems']}: {unknown[0]} is not one of {SYSTEMS}.")
+    sleeps = numbers("step_ms", options)
     if min(sleeps) < 1:
-        raise ConfigError(f"step_ms={own['step_ms']}: expected numbers >= 1.")
-    names = [f"member{i}" for i in range(number("members", own))]
+        raise ConfigError(f"step_ms={options['step_ms']}: expected numbers >= 1.")
+    names = [f"member{i}" for i in range(number("members", options))]
     seconds, per_hour = (
-        number("seconds", own, float),
-        number("faults_per_hour", own, float, least=0),
+        number("seconds", options, float),
+        number("faults_per_hour", options, float, least=0),
     )
-    pythons = {name: own[f"{name}_python"] for name in PEERS}
+    pythons = {name: options[f"{name}_python"] for name in PEERS}
     versions = [version(name, pythons[name]) for name in PEERS if name in systems]
     setup = Setup(
         KEYS | given,
         {name: sleeps[i % len(sleeps)] for i, name in enumerate(names)},
-        draw(seconds, per_hour, KINDS, names, number("seed", own, least=0)),
+        draw(seconds, per_hour, KINDS, names, number("seed", options, least=0)),
         seconds,
-        number("mbit", own, float),
+        number("mbit", options, float),
         pythons,
         versions,
-        pathlib.Path(own["out"]).resolve(),
+        pathlib.Path(options["out"]).resolve(),
     )
     hosts.check()
     return systems, setup
@@ -207,14 +207,16 @@ def version(name: str, python: str) -> str:
     return done.stdout.strip()
 
 
-def run(name: str, setup: Setup, out: pathlib.Path, made: hosts.Hosts) -> tuple[Outcome, Committed]:
+def run(
+    name: str, setup: Setup, out: pathlib.Path, network: hosts.Hosts
+) -> tuple[Outcome, Committed]:
     """Run a system through the storm. out: folder for its logs."""
     out.mkdir(parents=True, exist_ok=True)
     if name == OURS:
-        system = islands_storm.system(setup.keys, setup.sleeps, out, made)
+        system = islands_storm.system(setup.keys, setup.sleeps, out, network)
     else:
-        system = peer(name, setup, out, made)
-    with Storm(system, list(setup.sleeps), out, made, setup.mbit) as storm:
+        system = peer(name, setup, out, network)
+    with Storm(system, list(setup.sleeps), out, network, setup.mbit) as storm:
         outcome = storm.run(setup.planned, setup.seconds)
         if name == OURS:
             clean, records, tokens = islands_storm.audit(storm)
@@ -236,7 +238,7 @@ def run(name: str, setup: Setup, out: pathlib.Path, made: hosts.Hosts) -> tuple[
 # -- the peers ------------------------------------------------------------------------------------
 
 
-def peer(name: str, setup: Setup, out: pathlib.Path, made: hosts.Hosts) -> System:
+def peer(name: str, setup: Setup, out: pathlib.Path, network: hosts.Hosts) -> System:
     """Return the commands of a peer."""
     python, names = setup.pythons[name], list(setup.sleeps)
     keys = setup.keys | islands_storm.island_keys(names[0], out)
@@ -247,18 +249,18 @@ def peer(name: str, setup: Setup, out: pathlib.Path, made: hosts.Hosts) -> Syste
     windows = SyntheticWindows(cfg.data_shuffle_seed, "train", cfg.vocab_size, length)
     np.save(data, windows.read(np.arange(WINDOWS))[0])
     if name == GRADIENTMAIL:
-        server, ready, url = s3_server(), "ready", f"http://{address(made, 0)}:{PORT}"
+        server, ready, url = s3_server(), "ready", f"http://{address(network, 0)}:{PORT}"
     else:
         options = [f"--{key}={value}" for key, value in LIGHTHOUSE.items()]
         server, ready = [str(pathlib.Path(python).with_name("torchft_lighthouse")), *options], ""
-        url = f"http://{address(made, 0)}:{LIGHTHOUSE_PORT}"
+        url = f"http://{address(network, 0)}:{LIGHTHOUSE_PORT}"
 
     def member(member: str, trace: pathlib.Path) -> list[str]:
         job = {
             "system": name,
             "name": member,
             "member": names.index(member),
-            "address": address(made, names.index(member) + 1),
+            "address": address(network, names.index(member) + 1),
             "server": url,
             "bucket": BUCKET,
             "spec": spec,
@@ -287,7 +289,7 @@ def peer(name: str, setup: Setup, out: pathlib.Path, made: hosts.Hosts) -> Syste
 
     kept = {
         key: value
-        for key, value in s3_environ(made).items()
+        for key, value in s3_environ(network).items()
         if not key.startswith(("TORCH", "PYTHONPATH")) and not key.lower().endswith("_proxy")
     }
     return System(server, ready, member, kept | {"GLOO_SOCKET_IFNAME": hosts.DEVICE})

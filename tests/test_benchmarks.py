@@ -25,7 +25,7 @@ from run import output_of
 from tiers import full
 
 from benchmarks import downstream, islands_unequal, simulated_islands, storm_of_three
-from benchmarks.bandwidth import own, simulator
+from benchmarks.bandwidth import maxdiloco_modes, simulator
 from benchmarks.bandwidth.tables import Size
 from benchmarks.link import storm, storm_figures
 from benchmarks.link.storm_figures import Fault, Figures, Outcome
@@ -758,6 +758,8 @@ def test_data_parallelism_of_a_plan_is_the_simulator_s(gbps):
     ],
 )
 def test_what_a_run_without_end_needs(schedule, carrier, replicas, gbps):
-    mode = own.Mode("", schedule, "float32", carrier, reduce_scatter=replicas == 8)
-    found = least_gbps(lambda g: own.sustained(ONE, mode, replicas=replicas, gbps=g))
+    mode = maxdiloco_modes.Mode("", schedule, "float32", carrier, reduce_scatter=replicas == 8)
+    found = least_gbps(
+        lambda g: maxdiloco_modes.sustained_utilisation(ONE, mode, replicas=replicas, gbps=g)
+    )
     assert found == pytest.approx(gbps, rel=0.002)

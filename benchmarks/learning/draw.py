@@ -22,7 +22,7 @@ def curves(found: Sequence[Result], title: str, tokens_a_step: int) -> str:
     ys = (min(y for _, y in points), max(y for _, y in points))
     parts = _frame(title, xs, ys, "million tokens", lambda x: f"{x * tokens_a_step / 1e6:.2g}")
     for k, (result, line) in enumerate(lines):
-        colour, dash = _look(k, len(lines))
+        colour, dash = _line_style(k, len(lines))
         at = [(_x(x, xs), _y(y, ys)) for x, y in line[1:]]
         parts.append(svg.line(at, colour, dash=dash, width=1.6))
         parts += _legend(k, f"{result.mode.name}: {result.mean:.4f}", colour, dash)
@@ -40,7 +40,7 @@ def tradeoff(found: Sequence[Result], title: str) -> str:
     words = "times fewer bytes than data parallelism"
     parts = _frame(title, xs, ys, words, lambda x: f"{10**x:,.0f}")
     for k, (result, log) in enumerate(zip(shown, logs, strict=True)):
-        colour, _ = _look(k, len(shown))
+        colour, _ = _line_style(k, len(shown))
         x, y = _x(log, xs), _y(result.mean, ys)
         bar = result.spread or 0.0
         parts.append(
@@ -75,7 +75,7 @@ def _frame(title, xs, ys, words, tick) -> list[str]:
     return [*parts, svg.text(LEFT + WIDTH / 2, TOP + HEIGHT + 38, words, anchor="middle")]
 
 
-def _look(k: int, count: int) -> tuple[str, str]:
+def _line_style(k: int, count: int) -> tuple[str, str]:
     red, green, blue = colorsys.hls_to_rgb(k / max(1, count), 0.42, 0.65)
     colour = f"#{int(255 * red):02x}{int(255 * green):02x}{int(255 * blue):02x}"
     return colour, ("", "6 3", "2 2")[k % 3]

@@ -31,7 +31,7 @@ class Row(NamedTuple):
 Done = Mapping[Row, Mapping[str, Any]]  # the figures of rows; "loss" is None where one diverged
 
 
-def decided(modes: Sequence[Mode], scale: Scale, done: Done) -> list[Row]:
+def known_rows(modes: Sequence[Mode], scale: Scale, done: Done) -> list[Row]:
     """The rows that are known by now, in their order; those that are done are among them."""
     rows: dict[Row, None] = {}
     inner_of = {mode.inner for mode in modes if not mode.inner_lr}
@@ -48,7 +48,7 @@ def decided(modes: Sequence[Mode], scale: Scale, done: Done) -> list[Row]:
 
 def is_over(modes: Sequence[Mode], scale: Scale, done: Done) -> bool:
     """Whether nothing is left to run."""
-    known = decided(modes, scale, done)
+    known = known_rows(modes, scale, done)
     return all(row in done for row in known) and all(chosen(mode, scale, done) for mode in modes)
 
 

@@ -19,8 +19,8 @@ from maxdiloco.errors import NumericsError
 TAIL = 12  # lines of a log
 
 
-def keys_of(row: Row, scale: Scale, own: Mapping[str, str]) -> dict[str, Any]:
-    """The trainer's keys of a row. own: those of the command line, which every row has.
+def keys_of(row: Row, scale: Scale, user_keys: Mapping[str, str]) -> dict[str, Any]:
+    """The trainer's keys of a row. user_keys: those of the command line, which every row has.
 
     Every mode reads the same number of tokens a step: the batch is divided among the replicas.
     """
@@ -46,7 +46,7 @@ def keys_of(row: Row, scale: Scale, own: Mapping[str, str]) -> dict[str, Any]:
             "log_period": max(1, scale.steps // 50),
             "eval_interval": max(1, scale.steps // scale.evaluations),
         }
-        | dict(own)
+        | dict(user_keys)
     )
 
 
@@ -57,7 +57,7 @@ class Run:
         self,
         row: Row,
         scale: Scale,
-        own: Mapping[str, str],
+        user_keys: Mapping[str, str],
         folder: pathlib.Path,
         *,
         cpus: Sequence[int],
@@ -66,7 +66,7 @@ class Run:
         self.row, self._folder, self._scale = row, folder, scale
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        keys = keys_of(row, scale, own) | {
+        keys = keys_of(row, scale, user_keys) | {
             "run_name": "run",
             "base_output_directory": folder,
             "jax_cache_dir": cache,

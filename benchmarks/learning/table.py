@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.learning.modes import BY_NAME, DATA_PARALLEL, Mode, Scale
-from benchmarks.learning.plan import Done, Row, chosen, decided, loss_of
+from benchmarks.learning.plan import Done, Row, chosen, known_rows, loss_of
 from benchmarks.learning.traffic import Traffic
 
 
@@ -96,7 +96,7 @@ def table(found: Sequence[Result], scale: Scale) -> str:
 def sweeps(modes: Sequence[Mode], scale: Scale, done: Done) -> str:
     """Loss at every rate that was tried, at the first seed."""
     tried: dict[str, list[str]] = {}
-    for row in decided(modes, scale, done):
+    for row in known_rows(modes, scale, done):
         figures = done.get(row)
         if figures is None or row.seed:
             continue
@@ -111,10 +111,10 @@ def sweeps(modes: Sequence[Mode], scale: Scale, done: Done) -> str:
     return "\n".join(lines) + "\n"
 
 
-def heading(scale: Scale, scale_name: str, own: Mapping[str, str], parameters: int) -> str:
+def heading(scale: Scale, scale_name: str, user_keys: Mapping[str, str], parameters: int) -> str:
     """The training setup, in one line."""
     tokens = scale.batch * int(scale.keys["max_target_length"])
     words = f"scale={scale_name}: {parameters:,} parameters, {scale.steps:,} steps of "
     words += f"{tokens:,} tokens, {scale.seeds} seeds, outer parameters' loss on held-out text"
-    keys = ", ".join(f"{name}={value}" for name, value in own.items())
+    keys = ", ".join(f"{name}={value}" for name, value in user_keys.items())
     return words + (f"; {keys}" if keys else "")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.link import figures
-from benchmarks.link.command import choices, divided, number
+from benchmarks.link.command import choices, number, split_arguments
 from benchmarks.link.grid import GRIDS, Row
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
@@ -87,19 +87,19 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
 
     Raises ConfigError.
     """
-    own, given = divided(argv, OWN, SET_HERE)
-    own["other_periods"] = own["other_periods"] or own["periods"]
+    options, given = split_arguments(argv, OWN, SET_HERE)
+    options["other_periods"] = options["other_periods"] or options["periods"]
     setup: dict[str, Any] = {
-        "hosts": number("hosts", own, least=2),
-        "periods": number("periods", own),
-        "other_periods": number("other_periods", own),
-        "delay_ms": number("delay_ms", own, float, least=0),
-        "loss_pct": number("loss_pct", own, float, least=0),
-        "fast_device_ms": number("fast_device_ms", own, float, least=0),
-        "queue_ms": number("queue_ms", own, float),
-        "row_seconds": number("row_seconds", own, float),
-        "row_limit_s": number("row_limit_s", own, float),
-        "congestion": own["congestion"],
+        "hosts": number("hosts", options, least=2),
+        "periods": number("periods", options),
+        "other_periods": number("other_periods", options),
+        "delay_ms": number("delay_ms", options, float, least=0),
+        "loss_pct": number("loss_pct", options, float, least=0),
+        "fast_device_ms": number("fast_device_ms", options, float, least=0),
+        "queue_ms": number("queue_ms", options, float),
+        "row_seconds": number("row_seconds", options, float),
+        "row_limit_s": number("row_limit_s", options, float),
+        "congestion": options["congestion"],
     }
     small = SMALL_STEP if setup["fast_device_ms"] else {}
     keys = KEYS | small | given
@@ -109,25 +109,25 @@ def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], list[Row], pathlib.P
             f"log_period={log} does not divide diloco_sync_period={H}: a period would not be as "
             f"long as the next. Use log_period={H}."
         )
-    out = pathlib.Path(own["out"]).resolve()
+    out = pathlib.Path(options["out"]).resolve()
     setup["keys"] = keys | {"jax_cache_dir": str(out / "jax_cache")}
-    rates = _rates(own)
+    rates = _rates(options)
     setup["thinnest"] = min(rates, key=lambda rate: figures.mbit({"rate": rate}))
-    rows = [Row(*line, rate) for rate in rates for line in _lines(own)]
+    rows = [Row(*line, rate) for rate in rates for line in _lines(options)]
     # The plain step again: how far two measurements of one thing differ.
     return setup, [Row(figures.PLAIN), *rows, Row(figures.PLAIN, turn=1)], out
 
 
-def _lines(own: dict[str, str]) -> list[tuple[str, str, str]]:
+def _lines(options: dict[str, str]) -> list[tuple[str, str, str]]:
     """(mode, wire, carrier) of every row at one rate."""
-    if not own["lines"]:
+    if not options["lines"]:
         return _product(
-            choices("modes", own, MODES),
-            choices("wires", own, WIRES),
-            choices("carriers", own, CARRIERS),
+            choices("modes", options, MODES),
+            choices("wires", options, WIRES),
+            choices("carriers", options, CARRIERS),
         )
     offered = {":".join(filter(None, line)): line for line in _product(MODES, WIRES, CARRIERS)}
-    return [offered[name] for name in choices("lines", own, list(offered))]
+    return [offered[name] for name in choices("lines", options, list(offered))]
 
 
 def _product(
@@ -142,10 +142,10 @@ def _product(
     ]
 
 
-def _rates(own: dict[str, str]) -> list[str]:
+def _rates(options: dict[str, str]) -> list[str]:
     """Each once, as the rows name it."""
     rates = []
-    for rate in own["rates"].split(","):
+    for rate in options["rates"].split(","):
         if rate != figures.UNLIMITED:
             rate = f"{number('rates', {'rates': rate}, float, least=0.1):g}"
         rates.append(rate)

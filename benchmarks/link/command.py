@@ -16,8 +16,8 @@ def help_text(doc: str | None, names: Mapping[str, Any], *more: str) -> str:
     return "\n".join([doc or "", *(f"  {name}={value}" for name, value in names.items()), *more])
 
 
-def divided(
-    argv: Sequence[str], own: Mapping[str, str], chosen: Collection[str] = ()
+def split_arguments(
+    argv: Sequence[str], options: Mapping[str, str], chosen: Collection[str] = ()
 ) -> tuple[dict[str, str], dict[str, str]]:
     """A benchmark's own arguments, with their defaults, and the trainer's keys among name=value.
 
@@ -26,54 +26,54 @@ def divided(
     given = dict(argument.partition("=")[::2] for argument in argv)
     known = yaml.safe_load((ROOT / "configs" / "base.yml").read_text(encoding="utf-8"))
     for name in given:
-        if name in chosen or name not in {*own, *known}:
+        if name in chosen or name not in {*options, *known}:
             why = "chosen for every row" if name in chosen else "no key"
             raise ConfigError(
-                f"{name}={given[name]}: {name} is {why}. Use {', '.join(own)}, or another key of "
-                f"configs/base.yml."
+                f"{name}={given[name]}: {name} is {why}. Use {', '.join(options)}, or another key "
+                f"of configs/base.yml."
             )
-    mine = dict(own) | {name: value for name, value in given.items() if name in own}
-    return mine, {name: value for name, value in given.items() if name not in own}
+    mine = dict(options) | {name: value for name, value in given.items() if name in options}
+    return mine, {name: value for name, value in given.items() if name not in options}
 
 
-def without_keys(argv: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
+def without_keys(argv: Sequence[str], options: Mapping[str, str]) -> dict[str, str]:
     """The arguments of a benchmark that trains nothing, with their defaults. Raises ConfigError."""
-    mine, keys = divided(argv, own)
+    mine, keys = split_arguments(argv, options)
     if keys:
-        raise ConfigError(f"{', '.join(keys)}: nothing is trained. Use {', '.join(own)}.")
+        raise ConfigError(f"{', '.join(keys)}: nothing is trained. Use {', '.join(options)}.")
     return mine
 
 
-def number(name: str, own: Mapping[str, str], kind: type = int, *, least: float = 1) -> Any:
+def number(name: str, options: Mapping[str, str], kind: type = int, *, least: float = 1) -> Any:
     """A number among a benchmark's own arguments. Raises ConfigError."""
     try:
-        value = kind(own[name])
+        value = kind(options[name])
     except ValueError:
         value = None
     if value is None or not least <= value < float("inf"):
         words = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{name}={own[name]}: expected {words} >= {least:g}.")
+        raise ConfigError(f"{name}={options[name]}: expected {words} >= {least:g}.")
     return value
 
 
-def numbers(name: str, own: Mapping[str, str]) -> list[float]:
+def numbers(name: str, options: Mapping[str, str]) -> list[float]:
     """The numbers of a list, 0 or more, among a benchmark's own arguments. Raises ConfigError."""
-    return [number(name, {name: each}, float, least=0) for each in own[name].split(",")]
+    return [number(name, {name: each}, float, least=0) for each in options[name].split(",")]
 
 
 def choices(
-    name: str, own: Mapping[str, str], offered: Sequence[str], *, separator: str = ","
+    name: str, options: Mapping[str, str], offered: Sequence[str], *, separator: str = ","
 ) -> list[str]:
     """The values of a list among a benchmark's own arguments; all that are offered for `all`.
 
     Raises ConfigError.
     """
-    chosen = list(offered) if own[name] == "all" else own[name].split(separator)
+    chosen = list(offered) if options[name] == "all" else options[name].split(separator)
     chosen = [value.strip() for value in chosen]
     for value in chosen:
         if value not in offered:
             raise ConfigError(
-                f"{name}={own[name]}: {value!r} is unknown. Use all, or some of "
+                f"{name}={options[name]}: {value!r} is unknown. Use all, or some of "
                 f"{separator.join(offered)}."
             )
     return list(dict.fromkeys(chosen))

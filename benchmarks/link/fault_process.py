@@ -28,8 +28,8 @@ def main() -> None:
     steps = (folder / f"steps.{process}").open("w", buffering=1)
     if process == victim:
         held, go = folder / "held", folder / "go"
-        moments.act_at(moment, int(t), lambda: moments.stand(held, go))
-    moments.act_at_take(int(t), (folder / f"take.{process}").touch)
+        moments.act_at(moment, int(t), lambda: moments.wait_for_file(held, go))
+    moments.act_at_receive(int(t), (folder / f"take.{process}").touch)
     moments.before(
         DiLoCo, "step", lambda *_: True, lambda: steps.write(f"{time.monotonic():.6f}\n")
     )

@@ -101,7 +101,7 @@ class Fault(NamedTuple):
     sends: bool = True
     receives: bool = True
 
-    def goes_on(self, timeout_s: float) -> bool:
+    def is_survivable(self, timeout_s: float) -> bool:
         """Whether the run has to survive it."""
         return self.seconds is not None and self.seconds < timeout_s
 
@@ -116,22 +116,24 @@ class End(NamedTuple):
 
 
 def train(
-    made: Hosts, folder: pathlib.Path, keys: Mapping[str, Any], where: Sequence[object]
+    network: Hosts, folder: pathlib.Path, keys: Mapping[str, Any], where: Sequence[object]
 ) -> list[subprocess.Popen]:
     """Start a process of the run on every host. where: VICTIM MOMENT T of fault_process."""
     module = [sys.executable, "-m", "benchmarks.link.fault_process", str(folder)]
     command = [*module, *map(str, where), *(f"{key}={value}" for key, value in keys.items())]
     folder.mkdir(parents=True)
-    return start(made, [command] * len(made.names), folder, environment(made))
+    return start(network, [command] * len(network.names), folder, environment(network))
 
 
-def undisturbed(count: int, link: Link, folder: pathlib.Path, keys: Mapping[str, Any]) -> None:
+def run_without_fault(
+    count: int, link: Link, folder: pathlib.Path, keys: Mapping[str, Any]
+) -> None:
     """Train to the end on new hosts. Raises RowError."""
-    with hosts(count, link) as made:
-        wait(train(made, folder, keys, (-1, "none", 0)), folder, START_S)
+    with hosts(count, link) as network:
+        wait(train(network, folder, keys, (-1, "none", 0)), folder, START_S)
 
 
-def meet(
+def run_with_fault(
     fault: Fault,
     moment: tuple[str, int],
     count: int,
@@ -144,15 +146,15 @@ def meet(
 
     Raises CaseError.
     """
-    with hosts(count, link) as made:
-        processes = train(made, folder, keys, (fault.victim, *moment))
+    with hosts(count, link) as network:
+        processes = train(network, folder, keys, (fault.victim, *moment))
         _wait_for(folder / "held", processes, folder)
         if moment[0] == "at apply":
             for i in set(range(count)) - {fault.victim}:
                 _wait_for(folder / f"take.{i}", processes, folder)
         begun = time.monotonic()
         until = begun + (fault.seconds or 0.0)
-        _begin(fault, made, processes[fault.victim])
+        _begin(fault, network, processes[fault.victim])
         (folder / "go").touch()
         ends: dict[int, float] = {}
         over = fault.seconds is None
@@ -160,7 +162,7 @@ def meet(
             time.sleep(POLL_S)
             now = time.monotonic()
             if not over and now >= until:
-                over = _finish(fault, made, processes[fault.victim])
+                over = _finish(fault, network, processes[fault.victim])
             for i, process in enumerate(processes):
                 if process.poll() is not None:
                     ends.setdefault(i, now)
@@ -178,37 +180,37 @@ def meet(
         ]
 
 
-def _begin(fault: Fault, made: Hosts, victim: subprocess.Popen) -> None:
+def _begin(fault: Fault, network: Hosts, victim: subprocess.Popen) -> None:
     if fault.kind == "cut":
-        _cut(fault, made, mend=False)
+        _cut(fault, network, mend=False)
     elif fault.kind in CLIENTS:  # of the port after JAX's
-        client = [sys.executable, "-c", CLIENTS[fault.kind], made.addresses[0], str(PORT + 1)]
-        made.start(fault.victim, [*client, "1000"], env={**os.environ, "PYTHONPATH": str(ROOT)})
+        client = [sys.executable, "-c", CLIENTS[fault.kind], network.addresses[0], str(PORT + 1)]
+        network.start(fault.victim, [*client, "1000"], env={**os.environ, "PYTHONPATH": str(ROOT)})
     else:
         os.kill(victim.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
 
-def _finish(fault: Fault, made: Hosts, victim: subprocess.Popen) -> bool:
+def _finish(fault: Fault, network: Hosts, victim: subprocess.Popen) -> bool:
     if fault.kind == "cut":
-        _cut(fault, made, mend=True)
+        _cut(fault, network, mend=True)
     elif fault.kind in CLIENTS:
-        made.processes.pop().kill()
+        network.processes.pop().kill()
     else:
         victim.send_signal(signal.SIGCONT)
     return True
 
 
-def _cut(fault: Fault, made: Hosts, *, mend: bool) -> None:
+def _cut(fault: Fault, network: Hosts, *, mend: bool) -> None:
     """Drop the frames that the victim's host sends or receives, or let them pass again."""
-    for other in set(range(len(made.names))) - {fault.victim}:
+    for other in set(range(len(network.names))) - {fault.victim}:
         for cut, source, target in (
             (fault.sends, fault.victim, other),
             (fault.receives, other, fault.victim),
         ):
             if cut:
-                address = _mac(made.names[target]) if mend else NOBODY
-                neighbour = (made.addresses[target], "lladdr", address, "nud", "permanent")
-                _ip(made.names[source], "neigh", "replace", *neighbour, "dev", DEVICE)
+                address = _mac(network.names[target]) if mend else NOBODY
+                neighbour = (network.addresses[target], "lladdr", address, "nud", "permanent")
+                _ip(network.names[source], "neigh", "replace", *neighbour, "dev", DEVICE)
 
 
 def _mac(name: str) -> str:

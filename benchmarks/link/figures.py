@@ -169,7 +169,7 @@ def result(
     )
 
 
-def beside_unlimited(rows: Sequence[Mapping[str, Any]], tau: int) -> list[str]:
+def share_of_unlimited_speed(rows: Sequence[Mapping[str, Any]], tau: int) -> list[str]:
     """Of each exchange that was measured on an unlimited link too: what a thin one leaves of its
     speed. The work of the hosts is in both."""
     names, lines = ("mode", "wire", "carrier"), []
@@ -274,7 +274,7 @@ def table(rows: Sequence[Mapping[str, Any]], setup: Mapping[str, Any]) -> str:
         f"`dcn/bytes_sent`, {1 - BELOW:.2f} to {1 + OVERHEAD:.2f} with the protocol. Peak: over "
         f"100 ms.",
         "",
-        *beside_unlimited(rows, int(setup["keys"][TAU])),
+        *share_of_unlimited_speed(rows, int(setup["keys"][TAU])),
         *claims(rows, setup),
     ]
     return "\n".join(lines) + "\n"

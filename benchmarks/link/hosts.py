@@ -110,16 +110,16 @@ def hosts(count: int, link: Link) -> Iterator[Hosts]:
     mine = f"{PREFIX}-{os.getpid()}-{_started(os.getpid())}"
     atexit.register(_remove_all, mine)
     names = [f"{mine}-{i}" for i in range(count)]
-    made = Hosts(f"{mine}-switch", names, [f"10.77.0.{i + 1}" for i in range(count)])
+    network = Hosts(f"{mine}-switch", names, [f"10.77.0.{i + 1}" for i in range(count)])
     try:
-        _make(made, link)
-        yield made
+        _make(network, link)
+        yield network
     finally:
         with _deaf():
-            for process in made.processes:
+            for process in network.processes:
                 process.kill()  # one may not have entered its namespace yet
             _remove_all(mine)
-            for process in made.processes:
+            for process in network.processes:
                 process.wait()
         atexit.unregister(_remove_all)
 
@@ -188,20 +188,20 @@ def _deaf() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _make(made: Hosts, link: Link) -> None:
-    switch = made.switch
-    for name in (switch, *made.names):
+def _make(network: Hosts, link: Link) -> None:
+    switch = network.switch
+    for name in (switch, *network.names):
         _run("ip", "netns", "add", name)
     _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
     _up(switch, "bridge")
-    carrier = _compile_delay(made) if link.delay_ms else None
-    for i, (name, address) in enumerate(zip(made.names, made.addresses, strict=True)):
+    delay_program = _compile_delay(network) if link.delay_ms else None
+    for i, (name, address) in enumerate(zip(network.names, network.addresses, strict=True)):
         port = port_name(i)
-        if carrier is None:
+        if delay_program is None:
             veth = ("type", "veth", "peer", "name", DEVICE, "netns", name)
             _run("ip", "-n", switch, "link", "add", port, *veth)
         else:
-            _start_delay(made, carrier, name, port, link)
+            _start_delay(network, delay_program, name, port, link)
         _run("ip", "-n", switch, "link", "set", "dev", port, "master", "bridge")
         _run("ip", "-n", name, "addr", "add", f"{address}/16", "dev", DEVICE)
         for namespace, device in ((switch, port), (name, DEVICE)):
@@ -226,9 +226,9 @@ def _up(namespace: str, device: str) -> None:
     _run("ip", "-n", namespace, "link", "set", "dev", device, "addrgenmode", "none", "up")
 
 
-def change_rate(made: Hosts, host: int, mbit: float) -> None:
+def change_rate(network: Hosts, host: int, mbit: float) -> None:
     """Give a host's link, which has a rate, another rate in both directions [Mbit/s]."""
-    for namespace, device in ((made.switch, port_name(host)), (made.names[host], DEVICE)):
+    for namespace, device in ((network.switch, port_name(host)), (network.names[host], DEVICE)):
         _shape(namespace, device, Link(mbit), "change")
 
 
@@ -253,7 +253,7 @@ def _choose_congestion(name: str, congestion: str) -> None:
         )
 
 
-def _compile_delay(made: Hosts) -> pathlib.Path:
+def _compile_delay(network: Hosts) -> pathlib.Path:
     """The program that delays frames, in a folder called like the switch."""
     compiler = shutil.which("cc")
     if compiler is None:
@@ -261,18 +261,20 @@ def _compile_delay(made: Hosts) -> pathlib.Path:
             "delay_ms: no C compiler (cc) to make the program that delays frames. Install one, or "
             "use delay_ms=0."
         )
-    program = PROGRAMS / made.switch / "delay"
+    program = PROGRAMS / network.switch / "delay"
     program.parent.mkdir(mode=0o700)
     source = pathlib.Path(__file__).with_name("delay.c")
     _run(compiler, "-O2", "-Wall", "-o", str(program), str(source))
     return program
 
 
-def _start_delay(made: Hosts, carrier: pathlib.Path, name: str, port: str, link: Link) -> None:
+def _start_delay(
+    network: Hosts, delay_program: pathlib.Path, name: str, port: str, link: Link
+) -> None:
     """Start the process that makes both taps and carries frames between them."""
     delay_us, lost_ppm = str(round(1000 * link.delay_ms)), str(round(10_000 * link.loss_pct))
-    command = [str(carrier), delay_us, lost_ppm, port, str(NAMESPACES / name), DEVICE]
-    process = made._start(made.switch, command, {"stdout": subprocess.PIPE, "text": True})
+    command = [str(delay_program), delay_us, lost_ppm, port, str(NAMESPACES / name), DEVICE]
+    process = network._start(network.switch, command, {"stdout": subprocess.PIPE, "text": True})
     if process.stdout.readline() != "ready\n":
         raise ConfigError(
             f"delay_ms={link.delay_ms:g}: the taps could not be made, see the line above. The "

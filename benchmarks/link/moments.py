@@ -43,7 +43,7 @@ def act_at(moment: str, t: int, act: Callable[[], None]) -> None:
         raise ValueError(f"moment {moment!r}: use one of {', '.join(MOMENTS)}")
 
 
-def act_at_take(t: int, act: Callable[[], None]) -> None:
+def act_at_receive(t: int, act: Callable[[], None]) -> None:
     """Call `act` each time that the process begins to wait for chunks that step t has sent."""
     from maxdiloco.engine.transports import HostTransport
 
@@ -80,7 +80,7 @@ def once(act: Callable[[], None]) -> Callable[[], None]:
     return called
 
 
-def stand(held: pathlib.Path, go: pathlib.Path) -> None:
+def wait_for_file(held: pathlib.Path, go: pathlib.Path) -> None:
     """Say by a file that this thread stands still, until another file is there."""
     held.touch()
     while not go.exists():

@@ -36,10 +36,10 @@ def measure(
     folder.mkdir(parents=True)
     span = window(row, setup, plain)
     began = time.monotonic()
-    with hosts(setup["hosts"], link_of(row, setup)) as made:
-        congestion = made.congestion()
-        with counters.Sampler(made) as sampler:
-            _train(made, row, setup, folder, span.steps)
+    with hosts(setup["hosts"], link_of(row, setup)) as network:
+        congestion = network.congestion()
+        with counters.Sampler(network) as sampler:
+            _train(network, row, setup, folder, span.steps)
     figure = _figures(row, setup, folder, span, sampler.samples)
     return figure | {
         "start_s": time.monotonic() - began - figure["ran_s"],
@@ -60,7 +60,7 @@ def link_of(row: Row, setup: Mapping[str, Any]) -> Link:
     )
 
 
-def environment(made: Hosts) -> dict[str, str]:
+def environment(network: Hosts) -> dict[str, str]:
     """Variables of processes on hosts, the trainer's and torchft's; `start` adds JAX_PROCESS_ID."""
     kept = {
         name: value
@@ -70,13 +70,13 @@ def environment(made: Hosts) -> dict[str, str]:
     return kept | {
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
-        "JAX_COORDINATOR_ADDRESS": f"{made.addresses[0]}:{PORT}",
-        "JAX_NUM_PROCESSES": str(len(made.names)),
+        "JAX_COORDINATOR_ADDRESS": f"{network.addresses[0]}:{PORT}",
+        "JAX_NUM_PROCESSES": str(len(network.names)),
     }
 
 
 def _train(
-    made: Hosts, row: Row, setup: Mapping[str, Any], folder: pathlib.Path, steps: int
+    network: Hosts, row: Row, setup: Mapping[str, Any], folder: pathlib.Path, steps: int
 ) -> None:
     keys = trainer_keys(row, setup, folder, steps)
     cpus = sorted(os.sched_getaffinity(0))
@@ -85,11 +85,11 @@ def _train(
     for i in range(setup["hosts"]):
         where = [str(trace_path(folder, i)), str(cpus[i % len(cpus)]), fast_ms]
         commands.append([sys.executable, "-m", module, *where, *keys])
-    wait(start(made, commands, folder, environment(made)), folder, setup["row_limit_s"])
+    wait(start(network, commands, folder, environment(network)), folder, setup["row_limit_s"])
 
 
 def start(
-    made: Hosts,
+    network: Hosts,
     commands: Sequence[Sequence[str]],
     folder: pathlib.Path,
     environ: Mapping[str, str],
@@ -97,7 +97,7 @@ def start(
     """Start a command on each host, with a log in the folder."""
     for i, command in enumerate(commands):
         with log_path(folder, i).open("w") as log:
-            made.start(
+            network.start(
                 i,
                 command,
                 cwd=ROOT,
@@ -105,7 +105,7 @@ def start(
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-    return made.processes[-len(commands) :]
+    return network.processes[-len(commands) :]
 
 
 def wait(processes: Sequence[subprocess.Popen], folder: pathlib.Path, limit_s: float) -> None:

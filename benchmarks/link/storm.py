@@ -83,10 +83,10 @@ def s3_server() -> list[str]:
     return [sys.executable, "-c", S3_SERVER]
 
 
-def s3_environ(made: hosts.Hosts | None) -> dict[str, str]:
+def s3_environ(network: hosts.Hosts | None) -> dict[str, str]:
     """Return the variables with which processes reach that server."""
     return os.environ | {
-        "AWS_ENDPOINT_URL": f"http://{address(made, 0)}:{PORT}",
+        "AWS_ENDPOINT_URL": f"http://{address(network, 0)}:{PORT}",
         "AWS_ACCESS_KEY_ID": "any",
         "AWS_SECRET_ACCESS_KEY": "any",
         "AWS_REGION": "us-east-1",
@@ -94,9 +94,9 @@ def s3_environ(made: hosts.Hosts | None) -> dict[str, str]:
     }
 
 
-def address(made: hosts.Hosts | None, host: int) -> str:
+def address(network: hosts.Hosts | None, host: int) -> str:
     """Return the address of a host."""
-    return made.addresses[host] if made else "127.0.0.1"
+    return network.addresses[host] if network else "127.0.0.1"
 
 
 class Storm:
@@ -113,14 +113,15 @@ class Storm:
         system: System,
         names: Sequence[str],
         out: pathlib.Path,
-        made: hosts.Hosts | None,
+        network: hosts.Hosts | None,
         mbit: float,
     ):
-        """Start the server. names: of the members. mbit: rate of the links of `made`.
+        """Start the server. names: of the members. mbit: rate of the links of `network`.
 
         Raises ConfigError.
         """
-        self.system, self.names, self.out, self.made, self._mbit = system, names, out, made, mbit
+        self.system, self.names, self.out = system, names, out
+        self.network, self._mbit = network, mbit
         self.starts: dict[str, list[Start]] = {name: [] for name in names}
         self.stopped_s = dict.fromkeys(names, 0.0)
         self.ended: list[str] = []
@@ -150,9 +151,9 @@ class Storm:
         Raises:
           ConfigError: a member does not train at all.
         """
-        if self.made is None:
+        if self.network is None:
             return self._run(planned, seconds, last_s)
-        with counters.Sampler(self.made) as sampler:
+        with counters.Sampler(self.network) as sampler:
             outcome = self._run(planned, seconds, last_s)
             time.sleep(2 * counters.SAMPLE_S)  # a sample after the end
         sent, _ = counters.between(sampler.samples, outcome.begun, outcome.end)
@@ -216,13 +217,13 @@ class Storm:
                 self._rest(AWAY_S)
                 _signal(self.server, signal.SIGCONT)
             case "store slow":
-                hosts.change_rate(self.made, 0, SLOW_PART * self._mbit)
+                hosts.change_rate(self.network, 0, SLOW_PART * self._mbit)
                 self._rest(SLOW_S)
-                hosts.change_rate(self.made, 0, self._mbit)
+                hosts.change_rate(self.network, 0, self._mbit)
         return Fault(kind, "" if kind.startswith("store") else name, begin, time.monotonic())
 
     def _set_link(self, name: str, state: str) -> None:
-        host = self.made.names[self.names.index(name) + 1]
+        host = self.network.names[self.names.index(name) + 1]
         device = ["ip", "-n", host, "link", "set", "dev", hosts.DEVICE, state]
         subprocess.run(device, check=True)
 
@@ -265,8 +266,8 @@ class Storm:
     def _launch(self, host: int, command: list[str], log: pathlib.Path) -> subprocess.Popen:
         options = dict(stdout=log.open("w"), stderr=subprocess.STDOUT)
         options |= dict(env=dict(self.system.environ), cwd=ROOT)
-        if self.made:
-            return self.made.start(host, command, **options)
+        if self.network:
+            return self.network.start(host, command, **options)
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, start_new_session=True, **options
         )

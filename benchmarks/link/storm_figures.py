@@ -86,7 +86,7 @@ class Figures(NamedTuple):
 def figures(outcome: Outcome, tokens: int, committed: int) -> Figures:
     """Summarise a storm. tokens: of a step. committed: tokens that count for the model."""
     end = max(t for all_ in outcome.times.values() for each in all_ for t in each)
-    steps = zip(*given(outcome.times, outcome.stopped_s, end), strict=True)
+    steps = zip(*steps_by_member(outcome.times, outcome.stopped_s, end), strict=True)
     trained, live, wall = (tokens * n for n in map(sum, steps))
     pauses = longest_pauses(outcome.times, outcome.faults, outcome.begun)
     sent = None if outcome.sent is None else outcome.sent / max(committed, 1)
@@ -98,7 +98,7 @@ def times_of(starts: Mapping[str, Sequence[Start]]) -> Times:
     return {name: [one.times() for one in all_] for name, all_ in starts.items()}
 
 
-def given(
+def steps_by_member(
     times: Times, stopped_s: Mapping[str, float], end: float
 ) -> Iterator[tuple[float, float, float]]:
     """Yield for each member its steps, and the steps that its median step would give.

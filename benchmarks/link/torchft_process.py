@@ -154,7 +154,7 @@ def run(job: dict) -> None:
         enter_diloco(job, manager, fragments, inner)
     data = torch.Generator().manual_seed(1 + job["replica"])
     shape = (spec["per_device_batch_size"], spec["max_target_length"] + 1)
-    meet(store, job["replicas"], "begin")
+    barrier(store, job["replicas"], "begin")
     exchanged = []
     with open(job["trace"], "w", buffering=1, encoding="utf-8") as trace:
         for step in range(job["steps"]):
@@ -180,7 +180,7 @@ def run(job: dict) -> None:
     }
     with open(job["report"], "w", encoding="utf-8") as file:
         json.dump(report, file)
-    meet(store, job["replicas"], "end")
+    barrier(store, job["replicas"], "end")
     leave(store, job)
 
 
@@ -247,7 +247,7 @@ def enter_diloco(
     ).__enter__()
 
 
-def meet(store, replicas: int, name: str) -> None:
+def barrier(store, replicas: int, name: str) -> None:
     """Wait until every replica is here."""
     if store[0].add(name, 1) == replicas:
         store[0].set(f"{name} all", "")

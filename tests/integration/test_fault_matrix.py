@@ -28,7 +28,7 @@ def undisturbed(tmp_path_factory):
     own = {"peer_timeout_seconds": TIMEOUT_S, "num_slices": 2, "jax_cache_dir": folder / "cache"}
     link, keys = Link(10.0), link_faults.KEYS | own
     named = keys | {"run_name": "run", "base_output_directory": folder}
-    faults.undisturbed(2, link, folder / "logs", named)
+    faults.run_without_fault(2, link, folder / "logs", named)
     return link, keys, faults.digests(folder / "run", keys["steps"])
 
 

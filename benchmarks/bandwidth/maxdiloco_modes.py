@@ -47,7 +47,7 @@ def bits_per_parameter(wire: str) -> float:
     return 8 * quantize.wire_format(wire).dtype.itemsize * elements / many
 
 
-def sustained(size: Size, mode: Mode, *, replicas: int, gbps: float) -> float:
+def sustained_utilisation(size: Size, mode: Mode, *, replicas: int, gbps: float) -> float:
     """Utilisation of a run without end, a replica a slice.
 
     A replica's fragment leaves to each of the others; with reduce-scatter a part, and the mean
@@ -86,7 +86,9 @@ def rows(replicas: int) -> list[tuple[str, ...]]:
     out.append(("data parallel", "bfloat16", "", *map(_three, base), "1", "1", "1"))
     for of_sizes in zip(*map(modes, SIZES), strict=True):
         need = [
-            least_gbps(lambda g, s=size, m=mode: sustained(s, m, replicas=replicas, gbps=g))
+            least_gbps(
+                lambda g, s=size, m=mode: sustained_utilisation(s, m, replicas=replicas, gbps=g)
+            )
             for size, mode in zip(SIZES, of_sizes, strict=True)
         ]
         less = [f"{b / n:,.0f}" for b, n in zip(base, need, strict=True)]
