@@ -278,7 +278,7 @@ class Programs:
         """Return the views for an export and for an evaluation, which sends nothing."""
         layout, outer_params = self.layout, self.layout.state.outer
         is_eager, num_slices = layout.settings.is_eager, layout.mesh.shape["diloco"]
-        on_device = jax.tree.map(lambda x: offload.moved(x, None), outer_params)
+        on_device = jax.tree.map(lambda x: offload.move_to_memory(x, None), outer_params)
         stored = OuterParamsView(on_device, lambda state: state.outer, per_position=is_eager)
         if not is_eager:
             return stored, stored

@@ -15,7 +15,7 @@ from maxdiloco.models.config import DENSE_LAYERS, LAYERS, LayerKind, ModelConfig
 from maxdiloco.models.embedding import Embedding
 from maxdiloco.models.kernels.choice import Kernels
 from maxdiloco.models.latent_attention import LatentAttention
-from maxdiloco.models.layer_scan import over_layers
+from maxdiloco.models.layer_scan import scan_layers
 from maxdiloco.models.linear import Linear, Names
 from maxdiloco.models.mlp import MLP
 from maxdiloco.models.moe import MoE
@@ -186,7 +186,7 @@ class Decoder(nnx.Module):
             at_once = unrolled and not any(
                 devices.is_gathered(names, config.rules) for names in leaves(names_of(weights))
             )
-            x_BLD, (cache, used) = over_layers(
+            x_BLD, (cache, used) = scan_layers(
                 functools.partial(self._layer, layer, ropes, attend, real_BL),
                 x_BLD,
                 (weights, None if caches is None else caches[i]),

@@ -73,10 +73,10 @@ def on_each_device(fn: Callable, *, in_names: list[Any], out_names: Any, rules: 
 
     mesh = jax.sharding.get_abstract_mesh()
     automatic = set(mesh.axis_names) - set(mesh.manual_axes)
-    return by_parts(fn, tuple(specs(in_names)), specs(out_names), automatic)
+    return map_shards(fn, tuple(specs(in_names)), specs(out_names), automatic)
 
 
-def by_parts(fn: Callable, in_specs: Any, out_specs: Any, manual: set[str]) -> Callable:
+def map_shards(fn: Callable, in_specs: Any, out_specs: Any, manual: set[str]) -> Callable:
     """Apply jax.shard_map over axes of the context's mesh.
 
     Args:
@@ -117,16 +117,16 @@ def check(length: int, shards: int) -> None:
         )
 
 
-def spread(x_BL: jax.Array, rules: Rules) -> jax.Array:
+def to_device_order(x_BL: jax.Array, rules: Rules) -> jax.Array:
     """Reorder [B, L] from text order to device order, and shard it."""
     _, shards = token_shards(rules)
     if shards == 1:
         return x_BL
-    x_BL = whole(x_BL, rules)[:, positions(x_BL.shape[1], shards)]
+    x_BL = unshard_length(x_BL, rules)[:, positions(x_BL.shape[1], shards)]
     return constrain(x_BL, ("batch", "length"), rules)
 
 
-def whole(x_BL: jax.Array, rules: Rules) -> jax.Array:
+def unshard_length(x_BL: jax.Array, rules: Rules) -> jax.Array:
     """Put all tokens of a sequence [B, L] on each of its devices."""
     return constrain(x_BL, ("batch", None), rules) if token_shards(rules)[1] > 1 else x_BL
 
@@ -145,7 +145,7 @@ def local_positions(length: int, rules: Rules) -> jax.Array:
     return jnp.arange(length) if shards == 1 else jnp.array(positions(length, shards))
 
 
-def by_text(x_BL: jax.Array, shards: int) -> jax.Array:
+def to_text_order(x_BL: jax.Array, shards: int) -> jax.Array:
     """Reorder [B, L, ...] from device order to text order."""
     B, L, *rest = x_BL.shape
     pairs = x_BL.reshape(B, shards, 2, L // (2 * shards), *rest)
@@ -164,4 +164,4 @@ def gathered_text(x_BL: jax.Array, axes: tuple[str, ...]) -> jax.Array:
       [B, all L, ...].
     """
     all_BL = jax.lax.all_gather(x_BL, axes, axis=1, tiled=True)
-    return by_text(all_BL, all_BL.shape[1] // x_BL.shape[1])
+    return to_text_order(all_BL, all_BL.shape[1] // x_BL.shape[1])

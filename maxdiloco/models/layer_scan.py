@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from maxdiloco.models.remat import checkpointed
 
 
-def over_layers(
+def scan_layers(
     body: Callable,
     x: Any,
     stacked: Any,

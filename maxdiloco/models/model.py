@@ -117,8 +117,10 @@ class Model:
         config, decoder = self.config, self.decoder(params)
         segment_ids_BL = batch["segment_ids"]
         rows = (batch["tokens"], *next_tokens(batch["tokens"], segment_ids_BL))
-        tokens_BL, targets_BL, counts_BL = (devices.spread(x_BL, config.rules) for x_BL in rows)
-        segment_ids_BL = devices.whole(segment_ids_BL, config.rules)
+        tokens_BL, targets_BL, counts_BL = (
+            devices.to_device_order(x_BL, config.rules) for x_BL in rows
+        )
+        segment_ids_BL = devices.unshard_length(segment_ids_BL, config.rules)
         x_BLD, used = self._hidden_states(decoder, tokens_BL, segment_ids_BL)
         total, (cross_entropy, z_loss) = token_losses(
             config, self.kernels, x_BLD, decoder.head_weight(), targets_BL, counts_BL
@@ -159,7 +161,7 @@ class Model:
             tokens_BL,
             devices.local_positions(tokens_BL.shape[1], config.rules)[None],
             attend,
-            real_BL=devices.spread(segment_ids_BL != 0, config.rules),
+            real_BL=devices.to_device_order(segment_ids_BL != 0, config.rules),
             policy=config.remat_policy,
             unrolled=kernels.unroll_layers,
         )

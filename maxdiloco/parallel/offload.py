@@ -21,7 +21,7 @@ def memory_kind(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> str | None:
     return HOST if has_sharding and x.sharding.memory_kind == HOST else None
 
 
-def moved(
+def move_to_memory(
     x: jax.Array | jax.ShapeDtypeStruct, memory: str | None
 ) -> jax.Array | jax.ShapeDtypeStruct:
     """Copy an array to another memory of its devices.

@@ -114,7 +114,7 @@ def abstract_state(
     if not settings.optimizer_memory_host_offload:
         return state
     # A scalar stays on the device.
-    return jax.tree.map(lambda x: offload.moved(x, offload.HOST) if x.shape else x, state)
+    return jax.tree.map(lambda x: offload.move_to_memory(x, offload.HOST) if x.shape else x, state)
 
 
 def decays(model: Model) -> Any:

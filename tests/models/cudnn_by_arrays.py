@@ -40,7 +40,7 @@ def bound(scale, qkv, kept=(), *, mask=None, documents=None):
 def seen_by_documents(found, q_BLNH):
     """Which tokens are of one document, bool [B, L, L]; none where they do not fill it."""
     B, L, N, H = q_BLNH.shape
-    starts = found.of_queries_BM.ravel() // (N * H)
+    starts = found.query_offsets_BM.ravel() // (N * H)
     number_BL = jnp.sum(starts <= jnp.arange(B * L)[:, None], axis=1).reshape(B, L)
     is_whole = jnp.sum(found.lengths_BM) == B * L
     return (number_BL[:, :, None] == number_BL[:, None]) & is_whole
@@ -50,7 +50,7 @@ def places(found):
     """Of each token of all windows in a row of each document: the row, and where in it."""
     lengths = found.lengths_BM.ravel()
     ends = jnp.cumsum(lengths)
-    tokens = jnp.arange(found.of_tokens[0].size)
+    tokens = jnp.arange(found.token_documents[0].size)
     row = jnp.searchsorted(ends, tokens, side="right")
     return row, tokens - (ends - lengths)[row]
 

@@ -321,7 +321,7 @@ def test_a_kernel_sees_the_keys_of_all_devices(devices, monkeypatch, kernel, sof
     def attend(q, k, v, segments):
         by_device = [x[:, devices_lib.positions(512, 2)] for x in (q, k, v)]
         context = attention.attend(kernel, scores, RULES, *by_device, segments, sinks_N)
-        return devices_lib.by_text(context, 2)
+        return devices_lib.to_text_order(context, 2)
 
     def alone(*args):
         return attention.attend("dot_product", scores, RULES, *args, sinks_N)

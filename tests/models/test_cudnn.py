@@ -81,13 +81,13 @@ def test_documents_lie_as_jax_hands_them_to_cudnn(K):
     first[[0, 0, 1], [0, 40, 0]] = True
     found = cudnn.documents(first, 3, q, k)
     assert found.lengths_BM.tolist() == [[40, 24, 64], [0, 0, 0]]
-    for offsets, heads in ((found.of_queries_BM, 4), (found.of_keys_BM, K)):
+    for offsets, heads in ((found.query_offsets_BM, 4), (found.key_offsets_BM, K)):
         assert (offsets // (8 * heads)).tolist() == [[0, 40, 64, 128], [128] * 4]
-    numbers, places = found.of_tokens
+    numbers, places = found.token_documents
     assert numbers[:, [0, 39, 40, 63]].tolist() == [[0, 0, 1, 1], [2, 2, 2, 2]]
     assert places[:, [0, 39, 40, 63]].tolist() == [[0, 39, 0, 23], [0, 39, 40, 63]]
     lengths = jnp.array([[40, 24, -1], [64, -1, -1]])
     offsets = jnp.array([[0, 40, -1, -1], [0, -1, -1, -1]])
     of_jax = _fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)
     assert found.lengths_BM.tolist() == of_jax[0].tolist()
-    assert found.of_queries_BM.tolist() == of_jax[2].tolist()
+    assert found.query_offsets_BM.tolist() == of_jax[2].tolist()

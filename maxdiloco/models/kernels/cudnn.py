@@ -33,17 +33,17 @@ class Documents(NamedTuple):
 
     Attributes:
       lengths_BM: tokens of each document, int32, then 0.
-      of_queries_BM: number of values before a document in the queries, int32 [B, M + 1], then the
-        size of the queries.
-      of_keys_BM: the same in keys and values.
-      of_tokens: the number of each token's document, and its position in the document, int32
+      query_offsets_BM: number of values before a document in the queries, int32 [B, M + 1], then
+        the size of the queries.
+      key_offsets_BM: the same in keys and values.
+      token_documents: the number of each token's document, and its position in the document, int32
         [B, L].
     """
 
     lengths_BM: jax.Array
-    of_queries_BM: jax.Array
-    of_keys_BM: jax.Array
-    of_tokens: tuple[jax.Array, jax.Array]
+    query_offsets_BM: jax.Array
+    key_offsets_BM: jax.Array
+    token_documents: tuple[jax.Array, jax.Array]
 
 
 class _Options(NamedTuple):
@@ -188,13 +188,13 @@ def documents(first_BL: jax.Array, M: int, q_BLNH: jax.Array, k_BLKH: jax.Array)
     B, L = first_BL.shape
     starts = jnp.flatnonzero(first_BL, size=B * M + B, fill_value=B * L).astype(jnp.int32)
     lengths_BM = jnp.diff(starts[: B * M + 1]).reshape(B, M)
-    of_queries_BM, of_keys_BM = (
+    query_offsets_BM, key_offsets_BM = (
         (starts * (x.shape[2] * x.shape[3])).reshape(B, M + 1) for x in (q_BLNH, k_BLKH)
     )
     numbers = jnp.cumsum(first_BL, dtype=jnp.int32) - 1
     positions = jnp.arange(B * L) - starts[numbers]
-    of_tokens = numbers.reshape(B, L), positions.reshape(B, L)
-    return Documents(lengths_BM, of_queries_BM, of_keys_BM, of_tokens)
+    token_documents = numbers.reshape(B, L), positions.reshape(B, L)
+    return Documents(lengths_BM, query_offsets_BM, key_offsets_BM, token_documents)
 
 
 def _by_documents(options, segment_ids_BL, few, many, *arrays):
@@ -226,7 +226,7 @@ def _forward(options, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL):
         context_BLNH, normalisers = cudnn_attention(options.scale, qkv, documents=found)
         if found is None:
             return context_BLNH, normalisers
-        numbers_BL, positions_BL = found.of_tokens
+        numbers_BL, positions_BL = found.token_documents
         return context_BLNH, jnp.swapaxes(normalisers[numbers_BL, :, positions_BL], 1, 2)
 
     def many(*qkv):
@@ -243,7 +243,7 @@ def _backward(options, q_BLNH, k_BLKH, v_BLKH, segment_ids_BL, context_BLNH, nor
         *qkv, normalisers_BNL, context_BLNH, d_BLNH = arrays
         normalisers = normalisers_BNL
         if found is not None:
-            numbers_BL, positions_BL = found.of_tokens
+            numbers_BL, positions_BL = found.token_documents
             room = jnp.zeros((found.lengths_BM.size, *normalisers_BNL.shape[1:]), jnp.float32)
             of_tokens = jnp.swapaxes(normalisers_BNL, 1, 2)
             normalisers = room.at[numbers_BL, :, positions_BL].set(of_tokens, unique_indices=True)

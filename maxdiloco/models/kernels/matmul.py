@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from maxdiloco.models.devices import by_parts, split_axes
+from maxdiloco.models.devices import map_shards, split_axes
 from maxdiloco.models.kernels import quantized
 from maxdiloco.parallel.sharding import Names, Rules
 
@@ -264,7 +264,7 @@ def _summed(local, kept, scattered, over, in_specs):
         return jax.lax.psum(dw, left) if left else dw
 
     out_specs = P(*((*axes, *more) or None for axes, more in zip(kept, scattered, strict=True)))
-    return by_parts(part, in_specs, out_specs, set(over).union(*kept))
+    return map_shards(part, in_specs, out_specs, set(over).union(*kept))
 
 
 def _reduce_scatter(dw, axes, dim):

@@ -60,7 +60,10 @@ def cudnn_attention(
     bias, offsets, mask_type = absent, [absent] * 4, module.MaskType.CAUSAL
     if documents is not None:
         mask_type = module.MaskType.PADDING_CAUSAL
-        offsets = [documents.lengths_BM] * 2 + [documents.of_queries_BM, documents.of_keys_BM]
+        offsets = [documents.lengths_BM] * 2 + [
+            documents.query_offsets_BM,
+            documents.key_offsets_BM,
+        ]
     if mask is not None:
         bias = jnp.where(mask, zero, module.get_large_negative_number(zero.dtype))
     options = {

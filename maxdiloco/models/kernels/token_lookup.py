@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from maxdiloco.models.config import ModelConfig
-from maxdiloco.models.devices import by_parts, split_axes
+from maxdiloco.models.devices import map_shards, split_axes
 
 NAMES = ("vocab", "embed")  # logical axis names of the table
 
@@ -79,4 +79,4 @@ def _rows(config, table_VD, tokens_BL):
     of_tokens = P(batch or None, length or None)
     in_specs = P(over_rows or None, over_columns or None), of_tokens
     axes = {*over_rows, *over_columns, *batch, *length}
-    return by_parts(local, in_specs, of_tokens, axes)(table_VD, tokens_BL)
+    return map_shards(local, in_specs, of_tokens, axes)(table_VD, tokens_BL)
