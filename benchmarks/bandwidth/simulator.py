@@ -81,9 +81,11 @@ def streaming(layers: int, steps: int, *, lag: int, eager: bool = False) -> list
     ]
 
 
-def least_gbps(at: Callable[[float], float], targets: Sequence[float] = TARGETS) -> list[float]:
+def least_gbps(
+    utilisation_at: Callable[[float], float], targets: Sequence[float] = TARGETS
+) -> list[float]:
     """The first bandwidth of GRID at which a utilisation reaches each target; inf for none."""
-    reached = [at(gbps) for gbps in GRID]
+    reached = [utilisation_at(gbps) for gbps in GRID]
     return [
         next((g for g, value in zip(GRID, reached, strict=True) if value >= target), np.inf)
         for target in targets

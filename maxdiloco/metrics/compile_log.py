@@ -45,14 +45,14 @@ class CompileLog:
             if not self._is_silent:
                 self._say(f"compiled {name} in {seconds:.1f} s")
 
-    def compile_all(self, calls: Sequence[Call], *, room: str, resident: str = "") -> list[Any]:
+    def compile_all(self, calls: Sequence[Call], *, remedy: str, resident: str = "") -> list[Any]:
         """Compile the programs of a run, see compile_in_threads. The first error ends it at once.
 
         Programs for the start that have their arguments run while others compile.
 
         Args:
           calls: the first one that is not for the start is the plain inner step.
-          room: the remedy for a program that does not fit the device.
+          remedy: the remedy for a program that does not fit the device.
           resident: description of the arrays that a device has in addition to plain training.
 
         Returns:
@@ -78,7 +78,7 @@ class CompileLog:
             ):
                 for future in as_completed(futures):
                     call = futures[future]
-                    with require_fit(call.program.name, room):
+                    with require_fit(call.program.name, remedy):
                         future.result()
                         leaves = jax.tree.leaves(call.args)
                         abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)

@@ -10,19 +10,19 @@ from maxdiloco.errors import ConfigError
 
 
 @contextmanager
-def require_fit(name: str, room: str) -> Iterator[None]:
+def require_fit(name: str, remedy: str) -> Iterator[None]:
     """Raise ConfigError if the program that is compiled or run in the context does not fit.
 
     Args:
       name: of the program.
-      room: the remedy.
+      remedy: a sentence for the error.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if (reason := out_of_memory_message(error)) is None:
             raise
-        raise ConfigError(f"{name} does not fit the device: {reason} {room}") from error
+        raise ConfigError(f"{name} does not fit the device: {reason} {remedy}") from error
 
 
 def out_of_memory_message(error: jax.errors.JaxRuntimeError) -> str | None:

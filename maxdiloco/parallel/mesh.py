@@ -48,7 +48,9 @@ class MeshSettings:
     hide_transfers: bool = True
 
 
-def fill(sizes: Mapping[str, int], total: int, name: str, *, remedy: str = "") -> dict[str, int]:
+def resolve_sizes(
+    sizes: Mapping[str, int], total: int, name: str, *, remedy: str = ""
+) -> dict[str, int]:
     """Replace the -1 among the sizes so that their product is `total`.
 
     Args:
@@ -265,7 +267,7 @@ def build(settings: MeshSettings, devices: Sequence[jax.Device] | None = None) -
             f"dcn_*_parallelism or ici_*_parallelism key, or set one of the ici tier to -1"
             f"{'; hardware=cpu emulates devices' if emulate else ''}."
         )
-    ici = fill(ici, len(devices) // slices, "ici")
+    ici = resolve_sizes(ici, len(devices) // slices, "ici")
     if platform == "gpu":
         _check_hosts(devices, slices)
     return Mesh(_arrange(devices, tuple(dcn.values()), tuple(ici.values()))[0], AXES)
@@ -296,7 +298,7 @@ def sizes_over_slices(settings: MeshSettings, devices: Sequence[jax.Device]) -> 
                 f"Use num_slices={known}, or dcn_diloco_parallelism={known} instead of "
                 f"dcn_data_parallelism: without DiLoCo it is data parallelism too."
             )
-    return fill(sizes, slices, "dcn", remedy=remedy)
+    return resolve_sizes(sizes, slices, "dcn", remedy=remedy)
 
 
 def _arrange(

@@ -13,7 +13,7 @@ from maxdiloco.metrics.speed import performance
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning import link_model, topology
 from maxdiloco.planning.hlo.traffic import Collective
-from maxdiloco.planning.program_costs import Measured
+from maxdiloco.planning.program_costs import ProgramCost
 
 
 class Report(NamedTuple):
@@ -34,14 +34,14 @@ class Report(NamedTuple):
       flops_per_token: FLOPs of the model, see metrics/speed.py.
       tau: overlap steps.
       overlap: diloco_round_overlap; "" without DiLoCo.
-      room: remedies for a lack of memory that are not yet active.
+      remedy: remedies for a lack of memory that are not yet active.
       ici: sizes of the mesh axes inside a slice.
       by_hosts: bytes that the hosts of a slice send in a period with diloco_transport=host.
     """
 
     title: str
     period: int
-    programs: Sequence[Measured]
+    programs: Sequence[ProgramCost]
     chip: Chip | None
     topology: str
     devices_per_slice: int
@@ -53,7 +53,7 @@ class Report(NamedTuple):
     flops_per_token: float
     tau: int
     overlap: str
-    room: str
+    remedy: str
     ici: Mapping[str, int]
     by_hosts: float = 0.0
 
@@ -195,7 +195,7 @@ def verdict(report: Report) -> dict[str, Any]:
     }
 
 
-def _program(report: Report, program: Measured) -> dict[str, Any]:
+def _program(report: Report, program: ProgramCost) -> dict[str, Any]:
     memory = program.memory._asdict() | {"needed": program.memory.needed}
     if program.too_big:
         memory |= {"outputs": None, "peak": None, "temporary": program.memory.temporary or None}
@@ -216,7 +216,7 @@ def _program(report: Report, program: Measured) -> dict[str, Any]:
     return found | dict.fromkeys(unknown) if program.too_big else found
 
 
-def _crossing(report: Report, program: Measured, crossing: Collective) -> dict[str, Any]:
+def _crossing(report: Report, program: ProgramCost, crossing: Collective) -> dict[str, Any]:
     """Return the figures of a collective between slices.
 
     starts, ends: parts of the program's time. hides_behind: the part of the device's own time
@@ -247,7 +247,7 @@ def _crossing(report: Report, program: Measured, crossing: Collective) -> dict[s
     }
 
 
-def _collectives(program: Measured) -> list[dict[str, Any]]:
+def _collectives(program: ProgramCost) -> list[dict[str, Any]]:
     """Return a row for each kind and dtype of collective over the same axes inside a slice.
 
     asynchronous: whether each of them has separate operations for its start and its end.

@@ -18,11 +18,11 @@ from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning import compile_time, program_costs, topology
 from maxdiloco.planning.compile_report import Report
-from maxdiloco.planning.program_costs import Measured
+from maxdiloco.planning.program_costs import ProgramCost
 from maxdiloco.run import assemble, remat_choice
 from maxdiloco.run import settings as run_settings
 from maxdiloco.run.compile_cache import own_cache
-from maxdiloco.run.remat_choice import make_room
+from maxdiloco.run.remat_choice import memory_remedies
 from maxdiloco.run.settings import RunSettings
 
 # Values that keep arrays in host memory, and the values that keep them on the device.
@@ -74,7 +74,7 @@ def _absent(cfg: Config) -> tuple[Config, Mesh, Chip]:
                     f"{key}={show(on_device)}, which counts all on the device, or leave "
                     f"compile_topology empty on the GPUs."
                 )
-        mesh_lib.fill(cfg.sizes("dcn"), num_slices, "dcn")
+        mesh_lib.resolve_sizes(cfg.sizes("dcn"), num_slices, "dcn")
         cfg = config.from_dict(cfg.as_dict() | {"num_slices": num_slices})
     topology.check_experts(name, cfg.num_experts)
     mesh = mesh_lib.build(run_settings.read_mesh(cfg), topology.devices(name, num_slices))
@@ -89,7 +89,7 @@ def compile_programs(
     gbps: float,
     say: Callable[[str], None],
     only_step: bool = False,
-) -> tuple[RunSettings, assemble.Parts, list[Measured]]:
+) -> tuple[RunSettings, assemble.Parts, list[ProgramCost]]:
     """Compile the programs of a run on the mesh.
 
     Args:
@@ -153,11 +153,11 @@ def report_run(
         flops_per_token=flops_per_token(parts.model.config, parts.params, parts.shape.length),
         tau=cfg.num_communication_overlapping_steps,
         overlap=cfg.diloco_round_overlap if exchanges else "",
-        room=make_room(
+        remedy=memory_remedies(
             cfg,
             outer_state=exchanges,
             remat_policy=settings.model.config.remat_policy,
-            there=not (named and named.is_gpu),
+            has_devices=not (named and named.is_gpu),
         ),
         ici={axis: size // dcn[axis] for axis, size in mesh.shape.items()},
         by_hosts=_by_hosts(settings, parts, mesh),

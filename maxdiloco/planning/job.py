@@ -140,8 +140,8 @@ def describe_job(cfg: Config) -> Job:
         slices, per_slice = (math.prod(n for n in tier.values() if n != -1) for tier in tiers)
         slices, per_host = slices if cfg.num_slices == -1 else cfg.num_slices, per_slice
     _check(cfg, slices)
-    dcn = mesh_lib.fill(cfg.sizes("dcn"), slices, "dcn")
-    ici = mesh_lib.fill(cfg.sizes("ici"), per_slice, "ici")
+    dcn = mesh_lib.resolve_sizes(cfg.sizes("dcn"), slices, "dcn")
+    ici = mesh_lib.resolve_sizes(cfg.sizes("ici"), per_slice, "ici")
     mesh = AbstractMesh(tuple(dcn[axis] * ici[axis] for axis in AXES), AXES)
     backend = platform if platform in ("tpu", "gpu") else "cpu"
     devices.check(cfg.max_target_length, mesh.shape["context"])

@@ -41,7 +41,7 @@ def exposed_s(
     fragments: Sequence[float],
     chunks: Sequence[float] = (),
     shared: Sequence[float] = (),
-    unhidden: Sequence[float] = (),
+    always_exposed: Sequence[float] = (),
     *,
     H: int,
     lag: int,
@@ -59,7 +59,7 @@ def exposed_s(
         memory, after the exchanges that are on the link already.
       shared: with reduce-scatter the seconds of the means of each fragment. They are sent when its
         parts have arrived, `scatter_steps` steps after the send. () with all-gather.
-      unhidden: seconds that no step of the compiled programs hides.
+      always_exposed: seconds that no step of the compiled programs hides.
       H: steps of a period.
       lag: steps between the send of a fragment and its use.
       scatter_steps: steps between the send of the parts and of the means.
@@ -70,7 +70,7 @@ def exposed_s(
         return sum(seconds + latency_s for seconds in fragments) + latency_s * len(shared)
     if chunks:
         exposed = sum(max(0.0, seconds + latency_s - step_s) for seconds in chunks)
-        return exposed + sum(seconds + latency_s for seconds in unhidden)
+        return exposed + sum(seconds + latency_s for seconds in always_exposed)
     clock, waited = Clock(), 0.0
     before, last = (PERIODS - 1) * H, PERIODS * H
     firsts = [offset or H for offset in offsets(len(fragments), H)]
@@ -102,17 +102,17 @@ def share(exposed: float, busy: float) -> float:
     return min(1.0, exposed / busy) if busy else 0.0
 
 
-def least_gbps(at: Callable[[float], float]) -> float:
+def least_gbps(utilisation_at: Callable[[float], float]) -> float:
     """Return the least bandwidth for the utilisation FULL, with a precision of 0.1%.
 
-    inf if the latency is too long. at: returns the utilisation at a bandwidth.
+    inf if the latency is too long. utilisation_at: returns the utilisation at a bandwidth.
     """
     low, high = 1e-14, 1e6
-    if at(high) < FULL:
+    if utilisation_at(high) < FULL:
         return math.inf
     while high / low > 1.001:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if at(middle) >= FULL else (middle, high)
+        low, high = (low, middle) if utilisation_at(middle) >= FULL else (middle, high)
     return high
 
 

@@ -15,7 +15,7 @@ from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning.hlo import kernels, reader, replay, traffic
 
 
-class Measured(NamedTuple):
+class ProgramCost(NamedTuple):
     """One compiled program.
 
     Attributes:
@@ -69,7 +69,7 @@ def measure(
     chip: Chip | None,
     gbps: float,
     say: Callable[[str], None],
-) -> list[Measured]:
+) -> list[ProgramCost]:
     """Compile the program of every call and read its HLO.
 
     Args:
@@ -104,7 +104,7 @@ def measure(
         else:
             reason, memory = "", memory_of(compiled, call, state)
         seconds = time.perf_counter() - start
-        found = Measured(name, call.runs, call.when, call.event, seconds, memory, reason)
+        found = ProgramCost(name, call.runs, call.when, call.event, seconds, memory, reason)
         out.append(found)
         if compiled is None:
             continue
@@ -124,7 +124,7 @@ def measure(
 def _on_tpu(
     module: reader.Module, mesh: Mesh, dcn: Mapping[str, int], chip: Chip, gbps: float
 ) -> dict[str, Any]:
-    """Return the fields of Measured for TPUs, whose programs number the devices of one slice."""
+    """Return the fields of ProgramCost for TPUs. A program numbers the devices of one slice."""
     played = replay.replay(module, chip, gbps)
     least = replay.replay(module, chip, gbps, send_done_waits=False).transfers
     crossings = [
@@ -142,7 +142,7 @@ def _on_tpu(
 
 
 def _off_tpu(module: reader.Module, mesh: Mesh, dcn: Mapping[str, int]) -> dict[str, Any]:
-    """Return the fields of Measured for CPU and GPU.
+    """Return the fields of ProgramCost for CPU and GPU.
 
     There one program numbers all devices. Each slice is a contiguous block of them.
     """

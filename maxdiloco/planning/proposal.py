@@ -11,8 +11,8 @@ from maxdiloco.planning import forecast, link_model, rating, step_time
 from maxdiloco.planning.candidates import settings_of
 from maxdiloco.planning.forecast import Case, Forecast, Law
 from maxdiloco.planning.job import Candidate, Job
-from maxdiloco.planning.rating import Link, Rated, Step
-from maxdiloco.run.remat_choice import MIB, make_room
+from maxdiloco.planning.rating import Link, RatedCandidate, Step
+from maxdiloco.run.remat_choice import MIB, memory_remedies
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Plan:
     tokens: float  # to train on
     tokens_origin: str
     prices: tuple[float | None, float | None] = (None, None)  # of a device-hour, of a gigabyte
-    rows: Sequence[Rated] = ()
-    undemanding: Rated | None = None  # see rating.least_demanding
+    rows: Sequence[RatedCandidate] = ()
+    undemanding: RatedCandidate | None = None  # see rating.least_demanding
 
     def case(self, candidate: Candidate) -> Case:
         """Return the settings that the loss of a candidate depends on."""
@@ -67,11 +67,11 @@ class Plan:
             bits=8 * job.gradient_bytes / micro_batches / job.num_parameters,
         )
 
-    def reduce_scatters(self, row: Rated) -> bool:
+    def reduce_scatters(self, row: RatedCandidate) -> bool:
         """Tell whether a candidate uses reduce-scatter."""
         return settings_of(self.job, row.candidate).collective == REDUCE_SCATTER
 
-    def is_moved(self, row: Rated) -> bool:
+    def is_moved(self, row: RatedCandidate) -> bool:
         """Tell whether a candidate fits the chip only with its outer state in host memory."""
         return row.candidate.memory != self.job.configured.memory
 
@@ -107,7 +107,7 @@ def propose(
             raise ConfigError(
                 f"model_name={cfg.model_name} does not fit {cfg.compile_topology}: every candidate "
                 f"needs at least {least:,.0f} MiB a device, which has {job.chip.hbm / MIB:,.0f}. "
-                f"{make_room(cfg, outer_state=False)}"  # the plan has tried pinned_host
+                f"{memory_remedies(cfg, outer_state=False)}"  # the plan has tried pinned_host
             )
         return dataclasses.replace(unrated, step=step, rows=rows, undemanding=undemanding)
 

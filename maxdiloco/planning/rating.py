@@ -51,12 +51,12 @@ class Traffic:
     # Reduce-scatter: the part of `fragments` that is means, sent `scatter_steps` steps after the
     # rest. Empty with all-gather.
     shared: tuple[int, ...] = ()
-    unhidden: tuple[int, ...] = ()  # the part of the programs' bytes that no inner step hides
+    always_exposed: tuple[int, ...] = ()  # the part of the programs' bytes that no inner step hides
     scatter_steps: int = 0  # see engine.layout.scatter_steps
 
 
 @dataclass(frozen=True)
-class Rated:
+class RatedCandidate:
     """The costs of a candidate on a link."""
 
     candidate: Candidate
@@ -99,13 +99,13 @@ def traffic(job: Job, candidate: Candidate) -> Traffic:
         shared = [(of_device(plan.gather_chunk_bytes),) * plan.gather.count for plan in plans]
     whole = tuple(sum(a) + sum(b) for a, b in zip(parts, shared, strict=True))
     means = tuple(map(sum, shared)) if settings.collective == REDUCE_SCATTER else ()
-    chunks, unhidden = [], ()
+    chunks, always_exposed = [], ()
     if job.transport == XLA and max_chunks:
         chunks = [*parts, *shared]
         if steps == max_chunks:  # no step is left for the means
-            chunks, unhidden = parts, means
+            chunks, always_exposed = parts, means
     chunks = tuple(filter(None, itertools.chain(*chunks)))
-    return Traffic(whole, chunks, means, unhidden, steps)
+    return Traffic(whole, chunks, means, always_exposed, steps)
 
 
 def exposed_seconds(
@@ -113,7 +113,7 @@ def exposed_seconds(
 ) -> float:
     """Return the seconds that a period waits for the link."""
     per_byte = job.copies * 8 / (link.gbps * 1e9)
-    sizes = (sent.fragments, sent.chunks, sent.shared, sent.unhidden)
+    sizes = (sent.fragments, sent.chunks, sent.shared, sent.always_exposed)
     return link_model.exposed_s(
         *([size * per_byte for size in group] for group in sizes),
         H=candidate.H,
@@ -124,7 +124,9 @@ def exposed_seconds(
     )
 
 
-def rate(job: Job, candidate: Candidate, sent: Traffic, *, step: Step, link: Link) -> Rated:
+def rate(
+    job: Job, candidate: Candidate, sent: Traffic, *, step: Step, link: Link
+) -> RatedCandidate:
     """Compute the costs of a candidate. sent: see `traffic`."""
 
     def exposed(gbps: float) -> float:
@@ -137,7 +139,7 @@ def rate(job: Job, candidate: Candidate, sent: Traffic, *, step: Step, link: Lin
     waited, memory = exposed(link.gbps), _memory(job, candidate, step)
     seconds = step.seconds + waited / candidate.H
     gradients = GRADIENT * job.num_parameters * candidate.H
-    return Rated(
+    return RatedCandidate(
         candidate,
         exposed_seconds_per_period=waited,
         step_seconds=seconds,
@@ -181,7 +183,7 @@ def rank(
     step: Step,
     link: Link,
     loss: Callable[[Candidate], Forecast],
-) -> list[Rated]:
+) -> list[RatedCandidate]:
     """Rate one candidate of each family, sorted by the time to the loss of data parallelism.
 
     Candidates within TIE of the shortest time count as equal; among them, the candidate that
@@ -238,7 +240,7 @@ def least_demanding(
     sent: Mapping[Candidate, Traffic],
     step: Step,
     link: Link,
-) -> Rated:
+) -> RatedCandidate:
     """Rate the candidate that fits the link and changes training least.
 
     Without one, the candidate that needs the least bandwidth. For the arguments see `rank`.
@@ -255,7 +257,9 @@ def least_demanding(
     return min(rows, key=lambda row: (not row.fits, row.least_dcn_bandwidth_gbps))
 
 
-def _in_memory(job: Job, candidate: Candidate, sent: Traffic, *, step: Step, link: Link) -> Rated:
+def _in_memory(
+    job: Job, candidate: Candidate, sent: Traffic, *, step: Step, link: Link
+) -> RatedCandidate:
     """Rate a candidate, with its outer state in host memory if it does not fit otherwise."""
     row = rate(job, candidate, sent, step=step, link=link)
     if row.fits or candidate.memory != "device":
@@ -265,7 +269,7 @@ def _in_memory(job: Job, candidate: Candidate, sent: Traffic, *, step: Step, lin
     return moved if moved.fits else row
 
 
-def _change(row: Rated) -> tuple[bool, int, int, float]:
+def _change(row: RatedCandidate) -> tuple[bool, int, int, float]:
     """Return how far a candidate is from exact DiLoCo with a short period, in four respects."""
     candidate, wire = row.candidate, wire_format(row.candidate.wire)
     return candidate.overlap != "none", candidate.H, candidate.tau, wire.error

@@ -64,7 +64,7 @@ def _memory(report: Report, found: dict[str, Any]) -> list[str]:
     out = [
         f"does not fit: {name} needs {least}{used}{parts}",
         f"by arithmetic {would}, if more devices share all of it (not compiled). "
-        f"{report.room.removesuffix('.')}",
+        f"{report.remedy.removesuffix('.')}",
     ]
     if missing:
         names = ", ".join(program.name for program in missing)

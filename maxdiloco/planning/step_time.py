@@ -13,7 +13,7 @@ from maxdiloco.metrics.speed import flops_per_token
 from maxdiloco.planning import compile_run, topology
 from maxdiloco.planning.job import EXACT, Job
 from maxdiloco.planning.rating import Step
-from maxdiloco.run.remat_choice import make_room
+from maxdiloco.run.remat_choice import memory_remedies
 
 # Model FLOPs relative to the peak, for steps that were not compiled: Llama 3 405B trained at 38 to
 # 43% of the peak of bfloat16 on H100s (arXiv 2407.21783, Table 4).
@@ -42,7 +42,9 @@ def compile_plain_step(cfg: Config, *, gbps: float, say: Callable[[str], None]) 
         raise ConfigError(
             f"model_name={cfg.model_name} does not fit {cfg.compile_topology}: {found.too_big} "
             # The plan tries pinned_host itself.
-            + make_room(cfg, outer_state=False, remat_policy=settings.model.config.remat_policy)
+            + memory_remedies(
+                cfg, outer_state=False, remat_policy=settings.model.config.remat_policy
+            )
         )
     if found.unknown_calls:
         say(f"the time of the step leaves out unknown kernels: {', '.join(found.unknown_calls)}")

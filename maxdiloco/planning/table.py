@@ -14,7 +14,7 @@ from maxdiloco.planning import rating
 from maxdiloco.planning.forecast import Forecast
 from maxdiloco.planning.link_model import FULL
 from maxdiloco.planning.proposal import Plan
-from maxdiloco.planning.rating import Rated
+from maxdiloco.planning.rating import RatedCandidate
 
 GIB = 2**30
 WIDTH = 100  # characters of a line, except for commands
@@ -60,7 +60,7 @@ def setting(plan: Plan) -> list[str]:
     ])  # fmt: skip
 
 
-def _table(plan: Plan, rows: Sequence[Rated]) -> list[str]:
+def _table(plan: Plan, rows: Sequence[RatedCandidate]) -> list[str]:
     busy, job = plan.data_parallel, plan.job
     step_s, summed_in = plan.step.seconds / busy, job.model.gradient_dtype
     less = few_digits(rating.GRADIENT * job.num_parameters / job.gradient_bytes)
@@ -72,7 +72,7 @@ def _table(plan: Plan, rows: Sequence[Rated]) -> list[str]:
     return aligned(cells)
 
 
-def _cells(plan: Plan, row: Rated) -> tuple[object, ...]:
+def _cells(plan: Plan, row: RatedCandidate) -> tuple[object, ...]:
     candidate, gbps = row.candidate, row.least_dcn_bandwidth_gbps * plan.share[0]
     loss = plan.forecast(candidate)
     mark = " host" if plan.is_moved(row) else "" if row.fits else " too big"
@@ -199,7 +199,7 @@ def loss_as_json(loss: Forecast) -> dict[str, Any]:
     return (dict.fromkeys(shown) if loss.outside else shown) | {"outside": ", ".join(loss.outside)}
 
 
-def _row(plan: Plan, row: Rated) -> dict[str, Any]:
+def _row(plan: Plan, row: RatedCandidate) -> dict[str, Any]:
     candidate, least = row.candidate, row.least_dcn_bandwidth_gbps
     names = [field.name for field in dataclasses.fields(row)]
     figures = {name: getattr(row, name) for name in names if name != "candidate"}

@@ -59,8 +59,8 @@ class Gpu(NamedTuple):
       lanes: float32 units of a multiprocessor.
       memory: bytes.
       l2: bytes of the L2 cache.
-      room: threads at once on a multiprocessor, bytes of its shared memory, and the most of these
-        bytes that one block may use.
+      sm_limits: threads at once on a multiprocessor, bytes of its shared memory, and the most of
+        these bytes that one block may use.
       bandwidth: bandwidth of the memory [bytes/s].
       clock_ghz: clock rate.
       link_gbps: rate of all links to the GPUs of its host, NVLink or PCIe, one way [Gbit/s].
@@ -74,7 +74,7 @@ class Gpu(NamedTuple):
     lanes: int
     memory: int
     l2: int
-    room: tuple[int, int, int]
+    sm_limits: tuple[int, int, int]
     bandwidth: int
     clock_ghz: float
     link_gbps: float
@@ -250,15 +250,15 @@ def target_config(gpu: Gpu) -> str:
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
-  threads_per_core_limit: {gpu.room[0]}
+  threads_per_core_limit: {gpu.sm_limits[0]}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   shared_memory_per_block: 49152
-  shared_memory_per_core: {gpu.room[1]}
-  shared_memory_per_block_optin: {gpu.room[2]}
+  shared_memory_per_core: {gpu.sm_limits[1]}
+  shared_memory_per_block_optin: {gpu.sm_limits[2]}
   core_count: {gpu.cores}
   fpus_per_core: {gpu.lanes}
   memory_bandwidth: {gpu.bandwidth}

@@ -150,16 +150,19 @@ def kept_bytes(parts: Parts, accumulation: int) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in kept) // devices
 
 
-def make_room(cfg: Config, *, outer_state: bool, remat_policy: str = "", there: bool = True) -> str:
+def memory_remedies(
+    cfg: Config, *, outer_state: bool, remat_policy: str = "", has_devices: bool = True
+) -> str:
     """Return the remedies that are not yet active, for a program that does not fit the memory.
 
     Args:
       cfg: config of the run.
       outer_state: whether the run has outer state.
       remat_policy: the policy that was chosen; empty: the policy of the config.
-      there: False for absent GPUs, because programs with host memory cannot be compiled for them.
+      has_devices: False for absent GPUs, because programs with host memory cannot be compiled for
+        them.
     """
-    where = "" if there else " on the GPUs themselves"
+    where = "" if has_devices else " on the GPUs themselves"
     remedies = ["more devices in a slice"]
     if cfg.per_device_batch_size > 1:
         remedies.append("a smaller per_device_batch_size")

@@ -324,12 +324,14 @@ def _compile(
     others.sort(key=lambda call: call.when != START)
     calls = [inner, *(call for call in others if not (resumes and call.when == START))]
     say(f"compiling {len(calls)} programs, {calls[0].program.name} first; a line for each")
-    room = remat_choice.make_room(
+    remedy = remat_choice.memory_remedies(
         settings.config,
         outer_state=settings.batch.enable_diloco,
         remat_policy=settings.model.config.remat_policy,
     )
-    fresh = compile_log.compile_all(calls, room=room, resident=parts.trainer.description.resident)
+    fresh = compile_log.compile_all(
+        calls, remedy=remedy, resident=parts.trainer.description.resident
+    )
     if resumes:
         gc.enable()  # a restore may leave large arrays in reference cycles
     return fresh[0] if fresh else None

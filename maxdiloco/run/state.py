@@ -19,7 +19,7 @@ from maxdiloco.metrics import console, out_of_memory
 from maxdiloco.run import optimizer, resume
 from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.assemble import BatchShape, Parts
-from maxdiloco.run.remat_choice import make_room
+from maxdiloco.run.remat_choice import memory_remedies
 from maxdiloco.run.settings import CheckpointSettings, RunSettings, read_optimizer
 from maxdiloco.storage.run_folder import RunFolder, absolute, require_usable
 
@@ -134,12 +134,12 @@ def _with_parameters(settings: RunSettings, parts: Parts) -> Any:
             f"warning: load_parameters_path={path} was trained with another tokenizer: a row of "
             "its embedding may stand for another text than in this run."
         )
-    room = make_room(
+    remedy = memory_remedies(
         settings.config,
         outer_state=settings.batch.enable_diloco,
         remat_policy=settings.model.config.remat_policy,
     )
-    with out_of_memory.require_fit(parts.init.name, room):
+    with out_of_memory.require_fit(parts.init.name, remedy):
         return jax.block_until_ready(parts.init(params))
 
 

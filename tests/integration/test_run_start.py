@@ -85,9 +85,9 @@ def compiles(monkeypatch):
     collected then."""
     found = []
 
-    def compile_all(self, calls, *, room, resident):
+    def compile_all(self, calls, *, remedy, resident):
         found.append(([call.program.name for call in calls], gc.isenabled()))
-        raise ConfigError(room)
+        raise ConfigError(remedy)
 
     monkeypatch.setattr(CompileLog, "compile_all", compile_all)
     return found

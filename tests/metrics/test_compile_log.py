@@ -29,7 +29,7 @@ def call(name, compile_):
 
 
 def compile_all(calls, said=lambda line: None):
-    return CompileLog(said, show_memory=False).compile_all(calls, room="Use more.")
+    return CompileLog(said, show_memory=False).compile_all(calls, remedy="Use more.")
 
 
 def failing(text):
@@ -206,7 +206,7 @@ def main(argv):
     log = CompileLog(print, show_memory=False)
     programs = [types.SimpleNamespace(name="merge", lowered=lambda body=body: body)
                 for body in (long, failing)]
-    log.compile_all([Call(program, (), 1) for program in programs], room="Use more.")
+    log.compile_all([Call(program, (), 1) for program in programs], remedy="Use more.")
 
 end_with(main)
 """

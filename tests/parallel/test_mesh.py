@@ -21,10 +21,10 @@ def load(*argv):
 
 
 def test_one_open_size_gets_the_devices_that_the_others_leave():
-    assert mesh_lib.fill({"data": 2, "fsdp": -1}, 8, "ici") == {"data": 2, "fsdp": 4}
+    assert mesh_lib.resolve_sizes({"data": 2, "fsdp": -1}, 8, "ici") == {"data": 2, "fsdp": 4}
     for sizes in ({"data": 3, "fsdp": -1}, {"data": 2, "fsdp": 2}):
         with pytest.raises(ConfigError, match="ici_data_parallelism="):
-            mesh_lib.fill(sizes, 8, "ici")
+            mesh_lib.resolve_sizes(sizes, 8, "ici")
 
 
 @pytest.mark.parametrize(

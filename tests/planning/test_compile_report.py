@@ -10,8 +10,8 @@ from maxdiloco.parallel.chips import Chip
 from maxdiloco.planning import compile_report, report_text
 from maxdiloco.planning.compile_report import Report
 from maxdiloco.planning.hlo.traffic import Collective, Timing
-from maxdiloco.planning.program_costs import Measured, Memory
-from maxdiloco.run.remat_choice import make_room
+from maxdiloco.planning.program_costs import Memory, ProgramCost
+from maxdiloco.run.remat_choice import memory_remedies
 
 MIB = 2**20
 CHIP = Chip(("TPU v5 lite",), 1e12, hbm_gib=1.0, clock_hz=1.5e9, ici_gbps=1600)
@@ -30,7 +30,7 @@ def crossing(*, waited=0.0, least=0.0, busy=0.004, axes=("diloco",)):
 def program(name="inner", *, runs=3, crossings=(), **changes):
     gather = Collective("all-gather", "bf16", ("fsdp",), 2 * MIB, 4, False)
     reduce = Collective("all-reduce", "f32", ("fsdp",), MIB, 1, True)
-    made = Measured(
+    made = ProgramCost(
         name, runs, "step", "", 12.5, memory(), flops=2e12, seconds=0.010,
         crossings=tuple(crossings), inside=(gather, reduce),
     )  # fmt: skip
@@ -41,7 +41,7 @@ def a_report(*programs, chip=CHIP, **changes):
     made = Report(
         "tiny", 4, programs, chip, "v5e-4", devices_per_slice=4, devices_per_host=0, num_devices=8,
         gbps=25.0, flags={"XLA_FLAGS": ""}, tokens_per_step=4096, flops_per_token=6e6, tau=1,
-        overlap="none", room="Use more devices in a slice.", ici={"data": 1, "fsdp": 32},
+        overlap="none", remedy="Use more devices in a slice.", ici={"data": 1, "fsdp": 32},
     )  # fmt: skip
     return made._replace(**changes)
 
@@ -210,8 +210,8 @@ def test_every_line_fits_100_columns():
     assert max(map(len, report_text.lines(a_report(made)))) <= report_text.WIDTH
     name = "inner + exchange [0, 3, 6, 9, 12, 15 of 48 layers]"
     big = program(name, too_big="Ran out.", seconds=None, memory=memory(peak=10**6))
-    room = "Use more devices in a slice or remat_policy=full. " * 2
-    found = a_report(big, exchange(), room=room)
+    remedy = "Use more devices in a slice or remat_policy=full. " * 2
+    found = a_report(big, exchange(), remedy=remedy)
     assert max(map(len, report_text.verdict_lines(found))) <= report_text.WIDTH
 
 
@@ -332,9 +332,9 @@ def test_the_compiler_s_message_tells_the_temporaries(message, arguments, found)
 def test_a_remedy_is_one_that_is_not_yet_on():
     cfg = config.load(["remat_policy=full", "per_device_batch_size=1"], {})
     for outer_state in (True, False):
-        room = make_room(cfg, outer_state=outer_state)
-        assert "optimizer_memory_host_offload=true" in room
-        assert ("diloco_outer_memory=pinned_host" in room) == outer_state
+        remedy = memory_remedies(cfg, outer_state=outer_state)
+        assert "optimizer_memory_host_offload=true" in remedy
+        assert ("diloco_outer_memory=pinned_host" in remedy) == outer_state
     for argv, has_policy in ((["remat_policy=minimal"], True), ([], False)):
-        room = make_room(config.load(argv, {}), outer_state=True)
-        assert ("remat_policy" in room) == ("remat_policy=full" in room) == has_policy
+        remedy = memory_remedies(config.load(argv, {}), outer_state=True)
+        assert ("remat_policy" in remedy) == ("remat_policy=full" in remedy) == has_policy

@@ -106,5 +106,5 @@ def test_the_threads_of_a_multiprocessor_are_its_generation_s():
     expected = {"7": 1024, "8.0": 2048, "8.6": 1536, "8.9": 1536, "9": 2048, "10": 2048, "12": 1536}
     for gpu in topology.GPUS.values():
         key = gpu.capability if gpu.capability in expected else gpu.capability.partition(".")[0]
-        assert gpu.room[0] == expected[key]
+        assert gpu.sm_limits[0] == expected[key]
         assert f"threads_per_core_limit: {expected[key]}\n" in topology.target_config(gpu)

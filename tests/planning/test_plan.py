@@ -193,7 +193,7 @@ def test_the_table_marks_choices_that_need_host_memory(planned):
 
 def test_a_compiled_step_too_big_for_the_chip_is_refused(monkeypatch):
     """The state fits, the step does not: the error has the reason of the compiler."""
-    too_big = program_costs.Measured(
+    too_big = program_costs.ProgramCost(
         "inner", 1, "step", "", 1.0, program_costs.Memory(0, 0, 0, 0, 0), "it needs 40 GiB."
     )
     monkeypatch.setattr(topology, "devices", lambda *_: jax.devices())
