@@ -183,7 +183,7 @@ def _routed_biases(model: Any) -> list[Any]:
 
 
 def imported(model: Any, folder: pathlib.Path, vocab_multiple: int = 1) -> Any:
-    """evaluation.stored.Stored after save_pretrained, unless model is None, and an import."""
+    """stored.LoadedCheckpoint after save_pretrained, unless model is None, and an import."""
     import jax
     from jax.sharding import Mesh
 
@@ -278,7 +278,7 @@ def gradient_error(model: Any, found: Any, batch: dict[str, np.ndarray]) -> floa
     torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").backward()
     theirs = their_gradients(model)
     family, worst = config_json.family_of(model.config.model_type), 0.0
-    for part in tensors.of_model(found.model.config, family):
+    for part in tensors.model_parts(found.model.config, family):
         ours = leaves[part.leaf.path][part.index]
         expected = tensors.to_part(theirs[part.name], part)
         greatest = np.abs(expected).max() or 1.0  # zeros of an expert that no token chose

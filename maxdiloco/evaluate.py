@@ -100,7 +100,7 @@ def _evaluate_tasks(run: str, options: SimpleNamespace, keys: Sequence[str], bas
         parameters=options.parameters,
         **{"base_output_directory": base} | dict(key.partition("=")[::2] for key in keys),
     )
-    found = model.found
+    found = model.checkpoint
     say(f"step {found.step} of {found.path.parent.parent}, parameters: {options.parameters}")
     results = harness.evaluate(model, tasks, manager)
     for line in harness.as_text(results):

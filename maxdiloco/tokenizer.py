@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
     from maxdiloco.storage import output_file
 
     output_file.write_whole("out", options.out, content)
-    tokens = tokenizers.of_content("huggingface", content, options.out).vocab_size
+    tokens = tokenizers.from_content("huggingface", content, options.out).vocab_size
     say(
         f"{options.out}: {tokens:,} tokens from {count['documents']:,} documents, "
         f"{count['bytes'] / 1e6:,.1f} MB. Train with tokenizer_type=huggingface "

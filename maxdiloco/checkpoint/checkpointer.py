@@ -116,7 +116,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         """Start to filter Orbax's log."""
         self._closing = contextlib.ExitStack()
-        self._closing.enter_context(orbax_io.quiet())
+        self._closing.enter_context(orbax_io.silence_logs())
         self._closing.callback(self._own.close)
         self._closing.callback(self._close_writer)
         self._closing.enter_context(self._remover)
@@ -296,7 +296,7 @@ class Checkpointer:
         elif self._max_to_keep is not None:
             if self._removal is not None and own.free() < nbytes:
                 self._removal.exception()  # wait for the removal, which also frees disk space
-            for old in own.in_the_way(nbytes, kept=self._newest):
+            for old in own.steps_to_remove(nbytes, kept=self._newest):
                 own.remove(old)
                 self.say(
                     f"the disk of {self._folder} is nearly full: checkpoint {old} was removed to "

@@ -100,7 +100,7 @@ _OF_ORBAX = (
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_logs() -> Iterator[None]:
     """Keep Orbax from logging a failed save, which the Checkpointer reports in one line.
 
     Orbax runs the writes of a checkpoint as tasks of an event loop and closes the loop at the first

@@ -119,7 +119,7 @@ class OwnFolder:
         nbytes = free_bytes(self._path)
         return math.inf if nbytes is None else nbytes
 
-    def in_the_way(self, nbytes: int, *, kept: int | None) -> list[int]:
+    def steps_to_remove(self, nbytes: int, *, kept: int | None) -> list[int]:
         """Choose the oldest checkpoints of the run whose removal makes room for a new one.
 
         Args:

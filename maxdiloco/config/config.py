@@ -132,7 +132,7 @@ def _without_host_keys(stored: Mapping[str, Any]) -> Config:
     return from_dict(kept)
 
 
-def changed(
+def with_changes(
     stored: Mapping[str, Any],
     argv: Iterable[str],
     environ: Mapping[str, str],

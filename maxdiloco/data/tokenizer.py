@@ -278,8 +278,8 @@ def load(folder: pathlib.Path) -> Tokenizer:
 def _with_tokens(
     kind: str, content: bytes, where: str, tokens: Mapping[str, Any]
 ) -> SubwordTokenizer:
-    """Return the tokenizer of a file's content with the fields _TOKENS. Raises as `of_content`."""
-    return dataclasses.replace(of_content(kind, content, where), **tokens)
+    """Return `from_content`, which has the errors, with the fields _TOKENS."""
+    return dataclasses.replace(from_content(kind, content, where), **tokens)
 
 
 def read(kind: str, path: str) -> SubwordTokenizer:
@@ -303,7 +303,7 @@ def read(kind: str, path: str) -> SubwordTokenizer:
         if (os.path.isdir if is_local(file) else paths.is_folder)(file):
             file = os.path.join(file, FILES[kind])
         content = paths.read_whole(file, MOST_BYTES)
-    found = of_content(kind, content, where)
+    found = from_content(kind, content, where)
     config, saved = (_fields_next_to(file, name, kind) for name in (CONFIG, SETTINGS))
     if saved is not None:
         return found.naming(*(saved.get(name) for name in _NAMED))
@@ -349,7 +349,7 @@ def _fields_next_to(tokenizer_file, name, kind):
     return fields if isinstance(fields, dict) else {}
 
 
-def of_content(kind: str, content: bytes, where: str) -> SubwordTokenizer:
+def from_content(kind: str, content: bytes, where: str) -> SubwordTokenizer:
     """Return the tokenizer of a file's content, without bos and eos.
 
     Args:

@@ -26,7 +26,7 @@ from maxdiloco.huggingface import folders, sidecar_files
 from maxdiloco.huggingface.folders import Folder
 
 
-class Found(NamedTuple):
+class TransformersTokenizer(NamedTuple):
     """A tokenizer of Hugging Face.
 
     Attributes:
@@ -39,7 +39,7 @@ class Found(NamedTuple):
     left_out: tuple[int, ...]
 
 
-def read(folder: Folder) -> Found | None:
+def read(folder: Folder) -> TransformersTokenizer | None:
     """Read the tokenizer of a model.
 
     Args:
@@ -61,7 +61,7 @@ def read(folder: Folder) -> Found | None:
             return None
         content = (here / FILES[kind]).read_bytes()
         where = str(folder / FILES[kind])
-        of_file = tokenizers.of_content(kind, content, where)  # refuses a damaged file
+        of_file = tokenizers.from_content(kind, content, where)  # refuses a damaged file
         transformers = packages.require("transformers", "A model of Hugging Face", extra="hf")
         transformers.utils.logging.set_verbosity_error()
         try:
@@ -77,7 +77,7 @@ def read(folder: Folder) -> Found | None:
                 f"{where}: transformers cannot load the tokenizer: {' '.join(str(error).split())}. "
                 "Give a folder that AutoTokenizer.from_pretrained loads."
             ) from error
-    found = tokenizers.of_content("huggingface", converted, where)
+    found = tokenizers.from_content("huggingface", converted, where)
     before, after = found.added_tokens()
     bos, eos = before[-1] if before else None, after[0] if after else None
     if kind == found.kind and same_tokens(of_file, found):
@@ -86,7 +86,7 @@ def read(folder: Folder) -> Found | None:
     found = dataclasses.replace(
         found, bos=bos, eos=eos, named_bos=named_bos, named_eos=named_eos, ends=ends
     )
-    return Found(found, (*before[:-1], *after[1:]))
+    return TransformersTokenizer(found, (*before[:-1], *after[1:]))
 
 
 def is_of_model(folder: Folder, tokenizer: Tokenizer | None) -> bool:

@@ -17,7 +17,7 @@ _MOST_HEADER = 100_000_000  # largest header [bytes]; the package refuses larger
 
 
 @contextlib.contextmanager
-def header_here(file: BucketPath) -> Iterator[str]:
+def local_header(file: BucketPath) -> Iterator[str]:
     """Copy the header of a file in a bucket into a sparse local file of the same size.
 
     The package safetensors reads and checks the copy in the same way as the whole file.
@@ -36,7 +36,7 @@ def header_here(file: BucketPath) -> Iterator[str]:
         yield copy.name
 
 
-def begins(header: os.PathLike) -> dict[str, int]:
+def tensor_offsets(header: os.PathLike) -> dict[str, int]:
     """Return {tensor: its offset in bytes} of a file whose header the package has checked."""
     with open(header, "rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -44,7 +44,7 @@ _NOT_READ = {"model_type", "id2label", "label2id", "num_labels", "dtype", "torch
 Values = dict[str, Any]
 
 
-class Read(NamedTuple):
+class HfConfig(NamedTuple):
     """The content of a config.json.
 
     Attributes:
@@ -62,7 +62,7 @@ class Read(NamedTuple):
     unknown: tuple[str, ...]
 
 
-def read(folder: Folder) -> Read:
+def read(folder: Folder) -> HfConfig:
     """Read the config.json of a folder.
 
     Raises:
@@ -87,10 +87,10 @@ def read(folder: Folder) -> Read:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     known = _class_keys(family) | {field.theirs for field in FIELDS} | set(family.must) | _HARMLESS
-    return Read(family, whole, text, keys, tuple(sorted(text.keys() - known)))
+    return HfConfig(family, whole, text, keys, tuple(sorted(text.keys() - known)))
 
 
-def untied(model: Read) -> Read:
+def untied(model: HfConfig) -> HfConfig:
     """Return the model with a head that is not tied to the embedding, also in its config.json."""
     changed = {"tie_word_embeddings": False}
     text = model.text | changed
@@ -111,7 +111,7 @@ def family_of(model_type: str) -> Family:
     )
 
 
-def of_transformers(hf: Mapping[str, Any], family: Family) -> Values:
+def with_transformers_defaults(hf: Mapping[str, Any], family: Family) -> Values:
     """Return a complete config: the entries of config.json with the defaults of transformers.
 
     Args:
@@ -142,7 +142,7 @@ def of_transformers(hf: Mapping[str, Any], family: Family) -> Values:
 
 def _class_keys(family: Family) -> frozenset[str]:
     """Return head_dim and the keys that transformers' config class of a model type has."""
-    return frozenset(of_transformers({}, family))
+    return frozenset(with_transformers_defaults({}, family))
 
 
 def _rows(family: Family, known: frozenset[str]) -> list[Field]:
@@ -175,7 +175,7 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
     layers = hf.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise ConfigError(f"num_hidden_layers={layers}: expected at most {MAX_LAYERS}.")
-    config = of_transformers(hf, family)
+    config = with_transformers_defaults(hf, family)
     for key, value in family.must.items():
         if config.get(key) is not None and config[key] != value:
             raise ConfigError(f"{key}={config[key]}: expected {value} for {family.model_type}.")
@@ -191,7 +191,7 @@ def keys_of(hf: Mapping[str, Any], family: Family) -> Values:
     return keys
 
 
-def named_as_theirs(message: str) -> str:
+def with_hf_key(message: str) -> str:
     """Replace our key, at the start of a message `key=...`, by its name in config.json."""
     names = {field.ours: field.theirs for field in FIELDS}
     names |= {"rope_max_timescale": "rope_theta", "sliding_window_size": "sliding_window"}

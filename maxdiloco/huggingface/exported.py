@@ -98,8 +98,8 @@ def export_model(
     readers = [arrays.Reader(found.path, item, leaves, replica) for replica in replicas or [None]]
     dtypes = {path: _DTYPES.get(dtype, readers[0].dtype(path)) for path in leaves}
     dtypes |= {part.leaf.path: _DTYPES["float32"] for part in parts if part.tensor.float32}
-    with folders.appearing(target) as appearing:
-        place, written = pathlib.Path(appearing), {}
+    with folders.atomic_folder(target) as draft:
+        place, written = pathlib.Path(draft), {}
         for part in parts:
             rows = [cfg.vocab_size] if part.leaf.path in OF_VOCABULARY else part.shape[:1]
             written[part.name] = ((*rows, *part.shape[1:]), dtypes[part.leaf.path])
@@ -164,7 +164,7 @@ def _parts(
     of_run = from_keys(cfg)
     tied = of_run.tied_head and hf.get("tie_word_embeddings", True)
     model = dataclasses.replace(of_run, tied_head=tied)
-    parts = sorted(tensors.of_model(model, family), key=place)
+    parts = sorted(tensors.model_parts(model, family), key=place)
     if tied == of_run.tied_head:
         return parts, {}
     scale = math.sqrt(cfg.base_emb_dim)

@@ -43,7 +43,7 @@ def refuse_existing(target: Folder) -> None:
 
 
 @contextlib.contextmanager
-def appearing(target: Folder) -> Iterator[epath.Path]:
+def atomic_folder(target: Folder) -> Iterator[epath.Path]:
     """Make a folder to write inside the `with`, and rename it to the target at the end.
 
     After an error the folder is removed. Files of a killed program in it are removed first. A

@@ -100,12 +100,14 @@ class HarnessModel(TemplateLM):
                     "with keys of a mesh on its devices."
                 )
             mesh = mesh_lib.build(settings.read_mesh(cfg))
-            self.found = stored.load(folder, lambda meta: (configure(meta), mesh), parameters)
-        cfg = self.found.cfg
-        self._tokens = run_tokenizer.of_checkpoint(settings.read_tokenizer(cfg), self.found.path)
+            self.checkpoint = stored.load(folder, lambda meta: (configure(meta), mesh), parameters)
+        cfg = self.checkpoint.cfg
+        self._tokens = run_tokenizer.of_checkpoint(
+            settings.read_tokenizer(cfg), self.checkpoint.path
+        )
         self.max_length = cfg.max_target_length
         self.model = run_model.build_for_decoding(
-            settings.read_model(cfg, mesh), mesh, self.found.model
+            settings.read_model(cfg, mesh), mesh, self.checkpoint.model
         )
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             shards, _ = token_shards(self.model.config.rules)
@@ -114,7 +116,7 @@ class HarnessModel(TemplateLM):
 
     def _program(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Compile fn(params, batch, None) for the mesh; results are replicated on all devices."""
-        return jax.jit(replicas.with_context_mesh(fn, self.found.mesh))
+        return jax.jit(replicas.with_context_mesh(fn, self.checkpoint.mesh))
 
     def _log_probabilities(self, params, batch, _):
         """Return the log-probability of each next token, and whether it is the likeliest.
@@ -166,7 +168,9 @@ class HarnessModel(TemplateLM):
                 tokens[row, : len(texts[i])] = texts[i]
                 lengths[row] = len(texts[i]) - 1
             batch_arrays = {"tokens": tokens, "lengths": lengths}
-            logs, likeliest = map(np.asarray, self._score(self.found.params, batch_arrays, None))
+            logs, likeliest = map(
+                np.asarray, self._score(self.checkpoint.params, batch_arrays, None)
+            )
             for row, i in enumerate(batch):
                 key, _, rest = requests[i]
                 scored = slice(len(texts[i]) - 1 - len(rest), len(texts[i]) - 1)
@@ -226,7 +230,7 @@ class HarnessModel(TemplateLM):
             for batch in self._batches(members, "generation", disable_tqdm):
                 tokens = np.zeros((self._rows, length), np.int32)
                 tokens[: len(batch)] = [prompts[i] for i in batch]
-                made = np.asarray(sample(self.found.params, tokens, None))
+                made = np.asarray(sample(self.checkpoint.params, tokens, None))
                 for row, i in enumerate(batch):
                     text = self._tokens.continuation(prompts[i], made[row])
                     texts[i] = postprocess_generated_text(text, options["until"], None)

@@ -33,9 +33,9 @@ from maxdiloco.huggingface import (
     sidecar_files,
     tensors,
 )
-from maxdiloco.huggingface.config_json import Read
+from maxdiloco.huggingface.config_json import HfConfig
 from maxdiloco.huggingface.folders import Folder
-from maxdiloco.huggingface.safetensors_files import Stored
+from maxdiloco.huggingface.safetensors_files import StoredTensor
 from maxdiloco.huggingface.tensors import Part
 from maxdiloco.models.config import from_keys
 from maxdiloco.output import progress
@@ -80,7 +80,7 @@ def import_model(
     cfg, tokenizer = _config(given, found_tokenizer, source, vocab_multiple, keys)
     # More than the number of tensors in the files, so that missing tensors are listed by name.
     most = len(found) + config_json.MAX_LAYERS
-    parts = tensors.of_model(from_keys(cfg), model.family, most)
+    parts = tensors.model_parts(from_keys(cfg), model.family, most)
     dtypes = _checked(parts, found, model)
     if (more := cfg.vocab_size - model.keys["vocab_size"]) > 0:
         say(f"note: the tokenizer has more tokens than the model: it adds {more} rows of zeros.")
@@ -88,7 +88,7 @@ def import_model(
         say(f"note: {name} of config.json is not known here and has no effect.")
     if others := sum(_is_of_other_part(name, model) for name in found):
         say(f"note: {model.family.left_out_part} is left out, {others} tensors of the files.")
-    with folders.appearing(target) as folder:
+    with folders.atomic_folder(target) as folder:
         for_export = pathlib.Path(folder) / CARRIED
         sidecar_files.copy(source, for_export)
         whole = json.dumps(model.whole, indent=2, ensure_ascii=False)
@@ -112,7 +112,7 @@ def import_model(
 
 def _config(
     stored: dict[str, Any],
-    found: auto_tokenizer.Found | None,
+    found: auto_tokenizer.TransformersTokenizer | None,
     source: Folder,
     vocab_multiple: int,
     keys: Sequence[str],
@@ -125,9 +125,9 @@ def _config(
     """
     rows = stored["vocab_size"]
     try:
-        cfg = config.changed(stored, keys, {}, may_change=MAY_SET)
+        cfg = config.with_changes(stored, keys, {}, may_change=MAY_SET)
     except ConfigError as error:
-        file, message = source / config_json.FILE, config_json.named_as_theirs(str(error))
+        file, message = source / config_json.FILE, config_json.with_hf_key(str(error))
         raise ConfigError(f"{file}: {message}") from error
     if found is None:
         tokenizer, tokens = ByteTokenizer(), rows
@@ -147,7 +147,9 @@ def _config(
     return config.from_dict(cfg.as_dict() | sizes), tokenizer
 
 
-def _tokenizer_keys(found: auto_tokenizer.Found | None, target: pathlib.Path) -> dict[str, Any]:
+def _tokenizer_keys(
+    found: auto_tokenizer.TransformersTokenizer | None, target: pathlib.Path
+) -> dict[str, Any]:
     """Return the keys of a run for the tokenizer of the model."""
     if found is None:
         return {"dataset_type": "synthetic"}  # its tokens are not text
@@ -160,7 +162,7 @@ def _tokenizer_keys(found: auto_tokenizer.Found | None, target: pathlib.Path) ->
 
 
 def _notes(
-    found: auto_tokenizer.Found | None, tokenizer: Tokenizer, source: Folder
+    found: auto_tokenizer.TransformersTokenizer | None, tokenizer: Tokenizer, source: Folder
 ) -> Iterator[str]:
     """Yield notes for the user about the tokens that start and end a document."""
     if found is None:
@@ -180,7 +182,7 @@ def _notes(
         yield "the model names no EOS token, so maxdiloco.generate stops at max_new_tokens."
 
 
-def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
+def _with_own_head(model: HfConfig, found: dict[str, StoredTensor], say: Say) -> HfConfig:
     """Untie the model if its config.json ties the head but the files have a different head.
 
     transformers 5 ties the head and the embedding only if they are equal. Raises CheckpointError if
@@ -198,7 +200,9 @@ def _with_own_head(model: Read, found: dict[str, Stored], say: Say) -> Read:
     return config_json.untied(model)
 
 
-def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> dict[str, np.dtype]:
+def _checked(
+    parts: Sequence[Part], found: dict[str, StoredTensor], model: HfConfig
+) -> dict[str, np.dtype]:
     """Return {leaf: dtype}. Raises CheckpointError if tensors do not match the model."""
     expected = dict.fromkeys(part.name for part in parts)
     missing = [name for name in expected if name not in found]
@@ -235,7 +239,7 @@ def _checked(parts: Sequence[Part], found: dict[str, Stored], model: Read) -> di
     return dtypes
 
 
-def _is_of_other_part(name: str, model: Read) -> bool:
+def _is_of_other_part(name: str, model: HfConfig) -> bool:
     layers = model.keys["base_num_decoder_layers"]
     return name.startswith(tuple(start.format(layers=layers) for start in model.family.left_out))
 
@@ -256,7 +260,7 @@ def _write_yml(path: epath.Path, about: str, values: dict[str, Any]) -> None:
 def _write_checkpoint(
     folder: epath.Path,
     parts: Sequence[Part],
-    found: dict[str, Stored],
+    found: dict[str, StoredTensor],
     dtypes: dict[str, np.dtype],
     cfg: Config,
     tokenizer: Tokenizer,
@@ -282,7 +286,7 @@ def _write_checkpoint(
     write.commit(save, None)
 
 
-def _write_part(writer: Writer, part: Part, stored: Stored) -> int:
+def _write_part(writer: Writer, part: Part, stored: StoredTensor) -> int:
     """Write a part and return its size in bytes. Rows that the files lack are zeros."""
     values = safetensors_files.read(stored)
     if missing := part.shape[0] - values.shape[0]:

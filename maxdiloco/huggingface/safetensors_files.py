@@ -37,7 +37,7 @@ _ROWS = 4096  # rows of each of two compared tensors that are in memory at the s
 _ALIGNMENT = 8  # alignment of the first tensor's bytes, as in files that the package writes
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file.
 
     Attributes:
@@ -64,7 +64,7 @@ def package() -> types.ModuleType:
     return packages.require("safetensors", "A model of Hugging Face", extra="hf")
 
 
-def tensors_of(folder: Folder) -> dict[str, Stored]:
+def tensors_of(folder: Folder) -> dict[str, StoredTensor]:
     """Return {name: tensor} of all files of a model. Only the headers are read.
 
     Raises:
@@ -72,13 +72,13 @@ def tensors_of(folder: Folder) -> dict[str, Stored]:
     """
     found = {}
     for file in _files(folder):
-        header = nullcontext(file) if is_local(file) else bucket_tensors.header_here(file)
+        header = nullcontext(file) if is_local(file) else bucket_tensors.local_header(file)
         with header as path, _opened(file, path) as opened:
-            begins = {} if is_local(file) else bucket_tensors.begins(path)
+            begins = {} if is_local(file) else bucket_tensors.tensor_offsets(path)
             for name in opened.keys():
                 part = opened.get_slice(name)
                 shape, dtype = tuple(part.get_shape()), part.get_dtype()
-                found[name] = Stored(name, file, shape, dtype, begins.get(name, 0))
+                found[name] = StoredTensor(name, file, shape, dtype, begins.get(name, 0))
     return found
 
 
@@ -105,7 +105,7 @@ def _files(folder: Folder) -> list[Folder]:
     return files
 
 
-def read(tensor: Stored, rows: slice = slice(None)) -> np.ndarray:
+def read(tensor: StoredTensor, rows: slice = slice(None)) -> np.ndarray:
     """Read a tensor, or some of its rows.
 
     The file is opened and closed for each tensor, so that its mapped pages are released.
@@ -120,7 +120,7 @@ def read(tensor: Stored, rows: slice = slice(None)) -> np.ndarray:
         return opened.get_slice(tensor.name)[rows]
 
 
-def equal(one: Stored, other: Stored) -> bool:
+def equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Return True if two tensors have equal values. _ROWS rows at a time are read by `read`."""
     if one.shape != other.shape:
         return False
@@ -141,7 +141,7 @@ def _opened(file: Folder, path: os.PathLike) -> Any:
         ) from error
 
 
-def numpy_dtype(tensor: Stored) -> np.dtype:
+def numpy_dtype(tensor: StoredTensor) -> np.dtype:
     """Return the dtype of a tensor. Raises CheckpointError for quantised weights."""
     if tensor.dtype not in DTYPES:
         raise CheckpointError(

@@ -189,7 +189,7 @@ def _order(part: Part) -> np.ndarray:
     return np.concatenate([rest, pairs[::2], pairs[1::2]])
 
 
-def of_model(sizes: ModelConfig, family: Family, most: float = math.inf) -> list[Part]:
+def model_parts(sizes: ModelConfig, family: Family, most: float = math.inf) -> list[Part]:
     """Return all parts of a model in the order of the leaves, without values.
 
     Args:

@@ -185,11 +185,11 @@ def _numbered(folder: epath.Path, prefix: str, suffix: str) -> dict[int, epath.P
 
 
 @contextlib.contextmanager
-def noted(
-    path: epath.Path, say: Callable[[str], None], done: str = "written", so: str = ""
+def log_failure(
+    path: epath.Path, say: Callable[[str], None], action: str = "written", consequence: str = ""
 ) -> Iterator[None]:
-    """Print a line if an access to a path fails: it cannot be `done`, and the consequence `so`."""
+    """Print a line if an access to a path fails: it cannot be `action`, and the consequence."""
     try:
         yield
     except OSError as error:
-        say(f"note: {path} cannot be {done} ({reason(error)}){so}.")
+        say(f"note: {path} cannot be {action} ({reason(error)}){consequence}.")

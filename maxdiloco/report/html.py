@@ -124,7 +124,7 @@ def _timelines(runs: Sequence[RunData], timelines: Sequence[dict[str, Any] | str
 
 def _data(runs: Sequence[RunData], timelines: Sequence[dict[str, Any] | str]) -> dict[str, Any]:
     """Return the input of page.js: numbers and their names."""
-    tables = series.of_runs(runs)
+    tables = series.run_curves(runs)
     return {
         "runs": [
             {

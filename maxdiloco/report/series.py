@@ -30,7 +30,7 @@ class Curves(NamedTuple):
     columns: dict[str, np.ndarray]
 
 
-def of_runs(runs: Sequence[RunData]) -> list[Curves]:
+def run_curves(runs: Sequence[RunData]) -> list[Curves]:
     """Return the curves of all runs, about MAX_POINTS points together."""
     count = sum(len(run.columns) for run in runs)
     limit = max(LEAST, min(MOST, MAX_POINTS // max(count, 1)))

@@ -46,10 +46,10 @@ _PREPARE_S = 7 * 24 * 3600.0  # longest wait for processes that prepare; it ends
 Unprepared = tuple[Work, str, str]
 
 
-def trained(settings: DataSettings) -> dict[str, registry.Source]:
+def training_sources(settings: DataSettings) -> dict[str, registry.Source]:
     """Return the training sources by their names in a mixture. A single source has the name ""."""
     if not settings.dataset_mixture:
-        return {"": of_path(settings, settings.dataset_path)}
+        return {"": source_at(settings, settings.dataset_path)}
     return {
         entry["name"]: registry.Source(
             entry.get("dataset_type", settings.dataset_type),
@@ -60,13 +60,13 @@ def trained(settings: DataSettings) -> dict[str, registry.Source]:
     }
 
 
-def of_path(settings: DataSettings, path: str) -> registry.Source:
+def source_at(settings: DataSettings, path: str) -> registry.Source:
     """Return the source of a path of dataset_path or eval_dataset_path."""
     return registry.Source(settings.dataset_type, path, settings.text_column)
 
 
 def key_of(name: str) -> str:
-    """Return the key of a source of `trained`, for messages."""
+    """Return the key of a source of `training_sources`, for messages."""
     return f"dataset_mixture, source {name}" if name else "dataset_path"
 
 
@@ -86,7 +86,7 @@ def prepare_sources(
 
     All processes call it, each for the cache that it sees. A lock decides which process writes a
     folder; the others wait for it, or find it complete. Processes without a shared cache each
-    prepare their own. `agreed` compares the results.
+    prepare their own. `require_same_data` compares the results.
 
     Returns:
       The folders of shards, by source.
@@ -122,10 +122,10 @@ def _unprepared(
     keys = {}
     evaluates = "eval" in splits and settings.eval_interval != -1
     if "train" in splits or (evaluates and settings.holds_out):
-        keys = {source: key_of(name) for name, source in trained(settings).items()}
+        keys = {source: key_of(name) for name, source in training_sources(settings).items()}
     if evaluates:
         paths = settings.eval_paths.items()
-        keys |= {of_path(settings, path): eval_key(name) for name, path in paths if path}
+        keys |= {source_at(settings, path): eval_key(name) for name, path in paths if path}
     # Open every source before preparing the first, so that a missing source leaves no folder.
     works = {
         source: Work(
@@ -220,7 +220,7 @@ def open_dataset(
     held_out = Fraction(0)
     if settings.holds_out and not path:
         held_out = Fraction(str(settings.eval_fraction))  # as it is written: 1/20 for 0.05
-    sources = {"": of_path(settings, path)} if path else trained(settings)
+    sources = {"": source_at(settings, path)} if path else training_sources(settings)
     requests = {
         name: Request(
             prepared.get(source, source.path),
@@ -265,13 +265,15 @@ def open_evaluated(
     return texts
 
 
-def agree(texts: Mapping[str, Dataset]) -> None:
+def require_same_texts(texts: Mapping[str, Dataset]) -> None:
     """Raise DataError unless all processes evaluate on the same texts. All processes call it."""
     if texts:
-        agreed("".join(text.contents for text in texts.values()), "the texts to evaluate on")
+        require_same_data(
+            "".join(text.contents for text in texts.values()), "the texts to evaluate on"
+        )
 
 
-def agreed(data: str, key: str, what: str = "text") -> str:
+def require_same_data(data: str, key: str, what: str = "text") -> str:
     """Return a fingerprint of data, if all processes have the same one.
 
     Args:
@@ -291,15 +293,15 @@ def agreed(data: str, key: str, what: str = "text") -> str:
     return data
 
 
-def agreed_contents(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
+def data_fingerprints(text: TrainingData, tokenizer: Tokenizer) -> dict[str, str]:
     """Return fingerprints of the training data and the tokenizer, equal in all processes.
 
     Raises:
-      DataError: as `agreed`.
+      DataError: as `require_same_data`.
     """
     return {
-        "contents": agreed(text.contents, "dataset_path"),
-        "tokenizer": agreed(tokenizer.fingerprint, "tokenizer_path", "tokenizers"),
+        "contents": require_same_data(text.contents, "dataset_path"),
+        "tokenizer": require_same_data(tokenizer.fingerprint, "tokenizer_path", "tokenizers"),
     }
 
 
@@ -356,7 +358,7 @@ def lines(
     out = text.summary(text.first_position(*shape[:2]))
     if text.computed:
         return out
-    for name, source in trained(settings).items():
+    for name, source in training_sources(settings).items():
         out += registry.left_out_lines(source, key_of(name))
     for name, dataset in held_out.items():
         read = "all" if settings.eval_steps == -1 else f"{settings.eval_steps} batches"

@@ -53,15 +53,16 @@ def write(cfg: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
     }
     for name, content in files.items():
         path = folder.path / name
-        with line_files.noted(path, say):
+        with line_files.log_failure(path, say):
             path.write_bytes(content.encode(errors="surrogateescape"))  # paths may have them
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: RunFolder, say: Callable[[str], None]) -> None:
     """Write the tokenizer's files into the run's folder on process 0, or log a failure."""
-    path, so = folder.path / run_tokenizer.FOLDER, ": only the checkpoints have the tokenizer"
+    path = folder.path / run_tokenizer.FOLDER
+    consequence = ": only the checkpoints have the tokenizer"
     if jax.process_index() == 0 and not isinstance(tokenizer, ByteTokenizer):  # it has none
-        with line_files.noted(path, say, so=so):
+        with line_files.log_failure(path, say, consequence=consequence):
             tokenizer.save(path)
 
 

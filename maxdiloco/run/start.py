@@ -117,8 +117,8 @@ def _run(
         console.logging(run_files.log_path(folder), require_lock=folder.require_lock),
         _ResumeHint("" if cfg.run_name else again, say),
     ):
-        contents = run_data.agreed_contents(text, tokenizer)
-        run_data.agree(held_out)
+        contents = run_data.data_fingerprints(text, tokenizer)
+        run_data.require_same_texts(held_out)
         say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
         clock.lap("folder")
         point = run_state.find_restore_point(

@@ -64,7 +64,7 @@ def find_restore_point(
       checkpointer: reads checkpoints in the run's folder; None if nothing is saved.
       shape: shape of a batch.
       text: the training data.
-      data: fingerprints of data.agreed_contents.
+      data: fingerprints of data.data_fingerprints.
 
     Raises:
       CheckpointError: no checkpoint can be read, or settings differ that must not change.
@@ -153,7 +153,7 @@ def refuse_changes(
       saved: the checkpoint.
       M: number of replicas.
       B: sequences of a replica; with data parallelism M B is compared.
-      data: fingerprints of data.agreed_contents.
+      data: fingerprints of data.data_fingerprints.
     """
     cfg = settings.config
     stored, place = saved.meta["config"], saved.meta["position"]

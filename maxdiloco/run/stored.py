@@ -30,7 +30,7 @@ from maxdiloco.storage.store import is_local
 _NEUTRAL = MappingProxyType({"num_diloco_replicas": "auto", "eval_interval": 1})
 
 
-class Stored(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint that was read.
 
     Attributes:
@@ -52,7 +52,7 @@ def load(
     folder: epath.Path,
     configure: Callable[[dict[str, Any]], tuple[config.Config, Mesh]],
     parameters: str = "outer",
-) -> Stored:
+) -> LoadedCheckpoint:
     """Read the newest undamaged checkpoint of a run, or one checkpoint. All processes call it.
 
     Args:
@@ -75,7 +75,7 @@ def load(
     params, found = parameter_sets.restore_parameters(
         folder, abstract_of, key="RUN", parameters=parameters, needs=metadata.OF_MODEL
     )
-    return Stored(found.step, found.path, found.meta, *built, params)
+    return LoadedCheckpoint(found.step, found.path, found.meta, *built, params)
 
 
 def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str]) -> config.Config:
@@ -83,7 +83,7 @@ def configure(meta: dict[str, Any], argv: list[str], environ: Mapping[str, str])
     keys, run, may = meta["config"] | _NEUTRAL, _config_of_run(meta), EVALUATION_KEYS
     if meta.get("imported") and run.dataset_type != "synthetic":  # it has a tokenizer
         may = (*may, "dataset_type")  # an imported model has no text
-    cfg = config.changed(keys, argv, environ, may_change=may)
+    cfg = config.with_changes(keys, argv, environ, may_change=may)
     if cfg.dataset_type == "synthetic" != run.dataset_type:
         raise ConfigError(
             "dataset_type=synthetic has random numbers for tokens, but this model has a tokenizer. "
@@ -169,7 +169,7 @@ def evaluate(
     }, totals
 
 
-def _text_of_others(found: Stored) -> list[str]:
+def _text_of_others(found: LoadedCheckpoint) -> list[str]:
     """Return a log line on text paths that come only from the checkpoint of another user."""
     file = found.path / metadata.FILE
     if not is_local(file) or ownership.is_own(status := os.stat(file)):
@@ -192,7 +192,7 @@ def _texts(data, tokenizer, of_run, say):
     """Open the texts to evaluate on. of_run: fingerprint of the run's training data, or ""."""
     prepared = run_data.prepare_sources(data, tokenizer, say, splits=("eval",))
     texts = run_data.open_evaluated(data, tokenizer, prepared=prepared)
-    run_data.agree(texts)
+    run_data.require_same_texts(texts)
     if data.holds_out and of_run:  # unknown for an imported model
         train = run_data.open_dataset(data, tokenizer, split="train", prepared=prepared)
         if train.contents != of_run:

@@ -133,7 +133,7 @@ def test_a_gemma_3_whose_layers_are_all_alike_is_a_config(kind):
     """The config refuses a local wavelength without local layers, or without a pattern."""
     family = config_json.family_of("gemma3_text")
     keys = config_json.keys_of(SIZES | {"layer_types": [kind] * 3}, family)
-    cfg = config.changed(of_file("default").as_dict() | keys, [], {}, may_change=())
+    cfg = config.with_changes(of_file("default").as_dict() | keys, [], {}, may_change=())
     assert config_json.misfits(vars(cfg), config_json.config_of(vars(cfg), family), family) == {}
 
 
@@ -214,6 +214,6 @@ def test_a_family_has_a_tensor_for_every_parameter(family):
     found = config_json.keys_of(config_json.config_of(vars(cfg), family), family)
     of_run = from_keys(config.from_dict(cfg.as_dict() | found))
     halves = {}
-    for part in tensors.of_model(of_run, family):  # or it names the leaf
+    for part in tensors.model_parts(of_run, family):  # or it names the leaf
         halves.setdefault(part.name, []).append(part.tensor.half)
     assert all(of_tensor in ([None], [0, 1]) for of_tensor in halves.values())

@@ -229,10 +229,10 @@ def test_the_remains_of_a_killed_program_are_removed(tmp_path):
     descriptor = os.open(left, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(ConfigError, match=f"DST={ours} "):
-        folders.appearing(ours).__enter__()
+        folders.atomic_folder(ours).__enter__()
     assert (left / "start.yml").read_text() == "half" and not ours.exists()
     os.close(descriptor)
-    with folders.appearing(ours) as folder:
+    with folders.atomic_folder(ours) as folder:
         assert list(epath.Path(folder).iterdir()) == []
         (folder / "new").write_text("")
     assert [path.name for path in ours.iterdir()] == ["new"] and not left.exists()

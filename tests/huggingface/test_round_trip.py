@@ -213,7 +213,7 @@ def test_the_next_token_module_is_left_out_and_bias_is_float32(tmp_path, capfd):
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(THEIRS))
-    parts = tensors.of_model(from_keys(deepseek()), config_json.family_of("deepseek_v3"))
+    parts = tensors.model_parts(from_keys(deepseek()), config_json.family_of("deepseek_v3"))
     rng = np.random.default_rng(0)
     values = {part.name: rng.normal(size=part.shape).astype("bfloat16") for part in parts}
     values[BIAS] = rng.normal(size=4).astype(np.float32)

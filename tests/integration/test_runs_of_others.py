@@ -77,13 +77,13 @@ def test_a_checkpoint_gives_no_key_of_a_host():
                "load_full_state_path": "/evil"}  # fmt: skip
     for found in (
         config.from_checkpoint(stored | hostile | {"learning_rate": 0.5}),
-        config.changed(stored | hostile | {"learning_rate": 0.5}, [], {}, may_change=()),
+        config.with_changes(stored | hostile | {"learning_rate": 0.5}, [], {}, may_change=()),
     ):
         assert found.learning_rate == 0.5  # the positive control
         assert "/evil" not in json.dumps(found.as_dict()) and not found.enable_wandb
     argv, environ = ["jax_cache_dir=/mine"], {"M_PEER_PORT": "7"}
     may = ("jax_cache_dir", "peer_port")
-    found = config.changed(stored | hostile, argv, environ, may_change=may)
+    found = config.with_changes(stored | hostile, argv, environ, may_change=may)
     assert (found.jax_cache_dir, found.peer_port) == ("/mine", 7)
 
 

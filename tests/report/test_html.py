@@ -33,7 +33,7 @@ def test_every_metric_is_in_one_panel_and_unknown_ones_folded():
     names += ["learning/loss_replica_2", "eval/wiki/loss", "eval/wiki/perplexity", "learning/lr"]
     names += ["diloco/outer_grad_cosine", "perf/mfu", "new/metric"]
     run = run_of(columns={name: np.ones(ROWS) for name in names})
-    found = panel_lib.build([run], series.of_runs([run]))
+    found = panel_lib.build([run], series.run_curves([run]))
     assert sorted(line.column for panel in found for line in panel.lines) == sorted(names)
     assert [panel.title for panel in found if panel.is_main] == [
         "Loss", "Loss of the outer parameters by text", "Learning rate",
@@ -54,7 +54,7 @@ def test_a_metric_of_two_runs_is_one_panel_of_two_lines():
     """The outer parameters have a panel of their own then."""
     columns = {"learning/loss": np.ones(ROWS), "eval/loss": np.ones(ROWS)}
     runs = [run_of(name=name, columns=columns) for name in "ab"]
-    found = panel_lib.build(runs, series.of_runs(runs))
+    found = panel_lib.build(runs, series.run_curves(runs))
     assert [[(line.run, line.column) for line in panel.lines] for panel in found] == [
         [(0, "learning/loss"), (1, "learning/loss")],
         [(0, "eval/loss"), (1, "eval/loss")],
@@ -67,7 +67,7 @@ def test_a_panel_of_zeros_is_folded():
         columns = {"learning/loss": np.ones(ROWS), "dcn/bytes_sent": np.zeros(ROWS)}
         columns["dcn/bytes_sent"][-1] = last
         run = run_of(columns=columns, enable_diloco=False)
-        found = {p.lines[0].column: p for p in panel_lib.build([run], series.of_runs([run]))}
+        found = {p.lines[0].column: p for p in panel_lib.build([run], series.run_curves([run]))}
         assert found["dcn/bytes_sent"].is_main is is_main
 
 
