@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     # The mesh must be known before JAX's backends start. The parameters are read afterwards.
     configure = functools.partial(configure, argv=keys)
     cfg = configure(read.newest_meta(folder, key="RUN"))
-    with startup.opened(cfg) as (_, _, notes):
+    with startup.set_up(cfg) as (_, _, notes):
         say_once = read.primary_only(lambda line: say(one_line(line)))
         for line in notes:
             say_once(line)

@@ -92,14 +92,14 @@ def main(argv: Sequence[str]) -> int:
 
         values = {name: vars(options)[name] for name in imported.MAY_SET}
         keys = [f"{name}={value}" for name, value in values.items() if value]
-        with folders.reading(rest[0]):
-            folder = folders.opened(rest[0], "SRC")
+        with folders.replace_read_error(rest[0]):
+            folder = folders.folder_at(rest[0], "SRC")
             imported.import_model(folder, target, options.vocab_multiple, keys, say)
         return 0
     from maxdiloco.huggingface import exported
 
     target = absolute(rest[1], key="DST") if "://" in rest[1] else target
-    with folders.reading(rest[0]):
+    with folders.replace_read_error(rest[0]):
         exported.export_model(rest[0], target, **vars(options), say=say)
     return 0
 

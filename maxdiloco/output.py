@@ -22,7 +22,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
     Control characters are escaped, except line feeds and tabs. Generated text, tokenizers and names
     in stored files could otherwise control the terminal.
     """
-    stream, text = stream or sys.stdout, escaped(text, keep="\n\t")
+    stream, text = stream or sys.stdout, escape_controls(text, keep="\n\t")
     if stream is None:  # Python was started with the stream closed
         return
     try:
@@ -95,10 +95,10 @@ def progress(
 
 def one_line(text: str) -> str:
     r"""Escape all control characters of a text: a line feed becomes `\n`."""
-    return escaped(text)
+    return escape_controls(text)
 
 
-def escaped(text: str, keep: str = "") -> str:
+def escape_controls(text: str, keep: str = "") -> str:
     """Escape the control characters of a text as in Python, except those in `keep`."""
     return re.sub(
         r"[\x00-\x1f\x7f-\x9f\u2028\u2029]",

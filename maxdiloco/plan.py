@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         )
     from maxdiloco.run import tokenizer as run_tokenizer
 
-    return _plan(run_tokenizer.resolved(cfg), options, keys, names[0])
+    return _plan(run_tokenizer.resolve_vocab_size(cfg), options, keys, names[0])
 
 
 def _plan(cfg: config.Config, options: SimpleNamespace, keys: Sequence[str], link: str) -> int:

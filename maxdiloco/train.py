@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         clock.lap("keys")
         from maxdiloco.run import tokenizer as run_tokenizer
 
-        resolved = run_tokenizer.resolved(cfg)
+        resolved = run_tokenizer.resolve_vocab_size(cfg)
         from maxdiloco.run.start import run
 
         clock.lap("imports")

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     say_line(f"compiling {cfg.model_name} for {target}: about {expected} (a guess)")
     from maxdiloco.run import tokenizer as run_tokenizer
 
-    return _compile(run_tokenizer.resolved(cfg), options)
+    return _compile(run_tokenizer.resolve_vocab_size(cfg), options)
 
 
 def help_text(

@@ -29,7 +29,7 @@ from maxdiloco.checkpoint.own_folder import OwnFolder
 from maxdiloco.cluster import agree
 from maxdiloco.errors import CheckpointError, SaveError
 from maxdiloco.storage import durable, shared_folder
-from maxdiloco.storage.os_errors import reason, refusing
+from maxdiloco.storage.os_errors import reason, replace_os_error
 from maxdiloco.storage.run_folder import absolute, is_local
 
 _REMEDY = (
@@ -99,7 +99,7 @@ class Checkpointer:
         self._own = OwnFolder(self._folder, run=run, locked=locked, say=self.say)
         if self._primary and is_local(self._folder):
             what = f"base_output_directory: cannot be used in {self._folder}"
-            with refusing(CheckpointError, what, "Free some space or set another folder."):
+            with replace_os_error(CheckpointError, what, "Free some space or set another folder."):
                 if jax.process_count() > 1:  # shared_folder.require writes a file there
                     durable.make_folder(self._folder)
                 with contextlib.suppress(FileNotFoundError):
@@ -224,7 +224,7 @@ class Checkpointer:
             abstract_of.
         """
         self._end_of_save()
-        with read.reading(self._folder, "base_output_directory"):
+        with read.replace_read_error(self._folder, "base_output_directory"):
             newest_first = read.newest_first(self._folder)
             restored, damaged = read.first_undamaged(
                 (path for path in newest_first if path not in self._damaged),
@@ -244,7 +244,9 @@ class Checkpointer:
 
     def _start(self, step: int, items: Mapping[str, Any], meta: Mapping[str, Any]) -> int:
         """Start a save, in all processes or in none; return _RUNS, _EXISTS or _FAILED."""
-        arrays = {name: nested for name, tree in items.items() if (nested := trees.nested(tree))}
+        arrays = {
+            name: nested for name, tree in items.items() if (nested := trees.to_nested_dicts(tree))
+        }
         note = metadata.note_of(step, items, meta, run=self._own.run)
         target = self._folder / str(step)
         key = next(self._save_keys)

@@ -17,7 +17,7 @@ from maxdiloco.cluster import agree
 from maxdiloco.engine.trainer import DIAGNOSTICS
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import shared_folder
-from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.os_errors import replace_os_error
 from maxdiloco.storage.run_folder import AGAIN, absolute
 
 _STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
@@ -65,7 +65,7 @@ def locate(run: str, *, base_output_directory: str, step: int = NEWEST) -> epath
     named = absolute(base_output_directory) / run
     is_name = "/" not in run and run not in ("", ".", "..")
     folder = absolute(run, key="RUN")
-    with reading(folder, "RUN"):
+    with replace_read_error(folder, "RUN"):
         if is_name and named.is_dir():
             folder = named
         elif not folder.is_dir():
@@ -106,7 +106,7 @@ def newest_meta(
     Raises:
       CheckpointError: no checkpoint has an undamaged meta.
     """
-    with reading(folder, key):
+    with replace_read_error(folder, key):
         paths = [folder]
         if not (folder / seal.FILE).exists():
             saved = folder / "checkpoints"
@@ -147,7 +147,7 @@ def restore_from(
         dtypes differ from abstract_of.
     """
     folder = absolute(path, key=key)
-    with reading(folder, key):
+    with replace_read_error(folder, key):
         candidates: Iterable[epath.Path] = [folder]
         if not agree.from_first_process((folder / seal.FILE).exists()):
             candidates = newest_first(folder / "checkpoints")
@@ -178,9 +178,9 @@ def _no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
     )
 
 
-def reading(folder: epath.Path, key: str) -> contextlib.AbstractContextManager[None]:
+def replace_read_error(folder: epath.Path, key: str) -> contextlib.AbstractContextManager[None]:
     """Raise CheckpointError if access to a folder fails inside a `with`."""
-    return refusing(CheckpointError, f"{key}: {folder} cannot be read", AGAIN)
+    return replace_os_error(CheckpointError, f"{key}: {folder} cannot be read", AGAIN)
 
 
 def steps(folder: epath.PathLike) -> list[int]:

@@ -14,7 +14,7 @@ def named_leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
     ]
 
 
-def nested(tree: Any) -> dict[str, Any]:
+def to_nested_dicts(tree: Any) -> dict[str, Any]:
     """Return any pytree as nested dicts of its leaves, as Orbax writes them.
 
     Typed PRNG keys become the integers of jax.random.key_data, because files have no dtype for

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from maxdiloco.data import paths
 from maxdiloco.data.paths import Stamp, is_local
 from maxdiloco.errors import DataError
-from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.os_errors import replace_os_error
 
 # Suffixes of the files that are read in a folder. The path of a file or a glob may have any suffix.
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -97,7 +97,7 @@ def find(path: str, key: str, suffixes: tuple[str, ...] = SUFFIXES) -> dict[str,
     elif is_local(path):
         files = _mounted(path, given, suffixes)
     else:
-        with reading(given):
+        with replace_read_error(given):
             files = _in_bucket(path, suffixes)
     if not files:
         raise DataError(
@@ -155,7 +155,7 @@ def in_folder(
       DataError: a folder cannot be read.
     """
     if not is_local(root):
-        with reading(source):
+        with replace_read_error(source):
             return list(_chosen(paths.objects(root), root, suffixes))
     return sorted(
         os.path.join(folder, name)
@@ -202,11 +202,11 @@ def _matches(pattern, source):
 
 def stamp(path: str) -> Stamp:
     """Return the stamp of a local file. Raises DataError if it cannot be opened."""
-    with reading(path), paths.opened(path) as file:
+    with replace_read_error(path), paths.open_file(path) as file:
         return Stamp.of_file(file)
 
 
-def reading(path: str, remedy: str = "") -> contextlib.AbstractContextManager[None]:
+def replace_read_error(path: str, remedy: str = "") -> contextlib.AbstractContextManager[None]:
     """Turn an OSError inside the `with` into a DataError.
 
     Args:
@@ -216,7 +216,7 @@ def reading(path: str, remedy: str = "") -> contextlib.AbstractContextManager[No
     if not is_local(path):
         remedy = "Check that it exists, can be read and does not change, and start again."
     remedy = remedy or "Make the file readable for this user, or leave it out of dataset_path."
-    return refusing(DataError, f"{path} cannot be read", remedy)
+    return replace_os_error(DataError, f"{path} cannot be read", remedy)
 
 
 def changed(path: str) -> DataError:

@@ -42,7 +42,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of_file(cls, file: BinaryIO) -> "Stamp":
-        """Return the stamp of a file that `opened` returned."""
+        """Return the stamp of a file that `open_file` returned."""
         if isinstance(file.raw, ObjectFile):
             return file.raw.stamp
         status = os.fstat(file.fileno())
@@ -54,7 +54,7 @@ class Stamp(NamedTuple):
         return cls(entry.size, entry.version.get("e_tag", "").removeprefix("W/").strip('"'))
 
 
-def opened(path: str, stamp: Stamp | None = None) -> BinaryIO:
+def open_file(path: str, stamp: Stamp | None = None) -> BinaryIO:
     """Open a file to read, for a `with`.
 
     Args:
@@ -78,7 +78,7 @@ def read_whole(path: str, most: int) -> bytes:
     """Return the content of a file of at most `most` bytes. Raises OSError; EFBIG if larger."""
     if is_local(path):
         return small_files.read_bytes(path, most)
-    with opened(path) as file:
+    with open_file(path) as file:
         if Stamp.of_file(file).size > most:
             raise OSError(errno.EFBIG, f"larger than {most:,} bytes")
         return file.read()

@@ -27,7 +27,7 @@ import numpy as np
 
 from maxdiloco import json_text
 from maxdiloco.data import paths
-from maxdiloco.data.corpus import reading
+from maxdiloco.data.corpus import replace_read_error
 from maxdiloco.data.packing import Piece, starts_of
 from maxdiloco.data.paths import Stamp, is_local
 from maxdiloco.data.read_ahead import REQUESTS, in_threads
@@ -85,7 +85,7 @@ def is_folder(path: str) -> bool:
     names = [os.path.join(os.path.expanduser(path), name) for name in (MANIFEST, OFFSETS)]
     if is_local(path):
         return bool(path) and all(map(os.path.isfile, names))
-    with reading(path):
+    with replace_read_error(path):
         return all(map(paths.find, names))
 
 
@@ -100,7 +100,7 @@ def read_manifest(folder: str, where: str) -> Manifest:
       DataError: the manifest is missing or damaged, or has another FORMAT.
     """
     path = os.path.join(folder, MANIFEST)
-    with reading(f"{where}: {path}", _REMEDY):
+    with replace_read_error(f"{where}: {path}", _REMEDY):
         content = paths.read_whole(path, _MOST_MANIFEST)
     checksum, _, body = content.partition(b"\n")
     if checksum.decode("ascii", "replace") != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
@@ -217,7 +217,7 @@ class Shards:
 
     def _read_bytes(self, part: int, begin: int, end: int) -> bytes:
         named, path = self._named(part), os.path.join(self.folder, part_name(part))
-        with reading(named, _REMEDY):
+        with replace_read_error(named, _REMEDY):
             if self._stamps:
                 data = paths.read_range(path, self._stamps[part], begin, end)
             else:
@@ -291,12 +291,12 @@ def open_shards(path: str, key: str) -> Shards:
     names = [part_name(number) for number in range(len(manifest.parts))]
     stamps = []
     if not is_local(folder):
-        with reading(where):
+        with replace_read_error(where):
             stamps = paths.stamps(folder, names)
     width = np.dtype(manifest.dtype).itemsize
     for number, (name, (tokens, _)) in enumerate(zip(names, manifest.parts, strict=True)):
         part = os.path.join(folder, name)
-        with reading(part, _REMEDY):
+        with replace_read_error(part, _REMEDY):
             size_now = stamps[number].size if stamps else os.path.getsize(part)
         if size_now != tokens * width:
             raise DataError(
@@ -314,7 +314,7 @@ def _read_table(folder: str, name: str, digest: str, where: str) -> np.ndarray:
     path = os.path.join(folder, name)
     if file_hash(path) != digest:
         raise DataError(f"{where}: {name} is damaged. {_REMEDY}")
-    with reading(path, _REMEDY), paths.opened(path) as file:
+    with replace_read_error(path, _REMEDY), paths.open_file(path) as file:
         return np.load(file, allow_pickle=False)
 
 
@@ -331,7 +331,7 @@ def check_contents(shards: Shards) -> None:
 
 def file_hash(path: str) -> str:
     """Return the SHA-256 of a file in hexadecimal. Raises DataError if it cannot be read."""
-    with reading(path, _REMEDY), paths.opened(path) as file:
+    with replace_read_error(path, _REMEDY), paths.open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -341,7 +341,7 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
         return
     own = os.path.join(documents.folder, TOKENIZER)
     settings = os.path.join(own, SETTINGS)
-    with reading(settings, _REMEDY):
+    with replace_read_error(settings, _REMEDY):
         there = read_fields(settings)
     kind, bos, eos = (there.get(name) for name in ("tokenizer_type", "bos", "eos"))
     added = f"add_bos={bos is not None} add_eos={eos is not None}".lower()
@@ -354,6 +354,6 @@ def refuse_other_tokenizer(documents: Shards, tokenizer: Tokenizer, where: str) 
 
 def read_fields(path: os.PathLike | str) -> dict[str, Any]:
     """Return the fields of a JSON file; {} if it is missing or not an object. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError), paths.opened(os.fspath(path)) as file:
+    with contextlib.suppress(FileNotFoundError), paths.open_file(os.fspath(path)) as file:
         return json_text.fields(file.read())
     return {}

@@ -18,7 +18,7 @@ import numpy as np
 
 from maxdiloco import json_text, small_files
 from maxdiloco.data import packages, paths
-from maxdiloco.data.corpus import reading
+from maxdiloco.data.corpus import replace_read_error
 from maxdiloco.data.tokenizer_base import SETTINGS, ByteTokenizer, Tokenizer, to_bytes
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.storage.store import is_local
@@ -76,7 +76,7 @@ class SubwordTokenizer(Tokenizer):
         """Return the contents of the file SETTINGS (Tokenizer)."""
         return super().settings() | {name: vars(self)[name] for name in _TOKENS}
 
-    def naming(
+    def with_bos_and_eos(
         self, bos: int | None, eos: int | None, ends: Sequence[int] | None = None
     ) -> "SubwordTokenizer":
         """Return a copy with other tokens for bos and eos, which adds both to each document.
@@ -90,7 +90,7 @@ class SubwordTokenizer(Tokenizer):
         named = {"bos": bos, "eos": eos, "named_bos": bos, "named_eos": eos}
         return dataclasses.replace(self, **named, ends=tuple(ends))
 
-    def adding(self, *, bos: bool, eos: bool, where: str) -> "SubwordTokenizer":
+    def with_added_tokens(self, *, bos: bool, eos: bool, where: str) -> "SubwordTokenizer":
         """Return a copy that adds its bos and its eos to each document as requested.
 
         If it adds a bos and no eos, the bos separates documents, so generation also stops at bos.
@@ -242,7 +242,9 @@ def build(values: Mapping[str, Any], rows: int | None = None) -> Tokenizer:
     kind, path, add_bos, add_eos = (values[key] for key in KEYS)
     found: Tokenizer = ByteTokenizer()
     if kind != found.kind:
-        found = read(kind, path).adding(bos=add_bos, eos=add_eos, where=f"tokenizer_path={path}")
+        found = read(kind, path).with_added_tokens(
+            bos=add_bos, eos=add_eos, where=f"tokenizer_path={path}"
+        )
     if rows is not None and found.vocab_size > rows:
         path = "" if kind == "byte" else f" tokenizer_path={path}"
         raise DataError(
@@ -299,15 +301,15 @@ def read(kind: str, path: str) -> SubwordTokenizer:
     is_name = kind == "huggingface" and _HUB_NAME.fullmatch(path)
     if is_name and not os.path.exists(file):
         file = _downloaded(path, where)
-    with reading(where, f"Give a {FILES[kind]}, or a folder that holds one."):
+    with replace_read_error(where, f"Give a {FILES[kind]}, or a folder that holds one."):
         if (os.path.isdir if is_local(file) else paths.is_folder)(file):
             file = os.path.join(file, FILES[kind])
         content = paths.read_whole(file, MOST_BYTES)
     found = from_content(kind, content, where)
     config, saved = (_fields_next_to(file, name, kind) for name in (CONFIG, SETTINGS))
     if saved is not None:
-        return found.naming(*(saved.get(name) for name in _NAMED))
-    return found.naming(*found.special_tokens(config or {}))
+        return found.with_bos_and_eos(*(saved.get(name) for name in _NAMED))
+    return found.with_bos_and_eos(*found.special_tokens(config or {}))
 
 
 def _downloaded(name, where):
@@ -339,7 +341,7 @@ def _fields_next_to(tokenizer_file, name, kind):
     if own != FILES[kind]:
         return None
     file = os.path.join(folder, name)
-    with reading(file, "Give this user the right to read it, or remove it."):
+    with replace_read_error(file, "Give this user the right to read it, or remove it."):
         try:
             fields = json_text.parse(paths.read_whole(file, MOST_BYTES))
         except FileNotFoundError:

@@ -310,7 +310,7 @@ class Schedule:
 
     def _inner_actions(self, t: int, dropped_until: int) -> Iterator[Action]:
         """Yield the inner step with its chunk, and the reduce after the last scattered chunk."""
-        carried = self.carrying(t)
+        carried = self.carried_chunk(t)
         if carried is None:
             yield Action(INNER)
             return
@@ -341,7 +341,7 @@ class Schedule:
                 yield Action(REDUCE, send.fragment)
             yield Action(MERGE, send.fragment)
 
-    def carrying(self, t: int) -> tuple[Event, int] | None:
+    def carried_chunk(self, t: int) -> tuple[Event, int] | None:
         """Return (send, chunk) with t = send.send_step + 1 + chunk, or None without such a send."""
         number = self._count(t - 1) - 1
         if number < 0:

@@ -84,7 +84,8 @@ class DiLoCo:
         self.settings = ExchangeSettings(**settings).resolve_on(mesh)
         self.mesh, self.num_replicas = mesh, self.settings.num_replicas
         self.schedule, self.period = self.settings.schedule, self.settings.sync_period
-        self._inner_step, self._layer_axis = library_checks.checked_step(inner_step), layer_axis
+        self._inner_step = library_checks.with_structure_check(inner_step)
+        self._layer_axis = layer_axis
         self._messenger, self._on_compile = messenger, on_compile
         self._transport: Transport | None = None
         # `calls` replaces it, to record programs instead of running them.

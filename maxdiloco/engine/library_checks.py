@@ -57,7 +57,7 @@ def _is_sharded_elsewhere(x: Any, mesh: Mesh) -> bool:
     return not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names
 
 
-def checked_step(inner_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Callable:
+def with_structure_check(inner_step: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Callable:
     """Return the step with a check, when it is traced, that it keeps structure, shapes and dtypes.
 
     The parameters and the optimizer state that a step returns are the inputs of the next step. A

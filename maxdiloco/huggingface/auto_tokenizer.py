@@ -104,7 +104,7 @@ def is_of_model(folder: Folder, tokenizer: Tokenizer | None) -> bool:
         return True
     if isinstance(tokenizer, SentencePieceTokenizer):
         file = folder / FILES[tokenizer.kind]
-        with folders.reading(file):
+        with folders.replace_read_error(file):
             return file.is_file() and small_files.read_bytes(file, MOST_BYTES) == tokenizer.content
     found = read(folder)
     if found is None or isinstance(tokenizer, ByteTokenizer):

@@ -26,7 +26,7 @@ def local_header(file: BucketPath) -> Iterator[str]:
       CheckpointError: the file cannot be read.
     """
     with tempfile.NamedTemporaryFile(prefix="maxdiloco-header-") as copy:
-        with folders.reading(file):
+        with folders.replace_read_error(file):
             size, bucket = file.nbytes(), file.bucket()
             length = bucket.get_range(file.key, 0, min(8, size))
             end = min(8 + int.from_bytes(length, "little"), size, 8 + _MOST_HEADER)
@@ -65,6 +65,6 @@ def read(
     count, *inner = shape or (1,)
     first, last, _ = rows.indices(count)
     row = math.prod(inner) * dtype.itemsize
-    with folders.reading(file):
+    with folders.replace_read_error(file):
         data = b"".join(staging.blocks(file, begin + row * first, begin + row * last))
     return np.frombuffer(data, dtype).reshape((last - first, *inner) if shape else ())

@@ -20,7 +20,7 @@ from maxdiloco.huggingface.families import FAMILIES
 from maxdiloco.huggingface.fields import FIELDS, Field
 from maxdiloco.huggingface.folders import Folder
 from maxdiloco.huggingface.tensors import Family
-from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.os_errors import replace_os_error
 
 FILE = "config.json"
 # Limit of num_hidden_layers: 80 times the deepest published model, Llama 3 405B with 126 layers
@@ -70,7 +70,9 @@ def read(folder: Folder) -> HfConfig:
         the file, and the key if one is wrong.
     """
     path = folder / FILE
-    with refusing(ConfigError, f"{path} cannot be read", "Give the folder of a downloaded model."):
+    with replace_os_error(
+        ConfigError, f"{path} cannot be read", "Give the folder of a downloaded model."
+    ):
         content = small_files.read_bytes(path)
     try:
         whole = json_text.parse(content)
@@ -90,7 +92,7 @@ def read(folder: Folder) -> HfConfig:
     return HfConfig(family, whole, text, keys, tuple(sorted(text.keys() - known)))
 
 
-def untied(model: HfConfig) -> HfConfig:
+def with_untied_head(model: HfConfig) -> HfConfig:
     """Return the model with a head that is not tied to the embedding, also in its config.json."""
     changed = {"tie_word_embeddings": False}
     text = model.text | changed
@@ -220,8 +222,8 @@ def config_of(keys: Values, family: Family) -> Values:
 
     Args:
       keys: all keys of base.yml.
-      family: the family of the model type. Check the result by `misfits`, since the family may lack
-        an option of the model.
+      family: the family of the model type. Check the result by `differences`, since the family may
+        lack an option of the model.
     """
     ours = _flat(keys)
     if ours["base_moe_mlp_dim"] == -1:
@@ -237,7 +239,7 @@ def config_of(keys: Values, family: Family) -> Values:
     return hf | family.of_exports | {"max_position_embeddings": keys["max_target_length"]}
 
 
-def misfits(config: Values, hf: Values, family: Family) -> dict[str, tuple[Any, Any]]:
+def differences(config: Values, hf: Values, family: Family) -> dict[str, tuple[Any, Any]]:
     """Return {key: (value of the config, value of config.json)} of the keys that differ.
 
     Args:
@@ -303,7 +305,7 @@ def family_for(config: Values) -> tuple[Family, Values]:
         for family in FAMILIES:
             hf = config_of(keys, family)
             try:
-                found = misfits(keys, hf, family)
+                found = differences(keys, hf, family)
             except ConfigError as error:  # transformers has a limit that maxdiloco does not have
                 refusal = error
                 continue
@@ -315,11 +317,12 @@ def family_for(config: Values) -> tuple[Family, Values]:
     family, found = min(nearest, key=lambda near: len(near[1]))
     raise ConfigError(
         f"no model type of Hugging Face has all options of this model. The nearest, "
-        f"{family.model_type}: {differing(found)}. Only a model trained with those can be exported."
+        f"{family.model_type}: {format_differences(found)}. Only a model trained with "
+        f"those can be exported."
     )
 
 
-def differing(found: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return the result of `misfits` as text."""
+def format_differences(found: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return the result of `differences` as text."""
     pairs = [f"{name}={show(ours)} is not {show(theirs)}" for name, (ours, theirs) in found.items()]
     return ", ".join(pairs)

@@ -125,10 +125,10 @@ def _carried(import_path: str, checkpoint: epath.Path, like: str) -> Folder | No
     It is `like`, or the import that wrote the checkpoint, or the import that its run loaded.
     """
     if like:
-        folder = folders.opened(like, "like")
+        folder = folders.folder_at(like, "like")
         return folder / CARRIED if (folder / CARRIED).is_dir() else folder
     begins = [os.fspath(checkpoint.parent.parent), *([import_path] if import_path else [])]
-    paths = [folders.opened(begin, "load_parameters_path") / CARRIED for begin in begins]
+    paths = [folders.folder_at(begin, "load_parameters_path") / CARRIED for begin in begins]
     return next((path for path in paths if (path / "config.json").is_file()), None)
 
 
@@ -137,10 +137,11 @@ def _like(carried: Folder, cfg: config.Config, say: Say) -> tuple[Family, dict[s
     model = config_json.read(carried)
     rows = model.keys["vocab_size"]
     text = model.text | {"vocab_size": max(rows, cfg.vocab_size)}
-    if wrong := config_json.misfits(vars(cfg), text, model.family):
+    if wrong := config_json.differences(vars(cfg), text, model.family):
         raise ConfigError(
             f"like={carried}: its config.json differs from the run: "
-            f"{config_json.differing(wrong)}. Give the folder of a model with the same keys."
+            f"{config_json.format_differences(wrong)}. Give the folder of a model with the same "
+            f"keys."
         )
     if rows < cfg.vocab_size:
         say(f"vocab_size is the run's {cfg.vocab_size}; it is {rows} in that config.json")

@@ -14,7 +14,7 @@ from maxdiloco.checkpoint import staging
 from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_store import BucketPath
-from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.os_errors import replace_os_error
 from maxdiloco.storage.run_folder import AGAIN, absolute
 from maxdiloco.storage.store import is_local
 
@@ -22,7 +22,7 @@ Folder = pathlib.Path | BucketPath  # a folder that a user names
 UNFINISHED = ".maxdiloco-unfinished"
 
 
-def opened(path: str, key: str) -> Folder:
+def folder_at(path: str, key: str) -> Folder:
     """Return the folder at a path that a key names.
 
     Raises:
@@ -31,9 +31,9 @@ def opened(path: str, key: str) -> Folder:
     return pathlib.Path(os.path.expanduser(path)) if is_local(path) else absolute(path, key=key)
 
 
-def reading(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
+def replace_read_error(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
     """Turn an OSError inside the `with` into a CheckpointError that names the path."""
-    return refusing(CheckpointError, f"{path} cannot be read", AGAIN)
+    return replace_os_error(CheckpointError, f"{path} cannot be read", AGAIN)
 
 
 def refuse_existing(target: Folder) -> None:
@@ -54,7 +54,7 @@ def atomic_folder(target: Folder) -> Iterator[epath.Path]:
       CheckpointError: the disk or the bucket cannot be written.
     """
     remedy = "Free some space or give another folder."
-    failures = refusing(CheckpointError, f"DST={target} cannot be written", remedy)
+    failures = replace_os_error(CheckpointError, f"DST={target} cannot be written", remedy)
     if not is_local(target):
         with failures, tempfile.TemporaryDirectory(prefix="maxdiloco-hf-") as made:
             yield epath.Path(made)

@@ -134,7 +134,9 @@ def _config(
     else:
         tokenizer, tokens = found.tokenizer, found.tokenizer.vocab_size
         if (tokenizer.bos is not None, tokenizer.eos is not None) != (cfg.add_bos, cfg.add_eos):
-            tokenizer = tokenizer.adding(bos=cfg.add_bos, eos=cfg.add_eos, where=f"SRC={source}")
+            tokenizer = tokenizer.with_added_tokens(
+                bos=cfg.add_bos, eos=cfg.add_eos, where=f"SRC={source}"
+            )
     if tokens > rows and vocab_multiple == 1:
         raise DataError(
             f"vocab_size={rows} of SRC={source} is too small for its tokenizer, which has {tokens} "
@@ -197,7 +199,7 @@ def _with_own_head(model: HfConfig, found: dict[str, StoredTensor], say: Say) ->
         f"note: {head} differs from {table}, although config.json sets tie_word_embeddings: both "
         "are kept and the model is not tied, as in transformers 5 and later."
     )
-    return config_json.untied(model)
+    return config_json.with_untied_head(model)
 
 
 def _checked(

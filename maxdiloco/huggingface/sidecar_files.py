@@ -49,12 +49,12 @@ def copy_files(
       OSError: a file cannot be written.
     """
     target.mkdir(exist_ok=True)
-    with folders.reading(source):
+    with folders.replace_read_error(source):
         paths = [path for path in sorted(source.iterdir()) if wanted(path.name) and path.is_file()]
         if templates:
             paths += sorted((source / _CHAT_TEMPLATES).glob("*.jinja"))
     for path in paths:
-        with folders.reading(path):
+        with folders.replace_read_error(path):
             content = small_files.read_bytes(path, MOST_BYTES)
         there = target / path.relative_to(source)
         there.parent.mkdir(exist_ok=True)

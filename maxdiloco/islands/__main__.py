@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         remedy = "Create it first" if command == "check" else "Name the store of a run"
         raise ConfigError(f"URL={url} is not a folder. {remedy}.")
     bucket, remedy = log_store.open_bucket(url), "Repeat it when the store is back."
-    with os_errors.refusing(ConfigError, f"URL={url} cannot be used", remedy):
+    with os_errors.replace_os_error(ConfigError, f"URL={url} cannot be used", remedy):
         if command == "check":
             return _check(bucket, url)
         try:

@@ -43,7 +43,7 @@ def open_bucket(url: str, key: str = "URL") -> Bucket | LocalFolder:
     """
     scheme, _, rest = url.rpartition("://")
     remedy = "Name a folder or a bucket that can."
-    with os_errors.refusing(ConfigError, f"{key}={url} cannot be opened", remedy):
+    with os_errors.replace_os_error(ConfigError, f"{key}={url} cannot be opened", remedy):
         if scheme in ("", "file"):
             return store.local_folder(os.path.expanduser(rest))
         if scheme not in store.SCHEMES:

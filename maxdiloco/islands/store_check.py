@@ -76,7 +76,7 @@ def require_rights(bucket: Bucket, url: str, name: str) -> None:
     """
     probe = f"check/{name}.{time.time_ns()}"
     remedy = "Make it readable and writable for this machine, or name another."
-    with os_errors.refusing(ConfigError, f"islands_store={url} cannot be used", remedy):
+    with os_errors.replace_os_error(ConfigError, f"islands_store={url} cannot be used", remedy):
         bucket.put(probe, b"")
         replaced = bucket.put_if(probe, b"", None)
         bucket.head(records.RUN)

@@ -19,7 +19,7 @@ from maxdiloco.metrics.line_files import open_lines, read_parts
 from maxdiloco.metrics.tensorboard import EventFile
 from maxdiloco.metrics.wandb_run import WandbRun
 from maxdiloco.storage import durable
-from maxdiloco.storage.os_errors import reason, refusing
+from maxdiloco.storage.os_errors import reason, replace_os_error
 from maxdiloco.storage.run_folder import RunFolder
 
 
@@ -56,7 +56,7 @@ class MetricsWriter(contextlib.AbstractContextManager):
         self._path = folder.metrics
         self._say, self._is_failing = say, False
         what = f"base_output_directory: cannot write {self._path}"
-        with refusing(CheckpointError, what, "Free some space or set another folder."):
+        with replace_os_error(CheckpointError, what, "Free some space or set another folder."):
             last = _drop_later_rows(self._path, resume_step, say)
             self._lines = open_lines(self._path, folder.require_lock)
             self._wandb = None if wandb_config is None else WandbRun(folder, wandb_config)

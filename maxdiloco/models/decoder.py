@@ -23,7 +23,7 @@ from maxdiloco.models.norms import RMSNorm
 from maxdiloco.models.params import leaves, map_weights, names_of
 from maxdiloco.models.rope import Rotation, rotation
 from maxdiloco.models.router import Usage
-from maxdiloco.parallel.sharding import constrain, gathered, is_vector
+from maxdiloco.parallel.sharding import constrain, gather_weight, is_vector
 
 
 class DecoderLayer(nnx.Module):
@@ -161,7 +161,7 @@ class Decoder(nnx.Module):
             attention.Attend.
           caches: a pytree [layers, ...] for each stack of layers, or None.
           real_BL: tokens that are not padding, see MoE.
-          policy: remat policy, see remat.checkpointed.
+          policy: remat policy, see remat.apply_remat_policy.
           unrolled: write out the layers instead of a loop. Layers whose weights are gathered stay a
             loop.
 
@@ -207,7 +207,7 @@ class Decoder(nnx.Module):
 
     def _gathered(self, x: jax.Array, names: Names) -> jax.Array:
         scattered = self.kernels.products.scattered_gradients
-        return gathered(x, names, self.config.rules, scattered=scattered)
+        return gather_weight(x, names, self.config.rules, scattered=scattered)
 
     def _for_compute(self, x: jax.Array, names: Names) -> jax.Array:
         """Cast a stacked weight to config.dtype, before the scan, so that gathers move fewer bytes.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxdiloco.models.remat import checkpointed
+from maxdiloco.models.remat import apply_remat_policy
 
 
 def scan_layers(
@@ -30,7 +30,7 @@ def scan_layers(
       x: input of the first layer.
       stacked: pytree with leaves [layers, ...].
       kinds: hashable kind of each layer.
-      policy: remat policy of each layer, see remat.checkpointed.
+      policy: remat policy of each layer, see remat.apply_remat_policy.
       unrolled: write out every iteration, without a loop.
 
     Returns:
@@ -39,7 +39,7 @@ def scan_layers(
     sizes = range(1, len(kinds) + 1)
     period = next(p for p in sizes if all(k == kinds[i % p] for i, k in enumerate(kinds)))
     if period == 1:
-        layer = checkpointed(functools.partial(body, kinds[0]), policy, in_loop=not unrolled)
+        layer = apply_remat_policy(functools.partial(body, kinds[0]), policy, in_loop=not unrolled)
         return jax.lax.scan(layer, x, stacked, unroll=unrolled)
     blocks, rest = divmod(len(kinds), period)
     whole, over = _split(stacked, [blocks * period, rest])
@@ -60,7 +60,7 @@ def _block(body, kinds, policy, *, in_loop):
     def block(x, entries):
         ys = []
         for kind, entry in zip(kinds, _split(entries, [1] * len(kinds)), strict=True):
-            layer = checkpointed(functools.partial(body, kind), policy, in_loop=in_loop)
+            layer = apply_remat_policy(functools.partial(body, kind), policy, in_loop=in_loop)
             x, y = layer(x, jax.tree.map(lambda w: w[0], entry))
             ys.append(y)
         return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)

@@ -167,7 +167,7 @@ class Model:
         )
         return decoder.final_norm(x_BLD), used
 
-    def rebalanced(self, params: Params, counts_lE: jax.Array) -> Params:
+    def rebalance(self, params: Params, counts_lE: jax.Array) -> Params:
         """Move the routed biases towards an even load (arXiv 2412.19437, section 2.1.2).
 
         A bias rises if an expert had fewer tokens than the mean, and falls if it had more.

@@ -269,7 +269,7 @@ def _axes(config: ModelConfig) -> Axes:
 
 
 def _as_passed(names: Names) -> tuple[str | None, ...]:
-    """Experts come as they are stored; a router is on every device, see sharding.gathered."""
+    """Experts come as they are stored; a router is on every device, see sharding.gather_weight."""
     return names if is_expert(names) else (None,) * len(names)
 
 

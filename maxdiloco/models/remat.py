@@ -30,7 +30,7 @@ def keep(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(x, name)
 
 
-def checkpointed(layer_fn: Callable, policy: str, *, in_loop: bool = True) -> Callable:
+def apply_remat_policy(layer_fn: Callable, policy: str, *, in_loop: bool = True) -> Callable:
     """Apply a policy to the backward pass of a layer.
 
     Args:

@@ -15,7 +15,7 @@ from maxdiloco.models.kernels.blockwise import Queries
 from maxdiloco.models.loss import head_logits, head_names
 from maxdiloco.models.model import Model
 from maxdiloco.models.params import Params
-from maxdiloco.parallel.sharding import gathered
+from maxdiloco.parallel.sharding import gather_weight
 
 
 def prefill(
@@ -87,7 +87,7 @@ def _logits(model, decoder, x_BD):
     config = model.config
     x_BD = decoder.final_norm(x_BD)
     w = decoder.head_weight().astype(x_BD.dtype)
-    w = gathered(w, head_names(config), config.rules)
+    w = gather_weight(w, head_names(config), config.rules)
     return head_logits(config, model.kernels, x_BD, w)
 
 

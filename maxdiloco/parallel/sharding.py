@@ -139,7 +139,9 @@ def automatic_spec(names: Names, rules: Rules, *, without: Sequence[str] = ()) -
     return spec(names, rules, without=(*mesh.manual_axes, *absent, *without))
 
 
-def gathered(w: jax.Array, names: Names, rules: Rules, *, scattered: bool = False) -> jax.Array:
+def gather_weight(
+    w: jax.Array, names: Names, rules: Rules, *, scattered: bool = False
+) -> jax.Array:
     """Gather a weight over the mesh axes that split the tokens, for its use in a product.
 
     Without the constraint the partitioner may cut the product into one piece for each device of
@@ -163,7 +165,7 @@ def gathered(w: jax.Array, names: Names, rules: Rules, *, scattered: bool = Fals
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(names, rules, w):
-    return gathered(w, names, rules)
+    return gather_weight(w, names, rules)
 
 
 _gathered.defvjp(

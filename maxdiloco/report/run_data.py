@@ -121,7 +121,7 @@ def load(
 def _load(path: epath.Path, name: str, argument: str, defaults: Mapping[str, Any]) -> RunData:
     """Read one run. argument: RUN=..., for the beginning of an error."""
     folder = RunFolder(path)
-    with read.reading(path, argument):
+    with read.replace_read_error(path, argument):
         steps, columns, notes = _read_rows(folder, argument)
         config = _read_config(path / "config.yml", defaults)
         if config is None:

@@ -14,7 +14,7 @@ from maxdiloco.cluster import agree
 from maxdiloco.errors import ConfigError
 from maxdiloco.parallel import mesh as mesh_lib
 from maxdiloco.storage import run_folder, shared_folder
-from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.os_errors import replace_os_error
 
 LOSES_ORDER = (
     "a CPU loses the order of collectives in a saved program, and devices that share a replica "
@@ -97,7 +97,7 @@ def own_cache(folder: str, key: str) -> str:
     if not run_folder.is_local(path):
         return str(path)
     other = "Use a folder of your own"
-    with refusing(ConfigError, f"{key}={folder} cannot be used", f"{other}."):
+    with replace_os_error(ConfigError, f"{key}={folder} cannot be used", f"{other}."):
         # Otherwise JAX creates it, and the group can write to it if the umask allows that.
         os.makedirs(path, mode=0o755, exist_ok=True)
         status = os.stat(path)

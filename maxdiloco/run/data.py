@@ -168,7 +168,7 @@ def _trial(
     if not absent or any(size_of(unprepared[each][0].source) > _SMALL_TEXT for each in absent):
         yield {}
         return
-    with corpus.reading("TMPDIR", "Set it to a folder that can be written."):
+    with corpus.replace_read_error("TMPDIR", "Set it to a folder that can be written."):
         temporary = tempfile.TemporaryDirectory(prefix="maxdiloco-")
     with temporary as parent:
         for source in absent:

@@ -27,7 +27,7 @@ def make(
     """Build the function that takes an inner step of one replica.
 
     Streaming DiLoCo (arXiv 2501.18512) Algorithm 2, line 5, with the gradient of line 4. With
-    routed_bias, a step ends with model.rebalanced.
+    routed_bias, a step ends with model.rebalance.
 
     Args:
       model: the model.
@@ -80,7 +80,7 @@ def make(
         if router.COUNTS in aux:
             metrics |= router.metrics(aux, model.config.num_experts_per_tok)
             if model.config.router.balance_bias:
-                new_params = model.rebalanced(new_params, aux[router.COUNTS])
+                new_params = model.rebalance(new_params, aux[router.COUNTS])
         new = new_params, new_opt_state
         if nan_policy == "skip":
             finite = jnp.isfinite(metrics["grad_norm"]) & jnp.isfinite(metrics["loss"])

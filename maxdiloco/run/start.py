@@ -66,7 +66,7 @@ def run(
     """
     if cfg.enable_wandb:
         require_wandb()
-    with startup.opened(cfg) as (cluster, mesh, lines):
+    with startup.set_up(cfg) as (cluster, mesh, lines):
         clock.lap("devices")
         ports = [] if cluster is None else [cluster.firewall_note]
         return _run(cfg, unresolved or cfg, mesh, cluster, clock, [*notes, *lines, *ports])

@@ -27,7 +27,7 @@ _SAY_AFTER_S = 10.0  # of waiting, after which a line is logged
 
 
 @contextmanager
-def opened(cfg: Config) -> Iterator[tuple["Cluster | None", Mesh, list[str]]]:
+def set_up(cfg: Config) -> Iterator[tuple["Cluster | None", Mesh, list[str]]]:
     """Join the other processes, build the mesh and use the compile cache, inside the context.
 
     Yields:

@@ -209,7 +209,7 @@ def check_paths(
     paths = {key: vars(checkpoint)[key] for key in keys if vars(checkpoint)[key]}
     if checkpoint.enable_checkpointing and not paths:
         return
-    with read.reading(folder.path, "base_output_directory"):
+    with read.replace_read_error(folder.path, "base_output_directory"):
         kept = read.steps(folder.checkpoints)
     if kept and not checkpoint.enable_checkpointing:
         raise CheckpointError(

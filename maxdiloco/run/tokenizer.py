@@ -10,7 +10,7 @@ from maxdiloco.data import tokenizer as tokenizers
 from maxdiloco.data.tokenizer import SubwordTokenizer, TokenizerSettings
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
-from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.os_errors import replace_os_error
 from maxdiloco.storage.run_folder import AGAIN
 
 # The rows of the embedding are a multiple of the lanes of a TPU, so that devices can divide them.
@@ -21,7 +21,7 @@ _OWN = 0.95
 FOLDER = "tokenizer"  # in a run's folder and in a checkpoint
 
 
-def resolved(cfg: config.Config) -> config.Config:
+def resolve_vocab_size(cfg: config.Config) -> config.Config:
     """Return the config with numbers instead of vocab_size=auto and of unset embedding rows.
 
     They come from the tokenizer, with the rows rounded up, or from the model file if the tokenizer
@@ -70,10 +70,10 @@ def of_checkpoint(settings: TokenizerSettings, checkpoint: epath.Path) -> Tokeni
     """
     if settings.tokenizer_type == "byte":
         return tokenizers.build(vars(settings), settings.vocab_size)
-    with refusing(CheckpointError, f"the tokenizer in {checkpoint} cannot be read", AGAIN):
+    with replace_os_error(CheckpointError, f"the tokenizer in {checkpoint} cannot be read", AGAIN):
         found = tokenizers.load(checkpoint / FOLDER)
     if isinstance(found, SubwordTokenizer) and settings.add_bos != (found.bos is not None):
-        return found.adding(
+        return found.with_added_tokens(
             bos=settings.add_bos, eos=found.eos is not None, where=f"RUN={checkpoint}"
         )
     return found

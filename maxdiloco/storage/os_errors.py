@@ -15,7 +15,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def refusing(kind: type[Exception], what: str, remedy: str) -> Iterator[None]:
+def replace_os_error(kind: type[Exception], what: str, remedy: str) -> Iterator[None]:
     """Replace an OSError inside the `with` by an error of this kind.
 
     Args:

@@ -9,7 +9,7 @@ from etils import epath
 
 from maxdiloco.errors import ConfigError
 from maxdiloco.storage import durable
-from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.os_errors import replace_os_error
 from maxdiloco.storage.run_folder import absolute, is_local
 
 
@@ -59,4 +59,4 @@ def _absolute(key: str, path: str) -> epath.Path:
 
 def _refusing_os_errors(key: str, path: str) -> contextlib.AbstractContextManager[None]:
     remedy = "Give the path of a file in a folder that can be written and has free space."
-    return refusing(ConfigError, f"{key}={path} cannot be written", remedy)
+    return replace_os_error(ConfigError, f"{key}={path} cannot be written", remedy)

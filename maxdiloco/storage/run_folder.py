@@ -12,8 +12,8 @@ from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import object_store
 from maxdiloco.storage.durable import make_folder
 from maxdiloco.storage.object_lock import ObjectLock
-from maxdiloco.storage.os_errors import refusing
-from maxdiloco.storage.run_lock import locked
+from maxdiloco.storage.os_errors import replace_os_error
+from maxdiloco.storage.run_lock import hold_lock
 from maxdiloco.storage.store import is_local
 
 _PROBE_BYTES = 1 << 20  # with less free space than for some log lines, no run is of use
@@ -113,7 +113,7 @@ def open_run_folder(
             if is_local(folder.path):
                 make_folder(folder.path)
                 _refuse_other_case(folder.path)
-                stack.enter_context(locked(folder.path, run_name, warn))
+                stack.enter_context(hold_lock(folder.path, run_name, warn))
                 with tempfile.TemporaryFile(dir=folder.path) as probe:  # without a name, if it can
                     probe.write(bytes(_PROBE_BYTES))
                     probe.flush()
@@ -145,7 +145,7 @@ def _refuse_other_case(path: epath.Path) -> None:
 
 def _holding(base_output_directory: str, run_name: str) -> contextlib.AbstractContextManager[None]:
     free = " and has free space" if is_local(base_output_directory) else ""
-    return refusing(
+    return replace_os_error(
         CheckpointError,
         f"base_output_directory={base_output_directory} cannot hold run_name={run_name}",
         f"Choose a folder that can be written{free}.",

@@ -29,7 +29,7 @@ _MOST_HOLDER = 400  # characters to read, more than _HOLDER matches
 
 
 @contextlib.contextmanager
-def locked(path: epath.Path, run_name: str, warn: Callable[[str], None]) -> Iterator[None]:
+def hold_lock(path: epath.Path, run_name: str, warn: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a run's folder during a `with`; kill -9 releases it.
 
     Args:

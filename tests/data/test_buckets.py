@@ -187,7 +187,7 @@ def test_a_reader_makes_one_request_for_a_block(bucket, tmp_path, monkeypatch):
     data = os.urandom(3_000_000)
     (tmp_path / "a").write_bytes(data)
     path = f"{bucket.upload(tmp_path, 'x')}/a"
-    with paths.opened(path) as file:
+    with paths.open_file(path) as file:
         assert file.read() == data and file.read() == b""
     assert bucket.calls == ["head"] + ["get"] * 2
     assert paths.read_whole(path, len(data)) == data
@@ -195,7 +195,7 @@ def test_a_reader_makes_one_request_for_a_block(bucket, tmp_path, monkeypatch):
         paths.read_whole(path, len(data) - 1)
     stamp = paths.find(path)
     bucket.calls.clear()
-    with paths.opened(path, stamp) as file:
+    with paths.open_file(path, stamp) as file:
         for place in (5, 64_000, 63_990, 2_999_990):
             file.seek(place)
             assert file.read(10) == data[place : place + 10]

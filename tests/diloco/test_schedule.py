@@ -88,7 +88,7 @@ def test_events_are_those_of_the_contract_and_one_send_at_a_time_is_carried(s):
     for t in range(1, steps + 1):
         riding = [(x, t - x[0] - 1) for x in sent if 0 <= t - x[0] - 1 < s.max_chunks]
         assert len(riding) <= 1 and all(t <= x[0] + brute_lag(s) for x, _ in riding)
-        carried = s.carrying(t)
+        carried = s.carried_chunk(t)
         assert ([] if carried is None else [(key(carried[0]), carried[1])]) == riding
         now = [x for x in sent if x[0] == t]
         assert [key(e) for e in s.sends(t)] == now
@@ -109,7 +109,7 @@ def test_actions_are_the_inner_step_then_sends_then_applies(s, data):
     s = dataclasses.replace(s, num_chunks=chunks)
     for t in range(1, 4 * s.H + 1):
         inner, *others = s.actions(t)
-        carried = s.carrying(t)
+        carried = s.carried_chunk(t)
         if carried is None or carried[1] >= chunks[carried[0].fragment]:
             assert inner == Action(schedule.INNER)
         else:
@@ -181,8 +181,8 @@ def test_slots_are_as_few_as_possible_and_never_shared(s):
         assert s.slots == s.P
     owner = {}
     for t in range(1, steps + 1):
-        if s.carrying(t) is not None:
-            owner[s.carrying(t)[0].slot] = key(s.carrying(t)[0])
+        if s.carried_chunk(t) is not None:
+            owner[s.carried_chunk(t)[0].slot] = key(s.carried_chunk(t)[0])
         for event in s.applies(t):
             if s.max_chunks and event.round > 0:
                 assert owner[event.slot] == key(event)

@@ -81,7 +81,7 @@ def test_each_model_file_is_a_model_type_that_has_its_very_keys(name, model_type
     cfg = of_file(name)
     family, hf = config_json.family_for(vars(cfg))
     assert family.model_type == model_type
-    assert config_json.misfits(vars(cfg), json.loads(json.dumps(hf)), family) == {}
+    assert config_json.differences(vars(cfg), json.loads(json.dumps(hf)), family) == {}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -90,10 +90,10 @@ def test_a_published_config_json_has_the_keys_of_our_model_file(name, tmp_path):
     read = config_json.read(tmp_path)
     assert read.unknown == ()
     keys = vars(of_file(name))
-    assert config_json.misfits(keys, read.text, read.family) == {}
+    assert config_json.differences(keys, read.text, read.family) == {}
     other = read.text | {"hidden_size": 4096, "n_group": 2}
     expected = ["base_emb_dim", "router"][: 1 + (name == "deepseek-v3")]
-    assert sorted(config_json.misfits(keys, other, read.family)) == expected
+    assert sorted(config_json.differences(keys, other, read.family)) == expected
 
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 3}
@@ -134,7 +134,9 @@ def test_a_gemma_3_whose_layers_are_all_alike_is_a_config(kind):
     family = config_json.family_of("gemma3_text")
     keys = config_json.keys_of(SIZES | {"layer_types": [kind] * 3}, family)
     cfg = config.with_changes(of_file("default").as_dict() | keys, [], {}, may_change=())
-    assert config_json.misfits(vars(cfg), config_json.config_of(vars(cfg), family), family) == {}
+    assert (
+        config_json.differences(vars(cfg), config_json.config_of(vars(cfg), family), family) == {}
+    )
 
 
 NO_LAYER = {"sliding_window_size": 5, "attention_pattern": ("global",)}

@@ -35,7 +35,7 @@ def test_a_model_in_a_bucket_is_imported_as_from_a_disk(cloud, tmp_path, monkeyp
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates/a.jinja").write_text("x")
     small.there_and_back(source, tmp_path, "vocab_multiple=16")
-    there = folders.opened(f"{cloud}://{BUCKET}/models/a b", "SRC")
+    there = folders.folder_at(f"{cloud}://{BUCKET}/models/a b", "SRC")
     staging.upload(epath.Path(source), there)
     (tmp_path / "of bucket").mkdir()
     small.there_and_back(there, tmp_path / "of bucket", "vocab_multiple=16")
@@ -49,7 +49,7 @@ def test_an_export_from_a_bucket_has_all_files_of_the_import(faulty, tmp_path):
     """The same as from a disk: by RUN, and by like=."""
     source = small.save(tmp_path / "source", small.weights(), torch_dtype="float16")
     small.there_and_back(source, tmp_path)
-    there = folders.opened(f"az://{BUCKET}/ours", "RUN")
+    there = folders.folder_at(f"az://{BUCKET}/ours", "RUN")
     staging.upload(epath.Path(tmp_path / "ours"), there)
     small.done("export", there, tmp_path / "by run")
     small.done("export", tmp_path / "ours", tmp_path / "by like", f"like={there}")
@@ -60,7 +60,7 @@ def test_an_export_from_a_bucket_has_all_files_of_the_import(faulty, tmp_path):
 
 @pytest.mark.parametrize("content", [b"\7", b"\xff" * 99, None])
 def test_a_damaged_file_in_a_bucket_is_named(faulty, source, tmp_path, capfd, content):
-    there = folders.opened(f"az://{BUCKET}/a", "SRC")
+    there = folders.folder_at(f"az://{BUCKET}/a", "SRC")
     staging.upload(epath.Path(source), there)
     (there / "model.safetensors").unlink()
     if content is not None:
@@ -76,7 +76,7 @@ def test_a_fault_during_an_import_from_a_bucket_leaves_nothing(
     faulty, source, tmp_path, capfd, kind
 ):
     """At every request except for most of the tensors'."""
-    there, target = folders.opened(f"az://{BUCKET}/a", "SRC"), tmp_path / "ours"
+    there, target = folders.folder_at(f"az://{BUCKET}/a", "SRC"), tmp_path / "ours"
     staging.upload(epath.Path(source), there)
     faulty.calls.clear()
     small.done("import", there, tmp_path / "whole")

@@ -251,6 +251,6 @@ def test_every_pair_of_factors_has_a_config_json(scalar, factor):
     scaling = dict(deepseek().rope_scaling) | {"attention_factor": factor}
     cfg = vars(deepseek(query_pre_attn_scalar=scalar, rope_scaling=scaling))
     written = config_json.config_of(cfg, family)
-    assert config_json.misfits(cfg, written, family) == {}
-    ((ours, theirs),) = config_json.misfits(cfg, written | {"q_lora_rank": 4}, family).values()
+    assert config_json.differences(cfg, written, family) == {}
+    ((ours, theirs),) = config_json.differences(cfg, written | {"q_lora_rank": 4}, family).values()
     assert dict(ours) == dict(theirs) | {"q_lora_rank": 5} and dict(theirs)["q_lora_rank"] == 4

@@ -171,14 +171,16 @@ def test_an_exported_tokenizer_starts_a_text_as_the_run_does(tmp_path, content, 
     """Whatever the run's tokenizer.json adds."""
     write_json(tmp_path, content["json"], processor)
     file = (tmp_path / "tokenizer.json").read_bytes()
-    ours = tokenizer.from_content("huggingface", file, "here").naming(bos, 1)
+    ours = tokenizer.from_content("huggingface", file, "here").with_bos_and_eos(bos, 1)
     sidecar_files.write(tmp_path, ours, 99)
     assert theirs(tmp_path, "hello") == ours.prompt("hello")
 
 
 @pytest.mark.parametrize("bos", [None, 1], ids=["no bos", "bos"])
 def test_an_exported_sentencepiece_model_starts_text_as_the_run(tmp_path, content, bos):
-    ours = tokenizer.from_content("sentencepiece", content["model"], "here").naming(bos, 2)
+    ours = tokenizer.from_content("sentencepiece", content["model"], "here").with_bos_and_eos(
+        bos, 2
+    )
     sidecar_files.write(tmp_path, ours, 99)
     for model_type in ("llama", "qwen3", "gemma2"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))

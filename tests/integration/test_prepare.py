@@ -162,7 +162,7 @@ def test_a_mixture_may_have_sources_of_every_kind(mixed, kind):
     if kind == "arrayrecord":
         for of in ("text_column: content", "name: plain"):
             argv = [argument.replace(of, f"{of}, dataset_type: text") for argument in argv]
-    cfg = run_tokenizer.resolved(config.load(argv, {}))
+    cfg = run_tokenizer.resolve_vocab_size(config.load(argv, {}))
     found = prepared(cfg)
     names = sorted(os.path.basename(path) for _, path, _ in found)
     assert names == ["a.parquet", "a.txt", "b.jsonl"]

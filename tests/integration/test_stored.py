@@ -222,7 +222,7 @@ def test_equal_seeds_generate_equal_text(text_run, tmp_path, monkeypatch):
     assert output_of(generate.main, "text", *where, *arguments) == ""
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["in the ", "it was"]
-    printed = output.escaped(rows[1]["text"], keep="\n\t")
+    printed = output.escape_controls(rows[1]["text"], keep="\n\t")
     assert output_of(generate.main, run, "prompt=it was", "max_new_tokens=12") == printed + "\n"
 
     cfg = config.from_dict(checkpoint_meta(run, 4)["config"] | {"attention": "flash"})
@@ -253,7 +253,7 @@ def test_samples_at_evaluations_change_no_bit_of_the_run(text_run, tmp_path):
     assert [f"sample after step {t}:" in said for t in (1, 2, 3, 4)] == [False, True, False, True]
     assert_equal_runs(tmp_path / "text", run, steps=4)
     wanted = continued(run, tmp_path / "texts.jsonl")
-    assert output.escaped(sample_lines(4, wanted), keep="\n\t") in said
+    assert output.escape_controls(sample_lines(4, wanted), keep="\n\t") in said
     (board,) = (tmp_path / "text" / "tensorboard").iterdir()
     content = board.read_bytes()
     assert content.count(b"eval/sample/text_summary") == 2
@@ -274,4 +274,4 @@ def test_a_context_parallel_run_evaluates_and_samples(text_run, tmp_path):
         )
         assert len(alone) >= 2 and spread == pytest.approx(alone, rel=1e-5)
     wanted = continued(tmp_path / "text", tmp_path / "texts.jsonl")
-    assert output.escaped(sample_lines(4, wanted), keep="\n\t") in said
+    assert output.escape_controls(sample_lines(4, wanted), keep="\n\t") in said

@@ -49,7 +49,9 @@ def sent_by(compiled, num_slices=2):
 
 def payload_dims(compiled):
     """Dims of what each send of a program gives the runtime."""
-    items = [run.instruction for run in reader.executed(reader.read(compiled.as_text()))]
+    items = [
+        run.instruction for run in reader.executed_instructions(reader.read(compiled.as_text()))
+    ]
     given = [notation.arrays(item.shape)[0] for item in items if item.opcode == "send"]
     return [notation.shape(text).dims for text in given]
 

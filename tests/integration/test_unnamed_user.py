@@ -68,7 +68,7 @@ def test_every_program_works_on_a_run_of_a_user_without_a_name(
 
 
 def test_a_home_that_nobody_has_is_a_plain_name(nobody_has_a_name):
-    assert str(folders.opened("~/a", "like")) == "~/a"
+    assert str(folders.folder_at("~/a", "like")) == "~/a"
 
 
 @pytest.fixture

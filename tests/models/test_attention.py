@@ -183,7 +183,7 @@ def test_a_kept_context_spares_cudnn_a_second_forward_pass(
 ):
     """Of two products in array code; the backward pass has five. By offsets or by a mask, both."""
     kernel = functools.partial(cudnn.attention, PLAIN, by_offsets=by_offsets)
-    layer = remat.checkpointed(lambda *args: jnp.square(kernel(*args)), policy)
+    layer = remat.apply_remat_policy(lambda *args: jnp.square(kernel(*args)), policy)
     found = tiny_model.equations(with_gradient(layer), *inputs(16))
     products = [one.primitive.name for one in found].count("dot_general")
     assert products == (2 * forward + 5) * (3 if by_offsets else 1)  # one, up to four, a mask

@@ -55,5 +55,5 @@ def test_a_bias_follows_the_load_of_its_own_layer():
     bias_lE = np.zeros((2, 3), np.float32)
     counts_lE = np.float32([[6, 6, 0], [1, 2, 3]])
     params = {"layers": {"moe": {"routed_bias": bias_lE}}}
-    moved = tiny_model.build(routed_bias_update_rate=0.5).rebalanced(params, counts_lE)
+    moved = tiny_model.build(routed_bias_update_rate=0.5).rebalance(params, counts_lE)
     assert moved["layers"]["moe"]["routed_bias"].tolist() == [[-0.5, -0.5, 0.5], [0.5, 0, -0.5]]

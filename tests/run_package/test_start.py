@@ -72,7 +72,7 @@ SIZES = [
 def test_a_model_has_the_tokens_and_rows_of_its_tokenizer(own, tmp_path, keys, tokens, expected):
     (tmp_path / "mine.yml").write_text("base_emb_dim: 64\n")
     argv = [*keys.format(tmp_path).split(), *own(tokens)]
-    cfg = run_tokenizer.resolved(config.load(argv, {}))
+    cfg = run_tokenizer.resolve_vocab_size(config.load(argv, {}))
     assert (cfg.vocab_size, cfg.padded_vocab_size) == expected
     assert NAMED not in argv or cfg.base_emb_dim == 512
 
@@ -94,7 +94,7 @@ def test_a_model_has_the_tokens_and_rows_of_its_tokenizer(own, tmp_path, keys, t
 )
 def test_a_vocabulary_that_does_not_fit_is_refused_by_key(own, keys, tokens, key):
     with pytest.raises(ConfigError, match=f"^{key}="):
-        run_tokenizer.resolved(config.load([*keys.split(), *own(tokens)], {}))
+        run_tokenizer.resolve_vocab_size(config.load([*keys.split(), *own(tokens)], {}))
 
 
 BEFORE = config.from_dict({"learning_rate": 1.0})

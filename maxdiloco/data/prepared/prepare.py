@@ -24,7 +24,7 @@ from maxdiloco.data.registry import Reader
 from maxdiloco.errors import ConfigError, DataError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_lock import LockHeldError, ObjectLock
-from maxdiloco.storage.os_errors import refusing
+from maxdiloco.storage.os_errors import replace_os_error
 from maxdiloco.storage.run_folder import absolute
 from maxdiloco.storage.store import is_local
 
@@ -97,7 +97,7 @@ def prepare(
     named = f"{key}={folder}"
     remedy = "Make it writable, or choose another folder; the same command resumes."
     with contextlib.ExitStack() as stack:
-        stack.enter_context(refusing(DataError, f"{named} cannot be written", remedy))
+        stack.enter_context(replace_os_error(DataError, f"{named} cannot be written", remedy))
         require = None  # raises CheckpointError if the lock was lost
         waiting = False
         while not _is_complete(plan, folder, named):

@@ -191,7 +191,7 @@ class Files:
           DataError: a file is missing, has changed or lacks the column; or an error of `skip`.
         """
         path, before = self.names[span.file], self.stamps[span.file]
-        with corpus.reading(path), paths.opened(path, before) as file:
+        with corpus.replace_read_error(path), paths.open_file(path, before) as file:
             if Stamp.of_file(file) != before:
                 raise corpus.changed(path)
             read = next(read for suffixes, read in _READERS if path.endswith(suffixes))

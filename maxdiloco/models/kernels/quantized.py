@@ -64,7 +64,7 @@ def check_package(quantization: str) -> None:
         require("qwix", user, extra="quantization", otherwise=otherwise)
 
 
-def rounded(quantization: str, x: jax.Array, summed: tuple[int, ...]) -> Any:
+def quantize(quantization: str, x: jax.Array, summed: tuple[int, ...]) -> Any:
     """Round an array to 8 bits.
 
     Args:
@@ -98,8 +98,8 @@ def product(
       The product [B, L, *out] in float32, and x and w as qwix.QArrays.
     """
     dims_x, dims_w = tuple(range(x.ndim - num_summed, x.ndim)), tuple(range(num_summed))
-    x = jax.tree.map(lambda x: keep(x, ROUNDED), rounded(quantization, x, dims_x))
-    w = rounded(quantization, w, dims_w)
+    x = jax.tree.map(lambda x: keep(x, ROUNDED), quantize(quantization, x, dims_x))
+    w = quantize(quantization, w, dims_w)
     return _einsum(x, w, dims_x, dims_w), x, w
 
 
@@ -126,7 +126,7 @@ def gradient(
       Float32 with the other dimensions of d_out, then the other ones of `values`; with values_first
       in the opposite order.
     """
-    d = rounded(quantization, d_out, dims_d)
+    d = quantize(quantization, d_out, dims_d)
     return _einsum(d, values, dims_d, dims_values, y_first=values_first)
 
 

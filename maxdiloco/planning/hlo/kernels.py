@@ -13,7 +13,7 @@ import math
 import re
 
 from maxdiloco.planning.hlo.notation import Shape, arrays, shape
-from maxdiloco.planning.hlo.reader import Computation, Instruction, Module, executed
+from maxdiloco.planning.hlo.reader import Computation, Instruction, Module, executed_instructions
 
 PALLAS = "tpu_custom_call"
 LANES = 128
@@ -42,7 +42,7 @@ def matmul_flops(module: Module) -> float:
     counts = {"dot": _dot, "convolution": _convolution}
     products = (
         run.times * counts[run.instruction.opcode](run.computation, run.instruction)
-        for run in executed(module)
+        for run in executed_instructions(module)
         if run.instruction.opcode in counts
     )
     return sum(products, 0.0)
@@ -111,7 +111,7 @@ def unknown_calls(module: Module) -> dict[str, int]:
       any other call.
     """
     found: dict[str, int] = {}
-    for run in executed(module):
+    for run in executed_instructions(module):
         item = run.instruction
         if item.opcode not in ("custom-call", "custom-call-start"):
             continue

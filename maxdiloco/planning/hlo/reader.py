@@ -157,7 +157,7 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"a parenthesis is never closed: {text[:80]!r}")
 
 
-def executed(module: Module) -> Iterator[Executed]:
+def executed_instructions(module: Module) -> Iterator[Executed]:
     """Every instruction that ENTRY runs, those in fusions and loops included.
 
     Left out: the functions that a reduction applies, and conditions of loops. Raises ValueError for

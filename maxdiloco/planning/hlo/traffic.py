@@ -13,7 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from maxdiloco.planning.hlo import notation
-from maxdiloco.planning.hlo.reader import Computation, Executed, Instruction, Module, executed
+from maxdiloco.planning.hlo.reader import (
+    Computation,
+    Executed,
+    Instruction,
+    Module,
+    executed_instructions,
+)
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
@@ -81,7 +87,7 @@ def collectives(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
     ValueError for a group with a device outside the mesh and for kinds whose bytes are not known.
     """
     out, seen = [], set()
-    for run in executed(module):
+    for run in executed_instructions(module):
         item, where = run.instruction, run.computation
         if (kind := item.opcode.removesuffix("-start")) not in KINDS:
             continue
@@ -149,7 +155,7 @@ def transfers(module: Module, sizes: Mapping[str, int]) -> list[Collective]:
     and for a send without its recv or `-done` in the same computation.
     """
     starts: dict[str, list[Executed]] = {}
-    for run in executed(module):
+    for run in executed_instructions(module):
         if name := rendezvous_of(run.instruction):
             runs = starts.setdefault(name, [])
             runs.append(run)

@@ -65,7 +65,7 @@ def test_a_text_it_cannot_read(old, new, message):
 def test_what_was_cut_out_is_missed():
     module = reader.read(changed(BESIDE_LOOP, "calls=%fused.1", "calls=%fused.2"))
     with pytest.raises(ValueError, match="%fused.2 "):
-        list(reader.executed(module))
+        list(reader.executed_instructions(module))
     with pytest.raises(ValueError, match=r"main.1_spmd .*%send.9"):
         module.entry["send.9"]
     module = reader.read(changed(BESIDE_LOOP, "  ROOT %tuple.7", "  %tuple.7"))

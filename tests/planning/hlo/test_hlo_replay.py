@@ -138,7 +138,8 @@ def test_a_kernel_brings_its_own_estimate():
     module = reader.read(changed(BESIDE_LOOP, "  %send-done =", EXPERTS + "  %send-done ="))
     expected = {"ragged-dot-metadata": 0, "tgmm.1": 2 * 4096 * 256 * 512, "swish.1": None}
     found = {run.instruction.name: kernels.kernel_flops(run.computation, run.instruction)
-             for run in reader.executed(module) if run.instruction.name in expected}  # fmt: skip
+             for run in reader.executed_instructions(module)
+             if run.instruction.name in expected}  # fmt: skip
     assert found == expected
 
 
@@ -185,7 +186,7 @@ def test_products_of_an_attention_kernel(changes, expected):
     for old, new in changes:
         kernel = changed(kernel, old, new)
     text = changed(BESIDE_LOOP, "  %send-done =", kernel + "  %send-done =")
-    runs = reader.executed(reader.read(text))
+    runs = reader.executed_instructions(reader.read(text))
     (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
     assert kernels.kernel_flops(run.computation, run.instruction) == expected
 
@@ -214,7 +215,7 @@ def test_values_narrower_than_keys_have_smaller_products(kernel, results, wide, 
     """Latent attention: 192 features of keys fill 256 lanes, 128 of values 128."""
     lines = LATENT.replace("KERNEL", kernel).replace("RESULTS", ", ".join(results))
     text = changed(BESIDE_LOOP, "  %send-done =", lines + "  %send-done =")
-    runs = reader.executed(reader.read(text))
+    runs = reader.executed_instructions(reader.read(text))
     (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
     expected = wide and 2 * 8 * 1024 * 1024 * (256 * wide + 128 * narrow) * 10 / 16
     assert kernels.kernel_flops(run.computation, run.instruction) == expected
@@ -229,7 +230,7 @@ def test_an_attention_kernel_with_other_operands_is_unknown():
         ("bf16[8,192,1024]{2,1,0} custom-call()", "(f32[2], f32[2]) custom-call()"),
     ):
         text = changed(BESIDE_LOOP, "  %send-done =", changed(lines, old, new) + "  %send-done =")
-        runs = reader.executed(reader.read(text))
+        runs = reader.executed_instructions(reader.read(text))
         (run,) = [run for run in runs if run.instruction.name.startswith("splash")]
         assert kernels.kernel_flops(run.computation, run.instruction) is None, new
 
