@@ -18,7 +18,7 @@ from maxdiloco.engine.trainer import DIAGNOSTICS
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage import shared_folder
 from maxdiloco.storage.os_errors import replace_os_error
-from maxdiloco.storage.run_folder import AGAIN, absolute
+from maxdiloco.storage.run_folder import CHECK_AND_RESTART, absolute
 
 _STEP = re.compile("0|[1-9][0-9]*")  # as a save names its folder
 NEWEST = -1  # as a step: the newest undamaged checkpoint
@@ -180,7 +180,7 @@ def _no_checkpoint(path: epath.PathLike, key: str) -> CheckpointError:
 
 def replace_read_error(folder: epath.Path, key: str) -> contextlib.AbstractContextManager[None]:
     """Raise CheckpointError if access to a folder fails inside a `with`."""
-    return replace_os_error(CheckpointError, f"{key}: {folder} cannot be read", AGAIN)
+    return replace_os_error(CheckpointError, f"{key}: {folder} cannot be read", CHECK_AND_RESTART)
 
 
 def steps(folder: epath.PathLike) -> list[int]:

@@ -15,7 +15,7 @@ from maxdiloco.errors import CheckpointError, ConfigError
 from maxdiloco.storage import durable
 from maxdiloco.storage.object_store import BucketPath
 from maxdiloco.storage.os_errors import replace_os_error
-from maxdiloco.storage.run_folder import AGAIN, absolute
+from maxdiloco.storage.run_folder import CHECK_AND_RESTART, absolute
 from maxdiloco.storage.store import is_local
 
 Folder = pathlib.Path | BucketPath  # a folder that a user names
@@ -33,7 +33,7 @@ def folder_at(path: str, key: str) -> Folder:
 
 def replace_read_error(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
     """Turn an OSError inside the `with` into a CheckpointError that names the path."""
-    return replace_os_error(CheckpointError, f"{path} cannot be read", AGAIN)
+    return replace_os_error(CheckpointError, f"{path} cannot be read", CHECK_AND_RESTART)
 
 
 def refuse_existing(target: Folder) -> None:

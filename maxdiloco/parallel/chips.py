@@ -9,7 +9,7 @@ class Chip(NamedTuple):
     """One JAX device. Fields that only compile reports need are None for chips without reports.
 
     Attributes:
-      kinds: its names in jax.Device.device_kind.
+      device_kinds: its names in jax.Device.device_kind.
       peak_flops: dense bfloat16 FLOP/s.
       hbm_gib: memory that a program may use [GiB].
       clock_hz: clock of the compiler's estimated cycles.
@@ -19,7 +19,7 @@ class Chip(NamedTuple):
       eight_bit: formats that are faster than bfloat16, see eight_bit_formats.
     """
 
-    kinds: tuple[str, ...]
+    device_kinds: tuple[str, ...]
     peak_flops: float
     hbm_gib: float | None = None
     clock_hz: float | None = None
@@ -90,7 +90,7 @@ CHIPS = {
 
 def find_chip(device_kind: str) -> Chip | None:
     """Return the chip of a jax.Device; None if it is not in the table."""
-    return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)
+    return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
 def eight_bit_formats(device_kind: str, capability: str) -> tuple[str, ...]:

@@ -180,7 +180,7 @@ def verdict(report: Report) -> dict[str, Any]:
         tokens_per_step=report.tokens_per_step,
         flops_per_token=report.flops_per_token,
         num_devices=report.num_devices,
-        device_kind=report.chip.kinds[0],
+        device_kind=report.chip.device_kinds[0],
     )
     return {
         "memory_needed_bytes": needed,

@@ -150,7 +150,7 @@ def describe_job(cfg: Config) -> Job:
         backend=backend,
         length_shards=mesh.shape["context"],
         compute_capability=capability,
-        device_kind=chip.kinds[0] if chip else "",
+        device_kind=chip.device_kinds[0] if chip else "",
     )
     params = run_model.parameters(model, mesh)
     inner = run_settings.read_optimizer(cfg)

@@ -101,7 +101,7 @@ def own_cache(folder: str, key: str) -> str:
         # Otherwise JAX creates it, and the group can write to it if the umask allows that.
         os.makedirs(path, mode=0o755, exist_ok=True)
         status = os.stat(path)
-    if problem := ownership.problem(status, path, again=other):
+    if problem := ownership.problem(status, path, remedy=other):
         raise ConfigError(f"{key}={folder} {problem}, or leave it out.")
     return str(path)
 

@@ -26,7 +26,7 @@ def train(
     held_out: dict[str, Dataset],
     preemption: Preemption,
     clock: StartClock,
-    again: str,
+    resume_hint: str,
 ) -> int:
     """Train from a state to the end of the run, or until a signal.
 
@@ -40,7 +40,7 @@ def train(
       held_out: texts to evaluate on; empty for no evaluation.
       preemption: SIGTERM and Ctrl-C.
       clock: measures the time since the program started.
-      again: a sentence for the user on how to resume the run.
+      resume_hint: a sentence for the user on how to resume the run.
 
     Returns:
       The exit code.
@@ -76,7 +76,7 @@ def train(
         if preemption.requested(t):
             recorder.save(t, state, last=True)
             recorder.rows.write_all()
-            return _stopped(settings, t, preemption, recorder, again)
+            return _stopped(settings, t, preemption, recorder, resume_hint)
         if last:
             break
 
@@ -91,10 +91,10 @@ def train(
 
 
 def _stopped(
-    settings: RunSettings, t: int, preemption: Preemption, recorder: Recorder, again: str
+    settings: RunSettings, t: int, preemption: Preemption, recorder: Recorder, resume_hint: str
 ) -> int:
     """Return the exit code after Ctrl-C; raise Preempted after SIGTERM."""
-    saved = f"saved. {again}"
+    saved = f"saved. {resume_hint}"
     if not settings.checkpoint.enable_checkpointing:
         saved = "nothing is saved, since enable_checkpointing=false."
     if not in_any_process(preemption.by_ctrl_c):

@@ -110,16 +110,16 @@ def _run(
         say(line)
     clock.lap("data")
 
-    again = "The same command resumes it." if cfg.run_name else f"run_name={name} resumes it."
+    resume_hint = "The same command resumes it." if cfg.run_name else f"run_name={name} resumes it."
     with (
         open_run_folder(cfg.base_output_directory, name, primary=primary, warn=say) as folder,
         _open_checkpointer(settings, folder, tokenizer, say) as checkpointer,
         console.logging(run_files.log_path(folder), require_lock=folder.require_lock),
-        _ResumeHint("" if cfg.run_name else again, say),
+        _ResumeHint("" if cfg.run_name else resume_hint, say),
     ):
         contents = run_data.data_fingerprints(text, tokenizer)
         run_data.require_same_texts(held_out)
-        say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {again}'}")
+        say(f"run folder: {folder.path}{'' if cfg.run_name else f'; {resume_hint}'}")
         clock.lap("folder")
         point = run_state.find_restore_point(
             settings, checkpointer, shape, text=text, data=contents
@@ -197,7 +197,7 @@ def _run(
                     held_out=held_out,
                     preemption=preemption,
                     clock=clock,
-                    again=again,
+                    resume_hint=resume_hint,
                 )
 
 
@@ -266,15 +266,15 @@ def _open_batches(
 
 
 class _ResumeHint(contextlib.AbstractContextManager):
-    """Log after an error how to resume a run without a name. again: the hint; empty for none."""
+    """Log after an error how to resume a run without a name. hint: the sentence; empty for none."""
 
-    def __init__(self, again: str, say: Say):
-        self._again, self._say = again, say
+    def __init__(self, hint: str, say: Say):
+        self._hint, self._say = hint, say
 
     def __exit__(self, kind, error, trace) -> None:
         # The message of Preempted has the hint already.
-        if self._again and error is not None and not isinstance(error, Preempted):
-            self._say(f"The run has no name: {self._again}")
+        if self._hint and error is not None and not isinstance(error, Preempted):
+            self._say(f"The run has no name: {self._hint}")
 
 
 def _introduction(

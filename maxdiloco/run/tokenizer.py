@@ -11,7 +11,7 @@ from maxdiloco.data.tokenizer import SubwordTokenizer, TokenizerSettings
 from maxdiloco.data.tokenizer_base import ByteTokenizer, Tokenizer
 from maxdiloco.errors import CheckpointError
 from maxdiloco.storage.os_errors import replace_os_error
-from maxdiloco.storage.run_folder import AGAIN
+from maxdiloco.storage.run_folder import CHECK_AND_RESTART
 
 # The rows of the embedding are a multiple of the lanes of a TPU, so that devices can divide them.
 _MULTIPLE = 128
@@ -70,7 +70,9 @@ def of_checkpoint(settings: TokenizerSettings, checkpoint: epath.Path) -> Tokeni
     """
     if settings.tokenizer_type == "byte":
         return tokenizers.build(vars(settings), settings.vocab_size)
-    with replace_os_error(CheckpointError, f"the tokenizer in {checkpoint} cannot be read", AGAIN):
+    with replace_os_error(
+        CheckpointError, f"the tokenizer in {checkpoint} cannot be read", CHECK_AND_RESTART
+    ):
         found = tokenizers.load(checkpoint / FOLDER)
     if isinstance(found, SubwordTokenizer) and settings.add_bos != (found.bos is not None):
         return found.with_added_tokens(

@@ -17,7 +17,8 @@ from maxdiloco.storage.run_lock import hold_lock
 from maxdiloco.storage.store import is_local
 
 _PROBE_BYTES = 1 << 20  # with less free space than for some log lines, no run is of use
-AGAIN = "Check that it can be, and start again."  # the remedy for a path that cannot be read
+# The remedy for a path that cannot be read.
+CHECK_AND_RESTART = "Check that it can be, and start again."
 
 
 class RunFolder:

@@ -154,7 +154,7 @@ def test_peaks_agree_with_those_that_pallas_knows():
     """
     from jax._src.pallas.mosaic import tpu_info
 
-    peaks = {kind: chip.peak_flops for chip in CHIPS.values() for kind in chip.kinds}
+    peaks = {kind: chip.peak_flops for chip in CHIPS.values() for kind in chip.device_kinds}
     seen = 0
     for kind, peak in peaks.items():
         version = tpu_info.chip_version_from_device_kind(kind)

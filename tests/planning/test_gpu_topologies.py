@@ -78,7 +78,7 @@ def test_kinds_are_chips_and_have_a_capability():
     assert set(DEVICES) == set(topology.GPUS)
     for kind, (capability, device_kind) in DEVICES.items():
         assert topology.find(f"{kind}-1").capability == capability
-        assert device_kind in CHIPS[topology.GPUS[kind].chip].kinds
+        assert device_kind in CHIPS[topology.GPUS[kind].chip].device_kinds
 
 
 @pytest.mark.gpu_aot

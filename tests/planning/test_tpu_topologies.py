@@ -94,4 +94,4 @@ def test_devices_of_two_slices(name, devices, kind):
     assert len(found) == 2 * devices == 2 * topology.find(name).devices
     assert {device.slice_index for device in found} == {0, 1}
     assert {device.device_kind for device in found} == {kind}
-    assert kind in topology.find(name).chip.kinds
+    assert kind in topology.find(name).chip.device_kinds
