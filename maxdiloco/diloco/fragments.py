@@ -62,13 +62,13 @@ def partition(
       ValueError: `layer_axis` does not match `params`, or the counts leave a fragment empty.
     """
     leaves = jax.tree.leaves(params)
-    kinds = kinds_of(params, layer_axis)
-    stacked = [kind for kind in kinds if isinstance(kind, Stacked)]
+    leaf_axes = leaf_axes_of(params, layer_axis)
+    stacked = [kind for kind in leaf_axes if isinstance(kind, Stacked)]
     num_layers = max((max(kind.layers) + 1 for kind in stacked), default=0)
     if num_fragments == 1:
         contents = [([LeafSlice(i, "whole") for i in range(len(leaves))], tuple(range(num_layers)))]
     elif stacked:
-        contents = _by_layer(leaves, kinds, num_layers, num_fragments, num_nonlayer, sequential)
+        contents = _by_layer(leaves, leaf_axes, num_layers, num_fragments, num_nonlayer, sequential)
     else:
         contents = _by_leaf(leaves, num_fragments, sequential)
     found = []
@@ -83,20 +83,20 @@ def partition(
     return tuple(found)
 
 
-def kinds_of(params: Any, layer_axis: Any) -> list[Any]:
+def leaf_axes_of(params: Any, layer_axis: Any) -> list[Any]:
     """Return None, Stacked or Vocabulary for each leaf; arguments and errors as in `partition`."""
     if layer_axis is None:
         return [None] * len(jax.tree.leaves(params))
-    leaves, kinds = _by_path(params, type(None)), _by_path(layer_axis, _ENTRIES)
-    for name in [*leaves, *kinds]:
-        if name not in leaves or name not in kinds:
+    leaves, leaf_axes = _by_path(params, type(None)), _by_path(layer_axis, _ENTRIES)
+    for name in [*leaves, *leaf_axes]:
+        if name not in leaves or name not in leaf_axes:
             has, lacks = ("params", "layer_axis") if name in leaves else ("layer_axis", "params")
             raise ValueError(
                 f"{lacks}{name} is missing, which {has} has. Give layer_axis the structure of "
                 "params, with None, an axis, Stacked or Vocabulary for each leaf."
             )
     # A None in params is not a leaf, so its entry in layer_axis is ignored.
-    return [_checked(kinds[name], x.shape) for name, x in leaves.items() if x is not None]
+    return [_checked(leaf_axes[name], x.shape) for name, x in leaves.items() if x is not None]
 
 
 def _by_path(tree, entries) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def _checked(kind, shape):
     return kind
 
 
-def _by_layer(leaves, kinds, L, P, k, sequential):
-    k = k if any(not isinstance(kind, Stacked) for kind in kinds) else 0
+def _by_layer(leaves, leaf_axes, L, P, k, sequential):
+    k = k if any(not isinstance(kind, Stacked) for kind in leaf_axes) else 0
     if not k < P <= L + k:
         raise ValueError(
             f"num_fragments={P} does not fit {L} layers and {k} fragments for the leaves outside "
@@ -135,7 +135,7 @@ def _by_layer(leaves, kinds, L, P, k, sequential):
         )
     fragment_of = [k + p for p in assign(L, P - k, sequential)]
     slices = [[] for _ in range(P)]
-    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+    for i, (leaf, kind) in enumerate(zip(leaves, leaf_axes, strict=True)):
         if isinstance(kind, Stacked):
             for p in range(k, P):
                 layers = enumerate(kind.layers)

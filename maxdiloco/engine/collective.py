@@ -203,7 +203,7 @@ def receive(
     payload: Payload,
     incoming: Sequence[jax.Array],
     *,
-    kinds: Sequence[Any] | None = None,
+    leaf_axes: Sequence[Any] | None = None,
 ) -> Received:
     """Decode and average all replicas' outer gradients of a fragment: Algorithm 2, line 10.
 
@@ -213,7 +213,7 @@ def receive(
       payload: the fragment's payload.
       incoming: the chunks of all replicas, sharded by `incoming_spec`; reduce-scatter: the chunks
         of all slices' means.
-      kinds: kind of each leaf (fragments.kinds_of), for outer.radial_directional_mean. None: the
+      leaf_axes: see fragments.leaf_axes_of, for outer.radial_directional_mean. None: the
         plain mean, to which the sizes always refer.
     """
     num_replicas, num_slices = payload.num_replicas, payload.num_slices
@@ -222,13 +222,13 @@ def receive(
         term = _decoded_terms(payload, chunks, num_replicas)
         mean_N, sums_R = outer.ordered_mean(term, num_replicas)
         sizes, bad_RF = _sizes(payload, sums_R, mean_N), bad_flags(payload, sums_R.bad_F)
-        if kinds is not None:
+        if leaf_axes is not None:
             mean_N = outer.radial_directional_mean(
                 lambda r: term(r)[0],
                 mean_N,
                 num_replicas,
-                norm=functools.partial(tensor_norms, payload, kinds),
-                spread=functools.partial(spread_norms, payload, kinds),
+                norm=functools.partial(tensor_norms, payload, leaf_axes),
+                spread=functools.partial(spread_norms, payload, leaf_axes),
             )
         return Received(_assembled(payload, mean_N), bad_RF, sizes)
 

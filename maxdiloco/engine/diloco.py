@@ -113,8 +113,8 @@ class DiLoCo:
         )
         self.schedule = self.layout.schedule
         radial = self.settings.aggregation == RADIAL
-        kinds = fragments.kinds_of(params, self._layer_axis) if radial else None
-        self.programs = Programs(self.layout, self._inner_step, kinds, self._on_compile)
+        leaf_axes = fragments.leaf_axes_of(params, self._layer_axis) if radial else None
+        self.programs = Programs(self.layout, self._inner_step, leaf_axes, self._on_compile)
         self.abstract_state = self.layout.state
         self.exported, self.evaluated = self.programs.exported, self.programs.evaluated
         make_transport = TRANSPORTS[self.settings.transport]

@@ -313,7 +313,7 @@ def assemble(shard: WireShard, x_SN: jax.Array) -> jax.Array:
 
 
 def tensor_norms(
-    payload: Payload, kinds: Sequence[Any], x_N: Sequence[jax.Array]
+    payload: Payload, leaf_axes: Sequence[Any], x_N: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Compute the L2 norms of the tensors in each leaf of one replica.
 
@@ -322,11 +322,11 @@ def tensor_norms(
 
     Args:
       payload: the fragment's payload.
-      kinds: kind of each leaf, from fragments.kinds_of.
+      leaf_axes: see fragments.leaf_axes_of.
       x_N: this device's values of each leaf.
     """
     norms = []
-    for shard, kind, x in zip(payload.shards, kinds, x_N, strict=True):
+    for shard, kind, x in zip(payload.shards, leaf_axes, x_N, strict=True):
         if isinstance(kind, Vocabulary):
             norms.append(jnp.zeros((1,)))
             continue
@@ -344,11 +344,11 @@ def tensor_norms(
 
 
 def spread_norms(
-    payload: Payload, kinds: Sequence[Any], norms: Sequence[jax.Array]
+    payload: Payload, leaf_axes: Sequence[Any], norms: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Repeat one number for each tensor, such as its norm, at every value of this device."""
     spread = []
-    for shard, kind, norm in zip(payload.shards, kinds, norms, strict=True):
+    for shard, kind, norm in zip(payload.shards, leaf_axes, norms, strict=True):
         layer = kind.axis if isinstance(kind, Stacked) else None
         shape = [norm.size if dim == layer else 1 for dim in range(len(shard.local))]
         whole = jnp.broadcast_to(norm.reshape(shape), shard.local)

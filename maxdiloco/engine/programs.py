@@ -56,13 +56,13 @@ class OuterRule:
     Attributes:
       optimizer: the outer optimizer.
       alpha: weight of a replica's own values.
-      kinds: one for each leaf of the parameters (fragments.kinds_of), for the radial-directional
+      leaf_axes: fragments.leaf_axes_of the parameters, for the radial-directional
         mean; None for the plain mean.
     """
 
     optimizer: optax.GradientTransformation
     alpha: float
-    kinds: Sequence[Any] | None = None
+    leaf_axes: Sequence[Any] | None = None
 
 
 class Merged(NamedTuple):
@@ -136,8 +136,8 @@ def merge(plan: FragmentPlan, rule: OuterRule, values: FragmentArrays, incoming:
     Returns:
       The new values. They equal the old ones if an outer gradient was not finite.
     """
-    kinds = None if rule.kinds is None else [rule.kinds[s.leaf] for s in plan.slices]
-    received = collective.receive(plan.payload, incoming, kinds=kinds)
+    leaf_axes = None if rule.leaf_axes is None else [rule.leaf_axes[s.leaf] for s in plan.slices]
+    received = collective.receive(plan.payload, incoming, leaf_axes=leaf_axes)
     finite = ~jnp.any(received.bad_RF)
     new, update_ratio = outer_step_and_merge(rule, finite, values, received.mean)
     return Merged(new, received, update_ratio)
@@ -229,7 +229,7 @@ class Programs:
         self,
         layout: Layout,
         inner_step: Callable,
-        kinds: Sequence[Any] | None,
+        leaf_axes: Sequence[Any] | None,
         on_compile: Callable[[str, float, jax.stages.Compiled], None],
     ):
         """Create the programs of the inner step, which are compiled on first use.
@@ -237,12 +237,12 @@ class Programs:
         Args:
           layout: the run's layout.
           inner_step: one replica's training step.
-          kinds: see OuterRule.
+          leaf_axes: see OuterRule.
           on_compile: see Program.
         """
         self.layout = layout
         settings = layout.settings
-        self._rule = OuterRule(settings.make_outer_optimizer(), settings.alpha, kinds)
+        self._rule = OuterRule(settings.make_outer_optimizer(), settings.alpha, leaf_axes)
         self._program = functools.partial(Program, on_compile=on_compile)
         self._by_form: dict[tuple, Program] = {}
         state, mesh = layout.state, layout.mesh

@@ -134,7 +134,7 @@ def _placed(part: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
 def leaves_of(layout: Layout, layer_axis: Any) -> tuple[tuple[Leaf, ...], ...]:
     """Return the leaves of each fragment for run.json."""
     like = layout.state.outer
-    kinds, leaves = fragments.kinds_of(like, layer_axis), jax.tree.leaves(like)
+    kinds, leaves = fragments.leaf_axes_of(like, layer_axis), jax.tree.leaves(like)
     return tuple(
         tuple(_leaf(kinds[s.leaf], s.shape(leaves[s.leaf].shape)) for s in plan.slices)
         for plan in layout.plans

@@ -43,7 +43,9 @@ def on_mesh(mesh, leaves, arrays):
     ]
 
 
-def exchange(mesh, wire, arrays, *, leaves=PLAIN, num_chunks=1, kinds=None, residual=(), fresh=()):
+def exchange(
+    mesh, wire, arrays, *, leaves=PLAIN, num_chunks=1, leaf_axes=None, residual=(), fresh=()
+):
     """What is sent and what is received. fresh: of eager updates, what each replica has by then."""
     shapes, specs, _ = zip(*leaves.values(), strict=True)
     fragment = payload.for_leaves(shapes, specs, wire=wire, mesh=mesh, num_replicas=len(arrays[0]))
@@ -54,7 +56,7 @@ def exchange(mesh, wire, arrays, *, leaves=PLAIN, num_chunks=1, kinds=None, resi
         sent = collective.send(fragment, arrays, cut, residual)
         arrived = [collective.all_gather_chunk(chunk, mesh) for chunk in sent.chunks]
         if not fresh:
-            return sent, collective.receive(fragment, arrived, kinds=kinds)
+            return sent, collective.receive(fragment, arrived, leaf_axes=leaf_axes)
         own = collective.send(fragment, fresh, cut).chunks
         return sent, collective.receive_eager(fragment, arrived, own)
 
@@ -143,9 +145,9 @@ def test_radial_directional_mean_uses_norms_of_whole_tensors(devices, sizes):
     """Of each layer, of each other tensor; the table is averaged. The sizes that the metrics show
     are of the plain mean."""
     mesh, arrays = mesh_of(devices, **sizes), values(DIVIDED)
-    kinds = [kind for *_, kind in DIVIDED.values()]
-    _, found = exchange(mesh, "float32", arrays, leaves=DIVIDED, kinds=kinds)
-    for name, x_R, kind, mean in zip(DIVIDED, arrays, kinds, found.mean, strict=True):
+    leaf_axes = [kind for *_, kind in DIVIDED.values()]
+    _, found = exchange(mesh, "float32", arrays, leaves=DIVIDED, leaf_axes=leaf_axes)
+    for name, x_R, kind, mean in zip(DIVIDED, arrays, leaf_axes, found.mean, strict=True):
         np.testing.assert_allclose(
             mean, radial_directional_mean_of(x_R, kind), atol=1e-6, err_msg=name
         )
