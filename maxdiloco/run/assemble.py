@@ -31,7 +31,7 @@ from maxdiloco.parallel.sharding import Rules, spec
 from maxdiloco.run import inner_step, island, optimizer
 from maxdiloco.run import model as run_model
 from maxdiloco.run.evaluation import Evaluation, Sampler
-from maxdiloco.run.island import Facts, IslandControl
+from maxdiloco.run.island import IslandControl, RunProperties
 from maxdiloco.run.run_control import RunControl, StepControl
 from maxdiloco.run.settings import RunSettings, count_replicas, with_replicas
 
@@ -91,7 +91,7 @@ def assemble(
     on_compile: OnCompile,
     messenger: Messenger | None = None,
     tokenizer: Tokenizer | None = None,
-    facts: Facts | None = None,
+    properties: RunProperties | None = None,
 ) -> Parts:
     """Build the model, the optimizers and the trainer, without allocating or compiling anything.
 
@@ -102,7 +102,7 @@ def assemble(
       on_compile: called after each compile.
       messenger: carries exchanges between processes, see needs_bulk.
       tokenizer: tokenizer of the run; None: it is read here if a part needs it.
-      facts: properties of an island that will train; None otherwise.
+      properties: of an island that will train; None otherwise.
 
     Raises:
       ConfigError: the devices cannot run the model, or as batch_shape.
@@ -124,7 +124,7 @@ def assemble(
         options = dict(on_compile=on_compile, mesh=mesh, layer_axis=model.layer_axis)
         if settings.is_island:
             cfg, fresh = with_replicas(settings.config, 1), inner_optimizer.init
-            trainer = island.build(step, cfg, settings.exchange, facts, fresh, **options)
+            trainer = island.build(step, cfg, settings.exchange, properties, fresh, **options)
         else:
             trainer = DiLoCo.from_settings(step, settings.exchange, messenger=messenger, **options)
         trainer.bind(params, opt_state)
@@ -140,7 +140,7 @@ def assemble(
         model=model,
         learning_rate=optimizer.learning_rate_schedule(settings.optimizer, total_steps),
         trainer=trainer,
-        control=IslandControl(trainer, facts) if settings.is_island else StepControl(),
+        control=IslandControl(trainer, properties) if settings.is_island else StepControl(),
         shape=shape,
         batch=batch,
         params=params,

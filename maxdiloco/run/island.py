@@ -57,7 +57,7 @@ _OF_DATA = (
 )  # fmt: skip
 
 
-class Facts(NamedTuple):
+class RunProperties(NamedTuple):
     """Properties of a run that an island needs in addition to the config.
 
     Attributes:
@@ -81,7 +81,7 @@ def build(
     step: InnerStep,
     cfg: Config,
     exchange: ExchangeSettings,
-    facts: Facts | None,
+    properties: RunProperties | None,
     fresh: Callable[[Any], Any],
     **options: Any,
 ) -> "Island":
@@ -91,39 +91,39 @@ def build(
       step: the inner step of a replica.
       cfg: config of the run.
       exchange: settings of the exchange.
-      facts: properties of the run; None if nothing is trained.
+      properties: of the run; None if nothing is trained.
       fresh: returns the first state of the inner optimizer, given the parameters.
       **options: mesh, layer_axis and on_compile of Island.
     """
     # Here, not above: other runs start without cryptography.
     from maxdiloco.islands.island import Island
 
-    step_tokens = facts.step_tokens if facts else 1
+    step_tokens = properties.step_tokens if properties else 1
     settings = {name: value for name, value in vars(exchange).items() if name != "num_replicas"}
     return Island(
         step,
         store=cfg.islands_store,
         name=cfg.island_name,
-        total_tokens=facts.steps * step_tokens if facts else 1,
+        total_tokens=properties.steps * step_tokens if properties else 1,
         step_tokens=step_tokens,
         block_tokens=STEPS_OF_A_BLOCK * step_tokens,
         eval_tokens=max(cfg.eval_interval, 0) * step_tokens,
-        # Nothing is trained without the facts, and a step has one token then.
-        global_batch_size=cfg.islands_global_batch_size if facts else None,
+        # Without properties nothing is trained, and a step has one token then.
+        global_batch_size=cfg.islands_global_batch_size if properties else None,
         period_seconds=cfg.islands_period_seconds,
         dead_seconds=cfg.islands_dead_seconds,
         min_members=cfg.islands_min_members,
         key_file=cfg.islands_key,
-        same=same_settings(cfg, facts),
+        same=same_settings(cfg, properties),
         init_opt_state=fresh,
-        say=facts.say if facts else lambda _: None,
+        say=properties.say if properties else lambda _: None,
         option_names=_KEYS,
         **settings,
         **options,
     )
 
 
-def same_settings(cfg: Config, facts: Facts | None) -> dict[str, str]:
+def same_settings(cfg: Config, properties: RunProperties | None) -> dict[str, str]:
     """Return the settings that determine the parameters, their fragments and the data.
 
     They have to be equal on all islands. Long values are hashed.
@@ -137,8 +137,11 @@ def same_settings(cfg: Config, facts: Facts | None) -> dict[str, str]:
         names = [entry["name"] for entry in entries]
         pairs = sorted(f"{name}:{share}" for name, share in zip(names, shares, strict=True))
         found["dataset_mixture"] = ",".join(pairs)
-    if facts is not None:
-        found |= {"dataset_path": _hash(facts.contents), "tokenizer_path": facts.tokenizer}
+    if properties is not None:
+        found |= {
+            "dataset_path": _hash(properties.contents),
+            "tokenizer_path": properties.tokenizer,
+        }
     return {key: text if len(text) <= _MAX_TEXT else _hash(text) for key, text in found.items()}
 
 
@@ -149,18 +152,18 @@ def _hash(text: str) -> str:
 class IslandControl:
     """The run control of an island: the log decides the learning rate, the data and the end."""
 
-    def __init__(self, island: "Island", facts: Facts | None):
+    def __init__(self, island: "Island", properties: RunProperties | None):
         """Keep the island, and open its store if the island will train.
 
         Raises:
           ConfigError: the store cannot be used, or max_target_length does not divide its blocks.
         """
-        self._island, self._facts = island, facts
-        if facts is not None:
+        self._island, self._properties = island, properties
+        if properties is not None:
             island.open()
-            if island.run.block_tokens % facts.length:
+            if island.run.block_tokens % properties.length:
                 raise ConfigError(
-                    f"max_target_length={facts.length} does not divide the blocks of "
+                    f"max_target_length={properties.length} does not divide the blocks of "
                     f"{island.run.block_tokens} tokens of this store. Start the run with an island "
                     "whose steps have whole sequences."
                 )
@@ -171,18 +174,18 @@ class IslandControl:
 
     def reads(self, text: TrainingData) -> "LeasedText":
         """Return the blocks of the text that the island leases."""
-        return LeasedText(text, self._island, self._facts.length)
+        return LeasedText(text, self._island, self._properties.length)
 
     def learning_rate(self, rate: Callable[[float], float], t: int) -> float:
         """Return the rate that follows from the tokens of all islands. See RunControl."""
-        found = rate(self._island.progress * (self._facts.steps - 1)) * self._island.warmup(t)
+        found = rate(self._island.progress * (self._properties.steps - 1)) * self._island.warmup(t)
         return float(np.float32(found))
 
     def tokens(self, steps: range, step_tokens: int) -> int:
         """Return the tokens that this island trains on in some steps, as RunControl.tokens."""
         if not self._island.run.global_batch_size:
             return len(steps) * step_tokens
-        return self._facts.length * sum(map(self._island.batch_size, steps))
+        return self._properties.length * sum(map(self._island.batch_size, steps))
 
     def evaluates(self, t: int, interval: int) -> bool:
         """See Island.evaluates."""

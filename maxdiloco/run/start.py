@@ -36,7 +36,7 @@ from maxdiloco.run import settings as run_settings
 from maxdiloco.run import state as run_state
 from maxdiloco.run import tokenizer as run_tokenizer
 from maxdiloco.run.assemble import Parts
-from maxdiloco.run.island import Facts
+from maxdiloco.run.island import RunProperties
 from maxdiloco.run.recorder import open_recorder
 from maxdiloco.run.settings import RunSettings
 from maxdiloco.storage.run_folder import RunFolder, locate, open_run_folder
@@ -135,7 +135,7 @@ def _run(
 
         compile_log = CompileLog(say, show_memory=settings.metrics.show_memory)
         messenger = None if cluster is None else cluster.messenger
-        facts = Facts(
+        properties = RunProperties(
             **contents, steps=total, step_tokens=shape.tokens, length=shape.length, say=say
         )
         settings, parts = remat_choice.build(
@@ -147,7 +147,7 @@ def _run(
                 on_compile=compile_log,
                 messenger=messenger,
                 tokenizer=tokenizer,
-                facts=facts,
+                properties=properties,
             ),
             mesh,
             memory=remat_choice.device_memory(mesh),

@@ -7,7 +7,7 @@ from test_island_trainer import an_island, first_values
 from maxdiloco.config import config
 from maxdiloco.errors import ConfigError
 from maxdiloco.run import island as run_island
-from maxdiloco.run.island import Facts
+from maxdiloco.run.island import RunProperties
 
 ISLAND = ["enable_islands=true", "island_name=a", "islands_store=s"]
 
@@ -76,7 +76,7 @@ def test_the_shares_of_a_mixture_are_of_the_run(first, second, word):
     """Weights in the same proportion are the same."""
     mixture = f"[{{path: p, name: b{first}}}, {{path: q, name: a{second}}}]"
     cfg = config.load([f"dataset_mixture={mixture}", *ISLAND], {})
-    same = run_island.same_settings(cfg, Facts("d", "t", 100, 4, 4, print))
+    same = run_island.same_settings(cfg, RunProperties("d", "t", 100, 4, 4, print))
     assert same["dataset_mixture"] == word and same["tokenizer_path"] == "t"
 
 

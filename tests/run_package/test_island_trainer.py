@@ -17,7 +17,7 @@ from maxdiloco.checkpoint.saved_state import read_layout
 from maxdiloco.errors import NumericsError
 from maxdiloco.islands import audit, log_store, rules
 from maxdiloco.islands.rules import Timing
-from maxdiloco.run.island import Facts, IslandControl, LeasedText
+from maxdiloco.run.island import IslandControl, LeasedText, RunProperties
 
 H, STEPS = 4, 14
 FAST = Timing(
@@ -25,7 +25,7 @@ FAST = Timing(
 )
 # A message after each H steps, whatever the time.
 LOCKSTEP = FAST._replace(period=1e-6, min_steps=H)
-FACTS = Facts("d", "t", steps=100, step_tokens=4, length=4, say=print)
+FACTS = RunProperties("d", "t", steps=100, step_tokens=4, length=4, say=print)
 # Arguments of Island; a step has 4 tokens.
 ELASTIC = dict(
     sync_period=H,
