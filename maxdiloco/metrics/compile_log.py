@@ -48,7 +48,8 @@ class CompileLog:
     def compile_all(self, calls: Sequence[Call], *, remedy: str, resident: str = "") -> list[Any]:
         """Compile the programs of a run, see compile_in_threads. The first error ends it at once.
 
-        Programs for the start that have their arguments run while others compile.
+        Programs for the start that have their arguments run after all others are compiled. On a CPU
+        the first state and the memory of the compiler would otherwise add up.
 
         Args:
           calls: the first one that is not for the start is the plain inner step.
@@ -63,7 +64,6 @@ class CompileLog:
         """
         started = time.perf_counter()
         hits: list[str] = []  # appended to by threads
-        results = []
         finished = False
 
         def count(event: str, **_: Any) -> None:
@@ -80,16 +80,19 @@ class CompileLog:
                     call = futures[future]
                     with require_fit(call.program.name, remedy):
                         future.result()
-                        leaves = jax.tree.leaves(call.args)
-                        abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-                        if call.when == START and not abstract:
-                            results.append(jax.block_until_ready(call.program(*call.args)))
             finished = True
         finally:
             self._is_silent = not finished
             jax.monitoring.unregister_event_listener(count)
         _return_free_memory()
         calls = list(futures.values())
+        results = []
+        for call in calls:
+            leaves = jax.tree.leaves(call.args)
+            abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+            if call.when == START and not abstract:
+                with require_fit(call.program.name, remedy):
+                    results.append(jax.block_until_ready(call.program(*call.args)))
         folder = jax.config.values["jax_compilation_cache_dir"]
         kept = f", {len(hits)} of them from {folder}" if hits else ""
         took = time.perf_counter() - started

@@ -317,7 +317,7 @@ def _compile(
     """Compile every program before the first step.
 
     Returns:
-      The state of a fresh run, initialised concurrently; None for a run that is restored.
+      The state of a fresh run; None for a run that is restored.
     """
     # Begin with the inner step, which compiles longest, then the program of the first state.
     inner, *others = assemble.calls(settings, parts)
