@@ -66,7 +66,7 @@ def test_an_island_by_itself_trains_on_the_whole_global_batch(tmp_path):
     """Four sequences in micro-batches of two: the losses of gradient accumulation, until a record
     changes the parameters, to a few roundings, since the compiler fuses the two loops differently.
     Another island with another global batch is refused."""
-    keys = dict(steps=20, log_period=1, islands_period_seconds=1.5, checkpoint_period=1000)
+    keys = dict(steps=20, log_period=1, islands_period_seconds=3, checkpoint_period=1000)
     keys |= dict(ici_fsdp_parallelism=1)
     own = dict(islands_global_batch_size=4), dict(gradient_accumulation_steps=2)
     runs = [
