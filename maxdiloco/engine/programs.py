@@ -32,7 +32,7 @@ from maxdiloco.engine.fragment_values import (
 )
 from maxdiloco.engine.layout import FragmentPlan, Layout, fragment_leaves
 from maxdiloco.engine.trainer import OuterParamsView
-from maxdiloco.parallel import chips, offload, processor
+from maxdiloco.parallel import chips, offload
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.replicas import (
     broadcast,
@@ -430,8 +430,6 @@ class Programs:
         if key not in self._by_form:
             layers, leaves = len(plan.fragment.layers), len(plan.slices)
             label = f"{layers} layers, {leaves} leaves" if layers else f"{leaves} leaves"
-            is_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
-            options["compiler_options"] = dict(processor.FEW_TEMPORARIES) if is_cpu else None
             # An argument that is only donated would be dropped.
             options["keep_unused"] = True
             self._by_form[key] = self._program(f"{name} [{label}]", fn, **options)

@@ -5,16 +5,9 @@ import os
 import pathlib
 import platform
 import re
-from types import MappingProxyType
 
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # parameters of glibc's mallopt(3)
-# Compiler options of XLA:CPU for the programs of fragments and for `init`. In XLA's default order
-# as much as possible can run at once, so the temporary arrays of all leaves are alive together
-# (benchmarks/results). The order changes no value.
-FEW_TEMPORARIES = MappingProxyType(
-    {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-)
 
 
 def host_cpuinfo() -> str:

@@ -24,7 +24,6 @@ from maxdiloco.errors import ConfigError
 from maxdiloco.metrics.monitor import Monitor
 from maxdiloco.models.devices import shards_on
 from maxdiloco.models.model import Model
-from maxdiloco.parallel import processor
 from maxdiloco.parallel.mesh import joins_processes
 from maxdiloco.parallel.program import Program
 from maxdiloco.parallel.sharding import Rules, spec
@@ -237,7 +236,6 @@ def _init_program(settings, trainer, model, inner_optimizer) -> Program:
         # 1 it needs 2.7 s, and 1.4 s to run. At level 0 these are 1.9 s and 7.5 s, and values are
         # rounded differently than in other programs.
         fast = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
-        fast |= processor.FEW_TEMPORARIES
 
     def make(seed):
         params = model.init(jax.random.key(seed))

@@ -295,7 +295,7 @@ def test_a_signal_in_a_save_or_an_evaluation_loses_nothing(
         """The steps after the save of 8 would be over before its thread is there."""
         if step > 8:
             assert sent.wait(WAIT_S)
-            while not preemption._asked:
+            while not preemption._requested:
                 time.sleep(0.01)
         return requested(preemption, step)
 
