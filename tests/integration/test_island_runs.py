@@ -8,7 +8,7 @@ from run import CLUSTER_KEYS, assert_exit_codes, names_key, start_train, train
 from run_files import checkpoint_meta, metrics_rows, saved_steps
 
 from maxdiloco.islands import __main__ as islands
-from maxdiloco.islands import audit, log_store
+from maxdiloco.islands import audit, log_store, runtime
 
 pytestmark = [pytest.mark.usefixtures("programs")]
 ALONE = dict(dcn_diloco_parallelism=1, islands_period_seconds=0.1, islands_dead_seconds=3)
@@ -62,10 +62,11 @@ def test_an_island_trains_until_its_tokens_are_committed(tmp_path):
     assert islands.main(["audit", str(tmp_path / "store")]) == 0
 
 
-def test_an_island_by_itself_trains_on_the_whole_global_batch(tmp_path):
+def test_an_island_by_itself_trains_on_the_whole_global_batch(tmp_path, monkeypatch):
     """Four sequences in micro-batches of two: the losses of gradient accumulation, until a record
     changes the parameters, to a few roundings, since the compiler fuses the two loops differently.
     Another island with another global batch is refused."""
+    monkeypatch.setattr(runtime, "THREADS", 1)  # both read the first two blocks in the same order
     keys = dict(steps=20, log_period=1, islands_period_seconds=3, checkpoint_period=1000)
     keys |= dict(ici_fsdp_parallelism=1)
     own = dict(islands_global_batch_size=4), dict(gradient_accumulation_steps=2)
