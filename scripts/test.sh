@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and tests, in an environment of their own. The last line printed is pytest's.
 #   usage: bash scripts/test.sh [quick|full] [pytest arguments]
-#     no word   the default tier, about 16 minutes on two cores; with arguments that part of it,
+#     no word   the default tier, about 14 minutes on two cores; with arguments that part of it,
 #               for example: bash scripts/test.sh tests/diloco -k schedule
 #     quick     under 90 seconds: style, the algorithm, the keys, the smallest cases of the oracle
 #     full      the default tier and the tests marked `full`: whole grids, every fault and family
