@@ -20,7 +20,7 @@ TAIL = 12  # lines of a log
 
 
 def keys_of(row: Row, scale: Scale, user_keys: Mapping[str, str]) -> dict[str, Any]:
-    """The trainer's keys of a row. user_keys: those of the command line, which every row has.
+    """Return the trainer's keys of a row. Every row also has user_keys, of the command line.
 
     Every mode reads the same number of tokens a step: the batch is divided among the replicas.
     """

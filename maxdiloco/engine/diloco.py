@@ -26,7 +26,14 @@ from maxdiloco.engine.calls import Call
 from maxdiloco.engine.collective import Chunks, Sent
 from maxdiloco.engine.fragment_values import arrays_of, with_arrays
 from maxdiloco.engine.host_transfer import Messenger
-from maxdiloco.engine.layout import ChunkBuffer, Layout, State, lay_out, with_fragment
+from maxdiloco.engine.layout import (
+    ChunkBuffer,
+    FragmentPlan,
+    Layout,
+    State,
+    lay_out,
+    with_fragment,
+)
 from maxdiloco.engine.payload import Cut
 from maxdiloco.engine.programs import Programs
 from maxdiloco.engine.restore import Restorer, outer_item, saved_items
@@ -198,9 +205,7 @@ class DiLoCo:
         plan = self.layout.plans[action.fragment]
         leaves = arrays_of(state, plan)
         program = self.programs.pack(plan)
-        replaced = self._replaced(
-            state.scatter_outgoing if plan.scatter else state.outgoing, plan.packed
-        )
+        replaced = self._replaced_by_pack(state, plan)
         args = leaves._replace(outer_opt=(), residual=()), plan.starts, leaves.residual, replaced
         return self._sent(action, state, self._run(program, *args))
 
@@ -252,9 +257,7 @@ class DiLoCo:
         """Run a program that merges one exchange and sends the next one."""
         plan = self.layout.plans[action.fragment]
         incoming = self._received(Leg(plan.index, state.t - self.schedule.lag), state, action)
-        replaced = self._replaced(
-            state.scatter_outgoing if plan.scatter else state.outgoing, plan.packed
-        )
+        replaced = self._replaced_by_pack(state, plan)
         args = arrays_of(state, plan), state.bad, plan.starts, replaced, incoming
         return self._merged(action, state, self._run(program, *args))
 
@@ -266,6 +269,11 @@ class DiLoCo:
         if leg.scatters:
             return state.scatter_incoming.read(0, range(plan.scatter.count))
         return state.incoming.read(action.slot, range(plan.gather.count))
+
+    def _replaced_by_pack(self, state: State, plan: FragmentPlan) -> Chunks:
+        """Return the chunks that `pack` replaces, see `_replaced`."""
+        outgoing = state.scatter_outgoing if plan.scatter else state.outgoing
+        return self._replaced(outgoing, plan.packed)
 
     def _replaced(self, outgoing: ChunkBuffer, cut: Cut) -> Chunks:
         """Return the chunks that a send replaces, to be donated; () if threads may read them."""

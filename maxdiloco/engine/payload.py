@@ -326,15 +326,15 @@ def tensor_norms(
       x_N: this device's values of each leaf.
     """
     norms = []
-    for shard, kind, x in zip(payload.shards, leaf_axes, x_N, strict=True):
-        if isinstance(kind, Vocabulary):
+    for shard, axes, x in zip(payload.shards, leaf_axes, x_N, strict=True):
+        if isinstance(axes, Vocabulary):
             norms.append(jnp.zeros((1,)))
             continue
         if shard.copies > 1:
             whole = jnp.zeros(shard.copies * shard.count)
             x = jax.lax.dynamic_update_slice_in_dim(whole, x, first_own_value(shard), 0)
         values = x[: math.prod(shard.local)].reshape(shard.local)
-        layer = kind.axis if isinstance(kind, Stacked) else None
+        layer = axes.axis if isinstance(axes, Stacked) else None
         others = tuple(dim for dim in range(values.ndim) if dim != layer)
         squares = jnp.sum(values * values, axis=others).reshape(-1)
         apart = axes_of(shard.spec[layer]) if layer is not None and layer < len(shard.spec) else ()
@@ -348,8 +348,8 @@ def spread_norms(
 ) -> list[jax.Array]:
     """Repeat one number for each tensor, such as its norm, at every value of this device."""
     spread = []
-    for shard, kind, norm in zip(payload.shards, leaf_axes, norms, strict=True):
-        layer = kind.axis if isinstance(kind, Stacked) else None
+    for shard, axes, norm in zip(payload.shards, leaf_axes, norms, strict=True):
+        layer = axes.axis if isinstance(axes, Stacked) else None
         shape = [norm.size if dim == layer else 1 for dim in range(len(shard.local))]
         whole = jnp.broadcast_to(norm.reshape(shape), shard.local)
         spread.append(own_values(shard, whole[None])[0])

@@ -105,7 +105,7 @@ def public(key: bytes) -> str:
 def signed(value: Signed, key: bytes | None) -> Signed:
     """Sign a message or a heartbeat. The signed header contains the payload's sha256.
 
-    key: 32 bytes; None: the value stays as it is.
+    key: private key of 32 bytes; None: the value is returned without a signature.
     """
     if key is None:
         return value

@@ -20,7 +20,7 @@ NAMES = {0: "host-a", 1: "host-b", 2: "host-c"}
 
 
 class Box:
-    """A messenger whose peers the test speaks for. said: what each peer was told."""
+    """A messenger whose peers the test plays. said: the messages that each peer received."""
 
     def __init__(self, *peers):
         self.machines = {peer: NAMES[peer] for peer in peers}

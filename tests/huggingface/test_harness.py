@@ -79,7 +79,7 @@ def models(trained):
     """A pair: the harness's models of the run and of its export."""
     pytest.importorskip("lm_eval")
     torch = pytest.importorskip("torch")
-    torch.set_num_threads(1)  # more of them wait for each other in loops, beside another worker
+    torch.set_num_threads(1)  # several threads wait for each other while another worker runs
     from lm_eval.api import registry
     from lm_eval.models.huggingface import HFLM
 
