@@ -269,8 +269,10 @@ class Members:
             has_left = state.peers[name].heartbeat.left
             found.append(f"island {name} {'has left' if has_left else dead}")
         for name, incarnation in sorted(self._present.items() - before.items()):
-            what = "has returned" if name in self._gone else "has joined"
-            what = "has started again" if name in before else what
+            if name in before:
+                what = "has started again"
+            else:
+                what = "has returned" if name in self._gone else "has joined"
             start = f" as incarnation {incarnation}" if incarnation > 1 else ""
             found.append(f"island {name} {what}{start}")
         return found
